@@ -14,8 +14,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-__all__ = ["LINGER_S", "main"]
-
 LINGER_S = 300.0
 _ENDED_BY_SIGNAL = 128  # added to the number of the signal, as shells do
 _OURS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGCHLD})

@@ -21,13 +21,11 @@ from traitlets.config import Config
 from traitlets.log import get_logger
 
 from fractional_gpu.client.discovery import SYSTEM_SOCKET, restart_file, runtime_dir
-from fractional_gpu.client.seat_client import SeatClient
+from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.client.state_folder import SERVICE_STATE, is_network
 from fractional_gpu.config import ConfigError, load
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu_hub.seats import BROKER_SERVICE, start_with_hub
-
-__all__ = ["SPAWNERS", "configure"]
 
 SPAWNERS = ("fractional-gpu-local", "fractional-gpu-simple", "fractional-gpu-systemd", "fractional-gpu-docker")
 _WHERE = "jupyterhub_config.py"

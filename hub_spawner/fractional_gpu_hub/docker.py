@@ -19,8 +19,6 @@ from traitlets import Int, Unicode, default
 from fractional_gpu_hub.mixin import FractionalGPUMixin
 from fractional_gpu_hub.spawn_outcome import spawn_error
 
-__all__ = ["FractionalGPUDockerSpawner"]
-
 _SEAT = "/run/secrets/jupyter-gpu-seat.json"
 _USERS = 100  # the group of that name, as in Jupyter's own images
 

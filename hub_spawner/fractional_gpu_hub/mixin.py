@@ -26,7 +26,8 @@ from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.client.seat import SEAT_FILE_VARIABLE, Seat, write_seat
 from fractional_gpu.core.units import format_duration, format_fraction
 from fractional_gpu.protocol.errors import FractionalGPUError, NotFoundError
-from fractional_gpu.protocol.seats import OfferRequest, Offers, ProgressKind, SeatProgress, SeatRequest
+from fractional_gpu.protocol.messages import ProgressKind
+from fractional_gpu.protocol.seats import OfferRequest, Offers, SeatProgress, SeatRequest
 from fractional_gpu_hub.options import FIELD, KEYS, Choice, OptionsError, gpu_form, options_of_form, parse_options
 from fractional_gpu_hub.seats import AsyncSeatClient, prepare_seat_folder, start_reconciling
 from fractional_gpu_hub.spawn_outcome import (
@@ -68,9 +69,6 @@ if TYPE_CHECKING:
         def progress(self) -> AsyncGenerator[dict[str, Any], None]: ...
 else:
     _Spawner = Configurable  # at run time the spawner's own class stands behind the mixin
-
-__all__ = ["FractionalGPUMixin"]
-
 
 _STATE = "gpu_seat"
 _SERVER_START_S = 60  # for the server itself, once it has its seat

@@ -14,11 +14,9 @@ from html import escape
 from typing import Any
 
 from fractional_gpu.core.units import format_fraction, format_memory, parse_fraction_milli, parse_memory_mib
-from fractional_gpu.jupyter.kernel_config import check_pool_name
+from fractional_gpu.jupyter.kernel_command import check_pool_name
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.seats import FractionOffer, Offers, PoolOffer
-
-__all__ = ["FIELD", "KEYS", "WITHOUT", "Choice", "OptionsError", "gpu_form", "options_of_form", "parse_options"]
 
 FIELD = "gpu"
 KEYS = ("pool", "fraction", "memory")

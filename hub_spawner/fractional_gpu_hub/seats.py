@@ -24,26 +24,11 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from fractional_gpu.client.seat_client import SeatClient
+from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableError, FractionalGPUError
-from fractional_gpu.protocol.seats import (
-    OfferRequest,
-    Offers,
-    SeatList,
-    SeatProgress,
-    SeatRequest,
-    SeatStatus,
-)
+from fractional_gpu.protocol.messages import SeatStatus
+from fractional_gpu.protocol.seats import OfferRequest, Offers, SeatList, SeatProgress, SeatRequest
 from fractional_gpu_hub.spawn_outcome import spawn_error
-
-__all__ = [
-    "BROKER_SERVICE",
-    "AsyncSeatClient",
-    "Reconciler",
-    "prepare_seat_folder",
-    "start_reconciling",
-    "start_with_hub",
-]
 
 T = TypeVar("T")
 _PAUSE_S = 0.2

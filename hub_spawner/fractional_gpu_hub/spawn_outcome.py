@@ -19,17 +19,6 @@ from tornado import web
 
 from fractional_gpu.protocol.errors import FractionalGPUError
 
-__all__ = [
-    "HUB_METRICS",
-    "SEAT_WAIT",
-    "SPAWNS",
-    "ProgressLog",
-    "spawn_ended",
-    "spawn_error",
-    "spawn_error_of",
-    "spawn_failed",
-]
-
 try:
     from jupyterhub.spawner import SpawnException
 except ImportError:  # JupyterHub 5

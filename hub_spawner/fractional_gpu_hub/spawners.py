@@ -6,8 +6,6 @@ from jupyterhub.spawner import LocalProcessSpawner, SimpleLocalProcessSpawner
 
 from fractional_gpu_hub.mixin import FractionalGPUMixin
 
-__all__ = ["FractionalGPULocalSpawner", "FractionalGPUSimpleSpawner"]
-
 
 class FractionalGPULocalSpawner(FractionalGPUMixin, LocalProcessSpawner):  # type: ignore[misc] # untyped
     """Servers of the system's users, each with a uid of its own, which keeps users from each other's leases. The hub runs as root."""

@@ -14,8 +14,6 @@ from traitlets import default
 from fractional_gpu_hub.mixin import FractionalGPUMixin
 from fractional_gpu_hub.spawn_outcome import spawn_error
 
-__all__ = ["FractionalGPUSystemdSpawner"]
-
 _CREDENTIAL = "gpu-seat"
 
 

@@ -6,25 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.inputtransformer2 import cell_magic, leading_empty_lines
 
-from fractional_gpu_kernel.cells.acquire import Acquirer
+from fractional_gpu_kernel.cells.acquire import Acquirer, FirstGrant
 from fractional_gpu_kernel.cells.broker_channel import BrokerChannel
-from fractional_gpu_kernel.cells.first_grant import FirstGrant
-from fractional_gpu_kernel.cells.gate import Gate
+from fractional_gpu_kernel.cells.gate import Gate, make_cell_transform
 from fractional_gpu_kernel.cells.guard import CellGuard, InputRequests
-from fractional_gpu_kernel.cells.needs_gpu import make_cell_transform
-from fractional_gpu_kernel.display.notices import Notices
+from fractional_gpu_kernel.display.lines import Notices
 from fractional_gpu_kernel.magics.magics import Magics
 from fractional_gpu_kernel.memory.checkpointability import CheckpointBlockers
 from fractional_gpu_kernel.memory.imports import ImportHooks
-from fractional_gpu_kernel.memory.limits import MemoryLimits
-from fractional_gpu_kernel.memory.shrink import Shrinker
+from fractional_gpu_kernel.memory.limits import MemoryLimits, Shrinker
 from fractional_gpu_kernel.registrations import Registrations
 from fractional_gpu_kernel.settings import LOCAL_FAILURES, Settings
 
 if TYPE_CHECKING:
     from fractional_gpu_kernel.cells.barrier import Barrier
-
-__all__ = ["LeasedKernel"]
 
 
 class LeasedKernel:

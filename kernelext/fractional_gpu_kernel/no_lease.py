@@ -8,12 +8,9 @@ from typing import Any
 
 from IPython.core.inputtransformer2 import cell_magic, leading_empty_lines
 
-from fractional_gpu_kernel.cells.needs_gpu import make_cell_transform
-from fractional_gpu_kernel.display.lines import Sentence, publish
-from fractional_gpu_kernel.display.notices import Notices
+from fractional_gpu_kernel.cells.gate import make_cell_transform
+from fractional_gpu_kernel.display.lines import Notices, Sentence, publish
 from fractional_gpu_kernel.registrations import Registrations
-
-__all__ = ["UnleasedKernel"]
 
 NO_LEASE = (
     "This kernel has no share of a GPU. Pick a kernel with one, such as “Python 3 · 1/4 GPU”, in the launcher or the kernel menu; "

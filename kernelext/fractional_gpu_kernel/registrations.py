@@ -8,8 +8,6 @@ calls through). What ours had replaced is put back.
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Registrations"]
-
 _MISSING: Any = object()
 
 

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from fractional_gpu.client.client import BrokerClient
 
-__all__ = ["LOCAL_FAILURES", "NOTICE", "Settings", "describe", "explain", "is_local"]
-
 LEASE = "JUPYTER_GPU_LEASE"
 SOCKET = "JUPYTER_GPU_SOCKET"
 TOKEN_FILE = "JUPYTER_GPU_TOKEN_FILE"  # noqa: S105 - the name of a variable that holds a path
@@ -60,8 +58,8 @@ class Settings(NamedTuple):  # a frozen dataclass takes half a millisecond longe
 
         Raises BrokerUnavailableError, with the reason "timeout" after 5 s for a broker that runs and does not answer.
         """
-        from fractional_gpu.client.broker_process import ANSWER_S  # noqa: PLC0415 - as above
         from fractional_gpu.client.discovery import ensure_broker  # noqa: PLC0415 - as above
+        from fractional_gpu.client.http import ANSWER_S  # noqa: PLC0415 - as above
 
         token = self._token()
         ensure_broker(self.socket_path, token=token, timeout_s=_REVIVE_TIMEOUT_S, answer_s=ANSWER_S).close()

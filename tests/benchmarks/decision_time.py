@@ -36,12 +36,7 @@ from fractional_gpu.core.events import (
     Unwanted,
     Wanted,
 )
-from fractional_gpu.core.model import (
-    DeviceSpec,
-    LeaseSpec,
-    LeaseState,
-    PoolSpec,
-)
+from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpec
 from tests.benchmarks.stats import percentile
 
 __all__ = ["Crowd", "as_json", "as_table", "measure", "missed"]

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any, cast
 
-from fractional_gpu.broker.kernels.gate import GateLink
+from fractional_gpu.broker.kernels.connection import GateLink
 from fractional_gpu.broker.kernels.iopub import IOPubWatch
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.swap.steps import SwapTimes

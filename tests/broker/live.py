@@ -23,7 +23,8 @@ from tornado.netutil import bind_unix_socket
 from fractional_gpu.broker.api.lease_routes import make_server
 from fractional_gpu.broker.api.lease_service import LeaseService
 from fractional_gpu.broker.api.seat_routes import SEAT_ROUTES
-from fractional_gpu.broker.broker import Broker, now_ms
+from fractional_gpu.broker.broker import Broker
+from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.broker.swap.steps import SwapTimes
 from fractional_gpu.broker.swap.swap import Swaps

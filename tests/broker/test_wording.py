@@ -18,11 +18,10 @@ from fractional_gpu.broker.api import handler
 from fractional_gpu.broker.kernels import request_validation
 from fractional_gpu.broker.kernels.connection import check_endpoints, connection_from_json
 from fractional_gpu.broker.services import admin, residency
-from fractional_gpu.host.peers import PeerCredentials
+from fractional_gpu.host.process import PeerCredentials
 from fractional_gpu.protocol.limits import VERSION_HEADER
-from fractional_gpu.protocol.messages import LeaseReply, LeaseRequest
+from fractional_gpu.protocol.messages import LeaseReply, LeaseRequest, ProgressKind
 from fractional_gpu.protocol.names import ACTING_FOR
-from fractional_gpu.protocol.seats import ProgressKind
 from tests.broker.live import Answer, LiveBroker, live_broker, started_for
 from tests.support.golden import check_wording
 from tests.support.paths import ROOT

@@ -14,13 +14,8 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.client import discovery
-from fractional_gpu.client.broker_process import is_service_socket
-from fractional_gpu.client.discovery import (
-    ensure_broker,
-    runtime_dir,
-    socket_path,
-    unstarted_broker,
-)
+from fractional_gpu.client.discovery import ensure_broker, runtime_dir, socket_path, unstarted_broker
+from fractional_gpu.client.http import is_service_socket
 from fractional_gpu.protocol.errors import BrokerUnavailableError, ForbiddenError
 from tests.support.fake_broker import FakeBroker
 

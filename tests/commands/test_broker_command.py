@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.broker.process import app
-from fractional_gpu.broker.process.app import BrokerOptions
+from fractional_gpu.broker.process.restarting import BrokerOptions
 from fractional_gpu.commands import broker
-from fractional_gpu.commands.broker_stop import Stopped, _render
+from fractional_gpu.commands.broker import Stopped, _render
 from fractional_gpu.commands.main import main
 from fractional_gpu.config import load
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.broker.process import backend
+from fractional_gpu.broker.process import driver_start
 from fractional_gpu.commands import rescue
 from fractional_gpu.commands.main import main
 from fractional_gpu.gpu.interface import DeviceInfo
@@ -24,7 +24,7 @@ class NoDevices:
 
 @pytest.fixture(autouse=True)
 def no_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(backend, "open_monitor", lambda _: NoDevices())
+    monkeypatch.setattr(driver_start, "open_monitor", lambda _: NoDevices())
     monkeypatch.setenv("JUPYTER_GPU_SOCKET", str(tmp_path / "run" / "b.sock"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setenv("JUPYTER_CONFIG_PATH", str(tmp_path))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from fractional_gpu.client.seat_client import SeatClient
+from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.commands.main import main
 from fractional_gpu.commands.seats import find_seat
 from fractional_gpu.commands.terminal.errors import CommandError

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.config import CONFIG_NAME, loading
+from fractional_gpu.config import CONFIG_NAME, settings
 
 
 @pytest.fixture(autouse=True)
@@ -14,7 +14,7 @@ def config_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, 
     folders = (tmp_path / "user", tmp_path / "system")
     for folder in folders:
         folder.mkdir()
-    monkeypatch.setattr(loading, "jupyter_config_path", lambda: [str(folder) for folder in folders])
+    monkeypatch.setattr(settings, "jupyter_config_path", lambda: [str(folder) for folder in folders])
     return folders
 
 

@@ -7,12 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.config import (
-    GPUBroker,
-    Settings,
-    example_config,
-    load,
-)
+from fractional_gpu.config import GPUBroker, Settings, example_config, load
 from fractional_gpu.config.pools import KEYS
 from fractional_gpu.core.model import PoolSpec
 

@@ -6,13 +6,8 @@ from pathlib import Path
 import pytest
 from jupyter_core.paths import jupyter_config_path
 
-from fractional_gpu.config import (
-    CONFIG_NAME,
-    ConfigError,
-    GPUBroker,
-    load,
-    loading,
-)
+from fractional_gpu.config import CONFIG_NAME, ConfigError, GPUBroker, load
+from fractional_gpu.config import settings as settings_module
 
 Write = Callable[..., Path]
 
@@ -32,7 +27,7 @@ def test_without_any_file_everything_has_its_default() -> None:
 
 
 def test_the_path_is_jupyters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, write: Write) -> None:
-    monkeypatch.setattr(loading, "jupyter_config_path", jupyter_config_path)
+    monkeypatch.setattr(settings_module, "jupyter_config_path", jupyter_config_path)
     monkeypatch.setenv("JUPYTER_CONFIG_PATH", str(tmp_path))
     file = write("c.GPUBroker.idle_exit = '7m'")
     settings = load()

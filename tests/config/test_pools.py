@@ -9,12 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fractional_gpu.config import ConfigError, load
-from fractional_gpu.core.model import (
-    DeviceSpec,
-    Limits,
-    PoolSpec,
-    ReserveBy,
-)
+from fractional_gpu.core.model import DeviceSpec, Limits, PoolSpec, ReserveBy
 
 UUIDS = ("GPU-aa11", "GPU-aa22", "GPU-bb33", "GPU-bb3")
 

@@ -4,13 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from fractional_gpu.core.events import ResizeRequested
-from fractional_gpu.core.model import (
-    LeaseSpec,
-    LeaseState,
-    Limits,
-    PoolSpec,
-    ReserveBy,
-)
+from fractional_gpu.core.model import LeaseSpec, LeaseState, Limits, PoolSpec, ReserveBy
 
 __all__ = ["LawBrokenError", "Seen", "World", "law"]
 

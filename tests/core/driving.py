@@ -6,13 +6,7 @@ Every event goes through an `Observer`, so every example also checks every law.
 from collections.abc import Sequence
 
 from fractional_gpu.core.arbiter import Arbiter
-from fractional_gpu.core.effects import (
-    Effect,
-    Granted,
-    Recorded,
-    Resume,
-    Suspend,
-)
+from fractional_gpu.core.effects import Effect, Granted, Recorded, Resume, Suspend
 from fractional_gpu.core.events import (
     Attached,
     BusyChanged,
@@ -29,14 +23,7 @@ from fractional_gpu.core.events import (
     Unwanted,
     Wanted,
 )
-from fractional_gpu.core.model import (
-    DeviceSpec,
-    LeaseSpec,
-    LeaseState,
-    LeaseView,
-    PoolSpec,
-    TicketView,
-)
+from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, LeaseView, PoolSpec, TicketView
 from tests.core.observer import Observer
 
 __all__ = ["Hand", "device", "pool", "spec"]

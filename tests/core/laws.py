@@ -3,15 +3,7 @@
 from collections.abc import Sequence
 
 from fractional_gpu.core.arbiter import Arbiter
-from fractional_gpu.core.effects import (
-    Declined,
-    Effect,
-    Pinned,
-    Recorded,
-    Resized,
-    Suspend,
-    SuspendAnnounced,
-)
+from fractional_gpu.core.effects import Declined, Effect, Pinned, Recorded, Resized, Suspend, SuspendAnnounced
 from fractional_gpu.core.events import Event, PinRequested
 from fractional_gpu.core.model import LeaseSpec, LeaseState, TicketView
 from tests.core.checked_books import Seen, World, law

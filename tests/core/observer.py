@@ -53,18 +53,8 @@ from fractional_gpu.core.events import (
     Unwanted,
     Wanted,
 )
-from fractional_gpu.core.model import (
-    HOLDING,
-    LeaseState,
-    ReserveBy,
-    Sharing,
-)
-from tests.core.checked_books import (
-    LawBrokenError,
-    Seen,
-    World,
-    law,
-)
+from fractional_gpu.core.model import HOLDING, LeaseState, ReserveBy, Sharing
+from tests.core.checked_books import LawBrokenError, Seen, World, law
 from tests.core.laws import Laws
 from tests.core.moves import ELIGIBLE, MOVES, OWN_EVENTS
 

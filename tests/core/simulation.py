@@ -56,16 +56,7 @@ from fractional_gpu.core.events import (
     Unwanted,
     Wanted,
 )
-from fractional_gpu.core.model import (
-    Breach,
-    DeviceSpec,
-    LeaseSpec,
-    LeaseState,
-    Limits,
-    PoolSpec,
-    ReserveBy,
-    Sharing,
-)
+from fractional_gpu.core.model import Breach, DeviceSpec, LeaseSpec, LeaseState, Limits, PoolSpec, ReserveBy, Sharing
 from tests.core.observer import LawBrokenError, Observer
 
 __all__ = ["World", "simulate"]

@@ -7,12 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from fractional_gpu.core.arbiter import Arbiter
-from fractional_gpu.core.effects import (
-    LookAgain,
-    Resume,
-    Shrink,
-    Suspend,
-)
+from fractional_gpu.core.effects import LookAgain, Resume, Shrink, Suspend
 from fractional_gpu.core.events import (
     Attached,
     BusyChanged,
@@ -47,14 +42,7 @@ from fractional_gpu.core.events import (
     Unwanted,
     Wanted,
 )
-from fractional_gpu.core.model import (
-    DeviceSpec,
-    LeaseSpec,
-    LeaseState,
-    Limits,
-    PoolSpec,
-    ReserveBy,
-)
+from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, Limits, PoolSpec, ReserveBy
 from tests.core.observer import Observer
 
 DEVICES = ("d0", "d1", "d2")

@@ -5,13 +5,7 @@ from itertools import product
 import pytest
 
 from fractional_gpu.core.model import LeaseState
-from fractional_gpu.core.transitions import (
-    TABLE,
-    Cause,
-    IllegalTransitionError,
-    diagram,
-    next_state,
-)
+from fractional_gpu.core.transitions import TABLE, Cause, IllegalTransitionError, diagram, next_state
 from tests.core.moves import MOVES
 from tests.support.paths import ROOT
 

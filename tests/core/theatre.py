@@ -12,14 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fractional_gpu.core.arbiter import Arbiter
-from fractional_gpu.core.effects import (
-    CloseGate,
-    Effect,
-    Granted,
-    Resume,
-    Suspend,
-    WakeAt,
-)
+from fractional_gpu.core.effects import CloseGate, Effect, Granted, Resume, Suspend, WakeAt
 from fractional_gpu.core.events import (
     Attached,
     BusyChanged,
@@ -36,12 +29,7 @@ from fractional_gpu.core.events import (
     Tick,
     Wanted,
 )
-from fractional_gpu.core.model import (
-    DeviceSpec,
-    LeaseSpec,
-    LeaseState,
-    PoolSpec,
-)
+from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpec
 from tests.core.observer import Observer
 
 __all__ = ["FOR_EVER", "Actor", "Theatre"]

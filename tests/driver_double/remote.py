@@ -12,14 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Self
 
-from fractional_gpu.gpu.interface import (
-    DeviceActivity,
-    DeviceInfo,
-    DeviceSensors,
-    DeviceUse,
-    GPUError,
-    ProcessState,
-)
+from fractional_gpu.gpu.interface import DeviceActivity, DeviceInfo, DeviceSensors, DeviceUse, GPUError, ProcessState
 from fractional_gpu.gpu.nvidia.checkpointer import NvidiaCheckpointer
 from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor
 from tests.driver_double.double import DriverDouble

@@ -13,12 +13,7 @@ from typing import Final
 
 import pytest
 
-from fractional_gpu.gpu.interface import (
-    Checkpointer,
-    GPUError,
-    GPUErrorCode,
-    ProcessState,
-)
+from fractional_gpu.gpu.interface import Checkpointer, GPUError, GPUErrorCode, ProcessState
 from tests.driver_double import releases
 from tests.driver_double.double import Call, Device, DriverDouble
 from tests.driver_double.remote import Remote

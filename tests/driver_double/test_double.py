@@ -9,13 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.gpu.interface import (
-    GPUError,
-    GPUErrorCode,
-    ProcessKind,
-    ProcessState,
-    ProcessUse,
-)
+from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessKind, ProcessState, ProcessUse
 from fractional_gpu.host.process import read_stat
 from tests.driver_double.conftest import StartKernel
 from tests.driver_double.double import DEFAULTS, Device, DriverDouble, build

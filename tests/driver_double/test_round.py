@@ -9,12 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.gpu.interface import (
-    GPUError,
-    GPUErrorCode,
-    ProcessState,
-    ProcessUse,
-)
+from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState, ProcessUse
 from fractional_gpu.gpu.probe_process import MEMORY_MIB
 from tests.driver_double import releases
 from tests.driver_double.double import DriverDouble

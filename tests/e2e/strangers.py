@@ -30,7 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fractional_gpu.broker.process.backend import simulated_folder
+from fractional_gpu.broker.process.driver_start import simulated_folder
 from tests.support.paths import ROOT
 
 REPOSITORY = ROOT

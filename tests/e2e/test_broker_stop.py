@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from fractional_gpu.commands import broker_stop
-from fractional_gpu.commands.broker_stop import find_broker
+from fractional_gpu.commands import broker
+from fractional_gpu.commands.broker import find_broker
 from fractional_gpu.commands.main import main
 from fractional_gpu.commands.terminal.errors import CommandError
 from tests.support.stories import CHECK, fill
@@ -103,9 +103,9 @@ def test_a_broker_that_does_not_end_is_killed(world: World, monkeypatch: pytest.
     world.start_broker()
     pid = world.broker_pid()
     assert pid is not None
-    monkeypatch.setattr(broker_stop, "ORDERLY_S", 0.0)
-    assert broker_stop._end(pid) == "killed"
-    assert broker_stop._end(pid) == "orderly", "it has ended already"
+    monkeypatch.setattr(broker, "ORDERLY_S", 0.0)
+    assert broker._end(pid) == "killed"
+    assert broker._end(pid) == "orderly", "it has ended already"
     assert pid not in brokers(world)
     assert find_broker(world.socket) is None
 
@@ -115,7 +115,7 @@ def test_a_broker_of_another_user_is_not_touched(world: World, monkeypatch: pyte
     pid = world.broker_pid()
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 4711)
     with pytest.raises(CommandError, match=f"process {pid}, is another user's"):
-        broker_stop.run_stop(world.socket, restart=True, as_json=False)
+        broker.run_stop(world.socket, restart=True, as_json=False)
     monkeypatch.undo()
     assert world.broker_pid() == pid
 
@@ -138,7 +138,7 @@ def test_who_rescues_kernels_is_no_broker(tmp_path: Path) -> None:
         process.stdout.readline()
         assert find_broker(str(socket)) == process.pid
         with pytest.raises(CommandError, match="is no broker"):
-            broker_stop.run_stop(str(socket), restart=False, as_json=False)
+            broker.run_stop(str(socket), restart=False, as_json=False)
         assert process.poll() is None
         process.communicate()
 

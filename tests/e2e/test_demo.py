@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.broker.process.backend import simulated_folder
+from fractional_gpu.broker.process.driver_start import simulated_folder
 from tests.support.paths import PYTHONPATH
 from tests.support.world import until
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.host import oom
+from fractional_gpu.host import memory
 from fractional_gpu.protocol.messages import DeviceStatus
 from tests.driver_double.double import Device, DriverDouble
 from tests.driver_double.releases import newest, python_path
@@ -128,7 +128,7 @@ def test_a_kernel_that_fills_the_group_is_taken_and_the_suspended_ones_come_back
             notebook.must(HOLD)
             pids.append(suspended(world, notebook))
         assert {one.pid for one in double.processes() if one.saved_mib == HELD_MIB} == set(pids)
-        until(lambda: all(oom.adjustment(pid) < RAISED for pid in pids), "what is saved is protected")
+        until(lambda: all(memory.adjustment(pid) < RAISED for pid in pids), "what is saved is protected")
         lease = world.lease(neighbour.kernel_id)
         neighbour.must("pass")
         # So little is left that the neighbour is smaller than a suspended kernel when it has filled that.
@@ -140,4 +140,4 @@ def test_a_kernel_that_fills_the_group_is_taken_and_the_suspended_ones_come_back
             assert world.lease(notebook.kernel_id).pid == pid
             set_limit(group, GROUP_MIB)
             assert notebook.must(LOOK).text == "True\n"
-        until(lambda: all(oom.adjustment(pid) == RAISED for pid in pids), "the protection is over")
+        until(lambda: all(memory.adjustment(pid) == RAISED for pid in pids), "the protection is over")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.client.broker_process import claim_holder
+from fractional_gpu.client.http import claim_holder
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 from fractional_gpu.protocol.messages import LeaseRequest
 from tests.support.stories import CHECK, fill

@@ -22,10 +22,9 @@ from fractional_gpu.config import hub, values
 from fractional_gpu.core.forecasts.forecasts import Forecasts
 from fractional_gpu.gpu import worker, worker_link
 from fractional_gpu.host import claims, failpoints, process
-from fractional_gpu.jupyter.kernel_config import parse_kernel_config
+from fractional_gpu.jupyter.kernel_command import parse_kernel_config
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import LeaseRecord, LedgerError
-from fractional_gpu.protocol import versions
 from fractional_gpu.protocol.codec import decode_json, decode_reply, decode_request, error_body
 from fractional_gpu.protocol.errors import (
     BadRequestError,
@@ -49,7 +48,7 @@ from fractional_gpu.protocol.messages import (
     Pong,
     ResizeRequest,
 )
-from fractional_gpu.protocol.names import decode_acting_for
+from fractional_gpu.protocol.names import Version, decode_acting_for
 from fractional_gpu.protocol.seats import OfferRequest, PoolChange, SeatRequest
 
 __all__ = ["TARGETS"]
@@ -311,7 +310,7 @@ def kernelspec(data: bytes) -> None:
 def headers(data: bytes) -> None:
     """The headers of ours in a request."""
     text = data.decode("latin-1")
-    found = versions.Version.from_header(text)
+    found = Version.from_header(text)
     assert found is None or found.to_header().isprintable()
     try:
         name = decode_acting_for(text.split("\n"))

@@ -22,7 +22,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fractional_gpu.broker.process.backend import simulated_folder
+from fractional_gpu.broker.process.driver_start import simulated_folder
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.gpu.interface import DeviceInfo, Monitor
 from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor

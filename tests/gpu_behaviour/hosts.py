@@ -9,12 +9,7 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Final
 
-from fractional_gpu.gpu.interface import (
-    Checkpointer,
-    GPUErrorCode,
-    Monitor,
-    ProcessState,
-)
+from fractional_gpu.gpu.interface import Checkpointer, GPUErrorCode, Monitor, ProcessState
 from fractional_gpu.gpu.simulated import faults, host
 from fractional_gpu.gpu.simulated.checkpointer import SimulatedCheckpointer
 from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor

@@ -6,12 +6,7 @@ import time
 
 import pytest
 
-from fractional_gpu.gpu.interface import (
-    Checkpointer,
-    GPUError,
-    GPUErrorCode,
-    ProcessState,
-)
+from fractional_gpu.gpu.interface import Checkpointer, GPUError, GPUErrorCode, ProcessState
 from tests.gpu_behaviour.hosts import Host
 from tests.gpu_sim.kernels import KernelProcess, answer, ask, eventually
 

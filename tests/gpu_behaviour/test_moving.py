@@ -6,13 +6,7 @@ import time
 
 import pytest
 
-from fractional_gpu.gpu.interface import (
-    Checkpointer,
-    GPUError,
-    GPUErrorCode,
-    Monitor,
-    ProcessState,
-)
+from fractional_gpu.gpu.interface import Checkpointer, GPUError, GPUErrorCode, Monitor, ProcessState
 from tests.gpu_behaviour.conftest import MakeHost
 from tests.gpu_behaviour.hosts import Host
 from tests.gpu_sim.kernels import MIB, KernelProcess, answer, ask, eventually

@@ -5,12 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fractional_gpu.gpu.interface import (
-    Checkpointer,
-    GPUError,
-    GPUErrorCode,
-    ProcessState,
-)
+from fractional_gpu.gpu.interface import Checkpointer, GPUError, GPUErrorCode, ProcessState
 from tests.gpu_behaviour.hosts import CONTEXT_MIB, DEVICE_MIB, Host
 from tests.gpu_sim.kernels import KernelError, KernelProcess, ask, eventually
 

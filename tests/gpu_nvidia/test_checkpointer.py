@@ -11,11 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from fractional_gpu.gpu.interface import (
-    GPUError,
-    GPUErrorCode,
-    ProcessState,
-)
+from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
 from fractional_gpu.gpu.nvidia.checkpointer import NvidiaCheckpointer
 from tests.gpu_nvidia.fake_driver import CHECKPOINTED, FAILED, LOCKED, RUNNING, FakeDriver, FakeProcess, StateNumber
 

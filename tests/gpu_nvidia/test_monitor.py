@@ -6,13 +6,7 @@ from importlib import metadata
 
 import pytest
 
-from fractional_gpu.gpu.interface import (
-    GPUError,
-    GPUErrorCode,
-    Monitor,
-    ProcessKind,
-    ProcessUse,
-)
+from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, Monitor, ProcessKind, ProcessUse
 from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor
 from fractional_gpu.gpu.nvidia.support import driver_refusal, driver_warnings, why_no_bindings
 from fractional_gpu.host.clock import since_boot_us

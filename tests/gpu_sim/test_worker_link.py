@@ -13,8 +13,7 @@ import pytest
 from fractional_gpu.gpu import worker_link
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
 from fractional_gpu.gpu.simulated import faults, host
-from fractional_gpu.gpu.worker_claim import WorkerClaim
-from fractional_gpu.gpu.worker_link import WorkerLink
+from fractional_gpu.gpu.worker_link import WorkerClaim, WorkerLink
 from fractional_gpu.host.process import ProcessIdentity, identify
 from tests.gpu_sim.kernels import Kernel
 

@@ -1,4 +1,4 @@
-"""Promises of fractional_gpu.host.claims and fractional_gpu.host.peers, with real sockets and real processes."""
+"""Promises of fractional_gpu.host.claims and fractional_gpu.host.process, with real sockets and real processes."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ import pytest
 
 from fractional_gpu.host import claims
 from fractional_gpu.host.claims import DeviceClaim, DeviceClaimedError
-from fractional_gpu.host.peers import peer_credentials, peer_groups
+from fractional_gpu.host.process import peer_credentials, peer_groups
 from tests.support.descriptors import no_free_descriptors
 from tests.support.paths import ROOT
 

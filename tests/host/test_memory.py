@@ -5,13 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.host.memory import (
-    Headroom,
-    LimitReader,
-    headroom,
-    shortage,
-    system_headroom,
-)
+from fractional_gpu.host.memory import Headroom, LimitReader, headroom, shortage, system_headroom
 
 MIB = 1024 * 1024
 PID = 4242

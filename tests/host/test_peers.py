@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from fractional_gpu.host import peers
-from fractional_gpu.host.peers import detects_unread, unread
+from fractional_gpu.host import process
+from fractional_gpu.host.process import detects_unread, unread
 
 
 def test_what_was_written_is_unread_until_the_last_byte_is_read() -> None:
@@ -50,5 +50,5 @@ def test_a_system_that_does_not_tell_it_is_not_trusted(monkeypatch: pytest.Monke
             raise answer
         return answer
 
-    monkeypatch.setattr(peers, "unread", told)
+    monkeypatch.setattr(process, "unread", told)
     assert not detects_unread()

@@ -14,7 +14,7 @@ import pytest
 from systemdspawner import systemd
 from tornado import web
 
-from fractional_gpu.client.seat_client import SeatClient
+from fractional_gpu.client.seat import SeatClient
 from fractional_gpu_hub.docker import FractionalGPUDockerSpawner
 from fractional_gpu_hub.spawners import FractionalGPULocalSpawner
 from fractional_gpu_hub.systemd import FractionalGPUSystemdSpawner

@@ -10,10 +10,11 @@ import pytest
 from traitlets.config import Config
 
 from fractional_gpu.client.discovery import SYSTEM_SOCKET
-from fractional_gpu.client.seat_client import SeatClient
+from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.config import load
 from fractional_gpu.core.model import DeviceSpec
-from fractional_gpu.protocol.seats import ProgressKind, SeatRequest
+from fractional_gpu.protocol.messages import ProgressKind
+from fractional_gpu.protocol.seats import SeatRequest
 from tests.broker.live import live_broker
 from tests.support.paths import ROOT
 

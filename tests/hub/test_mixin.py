@@ -18,8 +18,7 @@ from jupyterhub.spawner import Spawner
 from tornado import web
 
 from fractional_gpu.broker.seats.seats import Seats
-from fractional_gpu.client.seat import SEAT_FILE_VARIABLE, read_seat
-from fractional_gpu.client.seat_client import SeatClient
+from fractional_gpu.client.seat import SEAT_FILE_VARIABLE, SeatClient, read_seat
 from fractional_gpu.protocol.errors import (
     BrokerUnavailableError,
     ForbiddenError,

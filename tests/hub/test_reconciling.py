@@ -15,9 +15,10 @@ from jupyterhub import orm
 from traitlets.log import get_logger
 
 import fractional_gpu_hub
-from fractional_gpu.client.seat_client import SeatClient
+from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.protocol import codec
-from fractional_gpu.protocol.seats import ProgressKind, SeatRequest
+from fractional_gpu.protocol.messages import ProgressKind
+from fractional_gpu.protocol.seats import SeatRequest
 from fractional_gpu_hub.seats import BROKER_SERVICE, AsyncSeatClient, Reconciler
 from tests.broker.live import DEADLINE_S, LiveBroker, live_broker
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import pytest
 from jupyter_client.blocking.client import BlockingKernelClient
 
-from fractional_gpu.protocol.messages import LeaseStatus
-from fractional_gpu.protocol.seats import SeatStatus
+from fractional_gpu.protocol.messages import LeaseStatus, SeatStatus
 from tests.support.hub import HubWorld, new_hub
 from tests.support.managed import must, ready
 from tests.support.stories import CHECK, fill

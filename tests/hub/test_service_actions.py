@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.client.seat_client import SeatClient
+from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.protocol.errors import BadRequestError, ForbiddenError
 from fractional_gpu.protocol.seats import SeatRequest
 from fractional_gpu_hub.service.actions import Actions

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from fractional_gpu_hub.service import startup_placeholder
-from fractional_gpu_hub.service.startup_placeholder import StartupPlaceholder
+from fractional_gpu_hub.service import broker_follower
+from fractional_gpu_hub.service.broker_follower import StartupPlaceholder
 
 
 def _free_port() -> int:
@@ -35,7 +35,7 @@ def test_whoever_comes_early_is_told_to_come_again_and_nobody_is_lost_on_the_way
 
 
 def test_one_who_says_nothing_does_not_keep_the_service_from_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup_placeholder, "_PEER_S", 0.05)
+    monkeypatch.setattr(broker_follower, "_PEER_S", 0.05)
     port = _free_port()
     early = StartupPlaceholder(f"http://127.0.0.1:{port}")
     with socket.create_connection(("127.0.0.1", port), timeout=30), early.hand_over() as listener:
@@ -55,6 +55,6 @@ def test_a_port_that_is_still_held_is_waited_for() -> None:
 
 
 def test_one_that_stays_held_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup_placeholder, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(broker_follower, "_PATIENCE_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as holder, pytest.raises(OSError, match="in use"):
         StartupPlaceholder(f"http://127.0.0.1:{holder.getsockname()[1]}")

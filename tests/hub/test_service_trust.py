@@ -12,7 +12,7 @@ from tornado import web
 from tornado.httpserver import HTTPServer
 from tornado.testing import bind_unused_port
 
-from fractional_gpu_hub.service import app, handlers
+from fractional_gpu_hub.service import app
 from fractional_gpu_hub.service.actions import Actions
 from fractional_gpu_hub.service.broker_follower import BrokerFollower
 from fractional_gpu_hub.service.configuration import ADMIN_SCOPE, READ_SCOPE
@@ -62,7 +62,7 @@ class Page:
 
 @pytest.fixture
 async def follower(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[BrokerFollower]:
-    monkeypatch.setattr(handlers, "STREAM_TRUST_S", 0.0)
+    monkeypatch.setattr(app, "STREAM_TRUST_S", 0.0)
     monkeypatch.setenv("JUPYTERHUB_OAUTH_ACCESS_SCOPES", json.dumps([ACCESS]))
     monkeypatch.setenv("JUPYTERHUB_SERVICE_PREFIX", "/services/gpu/")
     follower = BrokerFollower("/nowhere")
@@ -75,9 +75,9 @@ async def opened(follower: BrokerFollower, monkeypatch: pytest.MonkeyPatch, scop
     monkeypatch.setattr(Hub, "scopes", [ACCESS, *scopes])
     async with serving(web.Application([(r"/hub/api/user", Hub)])) as hub:
         auth = HubOAuth(api_url=f"http://127.0.0.1:{hub}/hub/api", api_token="the service's", cache_max_age=3600)  # noqa: S106
-        monkeypatch.setattr(handlers._Base, "hub_auth", auth)
+        monkeypatch.setattr(app._Base, "hub_auth", auth)
         actions = Actions("/nowhere")
-        routes = handlers.routes("/services/gpu/", follower, actions, "/nowhere")
+        routes = app.routes("/services/gpu/", follower, actions, "/nowhere")
         application = web.Application(routes, cookie_secret="x")  # noqa: S106
         async with serving(application) as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -142,4 +142,4 @@ async def test_what_was_taken_away_counts_for_half_a_minute_at_most(monkeypatch:
     listener, _ = bind_unused_port()
     await app._serve("/nowhere", listener, hub=-1)  # which is gone
     (options,) = asked
-    assert options["cache_max_age"] + handlers.STREAM_TRUST_S <= 30
+    assert options["cache_max_age"] + app.STREAM_TRUST_S <= 30

@@ -7,18 +7,8 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from fractional_gpu.protocol.messages import (
-    DeviceStatus,
-    HostStatus,
-    LeaseStatus,
-    Stranger,
-)
-from fractional_gpu.protocol.seats import (
-    PoolKeys,
-    PoolList,
-    SeatList,
-    SeatStatus,
-)
+from fractional_gpu.protocol.messages import DeviceStatus, HostStatus, LeaseStatus, SeatStatus, Stranger
+from fractional_gpu.protocol.seats import PoolKeys, PoolList, SeatList
 from fractional_gpu_hub.service.broker_follower import Snapshot
 from fractional_gpu_hub.service.views import Viewer, is_own, view_of
 

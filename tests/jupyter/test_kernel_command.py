@@ -20,7 +20,7 @@ from fractional_gpu.jupyter import kernel_command
 from fractional_gpu.jupyter.kernel_command import MARK, KernelPlan, plan_kernel
 from fractional_gpu.jupyter.provisioner import FractionalGPUProvisioner
 from fractional_gpu.protocol.errors import BadRequestError
-from fractional_gpu.protocol.versions import LOWEST_MSGSPEC
+from fractional_gpu.protocol.names import LOWEST_MSGSPEC
 from tests.jupyter.conftest import Places
 from tests.support.fake_broker import FakeBroker
 from tests.support.kernels import evaluate, running_kernel, talking_to

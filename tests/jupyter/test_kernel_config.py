@@ -2,7 +2,7 @@
 
 import pytest
 
-from fractional_gpu.jupyter.kernel_config import KernelConfig, check_pool_name, parse_kernel_config
+from fractional_gpu.jupyter.kernel_command import KernelConfig, check_pool_name, parse_kernel_config
 from fractional_gpu.protocol.errors import BadRequestError
 
 

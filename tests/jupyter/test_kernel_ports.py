@@ -18,8 +18,8 @@ import zmq
 from jupyter_client.connect import KernelConnectionInfo, LocalPortCache
 from jupyter_client.manager import AsyncKernelManager, KernelManager
 
-from fractional_gpu.jupyter import kernel_ports
-from fractional_gpu.jupyter.kernel_ports import KernelPorts
+from fractional_gpu.jupyter import kernel_process
+from fractional_gpu.jupyter.kernel_process import KernelPorts
 from fractional_gpu.jupyter.kernel_record import RecordFile
 from fractional_gpu.jupyter.provisioner import FractionalGPUProvisioner
 from fractional_gpu.protocol.errors import FractionalGPUError, NoRoomError
@@ -193,7 +193,7 @@ def test_a_held_port_is_not_handed_out_and_refuses_connections(ip: str) -> None:
 _CHOOSE = """
 import logging, sys
 from jupyter_client.manager import KernelManager
-from fractional_gpu.jupyter.kernel_ports import KernelPorts
+from fractional_gpu.jupyter.kernel_process import KernelPorts
 kept = [(KernelManager(), KernelPorts(logging.getLogger())) for _ in range(100)]
 print("ready", flush=True)
 sys.stdin.readline()
@@ -234,7 +234,7 @@ def test_a_port_that_jupyter_promised_to_another_kernel_of_this_server_is_not_ta
 ) -> None:
     found: list[socket.socket] = []
     promised: set[int] = set()
-    bound = kernel_ports._bound
+    bound = kernel_process._bound
 
     def watched(ip: str, port: int) -> socket.socket:
         found.append(bound(ip, port))
@@ -244,8 +244,8 @@ def test_a_port_that_jupyter_promised_to_another_kernel_of_this_server_is_not_ta
         return found[-1]
 
     manager, ports = KernelManager(), KernelPorts(LOG)
-    monkeypatch.setattr(kernel_ports, "_can_listen_on_held", lambda _ip: True)
-    monkeypatch.setattr(kernel_ports, "_bound", watched)
+    monkeypatch.setattr(kernel_process, "_can_listen_on_held", lambda _ip: True)
+    monkeypatch.setattr(kernel_process, "_bound", watched)
     assert ports.secure(manager)
     assert not promised.intersection(manager.ports)
     assert found[0].fileno() == -1
@@ -282,7 +282,7 @@ def test_where_a_held_port_cannot_be_listened_on_jupyter_chooses(
     places: Places, broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socket, "SO_REUSEADDR", socket.SO_KEEPALIVE)
-    kernel_ports._can_listen_on_held.cache_clear()
+    kernel_process._can_listen_on_held.cache_clear()
     try:
         with running_kernel(places.write_gpu_spec()) as manager, talking_to(manager) as client:
             assert evaluate(client, "1 + 1") == "2"
@@ -290,7 +290,7 @@ def test_where_a_held_port_cannot_be_listened_on_jupyter_chooses(
             assert broker.only_lease()[1].attach["connection"]["shell_port"] == manager.shell_port
         assert is_over(manager.ports)
     finally:
-        kernel_ports._can_listen_on_held.cache_clear()
+        kernel_process._can_listen_on_held.cache_clear()
 
 
 def test_a_manager_that_starts_anew_has_its_ports_again_or_others_if_they_are_taken(robbed: str, thefts: Path) -> None:

@@ -18,12 +18,7 @@ from fractional_gpu.jupyter import provisioner as provisioning
 from fractional_gpu.jupyter.kernel_command import KernelPlan, plan_kernel
 from fractional_gpu.jupyter.kernel_process import ProcessGoneError
 from fractional_gpu.jupyter.provisioner import FractionalGPUProvisioner
-from fractional_gpu.protocol.errors import (
-    BadRequestError,
-    BrokerUnavailableError,
-    FractionalGPUError,
-    NoRoomError,
-)
+from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableError, FractionalGPUError, NoRoomError
 from fractional_gpu.protocol.messages import AttachRequest
 from tests.jupyter.conftest import Places
 from tests.support.descriptors import no_free_descriptors

@@ -7,7 +7,7 @@ import pytest
 
 from fractional_gpu.client import discovery
 from fractional_gpu.client.discovery import ensure_broker
-from fractional_gpu.jupyter.kernel_config import parse_kernel_config
+from fractional_gpu.jupyter.kernel_command import parse_kernel_config
 from fractional_gpu.jupyter.kernel_lease import take_lease
 from fractional_gpu.jupyter.kernelspecs import install
 from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableError, ConflictError

@@ -10,12 +10,7 @@ from typing import Any
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from fractional_gpu.protocol.messages import (
-    GateCommand,
-    GateVerb,
-    HostStatus,
-    Progress,
-)
+from fractional_gpu.protocol.messages import GateCommand, GateVerb, HostStatus, Progress
 from tests.support.fake_broker import DEADLINE_S, FakeBroker, FakeLease, _Handler, _host_status
 
 __all__ = ["LEASE", "TOKEN", "ScriptedBroker", "Stream"]

@@ -1,12 +1,6 @@
 """Samples of what a broker says, for tests of what is shown."""
 
-from fractional_gpu.protocol.messages import (
-    DeviceStatus,
-    HostStatus,
-    LeaseStatus,
-    Neighbour,
-    UsagePoint,
-)
+from fractional_gpu.protocol.messages import DeviceStatus, HostStatus, LeaseStatus, Neighbour, UsagePoint
 
 __all__ = ["DEVICE", "EVIL", "LEASE", "NOW_MS", "host", "points"]
 

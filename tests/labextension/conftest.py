@@ -11,7 +11,7 @@ import pytest
 import websocket
 
 import fractional_gpu_kernel.server
-from fractional_gpu_kernel.server.browser_events import NOTICE_ID, STATE_ID
+from fractional_gpu_kernel.server.follower import NOTICE_ID, STATE_ID
 from tests.support.world import DEADLINE_S, Server, World, new_world
 
 State = dict[str, Any]

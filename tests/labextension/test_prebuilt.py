@@ -12,7 +12,7 @@ import pytest
 
 from fractional_gpu import __version__
 from fractional_gpu.core.model import LeaseState
-from fractional_gpu.protocol.states import STATES
+from fractional_gpu.protocol.names import STATES
 from tests.labextension.rebuild import DIGEST, PREBUILT, differences, digest, sources
 from tests.support.paths import ROOT
 

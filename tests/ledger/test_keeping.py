@@ -9,14 +9,7 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.core.model import LeaseState
-from fractional_gpu.ledger import (
-    LeaseRecord,
-    Ledger,
-    LedgerError,
-    OperationRecord,
-    RecordError,
-    StoryLine,
-)
+from fractional_gpu.ledger import LeaseRecord, Ledger, LedgerError, OperationRecord, RecordError, StoryLine
 
 MakeLease = Callable[..., LeaseRecord]
 MakeOperation = Callable[..., OperationRecord]

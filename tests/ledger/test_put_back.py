@@ -8,12 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.ledger import (
-    LeaseRecord,
-    Ledger,
-    LedgerError,
-    opening,
-)
+from fractional_gpu.ledger import LeaseRecord, Ledger, LedgerError, opening
 from fractional_gpu.ledger.records import LedgerInUseError
 
 _FILES = ["", "-wal", "-shm", ".lock"]

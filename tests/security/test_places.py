@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.broker.process.app import BrokerOptions, run_broker
+from fractional_gpu.broker.process.app import run_broker
+from fractional_gpu.broker.process.restarting import BrokerOptions
 from fractional_gpu.client.discovery import ensure_broker, runtime_dir
 from fractional_gpu.ledger import Ledger, LedgerError
 from fractional_gpu.protocol.errors import BrokerUnavailableError

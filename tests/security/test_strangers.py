@@ -13,12 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from fractional_gpu.broker.api import (
-    handler,
-    lease_routes,
-    lease_service,
-    rate_limit,
-)
+from fractional_gpu.broker.api import handler, lease_routes, lease_service
 from fractional_gpu.broker.services import residency
 from fractional_gpu.broker.services.status import host_status
 from fractional_gpu.broker.token_bucket import TokenBucket
@@ -290,8 +285,8 @@ def test_users_who_hold_all_their_connections_keep_neither_each_other_nor_an_adm
 @pytest.fixture
 def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveBroker]:
     """A broker that takes twenty requests of a user, and then one an hour."""
-    monkeypatch.setattr(rate_limit, "REQUEST_BURST", 20.0)
-    monkeypatch.setattr(rate_limit, "REQUESTS_PER_S", 1 / 3600)
+    monkeypatch.setattr(handler, "REQUEST_BURST", 20.0)
+    monkeypatch.setattr(handler, "REQUESTS_PER_S", 1 / 3600)
     with live_broker() as live:
         yield live
 
@@ -320,8 +315,8 @@ def test_a_kernel_gets_through_although_its_user_asks_too_often(strict: LiveBrok
 
 
 def test_our_client_waits_as_long_as_it_is_told_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rate_limit, "REQUEST_BURST", 5.0)
-    monkeypatch.setattr(rate_limit, "REQUESTS_PER_S", 5.0)
+    monkeypatch.setattr(handler, "REQUEST_BURST", 5.0)
+    monkeypatch.setattr(handler, "REQUESTS_PER_S", 5.0)
     with live_broker() as live, BrokerClient(live.socket) as client:
         assert len({client.ping().pid for _ in range(12)}) == 1
         assert next(iter(client.events())).pid == client.ping().pid

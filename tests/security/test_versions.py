@@ -11,12 +11,7 @@ from fractional_gpu.protocol.codec import changed_fields
 from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableError, NotFoundError
 from fractional_gpu.protocol.limits import VERSION_HEADER
 from fractional_gpu.protocol.messages import Done, LeaseRequest
-from fractional_gpu.protocol.versions import (
-    OWN,
-    Version,
-    hint,
-    refusal,
-)
+from fractional_gpu.protocol.names import OWN, Version, hint, refusal
 from tests.broker.live import LiveBroker
 
 NEWER = Version("99.1", OWN.protocol + 1)

@@ -7,29 +7,9 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.simulator import SimulationError, TraceError
-from fractional_gpu.simulator.placement import (
-    Node,
-    NodeShape,
-    PodKind,
-    Policy,
-    arrivals,
-    place,
-    read_nodes,
-    read_pods,
-)
-from fractional_gpu.simulator.policies import (
-    POLICIES,
-    BestFit,
-    DotProduct,
-    FragmentationDescent,
-    typical_pods,
-)
-from fractional_gpu.simulator.tuning import (
-    LEAST_GAIN,
-    START,
-    Step,
-    tune,
-)
+from fractional_gpu.simulator.placement import Node, NodeShape, PodKind, Policy, arrivals, place, read_nodes, read_pods
+from fractional_gpu.simulator.policies import POLICIES, BestFit, DotProduct, FragmentationDescent, typical_pods
+from fractional_gpu.simulator.tuning import LEAST_GAIN, START, Step, tune
 
 WHOLE = PodKind(4000, 1, 1000)
 HALF = PodKind(4000, 1, 500)

@@ -7,24 +7,13 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.core.effects import Effect, Granted
-from fractional_gpu.core.model import (
-    DeviceSpec,
-    Limits,
-    PoolSpec,
-    ReserveBy,
-)
+from fractional_gpu.core.model import DeviceSpec, Limits, PoolSpec, ReserveBy
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.machine import Host, SwapSpeed, fraction_for
 from fractional_gpu.simulator.result import Result
-from fractional_gpu.simulator.search import fewest_devices
 from fractional_gpu.simulator.simulation import simulate
-from fractional_gpu.simulator.synthetic import synthetic_sessions
-from fractional_gpu.simulator.traces import (
-    Cell,
-    Session,
-    read_sessions,
-    write_sessions,
-)
+from fractional_gpu.simulator.traces import Cell, Session, read_sessions, synthetic_sessions, write_sessions
+from fractional_gpu.simulator.tuning import fewest_devices
 
 SWAP = SwapSpeed(fixed_ms=100, save_mib_per_s=1000, restore_mib_per_s=2000)
 

@@ -5,8 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from fractional_gpu.simulator.synthetic import synthetic_sessions
-from fractional_gpu.simulator.traces import Session
+from fractional_gpu.simulator.traces import Session, synthetic_sessions
 
 
 @pytest.fixture(scope="module")

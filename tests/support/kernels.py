@@ -9,7 +9,7 @@ from typing import Any
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
-from fractional_gpu.jupyter.kernel_ports import KernelPorts
+from fractional_gpu.jupyter.kernel_process import KernelPorts
 
 __all__ = ["KERNEL_DEADLINE_S", "evaluate", "plain_manager", "running_kernel", "talking_to"]
 

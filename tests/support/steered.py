@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from fractional_gpu.client.seat_client import SeatClient
+from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.gpu.simulated.host import lose_device, return_device
 from fractional_gpu.protocol.errors import (
     BrokerUnavailableError,

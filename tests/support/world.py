@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 import websocket
 
-from fractional_gpu.broker.process.backend import simulated_folder
+from fractional_gpu.broker.process.driver_start import simulated_folder
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.state_folder import make_state_folder
 from fractional_gpu.gpu.simulated.host import destroy

@@ -5,9 +5,7 @@ import os
 import sys
 
 from fractional_gpu.client.discovery import socket_path
-from fractional_gpu_hub.service.startup_placeholder import StartupPlaceholder
-
-__all__ = ["main"]
+from fractional_gpu_hub.service.broker_follower import StartupPlaceholder
 
 _NEEDED = ("JUPYTERHUB_SERVICE_PREFIX", "JUPYTERHUB_SERVICE_URL", "JUPYTERHUB_API_TOKEN")
 

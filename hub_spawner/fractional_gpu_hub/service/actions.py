@@ -16,23 +16,10 @@ from typing import Any, TypeVar
 
 from msgspec import to_builtins
 
-from fractional_gpu.client.seat_client import SeatClient
-from fractional_gpu.protocol.errors import (
-    BadRequestError,
-    ConflictError,
-    ForbiddenError,
-    NotFoundError,
-)
-from fractional_gpu.protocol.messages import (
-    DrainRequest,
-    EvictRequest,
-    LeaseStatus,
-    MoveRequest,
-    PinRequest,
-)
+from fractional_gpu.client.seat import SeatClient
+from fractional_gpu.protocol.errors import BadRequestError, ConflictError, ForbiddenError, NotFoundError
+from fractional_gpu.protocol.messages import DrainRequest, EvictRequest, LeaseStatus, MoveRequest, PinRequest
 from fractional_gpu_hub.service.views import Viewer, is_own
-
-__all__ = ["MOST_AT_ONCE", "Actions"]
 
 MOST_AT_ONCE = 8  # actions of one user
 _THREADS = 128

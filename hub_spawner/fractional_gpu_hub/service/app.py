@@ -1,28 +1,361 @@
-"""The service's process: the web application on the hub's socket, from the start to the end of the process.
+"""The service's process and its routes: the web application on the hub's socket, from the start to the end of the process.
 
 The environment has the service's address and the way to the hub's API, which identifies users. The process ends with SIGTERM, and by
 itself when the hub that started it is gone: the next hub starts its own.
 """
 
 import asyncio
+import json
 import logging
 import os
 import secrets
 import signal
 import socket
+import time
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import jinja2
-from jupyterhub.services.auth import HubOAuth
-from tornado import web
+from jupyterhub.services.auth import HubOAuth, HubOAuthCallbackHandler, HubOAuthenticated, UserNotAllowed
+from tornado import iostream, web
 from tornado.httpserver import HTTPServer
 from tornado.log import enable_pretty_logging
 
+from fractional_gpu.protocol.errors import BadRequestError, FractionalGPUError
 from fractional_gpu_hub.service.actions import Actions
 from fractional_gpu_hub.service.broker_follower import BrokerFollower
-from fractional_gpu_hub.service.handlers import TRUST_S, Missing, routes
+from fractional_gpu_hub.service.configuration import ADMIN_SCOPE, READ_SCOPE
+from fractional_gpu_hub.service.views import Viewer, view_of
 
-__all__ = ["serve"]
+# -- handlers ----------------------------------------------------------------------------------------------------------
+# The page's routes, under the service's prefix.
+#
+#     GET  /                              the page
+#     GET  api/status                     what the page shows, as JSON
+#     GET  api/events                     the same as server-sent events: at once, and after each change
+#     GET  api/leases/L/story             why everything happened to a kernel
+#     POST api/leases/L/ACTION            suspend, resume, pin {"minutes": 30}, unpin; move {"device": D}, evict {"confirm": true}
+#     POST api/devices/D/ACTION           drain {"evict_busy": false}, undrain
+#     POST api/seats/S/release            {"confirm": true}
+#     POST api/pools/P                    {"keys": {"idle_after": "2m"}}
+#
+# Rules:
+#
+# - The hub identifies the user (OAuth for browsers, a hub token for programs) and the scopes. Its answer is valid for `TRUST_S`; an open
+#   stream of events checks it again before its first event after `STREAM_TRUST_S`. So a revoked scope or token, or a logout, takes effect
+#   after the sum of both at most. A stream ends after `STREAM_S`.
+# - Cookies alone prove nothing: except for plain page views, each request carries JupyterHub's XSRF token, and a request that another site
+#   caused is refused before it is handled. Requests of programs carry a token and need neither.
+# - Browsers cache nothing, the page has no inline script, and no page may put it into a frame.
+
+
+TRUST_S = 8
+STREAM_TRUST_S = 20.0
+STREAM_S = 120.0
+QUIET_S = 10.0  # after so long the stream sends an empty line, or what has changed with time alone
+_MOST_STREAMS = 16  # of one user
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+class _Base(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc] # untyped
+    """Identifies the user, and refuses requests before they are handled."""
+
+    viewer: Viewer
+    _cached_hub_user: dict[str, Any] | None  # of the hub's library: the user of this cookie or token
+
+    def initialize(self, follower: BrokerFollower, actions: Actions, streams: Counter[str]) -> None:
+        """Take what tornado passes to every handler."""
+        self.follower, self.actions, self.streams = follower, actions, streams
+
+    def set_default_headers(self) -> None:
+        """Keep the page from caches, frames and other sites."""
+        self.clear_header("Server")
+        for name, value in _HEADERS.items():
+            self.set_header(name, value)
+
+    async def prepare(self) -> None:
+        """Identify the user. Raises HTTPError for a request that another site caused, and for a user without a scope."""
+        _refuse_other_sites(self.request)
+        await self.hub_auth.get_user(self, sync=False)  # one call to the hub, off the loop
+        user = self.current_user
+        if user is None:
+            if self._cached_hub_user:  # a user of the hub, but without access to this service
+                raise web.HTTPError(403)
+            self.not_logged_in()
+            return
+        self.check_xsrf_cookie()
+        viewer = _viewer_of(user)
+        if viewer is None:
+            raise web.HTTPError(403, log_message="no scope", reason="Forbidden")
+        self.viewer = viewer
+
+    def not_logged_in(self) -> None:
+        """Refuse; the page itself redirects to the hub's login instead."""
+        raise web.HTTPError(401)
+
+    def view(self) -> dict[str, Any]:
+        """Return what this user may see now."""
+        return view_of(self.follower.snapshot, self.viewer)
+
+    def write_error(self, status_code: int, **kwargs: Any) -> None:  # noqa: ANN401 - tornado's own
+        """Turn any failure into one JSON shape, that of the broker."""
+        error = kwargs.get("exc_info", (None, None, None))[1]
+        code, reason, message = (
+            "error",
+            str(status_code),
+            _SENTENCES.get(status_code, "the service failed; its log says why"),
+        )
+        if isinstance(error, FractionalGPUError):
+            code, reason, message = error.code, error.reason, str(error)
+            self.set_status(error.status)
+        self.set_header("Content-Type", "application/json")
+        self.finish(json.dumps({"error": {"code": code, "reason": reason, "message": message}}))
+
+    def log_exception(self, typ: Any, value: Any, tb: Any) -> None:  # noqa: ANN401 - tornado's own
+        """Log faults of the service with their traceback, and refused requests in one line, without their content."""
+        if isinstance(value, FractionalGPUError | web.HTTPError):
+            log.info("%s %s refused: %s", self.request.method, self.request.path[:200], getattr(value, "status", value))
+        elif not isinstance(value, iostream.StreamClosedError):
+            log.error("%s %s failed", self.request.method, self.request.path[:200], exc_info=(typ, value, tb))
+
+
+def _viewer_of(user: Mapping[str, Any]) -> Viewer | None:
+    """Return the viewer for a user of the hub; None: this user may see nothing."""
+    scopes = set(user.get("scopes", ()))
+    if user.get("kind") != "user" or not scopes & {READ_SCOPE, ADMIN_SCOPE}:
+        return None
+    return Viewer(name=user["name"], admin=ADMIN_SCOPE in scopes)
+
+
+_SENTENCES = {
+    400: "the request is malformed",
+    401: "you are not logged in: log in at the hub and load the page again",
+    403: "this is not allowed: the page may be out of date (load it again), or your account has no access to the GPUs' page",
+    404: "there is no such page",
+    405: "this address does not take that method",
+    413: "the request is too large",
+    429: "you have too many pages of this kind open: close some",
+    500: "the service failed; its log says why",
+    502: "the hub does not answer: try again in a moment",
+    503: "the hub does not answer: try again in a moment",
+}
+
+
+class _Page(_Base):
+    def not_logged_in(self) -> None:
+        self.redirect(self.get_login_url())
+
+    def write_error(self, status_code: int, **kwargs: Any) -> None:  # noqa: ARG002, ANN401 - tornado's own
+        """Answer with a sentence in plain text."""
+        self.set_header("Content-Type", "text/plain; charset=utf-8")
+        sentence = _SENTENCES.get(status_code, _SENTENCES[500])
+        self.finish(f"{status_code}: {sentence[:1].upper()}{sentence[1:]}.\n")
+
+    def get(self) -> None:
+        self.set_header("Content-Type", "text/html; charset=utf-8")
+        prefix = self.hub_auth.base_url
+        xsrf = self.xsrf_token
+        html = self.settings["page"].render(
+            view=self.view(),
+            prefix=prefix,
+            hub=self.hub_auth.hub_prefix,
+            xsrf=xsrf.decode() if isinstance(xsrf, bytes) else xsrf,
+        )
+        self.finish(html)
+
+
+class _Status(_Base):
+    def get(self) -> None:
+        self.finish(self.view())
+
+
+class _Events(_Base):
+    """One page's stream. Each event is the newest view: events are never queued."""
+
+    async def get(self) -> None:
+        name = self.viewer.name
+        if self.streams[name] >= _MOST_STREAMS:
+            raise web.HTTPError(429)
+        self.set_header("Content-Type", "text/event-stream")
+        self.set_header("X-Accel-Buffering", "no")
+        self.streams[name] += 1
+        self._gone = asyncio.Event()
+        try:
+            await self._stream()
+        except iostream.StreamClosedError:
+            pass
+        finally:
+            self.streams[name] -= 1
+
+    async def _stream(self) -> None:
+        begun_s, sent = time.monotonic(), ""
+        checked_s = begun_s
+        while not self._gone.is_set() and time.monotonic() < begun_s + STREAM_S:
+            changed = self.follower.changed
+            if time.monotonic() >= checked_s + STREAM_TRUST_S:
+                checked_s = time.monotonic()
+                if not await self._may_go_on():
+                    return
+            news = json.dumps(self.view())
+            self.write(f"data: {news}\n\n" if news != sent else ": nothing new\n\n")
+            sent = news
+            await self.flush()
+            await self._either(changed)
+
+    async def _may_go_on(self) -> bool:
+        """Get the viewer's scopes from the hub again; return whether the stream may go on."""
+        hub = self.hub_auth
+        try:
+            user = await hub.user_for_token(
+                hub.get_token(self), use_cache=False, session_id=hub.get_session_id(self), sync=False
+            )
+            viewer = _viewer_of(self.check_hub_user(user)) if user is not None else None
+        except (UserNotAllowed, web.HTTPError) as error:  # the hub refuses, or does not answer: the page connects anew
+            log.info("a page's events end: %s", error)
+            return False
+        if viewer is None or viewer.name != self.viewer.name:
+            return False
+        self.viewer = viewer
+        return True
+
+    async def _either(self, changed: asyncio.Event) -> None:
+        tasks = [asyncio.create_task(event.wait()) for event in (changed, self._gone)]
+        try:
+            await asyncio.wait(tasks, timeout=QUIET_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def on_connection_close(self) -> None:
+        """End the stream."""
+        with suppress(AttributeError):
+            self._gone.set()
+
+
+class _Action(_Base):
+    """An action, which is cancelled when its page goes away."""
+
+    _work: "asyncio.Task[Any] | None" = None
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON object that was sent. Raises BadRequestError."""
+        if self.request.headers.get("Content-Type", "").split(";")[0].strip() != "application/json":
+            raise BadRequestError("the body is not JSON: send Content-Type: application/json", reason="bad-body")
+        try:
+            body = json.loads(self.request.body or b"{}")
+        except (ValueError, RecursionError):
+            body = None
+        if not isinstance(body, dict):
+            raise BadRequestError('the body is not a JSON object, such as {"minutes": 30}', reason="bad-body")
+        return body
+
+    async def run(self, work: Any) -> None:  # noqa: ANN401 - a coroutine
+        self._work = asyncio.ensure_future(work)
+        await asyncio.wait([self._work])
+        if not self._work.cancelled():
+            self.finish(json.dumps(self._work.result()))
+            self.follower.refresh_soon()
+
+    def on_connection_close(self) -> None:
+        if self._work is not None:
+            self._work.cancel()
+
+
+class _Lease(_Action):
+    async def post(self, lease_id: str, action: str) -> None:
+        await self.run(self.actions.lease(self.viewer, lease_id, action, self.body()))
+
+
+class _Story(_Action):
+    async def get(self, lease_id: str) -> None:
+        await self.run(self.actions.lease(self.viewer, lease_id, "story", {}))
+
+
+class _Device(_Action):
+    async def post(self, device_id: str, action: str) -> None:
+        await self.run(self.actions.device(self.viewer, device_id, action, self.body()))
+
+
+class _Seat(_Action):
+    async def post(self, seat_id: str) -> None:
+        await self.run(self.actions.release_seat(self.viewer, seat_id, self.body()))
+
+
+class _Pool(_Action):
+    async def post(self, pool: str) -> None:
+        await self.run(self.actions.pool(self.viewer, pool, self.body()))
+
+
+class Missing(_Base):
+    """Any other address."""
+
+    async def prepare(self) -> None:
+        """Answer without identifying the user: there is nothing to see."""
+        raise web.HTTPError(404)
+
+
+class _Callback(HubOAuthCallbackHandler):  # type: ignore[misc] # untyped
+    """The hub redirects a browser to this address after the login."""
+
+    def set_default_headers(self) -> None:
+        for name, value in _HEADERS.items():
+            self.set_header(name, value)
+
+
+class _Static(web.StaticFileHandler):
+    """The script and the stylesheet: the same for all users."""
+
+    def set_extra_headers(self, path: str) -> None:  # noqa: ARG002 - tornado's own
+        self.set_header("X-Content-Type-Options", "nosniff")
+        self.set_header("Cache-Control", "no-cache")  # revalidated each time, sent again where it changed
+
+
+def _refuse_other_sites(request: Any) -> None:  # noqa: ANN401 - tornado's own
+    """Raise HTTPError for a request that a page of another origin caused, unless it is a plain view of the page."""
+    headers = request.headers
+    if "Authorization" in headers or (
+        request.method in {"GET", "HEAD"} and headers.get("Sec-Fetch-Mode") == "navigate"
+    ):
+        return
+    site, origin = headers.get("Sec-Fetch-Site", "same-origin"), headers.get("Origin")
+    if site not in {"same-origin", "none"} or (origin is not None and urlsplit(origin).netloc != headers.get("Host")):
+        raise web.HTTPError(403, "caused by another site")
+
+
+def routes(prefix: str, follower: BrokerFollower, actions: Actions, static: str) -> list[Any]:
+    """Return the routes under the prefix, which ends in a slash."""
+    shared = {"follower": follower, "actions": actions, "streams": Counter[str]()}
+    lease = prefix + r"api/leases/([0-9a-zA-Z_-]{1,64})"
+    return [
+        (prefix, _Page, shared),
+        (prefix + "oauth_callback", _Callback),
+        (prefix + "api/status", _Status, shared),
+        (prefix + "api/events", _Events, shared),
+        (lease + "/story", _Story, shared),
+        (lease + r"/([a-z]{1,20})", _Lease, shared),
+        (prefix + r"api/devices/([^/]{1,200})/(drain|undrain)", _Device, shared),
+        (prefix + r"api/seats/([0-9a-zA-Z_-]{1,64})/release", _Seat, shared),
+        (prefix + r"api/pools/([0-9a-z._-]{1,63})", _Pool, shared),
+        (prefix + r"static/(page\.js|page\.css)", _Static, {"path": static}),
+    ]
+
+
+# -- app ---------------------------------------------------------------------------------------------------------------
+
 
 log = logging.getLogger("fractional_gpu_hub.service")
 _HERE = Path(__file__).parent

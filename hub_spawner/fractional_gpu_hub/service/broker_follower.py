@@ -1,4 +1,4 @@
-"""The broker's latest status for all pages: one connection and one copy, whatever the number of pages.
+"""The broker's latest status for all pages (one connection and one copy, whatever their number), and the page while the hub starts.
 
 - A thread follows the broker's status stream. A broken stream is opened again with growing pauses of up to `LONGEST_PAUSE_S`; until then
   the last snapshot stays, with the sentence that says why there is no newer one.
@@ -7,19 +7,22 @@
 """
 
 import asyncio
+import errno
 import logging
+import socket
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Any
+from urllib.parse import urlsplit
 
-from fractional_gpu.client.seat_client import SeatClient
+from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.messages import HostStatus
 from fractional_gpu.protocol.seats import PoolList, SeatList
-
-__all__ = ["BrokerFollower", "Snapshot"]
 
 log = logging.getLogger(__name__)
 
@@ -141,3 +144,66 @@ class BrokerFollower:
         if self.snapshot != before:
             self.changed.set()
             self.changed = asyncio.Event()
+
+
+# -- startup placeholder -----------------------------------------------------------------------------------------------
+# Placeholder HTTP server that answers 425 until the service has started. Standard library only.
+#
+# JupyterHub 5 waits ten seconds for any answer of a managed service, and does not start without one; on a busy machine the import of the
+# service's libraries takes as long. So the port is bound first, and each request gets "too early, try again" (425) until the service
+# itself takes the socket over: to the hub that is an answer.
+
+
+_PATIENCE_S = 30.0  # for a port that the service of an earlier hub may still hold for a moment
+_PAUSE_S = 0.2
+_POLL_S = 0.1
+_PEER_S = 2.0
+_BACKLOG = 128
+_MOST_BYTES = 65536
+_PAGE = (
+    b'<!DOCTYPE html><html lang="en"><meta http-equiv="refresh" content="1"><title>GPUs</title>'
+    b"<p>The page about the GPUs is starting; it appears by itself in a moment.</p></html>\n"
+)
+_LATER = (
+    b"HTTP/1.1 425 Too Early\r\nRetry-After: 1\r\nContent-Type: text/html\r\nCache-Control: no-store\r\n"
+    b"Connection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(_PAGE), _PAGE)
+)
+
+
+class StartupPlaceholder:
+    """Listens at the hub's address for the service, from its construction on. Raises OSError if the port stays in use."""
+
+    def __init__(self, url: str) -> None:
+        place = urlsplit(url)
+        self._socket = _bound(place.hostname or "127.0.0.1", place.port or 80)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._answer, daemon=True)
+        self._thread.start()
+
+    def hand_over(self) -> socket.socket:
+        """Answer no more requests and return the listening socket: later connections wait in its backlog."""
+        self._over.set()
+        self._thread.join()
+        self._socket.setblocking(False)
+        return self._socket
+
+    def _answer(self) -> None:
+        self._socket.settimeout(_POLL_S)
+        while not self._over.is_set():
+            with suppress(OSError):
+                peer, _ = self._socket.accept()
+                with peer:
+                    peer.settimeout(_PEER_S)
+                    peer.recv(_MOST_BYTES)
+                    peer.sendall(_LATER)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return socket.create_server((host, port), backlog=_BACKLOG)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline_s:
+                raise
+        time.sleep(_PAUSE_S)

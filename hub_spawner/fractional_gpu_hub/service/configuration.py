@@ -16,8 +16,6 @@ from traitlets.config import Config
 from fractional_gpu.client.discovery import SYSTEM_SOCKET
 from fractional_gpu.config import ConfigError
 
-__all__ = ["ADMIN_SCOPE", "READ_SCOPE", "add_page"]
-
 READ_SCOPE = "custom:fractional-gpu:read"
 ADMIN_SCOPE = "custom:fractional-gpu:admin"
 _WHERE = "jupyterhub_config.py"

@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fractional_gpu.core.units import format_duration, format_fraction, format_memory
-from fractional_gpu.protocol.messages import DeviceStatus, HostStatus, LeaseStatus
-from fractional_gpu.protocol.seats import PoolKeys, SeatStatus
-from fractional_gpu.protocol.states import state_words
+from fractional_gpu.protocol.messages import DeviceStatus, HostStatus, LeaseStatus, SeatStatus
+from fractional_gpu.protocol.names import state_words
+from fractional_gpu.protocol.seats import PoolKeys
 from fractional_gpu_hub.service.broker_follower import Snapshot
-
-__all__ = ["Viewer", "is_own", "view_of"]
 
 _MOST_PERCENT = 100
 

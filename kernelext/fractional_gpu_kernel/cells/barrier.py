@@ -44,8 +44,6 @@ from fractional_gpu_kernel.cells.guard import InputRequests, running_cell
 from fractional_gpu_kernel.display.lines import LiveLine
 from fractional_gpu_kernel.settings import LOCAL_FAILURES, describe
 
-__all__ = ["FIRST_USE", "STANDARD_LIBRARY", "Barrier", "GpuLibraries"]
-
 FIRST_USE = "fractional_gpu.gpu.simulated.first_use"
 """The audit event of the simulated device (see `fractional_gpu.gpu.simulated.cuda`)."""
 
@@ -66,10 +64,10 @@ _WAYS = frozenset(
     }
 )
 _WAIT_NEEDS = (
-    "fractional_gpu.client.broker_process",
+    "fractional_gpu.client.http",
     "fractional_gpu.client.client",
     "fractional_gpu.client.discovery",
-    "fractional_gpu.client.silence",
+    "fractional_gpu.client.client",
 )
 _OWN_THREADS = "gpu-"  # how the names of this extension's threads begin
 _SERVICES = ("control_thread", "shell_channel_thread")  # of the kernel; neither runs cells

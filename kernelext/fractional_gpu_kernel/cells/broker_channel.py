@@ -19,14 +19,12 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from fractional_gpu_kernel.cells.gate import Gate
-from fractional_gpu_kernel.memory.shrink import Shrinker
+from fractional_gpu_kernel.memory.limits import Shrinker
 from fractional_gpu_kernel.settings import LOCAL_FAILURES, Settings, describe, is_local
 
 if TYPE_CHECKING:
     from fractional_gpu.client.client import BrokerClient
     from fractional_gpu.protocol.messages import GateAnswer, GateCommand
-
-__all__ = ["BrokerChannel"]
 
 SETTLE_S = 0.1  # the kernel's own start comes first
 FIRST_PAUSE_S = 0.1
@@ -125,7 +123,7 @@ class BrokerChannel:
     def _read(self) -> None:
         self._stop.wait(SETTLE_S)
         from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError  # noqa: PLC0415 - off the kernel's start
-        from fractional_gpu.protocol.versions import check_msgspec  # noqa: PLC0415 - off the kernel's start
+        from fractional_gpu.protocol.names import check_msgspec  # noqa: PLC0415 - off the kernel's start
 
         try:
             check_msgspec()
@@ -216,12 +214,7 @@ class BrokerChannel:
 
     def _cells(self, *, examine: bool) -> str:
         """Return what the cells do behind the shut gate; with `examine`, begin to find out whether they can do without the GPU."""
-        from fractional_gpu.protocol.messages import (  # noqa: PLC0415 - off the kernel's start
-            CELL_BARRED,
-            CELL_EXAMINED,
-            CELL_RUNS,
-            NO_CELL_RUNS,
-        )
+        from fractional_gpu.protocol.messages import CELL_BARRED, CELL_EXAMINED, CELL_RUNS, NO_CELL_RUNS  # noqa: PLC0415 - off the kernel's start
 
         if self._gate.is_running:
             return CELL_EXAMINED if examine and self._examine() else CELL_RUNS

@@ -32,15 +32,11 @@ from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
-from fractional_gpu_kernel.cells.acquire import Acquirer, RefusedError
-from fractional_gpu_kernel.cells.first_grant import FirstGrant
-from fractional_gpu_kernel.cells.gate import Gate, Mark
-from fractional_gpu_kernel.cells.needs_gpu import burst_of, needs_gpu
+from fractional_gpu_kernel.cells.acquire import Acquirer, FirstGrant, RefusedError
+from fractional_gpu_kernel.cells.gate import Gate, Mark, burst_of, needs_gpu
 from fractional_gpu_kernel.display.lines import LiveLine, Sentence, publish, rendered
 from fractional_gpu_kernel.memory.limits import MemoryLimits
 from fractional_gpu_kernel.registrations import Registrations
-
-__all__ = ["CellGuard", "InputRequests", "RunningCell", "running_cell"]
 
 
 class RunningCell(NamedTuple):
@@ -57,8 +53,11 @@ running_cell: ContextVar[RunningCell | None] = ContextVar("gpu_running_cell", de
 class Bursts(Protocol):
     """Gives a cell the share that its `%%gpu` asks for (`magics.resize`, which is imported for the first one)."""
 
-    def begin(self, mark: object, text: str, line: LiveLine | None) -> None: ...
-    def end(self, mark: object, *, silent: bool) -> None: ...
+    def begin(self, mark: object, text: str, line: LiveLine | None) -> None:
+        """Ask for the cell's share; `line` shows what happens."""
+
+    def end(self, mark: object, *, silent: bool) -> None:
+        """Give the share back; silently if the cell did not run."""
 
 
 class CellGuard:

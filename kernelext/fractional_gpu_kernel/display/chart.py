@@ -11,18 +11,9 @@ from typing import NamedTuple
 
 from fractional_gpu.core.units import format_memory
 from fractional_gpu.protocol.messages import History, UsagePoint
-from fractional_gpu.protocol.states import state_words
-from fractional_gpu_kernel.display.html import (
-    FREE,
-    SAVED,
-    USED,
-    box,
-    escape,
-)
+from fractional_gpu.protocol.names import state_words
 from fractional_gpu_kernel.display.lines import Bundle
-from fractional_gpu_kernel.display.views import moment
-
-__all__ = ["Column", "HistoryView", "columns"]
+from fractional_gpu_kernel.display.views import FREE, SAVED, USED, box, escape, moment
 
 _TEXT_COLUMNS = 60
 _PICTURE_COLUMNS = 240

@@ -23,7 +23,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from fractional_gpu.client.silence import SilenceWatch
+from fractional_gpu.client.client import SilenceWatch
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError, InternalBrokerError
 from fractional_gpu.protocol.messages import LeaseStatus
 from fractional_gpu_kernel.cells.acquire import INTERRUPTED, POLL_S, QUIET_S, interrupts_to
@@ -32,8 +32,6 @@ from fractional_gpu_kernel.settings import Settings, explain
 
 if TYPE_CHECKING:
     from fractional_gpu.client.client import BrokerClient
-
-__all__ = ["AfterCell", "call_broker"]
 
 _AGAIN_S = 0.2
 T = TypeVar("T")

@@ -16,11 +16,8 @@ from fractional_gpu_kernel.registrations import Registrations
 from fractional_gpu_kernel.settings import Settings, explain
 
 if TYPE_CHECKING:
-    from fractional_gpu_kernel.magics.actions import Actions
-    from fractional_gpu_kernel.magics.completion import Completer
-    from fractional_gpu_kernel.magics.resize import CellBursts, Resizer
-
-__all__ = ["Magics"]
+    from fractional_gpu_kernel.magics.actions import Actions, CellBursts, Resizer
+    from fractional_gpu_kernel.magics.arguments import Completer
 
 
 class GPURequestError(Exception):
@@ -117,7 +114,7 @@ class Magics:
         if "%gpu" not in context.text_until_cursor:
             return {"completions": [], "suppress": False}
         if self._completer is None:
-            from fractional_gpu_kernel.magics.completion import Completer  # noqa: PLC0415 - off the kernel's start
+            from fractional_gpu_kernel.magics.arguments import Completer  # noqa: PLC0415 - off the kernel's start
 
             self._completer = Completer(self._settings)
         found = self._completer.complete(context.text_until_cursor)
@@ -128,13 +125,13 @@ class Magics:
 
     def bursts(self) -> "CellBursts":
         """Return what serves `%%gpu`."""
-        from fractional_gpu_kernel.magics.resize import CellBursts  # noqa: PLC0415 - off the kernel's start
+        from fractional_gpu_kernel.magics.actions import CellBursts  # noqa: PLC0415 - off the kernel's start
 
         return CellBursts(self._shell, self._made_resizer())
 
     def _made_resizer(self) -> "Resizer":
         if self._resizer is None:
-            from fractional_gpu_kernel.magics.resize import Resizer  # noqa: PLC0415 - off the kernel's start
+            from fractional_gpu_kernel.magics.actions import Resizer  # noqa: PLC0415 - off the kernel's start
 
             self._resizer = Resizer(self._settings, self._gate, self._limits)
         return self._resizer

@@ -27,8 +27,6 @@ from typing import Any
 
 from fractional_gpu_kernel.memory.imports import Call, ImportHooks, note_calls
 
-__all__ = ["PROFILERS", "CheckpointBlockers", "injected"]
-
 _MOST_RESOURCES = 20  # of a chain of rmm's
 
 

@@ -11,8 +11,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple
 
-__all__ = ["Call", "ImportHooks", "is_half_imported", "note_calls"]
-
 Callback = Callable[[ModuleType], None]
 _MARK = "__noted_by_jupyter_gpu__"  # of a wrapped function: wrappers of others that copy its attributes carry it, too
 

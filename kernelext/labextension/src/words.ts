@@ -6,7 +6,7 @@ import type { IDevice, IKernel, IState } from './state';
 /** How a kernel's state is drawn: the colours are chosen in the style sheet. */
 export type Mood = 'idle' | 'here' | 'away' | 'moving' | 'waiting' | 'broken';
 
-/** The words are those of `fractional_gpu/protocol/states.py`. */
+/** The words are those of `fractional_gpu/protocol/names.py`. */
 const STATES: Record<string, [Mood, string]> = {
   unattached: ['idle', 'no process'],
   unarmed: ['idle', 'has not used the GPU'],

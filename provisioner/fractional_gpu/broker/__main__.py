@@ -6,8 +6,7 @@ import sys
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--detach"]:
-        from fractional_gpu.broker.process.detaching import start_detached
-        from fractional_gpu.broker.process.restarting import BrokerOptions
+        from fractional_gpu.broker.process.restarting import BrokerOptions, start_detached
 
         raise SystemExit(start_detached(BrokerOptions(**json.loads(sys.argv[2]))))
     gc.disable()  # of what is imported nothing is garbage, and a kernel's start waits for this

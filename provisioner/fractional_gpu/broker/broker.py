@@ -23,12 +23,9 @@ from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import stopped_sentence
 from fractional_gpu.broker.kernels.sharing import remove_books, sharing_environment
 from fractional_gpu.broker.metrics import Metrics
-from fractional_gpu.broker.persistence.history import History
 from fractional_gpu.broker.persistence.lease_files import LeaseFiles, TokenFiles
-from fractional_gpu.broker.persistence.lease_records import LeaseRecords, devices_of
-from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
-from fractional_gpu.broker.supervision.context_learner import ContextLearner
-from fractional_gpu.broker.supervision.enforcement import Enforcement
+from fractional_gpu.broker.persistence.ledger_writer import History, LeaseRecords, LedgerWriter, devices_of
+from fractional_gpu.broker.supervision.enforcement import ContextLearner, Enforcement
 from fractional_gpu.broker.supervision.gpu_activity import GpuActivity
 from fractional_gpu.broker.supervision.oom_kills import OomKills
 from fractional_gpu.broker.supervision.survivors import Survivors
@@ -67,20 +64,13 @@ from fractional_gpu.core.events import (
     Unwanted,
     Wanted,
 )
-from fractional_gpu.core.forecasts.context_sizes import ContextSizes
-from fractional_gpu.core.model import (
-    LeaseState,
-    LeaseView,
-    ReserveBy,
-    TicketView,
-)
+from fractional_gpu.core.forecasts.estimators import ContextSizes
+from fractional_gpu.core.model import LeaseState, LeaseView, ReserveBy, TicketView
 from fractional_gpu.core.units import format_duration, format_memory
 from fractional_gpu.gpu.interface import DeviceInfo, DeviceSensors, Monitor
 from fractional_gpu.host import failpoints
 from fractional_gpu.host.process import ProcessIdentity
 from fractional_gpu.protocol.messages import GateVerb
-
-__all__ = ["Broker", "devices_of", "now_ms", "token_digest", "wall_ms"]
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,6 @@ from fractional_gpu.host.process import boot_id
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import LedgerError
 
-__all__ = ["DeadlineClock", "now_ms", "time_of_day", "wall_ms"]
-
 log = logging.getLogger(__name__)
 
 _DEADLINE_CLOCK: Final = "deadline-clock"  # its name in the ledger

@@ -41,8 +41,6 @@ from fractional_gpu.core.events import (
 )
 from fractional_gpu.core.model import LeaseState
 
-__all__ = ["COUNTED", "PREFIX", "Metric", "Metrics"]
-
 PREFIX = "jupyter_gpu_"
 _MIB = 2**20
 _MOST_VALUES = 64

@@ -13,8 +13,6 @@ from fractional_gpu.host.process import ProcessIdentity
 if TYPE_CHECKING:
     from fractional_gpu.broker.kernels.kernel import Kernel
 
-__all__ = ["Records", "Runtime"]
-
 
 class Records(Protocol):
     """What writes leases into the ledger (`LeaseRecords`), as the parts see it."""

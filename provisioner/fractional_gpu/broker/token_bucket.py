@@ -3,8 +3,6 @@
 import time
 from collections.abc import Callable, Hashable
 
-__all__ = ["TokenBucket"]
-
 _KEPT = 1024  # buckets; beyond that full ones are forgotten, which changes nothing
 
 

@@ -15,9 +15,10 @@ Rules:
   for up to `timeout_s`.
 """
 
+import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from typing import Self, TypeVar
 from urllib.parse import quote
@@ -25,7 +26,7 @@ from urllib.parse import quote
 from msgspec import Struct
 from msgspec.structs import replace
 
-from fractional_gpu.client.http import Call, Connection
+from fractional_gpu.client.http import ANSWER_S, Call, Connection
 from fractional_gpu.protocol.codec import decode_json, decode_reply, encode_request
 from fractional_gpu.protocol.errors import (
     BadRequestError,
@@ -62,10 +63,7 @@ from fractional_gpu.protocol.messages import (
     Story,
     WaitLine,
 )
-from fractional_gpu.protocol.names import ACTING_FOR, encode_acting_for
-from fractional_gpu.protocol.versions import OWN, hint
-
-__all__ = ["BrokerClient"]
+from fractional_gpu.protocol.names import ACTING_FOR, OWN, encode_acting_for, hint
 
 Reply = TypeVar("Reply", bound=Struct)
 Line = TypeVar("Line", bound=WaitLine)
@@ -444,3 +442,68 @@ def _error(payload: object, connection: Connection) -> FractionalGPUError:
 def _route(lease_id: str, action: str = "") -> str:
     route = f"/v1/leases/{quote(lease_id, safe='')}"
     return f"{route}/{action}" if action else route
+
+
+# -- silence -----------------------------------------------------------------------------------------------------------
+# Detects a broker that does not answer while a long call to it is under way.
+#
+# An `acquire`, a `resize` or a `suspend` may take an hour, and a stream sends nothing while nothing changes: the call alone cannot
+# distinguish a broker that hangs from one that has nothing to send. So a thread pings the broker now and then. A broker that is gone needs
+# no detection: the call itself breaks.
+
+
+_PAUSE_S = 1.5  # between two pings
+PATIENCE_S = ANSWER_S - _PAUSE_S - 0.5  # for an answer: with the pause and half a second for a busy machine, 5 s
+
+
+class SilenceWatch:
+    """Watches from `start` to `stop`, in a thread of its own.
+
+    `connect` makes a client from a timeout in seconds. The thread calls `report` with the error each time that the broker did not answer,
+    and with None when it answers again.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[float], BrokerClient],
+        report: Callable[[BrokerUnavailableError | None], None],
+    ) -> None:
+        self._connect = connect
+        self._report = report
+        self._stop = threading.Event()
+        self._started = False
+
+    def start(self) -> None:
+        """Watch; a second call changes nothing. In a process that can have no more threads there is no watch."""
+        if self._started:
+            return
+        self._started = True
+        try:
+            threading.Thread(target=self._run, name="gpu-silence", daemon=True).start()
+        except RuntimeError:
+            return
+
+    def stop(self) -> None:
+        """Report nothing more. Returns at once; the thread ends within a few seconds."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        silent = False
+        while not self._stop.wait(_PAUSE_S):
+            error = self._ping()
+            if self._stop.is_set():
+                return
+            if error is not None or silent:
+                self._report(error)
+            silent = error is not None
+
+    def _ping(self) -> BrokerUnavailableError | None:
+        """Ping once. Returns the error if no answer came in time; a refusal, or a broker that is gone, is not silence."""
+        try:
+            with self._connect(PATIENCE_S) as client:
+                client.ping()
+        except BrokerUnavailableError as error:
+            return error if error.reason == "timeout" else None
+        except FractionalGPUError:
+            return None
+        return None

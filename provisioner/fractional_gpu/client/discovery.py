@@ -28,25 +28,11 @@ from pathlib import Path
 
 from jupyter_core.paths import jupyter_runtime_dir
 
-from fractional_gpu.client.broker_process import claim_holder, is_service_socket
 from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.client.http import claim_holder, is_service_socket
 from fractional_gpu.client.state_folder import state_folder
 from fractional_gpu.protocol.errors import BrokerUnavailableError
-from fractional_gpu.protocol.versions import OWN, Version, refusal
-
-__all__ = [
-    "SYSTEM_SOCKET",
-    "check_above",
-    "check_folder",
-    "ensure_broker",
-    "has_restart_file",
-    "restart_command",
-    "restart_file",
-    "runtime_dir",
-    "socket_path",
-    "spare_restart_file",
-    "unstarted_broker",
-]
+from fractional_gpu.protocol.names import OWN, Version, refusal
 
 SYSTEM_SOCKET = "/run/jupyter-gpu/broker.sock"
 _LONGEST_PATH = 100  # bytes; Linux allows 107, and a broker puts temporary names beside its socket

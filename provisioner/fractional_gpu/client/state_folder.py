@@ -21,20 +21,6 @@ from pathlib import Path
 
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
-__all__ = [
-    "LEDGER_NAMES",
-    "SERVICE_STATE",
-    "filesystem_type",
-    "find_ledger",
-    "find_state_file",
-    "is_network",
-    "ledger_name",
-    "make_state_folder",
-    "old_folder",
-    "own_base",
-    "state_folder",
-]
-
 SERVICE_STATE = Path("/var/lib/jupyter-gpu")
 LEDGER_NAMES = ("ledger.sqlite", "ledger-simulated.sqlite")
 _SERVICE_FOLDER = Path("/run/jupyter-gpu")

@@ -25,8 +25,6 @@ from fractional_gpu.config import ConfigError, load
 from fractional_gpu.core.units import parse_duration_ms
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
-__all__ = ["configure", "follow", "outcomes", "run", "sentence"]
-
 INTERVAL_S = 0.5
 _LONGEST_LINE = 1 << 20
 EPILOG = """\

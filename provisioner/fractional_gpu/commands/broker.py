@@ -1,14 +1,27 @@
-"""`jupyter gpu broker`: the command line of the broker. `fractional_gpu.broker` is imported only to run one."""
+"""`jupyter gpu broker`: the command line of the broker, and how `--stop` ends one. `fractional_gpu.broker` is imported only to run one."""
 
 import argparse
+import json
+import os
+import re
+import select
+import signal
+import socket as socket_module
 import sys
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from fractional_gpu.broker.process.detaching import start_detached
-from fractional_gpu.broker.process.restarting import BrokerOptions
+from fractional_gpu.broker.process.restarting import BrokerOptions, start_detached
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.client.discovery import ensure_broker, restart_command, socket_path
+from fractional_gpu.client.http import ANSWER_S, is_service_socket, listener_pid
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError
 from fractional_gpu.core.units import parse_duration_ms
-
-__all__ = ["configure", "run"]
+from fractional_gpu.host.process import identify, open_pidfd, owner_uid, read_environment, read_stat
+from fractional_gpu.protocol.errors import FractionalGPUError
+from fractional_gpu.protocol.messages import HostStatus
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
@@ -120,7 +133,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the example configuration, end a broker, or run one until it stops; return the exit code."""
     _check_ending(options)
     if options.stop or options.restart:
-        from fractional_gpu.commands.broker_stop import run_stop  # noqa: PLC0415 - needed here only
+        from fractional_gpu.commands.broker import run_stop  # noqa: PLC0415 - needed here only
 
         return run_stop(options.socket, restart=options.restart, as_json=options.json)
     if options.generate_config:
@@ -148,3 +161,242 @@ def run(options: argparse.Namespace) -> int:
         return run_broker(given)
     except ConfigError as error:
         raise CommandError(str(error)) from error
+
+
+# -- broker stop -------------------------------------------------------------------------------------------------------
+# `jupyter gpu broker --stop` and `--restart`: find the broker of a socket, end it, and start it again with the same options.
+#
+# The rules:
+# - The broker is the process that holds the lock beside the socket, or that listens on the socket. So it is found even if it does not
+#   answer, or if its socket or its lock file was deleted.
+# - It gets SIGTERM, and SIGKILL after `ORDERLY_S`. The kill loses nothing: kernels outlive the broker, the journal has the operation that
+#   was under way, and the checkpoint worker finishes it.
+# - A system service is refused, because systemd would start it again at once; so is another user's broker.
+
+
+ORDERLY_S = 30.0
+_KILLED_S = 10.0
+_SERVICE = re.compile(r"([\w@.\\-]+\.service)\Z", re.ASCII)
+_KEPT_VARIABLES = ("JUPYTER_", "PYTHON", "XDG_")
+_Command = tuple[list[str], dict[str, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopped:
+    """What was done. Counts of leases are from the broker's last status; None: it did not answer."""
+
+    socket: str
+    pid: int | None  # None: no broker ran
+    how: str  # "orderly", "killed" or "none"
+    resident: int | None
+    suspended: int | None
+    waiting: int | None
+    restarted: int | None  # the process of the broker that serves now; None: no restart
+
+
+def find_broker(socket: str) -> int | None:
+    """Return the process of the broker on this socket, None if there is none that is visible to this user."""
+    return next(_lock_holders(socket), None) or _listener(socket)
+
+
+def run_stop(socket: str | None, *, restart: bool, as_json: bool) -> int:
+    """Stop the broker, with `restart` start another, and print what was done. Returns the exit code. Raises CommandError."""
+    path = socket or socket_path()
+    pid = find_broker(path)
+    if pid is None and is_service_socket(path):
+        raise CommandError(_service_refusal(path, None))
+    command = None
+    status = None
+    how = "none"
+    if pid is not None:
+        _check_owner(path, pid)
+        command = restart_command(path) or _own_command(
+            pid
+        )  # before it ends: a broker without leases removes its record then
+        status = _last_status(path)
+        how = _end(pid)
+    restarted = _start(path, command) if restart else None
+    done = _summary(path, pid, how, status, restarted)
+    print(json.dumps(asdict(done)) if as_json else _render(done))
+    return 0
+
+
+def _summary(path: str, pid: int | None, how: str, status: HostStatus | None, restarted: int | None) -> Stopped:
+    states = None if status is None else [lease.state for lease in status.leases]
+    return Stopped(
+        socket=path,
+        pid=pid,
+        how=how,
+        resident=None if states is None else states.count("resident"),
+        suspended=None if states is None else states.count("suspended"),
+        waiting=None if status is None else sum(lease.position is not None for lease in status.leases),
+        restarted=restarted,
+    )
+
+
+def _render(done: Stopped) -> str:
+    if done.pid is None:
+        lines = [f"No broker ran on {done.socket}."]
+    else:
+        how = "" if done.how == "orderly" else f" (killed: it did not end within {ORDERLY_S:g} s of being asked to)"
+        lines = [f"The broker, process {done.pid}, has ended{how}."]
+    if done.restarted is not None:
+        lines.append(f"A broker, process {done.restarted}, serves on {done.socket} with the same options.")
+    elif done.resident == 0 == done.suspended:
+        lines.append("No kernel had memory on a GPU or saved; the next one that wants a GPU starts a broker.")
+    elif done.pid is not None:
+        counts = "" if done.resident is None else f" ({done.resident} resident, {done.suspended} suspended)"
+        lines.append(
+            f"The kernels live on{counts}: resident ones work as before, suspended ones wait until a broker is started, which their next "
+            "cell, a cell that waits or a new kernel does by itself; `jupyter gpu broker --detach` does it now."
+        )
+    return "\n".join(lines)
+
+
+# -- finding it ----------------------------------------------------------------------------------------------------------------
+
+
+def _lock_holders(socket: str) -> Iterator[int]:
+    """Yield the processes that hold the lock of the socket's broker, whether or not the file still has its name."""
+    # The lock lies beside the socket as it was named; /proc shows the real path.
+    lock = f"{os.path.realpath(Path(socket).parent)}/{Path(socket).name}.lock"
+    for pid in os.listdir("/proc"):  # noqa: PTH208 - thousands
+        if pid.isdigit():
+            # Processes exit during the pass, and those of other users may not be read.
+            with suppress(OSError):
+                if any(_holds(pid, one, lock) for one in os.listdir(f"/proc/{pid}/fd")):  # noqa: PTH208 - as above
+                    yield int(pid)
+
+
+def _holds(pid: str, descriptor: str, lock: str) -> bool:
+    try:
+        if os.readlink(f"/proc/{pid}/fd/{descriptor}") not in (lock, f"{lock} (deleted)"):  # noqa: PTH115 - as above
+            return False
+        return "FLOCK" in Path(f"/proc/{pid}/fdinfo/{descriptor}").read_text("ascii")
+    except OSError:
+        return False
+
+
+def _listener(socket: str) -> int | None:
+    """Return the process that listens on the socket, None if there is none."""
+    with closing(socket_module.socket(socket_module.AF_UNIX, socket_module.SOCK_STREAM)) as connection:
+        connection.setblocking(False)
+        try:
+            connection.connect(socket)
+        except OSError:
+            return None  # no process listens, or its backlog is full
+        return listener_pid(connection)
+
+
+def _last_status(path: str) -> HostStatus | None:
+    """Return the broker's status before it ends, None if it does not answer."""
+    try:
+        with BrokerClient(path, timeout_s=ANSWER_S) as client:
+            return client.status()
+    except FractionalGPUError:
+        return None
+
+
+def _check_owner(path: str, pid: int) -> None:
+    """Raise CommandError for a broker that this user may not end."""
+    if is_service_socket(path) and ((unit := _unit(pid)) or os.geteuid() != 0):
+        raise CommandError(_service_refusal(path, unit))
+    try:
+        uid, words = owner_uid(pid), _command_line(pid)
+    except (ProcessLookupError, FileNotFoundError):
+        return  # it has ended meanwhile
+    if "rescue" in words:
+        raise CommandError(
+            f"process {pid} is no broker: it rescues the kernels of {path} at the moment; wait until it has ended"
+        )
+    if os.geteuid() not in (0, uid):
+        raise CommandError(
+            f"the broker on {path}, process {pid}, is another user's (uid {uid}); that user or an administrator restarts it"
+        )
+
+
+def _service_refusal(path: str, unit: str | None) -> str:
+    name = unit or "jupyter-gpu"
+    return (
+        f"the broker on {path} is a system service; an administrator stops it with `systemctl stop {name}` and restarts it with "
+        f"`systemctl restart {name}`"
+    )
+
+
+def _unit(pid: int) -> str | None:
+    """Return the systemd service that the process runs in, None if it runs in none."""
+    try:
+        groups = Path(f"/proc/{pid}/cgroup").read_text("ascii", errors="replace").split("\n")
+    except OSError:
+        return None
+    return next((found[1] for group in groups if (found := _SERVICE.search(group))), None)
+
+
+# -- ending and starting it ------------------------------------------------------------------------------------------------
+
+
+def _end(pid: int) -> str:
+    """End the process and return "orderly" or "killed". Raises CommandError if even SIGKILL does not end it soon."""
+    try:
+        descriptor = open_pidfd(identify(pid))
+    except ProcessLookupError:
+        return "orderly"
+    try:
+        signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+        if read_stat(pid).stopped_or_traced:
+            signal.pidfd_send_signal(descriptor, signal.SIGCONT)  # a stopped process takes no other signal
+        if _has_ended(descriptor, ORDERLY_S):
+            return "orderly"
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        if _has_ended(descriptor, _KILLED_S):
+            return "killed"
+    except ProcessLookupError:
+        return "orderly"
+    finally:
+        os.close(descriptor)
+    raise CommandError(
+        f"the broker, process {pid}, does not end although it was killed: it hangs in a call of the system (a disk that does not answer, "
+        "or the driver); its kernel log (`dmesg`) may say which"
+    )
+
+
+def _has_ended(descriptor: int, patience_s: float) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(patience_s * 1000))
+
+
+def _own_command(pid: int) -> _Command | None:
+    """Return a command that starts such a broker in the background, from the process's own command line; None: unknown.
+
+    For a broker whose record of its command (`broker.json`) is gone.
+    """
+    try:
+        words = _command_line(pid)
+        environment = {name: value for name, value in read_environment(pid).items() if name.startswith(_KEPT_VARIABLES)}
+    except OSError:
+        return None
+    if not words:
+        return None
+    try:
+        given = json.loads(words[-1])
+    except ValueError:
+        if "broker" not in words:
+            return None
+        return [*words, *([] if "--detach" in words else ["--detach"])], environment
+    given.pop("ready_fd", None)
+    return [*words[:-1], "--detach", json.dumps(given)], environment
+
+
+def _command_line(pid: int) -> list[str]:
+    """Return the command line of the process. Raises OSError."""
+    return [os.fsdecode(word) for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]]
+
+
+def _start(path: str, command: _Command | None) -> int:
+    """Start a broker and return its process."""
+    try:
+        with ensure_broker(path, command=command) as client:
+            return client.ping().pid
+    except FractionalGPUError as error:
+        raise CommandError(f"no broker serves now: {error}") from error

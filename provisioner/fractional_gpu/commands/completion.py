@@ -19,8 +19,6 @@ from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.commands.terminal.errors import UsageError
 from fractional_gpu.protocol.errors import FractionalGPUError
 
-__all__ = ["SHELLS", "complete", "configure", "device_names", "kernelspec_names", "lease_names", "pool_names", "run"]
-
 SHELLS = ("bash", "zsh", "fish")
 _COMMANDS = ("jupyter", "jupyter-gpu")
 _ANSWER_S = 0.5
@@ -63,10 +61,7 @@ def complete(summaries: Mapping[str, str], parser_of: ParserOf) -> None:
     `summaries`: the subcommands. `parser_of` returns a subcommand's parser.
     """
     import argcomplete  # noqa: PLC0415 - only here, as said above
-    from traitlets.config.argcomplete_config import (  # noqa: PLC0415 - as above
-        get_argcomplete_cwords,
-        increment_argcomplete_index,
-    )
+    from traitlets.config.argcomplete_config import get_argcomplete_cwords, increment_argcomplete_index  # noqa: PLC0415 - as above
 
     words = get_argcomplete_cwords() or []
     if len(words) > 1 and words[1] in summaries:

@@ -10,25 +10,13 @@ from typing import Any
 
 from fractional_gpu.client.discovery import ensure_broker
 from fractional_gpu.commands.demo.demo import checked_simulate
-from fractional_gpu.commands.terminal.completers import (
-    FRACTIONS,
-    KERNELSPECS,
-    POOLS,
-    set_completer,
-)
+from fractional_gpu.commands.terminal.completers import FRACTIONS, KERNELSPECS, POOLS, set_completer
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError
 from fractional_gpu.commands.terminal.render import table
 from fractional_gpu.core.model import PoolSpec
 from fractional_gpu.core.units import format_fraction, parse_fraction_milli
-from fractional_gpu.jupyter.kernelspecs import (
-    InstalledSpec,
-    install,
-    list_installed,
-    remove,
-)
+from fractional_gpu.jupyter.kernelspecs import InstalledSpec, install, list_installed, remove
 from fractional_gpu.protocol.messages import HostStatus
-
-__all__ = ["ANY_OFFERS_MILLI", "configure", "install_offers", "run", "simulated_devices"]
 
 ANY_OFFERS_MILLI: tuple[int, ...] = PoolSpec(name="", devices=()).fractions_milli
 """The fractions that are installed for a pool that offers any fraction."""

@@ -19,8 +19,6 @@ from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.commands.terminal.render import describe_device
 from fractional_gpu.protocol.messages import HostStatus
 
-__all__ = ["configure", "lab_command", "lab_environment", "run"]
-
 _LONGEST_SOCKET = 100  # bytes; UNIX sockets take a little more
 
 EPILOG = """\

@@ -44,8 +44,6 @@ from fractional_gpu.protocol.messages import (
     Story,
 )
 
-__all__ = ["COMMANDS", "BulkCommand", "DeviceCommand", "LeaseCommand", "await_empty", "find_lease", "render_story"]
-
 _POLL_S: Final = 0.5
 _LEASE_HELP: Final = "a lease id, the beginning of one, or a Jupyter kernel id (see `jupyter gpu status`)"
 _DEVICE_HELP: Final = "a GPU by its number, its id, or the beginning of one (see `jupyter gpu status`)"

@@ -15,8 +15,6 @@ from fractional_gpu import __version__
 from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.protocol.errors import FractionalGPUError
 
-__all__ = ["main"]
-
 INTERRUPTED = 130
 FAILED = 1
 _COMPLETING = "_ARGCOMPLETE"

@@ -7,13 +7,11 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from fractional_gpu.client.seat_client import SeatClient
+from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.commands.terminal.completers import POOLS, set_completer
 from fractional_gpu.commands.terminal.connection import RUN_ONE, add_socket_argument, running_broker
 from fractional_gpu.commands.terminal.errors import UsageError
 from fractional_gpu.protocol.seats import PoolKeys
-
-__all__ = ["configure", "run"]
 
 NO_POOLS = f"and only a running one tells its pools or changes them; {RUN_ONE}. What it starts with is set in jupyter_gpu_config.py"
 

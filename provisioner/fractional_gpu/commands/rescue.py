@@ -10,8 +10,6 @@ from fractional_gpu.commands.terminal.connection import kernels_of, say_if_slow
 from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.commands.terminal.render import short_id
 
-__all__ = ["configure", "run"]
-
 EPILOG = """\
 examples:
   jupyter gpu rescue                    after the broker could not be started any more
@@ -41,9 +39,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Rescue the kernels and print the results. Exit code 1 if a kernel's memory is not on its device."""
-    from fractional_gpu.broker.process.app import BrokerOptions  # noqa: PLC0415 - heavy, and needed here only
-    from fractional_gpu.broker.process.backend import BackendError, NoDeviceError  # noqa: PLC0415 - as above
+    from fractional_gpu.broker.process.driver_start import BackendError, NoDeviceError  # noqa: PLC0415 - as above
     from fractional_gpu.broker.process.rescue import Rescue, rescue  # noqa: PLC0415 - as above
+    from fractional_gpu.broker.process.restarting import BrokerOptions  # noqa: PLC0415 - heavy, and needed here only
     from fractional_gpu.config import ConfigError  # noqa: PLC0415 - as above
     from fractional_gpu.gpu.interface import GPUError  # noqa: PLC0415 - as above
     from fractional_gpu.host.claims import DeviceClaimedError  # noqa: PLC0415 - as above

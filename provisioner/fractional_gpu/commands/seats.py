@@ -7,13 +7,11 @@ from contextlib import closing
 
 from msgspec import to_builtins
 
-from fractional_gpu.client.seat_client import SeatClient
+from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.commands.terminal.connection import add_socket_argument, running_broker
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError
 from fractional_gpu.core.units import format_duration, format_fraction, format_memory
 from fractional_gpu.protocol.messages import SeatStatus
-
-__all__ = ["configure", "find_seat", "run"]
 
 _FEWEST = 4  # characters of a seat's id
 EPILOG = """\

@@ -19,26 +19,14 @@ from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.core.units import parse_duration_ms, parse_memory_mib
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.baselines import BASELINES, WAITING, run_baseline
-from fractional_gpu.simulator.log import EventLog, replay
 from fractional_gpu.simulator.machine import Host, SwapSpeed
 from fractional_gpu.simulator.picture import picture
-from fractional_gpu.simulator.placement import (
-    NodeShape,
-    Outcome,
-    PodKind,
-    place,
-    read_nodes,
-    read_pods,
-)
+from fractional_gpu.simulator.placement import NodeShape, Outcome, PodKind, place, read_nodes, read_pods
 from fractional_gpu.simulator.policies import POLICIES
 from fractional_gpu.simulator.result import Result
-from fractional_gpu.simulator.search import fewest_devices
-from fractional_gpu.simulator.simulation import simulate
-from fractional_gpu.simulator.synthetic import synthetic_sessions
-from fractional_gpu.simulator.traces import Session, read_sessions, write_sessions
-from fractional_gpu.simulator.tuning import Step, tune
-
-__all__ = ["configure", "run"]
+from fractional_gpu.simulator.simulation import EventLog, replay, simulate
+from fractional_gpu.simulator.traces import Session, read_sessions, synthetic_sessions, write_sessions
+from fractional_gpu.simulator.tuning import Step, fewest_devices, tune
 
 _QUIET_S = 2.0
 MOST_DEVICES = 8192

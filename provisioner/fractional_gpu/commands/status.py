@@ -15,8 +15,6 @@ from fractional_gpu.commands.terminal.connection import add_socket_argument, bro
 from fractional_gpu.commands.terminal.render import render_status
 from fractional_gpu.protocol.messages import HostStatus
 
-__all__ = ["configure", "run", "show"]
-
 INTERVAL_S = 2.0
 _CLEAR = "\x1b[H\x1b[2J"  # cursor home, erase the screen
 

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from fractional_gpu.config import values
-from fractional_gpu.config.keys import Key
+from fractional_gpu.config.values import Key
 from fractional_gpu.core.seat_packing import PRIOR_USAGE
-
-__all__ = ["HUB_KEYS", "GroupTerms", "HubPool", "OpeningHours", "Price", "parse_hours"]
 
 _PRICE = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)\s+([A-Za-z€$£¥][A-Za-z €$£¥]{0,19})")
 _LONGEST_NAME = 200

@@ -14,12 +14,9 @@ from typing import Any
 
 from fractional_gpu.config import values
 from fractional_gpu.config.hub import HUB_KEYS, HubPool
-from fractional_gpu.config.keys import ConfigError, Key, config_error, did_you_mean
 from fractional_gpu.config.sharing import SHARING_KEYS, whole_instances
+from fractional_gpu.config.values import ConfigError, Key, config_error, did_you_mean
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
-
-__all__ = ["ALL_KEYS", "KEYS", "PoolSettings", "assign", "find_device", "find_devices", "parse_pool"]
-
 
 KEYS: Mapping[str, Key] = {
     "devices": Key(

@@ -6,15 +6,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from fractional_gpu.config import values
-from fractional_gpu.config.keys import Key, config_error
-from fractional_gpu.core.model import (
-    AfterKernel,
-    Breach,
-    Sharing,
-    Strangers,
-)
-
-__all__ = ["SHARING_KEYS", "whole_instances"]
+from fractional_gpu.config.values import Key, config_error
+from fractional_gpu.core.model import AfterKernel, Breach, Sharing, Strangers
 
 _WHOLE: Final = 1000  # milli-GPU
 

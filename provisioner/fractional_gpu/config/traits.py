@@ -5,8 +5,6 @@ from typing import Any
 from traitlets import Bool, Dict, Float, Int, List, Unicode, Union
 from traitlets.config import Configurable
 
-__all__ = ["GPUBroker"]
-
 
 def _text_or_number(default: str | int | None, **keywords: Any) -> Union:  # noqa: ANN401 -- traitlets' own keywords
     return Union([Unicode(), Int()], default_value=default, **keywords)

@@ -1,45 +1,22 @@
-"""Parsers of configured values: sizes to MiB, durations to milliseconds, shares and fractions to thousandths.
+"""Parsers of configured values and how a wrong one is reported: sizes to MiB, durations to milliseconds, fractions to thousandths.
 
 Each function takes the value as it is written and returns the plain one, or raises ValueError (never TypeError) with what is allowed.
 """
 
-# ruff: noqa: TRY004 -- a value of the wrong type is one more wrong value: callers handle one error
-
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
 from fractions import Fraction
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 from fractional_gpu.core.model import Limits, ReserveBy
-from fractional_gpu.core.units import (
-    format_duration,
-    parse_duration_ms,
-    parse_fraction_milli,
-    parse_memory_mib,
-)
+from fractional_gpu.core.units import format_duration, parse_duration_ms, parse_fraction_milli, parse_memory_mib
 
-__all__ = [
-    "audit_file",
-    "audit_size",
-    "boolean",
-    "device_references",
-    "duration",
-    "fraction",
-    "fractions",
-    "group_limits",
-    "host_memory",
-    "limits",
-    "log_level",
-    "memory",
-    "metrics_address",
-    "oversubscription",
-    "preempt",
-    "reserve_by",
-    "state_dir",
-    "times",
-    "whole_number",
-]
+# ruff: noqa: TRY004 -- a value of the wrong type is one more wrong value: callers handle one error
+
 
 _LONGEST_MS = 366 * 86_400_000
 _LONGEST_TEXT = 64
@@ -300,3 +277,47 @@ def metrics_address(value: object) -> tuple[str, int] | None:
         return str(ip_address(bare)), int(port)
     except ValueError:
         raise ValueError(allowed) from None
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+# What one key of the configuration is, and how a wrong one is reported: the place, the value and what is allowed.
+
+
+_LONGEST_VALUE = 120
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used. The message names the file, the key, the value and what is allowed."""
+
+
+def config_error(where: str, value: object, problem: str) -> ConfigError:
+    """Return the error for one key; `where` names the key and its file."""
+    shown = repr(value)
+    if len(shown) > _LONGEST_VALUE:
+        shown = shown[:_LONGEST_VALUE] + "..."
+    return ConfigError(f"{where} = {shown}: {problem}")
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """Return the sentence that lists the allowed names, with the most similar one first."""
+    names = sorted(known)
+    similar = get_close_matches(given, names, n=1)
+    hint = f"did you mean {similar[0]!r}? " if similar else ""
+    return f"{hint}Allowed: {', '.join(names)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """One key of a pool; the tables of keys map its name to it.
+
+    `parse` takes the value as it is written and returns the one of `field`, an attribute of `PoolSpec` or `HubPool`; with `also`, it
+    returns a value for `field` and one for each of these. It raises ValueError with what is allowed. The example configuration shows
+    `default`, `example` and `help`.
+    """
+
+    field: str
+    parse: Callable[[object], Any]
+    default: object
+    example: object
+    help: str
+    also: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ Events about leases that do not exist (any more) are ignored, because the driver
 cannot be true (a lease recovered in the middle of an operation) raises ValueError before anything changes.
 """
 
-from fractional_gpu.core.books.books import Device, Lease
+from fractional_gpu.core.books.records import Device, Lease
 from fractional_gpu.core.changes.changes import Changes
 from fractional_gpu.core.effects import Effect, WakeAt
 from fractional_gpu.core.events import (
@@ -51,27 +51,12 @@ from fractional_gpu.core.forecasts.forecasts import Forecasts
 from fractional_gpu.core.handlers.lifecycle import Lifecycle
 from fractional_gpu.core.handlers.operation_results import OperationResults
 from fractional_gpu.core.invariants import check_devices, validate
-from fractional_gpu.core.model import (
-    DeviceView,
-    LeaseSpec,
-    LeaseState,
-    LeaseView,
-    PoolSpec,
-    Span,
-    TicketView,
-)
+from fractional_gpu.core.model import DeviceView, LeaseSpec, LeaseState, LeaseView, PoolSpec, Span, TicketView
 from fractional_gpu.core.rules.admission import refusal
-from fractional_gpu.core.rules.suspendability import update_all_suspendability
+from fractional_gpu.core.rules.eligibility import update_all_suspendability
 from fractional_gpu.core.rules.wait_reasons import FormatTime
 from fractional_gpu.core.scheduler.scheduler import Scheduler
-from fractional_gpu.core.views import (
-    device_views,
-    lease_view,
-    ticket_view,
-    ticket_views,
-)
-
-__all__ = ["Arbiter"]
+from fractional_gpu.core.views import device_views, lease_view, ticket_view, ticket_views
 
 _AboutALease = (
     Attached

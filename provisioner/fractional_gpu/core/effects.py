@@ -7,29 +7,6 @@ from dataclasses import dataclass
 
 from fractional_gpu.core.model import Breach, LeaseState
 
-__all__ = [
-    "CapBreached",
-    "CloseGate",
-    "Declined",
-    "Effect",
-    "EndProcesses",
-    "Granted",
-    "LeaseAdmitted",
-    "LeaseEnded",
-    "LeaseRefused",
-    "LookAgain",
-    "Pinned",
-    "Recorded",
-    "Resized",
-    "Resume",
-    "Shrink",
-    "StateChanged",
-    "Suspend",
-    "SuspendAnnounced",
-    "TicketsChanged",
-    "WakeAt",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:

@@ -7,48 +7,7 @@ their fields, so these names are a format.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fractional_gpu.core.model import (
-    DeviceSpec,
-    LeaseSpec,
-    LeaseState,
-    PoolSpec,
-)
-
-__all__ = [
-    "Attached",
-    "BusyChanged",
-    "Checkpointable",
-    "DeviceDrained",
-    "DeviceLost",
-    "DeviceSeen",
-    "DeviceUndrained",
-    "Event",
-    "HostMemorySeen",
-    "HostPressureSeen",
-    "LeaseMeasured",
-    "LeaseRecovered",
-    "LeaseReleased",
-    "LeaseRequested",
-    "LeftBehind",
-    "MoveRequested",
-    "PinRequested",
-    "PoolConfigured",
-    "ProcessExited",
-    "ResizeRequested",
-    "ResumeFinished",
-    "ResumeOutcome",
-    "SeatEnded",
-    "SeatRenewed",
-    "Shrunk",
-    "SuspendFinished",
-    "SuspendOutcome",
-    "SuspendRequested",
-    "Tick",
-    "TruthFound",
-    "UnpinRequested",
-    "Unwanted",
-    "Wanted",
-]
+from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,17 +1,11 @@
 """What is always true of the books (the laws that hold at one moment), recomputed from scratch."""
 
 from fractional_gpu.core.books.accounts import guaranteed_mib
-from fractional_gpu.core.books.books import (
-    Books,
-    Device,
-    Lease,
-    Operation,
-)
+from fractional_gpu.core.books.books import Books
+from fractional_gpu.core.books.records import Device, Lease, Operation
 from fractional_gpu.core.model import HOLDING, LeaseState, ReserveBy
 from fractional_gpu.core.rules.eligibility import eligible_devices
-from fractional_gpu.core.rules.victim_cost import device_preemptible_from_ms, device_suspendable_from_ms
-
-__all__ = ["InvariantError", "check_devices", "validate"]
+from fractional_gpu.core.scheduler.victims import device_preemptible_from_ms, device_suspendable_from_ms
 
 
 class InvariantError(AssertionError):

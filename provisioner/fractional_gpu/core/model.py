@@ -6,25 +6,6 @@ No behaviour is here; the decisions are in `arbiter`, the legal transitions in `
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-__all__ = [
-    "FOUND_FAILED",
-    "HOLDING",
-    "AfterKernel",
-    "Breach",
-    "DeviceSpec",
-    "DeviceView",
-    "LeaseSpec",
-    "LeaseState",
-    "LeaseView",
-    "Limits",
-    "PoolSpec",
-    "ReserveBy",
-    "Sharing",
-    "Span",
-    "Strangers",
-    "TicketView",
-]
-
 
 class LeaseState(StrEnum):
     """The state of a lease; `transitions.TABLE` says which changes are legal. The values are on the wire and in ledgers."""

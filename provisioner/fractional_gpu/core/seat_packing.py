@@ -30,19 +30,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-__all__ = [
-    "CELL_MEDIAN_MS",
-    "PRIOR_USAGE",
-    "SeatDevice",
-    "SeatLoad",
-    "Usage",
-    "choose_device",
-    "estimated_usage",
-    "late_chance_millionths",
-    "still_waiting_milli",
-    "wait_chance_millionths",
-]
-
 CELL_MEDIAN_MS = 120_000
 _BINS = 1000  # thousandths of the device
 _WHOLE = 10**12  # probability 1, while it is computed

@@ -9,8 +9,6 @@ from enum import StrEnum
 
 from fractional_gpu.core.model import LeaseState
 
-__all__ = ["TABLE", "Cause", "IllegalTransitionError", "diagram", "next_state"]
-
 
 class Cause(StrEnum):
     """Why a lease changes its state."""

@@ -3,16 +3,6 @@
 import re
 from fractions import Fraction
 
-__all__ = [
-    "format_duration",
-    "format_fraction",
-    "format_memory",
-    "parse_duration_ms",
-    "parse_fraction_milli",
-    "parse_memory_mib",
-    "restore_margin_mib",
-]
-
 _MEMORY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(MiB|GiB|TiB|MB|GB|TB|M|G|T)?\s*", re.IGNORECASE | re.ASCII)
 _MIB_PER = {"mib": 1, "gib": 1024, "tib": 1024 * 1024, "m": 1, "g": 1024, "t": 1024 * 1024}
 _BYTES_PER = {"mb": 10**6, "gb": 10**9, "tb": 10**12}

@@ -1,18 +1,11 @@
 """Read-only views of the books, for status, for the ledger and for waiting cells."""
 
-from fractional_gpu.core.books.books import Books, Lease, Ticket
-from fractional_gpu.core.changes.forecast_recorder import ForecastRecorder, shown_span
-from fractional_gpu.core.model import (
-    DeviceView,
-    LeaseState,
-    LeaseView,
-    Span,
-    TicketView,
-)
+from fractional_gpu.core.books.books import Books
+from fractional_gpu.core.books.records import Lease, Ticket
+from fractional_gpu.core.changes.queue_wait import ForecastRecorder, shown_span
+from fractional_gpu.core.model import DeviceView, LeaseState, LeaseView, Span, TicketView
 from fractional_gpu.core.rules.wait_reasons import FormatTime, wait_reason
 from fractional_gpu.core.scheduler.migration import kept_mib
-
-__all__ = ["device_views", "lease_view", "ticket_view", "ticket_views"]
 
 
 def lease_view(lease: Lease, foresight: ForecastRecorder) -> LeaseView:

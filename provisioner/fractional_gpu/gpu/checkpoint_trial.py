@@ -20,8 +20,6 @@ from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, Monitor
 from fractional_gpu.gpu.worker_link import WorkerLink
 from fractional_gpu.host.process import ProcessIdentity, identify
 
-__all__ = ["PHASES", "TrialResult", "try_checkpoint"]
-
 PHASES: Final = ("lock", "checkpoint", "restore", "unlock")
 _START_S: Final = 60.0  # of the probe process: starting the driver takes seconds
 _ANSWER_S: Final = 20.0

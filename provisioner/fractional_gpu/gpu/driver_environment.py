@@ -16,8 +16,6 @@ can be created in /proc.
 from collections.abc import Mapping, MutableMapping
 from typing import Final
 
-__all__ = ["PRELOAD", "PRELOADED_FOR_US", "clean", "cleaned"]
-
 PRELOAD: Final = "LD_PRELOAD"
 PRELOADED_FOR_US: Final = "JUPYTER_GPU_PRELOAD"
 """Names the library that the broker put into PRELOAD for the sharing mode of a pool, so that no process of this package inherits it."""

@@ -9,20 +9,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-__all__ = [
-    "Checkpointer",
-    "DeviceActivity",
-    "DeviceInfo",
-    "DeviceSensors",
-    "DeviceUse",
-    "GPUError",
-    "GPUErrorCode",
-    "Monitor",
-    "ProcessKind",
-    "ProcessState",
-    "ProcessUse",
-]
-
 
 class GPUErrorCode(StrEnum):
     """Driver errors that decide what happens next (CUDA's numbers beside them)."""

@@ -2,14 +2,7 @@
 
 from typing import Final
 
-from fractional_gpu.gpu.interface import (
-    Checkpointer,
-    GPUError,
-    GPUErrorCode,
-    Monitor,
-)
-
-__all__ = ["open_checkpointer", "open_monitor"]
+from fractional_gpu.gpu.interface import Checkpointer, GPUError, GPUErrorCode, Monitor
 
 _SIMULATED: Final = "simulated:"
 

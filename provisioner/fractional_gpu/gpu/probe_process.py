@@ -17,8 +17,6 @@ from typing import Any, Final
 
 from fractional_gpu.gpu import driver_environment
 
-__all__ = ["MEMORY_MIB", "main"]
-
 MEMORY_MIB: Final = 64
 _BYTES: Final = MEMORY_MIB << 20
 _PATTERN: Final = b"\xa5\x5a\x3c\xc3"

@@ -24,17 +24,10 @@ import time
 from collections.abc import Mapping
 from typing import IO, Any, Final
 
-from fractional_gpu.gpu.interface import (
-    Checkpointer,
-    GPUError,
-    GPUErrorCode,
-    ProcessState,
-)
+from fractional_gpu.gpu.interface import Checkpointer, GPUError, GPUErrorCode, ProcessState
 from fractional_gpu.gpu.open import open_checkpointer
 from fractional_gpu.host import failpoints
 from fractional_gpu.host.process import ProcessIdentity, identify
-
-__all__ = ["MAX_LINE", "OPERATIONS", "PROTOCOL", "main"]
 
 PROTOCOL: Final = 1
 MAX_LINE: Final = 1 << 20

@@ -4,8 +4,6 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["WallClock", "since_boot_ns", "since_boot_us"]
-
 _STEP_US: Final = 100_000
 
 

@@ -16,8 +16,6 @@ import signal
 import threading
 from pathlib import Path
 
-__all__ = ["VARIABLE", "enabled", "reach"]
-
 VARIABLE = "JUPYTER_GPU_FAILPOINTS"
 _file = os.environ.get(VARIABLE)
 

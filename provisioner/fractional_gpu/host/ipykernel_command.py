@@ -6,8 +6,6 @@ The provisioner reads the commands of kernelspecs; a broker that lost its ledger
 from collections.abc import Sequence
 from typing import Final
 
-__all__ = ["EXTENSION_ARGUMENT", "find_ipykernel", "is_of_earlier_version", "loads_extension"]
-
 EXTENSION_ARGUMENT: Final = "--IPKernelApp.extra_extensions=fractional_gpu_kernel"
 _EARLIER_ARGUMENT: Final = "--IPKernelApp.extra_extensions=kernelext"
 _EXTENSIONS: Final = ("fractional_gpu_kernel", "kernelext")  # the second: the extension's name in earlier versions

@@ -27,8 +27,6 @@ from fractional_gpu.jupyter.kernel_record import RecordFile, unlocked_records
 from fractional_gpu.jupyter.provisioner import FractionalGPUProvisioner
 from fractional_gpu.protocol.errors import FractionalGPUError
 
-__all__ = ["KeepingKernelManager"]
-
 _CHECK_EVERY_MS = 2000
 _Untyped = Any  # jupyter_server's managers and their attributes have no types
 

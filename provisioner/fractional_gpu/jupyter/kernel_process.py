@@ -1,19 +1,25 @@
-"""A kernel's process as a server handles it: its own child, or one that it took over from an earlier server.
+"""A kernel's process as a server handles it (its own child, or one that it took over from an earlier server), and its ports.
 
 A pid alone names the process that has it now; with boot id and start time it names one process for ever.
 """
 
+import errno
+import functools
 import os
 import select
 import signal
+import socket
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
+from logging import Logger, LoggerAdapter
 from pathlib import Path
 from typing import Any
 
-from fractional_gpu.host.process import PROC, ProcessIdentity, environment_value, identify, open_pidfd
+from jupyter_client.connect import KernelConnectionInfo, LocalPortCache, port_names
+from jupyter_client.localinterfaces import is_local_ip
 
-__all__ = ["AdoptedProcess", "ProcessGoneError", "identity_of", "kill_holders", "working_folder"]
+from fractional_gpu.host.process import PROC, ProcessIdentity, environment_value, identify, open_pidfd
 
 _EXIT_UNKNOWN = 255  # only a parent learns the exit code
 
@@ -108,3 +114,143 @@ class AdoptedProcess:
     def _mark_ended(self) -> None:
         os.close(self._pidfd)
         self.returncode = _EXIT_UNKNOWN
+
+
+# -- kernel ports ------------------------------------------------------------------------------------------------------
+# The TCP ports of a local kernel, held for it from their choice to its end.
+#
+# jupyter_client asks the system for a free port, releases it and passes the number to the kernel, which listens there a second later.
+# Meanwhile any connection of any process may get the port. The same holds whenever the kernel's process is away, as at a restart, when the
+# kernel's own clients connect again and again. The kernel then ends with "Address already in use"; the more kernels a host has, the more
+# often.
+#
+# So each port is bound here, with SO_REUSEADDR and without listening, for as long as the kernel lives, restarts included. On Linux
+#
+# - the system does not hand out a bound port: neither to `connect` nor to `bind` with port 0, whatever their options;
+# - a process that sets SO_REUSEADDR may listen on it. libzmq does so, as do the servers of Go, Java and Rust: without it no kernel
+#   could be restarted on its ports, which Jupyter does;
+# - a connection to it before the kernel listens is refused, as on a free port.
+#
+# Two servers that choose at the same time get different ports, and a server that was killed leaves nothing behind. Ports outside of the
+# range that the system hands out (`ip_local_port_range`) would be no better: the administrator sets that range, it may leave none, and
+# other servers choose outside of it, too. The cost is five descriptors of the server for each kernel. A port cannot be held while a kernel
+# listens there: a kernel that an earlier server left has its ports held from its next restart on.
+
+
+_Manager = Any  # jupyter_client's, whose ports are traits without types
+
+
+class KernelPorts:
+    """The ports of one kernel, as far as its manager was not given them.
+
+    Not for use by several threads at once.
+    """
+
+    def __init__(self, log: "Logger | LoggerAdapter[Any]") -> None:
+        self._log = log
+        self._chosen: dict[str, int] = {}  # by the manager's names; kept after `release` for a next start
+        self._held: dict[int, socket.socket | None] = {}  # None: the kernel listens there; held from its next launch on
+        weakref.finalize(self, _close_all, self._held)  # a manager may drop a kernel without any cleanup
+
+    def secure(self, manager: _Manager) -> bool:
+        """Choose the manager's ports before a launch, and hold them; a port that it was given stays as it is.
+
+        Returns False, and does nothing, where jupyter_client chooses: for another transport, for a manager that reserves no ports
+        (`cache_ports` is off), and on a system where no kernel could listen on a held port. Raises OSError if no port is free; ports
+        that were held stay held.
+        """
+        if manager.transport != "tcp" or not manager.cache_ports or not is_local_ip(manager.ip):
+            return False
+        if not _can_listen_on_held(manager.ip):
+            return False
+        for name in port_names:
+            port = getattr(manager, name)
+            if port <= 0:
+                self._choose(manager, name)
+            elif self._chosen.get(name) == port and self._held.get(port) is None:
+                self._hold_again(manager, name, port)
+        return True
+
+    def adopt(self, connection: KernelConnectionInfo) -> None:
+        """Reserve the ports of a running kernel within this process, and hold them from its next launch on."""
+        if connection.get("transport", "tcp") != "tcp":
+            return
+        self._chosen = {name: port for name in port_names if isinstance(port := connection.get(name), int)}
+        self._held.update(dict.fromkeys(self._chosen.values()))
+        LocalPortCache.instance().currently_used_ports.update(self._held)
+
+    def pause(self) -> None:
+        """Stop holding the ports until the kernel's next launch, which uses the same numbers."""
+        for port, holder in self._held.items():
+            if holder is not None:
+                holder.close()
+                self._held[port] = None
+
+    def release(self) -> None:
+        """Release all ports. May be called again."""
+        _close_all(self._held)
+
+    def _choose(self, manager: _Manager, name: str) -> None:
+        """Give the manager a free port that no other kernel of this process has reserved."""
+        promised = LocalPortCache.instance().currently_used_ports
+        while True:
+            held = _bound(manager.ip, 0)
+            port = int(held.getsockname()[1])
+            if port not in promised and port not in manager.ports:
+                break
+            held.close()
+        setattr(manager, name, port)
+        self._keep(name, port, held)
+
+    def _hold_again(self, manager: _Manager, name: str, port: int) -> None:
+        """Hold the kernel's previous port. If another process has it, choose a new one, unless clients know the old one."""
+        try:
+            held = _bound(manager.ip, port)
+        except OSError as error:
+            if port in self._held:
+                self._log.warning(
+                    "Port %s of kernel %s cannot be held for its restart: %s", port, manager.kernel_id, error
+                )
+            else:
+                self._choose(manager, name)
+        else:
+            self._keep(name, port, held)
+
+    def _keep(self, name: str, port: int, held: socket.socket) -> None:
+        self._chosen[name], self._held[port] = port, held
+        LocalPortCache.instance().currently_used_ports.add(port)
+
+
+def _close_all(held: dict[int, socket.socket | None]) -> None:
+    cache = LocalPortCache.instance()
+    while held:
+        port, holder = held.popitem()
+        cache.return_port(port)
+        if holder is not None:
+            holder.close()
+
+
+def _bound(ip: str, port: int) -> socket.socket:
+    """Return a bound IPv4 socket, as jupyter_client uses, that no child process inherits."""
+    holder = socket.socket()
+    try:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((ip, port))
+    except BaseException:
+        holder.close()
+        raise
+    return holder
+
+
+@functools.cache
+def _can_listen_on_held(ip: str) -> bool:
+    """Whether a kernel could listen on a held port, as on Linux. This tries it: systems that resemble Linux (gVisor) may differ."""
+    with _bound(ip, 0) as holder:
+        try:
+            with _bound(ip, holder.getsockname()[1]) as listener:
+                listener.listen()
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return False
+    return True

@@ -24,8 +24,6 @@ from fractional_gpu.host.files import open_own, replace_file
 from fractional_gpu.jupyter.kernel_lease import KernelLease
 from fractional_gpu.jupyter.kernel_process import ProcessGoneError
 
-__all__ = ["KernelRecord", "RecordFile", "unlocked_records"]
-
 log = logging.getLogger(__name__)
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,100}", re.ASCII)
 

@@ -27,19 +27,11 @@ from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import runtime_dir
 from fractional_gpu.host.ipykernel_command import find_ipykernel
 from fractional_gpu.host.process import read_stat
-from fractional_gpu.jupyter.kernel_command import plan_kernel
-from fractional_gpu.jupyter.kernel_config import parse_kernel_config
-from fractional_gpu.jupyter.kernel_lease import (
-    KernelLease,
-    attach_request,
-    environment_with,
-    take_lease,
-)
+from fractional_gpu.jupyter.kernel_command import parse_kernel_config, plan_kernel
+from fractional_gpu.jupyter.kernel_lease import KernelLease, attach_request, environment_with, take_lease
 from fractional_gpu.protocol.errors import BadRequestError, FractionalGPUError
 from fractional_gpu.protocol.limits import MAX_NAME
 from fractional_gpu.protocol.messages import LeaseRequest
-
-__all__ = ["main"]
 
 _MODULE = "fractional_gpu.jupyter.launcher"
 _TIMEOUT_S = 30.0

@@ -2,7 +2,7 @@
 
 Rules:
 
-- The event loop never waits for the broker: every call to it runs in a thread (see `fractional_gpu.jupyter.threads`).
+- The event loop never waits for the broker: every call to it runs in a thread (see `fractional_gpu.jupyter.kernel_lease`).
 - The kernelspec's configuration is checked before anything is started. An error of a first start is raised as one sentence, for
   JupyterLab's dialog. A *re*start never fails because of the GPU (Jupyter would list the kernel as idle for ever): the kernel then starts
   without a GPU, and its first cell says why.
@@ -34,27 +34,29 @@ from traitlets import Float, Unicode, default
 
 from fractional_gpu.client.discovery import runtime_dir
 from fractional_gpu.host.ipykernel_command import find_ipykernel, is_of_earlier_version
-from fractional_gpu.jupyter.kernel_command import EARLIER_COMMAND, KernelPlan, plan_kernel
-from fractional_gpu.jupyter.kernel_config import KernelConfig, parse_kernel_config
+from fractional_gpu.jupyter.kernel_command import (
+    EARLIER_COMMAND,
+    KernelConfig,
+    KernelPlan,
+    parse_kernel_config,
+    plan_kernel,
+)
 from fractional_gpu.jupyter.kernel_lease import (
     KernelLease,
     attach_request,
     begin_broker_start,
     environment_with,
     environment_without,
+    in_thread,
     recall_lease,
     renew_lease,
     take_lease,
 )
-from fractional_gpu.jupyter.kernel_ports import KernelPorts
-from fractional_gpu.jupyter.kernel_process import AdoptedProcess, ProcessGoneError, identity_of
+from fractional_gpu.jupyter.kernel_process import AdoptedProcess, KernelPorts, ProcessGoneError, identity_of
 from fractional_gpu.jupyter.kernel_record import KernelRecord, RecordFile
-from fractional_gpu.jupyter.threads import in_thread
 from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableError, FractionalGPUError
 from fractional_gpu.protocol.limits import MAX_NAME
 from fractional_gpu.protocol.messages import LeaseRequest
-
-__all__ = ["FractionalGPUProvisioner", "start_error"]
 
 # jupyter_client's own keywords; all others come from the kernelspec's stanza
 _JUPYTER_KEYWORDS = frozenset({"kernel_id", "kernel_spec", "parent", "config", "log"})

@@ -36,8 +36,6 @@ from fractional_gpu.ledger.records import (
     UsageRecord,
 )
 
-__all__ = ["Ledger"]
-
 _LEASE_FIELDS = ("lease_id", *LeaseRecord.__dataclass_fields__)
 _LISTS = ("device_ids", "home_device_ids", "members")  # JSON in the file
 _SAVE_LEASE = f"""

@@ -8,18 +8,6 @@ from dataclasses import dataclass, field
 
 from fractional_gpu.core.model import LeaseSpec, LeaseState
 
-__all__ = [
-    "LeaseRecord",
-    "LedgerError",
-    "LedgerInUseError",
-    "OperationRecord",
-    "PointRecord",
-    "RecordError",
-    "SeatRecord",
-    "StoryLine",
-    "UsageRecord",
-]
-
 
 class LedgerError(Exception):
     """The ledger cannot be read or written: which file, what is wrong with it and what to do, in one sentence."""

@@ -20,16 +20,6 @@ from fractional_gpu.protocol.errors import (
 )
 from fractional_gpu.protocol.limits import MAX_DEPTH, MAX_LIST, MAX_STRING
 
-__all__ = [
-    "changed_fields",
-    "decode_json",
-    "decode_reply",
-    "decode_request",
-    "encode_request",
-    "error_body",
-    "printable",
-]
-
 Message = TypeVar("Message", bound=msgspec.Struct)
 _LARGEST = 2**63 - 1  # the largest integer that the ledger can store
 _NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)

@@ -2,22 +2,6 @@
 
 from typing import ClassVar
 
-__all__ = [
-    "RESTART",
-    "BadRequestError",
-    "BrokerUnavailableError",
-    "ConflictError",
-    "ForbiddenError",
-    "FractionalGPUError",
-    "InternalBrokerError",
-    "NoRoomError",
-    "NotFoundError",
-    "RequestTooLargeError",
-    "TooManyRequestsError",
-    "UnauthorizedError",
-    "error_from_reply",
-]
-
 RESTART = "restart the kernel, which loses its variables: save what you need first, in cells that begin with %%cpu"
 """The end of each sentence that tells a user to restart a kernel: it says what that costs."""
 

@@ -37,40 +37,6 @@ from typing import Any
 
 from msgspec import Struct
 
-__all__ = [
-    "AcquireRequest",
-    "AttachRequest",
-    "DeviceStatus",
-    "Done",
-    "DrainRequest",
-    "EvictRequest",
-    "GateAnswer",
-    "GateCommand",
-    "GateHello",
-    "GateVerb",
-    "HidesSecrets",
-    "History",
-    "HostChange",
-    "HostStatus",
-    "LeaseReply",
-    "LeaseRequest",
-    "LeaseStatus",
-    "MoveRequest",
-    "Neighbour",
-    "PinRequest",
-    "Pong",
-    "Progress",
-    "ProgressKind",
-    "ResizeRequest",
-    "SeatStatus",
-    "SeatWait",
-    "Story",
-    "StoryLine",
-    "Stranger",
-    "UsagePoint",
-    "WaitLine",
-]
-
 _SECRET_FIELDS = frozenset({"token", "connection"})
 
 

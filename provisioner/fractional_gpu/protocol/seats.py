@@ -18,22 +18,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from fractional_gpu.protocol.messages import HidesSecrets, ProgressKind, SeatStatus, WaitLine
-
-__all__ = [
-    "FractionOffer",
-    "OfferRequest",
-    "Offers",
-    "PoolChange",
-    "PoolKeys",
-    "PoolList",
-    "PoolOffer",
-    "ProgressKind",
-    "SeatList",
-    "SeatProgress",
-    "SeatRequest",
-    "SeatStatus",
-]
+from fractional_gpu.protocol.messages import HidesSecrets, SeatStatus, WaitLine
 
 
 class OfferRequest(Struct, frozen=True, kw_only=True):

@@ -20,8 +20,6 @@ from fractional_gpu.simulator.machine import UNSHARED, Running, SharedDevice
 from fractional_gpu.simulator.result import Point, Result, Waits
 from fractional_gpu.simulator.traces import Session
 
-__all__ = ["BASELINES", "CULL_AFTER_MS", "WAITING", "run_baseline"]
-
 BASELINES = ("reservation", "cull", "time-slice")
 WAITING = frozenset({"reservation", "cull"})  # those in which more devices mean shorter waits
 CULL_AFTER_MS = 3_600_000

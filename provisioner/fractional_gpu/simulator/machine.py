@@ -17,8 +17,6 @@ from fractional_gpu.core.units import format_fraction, format_memory
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.traces import Session
 
-__all__ = ["UNSHARED", "Host", "Running", "SharedDevice", "SwapSpeed", "fraction_for", "lease_for"]
-
 UNSHARED = 1_000_000  # the pace of a cell alone: nominal nanoseconds per millisecond
 
 

@@ -6,8 +6,6 @@ from math import log10
 
 from fractional_gpu.simulator.result import Point, Result
 
-__all__ = ["picture"]
-
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 900, 220, 60, 30
 _STEPS = 600  # more points than that cannot be told apart
 _COLOURS = ("#2563eb", "#d97706", "#059669", "#b91c1c")

@@ -20,9 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from fractional_gpu.simulator import TraceError
-from fractional_gpu.simulator.tables import read_table, whole
-
-__all__ = ["Node", "NodeShape", "Outcome", "PodKind", "Policy", "arrivals", "place", "read_nodes", "read_pods"]
+from fractional_gpu.simulator.traces import read_table, whole
 
 MILLI = 1000
 _Item = TypeVar("_Item")

@@ -13,23 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp
 
-from fractional_gpu.simulator.placement import (
-    MILLI,
-    Node,
-    PodKind,
-    Policy,
-)
-
-__all__ = [
-    "POLICIES",
-    "BalancedDescent",
-    "BestFit",
-    "DotProduct",
-    "FragmentationDescent",
-    "RandomFit",
-    "Weights",
-    "typical_pods",
-]
+from fractional_gpu.simulator.placement import MILLI, Node, PodKind, Policy
 
 _MOST_CPU = 128_000
 _MOST_GPU = 8 * MILLI

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from fractional_gpu.core.model import DeviceSpec
 from fractional_gpu.simulator.traces import Session
 
-__all__ = ["Accounts", "Point", "Result", "Waits", "begin_result"]
-
 
 @dataclass(frozen=True, slots=True)
 class Point:

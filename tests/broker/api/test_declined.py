@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from fractional_gpu.broker.broker import now_ms
+from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.kernels.iopub import IOPubWatch
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.services import residency
@@ -17,12 +17,7 @@ from fractional_gpu.core.effects import Effect
 from fractional_gpu.core.events import SuspendOutcome, SuspendRequested
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.protocol.errors import FractionalGPUError
-from fractional_gpu.protocol.messages import (
-    AcquireRequest,
-    LeaseReply,
-    Progress,
-    ProgressKind,
-)
+from fractional_gpu.protocol.messages import AcquireRequest, LeaseReply, Progress, ProgressKind
 from tests.broker.driver import Quiet
 from tests.broker.live import DEADLINE_S, Answer, LiveBroker, live_broker, started_for
 from tests.support.world import until

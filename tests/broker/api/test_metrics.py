@@ -13,15 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from fractional_gpu.broker.api.metrics_routes import BOOK_METRICS, listen
 from fractional_gpu.broker.metrics import COUNTED, PREFIX, Metrics
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.client.seat_client import SeatClient
+from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.core.arbiter import Arbiter
-from fractional_gpu.core.effects import (
-    CapBreached,
-    LeaseRefused,
-    Resume,
-    StateChanged,
-    Suspend,
-)
+from fractional_gpu.core.effects import CapBreached, LeaseRefused, Resume, StateChanged, Suspend
 from fractional_gpu.core.events import (
     DeviceSeen,
     Event,
@@ -34,13 +28,7 @@ from fractional_gpu.core.events import (
     SuspendOutcome,
     Tick,
 )
-from fractional_gpu.core.model import (
-    Breach,
-    DeviceSpec,
-    LeaseSpec,
-    LeaseState,
-    PoolSpec,
-)
+from fractional_gpu.core.model import Breach, DeviceSpec, LeaseSpec, LeaseState, PoolSpec
 from fractional_gpu.protocol.messages import AcquireRequest, DrainRequest, ProgressKind
 from fractional_gpu.protocol.seats import SeatRequest
 from tests.broker.api.metrics_page import PAGE, names, written

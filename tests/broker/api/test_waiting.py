@@ -12,12 +12,7 @@ from fractional_gpu.broker.kernels import request_validation
 from fractional_gpu.broker.services import residency
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.core.rules import fairness, wait_reasons
-from fractional_gpu.protocol.messages import (
-    AcquireRequest,
-    LeaseReply,
-    Progress,
-    ProgressKind,
-)
+from fractional_gpu.protocol.messages import AcquireRequest, LeaseReply, Progress, ProgressKind
 from tests.broker.live import DEADLINE_S, LiveBroker, live_broker, started_for
 
 

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from fractional_gpu.broker.kernels.gate import OPEN_LINE_S, GateLink
+from fractional_gpu.broker.kernels.connection import OPEN_LINE_S, GateLink
 from fractional_gpu.protocol.limits import PULSE_S
 from fractional_gpu.protocol.messages import GateAnswer, GateCommand, GateVerb
 from tests.broker.live import LiveBroker

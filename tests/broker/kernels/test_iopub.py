@@ -15,13 +15,7 @@ from zmq.utils.monitor import parse_monitor_message
 from fractional_gpu.broker.kernels import iopub
 from fractional_gpu.broker.kernels.connection import connection_from_json
 from fractional_gpu.broker.kernels.iopub import USES, IOPubWatch
-from tests.broker.kernels.kernel_line import (
-    DEADLINE_S,
-    KEY,
-    KernelLine,
-    Watched,
-    sign,
-)
+from tests.broker.kernels.kernel_line import DEADLINE_S, KEY, KernelLine, Watched, sign
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from fractional_gpu.broker.kernels.gate import GateLink
+from fractional_gpu.broker.kernels.connection import GateLink
 from fractional_gpu.broker.kernels.iopub import IOPubWatch
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.host.process import ProcessIdentity, identify

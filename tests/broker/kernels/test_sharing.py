@@ -4,20 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.broker.kernels.sharing import (
-    check_pools,
-    launch_environment,
-    remove_books,
-    sharing_environment,
-)
-from fractional_gpu.broker.process.detaching import without_share
+from fractional_gpu.broker.kernels.sharing import check_pools, launch_environment, remove_books, sharing_environment
+from fractional_gpu.broker.process.restarting import without_share
 from fractional_gpu.config import ConfigError
-from fractional_gpu.core.model import (
-    DeviceView,
-    LeaseSpec,
-    PoolSpec,
-    Sharing,
-)
+from fractional_gpu.core.model import DeviceView, LeaseSpec, PoolSpec, Sharing
 from fractional_gpu.jupyter.kernel_lease import KernelLease, environment_with
 
 

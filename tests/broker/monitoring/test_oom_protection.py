@@ -17,30 +17,21 @@ from typing import cast
 
 import pytest
 
-from fractional_gpu.broker.broker import Broker, now_ms
+from fractional_gpu.broker.broker import Broker
+from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.monitoring import oom_protection
-from fractional_gpu.broker.monitoring.oom_protection import OomProtection
+from fractional_gpu.broker.monitoring import host_memory
+from fractional_gpu.broker.monitoring.host_memory import OomProtection
 from fractional_gpu.broker.monitoring.sampler import Sampler
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.broker.recovery.recovery import recover
 from fractional_gpu.broker.supervision import oom_kills
 from fractional_gpu.broker.supervision.oom_kills import OomKills
 from fractional_gpu.core.arbiter import Arbiter
-from fractional_gpu.core.events import (
-    DeviceSeen,
-    HostMemorySeen,
-    PoolConfigured,
-    Wanted,
-)
-from fractional_gpu.core.model import (
-    DeviceSpec,
-    LeaseState,
-    LeaseView,
-    PoolSpec,
-)
+from fractional_gpu.core.events import DeviceSeen, HostMemorySeen, PoolConfigured, Wanted
+from fractional_gpu.core.model import DeviceSpec, LeaseState, LeaseView, PoolSpec
 from fractional_gpu.gpu.interface import Monitor, ProcessState
-from fractional_gpu.host import oom
+from fractional_gpu.host import memory
 from fractional_gpu.host.memory import Headroom, smallest_limit
 from fractional_gpu.host.process import ProcessIdentity, identify
 from fractional_gpu.host.tree import Snapshot, scan
@@ -95,7 +86,7 @@ class Process:
 
     @property
     def adjustment(self) -> int:
-        return oom.adjustment(self.popen.pid)
+        return memory.adjustment(self.popen.pid)
 
     def end(self) -> None:
         self.popen.kill()
@@ -116,11 +107,11 @@ def process(lease_id: str = LEASE, group: Path | None = None) -> Iterator[Proces
 
 def test_an_adjustment_is_lowered_and_put_back() -> None:
     with process() as one:
-        assert oom.lower(one.identity, 250) == one.adjustment == 250
-        assert oom.lower(one.identity, 400) == 250, "it is never raised"
-        oom.put_back(one.identity, RAISED)
+        assert memory.lower(one.identity, 250) == one.adjustment == 250
+        assert memory.lower(one.identity, 400) == 250, "it is never raised"
+        memory.put_back(one.identity, RAISED)
         assert one.adjustment == RAISED
-        oom.put_back(one.identity, 100)
+        memory.put_back(one.identity, 100)
         assert one.adjustment == RAISED, "nor lowered"
 
 
@@ -132,9 +123,9 @@ def test_it_is_lowered_as_far_as_is_permitted(monkeypatch: pytest.MonkeyPatch, f
         tried.append(value)
         return value >= floor
 
-    monkeypatch.setattr(oom, "_permitted", permitted)
+    monkeypatch.setattr(memory, "_permitted", permitted)
     with process() as one:
-        assert oom.lower(one.identity, -400) == max(-400, floor)
+        assert memory.lower(one.identity, -400) == max(-400, floor)
     assert len(tried) < 15
     assert all(value < RAISED for value in tried)
 
@@ -142,12 +133,12 @@ def test_it_is_lowered_as_far_as_is_permitted(monkeypatch: pytest.MonkeyPatch, f
 def test_another_process_that_has_the_pid_by_now_is_left_alone() -> None:
     with process() as one:
         other = replace(one.identity, start_time=one.identity.start_time - 1)
-        for change in (oom.lower, oom.put_back):
+        for change in (memory.lower, memory.put_back):
             with pytest.raises(ProcessLookupError):
                 change(other, 0)
         assert one.adjustment == RAISED
     with pytest.raises(ProcessLookupError):
-        oom.lower(one.identity, 0)
+        memory.lower(one.identity, 0)
 
 
 def test_the_smallest_group_is_what_is_full_first() -> None:
@@ -155,19 +146,19 @@ def test_the_smallest_group_is_what_is_full_first() -> None:
         limit = smallest_limit(one.popen.pid)
         assert limit.mib == LIMIT_MIB
         assert str(group) in limit.limited_by
-        assert oom.kill_counter(one.popen.pid).parent == group
-        assert oom.kill_count(oom.kill_counter(one.popen.pid)) == 0
+        assert memory.kill_counter(one.popen.pid).parent == group
+        assert memory.kill_count(memory.kill_counter(one.popen.pid)) == 0
 
 
 def test_the_system_s_log_names_what_was_killed() -> None:
     with memory_group(LIMIT_MIB) as group, process(group=group) as one, process(group=group) as other:
-        assert oom.was_killed(one.identity) in (False, None)
+        assert memory.was_killed(one.identity) in (False, None)
         one.ask(f"hold {2 * LIMIT_MIB}")
         one.popen.wait(DEADLINE_S)
-        assert oom.was_killed(one.identity) in (True, None)
-        assert oom.was_killed(other.identity) in (False, None)
+        assert memory.was_killed(one.identity) in (True, None)
+        assert memory.was_killed(other.identity) in (False, None)
         earlier = replace(one.identity, start_time=one.identity.start_time + 10**9)
-        assert oom.was_killed(earlier) in (False, None), "the log tells of another process that had the pid"
+        assert memory.was_killed(earlier) in (False, None), "the log tells of another process that had the pid"
 
 
 # -- leases ------------------------------------------------------------------------------------------------------------------
@@ -194,7 +185,7 @@ class Leases:
 
 @pytest.fixture
 def limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(oom_protection, "smallest_limit", lambda _pid: Headroom(LIMIT_MIB, "the test's group"))
+    monkeypatch.setattr(host_memory, "smallest_limit", lambda _pid: Headroom(LIMIT_MIB, "the test's group"))
 
 
 def protection_of(leases: Leases, tmp_path: Path) -> OomProtection:
@@ -271,14 +262,14 @@ async def test_a_record_that_cannot_be_read_stops_nothing(tmp_path: Path, conten
 async def test_who_may_change_nothing_says_so_once_and_tries_no_process_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", logger="fractional_gpu.broker.monitoring.oom_protection")
+    caplog.set_level("INFO", logger="fractional_gpu.broker.monitoring.host_memory")
     tried: list[int] = []
 
     def permitted(_file: int, value: int) -> bool:
         tried.append(value)
         return False
 
-    monkeypatch.setattr(oom, "_permitted", permitted)
+    monkeypatch.setattr(memory, "_permitted", permitted)
     with process() as one:
         leases = Leases(one.identity)
         protection = protection_of(leases, tmp_path)
@@ -310,13 +301,13 @@ async def test_what_a_suspended_kernel_starts_does_not_keep_the_adjustment(
         def put_back(identity: ProcessIdentity, value: int) -> None:
             given[identity.pid] = max(given[identity.pid], value)
 
-        monkeypatch.setattr(oom_protection, "adjustment", lambda pid: given.get(pid, 0))
-        monkeypatch.setattr(oom_protection, "lower", lower)
-        monkeypatch.setattr(oom_protection, "put_back", put_back)
-        monkeypatch.setattr(oom_protection, "_ticks", lambda: child.identity.start_time)
+        monkeypatch.setattr(host_memory, "adjustment", lambda pid: given.get(pid, 0))
+        monkeypatch.setattr(host_memory, "lower", lower)
+        monkeypatch.setattr(host_memory, "put_back", put_back)
+        monkeypatch.setattr(host_memory, "_ticks", lambda: child.identity.start_time)
         started = {1000: [child.identity, kernel.identity], 1001: [other.identity]}
         snapshot = SimpleNamespace(started=lambda uid, since: started[uid] if since else [])
-        monkeypatch.setattr(oom_protection, "scan", lambda: cast("Snapshot", snapshot))
+        monkeypatch.setattr(host_memory, "scan", lambda: cast("Snapshot", snapshot))
         leases = Leases(kernel.identity)
         protection = protection_of(leases, tmp_path)
         leases.becomes(L.SUSPENDED, saved_mib=100)

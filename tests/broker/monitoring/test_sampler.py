@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from fractional_gpu.broker.broker import Broker
-from fractional_gpu.broker.kernels.gate import GateLink
+from fractional_gpu.broker.kernels.connection import GateLink
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import ProcessInspector
 from fractional_gpu.broker.monitoring import sampler as watch_module
@@ -21,29 +21,9 @@ from fractional_gpu.broker.monitoring.sampler import Sampler
 from fractional_gpu.broker.supervision.enforcement import Enforcement
 from fractional_gpu.broker.supervision.oom_kills import OomKills
 from fractional_gpu.broker.supervision.survivors import Survivors
-from fractional_gpu.core.events import (
-    DeviceLost,
-    DeviceSeen,
-    Event,
-    HostMemorySeen,
-    LeaseMeasured,
-)
-from fractional_gpu.core.model import (
-    HOLDING,
-    DeviceSpec,
-    LeaseSpec,
-    LeaseState,
-    LeaseView,
-    PoolSpec,
-    ReserveBy,
-)
-from fractional_gpu.gpu.interface import (
-    DeviceSensors,
-    DeviceUse,
-    GPUError,
-    GPUErrorCode,
-    ProcessState,
-)
+from fractional_gpu.core.events import DeviceLost, DeviceSeen, Event, HostMemorySeen, LeaseMeasured
+from fractional_gpu.core.model import HOLDING, DeviceSpec, LeaseSpec, LeaseState, LeaseView, PoolSpec, ReserveBy
+from fractional_gpu.gpu.interface import DeviceSensors, DeviceUse, GPUError, GPUErrorCode, ProcessState
 from fractional_gpu.host.process import ProcessIdentity, identify
 from tests.broker.driver import DEVICE, Driver
 from tests.broker.live import DEADLINE_S

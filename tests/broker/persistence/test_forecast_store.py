@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.broker.persistence.forecast_store import load_context_sizes, load_forecasts, save_forecasts
-from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
+from fractional_gpu.broker.persistence.ledger_writer import (
+    LedgerWriter,
+    load_context_sizes,
+    load_forecasts,
+    save_forecasts,
+)
 from fractional_gpu.core.arbiter import Arbiter
-from fractional_gpu.core.forecasts.context_sizes import ContextSize, ContextSizes
+from fractional_gpu.core.forecasts.estimators import ContextSize, ContextSizes
 from fractional_gpu.core.forecasts.forecasts import Forecasts
 from fractional_gpu.ledger.ledger import Ledger
 

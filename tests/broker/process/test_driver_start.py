@@ -10,32 +10,17 @@ from typing import cast
 
 import pytest
 
-from fractional_gpu.broker.broker import Broker, now_ms
+from fractional_gpu.broker.broker import Broker
+from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.broker.process import driver_start
 from fractional_gpu.broker.process.driver_start import DriverStart
 from fractional_gpu.broker.recovery.recovery import recover
 from fractional_gpu.broker.swap.swap import Swaps
 from fractional_gpu.core.arbiter import Arbiter
-from fractional_gpu.core.events import (
-    Checkpointable,
-    DeviceLost,
-    DeviceSeen,
-    HostMemorySeen,
-    PoolConfigured,
-)
-from fractional_gpu.core.model import (
-    DeviceSpec,
-    LeaseState,
-    LeaseView,
-    PoolSpec,
-)
-from fractional_gpu.gpu.interface import (
-    GPUError,
-    GPUErrorCode,
-    Monitor,
-    ProcessState,
-)
+from fractional_gpu.core.events import Checkpointable, DeviceLost, DeviceSeen, HostMemorySeen, PoolConfigured
+from fractional_gpu.core.model import DeviceSpec, LeaseState, LeaseView, PoolSpec
+from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, Monitor, ProcessState
 from fractional_gpu.gpu.worker_link import WorkerLink
 from fractional_gpu.ledger.records import LeaseRecord, OperationRecord
 from tests.broker.driver import DEVICE, OTHERS, Driver, swaps_of

@@ -6,18 +6,8 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.protocol.errors import (
-    BadRequestError,
-    ForbiddenError,
-    NoRoomError,
-    UnauthorizedError,
-)
-from fractional_gpu.protocol.messages import (
-    AcquireRequest,
-    AttachRequest,
-    GateHello,
-    LeaseRequest,
-)
+from fractional_gpu.protocol.errors import BadRequestError, ForbiddenError, NoRoomError, UnauthorizedError
+from fractional_gpu.protocol.messages import AcquireRequest, AttachRequest, GateHello, LeaseRequest
 from tests.broker.live import started_for
 from tests.support.world import new_world, until
 

@@ -4,7 +4,7 @@ from typing import cast
 
 import pytest
 
-from fractional_gpu.broker.process.backend import Backend
+from fractional_gpu.broker.process.driver_start import Backend
 from fractional_gpu.broker.process.rescue import _bring_back, _Found
 from fractional_gpu.gpu.interface import DeviceInfo, ProcessState
 from tests.broker.driver import DEVICE, Driver, kernel_of, swaps_of

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from fractional_gpu.broker.broker import Broker
-from fractional_gpu.broker.process.self_test import SelfTest
+from fractional_gpu.broker.process.driver_start import SelfTest
 from fractional_gpu.broker.swap.swap import Swaps
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.events import DeviceLost, DeviceSeen, Event

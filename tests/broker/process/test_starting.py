@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.broker.kernels.sharing import launch_environment
-from fractional_gpu.broker.process import backend
-from fractional_gpu.broker.process.backend import BackendError, open_backend
+from fractional_gpu.broker.process import driver_start
+from fractional_gpu.broker.process.driver_start import BackendError, open_backend
 from fractional_gpu.client.discovery import ensure_broker
 from fractional_gpu.client.state_folder import make_state_folder
 from fractional_gpu.core.model import LeaseSpec, PoolSpec
@@ -164,7 +164,7 @@ def test_without_a_gpu_the_sentence_says_why_and_how_to_try_without_one(
             closed.append(self)
 
     closed: list[NoDevices] = []
-    monkeypatch.setattr(backend, "open_monitor", lambda _: NoDevices())
+    monkeypatch.setattr(driver_start, "open_monitor", lambda _: NoDevices())
     with pytest.raises(BackendError) as caught, open_backend(None, str(tmp_path / "s")):
         pass
     assert str(caught.value) == (
@@ -195,7 +195,7 @@ def test_a_service_waits_for_its_first_device(
             """Nothing is held."""
 
     pauses: list[float] = []
-    monkeypatch.setattr(backend, "open_monitor", lambda _: Late())
+    monkeypatch.setattr(driver_start, "open_monitor", lambda _: Late())
     monkeypatch.setattr("time.sleep", pauses.append)
     with open_backend(None, str(tmp_path / "s"), patient=True) as opened:
         assert opened.devices == (device,)

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.broker.process import driver_start
-from fractional_gpu.broker.process.backend import Backend
+from fractional_gpu.broker.process.driver_start import Backend
 from fractional_gpu.broker.process.own_files import BrokerLock
 from fractional_gpu.broker.process.restarting import BrokerOptions, RestartFiles
 from fractional_gpu.broker.process.run import BrokerRun, device_specs
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.commands.doctor.broker import check_broker
+from fractional_gpu.commands.doctor.installation import check_broker
 from fractional_gpu.commands.doctor.report import Severity
 from fractional_gpu.config import load
 from fractional_gpu.core.model import LeaseState

@@ -18,22 +18,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fractional_gpu.broker.api.lease_service import LeaseService
-from fractional_gpu.broker.broker import Broker, now_ms, token_digest
+from fractional_gpu.broker.broker import Broker, token_digest
+from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.persistence.lease_files import LeaseFiles, read_lease_files, read_seat_files
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
-from fractional_gpu.broker.recovery.lost_leases import LostLeases
-from fractional_gpu.broker.recovery.lost_processes import UNKNOWN_CONNECTION
+from fractional_gpu.broker.recovery.lost_leases import UNKNOWN_CONNECTION, LostLeases
 from fractional_gpu.broker.recovery.recovery import recover
 from fractional_gpu.config import load
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.events import DeviceSeen, HostMemorySeen, PoolConfigured
-from fractional_gpu.core.model import (
-    DeviceSpec,
-    LeaseSpec,
-    LeaseState,
-    LeaseView,
-    PoolSpec,
-)
+from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, LeaseView, PoolSpec
 from fractional_gpu.gpu.interface import GPUErrorCode, Monitor, ProcessState
 from fractional_gpu.host.files import replace_file
 from fractional_gpu.host.process import ProcessIdentity, identify

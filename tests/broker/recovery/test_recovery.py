@@ -11,23 +11,14 @@ from typing import Any, cast
 
 import pytest
 
-from fractional_gpu.broker.broker import Broker, now_ms
+from fractional_gpu.broker.broker import Broker
+from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.kernels import process_inspector
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.broker.recovery.recovery import recover
 from fractional_gpu.core.arbiter import Arbiter
-from fractional_gpu.core.events import (
-    DeviceSeen,
-    HostMemorySeen,
-    PoolConfigured,
-    Wanted,
-)
-from fractional_gpu.core.model import (
-    DeviceSpec,
-    LeaseSpec,
-    LeaseState,
-    PoolSpec,
-)
+from fractional_gpu.core.events import DeviceSeen, HostMemorySeen, PoolConfigured, Wanted
+from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpec
 from fractional_gpu.gpu.interface import GPUErrorCode, Monitor, ProcessState
 from fractional_gpu.host.tree import Snapshot
 from fractional_gpu.host.tree import scan as real_scan

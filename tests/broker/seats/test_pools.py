@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from fractional_gpu.client.seat_client import SeatClient
+from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.protocol.errors import BadRequestError, NotFoundError
-from fractional_gpu.protocol.seats import OfferRequest, ProgressKind, SeatRequest
+from fractional_gpu.protocol.messages import ProgressKind
+from fractional_gpu.protocol.seats import OfferRequest, SeatRequest
 from tests.broker.live import LiveBroker, live_broker
 
 

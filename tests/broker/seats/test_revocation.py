@@ -8,9 +8,9 @@ import pytest
 from msgspec import to_builtins
 
 from fractional_gpu.broker.seats.seats import Seats
-from fractional_gpu.client.seat_client import SeatClient
-from fractional_gpu.protocol.messages import AcquireRequest, LeaseReply, LeaseRequest
-from fractional_gpu.protocol.seats import ProgressKind, SeatProgress, SeatRequest
+from fractional_gpu.client.seat import SeatClient
+from fractional_gpu.protocol.messages import AcquireRequest, LeaseReply, LeaseRequest, ProgressKind
+from fractional_gpu.protocol.seats import SeatProgress, SeatRequest
 from tests.broker.live import DEADLINE_S, LiveBroker, live_broker, started_for
 from tests.support.world import until
 

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 from msgspec import to_builtins
 
-from fractional_gpu.broker.broker import now_ms
+from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.seats import seats as seats_module
 from fractional_gpu.broker.seats.seats import Seats
-from fractional_gpu.broker.services.status_stream import StatusStream
-from fractional_gpu.client.seat_client import SeatClient
+from fractional_gpu.broker.services.status import StatusStream
+from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.commands.terminal.render import render_status
 from fractional_gpu.core.events import DeviceSeen
 from fractional_gpu.core.model import DeviceSpec
@@ -30,13 +30,8 @@ from fractional_gpu.ledger import UsageRecord
 from fractional_gpu.ledger.records import SeatRecord
 from fractional_gpu.protocol.codec import decode_reply
 from fractional_gpu.protocol.errors import BadRequestError, InternalBrokerError, NotFoundError
-from fractional_gpu.protocol.messages import HostChange, HostStatus, LeaseRequest
-from fractional_gpu.protocol.seats import (
-    OfferRequest,
-    ProgressKind,
-    SeatProgress,
-    SeatRequest,
-)
+from fractional_gpu.protocol.messages import HostChange, HostStatus, LeaseRequest, ProgressKind
+from fractional_gpu.protocol.seats import OfferRequest, SeatProgress, SeatRequest
 from tests.broker.live import BECOME_NOBODY, DEADLINE_S, LiveBroker, live_broker
 
 CLOSED = time.strftime("%a", time.localtime(time.time() + 3 * 86_400))  # a day that is not today, nor near it

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
+from fractional_gpu.broker.seats.draws import UsageRecorder
 from fractional_gpu.broker.seats.offers import PoolForecasts
-from fractional_gpu.broker.seats.usage import UsageRecorder
 from fractional_gpu.config import load
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.seat_packing import PRIOR_USAGE

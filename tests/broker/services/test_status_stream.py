@@ -11,9 +11,8 @@ from queue import Queue
 import pytest
 from msgspec.structs import replace
 
-from fractional_gpu.broker.services import status_stream
-from fractional_gpu.broker.services.status import host_status
-from fractional_gpu.broker.services.status_stream import RATE_S, StatusStream
+from fractional_gpu.broker.services import status
+from fractional_gpu.broker.services.status import RATE_S, StatusStream, host_status
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.http import Connection
 from fractional_gpu.protocol.codec import decode_json
@@ -163,7 +162,7 @@ def test_nobody_hears_of_another_users_leases(live: LiveBroker) -> None:
 def test_quiet_is_a_keep_alive_and_costs_nothing_when_nobody_follows(
     live: LiveBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(status_stream, "PULSE_S", 0.05)
+    monkeypatch.setattr(status, "PULSE_S", 0.05)
     looks = followers_asked = 0
 
     def counted(*arguments: object) -> HostStatus:
@@ -177,9 +176,9 @@ def test_quiet_is_a_keep_alive_and_costs_nothing_when_nobody_follows(
         followers_asked += 1
         return seen_by(*arguments)  # type: ignore[arg-type]
 
-    seen_by = status_stream._seen_by
-    monkeypatch.setattr(status_stream, "host_status", counted)
-    monkeypatch.setattr(status_stream, "_seen_by", shown)
+    seen_by = status._seen_by
+    monkeypatch.setattr(status, "host_status", counted)
+    monkeypatch.setattr(status, "_seen_by", shown)
     lease = live.lease()
     stream = StatusStream(live.broker, live.socket)
 
@@ -196,12 +195,12 @@ def test_quiet_is_a_keep_alive_and_costs_nothing_when_nobody_follows(
 
 
 def test_a_look_that_fails_is_told_to_who_follows(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status_stream, "PULSE_S", 0.05)
+    monkeypatch.setattr(status, "PULSE_S", 0.05)
 
     def broken(*_arguments: object) -> HostStatus:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(status_stream, "host_status", broken)
+    monkeypatch.setattr(status, "host_status", broken)
 
     async def story() -> None:
         async with aclosing(StatusStream(live.broker, live.socket).follow(None)) as news:

@@ -15,7 +15,7 @@ import pytest
 
 from fractional_gpu.broker.persistence.lease_files import TokenFiles
 from fractional_gpu.broker.recovery.recovery import kernel_of
-from fractional_gpu.broker.supervision.abandoned import AbandonedLeases, has_lost_server
+from fractional_gpu.broker.supervision.survivors import AbandonedLeases, has_lost_server
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.host.process import identify
 from tests.broker.live import LiveBroker, live_broker, started_for

@@ -7,12 +7,12 @@ from typing import cast
 import pytest
 
 from fractional_gpu.broker.broker import Broker
-from fractional_gpu.broker.kernels.gate import GateLink
+from fractional_gpu.broker.kernels.connection import GateLink
 from fractional_gpu.broker.kernels.iopub import IOPubWatch
 from fractional_gpu.broker.kernels.kernel import CheckpointState, Kernel
-from fractional_gpu.broker.supervision import context_learner
-from fractional_gpu.broker.supervision.context_learner import ContextLearner
-from fractional_gpu.core.forecasts.context_sizes import ContextSizes
+from fractional_gpu.broker.supervision import enforcement
+from fractional_gpu.broker.supervision.enforcement import ContextLearner
+from fractional_gpu.core.forecasts.estimators import ContextSizes
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.gpu.interface import DeviceUse, ProcessUse
 from fractional_gpu.host.process import ProcessIdentity
@@ -131,7 +131,7 @@ async def told(world: World) -> dict[str, str]:
 
 
 async def test_a_kernel_over_its_cap_is_asked_when_it_is_idle_and_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context_learner, "_AGAIN_S", 0)
+    monkeypatch.setattr(enforcement, "_AGAIN_S", 0)
     world = World()
     Watch.busy = True
     try:

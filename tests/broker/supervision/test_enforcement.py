@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 
 from fractional_gpu.broker.broker import Broker
-from fractional_gpu.broker.kernels.gate import GateLink
+from fractional_gpu.broker.kernels.connection import GateLink
 from fractional_gpu.broker.supervision.enforcement import PATIENCE_S, Enforcement
 from fractional_gpu.core.effects import CapBreached
 from fractional_gpu.core.model import Breach, PoolSpec, Strangers

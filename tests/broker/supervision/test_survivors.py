@@ -15,12 +15,7 @@ from fractional_gpu.broker.supervision import survivors as survivors_module
 from fractional_gpu.broker.supervision.survivors import Survivors
 from fractional_gpu.core.events import Event, LeaseReleased, ProcessExited
 from fractional_gpu.core.model import LeaseSpec, LeaseState, LeaseView
-from fractional_gpu.gpu.interface import (
-    DeviceUse,
-    GPUError,
-    GPUErrorCode,
-    ProcessUse,
-)
+from fractional_gpu.gpu.interface import DeviceUse, GPUError, GPUErrorCode, ProcessUse
 from fractional_gpu.host.process import ProcessIdentity, boot_id
 from fractional_gpu.host.tree import Snapshot
 from tests.broker.driver import DEVICE

@@ -5,17 +5,12 @@ from dataclasses import replace
 import pytest
 
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.swap import gates
+from fractional_gpu.broker.swap import suspend
 from fractional_gpu.broker.swap import suspend as suspend_module
 from fractional_gpu.broker.swap.swap import Swaps
 from fractional_gpu.core.events import SuspendOutcome
 from fractional_gpu.gpu.interface import GPUErrorCode
-from fractional_gpu.protocol.messages import (
-    CELL_BARRED,
-    CELL_EXAMINED,
-    CELL_RUNS,
-    NO_CELL_RUNS,
-)
+from fractional_gpu.protocol.messages import CELL_BARRED, CELL_EXAMINED, CELL_RUNS, NO_CELL_RUNS
 from tests.broker.driver import Driver, Quiet, journal, kernel_of, suspend_of, swaps_of
 from tests.broker.swap.kernels import CLOSES, S, room_for, running
 
@@ -186,7 +181,7 @@ async def test_a_busy_kernel_without_a_context_is_not_called_saved() -> None:
 async def test_a_busy_kernel_gives_its_room_back_in_mid_cell_if_nothing_of_it_can_reach_the_gpu(
     monkeypatch: pytest.MonkeyPatch, *, bars: bool, processes: int, outcome: SuspendOutcome
 ) -> None:
-    monkeypatch.setattr(gates, "_BETWEEN_CELLS_S", 30 if bars else 0.1)
+    monkeypatch.setattr(suspend, "_BETWEEN_CELLS_S", 30 if bars else 0.1)
     details = [CELL_BARRED, CELL_EXAMINED]
     watches: list[Quiet] = []
 

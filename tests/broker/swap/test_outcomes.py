@@ -3,12 +3,7 @@
 import pytest
 
 from fractional_gpu.broker.swap import suspend as suspend_module
-from fractional_gpu.broker.swap.outcomes import (
-    after_checkpoint,
-    after_restore,
-    before_checkpoint,
-    document,
-)
+from fractional_gpu.broker.swap.outcomes import after_checkpoint, after_restore, before_checkpoint, document
 from fractional_gpu.core.effects import Resume
 from fractional_gpu.core.events import ResumeOutcome, SuspendOutcome
 from fractional_gpu.gpu.interface import GPUErrorCode, ProcessState

@@ -7,7 +7,7 @@ import pytest
 
 from fractional_gpu.broker.kernels import process_inspector
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.swap.truth import Truth
+from fractional_gpu.broker.swap.resume import Truth
 from fractional_gpu.core.events import ResumeOutcome, SuspendOutcome
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.gpu.interface import DeviceUse, GPUErrorCode

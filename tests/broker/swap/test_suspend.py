@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from fractional_gpu.broker.kernels import process_inspector
-from fractional_gpu.broker.swap import gates
+from fractional_gpu.broker.swap import resume as truth_module
+from fractional_gpu.broker.swap import suspend
 from fractional_gpu.broker.swap import suspend as suspend_module
-from fractional_gpu.broker.swap import truth as truth_module
 from fractional_gpu.core.events import SuspendOutcome
 from fractional_gpu.gpu.interface import GPUErrorCode, ProcessState
 from fractional_gpu.host.memory import Shortage
@@ -159,7 +159,7 @@ async def test_a_kernel_of_which_nobody_can_tell_whether_it_lives_is_let_go(monk
             raise SHORT[0]
         return really_alive(identity)
 
-    monkeypatch.setattr(gates, "is_alive", is_alive)
+    monkeypatch.setattr(suspend, "is_alive", is_alive)
     monkeypatch.setattr(truth_module, "is_alive", is_alive)
     async with kernel_of(2, CLOSES) as (kernel, _, pids):
         running(driver, pids)

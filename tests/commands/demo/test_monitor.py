@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from fractional_gpu.commands.demo.monitor import LeaseTracker
+from fractional_gpu.commands.demo.report import LeaseTracker
 from tests.commands.pictures import a_lease
 
 

@@ -2,12 +2,7 @@
 
 from dataclasses import replace
 
-from fractional_gpu.commands.demo.report import (
-    DemoDevice,
-    DemoKernel,
-    render_report,
-    report_as_json,
-)
+from fractional_gpu.commands.demo.report import DemoDevice, DemoKernel, render_report, report_as_json
 
 DEVICE = DemoDevice(name="Simulated GPU", simulated=True, memory_mib=1024)
 TENANT_A = DemoKernel(

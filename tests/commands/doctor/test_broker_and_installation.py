@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.commands.doctor import memory as memory_checks
-from fractional_gpu.commands.doctor.broker import check_broker, check_ledgers
 from fractional_gpu.commands.doctor.installation import (
+    check_broker,
+    check_ledgers,
     check_settings,
     check_simulation,
     check_versions,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.commands.doctor.broker import broker_pid
+from fractional_gpu.commands.doctor.installation import broker_pid
 from fractional_gpu.commands.doctor.memory import check_oom, check_swap
 from fractional_gpu.commands.doctor.report import Finding, Severity
 from tests.support.fake_broker import FakeBroker

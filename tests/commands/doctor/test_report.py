@@ -2,16 +2,7 @@
 
 import json
 
-from fractional_gpu.commands.doctor.report import (
-    Finding,
-    as_json,
-    exit_code,
-    note,
-    ok,
-    problem,
-    render,
-    warning,
-)
+from fractional_gpu.commands.doctor.report import Finding, as_json, exit_code, note, ok, problem, render, warning
 
 GOOD = ok("versions", "all new")
 ODD = note("driver", "no GPU")

@@ -2,13 +2,7 @@
 
 import pytest
 
-from fractional_gpu.commands.terminal.render import (
-    bar,
-    describe_state,
-    lease_name,
-    render_status,
-    table,
-)
+from fractional_gpu.commands.terminal.render import bar, describe_state, lease_name, render_status, table
 from fractional_gpu.protocol.messages import Stranger
 from tests.commands.pictures import a_device, a_host, a_lease
 

@@ -2,12 +2,7 @@
 
 import dataclasses
 
-from fractional_gpu.core.effects import (
-    Declined,
-    Effect,
-    Granted,
-    Resized,
-)
+from fractional_gpu.core.effects import Declined, Effect, Granted, Resized
 from fractional_gpu.core.events import (
     Attached,
     DeviceSeen,
@@ -20,12 +15,7 @@ from fractional_gpu.core.events import (
     SuspendRequested,
     TruthFound,
 )
-from fractional_gpu.core.model import (
-    LeaseState,
-    Limits,
-    PoolSpec,
-    ReserveBy,
-)
+from fractional_gpu.core.model import LeaseState, Limits, PoolSpec, ReserveBy
 from tests.core.driving import Hand, device, pool, spec
 
 

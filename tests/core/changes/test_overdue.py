@@ -8,14 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fractional_gpu.core.books.records import Lease, Ticket
-from fractional_gpu.core.changes.forecast_recorder import shown_span, widened_span
+from fractional_gpu.core.changes.queue_wait import shown_span, widened_span
 from fractional_gpu.core.forecasts.forecasts import Forecasts, WaitSpan
-from fractional_gpu.core.model import (
-    LeaseState,
-    PoolSpec,
-    Span,
-    TicketView,
-)
+from fractional_gpu.core.model import LeaseState, PoolSpec, Span, TicketView
 from tests.core.driving import device, spec
 from tests.core.theatre import FOR_EVER, Actor, Theatre
 

@@ -21,18 +21,8 @@ from fractional_gpu.core.events import (
     SuspendOutcome,
     Wanted,
 )
-from fractional_gpu.core.forecasts.forecasts import (
-    RESUME,
-    SUSPEND,
-    Forecasts,
-    WaitSpan,
-)
-from fractional_gpu.core.model import (
-    DeviceSpec,
-    LeaseSpec,
-    LeaseState,
-    PoolSpec,
-)
+from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND, Forecasts, WaitSpan
+from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpec
 
 MIB = 8_000
 SAVE_MS, RESTORE_MS = 4_744, 2_300  # of 8,000 MiB, by the prior

@@ -5,11 +5,8 @@ from random import Random
 
 import pytest
 
-from fractional_gpu.core.forecasts.accuracy import ErrorView
-from fractional_gpu.core.forecasts.cell_times import DURATIONS, rest_ms
+from fractional_gpu.core.forecasts.estimators import DURATIONS, RATIOS, ErrorView, Scale, rest_ms
 from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND, Forecasts
-from fractional_gpu.core.forecasts.histograms import Scale
-from fractional_gpu.core.forecasts.swap_times import RATIOS
 from fractional_gpu.core.model import Span
 
 MINUTE = 60_000

@@ -3,13 +3,7 @@
 import dataclasses
 
 from fractional_gpu.core.effects import Recorded, Suspend
-from fractional_gpu.core.events import (
-    DeviceDrained,
-    DeviceSeen,
-    DeviceUndrained,
-    SuspendOutcome,
-    Unwanted,
-)
+from fractional_gpu.core.events import DeviceDrained, DeviceSeen, DeviceUndrained, SuspendOutcome, Unwanted
 from fractional_gpu.core.model import LeaseState
 from tests.core.driving import Hand, device, pool
 

@@ -1,13 +1,8 @@
 """The backstop: who uses more than its cap is told, and the pool's choice is carried out after a moment's grace."""
 
 from fractional_gpu.core.effects import CapBreached, Effect
-from fractional_gpu.core.events import (
-    DeviceSeen,
-    LeaseMeasured,
-    SuspendOutcome,
-    Wanted,
-)
-from fractional_gpu.core.handlers.memory_caps import GRACE_MS, SLACK_MIB
+from fractional_gpu.core.events import DeviceSeen, LeaseMeasured, SuspendOutcome, Wanted
+from fractional_gpu.core.handlers.resize import GRACE_MS, SLACK_MIB
 from fractional_gpu.core.model import Breach, LeaseState, PoolSpec
 from tests.core.driving import Hand, device
 

@@ -4,13 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fractional_gpu.core.effects import (
-    Declined,
-    Effect,
-    EndProcesses,
-    LeaseEnded,
-    LeaseRefused,
-)
+from fractional_gpu.core.effects import Declined, Effect, EndProcesses, LeaseEnded, LeaseRefused
 from fractional_gpu.core.events import (
     HostMemorySeen,
     LeaseRequested,

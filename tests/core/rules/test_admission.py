@@ -2,19 +2,8 @@
 
 import pytest
 
-from fractional_gpu.core.effects import (
-    Effect,
-    LeaseAdmitted,
-    LeaseEnded,
-    LeaseRefused,
-)
-from fractional_gpu.core.events import (
-    Attached,
-    LeaseReleased,
-    LeaseRequested,
-    ProcessExited,
-    Unwanted,
-)
+from fractional_gpu.core.effects import Effect, LeaseAdmitted, LeaseEnded, LeaseRefused
+from fractional_gpu.core.events import Attached, LeaseReleased, LeaseRequested, ProcessExited, Unwanted
 from fractional_gpu.core.model import LeaseSpec, LeaseState, PoolSpec
 from tests.core.driving import Hand, device, pool, spec
 

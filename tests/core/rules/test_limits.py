@@ -5,13 +5,7 @@ import dataclasses
 import pytest
 
 from fractional_gpu.core.effects import Effect, LeaseRefused
-from fractional_gpu.core.events import (
-    Attached,
-    LeaseReleased,
-    LeaseRequested,
-    ProcessExited,
-    ResizeRequested,
-)
+from fractional_gpu.core.events import Attached, LeaseReleased, LeaseRequested, ProcessExited, ResizeRequested
 from fractional_gpu.core.model import LeaseState, Limits, PoolSpec
 from tests.core.driving import Hand, device, pool, spec
 

@@ -12,12 +12,7 @@ from fractional_gpu.core.events import (
     SuspendOutcome,
     SuspendRequested,
 )
-from fractional_gpu.core.model import (
-    DeviceSpec,
-    LeaseState,
-    PoolSpec,
-    Sharing,
-)
+from fractional_gpu.core.model import DeviceSpec, LeaseState, PoolSpec, Sharing
 from tests.core.driving import Hand, device, pool
 
 MINUTE_MS = 60_000

@@ -1,12 +1,6 @@
 """Where host memory is short and a device has room, saved leases come back early, in an order, and not for ever to and fro."""
 
-from fractional_gpu.core.events import (
-    HostMemorySeen,
-    HostPressureSeen,
-    LeaseReleased,
-    ResumeOutcome,
-    SuspendRequested,
-)
+from fractional_gpu.core.events import HostMemorySeen, HostPressureSeen, LeaseReleased, ResumeOutcome, SuspendRequested
 from fractional_gpu.core.model import LeaseState
 from tests.core.driving import Hand, device, pool
 

@@ -4,13 +4,7 @@ import dataclasses
 
 import pytest
 
-from fractional_gpu.core.effects import (
-    Effect,
-    Granted,
-    LeaseRefused,
-    Resume,
-    Suspend,
-)
+from fractional_gpu.core.effects import Effect, Granted, LeaseRefused, Resume, Suspend
 from fractional_gpu.core.events import (
     Attached,
     DeviceDrained,

@@ -5,12 +5,7 @@ import dataclasses
 import pytest
 
 from fractional_gpu.core.effects import Declined, Effect, Suspend
-from fractional_gpu.core.events import (
-    DeviceDrained,
-    MoveRequested,
-    PinRequested,
-    SuspendOutcome,
-)
+from fractional_gpu.core.events import DeviceDrained, MoveRequested, PinRequested, SuspendOutcome
 from fractional_gpu.core.model import LeaseState
 from tests.core.driving import Hand, device, pool
 

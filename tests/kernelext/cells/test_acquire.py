@@ -12,12 +12,7 @@ import pytest
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 from fractional_gpu.protocol.messages import Progress
 from fractional_gpu_kernel.cells import acquire
-from fractional_gpu_kernel.cells.acquire import (
-    MAX_FRUITLESS,
-    Acquirer,
-    RefusedError,
-    Waiter,
-)
+from fractional_gpu_kernel.cells.acquire import MAX_FRUITLESS, Acquirer, RefusedError, Waiter
 from fractional_gpu_kernel.cells.gate import Gate
 from fractional_gpu_kernel.settings import Settings
 from tests.kernelext.scripted_broker import LEASE, TOKEN, ScriptedBroker

@@ -17,7 +17,7 @@ from fractional_gpu.protocol.messages import GateCommand, GateVerb
 from fractional_gpu_kernel.cells import broker_channel
 from fractional_gpu_kernel.cells.broker_channel import BrokerChannel
 from fractional_gpu_kernel.cells.gate import Gate
-from fractional_gpu_kernel.memory.shrink import Shrinker
+from fractional_gpu_kernel.memory.limits import Shrinker
 from fractional_gpu_kernel.settings import Settings
 from tests.kernelext.scripted_broker import LEASE, TOKEN, ScriptedBroker
 from tests.support.fake_broker import DEADLINE_S

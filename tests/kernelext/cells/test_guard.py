@@ -7,12 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from fractional_gpu_kernel.cells.acquire import Acquirer
-from fractional_gpu_kernel.cells.first_grant import FirstGrant
-from fractional_gpu_kernel.cells.gate import Gate
+from fractional_gpu_kernel.cells.acquire import Acquirer, FirstGrant
+from fractional_gpu_kernel.cells.gate import BURST, Gate
 from fractional_gpu_kernel.cells.guard import CellGuard
-from fractional_gpu_kernel.cells.needs_gpu import BURST
-from fractional_gpu_kernel.magics.resize import CellBursts
+from fractional_gpu_kernel.magics.actions import CellBursts
 from fractional_gpu_kernel.memory.imports import ImportHooks
 from fractional_gpu_kernel.memory.limits import MemoryLimits
 

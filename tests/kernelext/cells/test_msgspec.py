@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.protocol.messages import GateVerb
-from fractional_gpu.protocol.versions import LOWEST_MSGSPEC
+from fractional_gpu.protocol.names import LOWEST_MSGSPEC
 from tests.kernelext.kernels import kernel_environment, running_kernel
 from tests.kernelext.scripted_broker import ScriptedBroker
 

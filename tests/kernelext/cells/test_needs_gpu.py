@@ -8,13 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core.inputtransformer2 import TransformerManager, cell_magic, leading_empty_lines
 
-from fractional_gpu_kernel.cells.needs_gpu import (
-    BURST,
-    SENTINEL,
-    burst_of,
-    make_cell_transform,
-    needs_gpu,
-)
+from fractional_gpu_kernel.cells.gate import BURST, SENTINEL, burst_of, make_cell_transform, needs_gpu
 
 
 def manager() -> TransformerManager:

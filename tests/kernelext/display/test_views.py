@@ -8,21 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from fractional_gpu.protocol.messages import (
-    History,
-    Story,
-    StoryLine,
-    UsagePoint,
-)
+from fractional_gpu.protocol.messages import History, Story, StoryLine, UsagePoint
 from fractional_gpu_kernel.display.chart import HistoryView, columns
-from fractional_gpu_kernel.display.html import bar, text_bar
 from fractional_gpu_kernel.display.lines import View
-from fractional_gpu_kernel.display.views import (
-    StatusView,
-    StoryView,
-    TopView,
-    moment,
-)
+from fractional_gpu_kernel.display.views import StatusView, StoryView, TopView, bar, moment, text_bar
 from tests.kernelext.statuses import DEVICE, EVIL, LEASE, NOW_MS, host, points
 
 

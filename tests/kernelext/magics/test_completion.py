@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu_kernel.magics.arguments import COMMANDS
-from fractional_gpu_kernel.magics.completion import Completer
+from fractional_gpu_kernel.magics.arguments import COMMANDS, Completer
 from fractional_gpu_kernel.settings import Settings
 from tests.kernelext.kernels import RunningKernel
 from tests.kernelext.scripted_broker import LEASE, TOKEN, ScriptedBroker

@@ -6,8 +6,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from fractional_gpu_kernel.cells.gate import Gate
-from fractional_gpu_kernel.memory.limits import reserved_mib
-from fractional_gpu_kernel.memory.shrink import Shrinker
+from fractional_gpu_kernel.memory.limits import Shrinker, reserved_mib
 
 MIB = 2**20
 
@@ -66,8 +65,8 @@ def test_it_is_the_sum_of_what_is_loaded_or_unknown(
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, held: int | None) -> tuple[str, str]:
-    monkeypatch.setattr("fractional_gpu_kernel.memory.shrink.reserved_mib", lambda: held)
-    monkeypatch.setattr("fractional_gpu_kernel.memory.shrink.free_caches", lambda: "gc, torch")
+    monkeypatch.setattr("fractional_gpu_kernel.memory.limits.reserved_mib", lambda: held)
+    monkeypatch.setattr("fractional_gpu_kernel.memory.limits.free_caches", lambda: "gc, torch")
     answers: list[tuple[str, str]] = []
 
     def schedule(callback: object) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from fractional_gpu_kernel.cells.gate import Gate
 from fractional_gpu_kernel.memory.checkpointability import CheckpointBlockers
 from fractional_gpu_kernel.memory.imports import ImportHooks
-from fractional_gpu_kernel.memory.shrink import Shrinker
+from fractional_gpu_kernel.memory.limits import Shrinker
 from tests.support.packages import CUPY, write
 
 
@@ -354,7 +354,7 @@ def test_a_package_of_another_version_is_no_reason_to_fail(monkeypatch: pytest.M
 
 
 def test_nothing_is_freed_where_nothing_will_be_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fractional_gpu_kernel.memory.shrink.free_caches", lambda: pytest.fail("disturbed"))
+    monkeypatch.setattr("fractional_gpu_kernel.memory.limits.free_caches", lambda: pytest.fail("disturbed"))
     answers: list[tuple[str, str]] = []
 
     def schedule(callback: object) -> bool:

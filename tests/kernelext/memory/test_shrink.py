@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from fractional_gpu_kernel.cells.gate import Gate
-from fractional_gpu_kernel.memory import shrink
-from fractional_gpu_kernel.memory.shrink import Shrinker, free_caches
+from fractional_gpu_kernel.memory import limits
+from fractional_gpu_kernel.memory.limits import Shrinker, free_caches
 
 
 class Loop:
@@ -55,7 +55,7 @@ def test_an_idle_loop_answers_done(gate: Gate) -> None:
 def test_a_loop_that_waits_for_input_is_not_waited_for(
     gate: Gate, monkeypatch: pytest.MonkeyPatch, why_not: str, word: str
 ) -> None:
-    monkeypatch.setattr("fractional_gpu_kernel.memory.shrink.free_caches", lambda: pytest.fail("disturbed"))
+    monkeypatch.setattr("fractional_gpu_kernel.memory.limits.free_caches", lambda: pytest.fail("disturbed"))
     loop, answers = Loop(), Answers()
     Shrinker(loop.schedule, gate, why_not=lambda: why_not, waits_for_input=lambda: True).shrink(answers)
     assert answers.words == [word]
@@ -63,7 +63,7 @@ def test_a_loop_that_waits_for_input_is_not_waited_for(
 
 
 def test_a_cell_that_began_meanwhile_is_not_disturbed(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fractional_gpu_kernel.memory.shrink.free_caches", lambda: pytest.fail("disturbed"))
+    monkeypatch.setattr("fractional_gpu_kernel.memory.limits.free_caches", lambda: pytest.fail("disturbed"))
     loop, answers = Loop(), Answers()
     shrinker = Shrinker(loop.schedule, gate)
     shrinker.shrink(answers)
@@ -78,7 +78,7 @@ def test_a_cell_that_began_meanwhile_is_not_disturbed(gate: Gate, monkeypatch: p
 def test_a_loop_that_is_not_free_in_time_is_busy_and_nothing_is_done_later(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fractional_gpu_kernel.memory.shrink.free_caches", lambda: pytest.fail("too late"))
+    monkeypatch.setattr("fractional_gpu_kernel.memory.limits.free_caches", lambda: pytest.fail("too late"))
     loop, answers = Loop(), Answers()
     Shrinker(loop.schedule, gate, time_limit_s=0.01).shrink(answers)
     assert answers.came.wait(60)
@@ -115,7 +115,7 @@ class Cyclic:
 
 @pytest.mark.parametrize("package", ["", "torch", "warp"])
 def test_garbage_is_collected_where_it_may_hold_device_memory(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    for name in shrink._HOLDERS:
+    for name in limits._HOLDERS:
         monkeypatch.delitem(sys.modules, name, raising=False)
     if package:
         cuda = SimpleNamespace(is_initialized=lambda: False)

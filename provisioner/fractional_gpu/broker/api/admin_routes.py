@@ -5,16 +5,7 @@ import asyncio
 from msgspec import to_builtins
 
 from fractional_gpu.broker.api.handler import Handler, StreamHandler
-from fractional_gpu.protocol.messages import (
-    Done,
-    DrainRequest,
-    EvictRequest,
-    MoveRequest,
-    PinRequest,
-    ResizeRequest,
-)
-
-__all__ = ["CONTROL_ROUTES"]
+from fractional_gpu.protocol.messages import Done, DrainRequest, EvictRequest, MoveRequest, PinRequest, ResizeRequest
 
 _LEASE = r"/v1/leases/([0-9a-zA-Z_-]{1,64})"
 _DEVICE = r"/v1/devices/([^/]{1,200})"

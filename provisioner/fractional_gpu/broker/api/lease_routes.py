@@ -11,14 +11,12 @@ from msgspec.structs import replace
 from tornado import httputil, web
 
 from fractional_gpu.broker.api.admin_routes import CONTROL_ROUTES
-from fractional_gpu.broker.api.handler import Handler, StreamHandler
+from fractional_gpu.broker.api.handler import Handler, RateLimiter, StreamHandler
 from fractional_gpu.broker.api.lease_service import LeaseService
 from fractional_gpu.broker.api.metrics_routes import METRICS_ROUTES, register_collectors
-from fractional_gpu.broker.api.rate_limit import RateLimiter
 from fractional_gpu.broker.api.server import DISCARDED_BYTES, DISCARDED_HEADER_BYTES, Server
-from fractional_gpu.broker.services.status import full_lease_status, host_status
-from fractional_gpu.broker.services.status_stream import StatusStream
-from fractional_gpu.host.peers import detects_unread, unread
+from fractional_gpu.broker.services.status import StatusStream, full_lease_status, host_status
+from fractional_gpu.host.process import detects_unread, unread
 from fractional_gpu.protocol.errors import NotFoundError
 from fractional_gpu.protocol.limits import BODY_S, IDLE_S, MAX_BODY_BYTES
 from fractional_gpu.protocol.messages import (
@@ -30,8 +28,6 @@ from fractional_gpu.protocol.messages import (
     GateHello,
     LeaseRequest,
 )
-
-__all__ = ["make_server"]
 
 log = logging.getLogger(__name__)
 _LEASE = r"/v1/leases/([0-9a-zA-Z_-]{1,64})"

@@ -29,8 +29,6 @@ from fractional_gpu.broker.api.server import PausingListener, Server
 from fractional_gpu.broker.metrics import PREFIX, Metric
 from fractional_gpu.core.model import LeaseState
 
-__all__ = ["BOOK_METRICS", "METRICS_ROUTES", "BooksCollector", "listen", "register_collectors"]
-
 log = logging.getLogger(__name__)
 
 _MOST_CONNECTIONS = 16

@@ -5,15 +5,8 @@ from contextlib import aclosing, nullcontext
 
 from fractional_gpu.broker.api.handler import Handler, StreamHandler
 from fractional_gpu.protocol.errors import ForbiddenError
-from fractional_gpu.protocol.messages import Done
-from fractional_gpu.protocol.seats import (
-    OfferRequest,
-    PoolChange,
-    ProgressKind,
-    SeatRequest,
-)
-
-__all__ = ["SEAT_ROUTES"]
+from fractional_gpu.protocol.messages import Done, ProgressKind
+from fractional_gpu.protocol.seats import OfferRequest, PoolChange, SeatRequest
 
 _SEAT = r"/v1/seats/([0-9a-zA-Z_-]{1,64})"
 

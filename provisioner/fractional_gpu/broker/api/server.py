@@ -30,12 +30,10 @@ from tornado.ioloop import IOLoop
 
 from fractional_gpu.broker.token_bucket import TokenBucket
 from fractional_gpu.host.claims import NameClaim
-from fractional_gpu.host.peers import PeerCredentials, peer_credentials, peer_groups
+from fractional_gpu.host.process import PeerCredentials, peer_credentials, peer_groups
 from fractional_gpu.protocol.codec import error_body
 from fractional_gpu.protocol.errors import FractionalGPUError, RequestTooLargeError, TooManyRequestsError
 from fractional_gpu.protocol.limits import MAX_BODY_BYTES, MAX_CONNECTIONS_PER_UID, MAX_HEADER_BYTES
-
-__all__ = ["DISCARDED_BYTES", "DISCARDED_HEADER_BYTES", "PausingListener", "Server", "drain_claim_queries", "is_admin"]
 
 log = logging.getLogger(__name__)
 DISCARDED_BYTES = 1 << 40  # of a body, within BODY_S

@@ -21,8 +21,6 @@ from fractional_gpu.host.process import ProcessIdentity, open_pidfd
 from fractional_gpu.protocol.codec import printable
 from fractional_gpu.protocol.errors import ConflictError
 
-__all__ = ["EVICTED", "GRACE_S", "Evictions", "end_processes"]
-
 GRACE_S: Final = 5.0
 EVICTED: Final = "evicted"  # the reason of the lease's end, and of the line in its successor's story
 _ROUNDS: Final = 20

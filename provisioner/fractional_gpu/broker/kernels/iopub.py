@@ -30,8 +30,6 @@ from zmq.utils.monitor import parse_monitor_message
 
 from fractional_gpu.broker.kernels.connection import Connection
 
-__all__ = ["USES", "IOPubWatch"]
-
 log = logging.getLogger(__name__)
 
 USES = frozenset({"execute_request", "complete_request", "inspect_request", "comm_open", "comm_msg", "comm_close"})

@@ -10,24 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from fractional_gpu.broker.kernels.gate import GateLink
+from fractional_gpu.broker.kernels.connection import GateLink
 from fractional_gpu.broker.kernels.iopub import IOPubWatch
 from fractional_gpu.core.events import ResizeRequested
 from fractional_gpu.host.process import ProcessIdentity, open_pidfd
-
-__all__ = [
-    "CellState",
-    "CheckpointState",
-    "DiskState",
-    "Ending",
-    "GpuWork",
-    "Kernel",
-    "Launch",
-    "Measurement",
-    "PendingRequests",
-    "Request",
-    "Survivor",
-]
 
 
 @dataclass(eq=False, slots=True)

@@ -18,28 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.gpu.interface import (
-    DeviceUse,
-    GPUError,
-    GPUErrorCode,
-    Monitor,
-    ProcessState,
-)
+from fractional_gpu.gpu.interface import DeviceUse, GPUError, GPUErrorCode, Monitor, ProcessState
 from fractional_gpu.gpu.worker_link import WorkerLink
-from fractional_gpu.host.mappings import holds_open
 from fractional_gpu.host.process import ProcessIdentity, identify
-from fractional_gpu.host.tree import Snapshot, scan
-
-__all__ = [
-    "ENDED",
-    "LEASE_VARIABLE",
-    "NOMINAL_MIB",
-    "HostSnapshot",
-    "ProcessInspector",
-    "is_device_file",
-    "members_of",
-    "stopped_sentence",
-]
+from fractional_gpu.host.tree import Snapshot, holds_open, scan
 
 LEASE_VARIABLE = "JUPYTER_GPU_LEASE"
 ENDED = (GPUErrorCode.NO_SUCH_PROCESS, GPUErrorCode.WRONG_IDENTITY)

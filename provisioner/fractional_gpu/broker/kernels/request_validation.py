@@ -13,8 +13,8 @@ from fractional_gpu.broker.kernels.process_inspector import LEASE_VARIABLE
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.model import LeaseSpec, PoolSpec, ReserveBy
 from fractional_gpu.core.units import format_fraction, format_memory
-from fractional_gpu.host.peers import PeerCredentials
 from fractional_gpu.host.process import (
+    PeerCredentials,
     ProcessIdentity,
     boot_id,
     environment_value,
@@ -22,27 +22,9 @@ from fractional_gpu.host.process import (
     owner_uid,
 )
 from fractional_gpu.protocol.codec import printable
-from fractional_gpu.protocol.errors import (
-    BadRequestError,
-    ForbiddenError,
-    NoRoomError,
-    RequestTooLargeError,
-)
+from fractional_gpu.protocol.errors import BadRequestError, ForbiddenError, NoRoomError, RequestTooLargeError
 from fractional_gpu.protocol.limits import MAX_NAME
 from fractional_gpu.protocol.messages import AttachRequest, LeaseRequest
-
-__all__ = [
-    "Peer",
-    "cap_mib",
-    "fraction_for",
-    "guaranteed_mib",
-    "lease_spec",
-    "server_of",
-    "token_file_of",
-    "user_group",
-    "user_name",
-    "verified_process",
-]
 
 _TOKEN_VARIABLE = "JUPYTER_GPU_TOKEN_FILE"  # noqa: S105 - a variable's name
 _LONGEST_PATH = 1024

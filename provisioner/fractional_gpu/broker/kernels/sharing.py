@@ -13,15 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from fractional_gpu.config import ConfigError
-from fractional_gpu.core.model import (
-    DeviceView,
-    LeaseSpec,
-    PoolSpec,
-    Sharing,
-)
+from fractional_gpu.core.model import DeviceView, LeaseSpec, PoolSpec, Sharing
 from fractional_gpu.gpu.driver_environment import PRELOAD, PRELOADED_FOR_US
-
-__all__ = ["check_pools", "launch_environment", "remove_books", "sharing_environment"]
 
 _MIG = "MIG-"
 

@@ -1,16 +1,41 @@
-"""Is host memory short where saved state lies? Then leases come back early, as far as devices have room.
+"""Protects saved state while host memory is short: leases come back early, and the system's killer spares kernels.
+
+Is host memory short where saved state lies? Then leases come back early, as far as devices have room.
 
 What was saved from a device lies in the memory of the kernel's own process: it counts against the machine and against every control group
 above that process. The arbiter gets two things: the budget of all saved state, which is less than what is saved already when the machine
 itself is short, and each suspended lease whose own control group is. A group is read the more rarely the more room it has.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Final
+import asyncio
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
-from fractional_gpu.host.memory import Headroom, LimitReader, system_headroom
+from fractional_gpu.core.model import LeaseState
+from fractional_gpu.host.files import replace_file
+from fractional_gpu.host.memory import (
+    LEAST,
+    Headroom,
+    LimitReader,
+    adjustment,
+    lower,
+    put_back,
+    smallest_limit,
+    system_headroom,
+)
+from fractional_gpu.host.process import ProcessIdentity, identify, is_alive
+from fractional_gpu.host.tree import scan
 
-__all__ = ["KEPT_FREE_PARTS", "HostBudget", "HostMemoryPressure"]
+if TYPE_CHECKING:
+    from fractional_gpu.broker.broker import Broker
 
 KEPT_FREE_PARTS: Final = 50  # 2 % of the machine's memory stay free beside what the headroom keeps already
 _KEPT_FREE_LEAST_MIB: Final = 256
@@ -67,3 +92,222 @@ class HostMemoryPressure:
                 pressed.add(lease_id)
             self._rooms[lease_id] = pid, now_s + min(_LONGEST_S, left_mib / _FILLED_MIB_S)
         return pressed
+
+
+# -- oom protection ----------------------------------------------------------------------------------------------------
+# Keeps the system's out-of-memory killer from taking a kernel because of its saved state.
+#
+# What is saved from a device lies in the kernel's own process. So a suspended kernel looks like the biggest process to the killer, which
+# then takes exactly the one whose state must not be lost, though another one filled the memory.
+#
+# - While a lease has saved state, its processes' adjustment is lowered by that state's share of the memory that would be full first (the
+#   smallest of its control groups, or the machine): they count as they would without it. What else they use still counts.
+# - As far as is permitted: root with CAP_SYS_RESOURCE may; any other broker may as far as the kernels' adjustment was raised before.
+# - The old value of an adjustment is in a file before it is changed. A broker that is killed leaves it to the next one to put it back.
+# - It is put back once the state is on a device again. What a process of the kernel starts meanwhile inherits the adjustment. So that no
+#   user collects protected processes, those that the user has started since and that have it are set back, too: every half minute, and at
+#   the end. Only a value below 0 is looked for, which users cannot give themselves, and not among root's processes, whose services have
+#   such values.
+
+
+log = logging.getLogger(__name__)
+
+_OWN_ADJUSTMENT: Final = -500
+"""For the broker and its worker: they are taken after all processes of users, and before what the system cannot do without."""
+_SWEEP_S: Final = 30.0
+_SHORTEST_S: Final = 0.05
+_SAVED: Final = frozenset({LeaseState.SUSPENDING, LeaseState.SUSPENDED, LeaseState.RESUMING, LeaseState.QUARANTINED})
+
+Wanted = Mapping[str, tuple[int, Mapping[ProcessIdentity, int]]]
+"""By lease: the user, and the MiB that each process has saved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lowered:
+    """A process whose adjustment was lowered: from what, for how much saved state, to which values, and since which tick after boot."""
+
+    identity: ProcessIdentity
+    lease_id: str
+    uid: int
+    was: int
+    saved_mib: int
+    given: tuple[int, ...]
+    since: int
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Lowered":
+        """Rebuild what `asdict` gave. Raises ValueError, TypeError and KeyError for anything else."""
+        numbers = {name: int(data[name]) for name in ("uid", "was", "saved_mib", "since")}
+        identity, given = ProcessIdentity.from_dict(data["identity"]), tuple(map(int, data["given"]))
+        return cls(identity=identity, lease_id=str(data["lease_id"]), given=given, **numbers)
+
+    @property
+    def is_inherited_visibly(self) -> bool:
+        """Whether a process that has one of its values, and that its user started since, must have inherited it."""
+        return self.uid != 0 and any(value < 0 for value in self.given)
+
+
+class OomProtection:
+    """Protects the saved state of one broker's leases. `record` is the file of what has been changed."""
+
+    def __init__(self, broker: "Broker", record: Path) -> None:
+        self._broker = broker
+        self._record = record
+        self._lowered: dict[ProcessIdentity, Lowered] = {}
+        self._not_permitted: set[ProcessIdentity] = set()  # processes whose adjustment may not be lowered at all
+        self._reported = False
+        self._swept_s = -math.inf
+
+    async def run(self) -> None:
+        """Follow the leases' states until cancelled. Cancellation leaves adjustments as they are: kernels outlive the broker."""
+        self._read()
+        seen = -1
+        while True:
+            anything_changed = self._broker.anything_changed
+            if self._broker.changes != seen or self._is_due():
+                seen = self._broker.changes
+                await self.apply()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_SWEEP_S):
+                    await anything_changed.wait()
+            await asyncio.sleep(_SHORTEST_S)
+
+    async def apply(self) -> None:
+        """Bring every adjustment up to date once. What fails is logged and tried the next time."""
+        try:
+            await asyncio.to_thread(self._apply, self._wanted())
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no thread could be started
+            log.warning("the out-of-memory killer's adjustments could not be brought up to date: %s", error)
+
+    def _wanted(self) -> Wanted:
+        found = {}
+        for kernel, view in self._broker.views():
+            if view.state in _SAVED and kernel.identity is not None:
+                # Of an earlier broker's suspend only the sum is known, and of one that has just begun only what is in use.
+                rest = {kernel.identity: max(view.saved_mib, view.used_mib)}
+                found[kernel.lease_id] = kernel.uid, dict(kernel.checkpoint.sizes) or rest
+        return found
+
+    # -- in a thread ---------------------------------------------------------------------------------------------------------
+
+    def _apply(self, wanted: Wanted) -> None:
+        over = [one for one in self._lowered.values() if one.lease_id not in wanted]
+        if over or self._is_due():
+            self._sweep()
+        for one in over:
+            self._put_back(one)
+        self._not_permitted &= {identity for _, processes in wanted.values() for identity in processes}
+        for lease_id, (uid, processes) in wanted.items():
+            for identity, saved_mib in processes.items():
+                with suppress(ProcessLookupError, PermissionError):  # it ended, or is not to be touched by our user
+                    self._protect(lease_id, uid, identity, saved_mib)
+
+    def _is_due(self) -> bool:
+        return time.monotonic() - self._swept_s >= _SWEEP_S
+
+    def _protect(self, lease_id: str, uid: int, identity: ProcessIdentity, saved_mib: int) -> None:
+        before = self._lowered.get(identity)
+        if identity in self._not_permitted or (before is not None and before.saved_mib == saved_mib):
+            return
+        was = adjustment(identity.pid) if before is None else before.was
+        target = max(LEAST, was - math.ceil(1000 * saved_mib / max(1, smallest_limit(identity.pid).mib)))
+        if target >= was:
+            return
+        since, given = (_ticks(), ()) if before is None else (before.since, before.given)
+        # The old value must be on the disk before it is changed: a broker that is killed here leaves the next one to put it back.
+        one = Lowered(
+            identity=identity,
+            lease_id=lease_id,
+            uid=uid,
+            was=was,
+            saved_mib=saved_mib,
+            given=(*given, target),
+            since=since,
+        )
+        self._write({**self._lowered, identity: one})
+        if before is not None:
+            put_back(identity, target)  # the target is lower than what an earlier state got
+        now = lower(identity, target)
+        if now > target:
+            self._report_refusal(identity, was, now)
+        if now < was:
+            self._lowered[identity] = replace(one, given=(*one.given, now))
+        else:
+            self._lowered.pop(identity, None)
+            self._not_permitted.add(identity)
+        self._write(self._lowered)
+
+    def _report_refusal(self, identity: ProcessIdentity, was: int, now: int) -> None:
+        if not self._reported:
+            self._reported = True
+            log.info(
+                "this broker may not lower the out-of-memory killer's adjustment of process %d from %d below %d (CAP_SYS_RESOURCE is "
+                "missing): suspended kernels count there with their saved state, in full or in part",
+                *(identity.pid, was, now),
+            )
+
+    def _put_back(self, one: Lowered) -> None:
+        with suppress(ProcessLookupError):
+            put_back(one.identity, one.was)
+        if self._lowered.pop(one.identity, None) is not None:
+            self._write(self._lowered)
+
+    def _sweep(self) -> None:
+        """Set back what inherited an adjustment, and forget processes that have ended."""
+        self._swept_s = time.monotonic()
+        inherited = [one for one in self._lowered.values() if one.is_inherited_visibly]
+        snapshot = scan() if inherited else None
+        for one in inherited:
+            for child in snapshot.started(one.uid, one.since) if snapshot is not None else ():
+                if child not in self._lowered:
+                    with suppress(ProcessLookupError):
+                        if adjustment(child.pid) in one.given:
+                            put_back(child, one.was)
+        ended = [one for one in self._lowered.values() if not is_alive(one.identity)]
+        for one in ended:
+            del self._lowered[one.identity]
+        if ended:
+            self._write(self._lowered)
+
+    # -- the record ----------------------------------------------------------------------------------------------------------
+
+    def _write(self, lowered: Mapping[ProcessIdentity, Lowered]) -> None:
+        replace_file(self._record, json.dumps([asdict(one) for one in lowered.values()]).encode("ascii"))
+
+    def _read(self) -> None:
+        """Take over what an earlier broker changed. A record that cannot be read is ignored: nothing of it can be put back."""
+        try:
+            found = [Lowered.from_dict(one) for one in json.loads(self._record.read_text(encoding="ascii"))]
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            log.warning("what an earlier broker changed for the out-of-memory killer cannot be read: %s", error)
+            return
+        self._lowered = {one.identity: one for one in _living(found)}
+
+
+def _ticks() -> int:
+    """Return clock ticks since boot, the unit of processes' start times."""
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
+
+
+def _living(found: Iterable[Lowered]) -> list[Lowered]:
+    living = []
+    for one in found:
+        with suppress(OSError):
+            if is_alive(one.identity):
+                living.append(one)
+    return living
+
+
+def protect_this_process() -> None:
+    """Make the killer take users' processes before this one and those that it starts, as far as is permitted."""
+    me = os.getpid()
+    try:
+        if adjustment(me) > _OWN_ADJUSTMENT:
+            log.info(
+                "the out-of-memory killer's adjustment of the broker and its worker is %d",
+                lower(identify(me), _OWN_ADJUSTMENT),
+            )
+    except (OSError, ValueError) as error:
+        log.warning("the out-of-memory killer's adjustment of the broker could not be set: %s", error)

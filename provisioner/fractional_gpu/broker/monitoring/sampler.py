@@ -12,37 +12,21 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from fractional_gpu.broker.broker import Broker, devices_of, now_ms
-from fractional_gpu.broker.kernels.gate import OPEN_LINE_S
+from fractional_gpu.broker.broker import Broker
+from fractional_gpu.broker.clock import now_ms
+from fractional_gpu.broker.kernels.connection import OPEN_LINE_S
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import LEASE_VARIABLE, members_of
 from fractional_gpu.broker.monitoring.host_memory import HostMemoryPressure
+from fractional_gpu.broker.persistence.ledger_writer import devices_of
 from fractional_gpu.broker.supervision.enforcement import Owner
 from fractional_gpu.broker.supervision.oom_kills import KillsSeen
-from fractional_gpu.core.events import (
-    DeviceLost,
-    DeviceSeen,
-    HostMemorySeen,
-    HostPressureSeen,
-    LeaseMeasured,
-)
-from fractional_gpu.core.model import (
-    HOLDING,
-    DeviceSpec,
-    LeaseState,
-    LeaseView,
-)
-from fractional_gpu.gpu.interface import (
-    DeviceSensors,
-    DeviceUse,
-    GPUError,
-    GPUErrorCode,
-)
+from fractional_gpu.core.events import DeviceLost, DeviceSeen, HostMemorySeen, HostPressureSeen, LeaseMeasured
+from fractional_gpu.core.model import HOLDING, DeviceSpec, LeaseState, LeaseView
+from fractional_gpu.gpu.interface import DeviceSensors, DeviceUse, GPUError, GPUErrorCode
 from fractional_gpu.host.process import ProcessIdentity, read_stat
 from fractional_gpu.host.tree import Snapshot, scan
 from fractional_gpu.protocol.limits import PULSE_S
-
-__all__ = ["Sampler"]
 
 log = logging.getLogger(__name__)
 

@@ -28,8 +28,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-__all__ = ["EXIT_HUNG", "Watchdog"]
-
 EXIT_HUNG = 70  # the exit status of a broker that ended itself; systemd's Restart=on-failure starts it again
 _LONGEST_TICK_S = 2.0
 _TICKS = 10  # at least, in the limit

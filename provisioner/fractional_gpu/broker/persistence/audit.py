@@ -37,8 +37,6 @@ from fractional_gpu.host.files import open_own
 from fractional_gpu.ledger.records import LedgerError
 from fractional_gpu.protocol.errors import FractionalGPUError, InternalBrokerError
 
-__all__ = ["FILE_NAME", "Act", "AuditLog", "finished_files", "is_anothers"]
-
 log = logging.getLogger(__name__)
 
 FILE_NAME = "audit.jsonl"

@@ -34,8 +34,6 @@ import msgspec
 
 from fractional_gpu.ledger.records import LeaseRecord, SeatRecord
 
-__all__ = ["LeaseFiles", "TokenFiles", "lease_folder", "read_lease_files", "read_seat_files", "remove_lease_file"]
-
 log = logging.getLogger(__name__)
 T = TypeVar("T", LeaseRecord, SeatRecord)
 

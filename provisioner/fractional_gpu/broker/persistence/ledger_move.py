@@ -25,8 +25,6 @@ from fractional_gpu.host.files import replace_file, sync_folder
 from fractional_gpu.ledger import opening
 from fractional_gpu.ledger.records import LedgerError
 
-__all__ = ["move_ledger"]
-
 log = logging.getLogger(__name__)
 
 _MOVED = ".moved"

@@ -1,9 +1,10 @@
-"""Writes the ledger in a thread, in order. Writes that are submitted during one transaction form the next one.
+"""Writes the ledger (leases, stories, forecasts) in a thread, in order. Writes that are submitted during one transaction form the next one.
 
 A commit waits for the disk, so grouping keeps a burst of events from waiting once for each.
 """
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -11,13 +12,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
+from fractional_gpu.broker.clock import DeadlineClock, now_ms, wall_ms
+from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.persistence.lease_files import LeaseFiles
+from fractional_gpu.broker.runtime import Runtime
+from fractional_gpu.core.arbiter import Arbiter
+from fractional_gpu.core.forecasts.estimators import ContextSizes
+from fractional_gpu.core.forecasts.forecasts import Forecasts
+from fractional_gpu.core.model import HOLDING, LeaseState, LeaseView
 from fractional_gpu.host import failpoints
 from fractional_gpu.ledger.ledger import Ledger
-from fractional_gpu.ledger.records import LedgerError, RecordError
-
-__all__ = ["LedgerWriter"]
+from fractional_gpu.ledger.records import LeaseRecord, LedgerError, PointRecord, RecordError
+from fractional_gpu.protocol.messages import GateVerb
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -195,3 +203,244 @@ def _call_if_unwritten(unwritten: Callable[[], None], done: asyncio.Future[None]
     error = None if done.cancelled() else done.exception()
     if isinstance(error, LedgerError) and not isinstance(error, RecordError):
         unwritten()
+
+
+# -- lease records -----------------------------------------------------------------------------------------------------
+# Writes each lease, as it is, into the ledger and into its second record.
+#
+# A kernel may use a device only once the ledger has its reservation there: the next broker would give away a reservation that only the
+# kernel knew of. So the gate opens when the write is done, not when the arbiter decides.
+
+
+_WRITE_AGAIN_S: Final = 1.0
+_MAY_BE_SAVED: Final = frozenset({LeaseState.SUSPENDING, LeaseState.QUARANTINED})
+_MOST_MEMBERS: Final = 256  # of a kernel's processes that the ledger remembers
+
+
+class LeaseRecords:
+    """The records of one broker's leases. `files` holds the second records, if there are any. Everything runs on the broker's loop."""
+
+    def __init__(
+        self, broker: Runtime, writer: LedgerWriter, deadlines: DeadlineClock, files: LeaseFiles | None = None
+    ) -> None:
+        self.files = files
+        self._broker = broker
+        self._writer = writer
+        self._deadlines = deadlines
+        self._closed = False
+
+    def save(self, kernel: Kernel, *, limit: bool = False) -> None:
+        """Write the lease as it stands; with `limit`, send the kernel its memory limit once that is on the disk. Returns at once."""
+        kernel.on_disk.save_due = False
+        record = self.save_second_record(kernel)
+        if record is None:
+            return
+        device_ids = _reserved(record)
+        if not device_ids:
+            kernel.on_disk.reserved = ()
+            kernel.on_disk.unreserved_saves += 1
+        done = self._writer.submit(partial(self._writer.ledger.save_lease, record))
+        done.add_done_callback(partial(self._saved, kernel, device_ids, kernel.on_disk.unreserved_saves, limit))
+
+    def _saved(
+        self,
+        kernel: Kernel,
+        device_ids: tuple[str, ...],
+        unreserved_saves: int,
+        limit: bool,
+        done: asyncio.Future[None],
+    ) -> None:
+        if done.cancelled() or self._broker.kernels.get(kernel.lease_id) is not kernel:
+            return
+        if done.exception() is not None:
+            if not self._closed and not kernel.on_disk.save_due:  # its cell may be waiting for this
+                kernel.on_disk.save_due = True
+                asyncio.get_running_loop().call_later(_WRITE_AGAIN_S, partial(self.save, kernel, limit=True))
+            return
+        # Writes are done in their order. If a save without a reservation followed this one, the reservation is over already.
+        is_latest = unreserved_saves == kernel.on_disk.unreserved_saves
+        if device_ids and device_ids != kernel.on_disk.reserved and is_latest:
+            kernel.on_disk.reserved = device_ids
+            self._broker.open_gate(kernel)
+            kernel.notify()
+        elif limit and kernel.link is not None and (device_ids := self.may_use(kernel)):
+            kernel.link.send(GateVerb.LIMIT, environment=self._broker.environment(kernel.lease_id, device_ids))
+
+    def may_use(self, kernel: Kernel) -> tuple[str, ...]:
+        """Return the devices that the kernel may use now: it is resident, and the ledger has its reservation. There may be none."""
+        view = self._broker.arbiter.lease(kernel.lease_id)
+        if view is None or view.state is not LeaseState.RESIDENT or devices_of(view) != kernel.on_disk.reserved:
+            return ()
+        return kernel.on_disk.reserved
+
+    def save_second_record(self, kernel: Kernel) -> LeaseRecord | None:
+        """Have the second record written soon, and return what `record` returns."""
+        record = self.record(kernel)
+        if record is not None and self.files is not None:
+            self.files.put(record)
+        return record
+
+    def record(self, kernel: Kernel) -> LeaseRecord | None:
+        """Return the lease as the ledger keeps it, or None if the arbiter does not know it."""
+        view = self._broker.arbiter.lease(kernel.lease_id)
+        if view is None:
+            return None
+        identity, launch, checkpoint = kernel.identity, kernel.launch, kernel.checkpoint
+        # The arbiter learns what was saved at the suspend's end. A broker that dies before leaves the sizes that it was to save.
+        saving_mib = checkpoint.total_mib if view.state in _MAY_BE_SAVED else 0
+        pin_left_ms = view.pinned_until_ms - now_ms()
+        return LeaseRecord(
+            spec=view.spec,
+            state=view.state,
+            generation=view.generation,
+            device_id=view.device_id,
+            saved_mib=max(view.saved_mib, saving_mib),
+            uid=kernel.uid,
+            kernel_id=launch.kernel_id,
+            token_sha256=kernel.token_sha256,
+            boot_id=identity.boot_id if identity else "",
+            pid=identity.pid if identity else None,
+            start_time=identity.start_time if identity else None,
+            connection=kernel.connection,
+            language=launch.language,
+            ipykernel=launch.ipykernel,
+            created_ms=kernel.created_ms,
+            suspends=kernel.suspends,
+            resumes=kernel.resumes,
+            home_device_id=checkpoint.home,
+            device_ids=view.device_ids if len(view.device_ids) > 1 else (),
+            home_device_ids=checkpoint.homes if len(checkpoint.homes) > 1 else (),
+            members=tuple(one.to_text() for one in sorted(kernel.members)[:_MOST_MEMBERS]),
+            released=kernel.ending.released,
+            server=launch.server.to_text() if launch.server is not None else "",
+            token_file=launch.token_file,
+            pinned_until_ms=self._deadlines.now_ms() + pin_left_ms if pin_left_ms > 0 else 0,
+        )
+
+    def remove_second_record(self, lease_id: str) -> None:
+        """Have the second record of a lease that is over removed soon."""
+        if self.files is not None:
+            self.files.drop(lease_id)
+
+    def stop_retrying(self) -> None:
+        """Try no failed write again: the broker ends."""
+        self._closed = True
+
+    async def close(self) -> None:
+        """Write the second records that are due."""
+        if self.files is not None:
+            await self.files.close()
+
+
+def devices_of(view: LeaseView) -> tuple[str, ...]:
+    """Return all devices of a lease, its first one first."""
+    return view.device_ids or ((view.device_id,) if view.device_id is not None else ())
+
+
+def _reserved(record: LeaseRecord) -> tuple[str, ...]:
+    """Return the devices on which the record says that the lease holds a reservation."""
+    if record.state not in HOLDING or record.device_id is None:
+        return ()
+    return record.device_ids or (record.device_id,)
+
+
+# -- history -----------------------------------------------------------------------------------------------------------
+# Records a lease over time, for `%gpu history`: a point for each change of its state, and for larger changes of its memory.
+#
+# A change of memory is a point if it exceeds `_STEP_MIB` and a twentieth of the last value, and if the last point is older than two
+# seconds and than a 200th of the time since this broker's first point. The pauses grow with the lease's age, so that the number of points
+# stays bounded: a thousand a day at most.
+
+
+_STEP_MIB = 32
+_PAUSE_MS = 2000
+_PARTS = 200
+
+
+@dataclass(slots=True)
+class _Point:
+    first_ms: int
+    last_ms: int
+    state: str
+    used_mib: int
+
+
+class History:
+    """Records points of leases. One per broker."""
+
+    def __init__(self, writer: LedgerWriter) -> None:
+        self._writer = writer
+        self._points: dict[str, _Point] = {}
+
+    def note(self, view: LeaseView) -> None:
+        """Write a point if state or memory changed enough."""
+        lease_id, at_ms = view.spec.lease_id, now_ms()
+        last = self._points.get(lease_id)
+        if last is not None and not _is_worth_a_point(last, view, at_ms):
+            return
+        first_ms = at_ms if last is None else last.first_ms
+        self._points[lease_id] = _Point(first_ms, at_ms, view.state.value, view.used_mib)
+        point = PointRecord(
+            lease_id=lease_id,
+            at_ms=wall_ms(),
+            state=view.state.value,
+            used_mib=view.used_mib,
+            saved_mib=view.saved_mib,
+        )
+        self._writer.submit(partial(self._writer.ledger.add_point, point))
+
+    def forget(self, lease_id: str) -> None:
+        """Forget a lease that has ended; its points stay in the ledger as long as its story."""
+        self._points.pop(lease_id, None)
+
+
+def _is_worth_a_point(last: _Point, view: LeaseView, at_ms: int) -> bool:
+    if last.state != view.state.value:
+        return True
+    if at_ms - last.last_ms < max(_PAUSE_MS, (at_ms - last.first_ms) // _PARTS):
+        return False
+    return abs(view.used_mib - last.used_mib) >= max(_STEP_MIB, last.used_mib // 20)
+
+
+# -- forecast store ----------------------------------------------------------------------------------------------------
+# Saves forecasts and sizes of CUDA contexts in the ledger every few minutes and at the broker's end, and loads them at its start.
+#
+# They are estimates: if they cannot be read, the broker starts with its priors and logs that.
+
+
+_FORECASTS, _CONTEXTS = "forecasts", "contexts"
+_INTERVAL_S = 300.0
+
+
+def load_forecasts(ledger: Ledger) -> Forecasts:
+    """Return the forecasts of an earlier arbiter, or the priors. Raises LedgerError."""
+    return _read(ledger, _FORECASTS, Forecasts.from_state) or Forecasts()
+
+
+def load_context_sizes(ledger: Ledger) -> ContextSizes:
+    """Return the context sizes that an earlier broker learned, or empty ones. Raises LedgerError."""
+    return _read(ledger, _CONTEXTS, ContextSizes.from_state) or ContextSizes()
+
+
+def save_forecasts(arbiter: Arbiter, contexts: ContextSizes, writer: LedgerWriter) -> None:
+    """Submit forecasts and context sizes to be written."""
+    for name, state in ((_FORECASTS, arbiter.forecasts.state()), (_CONTEXTS, contexts.state())):
+        writer.submit(partial(writer.ledger.keep, name, json.dumps(state, separators=(",", ":"))))
+
+
+async def save_forecasts_periodically(arbiter: Arbiter, contexts: ContextSizes, writer: LedgerWriter) -> None:
+    """Save every `_INTERVAL_S` until cancelled."""
+    while True:
+        await asyncio.sleep(_INTERVAL_S)
+        save_forecasts(arbiter, contexts, writer)
+
+
+def _read(ledger: Ledger, name: str, understand: Callable[[object], T]) -> T | None:
+    text = ledger.kept(name)
+    if text is None:
+        return None
+    try:
+        return understand(json.loads(text))
+    except ValueError as error:
+        log.warning("saved forecasts cannot be used: %s", error)
+        return None

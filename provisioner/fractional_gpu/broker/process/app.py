@@ -20,17 +20,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from fractional_gpu.broker.monitoring.oom_protection import protect_this_process
+from fractional_gpu.broker.monitoring.host_memory import protect_this_process
 from fractional_gpu.broker.persistence.ledger_move import move_ledger
-from fractional_gpu.broker.process.backend import BackendError, open_backend
-from fractional_gpu.broker.process.detaching import cannot_run, make_socket_folder, resolved
+from fractional_gpu.broker.process.driver_start import BackendError, open_backend
 from fractional_gpu.broker.process.logs import set_up_logging
 from fractional_gpu.broker.process.own_files import BrokerLock
-from fractional_gpu.broker.process.restarting import BrokerOptions, RestartFiles
+from fractional_gpu.broker.process.restarting import (
+    BrokerOptions,
+    RestartFiles,
+    cannot_run,
+    make_socket_folder,
+    resolved,
+)
 from fractional_gpu.broker.process.run import BrokerRun, device_specs, is_service_socket
-from fractional_gpu.client.broker_process import claim_address, claim_holder
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import socket_path
+from fractional_gpu.client.http import claim_address, claim_holder
 from fractional_gpu.client.state_folder import ledger_name, make_state_folder, old_folder
 from fractional_gpu.config import ConfigError, load
 from fractional_gpu.gpu.interface import GPUError
@@ -38,8 +43,6 @@ from fractional_gpu.host.claims import DeviceClaim, DeviceClaimedError, NameClai
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import LedgerError, LedgerInUseError
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
-
-__all__ = ["BrokerOptions", "run_broker", "run_detached"]
 
 log = logging.getLogger("fractional_gpu.broker")
 

@@ -1,4 +1,6 @@
-"""Starts the checkpoint worker, and retries in the background until the driver works or refuses for good.
+"""The driver of a starting broker: which backend it has, its worker, and the trial of a checkpoint.
+
+Starts the checkpoint worker, and retries in the background until the driver works or refuses for good.
 
 Rules:
 
@@ -13,26 +15,99 @@ Rules:
 """
 
 import asyncio
+import hashlib
 import logging
+import os
 import time
-from collections.abc import MutableMapping
-from dataclasses import replace
-from typing import Final
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import now_ms
-from fractional_gpu.broker.process.self_test import SelfTest
 from fractional_gpu.broker.swap.swap import Swaps
 from fractional_gpu.core.events import Checkpointable, DeviceSeen
 from fractional_gpu.core.model import DeviceSpec
-from fractional_gpu.gpu.interface import GPUError, GPUErrorCode
+from fractional_gpu.gpu.checkpoint_trial import try_checkpoint
+from fractional_gpu.gpu.interface import DeviceInfo, GPUError, GPUErrorCode, Monitor
+from fractional_gpu.gpu.open import open_monitor
+from fractional_gpu.gpu.simulated.host import choose_directory, create, destroy
+from fractional_gpu.gpu.simulated.store import SimulatedHostError
 from fractional_gpu.gpu.worker_link import WorkerLink
 
-__all__ = ["DriverStart"]
+if TYPE_CHECKING:
+    from fractional_gpu.broker.broker import Broker
+    from fractional_gpu.broker.swap.swap import Swaps
+
+# -- self test ---------------------------------------------------------------------------------------------------------
+# A broker's test of checkpointing at its start, on real devices that no kernel uses yet.
+#
+# The checkpoint worker is the only part that needs privileges, and the driver shows only on a real CUDA process whether it has them. A
+# refusal for good becomes the devices' `why_not`: their kernels stay resident and status gives the reason, so that no kernel is tried in
+# vain. Any other failure (no room, a slow machine) is written to the log and proves nothing.
+
+
+DRIVER_REFUSES: Final = frozenset({GPUErrorCode.NOT_PERMITTED, GPUErrorCode.NOT_SUPPORTED})
+
+
+class SelfTest:
+    """One test. `specs` are the broker's devices by id: a refusal is written there too, where the sampler reads it."""
+
+    def __init__(
+        self, broker: "Broker", swaps: "Swaps", worker: WorkerLink, specs: MutableMapping[str, DeviceSpec]
+    ) -> None:
+        self._broker = broker
+        self._swaps = swaps
+        self._worker = worker
+        self._specs = specs
+
+    async def run(self) -> str:
+        """Make the test if a device is idle; return the result, a sentence for the log. Cancellation kills the process."""
+        device_id = self._idle_device()
+        if device_id is None:
+            return "checkpointing was not tried: no device is free for it"
+        result = await try_checkpoint(
+            self._worker, self._broker.monitor, device_id, exempt_pids=self._broker.enforcement.exempt_pids
+        )
+        if result.before_mib:
+            # It was counted under the pid that it has here, so the device counts kernels under their pids, too.
+            self._swaps.inspector.set_counts_processes()
+        if result.code in DRIVER_REFUSES:
+            self._give_up(result.wrong)
+        outcome = result.wrong or f"it works, and took {sum(result.phases_us.values()) / 1e6:.2f} s"
+        return f"checkpointing was tried on a process of our own: {outcome}"
+
+    def _idle_device(self) -> str | None:
+        """Return a device that can be checkpointed and is mostly free; None while there are kernels, which may need the memory."""
+        if self._broker.kernels:
+            return None
+        for device_id, spec in self._specs.items():
+            if not spec.why_not and self._broker.used_mib.get(device_id, 0) < spec.memory_mib // 2:
+                return device_id
+        return None
+
+    def _give_up(self, sentence: str) -> None:
+        """Make the sentence the reason of each device that has none."""
+        views = {device.device_id: device for device in self._broker.arbiter.devices()}
+        for device_id, spec in list(self._specs.items()):
+            if spec.why_not:
+                continue
+            self._specs[device_id] = replace(spec, why_not=sentence)
+            view = views.get(device_id)
+            if view is None or not view.lost:  # the event would call a lost device found; it is sent when it is back
+                stranger_mib = view.stranger_mib if view is not None else 0
+                self._broker.dispatch(
+                    DeviceSeen(at_ms=now_ms(), device=self._specs[device_id], stranger_mib=stranger_mib)
+                )
+
+
+# -- driver start ------------------------------------------------------------------------------------------------------
+
 
 log = logging.getLogger(__name__)
 
-_FINAL: Final = frozenset({GPUErrorCode.NOT_SUPPORTED, GPUErrorCode.NOT_PERMITTED})
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 60.0
 _ORPHAN_PATIENCE_S: Final = 2.0
@@ -114,7 +189,7 @@ class DriverStart:
 
     def _failed(self, error: GPUError) -> None:
         news, self._error = str(error) != self._error, str(error)
-        if error.code in _FINAL:
+        if error.code in DRIVER_REFUSES:
             self._pending, self.off = False, self._error
         else:
             # An absolute time stays true for as long as the sentence stands in status.
@@ -150,3 +225,99 @@ class DriverStart:
                 broker.dispatch(Checkpointable(at_ms=now_ms(), lease_id=kernel.lease_id))
         if not self.off:
             broker.driver_started()
+
+
+# -- backend -----------------------------------------------------------------------------------------------------------
+# Opens the devices of a broker: the simulated ones of its options, or the machine's.
+
+
+# Terminals, server logs and JupyterLab's dialogs show this: an environment variable works for all of them.
+_WITHOUT: Final = (
+    "to try things out without one, set JUPYTER_GPU_SIMULATE=1x2GiB in the environment before you start Jupyter"
+)
+
+
+class BackendError(Exception):
+    """There are no devices to manage; the message says why and what to do."""
+
+
+class NoDeviceError(BackendError):
+    """The machine has no GPU that can be used; `why` is the driver's reason."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"no GPU was found: {why}; {_WITHOUT}")
+        self.why = why
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """An open monitor, its devices, and the name under which a checkpoint worker opens the same."""
+
+    name: str  # "nvidia" or "simulated:DIR"
+    monitor: Monitor
+    devices: tuple[DeviceInfo, ...]
+    folder: Path | None  # of the simulated host
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the devices are simulated."""
+        return self.monitor.kind == "simulated"
+
+    def remove_if_unused(self) -> None:
+        """Remove a simulated host and its contents, unless a process still uses it."""
+        if self.folder is not None:
+            try:
+                destroy(self.folder)
+            except SimulatedHostError as error:
+                log.info("the simulated host stays: %s", error)
+
+
+@contextmanager
+def open_backend(simulate: str | None, socket: str, *, patient: bool = False) -> Iterator[Backend]:
+    """Open the devices. Raises BackendError, ValueError (a bad `simulate`) or GPUError.
+
+    With `patient`, block until the machine has a device, for as long as it takes: a system service may start before the driver is loaded.
+    """
+    if simulate is None:
+        name, folder = "nvidia", None
+    else:
+        folder = simulated_folder(socket)
+        try:
+            create(folder, simulate)
+        except (SimulatedHostError, ValueError) as error:
+            raise BackendError(str(error)) from None
+        name = f"simulated:{folder}"
+    monitor = open_monitor(name)
+    try:
+        devices = _awaited(monitor) if patient and simulate is None else _found(monitor)
+        yield Backend(name=name, monitor=monitor, devices=devices, folder=folder)
+    finally:
+        monitor.close()
+
+
+def _found(monitor: Monitor) -> tuple[DeviceInfo, ...]:
+    devices = tuple(monitor.devices())
+    if not devices:
+        why = getattr(monitor, "why_none", "") or "the driver reports none"
+        raise NoDeviceError(why)
+    return devices
+
+
+def _awaited(monitor: Monitor) -> tuple[DeviceInfo, ...]:
+    """Retry until there is a device: after a second, then after twice as long each time, up to a minute."""
+    said = ""
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        try:
+            return _found(monitor)
+        except (BackendError, GPUError) as error:
+            if str(error) != said:
+                said = str(error)
+                log.warning("waiting for a device: %s", said)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def simulated_folder(socket: str) -> Path:
+    """Return the folder of the simulated host of the broker on this socket; a restart uses the same one."""
+    return choose_directory(hashlib.sha256(os.path.realpath(socket).encode()).hexdigest()[:12])

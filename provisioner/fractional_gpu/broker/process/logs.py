@@ -14,8 +14,6 @@ from typing import Final
 
 from fractional_gpu.host.files import open_own
 
-__all__ = ["RepeatFilter", "reopen_logs", "set_up_logging"]
-
 _AT_ONCE: Final = 3  # equal lines that are written one by one
 _PERIOD_S: Final = 60.0  # equal ones after that: one line for each such period
 _KEPT: Final = 256  # different lines that are remembered

@@ -25,16 +25,13 @@ from pathlib import Path
 
 from fractional_gpu.broker.api.server import Server
 from fractional_gpu.broker.broker import Broker
-from fractional_gpu.broker.process.detaching import make_socket_folder
 from fractional_gpu.broker.process.logs import reopen_logs
-from fractional_gpu.broker.process.restarting import RestartFiles
-from fractional_gpu.client.broker_process import listener_pid
+from fractional_gpu.broker.process.restarting import RestartFiles, make_socket_folder
+from fractional_gpu.client.http import listener_pid
 from fractional_gpu.client.state_folder import make_state_folder, own_base, state_folder
 from fractional_gpu.host.files import open_own
 from fractional_gpu.ledger.records import LedgerError
 from fractional_gpu.protocol.errors import BrokerUnavailableError
-
-__all__ = ["BrokerLock", "OwnFiles"]
 
 log = logging.getLogger(__name__)
 

@@ -15,36 +15,31 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fractional_gpu.broker.broker import wall_ms
+from fractional_gpu.broker.clock import wall_ms
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.persistence.lease_files import lease_folder
-from fractional_gpu.broker.process.backend import Backend, open_backend, simulated_folder
-from fractional_gpu.broker.process.detaching import make_socket_folder
+from fractional_gpu.broker.process.driver_start import Backend, open_backend, simulated_folder
 from fractional_gpu.broker.process.own_files import BrokerLock
-from fractional_gpu.broker.process.restarting import BrokerOptions
-from fractional_gpu.broker.recovery.lost_leases import living_records
-from fractional_gpu.broker.recovery.lost_processes import carriers
+from fractional_gpu.broker.process.restarting import BrokerOptions, make_socket_folder
+from fractional_gpu.broker.recovery.lost_leases import carriers, living_records
 from fractional_gpu.broker.recovery.recovery import kernel_of
 from fractional_gpu.broker.swap.steps import SwapTimes
 from fractional_gpu.broker.swap.swap import Swaps
-from fractional_gpu.client.broker_process import claim_address, claim_holder
 from fractional_gpu.client.discovery import restart_command, socket_path
+from fractional_gpu.client.http import claim_address, claim_holder
 from fractional_gpu.client.state_folder import find_ledger
 from fractional_gpu.config import Settings, load
 from fractional_gpu.core.effects import Resume
 from fractional_gpu.core.events import ResumeOutcome
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.units import format_memory
-from fractional_gpu.gpu.worker_claim import WorkerClaim
-from fractional_gpu.gpu.worker_link import WorkerLink
+from fractional_gpu.gpu.worker_link import WorkerClaim, WorkerLink
 from fractional_gpu.host.claims import DeviceClaim, NameClaim
 from fractional_gpu.host.process import ProcessIdentity
 from fractional_gpu.ledger import opening
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import LedgerError
 from fractional_gpu.protocol.errors import ConflictError
-
-__all__ = ["Rescue", "Rescued", "rescue"]
 
 _ORPHAN_PATIENCE_S = 60.0  # an operation that a killed broker's worker has begun is let finish
 _TOLD = ("config_file", "simulate", "state_dir")

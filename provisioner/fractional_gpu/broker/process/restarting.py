@@ -1,4 +1,4 @@
-"""The options of a broker, and the file `broker.json` with the command that starts it again in the same way.
+"""Starting a broker again, or beside its caller: its options, the file `broker.json` with the command, and detaching.
 
 The file is beside the socket, where clients of every version read it, and in the state folder, which no cleaner empties.
 """
@@ -6,16 +6,19 @@ The file is beside the socket, where clients of every version read it, and in th
 import json
 import logging
 import os
+import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
-from fractional_gpu.client.discovery import restart_file, spare_restart_file
+from fractional_gpu.client.discovery import check_above, check_folder, restart_file, socket_path, spare_restart_file
+from fractional_gpu.client.http import is_service_socket
 from fractional_gpu.client.state_folder import make_state_folder
-from fractional_gpu.host.files import replace_file
-from fractional_gpu.protocol.errors import BrokerUnavailableError
-
-__all__ = ["NOT_INHERITED", "BrokerOptions", "RestartFiles"]
+from fractional_gpu.gpu.driver_environment import PRELOAD, PRELOADED_FOR_US
+from fractional_gpu.host.files import open_own, replace_file
+from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
 
 log = logging.getLogger(__name__)
 
@@ -106,3 +109,109 @@ def _content(options: BrokerOptions, socket: str) -> dict[str, object]:
             if name.startswith(_RESTART_ENVIRONMENT) and name not in NOT_INHERITED
         },
     }
+
+
+# -- detaching ---------------------------------------------------------------------------------------------------------
+# Starts a broker in the background and reports whether one serves. A kernel's first start waits for this, so it imports little.
+#
+# The broker is a new process in a session of its own. Its environment lacks the starter's lease variables: the starter may be a kernel.
+# Through a pipe it reports that a broker serves, or what went wrong.
+
+
+_OF_A_SHARE = (
+    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
+    "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
+    "CUDA_DEVICE_MEMORY_LIMIT",
+    "CUDA_DEVICE_SM_LIMIT",
+    "CUDA_DEVICE_MEMORY_SHARED_CACHE",
+    PRELOADED_FOR_US,
+)
+
+
+def resolved(options: BrokerOptions) -> BrokerOptions:
+    """Return the options with absolute paths and with the values from the environment. Raises BrokerUnavailableError."""
+    config_file = (
+        str(Path(options.config_file).absolute()) if options.config_file else None
+    )  # a detached broker runs in /
+    return replace(
+        options,
+        config_file=config_file,
+        socket=options.socket or socket_path(),
+        simulate=options.simulate or os.environ.get("JUPYTER_GPU_SIMULATE") or None,
+    )
+
+
+def start_detached(options: BrokerOptions) -> int:
+    """Start a broker and return 0 once one serves on the socket; else 1, and stderr says why there is none."""
+    socket = options.socket or socket_path()
+    try:
+        make_socket_folder(socket)  # before anything is written there
+        said, process = _started(replace(resolved(options), detach=False), socket)
+    except FractionalGPUError as error:
+        return _failed(str(error))
+    except OSError as error:
+        return _failed(cannot_run(socket, error))
+    if said == "ready":
+        process.returncode = (
+            0  # it runs on; without a return code, Popen would warn about a process that is still running
+        )
+        return 0
+    process.wait()
+    where = Path(socket).with_name("broker.err")
+    return _failed(said or f"the broker ended at once; {where} may say why")
+
+
+def make_socket_folder(socket: str) -> None:
+    """Create the socket's folder if it is missing, and check that no other user could put files there.
+
+    Raises BrokerUnavailableError or OSError.
+    """
+    # All users share a system service; the other files in its folder are private by their own modes.
+    if not is_service_socket(socket):
+        check_above(Path(socket).absolute().parent)
+    mode = 0o755 if os.getuid() == 0 and Path(socket).parent == Path("/run/jupyter-gpu") else 0o700
+    Path(socket).parent.mkdir(mode=mode, parents=True, exist_ok=True)
+    check_folder(socket)
+
+
+def cannot_run(socket: str, error: OSError) -> str:
+    """Return the sentence about a system call that failed."""
+    return f"the broker cannot run on {socket}: {error}; fix that, or choose another place with --socket or JUPYTER_GPU_SOCKET"
+
+
+def without_share(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return a kernel's environment without the variables of its share: with these, HAMi-core would limit the broker, too."""
+    others = {name: value for name, value in environment.items() if name not in _OF_A_SHARE}
+    ours, preloaded = environment.get(PRELOADED_FOR_US), others.pop(PRELOAD, "")
+    kept = [library for library in preloaded.split(":") if library and library != ours]
+    return {**others, PRELOAD: ":".join(kept)} if kept else others
+
+
+def _started(options: BrokerOptions, socket: str) -> tuple[str, subprocess.Popen[bytes]]:
+    """Start the process and return what it reports: "ready", or a sentence. Raises OSError."""
+    reader, writer = os.pipe()
+    with os.fdopen(reader) as report:
+        try:
+            log_file = open_own(Path(socket).with_name("broker.err"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            try:
+                argument = json.dumps({**asdict(options), "ready_fd": writer})
+                process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "fractional_gpu.broker", argument],
+                    env={name: value for name, value in without_share(os.environ).items() if name not in NOT_INHERITED},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log_file,
+                    stderr=log_file,
+                    pass_fds=(writer,),
+                    start_new_session=True,
+                    cwd="/",
+                )
+            finally:
+                os.close(log_file)
+        finally:
+            os.close(writer)
+        return report.read().strip(), process
+
+
+def _failed(sentence: str) -> int:
+    sys.stderr.write(f"jupyter gpu broker: {sentence}\n")
+    return 1

@@ -23,49 +23,40 @@ from fractional_gpu.broker.api.lease_service import LeaseService
 from fractional_gpu.broker.api.metrics_routes import listen
 from fractional_gpu.broker.api.seat_routes import SEAT_ROUTES
 from fractional_gpu.broker.api.server import PausingListener, Server, drain_claim_queries
-from fractional_gpu.broker.broker import Broker, now_ms, wall_ms
+from fractional_gpu.broker.broker import Broker
+from fractional_gpu.broker.clock import now_ms, wall_ms
 from fractional_gpu.broker.kernels.sharing import check_pools
-from fractional_gpu.broker.monitoring.host_memory import HostBudget
-from fractional_gpu.broker.monitoring.oom_protection import OomProtection
+from fractional_gpu.broker.monitoring.host_memory import HostBudget, OomProtection
 from fractional_gpu.broker.monitoring.sampler import Sampler
 from fractional_gpu.broker.monitoring.watchdog import Watchdog
 from fractional_gpu.broker.persistence.audit import AuditLog
-from fractional_gpu.broker.persistence.forecast_store import (
+from fractional_gpu.broker.persistence.lease_files import LeaseFiles, lease_folder
+from fractional_gpu.broker.persistence.ledger_writer import (
+    LedgerWriter,
     load_context_sizes,
     load_forecasts,
     save_forecasts,
     save_forecasts_periodically,
 )
-from fractional_gpu.broker.persistence.lease_files import LeaseFiles, lease_folder
-from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
-from fractional_gpu.broker.process.backend import Backend
-from fractional_gpu.broker.process.driver_start import DriverStart
+from fractional_gpu.broker.process.driver_start import Backend, DriverStart
 from fractional_gpu.broker.process.own_files import BrokerLock, OwnFiles
 from fractional_gpu.broker.process.restarting import RestartFiles
 from fractional_gpu.broker.recovery.lost_leases import LostLeases
 from fractional_gpu.broker.recovery.recovery import recover
-from fractional_gpu.broker.supervision.abandoned import AbandonedLeases
+from fractional_gpu.broker.supervision.survivors import AbandonedLeases
 from fractional_gpu.broker.swap.checkpointability import Checkpointability
 from fractional_gpu.broker.swap.steps import SwapTimes
 from fractional_gpu.broker.swap.suspend import CheckpointCheck
 from fractional_gpu.broker.swap.swap import Swaps
 from fractional_gpu.config import Settings
 from fractional_gpu.core.arbiter import Arbiter
-from fractional_gpu.core.events import (
-    DeviceDrained,
-    DeviceSeen,
-    HostMemorySeen,
-    PoolConfigured,
-)
+from fractional_gpu.core.events import DeviceDrained, DeviceSeen, HostMemorySeen, PoolConfigured
 from fractional_gpu.core.model import DeviceSpec
 from fractional_gpu.core.units import format_memory
-from fractional_gpu.gpu.worker_claim import WorkerClaim
-from fractional_gpu.gpu.worker_link import WorkerLink
+from fractional_gpu.gpu.worker_link import WorkerClaim, WorkerLink
 from fractional_gpu.host.claims import NameClaim
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.protocol.errors import BrokerUnavailableError
-
-__all__ = ["BrokerRun", "device_specs", "is_service_socket"]
 
 log = logging.getLogger(__name__)
 

@@ -11,19 +11,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from fractional_gpu.broker.broker import Broker, now_ms, wall_ms
+from fractional_gpu.broker.broker import Broker
+from fractional_gpu.broker.clock import now_ms, wall_ms
 from fractional_gpu.broker.kernels.kernel import CheckpointState, Ending, Kernel, Launch, Survivor
 from fractional_gpu.broker.kernels.process_inspector import HostSnapshot
+from fractional_gpu.broker.swap.resume import Truth
 from fractional_gpu.broker.swap.swap import Swaps
-from fractional_gpu.broker.swap.truth import Truth
 from fractional_gpu.core.events import LeaseRecovered
 from fractional_gpu.core.model import HOLDING, LeaseState
 from fractional_gpu.gpu.interface import GPUError
 from fractional_gpu.host.process import ProcessIdentity, is_alive
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import LeaseRecord, OperationRecord
-
-__all__ = ["follow_found", "identity_of", "kernel_of", "recover", "take_over"]
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from fractional_gpu.broker.broker import Broker, wall_ms
+from fractional_gpu.broker.broker import Broker
+from fractional_gpu.broker.clock import wall_ms
 from fractional_gpu.broker.seats.rules import (
     PoolFull,
     check_limits,
@@ -33,15 +34,7 @@ from fractional_gpu.core.seat_packing import (
 from fractional_gpu.core.units import format_duration, format_fraction, format_memory
 from fractional_gpu.ledger.records import SeatRecord, UsageRecord
 from fractional_gpu.protocol.errors import FractionalGPUError, NoRoomError
-from fractional_gpu.protocol.seats import (
-    FractionOffer,
-    OfferRequest,
-    Offers,
-    PoolOffer,
-    SeatRequest,
-)
-
-__all__ = ["HISTORY_DAYS", "PoolForecasts"]
+from fractional_gpu.protocol.seats import FractionOffer, OfferRequest, Offers, PoolOffer, SeatRequest
 
 HISTORY_DAYS = 28
 _NEVER_SHARED = 1000  # oversubscription: what there is, once

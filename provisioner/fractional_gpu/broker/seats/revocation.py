@@ -17,7 +17,8 @@ from typing import Final
 
 import msgspec
 
-from fractional_gpu.broker.broker import Broker, now_ms
+from fractional_gpu.broker.broker import Broker
+from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.services.admin import AdminService
 from fractional_gpu.core.events import SeatEnded, SeatRenewed
@@ -27,8 +28,6 @@ from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import SeatRecord
 from fractional_gpu.protocol.errors import ConflictError, ForbiddenError, NoRoomError
 from fractional_gpu.protocol.messages import GateVerb
-
-__all__ = ["Revocations"]
 
 log = logging.getLogger(__name__)
 

@@ -20,18 +20,14 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from functools import partial
 
-from fractional_gpu.broker.broker import (
-    Broker,
-    now_ms,
-    token_digest,
-    wall_ms,
-)
+from fractional_gpu.broker.broker import Broker, token_digest
+from fractional_gpu.broker.clock import now_ms, wall_ms
 from fractional_gpu.broker.persistence.lease_files import read_seat_files
-from fractional_gpu.broker.seats.draws import SeatDraws
+from fractional_gpu.broker.seats.draws import SeatDraws, UsageRecorder
 from fractional_gpu.broker.seats.offers import PoolForecasts
-from fractional_gpu.broker.seats.pools import PoolEditor
 from fractional_gpu.broker.seats.revocation import Revocations
 from fractional_gpu.broker.seats.rules import (
+    PoolEditor,
     PoolFull,
     SeatUsage,
     check_limits,
@@ -40,7 +36,6 @@ from fractional_gpu.broker.seats.rules import (
     counted_group,
     total_usage,
 )
-from fractional_gpu.broker.seats.usage import UsageRecorder
 from fractional_gpu.config.hub import GroupTerms, HubPool
 from fractional_gpu.config.pools import PoolSettings
 from fractional_gpu.config.settings import Settings
@@ -49,25 +44,10 @@ from fractional_gpu.core.seat_packing import SeatLoad
 from fractional_gpu.core.units import format_fraction
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import LedgerError, SeatRecord
-from fractional_gpu.protocol.errors import (
-    BadRequestError,
-    ForbiddenError,
-    NoRoomError,
-    NotFoundError,
-)
+from fractional_gpu.protocol.errors import BadRequestError, ForbiddenError, NoRoomError, NotFoundError
 from fractional_gpu.protocol.limits import MAX_NAME, PULSE_S
-from fractional_gpu.protocol.messages import SeatWait
-from fractional_gpu.protocol.seats import (
-    OfferRequest,
-    Offers,
-    ProgressKind,
-    SeatList,
-    SeatProgress,
-    SeatRequest,
-    SeatStatus,
-)
-
-__all__ = ["Seats"]
+from fractional_gpu.protocol.messages import ProgressKind, SeatStatus, SeatWait
+from fractional_gpu.protocol.seats import OfferRequest, Offers, SeatList, SeatProgress, SeatRequest
 
 log = logging.getLogger(__name__)
 

@@ -14,11 +14,13 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
-from fractional_gpu.broker.broker import Broker, devices_of, now_ms
+from fractional_gpu.broker.broker import Broker
+from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.kernels.ending import EVICTED, Evictions, end_processes
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import LEASE_VARIABLE, members_of
 from fractional_gpu.broker.kernels.request_validation import Peer
+from fractional_gpu.broker.persistence.ledger_writer import devices_of
 from fractional_gpu.broker.services.status import lease_status, view_of
 from fractional_gpu.core.effects import Declined
 from fractional_gpu.core.events import MoveRequested
@@ -28,8 +30,6 @@ from fractional_gpu.host.process import ProcessIdentity
 from fractional_gpu.host.tree import scan
 from fractional_gpu.protocol.errors import BadRequestError, ConflictError
 from fractional_gpu.protocol.messages import EvictRequest, LeaseStatus
-
-__all__ = ["PATIENCE_S", "AdminService"]
 
 log = logging.getLogger(__name__)
 

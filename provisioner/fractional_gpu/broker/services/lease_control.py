@@ -4,27 +4,17 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
-from fractional_gpu.broker.broker import Broker, now_ms
+from fractional_gpu.broker.broker import Broker
+from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.kernels.kernel import Kernel, Request
 from fractional_gpu.broker.kernels.request_validation import Peer, cap_mib, guaranteed_mib
 from fractional_gpu.broker.services.status import device_status, lease_status, view_of
 from fractional_gpu.core.effects import Declined
-from fractional_gpu.core.events import (
-    DeviceDrained,
-    DeviceUndrained,
-    PinRequested,
-    ResizeRequested,
-    UnpinRequested,
-)
+from fractional_gpu.core.events import DeviceDrained, DeviceUndrained, PinRequested, ResizeRequested, UnpinRequested
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.units import format_duration, format_fraction, format_memory
 from fractional_gpu.gpu.interface import GPUError
-from fractional_gpu.protocol.errors import (
-    BadRequestError,
-    ConflictError,
-    ForbiddenError,
-    NotFoundError,
-)
+from fractional_gpu.protocol.errors import BadRequestError, ConflictError, ForbiddenError, NotFoundError
 from fractional_gpu.protocol.limits import MAX_NAME, MAX_WAIT_S
 from fractional_gpu.protocol.messages import (
     DeviceStatus,
@@ -36,8 +26,6 @@ from fractional_gpu.protocol.messages import (
     StoryLine,
     UsagePoint,
 )
-
-__all__ = ["LeaseControl"]
 
 _MOVING = (LeaseState.SUSPENDING, LeaseState.RESUMING)
 _LINES = 200

@@ -11,17 +11,16 @@ from contextlib import aclosing
 
 from msgspec.structs import replace
 
-from fractional_gpu.broker.broker import Broker, now_ms
+from fractional_gpu.broker.broker import Broker
+from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.kernels.kernel import Kernel, Request
 from fractional_gpu.broker.services.status import HAD_ITS_TURN, full_lease_status, revoked_sentence, view_of
 from fractional_gpu.core.events import BusyChanged, SuspendRequested, Unwanted, Wanted
-from fractional_gpu.core.handlers.revocation import REVOKED
+from fractional_gpu.core.handlers.overrides import REVOKED
 from fractional_gpu.core.model import FOUND_FAILED, LeaseState, LeaseView
 from fractional_gpu.protocol.errors import RESTART, ConflictError, TooManyRequestsError
 from fractional_gpu.protocol.limits import MAX_WAIT_S, MAX_WAITERS_PER_LEASE
 from fractional_gpu.protocol.messages import AcquireRequest, LeaseStatus, Progress, ProgressKind
-
-__all__ = ["Residency"]
 
 _QUEUE_PAUSE_S = 0.1
 _LONGEST_LOOK_S = 30.0  # a waiting cell learns what has changed with time alone

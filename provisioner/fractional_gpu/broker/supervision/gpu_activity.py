@@ -29,8 +29,6 @@ from fractional_gpu.host.clock import since_boot_us
 from fractional_gpu.host.process import ProcessIdentity
 from fractional_gpu.host.tree import Snapshot, scan
 
-__all__ = ["QUIET_S", "UNANSWERED_QUIET_S", "GpuActivity"]
-
 log = logging.getLogger(__name__)
 
 QUIET_S: Final = 2.0

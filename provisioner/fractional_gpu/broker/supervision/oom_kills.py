@@ -13,11 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from fractional_gpu.host.memory import smallest_limit
-from fractional_gpu.host.oom import kill_count, kill_counter, was_killed
+from fractional_gpu.host.memory import kill_count, kill_counter, smallest_limit, was_killed
 from fractional_gpu.host.process import ProcessIdentity
-
-__all__ = ["KillsSeen", "OomKills"]
 
 log = logging.getLogger(__name__)
 

@@ -21,12 +21,7 @@ from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.broker.swap.swap import Swaps
 from fractional_gpu.core.arbiter import Arbiter
-from fractional_gpu.core.effects import (
-    LookAgain,
-    Resume,
-    Shrink,
-    Suspend,
-)
+from fractional_gpu.core.effects import LookAgain, Resume, Shrink, Suspend
 from fractional_gpu.core.events import (
     Event,
     ResumeFinished,
@@ -39,8 +34,6 @@ from fractional_gpu.core.events import (
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.host.process import ProcessIdentity
 from fractional_gpu.ledger.records import LedgerError, OperationRecord, RecordError
-
-__all__ = ["Operations"]
 
 log = logging.getLogger(__name__)
 

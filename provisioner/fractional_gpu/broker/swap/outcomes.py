@@ -16,8 +16,6 @@ from enum import StrEnum
 from fractional_gpu.core.events import ResumeOutcome, SuspendOutcome
 from fractional_gpu.gpu.interface import GPUErrorCode, ProcessState
 
-__all__ = ["BEFORE", "Phase", "after_checkpoint", "after_restore", "before_checkpoint", "document"]
-
 
 class Phase(StrEnum):
     """Where an error can come."""

@@ -4,8 +4,10 @@ A restore without room kills the process. So a restore is never tried to find ou
 what another process might take meanwhile is covered by a margin.
 """
 
+import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import ENDED, HostSnapshot, ProcessInspector
@@ -20,12 +22,11 @@ from fractional_gpu.broker.swap.steps import (
 )
 from fractional_gpu.core.effects import Resume
 from fractional_gpu.core.events import ResumeOutcome
+from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.units import format_memory, restore_margin_mib
 from fractional_gpu.gpu.interface import GPUError, ProcessState
 from fractional_gpu.gpu.worker_link import WorkerLink
-from fractional_gpu.host.process import ProcessIdentity
-
-__all__ = ["Restoration"]
+from fractional_gpu.host.process import ProcessIdentity, is_alive
 
 
 class Restoration:
@@ -132,3 +133,158 @@ class Restoration:
         if outcome is ResumeOutcome.NOT_STARTED:
             return outcome, f"the driver could not restore it: {error}"
         return outcome, f"the restore failed half way: {error}"
+
+
+# -- truth -------------------------------------------------------------------------------------------------------------
+# What a kernel really is, whatever was meant: found out after a broker's start and for quarantined leases.
+#
+# Half-done work is finished forward or undone, whichever is safe. Processes that are only locked are unlocked. A tree of which a part is
+# saved is brought back as a whole, if the devices have the room for certain. Everything else stays as it is, and unknown.
+
+
+log = logging.getLogger(__name__)
+
+_MAY_BE_COMPLETED = {ProcessState.CHECKPOINTED, ProcessState.LOCKED, ProcessState.RUNNING}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truth:
+    """What a kernel really is. `state` is unattached, unarmed, resident or suspended.
+
+    It is quarantined where the driver says that a process failed; `sentence` then says what that means for the kernel's user.
+    """
+
+    state: LeaseState
+    device_id: str | None = None
+    saved_mib: int = 0
+    sentence: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What the ledger, or the arbiter, says of the lease: where it is, and how much of it was saved, MiB."""
+
+    device_id: str | None
+    saved_mib: int
+
+
+class TruthFinder:
+    """Finds out what kernels are, from the driver and the devices."""
+
+    def __init__(self, inspector: ProcessInspector, worker: WorkerLink, restoration: Restoration) -> None:
+        self._inspector = inspector
+        self._worker = worker
+        self._restoration = restoration
+
+    async def find(
+        self, kernel: Kernel, device_id: str | None, saved_mib: int, host: HostSnapshot | None = None
+    ) -> Truth | None:
+        """Do what `Swaps.truth` documents."""
+        known = _Known(device_id, saved_mib)
+        try:
+            if kernel.identity is None or not is_alive(kernel.identity):
+                # What its process left behind may have to be found out first.
+                return Truth(state=LeaseState.UNATTACHED) if kernel.ending.task is None else None
+            host = host or await self._inspector.take()
+            states = await self._inspector.states(kernel, host)
+            if await self._complete_or_undo(kernel, states, known):
+                host = await self._inspector.take()
+                states = await self._inspector.states(kernel, host)
+        except (GPUError, OSError) as error:
+            log.warning("lease %s: the truth is not to be had yet: %s", kernel.lease_id, error)
+            return None
+        kinds = set(states.values())
+        if not kinds:  # a driver that cannot be asked would not tell of what is saved
+            return None if self._inspector.off and saved_mib else Truth(state=LeaseState.NO_CONTEXT)
+        if kinds == {ProcessState.CHECKPOINTED}:
+            saved_mib = max(saved_mib, kernel.checkpoint.total_mib, sum(host.used_mib(one.pid) for one in states))
+            return Truth(state=LeaseState.SUSPENDED, device_id=kernel.checkpoint.home or device_id, saved_mib=saved_mib)
+        if kinds == {ProcessState.RUNNING}:
+            return Truth(state=LeaseState.RESIDENT, device_id=self._where(kernel, host) or device_id)
+        failed = [identity.pid for identity, state in states.items() if state is ProcessState.FAILED]
+        return _failure(failed[0], known) if failed else None
+
+    async def _complete_or_undo(
+        self, kernel: Kernel, states: Mapping[ProcessIdentity, ProcessState], known: _Known
+    ) -> bool:
+        """Finish or undo what is half done, if that is safe; return whether anything was half done. Raises GPUError."""
+        kinds = set(states.values())
+        if ProcessState.CHECKPOINTED in kinds and len(kinds) > 1:
+            await self._restore_rest(kernel, states, known)
+            return True
+        if ProcessState.LOCKED not in kinds:
+            return False
+        for identity in reversed([one for one, state in states.items() if state is ProcessState.LOCKED]):
+            try:
+                await self._worker.unlock(identity)
+            except GPUError as error:
+                log.warning("process %d could not be unlocked: %s", identity.pid, error)
+        return True
+
+    async def _restore_rest(
+        self, kernel: Kernel, states: Mapping[ProcessIdentity, ProcessState], known: _Known
+    ) -> None:
+        """Bring all processes of a tree back of which only some are saved, if the devices have the room for certain. Raises GPUError."""
+        homes = kernel.checkpoint.homes or ((known.device_id,) if known.device_id is not None else ())
+        if not set(states.values()) <= _MAY_BE_COMPLETED or not homes:
+            return
+        # What was free a moment ago may hold another kernel's memory, which was brought back since.
+        host = await self._inspector.take()
+        # The rest goes where the others are: they may have been on the way to another device.
+        there = self._where(kernel, host)
+        targets = homes if len(homes) > 1 or there is None else (there,)
+        if lacking := self._lacking_rest(kernel, host, states, targets, known.saved_mib):
+            log.warning("lease %s: a part of it is saved and stays so: %s", kernel.lease_id, lacking)
+            return
+        saved = [one for one, state in states.items() if state is ProcessState.CHECKPOINTED]
+        locked = [one for one, state in states.items() if state is ProcessState.LOCKED]
+        await self._restoration.restore(saved, locked, moves_between(homes, targets))
+
+    def _lacking_rest(
+        self,
+        kernel: Kernel,
+        host: HostSnapshot,
+        states: Mapping[ProcessIdentity, ProcessState],
+        targets: Sequence[str],
+        saved_mib: int,
+    ) -> str:
+        """Return why what is saved of the tree cannot be brought back to the rest of it, a sentence, or "". Raises GPUError."""
+        rest_mib = _rest_mib(kernel, host, states, saved_mib)
+        pids = {identity.pid for identity in self._inspector.tree(kernel, host)}
+        if rest_mib > 0:
+            return self._restoration.lacking_room(host, targets, rest_mib, rest_mib, pids)
+        if all(host.is_alone(pids, device_id) for device_id in targets):
+            return ""  # no device will ever have more room
+        return "how much was saved is not known, and others use its device"
+
+    def _where(self, kernel: Kernel, host: HostSnapshot) -> str | None:
+        """Return the device that holds most of the kernel's memory; of a kernel with several devices, its first one."""
+        found = host.homes({identity.pid for identity in self._inspector.tree(kernel, host)})
+        if len(kernel.checkpoint.homes) > 1 and set(found) <= set(kernel.checkpoint.homes):
+            return kernel.checkpoint.homes[0]
+        return found[0] if found else None
+
+
+def _failure(pid: int, known: _Known) -> Truth:
+    sentence = (
+        f"the driver says that process {pid} met an error that cannot be corrected: what this kernel had on the GPU is lost. Its other "
+        "variables are still there: save what you need in cells that begin with %%cpu, then restart the kernel"
+    )
+    return Truth(state=LeaseState.QUARANTINED, device_id=known.device_id, saved_mib=known.saved_mib, sentence=sentence)
+
+
+def _rest_mib(
+    kernel: Kernel, host: HostSnapshot, states: Mapping[ProcessIdentity, ProcessState], saved_mib: int
+) -> int:
+    """Return what the saved processes of a half-saved tree need on its devices, MiB; 0: unknown.
+
+    The broker that saved them knows it of each. A later one knows the sum, and subtracts what is locked, which has what it had then. What
+    runs is not subtracted: it may have grown, or come since.
+    """
+    if kernel.checkpoint.sizes:
+        saved = [
+            kernel.checkpoint.sizes.get(one, 0) for one, state in states.items() if state is ProcessState.CHECKPOINTED
+        ]
+        return sum(saved) if all(saved) else 0
+    locked_mib = sum(host.used_mib(one.pid) for one, state in states.items() if state is ProcessState.LOCKED)
+    return max(0, saved_mib - locked_mib)

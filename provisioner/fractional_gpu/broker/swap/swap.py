@@ -13,20 +13,15 @@ from collections.abc import Callable, Collection, Mapping
 
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import HostSnapshot, ProcessInspector
-from fractional_gpu.broker.swap.gates import SHRINK_TIMEOUT_S, Gates, IsQuiet
-from fractional_gpu.broker.swap.resume import Restoration
-from fractional_gpu.broker.swap.rollback import Suspended
-from fractional_gpu.broker.swap.steps import Journal, ProcessesSeen, SwapTimes
-from fractional_gpu.broker.swap.suspend import CheckpointCheck, Suspension
-from fractional_gpu.broker.swap.truth import Truth, TruthFinder
+from fractional_gpu.broker.swap.resume import Restoration, Truth, TruthFinder
+from fractional_gpu.broker.swap.steps import Journal, ProcessesSeen, Suspended, SwapTimes
+from fractional_gpu.broker.swap.suspend import SHRINK_TIMEOUT_S, CheckpointCheck, Gates, IsQuiet, Suspension
 from fractional_gpu.core.effects import Resume, Suspend
 from fractional_gpu.core.events import ResumeOutcome
 from fractional_gpu.gpu.interface import GPUError, Monitor
 from fractional_gpu.gpu.worker_link import WorkerLink
 from fractional_gpu.host.process import ProcessIdentity
 from fractional_gpu.protocol.messages import GateVerb
-
-__all__ = ["Swaps"]
 
 log = logging.getLogger(__name__)
 

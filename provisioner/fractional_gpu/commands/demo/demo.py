@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.commands.demo.monitor import LeaseMonitor, LeaseTracker
 from fractional_gpu.commands.demo.report import (
     DemoDevice,
     DemoKernel,
+    LeaseMonitor,
+    LeaseTracker,
     find_problems,
     render_report,
     report_as_json,
@@ -29,9 +30,7 @@ from fractional_gpu.gpu.simulated.host import parse_devices
 from fractional_gpu.gpu.simulated.store import SimulatedHostError
 
 if TYPE_CHECKING:
-    from fractional_gpu.commands.demo.notebook_runner import DemoNotebook
-
-__all__ = ["checked_simulate", "configure", "require_packages", "run"]
+    from fractional_gpu.commands.demo.report import DemoNotebook
 
 SIMULATED = "1x1GiB"
 NOTEBOOKS = ("tenant-a.ipynb", "tenant-b.ipynb")
@@ -158,7 +157,7 @@ def _set_up_real(sandbox: Sandbox) -> _Setup | None:
 
 def _run_notebooks(sandbox: Sandbox, broker: BrokerClient) -> list[DemoKernel]:
     """Run the notebooks in turns, print what happens, and return the results of their kernels."""
-    from fractional_gpu.commands.demo.notebook_runner import read_notebook, run_in_turns, save  # noqa: PLC0415 - nbclient may be missing
+    from fractional_gpu.commands.demo.report import read_notebook, run_in_turns, save  # noqa: PLC0415 - nbclient may be missing
 
     began = time.monotonic()
 
@@ -177,7 +176,7 @@ def _run_notebooks(sandbox: Sandbox, broker: BrokerClient) -> list[DemoKernel]:
 
 def _results_of(notebooks: Sequence["DemoNotebook"], broker: BrokerClient, tracker: LeaseTracker) -> list[DemoKernel]:
     """Return the kernels' results, while they are alive. Raises CommandError if the broker does not know one of them."""
-    from fractional_gpu.commands.demo.notebook_runner import result_of  # noqa: PLC0415 - nbclient may be missing
+    from fractional_gpu.commands.demo.report import result_of  # noqa: PLC0415 - nbclient may be missing
 
     leases = {lease.kernel_id: lease for lease in broker.status().leases}
     kernels = []

@@ -15,23 +15,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from fractional_gpu.broker.process.backend import simulated_folder
+from fractional_gpu.broker.process.driver_start import simulated_folder
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.gpu.simulated.host import destroy
 from fractional_gpu.gpu.simulated.store import SimulatedHostError
 from fractional_gpu.jupyter.kernelspecs import install
 from fractional_gpu.protocol.errors import BrokerUnavailableError
-
-__all__ = [
-    "EXAMPLES",
-    "FRACTION_MILLI",
-    "Sandbox",
-    "examples_dir",
-    "interrupt_on_termination",
-    "open_sandbox",
-    "sandbox_environment",
-]
 
 EXAMPLES = ("tenant-a.ipynb", "tenant-b.ipynb", "device.py")
 """The files of the demonstration."""

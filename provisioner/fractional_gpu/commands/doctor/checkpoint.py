@@ -9,21 +9,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from fractional_gpu.commands.doctor.report import (
-    Finding,
-    note,
-    ok,
-    problem,
-    warning,
-)
+from fractional_gpu.commands.doctor.report import Finding, note, ok, problem, warning
 from fractional_gpu.gpu.checkpoint_trial import PHASES, TrialResult, try_checkpoint
 from fractional_gpu.gpu.interface import DeviceInfo, GPUErrorCode, Monitor
 from fractional_gpu.gpu.probe_process import MEMORY_MIB
 from fractional_gpu.gpu.worker_link import WorkerLink
 from fractional_gpu.host.claims import DeviceClaim, DeviceClaimedError
 from fractional_gpu.host.process import PROC
-
-__all__ = ["claim_and_try", "findings_of"]
 
 
 def claim_and_try(backend: str, monitor: Monitor, devices: Sequence[DeviceInfo]) -> TrialResult:

@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 
-from fractional_gpu.commands.doctor.broker import broker_pid, check_broker, check_ledgers
 from fractional_gpu.commands.doctor.checkpoint import claim_and_try, findings_of
 from fractional_gpu.commands.doctor.installation import (
+    broker_pid,
+    check_broker,
+    check_ledgers,
     check_settings,
     check_simulation,
     check_versions,
@@ -22,22 +24,13 @@ from fractional_gpu.commands.doctor.installation import (
 from fractional_gpu.commands.doctor.jupyter import check_cullers, check_kernelspecs
 from fractional_gpu.commands.doctor.memory import check_huge_pages, check_memory, check_oom, check_swap
 from fractional_gpu.commands.doctor.nvidia import check_nvidia, check_pools
-from fractional_gpu.commands.doctor.report import (
-    Finding,
-    as_json,
-    exit_code,
-    problem,
-    render,
-    write_bundle,
-)
+from fractional_gpu.commands.doctor.report import Finding, as_json, exit_code, problem, render, write_bundle
 from fractional_gpu.commands.terminal.connection import add_socket_argument
 from fractional_gpu.gpu.interface import DeviceInfo
 from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor
 from fractional_gpu.gpu.simulated.host import create, destroy
 from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
 from fractional_gpu.gpu.simulated.store import SimulatedHostError
-
-__all__ = ["configure", "examine", "run"]
 
 EPILOG = """\
 examples:

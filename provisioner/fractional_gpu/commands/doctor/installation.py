@@ -1,23 +1,27 @@
-"""The doctor's checks of the installation: versions, configuration, simulated devices."""
+"""The doctor's checks of the installation and of the broker: versions, configuration, simulated devices, what the broker says."""
 
 import platform
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from importlib import metadata
+from pathlib import Path
 from typing import Final
 
 from fractional_gpu import __version__
-from fractional_gpu.commands.doctor.report import (
-    Finding,
-    note,
-    ok,
-    problem,
-)
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.client.discovery import socket_path
+from fractional_gpu.client.state_folder import filesystem_type, find_ledger, is_network, state_folder
+from fractional_gpu.commands.doctor.report import Finding, note, ok, problem, warning
+from fractional_gpu.commands.terminal.connection import broker_if_running, kernels_of
 from fractional_gpu.config import ConfigError, Settings, load
 from fractional_gpu.core.units import format_memory
 from fractional_gpu.gpu.simulated.host import parse_devices
 from fractional_gpu.gpu.simulated.store import SimulatedHostError
-
-__all__ = ["check_settings", "check_simulation", "check_versions"]
+from fractional_gpu.ledger.opening import APPLICATION_ID, newest_version, set_aside_command
+from fractional_gpu.protocol.errors import FractionalGPUError
+from fractional_gpu.protocol.limits import PROTOCOL_VERSION
+from fractional_gpu.protocol.messages import Pong
 
 _PACKAGES: Final = ("jupyter_client", "ipykernel", "jupyterlab", "jupyterhub", "nvidia-ml-py", "cuda-bindings")
 _LOAD: Final = "no kernelspec of ours can start"
@@ -64,3 +68,127 @@ def check_settings() -> tuple[Settings | None, list[Finding]]:
         return None, [problem("configuration", str(error), "mend it: no broker starts before that")]
     files = ", ".join(str(file) for file in settings.files) or "no jupyter_gpu_config.py: everything has its default"
     return settings, [ok("configuration", f"{files}; pools: {', '.join(pool.name for pool in settings.pools)}")]
+
+
+# -- broker ------------------------------------------------------------------------------------------------------------
+# The doctor's checks of the broker: whether one answers on the socket, and whether its ledger is readable.
+#
+# Nothing is changed: no first broker is started, and the ledger is opened for reading only, without its lock.
+
+
+_KEEP: Final = "no broker starts with it: put a backup in its place, or set it aside with `{}`; the next broker takes living kernels back"
+
+
+def check_broker(socket: str | None) -> tuple[str | None, list[Finding]]:
+    """Return the socket (None: there can be none) and the findings about it."""
+    try:
+        path = socket or socket_path()
+        client = broker_if_running(path)
+    except FractionalGPUError as error:
+        return socket, [problem("broker", str(error), "mend that first: no kernel of ours starts without a broker")]
+    if client is None:
+        return path, [note("broker", f"none runs on {path}: it starts with the first kernel that wants a GPU")]
+    with closing(client):
+        try:
+            return path, list(_check_answers(client, path))
+        except FractionalGPUError as error:
+            return path, [problem("broker", f"the broker on {path} fails: {error}", "see broker.log beside its socket")]
+
+
+def broker_pid(socket: str | None) -> int | None:
+    """Return the process of the broker that answers on this socket, None if none does."""
+    try:
+        client = broker_if_running(socket) if socket is not None else None
+        if client is not None:
+            with closing(client):
+                return client.ping().pid
+    except FractionalGPUError:
+        pass  # `check_broker` says what is wrong with it
+    return None
+
+
+def _check_answers(client: BrokerClient, path: str) -> Iterator[Finding]:
+    pong: Pong = client.ping()
+    if pong.protocol != PROTOCOL_VERSION:
+        yield problem(
+            "broker",
+            f"the broker on {path} (version {pong.version}) speaks protocol {pong.protocol}, this side {PROTOCOL_VERSION}",
+            "install the same version on both sides, and restart the older one",
+        )
+        return
+    status = client.status()
+    leases = f"{len(status.leases)} lease{'' if len(status.leases) == 1 else 's'} of yours"
+    what = f"process {pong.pid}, version {pong.version}, serves on {path}: {leases}"
+    if pong.simulated:
+        yield note("broker", f"{what}; its devices are simulated")
+    elif pong.version != __version__:
+        yield warning("broker", what, f"restart it to have version {__version__}: kernels outlive that")
+    else:
+        yield ok("broker", what)
+    for lease in status.leases:
+        if lease.state == "quarantined":
+            yield warning(
+                "broker", f"lease {lease.lease_id}: {lease.sentence}", "it is looked at again; broker.log tells more"
+            )
+    for device in status.devices:
+        if device.lost or device.over_committed:
+            wrong = "does not answer" if device.lost else "holds more than fits"
+            yield warning(
+                "broker",
+                f"device {device.index} {wrong} and admits no kernel",
+                "`jupyter gpu status` shows which processes hold its memory",
+            )
+    for why_not in dict.fromkeys(device.why_not for device in status.devices if device.why_not):
+        which = ", ".join(str(device.index) for device in status.devices if device.why_not == why_not)
+        yield warning(
+            "broker",
+            f"kernels on device {which} cannot be suspended now: {why_not}",
+            "they stay on it; where the broker tries again it says when, else mend the reason and restart it (kernels outlive that)",
+        )
+
+
+def check_ledgers(socket: str, settings: Settings | None) -> Iterator[Finding]:
+    """Return findings about the ledgers of the broker on this socket."""
+    configured = settings.state_dir if settings is not None else None
+    folder = state_folder(socket, configured)
+    there = False
+    for simulated in (False, True):
+        file = find_ledger(socket, configured, simulated=simulated)
+        if file.exists():
+            there = True
+            yield _ledger(file)
+    if not there:
+        lost = kernels_of(socket)
+        none = f"none in {folder}"
+        if lost:
+            what = f"{none}, but {len(lost)} kernels with a lease of this broker live (process {lost[0]}{', ...' if lost[1:] else ''})"
+            yield warning("ledger", what, "run `jupyter gpu status`: the broker that it starts takes their leases back")
+        else:
+            yield note("ledger", f"{none}: the first broker makes one")
+    if is_network(folder):
+        yield warning(
+            "ledger",
+            f"{folder} is on a network filesystem ({filesystem_type(folder)}), where SQLite's write-ahead log is not safe",
+            "set c.GPUBroker.state_dir to a folder on a local disk",
+        )
+
+
+def _ledger(file: Path) -> Finding:
+    try:
+        with closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)) as connection:
+            (owner,) = connection.execute("PRAGMA application_id").fetchone()
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            if owner != APPLICATION_ID:
+                return problem(
+                    "ledger", f"{file} is not a ledger of this project", _KEEP.format(set_aside_command(file))
+                )
+            if version > newest_version():
+                newer = f"{file} was written by a newer version (schema {version}, known: {newest_version()})"
+                return problem("ledger", newer, "install that version again")
+            (sound,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+            if sound != "ok":
+                return problem("ledger", f"{file} is damaged: {sound}", _KEEP.format(set_aside_command(file)))
+            (leases,) = connection.execute("SELECT count(*) FROM leases WHERE ended_ms IS NULL").fetchone()
+    except sqlite3.Error as error:
+        return problem("ledger", f"{file} cannot be read: {error}", _KEEP.format(set_aside_command(file)))
+    return ok("ledger", f"{file} is sound, with {leases} live lease{'' if leases == 1 else 's'}")

@@ -15,20 +15,12 @@ from typing import Any, Final
 
 from jupyter_core.paths import jupyter_config_path
 
-from fractional_gpu.commands.doctor.report import (
-    Finding,
-    note,
-    ok,
-    problem,
-    warning,
-)
+from fractional_gpu.commands.doctor.report import Finding, note, ok, problem, warning
 from fractional_gpu.config import Settings
 from fractional_gpu.core.units import format_fraction
 from fractional_gpu.host.process import PROC
 from fractional_gpu.jupyter.kernel_command import EARLIER_COMMAND, plan_kernel
 from fractional_gpu.jupyter.kernelspecs import InstalledSpec, list_installed
-
-__all__ = ["check_cullers", "check_kernelspecs"]
 
 _INSTALL: Final = "jupyter gpu kernels install"
 _IMPORTS: Final = "import fractional_gpu_kernel, fractional_gpu, ipykernel"

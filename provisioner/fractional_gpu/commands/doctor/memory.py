@@ -16,11 +16,8 @@ from fractional_gpu.commands.doctor.report import Finding, note, ok, problem, wa
 from fractional_gpu.config import Settings
 from fractional_gpu.core.units import format_memory
 from fractional_gpu.gpu.interface import DeviceInfo
-from fractional_gpu.host.memory import headroom, memory_groups, system_headroom
-from fractional_gpu.host.oom import adjustment
+from fractional_gpu.host.memory import adjustment, headroom, memory_groups, system_headroom
 from fractional_gpu.host.process import PROC, owner_uid
-
-__all__ = ["SYS", "check_huge_pages", "check_memory", "check_nodes", "check_oom", "check_swap", "pci_address"]
 
 SYS: Final = Path("/sys")
 _REASON: Final = (

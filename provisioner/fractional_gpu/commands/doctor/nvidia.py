@@ -12,27 +12,14 @@ from types import ModuleType
 from typing import Any, Final
 
 from fractional_gpu.commands.doctor.memory import SYS, check_nodes, pci_address
-from fractional_gpu.commands.doctor.report import (
-    Finding,
-    note,
-    ok,
-    problem,
-    warning,
-)
+from fractional_gpu.commands.doctor.report import Finding, note, ok, problem, warning
 from fractional_gpu.config import Settings
 from fractional_gpu.core.model import Sharing
 from fractional_gpu.core.units import format_memory
 from fractional_gpu.gpu.interface import DeviceInfo, GPUError
 from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor
-from fractional_gpu.gpu.nvidia.support import (
-    MOVING_CUDA_VERSION,
-    driver_refusal,
-    driver_warnings,
-    why_no_bindings,
-)
+from fractional_gpu.gpu.nvidia.support import MOVING_CUDA_VERSION, driver_refusal, driver_warnings, why_no_bindings
 from fractional_gpu.host.process import PROC
-
-__all__ = ["NvidiaReport", "check_nvidia", "check_pools", "cuda_level", "mps_processes"]
 
 SIMULATE: Final = (
     "install NVIDIA's driver; to try things out without a GPU: jupyter gpu demo, or JUPYTER_GPU_SIMULATE=1x2GiB in the environment of "

@@ -29,20 +29,6 @@ from fractional_gpu.commands.terminal.connection import broker_if_running
 from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.protocol.errors import FractionalGPUError
 
-__all__ = [
-    "Finding",
-    "Severity",
-    "as_json",
-    "clean",
-    "exit_code",
-    "note",
-    "ok",
-    "problem",
-    "render",
-    "warning",
-    "write_bundle",
-]
-
 _WIDTH = 118  # characters
 _CHECK_CELLS = 14
 _SEVERITY_CELLS = 7
@@ -62,7 +48,7 @@ _PACKAGES = (
     "cuda-bindings",
     "torch",
 )
-_SECRET = re.compile(r"\b[A-Za-z0-9_-]{40,}\b|(?<=Bearer )\S+|(?<=token=)\S+")
+_SECRET = re.compile(r"(?<![\w-])[\w-]{40,}|(?<=Bearer )\S+|(?<=token=)\S+")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 

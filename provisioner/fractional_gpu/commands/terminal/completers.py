@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
-__all__ = ["DEVICES", "DURATIONS", "FRACTIONS", "KERNELSPECS", "LEASES", "POOLS", "set_completer"]
-
 Completer = Callable[..., Any]
 
 DURATIONS = ("15m", "30m", "1h", "2h")

@@ -7,23 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final, TextIO
 
-from fractional_gpu.client.broker_process import ANSWER_S, claim_holder
-from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.client.client import BrokerClient, SilenceWatch
 from fractional_gpu.client.discovery import ensure_broker, has_restart_file, socket_path
+from fractional_gpu.client.http import ANSWER_S, claim_holder
 from fractional_gpu.client.seat import own_seat
-from fractional_gpu.client.silence import SilenceWatch
 from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.protocol.errors import BrokerUnavailableError
-
-__all__ = [
-    "NO_KERNELS",
-    "RUN_ONE",
-    "add_socket_argument",
-    "broker_if_running",
-    "kernels_of",
-    "running_broker",
-    "say_if_slow",
-]
 
 NO_KERNELS = "so there are no kernels on a GPU; it starts with the first kernel that wants one"
 SLOW_S: Final = 2.0
@@ -61,7 +50,7 @@ def broker_if_running(socket: str | None = None) -> BrokerClient | None:
 
 def kernels_of(socket: str) -> list[int]:
     """Return the processes of kernels that were started with a lease of the broker on this socket: of this user, for root of all users."""
-    from fractional_gpu.broker.recovery.lost_processes import carriers, command_of  # noqa: PLC0415 - heavy, and needed where no broker answers
+    from fractional_gpu.broker.recovery.lost_leases import carriers, command_of  # noqa: PLC0415 - heavy, and needed where no broker answers
 
     try:
         found = carriers(None if os.getuid() == 0 else os.getuid(), socket)

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["CommandError", "UsageError", "parse_argument"]
-
 T = TypeVar("T")
 
 

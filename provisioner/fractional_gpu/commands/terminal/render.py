@@ -5,27 +5,8 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
 from fractional_gpu.core.units import format_duration, format_fraction, format_memory
-from fractional_gpu.protocol.messages import (
-    DeviceStatus,
-    HostStatus,
-    LeaseStatus,
-    SeatWait,
-)
-from fractional_gpu.protocol.states import state_words
-
-__all__ = [
-    "bar",
-    "describe_device",
-    "describe_state",
-    "expected_wait",
-    "lease_name",
-    "render_leases",
-    "render_seats",
-    "render_status",
-    "short_id",
-    "table",
-    "wrap_lines",
-]
+from fractional_gpu.protocol.messages import DeviceStatus, HostStatus, LeaseStatus, SeatWait
+from fractional_gpu.protocol.names import state_words
 
 BAR_CELLS = 24
 MOST_STRANGERS = 3  # named in a device's line

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from fractional_gpu.core.books.records import Account, Lease
 from fractional_gpu.core.model import LeaseSpec, LeaseState
 
-__all__ = ["Accounts", "guaranteed_mib"]
-
 _MOST_FORMER = 4096
 _DAY_MS = 86_400_000
 _PAUSE_MS = 10_000

@@ -8,32 +8,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
-from fractional_gpu.core.model import (
-    DeviceSpec,
-    LeaseSpec,
-    LeaseState,
-    Span,
-)
-
-__all__ = [
-    "Account",
-    "Bucket",
-    "BucketKey",
-    "BucketShape",
-    "CacheShrink",
-    "Device",
-    "Gate",
-    "Lease",
-    "OccupancyKind",
-    "Operation",
-    "Reason",
-    "ShownForecast",
-    "SwapRetries",
-    "Ticket",
-    "UsageMeter",
-    "VictimRanking",
-    "YieldCandidates",
-]
+from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, Span
 
 _MUCH_CHANGED = 8  # more changes than this, beyond one for each holder: ranking the device anew is cheaper
 

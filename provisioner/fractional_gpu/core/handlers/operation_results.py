@@ -1,24 +1,15 @@
 """Results of operations: suspends, resumes, and searches for the truth about quarantined leases."""
 
-from fractional_gpu.core.books.books import Lease, Operation
-from fractional_gpu.core.books.records import Reason
+from fractional_gpu.core.books.records import Lease, Operation, Reason
 from fractional_gpu.core.changes.changes import Changes
 from fractional_gpu.core.effects import LookAgain
-from fractional_gpu.core.events import (
-    ResumeFinished,
-    ResumeOutcome,
-    SuspendFinished,
-    SuspendOutcome,
-    TruthFound,
-)
+from fractional_gpu.core.events import ResumeFinished, ResumeOutcome, SuspendFinished, SuspendOutcome, TruthFound
 from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND
 from fractional_gpu.core.handlers.lifecycle import FOUND, NEEDS_DEVICE, Lifecycle
 from fractional_gpu.core.handlers.resize import Resizer
 from fractional_gpu.core.model import FOUND_FAILED, LeaseState
-from fractional_gpu.core.rules.suspendability import update_suspendability
+from fractional_gpu.core.rules.eligibility import update_suspendability
 from fractional_gpu.core.transitions import Cause
-
-__all__ = ["OperationResults"]
 
 _FIRST_RETRY_MS = 1000  # after a resume that could not start; doubled each time, up to the pool's `retry_refused_ms`
 

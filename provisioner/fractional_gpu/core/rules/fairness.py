@@ -15,21 +15,11 @@ all that the owner is entitled to for ever, while the large one waits. So a tick
 virtual times are, a device does not go to and fro between them (law 5).
 """
 
-from fractional_gpu.core.books.books import Books, Lease
+from fractional_gpu.core.books.books import Books
+from fractional_gpu.core.books.records import Lease
 from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.rules.eligibility import lacks_device
-
-__all__ = [
-    "gate_opens_ms",
-    "goes_before_from_ms",
-    "had_residency_ms",
-    "overtakes_at_ms",
-    "patience_ms",
-    "preemptible_from_ms",
-    "residency_ms",
-    "swap_ms",
-]
 
 _TOGETHER_MS = 1_000  # at least so long a cell waits at its gate for other leases that have to leave, too
 _PATIENCE = 2  # in multiples of the wait that a ticket's share explains

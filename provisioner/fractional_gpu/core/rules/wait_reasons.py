@@ -15,24 +15,10 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 
 from fractional_gpu.core.books.books import Books
-from fractional_gpu.core.books.records import (
-    Lease,
-    OccupancyKind,
-    Reason,
-    Ticket,
-)
+from fractional_gpu.core.books.records import Lease, OccupancyKind, Reason, Ticket
 from fractional_gpu.core.model import FOUND_FAILED, LeaseState
 from fractional_gpu.core.rules.eligibility import eligible_devices, suspendable_from_ms
 from fractional_gpu.core.units import format_duration, format_memory
-
-__all__ = [
-    "FormatTime",
-    "allowed_devices",
-    "display_name",
-    "name_for",
-    "reason_code",
-    "wait_reason",
-]
 
 FormatTime = Callable[[int], str]
 """Returns a time of the arbiter (ms) as a time of day."""

@@ -14,16 +14,12 @@ from planned to what the books themselves count as leaving.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from fractional_gpu.core.books.books import Books, Lease
-from fractional_gpu.core.books.records import Device, OccupancyKind, Reason
+from fractional_gpu.core.books.books import Books
+from fractional_gpu.core.books.records import Device, Lease, OccupancyKind, Reason
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.rules.eligibility import steps_aside
-from fractional_gpu.core.rules.victim_cost import suspend_cost
-from fractional_gpu.core.scheduler.victims import Victims
+from fractional_gpu.core.scheduler.victims import Victims, suspend_cost
 from fractional_gpu.core.units import format_memory
-
-__all__ = ["Capacity", "Plan"]
-
 
 _MOST_COMPARED = 32  # devices where room could be made, those that lack least: comparing 8 gave a third more swaps
 

@@ -23,29 +23,19 @@ from collections.abc import Iterable
 from heapq import heappop, heappush
 from itertools import pairwise
 
-from fractional_gpu.core.books.records import (
-    Bucket,
-    BucketKey,
-    BucketShape,
-    Lease,
-    Reason,
-    Ticket,
-)
+from fractional_gpu.core.books.records import Bucket, BucketKey, BucketShape, Lease, Reason, Ticket
 from fractional_gpu.core.changes.changes import Changes
 from fractional_gpu.core.handlers.resize import Resizer
 from fractional_gpu.core.model import LeaseState
+from fractional_gpu.core.rules.admission import over_limit, victims_of_same_user
 from fractional_gpu.core.rules.fairness import overtakes_at_ms, patience_ms
-from fractional_gpu.core.rules.limits import over_limit, victims_of_same_user
 from fractional_gpu.core.rules.wait_reasons import allowed_devices, name_for, reason_code, wait_reason
 from fractional_gpu.core.scheduler.capacity import Capacity, Plan
-from fractional_gpu.core.scheduler.kept_room import KeptRoom, ticket_need_mib
-from fractional_gpu.core.scheduler.migration import Migrations
+from fractional_gpu.core.scheduler.migration import KeptRoom, Migrations, ticket_need_mib
 from fractional_gpu.core.scheduler.turn_order import BEFORE_SHARES, Turn, TurnOrder, order_of, ticket_of
 from fractional_gpu.core.scheduler.victims import Victims
 from fractional_gpu.core.scheduler.yielding import CellYields
 from fractional_gpu.core.units import format_memory
-
-__all__ = ["QueuePass"]
 
 _MOST_PLANS = 2  # tickets ahead that are promised room while no swap can begin anyway
 _CHANNEL_IN_USE = Reason("wait.swap-channel", "other kernels are being moved first, one after another")

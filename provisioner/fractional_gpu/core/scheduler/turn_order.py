@@ -11,8 +11,6 @@ from heapq import heapify
 from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import Bucket, Lease, Ticket
 
-__all__ = ["BEFORE_SHARES", "Turn", "TurnOrder", "order_of", "ticket_of"]
-
 Turn = tuple[tuple[int, ...], int, Bucket]
 """When it is a ticket's turn, the ticket's place in its bucket, the bucket."""
 BEFORE_SHARES = 4  # elements of a turn before the virtual times

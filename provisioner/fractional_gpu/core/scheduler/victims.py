@@ -1,25 +1,203 @@
-"""Which leases to suspend for a waiting one.
+"""Which leases to suspend for a waiting one, and what that costs.
 
 Idle leases come first, cheapest first (`victim_cost`), and none is taken whose memory is not needed. Busy leases are taken only where the
 pool preempts, and only those that the beneficiary precedes (`fairness`): the lowest priority first, then the one furthest ahead of its
 share. Busy leases that leave at the end of a cell are possible victims in any pool (`yielding`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
-from fractional_gpu.core.books.books import Books, Lease
-from fractional_gpu.core.books.records import OccupancyKind, VictimRanking, YieldCandidates
+from fractional_gpu.core.books.books import Books
+from fractional_gpu.core.books.records import Device, Lease, OccupancyKind, VictimRanking, YieldCandidates
 from fractional_gpu.core.rules.eligibility import lacks_device, steps_aside, suspendable_from_ms
-from fractional_gpu.core.rules.fairness import goes_before_from_ms
-from fractional_gpu.core.rules.victim_cost import (
-    busy_candidates,
-    suspend_cost,
-    victim_ranking,
-    yield_candidates,
-)
+from fractional_gpu.core.rules.fairness import goes_before_from_ms, had_residency_ms, preemptible_from_ms, swap_ms
 
-__all__ = ["Victims"]
+# -- victim cost -------------------------------------------------------------------------------------------------------
+# Which leases of a device may be suspended, cheapest first: kept between decisions, and computed anew only where something changed.
+#
+# The cost of a suspend is the time that the swap takes (dearer where it takes much of the host memory that is left), divided by the time
+# until the lease is expected to run something again. Costs within about a third of each other count as equal; then the least recently used
+# lease comes first.
+#
+# Kept with them: the busy leases of the device, and when each has had its minimum residency. That depends only on the lease and on how
+# long swaps take, so it is computed anew only for leases that changed, or after a swap was learnt from.
+
+
+_COST_HOLDS_MS = 5_000  # a computed cost is used for this long
+_RENEWED_AHEAD_MS = 1_000  # between decisions, costs are renewed so long before they are out of date
+_KEPT_MS = 10_000  # a device's ranking is kept up to date for so long after its last use
+
+
+def suspend_cost(books: Books, lease: Lease) -> int:
+    """Return the cost of suspending the lease, in steps of about a third."""
+    if lease.cost_until_ms <= books.now_ms:
+        lease.cost, lease.cost_until_ms = _step(_cost(books, lease)), books.now_ms + _COST_HOLDS_MS
+    return lease.cost
+
+
+def _cost(books: Books, lease: Lease) -> int:
+    need_mib = lease.host_need_mib
+    dear_milli = 1000 + 1000 * need_mib // max(1, books.host_left_mib - need_mib)
+    # The less host memory would be left, the dearer: up to ten times, so that small leases are taken first when it is short.
+    gap_ms = books.forecasts.gap_left_ms(lease.lease_id, books.now_ms)
+    return swap_ms(books, lease) * min(dear_milli, 10_000) * 1000 // max(1, gap_ms)
+
+
+def _step(cost: int) -> int:
+    """Return a number that is the same for costs within about a third of each other."""
+    bits = cost.bit_length()
+    return 2 * bits + (cost >> (bits - 2) & 1) if bits > 1 else bits
+
+
+def victim_ranking(books: Books, device: Device) -> VictimRanking:
+    """Return the ranking of the device, up to date; some of its leases may have begun to leave in this pass."""
+    found, now_ms = device.victim_ranking, books.now_ms
+    if found is None:
+        found = device.victim_ranking = VictimRanking(
+            changed=dict(device.holders), swaps_learnt=books.forecasts.swaps_learnt
+        )
+    if (
+        found.changed
+        or now_ms >= found.costs_until_ms
+        or (found.next_ready_ms is not None and now_ms >= found.next_ready_ms)
+    ):
+        _renew(books, device, found)
+    found.last_used_ms = now_ms
+    return found
+
+
+def busy_candidates(books: Books, found: VictimRanking) -> Collection[tuple[int, Lease]]:
+    """Return the busy leases on a device that can be saved, and when each has had its minimum residency (`preemptible_from_ms`).
+
+    `found` is the up-to-date ranking of the device.
+    """
+    if found.swaps_learnt != books.forecasts.swaps_learnt:
+        _renew_working(books, found)
+    return found.busy.values()
+
+
+def yield_candidates(books: Books, found: VictimRanking, priority: int) -> YieldCandidates:
+    """Return the busy leases on a device that may be asked to leave at the end of their cells for a ticket of this priority.
+
+    First those that were asked already, then the lowest priorities, then the least cost. `found` is the up-to-date ranking of the device.
+    """
+    leases, now_ms = busy_candidates(books, found), books.now_ms
+    if found.highest_priority > priority:
+        return _yielders(books, [one for one in leases if one[1].spec.priority <= priority])
+    known = found.yield_candidates
+    if known is None or known.costs_until_ms <= now_ms or (known.next_ms is not None and known.next_ms <= now_ms):
+        known = found.yield_candidates = _yielders(books, leases)
+    return known
+
+
+def _yielders(books: Books, leases: Collection[tuple[int, Lease]]) -> YieldCandidates:
+    ready, later_ms = _by_residency(books, leases)
+    order = sorted(
+        [
+            (not lease.gate.closed, lease.spec.priority, suspend_cost(books, lease), lease.lease_id)
+            for lease in ready.values()
+        ]
+    )
+    return YieldCandidates(
+        leases=[ready[lease_id] for *_, lease_id in order],
+        mib=sum([lease.held_mib for lease in ready.values()]),
+        costs_until_ms=min([lease.cost_until_ms for lease in ready.values()], default=books.now_ms + _COST_HOLDS_MS),
+        next_ms=min(later_ms, default=None),
+    )
+
+
+def _by_residency(books: Books, leases: Collection[tuple[int, Lease]]) -> tuple[dict[str, Lease], list[int]]:
+    """Return the leases that may be asked to leave at the end of their cells now, and when each of the others may."""
+    now_ms, ready, later_ms = books.now_ms, dict[str, Lease](), list[int]()
+    for residency_ms, lease in leases:
+        from_ms = lease.gate.open_until_ms if lease.gate.open_until_ms > residency_ms else residency_ms  # noqa: FURB136 - computed for every lease
+        if from_ms <= now_ms:
+            ready[lease.lease_id] = lease
+        else:
+            later_ms.append(from_ms)
+    return ready, later_ms
+
+
+def _renew_working(books: Books, found: VictimRanking) -> None:
+    """Compute all residencies anew, after swaps are expected to take longer, or shorter, than before."""
+    found.swaps_learnt, known = books.forecasts.swaps_learnt, found.yield_candidates
+    found.busy.update([(one, (had_residency_ms(books, lease), lease)) for one, (_, lease) in found.busy.items()])
+    if known is not None:
+        ready, later_ms = _by_residency(books, found.busy.values())
+        same = len(ready) == len(known.leases) and all(lease.lease_id in ready for lease in known.leases)
+        found.yield_candidates = replace(known, next_ms=min(later_ms, default=None)) if same else None
+
+
+def renew_rankings(books: Books) -> None:
+    """Bring the rankings that were used lately up to date between two decisions, so that the next decision need not."""
+    now_ms = books.now_ms
+    for device in books.devices.values():
+        found = device.victim_ranking
+        if found is None:
+            continue
+        if found.last_used_ms + _KEPT_MS < now_ms:
+            device.victim_ranking = None
+        elif found.changed or found.costs_until_ms <= now_ms + _RENEWED_AHEAD_MS:
+            _renew(books, device, found, _RENEWED_AHEAD_MS)
+        if found.swaps_learnt != books.forecasts.swaps_learnt:
+            _renew_working(books, found)
+
+
+def _renew(books: Books, device: Device, found: VictimRanking, ahead_ms: int = 0) -> None:
+    """Rank the leases that changed, or whose time has come, anew."""
+    now_ms, changed, later, ranked = books.now_ms, found.changed, found.later, []
+    for one in found.ranked:
+        lease = one[3]
+        if lease.cost_until_ms <= now_ms + ahead_ms:
+            lease.cost_until_ms = 0
+            changed[lease.lease_id] = lease
+        elif lease.lease_id not in changed:
+            ranked.append(one)
+    if later:
+        changed.update([(lease_id, lease) for lease_id, (at_ms, lease) in later.items() if at_ms <= now_ms])
+    works = found.busy
+    # A changed lease is in at most one of three places: ranked, suspendable later, or busy. It is put there anew.
+    for lease_id, lease in changed.items():
+        later.pop(lease_id, None)
+        from_ms = device_suspendable_from_ms(books, device, lease)
+        if from_ms is not None and from_ms <= now_ms:
+            ranked.append((suspend_cost(books, lease), lease.last_active_ms, lease_id, lease))
+        elif from_ms is not None:
+            later[lease_id] = from_ms, lease
+        at_work_ms = device_preemptible_from_ms(books, device, lease)
+        if at_work_ms is not None:
+            works[lease_id] = at_work_ms, lease
+        else:
+            works.pop(lease_id, None)
+    found.yield_candidates = None
+    found.highest_priority = max([lease.spec.priority for _, lease in works.values()], default=0)
+    ranked.sort()  # no two have the same id, so leases are not compared
+    found.ranked, found.ready = ranked, [one[3] for one in ranked]
+    found.ready_mib = sum([lease.held_mib for lease in found.ready])
+    found.next_ready_ms = min([at_ms for at_ms, _ in later.values()], default=None)
+    found.costs_until_ms = min([one[3].cost_until_ms for one in ranked], default=now_ms + _COST_HOLDS_MS)
+    changed.clear()
+
+
+def device_suspendable_from_ms(books: Books, device: Device, lease: Lease) -> int | None:
+    """Return when a lease on the device may be suspended; None if it is not there, is busy, or cannot be saved."""
+    if lease.occupancy is not OccupancyKind.IDLE or device.lost or lease.lease_id not in device.holders:
+        return None
+    if len(lease.device_ids) > 1 and lacks_device(books, lease):
+        return None
+    return suspendable_from_ms(books.policy(lease), lease)
+
+
+def device_preemptible_from_ms(books: Books, device: Device, lease: Lease) -> int | None:
+    """Return when a busy lease on the device has had its minimum residency; None for any other, and if it cannot be saved."""
+    if lease.occupancy is not OccupancyKind.BUSY or lease.lease_id not in device.holders:
+        return None
+    return preemptible_from_ms(books, lease)
+
+
+# -- victims -----------------------------------------------------------------------------------------------------------
 
 
 class Victims:

@@ -16,14 +16,11 @@ in, together with what is free, leaving or idle. That holds for every `preempt` 
 
 from collections.abc import Sequence
 
-from fractional_gpu.core.books.books import Lease
-from fractional_gpu.core.books.records import BucketKey, OccupancyKind
+from fractional_gpu.core.books.records import BucketKey, Lease, OccupancyKind
 from fractional_gpu.core.changes.changes import Changes
 from fractional_gpu.core.rules.fairness import gate_opens_ms, residency_ms
 from fractional_gpu.core.scheduler.capacity import Capacity, Plan
 from fractional_gpu.core.scheduler.victims import Victims
-
-__all__ = ["CellYields"]
 
 
 class CellYields:

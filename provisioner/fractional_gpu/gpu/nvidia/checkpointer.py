@@ -24,8 +24,6 @@ from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
 from fractional_gpu.gpu.nvidia.support import INSTALL_BINDINGS, MOVING_CUDA_VERSION
 from fractional_gpu.host.process import identify
 
-__all__ = ["NvidiaCheckpointer"]
-
 _SUCCESS: Final = 0
 _NOT_INITIALIZED: Final = 3
 _ENDING_MS: Final = 100

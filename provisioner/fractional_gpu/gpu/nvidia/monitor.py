@@ -40,8 +40,6 @@ from fractional_gpu.gpu.interface import (
 from fractional_gpu.gpu.nvidia.support import driver_refusal, driver_warnings, why_no_bindings
 from fractional_gpu.host.clock import WallClock
 
-__all__ = ["NvidiaMonitor"]
-
 T = TypeVar("T")
 
 _MIB: Final = 1024 * 1024

@@ -11,15 +11,6 @@ import re
 from importlib import metadata
 from typing import Final
 
-__all__ = [
-    "INSTALL_BINDINGS",
-    "MOVING_CUDA_VERSION",
-    "bindings_refusal",
-    "driver_refusal",
-    "driver_warnings",
-    "why_no_bindings",
-]
-
 INSTALL_BINDINGS: Final = "pip install 'jupyter-fractional-gpu[cuda]'"
 MOVING_CUDA_VERSION: Final = 13000  # as cuDriverGetVersion returns it: 1000 * major + 10 * minor
 

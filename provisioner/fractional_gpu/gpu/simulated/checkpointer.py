@@ -22,9 +22,7 @@ from typing import Final
 
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
 from fractional_gpu.gpu.simulated import faults
-from fractional_gpu.gpu.simulated.capacity import available_bytes
-from fractional_gpu.gpu.simulated.context import HELD
-from fractional_gpu.gpu.simulated.gate import shut_gate
+from fractional_gpu.gpu.simulated.context import HELD, available_bytes, shut_gate
 from fractional_gpu.gpu.simulated.monitor import UNABLE, open_store, translated
 from fractional_gpu.gpu.simulated.processes import (
     CLOSED,
@@ -40,8 +38,6 @@ from fractional_gpu.gpu.simulated.processes import (
     settle_if_abandoned,
 )
 from fractional_gpu.gpu.simulated.store import MIB, Device, Store
-
-__all__ = ["NEEDS", "SimulatedCheckpointer", "refusal"]
 
 NEEDS: Final = {
     "lock": ProcessState.RUNNING,

@@ -28,8 +28,7 @@ import time
 from pathlib import Path
 from typing import Final, Self
 
-from fractional_gpu.gpu.simulated.context import Context
-from fractional_gpu.gpu.simulated.gate import SimulatedCudaError, SimulatedOutOfMemory
+from fractional_gpu.gpu.simulated.context import Context, SimulatedCudaError, SimulatedOutOfMemory
 from fractional_gpu.gpu.simulated.processes import find_process
 from fractional_gpu.gpu.simulated.store import Device
 

@@ -16,8 +16,6 @@ from typing import Final
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
 from fractional_gpu.gpu.simulated.store import SimulatedHostError, Store
 
-__all__ = ["OPERATIONS", "Fault", "Strike", "clear", "inject", "listed", "remove", "strike"]
-
 OPERATIONS: Final = ("lock", "checkpoint", "restore", "unlock", "state")
 _POLL_S: Final = 0.005
 

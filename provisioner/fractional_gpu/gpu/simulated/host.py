@@ -16,34 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from fractional_gpu.gpu.simulated.processes import (
-    CLOSED,
-    ON_DEVICE,
-    empty_trash,
-    processes_of,
-    reap,
-    write_gate,
-)
-from fractional_gpu.gpu.simulated.store import (
-    DATABASE,
-    VERSION,
-    Device,
-    Settings,
-    SimulatedHostError,
-    Store,
-)
-
-__all__ = [
-    "MAX_DEVICES",
-    "SimulatedHost",
-    "choose_directory",
-    "create",
-    "destroy",
-    "lose_device",
-    "open_host",
-    "parse_devices",
-    "return_device",
-]
+from fractional_gpu.gpu.simulated.processes import CLOSED, ON_DEVICE, empty_trash, processes_of, reap, write_gate
+from fractional_gpu.gpu.simulated.store import DATABASE, VERSION, Device, Settings, SimulatedHostError, Store
 
 MAX_DEVICES: Final = 64
 _MAX_MIB: Final = 16 << 20  # 16 TiB

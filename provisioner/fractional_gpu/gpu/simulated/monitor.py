@@ -30,8 +30,6 @@ from fractional_gpu.gpu.simulated.processes import (
 from fractional_gpu.gpu.simulated.store import MIB, SimulatedHostError, Store
 from fractional_gpu.host.clock import since_boot_us
 
-__all__ = ["UNABLE", "SimulatedMonitor", "open_store", "translated"]
-
 _SETTLE_US: Final = 100_000  # a thread between two pieces of work begins the next one within this time
 _REAP_S: Final = 10.0
 _LONGEST_WORK_US: Final = 86_400_000_000  # of one call: a day

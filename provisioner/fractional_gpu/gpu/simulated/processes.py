@@ -23,29 +23,6 @@ from typing import Final
 
 from fractional_gpu.gpu.simulated.store import Store
 
-__all__ = [
-    "CLOSED",
-    "ON_DEVICE",
-    "OPEN",
-    "WANTED",
-    "WORK",
-    "Process",
-    "current_key",
-    "find_process",
-    "forget",
-    "lock_file",
-    "open_gate",
-    "operation_lock",
-    "processes_of",
-    "read_gate",
-    "reap",
-    "settle",
-    "settle_if_abandoned",
-    "swapping",
-    "users_of",
-    "write_gate",
-]
-
 OPEN: Final = b"O"  # calls pass
 WORK: Final = "work"  # a file of the process; its modification time is the time since boot at which its work on the device ends or ended
 WANTED: Final = b"W"  # a lock waits for the calls in flight; new ones are held

@@ -15,8 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["DATABASE", "MIB", "VERSION", "Device", "Settings", "SimulatedHostError", "Store"]
-
 MIB: Final = 1 << 20
 VERSION: Final = 1
 DATABASE: Final = "host.sqlite"

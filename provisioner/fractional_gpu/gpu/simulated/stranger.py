@@ -12,8 +12,6 @@ import sys
 from fractional_gpu.gpu.simulated import cuda
 from fractional_gpu.gpu.simulated.store import MIB
 
-__all__ = ["main"]
-
 
 def main(arguments: list[str]) -> int:
     """Hold the memory until standard input ends; 1 when it cannot be had, 2 for arguments that are not understood."""
