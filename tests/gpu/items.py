@@ -45,11 +45,13 @@ class NotHereError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Where an item runs, and how large its things are, MiB."""
+    """Where an item runs, how large its things are, MiB, and its patience, seconds."""
 
     backend: str  # `nvidia` or `simulated:DIRECTORY`
     small_mib: int = 256
     large_mib: int = 8192
+    hangs_s: float = 5.0  # a call that has not answered by then hangs
+    steady_s: float = 3.0  # a state that is not one of moving has this long to change
 
     @property
     def simulated(self) -> bool:
@@ -192,7 +194,7 @@ def _be_one(item: Item, options: argparse.Namespace) -> int:
 
     setting = Setting(backend=options.backend)
     if options.small or setting.simulated:
-        setting = Setting(backend=options.backend, small_mib=16, large_mib=48)
+        setting = Setting(backend=options.backend, small_mib=16, large_mib=48, hangs_s=1, steady_s=0.5)
     try:
         item.act(setting, note)
     except NotHereError as error:

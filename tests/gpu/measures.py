@@ -91,7 +91,7 @@ def margin(setting: Setting, note: Note) -> None:
     low, high, tries = _LOWEST_MIB, _HIGHEST_MIB, 9
     with setting.hold() as filler:
         filler.ask(_START_S, do="hold", mib=1, cached_mib=0)
-        for held_mib in (4 * setting.small_mib, setting.large_mib):
+        for held_mib in sorted({4 * setting.small_mib, max(4 * setting.small_mib, setting.large_mib)}):
             rows: list[dict[str, Any]] = []
 
             def restored(beyond_mib: float, held_mib: int = held_mib, rows: list[dict[str, Any]] = rows) -> bool | None:

@@ -354,13 +354,14 @@ def stopped(setting: Setting, note: Note) -> None:
         holder.signal(signal.SIGSTOP)
         for call in ("state", "thread"):
             with setting.caller() as caller:  # one that hangs cannot be asked the next
-                note(f"{call} while stopped", tried(partial(caller.ask, 5, call=call, pid=holder.pid)))
+                note(f"{call} while stopped", tried(partial(caller.ask, setting.hangs_s, call=call, pid=holder.pid)))
         with setting.caller() as caller:
             try:
-                note("lock while stopped", caller.ask(6, call="lock", pid=holder.pid, timeout_ms=1000))
+                within_s = setting.hangs_s + 1
+                note("lock while stopped", caller.ask(within_s, call="lock", pid=holder.pid, timeout_ms=1000))
                 late = False
             except SilentError:
-                note("lock while stopped", "no answer within 6 s of a lock with a limit of 1 s")
+                note("lock while stopped", f"no answer within {within_s:g} s of a lock with a limit of 1 s")
                 late = True
             begun = time.perf_counter()
             holder.signal(signal.SIGCONT)

@@ -19,7 +19,6 @@ _ANSWER_S: Final = 60.0
 _LONG_S: Final = 60.0
 _STATE_S: Final = 15.0
 _SETTLE_S: Final = 20.0
-_STEADY_S: Final = 3.0  # a state that is not one of moving has this long to change
 _POLL_S: Final = 0.1
 _SMALL_MIB: Final = 64
 _KILLED_AT: Final = (0.2, 0.6)  # of the time that the call takes undisturbed
@@ -87,7 +86,7 @@ def _kill_at(setting: Setting, phase: str, after_s: float, found: dict[str, Any]
                 found["caller gone"] = gone(caller.pid, _SETTLE_S)
         with setting.caller() as second:
             found["states"] = []
-            state = _states(second, holder, found["states"])
+            state = _states(setting, second, holder, found["states"])
             found["device_mib"] = sees(setting.backend, holder.pid)
             found["recovery"] = {}
             _recover(second, holder, state, found["recovery"])
@@ -96,7 +95,7 @@ def _kill_at(setting: Setting, phase: str, after_s: float, found: dict[str, Any]
     found["process gone after SIGKILL"] = gone(pid, _SETTLE_S)
 
 
-def _states(caller: Talker, holder: Talker, seen: list[dict[str, Any]]) -> object:
+def _states(setting: Setting, caller: Talker, holder: Talker, seen: list[dict[str, Any]]) -> object:
     """Note the states that the target goes through until one stays, and return that. A state that cannot be read is one, too."""
     begun = time.monotonic()
     last: object = None
@@ -105,7 +104,7 @@ def _states(caller: Talker, holder: Talker, seen: list[dict[str, Any]]) -> objec
         last = answer["value"] if answer["result"] == 0 else answer["name"]
         if not seen or seen[-1]["state"] != last:
             seen.append({"after_s": round(time.monotonic() - begun, 2), "state": last})
-        if last not in _MOVING and time.monotonic() - begun > _STEADY_S:
+        if last not in _MOVING and time.monotonic() - begun > setting.steady_s:
             break
         time.sleep(_POLL_S)
     return last

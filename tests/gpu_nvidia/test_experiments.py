@@ -103,7 +103,7 @@ def test_questions_about_a_stopped_process_have_time_limits(double: DriverDouble
     status, rows = run("tests.gpu.questions", tmp_path, "--only=stopped", double=double)
     assert status == 0, rows
     saw = rows["stopped"]["saw"]
-    assert saw["lock while stopped"] == "no answer within 6 s of a lock with a limit of 1 s"
+    assert saw["lock while stopped"] == "no answer within 2 s of a lock with a limit of 1 s"
     assert saw["the lock after it goes on"]["result"] == 0
     assert saw["intact"] is True
 
