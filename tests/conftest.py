@@ -8,7 +8,7 @@ import re
 import signal
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -33,6 +33,24 @@ def _own_state() -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="jfg-state-") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", folder)
         yield
+
+
+# -- what tests share --------------------------------------------------------------------------------------------------------
+
+_FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    item.stash[_FAILED] = report.failed or item.stash.get(_FAILED, False)
+    return report
+
+
+@pytest.fixture
+def has_failed(request: pytest.FixtureRequest) -> Callable[[], bool]:
+    """Whether the test has failed so far: what it shared is not used again then."""
+    return lambda: request.node.stash.get(_FAILED, False)
 
 
 # -- several processes (pytest -n) -----------------------------------------------------------------------------------------

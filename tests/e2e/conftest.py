@@ -1,20 +1,20 @@
 """Worlds for end-to-end tests; when a test fails, its world's logs are printed with the failure."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import pytest
 
+from tests.support.kept import Kept
+from tests.support.pair import Pair
 from tests.support.shared_server import SharedServer
 from tests.support.world import Server, World, new_world
-
-_FAILED = pytest.StashKey[bool]()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    item.stash[_FAILED] = report.failed or item.stash.get(_FAILED, False)
-    world = getattr(item, "funcargs", {}).get("world")
+    given = getattr(item, "funcargs", {})
+    world = given["pair"].world if isinstance(given.get("pair"), Pair) else given.get("world")
     if report.failed and isinstance(world, World) and world.folder.exists():
         report.sections.extend((f"{name} of the test's world", text) for name, text in world.logs().items())
     return report
@@ -28,7 +28,7 @@ def shared_server() -> Iterator[SharedServer]:
 
 
 @pytest.fixture
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
+def world(request: pytest.FixtureRequest, has_failed: Callable[[], bool]) -> Iterator[World]:
     if "shared_server" not in request.fixturenames:  # the test asks for no server, or its file has another one
         with new_world() as made:
             yield made
@@ -36,7 +36,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
     shared = request.getfixturevalue("shared_server")
     with shared.borrowed() as lent:
         yield lent
-        if request.node.stash.get(_FAILED, False):
+        if has_failed():
             shared.close()
 
 
@@ -49,3 +49,10 @@ def server(world: World, shared_server: SharedServer) -> Iterator[Server]:
         return
     with Server(world) as started:
         yield started
+
+
+@pytest.fixture
+def pair(kept_pair: Kept[Pair], has_failed: Callable[[], bool]) -> Iterator[Pair]:
+    """The two kernels of a file that has a `kept_pair`."""
+    with kept_pair.taken(has_failed) as lent:
+        yield lent

@@ -1,7 +1,12 @@
 """A kernel whose threads or children work on the GPU is not idle, although no cell runs."""
 
+from collections.abc import Iterator
+
 import pytest
 
+from tests.support.kept import Kept
+from tests.support.pair import Pair, new_pair
+from tests.support.stories import CHECK
 from tests.support.world import Notebook, Server, World, until
 
 WORKER = """
@@ -31,23 +36,28 @@ def waits_for(world: World, second: Notebook, first: Notebook) -> bool:
     return lease.reason == "wait.busy-neighbour" and world.lease(first.kernel_id).working
 
 
+@pytest.fixture(scope="module")
+def kept_pair() -> Iterator[Kept[Pair]]:
+    with Kept(new_pair) as kept:
+        yield kept
+
+
 @pytest.mark.parametrize(
     ("begin", "end"),
     [(THREAD, "stop.set(); thread.join()"), (CHILD, "child.kill(); child.wait()")],
     ids=["thread", "child"],
 )
-def test_nobody_takes_the_place_of_a_kernel_that_works_in_the_background(
-    world: World, server: Server, begin: str, end: str
-) -> None:
-    (name,) = world.install(750)
-    first, second = server.start(name), server.start(name)
-    first.must(HOLD + WORKER + begin)
-    cell = second.send(HOLD)
+def test_nobody_takes_the_place_of_a_kernel_that_works_in_the_background(pair: Pair, begin: str, end: str) -> None:
+    world = pair.world
+    first, second = pair.ready()
+    first.must(WORKER + begin)
+    before = world.lease(first.kernel_id).suspends
+    cell = second.send(CHECK)
     until(lambda: waits_for(world, second, first), "the second kernel waits for the first one's background work")
-    assert world.lease(first.kernel_id).suspends == 0
+    assert world.lease(first.kernel_id).suspends == before
     first.must(end)
-    assert second.wait(cell).status == "ok"
-    assert world.await_state(first.kernel_id, "suspended").suspends == 1
+    assert second.wait(cell).text == "intact\n"
+    assert world.await_state(first.kernel_id, "suspended").suspends == before + 1
 
 
 def test_work_in_the_background_keeps_the_idle_time_from_beginning(world: World, server: Server) -> None:
@@ -61,10 +71,10 @@ def test_work_in_the_background_keeps_the_idle_time_from_beginning(world: World,
     world.await_state(notebook.kernel_id, "suspended")
 
 
-def test_who_asks_for_a_suspend_gets_it_between_two_pieces_of_work(world: World, server: Server) -> None:
-    (name,) = world.install(250)
-    notebook = server.start(name)
-    notebook.must(HOLD + WORKER.replace("launch(5)", "launch(0.01)") + THREAD)
+def test_who_asks_for_a_suspend_gets_it_between_two_pieces_of_work(pair: Pair) -> None:
+    world = pair.world
+    notebook, _ = pair.ready()
+    notebook.must(WORKER.replace("launch(5)", "launch(0.01)") + THREAD)
     until(lambda: world.lease(notebook.kernel_id).working, "the work is seen")
     with world.client() as client:
         assert client.suspend(world.lease(notebook.kernel_id).lease_id).state == "suspended"

@@ -2,13 +2,17 @@
 
 import json
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
-from fractional_gpu.gpu.simulated import faults
 from fractional_gpu.gpu.simulated.processes import processes_of
 from fractional_gpu.gpu.simulated.store import Store
+from tests.support.kept import Kept
+from tests.support.pair import Pair, new_pair
 from tests.support.stories import CHECK, fill
+from tests.support.victims import stopped_or_traced
 from tests.support.world import Notebook, Server, World, until
 
 CHILD = """
@@ -27,6 +31,7 @@ code = {CHILD!r} + "work(sys.stdin, lambda line: print(line, flush=True))"
 child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options)
 ask = lambda: (child.stdin.write("\\n"), child.stdin.flush())
 answer = lambda: child.stdout.readline().strip()
+end = lambda: child.communicate()
 """
 FORK = f"""
 import multiprocessing
@@ -41,12 +46,18 @@ child = multiprocessing.get_context("fork").Process(target=forked, args=(other,)
 child.start()
 ask = lambda: pipe.send("")
 answer = lambda: pipe.recv()
+end = lambda: child.join()
 """
 CHILDREN = {
     "subprocess": "options = {}" + SUBPROCESS,
     "session of its own": "options = {'start_new_session': True}" + SUBPROCESS,
     "fork": FORK,
 }
+BEGIN = """
+assert answer() == "ready"
+ask()
+child_digest = answer()
+"""
 TOUCHING = """
 class Touching:
     __doc__ = property(lambda self: str(buffer.read(1)))
@@ -68,14 +79,10 @@ thread.start()
 """
 
 
-def two_kernels(world: World, server: Server) -> tuple[Notebook, Notebook]:
-    """Two kernels that do not fit together, of which the first was suspended for the second."""
-    (name,) = world.install(750)
-    first, second = server.start(name), server.start(name)
-    first.must(fill(1))
-    second.must(fill(2))
-    world.await_state(first.kernel_id, "suspended")
-    return first, second
+@pytest.fixture(scope="module")
+def kept_pair() -> Iterator[Kept[Pair]]:
+    with Kept(new_pair) as kept:
+        yield kept
 
 
 def phases(world: World) -> list[str]:
@@ -119,10 +126,10 @@ def test_gpu_suspend_in_a_cell_with_other_work_comes_after_the_work(world: World
     assert notebook.must(CHECK).text == "intact\n"
 
 
-def test_a_silent_execute_brings_the_memory_back(world: World, server: Server) -> None:
-    first, second = two_kernels(world, server)
+def test_a_silent_execute_brings_the_memory_back(pair: Pair) -> None:
+    first, second = pair.ready()
     assert first.wait(first.send("silent_result = buffer.sha256() == digest", silent=True)).status == "ok"
-    assert world.lease(first.kernel_id).state == "resident"
+    assert pair.world.lease(first.kernel_id).state == "resident"
     assert first.must("print(silent_result)").text == "True\n"
     assert second.must(CHECK).text == "intact\n"
 
@@ -135,41 +142,30 @@ with provisionalcompleter():
 """
 
 
-def test_completion_on_a_suspended_kernel_answers_at_once_and_leaves_it_suspended(world: World, server: Server) -> None:
-    first, second = two_kernels(world, server)
+def test_completion_on_a_suspended_kernel_answers_at_once_and_leaves_it_suspended(pair: Pair) -> None:
+    first, second = pair.ready()
     first.must(WARM_COMPLETION)
     answer = first.ask("complete_request", {"code": "buffer.rea", "cursor_pos": 10})
     assert "read" in " ".join(answer["matches"])
-    assert world.lease(first.kernel_id).state == "suspended"
+    assert pair.world.lease(first.kernel_id).state == "suspended"
     assert second.must(CHECK).text == "intact\n"
 
 
 @pytest.mark.parametrize("kind", ["complete_request", "inspect_request"])
-def test_completion_and_inspection_that_touch_the_gpu_bring_the_memory_back(
-    world: World, server: Server, kind: str
-) -> None:
-    (name,) = world.install(750)
-    first = server.start(name)
-    first.must(fill(1) + TOUCHING)
-    second = server.start(name)
-    second.must(fill(2))
-    world.await_state(first.kernel_id, "suspended")
+def test_completion_and_inspection_that_touch_the_gpu_bring_the_memory_back(pair: Pair, kind: str) -> None:
+    first, second = pair.ready(TOUCHING)
     code = "touching.found" if kind == "complete_request" else "touching"
     begun = time.monotonic()
     answer = first.ask(kind, {"code": code, "cursor_pos": len(code), "detail_level": 0})
     assert answer["status"] == "ok"
     assert time.monotonic() - begun < 15  # it is noticed after a moment, not at some later look
-    world.await_state(first.kernel_id, "resident")
+    pair.world.await_state(first.kernel_id, "resident")
     assert first.must(CHECK).text == "intact\n"
     assert second.must(CHECK).text == "intact\n"
 
 
-def test_a_background_thread_is_held_while_suspended_and_goes_on_afterwards(world: World, server: Server) -> None:
-    (name,) = world.install(750)
-    first, second = server.start(name), server.start(name)
-    first.must(fill(1) + IN_THREAD)
-    second.must(fill(2))
-    world.await_state(first.kernel_id, "suspended")
+def test_a_background_thread_is_held_while_suspended_and_goes_on_afterwards(pair: Pair) -> None:
+    first, second = pair.ready(IN_THREAD)
     counted = [first.must("%%cpu\nprint(count)").text for _ in range(3)]
     assert len(set(counted)) == 1
     assert second.must(CHECK).text == "intact\n"
@@ -179,14 +175,11 @@ def test_a_background_thread_is_held_while_suspended_and_goes_on_afterwards(worl
 
 
 @pytest.mark.parametrize("kind", CHILDREN)
-def test_a_child_process_is_suspended_and_resumed_with_its_kernel(world: World, server: Server, kind: str) -> None:
-    (name,) = world.install(750)
-    first, second = server.start(name), server.start(name)
-    first.must(fill(1) + CHILDREN[kind])
-    assert first.must("print(answer())").text == "ready\n"
-    digest = first.must("ask()\nprint(answer())").text
-    second.must(fill(2))
-    lease = world.await_state(first.kernel_id, "suspended")
+def test_a_child_process_is_suspended_and_resumed_with_its_kernel(pair: Pair, kind: str) -> None:
+    world = pair.world
+    first, second = pair.ready(CHILDREN[kind] + BEGIN)
+    digest = first.must("%%cpu\nprint(child_digest)").text
+    lease = world.lease(first.kernel_id)
     assert phases(world) == ["device", "saved", "saved"]
     assert lease.saved_mib >= 16 + 8
     first.must("%%cpu\nask()")  # the child tries to use the GPU, and is held
@@ -195,28 +188,37 @@ def test_a_child_process_is_suspended_and_resumed_with_its_kernel(world: World, 
     assert first.must(CHECK).text == "intact\n"
     world.await_state(second.kernel_id, "suspended")
     assert phases(world) == ["device", "device", "saved"]
+    first.must("child.kill()\nend()")
+
+
+@pytest.fixture(scope="module")
+def kept_brisk_pair() -> Iterator[Kept[Pair]]:
+    """Two kernels whose pool tries a refused suspend again after a second."""
+    pools = {"default": {"preempt": "priorities", "retry_refused": "1s", "min_residency": "1s"}}
+    with Kept(partial(new_pair, f"c.GPUBroker.pools = {pools}")) as kept:
+        yield kept
 
 
 @pytest.mark.parametrize("step", ["lock", "checkpoint", "restore"])
-def test_a_cell_that_starts_in_the_middle_of_a_swap_loses_nothing(world: World, step: str) -> None:
-    world.configure(
-        "c.GPUBroker.pools = {'default': {'preempt': 'priorities', 'retry_refused': '1s', 'min_residency': '1s'}}"
-    )
-    with Server(world) as server:
-        first, second = two_kernels(world, server)
+def test_a_cell_that_starts_in_the_middle_of_a_swap_loses_nothing(
+    kept_brisk_pair: Kept[Pair], has_failed: Callable[[], bool], step: str
+) -> None:
+    with kept_brisk_pair.taken(has_failed) as pair:
+        world = pair.world
+        first, second = pair.ready()
         if step != "restore":
             assert first.must(CHECK).text == "intact\n"  # now the second one is suspended
-        faults.inject(world.simulated_folder, step, "slow:1000")
-        asking = second if step != "restore" else first
-        other = first if step != "restore" else second
-        cell = asking.send(CHECK)
-        if step == "restore":
-            world.await_state(asking.kernel_id, "resuming")
-        else:
-            world.await_state(other.kernel_id, "suspending")
-        meanwhile = other.send(CHECK)
-        assert other.wait(meanwhile).text == "intact\n"
-        assert asking.wait(cell).text == "intact\n"
+        with stopped_or_traced(world, step, "slow:1000"):
+            asking = second if step != "restore" else first
+            other = first if step != "restore" else second
+            cell = asking.send(CHECK)
+            if step == "restore":
+                world.await_state(asking.kernel_id, "resuming")
+            else:
+                world.await_state(other.kernel_id, "suspending")
+            meanwhile = other.send(CHECK)
+            assert other.wait(meanwhile).text == "intact\n"
+            assert asking.wait(cell).text == "intact\n"
         for notebook in (first, second):
             assert notebook.must(CHECK).text == "intact\n"
         assert "failed" not in phases(world)
@@ -240,12 +242,8 @@ def test_an_interrupt_reaches_a_cell_that_said_it_needs_no_gpu_and_is_blocked_on
     assert second.must(CHECK).text == "intact\n"
 
 
-def test_a_kernel_that_was_blocked_by_its_finished_work_becomes_idle_again(world: World, server: Server) -> None:
+def test_a_kernel_that_was_blocked_by_its_finished_work_becomes_idle_again(pair: Pair) -> None:
     """GPU work that a cell left running in a thread delays the suspend, and does not break it."""
-    (name,) = world.install(750)
-    first, second = server.start(name), server.start(name)
-    first.must(fill(1) + "import threading\nthreading.Thread(target=cuda.launch, args=(1.0,), daemon=True).start()")
-    second.must(fill(2))
-    world.await_state(first.kernel_id, "suspended")
+    first, _ = pair.ready("import threading\nthreading.Thread(target=cuda.launch, args=(1.0,), daemon=True).start()")
     assert first.must(CHECK).text == "intact\n"
-    assert until(lambda: "saved" in phases(world), "the second one is suspended for the first")
+    assert until(lambda: "saved" in phases(pair.world), "the second one is suspended for the first")

@@ -1,8 +1,13 @@
 """A kernel that waits in `input()` keeps no neighbour waiting, and has the GPU again before its cell goes on."""
 
 import json
+from collections.abc import Iterator
+
+import pytest
 
 from tests.e2e.test_background_work import CHILD
+from tests.support.kept import Kept
+from tests.support.pair import Pair, new_pair
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World, until
 
@@ -10,62 +15,67 @@ ASK = "text = input('go on? ')\n"
 BUSY = "import os, time\nopen('running', 'w').close()\nwhile not os.path.exists('go'): time.sleep(0.01)"
 
 
-def two(world: World, server: Server) -> tuple[Notebook, Notebook]:
-    """Two kernels that do not fit together, and the first has bytes on the device."""
-    (name,) = world.install(1000)
-    first, second = server.start(name), server.start(name)
-    first.must(fill(1, 16))
+@pytest.fixture(scope="module")
+def kept_pair() -> Iterator[Kept[Pair]]:
+    with Kept(new_pair) as kept:
+        yield kept
+
+
+def two(pair: Pair) -> tuple[Notebook, Notebook]:
+    """Two kernels that do not fit together; the first one's bytes are on the device, the second one's in host memory."""
+    first, second = pair.ready()
+    assert first.must(CHECK).text == "intact\n"
     return first, second
 
 
-def test_a_neighbour_has_the_device_while_a_cell_waits_for_input_which_goes_on_with_its_bytes(
-    world: World, server: Server
-) -> None:
-    first, second = two(world, server)
+def test_a_neighbour_has_the_device_while_a_cell_waits_for_input_which_goes_on_with_its_bytes(pair: Pair) -> None:
+    first, second = two(pair)
     cell = first.send(ASK + CHECK, stdin=True)
     assert first.prompted() == "go on? "
     second.must(fill(2, 16))
-    assert world.lease(first.kernel_id).state == "suspended"
+    assert pair.world.lease(first.kernel_id).state == "suspended"
     first.answer("yes")
     assert first.wait(cell).text == "intact\n"
     assert first.must("print(text)").text == "yes\n"
     assert second.must(CHECK).text == "intact\n"
 
 
-def test_the_answer_waits_for_its_turn_and_says_so_and_an_interrupt_ends_the_wait(world: World, server: Server) -> None:
-    first, second = two(world, server)
+def test_the_answer_waits_for_its_turn_and_says_so_and_an_interrupt_ends_the_wait(pair: Pair) -> None:
+    first, second = two(pair)
     cell = first.send(ASK + CHECK, stdin=True)
     first.prompted()
     busy = second.send(BUSY)
-    until((world.notebooks / "running").exists, "the neighbour's cell runs")
+    until((pair.world.notebooks / "running").exists, "the neighbour's cell runs")
     first.answer("yes")
-    until(lambda: world.lease(first.kernel_id).position == 1, "the answer has a ticket")
+    until(lambda: pair.world.lease(first.kernel_id).position == 1, "the answer has a ticket")
     while "waits for the GPU" not in str(json.loads(first.socket.recv())["content"]):
         pass
     first.interrupt()
     assert first.wait(cell).error.startswith("KeyboardInterrupt")
-    until(lambda: world.lease(first.kernel_id).position is None, "the ticket is withdrawn")
-    (world.notebooks / "go").touch()
+    until(lambda: pair.world.lease(first.kernel_id).position is None, "the ticket is withdrawn")
+    (pair.world.notebooks / "go").touch()
     assert second.wait(busy).status == "ok"
     assert first.must(CHECK).text == "intact\n"
 
 
-def test_an_interrupt_instead_of_an_answer_ends_the_cell_at_once(world: World, server: Server) -> None:
-    first, second = two(world, server)
+def test_an_interrupt_instead_of_an_answer_ends_the_cell_at_once(pair: Pair) -> None:
+    first, second = two(pair)
     cell = first.send(ASK, stdin=True)
     first.prompted()
     busy = second.send(BUSY)
-    until((world.notebooks / "running").exists, "the neighbour's cell runs")
+    until((pair.world.notebooks / "running").exists, "the neighbour's cell runs")
     first.interrupt()
     assert first.wait(cell).error.startswith("KeyboardInterrupt")
-    (world.notebooks / "go").touch()
+    (pair.world.notebooks / "go").touch()
     assert second.wait(busy).status == "ok"
     assert first.must(CHECK).text == "intact\n"
 
 
 def test_a_kernel_whose_child_works_while_its_cell_waits_for_input_is_not_idle(world: World, server: Server) -> None:
     world.configure("c.GPUBroker.pools = {'default': {'preempt': 'never'}}")
-    first, second = two(world, server)
+    (name,) = world.install(1000)
+    first, second = server.start(name), server.start(name)
+    first.must(fill(1, 16))
     asking = first.send(CHILD + ASK + CHECK, stdin=True)
     first.prompted()
     cell = second.send(fill(2, 16))
@@ -77,24 +87,22 @@ def test_a_kernel_whose_child_works_while_its_cell_waits_for_input_is_not_idle(w
     assert second.wait(cell).status == "ok"
 
 
-def test_a_kernel_that_waits_for_input_without_the_gpu_is_idle_too(world: World, server: Server) -> None:
-    first, second = two(world, server)
+def test_a_kernel_that_waits_for_input_without_the_gpu_is_idle_too(pair: Pair) -> None:
+    first, second = two(pair)
     cell = first.send(f"%%cpu\n{ASK}", stdin=True)
     first.prompted()
     second.must(fill(2, 16))
     first.answer("yes")
     assert first.wait(cell).status == "ok"
-    assert world.lease(first.kernel_id).state == "suspended"
+    assert pair.world.lease(first.kernel_id).state == "suspended"
     assert first.must(CHECK).text == "intact\n"
 
 
-def test_a_kernel_that_is_shut_down_while_it_waits_for_input_without_its_share_leaves_nothing(
-    world: World, server: Server
-) -> None:
-    first, second = two(world, server)
+def test_a_kernel_that_is_shut_down_while_it_waits_for_input_without_its_share_leaves_nothing(pair: Pair) -> None:
+    first, second = two(pair)
     first.send(ASK, stdin=True)
     first.prompted()
     second.must(fill(2, 16))
     first.shut_down()
     assert second.must(CHECK).text == "intact\n"
-    until(lambda: [lease.kernel_id for lease in world.status().leases] == [second.kernel_id], "its lease is over")
+    until(lambda: [lease.kernel_id for lease in pair.world.status().leases] == [second.kernel_id], "its lease is over")

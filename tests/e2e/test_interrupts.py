@@ -11,6 +11,8 @@ import pytest
 
 from fractional_gpu.gpu.simulated import faults
 from fractional_gpu.protocol.messages import LeaseStatus
+from tests.support.kept import Kept
+from tests.support.pair import Pair, new_pair
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World, until
 
@@ -35,6 +37,7 @@ class Holder:
     def close(self) -> None:
         """Let the cell end, if it has not."""
         self._writer.close()
+        self._pipe.unlink(missing_ok=True)
 
     def let_go(self) -> None:
         """Let the cell end, and wait for it."""
@@ -72,22 +75,28 @@ def seconds(action: Callable[[], object]) -> float:
     return time.monotonic() - begun
 
 
-def reconnected(server: Server, notebook: Notebook) -> Notebook:
-    """A fresh line to a kernel that was restarted: the old one may not be subscribed again yet."""
-    notebook.close()
-    return server.connect(notebook.kernel_id)
+@pytest.fixture(scope="module")
+def kept_pair() -> Iterator[Kept[Pair]]:
+    with Kept(new_pair) as kept:
+        yield kept
 
 
 @pytest.fixture
-def held(world: World, server: Server) -> Iterator[tuple[Holder, Notebook]]:
+def world(pair: Pair) -> World:
+    return pair.world
+
+
+@pytest.fixture
+def server(pair: Pair) -> Server:
+    return pair.server
+
+
+@pytest.fixture
+def held(pair: Pair) -> Iterator[tuple[Holder, Notebook]]:
     """Two kernels that do not fit together: the first holds the device with a running cell, the second is suspended."""
-    (name,) = world.install(750)
-    first, second = server.start(name), server.start(name)
-    second.must(fill(2))
-    first.must(fill(1))
-    world.await_state(second.kernel_id, "suspended")
-    holder = Holder(world, first)
-    yield holder, second
+    suspended, resident = pair.ready()
+    holder = Holder(pair.world, resident)
+    yield holder, suspended
     holder.close()
 
 
@@ -167,7 +176,7 @@ def test_restarting_a_suspended_kernel_takes_as_long_as_any_and_keeps_its_lease(
     assert (after.state, after.saved_mib) == ("unarmed", 0)
     assert world.status().host_saved_mib == 0
     holder.let_go()
-    second = reconnected(server, second)
+    second = server.connect(second.kernel_id)  # the old line may not be subscribed again yet
     assert second.must("print('buffer' in globals())").text == "False\n"
     second.must(fill(4))
     assert second.must(CHECK).text == "intact\n"

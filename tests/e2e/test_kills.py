@@ -10,12 +10,13 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
 
 import pytest
 
 from fractional_gpu.gpu.simulated import faults
 from fractional_gpu.protocol.messages import LeaseStatus
+from tests.support.kept import Kept
 from tests.support.stories import CHECK, fill
 from tests.support.victims import (
     await_held,
@@ -40,16 +41,6 @@ c.GPUBroker.pools = {"default": {"devices": ["0"], "retry_refused": "200ms", "un
 """
 
 
-@pytest.fixture
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    """Two devices that hold one kernel each, in a pool of their own. Its parameter: when leases without a process end."""
-    with new_world("2x128MiB") as made:
-        made.configure(CONFIG.replace("TTL", repr(getattr(request, "param", "1m"))))
-        yield made
-        if made.simulated_folder.exists():
-            faults.clear(made.simulated_folder)
-
-
 class Pair:
     """Two kernels with data that take turns on one device, and a third that runs a cell on the other one all the time."""
 
@@ -59,16 +50,20 @@ class Pair:
         (other,) = world.install(750, pool="other")
         self.stop = world.folder / "stop"
         self.bystander = server.start(other)
-        self.bystander.must(fill(3, MIB))
+        self.bystander.must(fill(3))
+        self.resident, self.suspended = server.start(name), server.start(name)
+        self.suspended.must(fill(1, MIB))
+        self.resident.must(fill(2, MIB))
+
+    def begin(self) -> None:
+        """Begin the bystander's cell; the pair is at rest then."""
+        self.world.await_state(self.suspended.kernel_id, "suspended")
+        self.stop.unlink(missing_ok=True)
         self.endless = self.bystander.send(
             "import os, time\nlooks = 0\nwhile not os.path.exists("
             f"{str(self.stop)!r}):\n    assert hashlib.sha256(buffer.read()).hexdigest() == digest\n    looks += 1\n"
             "    time.sleep(0.5)"  # it is there to be undisturbed, not to take a processor from the others
         )
-        self.resident, self.suspended = server.start(name), server.start(name)
-        self.suspended.must(fill(1, MIB))
-        self.resident.must(fill(2, MIB))
-        world.await_state(self.suspended.kernel_id, "suspended")
 
     def begin_turn(self) -> str:
         """Run a cell in the suspended kernel; the other one has to make room."""
@@ -81,21 +76,100 @@ class Pair:
         self.resident, self.suspended = self.suspended, self.resident
 
     def finish(self) -> None:
-        """Check everybody's data, the bystander's undisturbed cell and the books; then shut all down."""
+        """Check everybody's data, the bystander's undisturbed cell and the books; the pair is at rest then."""
         for notebook in (self.suspended, self.resident):
             assert notebook.must(CHECK).text == "intact\n"
         self.stop.touch()
         assert self.bystander.wait(self.endless).status == "ok"
         assert self.bystander.must("print(looks > 0)").text == "True\n"
-        settled(self.world)
-        for notebook in (self.bystander, self.suspended, self.resident):
+        status = settled(self.world)
+        assert {lease.kernel_id for lease in status.leases} == {one.kernel_id for one in self._notebooks}
+
+    @property
+    def _notebooks(self) -> tuple[Notebook, ...]:
+        return self.bystander, self.suspended, self.resident
+
+    def end(self) -> None:
+        """Shut all of them down. Fails if a lease or a reservation is left."""
+        for notebook in self._notebooks:
             notebook.shut_down()
         until(lambda: released(self.world), "every lease and every reservation is gone")
 
 
+class Stage:
+    """A world of two devices that hold one kernel each, in a pool of their own, with a server and, once asked for, the pair."""
+
+    def __init__(self, world: World, server: Server, config: str) -> None:
+        self.world = world
+        self.server = server
+        self.config = config
+        self._pair: Pair | None = None
+
+    def pair(self) -> Pair:
+        """Return the pair at rest, with the bystander's cell under way."""
+        if self._pair is None:
+            self._pair = Pair(self.world, self.server)
+        self._pair.begin()
+        return self._pair
+
+    def clear(self) -> None:
+        """End the pair and the broker. Fails if a lease or a reservation is left."""
+        if self._pair is not None:
+            self._pair.end()
+            self._pair = None
+        self.server.clear()
+        self.world.end_broker()
+        self.world.configure(self.config)
+
+
+@contextmanager
+def new_stage(*, unattached_ttl: str = "1m") -> Iterator[Stage]:
+    """A stage that ends with the block, whatever hangs in it."""
+    config = CONFIG.replace("TTL", repr(unattached_ttl))
+    with new_world("2x128MiB") as world:
+        world.configure(config)
+        with Server(world) as server:
+            try:
+                yield Stage(world, server, config)
+            finally:
+                if world.simulated_folder.exists():
+                    faults.clear(world.simulated_folder)
+
+
+@pytest.fixture(scope="module")
+def kept_stage() -> Iterator[Kept[Stage]]:
+    with Kept(new_stage) as kept:
+        yield kept
+
+
 @pytest.fixture
-def pair(world: World, server: Server) -> Pair:
-    return Pair(world, server)
+def stage(kept_stage: Kept[Stage], has_failed: Callable[[], bool]) -> Iterator[Stage]:
+    """The stage of this file's tests: each leaves the pair as `Pair.finish` says, after any number of brokers and workers."""
+    with kept_stage.taken(has_failed) as stage:
+        yield stage
+
+
+@pytest.fixture
+def world(stage: Stage) -> World:
+    return stage.world
+
+
+@pytest.fixture
+def server(stage: Stage) -> Server:
+    return stage.server
+
+
+@pytest.fixture
+def pair(stage: Stage) -> Pair:
+    return stage.pair()
+
+
+@pytest.fixture
+def empty(stage: Stage) -> Iterator[None]:
+    """The stage without kernels and broker, and again at the end."""
+    stage.clear()
+    yield
+    stage.clear()
 
 
 # -- at rest -------------------------------------------------------------------------------------------------------------
@@ -144,23 +218,6 @@ def test_a_kernel_killed_at_rest_leaves_no_reservation(world: World, server: Ser
     second.must(fill(5, MIB))
     pair.resident, pair.suspended = second, first
     pair.finish()
-
-
-@pytest.mark.usefixtures("pair")
-@pytest.mark.parametrize("world", ["4s"], indirect=True)
-def test_a_killed_server_takes_its_kernels_along_and_their_reservations(world: World, server: Server) -> None:
-    leases = world.status().leases
-    descriptors = [os.pidfd_open(lease.pid) for lease in leases if lease.pid is not None]
-    assert len(descriptors) == 3
-    server.stop(signal.SIGKILL)
-    for descriptor in descriptors:
-        wait_for_end(descriptor)
-    until(lambda: released(world), "every lease and every reservation is gone")
-    with Server(world) as second:
-        notebook = second.start("fractional-gpu-default-750")
-        notebook.must(fill(6, MIB))
-        assert notebook.must(CHECK).text == "intact\n"
-        notebook.shut_down()
 
 
 # -- in the middle of a swap ---------------------------------------------------------------------------------------------------
@@ -219,21 +276,6 @@ def _new_broker_waits_for_the_orphan(world: World, old: int | None) -> None:
     assert not any(device.over_committed for device in status.devices)
 
 
-def test_a_worker_that_hangs_without_its_broker_ends_itself(world: World, server: Server) -> None:
-    """The next broker gets its turn at the old one's deadline, and the cell that waits for it goes on."""
-    config = Path(world.folder / "config" / "jupyter_gpu_config.py")
-    config.write_text(config.read_text() + 'c.GPUBroker.checkpoint_deadline = "4s"\n')
-    pair = Pair(world, server)
-    with stopped_or_traced(world, "checkpoint", "hang"):
-        cell = pair.begin_turn()
-        await_held(world)
-        orphans = workers(world)
-        kill_all(brokers(world))
-        pair.end_turn(cell)
-        assert workers(world) != orphans
-    pair.finish()
-
-
 @pytest.mark.parametrize(
     ("operation", "fault"), [("lock", "late"), ("checkpoint", "hang"), ("restore", "late"), ("unlock", "hang")]
 )
@@ -262,21 +304,6 @@ def test_a_kernel_killed_in_its_swap_frees_everything_and_disturbs_nobody(
     pair.finish()
 
 
-@pytest.mark.parametrize("world", ["4s"], indirect=True)
-@pytest.mark.parametrize(("operation", "fault"), [("checkpoint", "hang"), ("restore", "late")])
-def test_a_server_killed_in_a_swap_leaves_nothing_behind(
-    world: World, server: Server, pair: Pair, operation: str, fault: str
-) -> None:
-    descriptors = [os.pidfd_open(lease.pid) for lease in world.status().leases if lease.pid is not None]
-    with stopped_or_traced(world, operation, fault):
-        pair.begin_turn()
-        await_held(world)
-        server.stop(signal.SIGKILL)
-        for descriptor in descriptors:
-            wait_for_end(descriptor)
-    until(lambda: released(world), "every lease and every reservation is gone")
-
-
 def _restarted(world: World, notebook: Notebook, old: int) -> LeaseStatus:
     """Wait until Jupyter has started a killed kernel again."""
 
@@ -291,6 +318,33 @@ def _again(server: Server, notebook: Notebook) -> Notebook:
     """A fresh line to a kernel that Jupyter started again."""
     notebook.close()
     return server.connect(notebook.kernel_id)
+
+
+# -- the server is killed ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "step", [None, ("checkpoint", "hang"), ("restore", "late")], ids=["rest", "checkpoint", "restore"]
+)
+def test_a_killed_server_takes_its_kernels_along_and_their_reservations(step: tuple[str, str] | None) -> None:
+    with new_stage(unattached_ttl="4s") as stage:
+        world, pair = stage.world, stage.pair()
+        descriptors = [os.pidfd_open(lease.pid) for lease in world.status().leases if lease.pid is not None]
+        assert len(descriptors) == 3
+        with stopped_or_traced(world, *step) if step else nullcontext():
+            if step:
+                pair.begin_turn()
+                await_held(world)
+            stage.server.stop(signal.SIGKILL)
+            for descriptor in descriptors:
+                wait_for_end(descriptor)
+        until(lambda: released(world), "every lease and every reservation is gone")
+        if step:
+            return
+        with Server(world) as second:
+            notebook = second.start("fractional-gpu-default-750")
+            notebook.must(fill(6, MIB))
+            assert notebook.must(CHECK).text == "intact\n"
 
 
 # -- cells that wait ---------------------------------------------------------------------------------------------------------
@@ -337,7 +391,26 @@ def test_a_broker_told_to_stop_finishes_what_it_began(world: World, pair: Pair, 
     pair.finish()
 
 
-def test_twenty_starters_at_once_end_up_with_one_broker(world: World) -> None:
+# -- brokers that start ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("empty")
+def test_a_worker_that_hangs_without_its_broker_ends_itself(stage: Stage, world: World) -> None:
+    """The next broker gets its turn at the old one's deadline, and the cell that waits for it goes on."""
+    world.configure(stage.config + 'c.GPUBroker.checkpoint_deadline = "4s"\n')
+    pair = stage.pair()
+    with stopped_or_traced(world, "checkpoint", "hang"):
+        cell = pair.begin_turn()
+        await_held(world)
+        orphans = workers(world)
+        kill_all(brokers(world))
+        pair.end_turn(cell)
+        assert workers(world) != orphans
+    pair.finish()
+
+
+@pytest.mark.usefixtures("empty")
+def test_starters_at_once_end_up_with_one_broker(world: World) -> None:
     command = [
         sys.executable,
         "-P",
@@ -348,7 +421,7 @@ def test_twenty_starters_at_once_end_up_with_one_broker(world: World) -> None:
         "--socket",
         world.socket,
     ]
-    for number in (20, 4):
+    for number in (8, 4):
         starters = [subprocess.Popen(command, env=world.environment, stderr=subprocess.PIPE) for _ in range(number)]
         for starter in starters:
             _, complaint = starter.communicate(timeout=120)
@@ -359,6 +432,7 @@ def test_twenty_starters_at_once_end_up_with_one_broker(world: World) -> None:
         world.kill_broker()  # and again over what a killed one leaves behind
 
 
+@pytest.mark.usefixtures("empty")
 def test_nothing_is_granted_before_the_ledger_holds_it(world: World, server: Server) -> None:
     """A kernel that was let in, and a broker killed before that was written down: the next one would give the room away again."""
     (name,) = world.install(750)
@@ -380,6 +454,7 @@ def test_nothing_is_granted_before_the_ledger_holds_it(world: World, server: Ser
         notebook.shut_down()
 
 
+@pytest.mark.usefixtures("empty")
 def test_a_kernel_that_was_let_in_and_has_not_touched_the_device_keeps_its_room(world: World, server: Server) -> None:
     (name,) = world.install(750)
     first, second = server.start(name), server.start(name)
@@ -396,6 +471,7 @@ def test_a_kernel_that_was_let_in_and_has_not_touched_the_device_keeps_its_room(
         notebook.shut_down()
 
 
+@pytest.mark.usefixtures("empty")
 def test_a_broker_killed_in_a_move_remembers_where_the_checkpoint_was_made(world: World, server: Server) -> None:
     """Restored onto the device where its room is, not onto the one it came from, which is full: that would be fatal."""
     world.configure('c.GPUBroker.pools = {"default": {"may_move": True, "retry_refused": "200ms"}}')

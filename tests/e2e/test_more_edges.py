@@ -11,11 +11,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from fractional_gpu.ledger.ledger import Ledger
+from tests.support.kept import Kept
+from tests.support.pair import Pair, new_pair
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World, until
 
@@ -37,14 +40,10 @@ threading.Thread(target=be_stuck, daemon=True).start()
 """
 
 
-def two_kernels(world: World, server: Server, mib: int = 16) -> tuple[Notebook, Notebook]:
-    """Two kernels that do not fit together, of which the first was suspended for the second."""
-    (name,) = world.install(750)
-    first, second = server.start(name), server.start(name)
-    first.must(fill(1, mib))
-    second.must(fill(2, mib))
-    world.await_state(first.kernel_id, "suspended")
-    return first, second
+@pytest.fixture(scope="module")
+def kept_pair() -> Iterator[Kept[Pair]]:
+    with Kept(new_pair) as kept:
+        yield kept
 
 
 def occupy(notebook: Notebook, world: World) -> str:
@@ -80,13 +79,9 @@ def resident_kib(pid: int) -> int:
     return int(found[1])
 
 
-def test_a_resume_that_is_given_up_leaves_a_blocked_kernel_its_place(world: World, server: Server) -> None:
-    (name,) = world.install(750)
-    first = server.start(name)
-    first.must(fill(1) + LOOKING)
-    second = server.start(name)
-    second.must(fill(2))
-    world.await_state(first.kernel_id, "suspended")
+def test_a_resume_that_is_given_up_leaves_a_blocked_kernel_its_place(pair: Pair) -> None:
+    world = pair.world
+    first, second = pair.ready(LOOKING)
     busy = occupy(second, world)
     looks = threading.Thread(
         target=first.ask, args=("inspect_request", {"code": "touching", "cursor_pos": 8, "detail_level": 0})
@@ -132,8 +127,9 @@ def test_an_interrupted_kernel_that_is_blocked_goes_before_those_that_wait(world
     assert first.must(CHECK).text == "intact\n"
 
 
-def test_a_cell_that_waits_is_told_when_its_lease_is_taken_away(world: World, server: Server) -> None:
-    first, second = two_kernels(world, server)
+def test_a_cell_that_waits_is_told_when_its_lease_is_taken_away(pair: Pair) -> None:
+    world = pair.world
+    first, second = pair.ready()
     busy = occupy(second, world)
     cell = first.send(CHECK)
     assert f"{world.lease(second.kernel_id).label} is running a cell" in sentence(first)
@@ -237,15 +233,15 @@ def test_a_kernel_started_by_a_kernel_has_a_share_of_its_own(world: World, serve
     assert outer.must(CHECK).text == "intact\n"
 
 
-def test_a_suspended_kernel_may_fork(world: World, server: Server) -> None:
-    first, second = two_kernels(world, server)
+def test_a_suspended_kernel_may_fork(pair: Pair) -> None:
+    first, second = pair.ready()
     answer = first.must(
         "%%cpu\n"
         "import multiprocessing\n"
         "with multiprocessing.get_context('fork').Pool(2) as pool: print(pool.map(abs, [-1, -2]))"
     )
     assert answer.text == "[1, 2]\n"
-    assert world.lease(first.kernel_id).state == "suspended"
+    assert pair.world.lease(first.kernel_id).state == "suspended"
     assert first.must(CHECK).text == "intact\n"
     assert second.must(CHECK).text == "intact\n"
 
@@ -263,9 +259,10 @@ def test_a_suspended_kernel_whose_python_is_stuck_gets_its_memory_back(world: Wo
     assert notebook.must(CHECK).text == "intact\n"
 
 
-def test_turns_leave_nothing_behind_in_kernels_and_broker(world: World, server: Server) -> None:
+def test_turns_leave_nothing_behind_in_kernels_and_broker(pair: Pair) -> None:
     turns = int(os.environ.get("TURNS", "40"))
-    first, second = two_kernels(world, server, mib=4)
+    world = pair.world
+    first, second = pair.ready(mib=4)
     broker = world.broker_pid()
     assert broker is not None
     pids = [broker, *(int(one.must("import os; print(os.getpid())").text) for one in (first, second))]
@@ -289,8 +286,9 @@ def test_turns_leave_nothing_behind_in_kernels_and_broker(world: World, server: 
     assert max(grown) < 8 * 1024 + 64 * turns, f"broker, first and second kernel grew by {grown} KiB"
 
 
-def test_a_broker_without_descriptors_lives_and_recovers(world: World, server: Server) -> None:
-    first, second = two_kernels(world, server)
+def test_a_broker_without_descriptors_lives_and_recovers(pair: Pair) -> None:
+    world = pair.world
+    first, second = pair.ready()
     broker = world.broker_pid()
     assert broker is not None
     limits = resource.prlimit(broker, resource.RLIMIT_NOFILE)
@@ -315,20 +313,18 @@ def test_a_broker_without_descriptors_lives_and_recovers(world: World, server: S
     assert world.broker_pid() == broker
 
 
-@pytest.mark.parametrize("simulate", ["2x1GiB", "1x2GiB"])
-def test_a_broker_for_other_devices_does_not_take_over_suspended_kernels(
-    world: World, server: Server, simulate: str
-) -> None:
-    first, second = two_kernels(world, server)
-    world.kill_broker()
-    other = subprocess.run(
-        [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "broker", "--detach"]  # noqa: RUF005 - two short lines
-        + ["--socket", world.socket, "--simulate", simulate],
-        env=world.environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert other.returncode == 1, other
+def test_a_broker_for_other_devices_does_not_take_over_suspended_kernels(pair: Pair) -> None:
+    first, second = pair.ready()
+    pair.world.kill_broker()
+    for simulate in ("2x1GiB", "1x2GiB"):
+        other = subprocess.run(
+            [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "broker", "--detach"]  # noqa: RUF005 - two short lines
+            + ["--socket", pair.world.socket, "--simulate", simulate],
+            env=pair.world.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert other.returncode == 1, (simulate, other)
     assert first.must(CHECK).text == "intact\n"
     assert second.must(CHECK).text == "intact\n"

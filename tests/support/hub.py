@@ -303,11 +303,6 @@ class HubServer(Server):
         self._refused = False
         self._notebooks: list[Notebook] = []
 
-    def hang_up(self) -> None:
-        """Close the notebooks' connections."""
-        for notebook in self._notebooks:
-            notebook.close()
-
     def reconnect(self, notebook: Notebook) -> Notebook:
         """Return a notebook on the same kernel after its connection broke (a proxy was restarted)."""
         with suppress(OSError):

@@ -306,11 +306,15 @@ class Server:
         """Whether it runs, and has started every kernel that it was to start."""
         return self.process.poll() is None and not self._refused
 
-    def clear(self) -> None:
-        """Shut every kernel down, and hang up."""
+    def hang_up(self) -> None:
+        """Close every connection to a kernel."""
         for notebook in self._notebooks:
             notebook.close()
         self._notebooks.clear()
+
+    def clear(self) -> None:
+        """Shut every kernel down, and hang up."""
+        self.hang_up()
         for session in self.request("GET", "api/sessions"):
             self.request("DELETE", f"api/sessions/{session['id']}")
         for kernel in self.request("GET", "api/kernels"):
@@ -318,8 +322,7 @@ class Server:
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """End the server and reap it."""
-        for notebook in self._notebooks:
-            notebook.close()
+        self.hang_up()
         if self._refused and self.process.poll() is None:
             # A Jupyter server that once failed to start a kernel never ends on a signal while others live: it looks for that one.
             for kernel in self.request("GET", "api/kernels"):
