@@ -18,6 +18,7 @@ from fractional_gpu.jupyter.kernelspecs import PROVISIONER_NAME
 from tests.support import tiny_kernel
 from tests.support.managed import client_of, entered, must
 from tests.support.paths import ROOT
+from tests.support.shared_server import SharedServer
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World
 
@@ -36,13 +37,17 @@ def bare_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(home / "bin" / "python")
 
 
-@pytest.fixture
-def server(world: World) -> Iterator[Server]:
-    """A server on which every kernel without a stanza is ours: three quarters of the one device."""
+def ours_by_default(world: World) -> None:
+    """Have every kernel without a stanza be ours: three quarters of the one device."""
     world.environment["JUPYTER_DEFAULT_PROVISIONER_NAME"] = PROVISIONER_NAME
     world.environment["JUPYTER_GPU_DEFAULT_FRACTION"] = "3/4"
-    with Server(world) as started:
-        yield started
+
+
+@pytest.fixture(scope="module")
+def shared_server() -> Iterator[SharedServer]:
+    shared = SharedServer(ours_by_default)
+    yield shared
+    shared.close()
 
 
 def write_spec(world: World, name: str, argv: list[str], **fields: object) -> str:

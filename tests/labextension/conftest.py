@@ -12,7 +12,8 @@ import websocket
 
 import fractional_gpu_kernel.server
 from fractional_gpu_kernel.server.follower import NOTICE_ID, STATE_ID
-from tests.support.world import DEADLINE_S, Server, World, new_world
+from tests.support.shared_server import SharedServer
+from tests.support.world import DEADLINE_S, Server, World
 
 State = dict[str, Any]
 CONFIG = Path(fractional_gpu_kernel.server.__file__).with_name("jupyter-fractional-gpu.json")
@@ -71,17 +72,27 @@ def page_of(server: Server) -> Iterator[Page]:
         page.socket.close()
 
 
-@pytest.fixture
-def world() -> Iterator[World]:
-    with new_world() as made:
-        enable(made)
-        yield made
+@pytest.fixture(scope="session")
+def shared_server() -> Iterator[SharedServer]:
+    """A server with the extension, whose world is emptied after each test."""
+    shared = SharedServer(enable)
+    yield shared
+    shared.close()
 
 
 @pytest.fixture
-def server(world: World) -> Iterator[Server]:
-    with Server(world) as started:
-        yield started
+def world(shared_server: SharedServer, has_failed: Callable[[], bool]) -> Iterator[World]:
+    with shared_server.borrowed() as lent:
+        yield lent
+        if has_failed():
+            shared_server.close()
+
+
+@pytest.fixture
+def server(world: World, shared_server: SharedServer) -> Server:
+    started = shared_server.server_of(world)
+    assert started is not None
+    return started
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """One Jupyter server for many tests: between two of them its world becomes as it was, except for the server's own process."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +16,9 @@ _OF_THE_SERVER = ("jpserver-*", "jupyter_cookie_secret")
 class SharedServer:
     """Starts a world with a server when the first test borrows it, and another one after a test that failed or ended the server."""
 
-    def __init__(self) -> None:
+    def __init__(self, prepare: Callable[[World], object] = lambda _: None) -> None:
+        """`prepare` is called before a server starts."""
+        self._prepare = prepare
         self._lent: tuple[World, Server] | None = None
 
     @contextmanager
@@ -24,7 +26,7 @@ class SharedServer:
         """Lend the world for one test. Fails, as a world's end does, if a process is left that still uses the simulated host."""
         with self._closed_on_error():
             if self._lent is None:
-                self._lent = _new()
+                self._lent = self._new()
             world, server = self._lent
             environment = dict(world.environment)
             yield world
@@ -35,6 +37,15 @@ class SharedServer:
             world.end_broker()
             _empty(world.folder)
             world.environment = environment
+
+    def _new(self) -> tuple[World, Server]:
+        world = World.new()
+        try:
+            self._prepare(world)
+            return world, Server(world)
+        except BaseException:
+            world.close()
+            raise
 
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:
@@ -57,15 +68,6 @@ class SharedServer:
                 server.stop()
             finally:
                 world.close()
-
-
-def _new() -> tuple[World, Server]:
-    world = World.new()
-    try:
-        return world, Server(world)
-    except BaseException:
-        world.close()
-        raise
 
 
 def _empty(folder: Path) -> None:
