@@ -253,6 +253,11 @@ class DriverDouble:
         self._settings |= _texts(others)
         self._write()
 
+    def reset(self) -> None:
+        """Play DEFAULTS again; the devices and the driver stay as they are."""
+        self._settings |= _texts(DEFAULTS)
+        self._write()
+
     def set_device(self, index: int, **values: object) -> None:
         """Change what NVML tells of one device: extra_mib, samples, fails, busy_percent ... A negative number is "not supported"."""
         unknown = sorted(set(values) - _OF_DEVICES)

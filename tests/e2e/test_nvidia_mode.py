@@ -10,14 +10,16 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from itertools import product
 from typing import Final
 
 import pytest
 
 from fractional_gpu.protocol.errors import ConflictError, FractionalGPUError
+from tests.support.kept import Kept
 from tests.support.nvidia_mode import (
     CHECK,
     CONTEXT_MIB,
@@ -59,12 +61,40 @@ SAMPLE: Final = {
 }
 
 
+Served = tuple[NvidiaMode, Server]
+
+
+@contextmanager
+def served(driver: str, devices: int) -> Iterator[Served]:
+    """A broker and a server in NVIDIA mode."""
+    with nvidia_mode(driver=driver, devices=devices) as mode:
+        mode.world.start_broker()
+        with Server(mode.world) as server:
+            yield mode, server
+
+
+@pytest.fixture(scope="module")
+def kept_modes() -> Iterator[dict[tuple[str, int], Kept[Served]]]:
+    """By driver and number of devices, what this file's tests use one after another: brokers and servers go on, kernels do not."""
+    with ExitStack() as stack:
+        yield {key: stack.enter_context(Kept(partial(served, *key))) for key in product(("570", "580"), (1, 2, 3))}
+
+
 @pytest.fixture
-def mode(request: pytest.FixtureRequest) -> Iterator[NvidiaMode]:
-    """One device, driver 580. Its parameter: the driver, or the driver and how many devices."""
-    driver, devices = getattr(request, "param", ("580", 1))
-    with nvidia_mode(driver=driver, devices=devices) as made:
-        yield made
+def lent(
+    request: pytest.FixtureRequest, kept_modes: dict[tuple[str, int], Kept[Served]], has_failed: Callable[[], bool]
+) -> Iterator[Served]:
+    """One device, driver 580. The parameter of `mode`: another driver, and how many devices."""
+    with kept_modes[getattr(request, "param", ("580", 1))].taken(has_failed) as (mode, server):
+        yield mode, server
+        if not has_failed():
+            server.clear()
+            mode.reset()
+
+
+@pytest.fixture
+def mode(lent: Served) -> NvidiaMode:
+    return lent[0]
 
 
 @pytest.fixture
@@ -73,13 +103,11 @@ def world(mode: NvidiaMode) -> World:
 
 
 @pytest.fixture
-def server(world: World) -> Iterator[Server]:
-    world.start_broker()
-    with Server(world) as started:
-        yield started
+def server(lent: Served) -> Server:
+    return lent[1]
 
 
-on_each_driver = pytest.mark.parametrize("mode", [("570", 1), ("580", 1)], indirect=True, ids=["570", "580"])
+on_each_driver = pytest.mark.parametrize("lent", [("570", 1), ("580", 1)], indirect=True, ids=["570", "580"])
 
 
 @contextmanager
@@ -101,39 +129,30 @@ def asked(mode: NvidiaMode, notebook: Notebook) -> Iterator[None]:
 # -- before the first kernel -------------------------------------------------------------------------------------------------
 
 
-@on_each_driver
-def test_doctor_and_broker_try_a_checkpoint_and_the_doctor_says_whether_kernels_can_move(
-    mode: NvidiaMode, request: pytest.FixtureRequest
-) -> None:
-    said = run_command(mode.world, "doctor", "--json")
-    findings = {one["check"]: one for one in json.loads(said.stdout)["findings"]}
-    assert findings["checkpoint"]["severity"] == findings["process-use"]["severity"] == "ok", said.stdout
-    assert "saved and brought back" in findings["checkpoint"]["finding"]
-    assert mode.calls("cuCheckpointProcessRestore")
-    assert ("moving" in findings) is (request.node.callspec.id == "570")
-    if "moving" in findings:
-        assert (findings["moving"]["severity"], "driver 580" in findings["moving"]["advice"]) == ("note", True)
-    mode.world.start_broker()
-    until(lambda: "tried on a process of our own: it works" in mode.world.logs()["broker.log"], "the broker tried")
-    assert len(mode.calls("cuCheckpointProcessRestore")) == 2
-    until(
-        lambda: {one.pid for one in mode.double.processes()} <= set(mode.workers()), "the processes tried on are gone"
-    )
+@pytest.mark.parametrize("driver", ["570", "580"])
+def test_doctor_and_broker_try_a_checkpoint_and_the_doctor_says_whether_kernels_can_move(driver: str) -> None:
+    with nvidia_mode(driver=driver) as mode:
+        said = run_command(mode.world, "doctor", "--json")
+        findings = {one["check"]: one for one in json.loads(said.stdout)["findings"]}
+        assert findings["checkpoint"]["severity"] == findings["process-use"]["severity"] == "ok", said.stdout
+        assert "saved and brought back" in findings["checkpoint"]["finding"]
+        assert mode.calls("cuCheckpointProcessRestore")
+        assert ("moving" in findings) is (driver == "570")
+        if "moving" in findings:
+            assert (findings["moving"]["severity"], "driver 580" in findings["moving"]["advice"]) == ("note", True)
+        mode.world.start_broker()
+        until(lambda: "tried on a process of our own: it works" in mode.world.logs()["broker.log"], "the broker tried")
+        assert len(mode.calls("cuCheckpointProcessRestore")) == 2
+        until(
+            lambda: {one.pid for one in mode.double.processes()} <= set(mode.workers()),
+            "the processes tried on are gone",
+        )
 
 
 # -- turns and moves -----------------------------------------------------------------------------------------------------------
 
 
-@on_each_driver
-def test_two_kernels_that_do_not_fit_together_take_turns(mode: NvidiaMode, server: Server) -> None:
-    pair = Pair(mode, server)
-    for _ in range(3):
-        pair.end_turn(pair.begin_turn())
-        pair.saved()
-    mode.settled()
-
-
-@pytest.mark.parametrize("mode", [("580", 3)], indirect=True, ids=["580"])
+@pytest.mark.parametrize("lent", [("580", 3)], indirect=True, ids=["580"])
 def test_a_move_gives_the_driver_a_pair_for_every_device_and_loses_no_byte(mode: NvidiaMode, server: Server) -> None:
     notebook = mode.start(server)
     notebook.must(fill(1))
@@ -154,7 +173,7 @@ def test_a_move_gives_the_driver_a_pair_for_every_device_and_loses_no_byte(mode:
         assert notebook.must(CHECK).text == "intact\n"
 
 
-@pytest.mark.parametrize("mode", [("570", 2)], indirect=True, ids=["570"])
+@pytest.mark.parametrize("lent", [("570", 2)], indirect=True, ids=["570"])
 def test_a_driver_that_cannot_move_kernels_is_given_as_the_reason_and_the_kernel_stays(
     mode: NvidiaMode, server: Server
 ) -> None:
@@ -172,11 +191,15 @@ def test_a_driver_that_cannot_move_kernels_is_given_as_the_reason_and_the_kernel
 
 
 @on_each_driver
-def test_a_kill_at_any_step_of_a_turn_loses_nothing(
+def test_turns_keep_every_byte_and_a_kill_at_any_step_of_one_loses_nothing(
     mode: NvidiaMode, server: Server, request: pytest.FixtureRequest
 ) -> None:
     driver = request.node.callspec.id
     pair = Pair(mode, server)
+    for _ in range(2):
+        pair.end_turn(pair.begin_turn())
+        pair.saved()
+    mode.settled()
     every = [(name, late, victim) for (name, late), victim in product(MOMENTS, VICTIMS)]
     for name, late, victim in every if ALL_KILLS else SAMPLE[driver]:
         with mode.held(CALLS[name], late=late) as await_held:
@@ -188,6 +211,7 @@ def test_a_kill_at_any_step_of_a_turn_loses_nothing(
         pair.end_turn(cell)
         mode.settled()
     pair.end_turn(pair.begin_turn())
+    pair.saved()
     assert len(mode.brokers()) == len(mode.workers()) == 1
 
 
@@ -225,7 +249,7 @@ def test_a_kernel_that_outlives_its_callers_death_has_all_its_bytes(
     notebook = mode.start(server)
     notebook.must(fill(1))
     victims = list(VICTIMS.values())
-    turn = request.node.callspec.indices["mode"]
+    turn = request.node.callspec.indices["lent"]
     for number, (operation, ending) in enumerate(product(("checkpoint", "restore"), ("back", "done"))):
         mode.double.set(caller_death=ending)
         reply = notebook.wait(die_in_the_middle(mode, notebook, operation, of=victims[1 + (number + turn) % 2]))
@@ -234,9 +258,9 @@ def test_a_kernel_that_outlives_its_callers_death_has_all_its_bytes(
 
 
 @pytest.mark.parametrize(
-    ("mode", "operation", "victim"),
+    ("lent", "operation", "victim"),
     [(("570", 1), "checkpoint", "both"), (("580", 1), "restore", "worker")],
-    indirect=["mode"],
+    indirect=["lent"],
     ids=["570-checkpoint", "580-restore"],
 )
 def test_a_kernel_that_failed_with_its_caller_is_left_alone_and_its_user_is_told(

@@ -65,11 +65,18 @@ class NvidiaMode:
         del world.environment["JUPYTER_GPU_SIMULATE"]
         world.configure(CONFIG)
         self.double = DriverDouble(world.folder / "driver", devices, driver=driver)
-        self.double.set(context_mib=CONTEXT_MIB, reserved_mib=0)
+        self._driver = driver
+        self.reset()
         given = self.double.environment()
         nvml = python_path("nvidia-ml-py", newest("nvidia-ml-py"))
         paths = (given.pop("PYTHONPATH"), str(nvml), world.environment["PYTHONPATH"])
         world.environment |= {**given, "PYTHONPATH": os.pathsep.join(paths)}
+
+    def reset(self) -> None:
+        """Let the double play what it plays at the start; its devices are as they were."""
+        self.double.clear_faults()
+        self.double.reset()
+        self.double.set(driver=self._driver, context_mib=CONTEXT_MIB, reserved_mib=0)
 
     def start(self, server: Server) -> Notebook:
         """Start a kernel."""
