@@ -86,13 +86,13 @@ def ended() -> Iterator[list[Demo]]:
 
 
 def test_the_demonstration_keeps_its_promise_and_leaves_nothing(temporary: Path, ended: list[Demo]) -> None:
-    demo = Demo(temporary, "--check", "--json", "--simulate", "1x512MiB")
+    demo = Demo(temporary, "--check", "--json", "--simulate", "1x256MiB")
     ended.append(demo)
     demo.until_it_says("tenant-b: cell 7 of 7")
     code, out = demo.end()
     assert code == 0, "".join(demo.said)
     result = json.loads(out)
-    assert result["device"] == {"name": "Simulated GPU 512 MiB", "simulated": True, "memory_mib": 512}
+    assert result["device"] == {"name": "Simulated GPU 256 MiB", "simulated": True, "memory_mib": 256}
     assert [kernel["kernelspec"] for kernel in result["kernels"]] == ["fractional-gpu-default-750"] * 2
     for kernel in result["kernels"]:
         assert kernel["fraction_milli"] == 750

@@ -164,4 +164,9 @@ def test_an_idle_suspension_is_announced_beneath_the_last_cell_and_a_pin_is_a_ve
         assert world.lease(notebook.kernel_id).pinned_ms > 500_000
         notebook.must("%gpu unpin")
         world.await_state(notebook.kernel_id, "suspended")
-        assert "pinned" in text(notebook.must("%gpu explain").data)
+        told = text(notebook.must("%gpu explain").data)
+        assert "pinned" in told
+        with world.client() as client:
+            reasons = [line.reason for line in client.story(world.lease(notebook.kernel_id).lease_id).lines]
+        assert reasons.index("suspend.announced") < reasons.index("suspend.idle")
+        assert notebook.must("print(buffer.read()[:1])").text == "b'x'\n"

@@ -359,26 +359,6 @@ def test_where_use_is_reserved_a_kernel_grows_step_by_step_and_idle_neighbours_m
     first.must(CHECK)
 
 
-def next_output(notebook: Notebook) -> str:
-    """Return the plain text of the next display that comes by itself, beneath whatever cell."""
-    while True:
-        message = json.loads(notebook.socket.recv())
-        if message["header"]["msg_type"] in ("display_data", "update_display_data"):
-            return str(message["content"]["data"]["text/plain"])
-
-
-def test_a_notebook_is_told_before_its_idle_kernel_leaves_the_device(world: World, server: Server) -> None:
-    world.configure("c.GPUBroker.pools = {'default': {'idle_after': '3s', 'warn_before': '2s', 'min_residency': 0}}")
-    (name,) = world.install(250)
-    notebook = server.start(name)
-    notebook.must(FILL.format(seed=1, mib=64))
-    assert "This kernel is idle: its GPU memory moves to host memory in " in next_output(notebook)
-    assert world.await_state(notebook.kernel_id, "suspended").saved_mib >= 64
-    told = command(world, "explain", notebook.kernel_id).stdout
-    assert told.index("suspend.announced") < told.index("suspend.idle")
-    notebook.must(CHECK)
-
-
 def test_a_kernel_moves_aside_to_another_device_where_that_lets_a_waiting_one_in(two: World) -> None:
     half, most, whole = two.install(500, 750, 1000)
     with Server(two) as server:

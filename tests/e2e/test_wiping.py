@@ -8,9 +8,7 @@ SAMPLE = [
     Case(kind="everything", moment="rest", alive=False),
     Case(kind="everything", moment="swap", alive=False),
     Case(kind="ledger with its log", moment="swap", alive=False),
-    Case(kind="ledger", moment="rest", alive=False),
     Case(kind="product folder", moment="swap", alive=True),
-    Case(kind="socket", moment="rest", alive=True),
     Case(kind="runtime folder", moment="rest", alive=False),
     Case(kind="everything", moment="swap", alive=True),
 ]

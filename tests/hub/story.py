@@ -20,7 +20,8 @@ __all__ = ["SETTINGS", "SIMULATE", "Story"]
 
 EXAMPLES = ROOT / "examples"
 SETTINGS = {"pools": {"default": {"oversubscription": 12, "wait_bound": "100%", "idle_after": "on-demand"}}}
-SIMULATE = "1x512MiB"
+DEVICE_MIB = 256
+SIMULATE = f"1x{DEVICE_MIB}MiB"
 KERNEL = "fractional-gpu-default-500"
 PID = "import os; print(os.getpid())"
 
@@ -165,7 +166,7 @@ class Story:
         leases = self.hub.world.status().leases
         assert len(leases) == len(self.readers)
         assert {lease.owner for lease in leases} == {reader.name for reader in self.readers}
-        assert sum(lease.reserve_mib for lease in leases) > 512, "all together have more than the device"
+        assert sum(lease.reserve_mib for lease in leases) > DEVICE_MIB, "all together have more than the device"
         assert not [lease for lease in leases if lease.state == "quarantined"]
         log = self.hub.logs()["hub.err"] + self.hub.world.logs().get("broker.log", "")
         assert "no seat for" not in log
