@@ -17,7 +17,7 @@ from jupyterhub.utils import random_port
 from traitlets import Int, Unicode, default
 
 from fractional_gpu_hub.mixin import FractionalGPUMixin
-from fractional_gpu_hub.spawn_outcome import spawn_error
+from fractional_gpu_hub.seats import spawn_error
 
 _SEAT = "/run/secrets/jupyter-gpu-seat.json"
 _USERS = 100  # the group of that name, as in Jupyter's own images

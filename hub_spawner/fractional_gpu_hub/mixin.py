@@ -29,14 +29,16 @@ from fractional_gpu.protocol.errors import FractionalGPUError, NotFoundError
 from fractional_gpu.protocol.messages import ProgressKind
 from fractional_gpu.protocol.seats import OfferRequest, Offers, SeatProgress, SeatRequest
 from fractional_gpu_hub.options import FIELD, KEYS, Choice, OptionsError, gpu_form, options_of_form, parse_options
-from fractional_gpu_hub.seats import AsyncSeatClient, prepare_seat_folder, start_reconciling
-from fractional_gpu_hub.spawn_outcome import (
+from fractional_gpu_hub.seats import (
     SEAT_WAIT,
+    AsyncSeatClient,
     ProgressLog,
+    prepare_seat_folder,
     spawn_ended,
     spawn_error,
     spawn_error_of,
     spawn_failed,
+    start_reconciling,
 )
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from systemdspawner import SystemdSpawner
 from traitlets import default
 
 from fractional_gpu_hub.mixin import FractionalGPUMixin
-from fractional_gpu_hub.spawn_outcome import spawn_error
+from fractional_gpu_hub.seats import spawn_error
 
 _CREDENTIAL = "gpu-seat"
 

@@ -13,8 +13,7 @@ from fractional_gpu_kernel.cells.guard import CellGuard, InputRequests
 from fractional_gpu_kernel.display.lines import Notices
 from fractional_gpu_kernel.magics.magics import Magics
 from fractional_gpu_kernel.memory.checkpointability import CheckpointBlockers
-from fractional_gpu_kernel.memory.imports import ImportHooks
-from fractional_gpu_kernel.memory.limits import MemoryLimits, Shrinker
+from fractional_gpu_kernel.memory.limits import ImportHooks, MemoryLimits, Shrinker
 from fractional_gpu_kernel.registrations import Registrations
 from fractional_gpu_kernel.settings import LOCAL_FAILURES, Settings
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from playwright.sync_api import expect
 
 from fractional_gpu.protocol.messages import ResizeRequest
-from fractional_gpu_kernel.server.follower import STATE_ID
+from fractional_gpu_kernel.server.app import STATE_ID
 from tests.e2e.browser import opened_lab
 from tests.support.stories import CHECK, fill
 from tests.support.world import World

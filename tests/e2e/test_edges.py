@@ -7,8 +7,7 @@ from functools import partial
 
 import pytest
 
-from fractional_gpu.gpu.simulated.processes import processes_of
-from fractional_gpu.gpu.simulated.store import Store
+from fractional_gpu.gpu.simulated.store import Store, processes_of
 from tests.support.kept import Kept
 from tests.support.pair import Pair, new_pair
 from tests.support.stories import CHECK, fill

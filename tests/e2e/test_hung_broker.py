@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.host.failpoints import VARIABLE
+from fractional_gpu.host.files import VARIABLE
 from tests.support.stories import CHECK, fill
 from tests.support.victims import brokers
 from tests.support.world import DEADLINE_S, Notebook, Server, World, new_world

@@ -21,7 +21,7 @@ from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.config import hub, values
 from fractional_gpu.core.forecasts.forecasts import Forecasts
 from fractional_gpu.gpu import worker, worker_link
-from fractional_gpu.host import claims, failpoints, process
+from fractional_gpu.host import claims, files, process
 from fractional_gpu.jupyter.kernel_command import parse_kernel_config
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import LeaseRecord, LedgerError
@@ -337,7 +337,7 @@ def proc(data: bytes) -> None:
 def names(data: bytes) -> None:
     """A failpoint's line, and a device's id that is to be claimed."""
     try:
-        point, time, _ = failpoints._parsed(data)
+        point, time, _ = files._parsed(data)
         assert point
         assert time >= 0
     except OSError as error:

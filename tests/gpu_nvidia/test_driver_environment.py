@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from fractional_gpu.gpu import driver_environment
 from fractional_gpu.gpu.worker_link import WorkerLink
-from fractional_gpu.host.process import read_environment
-from fractional_gpu.host.tree import maps
+from fractional_gpu.host.process import maps, read_environment
 from tests.support import stub_bindings
 
 PRELOADED = "libanl.so.1"  # of every glibc, and of no use to Python

@@ -1,10 +1,10 @@
-"""Promises of fractional_gpu.host.tree."""
+"""Promises of fractional_gpu.host.process."""
 
 import mmap
 import os
 from pathlib import Path
 
-from fractional_gpu.host.tree import holds_open, maps
+from fractional_gpu.host.process import holds_open, maps
 
 
 def test_open_and_mapped_files_are_found_by_name_though_they_were_removed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Promises of fractional_gpu.host.tree, with real families of processes and, for scale and races, a made-up /proc."""
+"""Promises of fractional_gpu.host.process, with real families of processes and, for scale and races, a made-up /proc."""
 
 import os
 import shutil
@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.host import tree as tree_module
-from fractional_gpu.host.process import ProcessIdentity, identify
-from fractional_gpu.host.tree import scan
+from fractional_gpu.host import process as tree_module
+from fractional_gpu.host.process import ProcessIdentity, identify, scan
 
 MARKER = "JUPYTER_GPU_LEASE"
 # Other tests on this machine start kernels with leases, too.

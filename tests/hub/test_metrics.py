@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import REGISTRY
 from tornado import web
 
-from fractional_gpu_hub import spawn_outcome
+from fractional_gpu_hub import seats
 from tests.broker.live import LiveBroker, live_broker
 from tests.hub.test_mixin import Mixed, hub_starts, hub_stops, spawner
 
@@ -64,16 +64,16 @@ async def test_a_broker_that_does_not_answer_is_a_refusal_of_its_own(live: LiveB
 
 
 def test_it_is_registered_once_however_often_it_is_loaded() -> None:
-    before, spawned = spawn_outcome.SPAWNS, spawns("gpu")
-    again = importlib.reload(spawn_outcome)
+    before, spawned = seats.SPAWNS, spawns("gpu")
+    again = importlib.reload(seats)
     again.spawn_ended("gpu")
     assert again.SPAWNS is before
     assert spawns("gpu") == spawned + 1
 
 
 def test_there_are_only_so_many_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spawn_outcome, "_reasons", {f"known-{number}" for number in range(64)})
+    monkeypatch.setattr(seats, "_reasons", {f"known-{number}" for number in range(64)})
     before = spawns("refused", "other")
-    spawn_outcome.spawn_ended("refused", "one more")
+    seats.spawn_ended("refused", "one more")
     assert spawns("refused", "other") == before + 1
     assert spawns("refused", "one more") == 0

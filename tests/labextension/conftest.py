@@ -11,7 +11,7 @@ import pytest
 import websocket
 
 import fractional_gpu_kernel.server
-from fractional_gpu_kernel.server.follower import NOTICE_ID, STATE_ID
+from fractional_gpu_kernel.server.app import NOTICE_ID, STATE_ID
 from tests.support.shared_server import SharedServer
 from tests.support.world import DEADLINE_S, Server, World
 

@@ -14,9 +14,9 @@ import msgspec
 import pytest
 
 from fractional_gpu.broker.api import handler, lease_routes, lease_service
+from fractional_gpu.broker.clock import TokenBucket
 from fractional_gpu.broker.services import residency
 from fractional_gpu.broker.services.status import host_status
-from fractional_gpu.broker.token_bucket import TokenBucket
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.protocol import limits
 from fractional_gpu.protocol.errors import BrokerUnavailableError, TooManyRequestsError

@@ -11,7 +11,7 @@ from typing import Any
 
 import websocket
 
-from fractional_gpu.host.failpoints import VARIABLE
+from fractional_gpu.host.files import VARIABLE
 from tests.support.stories import CHECK, fill
 from tests.support.victims import anybody, brokers, released, settled, workers
 from tests.support.world import DEADLINE_S, Notebook, Reply, Server, World, until

@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any
 
 from fractional_gpu_kernel.cells.gate import Gate
 from fractional_gpu_kernel.display.lines import LiveLine, wait_text
-from fractional_gpu_kernel.memory.imports import ImportHooks
+from fractional_gpu_kernel.memory.limits import ImportHooks
 from fractional_gpu_kernel.settings import LOCAL_FAILURES, Settings, describe, explain, is_local
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fractional_gpu_kernel.memory.imports import Call, ImportHooks, note_calls
+from fractional_gpu_kernel.memory.limits import Call, ImportHooks, note_calls
 
 _MOST_RESOURCES = 20  # of a chain of rmm's
 

@@ -19,16 +19,13 @@ import zmq.asyncio
 from fractional_gpu.broker.clock import DeadlineClock, now_ms, time_of_day, wall_ms
 from fractional_gpu.broker.kernels.connection import connection_from_json
 from fractional_gpu.broker.kernels.iopub import IOPubWatch
-from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.kernels.kernel import Kernel, remove_books, sharing_environment
 from fractional_gpu.broker.kernels.process_inspector import stopped_sentence
-from fractional_gpu.broker.kernels.sharing import remove_books, sharing_environment
 from fractional_gpu.broker.metrics import Metrics
 from fractional_gpu.broker.persistence.lease_files import LeaseFiles, TokenFiles
 from fractional_gpu.broker.persistence.ledger_writer import History, LeaseRecords, LedgerWriter, devices_of
-from fractional_gpu.broker.supervision.enforcement import ContextLearner, Enforcement
-from fractional_gpu.broker.supervision.gpu_activity import GpuActivity
-from fractional_gpu.broker.supervision.oom_kills import OomKills
-from fractional_gpu.broker.supervision.survivors import Survivors
+from fractional_gpu.broker.supervision.enforcement import ContextLearner, Enforcement, GpuActivity
+from fractional_gpu.broker.supervision.survivors import OomKills, Survivors
 from fractional_gpu.broker.swap.operations import Operations
 from fractional_gpu.broker.swap.swap import Swaps
 from fractional_gpu.core.arbiter import Arbiter
@@ -68,7 +65,7 @@ from fractional_gpu.core.forecasts.estimators import ContextSizes
 from fractional_gpu.core.model import LeaseState, LeaseView, ReserveBy, TicketView
 from fractional_gpu.core.units import format_duration, format_memory
 from fractional_gpu.gpu.interface import DeviceInfo, DeviceSensors, Monitor
-from fractional_gpu.host import failpoints
+from fractional_gpu.host import files
 from fractional_gpu.host.process import ProcessIdentity
 from fractional_gpu.protocol.messages import GateVerb
 
@@ -151,8 +148,8 @@ class Broker:
 
     def dispatch(self, event: Event) -> list[Effect]:
         """Hand an event to the arbiter, carry out the effects that it returns, and return them, for callers that wait for one."""
-        point = self._failpoint(event) if failpoints.enabled() else ""
-        failpoints.reach(f"{point}.before")
+        point = self._failpoint(event) if files.enabled() else ""
+        files.reach(f"{point}.before")
         effects = self.arbiter.handle(event)
         self.metrics.saw(event, effects)
         self._tickets = None
@@ -161,7 +158,7 @@ class Broker:
         self.arbiter.run_deferred_work()
         if isinstance(event, LeaseMeasured) and (view := self.arbiter.lease(event.lease_id)) is not None:
             self.history.note(view)
-        failpoints.reach(f"{point}.after")
+        files.reach(f"{point}.after")
         self._wake_followers()
         return effects
 

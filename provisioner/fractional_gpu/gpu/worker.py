@@ -26,7 +26,7 @@ from typing import IO, Any, Final
 
 from fractional_gpu.gpu.interface import Checkpointer, GPUError, GPUErrorCode, ProcessState
 from fractional_gpu.gpu.open import open_checkpointer
-from fractional_gpu.host import failpoints
+from fractional_gpu.host import files
 from fractional_gpu.host.process import ProcessIdentity, identify
 
 PROTOCOL: Final = 1
@@ -117,9 +117,9 @@ def _perform(backend: Checkpointer, request: object) -> tuple[ProcessState | Non
     began = time.monotonic_ns()
     signal.setitimer(signal.ITIMER_REAL, deadline_s)
     try:
-        failpoints.reach(f"worker.{operation}.before")
+        files.reach(f"worker.{operation}.before")
         state = _act(backend, operation, target.pid, timeout_ms, moves)
-        failpoints.reach(f"worker.{operation}.after")
+        files.reach(f"worker.{operation}.after")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     return state, (time.monotonic_ns() - began) // 1000

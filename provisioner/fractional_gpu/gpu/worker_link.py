@@ -31,7 +31,7 @@ from typing import Any, Final, Self
 from fractional_gpu.gpu import driver_environment
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
 from fractional_gpu.gpu.worker import MAX_LINE, PROTOCOL
-from fractional_gpu.host import failpoints
+from fractional_gpu.host import files
 from fractional_gpu.host.claims import NameClaim
 from fractional_gpu.host.files import open_own
 from fractional_gpu.host.process import ProcessIdentity
@@ -289,9 +289,9 @@ class WorkerLink:
         process = self._process
         if process is None or process.returncode is not None:
             process = await self._begin()
-        failpoints.reach(f"link.{call.op}.before")
+        files.reach(f"link.{call.op}.before")
         reply = await self._exchange(process, call.line, call.deadline_s, call.what)
-        failpoints.reach(f"link.{call.op}.after")
+        files.reach(f"link.{call.op}.after")
         if not _is_reply(reply):
             await self._kill()
             raise GPUError(

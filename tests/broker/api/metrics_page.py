@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from fractional_gpu.broker.api.metrics_routes import BOOK_METRICS
 from fractional_gpu.broker.metrics import COUNTED, PREFIX, Metric
-from fractional_gpu_hub.spawn_outcome import HUB_METRICS
+from fractional_gpu_hub.seats import HUB_METRICS
 from tests.support.paths import ROOT
 
 __all__ = ["PAGE", "names", "written"]

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fractional_gpu.broker import token_bucket
-from fractional_gpu.broker.token_bucket import TokenBucket
+from fractional_gpu.broker import clock
+from fractional_gpu.broker.clock import TokenBucket
 
 STEPS = st.lists(st.tuples(st.floats(0, 5), st.integers(0, 3)), max_size=80)
 
@@ -35,10 +35,10 @@ def test_who_comes_again_when_he_was_told_gets_in(steps: list[tuple[float, int]]
 def test_forgetting_those_who_have_all_their_tokens_changes_nothing_and_bounds_the_memory() -> None:
     now_s = 0.0
     buckets = TokenBucket(1.0, 2, clock=lambda: now_s)
-    for uid in range(3 * token_bucket._KEPT):
+    for uid in range(3 * clock._KEPT):
         assert buckets.take(uid) == 0
         now_s += 0.01
-    assert len(buckets._buckets) <= token_bucket._KEPT
-    last = 3 * token_bucket._KEPT - 1
+    assert len(buckets._buckets) <= clock._KEPT
+    last = 3 * clock._KEPT - 1
     assert buckets.take(last) == 0
     assert buckets.take(last) > 0

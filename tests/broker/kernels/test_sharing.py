@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.broker.kernels.sharing import check_pools, launch_environment, remove_books, sharing_environment
+from fractional_gpu.broker.kernels.kernel import check_pools, launch_environment, remove_books, sharing_environment
 from fractional_gpu.broker.process.restarting import without_share
 from fractional_gpu.config import ConfigError
 from fractional_gpu.core.model import DeviceView, LeaseSpec, PoolSpec, Sharing
@@ -56,7 +56,7 @@ def test_a_mig_instance_is_the_kernel_s_as_a_whole() -> None:
 def test_hami_is_there_from_the_start_with_books_of_the_lease_s_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fractional_gpu.broker.kernels.sharing.tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("fractional_gpu.broker.kernels.kernel.tempfile.gettempdir", lambda: str(tmp_path))
     environment = launch_environment(pool(library="/opt/libvgpu.so"), spec(500))
     books = tmp_path / "jupyter-gpu-abc.hami"
     assert environment == {

@@ -25,16 +25,15 @@ from fractional_gpu.broker.monitoring.host_memory import OomProtection
 from fractional_gpu.broker.monitoring.sampler import Sampler
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.broker.recovery.recovery import recover
-from fractional_gpu.broker.supervision import oom_kills
-from fractional_gpu.broker.supervision.oom_kills import OomKills
+from fractional_gpu.broker.supervision import survivors
+from fractional_gpu.broker.supervision.survivors import OomKills
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.events import DeviceSeen, HostMemorySeen, PoolConfigured, Wanted
 from fractional_gpu.core.model import DeviceSpec, LeaseState, LeaseView, PoolSpec
 from fractional_gpu.gpu.interface import Monitor, ProcessState
 from fractional_gpu.host import memory
 from fractional_gpu.host.memory import Headroom, smallest_limit
-from fractional_gpu.host.process import ProcessIdentity, identify
-from fractional_gpu.host.tree import Snapshot, scan
+from fractional_gpu.host.process import ProcessIdentity, Snapshot, identify, scan
 from fractional_gpu.ledger.ledger import Ledger
 from tests.broker.driver import DEVICE, Driver, swaps_of
 from tests.broker.live import DEADLINE_S, attach_fields
@@ -429,9 +428,9 @@ def kills(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> OomKills:
     """Two kernels in a group that has lost no process yet."""
     file = tmp_path / "memory.events"
     file.write_text("oom 3\noom_kill 0\n")
-    monkeypatch.setattr(oom_kills, "kill_counter", lambda _pid: file)
-    monkeypatch.setattr(oom_kills, "smallest_limit", lambda _pid: Headroom(LIMIT_MIB, "the test's group"))
-    monkeypatch.setattr(oom_kills, "was_killed", lambda _identity: None)
+    monkeypatch.setattr(survivors, "kill_counter", lambda _pid: file)
+    monkeypatch.setattr(survivors, "smallest_limit", lambda _pid: Headroom(LIMIT_MIB, "the test's group"))
+    monkeypatch.setattr(survivors, "was_killed", lambda _identity: None)
     made = OomKills()
     made.see(made.look({1, 2}, 0.0))
     return made
@@ -452,7 +451,7 @@ def test_one_kill_accounts_for_one_kernel(kills: OomKills, tmp_path: Path) -> No
 def test_where_the_log_can_be_read_it_decides_which_kernel_it_was(
     kills: OomKills, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: int, *, told: bool
 ) -> None:
-    monkeypatch.setattr(oom_kills, "was_killed", lambda identity: identity.pid == 2)
+    monkeypatch.setattr(survivors, "was_killed", lambda identity: identity.pid == 2)
     (tmp_path / "memory.events").write_text("oom_kill 1\n")
     assert bool(kills.account_for(kernel(ended))) is told
 

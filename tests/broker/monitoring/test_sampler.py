@@ -19,8 +19,7 @@ from fractional_gpu.broker.kernels.process_inspector import ProcessInspector
 from fractional_gpu.broker.monitoring import sampler as watch_module
 from fractional_gpu.broker.monitoring.sampler import Sampler
 from fractional_gpu.broker.supervision.enforcement import Enforcement
-from fractional_gpu.broker.supervision.oom_kills import OomKills
-from fractional_gpu.broker.supervision.survivors import Survivors
+from fractional_gpu.broker.supervision.survivors import OomKills, Survivors
 from fractional_gpu.core.events import DeviceLost, DeviceSeen, Event, HostMemorySeen, LeaseMeasured
 from fractional_gpu.core.model import HOLDING, DeviceSpec, LeaseSpec, LeaseState, LeaseView, PoolSpec, ReserveBy
 from fractional_gpu.gpu.interface import DeviceSensors, DeviceUse, GPUError, GPUErrorCode, ProcessState

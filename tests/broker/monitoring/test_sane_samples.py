@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fractional_gpu.broker.broker import Broker
-from fractional_gpu.broker.supervision.gpu_activity import QUIET_S, GpuActivity
+from fractional_gpu.broker.supervision.enforcement import QUIET_S, GpuActivity
 from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor
 from fractional_gpu.host.clock import WallClock
 from tests.broker.driver import DEVICE

@@ -13,7 +13,7 @@ import pytest
 
 from fractional_gpu.broker.persistence.ledger_move import move_ledger
 from fractional_gpu.core.model import LeaseSpec, LeaseState
-from fractional_gpu.host.failpoints import VARIABLE
+from fractional_gpu.host.files import VARIABLE
 from fractional_gpu.ledger import LeaseRecord, Ledger, LedgerError
 from fractional_gpu.ledger.records import LedgerInUseError
 

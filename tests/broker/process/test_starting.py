@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.broker.kernels.sharing import launch_environment
+from fractional_gpu.broker.kernels.kernel import launch_environment
 from fractional_gpu.broker.process import driver_start
 from fractional_gpu.broker.process.driver_start import BackendError, open_backend
 from fractional_gpu.client.discovery import ensure_broker

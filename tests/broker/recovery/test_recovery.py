@@ -20,8 +20,8 @@ from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.events import DeviceSeen, HostMemorySeen, PoolConfigured, Wanted
 from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpec
 from fractional_gpu.gpu.interface import GPUErrorCode, Monitor, ProcessState
-from fractional_gpu.host.tree import Snapshot
-from fractional_gpu.host.tree import scan as real_scan
+from fractional_gpu.host.process import Snapshot
+from fractional_gpu.host.process import scan as real_scan
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import LeaseRecord, OperationRecord
 from tests.broker.driver import DEVICE, OTHERS, Driver, swaps_of

@@ -8,7 +8,7 @@ from typing import Any, cast
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.kernels.iopub import IOPubWatch
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.supervision.gpu_activity import QUIET_S, UNANSWERED_QUIET_S, GpuActivity
+from fractional_gpu.broker.supervision.enforcement import QUIET_S, UNANSWERED_QUIET_S, GpuActivity
 from fractional_gpu.core.model import LeaseState, LeaseView
 from fractional_gpu.gpu.interface import DeviceActivity, GPUError, GPUErrorCode
 from fractional_gpu.host.clock import since_boot_us

@@ -16,8 +16,7 @@ from fractional_gpu.broker.supervision.survivors import Survivors
 from fractional_gpu.core.events import Event, LeaseReleased, ProcessExited
 from fractional_gpu.core.model import LeaseSpec, LeaseState, LeaseView
 from fractional_gpu.gpu.interface import DeviceUse, GPUError, GPUErrorCode, ProcessUse
-from fractional_gpu.host.process import ProcessIdentity, boot_id
-from fractional_gpu.host.tree import Snapshot
+from fractional_gpu.host.process import ProcessIdentity, Snapshot, boot_id
 from tests.broker.driver import DEVICE
 from tests.broker.live import DEADLINE_S
 

@@ -10,8 +10,8 @@ from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.core.effects import Resume
 from fractional_gpu.gpu.interface import ProcessState
 from fractional_gpu.host.memory import Shortage
-from fractional_gpu.host.tree import Snapshot
-from fractional_gpu.host.tree import scan as real_scan
+from fractional_gpu.host.process import Snapshot
+from fractional_gpu.host.process import scan as real_scan
 from tests.broker.driver import DEVICE, Driver
 
 __all__ = ["CLOSES", "SHORT", "S", "fails_to_look", "resume_of", "room_for", "running", "saved"]

@@ -16,8 +16,7 @@ from fractional_gpu.broker.swap.checkpointability import Checkpointability
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.events import SuspendOutcome
 from fractional_gpu.gpu.interface import DeviceUse, ProcessKind, ProcessState
-from fractional_gpu.host.process import identify
-from fractional_gpu.host.tree import maps, scan
+from fractional_gpu.host.process import identify, maps, scan
 from tests.broker.driver import Driver, journal, kernel_of, suspend_of, swaps_of
 
 MAPPER = """

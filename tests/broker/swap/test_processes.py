@@ -7,12 +7,12 @@ import pytest
 
 from fractional_gpu.broker.kernels import process_inspector
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.swap.resume import Truth
+from fractional_gpu.broker.swap.swap import Truth
 from fractional_gpu.core.events import ResumeOutcome, SuspendOutcome
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.gpu.interface import DeviceUse, GPUErrorCode
 from fractional_gpu.host.process import identify
-from fractional_gpu.host.tree import scan as real_scan
+from fractional_gpu.host.process import scan as real_scan
 from tests.broker.driver import DEVICE, Driver, journal, kernel_of, suspend_of, swaps_of
 from tests.broker.swap.kernels import CLOSES, S, resume_of, running
 

@@ -12,8 +12,8 @@ from fractional_gpu.broker.kernels import process_inspector
 from fractional_gpu.core.events import ResumeOutcome
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.gpu.interface import DeviceUse, GPUErrorCode, ProcessState
-from fractional_gpu.host.tree import Snapshot
-from fractional_gpu.host.tree import scan as real_scan
+from fractional_gpu.host.process import Snapshot
+from fractional_gpu.host.process import scan as real_scan
 from tests.broker.driver import DEVICE, OTHERS, Driver, journal, kernel_of, swaps_of
 from tests.broker.swap.kernels import SHORT, S, fails_to_look, resume_of, saved
 

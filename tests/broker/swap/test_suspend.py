@@ -5,16 +5,15 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from fractional_gpu.broker.kernels import process_inspector
-from fractional_gpu.broker.swap import resume as truth_module
 from fractional_gpu.broker.swap import suspend
 from fractional_gpu.broker.swap import suspend as suspend_module
+from fractional_gpu.broker.swap import swap as truth_module
 from fractional_gpu.core.events import SuspendOutcome
 from fractional_gpu.gpu.interface import GPUErrorCode, ProcessState
 from fractional_gpu.host.memory import Shortage
-from fractional_gpu.host.process import ProcessIdentity
+from fractional_gpu.host.process import ProcessIdentity, Snapshot
 from fractional_gpu.host.process import is_alive as really_alive
-from fractional_gpu.host.tree import Snapshot
-from fractional_gpu.host.tree import scan as real_scan
+from fractional_gpu.host.process import scan as real_scan
 from fractional_gpu.ledger.records import LedgerError
 from tests.broker.driver import DEVICE, OTHERS, Driver, Quiet, journal, kernel_of, suspend_of, swaps_of
 from tests.broker.swap.kernels import CLOSES, SHORT, S, fails_to_look, room_for, running

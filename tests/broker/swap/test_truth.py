@@ -3,7 +3,7 @@
 import pytest
 
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.swap.resume import Truth
+from fractional_gpu.broker.swap.swap import Truth
 from fractional_gpu.core.events import SuspendOutcome
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.gpu.interface import GPUErrorCode, ProcessState

@@ -11,8 +11,7 @@ from fractional_gpu_kernel.cells.acquire import Acquirer, FirstGrant
 from fractional_gpu_kernel.cells.gate import BURST, Gate
 from fractional_gpu_kernel.cells.guard import CellGuard
 from fractional_gpu_kernel.magics.actions import CellBursts
-from fractional_gpu_kernel.memory.imports import ImportHooks
-from fractional_gpu_kernel.memory.limits import MemoryLimits
+from fractional_gpu_kernel.memory.limits import ImportHooks, MemoryLimits
 
 
 class Shell:

@@ -9,8 +9,7 @@ import pytest
 
 from fractional_gpu_kernel.cells.gate import Gate
 from fractional_gpu_kernel.memory.checkpointability import CheckpointBlockers
-from fractional_gpu_kernel.memory.imports import ImportHooks
-from fractional_gpu_kernel.memory.limits import Shrinker
+from fractional_gpu_kernel.memory.limits import ImportHooks, Shrinker
 from tests.support.packages import CUPY, write
 
 

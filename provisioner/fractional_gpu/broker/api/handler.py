@@ -21,11 +21,11 @@ from tornado import iostream, web
 from fractional_gpu.broker.api.lease_service import LeaseService
 from fractional_gpu.broker.api.server import is_admin
 from fractional_gpu.broker.broker import Broker, token_digest
+from fractional_gpu.broker.clock import TokenBucket
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.request_validation import Peer, user_name
 from fractional_gpu.broker.persistence.audit import Act, is_anothers
-from fractional_gpu.broker.token_bucket import TokenBucket
-from fractional_gpu.host import failpoints
+from fractional_gpu.host import files
 from fractional_gpu.host.process import peer_credentials
 from fractional_gpu.ledger.records import LedgerError
 from fractional_gpu.protocol import names
@@ -236,8 +236,8 @@ class Handler(web.RequestHandler):
             raise iostream.StreamClosedError from None
 
     def _reach(self, moment: str) -> None:
-        if failpoints.enabled():
-            failpoints.reach(f"api.{self.request.method}.{type(self).__name__.strip('_').lower()}.{moment}")
+        if files.enabled():
+            files.reach(f"api.{self.request.method}.{type(self).__name__.strip('_').lower()}.{moment}")
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
         """Send any failure in the JSON form of errors."""

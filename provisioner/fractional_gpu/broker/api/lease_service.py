@@ -21,7 +21,7 @@ from fractional_gpu.broker.broker import Broker, token_digest
 from fractional_gpu.broker.clock import now_ms, wall_ms
 from fractional_gpu.broker.kernels.connection import GateLink, check_endpoints, connection_from_json
 from fractional_gpu.broker.kernels.ending import EVICTED
-from fractional_gpu.broker.kernels.kernel import Kernel, Launch
+from fractional_gpu.broker.kernels.kernel import Kernel, Launch, launch_environment
 from fractional_gpu.broker.kernels.request_validation import (
     Peer,
     lease_spec,
@@ -30,7 +30,6 @@ from fractional_gpu.broker.kernels.request_validation import (
     user_name,
     verified_process,
 )
-from fractional_gpu.broker.kernels.sharing import launch_environment
 from fractional_gpu.broker.persistence.audit import AuditLog
 from fractional_gpu.broker.persistence.ledger_writer import devices_of
 from fractional_gpu.broker.recovery.lost_leases import LostLeases
@@ -45,8 +44,7 @@ from fractional_gpu.core.events import Attached, Checkpointable, LeaseRequested
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.rules.admission import UNATTACHED_LIMIT
 from fractional_gpu.core.units import format_duration
-from fractional_gpu.host.process import ProcessIdentity, read_stat
-from fractional_gpu.host.tree import is_below
+from fractional_gpu.host.process import ProcessIdentity, is_below, read_stat
 from fractional_gpu.ledger.records import LedgerError
 from fractional_gpu.protocol.codec import printable
 from fractional_gpu.protocol.errors import (

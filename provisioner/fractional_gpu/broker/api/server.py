@@ -28,7 +28,7 @@ from tornado import httputil, iostream
 from tornado.httpserver import HTTPServer
 from tornado.ioloop import IOLoop
 
-from fractional_gpu.broker.token_bucket import TokenBucket
+from fractional_gpu.broker.clock import TokenBucket
 from fractional_gpu.host.claims import NameClaim
 from fractional_gpu.host.process import PeerCredentials, peer_credentials, peer_groups
 from fractional_gpu.protocol.codec import error_body

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.gpu.interface import DeviceUse, GPUError, GPUErrorCode, Monitor, ProcessState
 from fractional_gpu.gpu.worker_link import WorkerLink
-from fractional_gpu.host.process import ProcessIdentity, identify
-from fractional_gpu.host.tree import Snapshot, holds_open, scan
+from fractional_gpu.host.process import ProcessIdentity, Snapshot, holds_open, identify, scan
 
 LEASE_VARIABLE = "JUPYTER_GPU_LEASE"
 ENDED = (GPUErrorCode.NO_SUCH_PROCESS, GPUErrorCode.WRONG_IDENTITY)

@@ -31,8 +31,7 @@ from fractional_gpu.host.memory import (
     smallest_limit,
     system_headroom,
 )
-from fractional_gpu.host.process import ProcessIdentity, identify, is_alive
-from fractional_gpu.host.tree import scan
+from fractional_gpu.host.process import ProcessIdentity, identify, is_alive, scan
 
 if TYPE_CHECKING:
     from fractional_gpu.broker.broker import Broker

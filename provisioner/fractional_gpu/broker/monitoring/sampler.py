@@ -20,12 +20,11 @@ from fractional_gpu.broker.kernels.process_inspector import LEASE_VARIABLE, memb
 from fractional_gpu.broker.monitoring.host_memory import HostMemoryPressure
 from fractional_gpu.broker.persistence.ledger_writer import devices_of
 from fractional_gpu.broker.supervision.enforcement import Owner
-from fractional_gpu.broker.supervision.oom_kills import KillsSeen
+from fractional_gpu.broker.supervision.survivors import KillsSeen
 from fractional_gpu.core.events import DeviceLost, DeviceSeen, HostMemorySeen, HostPressureSeen, LeaseMeasured
 from fractional_gpu.core.model import HOLDING, DeviceSpec, LeaseState, LeaseView
 from fractional_gpu.gpu.interface import DeviceSensors, DeviceUse, GPUError, GPUErrorCode
-from fractional_gpu.host.process import ProcessIdentity, read_stat
-from fractional_gpu.host.tree import Snapshot, scan
+from fractional_gpu.host.process import ProcessIdentity, Snapshot, read_stat, scan
 from fractional_gpu.protocol.limits import PULSE_S
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fractional_gpu.broker.persistence.audit import FILE_NAME as AUDIT
-from fractional_gpu.host import failpoints
+from fractional_gpu.host import files
 from fractional_gpu.host.files import replace_file, sync_folder
 from fractional_gpu.ledger import opening
 from fractional_gpu.ledger.records import LedgerError
@@ -65,7 +65,7 @@ def _move(source: Path, beside: Path, target: Path) -> bool:
         log.warning("finishing an interrupted move of the ledger %s", source)
     else:
         opening.fold_wal(source)
-        failpoints.reach("ledger-move.begin")
+        files.reach("ledger-move.begin")
         try:
             source.rename(target)
         except OSError as error:
@@ -90,19 +90,19 @@ def _copy(source: Path, beside: Path, target: Path) -> None:
             shutil.copyfileobj(reading, writing, 1 << 20)
             writing.flush()
             os.fsync(writing.fileno())
-    failpoints.reach("ledger-move.copied")
+    files.reach("ledger-move.copied")
     if origin is source:
         source.rename(beside)
         sync_folder(source.parent)
-        failpoints.reach("ledger-move.beside")
+        files.reach("ledger-move.beside")
     fresh.rename(target)
     sync_folder(target.parent)
-    failpoints.reach("ledger-move.named")
+    files.reach("ledger-move.named")
     beside.unlink()
 
 
 def _moved(source: Path, target: Path) -> bool:
-    failpoints.reach("ledger-move.done")
+    files.reach("ledger-move.done")
     log.warning("the ledger was moved from %s to %s", source.parent, target.parent)
     return True
 

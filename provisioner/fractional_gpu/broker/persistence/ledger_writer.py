@@ -22,7 +22,7 @@ from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.forecasts.estimators import ContextSizes
 from fractional_gpu.core.forecasts.forecasts import Forecasts
 from fractional_gpu.core.model import HOLDING, LeaseState, LeaseView
-from fractional_gpu.host import failpoints
+from fractional_gpu.host import files
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import LeaseRecord, LedgerError, PointRecord, RecordError
 from fractional_gpu.protocol.messages import GateVerb
@@ -149,7 +149,7 @@ class LedgerWriter:
 
     def _write(self, acts: list[Callable[[], None]]) -> list[LedgerError | None]:
         failures: list[LedgerError | None] = []
-        points = sorted({_name(act) for act in acts}) if failpoints.enabled() else []
+        points = sorted({_name(act) for act in acts}) if files.enabled() else []
         _reach(points, "before")
         with self.ledger.transaction():
             for act in acts:
@@ -170,7 +170,7 @@ def _name(act: Callable[[], None]) -> str:
 
 def _reach(points: list[str], moment: str) -> None:
     for point in points:
-        if failpoints.reach(f"ledger.{point}.{moment}"):
+        if files.reach(f"ledger.{point}.{moment}"):
             raise LedgerError("the ledger cannot be used: a test says that the disk is full")
 
 

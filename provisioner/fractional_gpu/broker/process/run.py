@@ -25,7 +25,7 @@ from fractional_gpu.broker.api.seat_routes import SEAT_ROUTES
 from fractional_gpu.broker.api.server import PausingListener, Server, drain_claim_queries
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import now_ms, wall_ms
-from fractional_gpu.broker.kernels.sharing import check_pools
+from fractional_gpu.broker.kernels.kernel import check_pools
 from fractional_gpu.broker.monitoring.host_memory import HostBudget, OomProtection
 from fractional_gpu.broker.monitoring.sampler import Sampler
 from fractional_gpu.broker.monitoring.watchdog import Watchdog

@@ -26,7 +26,7 @@ from pathlib import Path, PurePath
 from typing import Final
 
 from fractional_gpu.broker.broker import Broker
-from fractional_gpu.broker.clock import now_ms, wall_ms
+from fractional_gpu.broker.clock import TokenBucket, now_ms, wall_ms
 from fractional_gpu.broker.kernels.connection import check_endpoints, connection_from_json
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import LEASE_VARIABLE, NOMINAL_MIB, HostSnapshot
@@ -34,7 +34,6 @@ from fractional_gpu.broker.kernels.request_validation import Peer, fraction_for,
 from fractional_gpu.broker.persistence.lease_files import LeaseFiles, read_lease_files, remove_lease_file
 from fractional_gpu.broker.recovery.recovery import follow_found, identity_of, kernel_of, take_over
 from fractional_gpu.broker.swap.swap import Swaps
-from fractional_gpu.broker.token_bucket import TokenBucket
 from fractional_gpu.core.effects import LeaseRefused
 from fractional_gpu.core.events import Attached, LeaseRequested, ResizeRequested
 from fractional_gpu.core.model import LeaseSpec, LeaseState, PoolSpec
@@ -48,8 +47,8 @@ from fractional_gpu.host.process import (
     owner_uid,
     read_environment,
     read_file,
+    scan,
 )
-from fractional_gpu.host.tree import scan
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import LeaseRecord
 from fractional_gpu.protocol.codec import printable

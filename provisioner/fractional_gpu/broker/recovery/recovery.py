@@ -15,8 +15,7 @@ from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import now_ms, wall_ms
 from fractional_gpu.broker.kernels.kernel import CheckpointState, Ending, Kernel, Launch, Survivor
 from fractional_gpu.broker.kernels.process_inspector import HostSnapshot
-from fractional_gpu.broker.swap.resume import Truth
-from fractional_gpu.broker.swap.swap import Swaps
+from fractional_gpu.broker.swap.swap import Swaps, Truth
 from fractional_gpu.core.events import LeaseRecovered
 from fractional_gpu.core.model import HOLDING, LeaseState
 from fractional_gpu.gpu.interface import GPUError

@@ -26,8 +26,7 @@ from fractional_gpu.core.effects import Declined
 from fractional_gpu.core.events import MoveRequested
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.scheduler.migration import BUSY_CHANNEL
-from fractional_gpu.host.process import ProcessIdentity
-from fractional_gpu.host.tree import scan
+from fractional_gpu.host.process import ProcessIdentity, scan
 from fractional_gpu.protocol.errors import BadRequestError, ConflictError
 from fractional_gpu.protocol.messages import EvictRequest, LeaseStatus
 

@@ -21,8 +21,7 @@ from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import HostSnapshot
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.gpu.interface import ProcessKind
-from fractional_gpu.host.process import ProcessIdentity, environment_value
-from fractional_gpu.host.tree import maps
+from fractional_gpu.host.process import ProcessIdentity, environment_value, maps
 from fractional_gpu.protocol.codec import printable
 
 _NCCL_SEGMENT = "/dev/shm/nccl-"  # noqa: S108 - how the names of its files begin

@@ -10,8 +10,7 @@ from fractional_gpu.core.effects import Resume, Suspend
 from fractional_gpu.core.events import SuspendOutcome
 from fractional_gpu.gpu.interface import GPUError, ProcessState
 from fractional_gpu.gpu.worker_link import WorkerLink
-from fractional_gpu.host.process import ProcessIdentity
-from fractional_gpu.host.tree import Snapshot
+from fractional_gpu.host.process import ProcessIdentity, Snapshot
 
 FRESH_S = 0.25  # processes that were read longer ago than this are read again, even for a first look
 

@@ -9,19 +9,299 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.kernels.process_inspector import HostSnapshot, ProcessInspector
-from fractional_gpu.broker.swap.resume import Restoration, Truth, TruthFinder
-from fractional_gpu.broker.swap.steps import Journal, ProcessesSeen, Suspended, SwapTimes
+from fractional_gpu.broker.kernels.process_inspector import ENDED, HostSnapshot, ProcessInspector
+from fractional_gpu.broker.swap.outcomes import after_restore
+from fractional_gpu.broker.swap.steps import (
+    FRESH_S,
+    Journal,
+    ProcessesSeen,
+    Suspended,
+    SwapTimes,
+    devices_concerned,
+    moves_between,
+)
 from fractional_gpu.broker.swap.suspend import SHRINK_TIMEOUT_S, CheckpointCheck, Gates, IsQuiet, Suspension
 from fractional_gpu.core.effects import Resume, Suspend
 from fractional_gpu.core.events import ResumeOutcome
-from fractional_gpu.gpu.interface import GPUError, Monitor
+from fractional_gpu.core.model import LeaseState
+from fractional_gpu.core.units import format_memory, restore_margin_mib
+from fractional_gpu.gpu.interface import GPUError, Monitor, ProcessState
 from fractional_gpu.gpu.worker_link import WorkerLink
-from fractional_gpu.host.process import ProcessIdentity
+from fractional_gpu.host.process import ProcessIdentity, is_alive
 from fractional_gpu.protocol.messages import GateVerb
+
+# -- resume ------------------------------------------------------------------------------------------------------------
+# Resuming one kernel: see that the room is really free, with a margin, restore, unlock, and see that it is true.
+#
+# A restore without room kills the process. So a restore is never tried to find out whether there is room: the devices are read first, and
+# what another process might take meanwhile is covered by a margin.
+
+
+class Restoration:
+    """Restores kernels with the checkpoint worker. `overhead_mib` as for `Swaps`."""
+
+    def __init__(
+        self, inspector: ProcessInspector, worker: WorkerLink, times: SwapTimes, overhead_mib: Mapping[str, int]
+    ) -> None:
+        self._inspector = inspector
+        self._worker = worker
+        self._times = times
+        self._overhead_mib = overhead_mib
+
+    async def resume(
+        self, kernel: Kernel, effect: Resume, saved_mib: int, journal: Journal, seen: ProcessesSeen | None = None
+    ) -> tuple[ResumeOutcome, str]:
+        """Do what `Swaps.resume` documents."""
+        if self._inspector.off:
+            return ResumeOutcome.NOT_STARTED, f"what is saved cannot be brought back now: {self._inspector.off}"
+        device_ids = effect.device_ids or (effect.device_id,)
+        fresh = seen is not None and time.monotonic() - seen.at_s < FRESH_S
+        try:
+            processes = seen.processes if seen is not None and fresh else None
+            host = await self._inspector.take(devices_concerned(kernel, effect), processes)
+            states = await self._inspector.states(kernel, host)
+            # What another broker saved is not known: as much as is reserved for it must be free.
+            pids = {identity.pid for identity in states}
+            lacking = self.lacking_room(host, device_ids, saved_mib or effect.reserve_mib, effect.reserve_mib, pids)
+            if kernel.identity is None:
+                # It ended since the decision. What it left behind is still saved, and is found out first (`survivors`): a resume that
+                # brought nothing back must not be called done.
+                lacking = "the kernel process ended"
+        except GPUError as error:
+            return ResumeOutcome.NOT_STARTED, f"it cannot be brought back now: {error}"
+        if lacking:
+            return ResumeOutcome.NOT_STARTED, lacking
+        saved = [identity for identity, state in states.items() if state is ProcessState.CHECKPOINTED]
+        locked = [identity for identity, state in states.items() if state is ProcessState.LOCKED]
+        from_ids = effect.from_device_ids or ((effect.from_device_id,) if effect.from_device_id is not None else ())
+        await journal("restoring", saved, saved_mib)
+        try:
+            await self.restore(saved, locked, moves_between(kernel.checkpoint.homes or from_ids, device_ids))
+            # The kernel's calls go on already; what the driver said is verified afterwards, to save that time.
+            states = await self._states_of(states)
+        except GPUError as error:
+            return await self._after_failed_restore(kernel, error)
+        if all(state is ProcessState.RUNNING for state in states.values()):
+            return ResumeOutcome.RESTORED, f"{format_memory(saved_mib)} restored"
+        return ResumeOutcome.UNKNOWN, f"after the restore the driver says {', '.join(sorted(set(states.values())))}"
+
+    async def restore(
+        self, saved: Sequence[ProcessIdentity], locked: Sequence[ProcessIdentity], moves: Mapping[str, str] | None
+    ) -> None:
+        """Restore the saved processes, then unlock all that are not gone. `moves`: device to device. Raises GPUError."""
+        # All are restored before any is unlocked: no process of the tree runs while a part of the tree is saved.
+        for identity in saved:
+            await self._worker.restore(identity, moves, self._times.checkpoint_s)
+        for identity in (*locked, *saved):
+            try:
+                await self._worker.unlock(identity)
+            except GPUError as error:
+                if error.code not in ENDED:
+                    raise
+
+    def lacking_room(
+        self, host: HostSnapshot, device_ids: Sequence[str], saved_mib: int, reserve_mib: int, pids: Collection[int]
+    ) -> str:
+        """Return a sentence about the first of the devices without the room for what is saved of these processes, or "".
+
+        How much of what was saved belongs on which of several devices is not known: each must have room for all of it, or be as free as
+        what is reserved there. A device that no other process uses will never have more room: it needs no margin. Raises GPUError.
+        """
+        need_mib = saved_mib if len(device_ids) == 1 else min(saved_mib, reserve_mib)
+        for device_id in device_ids:
+            free_mib = host.free_mib(device_id)
+            margin_mib = 0
+            if not host.is_alone(pids, device_id):
+                margin_mib = min(restore_margin_mib(need_mib), self._overhead_mib.get(device_id, 0))
+            if free_mib < need_mib + margin_mib:
+                margin = f" and a margin of {format_memory(margin_mib)}" if margin_mib else ""
+                return f"the device has {format_memory(free_mib)} free, {format_memory(need_mib)}{margin} are needed"
+        return ""
+
+    async def _states_of(self, identities: Iterable[ProcessIdentity]) -> dict[ProcessIdentity, ProcessState]:
+        """Return what the driver says of these processes, without those that are gone. Raises GPUError."""
+        states = {}
+        for identity in identities:
+            try:
+                states[identity] = await self._worker.state(identity)
+            except GPUError as error:
+                if error.code not in ENDED:
+                    raise
+        return {
+            one: state for one, state in states.items() if state not in (ProcessState.GONE, ProcessState.NO_CONTEXT)
+        }
+
+    async def _after_failed_restore(self, kernel: Kernel, error: GPUError) -> tuple[ResumeOutcome, str]:
+        try:
+            states = await self._inspector.states(kernel, await self._inspector.take())
+        except GPUError as again:
+            sentence = f"the restore failed ({error}) and the driver does not say what is true ({again})"
+            return ResumeOutcome.UNKNOWN, sentence
+        outcome = after_restore(error.code, states.values())
+        if outcome is ResumeOutcome.NOT_STARTED:
+            return outcome, f"the driver could not restore it: {error}"
+        return outcome, f"the restore failed half way: {error}"
+
+
+# -- truth -------------------------------------------------------------------------------------------------------------
+# What a kernel really is, whatever was meant: found out after a broker's start and for quarantined leases.
+#
+# Half-done work is finished forward or undone, whichever is safe. Processes that are only locked are unlocked. A tree of which a part is
+# saved is brought back as a whole, if the devices have the room for certain. Everything else stays as it is, and unknown.
+
+
+_MAY_BE_COMPLETED = {ProcessState.CHECKPOINTED, ProcessState.LOCKED, ProcessState.RUNNING}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truth:
+    """What a kernel really is. `state` is unattached, unarmed, resident or suspended.
+
+    It is quarantined where the driver says that a process failed; `sentence` then says what that means for the kernel's user.
+    """
+
+    state: LeaseState
+    device_id: str | None = None
+    saved_mib: int = 0
+    sentence: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What the ledger, or the arbiter, says of the lease: where it is, and how much of it was saved, MiB."""
+
+    device_id: str | None
+    saved_mib: int
+
+
+class TruthFinder:
+    """Finds out what kernels are, from the driver and the devices."""
+
+    def __init__(self, inspector: ProcessInspector, worker: WorkerLink, restoration: Restoration) -> None:
+        self._inspector = inspector
+        self._worker = worker
+        self._restoration = restoration
+
+    async def find(
+        self, kernel: Kernel, device_id: str | None, saved_mib: int, host: HostSnapshot | None = None
+    ) -> Truth | None:
+        """Do what `Swaps.truth` documents."""
+        known = _Known(device_id, saved_mib)
+        try:
+            if kernel.identity is None or not is_alive(kernel.identity):
+                # What its process left behind may have to be found out first.
+                return Truth(state=LeaseState.UNATTACHED) if kernel.ending.task is None else None
+            host = host or await self._inspector.take()
+            states = await self._inspector.states(kernel, host)
+            if await self._complete_or_undo(kernel, states, known):
+                host = await self._inspector.take()
+                states = await self._inspector.states(kernel, host)
+        except (GPUError, OSError) as error:
+            log.warning("lease %s: the truth is not to be had yet: %s", kernel.lease_id, error)
+            return None
+        kinds = set(states.values())
+        if not kinds:  # a driver that cannot be asked would not tell of what is saved
+            return None if self._inspector.off and saved_mib else Truth(state=LeaseState.NO_CONTEXT)
+        if kinds == {ProcessState.CHECKPOINTED}:
+            saved_mib = max(saved_mib, kernel.checkpoint.total_mib, sum(host.used_mib(one.pid) for one in states))
+            return Truth(state=LeaseState.SUSPENDED, device_id=kernel.checkpoint.home or device_id, saved_mib=saved_mib)
+        if kinds == {ProcessState.RUNNING}:
+            return Truth(state=LeaseState.RESIDENT, device_id=self._where(kernel, host) or device_id)
+        failed = [identity.pid for identity, state in states.items() if state is ProcessState.FAILED]
+        return _failure(failed[0], known) if failed else None
+
+    async def _complete_or_undo(
+        self, kernel: Kernel, states: Mapping[ProcessIdentity, ProcessState], known: _Known
+    ) -> bool:
+        """Finish or undo what is half done, if that is safe; return whether anything was half done. Raises GPUError."""
+        kinds = set(states.values())
+        if ProcessState.CHECKPOINTED in kinds and len(kinds) > 1:
+            await self._restore_rest(kernel, states, known)
+            return True
+        if ProcessState.LOCKED not in kinds:
+            return False
+        for identity in reversed([one for one, state in states.items() if state is ProcessState.LOCKED]):
+            try:
+                await self._worker.unlock(identity)
+            except GPUError as error:
+                log.warning("process %d could not be unlocked: %s", identity.pid, error)
+        return True
+
+    async def _restore_rest(
+        self, kernel: Kernel, states: Mapping[ProcessIdentity, ProcessState], known: _Known
+    ) -> None:
+        """Bring all processes of a tree back of which only some are saved, if the devices have the room for certain. Raises GPUError."""
+        homes = kernel.checkpoint.homes or ((known.device_id,) if known.device_id is not None else ())
+        if not set(states.values()) <= _MAY_BE_COMPLETED or not homes:
+            return
+        # What was free a moment ago may hold another kernel's memory, which was brought back since.
+        host = await self._inspector.take()
+        # The rest goes where the others are: they may have been on the way to another device.
+        there = self._where(kernel, host)
+        targets = homes if len(homes) > 1 or there is None else (there,)
+        if lacking := self._lacking_rest(kernel, host, states, targets, known.saved_mib):
+            log.warning("lease %s: a part of it is saved and stays so: %s", kernel.lease_id, lacking)
+            return
+        saved = [one for one, state in states.items() if state is ProcessState.CHECKPOINTED]
+        locked = [one for one, state in states.items() if state is ProcessState.LOCKED]
+        await self._restoration.restore(saved, locked, moves_between(homes, targets))
+
+    def _lacking_rest(
+        self,
+        kernel: Kernel,
+        host: HostSnapshot,
+        states: Mapping[ProcessIdentity, ProcessState],
+        targets: Sequence[str],
+        saved_mib: int,
+    ) -> str:
+        """Return why what is saved of the tree cannot be brought back to the rest of it, a sentence, or "". Raises GPUError."""
+        rest_mib = _rest_mib(kernel, host, states, saved_mib)
+        pids = {identity.pid for identity in self._inspector.tree(kernel, host)}
+        if rest_mib > 0:
+            return self._restoration.lacking_room(host, targets, rest_mib, rest_mib, pids)
+        if all(host.is_alone(pids, device_id) for device_id in targets):
+            return ""  # no device will ever have more room
+        return "how much was saved is not known, and others use its device"
+
+    def _where(self, kernel: Kernel, host: HostSnapshot) -> str | None:
+        """Return the device that holds most of the kernel's memory; of a kernel with several devices, its first one."""
+        found = host.homes({identity.pid for identity in self._inspector.tree(kernel, host)})
+        if len(kernel.checkpoint.homes) > 1 and set(found) <= set(kernel.checkpoint.homes):
+            return kernel.checkpoint.homes[0]
+        return found[0] if found else None
+
+
+def _failure(pid: int, known: _Known) -> Truth:
+    sentence = (
+        f"the driver says that process {pid} met an error that cannot be corrected: what this kernel had on the GPU is lost. Its other "
+        "variables are still there: save what you need in cells that begin with %%cpu, then restart the kernel"
+    )
+    return Truth(state=LeaseState.QUARANTINED, device_id=known.device_id, saved_mib=known.saved_mib, sentence=sentence)
+
+
+def _rest_mib(
+    kernel: Kernel, host: HostSnapshot, states: Mapping[ProcessIdentity, ProcessState], saved_mib: int
+) -> int:
+    """Return what the saved processes of a half-saved tree need on its devices, MiB; 0: unknown.
+
+    The broker that saved them knows it of each. A later one knows the sum, and subtracts what is locked, which has what it had then. What
+    runs is not subtracted: it may have grown, or come since.
+    """
+    if kernel.checkpoint.sizes:
+        saved = [
+            kernel.checkpoint.sizes.get(one, 0) for one, state in states.items() if state is ProcessState.CHECKPOINTED
+        ]
+        return sum(saved) if all(saved) else 0
+    locked_mib = sum(host.used_mib(one.pid) for one, state in states.items() if state is ProcessState.LOCKED)
+    return max(0, saved_mib - locked_mib)
+
+
+# -- swap --------------------------------------------------------------------------------------------------------------
+
 
 log = logging.getLogger(__name__)
 

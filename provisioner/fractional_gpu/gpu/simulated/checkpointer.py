@@ -24,9 +24,12 @@ from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
 from fractional_gpu.gpu.simulated import faults
 from fractional_gpu.gpu.simulated.context import HELD, available_bytes, shut_gate
 from fractional_gpu.gpu.simulated.monitor import UNABLE, open_store, translated
-from fractional_gpu.gpu.simulated.processes import (
+from fractional_gpu.gpu.simulated.store import (
     CLOSED,
+    MIB,
+    Device,
     Process,
+    Store,
     current_key,
     find_process,
     open_gate,
@@ -37,7 +40,6 @@ from fractional_gpu.gpu.simulated.processes import (
     settle,
     settle_if_abandoned,
 )
-from fractional_gpu.gpu.simulated.store import MIB, Device, Store
 
 NEEDS: Final = {
     "lock": ProcessState.RUNNING,

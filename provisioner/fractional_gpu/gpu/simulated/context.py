@@ -24,12 +24,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from fractional_gpu.gpu.simulated.processes import (
+from fractional_gpu.gpu.simulated.store import (
     CLOSED,
+    MIB,
     ON_DEVICE,
     OPEN,
     WANTED,
     WORK,
+    Device,
+    SimulatedHostError,
+    Store,
     current_key,
     find_process,
     forget,
@@ -40,7 +44,6 @@ from fractional_gpu.gpu.simulated.processes import (
     settle_if_abandoned,
     write_gate,
 )
-from fractional_gpu.gpu.simulated.store import MIB, Device, SimulatedHostError, Store
 
 # -- gate --------------------------------------------------------------------------------------------------------------
 # The gate of a simulated process: its calls pass, or wait while it is locked or checkpointed.

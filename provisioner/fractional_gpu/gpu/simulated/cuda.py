@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from fractional_gpu.gpu.simulated.context import Context, SimulatedCudaError, SimulatedOutOfMemory
-from fractional_gpu.gpu.simulated.processes import find_process
-from fractional_gpu.gpu.simulated.store import Device
+from fractional_gpu.gpu.simulated.store import Device, find_process
 
 __all__ = [
     "Buffer",

@@ -16,8 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from fractional_gpu.gpu.simulated.processes import CLOSED, ON_DEVICE, empty_trash, processes_of, reap, write_gate
-from fractional_gpu.gpu.simulated.store import DATABASE, VERSION, Device, Settings, SimulatedHostError, Store
+from fractional_gpu.gpu.simulated.store import (
+    CLOSED,
+    DATABASE,
+    ON_DEVICE,
+    VERSION,
+    Device,
+    Settings,
+    SimulatedHostError,
+    Store,
+    empty_trash,
+    processes_of,
+    reap,
+    write_gate,
+)
 
 MAX_DEVICES: Final = 64
 _MAX_MIB: Final = 16 << 20  # 16 TiB

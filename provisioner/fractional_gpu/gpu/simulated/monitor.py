@@ -18,16 +18,18 @@ from fractional_gpu.gpu.interface import (
     GPUErrorCode,
     ProcessUse,
 )
-from fractional_gpu.gpu.simulated.processes import (
+from fractional_gpu.gpu.simulated.store import (
+    MIB,
     WORK,
     Process,
+    SimulatedHostError,
+    Store,
     current_key,
     reap,
     settle_if_abandoned,
     swapping,
     users_of,
 )
-from fractional_gpu.gpu.simulated.store import MIB, SimulatedHostError, Store
 from fractional_gpu.host.clock import since_boot_us
 
 _SETTLE_US: Final = 100_000  # a thread between two pieces of work begins the next one within this time

@@ -1,4 +1,4 @@
-"""A simulated host's folder and its database. Standard library only: notebooks import it.
+"""A simulated host's folder, its database and the processes in it. Standard library only: notebooks import it.
 
 The rules:
 - Everything that more than one process must agree on changes in one transaction.
@@ -6,11 +6,14 @@ The rules:
 - A connection never crosses a fork (SQLite forbids it): the child leaves it alone and opens its own.
 """
 
+import fcntl
 import json
+import os
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -163,3 +166,214 @@ class Store:
     def process_folder(self, key: str) -> Path:
         """Return where a process's memory lies."""
         return self.memory / key
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+# Processes of the simulated host: which are alive, what they hold, and the clean-up after dead ones.
+#
+# Standard library only: notebooks import it.
+#
+# The rules:
+# - A process is pid, start time and boot, as one text (`current_key`); a zombie is dead.
+# - `phase` says where a process's bytes are: `device`; `saving` and `saved`; `restoring`; `failed`. Only a commit changes
+#   it, and the commit of a move comes after its last byte. So a killed move is undone by resetting the phase, without any
+#   copying.
+# - While `saving` the device still holds the bytes, while `restoring` the target device already does.
+# - The next reader releases the memory of dead processes: it deletes the rows and moves the folder aside in one
+#   transaction.
+
+
+OPEN: Final = b"O"  # calls pass
+WORK: Final = "work"  # a file of the process; its modification time is the time since boot at which its work on the device ends or ended
+WANTED: Final = b"W"  # a lock waits for the calls in flight; new ones are held
+CLOSED: Final = b"C"  # locked, checkpointed or failed: held calls read why
+# With one plain placeholder: Python 3.14 takes no sequence for numbered ones.
+ON_DEVICE: Final = "? = CASE WHEN phase IN ('device', 'saving') THEN device WHEN phase = 'restoring' THEN target END"
+
+_POLL_S: Final = 0.002
+_STAT_BYTES: Final = 4096  # longer than any /proc/PID/stat
+_boot = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """One process with a context, as the database has it. Memory in bytes, context included."""
+
+    key: str
+    pid: int
+    lease: str
+    device: str
+    target: str | None
+    phase: str
+    n_bytes: int
+    fatal: str
+
+
+_COLUMNS: Final = "SELECT key, pid, lease, device, target, phase, bytes, fatal FROM processes"
+
+
+def _process(row: tuple[str, int, str, str, str | None, str, int, str]) -> Process:
+    key, pid, lease, device, target, phase, n_bytes, fatal = row
+    return Process(
+        key=key, pid=pid, lease=lease, device=device, target=target, phase=phase, n_bytes=n_bytes, fatal=fatal
+    )
+
+
+def current_key(pid: int) -> str | None:
+    """Return the key of the process that has this pid now, None if there is none."""
+    global _boot  # noqa: PLW0603 (constant for as long as this program runs)
+    if not _boot:
+        _boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()[:8]
+    try:
+        raw = _read(f"/proc/{pid}/stat")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = raw[raw.rindex(b")") + 1 :].split()
+    # A leader that exited before its threads looks like a zombie, but its memory lives.
+    if fields[0] in (b"Z", b"X", b"x") and int(fields[17]) <= 1:
+        return None
+    return f"{pid}-{int(fields[19])}-{_boot}"
+
+
+def _read(path: str) -> bytes:
+    """Read a short file of /proc in one read: this is done for every process again and again."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(descriptor, _STAT_BYTES)
+    finally:
+        os.close(descriptor)
+
+
+def find_process(store: Store, key: str) -> Process | None:
+    """Return the process as recorded, None if it has no context."""
+    rows = store.query(f"{_COLUMNS} WHERE key=?", key)
+    return _process(rows[0]) if rows else None
+
+
+def processes_of(store: Store) -> list[Process]:
+    """Return every process with a context."""
+    return [_process(row) for row in store.query(_COLUMNS)]
+
+
+def users_of(store: Store, device_id: str) -> list[Process]:
+    """Return the processes whose bytes count on the device now."""
+    return [_process(row) for row in store.query(f"{_COLUMNS} WHERE {ON_DEVICE}", device_id)]
+
+
+def swapping(store: Store) -> list[Process]:
+    """Return the processes whose bytes are being saved or restored."""
+    return [_process(row) for row in store.query(f"{_COLUMNS} WHERE phase IN ('saving', 'restoring')")]
+
+
+def read_gate(folder: Path) -> bytes:
+    """Return the gate's byte. Raises FileNotFoundError when the process was reaped."""
+    return (folder / "gate").read_bytes()
+
+
+def write_gate(folder: Path, value: bytes) -> None:
+    """Set the gate's byte, in place: its file is also the lock of the calls in flight. Raises FileNotFoundError."""
+    descriptor = os.open(folder / "gate", os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.pwrite(descriptor, value, 0)
+    finally:
+        os.close(descriptor)
+
+
+def open_gate(store: Store, key: str) -> None:
+    """Let calls pass again. The caller holds the operation lock. Raises FileNotFoundError."""
+    folder = store.process_folder(key)
+    write_gate(folder, OPEN)
+    process = find_process(store, key)
+    if process is not None and process.phase == "failed":
+        write_gate(folder, CLOSED)  # its device was lost in between: calls must read the reason
+
+
+@contextmanager
+def operation_lock(folder: Path, timeout_s: float = 0.0) -> Iterator[bool]:
+    """Hold the right to change a process's checkpoint state; yields False if another operation kept it for `timeout_s`.
+
+    Raises FileNotFoundError when the process was reaped. The kernel releases the lock when the holder dies.
+    """
+    descriptor = os.open(folder / "operation", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield lock_file(descriptor, fcntl.LOCK_EX, timeout_s)
+    finally:
+        os.close(descriptor)
+
+
+def lock_file(descriptor: int, kind: int, timeout_s: float) -> bool:
+    """Take a file lock, trying for `timeout_s` seconds; return whether it is held."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_S)
+        else:
+            return True
+
+
+def settle(store: Store, key: str) -> None:
+    """Undo a killed operation. The caller holds the operation lock, so the process that began it is dead."""
+    folder = store.process_folder(key)
+    with store.transaction() as db:
+        db.execute("UPDATE processes SET phase='device' WHERE key=? AND phase='saving'", (key,))
+        db.execute("UPDATE processes SET phase='saved', target=NULL WHERE key=? AND phase='restoring'", (key,))
+        row = db.execute("SELECT phase FROM processes WHERE key=?", (key,)).fetchone()
+    if row is None:
+        return
+    if read_gate(folder) == WANTED:
+        open_gate(store, key)
+    if row[0] == "device":
+        for saved in folder.glob("*.saved"):
+            saved.unlink(missing_ok=True)
+    elif row[0] == "saved":
+        for device in folder.glob("*.device"):
+            # Emptied, not removed: the memory is free again, and the next restore writes into it.
+            os.truncate(device, 0)
+
+
+def settle_if_abandoned(store: Store, key: str) -> None:
+    """Settle the process unless an operation on it is under way or it is gone."""
+    with suppress(FileNotFoundError), operation_lock(store.process_folder(key)) as mine:
+        if mine:
+            settle(store, key)
+
+
+def forget(store: Store, keys: list[str]) -> None:
+    """Release everything that these processes hold, and folders without an owner."""
+    moved = []
+    with store.transaction() as db:
+        for key in keys:
+            db.execute("DELETE FROM allocations WHERE process=?", (key,))
+            db.execute("DELETE FROM processes WHERE key=?", (key,))
+        # Folders are made inside a transaction that records their owner, so one without a row here has none.
+        known = {row[0] for row in db.execute("SELECT key FROM processes")}
+        for folder in store.memory.iterdir():
+            if folder.name not in known:
+                folder.rename(store.trash / folder.name)
+                moved.append(folder.name)
+    empty_trash(store)
+
+
+def empty_trash(store: Store) -> None:
+    """Remove what `forget` moved aside. Several processes may do it at once; after a kill the next one does the rest."""
+    for folder in store.trash.iterdir():
+        with suppress(FileNotFoundError):
+            for file in folder.iterdir():
+                file.unlink(missing_ok=True)
+            folder.rmdir()
+
+
+def reap(store: Store) -> None:
+    """Release everything that dead processes hold."""
+    recorded = store.query("SELECT key, pid FROM processes")
+    dead = [key for key, pid in recorded if current_key(pid) != key]
+    # Listed before the rows are read again inside the transaction of `forget`, which decides.
+    orphans = {folder.name for folder in store.memory.iterdir()} - {key for key, _ in recorded}
+    if dead or orphans:
+        forget(store, dead)
+    else:
+        empty_trash(store)
