@@ -92,7 +92,7 @@ def test_what_is_installed_is_listed_and_removed_wherever_jupyter_looks(places: 
     names = ["fractional-gpu-a-500-env", "fractional-gpu-b-125-env", "fractional-gpu-b-1000-env"]
     assert [spec.name for spec in list_installed()] == names
     assert [spec.name for spec in remove(["fractional-gpu-b-125-env"])] == ["fractional-gpu-b-125-env"]
-    with pytest.raises(NotFoundError, match="'env' is not an installed kernelspec of"):
+    with pytest.raises(NotFoundError, match="'env'"):
         remove(["fractional-gpu-a-500-env", "env"])
     assert [spec.name for spec in list_installed()] == [names[0], names[2]]
     remove()
@@ -130,16 +130,14 @@ def test_bases_launchers_and_names_do_not_overwrite_each_other(places: Places) -
 def test_a_name_that_another_kernelspec_of_ours_has_is_refused(places: Places) -> None:
     directory = str(places.specs)
     install("default", [250], base="env", name="mine", directory=directory)
-    with pytest.raises(
-        FractionalGPUError, match=r"'Python 3 · 1/4 GPU' \(1/4 GPU of pool 'default', made from env\); .*--name"
-    ):
+    with pytest.raises(FractionalGPUError, match=r"'Python 3 · 1/4 GPU' .*'default'.* env\b.*--name"):
         install("default", [500], base="env", name="mine", directory=directory)
-    with pytest.raises(FractionalGPUError, match="made from env"):
+    with pytest.raises(FractionalGPUError, match=r"\benv\b"):
         install("default", [250], name="mine", directory=directory)
     assert [(spec.fraction_milli, spec.base) for spec in list_installed(directory=directory)] == [(250, "env")]
-    with pytest.raises(BadRequestError, match="given: 2 fractions; give one"):
+    with pytest.raises(BadRequestError, match=r"\b2\b"):
         install("default", [250, 500], name="both", directory=directory)
-    with pytest.raises(BadRequestError, match="'a b' is not a kernelspec's name; allowed: letters, digits, and"):
+    with pytest.raises(BadRequestError, match="'a b'"):
         install("default", [250], name="a b", directory=directory)
 
 
@@ -166,7 +164,7 @@ def test_a_prefix_is_where_jupyter_expects_it(places: Places) -> None:
 
 def test_a_folder_that_we_did_not_make_is_not_touched(places: Places) -> None:
     places.write_spec("fractional-gpu-default-250-env")
-    with pytest.raises(FractionalGPUError, match="was not made by jupyter-fractional-gpu"):
+    with pytest.raises(FractionalGPUError, match="fractional-gpu-default-250-env"):
         install("default", [250], base="env", directory=str(places.specs))
     assert list_installed(directory=str(places.specs)) == []
     with pytest.raises(NotFoundError):
@@ -175,31 +173,31 @@ def test_a_folder_that_we_did_not_make_is_not_touched(places: Places) -> None:
 
 def test_pools_whose_names_differ_in_case_only_do_not_overwrite_each_other(places: Places) -> None:
     install("teaching", [250], base="env", directory=str(places.specs))
-    with pytest.raises(FractionalGPUError, match="belongs to pool 'teaching'"):
+    with pytest.raises(FractionalGPUError, match="'teaching'"):
         install("Teaching", [250], base="env", directory=str(places.specs))
 
 
 def test_what_makes_no_sense_is_refused_before_anything_is_written(places: Places) -> None:
     target = str(places.work / "specs")
-    with pytest.raises(BadRequestError, match="is not a pool's name"):
+    with pytest.raises(BadRequestError, match=r"'\.\./up'"):
         install("../up", [250], directory=target)
-    with pytest.raises(BadRequestError, match="out of range; allowed: 1 to 1000"):
+    with pytest.raises(BadRequestError, match=r"1001.*1 to 1000"):
         install("default", [250, 1001], directory=target)
-    with pytest.raises(BadRequestError, match="no fraction was given"):
+    with pytest.raises(BadRequestError, match="fraction"):
         install("default", [], directory=target)
-    with pytest.raises(BadRequestError, match="give one of them"):
+    with pytest.raises(BadRequestError, match="directory"):
         install("default", [250], directory=target, user=True)
-    with pytest.raises(NotFoundError, match=r"no kernelspec 'julia' to copy from; installed: .*env"):
+    with pytest.raises(NotFoundError, match=r"'julia'.*\benv\b"):
         install("default", [250], directory=target, base="julia")
     places.write_gpu_spec("other")
-    with pytest.raises(BadRequestError, match="a kernel provisioner starts it already"):
+    with pytest.raises(BadRequestError, match="other"):
         install("default", [250], directory=target, base="other")
     assert not Path(target).exists()
 
 
 def test_a_place_that_cannot_be_written_to_is_named(places: Places) -> None:
     (places.work / "file").touch()
-    with pytest.raises(FractionalGPUError, match="cannot be written to"):
+    with pytest.raises(FractionalGPUError, match="file"):
         install("default", [250], directory=str(places.work / "file"))
 
 
