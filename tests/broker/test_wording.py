@@ -46,6 +46,7 @@ ELSEWHERE = frozenset(
         "replaced",
         "seat-terms",
         "too-many-leases",
+        "too-many-leases-of-a-user",
         "too-many-requests",
         "too-many-waiters",
     }

@@ -177,7 +177,7 @@ def _metrics_address(traits: GPUBroker, address: tuple[str, int] | None, where: 
             where,
             traits.metrics_address,
             "other machines reach this address; use a loopback one such as '127.0.0.1:9464', or set "
-            "c.GPUBroker.metrics_public = True to let whoever reaches it read the totals",
+            "c.GPUBroker.metrics_public = True to let every client that reaches it read the totals",
         )
     return address
 

@@ -24,7 +24,7 @@ def picture(results: Sequence[Result]) -> str:
     parts.append("<h1>Simulated notebook GPUs</h1>")
     parts.append(_legend(results))
     shown: list[tuple[str, Callable[[Point], int]]] = [
-        ("Devices on which somebody holds memory", lambda point: point.devices_held),
+        ("Devices on which leases hold memory", lambda point: point.devices_held),
         ("Cells on a GPU", lambda point: point.busy),
         ("Cells and sessions that wait", lambda point: point.waiting),
     ]

@@ -106,7 +106,7 @@ def test_the_pin_of_a_suspended_kernel_asks_for_nothing_and_counts_once_it_is_ba
     ("duration_ms", "max_pin_ms", "reason", "said"),
     [
         (5 * HOUR_MS, 4 * HOUR_MS, "pin-too-long", "allows 4 h at a time"),
-        (HOUR_MS, 0, "pin-too-long", "lets nobody pin"),
+        (HOUR_MS, 0, "pin-too-long", "allows no pins"),
         (0, HOUR_MS, "pin-too-short", "a second or more"),
     ],
 )

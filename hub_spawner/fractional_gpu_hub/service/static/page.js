@@ -172,7 +172,7 @@ const ACTS = {
   },
   drain: {
     label: "Drain…", done: "being emptied", button: "Drain",
-    text: (row) => `${row.name} lets nobody in any more; idle kernels on it are suspended, and come back on another GPU where they can.`,
+    text: (row) => `${row.name} admits no more kernels; idle kernels on it are suspended, and come back on another GPU where they can.`,
     fields: () => [field("busy", "Suspend kernels that run a cell, too", made("input", { type: "checkbox" }))],
     run: device("drain", ({ busy }) => ({ evict_busy: busy.checked })),
   },

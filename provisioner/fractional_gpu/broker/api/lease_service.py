@@ -223,7 +223,8 @@ class LeaseService:
         await self._let_others_start(peer, request)
         if sum(kernel.uid == uid for kernel in broker.kernels.values()) >= MAX_LEASES_PER_UID:
             raise RequestTooLargeError(
-                f"user {user_name(uid)} has {MAX_LEASES_PER_UID} leases, the most there may be; shut a kernel down"
+                f"user {user_name(uid)} has {MAX_LEASES_PER_UID} leases, the most there may be; shut a kernel down",
+                reason="too-many-leases-of-a-user",
             )
         if len(broker.kernels) >= MAX_LEASES:
             raise RequestTooLargeError(

@@ -53,7 +53,7 @@ class Rescued:
     label: str
     pid: int | None
     outcome: str
-    saved_mib: int | None  # None: nobody knows
+    saved_mib: int | None  # None: unknown
     sentence: str
 
     @property
@@ -282,7 +282,7 @@ async def _bring_back(swaps: Swaps, backend: Backend, one: _Found) -> tuple[str,
 
 
 def _safe_device(backend: Backend) -> str | None:
-    """Return a device for a kernel of which nobody knows where it was: the only one, or, where all are empty, any; it finds its own."""
+    """Return a device for a kernel whose own device is unknown: the only one, or, where all are empty, any; the kernel finds its own."""
     devices = backend.devices
     if len(devices) == 1 or not any(backend.monitor.use(device.device_id).processes for device in devices):
         return devices[0].device_id

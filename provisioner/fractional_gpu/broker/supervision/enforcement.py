@@ -170,7 +170,7 @@ def _described(process: ProcessUse) -> Stranger:
     try:
         user = user_name(owner_uid(process.pid))
     except (ProcessLookupError, PermissionError):
-        user = "somebody"
+        user = "unknown"
     return Stranger(pid=process.pid, user=user, used_mib=process.used_mib)
 
 

@@ -152,7 +152,7 @@ class OperationResults:
         """Take the truth about a quarantined lease."""
         changes = self._changes
         if lease.state is not LeaseState.QUARANTINED or lease.generation != event.generation:
-            changes.record(lease.lease_id, "answer.stale", f"it was found {event.state}, which nobody asks any more")
+            changes.record(lease.lease_id, "answer.stale", f"it was found {event.state}, after another answer had come")
             return
         if event.state is LeaseState.QUARANTINED and event.sentence:
             lease.reason, lease.sentence = FOUND_FAILED, event.sentence

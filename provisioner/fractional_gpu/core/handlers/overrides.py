@@ -254,6 +254,6 @@ class Pins:
 
 def _too_long(duration_ms: int, pool: PoolSpec) -> str:
     if not pool.max_pin_ms:
-        return f"pool {pool.name!r} lets nobody pin a kernel: ask the administrator"
+        return f"pool {pool.name!r} allows no pins (max_pin is 0): ask the administrator"
     asked, most = format_duration(duration_ms), format_duration(pool.max_pin_ms)
     return f"a pin of {asked} was asked, pool {pool.name!r} allows {most} at a time: ask for that or less"

@@ -68,7 +68,7 @@ def _state_reason(lease: Lease) -> Reason:
             return Reason("wait.failed", lease.sentence)
         case LeaseState.QUARANTINED:
             return Reason(
-                "wait.quarantine", "nobody knows for certain what state this kernel is in; it is being looked at again"
+                "wait.quarantine", "it is not certain in which state this kernel is; the broker examines it again"
             )
         case _:
             return Reason("wait.no-process", "the kernel has not started yet")
