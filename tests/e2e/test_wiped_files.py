@@ -209,7 +209,14 @@ def test_a_folder_that_another_made_meanwhile_is_not_used(world: World, what: st
         if what == "another's folder":
             os.chown(place, 65534, 65534)
     os.kill(broker, signal.SIGCONT)
-    until(lambda: "cannot be restored" in log.read() or None, "the broker refuses the folder")
+    said = ""
+
+    def refused() -> bool:
+        nonlocal said
+        said += log.read()
+        return "cannot be restored" in said and "second records are not up to date" in said
+
+    until(refused, "the broker refuses the folder, for its own files and for the records of leases")
     assert list(place.iterdir()) == []
     assert list(elsewhere.iterdir()) == []
     assert pid_of(world) == broker

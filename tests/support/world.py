@@ -189,7 +189,19 @@ class World:
     def close(self) -> None:
         """Stop the broker and remove everything; fails if a process is left that still uses the simulated host."""
         self.end_broker()
+        for pid in self._on_socket():  # one that a hub's attendant started, or that is on its way to end
+            self.end(pid, signal.SIGTERM)
         shutil.rmtree(self.folder)
+
+    def _on_socket(self) -> list[int]:
+        """Return the processes whose command line names this world's socket: brokers and their attendants."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal() and int(entry.name) != os.getpid():
+                with suppress(OSError):
+                    if os.fsencode(self.socket) in (entry / "cmdline").read_bytes():
+                        found.append(int(entry.name))
+        return found
 
     def end_broker(self) -> None:
         """Stop the broker and remove the simulated host; fails if a process is left that still uses it."""

@@ -25,6 +25,7 @@ import queue
 import re
 import stat
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path, PurePath
@@ -33,6 +34,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from fractional_gpu.ledger.records import LeaseRecord, SeatRecord
+from fractional_gpu.protocol.errors import BrokerUnavailableError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T", LeaseRecord, SeatRecord)
@@ -56,10 +58,15 @@ def lease_folder(socket: str, *, simulated: bool) -> Path:
 
 
 class LeaseFiles:
-    """Writes the second records of one broker. All methods are for its event loop."""
+    """Writes the second records of one broker. All methods are for its event loop.
 
-    def __init__(self, folder: Path) -> None:
+    `check_above` raises OSError or BrokerUnavailableError while the folder above is not one that only this user writes to, such as after
+    another user put a folder or a link in its place. Nothing is written then.
+    """
+
+    def __init__(self, folder: Path, check_above: Callable[[], object] = lambda: None) -> None:
         self.folder = folder
+        self._check_above = check_above
         self._wanted: dict[str, bytes] = {}  # by name: what the file should contain
         self._changed: set[str] = set()  # names of files that may differ from that
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lease-files")
@@ -138,6 +145,7 @@ class LeaseFiles:
         problem = ""
         for name, text in batch.items():
             try:
+                self._check_above()
                 if text is None:
                     (self.folder / name).unlink(missing_ok=True)
                 else:
@@ -145,6 +153,9 @@ class LeaseFiles:
             except OSError as error:
                 failed.add(name)
                 problem = f"{self.folder}: {error.strerror}"
+            except BrokerUnavailableError as error:
+                failed.add(name)
+                problem = str(error)
         if problem and problem != self._logged:
             log.warning("%d second records are not up to date: %s; retrying", len(failed), problem)
         self._logged = problem

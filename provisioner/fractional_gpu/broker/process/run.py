@@ -40,7 +40,7 @@ from fractional_gpu.broker.persistence.ledger_writer import (
 )
 from fractional_gpu.broker.process.driver_start import Backend, DriverStart
 from fractional_gpu.broker.process.own_files import BrokerLock, OwnFiles
-from fractional_gpu.broker.process.restarting import RestartFiles
+from fractional_gpu.broker.process.restarting import RestartFiles, make_socket_folder
 from fractional_gpu.broker.recovery.lost_leases import LostLeases
 from fractional_gpu.broker.recovery.recovery import recover
 from fractional_gpu.broker.supervision.survivors import AbandonedLeases
@@ -170,7 +170,9 @@ class BrokerRun:
         swaps = self._make_swaps(worker, Checkpointability(arbiter).refusal, off)
 
         # The broker: the arbiter with all that executes its effects.
-        files = LeaseFiles(lease_folder(self._socket, simulated=self._backend.simulated))
+        files = LeaseFiles(
+            lease_folder(self._socket, simulated=self._backend.simulated), partial(make_socket_folder, self._socket)
+        )
         broker = Broker(
             arbiter,
             monitor,
