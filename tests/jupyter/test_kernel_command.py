@@ -10,12 +10,7 @@ from typing import Any
 
 import pytest
 
-from fractional_gpu.host.ipykernel_command import (
-    EXTENSION_ARGUMENT,
-    find_ipykernel,
-    is_of_earlier_version,
-    loads_extension,
-)
+from fractional_gpu.host.process import EXTENSION_ARGUMENT, find_ipykernel, is_of_earlier_version, loads_extension
 from fractional_gpu.jupyter import kernel_command
 from fractional_gpu.jupyter.kernel_command import MARK, KernelPlan, plan_kernel
 from fractional_gpu.jupyter.provisioner import FractionalGPUProvisioner

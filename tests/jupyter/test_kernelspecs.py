@@ -9,7 +9,7 @@ import pytest
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 
-from fractional_gpu.host.ipykernel_command import EXTENSION_ARGUMENT
+from fractional_gpu.host.process import EXTENSION_ARGUMENT
 from fractional_gpu.jupyter.kernelspecs import PROVISIONER_NAME, install, list_installed, logo, remove, spec_name
 from fractional_gpu.protocol.errors import BadRequestError, FractionalGPUError, NotFoundError
 from tests.jupyter.conftest import Places

@@ -25,7 +25,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from fractional_gpu.core.units import parse_fraction_milli, parse_memory_mib
-from fractional_gpu.host.ipykernel_command import EXTENSION_ARGUMENT, find_ipykernel
+from fractional_gpu.host.process import EXTENSION_ARGUMENT, find_ipykernel
 from fractional_gpu.protocol.errors import BadRequestError
 from fractional_gpu.protocol.names import msgspec_problem
 

@@ -31,7 +31,7 @@ from jupyter_core.paths import jupyter_path
 
 from fractional_gpu.client.seat import Seat, own_seat
 from fractional_gpu.core.units import format_fraction, parse_fraction_milli
-from fractional_gpu.host.ipykernel_command import find_ipykernel, is_of_earlier_version
+from fractional_gpu.host.process import find_ipykernel, is_of_earlier_version
 from fractional_gpu.jupyter.kernel_command import KernelPlan, check_pool_name, find_interpreter, plan_kernel
 from fractional_gpu.protocol.errors import BadRequestError, FractionalGPUError, NotFoundError
 

@@ -25,8 +25,7 @@ from typing import Any, NoReturn
 
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import runtime_dir
-from fractional_gpu.host.ipykernel_command import find_ipykernel
-from fractional_gpu.host.process import read_stat
+from fractional_gpu.host.process import find_ipykernel, read_stat
 from fractional_gpu.jupyter.kernel_command import parse_kernel_config, plan_kernel
 from fractional_gpu.jupyter.kernel_lease import KernelLease, attach_request, environment_with, take_lease
 from fractional_gpu.protocol.errors import BadRequestError, FractionalGPUError

@@ -33,7 +33,7 @@ from tornado.web import HTTPError
 from traitlets import Float, Unicode, default
 
 from fractional_gpu.client.discovery import runtime_dir
-from fractional_gpu.host.ipykernel_command import find_ipykernel, is_of_earlier_version
+from fractional_gpu.host.process import find_ipykernel, is_of_earlier_version
 from fractional_gpu.jupyter.kernel_command import (
     EARLIER_COMMAND,
     KernelConfig,

@@ -38,12 +38,13 @@ from fractional_gpu.core.effects import LeaseRefused
 from fractional_gpu.core.events import Attached, LeaseRequested, ResizeRequested
 from fractional_gpu.core.model import LeaseSpec, LeaseState, PoolSpec
 from fractional_gpu.gpu.interface import GPUError, ProcessState
-from fractional_gpu.host.ipykernel_command import find_ipykernel, loads_extension
 from fractional_gpu.host.process import (
     PROC,
     ProcessIdentity,
     environment_value,
+    find_ipykernel,
     is_alive,
+    loads_extension,
     owner_uid,
     read_environment,
     read_file,
