@@ -1,5 +1,9 @@
 """Traces, event logs and pictures as files."""
 
+import gzip
+import json
+from collections import Counter
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -10,7 +14,8 @@ from fractional_gpu.simulator import SimulationError, TraceError
 from fractional_gpu.simulator.baselines import run_baseline
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.picture import picture
-from fractional_gpu.simulator.simulation import EventLog, digest, replay, simulate
+from fractional_gpu.simulator.record import EventLog, digest, replay
+from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Session, read_sessions, synthetic_sessions, write_sessions
 
 CELLS = "session,user,start_s,duration_s,gpus,gpu_mib,gpu_util\n"
@@ -70,17 +75,55 @@ def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
 
 
 def record(path: Path, trace: list[Session]) -> None:
-    with EventLog(path, parallel_swaps=1) as log:
-        simulate(host(), trace, watch=log.watch)
+    with EventLog(path, host(), trace) as log:
+        simulate(host(), trace, watch=log.watch, world=log.world)
 
 
 def test_a_recorded_run_replays_to_the_same_effects(tmp_path: Path, trace: list[Session]) -> None:
     record(tmp_path / "run.log", trace)
     events, effects = replay(tmp_path / "run.log")
-    assert events == len((tmp_path / "run.log").read_text().splitlines()) - 1
+    assert events == (tmp_path / "run.log").read_text().count('\n{"event":')
     assert effects > events
     record(tmp_path / "again.log", trace)
     assert (tmp_path / "again.log").read_bytes() == (tmp_path / "run.log").read_bytes()
+
+
+def test_a_compressed_record_replays_and_holds_the_same_lines(tmp_path: Path, trace: list[Session]) -> None:
+    for name in ("run.log", "run.log.gz", "again.log.gz"):
+        record(tmp_path / name, trace)
+    assert replay(tmp_path / "run.log.gz") == replay(tmp_path / "run.log")
+    packed = (tmp_path / "run.log.gz").read_bytes()
+    assert packed == (tmp_path / "again.log.gz").read_bytes()
+    assert gzip.decompress(packed) == (tmp_path / "run.log").read_bytes()
+    (tmp_path / "half.gz").write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(TraceError, match="is not a whole gzip file"):
+        replay(tmp_path / "half.gz")
+
+
+def test_a_record_of_version_1_is_still_replayed(tmp_path: Path, trace: list[Session]) -> None:
+    """Version 1: events only, and the digest under the name of the effects."""
+    record(tmp_path / "run.log", trace)
+    old = [{"format": "jupyter-gpu-events", "version": 1, "parallel_swaps": 1}]
+    for line in (tmp_path / "run.log").read_text().splitlines():
+        entry = json.loads(line)
+        if "event" in entry:
+            old.append({"event": entry["event"], "fields": entry["fields"], "effects": entry["digest"]})
+    (tmp_path / "old.log").write_text("".join(json.dumps(line) + "\n" for line in old))
+    assert replay(tmp_path / "old.log") == replay(tmp_path / "run.log")
+
+
+def test_a_record_has_the_machine_the_sessions_and_the_effects(tmp_path: Path, trace: list[Session]) -> None:
+    record(tmp_path / "run.log", trace)
+    head, *lines = map(json.loads, (tmp_path / "run.log").read_text().splitlines())
+    assert (head["version"], head["devices"][0]["memory_mib"], head["swap"]["fixed_ms"]) == (2, 81_920, 300)
+    assert head["pools"][0]["name"] == "default"
+    cells = [line["cells"] for line in lines if "cells" in line]
+    assert cells == [[[*astuple(cell)] for cell in session.cells] for session in trace]
+    effects = Counter(name for line in lines if "event" in line for name, _fields in line["effects"])
+    moments = Counter(line["world"] for line in lines if "world" in line)
+    assert moments["asked"] == moments["begins"] == moments["ends"] == sum(len(session.cells) for session in trace)
+    assert moments["saved"] == effects["Suspend"] > 0
+    assert moments["restored"] == effects["Resume"] > 0
 
 
 def test_a_replay_names_the_first_event_that_is_answered_differently(tmp_path: Path, trace: list[Session]) -> None:
@@ -100,13 +143,13 @@ def test_a_replay_names_the_first_event_that_is_answered_differently(tmp_path: P
     [
         ("nonsense", "line 2: not JSON"),
         ("[]", "line 2: expected an object"),
-        ('{"event": "Party", "fields": {}, "effects": ""}', "there is no event 'Party'"),
-        ('{"event": "Tick", "fields": {"at": 1}, "effects": ""}', "Tick has no field 'at'"),
-        ('{"event": "Tick", "effects": ""}', "the fields of Tick cannot be read"),
+        ('{"event": "Party", "fields": {}, "digest": ""}', "there is no event 'Party'"),
+        ('{"event": "Tick", "fields": {"at": 1}, "digest": ""}', "Tick has no field 'at'"),
+        ('{"event": "Tick", "digest": ""}', "the fields of Tick cannot be read"),
     ],
 )
 def test_a_damaged_log_says_where(tmp_path: Path, line: str, message: str) -> None:
-    with EventLog(tmp_path / "run.log", parallel_swaps=1):
+    with EventLog(tmp_path / "run.log", host(), []):
         pass
     with (tmp_path / "run.log").open("a") as file:
         file.write(line + "\n")
@@ -116,7 +159,7 @@ def test_a_damaged_log_says_where(tmp_path: Path, line: str, message: str) -> No
 
 def test_another_file_is_no_log(tmp_path: Path) -> None:
     (tmp_path / "run.log").write_text("{}\n")
-    with pytest.raises(TraceError, match="is not an event log of version 1"):
+    with pytest.raises(TraceError, match="is not an event log of version 1 or 2; record one with --record"):
         replay(tmp_path / "run.log")
 
 

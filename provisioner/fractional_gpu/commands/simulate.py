@@ -23,8 +23,9 @@ from fractional_gpu.simulator.machine import Host, SwapSpeed
 from fractional_gpu.simulator.picture import picture
 from fractional_gpu.simulator.placement import NodeShape, Outcome, PodKind, place, read_nodes, read_pods
 from fractional_gpu.simulator.policies import POLICIES
+from fractional_gpu.simulator.record import EventLog, replay
 from fractional_gpu.simulator.result import Result
-from fractional_gpu.simulator.simulation import EventLog, replay, simulate
+from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Session, read_sessions, synthetic_sessions, write_sessions
 from fractional_gpu.simulator.tuning import Step, fewest_devices, tune
 
@@ -94,7 +95,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--p95-wait", default="3s", metavar="TIME", help="short enough for 95 %% of GPU cells (default: 3s)"
     )
     output.add_argument("--baseline", action="append", choices=BASELINES, default=[], help="run this, too (repeatable)")
-    output.add_argument("--record", type=Path, metavar="FILE", help="write every event and what followed from it")
+    output.add_argument(
+        "--record", type=Path, metavar="FILE", help="write the whole run, line by line; gzip if it ends in .gz"
+    )
     output.add_argument("--replay", type=Path, metavar="FILE", help="check that a recorded log gives the same effects")
     output.add_argument("--picture", type=Path, metavar="FILE", help="draw the run as an HTML page")
     output.add_argument("--json", action="store_true", help="print JSON; baselines come under `baselines`")
@@ -178,8 +181,9 @@ def _simulate(host: Host, trace: Sequence[Session], record: Path | None) -> Resu
             print(f"{devices} devices: {ended} of {sessions} sessions after {now - began:.0f} s", file=sys.stderr)
 
     with ExitStack() as stack:
-        log = stack.enter_context(EventLog(record, parallel_swaps=host.parallel_swaps)) if record is not None else None
-        result = simulate(host, trace, watch=log.watch if log is not None else None, progress=progress)
+        log = stack.enter_context(EventLog(record, host, trace)) if record is not None else None
+        watch, world = (log.watch, log.world) if log is not None else (None, None)
+        result = simulate(host, trace, watch=watch, world=world, progress=progress)
     result.wall_s = time.perf_counter() - began
     return result
 

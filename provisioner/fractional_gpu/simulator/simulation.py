@@ -10,19 +10,12 @@
 - Device memory is counted a second time, in `accounts`; `lost` counts sessions that could not run to their end.
 """
 
-import hashlib
-import json
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from enum import Enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, get_args, get_origin, get_type_hints
 
-from fractional_gpu.core import events
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.effects import (
     Effect,
@@ -56,12 +49,13 @@ from fractional_gpu.core.events import (
     Wanted,
 )
 from fractional_gpu.core.model import HOLDING, LeaseSpec, LeaseState
-from fractional_gpu.simulator import SimulationError, TraceError
+from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.machine import UNSHARED, Host, Running, SharedDevice, lease_for
 from fractional_gpu.simulator.result import Accounts, Result, Waits, begin_result
 from fractional_gpu.simulator.traces import Cell, Session
 
 Watch = Callable[[Event, Sequence[Effect]], None]
+World = Callable[[str, int, str, Mapping[str, object]], None]
 _MEASURED_MS = 2_000  # from one measurement of the broker to the next
 _REFUSED_BY_LIMIT = frozenset({"user-limit", "group-limit"})  # the user has too many already: the session never runs
 
@@ -80,6 +74,7 @@ class _Kernel:
     asked_ms: int = 0
     waiting: bool = False
     growing: bool = False  # let in, and short of memory for its cell
+    short_ms: int = 0  # since when, if it is
     running: Running | None = None
     unfinished: Running | None = None  # a cell that was preempted
     over: bool = False
@@ -100,13 +95,16 @@ def simulate(
     trace: Sequence[Session],
     *,
     watch: Watch | None = None,
+    world: World | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Result:
     """Run the trace. `watch` sees every event and its effects; `progress` the sessions that ended, and all.
 
+    `world` sees what no event carries, with the time in ms and the session: the moments that `record` lists.
+
     Raises SimulationError for a session that the host cannot serve at all.
     """
-    return _Run(host, trace, watch, progress).result()
+    return _Run(host, trace, watch, world, progress).result()
 
 
 class _Run:
@@ -115,11 +113,12 @@ class _Run:
         host: Host,
         trace: Sequence[Session],
         watch: Watch | None,
+        world: World | None,
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self._host = host
         self._arbiter = Arbiter(parallel_swaps=host.parallel_swaps)
-        self._watch, self._progress = watch, progress
+        self._watch, self._world, self._progress = watch, world, progress
         self._now_ms = self._order = self._ended = self._wake_version = 0
         self._moments: list[tuple[int, int, Callable[[], None]]] = []
         self._events: deque[Event] = deque()
@@ -175,6 +174,17 @@ class _Run:
             for effect in effects:
                 self._execute(effect)
             self._events.popleft()
+
+    def _note(self, kind: str, kernel: _Kernel, **fields: object) -> None:
+        """Write a moment of the world to the record, if there is one."""
+        if self._world is not None:
+            self._world(kind, self._now_ms, kernel.session.session_id, fields)
+
+    def _use(self, kernel: _Kernel, device_ids: tuple[str, ...], mib: int) -> None:
+        """Count `mib` more used on each of the devices; negative: given back."""
+        self._accounts.use(device_ids, mib)
+        if mib:
+            self._note("memory", kernel, device_ids=device_ids, mib=mib)
 
     # -- effects of the arbiter ----------------------------------------------------------------------------------------
 
@@ -238,6 +248,7 @@ class _Run:
         self._result.suspends += 1
         if kernel.running is not None or kernel.growing:
             self._result.preemptions += 1
+            self._note("preempted", kernel, cell=kernel.next_cell)
             if kernel.running is not None:
                 kernel.unfinished = self._stop(kernel)
                 self._accounts.waiting += 1
@@ -246,8 +257,9 @@ class _Run:
 
         def saved() -> None:
             if not kernel.over:
-                self._accounts.use(device_ids, -mib)
+                self._use(kernel, device_ids, -mib)
                 self._accounts.save(total_mib)
+                self._note("saved", kernel, mib=total_mib)
             self._send(
                 SuspendFinished(
                     at_ms=self._now_ms,
@@ -264,12 +276,13 @@ class _Run:
     def _resume(self, kernel: _Kernel, effect: Resume) -> None:
         self._result.resumes += 1
         kernel.reserved_mib = effect.reserve_mib
-        self._accounts.use(kernel.device_ids, kernel.memory_mib)
+        self._use(kernel, kernel.device_ids, kernel.memory_mib)
         total_mib = kernel.total_mib
 
         def restored() -> None:
             if not kernel.over:
                 self._accounts.save(-total_mib)
+                self._note("restored", kernel, mib=total_mib)
             self._send(
                 ResumeFinished(
                     at_ms=self._now_ms,
@@ -300,8 +313,10 @@ class _Run:
             return
         cell = kernel.cell
         kernel.asked_ms = self._now_ms
+        self._note("asked", kernel, cell=kernel.next_cell)
         if not cell.gpus and not self._host.every_cell_asks:
-            self._at(self._now_ms + cell.duration_ms, partial(self._done, kernel))
+            self._note("begins", kernel, cell=kernel.next_cell, device_ids=(), util_percent=0)
+            self._at(self._now_ms + cell.duration_ms, partial(self._ends_without_gpu, kernel))
             return
         self._send(BusyChanged(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, busy=True))
         self._accounts.waiting += 1
@@ -311,6 +326,10 @@ class _Run:
             return
         kernel.waiting = True
         self._send(Wanted(at_ms=self._now_ms, lease_id=kernel.spec.lease_id))
+
+    def _ends_without_gpu(self, kernel: _Kernel) -> None:
+        self._note("ends", kernel, cell=kernel.next_cell)
+        self._done(kernel)
 
     def _granted(self, kernel: _Kernel, grant: Granted) -> None:
         kernel.reserved_mib = grant.reserved_mib or kernel.spec.reserve_mib
@@ -323,7 +342,7 @@ class _Run:
         need_mib = kernel.cell.gpu_mib if kernel.cell.gpus and kernel.unfinished is None else kernel.memory_mib
         mib = min(need_mib, kernel.reserved_mib)
         if mib != kernel.memory_mib:
-            self._accounts.use(kernel.device_ids, mib - kernel.memory_mib)
+            self._use(kernel, kernel.device_ids, mib - kernel.memory_mib)
             kernel.memory_mib = mib
         if kernel.cell.gpus:
             self._send(LeaseMeasured(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, used_mib=kernel.total_mib))
@@ -333,7 +352,8 @@ class _Run:
                 self._at(self._now_ms + _MEASURED_MS, partial(self._measure_again, kernel))
             self._run_cell(kernel)
         elif not kernel.growing:
-            kernel.growing = True
+            kernel.growing, kernel.short_ms = True, self._now_ms
+            self._note("short", kernel, cell=kernel.next_cell, mib=mib, need_mib=need_mib)
             self._at(self._now_ms + self._host.patience_ms, partial(self._give_up, kernel, kernel.next_cell))
 
     def _measure_again(self, kernel: _Kernel) -> None:
@@ -346,6 +366,7 @@ class _Run:
         if kernel.growing and kernel.next_cell == cell:
             kernel.growing = False
             self._result.out_of_memory += 1
+            self._note("failed", kernel, cell=cell)
             self._begins(kernel)
             self._send(BusyChanged(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, busy=False))
             self._done(kernel)
@@ -360,11 +381,14 @@ class _Run:
         cell = kernel.cell
         self._begins(kernel)
         running, kernel.unfinished = kernel.unfinished, None
+        kind = "begins" if running is None else "continues"
         if running is None:
             util_percent = cell.util_percent if cell.gpus else 0
             running = Running(kernel.spec.lease_id, util_percent, cell.duration_ms * UNSHARED, self._now_ms)
         running.at_ms = self._now_ms
         kernel.running = running
+        ids, util = kernel.device_ids, running.util_percent
+        self._note(kind, kernel, cell=kernel.next_cell, device_ids=ids, util_percent=util)
         self._accounts.running_gpus += cell.gpus
         self._plan(self._shared[kernel.device_ids[0]].begin(running))
 
@@ -376,6 +400,7 @@ class _Run:
         if running.version != version:
             return
         kernel = self._kernels[running.session_id]
+        self._note("ends", kernel, cell=kernel.next_cell)
         self._stop(kernel)
         self._send(BusyChanged(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, busy=False))
         self._done(kernel)
@@ -399,8 +424,9 @@ class _Run:
     def _close(self, kernel: _Kernel) -> None:
         kernel.over = True
         if kernel.state in HOLDING:
-            self._accounts.use(kernel.device_ids, -kernel.memory_mib)
+            self._use(kernel, kernel.device_ids, -kernel.memory_mib)
         if kernel.state is LeaseState.SUSPENDED or kernel.state is LeaseState.RESUMING:
+            self._note("dropped", kernel, mib=kernel.total_mib)
             self._accounts.drop_saved(kernel.total_mib)
         self._send(ProcessExited(at_ms=self._now_ms, lease_id=kernel.spec.lease_id))
         self._send(LeaseReleased(at_ms=self._now_ms, lease_id=kernel.spec.lease_id))
@@ -410,129 +436,3 @@ class _Run:
         self._ended += 1
         if self._progress is not None:
             self._progress(self._ended, self._result.sessions)
-
-
-# -- log ---------------------------------------------------------------------------------------------------------------
-# The event log: every event, and a digest of the arbiter's effects, so that a replay can prove the same decisions.
-#
-# One JSON object a line. The first names the format and the arbiter's settings; every other one is an event with its type and the
-# SHA-256 of its effects as canonical JSON (their first 16 hexadecimal digits).
-
-
-_FORMAT = "jupyter-gpu-events"
-_VERSION = 1
-_EVENTS: dict[str, type[Event]] = {
-    name: kind
-    for name, kind in vars(events).items()
-    if isinstance(kind, type) and issubclass(kind, Event) and kind is not Event
-}
-
-
-def digest(effects: Sequence[Effect]) -> str:
-    """Return a digest of the effects, equal on every machine."""
-    plain = [[type(effect).__name__, asdict(effect)] for effect in effects]
-    text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
-
-
-class EventLog:
-    """Writes a log; a context manager. Raises SimulationError for a file that cannot be written."""
-
-    def __init__(self, path: Path, *, parallel_swaps: int) -> None:
-        try:
-            self._file = path.open("w", encoding="ascii", newline="\n")
-        except OSError as error:
-            raise SimulationError(f"the log {path} cannot be written: {error.strerror}") from error
-        self._write({"format": _FORMAT, "version": _VERSION, "parallel_swaps": parallel_swaps})
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
-
-    def watch(self, event: Event, effects: Sequence[Effect]) -> None:
-        """Record an event and its effects."""
-        self._write({"event": type(event).__name__, "fields": asdict(event), "effects": digest(effects)})
-
-    def _write(self, line: dict[str, object]) -> None:
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
-
-
-def replay(path: Path) -> tuple[int, int]:
-    """Replay the recorded events with a new arbiter. Returns the numbers of events and of effects.
-
-    Raises TraceError for a log that cannot be read, and SimulationError at the first event whose effects differ.
-    """
-    events_seen = effects_seen = 0
-    try:
-        with path.open(encoding="ascii") as file:
-            arbiter = _arbiter(path, file.readline())
-            for number, line in enumerate(file, 2):
-                event, expected = _parse(path, number, line)
-                effects = arbiter.handle(event)
-                if digest(effects) != expected:
-                    raise SimulationError(
-                        f"{path}, line {number}: the arbiter now answers {type(event).__name__} with other effects than recorded "
-                        f"({digest(effects)} instead of {expected}); the log is of another version, or a decision is not reproducible"
-                    )
-                events_seen, effects_seen = events_seen + 1, effects_seen + len(effects)
-    except OSError as error:
-        raise TraceError(f"the log {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise TraceError(f"{path} is not an event log: {error.reason} at byte {error.start}") from error
-    return events_seen, effects_seen
-
-
-def _arbiter(path: Path, line: str) -> Arbiter:
-    head = _object(path, 1, line)
-    swaps = head.get("parallel_swaps")
-    if head.get("format") != _FORMAT or head.get("version") != _VERSION or not isinstance(swaps, int) or swaps < 1:
-        raise TraceError(f"{path} is not an event log of version {_VERSION}; record one with --record")
-    return Arbiter(parallel_swaps=swaps)
-
-
-def _parse(path: Path, number: int, line: str) -> tuple[Event, str]:
-    entry = _object(path, number, line)
-    kind = _EVENTS.get(str(entry.get("event")))
-    if kind is None:
-        raise TraceError(f"{path}, line {number}: there is no event {str(entry.get('event'))[:40]!r}")
-    try:
-        event = _decode(kind, entry["fields"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise TraceError(f"{path}, line {number}: the fields of {kind.__name__} cannot be read: {error}") from error
-    if not isinstance(event, Event):
-        raise TraceError(f"{path}, line {number}: the fields of {kind.__name__} are not an object")
-    return event, str(entry.get("effects"))
-
-
-def _object(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        entry = json.loads(line)
-    except ValueError as error:
-        raise TraceError(f"{path}, line {number}: not JSON: {error}") from error
-    if not isinstance(entry, dict):
-        raise TraceError(f"{path}, line {number}: expected an object")
-    return entry
-
-
-def _decode(kind: Any, value: Any) -> object:  # noqa: ANN401 - types and JSON values of any shape
-    """Return the value as the annotated type; the log holds what `asdict` made of it."""
-    if is_dataclass(kind) and isinstance(kind, type):
-        if not isinstance(value, dict):
-            raise TypeError(f"expected an object for {kind.__name__}")
-        hints = get_type_hints(kind)
-        known = {field.name for field in fields(kind)}
-        if unknown := sorted(set(value) - known):
-            raise ValueError(f"{kind.__name__} has no field {unknown[0]!r}")
-        return kind(**{name: _decode(hints[name], item) for name, item in value.items()})
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return kind(value)
-    if get_origin(kind) is tuple and isinstance(value, list):
-        return tuple(_decode(get_args(kind)[0], item) for item in value)
-    if get_origin(kind) is not None and get_origin(kind) is not tuple and value is not None:
-        chosen = [one for one in get_args(kind) if one is not type(None)]
-        return _decode(chosen[0], value) if len(chosen) == 1 else value
-    return value

@@ -1,0 +1,192 @@
+"""The record of a run, and its replay.
+
+One JSON object a line, in ASCII, in the order in which things happened; gzip where the name ends in `.gz`.
+The same run gives the same bytes.
+
+- The first line names the format and its version, and has the simulated machine (`Host`, field by field): devices, pools, host memory,
+  swap speeds, swaps at a time, the model of contention.
+- One line for each session, `{"session": ID, ...}`: when it is open, what it would reserve, and its cells as
+  `[start_ms, duration_ms, gpus, gpu_mib, util_percent]`.
+- `{"event": TYPE, "fields": {...}, "digest": ..., "effects": [[TYPE, {...}], ...]}`: an event and what the arbiter answered. The digest
+  is the first 16 hexadecimal digits of the SHA-256 of the effects as canonical JSON; a replay compares it.
+- `{"world": KIND, "at_ms": ..., "session": ID, ...}`: what no event carries. `asked`, `begins`, `continues` (after a preemption),
+  `preempted`, `short` (of memory: it waits for more), `failed` (out of memory) and `ends` name the `cell`, counted from 0; those that
+  run one name `device_ids` and `util_percent`. `memory` is `mib` more used on each of `device_ids` (negative: given back). `saved` and
+  `restored` are `mib` moved to host memory and back, `dropped` is `mib` of it given up.
+
+Version 1 had neither sessions nor moments of the world, and only the digest of the effects, as `effects`. It is still replayed.
+"""
+
+import gzip
+import hashlib
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, astuple, fields, is_dataclass
+from enum import Enum
+from io import TextIOWrapper
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self, get_args, get_origin, get_type_hints
+
+from fractional_gpu.core import events
+from fractional_gpu.core.arbiter import Arbiter
+from fractional_gpu.core.effects import Effect
+from fractional_gpu.core.events import Event
+from fractional_gpu.simulator import SimulationError, TraceError
+from fractional_gpu.simulator.machine import Host
+from fractional_gpu.simulator.traces import Session
+
+_FORMAT = "jupyter-gpu-events"
+_VERSION = 2
+_REPLAYED = (1, 2)
+_EVENTS: dict[str, type[Event]] = {
+    name: kind
+    for name, kind in vars(events).items()
+    if isinstance(kind, type) and issubclass(kind, Event) and kind is not Event
+}
+
+
+def digest(effects: Sequence[Effect]) -> str:
+    """Return a digest of the effects, equal on every machine."""
+    return _digest(_plain(effects))
+
+
+def _plain(effects: Sequence[Effect]) -> list[list[object]]:
+    return [[type(effect).__name__, asdict(effect)] for effect in effects]
+
+
+def _digest(plain: list[list[object]]) -> str:
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
+
+
+class EventLog:
+    """Writes a record; a context manager. Raises SimulationError for a file that cannot be written."""
+
+    def __init__(self, path: Path, host: Host, trace: Sequence[Session]) -> None:
+        with ExitStack() as opened:
+            try:
+                raw = opened.enter_context(path.open("wb"))
+            except OSError as error:
+                raise SimulationError(f"the log {path} cannot be written: {error.strerror}") from error
+            file: IO[bytes] | gzip.GzipFile = raw
+            if path.suffix == ".gz":  # neither name nor time in its header: equal runs give equal bytes
+                file = opened.enter_context(gzip.GzipFile("", "wb", fileobj=raw, mtime=0))
+            self._file = opened.enter_context(TextIOWrapper(file, encoding="ascii", newline="\n"))
+            self._opened = opened.pop_all()
+        self._write({"format": _FORMAT, "version": _VERSION, **asdict(host)})
+        for session in trace:
+            about = {
+                name: getattr(session, name) for name in ("user", "open_ms", "close_ms", "gpus", "gpu_mib", "priority")
+            }
+            self._write({"session": session.session_id, **about, "cells": [astuple(cell) for cell in session.cells]})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._opened.close()
+
+    def watch(self, event: Event, effects: Sequence[Effect]) -> None:
+        """Record an event and its effects."""
+        plain = _plain(effects)
+        self._write(
+            {"event": type(event).__name__, "fields": asdict(event), "digest": _digest(plain), "effects": plain}
+        )
+
+    def world(self, kind: str, at_ms: int, session_id: str, about: Mapping[str, object]) -> None:
+        """Record a moment that no event carries."""
+        self._write({"world": kind, "at_ms": at_ms, "session": session_id, **about})
+
+    def _write(self, line: dict[str, object]) -> None:
+        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+
+def replay(path: Path) -> tuple[int, int]:
+    """Replay the recorded events with a new arbiter. Returns the numbers of events and of effects.
+
+    Raises TraceError for a log that cannot be read, and SimulationError at the first event whose effects differ.
+    """
+    events_seen = effects_seen = 0
+    try:
+        with _reading(path) as file:
+            version, arbiter = _begin(path, file.readline())
+            for number, line in enumerate(file, 2):
+                entry = _object(path, number, line)
+                if version > 1 and "event" not in entry and ("world" in entry or "session" in entry):
+                    continue
+                event = _event(path, number, entry)
+                expected = str(entry.get("digest" if version > 1 else "effects"))
+                effects = arbiter.handle(event)
+                if digest(effects) != expected:
+                    raise SimulationError(
+                        f"{path}, line {number}: the arbiter now answers {type(event).__name__} with other effects than recorded "
+                        f"({digest(effects)} instead of {expected}); the log is of another version, or a decision is not reproducible"
+                    )
+                events_seen, effects_seen = events_seen + 1, effects_seen + len(effects)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise TraceError(f"{path} is not a whole gzip file: {error}") from error
+    except OSError as error:
+        raise TraceError(f"the log {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path} is not an event log: {error.reason} at byte {error.start}") from error
+    return events_seen, effects_seen
+
+
+def _reading(path: Path) -> IO[str]:
+    return gzip.open(path, "rt", encoding="ascii") if path.suffix == ".gz" else path.open(encoding="ascii")
+
+
+def _begin(path: Path, line: str) -> tuple[int, Arbiter]:
+    head = _object(path, 1, line)
+    version, swaps = head.get("version"), head.get("parallel_swaps")
+    if head.get("format") != _FORMAT or version not in _REPLAYED or not isinstance(swaps, int) or swaps < 1:
+        raise TraceError(f"{path} is not an event log of version 1 or {_VERSION}; record one with --record")
+    return version, Arbiter(parallel_swaps=swaps)
+
+
+def _event(path: Path, number: int, entry: dict[str, Any]) -> Event:
+    kind = _EVENTS.get(str(entry.get("event")))
+    if kind is None:
+        raise TraceError(f"{path}, line {number}: there is no event {str(entry.get('event'))[:40]!r}")
+    try:
+        event = _decode(kind, entry["fields"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise TraceError(f"{path}, line {number}: the fields of {kind.__name__} cannot be read: {error}") from error
+    if not isinstance(event, Event):
+        raise TraceError(f"{path}, line {number}: the fields of {kind.__name__} are not an object")
+    return event
+
+
+def _object(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise TraceError(f"{path}, line {number}: not JSON: {error}") from error
+    if not isinstance(entry, dict):
+        raise TraceError(f"{path}, line {number}: expected an object")
+    return entry
+
+
+def _decode(kind: Any, value: Any) -> object:  # noqa: ANN401 - types and JSON values of any shape
+    """Return the value as the annotated type; the log holds what `asdict` made of it."""
+    if is_dataclass(kind) and isinstance(kind, type):
+        if not isinstance(value, dict):
+            raise TypeError(f"expected an object for {kind.__name__}")
+        hints = get_type_hints(kind)
+        known = {field.name for field in fields(kind)}
+        if unknown := sorted(set(value) - known):
+            raise ValueError(f"{kind.__name__} has no field {unknown[0]!r}")
+        return kind(**{name: _decode(hints[name], item) for name, item in value.items()})
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind(value)
+    if get_origin(kind) is tuple and isinstance(value, list):
+        return tuple(_decode(get_args(kind)[0], item) for item in value)
+    if get_origin(kind) is not None and get_origin(kind) is not tuple and value is not None:
+        chosen = [one for one in get_args(kind) if one is not type(None)]
+        return _decode(chosen[0], value) if len(chosen) == 1 else value
+    return value
