@@ -107,6 +107,43 @@ def test_neighbours_slow_each_other_down_only_past_a_whole_device() -> None:
     assert simulate(replace(host(), slowdown=False), heavy).busy == 20_000 * 1000
 
 
+def test_lateness_is_the_wait_and_what_neighbours_add() -> None:
+    # alone 10 s each; together U = 2 for as long as both run, so each takes twice as long
+    heavy = [session(name, gpu_cell(0, 10_000, mib=900, util=100), close_ms=10_000) for name in "ab"]
+    both = simulate(host(), heavy)
+    assert both.lateness.cells.ordered == (10_000, 10_000)
+    assert both.waits.ordered == (0, 0)
+    # `b` waits for 40 s and runs alone then; `a` is not late at all
+    behind = [
+        session("a", gpu_cell(0, 50_000), close_ms=50_000),
+        session("b", gpu_cell(10_000, 1_000), gpu_cell(16_000, 1_000)),
+    ]
+    result = simulate(host(), behind)
+    assert result.lateness.cells.ordered == (0, 0, 40_000)
+    assert result.lateness.of_users() == {"median": 0.0, "p95": 40.0, "worst": 40.0}
+    assert result.lateness.jain() == 0.5  # one of two users bears all of it
+    assert result.waits.nonzero().ordered == (40_000,)
+    assert result.waits.nonzero_percent() == pytest.approx(33.333)
+    assert result.doors.ordered == (0, 0)
+    assert result.owned == 1_040_000 * 1000  # `b` closes as much later as its first cell began later
+
+
+def test_a_preempted_cell_is_late_by_the_time_it_was_away() -> None:
+    # `b` is urgent: `a` is saved for it at 10 s, and goes on where it was when `b` has been saved
+    a, b = session("a", gpu_cell(0, 50_000)), session("b", gpu_cell(10_000, 5_000))
+    result = simulate(host(min_residency_ms=0, min_residency_swaps_milli=0), [a, replace(b, priority=1)])
+    assert result.preemptions == 1
+    save_ms, restore_ms = SWAP.save_ms(6000), SWAP.restore_ms(6000)
+    assert result.waits.ordered == (0, save_ms)
+    assert result.lateness.cells.ordered == (save_ms, save_ms + 5_000 + save_ms + restore_ms)
+
+
+def test_no_user_is_late_where_none_waits() -> None:
+    result = simulate(host(2), [session(name, gpu_cell(0, 10_000)) for name in "ab"])
+    assert result.lateness.cells.ordered == (0, 0)
+    assert result.lateness.jain() == 1.0
+
+
 def test_the_smallest_fraction_that_covers_the_peak_is_taken() -> None:
     pool = host().pools[0]
     assert fraction_for(session("a", gpu_cell(0, 1, mib=1000)), pool, 8000) == (125, 1000)

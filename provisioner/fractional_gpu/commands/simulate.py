@@ -344,7 +344,9 @@ def _part(result: Result, key: str, part: str) -> object:
 
 
 def _shown(value: object) -> str:
-    return f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"
+    if not isinstance(value, float):
+        return f"{value:,}"
+    return f"{value:,.1f}" if value >= 10 or not value else f"{value:.2f}"
 
 
 _MOST_SEEDS = 1000

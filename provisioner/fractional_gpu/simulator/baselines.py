@@ -6,7 +6,7 @@
 - `time-slice`: all sessions share all devices without limits. None waits; a cell that needs memory that its neighbours have taken fails,
   and busy neighbours slow each other down as in `machine`.
 
-A wait at the door counts for the next GPU cell, and delays everything of the session that comes after.
+A wait at the door, and the wait of a culled kernel for GPUs, delay everything of the session that comes after.
 """
 
 from collections import deque
@@ -16,8 +16,9 @@ from functools import partial
 from heapq import heappop, heappush
 
 from fractional_gpu.simulator import SimulationError
+from fractional_gpu.simulator.felt import Felt
 from fractional_gpu.simulator.machine import UNSHARED, Running, SharedDevice
-from fractional_gpu.simulator.result import Point, Result, Waits
+from fractional_gpu.simulator.result import Point, Result, begin_result
 from fractional_gpu.simulator.traces import Session
 
 BASELINES = ("reservation", "cull", "time-slice")
@@ -39,8 +40,9 @@ class _Kernel:
     session: Session
     next_cell: int = 0
     held_gpus: int = 0
-    door_ms: int = 0  # when it began to wait for GPUs
-    door_wait_ms: int = 0
+    asked_ms: int = 0  # when it began to wait for GPUs, or when its cell was asked for
+    door_ms: int = 0  # waited at the door, and not yet counted in the lateness of a cell
+    wait_ms: int = 0  # waited for GPUs since, and not yet counted as the wait of a cell
     visit: int = 0  # grows whenever the kernel does something: an older plan to cull it is void
     device: int = -1
     memory_mib: int = 0
@@ -52,16 +54,10 @@ class _Base:
     def __init__(self, name: str, trace: Sequence[Session], device_mib: Sequence[int]) -> None:
         self._moments: list[tuple[int, int, Callable[[], None]]] = []
         self._now_ms = self._order = self._accounted_ms = self._busy = self._waiting = 0
-        self._waits: list[int] = []
+        self._felt = Felt()
+        self._closed_ms = 0
         self._kernels = [_Kernel(session) for session in trace]
-        self.figures = Result(
-            name=name,
-            sessions=len(trace),
-            cells=sum(len(session.cells) for session in trace),
-            gpu_cells=sum(cell.gpus > 0 for session in trace for cell in session.cells),
-            devices=len(device_mib),
-            reserved=sum(session.gpus * (session.close_ms - session.open_ms) * 1000 for session in trace),
-        )
+        self.figures = begin_result(name, trace, len(device_mib))
 
     def result(self) -> Result:
         """Run to the end."""
@@ -77,7 +73,9 @@ class _Base:
                 self.figures.peak_devices_held = max(self.figures.peak_devices_held, held)
             self._accounted_ms = self._now_ms = at_ms
             act()
-        self.figures.waits = Waits(tuple(sorted(self._waits)))
+        self.figures.feel(self._felt)
+        opened = (kernel.session.open_ms for kernel in self._kernels)
+        self.figures.own(min(opened, default=0), self._closed_ms)
         return self.figures
 
     def _at(self, at_ms: int, act: Callable[[], None]) -> None:
@@ -116,10 +114,15 @@ class _Whole(_Base):
         return self.figures.devices - self._free
 
     def _open(self, kernel: _Kernel) -> None:
-        self._ask(kernel, lambda kernel: self._think(kernel, partial(self._next, kernel)))
+        self._ask(kernel, self._begin)
+
+    def _begin(self, kernel: _Kernel) -> None:
+        kernel.door_ms, kernel.wait_ms = kernel.wait_ms, 0
+        self._felt.entered(kernel.door_ms)
+        self._think(kernel, partial(self._next, kernel))
 
     def _ask(self, kernel: _Kernel, then: Callable[[_Kernel], None]) -> None:
-        kernel.door_ms = self._now_ms
+        kernel.asked_ms = self._now_ms
         self._waiting += 1
         self._door.append((kernel, then))
         self._admit()
@@ -130,7 +133,7 @@ class _Whole(_Base):
             self._waiting -= 1
             self._free -= kernel.session.gpus
             kernel.held_gpus = kernel.session.gpus
-            kernel.door_wait_ms += self._now_ms - kernel.door_ms
+            kernel.wait_ms += self._now_ms - kernel.asked_ms
             self._watch_idle(kernel)
             then(kernel)
 
@@ -152,6 +155,7 @@ class _Whole(_Base):
     def _next(self, kernel: _Kernel) -> None:
         kernel.visit += 1
         if kernel.next_cell == len(kernel.session.cells):
+            self._closed_ms = self._now_ms
             self._give_back(kernel)
         elif kernel.held_gpus < kernel.session.gpus:
             self._ask(kernel, self._run)
@@ -162,8 +166,9 @@ class _Whole(_Base):
         cell = kernel.session.cells[kernel.next_cell]
         kernel.visit += 1
         if cell.gpus:
-            self._waits.append(kernel.door_wait_ms)
-            kernel.door_wait_ms = 0
+            self._felt.waited(kernel.wait_ms)
+            self._felt.ended(kernel.session.user, kernel.door_ms + kernel.wait_ms)
+            kernel.door_ms = kernel.wait_ms = 0
             self._busy += cell.gpus
         self._at(self._now_ms + cell.duration_ms, partial(self._done, kernel))
 
@@ -196,10 +201,12 @@ class _TimeSlice(_Base):
             )
         kernel.device = min(range(len(self._sizes)), key=lambda device: (self._sessions[device], device))
         self._sessions[kernel.device] += 1
+        self._felt.entered(0)
         self._think(kernel, partial(self._next, kernel))
 
     def _next(self, kernel: _Kernel) -> None:
         if kernel.next_cell == len(kernel.session.cells):
+            self._closed_ms = self._now_ms
             self._used[kernel.device] -= kernel.memory_mib
             self._sessions[kernel.device] -= 1
             return
@@ -207,7 +214,8 @@ class _TimeSlice(_Base):
         if not cell.gpus:
             self._at(self._now_ms + cell.duration_ms, partial(self._done, kernel))
             return
-        self._waits.append(0)
+        self._felt.waited(0)
+        kernel.asked_ms = self._now_ms
         more = cell.gpu_mib - kernel.memory_mib
         if more > 0 and self._used[kernel.device] + more > self._sizes[kernel.device]:
             self.figures.out_of_memory += 1
@@ -229,6 +237,8 @@ class _TimeSlice(_Base):
             return
         kernel = self._running.pop(running.session_id)
         self._busy -= 1
+        cell = kernel.session.cells[kernel.next_cell]
+        self._felt.ended(kernel.session.user, self._now_ms - kernel.asked_ms - cell.duration_ms)
         self._plan(self._shared[kernel.device].finish(running.session_id, self._now_ms)[1])
         self._done(kernel)
 

@@ -41,9 +41,12 @@ def _legend(results: Sequence[Result]) -> str:
         rows.append(
             f'<tr><td style="color:{_colour(number)}">&#9632; {escape(result.name)}</td><td>{result.devices}</td>'
             f"<td>{result.peak_devices_held}</td><td>{waits['p50']:g}</td><td>{waits['p95']:g}</td><td>{waits['max']:g}</td>"
+            f"<td>{result.doors.percentile_ms(95) / 1000:g}</td><td>{result.lateness.cells.percentile_ms(95) / 1000:g}</td>"
+            f"<td>{result.lateness.percentile_of_users_ms(100) / 1000:g}</td>"
             f"<td>{result.out_of_memory}</td><td>{result.lost}</td></tr>"
         )
-    head = "<tr><th>run<th>devices<th>most held<th>wait p50, s<th>p95, s<th>longest, s<th>out of memory<th>lost</tr>"
+    head = "<tr><th>run<th>devices<th>most held<th>wait p50, s<th>p95, s<th>longest, s<th>door p95, s"
+    head += "<th>late p95, s<th>of the worst user, s<th>out of memory<th>lost</tr>"
     return f"<table>{head}{''.join(rows)}</table>"
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fractional_gpu.core.model import DeviceSpec
+from fractional_gpu.simulator.felt import Felt, Lateness, Spread
 from fractional_gpu.simulator.traces import Session
 
 
@@ -19,22 +20,6 @@ class Point:
     devices_held: int
     busy: int
     waiting: int
-
-
-@dataclass(frozen=True, slots=True)
-class Waits:
-    """Waits from asking to running, ms, sorted; zeros are in."""
-
-    ordered: tuple[int, ...]
-
-    def percentile_ms(self, percent: int) -> int:
-        """Return a percentile, ms."""
-        return _quantile_ms(self.ordered, percent)
-
-    def summary(self) -> dict[str, float]:
-        """Return the percentiles in seconds."""
-        named = {f"p{percent}": self.percentile_ms(percent) / 1000 for percent in (50, 90, 95, 99)}
-        return {**named, "max": self.percentile_ms(100) / 1000}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,7 +35,10 @@ class Result:
     busy: int = 0  # cells on a GPU, each counted as the GPUs it uses
     held: int = 0  # devices on which memory is held
     peak_devices_held: int = 0
-    waits: Waits = field(default_factory=lambda: Waits(()))
+    owned: int = 0  # all devices, from the first session's opening to the last one's closing
+    waits: Spread = field(default_factory=Spread)
+    doors: Spread = field(default_factory=Spread)  # one for each session
+    lateness: Lateness = field(default_factory=Lateness)
     suspends: int = 0
     resumes: int = 0
     preemptions: int = 0
@@ -74,9 +62,17 @@ class Result:
             "reserved_gpu_hours": _hours(self.reserved),
             "busy_gpu_hours": _hours(self.busy),
             "held_gpu_hours": _hours(self.held),
+            "owned_gpu_hours": _hours(self.owned),
             "saved_gpu_hours": _hours(self.reserved - self.held),
             "peak_devices_held": self.peak_devices_held,
             "wait_s": self.waits.summary(),
+            "waited_percent": self.waits.nonzero_percent(),
+            "nonzero_wait_s": self.waits.nonzero().summary(),
+            "door_wait_s": self.doors.summary(),
+            "door_waited_percent": self.doors.nonzero_percent(),
+            "late_s": self.lateness.cells.summary(),
+            "user_p95_late_s": self.lateness.of_users(),
+            "jain_late": self.lateness.jain(),
             "suspends": self.suspends,
             "resumes": self.resumes,
             "preemptions": self.preemptions,
@@ -87,6 +83,20 @@ class Result:
             "wall_s": round(self.wall_s, 3),
             "forecast_error": self.forecast_error,
         }
+
+    @property
+    def p95_wait_ms(self) -> int:
+        """The 95th percentile of the cells' waits or of the sessions' waits at the door, the longer one, ms."""
+        return max(self.waits.percentile_ms(95), self.doors.percentile_ms(95))
+
+    def feel(self, felt: Felt) -> None:
+        """Take over what the users felt."""
+        self.waits, self.doors = Spread.of(felt.waits_ms), Spread.of(felt.doors_ms)
+        self.lateness = Lateness.of(felt)
+
+    def own(self, since_ms: int, until_ms: int) -> None:
+        """Count all devices as owned for that time."""
+        self.owned = self.devices * max(0, until_ms - since_ms) * 1000
 
 
 def _hours(milli_ms: int) -> float:
@@ -165,8 +175,3 @@ class Accounts:
 
 
 _HOUR_MILLI_MS = 3_600_000 * 1000
-
-
-def _quantile_ms(ordered: Sequence[int], percent: int) -> int:
-    """Return the smallest value that `percent` of the values do not exceed (nearest rank); 0 of none."""
-    return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else 0

@@ -4,6 +4,7 @@
 - A session's kernel is gated. A GPU cell is asked for: the kernel is busy from then on, `Wanted` goes out unless the lease is resident,
   and the cell runs once granted. The next cell comes as long after it as in the trace: a wait delays everything behind it.
 - A wait is the time from asking to running, the restore included; cells that found their kernel resident count with zero.
+  What else a user feels is in `felt`.
 - A swap takes a fixed time and the bytes over the bandwidth. A cell of a suspended kernel that touches no GPU runs without asking.
 - A cell that needs more than is reserved (where a pool reserves by use) takes what it may and waits for more; if none comes for
   `patience_ms` it fails as out of memory.
@@ -50,8 +51,9 @@ from fractional_gpu.core.events import (
 )
 from fractional_gpu.core.model import HOLDING, LeaseSpec, LeaseState
 from fractional_gpu.simulator import SimulationError
+from fractional_gpu.simulator.felt import Felt
 from fractional_gpu.simulator.machine import UNSHARED, Host, Running, SharedDevice, lease_for
-from fractional_gpu.simulator.result import Accounts, Result, Waits, begin_result
+from fractional_gpu.simulator.result import Accounts, Result, begin_result
 from fractional_gpu.simulator.traces import Cell, Session
 
 Watch = Callable[[Event, Sequence[Effect]], None]
@@ -116,7 +118,7 @@ class _Run:
         world: World | None,
         progress: Callable[[int, int], None] | None,
     ) -> None:
-        self._host = host
+        self._host, self._trace = host, trace
         self._arbiter = Arbiter(parallel_swaps=host.parallel_swaps)
         self._watch, self._world, self._progress = watch, world, progress
         self._now_ms = self._order = self._ended = self._wake_version = 0
@@ -126,7 +128,8 @@ class _Run:
         self._shared = {device.device_id: SharedDevice(slowdown=host.slowdown) for device in host.devices}
         self._result = begin_result("fractional", trace, len(host.devices))
         self._accounts = Accounts(self._result, host.devices)
-        self._waits: list[int] = []
+        self._felt = Felt()
+        self._closed_ms = 0
 
     def result(self) -> Result:
         """Run to the end."""
@@ -144,7 +147,8 @@ class _Run:
             act()
         self._arbiter.validate()
         self._accounts.finish()
-        self._result.waits = Waits(tuple(sorted(self._waits)))
+        self._result.feel(self._felt)
+        self._result.own(min((session.open_ms for session in self._trace), default=0), self._closed_ms)
         self._result.forecast_error = {
             view.what: {
                 "count": view.count,
@@ -302,6 +306,7 @@ class _Run:
         if kernel.over:
             self._ends()
             return
+        self._felt.entered(0)  # a lease is given at once; its cells wait
         self._send(Attached(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, gated=True))
         first = kernel.session.cells[0].start_ms if kernel.session.cells else kernel.session.close_ms
         self._at(first, partial(self._next, kernel))
@@ -374,7 +379,7 @@ class _Run:
     def _begins(self, kernel: _Kernel) -> None:
         self._accounts.waiting -= 1
         if kernel.unfinished is None and kernel.cell.gpus:
-            self._waits.append(self._now_ms - kernel.asked_ms)
+            self._felt.waited(self._now_ms - kernel.asked_ms)
 
     def _run_cell(self, kernel: _Kernel) -> None:
         """Run the cell on the kernel's devices; the first of them decides how much its neighbours slow it down."""
@@ -402,6 +407,8 @@ class _Run:
         kernel = self._kernels[running.session_id]
         self._note("ends", kernel, cell=kernel.next_cell)
         self._stop(kernel)
+        if kernel.cell.gpus:
+            self._felt.ended(kernel.session.user, self._now_ms - kernel.asked_ms - kernel.cell.duration_ms)
         self._send(BusyChanged(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, busy=False))
         self._done(kernel)
 
@@ -422,7 +429,7 @@ class _Run:
         self._at(self._now_ms + thinks_ms, partial(self._next, kernel))
 
     def _close(self, kernel: _Kernel) -> None:
-        kernel.over = True
+        kernel.over, self._closed_ms = True, self._now_ms
         if kernel.state in HOLDING:
             self._use(kernel, kernel.device_ids, -kernel.memory_mib)
         if kernel.state is LeaseState.SUSPENDED or kernel.state is LeaseState.RESUMING:
