@@ -171,7 +171,7 @@ def test_equal_effects_have_equal_digests_and_others_do_not() -> None:
 
 
 def test_the_picture_loads_nothing_and_shows_every_run(trace: list[Session]) -> None:
-    runs = [simulate(host(), trace), run_baseline("reservation", trace, [81_920], slowdown=True)]
+    runs = [simulate(host(), trace), run_baseline("reservation", host(), trace)]
     runs[1].name = "<b>plain</b>"
     page = picture(runs)
     assert page.count("<svg") == 4

@@ -18,7 +18,7 @@ from fractional_gpu.config import ConfigError, Settings, load
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.core.units import parse_duration_ms, parse_memory_mib
 from fractional_gpu.simulator import SimulationError
-from fractional_gpu.simulator.baselines import BASELINES, WAITING, run_baseline
+from fractional_gpu.simulator.baselines import BASELINES, MPS_FILL_PERCENT, WAITING, run_baseline
 from fractional_gpu.simulator.machine import Host, SwapSpeed
 from fractional_gpu.simulator.picture import picture
 from fractional_gpu.simulator.placement import NodeShape, Outcome, PodKind, place, read_nodes, read_pods
@@ -96,6 +96,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     output.add_argument("--baseline", action="append", choices=BASELINES, default=[], help="run this, too (repeatable)")
     output.add_argument(
+        "--mps-fill",
+        type=_percent,
+        default=MPS_FILL_PERCENT,
+        metavar="PERCENT",
+        help="of a device that a cell fills while it uses it, for the baseline mps-pack (default: 50, an assumption)",
+    )
+    output.add_argument(
         "--record", type=Path, metavar="FILE", help="write the whole run, line by line; gzip if it ends in .gz"
     )
     output.add_argument("--replay", type=Path, metavar="FILE", help="check that a recorded log gives the same effects")
@@ -128,7 +135,10 @@ def _run(options: argparse.Namespace) -> int:
         if options.record is not None:
             raise UsageError("--record takes down one run, and --find-devices makes several; find first, then record")
         result = fewest_devices(
-            lambda count: _simulate(_host(options, [sizes[0]] * count), trace, None), wanted_ms, _most(trace)
+            lambda count: _simulate(_host(options, [sizes[0]] * count), trace, None),
+            wanted_ms,
+            _most(trace),
+            least=_least(trace),
         )
         sizes = [sizes[0]] * result.devices
     else:
@@ -152,16 +162,20 @@ def _baseline(name: str, trace: Sequence[Session], sizes: Sequence[int], options
     began = time.perf_counter()
 
     def on(devices: Sequence[int]) -> Result:
-        return run_baseline(name, trace, devices, slowdown=not options.no_slowdown)
+        return run_baseline(name, _host(options, devices), trace, mps_fill_percent=options.mps_fill)
 
     if options.find_devices and name in WAITING:
         wanted_ms = _parsed("--p95-wait", parse_duration_ms, options.p95_wait)
-        least = max(session.gpus for session in trace)
-        result = fewest_devices(lambda count: on([sizes[0]] * count), wanted_ms, _most(trace), least=max(1, least))
+        result = fewest_devices(lambda count: on([sizes[0]] * count), wanted_ms, _most(trace), least=_least(trace))
     else:
         result = on(sizes)
     result.wall_s = time.perf_counter() - began
     return result
+
+
+def _least(trace: Sequence[Session]) -> int:
+    """Return a number of devices that the largest session needs."""
+    return max(1, *(max(session.gpus, session.most_gpus) for session in trace))
 
 
 def _most(trace: Sequence[Session]) -> int:

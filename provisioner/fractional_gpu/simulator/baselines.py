@@ -3,6 +3,16 @@
 - `reservation`: a session takes its whole GPUs when it opens, and keeps them until it closes; if none are free it waits at the door.
 - `cull`: the same, and a kernel that ran nothing for an hour is shut down: its variables are lost, its GPUs are free, and its next
   cell waits for GPUs as a new kernel would.
+- `static-fraction`: a session takes a fraction as it would here, by best fit, and keeps it until it closes; nothing is suspended.
+  If no device has room it waits at the door, where a later session that fits passes it, as Kubernetes' scheduler does it.
+  Busy neighbours slow each other down as in `machine`.
+- `mps-pack`: the same with NVIDIA's Multi-Process Service. MPS runs kernels of several processes at the same time, without time slices,
+  while they do not fill the device together (https://docs.nvidia.com/deploy/mps/). A utilisation says for how long any kernel runs, not
+  how much of the device that kernel fills, so the model needs one more figure: a cell that uses the device fills `mps_fill_percent` of
+  it. The sum of the utilisations counts by so much only; beyond a whole device the cells slow each other down as in `machine`. The
+  default of 50 is an assumption, not a measurement; with 100 MPS gains nothing. A device serves at most `MPS_CLIENTS` sessions.
+- `whole-gpu-suspend`: the arbiter, with whole devices only, that suspends an idle kernel when another one needs its device; a cell of the
+  same priority is not preempted.
 - `time-slice`: all sessions share all devices without limits. None waits; a cell that needs memory that its neighbours have taken fails,
   and busy neighbours slow each other down as in `machine`.
 
@@ -11,28 +21,49 @@ A wait at the door, and the wait of a culled kernel for GPUs, delay everything o
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappop, heappush
 
+from fractional_gpu.core.model import ReserveBy
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.felt import Felt
-from fractional_gpu.simulator.machine import UNSHARED, Running, SharedDevice
+from fractional_gpu.simulator.machine import UNSHARED, Host, Running, SharedDevice, lease_for
 from fractional_gpu.simulator.result import Point, Result, begin_result
+from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Session
 
-BASELINES = ("reservation", "cull", "time-slice")
-WAITING = frozenset({"reservation", "cull"})  # those in which more devices mean shorter waits
+BASELINES = ("reservation", "cull", "static-fraction", "mps-pack", "whole-gpu-suspend", "time-slice")
+WAITING = frozenset(BASELINES) - {"time-slice"}  # those in which more devices mean shorter waits
 CULL_AFTER_MS = 3_600_000
+MPS_CLIENTS = 48  # CUDA contexts that one device's MPS server serves at the same time
+MPS_FILL_PERCENT = 50
 
 
-def run_baseline(name: str, trace: Sequence[Session], device_mib: Sequence[int], *, slowdown: bool) -> Result:
-    """Run one of `BASELINES` on devices of these sizes, MiB. Raises SimulationError for a name or a session that cannot be served."""
-    if name == "time-slice":
-        return _TimeSlice(name, trace, device_mib, slowdown=slowdown).result()
-    if name in BASELINES:
-        return _Whole(name, trace, device_mib, CULL_AFTER_MS if name == "cull" else None).result()
+def run_baseline(
+    name: str, host: Host, trace: Sequence[Session], *, mps_fill_percent: int = MPS_FILL_PERCENT
+) -> Result:
+    """Run one of `BASELINES` on a machine. Raises SimulationError for a name or a session that cannot be served."""
+    match name:
+        case "reservation" | "cull":
+            return _Whole(name, host, trace, CULL_AFTER_MS if name == "cull" else None).result()
+        case "static-fraction":
+            return _Fractions(name, host, trace, 100, None).result()
+        case "mps-pack":
+            return _Fractions(name, host, trace, mps_fill_percent, MPS_CLIENTS).result()
+        case "whole-gpu-suspend":
+            return _whole_gpu_suspend(name, host, trace)
+        case "time-slice":
+            return _TimeSlice(name, host, trace).result()
     raise SimulationError(f"there is no baseline {name!r}; allowed: {', '.join(BASELINES)}")
+
+
+def _whole_gpu_suspend(name: str, host: Host, trace: Sequence[Session]) -> Result:
+    served, *others = host.pools
+    whole = replace(served, fractions_milli=(1000,), idle_after_ms=None, reserve_by=ReserveBy.CAP, preempt_equals=False)
+    result = simulate(replace(host, pools=(whole, *others), request_percent=100), trace)
+    result.name = name
+    return result
 
 
 @dataclass(slots=True, eq=False)
@@ -51,13 +82,13 @@ class _Kernel:
 class _Base:
     """Virtual time and the books that all baselines keep."""
 
-    def __init__(self, name: str, trace: Sequence[Session], device_mib: Sequence[int]) -> None:
+    def __init__(self, name: str, host: Host, trace: Sequence[Session]) -> None:
         self._moments: list[tuple[int, int, Callable[[], None]]] = []
         self._now_ms = self._order = self._accounted_ms = self._busy = self._waiting = 0
         self._felt = Felt()
         self._closed_ms = 0
         self._kernels = [_Kernel(session) for session in trace]
-        self.figures = begin_result(name, trace, len(device_mib))
+        self.figures = begin_result(name, trace, len(host.devices))
 
     def result(self) -> Result:
         """Run to the end."""
@@ -99,14 +130,14 @@ class _Base:
 class _Whole(_Base):
     """Whole GPUs for each session."""
 
-    def __init__(self, name: str, trace: Sequence[Session], device_mib: Sequence[int], cull_ms: int | None) -> None:
-        super().__init__(name, trace, device_mib)
-        self._free, self._cull_ms = len(device_mib), cull_ms
+    def __init__(self, name: str, host: Host, trace: Sequence[Session], cull_ms: int | None) -> None:
+        super().__init__(name, host, trace)
+        self._free, self._cull_ms = len(host.devices), cull_ms
         self._door: deque[tuple[_Kernel, Callable[[_Kernel], None]]] = deque()
         for session in trace:
-            if session.gpus > len(device_mib):
+            if session.gpus > self._free:
                 raise SimulationError(
-                    f"session {session.session_id!r} reserves {session.gpus} GPUs, and there are {len(device_mib)}; "
+                    f"session {session.session_id!r} reserves {session.gpus} GPUs, and there are {self._free}; "
                     "simulate more with --devices"
                 )
 
@@ -179,16 +210,124 @@ class _Whole(_Base):
         self._think(kernel, partial(self._next, kernel))
 
 
-class _TimeSlice(_Base):
+class _Sharing(_Base):
+    """Sessions that share devices, and slow each other down there; a cell on several devices is slowed by the first of them."""
+
+    def __init__(self, name: str, host: Host, trace: Sequence[Session], *, fill_percent: int) -> None:
+        super().__init__(name, host, trace)
+        self._shared = [SharedDevice(slowdown=host.slowdown, fill_percent=fill_percent) for _ in host.devices]
+        self._running: dict[str, _Kernel] = {}
+
+    def _begin_cell(self, kernel: _Kernel) -> None:
+        cell = kernel.session.cells[kernel.next_cell]
+        kernel.asked_ms = self._now_ms
+        if not cell.gpus:
+            self._at(self._now_ms + cell.duration_ms, partial(self._done, kernel))
+            return
+        self._busy += cell.gpus
+        self._running[kernel.session.session_id] = kernel
+        running = Running(kernel.session.session_id, cell.util_percent, cell.duration_ms * UNSHARED, self._now_ms)
+        self._plan(self._shared[kernel.device].begin(running))
+
+    def _plan(self, ends: Sequence[tuple[int, Running]]) -> None:
+        for at_ms, running in ends:
+            self._at(at_ms, partial(self._ends, running, running.version))
+
+    def _ends(self, running: Running, version: int) -> None:
+        if running.version != version:
+            return
+        kernel = self._running.pop(running.session_id)
+        cell = kernel.session.cells[kernel.next_cell]
+        self._busy -= cell.gpus
+        self._felt.ended(kernel.session.user, kernel.door_ms + self._now_ms - kernel.asked_ms - cell.duration_ms)
+        kernel.door_ms = 0
+        self._plan(self._shared[kernel.device].finish(running.session_id, self._now_ms)[1])
+        self._done(kernel)
+
+    def _done(self, kernel: _Kernel) -> None:
+        kernel.next_cell += 1
+        self._think(kernel, partial(self._next, kernel))
+
+    def _next(self, kernel: _Kernel) -> None:
+        raise NotImplementedError
+
+
+class _Fractions(_Sharing):
+    """A fraction for each session, from open to close."""
+
+    def __init__(self, name: str, host: Host, trace: Sequence[Session], fill_percent: int, clients: int | None) -> None:
+        super().__init__(name, host, trace, fill_percent=fill_percent)
+        served = frozenset(host.pools[0].devices)
+        self._free = [device.leasable_mib if device.device_id in served else 0 for device in host.devices]
+        self._clients = [0] * len(host.devices)
+        self._most_clients = clients
+        self._leases = {session.session_id: lease_for(host, session) for session in trace}
+        self._devices: dict[str, list[int]] = {}
+        self._door: list[_Kernel] = []
+
+    def _held(self) -> int:
+        return sum(map(bool, self._clients))
+
+    def _open(self, kernel: _Kernel) -> None:
+        kernel.asked_ms = self._now_ms
+        self._waiting += 1
+        self._door.append(kernel)
+        self._admit()
+
+    def _admit(self) -> None:
+        """Let the sessions begin that find room, in the order in which they came."""
+        tried: set[tuple[int, int]] = set()  # sizes for which there is no room
+        for kernel in list(self._door):
+            lease = self._leases[kernel.session.session_id]
+            if (lease.reserve_mib, lease.devices) in tried:
+                continue
+            devices = self._best_fit(lease.reserve_mib, lease.devices)
+            if devices is None:
+                tried.add((lease.reserve_mib, lease.devices))
+                continue
+            self._door.remove(kernel)
+            self._waiting -= 1
+            for device in devices:
+                self._free[device] -= lease.reserve_mib
+                self._clients[device] += 1
+            self._devices[lease.lease_id], kernel.device = devices, devices[0]
+            kernel.door_ms = self._now_ms - kernel.asked_ms
+            self._felt.entered(kernel.door_ms)
+            self._think(kernel, partial(self._next, kernel))
+
+    def _best_fit(self, mib: int, count: int) -> list[int] | None:
+        """Return the devices with the least room that is enough; None: too few have it."""
+        most = self._most_clients
+        fitting = [
+            device
+            for device, free in enumerate(self._free)
+            if free >= mib and (most is None or self._clients[device] < most)
+        ]
+        fitting.sort(key=lambda device: (self._free[device], device))
+        return fitting[:count] if len(fitting) >= count else None
+
+    def _next(self, kernel: _Kernel) -> None:
+        if kernel.next_cell < len(kernel.session.cells):
+            if kernel.session.cells[kernel.next_cell].gpus:
+                self._felt.waited(0)
+            self._begin_cell(kernel)
+            return
+        self._closed_ms = self._now_ms
+        lease = self._leases[kernel.session.session_id]
+        for device in self._devices.pop(lease.lease_id):
+            self._free[device] += lease.reserve_mib
+            self._clients[device] -= 1
+        self._admit()
+
+
+class _TimeSlice(_Sharing):
     """All sessions share the devices."""
 
-    def __init__(self, name: str, trace: Sequence[Session], device_mib: Sequence[int], *, slowdown: bool) -> None:
-        super().__init__(name, trace, device_mib)
-        self._sizes = list(device_mib)
-        self._shared = [SharedDevice(slowdown=slowdown) for _ in device_mib]
-        self._sessions = [0] * len(device_mib)
-        self._used = [0] * len(device_mib)
-        self._running: dict[str, _Kernel] = {}
+    def __init__(self, name: str, host: Host, trace: Sequence[Session]) -> None:
+        super().__init__(name, host, trace, fill_percent=100)
+        self._sizes = [device.memory_mib for device in host.devices]
+        self._sessions = [0] * len(self._sizes)
+        self._used = [0] * len(self._sizes)
 
     def _held(self) -> int:
         return sum(map(bool, self._used))
@@ -211,37 +350,13 @@ class _TimeSlice(_Base):
             self._sessions[kernel.device] -= 1
             return
         cell = kernel.session.cells[kernel.next_cell]
-        if not cell.gpus:
-            self._at(self._now_ms + cell.duration_ms, partial(self._done, kernel))
-            return
-        self._felt.waited(0)
-        kernel.asked_ms = self._now_ms
-        more = cell.gpu_mib - kernel.memory_mib
-        if more > 0 and self._used[kernel.device] + more > self._sizes[kernel.device]:
-            self.figures.out_of_memory += 1
-            self._done(kernel)
-            return
-        self._used[kernel.device] += more
-        kernel.memory_mib = cell.gpu_mib
-        self._busy += 1
-        self._running[kernel.session.session_id] = kernel
-        running = Running(kernel.session.session_id, cell.util_percent, cell.duration_ms * UNSHARED, self._now_ms)
-        self._plan(self._shared[kernel.device].begin(running))
-
-    def _plan(self, ends: Sequence[tuple[int, Running]]) -> None:
-        for at_ms, running in ends:
-            self._at(at_ms, partial(self._ends, running, running.version))
-
-    def _ends(self, running: Running, version: int) -> None:
-        if running.version != version:
-            return
-        kernel = self._running.pop(running.session_id)
-        self._busy -= 1
-        cell = kernel.session.cells[kernel.next_cell]
-        self._felt.ended(kernel.session.user, self._now_ms - kernel.asked_ms - cell.duration_ms)
-        self._plan(self._shared[kernel.device].finish(running.session_id, self._now_ms)[1])
-        self._done(kernel)
-
-    def _done(self, kernel: _Kernel) -> None:
-        kernel.next_cell += 1
-        self._think(kernel, partial(self._next, kernel))
+        if cell.gpus:
+            self._felt.waited(0)
+            more = cell.gpu_mib - kernel.memory_mib
+            if more > 0 and self._used[kernel.device] + more > self._sizes[kernel.device]:
+                self.figures.out_of_memory += 1
+                self._done(kernel)
+                return
+            self._used[kernel.device] += more
+            kernel.memory_mib = cell.gpu_mib
+        self._begin_cell(kernel)

@@ -33,9 +33,10 @@ class Running:
 
 @dataclass(slots=True)
 class SharedDevice:
-    """The cells that run on one device."""
+    """The cells that run on one device. `fill_percent` of the device is what one cell fills while it uses the device at all."""
 
     slowdown: bool
+    fill_percent: int = 100
     running: dict[str, Running] = field(default_factory=dict)
 
     def begin(self, cell: Running) -> list[tuple[int, Running]]:
@@ -55,7 +56,9 @@ class SharedDevice:
 
     def _demand(self) -> int:
         """Return the utilisations' sum in percent, 100 where none is slowed."""
-        return max(100, sum(cell.util_percent for cell in self.running.values())) if self.slowdown else 100
+        if not self.slowdown:
+            return 100
+        return max(100, -(-sum(cell.util_percent for cell in self.running.values()) * self.fill_percent // 100))
 
     def _stretch(self, cell: Running, demand: int) -> int:
         """Return how many ten-thousandths of its nominal time the cell takes."""

@@ -8,7 +8,7 @@ from fractional_gpu.simulator.result import Point, Result
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 900, 220, 60, 30
 _STEPS = 600  # more points than that cannot be told apart
-_COLOURS = ("#2563eb", "#d97706", "#059669", "#b91c1c")
+_COLOURS = ("#2563eb", "#d97706", "#059669", "#b91c1c", "#7c3aed", "#0891b2", "#4b5563")
 _STYLE = (
     "body{font:15px system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#1f2937}"
     "svg{width:100%;height:auto}text{font-size:12px;fill:#4b5563}.grid{stroke:#e5e7eb}"
