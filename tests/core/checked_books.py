@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from fractional_gpu.core.events import ResizeRequested
-from fractional_gpu.core.model import LeaseSpec, LeaseState, Limits, PoolSpec, ReserveBy
+from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, Limits, PoolSpec, ReserveBy
 
 __all__ = ["LawBrokenError", "Seen", "World", "law"]
 
@@ -102,6 +102,7 @@ class World:
     leasable: dict[str, int] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
+    fixed: set[str] = field(default_factory=set)  # devices whose saved state comes back on themselves only
     strangers: dict[str, int] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
     draining: dict[str, bool] = field(default_factory=dict)  # busy ones too?
@@ -176,10 +177,19 @@ class World:
             return devices
         homes = [home for home in seen.home if self.open(home)]
         kinds = {self.names.get(home) for home in seen.home}
-        moves = pool.may_move and len(kinds) == 1  # nothing is like devices of several kinds
+        moves = self.moves(seen) and len(kinds) == 1  # nothing is like devices of several kinds
         like = [d for d in devices if moves and d not in seen.home and self.names[d] in kinds]
         there = [home for home in homes if home in devices] + like
         return there if like and len(there) >= seen.spec.devices else homes
+
+    def note_kind(self, device: DeviceSpec) -> None:
+        """Take the name of a device, and whether the driver moves what was saved there."""
+        self.names[device.device_id] = device.name
+        self.fixed = (self.fixed - {device.device_id}) | ({device.device_id} if device.why_no_move else set())
+
+    def moves(self, seen: Seen) -> bool:
+        """Whether its saved state may come back elsewhere: its pool and the driver allow it."""
+        return self.pool(seen).may_move and self.fixed.isdisjoint(seen.home)
 
     def fits(self, seen: Seen, need: int, kept: dict[str, int] | None = None) -> bool:
         """Whether it could be let in: as many devices as it wants have the room, kept room left out."""
@@ -192,7 +202,7 @@ class World:
         if seen.spec.devices == 1:
             return bool(roomy)
         kinds = {self.names.get(home) for home in seen.home}
-        if seen.state is S.SUSPENDED and (len(kinds) > 1 or not self.pool(seen).may_move):
+        if seen.state is S.SUSPENDED and (len(kinds) > 1 or not self.moves(seen)):
             return set(seen.home) <= set(roomy)
         return any(count >= seen.spec.devices for count in Counter(self.names[device] for device in roomy).values())
 

@@ -117,7 +117,7 @@ class Observer:
         match event:
             case DeviceSeen(device=device, stranger_mib=stranger_mib):
                 world.leasable[device.device_id] = device.memory_mib - device.overhead_mib
-                world.names[device.device_id] = device.name
+                world.note_kind(device)
                 world.memory[device.device_id] = device.memory_mib
                 world.strangers[device.device_id] = max(0, stranger_mib)
                 world.lost.discard(device.device_id)

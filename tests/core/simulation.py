@@ -89,8 +89,15 @@ class World:
         self.arbiter = Arbiter(parallel_swaps=self.parallel_swaps)
         self.observer = Observer(self.arbiter, parallel_swaps=self.parallel_swaps)
         count = random.choice((1, 1, 2, 3, 4))
+        fixed = random.choice(("", "", "", "the driver moves nothing"))
         self.devices = [
-            DeviceSpec(device_id=f"d{n}", name=random.choice("ab"), memory_mib=_MEMORY_MIB, overhead_mib=n)
+            DeviceSpec(
+                device_id=f"d{n}",
+                name=random.choice("ab"),
+                memory_mib=_MEMORY_MIB,
+                overhead_mib=n,
+                why_no_move=fixed,
+            )
             for n in range(count)
         ]
         cut = random.randrange(1, count + 1)

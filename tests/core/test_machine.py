@@ -115,12 +115,16 @@ class ArbiterMachine(RuleBasedStateMachine):
         self.looks: list[LookAgain] = []
         self.shrinks: list[Shrink] = []
 
-    @initialize(swaps=st.sampled_from([1, 1, 2]), kinds=st.tuples(*[st.sampled_from("HA")] * 3))
-    def begin(self, swaps: int, kinds: tuple[str, ...]) -> None:
+    @initialize(
+        swaps=st.sampled_from([1, 1, 2]),
+        kinds=st.tuples(*[st.sampled_from("HA")] * 3),
+        fixed=st.sampled_from(["", "", "the driver moves nothing"]),
+    )
+    def begin(self, swaps: int, kinds: tuple[str, ...], fixed: str) -> None:
         self.arbiter = Arbiter(parallel_swaps=swaps)
         self.observer = Observer(self.arbiter, parallel_swaps=swaps)
         self.specs = {
-            name: DeviceSpec(device_id=name, name=kind, memory_mib=1000)
+            name: DeviceSpec(device_id=name, name=kind, memory_mib=1000, why_no_move=fixed)
             for name, kind in zip(DEVICES, kinds, strict=True)
         }
         self.send(DeviceSeen, device=self.specs["d0"])

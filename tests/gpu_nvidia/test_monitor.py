@@ -8,7 +8,7 @@ import pytest
 
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, Monitor, ProcessKind, ProcessUse
 from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor
-from fractional_gpu.gpu.nvidia.support import driver_refusal, driver_warnings, why_no_bindings
+from fractional_gpu.gpu.nvidia.support import driver_refusal, driver_warnings, moving_refusal, why_no_bindings
 from fractional_gpu.host.clock import since_boot_us
 from tests.gpu_nvidia.fake_nvml import (
     FUNCTION_NOT_FOUND,
@@ -265,6 +265,37 @@ def test_warnings_are_kept_for_the_administrator() -> None:
     assert monitor.devices()[0].checkpointable
     assert "hang the host" in monitor.warnings[0]
     assert driver_warnings("580.65.06") == ()
+
+
+@pytest.mark.parametrize(
+    ("driver", "bindings", "sentence"),
+    [
+        ("580.65.06", "13.0.2", ""),
+        ("610.58", "13.5.0", ""),
+        ("580.65.06", None, ""),
+        (
+            "575.51",
+            "13.5.0",
+            "the NVIDIA driver 575.51 restores kernels on their own device only: install 580 or newer",
+        ),
+        ("new", "13.5.0", "the NVIDIA driver new restores"),
+        ("580.65.06", "12.9.1", "cuda-bindings 12.9.1 restores kernels on their own device only: pip install"),
+        ("580.65.06", "13.3.0", "cuda-bindings 13.3.0 restores"),
+    ],
+)
+def test_who_cannot_move_kernels_is_known_before_one_is_moved(
+    monkeypatch: pytest.MonkeyPatch, driver: str, bindings: str | None, sentence: str
+) -> None:
+    def version(_package: str) -> str:
+        if bindings is None:
+            raise metadata.PackageNotFoundError
+        return bindings
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert moving_refusal(driver).startswith(sentence)
+    assert bool(moving_refusal(driver)) == bool(sentence)
+    (found,) = monitor_of(FakeNVML(FakeGPU(), version=driver)).devices()
+    assert found.why_no_move == moving_refusal(driver)
 
 
 def test_a_machine_of_another_kind_is_refused() -> None:

@@ -29,7 +29,7 @@ def trace() -> list[Session]:
 
 def host() -> Host:
     device = DeviceSpec(device_id="d0", name="d", memory_mib=81_920)
-    return Host(devices=(device,), pools=(PoolSpec(name="default", devices=("d0",)),))
+    return Host(devices=(device,), pools=(PoolSpec(name="default", devices=("d0",), idle_after_ms=300_000),))
 
 
 def read(tmp_path: Path, sessions: str, cells: str) -> list[Session]:

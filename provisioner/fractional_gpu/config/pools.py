@@ -44,8 +44,8 @@ KEYS: Mapping[str, Key] = {
     "idle_after": Key(
         field="idle_after_ms",
         parse=values.duration(word="on-demand"),
-        default="5m",
-        example="on-demand",
+        default="on-demand",
+        example="5m",
         help="Suspend a kernel that has been idle for this long; 0: at once; 'on-demand': only when another kernel needs the memory.",
     ),
     "min_residency": Key(
@@ -108,9 +108,9 @@ KEYS: Mapping[str, Key] = {
     "may_move": Key(
         field="may_move",
         parse=values.boolean,
-        default=False,
-        example=True,
-        help="Resume kernels on any device of the same model; this needs a driver of version 580 or newer.",
+        default=True,
+        example=False,
+        help="Resume kernels on any device of the same model, where the driver can (580 or newer). False: on their own device only.",
     ),
     "move_busy": Key(
         field="move_busy",

@@ -95,6 +95,9 @@ class DeviceSpec:
     memory_mib: int
     overhead_mib: int = 0
     why_not: str = ""  # why nothing on it can be checkpointed, a sentence; empty: it can
+    why_no_move: str = (
+        ""  # why what is saved from it comes back on itself only, a sentence; empty: also on others of its name
+    )
 
     @property
     def leasable_mib(self) -> int:
@@ -110,7 +113,7 @@ class PoolSpec:
     devices: tuple[str, ...]  # device ids; a device is in one pool
     fractions_milli: tuple[int, ...] = (125, 250, 500, 750, 1000)  # on offer; empty = any from 1 to 1000
     oversubscription_milli: int | None = None  # sum of requests over capacity, in thousandths; None = unlimited
-    idle_after_ms: int | None = 300_000  # suspend when idle this long; 0 = at once; None = only when room is needed
+    idle_after_ms: int | None = None  # suspend when idle this long; 0 = at once; None = only when room is needed
     # A busy lease is not preempted before, nor is one suspended that has run nothing since it was let in
     min_residency_ms: int = 10_000
     unattached_ttl_ms: int = 120_000  # a lease without a process ends after this
@@ -120,7 +123,7 @@ class PoolSpec:
     unattached_share_milli: int = 500  # of the pool's memory that such leases of one owner may hold together
     retry_refused_ms: int = 30_000  # after a refused or aborted suspend, a lease is left alone for this long
     max_passed_over: int = 8  # K of law 4
-    may_move: bool = False  # a suspended lease may be resumed on another device of the same name
+    may_move: bool = True  # a suspended lease may be resumed on another device of the same name, where the driver can
     move_busy: bool = False  # with `may_move`: a busy lease may be moved where that lets a waiting one in
     reserve_by: ReserveBy = ReserveBy.CAP
     headroom_mib: int = 512  # ReserveBy.USE: reserved beyond what is used

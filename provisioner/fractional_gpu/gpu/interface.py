@@ -69,6 +69,9 @@ class DeviceInfo:
     simulated: bool
     checkpointable: bool
     why_not: str = ""  # a sentence; empty if checkpointable
+    why_no_move: str = (
+        ""  # why state that was saved there cannot be restored on another device, a sentence; empty: it can
+    )
 
 
 class ProcessKind(StrEnum):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from fractional_gpu.core.effects import Declined, Effect, Suspend
-from fractional_gpu.core.events import DeviceDrained, MoveRequested, PinRequested, SuspendOutcome
+from fractional_gpu.core.events import DeviceDrained, MoveRequested, PinRequested, SuspendOutcome, SuspendRequested
 from fractional_gpu.core.model import LeaseState
 from tests.core.driving import Hand, device, pool
 
@@ -106,3 +106,17 @@ def test_one_whose_suspend_is_rolled_back_stays_and_waits_for_nothing() -> None:
     hand.saved(_ask(hand, "a", "d1"), outcome=SuspendOutcome.ABORTED)
     assert (hand.state("a"), hand.view("a").device_id) == (LeaseState.RESIDENT, "d0")
     assert hand.observer.arbiter.ticket("a") is None
+
+
+@pytest.mark.parametrize("why_no_move", ["", "the driver restores kernels on their own device only"])
+def test_a_suspended_kernel_comes_back_elsewhere_only_where_the_driver_can(why_no_move: str) -> None:
+    devices = [dataclasses.replace(device(name), why_no_move=why_no_move) for name in ("d0", "d1")]
+    hand = Hand(*devices, pools=[pool("d0", "d1", may_move=True)])
+    hand.idle("a", 600)
+    if why_no_move:
+        (declined,) = [effect for effect in _ask(hand, "a", "d1") if isinstance(effect, Declined)]
+        assert (declined.reason, declined.sentence) == ("may-not-move", why_no_move)
+    hand.saved(hand.send(SuspendRequested(at_ms=hand.now, lease_id="a")))
+    hand.run("b", 600)  # takes the first device, which was a's
+    assert hand.view("b").device_id == "d0"
+    assert hand.resumes(hand.want("a")) == ([] if why_no_move else [("a", "d1")])

@@ -80,6 +80,7 @@ def device_specs(settings: Settings, backend: Backend) -> tuple[DeviceSpec, ...]
             memory_mib=one.memory_mib,
             overhead_mib=settings.overhead_mib(one.memory_mib, simulated=backend.simulated),
             why_not=one.why_not,
+            why_no_move=one.why_no_move,
         )
         for one in backend.devices
     ]

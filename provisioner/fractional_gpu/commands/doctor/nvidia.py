@@ -130,7 +130,7 @@ def _driver(nvml: ModuleType, read_level: Callable[[], int | None]) -> Iterator[
         yield note(
             "moving",
             f"driver {version} cannot bring a kernel's state back on another device than its own",
-            "leave may_move off, or install driver 580 or newer",
+            "install driver 580 or newer; until then a suspended kernel waits for its own device",
         )
     for sentence in driver_warnings(version):
         yield warning("driver", sentence, "plan for another release, and try it before use")

@@ -20,9 +20,10 @@ def eligible_devices(books: Books, pool: PoolSpec, lease: Lease) -> tuple[str, .
     if not homes or len(homes) < len(lease.home_ids):
         return ()
     kinds = {books.devices[device_id].spec.name for device_id in homes}
+    moves = pool.may_move and len(kinds) == 1 and not any(books.devices[home].spec.why_no_move for home in homes)
     like = tuple(
         device_id
-        for device_id in (pool.devices if pool.may_move and len(kinds) == 1 else ())
+        for device_id in (pool.devices if moves else ())
         if device_id not in homes and _admits(books, device_id) and books.devices[device_id].spec.name in kinds
     )
     home = tuple(device_id for device_id in homes if _admits(books, device_id))
@@ -34,7 +35,7 @@ def other_devices(books: Books, lease: Lease) -> tuple[str, ...]:
     """Return the devices like its own to which a resident lease could be moved."""
     pool = books.policy(lease)
     here = books.devices.get(lease.device_id or "")
-    if here is None or here.lost or not pool.may_move:
+    if here is None or here.lost or not pool.may_move or here.spec.why_no_move:
         return ()
     return tuple(
         device_id

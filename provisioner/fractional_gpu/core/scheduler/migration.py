@@ -162,11 +162,10 @@ def _not_movable(changes: Changes, lease: Lease) -> Reason | None:
         return Reason("busy", "a cell is running: interrupt it, or try again when it has ended")
     if lease.count > 1:
         return Reason("several-devices", "the kernel has several devices, and only kernels on one are moved")
-    if not pool.may_move:
-        return Reason(
-            "may-not-move",
-            f"pool {pool.name!r} moves no kernels: its may_move is off, and is for drivers that can (580 or newer)",
-        )
+    here = changes.books.devices.get(lease.device_id or "")
+    why_not = here.spec.why_no_move if here is not None else ""
+    if not pool.may_move or why_not:
+        return Reason("may-not-move", why_not or f"pool {pool.name!r} moves no kernels: its may_move is off")
     if lease.ticket is not None:
         return Reason("grows", "the kernel waits for room to grow where it is: try again when it has it")
     return None

@@ -37,7 +37,7 @@ from fractional_gpu.gpu.interface import (
     ProcessKind,
     ProcessUse,
 )
-from fractional_gpu.gpu.nvidia.support import driver_refusal, driver_warnings, why_no_bindings
+from fractional_gpu.gpu.nvidia.support import driver_refusal, driver_warnings, moving_refusal, why_no_bindings
 from fractional_gpu.host.clock import WallClock
 
 T = TypeVar("T")
@@ -112,6 +112,7 @@ class NvidiaMonitor:
         self._started = False
         self._handles: dict[str, object] = {}  # by device id; replaced at each shutdown
         self._why_none = ""
+        self._why_no_move = ""
         self._warnings: tuple[str, ...] = ()
 
     @property
@@ -139,6 +140,7 @@ class NvidiaMonitor:
         except self._nvml.NVMLError as error:
             raise self._error(error, "listing the devices") from error
         self._warnings = driver_warnings(version)
+        self._why_no_move = moving_refusal(version)
         refusal = driver_refusal(version) or self._bindings()
         found = [device for index in range(count) for device in self._describe(index, refusal)]
         if any(device.why_not == _ON_MIG for device in found):  # instances have no index of their own
@@ -314,6 +316,7 @@ class NvidiaMonitor:
             simulated=False,
             checkpointable=not why_not,
             why_not=why_not,
+            why_no_move=self._why_no_move,
         )
 
     def _has_mig_instances(self, handle: object) -> bool:

@@ -17,6 +17,9 @@ MOVING_CUDA_VERSION: Final = 13000  # as cuDriverGetVersion returns it: 1000 * m
 _MACHINES: Final = frozenset({"x86_64", "AMD64"})
 _FIRST_DRIVER: Final = 570
 _FIRST_BINDINGS: Final = (12, 8)
+_FIRST_MOVING_DRIVER: Final = 580
+_FIRST_MOVING_BINDINGS: Final = 13
+_NO_MOVE: Final = frozenset({"13.3.0"})  # a release that lacks the arguments of a restore
 _NO_RESTORE: Final = frozenset({"13.0.0", "13.0.1"})  # releases of the bindings that checkpoint and cannot restore
 
 # A release matches a version that is equal to it or goes on with a dot: "610.57" matches "610.57" and "610.57.02".
@@ -46,6 +49,24 @@ def driver_warnings(version: str) -> tuple[str, ...]:
     """Return sentences for an administrator about this driver."""
     reason = _matching(version, _WARNED)
     return (f"with the NVIDIA driver {version} {reason}",) if reason else ()
+
+
+def moving_refusal(version: str) -> str:
+    """Return why this driver, or the installed bindings, cannot restore a process onto another device, a sentence, or "".
+
+    Releases of both are asked only; `NvidiaCheckpointer.why_cannot_move` asks the driver itself before each move.
+    """
+    major = re.match(r"\d+", version)
+    if major is None or int(major[0]) < _FIRST_MOVING_DRIVER:
+        return f"the NVIDIA driver {version} restores kernels on their own device only: install {_FIRST_MOVING_DRIVER} or newer"
+    try:
+        bindings = metadata.version("cuda-bindings")
+    except metadata.PackageNotFoundError:
+        return ""  # then nothing is suspended, for which `why_no_bindings` has the sentence
+    numbers = re.match(r"\d+", bindings)
+    if numbers is None or int(numbers[0]) < _FIRST_MOVING_BINDINGS or bindings in _NO_MOVE:
+        return f"cuda-bindings {bindings} restores kernels on their own device only: {INSTALL_BINDINGS} --upgrade"
+    return ""
 
 
 def why_no_bindings() -> str:
