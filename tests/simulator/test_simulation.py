@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.core.effects import Effect, Granted
+from fractional_gpu.core.events import Event, LeaseMeasured
 from fractional_gpu.core.model import DeviceSpec, Limits, PoolSpec, ReserveBy
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.machine import Host, SwapSpeed, fraction_for
@@ -136,6 +137,27 @@ def test_a_preempted_cell_is_late_by_the_time_it_was_away() -> None:
     save_ms, restore_ms = SWAP.save_ms(6000), SWAP.restore_ms(6000)
     assert result.waits.ordered == (0, save_ms)
     assert result.lateness.cells.ordered == (save_ms, save_ms + 5_000 + save_ms + restore_ms)
+
+
+def test_what_a_cell_uses_of_its_device_is_measured_while_it_runs_and_when_it_ends() -> None:
+    # `a` and `b` need 0.5 + 0.9 of the device for as long as both run: `a` takes 0.5 + 0.5 * 1.4 = 1.2 times as long, `b` 1.36 times
+    trace = [
+        session("a", gpu_cell(0, 10_000, mib=900, util=50)),
+        session("b", gpu_cell(0, 20_000, mib=900, util=90)),
+        session("short", gpu_cell(100_000, 1_500, mib=900, util=90)),
+    ]
+    seen: dict[str, list[tuple[int, int]]] = {}
+
+    def watch(event: Event, _effects: object) -> None:
+        if isinstance(event, LeaseMeasured) and event.util_milli is not None:
+            seen.setdefault(event.lease_id, []).append((event.at_ms, event.util_milli))
+
+    simulate(host(), trace, watch=watch)
+    # alone again after 12 s, `b` has 20 - 12 / 1.36 = 11.177 s left: it ends at 23.177 s, having used 18 s of the device
+    assert seen == {
+        "a": [(2_000, 416), (12_000, 416)],
+        "b": [(2_000, 661), (23_177, 776)],
+    }
 
 
 def test_no_user_is_late_where_none_waits() -> None:

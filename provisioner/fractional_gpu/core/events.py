@@ -172,11 +172,16 @@ class BusyChanged(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseMeasured(Event):
-    """Device memory that the lease's process tree uses now, MiB; `armed` = it has a CUDA context."""
+    """Device memory that the lease's process tree uses now, MiB; `armed` = it has a CUDA context.
+
+    `util_milli` is its mean utilisation over the last period, thousandths of one device (the sum over its devices divided by their
+    number); None: not known. It counts only if the lease is busy.
+    """
 
     lease_id: str
     used_mib: int
     armed: bool = True
+    util_milli: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

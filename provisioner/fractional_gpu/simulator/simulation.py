@@ -79,6 +79,8 @@ class _Kernel:
     short_ms: int = 0  # since when, if it is
     running: Running | None = None
     unfinished: Running | None = None  # a cell that was preempted
+    began_ms: int = 0  # when the cell that runs was let in last
+    ran_ms: int = 0  # how long the last cell has run in all, up to when it was stopped
     over: bool = False
 
     @property
@@ -350,21 +352,26 @@ class _Run:
             self._use(kernel, kernel.device_ids, mib - kernel.memory_mib)
             kernel.memory_mib = mib
         if kernel.cell.gpus:
-            self._send(LeaseMeasured(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, used_mib=kernel.total_mib))
+            self._measure(kernel, None)
         if mib == need_mib:
             kernel.growing = False
-            if kernel.spec.request_mib is not None:
-                self._at(self._now_ms + _MEASURED_MS, partial(self._measure_again, kernel))
+            self._at(self._now_ms + _MEASURED_MS, partial(self._measure_again, kernel, kernel.next_cell))
             self._run_cell(kernel)
         elif not kernel.growing:
             kernel.growing, kernel.short_ms = True, self._now_ms
             self._note("short", kernel, cell=kernel.next_cell, mib=mib, need_mib=need_mib)
             self._at(self._now_ms + self._host.patience_ms, partial(self._give_up, kernel, kernel.next_cell))
 
-    def _measure_again(self, kernel: _Kernel) -> None:
-        """Measure again as the broker does: the use grew no further, so what was reserved ahead of it is given back."""
+    def _measure_again(self, kernel: _Kernel, cell: int) -> None:
+        """Measure again as the broker does: how much of the device the cell uses, if it still runs, and that its memory grew no further."""
         if kernel.state is LeaseState.RESIDENT:
-            self._send(LeaseMeasured(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, used_mib=kernel.total_mib))
+            running = kernel.running if kernel.next_cell == cell and kernel.cell.gpus else None
+            used_milli = self._shared[kernel.device_ids[0]].used_milli(running) if running is not None else None
+            self._measure(kernel, used_milli)
+
+    def _measure(self, kernel: _Kernel, util_milli: int | None) -> None:
+        used_mib, lease_id = kernel.total_mib, kernel.spec.lease_id
+        self._send(LeaseMeasured(at_ms=self._now_ms, lease_id=lease_id, used_mib=used_mib, util_milli=util_milli))
 
     def _give_up(self, kernel: _Kernel, cell: int) -> None:
         """Fail a cell that is still short of memory, as an allocation fails at the framework's limit."""
@@ -389,9 +396,10 @@ class _Run:
         kind = "begins" if running is None else "continues"
         if running is None:
             util_percent = cell.util_percent if cell.gpus else 0
+            kernel.ran_ms = 0
             running = Running(kernel.spec.lease_id, util_percent, cell.duration_ms * UNSHARED, self._now_ms)
         running.at_ms = self._now_ms
-        kernel.running = running
+        kernel.running, kernel.began_ms = running, self._now_ms
         ids, util = kernel.device_ids, running.util_percent
         self._note(kind, kernel, cell=kernel.next_cell, device_ids=ids, util_percent=util)
         self._accounts.running_gpus += cell.gpus
@@ -408,6 +416,11 @@ class _Run:
         self._note("ends", kernel, cell=kernel.next_cell)
         self._stop(kernel)
         if kernel.cell.gpus:
+            if (
+                kernel.ran_ms >= _MEASURED_MS
+            ):  # a shorter one is over before the broker has measured a whole period of it
+                worked_ms = kernel.cell.util_percent * kernel.cell.duration_ms
+                self._measure(kernel, worked_ms * 10 // kernel.ran_ms)
             self._felt.ended(kernel.session.user, self._now_ms - kernel.asked_ms - kernel.cell.duration_ms)
         self._send(BusyChanged(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, busy=False))
         self._done(kernel)
@@ -416,6 +429,7 @@ class _Run:
         """Take the running cell off its device, which may speed up the others there."""
         stopped, ends = self._shared[kernel.device_ids[0]].finish(kernel.spec.lease_id, self._now_ms)
         kernel.running = None
+        kernel.ran_ms += self._now_ms - kernel.began_ms
         self._accounts.running_gpus -= kernel.cell.gpus
         self._plan(ends)
         return stopped
