@@ -68,8 +68,14 @@ class Seen:
 
     @property
     def save_at_least(self) -> int:
-        """What must be reserved on the host for a suspend: all it holds, or what it uses once its caches are given back."""
-        return max(1, self.floor, self.used, 0 if self.shrunk else self.held * len(self.devices))
+        """What must be reserved on the host for a suspend: what it uses as far as is known, else all it holds."""
+        unknown = 0 if self.shrunk else self.held * len(self.devices)
+        return max(1, self.floor, self.used or unknown)
+
+    @property
+    def save_at_most(self) -> int:
+        """What may be reserved for it beside: no more than it holds, as far as it is known to use no more than that."""
+        return max(self.save_at_least, self.held * len(self.devices))
 
     def forget_idleness(self) -> None:
         """What was found out while it was idle is true no more."""

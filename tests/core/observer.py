@@ -195,10 +195,10 @@ class Observer:
             case Attached() if seen.left:
                 seen.left = ""
             case BusyChanged(busy=busy) if seen.state is not S.UNATTACHED and not seen.left:
+                if busy and not seen.busy:
+                    seen.forget_idleness()
                 seen.busy = busy
                 seen.ran |= busy
-                if busy:
-                    seen.forget_idleness()
             case Shrunk(generation=generation, used_mib=used_mib) if generation == seen.generation == seen.shrinking:
                 seen.shrinking, seen.shrunk = -1, used_mib is not None
                 seen.used = seen.used if used_mib is None else max(0, used_mib)
@@ -431,6 +431,7 @@ class Observer:
         seen = self.leases[effect.lease_id]
         law(6, effect.generation == seen.generation, effect.lease_id, "has another generation than its suspend")
         law(2, effect.host_mib >= seen.save_at_least, effect, "may save more:", seen)
+        law(2, effect.host_mib <= seen.save_at_most, effect, "keeps more than it can need from others:", seen)
         law(5, (effect.device_ids or seen.devices) == seen.devices, effect.lease_id, "is suspended somewhere else")
         seen.host = effect.host_mib
         host = sum(other.saved + other.host for other in self.leases.values())

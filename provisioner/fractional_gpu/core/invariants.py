@@ -85,7 +85,8 @@ def _leases(books: Books) -> list[str]:
             broken.append(f"{name} has no reservation")
         # During an operation it holds what was reserved at the beginning, even if the policy has changed since.
         least_mib = lease.saved_each_mib if lease.state in _IN_OPERATION else _least_mib(books, lease)
-        settled = lease.state is not LeaseState.QUARANTINED and not lease.is_growing
+        # A revoked lease keeps its size, and waits for no more.
+        settled = lease.state is not LeaseState.QUARANTINED and not lease.is_growing and not lease.revoked
         if lease.has_reservation and lease.held_mib < least_mib and settled:
             broken.append(f"{name} holds {lease.held_mib} MiB and needs {lease.need_mib} MiB")
         if lease.host_mib and lease.state not in (LeaseState.SUSPENDING, LeaseState.QUARANTINED):

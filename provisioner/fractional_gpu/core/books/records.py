@@ -10,6 +10,10 @@ from typing import NamedTuple
 
 from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, Span
 
+HOST_MARGIN_MIB = 64
+"""What a lease's suspend may save beyond its last measured use, whatever its size (`Lease.host_margin_mib`)."""
+HOST_MARGIN_PARTS = 16
+"""One part in so many of its use is added to that."""
 _MUCH_CHANGED = 8  # more changes than this, beyond one for each holder: ranking the device anew is cheaper
 
 
@@ -352,18 +356,32 @@ class Lease:
 
     @property
     def host_need_mib(self) -> int:
-        """What must be reserved on the host before it is suspended.
+        """What its suspend is expected to save, and what must be left on the host before it begins.
 
-        An idle kernel may still fill its reservation, with caches as with data. One that has just given its caches back counts with
-        what it uses. If that was wrong, its suspend finds out before anything is locked.
+        That is what it was last measured to use, on all its devices together; what it holds, if it was never measured; and at least what
+        an earlier suspend found to be there. If that is too little, its suspend finds out before the point of no return.
         """
-        shrink = self.shrink
-        need_mib = self.used_mib or 1  # it has a reservation, so something is reserved for its state, too
-        if not shrink.succeeded:
-            held_mib = self.held_mib * len(self.device_ids)
-            need_mib = held_mib if held_mib > need_mib else need_mib  # noqa: FURB136 - computed for every candidate
-        floor_mib = shrink.host_floor_mib
-        return floor_mib if floor_mib > need_mib else need_mib  # noqa: FURB136 - as above
+        need_mib, floor_mib = self.used_mib, self.shrink.host_floor_mib
+        if not need_mib:  # it has a reservation, so something is reserved for its state, too
+            need_mib = 1 if self.shrink.succeeded else max(1, self.held_mib * len(self.device_ids))
+        return floor_mib if floor_mib > need_mib else need_mib  # noqa: FURB136 - computed for every candidate
+
+    @property
+    def host_margin_mib(self) -> int:
+        """What is reserved beside `host_need_mib` where the host has that much left, so that a low estimate costs no attempt.
+
+        A lease may use more when it is locked than when it was last measured: small allocations, what a context or a library takes when
+        it is first used (`HOST_MARGIN_MIB`), what grows with the data (one part in `HOST_MARGIN_PARTS`), and, while it is busy, as much
+        growth as between the last two measurements. What was counted under locks (`host_floor_mib`), or when nothing but its data was
+        left, needs no margin. With it the estimate stays within what the lease holds.
+        """
+        need_mib = self.host_need_mib
+        if self.shrink.succeeded or need_mib == self.shrink.host_floor_mib:
+            return 0
+        margin_mib = HOST_MARGIN_MIB + need_mib // HOST_MARGIN_PARTS
+        if self.busy:
+            margin_mib += self.growth_mib * len(self.device_ids)
+        return max(0, min(margin_mib, self.held_mib * len(self.device_ids) - need_mib))
 
 
 # -- devices ----------------------------------------------------------------------------------------------------------

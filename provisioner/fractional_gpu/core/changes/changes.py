@@ -337,13 +337,20 @@ class Changes:
         return able and lease.shrink.is_requested
 
     def begin_suspend(self, lease: Lease, reason: str, sentence: str, *, beneficiary: Lease | None = None) -> None:
-        """Begin a suspend, with the host memory it may need. A busy lease is preempted. `beneficiary`: the lease that needs the room."""
+        """Begin a suspend. A busy lease is preempted. `beneficiary`: the lease that needs the room.
+
+        The caller has checked that the host has `host_need_mib` left. What it has beyond that is taken for the margin, until the end of
+        the suspend. Raises ValueError without that check: what does not fit is not saved.
+        """
+        left_mib, need_mib = self.books.host_left_mib, lease.host_need_mib
+        if need_mib > left_mib:
+            raise ValueError(f"lease {lease.lease_id} needs {need_mib} MiB of host memory, {left_mib} MiB are left")
         self.books.set_suspend_requested(lease, by=None)
         lease.home_ids = lease.device_ids
         next_cell = lease.gate.ticket
         lease.preempted = lease.is_working
         self.books.set_gate(lease, closed=False)
-        self.books.set_host_memory(lease, reserved_mib=lease.host_need_mib)
+        self.books.set_host_memory(lease, reserved_mib=min(need_mib + lease.host_margin_mib, left_mib))
         self.change_state(lease, Cause.SUSPEND, reason, sentence)
         operation = self._new_operation(lease, SUSPEND)
         self.effects.append(

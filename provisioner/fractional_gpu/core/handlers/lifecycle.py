@@ -409,13 +409,17 @@ class Lifecycle:
         was_measured = lease.state is LeaseState.RESIDENT and before_mib > 0
         lease.growth_mib = max(0, lease.used_each_mib - before_mib) if was_measured else 0
         breaches = self._memory_caps.measured(lease)
-        matters = breaches or lease.host_need_mib != need_mib or lease.is_unsuspendable != stayed
+        matters = breaches or lease.is_unsuspendable != stayed or self._eases_host_memory(lease, need_mib)
         matters |= self._resizer.measured(lease)
         if used_mib != used and lease.busy and self._books.waiting:
             matters = True  # its use decides how long its swap takes, and so from when on it may be preempted
         if matters:
             self._books.requeue(lease)
         return matters
+
+    def _eases_host_memory(self, lease: Lease, before_mib: int) -> bool:
+        """Return whether the suspend of this lease takes less host memory than before, which it or a ticket may wait for."""
+        return lease.host_need_mib < before_mib and (self._books.waiting > 0 or before_mib > self._books.host_left_mib)
 
     def shrunk(self, lease: Lease, event: Shrunk) -> bool:
         """Note that the kernel gave its caches back, or could not. Returns whether any decision depends on it."""

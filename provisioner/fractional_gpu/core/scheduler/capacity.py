@@ -258,7 +258,7 @@ class Capacity:
             self.short_of_host_memory.update(self._books.devices[device_id].holders)
         return Reason(
             "wait.host-memory",
-            f"idle kernels could make room, but saving them takes up to {format_memory(host_mib)} of host memory, "
+            f"idle kernels could make room, but saving them is expected to take {format_memory(host_mib)} of host memory, "
             f"of which {format_memory(max(0, left_mib))} are left",
             tuple(victim.lease_id for victim in victims),
         )
@@ -317,7 +317,7 @@ class Capacity:
 
     def suspend_begun(self, victim: Lease) -> None:
         """Note that a planned suspend has begun: the books count what it frees, and its host memory, from now on."""
-        self._planned_host_mib -= victim.host_mib
+        self._planned_host_mib -= victim.host_need_mib
         self._expect_freed(victim, -victim.held_mib)
 
     def _expect_freed(self, victim: Lease, held_mib: int) -> None:

@@ -468,13 +468,17 @@ class QueuePass:
         if not isinstance(plan, Plan) or self._capacity.short_of_host(plan) is not None:
             return
         for victim in plan.victims:
-            if not self._changes.channel_free:
+            if not self._may_begin(victim):
                 break
             mine = "suspend.user-limit", f"idle, and its user needs its share for {name_for(victim, lease)}"
             self.needs_another |= victim.is_growing
             why = mine if victim in own else _why_it_leaves(victim, lease)
             self._changes.begin_suspend(victim, *why, beneficiary=lease)
             self._capacity.refresh(victim.device_ids)
+
+    def _may_begin(self, victim: Lease) -> bool:
+        """Return whether a planned suspend can begin now: a suspend begun before it may have its host memory, as margin, till its end."""
+        return self._changes.channel_free and victim.host_need_mib <= self._books.host_left_mib
 
     def _make_room(self, lease: Lease, plan: Plan) -> None:
         """Promise the ticket the room of its plan, and begin the suspends (or moves) that swap channels are free for."""
@@ -487,7 +491,7 @@ class QueuePass:
         victims = tuple(victim.lease_id for victim in plan.victims)
         preempts = any(victim.is_working for victim in plan.victims)
         for victim in plan.victims:
-            if not self._changes.channel_free:
+            if not self._may_begin(victim):
                 break
             self.needs_another |= victim.is_growing  # room was kept for it where it was
             if not self._migrations.move_aside(victim, lease):
@@ -535,7 +539,7 @@ class QueuePass:
             if not self._capacity.could_serve(device_id, need_mib, lease):
                 continue
             for victim in self._capacity.victims_for_kept_room(device_id, need_mib, lease):
-                if self._changes.channel_free and victim.host_need_mib <= self._books.host_left_mib:
+                if self._may_begin(victim):
                     why = f"idle, and {format_memory(need_mib)} are gathered for {name_for(victim, lease)}"
                     self.needs_another |= victim.is_growing
                     self._changes.begin_suspend(victim, "suspend.needed-by", why, beneficiary=lease)

@@ -230,7 +230,7 @@ class Scheduler:
         if need_mib <= left_mib:
             return None
         need, left = format_memory(need_mib), format_memory(max(0, left_mib))
-        return Reason("host-memory", f"saving it takes up to {need} of host memory, of which {left} are left")
+        return Reason("host-memory", f"saving it is expected to take {need} of host memory, of which {left} are left")
 
     def _suspend_idle(self) -> bool:
         """Suspend leases that were idle for long enough. Returns whether room had been kept for one of them to grow in place."""
