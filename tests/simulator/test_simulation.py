@@ -272,6 +272,35 @@ def test_a_cell_that_outgrows_its_reservation_waits_for_more_or_fails() -> None:
     assert (whole.out_of_memory, whole.waits.ordered) == (0, (0, SWAP.save_ms(3_900)))
 
 
+def test_a_resident_kernel_grows_as_far_as_there_is_room() -> None:
+    # a quarter of its cap of 4,000 MiB is guaranteed; alone on the device, it gets the rest in steps of the headroom
+    trace = [session("a", gpu_cell(0, 10_000, mib=900), gpu_cell(60_000, 10_000, mib=3_900))]
+    machine = replace(host(reserve_by=ReserveBy.USE, headroom_mib=100), request_percent=25)
+    result = simulate(machine, trace)
+    assert (result.out_of_memory, result.waits.ordered) == (0, (0, 0))
+
+
+def test_a_cell_that_is_preempted_while_it_is_short_of_memory_has_its_whole_patience_again() -> None:
+    # `low` is short beside `long` from 10 s on, gives way to `high` at 40 s, and comes back at 51 s to be short until 100 s
+    trace = [
+        session("long", gpu_cell(0, 100_000, mib=3_900), close_ms=100_000),
+        session("mid", gpu_cell(0, 45_000, mib=900), close_ms=45_000),
+        session("low", gpu_cell(10_000, 10_000, mib=5_900)),
+        session("high", gpu_cell(40_000, 5_000, mib=900), close_ms=45_000),
+    ]
+    trace = [replace(one, priority=int(one.session_id != "low")) for one in trace]
+    machine = host(
+        reserve_by=ReserveBy.USE,
+        headroom_mib=100,
+        min_residency_ms=0,
+        min_residency_swaps_milli=0,
+        preempt_priorities=True,
+    )
+    result = simulate(replace(machine, request_percent=25), trace)
+    assert (result.preemptions, result.out_of_memory, result.lost) == (1, 0, 0)
+    assert result.waits.ordered[-1] == 90_000
+
+
 def test_reserving_by_use_lets_more_kernels_be_resident() -> None:
     trace = synthetic_sessions(20, 1, 4)
     by_cap, by_use = (

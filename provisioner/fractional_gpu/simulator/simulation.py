@@ -351,16 +351,17 @@ class _Run:
         if mib != kernel.memory_mib:
             self._use(kernel, kernel.device_ids, mib - kernel.memory_mib)
             kernel.memory_mib = mib
+        if mib < need_mib and not kernel.growing:
+            kernel.short_ms = self._now_ms
+            self._note("short", kernel, cell=kernel.next_cell, mib=mib, need_mib=need_mib)
+            plan = partial(self._give_up, kernel, kernel.next_cell, self._now_ms)
+            self._at(self._now_ms + self._host.patience_ms, plan)
+        kernel.growing = mib < need_mib  # before it is measured: the answer may let it grow at once
         if kernel.cell.gpus:
             self._measure(kernel, None)
         if mib == need_mib:
-            kernel.growing = False
             self._at(self._now_ms + _MEASURED_MS, partial(self._measure_again, kernel, kernel.next_cell))
             self._run_cell(kernel)
-        elif not kernel.growing:
-            kernel.growing, kernel.short_ms = True, self._now_ms
-            self._note("short", kernel, cell=kernel.next_cell, mib=mib, need_mib=need_mib)
-            self._at(self._now_ms + self._host.patience_ms, partial(self._give_up, kernel, kernel.next_cell))
 
     def _measure_again(self, kernel: _Kernel, cell: int) -> None:
         """Measure again as the broker does: how much of the device the cell uses, if it still runs, and that its memory grew no further."""
@@ -373,9 +374,9 @@ class _Run:
         used_mib, lease_id = kernel.total_mib, kernel.spec.lease_id
         self._send(LeaseMeasured(at_ms=self._now_ms, lease_id=lease_id, used_mib=used_mib, util_milli=util_milli))
 
-    def _give_up(self, kernel: _Kernel, cell: int) -> None:
-        """Fail a cell that is still short of memory, as an allocation fails at the framework's limit."""
-        if kernel.growing and kernel.next_cell == cell:
+    def _give_up(self, kernel: _Kernel, cell: int, since_ms: int) -> None:
+        """Fail a cell that is short of memory since then, as an allocation fails at the framework's limit."""
+        if kernel.growing and (kernel.next_cell, kernel.short_ms) == (cell, since_ms):
             kernel.growing = False
             self._result.out_of_memory += 1
             self._note("failed", kernel, cell=cell)
