@@ -131,6 +131,18 @@ def test_the_fewest_devices_are_found(capsys: pytest.CaptureFixture[str]) -> Non
         assert fewer["p95"] > 60
 
 
+def test_the_goal_of_the_search_is_what_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    late = simulated(capsys, "--users", "12", "--find-devices", "--p95-late", "30s")
+    users = late["user_p95_late_s"]
+    assert isinstance(users, dict)
+    assert users["p95"] <= 30
+    waits = simulated(capsys, "--users", "12", "--find-devices", "--p99-wait", "1s", "--p95-wait", "1m")["wait_s"]
+    assert isinstance(waits, dict)
+    assert waits["p99"] <= 1
+    assert main(["simulate", "--users", "2", "--find-devices", "--p95-late", "soon"]) == 2
+    assert "--p95-late: " in capsys.readouterr().err
+
+
 def test_a_baseline_is_given_its_own_fewest_devices(capsys: pytest.CaptureFixture[str]) -> None:
     figures = simulated(capsys, "--users", "4", "--find-devices", "--baseline", "reservation")
     baselines = figures["baselines"]

@@ -10,11 +10,12 @@ from fractional_gpu.core.effects import Effect, Granted
 from fractional_gpu.core.events import Event, LeaseMeasured
 from fractional_gpu.core.model import DeviceSpec, Limits, PoolSpec, ReserveBy
 from fractional_gpu.simulator import SimulationError
+from fractional_gpu.simulator.felt import Goal
 from fractional_gpu.simulator.machine import Host, SwapSpeed, fraction_for
 from fractional_gpu.simulator.result import Result
+from fractional_gpu.simulator.search import devices_to_start_with, fewest_devices
 from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Cell, Session, read_sessions, synthetic_sessions, write_sessions
-from fractional_gpu.simulator.tuning import fewest_devices
 
 SWAP = SwapSpeed(fixed_ms=100, save_mib_per_s=1000, restore_mib_per_s=2000)
 
@@ -207,16 +208,67 @@ def test_one_trace_gives_one_result() -> None:
 
 def test_the_search_finds_the_fewest_devices() -> None:
     tried: list[int] = []
+    goal = Goal(p95_wait_ms=3_000)
 
     def run(count: int) -> Result:
         tried.append(count)
-        return simulate(host(count), [session(name, gpu_cell(0, 60_000), close_ms=60_000) for name in "abcde"])
+        trace = [session(name, gpu_cell(0, 60_000), close_ms=60_000) for name in "abcde"]
+        return simulate(host(count), trace, goal=goal)
 
-    found = fewest_devices(run, 3_000, 64)
-    assert found.devices == 5
-    assert tried == [1, 2, 4, 8, 6, 5]
-    with pytest.raises(SimulationError, match="with 4 devices the 95th percentile of waits is still 60 s"):
-        fewest_devices(run, 3_000, 4)
+    assert fewest_devices(run, goal, 64).devices == 5
+    assert tried == [1, 2, 3, 5, 4]
+    tried.clear()
+    assert fewest_devices(run, goal, 64, start=20).devices == 5
+    assert tried == [20, 13, 8, 5, 3, 4]
+    tried.clear()
+    assert fewest_devices(run, goal, 64, least=5).devices == 5
+    assert tried == [5]
+    with pytest.raises(
+        SimulationError, match="with 4 devices more than 5 % of the GPU cells' waits are longer than 3 s"
+    ):
+        fewest_devices(run, goal, 4)
+
+
+def test_the_search_starts_with_the_memory_of_what_runs_at_the_same_time() -> None:
+    # three cells of 6,000 MiB at once on devices of 8,000 MiB: 2.25 devices
+    trace = [session(name, gpu_cell(0, 60_000), gpu_cell(500_000, 1_000)) for name in "abc"]
+    assert devices_to_start_with(trace, 8_000) == 2
+    assert devices_to_start_with(trace, 100_000) == 1
+    assert devices_to_start_with([session("idle")], 8_000) == 1
+
+
+def test_a_run_that_cannot_reach_its_goal_is_given_up_at_the_first_cell_too_many() -> None:
+    # beside `b`, 3 of the 40 cells of `a` are some 100 ms late, and the 3 of `b` up to 1 s: of 2 users none may be late
+    cells = [gpu_cell(at * 20_000, 10_000, mib=900, util=10) for at in range(40)]
+    rivals = [gpu_cell(at * 20_000, 10_000, mib=900, util=100) for at in range(3)]
+    trace = [session("a", *cells), session("b", *rivals)]
+    whole = simulate(host(), trace)
+    late_ms = whole.lateness.percentile_of_users_ms(95)
+    assert late_ms > whole.lateness.percentile_of_users_ms(50) > 0
+    kept, missed = Goal(p95_late_ms=late_ms), Goal(p95_late_ms=late_ms - 1)
+    assert simulate(host(), trace, goal=kept).missed(kept) == ""
+    given_up = simulate(host(), trace, goal=missed)
+    assert "more than 5 % of the users have a lateness" in given_up.missed(missed)
+    assert "more than 5 % of the users have a lateness" in whole.missed(missed)
+    assert len(given_up.waits.ordered) < len(whole.waits.ordered) == 43
+
+
+@pytest.fixture(scope="module")
+def crowded() -> tuple[list[Session], Result]:
+    trace = synthetic_sessions(8, 1, 5)
+    return trace, simulate(host(1, 81_920, may_move=True), trace)
+
+
+@pytest.mark.parametrize("limit_ms", [1, 2_000, 10_000, 100_000])
+@pytest.mark.parametrize("kind", ["p95_wait_ms", "p99_wait_ms", "p95_late_ms"])
+def test_giving_up_early_never_changes_the_answer(
+    limit_ms: int, kind: str, crowded: tuple[list[Session], Result]
+) -> None:
+    trace, whole = crowded
+    goal = Goal(**{kind: limit_ms})
+    given_up = simulate(host(1, 81_920, may_move=True), trace, goal=goal)
+    assert bool(given_up.missed(goal)) is bool(whole.missed(goal))
+    assert bool(given_up.hopeless) is bool(whole.missed(goal))
 
 
 @pytest.mark.parametrize(("devices", "seed"), [(3, 1), (2, 2), (1, 3)])

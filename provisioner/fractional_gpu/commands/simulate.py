@@ -19,15 +19,17 @@ from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.core.units import parse_duration_ms, parse_memory_mib
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.baselines import BASELINES, MPS_FILL_PERCENT, WAITING, run_baseline
+from fractional_gpu.simulator.felt import Goal
 from fractional_gpu.simulator.machine import Host, SwapSpeed
 from fractional_gpu.simulator.picture import picture
 from fractional_gpu.simulator.placement import NodeShape, Outcome, PodKind, place, read_nodes, read_pods
 from fractional_gpu.simulator.policies import POLICIES
 from fractional_gpu.simulator.record import EventLog, replay
 from fractional_gpu.simulator.result import Result
+from fractional_gpu.simulator.search import devices_to_start_with, fewest_devices
 from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Session, read_sessions, synthetic_sessions, write_sessions
-from fractional_gpu.simulator.tuning import Step, fewest_devices, tune
+from fractional_gpu.simulator.tuning import Step, tune
 
 _QUIET_S = 2.0
 MOST_DEVICES = 8192
@@ -92,7 +94,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("what is asked")
     output.add_argument("--find-devices", action="store_true", help="find the fewest devices with short enough waits")
     output.add_argument(
-        "--p95-wait", default="3s", metavar="TIME", help="short enough for 95 %% of GPU cells (default: 3s)"
+        "--p95-wait",
+        metavar="TIME",
+        help="short enough for 95 %% of GPU cells (default: 3s, if none of these three is given)",
+    )
+    output.add_argument("--p99-wait", metavar="TIME", help="short enough for 99 %% of GPU cells")
+    output.add_argument(
+        "--p95-late",
+        metavar="TIME",
+        help="a lateness that is short enough: for 95 %% of each user's GPU cells, and for 95 %% of the users",
     )
     output.add_argument("--baseline", action="append", choices=BASELINES, default=[], help="run this, too (repeatable)")
     output.add_argument(
@@ -130,20 +140,21 @@ def _run(options: argparse.Namespace) -> int:
     trace = _trace(options)
     if options.write_trace:
         _writing(options.write_trace[0], lambda: write_sessions(trace, *options.write_trace))
+    goal = _goal(options)
     if options.find_devices:
-        wanted_ms = _parsed("--p95-wait", parse_duration_ms, options.p95_wait)
         if options.record is not None:
             raise UsageError("--record takes down one run, and --find-devices makes several; find first, then record")
         result = fewest_devices(
-            lambda count: _simulate(_host(options, [sizes[0]] * count), trace, None),
-            wanted_ms,
+            lambda count: _simulate(_host(options, [sizes[0]] * count), trace, None, goal),
+            goal,
             _most(trace),
             least=_least(trace),
+            start=devices_to_start_with(trace, sizes[0]),
         )
         sizes = [sizes[0]] * result.devices
     else:
-        result = _simulate(_host(options, sizes), trace, options.record)
-    baselines = [_baseline(name, trace, sizes, options) for name in dict.fromkeys(options.baseline)]
+        result = _simulate(_host(options, sizes), trace, options.record, None)
+    baselines = [_baseline(name, trace, sizes, goal, options) for name in dict.fromkeys(options.baseline)]
     if options.picture is not None:
         page = picture([result, *baselines])
         _writing(options.picture, lambda: options.picture.write_text(page, encoding="utf-8"))
@@ -157,16 +168,37 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _baseline(name: str, trace: Sequence[Session], sizes: Sequence[int], options: argparse.Namespace) -> Result:
+def _goal(options: argparse.Namespace) -> Goal:
+    """Return what `--find-devices` must reach."""
+    given = {"p95_wait": options.p95_wait, "p99_wait": options.p99_wait, "p95_late": options.p95_late}
+    if not any(given.values()):
+        given["p95_wait"] = "3s"
+    return Goal(
+        **{
+            f"{name}_ms": _parsed("--" + name.replace("_", "-"), parse_duration_ms, text)
+            for name, text in given.items()
+            if text is not None
+        }
+    )
+
+
+def _baseline(
+    name: str, trace: Sequence[Session], sizes: Sequence[int], goal: Goal, options: argparse.Namespace
+) -> Result:
     """Run a baseline; with `--find-devices` on its own fewest devices, if cells wait in this baseline at all."""
     began = time.perf_counter()
 
-    def on(devices: Sequence[int]) -> Result:
-        return run_baseline(name, _host(options, devices), trace, mps_fill_percent=options.mps_fill)
+    def on(devices: Sequence[int], goal: Goal | None = None) -> Result:
+        return run_baseline(name, _host(options, devices), trace, mps_fill_percent=options.mps_fill, goal=goal)
 
     if options.find_devices and name in WAITING:
-        wanted_ms = _parsed("--p95-wait", parse_duration_ms, options.p95_wait)
-        result = fewest_devices(lambda count: on([sizes[0]] * count), wanted_ms, _most(trace), least=_least(trace))
+        result = fewest_devices(
+            lambda count: on([sizes[0]] * count, goal),
+            goal,
+            _most(trace),
+            least=_least(trace),
+            start=devices_to_start_with(trace, sizes[0]),
+        )
     else:
         result = on(sizes)
     result.wall_s = time.perf_counter() - began
@@ -183,7 +215,7 @@ def _most(trace: Sequence[Session]) -> int:
     return min(MOST_DEVICES, max(1, sum(max(1, session.gpus) for session in trace)))
 
 
-def _simulate(host: Host, trace: Sequence[Session], record: Path | None) -> Result:
+def _simulate(host: Host, trace: Sequence[Session], record: Path | None, goal: Goal | None) -> Result:
     began = spoke = time.perf_counter()
 
     def progress(ended: int, sessions: int) -> None:
@@ -197,7 +229,7 @@ def _simulate(host: Host, trace: Sequence[Session], record: Path | None) -> Resu
     with ExitStack() as stack:
         log = stack.enter_context(EventLog(record, host, trace)) if record is not None else None
         watch, world = (log.watch, log.world) if log is not None else (None, None)
-        result = simulate(host, trace, watch=watch, world=world, progress=progress)
+        result = simulate(host, trace, watch=watch, world=world, progress=progress, goal=goal)
     result.wall_s = time.perf_counter() - began
     return result
 

@@ -27,7 +27,7 @@ from heapq import heappop, heappush
 
 from fractional_gpu.core.model import ReserveBy
 from fractional_gpu.simulator import SimulationError
-from fractional_gpu.simulator.felt import Felt
+from fractional_gpu.simulator.felt import Felt, Goal
 from fractional_gpu.simulator.machine import UNSHARED, Host, Running, SharedDevice, lease_for
 from fractional_gpu.simulator.result import Point, Result, begin_result
 from fractional_gpu.simulator.simulation import simulate
@@ -41,27 +41,35 @@ MPS_FILL_PERCENT = 50
 
 
 def run_baseline(
-    name: str, host: Host, trace: Sequence[Session], *, mps_fill_percent: int = MPS_FILL_PERCENT
+    name: str,
+    host: Host,
+    trace: Sequence[Session],
+    *,
+    mps_fill_percent: int = MPS_FILL_PERCENT,
+    goal: Goal | None = None,
 ) -> Result:
-    """Run one of `BASELINES` on a machine. Raises SimulationError for a name or a session that cannot be served."""
+    """Run one of `BASELINES` on a machine; a run that cannot reach the goal any more is given up there.
+
+    Raises SimulationError for a name or a session that cannot be served.
+    """
     match name:
         case "reservation" | "cull":
-            return _Whole(name, host, trace, CULL_AFTER_MS if name == "cull" else None).result()
+            return _Whole(name, host, trace, goal, CULL_AFTER_MS if name == "cull" else None).result()
         case "static-fraction":
-            return _Fractions(name, host, trace, 100, None).result()
+            return _Fractions(name, host, trace, goal, fill_percent=100).result()
         case "mps-pack":
-            return _Fractions(name, host, trace, mps_fill_percent, MPS_CLIENTS).result()
+            return _Fractions(name, host, trace, goal, fill_percent=mps_fill_percent, clients=MPS_CLIENTS).result()
         case "whole-gpu-suspend":
-            return _whole_gpu_suspend(name, host, trace)
+            return _whole_gpu_suspend(name, host, trace, goal)
         case "time-slice":
-            return _TimeSlice(name, host, trace).result()
+            return _TimeSlice(name, host, trace, goal).result()
     raise SimulationError(f"there is no baseline {name!r}; allowed: {', '.join(BASELINES)}")
 
 
-def _whole_gpu_suspend(name: str, host: Host, trace: Sequence[Session]) -> Result:
+def _whole_gpu_suspend(name: str, host: Host, trace: Sequence[Session], goal: Goal | None) -> Result:
     served, *others = host.pools
     whole = replace(served, fractions_milli=(1000,), idle_after_ms=None, reserve_by=ReserveBy.CAP, preempt_equals=False)
-    result = simulate(replace(host, pools=(whole, *others), request_percent=100), trace)
+    result = simulate(replace(host, pools=(whole, *others), request_percent=100), trace, goal=goal)
     result.name = name
     return result
 
@@ -82,10 +90,10 @@ class _Kernel:
 class _Base:
     """Virtual time and the books that all baselines keep."""
 
-    def __init__(self, name: str, host: Host, trace: Sequence[Session]) -> None:
+    def __init__(self, name: str, host: Host, trace: Sequence[Session], goal: Goal | None) -> None:
         self._moments: list[tuple[int, int, Callable[[], None]]] = []
         self._now_ms = self._order = self._accounted_ms = self._busy = self._waiting = 0
-        self._felt = Felt()
+        self._felt = Felt(trace, goal)
         self._closed_ms = 0
         self._kernels = [_Kernel(session) for session in trace]
         self.figures = begin_result(name, trace, len(host.devices))
@@ -94,7 +102,7 @@ class _Base:
         """Run to the end."""
         for kernel in self._kernels:
             self._at(kernel.session.open_ms, partial(self._open, kernel))
-        while self._moments:
+        while self._moments and not self._felt.hopeless:
             at_ms, _, act = heappop(self._moments)
             passed, held = at_ms - self._accounted_ms, self._held()
             if passed:
@@ -130,8 +138,8 @@ class _Base:
 class _Whole(_Base):
     """Whole GPUs for each session."""
 
-    def __init__(self, name: str, host: Host, trace: Sequence[Session], cull_ms: int | None) -> None:
-        super().__init__(name, host, trace)
+    def __init__(self, name: str, host: Host, trace: Sequence[Session], goal: Goal | None, cull_ms: int | None) -> None:
+        super().__init__(name, host, trace, goal)
         self._free, self._cull_ms = len(host.devices), cull_ms
         self._door: deque[tuple[_Kernel, Callable[[_Kernel], None]]] = deque()
         for session in trace:
@@ -213,8 +221,10 @@ class _Whole(_Base):
 class _Sharing(_Base):
     """Sessions that share devices, and slow each other down there; a cell on several devices is slowed by the first of them."""
 
-    def __init__(self, name: str, host: Host, trace: Sequence[Session], *, fill_percent: int) -> None:
-        super().__init__(name, host, trace)
+    def __init__(
+        self, name: str, host: Host, trace: Sequence[Session], goal: Goal | None, *, fill_percent: int
+    ) -> None:
+        super().__init__(name, host, trace, goal)
         self._shared = [SharedDevice(slowdown=host.slowdown, fill_percent=fill_percent) for _ in host.devices]
         self._running: dict[str, _Kernel] = {}
 
@@ -255,8 +265,17 @@ class _Sharing(_Base):
 class _Fractions(_Sharing):
     """A fraction for each session, from open to close."""
 
-    def __init__(self, name: str, host: Host, trace: Sequence[Session], fill_percent: int, clients: int | None) -> None:
-        super().__init__(name, host, trace, fill_percent=fill_percent)
+    def __init__(
+        self,
+        name: str,
+        host: Host,
+        trace: Sequence[Session],
+        goal: Goal | None,
+        *,
+        fill_percent: int,
+        clients: int | None = None,
+    ) -> None:
+        super().__init__(name, host, trace, goal, fill_percent=fill_percent)
         served = frozenset(host.pools[0].devices)
         self._free = [device.leasable_mib if device.device_id in served else 0 for device in host.devices]
         self._clients = [0] * len(host.devices)
@@ -323,8 +342,8 @@ class _Fractions(_Sharing):
 class _TimeSlice(_Sharing):
     """All sessions share the devices."""
 
-    def __init__(self, name: str, host: Host, trace: Sequence[Session]) -> None:
-        super().__init__(name, host, trace, fill_percent=100)
+    def __init__(self, name: str, host: Host, trace: Sequence[Session], goal: Goal | None) -> None:
+        super().__init__(name, host, trace, goal, fill_percent=100)
         self._sizes = [device.memory_mib for device in host.devices]
         self._sessions = [0] * len(self._sizes)
         self._used = [0] * len(self._sizes)

@@ -9,7 +9,9 @@ All three are of GPU cells only, in ms. A cell that fails for want of memory has
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from fractional_gpu.simulator.traces import Session
 
 _PERCENTS = (50, 90, 95, 99)
 
@@ -48,25 +50,108 @@ def nearest_rank(ordered: Sequence[int], percent: int) -> int:
     return ordered[max(0, -(-len(ordered) * percent // 100) - 1)] if ordered else 0
 
 
-@dataclass(slots=True)
-class Felt:
-    """What the users of one run feel, collected as it happens."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """What a run must keep to, ms; None: no matter.
 
-    waits_ms: list[int] = field(default_factory=list)
-    doors_ms: list[int] = field(default_factory=list)
-    late_ms: dict[str, list[int]] = field(default_factory=dict)  # by user
+    `p95_wait_ms` and `p99_wait_ms`: that percentile of the cells' waits, and of the sessions' waits at the door. `p95_late_ms`: the 95th
+    percentile of a user's own lateness, for 95 % of the users, and of the sessions' waits at the door.
+    """
+
+    p95_wait_ms: int | None = None
+    p99_wait_ms: int | None = None
+    p95_late_ms: int | None = None
+
+    def waits(self) -> list[tuple[int, int]]:
+        """Return the limits of the cells' waits: percent, ms."""
+        limits = ((95, self.p95_wait_ms), (99, self.p99_wait_ms))
+        return [(percent, limit_ms) for percent, limit_ms in limits if limit_ms is not None]
+
+    def doors(self) -> list[tuple[int, int]]:
+        """Return the limits of the sessions' waits at the door: percent, ms."""
+        return self.waits() + ([(95, self.p95_late_ms)] if self.p95_late_ms is not None else [])
+
+
+def too_long(what: str, percent: int, limit_ms: int) -> str:
+    """Return the sentence about a limit that is not kept."""
+    return f"more than {100 - percent} % of the {what} are longer than {limit_ms / 1000:g} s"
+
+
+USERS_TOO_LATE = "more than 5 % of the users have a lateness whose 95th percentile is longer than {:g} s"
+
+
+@dataclass(slots=True)
+class _Allowance:
+    """How many times may still be longer than a limit if their percentile is to keep it.
+
+    The percentile p of n times (nearest rank) keeps a limit exactly if at most n - ceil(n p) of them are longer. Times are only added, and
+    n can only be smaller than what the trace has, where sessions are lost or cells fail, which allows for fewer. So once more than
+    floor(N (1 - p)) of at most N times are longer, no rest of the run can bring the percentile back.
+    """
+
+    limit_ms: int
+    left: int
+    sentence: str = ""
+
+    @classmethod
+    def of(cls, percent: int, limit_ms: int, times: int, what: str = "") -> "_Allowance":
+        return cls(limit_ms, times * (100 - percent) // 100, too_long(what, percent, limit_ms))
+
+    def spent(self, time_ms: int) -> bool:
+        """Count a time; True once the limit cannot be kept any more."""
+        self.left -= time_ms > self.limit_ms
+        return self.left < 0
+
+
+class Felt:
+    """What the users of one run feel, collected as it happens.
+
+    With a goal, `hopeless` becomes the sentence that says why it cannot be reached any more, whatever the rest of the trace brings.
+    """
+
+    def __init__(self, trace: Sequence[Session], goal: Goal | None = None) -> None:
+        self.waits_ms: list[int] = []
+        self.doors_ms: list[int] = []
+        self.late_ms: dict[str, list[int]] = {}  # by user
+        self.hopeless = ""
+        self._waits: list[_Allowance] = []
+        self._doors: list[_Allowance] = []
+        self._late: dict[str, _Allowance] = {}
+        if goal is None:
+            return
+        cells: dict[str, int] = {}
+        for session in trace:
+            cells[session.user] = cells.get(session.user, 0) + sum(cell.gpus > 0 for cell in session.cells)
+        total = sum(cells.values())
+        self._waits = [_Allowance.of(percent, ms, total, "GPU cells' waits") for percent, ms in goal.waits()]
+        self._doors = [_Allowance.of(percent, ms, len(trace), "waits at the door") for percent, ms in goal.doors()]
+        if (limit_ms := goal.p95_late_ms) is not None:
+            self._late = {user: _Allowance.of(95, limit_ms, count) for user, count in cells.items()}
+            self._late_users_left = sum(count > 0 for count in cells.values()) * 5 // 100
 
     def waited(self, wait_ms: int) -> None:
         """Count a cell that begins after so long a wait, ms."""
         self.waits_ms.append(wait_ms)
+        for allowance in self._waits:
+            if allowance.spent(wait_ms):
+                self.hopeless = allowance.sentence
 
     def entered(self, wait_ms: int) -> None:
         """Count a session that begins after so long a wait at the door, ms."""
         self.doors_ms.append(wait_ms)
+        for allowance in self._doors:
+            if allowance.spent(wait_ms):
+                self.hopeless = allowance.sentence
 
     def ended(self, user: str, late_ms: int) -> None:
         """Count a cell of `user` that ends so much later than alone, ms."""
         self.late_ms.setdefault(user, []).append(late_ms)
+        allowance = self._late.get(user)
+        if allowance is not None and allowance.spent(late_ms):
+            del self._late[user]
+            self._late_users_left -= 1
+            if self._late_users_left < 0:
+                self.hopeless = USERS_TOO_LATE.format(allowance.limit_ms / 1000)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fractional_gpu.core.model import DeviceSpec
-from fractional_gpu.simulator.felt import Felt, Lateness, Spread
+from fractional_gpu.simulator.felt import USERS_TOO_LATE, Felt, Goal, Lateness, Spread, too_long
 from fractional_gpu.simulator.traces import Session
 
 
@@ -39,6 +39,7 @@ class Result:
     waits: Spread = field(default_factory=Spread)
     doors: Spread = field(default_factory=Spread)  # one for each session
     lateness: Lateness = field(default_factory=Lateness)
+    hopeless: str = ""  # why the run was given up; the figures are of its part up to there
     suspends: int = 0
     resumes: int = 0
     preemptions: int = 0
@@ -84,15 +85,23 @@ class Result:
             "forecast_error": self.forecast_error,
         }
 
-    @property
-    def p95_wait_ms(self) -> int:
-        """The 95th percentile of the cells' waits or of the sessions' waits at the door, the longer one, ms."""
-        return max(self.waits.percentile_ms(95), self.doors.percentile_ms(95))
+    def missed(self, goal: Goal) -> str:
+        """Return the sentence about the first part of the goal that the run misses, empty if it keeps all of them."""
+        if self.hopeless:
+            return self.hopeless
+        kinds = (("GPU cells' waits", self.waits, goal.waits()), ("waits at the door", self.doors, goal.doors()))
+        for what, spread, limits in kinds:
+            for percent, limit_ms in limits:
+                if spread.percentile_ms(percent) > limit_ms:
+                    return too_long(what, percent, limit_ms)
+        if goal.p95_late_ms is not None and self.lateness.percentile_of_users_ms(95) > goal.p95_late_ms:
+            return USERS_TOO_LATE.format(goal.p95_late_ms / 1000)
+        return ""
 
     def feel(self, felt: Felt) -> None:
         """Take over what the users felt."""
         self.waits, self.doors = Spread.of(felt.waits_ms), Spread.of(felt.doors_ms)
-        self.lateness = Lateness.of(felt)
+        self.lateness, self.hopeless = Lateness.of(felt), felt.hopeless
 
     def own(self, since_ms: int, until_ms: int) -> None:
         """Count all devices as owned for that time."""

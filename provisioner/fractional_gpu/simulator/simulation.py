@@ -51,7 +51,7 @@ from fractional_gpu.core.events import (
 )
 from fractional_gpu.core.model import HOLDING, LeaseSpec, LeaseState
 from fractional_gpu.simulator import SimulationError
-from fractional_gpu.simulator.felt import Felt
+from fractional_gpu.simulator.felt import Felt, Goal
 from fractional_gpu.simulator.machine import UNSHARED, Host, Running, SharedDevice, lease_for
 from fractional_gpu.simulator.result import Accounts, Result, begin_result
 from fractional_gpu.simulator.traces import Cell, Session
@@ -101,14 +101,15 @@ def simulate(
     watch: Watch | None = None,
     world: World | None = None,
     progress: Callable[[int, int], None] | None = None,
+    goal: Goal | None = None,
 ) -> Result:
     """Run the trace. `watch` sees every event and its effects; `progress` the sessions that ended, and all.
 
     `world` sees what no event carries, with the time in ms and the session: the moments that `record` lists.
 
-    Raises SimulationError for a session that the host cannot serve at all.
+    A run that cannot reach the `goal` any more is given up there. Raises SimulationError for a session that the host cannot serve at all.
     """
-    return _Run(host, trace, watch, world, progress).result()
+    return _Run(host, trace, goal, watch=watch, world=world, progress=progress).result()
 
 
 class _Run:
@@ -116,6 +117,8 @@ class _Run:
         self,
         host: Host,
         trace: Sequence[Session],
+        goal: Goal | None,
+        *,
         watch: Watch | None,
         world: World | None,
         progress: Callable[[int, int], None] | None,
@@ -130,7 +133,7 @@ class _Run:
         self._shared = {device.device_id: SharedDevice(slowdown=host.slowdown) for device in host.devices}
         self._result = begin_result("fractional", trace, len(host.devices))
         self._accounts = Accounts(self._result, host.devices)
-        self._felt = Felt()
+        self._felt = Felt(trace, goal)
         self._closed_ms = 0
 
     def result(self) -> Result:
@@ -142,7 +145,7 @@ class _Run:
             self._send(PoolConfigured(at_ms=0, pool=pool))
         for kernel in self._kernels.values():
             self._at(kernel.session.open_ms, partial(self._open, kernel))
-        while self._moments:
+        while self._moments and not self._felt.hopeless:
             at_ms, _, act = heappop(self._moments)
             self._accounts.advance(at_ms)
             self._now_ms = at_ms
