@@ -36,6 +36,7 @@ from fractional_gpu.core.events import (
     DeviceSeen,
     DeviceUndrained,
     Event,
+    HostMemoryNeeded,
     HostMemorySeen,
     LeaseMeasured,
     LeaseRecovered,
@@ -210,6 +211,11 @@ class Observer:
                 seen.why_not = why_not
             case ResizeRequested():
                 seen.resizes = [*seen.resizes, event]
+            case HostMemoryNeeded(need_mib=need_mib) if seen.generation == event.generation and self.operations.get(
+                event.operation_id
+            ) == ("suspend", event.lease_id, event.generation):
+                others = sum(one.saved + one.host for one in self.leases.values() if one is not seen)
+                seen.host = max(seen.host, need_mib if others + need_mib <= self.world.budget else 0)
             case _:
                 pass
 

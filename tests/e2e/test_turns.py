@@ -1,6 +1,5 @@
 """Two kernels whose caps together exceed one device take turns on it, and keep every byte."""
 
-from tests.support.stories import fill
 from tests.support.world import Server, World
 
 FILL = """
@@ -39,22 +38,3 @@ def test_ten_turns_to_and_fro_keep_every_byte(world: World, server: Server) -> N
     first.shut_down()
     second.shut_down()
     assert world.status().leases == []
-
-
-USE_MIB, CONTEXT_MIB, CAP_MIB, BUDGET_MIB = 232, 32, 512, 700
-
-
-def test_kernels_whose_caps_the_host_could_not_hold_take_turns(world: World) -> None:
-    """Two of four are saved at any time, and a third one while they change places: what they use fits in host memory, one cap does not."""
-    assert 3 * USE_MIB <= BUDGET_MIB < 2 * USE_MIB + CAP_MIB
-    world.configure(f"c.GPUBroker.host_memory = '{BUDGET_MIB}MiB'")
-    with Server(world) as server:
-        (name,) = world.install(500)
-        notebooks = [server.start(name) for _ in range(4)]
-        for seed, notebook in enumerate(notebooks):
-            notebook.must(fill(seed, USE_MIB - CONTEXT_MIB))
-        for notebook in [*notebooks, *notebooks]:
-            assert notebook.must(CHECK).text == "intact\n"
-        leases = [world.lease(notebook.kernel_id) for notebook in notebooks]
-        assert all(lease.resumes >= 2 for lease in leases), leases
-        assert {lease.saved_mib for lease in leases} == {0, USE_MIB}

@@ -7,11 +7,13 @@ the waits; `docs/policies.md` says what they are bounded by.
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.support.stories import CHECK as INTACT
+from tests.support.stories import fill
 from tests.support.world import Notebook, Server, World, until
 
 ALLOCATE = (
@@ -65,9 +67,9 @@ def wait_of(notebook: Notebook, world: World, neighbour: Notebook, kind: str) ->
     assert world.lease(neighbour.kernel_id).state != "resident"
 
 
-def _configure(world: World, preempt: str) -> None:
+def _configure(world: World, preempt: str, more: str = "") -> None:
     policy = {"min_residency": f"{TURN_S:g}s", "min_residency_swaps": 1} | ({"preempt": preempt} if preempt else {})
-    world.configure(f"c.GPUBroker.pools = {{'default': {policy!r}}}")
+    world.configure(f"c.GPUBroker.pools = {{'default': {policy!r}}}\n{more}")
 
 
 @pytest.mark.parametrize("preempt", ["", "never"], ids=["default", "never"])
@@ -148,3 +150,25 @@ def test_a_cell_whose_child_could_use_the_gpu_keeps_its_room_and_says_so(world: 
     assert world.lease(second.kernel_id).position is not None
     first.shut_down()
     assert second.wait(waits).status == "ok"
+
+
+USE_MIB, CONTEXT_MIB, CAP_MIB, BUDGET_MIB = 232, 32, 512, 700
+
+
+def test_busy_kernels_whose_caps_the_host_could_not_hold_take_turns(world: World) -> None:
+    """Of four kernels two are saved at any time, and a third one while they change places: three fit in host memory by use, not by cap."""
+    assert 3 * USE_MIB <= BUDGET_MIB < 2 * USE_MIB + CAP_MIB
+    _configure(world, "fair", f"c.GPUBroker.host_memory = '{BUDGET_MIB}MiB'")
+    with Server(world) as server, ExitStack() as busy:
+        (name,) = world.install(500)
+        notebooks = [server.start(name) for _ in range(4)]
+        for seed, notebook in enumerate(notebooks):
+            notebook.must(fill(seed, USE_MIB - CONTEXT_MIB))
+        for notebook in notebooks[2:]:
+            busy.enter_context(one_cell(notebook, world.folder / f"{notebook.kernel_id}.end"))
+        for notebook in notebooks[:2]:
+            assert notebook.must(INTACT).text == "intact\n"
+        busy.close()
+        for notebook in notebooks:
+            assert notebook.must(INTACT).text == "intact\n"
+        assert {world.lease(notebook.kernel_id).saved_mib for notebook in notebooks} == {0, USE_MIB}

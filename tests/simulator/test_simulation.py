@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fractional_gpu.core.effects import Effect, Granted
-from fractional_gpu.core.events import Event, LeaseMeasured
+from fractional_gpu.core.events import Event, HostMemoryNeeded, LeaseMeasured, SuspendFinished
 from fractional_gpu.core.model import DeviceSpec, Limits, PoolSpec, ReserveBy
-from fractional_gpu.simulator import SimulationError
+from fractional_gpu.simulator import SimulationError, simulation
 from fractional_gpu.simulator.felt import Goal
 from fractional_gpu.simulator.machine import Host, SwapSpeed, fraction_for
 from fractional_gpu.simulator.result import Result
@@ -362,3 +363,36 @@ def test_reserving_by_use_lets_more_kernels_be_resident() -> None:
     assert by_use.suspends < by_cap.suspends / 2
     assert by_use.waits.percentile_ms(95) < by_cap.waits.percentile_ms(95)
     assert by_use.lost == by_cap.lost == 0
+
+
+class _Understated:
+    """Measurements that say a fraction of the use, so that suspends find more to save than is reserved."""
+
+    def __init__(self, parts: int) -> None:
+        self._parts = parts
+
+    def __call__(self, **fields: Any) -> LeaseMeasured:  # noqa: ANN401 - the fields of the event
+        return LeaseMeasured(**{**fields, "used_mib": max(1, fields["used_mib"] // self._parts)})
+
+
+@pytest.mark.parametrize(("budget_mib", "refused"), [(24_000, False), (15_000, True)])
+def test_a_suspend_that_counts_more_than_is_reserved_gets_the_difference_or_leaves_the_kernel_alone(
+    monkeypatch: pytest.MonkeyPatch, budget_mib: int, refused: bool
+) -> None:
+    monkeypatch.setattr(simulation, "LeaseMeasured", _Understated(100))
+    trace = [
+        session(name, *(gpu_cell(start + 100_000 * turn, 5_000) for turn in range(4)))
+        for start, name in ((0, "a"), (20_000, "b"), (40_000, "c"))
+    ]
+    seen: list[Event] = []
+    one = replace(host(), host_memory_mib=budget_mib)
+    result = simulate(one, trace, watch=lambda event, _effects: seen.append(event))
+    asked = [event for event in seen if isinstance(event, HostMemoryNeeded)]
+    aborted = [event for event in seen if isinstance(event, SuspendFinished) and event.outcome == "aborted"]
+    assert asked
+    assert {event.need_mib for event in asked} | {event.need_mib for event in aborted} == {6_000}
+    assert bool(aborted) == refused
+    assert result.host_peak_mib <= budget_mib
+    assert result.lost == 0
+    if not refused:
+        assert len(result.waits.ordered) == 12

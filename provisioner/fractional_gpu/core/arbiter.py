@@ -25,6 +25,7 @@ from fractional_gpu.core.events import (
     DeviceSeen,
     DeviceUndrained,
     Event,
+    HostMemoryNeeded,
     HostMemorySeen,
     HostPressureSeen,
     LeaseMeasured,
@@ -171,6 +172,7 @@ _AboutALease = (
     | Unwanted
     | BusyChanged
     | Checkpointable
+    | HostMemoryNeeded
     | HostPressureSeen
     | LeaseMeasured
     | LeftBehind
@@ -452,6 +454,9 @@ class Arbiter:
                 does.checkpointable(lease, event.why_not)
             case HostPressureSeen():
                 self._changes.set_host_pressure(lease, pressed=event.pressed and lease.state is LeaseState.SUSPENDED)
+            case HostMemoryNeeded():
+                self._operation_results.host_memory_needed(lease, event)
+                return False
             case TruthFound():
                 self._operation_results.truth_found(lease, event)
         return True

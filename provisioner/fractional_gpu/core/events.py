@@ -270,6 +270,19 @@ class SuspendOutcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemoryNeeded(Event):
+    """A suspend under way counted what it would save: `need_mib`, more than is reserved on the host for it.
+
+    The arbiter reserves so much where the host has the difference left, and nothing more otherwise, or where the operation is over.
+    """
+
+    lease_id: str
+    operation_id: int
+    generation: int
+    need_mib: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SuspendFinished(Event):
     """The answer to `Suspend`. Stale (operation or generation differ) answers are ignored and recorded."""
 

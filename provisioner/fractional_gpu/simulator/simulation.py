@@ -35,6 +35,7 @@ from fractional_gpu.core.events import (
     BusyChanged,
     DeviceSeen,
     Event,
+    HostMemoryNeeded,
     HostMemorySeen,
     LeaseMeasured,
     LeaseReleased,
@@ -254,6 +255,39 @@ class _Run:
         return view.device_ids if view is not None else kernel.device_ids
 
     def _suspend(self, kernel: _Kernel, effect: Suspend) -> None:
+        if kernel.total_mib > effect.host_mib:
+            self._at(self._now_ms, partial(self._count, kernel, effect))
+        else:
+            self._save(kernel, effect)
+
+    def _count(self, kernel: _Kernel, effect: Suspend) -> None:
+        """Do what the broker does where more would be saved than is reserved: ask for the difference, or leave the kernel as it is."""
+        need_mib = kernel.total_mib
+        self._send(
+            HostMemoryNeeded(
+                at_ms=self._now_ms,
+                lease_id=effect.lease_id,
+                operation_id=effect.operation_id,
+                generation=effect.generation,
+                need_mib=need_mib,
+            )
+        )
+        view = self._arbiter.lease(effect.lease_id)
+        if view is not None and view.host_reserved_mib >= need_mib:
+            self._save(kernel, effect)
+            return
+        self._send(
+            SuspendFinished(
+                at_ms=self._now_ms,
+                lease_id=effect.lease_id,
+                operation_id=effect.operation_id,
+                generation=effect.generation,
+                outcome=SuspendOutcome.ABORTED,
+                need_mib=need_mib,
+            )
+        )
+
+    def _save(self, kernel: _Kernel, effect: Suspend) -> None:
         self._result.suspends += 1
         if kernel.running is not None or kernel.growing:
             self._result.preemptions += 1

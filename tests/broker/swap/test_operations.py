@@ -13,10 +13,19 @@ from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.broker.swap import operations as operations_module
 from fractional_gpu.broker.swap.operations import Operations
+from fractional_gpu.broker.swap.steps import Reserve
 from fractional_gpu.broker.swap.swap import Swaps, Truth
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.effects import LookAgain, Resume, Suspend
-from fractional_gpu.core.events import Event, ResumeFinished, ResumeOutcome, SuspendFinished, SuspendOutcome, TruthFound
+from fractional_gpu.core.events import (
+    Event,
+    HostMemoryNeeded,
+    ResumeFinished,
+    ResumeOutcome,
+    SuspendFinished,
+    SuspendOutcome,
+    TruthFound,
+)
 from fractional_gpu.core.model import LeaseSpec, LeaseState, LeaseView
 from fractional_gpu.ledger.records import LeaseRecord
 from tests.broker.persistence.disk import Disk
@@ -36,6 +45,8 @@ class Stage:
     failing_looks: list[str] = field(default_factory=list)  # which step of each fails, in order
     truths: list[Truth] = field(default_factory=list)  # what the first looks find
     events: list[Event] = field(default_factory=list)
+    need_mib: int = 0  # what suspends ask the arbiter for
+    reserved_mib: list[int] = field(default_factory=list)  # and are told
     operations: Operations = field(init=False)
 
     def __post_init__(self) -> None:
@@ -53,13 +64,17 @@ class Stage:
     def lease(self, lease_id: str) -> LeaseView:
         return LeaseView(
             spec=SPEC, state=LeaseState.SUSPENDED, generation=1, device_id=DEVICE, saved_mib=300, used_mib=0, busy=False,
-            since_ms=0, last_active_ms=0, operation_id=None, reason="", sentence=lease_id,
+            since_ms=0, last_active_ms=0, operation_id=None, reason="", sentence=lease_id, host_reserved_mib=450,
         )  # fmt: skip
 
     # the swaps
 
-    async def suspend(self, *_arguments: object) -> tuple[SuspendOutcome, int, str]:
+    async def suspend(
+        self, _kernel: Kernel, _effect: Suspend, _journal: object, reserve: Reserve
+    ) -> tuple[SuspendOutcome, int, str]:
         self._worked()
+        if self.need_mib:
+            self.reserved_mib.append(reserve(self.need_mib))
         return SuspendOutcome.SAVED, 300, ""
 
     async def resume(self, *_arguments: object) -> tuple[ResumeOutcome, str]:
@@ -130,6 +145,22 @@ def resume(number: int) -> Resume:
         from_device_id=DEVICE,
         reserve_mib=500,
     )
+
+
+@pytest.mark.parametrize(("generation", "told_mib"), [(1, 450), (2, 300)], ids=["under-way", "stale"])
+async def test_a_suspend_asks_the_arbiter_for_more_host_memory_and_is_told_what_it_has(
+    stage: Stage, generation: int, told_mib: int
+) -> None:
+    stage.need_mib = 450
+    await stage.carry_out(suspend(generation))
+    (asked,) = [event for event in stage.events if isinstance(event, HostMemoryNeeded)]
+    assert (asked.lease_id, asked.operation_id, asked.generation, asked.need_mib) == (
+        LEASE,
+        generation,
+        generation,
+        450,
+    )
+    assert stage.reserved_mib == [told_mib]
 
 
 async def test_what_could_not_be_begun_is_not_ended_and_the_next_one_is_carried_out(stage: Stage) -> None:

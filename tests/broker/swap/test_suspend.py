@@ -252,6 +252,33 @@ async def test_more_than_was_reserved_for_it_is_not_saved_and_is_told() -> None:
     assert (outcome, saved_mib) == (SuspendOutcome.SAVED, 600)
 
 
+@pytest.mark.parametrize("phase", ["", "locking"], ids=["before-the-locks", "under-the-locks"])
+async def test_what_is_lacking_is_asked_of_the_arbiter_before_the_point_of_no_return(phase: str) -> None:
+    for granted_mib, expected in ((400, (SuspendOutcome.SAVED, 400)), (399, (SuspendOutcome.ABORTED, 400))):
+        driver, asked = Driver(), list[int]()
+
+        def reserve(need_mib: int, asked: list[int] = asked, granted_mib: int = granted_mib) -> int:
+            asked.append(need_mib)
+            return granted_mib
+
+        async with kernel_of(1, CLOSES) as (kernel, _, pids):
+            running(driver, pids)
+            driver.mib[pids[0]] = 300 if phase else 400
+
+            def grow(now: str, driver: Driver = driver, pid: int = pids[0]) -> None:
+                if now == phase:
+                    driver.mib[pid] = 400
+
+            effect = suspend_of(kernel, host_mib=300)
+            outcome, mib, sentence = await swaps_of(driver).suspend(kernel, effect, journal([], grow), reserve)
+        assert (outcome, mib) == expected
+        assert set(asked) == {400}
+        assert len(asked) <= 2
+        if outcome is SuspendOutcome.ABORTED:
+            assert "400 MiB would have to be saved, and 399 MiB of host memory are reserved" in sentence
+            assert not [name for name, _ in driver.calls if name == "checkpoint"]
+
+
 async def test_a_kernel_that_grows_before_it_is_locked_is_let_go() -> None:
     driver = Driver()
     async with kernel_of(1, CLOSES) as (kernel, _, pids):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from fractional_gpu.core.books.records import HOST_MARGIN_MIB, HOST_MARGIN_PARTS
 from fractional_gpu.core.effects import Effect, Granted, Resume, Shrink, Suspend
 from fractional_gpu.core.events import (
+    HostMemoryNeeded,
     HostMemorySeen,
     LeaseMeasured,
     ResumeFinished,
@@ -120,7 +121,8 @@ class Kernel:
 class Driver:
     """A broker that counts under the locks, as the real one does, and saves no more than was reserved."""
 
-    def __init__(self, hand: Hand, kernels: dict[str, Kernel]) -> None:
+    def __init__(self, hand: Hand, kernels: dict[str, Kernel], *, asks: bool = True) -> None:
+        self.asks = asks  # for what it needs beyond what is reserved
         self.hand, self.kernels = hand, kernels
         self.saved_mib: dict[str, int] = {}  # what is in host memory
         self.refused = 0
@@ -142,7 +144,19 @@ class Driver:
 
     def _suspend(self, effect: Suspend) -> list[Effect]:
         need_mib = self.kernels[effect.lease_id].holds_mib
-        fits = need_mib <= effect.host_mib
+        reserved_mib = effect.host_mib
+        if need_mib > reserved_mib and self.asks:
+            self.hand.send(
+                HostMemoryNeeded(
+                    at_ms=self.hand.now,
+                    lease_id=effect.lease_id,
+                    operation_id=effect.operation_id,
+                    generation=effect.generation,
+                    need_mib=need_mib,
+                )
+            )
+            reserved_mib = self.hand.view(effect.lease_id).host_reserved_mib
+        fits = need_mib <= reserved_mib
         if fits:
             self.saved_mib[effect.lease_id] = need_mib
         self.refused += not fits
@@ -195,9 +209,10 @@ class Driver:
     spare_mib=st.integers(0, 1_000),
     turns=st.lists(st.integers(0, 4), min_size=1, max_size=12),
     parallel_swaps=st.integers(1, 2),
+    asks=st.booleans(),
 )
 def test_estimates_wrong_by_any_factor_lose_nothing_and_end_every_wait(
-    kernels: list[tuple[int, int]], spare_mib: int, turns: list[int], parallel_swaps: int
+    kernels: list[tuple[int, int]], spare_mib: int, turns: list[int], parallel_swaps: int, asks: bool
 ) -> None:
     """Where the host has room for what all hold and the worst estimate of each, everybody gets every turn."""
     crowd = {}
@@ -206,7 +221,7 @@ def test_estimates_wrong_by_any_factor_lose_nothing_and_end_every_wait(
         crowd[f"k{number}"] = Kernel(CAP_MIB, holds_mib, holds_mib * said_milli // 1_000)
     worst = [max(one.holds_mib, one.said_mib or one.cap_mib) for one in crowd.values()]
     hand = Hand(device(memory_mib=CAP_MIB), host_mib=sum(worst) + spare_mib, parallel_swaps=parallel_swaps)
-    driver = Driver(hand, crowd)
+    driver = Driver(hand, crowd, asks=asks)
     for name in crowd:
         hand.start(name, CAP_MIB)
     for turn in [*range(len(crowd)), *turns]:
@@ -239,7 +254,9 @@ class Grower(Kernel):
 
 def test_a_lease_that_always_grows_before_its_lock_keeps_nobody_else_waiting() -> None:
     hand = Hand(device(memory_mib=1_000), host_mib=100_000)
-    driver = Driver(hand, {"a": Grower(500, 0, 100), "b": Kernel(500, 100, 100), "c": Kernel(500, 100, 100)})
+    driver = Driver(
+        hand, {"a": Grower(500, 0, 100), "b": Kernel(500, 100, 100), "c": Kernel(500, 100, 100)}, asks=False
+    )
     for name in "ab":
         hand.start(name, 500)
         driver.turn(name, within_ms=1_000)
@@ -250,7 +267,7 @@ def test_a_lease_that_always_grows_before_its_lock_keeps_nobody_else_waiting() -
 
 def test_a_lease_that_always_grows_before_its_lock_is_tried_ever_more_rarely() -> None:
     hand = Hand(host_mib=100_000)
-    driver = Driver(hand, {"a": Grower(600, 0, 100), "b": Kernel(600, 100, 100)})
+    driver = Driver(hand, {"a": Grower(600, 0, 100), "b": Kernel(600, 100, 100)}, asks=False)
     hand.start("a")
     driver.turn("a", within_ms=1_000)
     hand.start("b")
@@ -261,3 +278,35 @@ def test_a_lease_that_always_grows_before_its_lock_is_tried_ever_more_rarely() -
     assert 2 < driver.refused <= pause_s.bit_length() + 3_600 // pause_s + 1
     assert (hand.arbiter.host_reserved_mib, hand.arbiter.host_saved_mib) == (0, 0)
     assert hand.state("a") is LeaseState.RESIDENT
+
+
+# -- the difference -------------------------------------------------------------------------------------------------------------------
+
+
+def needed(hand: Hand, suspend: Suspend, need_mib: int, *, operation_id: int | None = None) -> int:
+    """Ask for so much for a suspend under way; return what is reserved for it then."""
+    event = HostMemoryNeeded(
+        at_ms=hand.now,
+        lease_id=suspend.lease_id,
+        operation_id=suspend.operation_id if operation_id is None else operation_id,
+        generation=suspend.generation,
+        need_mib=need_mib,
+    )
+    assert hand.send(event) == []
+    assert hand.arbiter.host_reserved_mib == hand.view(suspend.lease_id).host_reserved_mib
+    return hand.view(suspend.lease_id).host_reserved_mib
+
+
+def test_a_suspend_under_way_gets_the_difference_within_the_budget_and_only_then() -> None:
+    hand = Hand(host_mib=400)
+    hand.idle("a")
+    measured(hand, "a", 200)
+    suspend = suspend_of(hand.send(SuspendRequested(at_ms=0, lease_id="a")))
+    reserved_mib = suspend.host_mib
+    assert needed(hand, suspend, reserved_mib - 1) == reserved_mib, "it gives nothing back before its end"
+    assert needed(hand, suspend, 401) == reserved_mib
+    assert needed(hand, suspend, 400, operation_id=suspend.operation_id + 1) == reserved_mib
+    assert needed(hand, suspend, 400) == 400
+    hand.saved([suspend], saved_mib=400)
+    assert (hand.arbiter.host_reserved_mib, hand.arbiter.host_saved_mib) == (0, 400)
+    assert needed(hand, suspend, 450) == 0, "it is over"

@@ -24,6 +24,7 @@ from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.effects import LookAgain, Resume, Shrink, Suspend
 from fractional_gpu.core.events import (
     Event,
+    HostMemoryNeeded,
     ResumeFinished,
     ResumeOutcome,
     Shrunk,
@@ -126,7 +127,7 @@ class Operations:
             await self._begin(effect, "suspend", 0)
             written = True
             step = partial(self._step, effect)
-            outcome, mib, sentence = await self._swaps.suspend(kernel, effect, step)
+            outcome, mib, sentence = await self._swaps.suspend(kernel, effect, step, partial(self._reserve, effect))
         except LedgerError as error:
             outcome = SuspendOutcome.ABORTED
             sentence = f"nothing was begun because it could not be written down: {error}"
@@ -148,6 +149,20 @@ class Operations:
                 self.end(effect.lease_id, effect.operation_id, str(outcome))
             if (kernel := self._kernels().get(effect.lease_id)) is not None:
                 self._finished(kernel)  # it may have become busy meanwhile
+
+    def _reserve(self, effect: Suspend, need_mib: int) -> int:
+        """Ask the arbiter for so much host memory for the suspend; return what is reserved for it then, MiB."""
+        self._dispatch(
+            HostMemoryNeeded(
+                at_ms=now_ms(),
+                lease_id=effect.lease_id,
+                operation_id=effect.operation_id,
+                generation=effect.generation,
+                need_mib=need_mib,
+            )
+        )
+        view = self._arbiter.lease(effect.lease_id)
+        return view.host_reserved_mib if view is not None and view.generation == effect.generation else effect.host_mib
 
     async def _shrink(self, effect: Shrink) -> None:
         used_mib = None

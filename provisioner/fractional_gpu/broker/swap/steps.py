@@ -18,6 +18,10 @@ Journal = Callable[[str, Iterable[ProcessIdentity], int], Awaitable[None]]
 """Writes a step of an operation durably: its phase, the processes, and MiB."""
 
 
+Reserve = Callable[[int], int]
+"""Asks the arbiter for so many MiB of host memory for the suspend under way; returns what is reserved for it then."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapTimes:
     """How long each step may take, seconds."""

@@ -2,7 +2,8 @@
 
 The order:
 1. Close the gate (`gates`), see that the kernel is idle, have it give cached memory back, and take a snapshot of the machine.
-2. Check what is known to speak against it: nothing is locked yet, so a refusal costs nothing.
+2. Check what is known to speak against it: nothing is locked yet, so a refusal costs nothing. More to save than is reserved on the host
+   is asked of the arbiter, here and in 4.
 3. Lock every CUDA process of the kernel's tree. From here on no process of it changes what it has on the device.
 4. Take a second snapshot under the locks. What began, grew or ended since the first one shows now, and nothing can change after it.
 5. Checkpoint each process, and see that the driver says the same. The first checkpoint is the point of no return.
@@ -23,6 +24,7 @@ from fractional_gpu.broker.swap.outcomes import before_checkpoint
 from fractional_gpu.broker.swap.steps import (
     FRESH_S,
     Journal,
+    Reserve,
     Rollback,
     StepError,
     Suspended,
@@ -204,18 +206,18 @@ class Suspension:
         self._check = check
         self._rollback = Rollback(worker)
 
-    async def suspend(self, kernel: Kernel, effect: Suspend, journal: Journal) -> Suspended:
+    async def suspend(self, kernel: Kernel, effect: Suspend, journal: Journal, reserve: Reserve) -> Suspended:
         """Do what `Swaps.suspend` documents."""
         locked: list[ProcessIdentity] = []
         kernel.checkpoint.sizes = {}
         try:
-            use = await self._prepare(kernel, effect)
+            use = await self._prepare(kernel, effect, reserve)
             if use is None:
                 return SuspendOutcome.NOTHING_TO_SAVE, 0, "the kernel has no CUDA context: nothing had to be saved"
             # The journal is written before each step that a broker which dies in it leaves half done: the next one knows what to undo.
             await journal("locking", use, 0)
             await self._lock_all(use, locked)
-            use = await self._check_locked(kernel, effect, locked)
+            use = await self._check_locked(kernel, effect, locked, reserve)
             kernel.checkpoint.sizes = use
             await journal("checkpointing", use, kernel.checkpoint.total_mib)
         except StepError as error:
@@ -237,7 +239,7 @@ class Suspension:
 
     # -- before the locks -------------------------------------------------------------------------------------------------
 
-    async def _prepare(self, kernel: Kernel, effect: Suspend) -> dict[ProcessIdentity, int] | None:
+    async def _prepare(self, kernel: Kernel, effect: Suspend, reserve: Reserve) -> dict[ProcessIdentity, int] | None:
         """Return the CUDA processes to be locked with their MiB; None if there is nothing to save.
 
         Raises StepError, GPUError and OSError. Nothing is locked yet.
@@ -260,7 +262,7 @@ class Suspension:
             raise unshrunk
         _check_heirs(heirs)
         _check_places(use, host, effect)
-        _check_reserved(use, effect)
+        _check_reserved(use, effect, reserve)
         await _check_host_memory(use)
         return use
 
@@ -326,7 +328,7 @@ class Suspension:
                 raise
 
     async def _check_locked(
-        self, kernel: Kernel, effect: Suspend, locked: Sequence[ProcessIdentity]
+        self, kernel: Kernel, effect: Suspend, locked: Sequence[ProcessIdentity], reserve: Reserve
     ) -> dict[ProcessIdentity, int]:
         """Return what the locked processes use. Raises StepError if the kernel is not what it was before it was locked."""
         check = check_alive if effect.preempt or effect.between_cells else check_idle
@@ -339,7 +341,7 @@ class Suspension:
         _check_heirs(heirs)
         _check_places(use, host, effect)
         check(kernel)  # IOPub may have said so while the snapshot was taken
-        _check_reserved(use, effect)
+        _check_reserved(use, effect, reserve)
         return use
 
     # -- the point of no return -------------------------------------------------------------------------------------------
@@ -395,13 +397,19 @@ def _check_places(use: Mapping[ProcessIdentity, int], host: HostSnapshot, effect
         )
 
 
-def _check_reserved(use: Mapping[ProcessIdentity, int], effect: Suspend) -> None:
-    """Raise StepError if more would be saved than the arbiter reserved on the host; the error says how much, to be reserved next time."""
+def _check_reserved(use: Mapping[ProcessIdentity, int], effect: Suspend, reserve: Reserve) -> None:
+    """Have the arbiter reserve what would be saved beyond its estimate.
+
+    Raises StepError if the host has not that much left; the error says how much is needed, to be reserved next time.
+    """
     need_mib = sum(use.values())
-    if need_mib > effect.host_mib:
+    if need_mib <= effect.host_mib:
+        return
+    reserved_mib = reserve(need_mib)
+    if need_mib > reserved_mib:
         raise StepError(
             SuspendOutcome.ABORTED,
-            f"{format_memory(need_mib)} would have to be saved, and {format_memory(effect.host_mib)} of host memory are reserved",
+            f"{format_memory(need_mib)} would have to be saved, and {format_memory(reserved_mib)} of host memory are reserved",
             need_mib,
         )
 

@@ -19,6 +19,7 @@ from fractional_gpu.broker.swap.steps import (
     FRESH_S,
     Journal,
     ProcessesSeen,
+    Reserve,
     Suspended,
     SwapTimes,
     devices_concerned,
@@ -353,12 +354,15 @@ class Swaps:
         """Set why the driver cannot checkpoint at all, a sentence; empty: it can from now on."""
         self.inspector.set_off(why)
 
-    async def suspend(self, kernel: Kernel, effect: Suspend, journal: Journal) -> Suspended:
+    async def suspend(
+        self, kernel: Kernel, effect: Suspend, journal: Journal, reserve: Reserve | None = None
+    ) -> Suspended:
         """Return the outcome, MiB and a sentence. The MiB are what was saved, or what would have to be, if too little was reserved.
 
+        `reserve` is asked where more would be saved than the effect says is reserved on the host; without it no more is.
         Cancellation may leave locks behind: only at the broker's end.
         """
-        return await self._suspension.suspend(kernel, effect, journal)
+        return await self._suspension.suspend(kernel, effect, journal, reserve or (lambda _mib: effect.host_mib))
 
     async def resume(
         self, kernel: Kernel, effect: Resume, saved_mib: int, journal: Journal, seen: ProcessesSeen | None = None

@@ -3,7 +3,14 @@
 from fractional_gpu.core.books.records import Lease, Operation, Reason
 from fractional_gpu.core.changes.changes import Changes
 from fractional_gpu.core.effects import LookAgain
-from fractional_gpu.core.events import ResumeFinished, ResumeOutcome, SuspendFinished, SuspendOutcome, TruthFound
+from fractional_gpu.core.events import (
+    HostMemoryNeeded,
+    ResumeFinished,
+    ResumeOutcome,
+    SuspendFinished,
+    SuspendOutcome,
+    TruthFound,
+)
 from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND
 from fractional_gpu.core.handlers.lifecycle import FOUND, NEEDS_DEVICE, Lifecycle
 from fractional_gpu.core.handlers.resize import Resizer
@@ -56,6 +63,15 @@ class OperationResults:
                 if event.need_mib > lease.host_mib:
                     lease.shrink.host_floor_mib = event.need_mib
                 self._rolled_back(lease, event.outcome, sentence)
+
+    def host_memory_needed(self, lease: Lease, event: HostMemoryNeeded) -> None:
+        """Reserve what a suspend under way needs beyond its reservation, if the host has that left."""
+        books, operation = self._books, lease.operation
+        known = (event.operation_id, SUSPEND, event.generation)
+        if operation is None or (operation.operation_id, operation.kind, operation.generation) != known:
+            return
+        if 0 < event.need_mib - lease.host_mib <= books.host_left_mib:
+            books.set_host_memory(lease, reserved_mib=event.need_mib)
 
     def _settle_claims(self, lease: Lease) -> tuple[bool, bool]:
         """Apply a claim to grow, and give a preempted kernel a ticket. Returns whether a ticket was filed, and a claim applied."""
