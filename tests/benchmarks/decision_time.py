@@ -144,7 +144,8 @@ def _happening(arbiter: Arbiter, random: Random, name: str, at_ms: int, wanting:
     view = arbiter.lease(name)
     if view is not None and view.state is LeaseState.RESIDENT:
         if random.random() < 0.3:
-            return LeaseMeasured(at_ms=at_ms, lease_id=name, used_mib=random.randrange(9_000))
+            used_mib, util_milli = random.randrange(9_000), random.randrange(1001)
+            return LeaseMeasured(at_ms=at_ms, lease_id=name, used_mib=used_mib, util_milli=util_milli)
         return BusyChanged(at_ms=at_ms, lease_id=name, busy=not view.busy)
     return Wanted(at_ms=at_ms, lease_id=name) if random.random() < wanting else Unwanted(at_ms=at_ms, lease_id=name)
 

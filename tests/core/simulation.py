@@ -56,7 +56,17 @@ from fractional_gpu.core.events import (
     Unwanted,
     Wanted,
 )
-from fractional_gpu.core.model import Breach, DeviceSpec, LeaseSpec, LeaseState, Limits, PoolSpec, ReserveBy, Sharing
+from fractional_gpu.core.model import (
+    Breach,
+    Compute,
+    DeviceSpec,
+    LeaseSpec,
+    LeaseState,
+    Limits,
+    PoolSpec,
+    ReserveBy,
+    Sharing,
+)
 from tests.core.observer import LawBrokenError, Observer
 
 __all__ = ["World", "simulate"]
@@ -133,6 +143,8 @@ class World:
             preempt_equals=random.random() < 0.3,
             max_pin_ms=20_000,
             pin_budget_ms=60_000 if name == "p" else None,
+            compute=random.choice((Compute.SPREAD, Compute.SPREAD, Compute.PACK)),
+            slowdown_bound_milli=random.choice((0, 1000, 1100, 1500)),
             user_limits=random.choice(
                 (Limits(), Limits(), Limits(leases=2), Limits(milli=1_000), Limits(resident_milli=750))
             ),
@@ -429,6 +441,18 @@ _HAPPENINGS: list[tuple[int, Callable[[World, int], Event]]] = [
         ),
     ),
     (3, _named(lambda world, at, name: LeaseMeasured(at_ms=at, lease_id=name, used_mib=world.random.randrange(500)))),
+    (
+        4,
+        _named(
+            lambda world, at, name: LeaseMeasured(
+                at_ms=at,
+                lease_id=name,
+                used_mib=world.random.randrange(500),
+                util_milli=world.random.choice((0, 40, 350, 700, 1000)),
+            ),
+            _S.RESIDENT,
+        ),
+    ),
     (3, _named(lambda _, at, name: SuspendRequested(at_ms=at, lease_id=name), _S.RESIDENT)),
     (2, _named(_move_asked, _S.RESIDENT, _S.RESIDENT, _S.SUSPENDED)),
     (

@@ -233,9 +233,14 @@ class ArbiterMachine(RuleBasedStateMachine):
     def busy_changed(self, name: str, busy: bool) -> None:
         self.send(BusyChanged, lease_id=name, busy=busy)
 
-    @rule(name=names, used_mib=st.sampled_from([0, 300, 900]), armed=st.booleans())
-    def measured(self, name: str, used_mib: int, armed: bool) -> None:
-        self.send(LeaseMeasured, lease_id=name, used_mib=used_mib, armed=armed)
+    @rule(
+        name=names,
+        used_mib=st.sampled_from([0, 300, 900]),
+        armed=st.booleans(),
+        util_milli=st.sampled_from([None, 0, 400, 1000]),
+    )
+    def measured(self, name: str, used_mib: int, armed: bool, util_milli: int | None) -> None:
+        self.send(LeaseMeasured, lease_id=name, used_mib=used_mib, armed=armed, util_milli=util_milli)
 
     @rule(name=names, kind=st.sampled_from([Unwanted, ProcessExited, LeaseReleased, SuspendRequested, UnpinRequested]))
     def said_of(self, name: str, kind: type[Event]) -> None:

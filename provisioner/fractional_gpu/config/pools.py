@@ -126,6 +126,22 @@ KEYS: Mapping[str, Key] = {
         example="use",
         help="What a kernel on a device reserves: 'cap': all memory that it may use; 'use': the memory that it uses, plus headroom.",
     ),
+    "compute": Key(
+        field="compute",
+        parse=values.compute,
+        default="spread",
+        example="pack",
+        help="Which device a kernel goes to, where several have the memory: 'spread': one whose busy kernels leave enough compute, and of "
+        "those the fullest; 'pack': the fullest. No kernel waits because of compute.",
+    ),
+    "slowdown_bound": Key(
+        field="slowdown_bound_milli",
+        parse=values.times(1000),
+        default=1.1,
+        example=1.5,
+        help="With compute 'spread': how many devices' worth of compute the busy kernels of one device may need together. Beyond that, "
+        "another kernel goes elsewhere if it can, even if its saved memory came from there.",
+    ),
     "headroom": Key(
         field="headroom_mib",
         parse=values.memory,

@@ -12,7 +12,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from fractional_gpu.core.model import Limits, ReserveBy
+from fractional_gpu.core.model import Compute, Limits, ReserveBy
 from fractional_gpu.core.units import format_duration, parse_duration_ms, parse_fraction_milli, parse_memory_mib
 
 # ruff: noqa: TRY004 -- a value of the wrong type is one more wrong value: callers handle one error
@@ -140,6 +140,13 @@ def reserve_by(value: object) -> ReserveBy:
     if not isinstance(value, str) or value not in set(ReserveBy):
         raise ValueError("allowed: 'cap' or 'use'")
     return ReserveBy(value)
+
+
+def compute(value: object) -> Compute:
+    """Return whether busy kernels are spread over devices or packed."""
+    if not isinstance(value, str) or value not in set(Compute):
+        raise ValueError("allowed: 'spread' or 'pack'")
+    return Compute(value)
 
 
 def preempt(value: object) -> tuple[bool, bool]:

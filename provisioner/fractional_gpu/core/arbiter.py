@@ -92,6 +92,7 @@ def lease_view(lease: Lease, foresight: ForecastRecorder) -> LeaseView:
         resume_ms=foresight.resume_ms(lease),
         gate_closed=lease.gate.closed,
         at_gate=lease.gate.ticket is not None,
+        demand_milli=lease.demand_milli,
     )
 
 
@@ -156,6 +157,7 @@ def device_views(books: Books) -> list[DeviceView]:
             lost=device.lost,
             draining=device.draining,
             why_not=device.spec.why_not,
+            demand_milli=device.demand_milli,
         )
         for device in books.devices.values()
     ]
@@ -421,6 +423,8 @@ class Arbiter:
             case BusyChanged():
                 return does.busy_changed(lease, busy=event.busy)
             case LeaseMeasured():
+                if event.util_milli is not None:
+                    self._books.see_utilisation(lease, event.util_milli)
                 return does.measured(lease, max(0, event.used_mib))
             case Shrunk():
                 return does.shrunk(lease, event)

@@ -59,6 +59,17 @@ def _totals(books: Books) -> list[str]:
         left_mib = min(0, left_mib) if device.lost or (device.is_exclusive and total) else left_mib
         if left_mib != device.free_mib:
             broken.append(f"device {device_id}: {device.free_mib} MiB are said to be free, {left_mib} MiB are")
+        here = [lease for lease in books.leases.values() if lease.held_mib and device_id in lease.device_ids]
+        busy = [lease for lease in here if lease.state is LeaseState.RESIDENT and lease.is_working]
+        coming = [
+            lease
+            for lease in here
+            if lease.let_in and lease.state in (LeaseState.RESIDENT, LeaseState.RESUMING) and lease not in busy
+        ]
+        demands = sum(lease.demand_milli for lease in busy), sum(lease.demand_milli for lease in coming)
+        if demands != (device.demand_milli, device.coming_milli):
+            kept = f"{device.demand_milli} and {device.coming_milli}"
+            broken.append(f"device {device_id}: demands of {kept} thousandths are kept, sums are {demands}")
         if total != device.reserved_mib:
             broken.append(f"device {device_id}: running total {device.reserved_mib} MiB, sum {total} MiB")
     saved = sum(lease.saved_mib for lease in books.leases.values())

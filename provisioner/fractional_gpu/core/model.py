@@ -51,6 +51,13 @@ class Breach(StrEnum):
     KILL = "kill"  # its processes that use the device
 
 
+class Compute(StrEnum):
+    """How a pool weighs the compute that leases need when it chooses among devices."""
+
+    SPREAD = "spread"  # busy leases go where the least is needed; nothing waits for that
+    PACK = "pack"  # memory alone decides
+
+
 class AfterKernel(StrEnum):
     """What becomes of a kernel's processes that outlive it and have device memory."""
 
@@ -148,6 +155,9 @@ class PoolSpec:
     hami_library: str = ""  # HAMi-core, preloaded into the pool's kernels; empty: none
     # A cell runs on while its kernel's resume is under way, and blocks in its first call of the device
     overlap_resume: bool = False
+    compute: Compute = Compute.SPREAD  # how devices are chosen
+    # Compute.SPREAD: what busy leases may need of a device together, in its thousandths, before another device is preferred
+    slowdown_bound_milli: int = 1100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +209,7 @@ class LeaseView:
     left_behind: str = ""  # its kernel has ended, and these of its processes have device memory still, for people
     revoked: bool = False  # its seat has ended: it does not become resident before a new seat takes it over
     ends_ms: int | None = None  # a revoked lease's processes are ended then
+    demand_milli: int = 0  # learnt: what it uses of each of its devices while it is busy, thousandths of a device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +227,7 @@ class DeviceView:
     lost: bool
     draining: bool = False  # admits no lease; its leases leave as soon as possible
     why_not: str = ""  # why leases there cannot be suspended, a sentence
+    demand_milli: int = 0  # what the leases that are busy there need together, thousandths of the device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

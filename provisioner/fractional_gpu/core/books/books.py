@@ -221,6 +221,17 @@ def _limited(pool: PoolSpec, group: str) -> bool:
 # -- books -------------------------------------------------------------------------------------------------------------
 
 
+_FULL_MILLI = 900  # thousandths of a device that its busy leases use together when they leave none, about
+
+
+def _counted_milli(lease: Lease, occupancy: OccupancyKind) -> int:
+    """Return what a lease counts for in the demand on its devices: it is busy there, or let in for a cell."""
+    if occupancy is OccupancyKind.BUSY:
+        return lease.demand_milli
+    coming = lease.let_in and (occupancy is OccupancyKind.IDLE or lease.state is LeaseState.RESUMING)
+    return lease.demand_milli if coming and occupancy else 0
+
+
 class Books:
     """Everything the arbiter knows."""
 
@@ -263,6 +274,7 @@ class Books:
         self.by_state[lease.state][lease.lease_id] = lease
         self.accounts.open(lease)
         lease.size_mib = self.reserve_mib(lease, lease.spec)
+        lease.demand_milli = self.forecasts.demand_milli(lease.lease_id, lease.spec.pool)
         self.refresh(lease)
 
     def remove(self, lease: Lease) -> None:
@@ -286,11 +298,52 @@ class Books:
     def set_busy(self, lease: Lease, *, busy: bool) -> None:
         """Set whether the lease runs something."""
         lease.busy = busy
+        lease.let_in, lease.seen_milli = False, None
         lease.has_run |= busy
         lease.cost_until_ms = 0
         if busy:
             lease.forget_shrinking()
         self.refresh(lease)
+
+    def set_let_in(self, lease: Lease, *, let_in: bool) -> None:
+        """Set whether the lease has room for a cell that has not begun."""
+        if lease.let_in != let_in:
+            lease.let_in = let_in
+            self.refresh(lease)
+
+    def see_utilisation(self, lease: Lease, util_milli: int) -> None:
+        """Learn from the lease's utilisation over the last period what it needs while it is busy, thousandths of a device.
+
+        While the leases that are busy on a device use all of it, none shows more than neighbours leave it.
+        """
+        if lease.occupancy is not OccupancyKind.BUSY:
+            return
+        lease.seen_milli = seen_milli = max(0, min(1000, util_milli))
+        crowded = any(self._is_crowded(device_id) for device_id in lease.occupied_ids)
+        self._set_demand(
+            lease, self.forecasts.demand_seen(lease.lease_id, lease.spec.pool, seen_milli, at_least=crowded)
+        )
+
+    def _is_crowded(self, device_id: str) -> bool:
+        device = self.devices.get(device_id)
+        if device is None or device.count_by_occupancy[OccupancyKind.BUSY] < 2:
+            return False
+        busy = [other for other in device.holders.values() if other.occupancy is OccupancyKind.BUSY]
+        used = [other.demand_milli if other.seen_milli is None else other.seen_milli for other in busy]
+        return sum(used) >= _FULL_MILLI
+
+    def _set_demand(self, lease: Lease, demand_milli: int) -> None:
+        """Set what the lease needs while it is busy. No victim's cost depends on it, so the lease does not count as changed."""
+        if demand_milli == lease.demand_milli:
+            return
+        lease.demand_milli = demand_milli
+        more_milli = _counted_milli(lease, lease.occupancy) - lease.counted_milli
+        if not more_milli:
+            return
+        lease.counted_milli += more_milli
+        for device_id in lease.occupied_ids:
+            if device_id in self.devices:
+                self.devices[device_id].add_demand(lease.occupancy, more_milli)
 
     def set_gate(self, lease: Lease, *, closed: bool, next_cell: Ticket | None = None) -> None:
         """Close or open the lease's gate; `next_cell`: the ticket of the cell that waits there."""
@@ -407,10 +460,17 @@ class Books:
         else:
             footing = OccupancyKind.SUSPENDING if lease.state is LeaseState.SUSPENDING else OccupancyKind.FIXED
         ids = lease.device_ids if footing else ()
-        if (footing, lease.held_mib, ids) != (lease.occupancy, lease.occupied_mib, lease.occupied_ids):
+        milli = _counted_milli(lease, footing)
+        if (footing, lease.held_mib, ids, milli) != (
+            lease.occupancy,
+            lease.occupied_mib,
+            lease.occupied_ids,
+            lease.counted_milli,
+        ):
             for device_id in lease.occupied_ids:
                 self._count_occupancy(lease, device_id, -1)
             lease.occupancy, lease.occupied_mib, lease.occupied_ids = footing, lease.held_mib, ids
+            lease.counted_milli = milli
             for device_id in ids:
                 self._count_occupancy(lease, device_id, 1)
         self.accounts.meter(lease, self.now_ms)
@@ -424,6 +484,7 @@ class Books:
         device.mib_by_occupancy[lease.occupancy] += mib
         device.count_by_occupancy[lease.occupancy] += sign
         device.free_mib -= mib
+        device.add_demand(lease.occupancy, sign * lease.counted_milli)
         if device.lost or device.is_exclusive:
             device.recompute_free()
         if sign > 0:
@@ -512,6 +573,8 @@ class Books:
     def enqueue(self, lease: Lease, ticket: Ticket) -> None:
         """Put a lease without a ticket in its place in the queue."""
         lease.ticket = ticket
+        # Until it was seen at work, its demand is that of its pool.
+        self._set_demand(lease, self.forecasts.demand_milli(lease.lease_id, lease.spec.pool))
         self.accounts.meter(lease, self.now_ms)
         self.queue.enqueue(lease, ticket)
         self.changed[lease.lease_id] = lease

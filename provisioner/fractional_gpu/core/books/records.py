@@ -256,6 +256,9 @@ class Lease:
     # What its kernel does.
     busy: bool = False
     has_run: bool = False  # it has been busy since it became resident
+    let_in: bool = False  # room was given to it for a cell that has not begun
+    demand_milli: int = 0  # what it uses of each of its devices while it is busy, as learnt: thousandths of a device
+    seen_milli: int | None = None  # the last sample of that since it became busy
     last_active_ms: int = 0
     left_behind: str = ""  # processes of the ended kernel that still have device memory, for people
     why_not: str = ""  # why its process cannot be checkpointed, a sentence
@@ -280,6 +283,7 @@ class Lease:
     occupancy: OccupancyKind = OccupancyKind.NONE
     occupied_mib: int = 0
     occupied_ids: tuple[str, ...] = ()
+    counted_milli: int = 0  # its demand, while it is busy there or about to be
     cost: int = 0  # of suspending it (`victim_cost`)
     cost_until_ms: int = 0  # the cost is computed anew then
     lease_id: str = field(init=False)  # its spec's, at hand
@@ -433,6 +437,8 @@ class Device:
     victim_ranking: VictimRanking | None = None  # None: not computed, or not needed for long
     free_mib: int = 0  # what is left for leases; negative when over-committed, nothing when lost
     lease_capacity_mib: int = 0  # what one lease could have if no other were there
+    demand_milli: int = 0  # what the leases that are busy here need together, thousandths of the device
+    coming_milli: int = 0  # what those need that were let in for a cell that has not begun
 
     def mark_stale(self, lease: Lease) -> None:
         """Note that a lease that is, or was, on the device changed: its place among the victims is computed anew."""
@@ -440,6 +446,13 @@ class Device:
             self.victim_ranking.changed[lease.lease_id] = lease
             if len(self.victim_ranking.changed) > _MUCH_CHANGED + len(self.holders):  # unused for long
                 self.victim_ranking = None
+
+    def add_demand(self, occupancy: OccupancyKind, milli: int) -> None:
+        """Count a demand of a lease that is busy here, or about to be."""
+        if occupancy is OccupancyKind.BUSY:
+            self.demand_milli += milli
+        else:
+            self.coming_milli += milli
 
     def recompute_free(self) -> None:
         """Compute what is left, after the device itself or its reservations changed."""

@@ -148,7 +148,7 @@ class Changes:
         self.books.set_target(lease, ())
         self.books.set_gate(lease, closed=False)
         lease.gate.open_until_ms = 0
-        lease.busy = lease.has_run = lease.preempted = False
+        lease.busy = lease.has_run = lease.preempted = lease.let_in = False
         lease.home_ids, lease.operation, lease.expires_ms = (), None, None
         lease.used_mib = lease.growth_mib = 0
         lease.retries.forget_suspends()
@@ -279,6 +279,7 @@ class Changes:
     def grant(self, lease: Lease, device_ids: Sequence[str]) -> None:
         """Reserve room for a ticket: a saved lease is resumed, any other one becomes resident at once."""
         waited_ms = self.now_ms - lease.ticket.asked_ms if lease.ticket is not None else 0
+        lease.let_in = lease.state is not LeaseState.UNATTACHED and (lease.spec.gated or lease.busy)
         self.books.set_reservation(lease, device_ids, lease.need_mib)
         self.granted_devices.update(device_ids)
         waited = "at once" if waited_ms < _AT_ONCE_MS else f"after {format_duration(waited_ms)}"
@@ -308,6 +309,7 @@ class Changes:
 
     def resume_early(self, lease: Lease, device_ids: Sequence[str], sentence: str) -> None:
         """Resume a saved lease that is not wanted, to relieve the host."""
+        lease.let_in = False
         self.books.set_reservation(lease, device_ids, lease.need_mib)
         self.granted_devices.update(device_ids)
         self._begin_resume(lease, "resume.host-memory", sentence)
@@ -346,7 +348,7 @@ class Changes:
         if need_mib > left_mib:
             raise ValueError(f"lease {lease.lease_id} needs {need_mib} MiB of host memory, {left_mib} MiB are left")
         self.books.set_suspend_requested(lease, by=None)
-        lease.home_ids = lease.device_ids
+        lease.home_ids, lease.let_in = lease.device_ids, False
         next_cell = lease.gate.ticket
         lease.preempted = lease.is_working
         self.books.set_gate(lease, closed=False)

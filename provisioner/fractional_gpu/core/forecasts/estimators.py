@@ -1,4 +1,4 @@
-"""What is learnt on line, in integers: swap times, cell times, context sizes, and how accurate forecasts were.
+"""What is learnt on line, in integers: swap times, cell times, compute demands, context sizes, and how accurate forecasts were.
 
 The ground for all of them are decayed histograms over buckets that grow with the value, like floating point numbers.
 
@@ -301,6 +301,41 @@ def rest_ms(totals: Sequence[int], elapsed_ms: int, permille: int) -> int:
     if left * 2048 <= total:
         return elapsed_ms * permille // (1000 - permille)
     return max(0, value_at(DURATIONS, totals, gone + left * permille // 1000) - elapsed_ms)
+
+
+# -- compute demand ----------------------------------------------------------------------------------------------------
+# What a lease uses of a device while it is busy: a decayed mean of its utilisation.
+
+
+FIRST_DEMAND_MILLI = 300
+"""What a lease is expected to use of a device before anything was seen, thousandths."""
+LEASE_SAMPLES, POOL_SAMPLES = 16, 256  # samples that a mean remembers, about
+_FINE = 1024  # means are kept in so many parts of a thousandth
+_PRIOR_SAMPLES = 2  # samples that the prior counts for
+
+
+class Demand:
+    """A mean of utilisations, thousandths of a device: of all samples at first, then one that decays with the last `memory` ones."""
+
+    __slots__ = ("count", "fine", "memory")
+
+    def __init__(self, *, memory: int, prior_milli: int = FIRST_DEMAND_MILLI) -> None:
+        self.memory, self.count, self.fine = memory, _PRIOR_SAMPLES, prior_milli * _FINE
+
+    @property
+    def milli(self) -> int:
+        """The mean, thousandths."""
+        return self.fine // _FINE
+
+    def learn(self, milli: int) -> None:
+        """Learn from a sample."""
+        self.count = min(self.count + 1, self.memory)
+        self.fine += (milli * _FINE - self.fine) // self.count
+
+    def restore(self, count: int, fine: int) -> "Demand":
+        """Take over what was learnt before, as far as it can be; return the mean."""
+        self.count, self.fine = max(_PRIOR_SAMPLES, min(count, self.memory)), min(fine, 1000 * _FINE)
+        return self
 
 
 # -- context sizes -----------------------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
-"""Forecasts, learnt on line: how long swaps, cells, gaps between cells and waits take, and how accurate the forecasts were.
+"""Forecasts, learnt on line: how long swaps, cells, gaps and waits take, what cells use of a device, and how accurate forecasts were.
 
 - Swaps: a line per kind and type of device (`swap_times`), with a prior for devices never seen.
 - Cells, and the gaps between them: decayed histograms per lease, mixed with those of all leases (`cell_times`). They start from published
   traces of notebook use: cells of 2 min at the median and 5 min at the 75th percentile, gaps of 1, 3, 8 and 41 min at the 25th to 90th.
   What is left of a gap or cell is conditional on how long it has lasted. A kernel that ends while it idles had no next cell: some gaps
   never end, and the longer one lasts, the likelier it is such a one.
+- Demands: what a lease uses of a device while it is busy, a decayed mean. A new lease starts from the mean of its pool.
 - Waits: `queue_wait` computes a wait from the queue and the devices. It is corrected here by how earlier ones turned out, so that four
   of five waits lie between the bounds whatever that computation leaves out.
 
@@ -20,10 +21,14 @@ from typing import Self, TypeVar
 
 from fractional_gpu.core.forecasts.estimators import (
     DURATIONS,
+    FIRST_DEMAND_MILLI,
+    LEASE_SAMPLES,
     ONE,
+    POOL_SAMPLES,
     RATIOS,
     Accuracy,
     CommonDurations,
+    Demand,
     ErrorView,
     Histogram,
     LeaseDurations,
@@ -130,6 +135,7 @@ SUSPEND, RESUME = "suspend", "resume"
 _VERSION = 1
 _PRIOR_SWAPS = {SUSPEND: (300, 1_800), RESUME: (300, 4_000)}  # fixed ms, MiB a second
 _MOST_LINES = 64
+_MOST_POOLS = 64
 _CELLS = (
     (2_000, 0),
     (48_000, 250),
@@ -174,6 +180,8 @@ class Forecasts:
         self.swaps_learnt = 0  # grows whenever results of `swap_ms` may change
         self._cells, self._gaps = CommonDurations(_CELLS), CommonDurations(_GAPS)
         self._leases: dict[str, _Lease] = {}
+        self._demands: dict[str, Demand] = {}  # by lease
+        self._pool_demands: dict[str, Demand] = {}
         self._waits: dict[tuple[str, int], Histogram] = {}
         self._wait_totals: dict[tuple[str, int], Sequence[int]] = {}
         self._accuracy = {what: Accuracy(what) for what in ("wait", SUSPEND, RESUME, "cell")}
@@ -200,6 +208,8 @@ class Forecasts:
                 lease_id: [sparse(own.histogram.weights if own else ()) for own in (lease.cells, lease.gaps)]
                 for lease_id, lease in self._leases.items()
             },
+            "demands": {lease_id: [one.count, one.fine] for lease_id, one in self._demands.items()},
+            "pool_demands": {pool: [one.count, one.fine] for pool, one in self._pool_demands.items()},
             "waits": {f"{kind} {length}": [sparse(one.weights)] for (kind, length), one in self._waits.items()},
             "accuracy": {what: [one.count, one.recent] for what, one in self._accuracy.items()},
         }
@@ -231,6 +241,13 @@ class Forecasts:
                 cells=LeaseDurations(self._cells, weights=read.weights(cells, DURATIONS)),
                 gaps=LeaseDurations(self._gaps, weights=read.weights(gaps, DURATIONS)),
             )
+        for part, demands, memory in (
+            ("demands", self._demands, LEASE_SAMPLES),
+            ("pool_demands", self._pool_demands, POOL_SAMPLES),
+        ):
+            # Earlier releases wrote no demands.
+            for name, (count, fine) in read.named(part, 2) if read.part(part) is not None else ():
+                demands[name] = Demand(memory=memory).restore(read.whole(count), read.whole(fine))
         for name, (ratios,) in read.named("waits", 1):
             kind, _, length = name.partition(" ")
             corrected = Histogram(RATIOS, memory=_WAIT_MEMORY, weights=read.weights(ratios, RATIOS))
@@ -342,6 +359,7 @@ class Forecasts:
 
     def forget(self, lease_id: str) -> None:
         """Forget a lease that is over. If it idled, its last gap never ended."""
+        self._demands.pop(lease_id, None)
         lease = self._leases.pop(lease_id, None)
         if lease is not None and lease.ended_ms is not None:
             self._gaps.add(_NEVER_MS)
@@ -350,6 +368,32 @@ class Forecasts:
         totals = self._cells.totals if lease.cells is None else lease.cells.totals
         low, middle, high = (rest_ms(totals, elapsed_ms, permille) for permille in (100, 500, 900))
         return Span(expected_ms=middle, low_ms=low, high_ms=high)
+
+    # -- demands --------------------------------------------------------------------------------------------------------
+
+    def demand_milli(self, lease_id: str, pool: str) -> int:
+        """Return what the lease uses of a device while it is busy, thousandths: as learnt, else the mean of its pool. Cheap."""
+        known = self._demands.get(lease_id) or self._pool_demands.get(pool)
+        return FIRST_DEMAND_MILLI if known is None else known.milli
+
+    def demand_seen(self, lease_id: str, pool: str, milli: int, *, at_least: bool = False) -> int:
+        """Learn from a sample of the lease's utilisation while it was busy, thousandths; return its demand.
+
+        `at_least`: neighbours left it no more, so the sample only shows that it needs at least so much.
+        """
+        before = self.demand_milli(lease_id, pool)
+        if at_least and milli <= before:
+            return before
+        own, common = self._demands.get(lease_id), self._pool_demands.get(pool)
+        if own is None:
+            own = self._demands[lease_id] = Demand(memory=LEASE_SAMPLES, prior_milli=before)
+        if common is None:
+            if len(self._pool_demands) >= _MOST_POOLS:
+                del self._pool_demands[next(iter(self._pool_demands))]
+            common = self._pool_demands[pool] = Demand(memory=POOL_SAMPLES)
+        own.learn(milli)
+        common.learn(milli)
+        return own.milli
 
     # -- waits ------------------------------------------------------------------------------------------------------------
 

@@ -370,6 +370,7 @@ class Lifecycle:
         A preempted cell still waits, a claim to grow stays, and so does the ticket of what a kernel left behind.
         """
         ticket = lease.ticket
+        self._books.set_let_in(lease, let_in=False)
         self._books.parked.pop(lease.lease_id, None)
         if lease.gate.ticket is not None:
             self._books.set_gate(lease, closed=True)

@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import Device, Lease, OccupancyKind, Reason
 from fractional_gpu.core.model import LeaseState
+from fractional_gpu.core.rules.contention import FULL, excess, expected_fullness, fullness, room_milli, spreads
 from fractional_gpu.core.rules.eligibility import steps_aside
 from fractional_gpu.core.scheduler.victims import Victims, suspend_cost
 from fractional_gpu.core.units import format_memory
 
 _MOST_COMPARED = 32  # devices where room could be made, those that lack least: comparing 8 gave a third more swaps
+_MOST_EXPECTED = 4  # devices beyond the bound whose neighbours' cells are looked at one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +125,68 @@ class Capacity:
         """Return whether the need fits on each of these devices now."""
         return all(self._devices[device_id].free_mib >= need_mib for device_id in devices)
 
-    def pick(self, devices: Sequence[str], need_mib: int, count: int = 1) -> tuple[str, ...] | None:
-        """Return the devices that would have least left (best fit), the first among equals; None if the need fits nowhere."""
+    def pick(
+        self, devices: Sequence[str], need_mib: int, count: int = 1, *, newcomer: Lease | None = None
+    ) -> tuple[str, ...] | None:
+        """Return where the need fits; None if it fits nowhere.
+
+        In a pool that spreads, a device where busy leases leave more compute to the `newcomer` comes first (`contention`). Then comes
+        the one that would have least memory left (best fit), and the first among equals.
+        """
         if count > 1:
             fitting = [device_id for device_id in devices if self.free_mib(device_id) >= need_mib]
             return self._cheapest_of_one_name(fitting, count, self.free_mib)
+        if newcomer is not None and spreads(self._books, newcomer):
+            return self._pick_by_compute(devices, need_mib, newcomer)
         best, least_mib, by_id = None, -1, self._devices
         for device_id in devices:
             left_mib = by_id[device_id].free_mib - need_mib
             if left_mib >= 0 and (best is None or left_mib < least_mib):
                 best, least_mib = device_id, left_mib
         return None if best is None else (best,)
+
+    def _pick_by_compute(self, devices: Sequence[str], need_mib: int, newcomer: Lease) -> tuple[str, ...] | None:
+        best, least, least_mib, by_id = None, 0, 0, self._devices
+        room = room_milli(self._books, newcomer)
+        for device_id in devices:
+            sums = by_id[device_id]
+            left_mib = sums.free_mib - need_mib
+            if left_mib < 0:
+                continue
+            rank = fullness(sums.device, room)
+            if best is None or rank < least or (rank == least and left_mib < least_mib):
+                best, least, least_mib = device_id, rank, left_mib
+        if best is None:
+            return None
+        return (best,) if least < FULL else (self._pick_by_rest(devices, need_mib, newcomer),)
+
+    def _pick_by_rest(self, devices: Sequence[str], need_mib: int, newcomer: Lease) -> str:
+        """Return where most compute is expected to be left, of the fullest devices that need least."""
+        fitting = [device_id for device_id in devices if self._devices[device_id].free_mib >= need_mib]
+        if len(fitting) > _MOST_EXPECTED:
+            fitting.sort(key=lambda one: self._rank(one, newcomer))
+        return min(fitting[:_MOST_EXPECTED], key=lambda one: self._expected_rank(one, newcomer))
+
+    def _rank(self, device_id: str, newcomer: Lease) -> tuple[int, int]:
+        sums = self._devices[device_id]
+        return fullness(sums.device, room_milli(self._books, newcomer)), sums.free_mib
+
+    def _expected_rank(self, device_id: str, newcomer: Lease) -> tuple[int, int]:
+        sums = self._devices[device_id]
+        return expected_fullness(self._books, sums.device, newcomer), sums.free_mib
+
+    def pick_for_saved(
+        self, lease: Lease, home: tuple[str, ...], devices: Sequence[str], need_mib: int
+    ) -> tuple[str, ...]:
+        """Return where saved state that fits at home goes: there, unless home is too busy for it and another device is not."""
+        if len(home) > 1 or not spreads(self._books, lease):
+            return home
+        if self._rank(home[0], lease)[0] < FULL or self._expected_rank(home[0], lease)[0] < FULL:
+            return home
+        chosen = self._pick_by_compute(devices, need_mib, lease)
+        if chosen is None or self._rank(chosen[0], lease)[0] >= FULL <= self._expected_rank(chosen[0], lease)[0]:
+            return home
+        return chosen
 
     def _cheapest_of_one_name(
         self, devices: Iterable[str], count: int, cost: Callable[[str], int]
@@ -193,7 +246,7 @@ class Capacity:
         while plans:
             bound = lease.state is LeaseState.SUSPENDED or lease.is_growing
             home = (lease.home_ids or lease.device_ids) if bound and len(devices) == count else ()
-            chosen = self._cheapest(plans, count, home)
+            chosen = self._cheapest(lease, plans, count, home)
             if chosen is None:
                 return short_of_host
             # Victims on several of the devices count once. A plan that host memory is too short for is dropped, and the next tried.
@@ -220,25 +273,32 @@ class Capacity:
         return found
 
     def _cheapest(
-        self, plans: dict[str, tuple[Lease, ...]], count: int, home: tuple[str, ...]
+        self, lease: Lease, plans: dict[str, tuple[Lease, ...]], count: int, home: tuple[str, ...]
     ) -> tuple[str, ...] | None:
         if count == 1 and len(plans) == 1:
             return tuple(plans)
         if home and count > 1:  # saved state of several devices goes back to all of them, whatever their kinds
             return home if all(device_id in plans for device_id in home) else None
-        costs = {device_id: self._cost(victims) for device_id, victims in plans.items()}
+        costs = {device_id: self._cost(victims, device_id, lease) for device_id, victims in plans.items()}
         if count == 1:
             return (min(costs, key=costs.__getitem__),)
-        return self._cheapest_of_one_name(plans, count, lambda device_id: costs[device_id][1] + costs[device_id][2])
+        return self._cheapest_of_one_name(plans, count, lambda device_id: costs[device_id][2] + costs[device_id][3])
 
-    def _cost(self, victims: tuple[Lease, ...]) -> tuple[int, int, int, int]:
-        """Return what orders plans: busy victims, the cost of all swaps, the number of victims, the latest activity of one."""
+    def excess(self, device_id: str, newcomer: Lease, leaving: Sequence[Lease] = ()) -> int:
+        """Return how far beyond its pool's bound the busy leases of a device would be with the newcomer, in coarse steps."""
+        return excess(self._books, self._devices[device_id].device, newcomer, leaving)
+
+    def _cost(self, victims: tuple[Lease, ...], device_id: str, lease: Lease) -> tuple[int, int, int, int, int]:
+        """Return what orders plans.
+
+        Busy victims, compute that would be lacking, the cost of all swaps, the number of victims, the latest activity of one.
+        """
         busy = swaps = latest_ms = 0
         for victim in victims:
             busy += victim.is_working
             swaps += suspend_cost(self._books, victim)
             latest_ms = max(latest_ms, victim.last_active_ms)
-        return (busy, swaps, len(victims), latest_ms)
+        return (busy, self.excess(device_id, lease, victims), swaps, len(victims), latest_ms)
 
     @property
     def _host_left_mib(self) -> int:

@@ -46,7 +46,7 @@ class Migrations:
         if not self._changes.channel_free or lease.count > 1 or not self._victims.may_leave(lease):
             return False
         need_mib = self._books.reserve_mib(lease, spec)
-        targets = self._capacity.pick(other_devices(self._books, lease), need_mib)
+        targets = self._capacity.pick(other_devices(self._books, lease), need_mib, newcomer=lease)
         if targets is None or lease.host_need_mib > self._books.host_left_mib:
             return False
         self._begin(lease, targets, "move.grow", f"it goes where {format_memory(need_mib)} are free for it")
@@ -58,7 +58,7 @@ class Migrations:
             return False
         if not self._books.policy(victim).move_busy if victim.busy else lease.state is LeaseState.SUSPENDED:
             return False
-        targets = self._capacity.pick(other_devices(self._books, victim), victim.held_mib)
+        targets = self._capacity.pick(other_devices(self._books, victim), victim.held_mib, newcomer=victim)
         if targets is None:
             return False
         why = f"it fits there as well, and makes room for {name_for(victim, lease)}"
@@ -70,16 +70,17 @@ class Migrations:
         pool = self._books.policy(lease)
         if not (pool.move_busy and pool.may_move) or lease.count > 1 or not self._changes.channel_free:
             return None
-        best: tuple[int, str, Plan] | None = None
+        best: tuple[int, int, str, Plan] | None = None
         for device_id in devices:
             short_mib = need_mib - self._capacity.total_mib(device_id)
             for other in self._books.holders(device_id):
                 if other.occupancy is not OccupancyKind.BUSY or other.held_mib < short_mib or not self._may_move(other):
                     continue
-                cost = (swap_ms(self._books, other), other.lease_id)
-                if best is None or cost < best[:2]:
+                lacking = self._capacity.excess(device_id, lease, (other,))
+                cost = (lacking, swap_ms(self._books, other), other.lease_id)
+                if best is None or cost < best[:3]:
                     best = (*cost, Plan((device_id,), (other,)))
-        return None if best is None else best[2]
+        return None if best is None else best[3]
 
     def _may_move(self, lease: Lease) -> bool:
         pool, from_ms = self._books.policy(lease), preemptible_from_ms(self._books, lease)

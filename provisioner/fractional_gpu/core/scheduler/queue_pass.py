@@ -413,13 +413,13 @@ class QueuePass:
         return True
 
     def _pick(self, lease: Lease, devices: tuple[str, ...], need_mib: int) -> tuple[str, ...] | None:
-        """Return where the need fits now; saved state goes home if it can. A lease that grows only its share needs no room."""
+        """Return where the need fits now; saved state goes home if it can. A growing share alone needs no room."""
         if lease.is_growing:
             return devices if devices and (not need_mib or self._capacity.fits(devices, need_mib)) else None
         home = lease.home_ids if lease.state is LeaseState.SUSPENDED and len(devices) > 1 else ()
         if home and set(home) <= set(devices) and self._capacity.fits(home, need_mib):
-            return home
-        return self._capacity.pick(devices, need_mib, lease.count)
+            return self._capacity.pick_for_saved(lease, home, devices, need_mib)
+        return self._capacity.pick(devices, need_mib, lease.count, newcomer=lease)
 
     def _serve_at_once(self, lease: Lease, ticket: Ticket, chosen: tuple[str, ...]) -> bool:
         """Serve a ticket that fits; one that needs the swap channel while it is in use keeps the room. Returns True."""

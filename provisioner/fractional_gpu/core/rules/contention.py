@@ -1,0 +1,104 @@
+"""How much compute the busy leases of a device leave, and how much they slow each other down.
+
+Each lease needs a part of a device while it is busy (its demand, learnt). Busy leases that need U of a device together do not slow each
+other down while U is at most the whole device. Beyond that, a cell that needs u takes 1 - u + u * U times as long: only what it does on
+the device is stretched.
+
+**Choosing a device.** A pool that spreads prefers devices in these classes:
+
+1. The demands with the newcomer's own stay within the pool's bound (`slowdown_bound_milli`). Of these, busy leases that need less than half
+   of a device count like none, so that small kernels do not take an empty device that a large one may need. From there on, less comes
+   first, in steps of half a device.
+2. Beyond the bound, the least excess first, in steps of a quarter of a device.
+
+Steps are coarse, so that small differences do not decide; memory decides within a step. A lease that was let in for a cell counts as busy
+before the cell begins. Where every device would be beyond the bound, neighbours whose cells are expected to end sooner than the newcomer's
+count in proportion, on the few devices that need least. Where room must be made first, all neighbours count in full. No ticket waits for
+compute: all this only orders devices that have, or will have, the memory.
+"""
+
+from collections.abc import Sequence
+
+from fractional_gpu.core.books.books import Books
+from fractional_gpu.core.books.records import Device, Lease, OccupancyKind
+from fractional_gpu.core.model import Compute, LeaseState
+
+FULL = 1 << 20
+"""From this on a `fullness` is beyond the bound."""
+_STEP_MILLI = 500  # within the bound
+_EXCESS_STEP_MILLI = 250  # beyond it
+_WHOLE = 1000
+
+
+def spreads(books: Books, lease: Lease) -> bool:
+    """Return whether the lease's pool weighs compute."""
+    return books.policy(lease).compute is Compute.SPREAD
+
+
+def room_milli(books: Books, newcomer: Lease) -> int:
+    """Return what neighbours may need of a device, thousandths, so that all stays within the bound of the newcomer's pool."""
+    return books.policy(newcomer).slowdown_bound_milli - newcomer.demand_milli
+
+
+def fullness(device: Device, room_milli: int, leaving: Sequence[Lease] = ()) -> int:
+    """Return how full of busy leases the device would be for a newcomer: less is better; `FULL` and up: beyond its pool's bound.
+
+    `room_milli`: what is left to neighbours; `leaving` make room for it.
+    """
+    busy_milli = device.demand_milli + device.coming_milli
+    for lease in leaving:
+        busy_milli -= lease.counted_milli
+    return _fullness(busy_milli, room_milli)
+
+
+def _fullness(busy_milli: int, room_milli: int) -> int:
+    if busy_milli <= 0:
+        return 0
+    if busy_milli <= room_milli:
+        return busy_milli // _STEP_MILLI
+    return FULL + (busy_milli - room_milli) // _EXCESS_STEP_MILLI
+
+
+def expected_fullness(books: Books, device: Device, newcomer: Lease) -> int:
+    """Return the same, with neighbours in proportion where their cells are expected to end sooner than the newcomer's next one."""
+    return _fullness(_expected_milli(books, device, newcomer), room_milli(books, newcomer))
+
+
+def excess(books: Books, device: Device, newcomer: Lease, leaving: Sequence[Lease] = ()) -> int:
+    """Return how far beyond the bound the device would be, in coarse steps; 0: within it, or its pool does not weigh compute."""
+    if not spreads(books, newcomer):
+        return 0
+    return max(0, fullness(device, room_milli(books, newcomer), leaving) - FULL + 1)
+
+
+def _expected_milli(books: Books, device: Device, newcomer: Lease) -> int:
+    """Return the mean demand of the other leases during the newcomer's next cell, as far as their cells under way go."""
+    forecasts, now_ms = books.forecasts, books.now_ms
+    cell_ms = max(1, forecasts.next_cell_ms(newcomer.lease_id))
+    total_milli = 0
+    for other in device.holders.values():
+        if not other.counted_milli or other is newcomer:
+            continue
+        left_ms = forecasts.cell_left_ms(other.lease_id, now_ms) if other.occupancy is OccupancyKind.BUSY else 0
+        # Without a forecast (a cell that has not begun, processes that outlived their kernel) it counts in full.
+        total_milli += other.counted_milli * min(left_ms or cell_ms, cell_ms) // cell_ms
+    return total_milli
+
+
+def slowdown(books: Books, lease: Lease) -> tuple[int, tuple[Lease, ...]]:
+    """Return how many times as long as alone the lease's cell takes now, thousandths, and the busy neighbours that cause it.
+
+    Those that need most come first. 1000 and no neighbours: it runs no cell on a device, or is not slowed down.
+    """
+    slowest: tuple[int, tuple[Lease, ...]] = (_WHOLE, ())
+    if lease.state is not LeaseState.RESIDENT or not lease.is_working:
+        return slowest
+    for device_id in lease.occupied_ids:
+        device = books.devices.get(device_id)
+        if device is None or device.demand_milli <= _WHOLE:
+            continue
+        milli = _WHOLE - lease.demand_milli + lease.demand_milli * device.demand_milli // _WHOLE
+        others = [one for one in device.holders.values() if one.occupancy is OccupancyKind.BUSY and one is not lease]
+        if milli > slowest[0]:
+            slowest = milli, tuple(sorted(others, key=lambda one: (-one.demand_milli, one.number)))
+    return slowest

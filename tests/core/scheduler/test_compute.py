@@ -1,0 +1,296 @@
+"""Choosing a device by the compute that busy leases need, where a pool spreads."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from fractional_gpu.core.arbiter import Arbiter
+from fractional_gpu.core.books.books import Books
+from fractional_gpu.core.books.records import Device, Lease
+from fractional_gpu.core.events import LeaseMeasured, PoolConfigured, SuspendRequested
+from fractional_gpu.core.forecasts.forecasts import Forecasts
+from fractional_gpu.core.model import Compute, LeaseState
+from fractional_gpu.core.rules.contention import slowdown
+from tests.core.driving import Hand, device, pool, spec
+from tests.core.simulation import simulate
+
+SMALL = 100  # MiB, so that ten fit on a device
+
+
+def hand(*names: str, compute: Compute = Compute.SPREAD, may_move: bool = False) -> Hand:
+    """Devices of one pool, on which no small lease ever waits for memory."""
+    names = names or ("d0", "d1")
+    policy = replace(pool(*names, may_move=may_move), compute=compute)
+    return Hand(*map(device, names), pools=[policy])
+
+
+def seen(world: Hand, name: str, milli: int, *, times: int = 30) -> None:
+    """Have a busy kernel be seen at so much of its device, until that is known of it."""
+    for _ in range(times):
+        world.send(LeaseMeasured(at_ms=world.now, lease_id=name, used_mib=50, util_milli=milli))
+
+
+def known(world: Hand, name: str, milli: int, reserve_mib: int = SMALL) -> None:
+    """Have a kernel come that is known to need so much while it is busy, and end its cell and go."""
+    world.run(name, reserve_mib)
+    seen(world, name, milli)
+    world.rest(name)
+
+
+def busy(world: Hand, name: str, milli: int, reserve_mib: int = SMALL) -> str:
+    """Run a cell in a kernel that needs so much; return its device."""
+    world.run(name, reserve_mib)
+    seen(world, name, milli)
+    return place(world, name)
+
+
+def place(world: Hand, name: str) -> str:
+    found = world.view(name).device_id
+    assert found is not None
+    return found
+
+
+def demand(world: Hand, device_id: str) -> int:
+    return next(one.demand_milli for one in world.arbiter.devices() if one.device_id == device_id)
+
+
+# -- what is learnt -----------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_is_known_by_what_it_used_while_it_was_busy() -> None:
+    world = hand()
+    world.run("a", SMALL)
+    assert world.view("a").demand_milli == 300
+    seen(world, "a", 800)
+    assert world.view("a").demand_milli == pytest.approx(800, abs=60)
+    world.rest("a")
+    at_rest = world.view("a").demand_milli
+    seen(world, "a", 0)
+    assert world.view("a").demand_milli == at_rest
+    world.work("a")
+    seen(world, "a", 100, times=100)
+    assert world.view("a").demand_milli == pytest.approx(100, abs=20)
+
+
+def test_a_new_lease_starts_from_the_mean_of_its_pool() -> None:
+    world = hand()
+    busy(world, "a", 900)
+    world.start("b", SMALL)
+    assert world.view("b").demand_milli == pytest.approx(840, abs=60)
+
+
+def test_a_lease_that_neighbours_keep_from_the_device_is_not_taken_for_a_light_one() -> None:
+    world = hand("d0")
+    busy(world, "a", 1000)
+    alone = world.view("a").demand_milli
+    world.run("b", SMALL)
+    for _ in range(50):  # each is left half of the device
+        seen(world, "a", 500, times=1)
+        seen(world, "b", 500, times=1)
+    assert world.view("a").demand_milli == alone
+    assert world.view("b").demand_milli >= 500
+
+
+def test_a_lease_whose_neighbour_leaves_it_enough_may_become_a_light_one() -> None:
+    world = hand("d0")
+    busy(world, "a", 1000)
+    world.run("b", SMALL)
+    for _ in range(100):
+        seen(world, "a", 200, times=1)
+        seen(world, "b", 300, times=1)
+    assert world.view("a").demand_milli == pytest.approx(200, abs=30)
+
+
+def test_a_device_sums_up_what_is_busy_there() -> None:
+    world = hand("d0")
+    for name, milli in (("a", 200), ("b", 350)):
+        busy(world, name, milli)
+    both = world.view("a").demand_milli + world.view("b").demand_milli
+    assert demand(world, "d0") == both
+    world.rest("a")
+    assert demand(world, "d0") == world.view("b").demand_milli
+    world.rest("b")
+    assert demand(world, "d0") == 0
+
+
+# -- where ---------------------------------------------------------------------------------------------------------------
+
+
+def test_two_that_need_more_than_half_go_to_different_devices_and_the_third_where_less_is_needed() -> None:
+    world = hand()
+    assert busy(world, "a", 900) == "d0"
+    assert busy(world, "b", 600) == "d1"
+    assert busy(world, "c", 700) == "d1"
+
+
+@pytest.mark.parametrize(("compute", "second"), [(Compute.SPREAD, "d1"), (Compute.PACK, "d0")])
+def test_a_busy_neighbour_counts_where_the_pool_spreads(compute: Compute, second: str) -> None:
+    world = hand(compute=compute)
+    assert busy(world, "a", 900) == "d0"
+    assert busy(world, "b", 900) == second
+
+
+@pytest.mark.parametrize(("compute", "second"), [(Compute.SPREAD, "d1"), (Compute.PACK, "d0")])
+def test_a_cell_that_was_let_in_counts_before_it_begins(compute: Compute, second: str) -> None:
+    world = hand(compute=compute)
+    busy(world, "a", 900)  # so that the pool is known for such cells
+    world.send(LeaseMeasured(at_ms=world.now, lease_id="a", used_mib=50))
+    world.rest("a")
+    for name in ("b", "c"):
+        world.start(name, SMALL)
+        world.want(name)
+    assert (place(world, "b"), place(world, "c")) == ("d0", second)
+
+
+def test_a_cell_that_was_given_up_before_it_began_counts_no_more() -> None:
+    world = hand()
+    busy(world, "a", 900)
+    world.rest("a")
+    world.start("b", SMALL)
+    world.want("b")
+    world.give_up("b")
+    world.start("c", SMALL)
+    world.want("c")
+    assert place(world, "c") == "d0"
+
+
+def test_small_differences_do_not_take_another_device() -> None:
+    world = hand()
+    assert {busy(world, f"k{number}", 80) for number in range(6)} == {"d0"}
+
+
+def test_where_all_are_too_full_the_least_excess_comes_first() -> None:
+    world = hand()
+    assert busy(world, "a", 1000) == "d0"
+    assert busy(world, "b", 1000) == "d1"
+    world.rest("b")
+    known(world, "light", 10)
+    world.work("b")
+    assert busy(world, "c", 500) in ("d0", "d1")
+    other = "d1" if place(world, "c") == "d0" else "d0"
+    assert busy(world, "d", 900) == other
+
+
+def test_a_ticket_never_waits_for_compute() -> None:
+    world = hand("d0")
+    for number in range(9):
+        assert busy(world, f"k{number}", 1000) == "d0"
+
+
+def test_where_all_are_too_full_a_neighbour_that_ends_soon_counts_for_what_is_left_of_its_cell() -> None:
+    world = hand()
+    world.start("short", SMALL)
+    world.start("long", 2 * SMALL)  # memory alone would choose its device
+    for name in ("short", "long"):
+        world.want(name)
+        world.work(name)
+        seen(world, name, 1000)
+    assert (place(world, "short"), place(world, "long")) == ("d0", "d1")
+    for _ in range(40):
+        for name, cell_ms in (("short", 500), ("long", 3_600_000)):
+            world.wait(cell_ms)
+            world.rest(name)
+            world.work(name)
+    assert busy(world, "c", 600) == "d0"
+
+
+def test_saved_state_goes_home_unless_home_is_too_busy_and_another_device_is_not() -> None:
+    for home_is_full in (False, True):
+        world = hand(may_move=True)
+        known(world, "a", 900, 600)
+        suspending = world.send(SuspendRequested(at_ms=world.now, lease_id="a"))
+        world.saved(suspending)
+        assert busy(world, "b", 900 if home_is_full else 150) == "d0"
+        resuming = world.want("a")
+        assert world.resumes(resuming) == [("a", "d1" if home_is_full else "d0")]
+
+
+def test_saved_state_that_may_not_move_goes_home_however_busy_that_is() -> None:
+    world = hand()
+    known(world, "a", 900, 600)
+    world.saved(world.send(SuspendRequested(at_ms=world.now, lease_id="a")))
+    busy(world, "b", 900)
+    assert world.resumes(world.want("a")) == [("a", "d0")]
+
+
+def test_room_is_made_where_compute_is_left() -> None:
+    world = hand()
+    world.idle("x", 600)
+    world.idle("y", 600)
+    assert (place(world, "x"), place(world, "y")) == ("d0", "d1")
+    known(world, "b", 900)
+    assert place(world, "b") == "d0"
+    world.wait(60_000)
+    world.work("b")
+    world.start("c", 600)
+    assert world.suspends(world.want("c")) == ["y"]
+
+
+# -- what does not change ------------------------------------------------------------------------------------------------
+
+
+def test_in_a_pool_that_packs_utilisation_decides_nothing() -> None:
+    for seed in range(3, 9):
+        world = simulate(seed, 600)
+        packing, plain = Arbiter(), Arbiter()
+        for event in world.log:
+            if isinstance(event, PoolConfigured):
+                event = replace(event, pool=replace(event.pool, compute=Compute.PACK))  # noqa: PLW2901
+            unseen = replace(event, util_milli=None) if isinstance(event, LeaseMeasured) else event
+            assert packing.handle(event) == plain.handle(unseen)
+
+
+def test_a_whole_device_is_free_for_a_large_lease_while_small_ones_rest() -> None:
+    world = hand()
+    for number in range(4):
+        world.idle(f"small{number}", SMALL)
+    world.start("whole", 1000)
+    effects = world.want("whole")
+    assert world.granted(effects) == [("whole", "d1")]
+
+
+def test_small_kernels_that_were_spread_make_room_for_one_that_needs_a_whole_device() -> None:
+    world = hand()
+    for name in ("a", "b"):
+        busy(world, name, 900)
+    assert {place(world, name) for name in ("a", "b")} == {"d0", "d1"}
+    for name in ("a", "b"):
+        world.rest(name)
+    world.wait(60_000)
+    world.start("whole", 1000)
+    effects = world.want("whole")
+    assert len(world.suspends(effects)) == 1, "one swap is the price"
+    world.saved(effects)
+    assert world.state("whole") is LeaseState.RESIDENT
+
+
+# -- what is shown -------------------------------------------------------------------------------------------------------
+
+
+def test_the_slowdown_of_a_cell_names_the_neighbours_that_cause_it() -> None:
+    books = Books()
+    books.add_device(Device(spec=device()))
+    for number, milli in enumerate((600, 200, 400)):
+        lease = Lease(spec=spec(f"k{number}", SMALL), state=LeaseState.RESIDENT, busy=True)
+        books.add(lease)
+        lease.demand_milli = milli
+        books.set_reservation(lease, ("d0",), SMALL)
+    leases = list(books.leases.values())
+    # All three need 1.2 devices: a cell that needs 0.6 of one takes 1 - 0.6 + 0.6 * 1.2 times as long.
+    assert slowdown(books, leases[0]) == (1120, (leases[2], leases[1]))
+    books.set_busy(leases[1], busy=False)
+    assert slowdown(books, leases[0]) == (1000, ())
+
+
+def test_demands_survive_in_the_state_and_an_older_state_has_none() -> None:
+    forecasts = Forecasts()
+    for _ in range(20):
+        forecasts.demand_seen("a", "p", 800)
+    state = json.loads(json.dumps(forecasts.state()))
+    again = Forecasts.from_state(state)
+    assert again.demand_milli("a", "p") == forecasts.demand_milli("a", "p") > 700
+    assert again.demand_milli("new", "p") == forecasts.demand_milli("new", "p")
+    assert again.state() == forecasts.state()
+    del state["demands"], state["pool_demands"]
+    assert Forecasts.from_state(state).demand_milli("a", "p") == 300
