@@ -40,23 +40,19 @@ ALL_KILLS: Final = bool(os.environ.get("JUPYTER_GPU_ALL_KILLS"))
 CALLS: Final = {name: f"cuCheckpointProcess{name.title()}" for name in ("lock", "checkpoint", "restore", "unlock")}
 MOMENTS: Final = [(name, late) for name in CALLS for late in (False, True)]
 VICTIMS: Final = {"broker": ("brokers",), "worker": ("workers",), "both": ("brokers", "workers")}
-# By driver: each call with each victim, each moment with each victim, each of them with each driver.
+# By driver: each moment once, each call on both drivers, and on either each victim; each call with each victim: test_kills.py.
 SAMPLE: Final = {
     "570": [
         ("lock", False, "broker"),
-        ("lock", True, "worker"),
         ("checkpoint", True, "both"),
         ("restore", False, "worker"),
-        ("restore", True, "both"),
-        ("unlock", False, "broker"),
+        ("unlock", True, "worker"),
     ],
     "580": [
         ("lock", True, "both"),
         ("checkpoint", False, "worker"),
-        ("checkpoint", True, "broker"),
         ("restore", True, "broker"),
         ("unlock", False, "both"),
-        ("unlock", True, "worker"),
     ],
 }
 
@@ -182,7 +178,7 @@ def test_a_driver_that_cannot_move_kernels_is_given_as_the_reason_and_the_kernel
     home = mode.world.lease(notebook.kernel_id).device_id
     said = run_command(mode.world, "move", mode.world.lease(notebook.kernel_id).lease_id, "--to", "1")
     assert said.returncode == 1
-    assert "install driver 580 or newer" in said.stderr, said.stderr
+    assert "install 580 or newer" in said.stderr, said.stderr
     assert notebook.must(CHECK).text == "intact\n"
     assert mode.world.lease(notebook.kernel_id).device_id == home
 
