@@ -318,7 +318,7 @@ def _host(options: argparse.Namespace, sizes: Sequence[int]) -> Host:
         for number, mib in enumerate(sizes)
     )
     names = tuple(device.device_id for device in devices)
-    pools: tuple[PoolSpec, ...] = (PoolSpec(name="default", devices=names, idle_after_ms=None, may_move=True),)
+    pools: tuple[PoolSpec, ...] = (PoolSpec(name="default", devices=names),)
     budget_mib = 1 << 20
     if settings is not None:
         first = settings.default_pool
