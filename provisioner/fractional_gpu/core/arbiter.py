@@ -454,6 +454,8 @@ class Arbiter:
                 self._seat_ended(lease, event)
             case SeatRenewed():
                 self._scheduler.revocations.reinstate(lease, event.seat)
+                if lease.state is LeaseState.RESIDENT:  # its seat's end withdrew what it waited for
+                    self._scheduler.resizer.claim_missing(lease)
             case Checkpointable():
                 does.checkpointable(lease, event.why_not)
             case HostPressureSeen():

@@ -6,17 +6,21 @@ import pytest
 
 from fractional_gpu.core.effects import Declined, Effect, EndProcesses, LeaseEnded, LeaseRefused
 from fractional_gpu.core.events import (
+    Attached,
+    Checkpointable,
     HostMemorySeen,
+    LeaseMeasured,
     LeaseRequested,
     LeftBehind,
     MoveRequested,
     PinRequested,
+    PoolConfigured,
     ProcessExited,
     ResizeRequested,
     SeatEnded,
     SeatRenewed,
 )
-from fractional_gpu.core.model import LeaseState, Limits
+from fractional_gpu.core.model import LeaseState, Limits, ReserveBy
 from tests.core.driving import Hand, device, pool, spec
 
 DAY_MS = 86_400_000
@@ -153,3 +157,24 @@ def test_one_that_could_not_be_suspended_is_tried_again() -> None:
     assert not hand.suspends(revoke(hand, "a"))
     assert hand.state("a") is LeaseState.RESIDENT
     assert hand.suspends(hand.send(HostMemorySeen(at_ms=hand.now, budget_mib=10_000))) == ["a"]
+
+
+def test_one_that_could_not_leave_waits_again_for_what_it_lacked_when_it_is_taken_over() -> None:
+    by_use = replace(pool(), reserve_by=ReserveBy.USE, headroom_mib=0)
+    hand = Hand(pools=[by_use])
+    hand.run("b", 600)
+    hand.send(LeaseMeasured(at_ms=hand.now, lease_id="b", used_mib=600))
+    hand.send(LeaseRequested(at_ms=hand.now, spec=replace(spec("a", 900), request_mib=100)))
+    hand.send(Attached(at_ms=hand.now, lease_id="a", gated=True))
+    hand.want("a")
+    hand.work("a")
+    hand.send(LeaseMeasured(at_ms=hand.now, lease_id="a", used_mib=100))
+    hand.send(PoolConfigured(at_ms=hand.now, pool=pool()))
+    assert hand.arbiter.ticket("a") is not None, (
+        "the pool reserves whole caps now, and 400 MiB are there for one of 900"
+    )
+    hand.send(Checkpointable(at_ms=hand.now, lease_id="a", why_not="it has managed memory"))
+    revoke(hand, "a")
+    assert (hand.state("a"), hand.arbiter.ticket("a")) == (LeaseState.RESIDENT, None)
+    renew(hand, "a")
+    assert hand.arbiter.ticket("a") is not None
