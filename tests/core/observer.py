@@ -191,8 +191,9 @@ class Observer:
             case LeftBehind(what=what) if seen.held or seen.saved:
                 if seen.state is not S.UNATTACHED:
                     seen.at_gate = seen.at_gate if seen.left else -1
+                    if not seen.left:  # told again, nothing new is known of what they would save
+                        seen.forget_idleness()
                     seen.left, seen.busy, seen.ran = what, True, True
-                    seen.forget_idleness()
             case Attached() if seen.left:
                 seen.left = ""
             case BusyChanged(busy=busy) if seen.state is not S.UNATTACHED and not seen.left:

@@ -50,6 +50,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the command and add its arguments."""
     parser.description = "Run notebook sessions against the broker's arbiter in virtual time."
     parser.epilog = EPILOG
+    _configure_sessions(parser)
+    _configure_machine(parser)
+    _configure_output(parser)
+    _configure_placement(parser)
+
+
+def _configure_sessions(parser: argparse.ArgumentParser) -> None:
     who = parser.add_argument_group("sessions, from files or made up")
     who.add_argument("--sessions", type=Path, metavar="FILE", help="CSV of sessions (with --cells)")
     who.add_argument("--cells", type=Path, metavar="FILE", help="CSV of executed cells (with --sessions)")
@@ -63,6 +70,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     who.add_argument(
         "--write-trace", type=Path, nargs=2, metavar=("SESSIONS", "CELLS"), help="write the sessions there"
     )
+
+
+def _configure_machine(parser: argparse.ArgumentParser) -> None:
     host = parser.add_argument_group("the machine")
     host.add_argument("--devices", default="8x80GiB", metavar="NxSIZE", help="the GPUs (default: 8x80GiB)")
     host.add_argument("--host-memory", metavar="SIZE", help="for suspended state (default: the policy's size, or 1TiB)")
@@ -91,6 +101,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="a broker's configuration file (default: suspend only when another session needs the room, resume on any device); "
         "with --placement the name of a placement policy",
     )
+
+
+def _configure_output(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("what is asked")
     output.add_argument("--find-devices", action="store_true", help="find the fewest devices with short enough waits")
     output.add_argument(
@@ -118,7 +131,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--replay", type=Path, metavar="FILE", help="check that a recorded log gives the same effects")
     output.add_argument("--picture", type=Path, metavar="FILE", help="draw the run as an HTML page")
     output.add_argument("--json", action="store_true", help="print JSON; baselines come under `baselines`")
-    _configure_placement(parser)
 
 
 def run(options: argparse.Namespace) -> int:
