@@ -10,7 +10,7 @@ import pytest
 from fractional_gpu.gpu.simulated.store import Store, processes_of
 from tests.support.kept import Kept
 from tests.support.pair import Pair, new_pair
-from tests.support.stories import CHECK, fill
+from tests.support.stories import BLOCKED, CHECK, fill
 from tests.support.victims import stopped_or_traced
 from tests.support.world import Notebook, Server, World, until
 
@@ -231,10 +231,8 @@ def test_an_interrupt_reaches_a_cell_that_said_it_needs_no_gpu_and_is_blocked_on
     first.must("import os\nos.environ['JUPYTER_GPU_SIMULATED_UNINTERRUPTIBLE'] = '1'" + fill(1))
     second.must(fill(2))
     world.await_state(first.kernel_id, "suspended")
-    cell = first.send("%%cpu\nprint('touches', flush=True)\nbuffer.read(1)\nwhile True: pass")
-    shown_text = ""
-    while "touches" not in shown_text:
-        shown_text += str(json.loads(first.socket.recv())["content"].get("text", ""))
+    cell = first.send(BLOCKED)
+    until((world.notebooks / "blocked").exists, "the first one is blocked")
     first.interrupt()
     assert first.wait(cell).error.startswith("KeyboardInterrupt")
     assert first.must(CHECK).text == "intact\n"

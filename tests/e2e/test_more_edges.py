@@ -20,7 +20,7 @@ import pytest
 from fractional_gpu.ledger.ledger import Ledger
 from tests.support.kept import Kept
 from tests.support.pair import Pair, new_pair
-from tests.support.stories import CHECK, fill
+from tests.support.stories import BLOCKED, CHECK, fill
 from tests.support.world import Notebook, Server, World, until
 
 POOL = min(32, (os.cpu_count() or 1) + 4)  # asyncio's threads for what blocks, which come one by one as they are needed
@@ -115,8 +115,8 @@ def test_an_interrupted_kernel_that_is_blocked_goes_before_those_that_wait(world
     busy = occupy(second, world)
     waits = third.send(CHECK)
     until(lambda: world.lease(third.kernel_id).position == 1, "the third one waits")
-    blocked = first.send("%%cpu\nbuffer.read(1)\nwhile True: pass")
-    until(lambda: world.lease(first.kernel_id).busy, "the first one is blocked")
+    blocked = first.send(BLOCKED)
+    until((world.notebooks / "blocked").exists, "the first one is blocked")
     interrupt = threading.Thread(target=first.interrupt)
     interrupt.start()
     until(lambda: world.lease(first.kernel_id).position == 1, "the first one has a place")

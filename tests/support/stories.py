@@ -1,11 +1,25 @@
 """What kernels run in end-to-end tests: bytes that go to the simulated GPU, and the look at whether they are all there."""
 
-__all__ = ["CHECK", "fill"]
+__all__ = ["BLOCKED", "CHECK", "fill"]
 
 CHECK = """
 import hashlib
 assert hashlib.sha256(buffer.read()).hexdigest() == digest, "the bytes differ"
 print("intact")
+"""
+
+# A cell that says that it needs no GPU and is blocked on it. The file `blocked` tells when an interrupt finds it so: the
+# call that holds interrupts back (JUPYTER_GPU_SIMULATED_UNINTERRUPTIBLE) has put its own handler in place.
+BLOCKED = """%%cpu
+import pathlib, signal, threading, time
+usual = signal.getsignal(signal.SIGINT)
+def tell():
+    while signal.getsignal(signal.SIGINT) is usual:
+        time.sleep(0.005)
+    pathlib.Path("blocked").touch()
+threading.Thread(target=tell, daemon=True).start()
+buffer.read(1)
+while True: pass
 """
 
 

@@ -442,6 +442,11 @@ class Notebook:
 
     def shows(self, text: str) -> str:
         """Run an empty cell, and return the first message that has the text: in its output, or beneath it once it has ended."""
+        # As a front end does: until a server has found all of a kernel's channels it drops what the kernel shows, and a notice comes once.
+        self._send("shell", "kernel_info_request", uuid.uuid4().hex, {})
+        while "kernel_info_reply" not in (message := str(self.socket.recv())):
+            if text in message:
+                return message
         self.send("pass")
         while text not in (message := str(self.socket.recv())):
             pass

@@ -1,0 +1,6 @@
+"""Keeps ipykernel from importing the package of this name, which takes a fifth of a kernel's start.
+
+No test debugs a kernel: without it ipykernel refuses `debug_request`, and is the same otherwise. The kernels of tests/jupyter import it.
+"""
+
+raise ImportError("left out: its import takes a fifth of a kernel's start")
