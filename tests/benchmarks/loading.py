@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.benchmarks.report import Row
 from tests.benchmarks.stats import median, median_estimate
-from tests.support.paths import PYTHONPATH
+from tests.support.paths import COMPLETE_PYTHONPATH
 
 __all__ = ["measure_loading"]
 
@@ -61,7 +61,7 @@ def _ready_ms(folder: Path, *, extension: bool) -> float:
         "JUPYTER_GPU_SOCKET": str(folder / "broker.sock"),  # nobody listens: loading needs nobody
         "JUPYTER_GPU_LEASE": "benchmark",
         "JUPYTER_GPU_TOKEN_FILE": str(folder / "token"),
-        "PYTHONPATH": PYTHONPATH,
+        "PYTHONPATH": COMPLETE_PYTHONPATH,
     }
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # kept, as it is where the project is installed
     arguments = ["-f", str(folder / "connection.json"), "--quiet"]

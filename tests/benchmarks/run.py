@@ -26,6 +26,7 @@ from tests.benchmarks.recovering import measure_recovery
 from tests.benchmarks.report import Row, as_json, as_table
 from tests.benchmarks.starting import measure_starts
 from tests.benchmarks.swapping import measure_swaps
+from tests.support.paths import COMPLETE_PYTHONPATH
 from tests.support.world import World, new_world
 
 _DEVICE = "1x1GiB"
@@ -134,6 +135,7 @@ def _measure_kernels(amounts: Amounts, parts: Sequence[str]) -> list[Row]:
         return []
     with new_world(_DEVICE) as world:
         # Bytecode is kept, as it is where the project is installed: else each kernel would compile the extension anew.
+        world.environment["PYTHONPATH"] = COMPLETE_PYTHONPATH
         world.environment.pop("PYTHONDONTWRITEBYTECODE", None)
         os.environ.clear()
         os.environ.update(world.environment)

@@ -17,6 +17,7 @@ from fractional_gpu.gpu.interface import (
     DeviceInfo,
     DeviceSensors,
     DeviceUse,
+    DeviceUtilisation,
     GPUError,
     GPUErrorCode,
     Monitor,
@@ -24,6 +25,7 @@ from fractional_gpu.gpu.interface import (
     ProcessUse,
 )
 from fractional_gpu.gpu.worker_link import WorkerLink
+from fractional_gpu.host.clock import since_boot_us
 from fractional_gpu.host.process import ProcessIdentity, identify
 from fractional_gpu.protocol.messages import GateAnswer
 from tests.broker.live import started_for
@@ -50,6 +52,7 @@ class Driver:
     def __init__(self) -> None:
         self.states: dict[int, ProcessState] = {}
         self.mib: dict[int, int] = {}
+        self.used_milli: dict[int, int] | None = None  # what each process uses of its device; None: not told
         self.others_mib = 0
         self.where: dict[int, str] = {}  # the device of a process that is not on DEVICE
         self.moves: list[tuple[int, object]] = []  # what each restore was told to move
@@ -81,6 +84,16 @@ class Driver:
 
     def sensors(self, _device_id: str) -> DeviceSensors:
         return DeviceSensors()
+
+    def utilisation(self, device_id: str, since_us: int) -> DeviceUtilisation | None:
+        if self.used_milli is None:
+            return None
+        return DeviceUtilisation(
+            since_us=since_us,
+            until_us=since_boot_us(),
+            settle_us=0,
+            by_pid={pid: milli for pid, milli in self.used_milli.items() if self.where.get(pid, DEVICE) == device_id},
+        )
 
     def use(self, device_id: str) -> DeviceUse:
         assert device_id in (DEVICE, *OTHERS)

@@ -18,7 +18,7 @@ from fractional_gpu.broker.api import handler
 from fractional_gpu.broker.kernels import request_validation
 from fractional_gpu.broker.kernels.connection import check_endpoints, connection_from_json
 from fractional_gpu.broker.services import admin, residency
-from fractional_gpu.host.process import PeerCredentials
+from fractional_gpu.host.peers import PeerCredentials
 from fractional_gpu.protocol.limits import VERSION_HEADER
 from fractional_gpu.protocol.messages import LeaseReply, LeaseRequest, ProgressKind
 from fractional_gpu.protocol.names import ACTING_FOR

@@ -14,7 +14,7 @@ from fractional_gpu.broker.persistence.audit import Act
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.commands import audit
 from fractional_gpu.commands.main import main
-from fractional_gpu.host.process import PeerCredentials
+from fractional_gpu.host.peers import PeerCredentials
 from tests.broker.live import BECOME_NOBODY, LiveBroker, live_broker
 
 ROOT = Peer(credentials=PeerCredentials(7, 0, 0), token=None, admin=True, acting_for="ada")

@@ -117,7 +117,10 @@ def test_a_story_is_told_line_by_line_and_ends_with_how_it_stands() -> None:
         low_ms=10_000,
         high_ms=120_000,
     )
-    text = render_story(lease, Story(lease_id="x", lines=lines, omitted=7), 1_750_000_000_000)
+    story = Story(lease_id="x", lines=lines, omitted=7)
+    text = render_story(lease, story, 1_750_000_000_000)
+    slowed = replace(story, slowdown="its cell takes about 1.3 times as long as alone, beside b.ipynb (60 % of it)")
+    assert render_story(lease, slowed, 1_750_000_000_000) == f"{text}\nslowed down: {slowed.slowdown} (an estimate)"
     told = text.splitlines()
     assert told[0] == "... 7 older lines"
     assert told[1].startswith("19")  # 1970, or 1969 west of Greenwich: not today
@@ -133,7 +136,13 @@ def test_a_story_is_read_from_the_broker(broker: OwnBroker, capsys: pytest.Captu
     assert main(["explain", "kernel-1"]) == 0
     assert capsys.readouterr().out.startswith("train.ipynb (lease-1): on the GPU, idle")
     assert main(["explain", "kernel-1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"lease_id": "lease-1", "lines": [], "omitted": 0}
+    assert json.loads(capsys.readouterr().out) == {
+        "lease_id": "lease-1",
+        "lines": [],
+        "omitted": 0,
+        "slowdown_milli": 1000,
+        "slowdown": "",
+    }
 
 
 def test_a_device_is_drained_and_undrained(broker: OwnBroker, capsys: pytest.CaptureFixture[str]) -> None:

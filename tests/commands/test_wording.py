@@ -48,6 +48,9 @@ HOSTS = {
         ],
         leases=[a_lease(label="a.ipynb", stays="MPS")],
     ),
+    "compute: needed, and more than there is": a_host(
+        devices=[a_device(demand_milli=450), a_device(demand_milli=1340)], leases=[a_lease(label="a.ipynb", busy=True)]
+    ),
     "each state": a_host(
         leases=[
             a_lease(lease_id=f"{number:08x}0000", state=state, busy=busy, working=working)

@@ -37,7 +37,8 @@ class Seen:
     shrinking: int = -1  # the generation in which it was asked to give caches back, and has not answered
     shrunk: bool | None = None  # what it answered since it became idle: whether it did; None: nothing
     why_not: str = ""  # why its process cannot be checkpointed
-    alone_until: int = 0  # it is left alone after a suspend that failed
+    alone_until: int = 0  # it is left alone after a suspend that failed, at least until then
+    pauses_until: int = 0  # and no longer than until then, by whatever should take it off its device
     floor: int = 0  # what its last suspend would have had to save, if that was more than was reserved
     busy: bool = False
     closed: bool = False  # its gate, for others

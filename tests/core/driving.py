@@ -23,7 +23,7 @@ from fractional_gpu.core.events import (
     Unwanted,
     Wanted,
 )
-from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, LeaseView, PoolSpec, TicketView
+from fractional_gpu.core.model import Compute, DeviceSpec, LeaseSpec, LeaseState, LeaseView, PoolSpec, TicketView
 from tests.core.observer import Observer
 
 __all__ = ["Hand", "device", "pool", "spec"]
@@ -44,7 +44,10 @@ def pool(
     oversubscription_milli: int | None = None,
     preempt_equals: bool = False,
 ) -> PoolSpec:
-    """Return a pool that offers every fraction, suspends only when somebody needs the room, and preempts no equals."""
+    """Return a pool that offers every fraction, suspends only when somebody needs the room, and preempts no equals.
+
+    It packs: memory alone decides which device.
+    """
     return PoolSpec(
         name=name,
         devices=devices or ("d0",),
@@ -56,6 +59,7 @@ def pool(
         oversubscription_milli=oversubscription_milli,
         preempt_equals=preempt_equals,
         min_residency_swaps_milli=4_000,
+        compute=Compute.PACK,
     )
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from fractional_gpu.core.arbiter import Arbiter
-from fractional_gpu.core.effects import Declined, Effect, Pinned, Recorded, Resized, Suspend, SuspendAnnounced
+from fractional_gpu.core.effects import Declined, Effect, Granted, Pinned, Recorded, Resized, Suspend, SuspendAnnounced
 from fractional_gpu.core.events import Event, PinRequested
-from fractional_gpu.core.model import LeaseSpec, LeaseState, TicketView
+from fractional_gpu.core.model import Compute, LeaseSpec, LeaseState, TicketView
 from tests.core.checked_books import Seen, World, law
 from tests.core.moves import ELIGIBLE
 from tests.core.pin_books import Pins
@@ -50,9 +50,16 @@ class Laws:
                     or view.unsuspendable_reason
                 ):
                     continue
-                tried = view.reason in {"suspend.aborted", "suspend.refused", "suspend.impossible"}
                 fits = seen.save_at_least <= left
-                law(0, tried or not fits, seen.lease_id, "stays on", device, "which is emptied:", view.sentence)
+                law(
+                    0,
+                    seen.pauses_until > world.now or not fits,
+                    seen.lease_id,
+                    "stays on",
+                    device,
+                    "which is emptied:",
+                    view.sentence,
+                )
 
     # -- seats -------------------------------------------------------------------------------------------------------------------
 
@@ -81,8 +88,8 @@ class Laws:
             lost = any(one in world.lost or one not in world.leasable for one in seen.devices)
             if seen.state is not S.RESIDENT or not channel_free or lost or view is None or view.unsuspendable_reason:
                 continue
-            tried = view.reason in {"suspend.aborted", "suspend.refused", "suspend.impossible"}
-            law(0, tried or seen.save_at_least > left, seen.lease_id, "has no seat and stays on its device:", view)
+            pauses = seen.pauses_until > world.now
+            law(0, pauses or seen.save_at_least > left, seen.lease_id, "has no seat and stays on its device:", view)
 
     # -- limits ------------------------------------------------------------------------------------------------------------------
 
@@ -171,9 +178,11 @@ class Laws:
         if why.reason in {"suspend.needed-by", "suspend.preempted"}:
             self._law_3(seen, suspend, why, later)
 
-    def closing(self, seen: Seen) -> None:
-        """A gate is closed: for a ticket that goes before the next cell, after the minimum residency."""
+    def closing(self, seen: Seen, later: Sequence[Effect]) -> None:
+        """A gate is closed: for a ticket that goes before the next cell, after the minimum residency. `later`: what follows."""
         law(5, seen.state is S.RESIDENT and not seen.closed, seen, "has its gate closed")
+        opened = any(isinstance(one, Granted) and one.lease_id == seen.lease_id for one in later)
+        law(5, not opened, seen, "has its gate closed and opened in one event")
         stayed = self._world.now - seen.since
         law(5, stayed >= self._world.pool(seen).min_residency_ms, seen.lease_id, "has stayed for", stayed, "ms only")
         law(5, seen.pinned_until <= self._world.now, seen, "is pinned and has its gate closed")
@@ -199,6 +208,10 @@ class Laws:
     def _preempts(self, victim: Seen, suspend: Suspend, why: Recorded) -> None:
         """A busy lease is suspended for somebody who goes before it, in a pool that wants it so."""
         pool = self._world.pool(victim)
+        if why.reason == "move.compute":
+            may = pool.may_move and (pool.move_busy or pool.preempt_equals) and pool.compute is Compute.SPREAD
+            law(5, may, victim.lease_id, "is busy and is moved:", why)
+            return
         if why.reason == "move.defragment":
             law(5, pool.move_busy and pool.may_move, victim.lease_id, "is busy and is moved:", why)
             return

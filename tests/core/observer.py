@@ -208,7 +208,7 @@ class Observer:
                 seen.used = max(0, used_mib)
             case Checkpointable(why_not=why_not):
                 if seen.why_not and not why_not:
-                    seen.alone_until = 0
+                    seen.alone_until = seen.pauses_until = 0
                 seen.why_not = why_not
             case ResizeRequested():
                 seen.resizes = [*seen.resizes, event]
@@ -216,7 +216,10 @@ class Observer:
                 event.operation_id
             ) == ("suspend", event.lease_id, event.generation):
                 others = sum(one.saved + one.host for one in self.leases.values() if one is not seen)
-                seen.host = max(seen.host, need_mib if others + need_mib <= self.world.budget else 0)
+                if need_mib > seen.host:
+                    fits = others + need_mib <= self.world.budget
+                    seen.host = need_mib if fits else seen.host
+                    self.counts["host-memory.added" if fits else "host-memory.not-added"] += 1
             case _:
                 pass
 
@@ -234,9 +237,13 @@ class Observer:
                 self._left_alone(seen, event.outcome)
 
     def _left_alone(self, seen: Seen, outcome: SuspendOutcome) -> None:
-        """Its suspend failed: for as long as its pool says it is no victim; for a moment at least if only the moment was bad."""
+        """Its suspend failed: for as long as its pool says it is no victim; for a moment at least if only the moment was bad.
+
+        That it was then in doubt for a while, and found on its device, neither ends nor renews the pause.
+        """
         ms = self.world.pool(seen).retry_refused_ms
         seen.alone_until = self.now + (min(ms, 1_000) if outcome is SuspendOutcome.ABORTED else ms)
+        seen.pauses_until = self.now + ms
         if outcome is SuspendOutcome.IMPOSSIBLE:
             seen.why_not = str(outcome)
 
@@ -267,7 +274,7 @@ class Observer:
                 law(1, seen.held > 0 and says == (seen.devices[0], seen.devices, seen.held), effect, "is not so:", seen)
                 seen.closed, seen.at_gate = False, -1
             case CloseGate(lease_id=lease_id):
-                self.laws.closing(self.leases[lease_id])
+                self.laws.closing(self.leases[lease_id], self._later)
                 self.counts["gate.closed"] += 1
             case Resized():
                 self._resized(effect)
@@ -315,17 +322,17 @@ class Observer:
             }:  # nothing keeps it from growing: now it waits to come back
                 seen.asked, seen.passed = seen.then, 0
             seen.claimed = False
-        self._hold(seen, old, change)
+        self._hold(event, seen, old, change)
         if new in {S.UNATTACHED, S.NO_CONTEXT, S.SUSPENDED, S.ENDED}:
             seen.forget_idleness()
-            seen.alone_until = 0
+            seen.alone_until = seen.pauses_until = 0
         if new in {S.UNATTACHED, S.ENDED}:
             seen.why_not = ""
         seen.closed, seen.at_gate = False, -1
         seen.since = self.now
         self.counts[new] += 1
 
-    def _hold(self, seen: Seen, old: LeaseState | None, change: StateChanged) -> None:  # noqa: C901, PLR0912 - one case per state
+    def _hold(self, event: Event, seen: Seen, old: LeaseState | None, change: StateChanged) -> None:  # noqa: C901, PLR0912 - one case per state
         """Restate what a lease in its new state holds, and check that what it was given was there."""
         world, device = self.world, change.device_id
         match seen.state:
@@ -364,6 +371,8 @@ class Observer:
                 if seen.at_gate >= 0 and not seen.claimed:
                     seen.asked, seen.passed = seen.at_gate, 0
             case S.SUSPENDED:
+                if isinstance(event, SuspendFinished):
+                    law(2, change.saved_mib == max(0, event.saved_mib), seen.lease_id, "saved", event, "not", change)
                 seen.home = seen.home or self._places(seen, device)
                 world.hold(seen, seen.home, 0)
                 seen.host, seen.saved, seen.used = 0, change.saved_mib, 0
@@ -382,7 +391,16 @@ class Observer:
         law(5, seen.held > 0, seen.lease_id, "had no room that it could lose")
         law(5, kept >= seen.kept_for, seen.lease_id, "lost its room after", kept, "ms")
         others = [one for one in self.leases.values() if one is not seen and one.spec.pool == seen.spec.pool]
-        wanted = any(one.asked >= 0 or one.state in ELIGIBLE or one.resizes for one in others)
+        grown = {effect.lease_id for effect in self._later if isinstance(effect, Resized)}
+        # One that has room may want more of it by its use, as of this very event: it has grown, or waits.
+        wanted = any(
+            one.asked >= 0
+            or one.state in ELIGIBLE
+            or one.resizes
+            or one.lease_id in grown
+            or self.arbiter.ticket(one.lease_id) is not None
+            for one in others
+        )
         law(5, wanted, seen.lease_id, "lost its room, and no other lease can want any")
         self.world.hold(seen, (), 0)
         seen.asked, seen.claimed, seen.resizes = -1, False, []

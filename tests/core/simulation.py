@@ -1,5 +1,8 @@
 """A seeded random world around an arbiter: kernels that come, work, idle and die, and a driver that answers late, twice, or lies.
 
+What is measured of a kernel is not what a suspend of it saves (`real_memory`). The driver counts that, mostly asks for what it needs beyond
+the reservation, and saves no more than is reserved then, unless it lies.
+
 `simulate(seed, events)` runs it and checks everything after every event. The same seed gives the same story.
 """
 
@@ -30,6 +33,7 @@ from fractional_gpu.core.events import (
     DeviceSeen,
     DeviceUndrained,
     Event,
+    HostMemoryNeeded,
     HostMemorySeen,
     HostPressureSeen,
     LeaseMeasured,
@@ -68,6 +72,7 @@ from fractional_gpu.core.model import (
     Sharing,
 )
 from tests.core.observer import LawBrokenError, Observer
+from tests.core.real_memory import RealMemory
 
 __all__ = ["World", "simulate"]
 
@@ -75,6 +80,22 @@ _MEMORY_MIB = 1000
 _NAMES = [f"k{number}" for number in range(24)]  # few, so that ids are used again
 _FAR_MS = 10**9
 _S = LeaseState
+
+
+@dataclass(frozen=True, slots=True)
+class _Count:
+    """The driver counts, under its locks, what a suspend would save; with `asks` it asks for what is not reserved."""
+
+    suspend: Suspend
+    asks: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """The driver saves a lease: what it has counted, or (with `lies_mib`) so much."""
+
+    suspend: Suspend
+    lies_mib: int = 0
 
 
 @dataclass
@@ -87,7 +108,8 @@ class World:
     now: int = 0
     log: list[Event] = field(default_factory=list)
     made: list[Effect] = field(default_factory=list)
-    late: list[tuple[int, int, Event]] = field(default_factory=list)  # answers under way
+    late: list[tuple[int, int, Event | _Count | _Save]] = field(default_factory=list)  # answers under way
+    counted: dict[int, int] = field(default_factory=dict)  # by operation: what its suspend would save, MiB
     devices: list[DeviceSpec] = field(default_factory=list)
     pools: list[PoolSpec] = field(default_factory=list)
     number: int = 0
@@ -98,6 +120,7 @@ class World:
         random = self.random
         self.arbiter = Arbiter(parallel_swaps=self.parallel_swaps)
         self.observer = Observer(self.arbiter, parallel_swaps=self.parallel_swaps)
+        self.memory = RealMemory(random)
         count = random.choice((1, 1, 2, 3, 4))
         fixed = random.choice(("", "", "", "the driver moves nothing"))
         self.devices = [
@@ -117,7 +140,7 @@ class World:
             self.send(DeviceSeen(at_ms=self.now, device=device))
         for pool in self.pools:
             self.send(PoolConfigured(at_ms=self.now, pool=pool))
-        self.send(HostMemorySeen(at_ms=self.now, budget_mib=random.choice((500, 2000, 10_000))))
+        self.send(HostMemorySeen(at_ms=self.now, budget_mib=random.choice((500, 1000, 2000, 10_000))))
 
     def _pool(self, name: str, devices: tuple[str, ...]) -> PoolSpec:
         random = self.random
@@ -166,29 +189,63 @@ class World:
                 if self.random.random() < 0.05:
                     self._later(answer, 4_000)  # twice
 
-    def _later(self, event: Event, delay_ms: int) -> None:
+    def _later(self, event: Event | _Count | _Save, delay_ms: int) -> None:
         self.number += 1
         heapq.heappush(self.late, (self.now + delay_ms, self.number, event))
 
-    def _answer(self, effect: Effect) -> Event | None:
+    def _answer_suspend(self, suspend: Suspend) -> Event | _Save:
+        random = self.random
+        outcome = random.choices(list(SuspendOutcome), (12, 2, 2, 1, 1, 1))[0]
+        if self.honest or outcome is SuspendOutcome.SAVED:
+            if self.honest or random.random() < 0.9:
+                self._later(_Count(suspend, asks=self.honest or random.random() < 0.8), random.choice((0, 10, 300)))
+            lies = not self.honest and random.random() < 0.05
+            return _Save(suspend, lies_mib=suspend.host_mib + 100 if lies else 0)
+        need_mib = 0 if random.random() < 0.5 else random.randrange(2 * suspend.host_mib)
+        return _finished(suspend, outcome, need_mib=need_mib)
+
+    def _count(self, count: _Count) -> None:
+        """Count what a suspend would save, and ask for what is not reserved. It may be over by now."""
+        suspend, seen = count.suspend, self.observer.leases.get(count.suspend.lease_id)
+        if seen is None:
+            return
+        need_mib = self.counted[suspend.operation_id] = self.memory.holds(seen)
+        if count.asks and need_mib > suspend.host_mib:
+            self.send(
+                HostMemoryNeeded(
+                    at_ms=self.now,
+                    lease_id=suspend.lease_id,
+                    operation_id=suspend.operation_id,
+                    generation=suspend.generation,
+                    need_mib=need_mib,
+                )
+            )
+
+    def _save(self, save: _Save) -> Event:
+        """Save a lease, if what is reserved for it suffices."""
+        suspend, seen = save.suspend, self.observer.leases.get(save.suspend.lease_id)
+        if save.lies_mib:
+            return _finished(suspend, SuspendOutcome.SAVED, saved_mib=save.lies_mib)
+        reserved_mib = suspend.host_mib
+        if seen is not None and seen.generation == suspend.generation:
+            reserved_mib = seen.host
+        need_mib = self.counted.get(suspend.operation_id)
+        if need_mib is None:
+            need_mib = self.memory.holds(seen) if seen is not None else 1
+        if need_mib > reserved_mib:
+            return _finished(suspend, SuspendOutcome.ABORTED, need_mib=need_mib)
+        return _finished(suspend, SuspendOutcome.SAVED, saved_mib=need_mib)
+
+    def _answer(self, effect: Effect) -> Event | _Save | None:
         random = self.random
         match effect:
-            case Suspend(lease_id=lease_id, operation_id=operation_id, generation=generation, host_mib=host_mib):
-                outcome = random.choices(list(SuspendOutcome), (12, 2, 2, 1, 1, 1))[0]
-                saved = random.randrange(host_mib + 1) if random.random() < 0.95 else host_mib + 100
-                if self.honest:
-                    outcome, saved = SuspendOutcome.SAVED, host_mib
-                return SuspendFinished(
-                    at_ms=0,
-                    lease_id=lease_id,
-                    operation_id=operation_id,
-                    generation=generation,
-                    outcome=outcome,
-                    saved_mib=saved,
-                    need_mib=0 if self.honest or random.random() < 0.5 else random.randrange(2 * host_mib),
-                )
+            case Suspend():
+                return self._answer_suspend(effect)
             case Shrink(lease_id=lease_id, generation=generation):
-                used = None if random.random() < 0.2 else random.randrange(500)
+                used, idle = None, self.observer.leases[lease_id]
+                if random.random() < 0.8:
+                    self.memory.shrink(idle)
+                    used = self.memory.said(idle)
                 return Shrunk(at_ms=0, lease_id=lease_id, generation=generation, used_mib=used)
             case Resume(lease_id=lease_id, operation_id=operation_id, generation=generation):
                 result = ResumeOutcome.RESTORED
@@ -226,7 +283,7 @@ class World:
         if due and random.random() < 0.5:
             self.now = max(self.now, min(due))
             if self.late and self.late[0][0] <= self.now:
-                self._deliver(heapq.heappop(self.late)[2])
+                self._arrive(heapq.heappop(self.late)[2])
             else:
                 self.send(Tick(at_ms=self.now))
             return
@@ -234,9 +291,13 @@ class World:
         _, make = random.choices(_HAPPENINGS, [weight for weight, _ in _HAPPENINGS])[0]
         self.send(make(self, self.now - (random.randrange(5_000) if random.random() < 0.03 else 0)))
 
-    def _deliver(self, event: Event) -> None:
-        """Deliver an answer; now and then it lies about which operation it answers."""
-        if isinstance(event, SuspendFinished | ResumeFinished):
+    def _arrive(self, what: Event | _Count | _Save) -> None:
+        """Have the driver do what is due, and deliver its answer; now and then it lies about which operation it answers."""
+        if isinstance(what, _Count):
+            self._count(what)
+            return
+        event = self._save(what) if isinstance(what, _Save) else what
+        if isinstance(event, SuspendFinished | ResumeFinished) and not self.honest:
             lie = self.random.random() < 0.03
             changes = {"operation_id": event.operation_id + self.random.choice((-1, 1))} if lie else {}
             if lie:
@@ -256,7 +317,7 @@ class World:
                 return begun
             self.now, before = max(self.now, min(due)), len(self.made)
             if self.late and self.late[0][0] <= self.now:
-                self.send(_with(heapq.heappop(self.late)[2], self.now, {}))
+                self._arrive(heapq.heappop(self.late)[2])
             else:
                 self.send(Tick(at_ms=self.now))
             begun += sum(isinstance(effect, Suspend | Resume) for effect in self.made[before:])
@@ -273,6 +334,18 @@ class World:
         undone = [effect for effect in effects if isinstance(effect, StateChanged | Recorded)]
         if any(isinstance(effect, StateChanged) for effect in undone):
             raise LawBrokenError(f"law 7: with the alarm at {wake}, this was left undone at {self.now}: {undone}")
+
+
+def _finished(suspend: Suspend, outcome: SuspendOutcome, *, saved_mib: int = 0, need_mib: int = 0) -> SuspendFinished:
+    return SuspendFinished(
+        at_ms=0,
+        lease_id=suspend.lease_id,
+        operation_id=suspend.operation_id,
+        generation=suspend.generation,
+        outcome=outcome,
+        saved_mib=saved_mib,
+        need_mib=need_mib,
+    )
 
 
 def _with(event: Event, at_ms: int, changes: dict[str, int]) -> Event:
@@ -355,6 +428,39 @@ def _drained(world: World, at_ms: int) -> Event:
     return DeviceDrained(at_ms=at_ms, device_id=device.device_id, evict_busy=world.random.random() < 0.5)
 
 
+def _busy_changed(world: World, at_ms: int, name: str) -> Event:
+    busy, seen = world.random.random() < 0.4, world.observer.leases.get(name)
+    if busy and seen is not None:
+        world.memory.run(seen)
+    return BusyChanged(at_ms=at_ms, lease_id=name, busy=busy)
+
+
+def _measured(world: World, at_ms: int, name: str) -> Event:
+    """Measure a lease; while it is busy it may grow just before, or just after."""
+    random, seen = world.random, world.observer.leases.get(name)
+    said = random.randrange(500) if seen is None else world.memory.said(seen)
+    if seen is not None and seen.works and random.random() < 0.5:
+        world.memory.run(seen)
+    util_milli = random.choice((None, 0, 40, 350, 700, 1000))
+    return LeaseMeasured(at_ms=at_ms, lease_id=name, used_mib=said, util_milli=util_milli)
+
+
+def _host_memory_needed(world: World, at_ms: int, name: str) -> Event:
+    """Ask for host memory for a suspend, in vain or for more than it needs; or for one that there is not."""
+    random = world.random
+    for operation_id, (kind, lease_id, generation) in world.observer.operations.items():
+        if kind == "suspend" and random.random() < 0.9:
+            need_mib = random.choice((-1, 0, 1, 100, 500, 1_000, 5_000, 100_000))
+            return HostMemoryNeeded(
+                at_ms=at_ms,
+                lease_id=lease_id,
+                operation_id=operation_id,
+                generation=generation - (random.random() < 0.1),
+                need_mib=need_mib,
+            )
+    return HostMemoryNeeded(at_ms=at_ms, lease_id=name, operation_id=1, generation=1, need_mib=random.randrange(500))
+
+
 def _pinned(world: World, at_ms: int, name: str) -> Event:
     return PinRequested(at_ms=at_ms, lease_id=name, duration_ms=world.random.choice((0, 1_000, 5_000, 19_000, 30_000)))
 
@@ -416,7 +522,7 @@ _HAPPENINGS: list[tuple[int, Callable[[World, int], Event]]] = [
     (1, _recovered),
     (2, _seen),
     (1, lambda world, at: DeviceLost(at_ms=at, device_id=world.random.choice(world.devices).device_id)),
-    (1, lambda world, at: HostMemorySeen(at_ms=at, budget_mib=world.random.choice((200, 2000, 10_000)))),
+    (1, lambda world, at: HostMemorySeen(at_ms=at, budget_mib=world.random.choice((200, 800, 2000, 10_000)))),
     (1, _configured),
     (12, _named(lambda _, at, name: Attached(at_ms=at, lease_id=name, gated=True), _S.UNATTACHED)),
     (1, _named(lambda _, at, name: ProcessExited(at_ms=at, lease_id=name))),
@@ -434,25 +540,10 @@ _HAPPENINGS: list[tuple[int, Callable[[World, int], Event]]] = [
     ),
     (8, _named(lambda _, at, name: Wanted(at_ms=at, lease_id=name), _S.RESIDENT)),
     (3, _named(lambda _, at, name: Unwanted(at_ms=at, lease_id=name))),
-    (
-        25,
-        _named(
-            lambda world, at, name: BusyChanged(at_ms=at, lease_id=name, busy=world.random.random() < 0.4), _S.RESIDENT
-        ),
-    ),
-    (3, _named(lambda world, at, name: LeaseMeasured(at_ms=at, lease_id=name, used_mib=world.random.randrange(500)))),
-    (
-        4,
-        _named(
-            lambda world, at, name: LeaseMeasured(
-                at_ms=at,
-                lease_id=name,
-                used_mib=world.random.randrange(500),
-                util_milli=world.random.choice((0, 40, 350, 700, 1000)),
-            ),
-            _S.RESIDENT,
-        ),
-    ),
+    (25, _named(_busy_changed, _S.RESIDENT)),
+    (3, _named(_measured, *_S)),
+    (6, _named(_measured, _S.RESIDENT)),
+    (5, _named(_host_memory_needed, _S.SUSPENDING)),
     (3, _named(lambda _, at, name: SuspendRequested(at_ms=at, lease_id=name), _S.RESIDENT)),
     (2, _named(_move_asked, _S.RESIDENT, _S.RESIDENT, _S.SUSPENDED)),
     (

@@ -18,7 +18,8 @@ def test_every_law_holds_in_random_worlds(first: int) -> None:
         _, broken, counts = run_seed(seed, events=2_000)
         assert broken == "", f"seed {seed}: {broken}"
         moves.update(counts)
-    assert set(LeaseState) <= set(moves), "some state was never entered: these worlds are too tame"
+    wild = {*LeaseState, "host-memory.added", "host-memory.not-added", "suspend.aborted"}
+    assert wild <= set(moves), "some state was never entered, or no estimate was wrong: these worlds are too tame"
 
 
 def test_the_same_seed_tells_the_same_story() -> None:

@@ -12,7 +12,15 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Self
 
-from fractional_gpu.gpu.interface import DeviceActivity, DeviceInfo, DeviceSensors, DeviceUse, GPUError, ProcessState
+from fractional_gpu.gpu.interface import (
+    DeviceActivity,
+    DeviceInfo,
+    DeviceSensors,
+    DeviceUse,
+    DeviceUtilisation,
+    GPUError,
+    ProcessState,
+)
 from fractional_gpu.gpu.nvidia.checkpointer import NvidiaCheckpointer
 from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor
 from tests.driver_double.double import DriverDouble
@@ -130,6 +138,10 @@ class RemoteMonitor:
 
     def activity(self, device_id: str, since_us: int) -> DeviceActivity | None:
         found: DeviceActivity | None = self._call("activity", device_id, since_us)
+        return found
+
+    def utilisation(self, device_id: str, since_us: int) -> DeviceUtilisation | None:
+        found: DeviceUtilisation | None = self._call("utilisation", device_id, since_us)
         return found
 
     def sensors(self, device_id: str) -> DeviceSensors:

@@ -74,6 +74,42 @@ def test_who_works_is_read_whatever_order_samples_come_in(
     assert not list((double.folder / "faults").glob("*/*")), "each result was taken"
 
 
+@pytest.mark.parametrize(
+    ("results", "by_pid"),
+    [
+        ([], {7: 550}),
+        ([6], {}),  # no sample is newer
+        ([7, 7], {7: 550}),  # how many there are; and then there were more
+        ([3], None),  # not supported
+        ([4], None),  # not permitted
+        ([13], None),  # no such function
+    ],
+)
+def test_utilisation_is_read_since_a_time_whatever_the_driver_answers(
+    double: DriverDouble, remote: Remote, results: list[int], by_pid: dict[int, int] | None
+) -> None:
+    device = double.devices[0].device_id
+    old = time.time_ns() // 1000 - 5_000_000
+    double.set_device(0, samples=[(7, 0, 55, 0), (8, old, 90, 0)], busy_percent=5)
+    for result in results:
+        double.fail(SAMPLES, result)
+    since_us = since_boot_us() - 2_000_000
+    found = remote.monitor.utilisation(device, since_us)
+    assert found is not None
+    assert (found.by_pid, found.device_milli) == (by_pid, 50)
+    assert since_us < found.until_us <= since_boot_us()
+    (first, *_) = double.calls(SAMPLES)
+    asked_us = int(first.arguments["since"]) - (time.time_ns() // 1000 - since_boot_us())
+    assert abs(asked_us - since_us) < 100_000, "it asks from that time on, by the wall clock"
+
+
+def test_a_device_that_is_lost_has_no_utilisation(double: DriverDouble, remote: Remote) -> None:
+    double.set_device(0, fails=15)
+    with pytest.raises(GPUError) as caught:
+        remote.monitor.utilisation(double.devices[0].device_id, 0)
+    assert caught.value.code is C.DEVICE_LOST
+
+
 def test_samples_that_are_never_as_many_as_said_are_an_error(double: DriverDouble, remote: Remote) -> None:
     double.set_device(0, samples=[(7, 0, 55, 0)])
     double.fail(SAMPLES, 7, times=None)

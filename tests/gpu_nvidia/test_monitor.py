@@ -6,10 +6,10 @@ from importlib import metadata
 
 import pytest
 
-from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, Monitor, ProcessKind, ProcessUse
+from fractional_gpu.gpu.interface import DeviceUtilisation, GPUError, GPUErrorCode, Monitor, ProcessKind, ProcessUse
 from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor
 from fractional_gpu.gpu.nvidia.support import driver_refusal, driver_warnings, moving_refusal, why_no_bindings
-from fractional_gpu.host.clock import since_boot_us
+from fractional_gpu.host.clock import WallClock, since_boot_us
 from tests.gpu_nvidia.fake_nvml import (
     FUNCTION_NOT_FOUND,
     GIB,
@@ -199,6 +199,92 @@ def test_a_device_that_does_not_tell_who_works_is_asked_for_nothing_more(number:
 def test_a_failure_to_tell_who_works_is_an_error() -> None:
     gpu = FakeGPU(fails={"nvmlDeviceGetProcessUtilization": GPU_IS_LOST})
     fails(GPUErrorCode.DEVICE_LOST, "NVML says 15", lambda: monitor_of(FakeNVML(gpu)).activity(gpu.uuid, 0))
+
+
+# ---- utilisation -------------------------------------------------------------------------------------------------------
+
+
+def measured(gpu: FakeGPU, last_us: int = 2 * SECOND) -> DeviceUtilisation:
+    found = monitor_of(FakeNVML(gpu)).utilisation(gpu.uuid, since_boot_us() - last_us)
+    assert found is not None
+    return found
+
+
+def test_what_processes_used_is_the_mean_of_their_sane_samples_since_then() -> None:
+    now = time.time_ns() // 1000
+    far = now + 3600 * SECOND
+    samples = [(7, now - SECOND, 80), (7, now, 30), (8, now, 0), (9, now - 3 * SECOND, 50), (0, now, 9)]
+    absurd = [(7, now, 37_100), (10, far, 50), (11, 1 << 62, 20)]
+    found = measured(FakeGPU(samples=samples + absurd, busy=90))
+    assert found.by_pid == {7: 550, 8: 0}
+    assert found.device_milli == 900
+
+
+def test_the_next_period_begins_at_the_newest_sample() -> None:
+    stamp = time.time_ns() // 1000 - 100_000
+    gpu = FakeGPU(samples=[(7, stamp, 80), (8, stamp - 500_000, 10)], busy=90)
+    monitor = monitor_of(FakeNVML(gpu))
+    first = monitor.utilisation(gpu.uuid, since_boot_us() - 2 * SECOND)
+    assert first is not None
+    assert since_boot_us() - 200_000 < first.until_us < since_boot_us() - 90_000
+    gpu.samples.append((7, time.time_ns() // 1000, 20))
+    second = monitor.utilisation(gpu.uuid, first.until_us)
+    assert second is not None
+    assert second.by_pid == {7: 200}, "no sample counts twice"
+
+
+def test_a_driver_that_has_no_newer_sample_says_that_nothing_worked() -> None:
+    now_us = since_boot_us()
+    found = measured(FakeGPU(busy=0))
+    assert found.by_pid == {}
+    assert now_us - 250_000 <= found.until_us <= since_boot_us(), "later samples may still come"
+
+
+def test_a_device_at_work_without_samples_tells_nothing_by_process() -> None:
+    assert measured(FakeGPU(busy=60)).by_pid is None
+    assert measured(FakeGPU(busy=60)).device_milli == 600
+
+
+@pytest.mark.parametrize("number", [NOT_SUPPORTED, FUNCTION_NOT_FOUND, NO_PERMISSION])
+def test_where_processes_are_not_told_the_device_is(number: int) -> None:
+    gpu = FakeGPU(busy=43, fails={"nvmlDeviceGetProcessUtilization": number})
+    assert (measured(gpu).by_pid, measured(gpu).device_milli) == (None, 430)
+    gpu.fails["nvmlDeviceGetUtilizationRates"] = number
+    assert monitor_of(FakeNVML(gpu)).utilisation(gpu.uuid, 0) is None
+
+
+def test_a_device_that_tells_an_absurd_figure_of_itself_tells_none() -> None:
+    assert measured(FakeGPU(busy=37_100)).device_milli is None
+
+
+def test_mig_instances_tell_no_utilisation() -> None:
+    assert monitor_of(FakeNVML(divided(0))).utilisation("MIG-0", 0) is None
+
+
+@pytest.mark.parametrize("call", ["nvmlDeviceGetProcessUtilization", "nvmlDeviceGetUtilizationRates"])
+def test_a_failure_to_tell_utilisation_is_an_error(call: str) -> None:
+    gpu = FakeGPU(fails={call: GPU_IS_LOST})
+    fails(GPUErrorCode.DEVICE_LOST, "NVML says 15", lambda: monitor_of(FakeNVML(gpu)).utilisation(gpu.uuid, 0))
+
+
+def test_of_a_period_in_which_the_clock_was_set_nothing_is_known_by_process() -> None:
+    wall_us, steady_us = 1_700_000_000 * SECOND, 5_000 * SECOND
+    gpu = FakeGPU(samples=[(7, wall_us, 80)], busy=80)
+
+    def clock() -> WallClock:
+        return WallClock(lambda: wall_us * 1000, lambda: steady_us * 1000)
+
+    monitor = NvidiaMonitor(nvml=FakeNVML(gpu), bindings=lambda: "", clock=clock())
+
+    def seen() -> object:
+        found = monitor.utilisation(gpu.uuid, steady_us - SECOND)
+        return found and found.by_pid
+
+    assert seen() == {7: 800}
+    wall_us += 3600 * SECOND
+    gpu.samples = [(7, wall_us, 70)]
+    assert seen() is None
+    assert seen() == {7: 700}
 
 
 # ---- sensors -------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Promises of fractional_gpu.host.claims and fractional_gpu.host.process, with real sockets and real processes."""
+"""Promises of fractional_gpu.host.claims, with real sockets and real processes."""
 
 import os
 import signal
@@ -13,7 +13,6 @@ import pytest
 
 from fractional_gpu.host import claims
 from fractional_gpu.host.claims import DeviceClaim, DeviceClaimedError
-from fractional_gpu.host.process import peer_credentials, peer_groups
 from tests.support.descriptors import no_free_descriptors
 from tests.support.paths import ROOT
 
@@ -144,35 +143,3 @@ def test_an_error_that_is_not_a_claim_is_passed_on(device_id: str, monkeypatch: 
     monkeypatch.setattr(socket.socket, "listen", no_listen)
     with pytest.raises(PermissionError):
         DeviceClaim.claim(device_id)
-
-
-def test_peer_credentials_are_the_kernels() -> None:
-    here, there = socket.socketpair(socket.AF_UNIX)
-    with here, there:
-        assert peer_credentials(here) == (os.getpid(), os.getuid(), os.getgid())
-
-
-def test_peer_groups_are_all_that_the_peer_is_in() -> None:
-    here, there = socket.socketpair()
-    with here, there:
-        assert peer_groups(here) == {os.getgid(), *os.getgroups()}
-
-
-def test_peer_credentials_name_the_process_that_connected(tmp_path: Path) -> None:
-    path = str(tmp_path / "s")
-    code = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); sys.stdin.read()"
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
-        listener.listen()
-        with subprocess.Popen([sys.executable, "-c", code, path], stdin=subprocess.PIPE) as process:
-            connection, _ = listener.accept()
-            with connection:
-                assert peer_credentials(connection).pid == process.pid
-            process.communicate()
-
-
-def test_sockets_without_a_peer_are_refused() -> None:
-    with socket.socket(socket.AF_UNIX) as unconnected, pytest.raises(ValueError, match="not connected"):
-        peer_credentials(unconnected)
-    with socket.socket(socket.AF_INET) as internet, pytest.raises(ValueError, match="AF_INET"):
-        peer_credentials(internet)

@@ -1,12 +1,48 @@
-"""Whether a peer reads is seen without a word of it."""
+"""Who the peer of a socket is, and whether it reads, is known without a word of it."""
 
+import os
 import socket
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
-from fractional_gpu.host import process
-from fractional_gpu.host.process import detects_unread, unread
+from fractional_gpu.host import peers
+from fractional_gpu.host.peers import detects_unread, peer_credentials, peer_groups, unread
+
+
+def test_peer_credentials_are_the_kernels() -> None:
+    here, there = socket.socketpair(socket.AF_UNIX)
+    with here, there:
+        assert peer_credentials(here) == (os.getpid(), os.getuid(), os.getgid())
+
+
+def test_peer_groups_are_all_that_the_peer_is_in() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        assert peer_groups(here) == {os.getgid(), *os.getgroups()}
+
+
+def test_peer_credentials_name_the_process_that_connected(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    code = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); sys.stdin.read()"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        with subprocess.Popen([sys.executable, "-c", code, path], stdin=subprocess.PIPE) as process:
+            connection, _ = listener.accept()
+            with connection:
+                assert peer_credentials(connection).pid == process.pid
+            process.communicate()
+
+
+def test_sockets_without_a_peer_are_refused() -> None:
+    with socket.socket(socket.AF_UNIX) as unconnected, pytest.raises(ValueError, match="not connected"):
+        peer_credentials(unconnected)
+    with socket.socket(socket.AF_INET) as internet, pytest.raises(ValueError, match="AF_INET"):
+        peer_credentials(internet)
 
 
 def test_what_was_written_is_unread_until_the_last_byte_is_read() -> None:
@@ -50,5 +86,5 @@ def test_a_system_that_does_not_tell_it_is_not_trusted(monkeypatch: pytest.Monke
             raise answer
         return answer
 
-    monkeypatch.setattr(process, "unread", told)
+    monkeypatch.setattr(peers, "unread", told)
     assert not detects_unread()

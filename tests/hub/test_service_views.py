@@ -61,6 +61,24 @@ def test_a_user_sees_their_own_and_of_others_only_a_sum() -> None:
     assert [row["actions"] for row in view_of(snapshot(), GRACE)["seats"]] == [["release"], ["release"]]
 
 
+@pytest.mark.parametrize(
+    ("demand_milli", "compute", "note", "level"),
+    [
+        (0, "0 % needed", "by busy kernels", 0),
+        (1000, "100 % needed", "by busy kernels", 100),
+        (1340, "134 % needed", "by busy kernels, which slow each other down", 100),
+    ],
+)
+def test_the_compute_that_busy_kernels_need_is_said_in_words(
+    demand_milli: int, compute: str, note: str, level: int
+) -> None:
+    made = snapshot()
+    assert made.status is not None
+    status = structs.replace(made.status, devices=[structs.replace(DEVICE, demand_milli=demand_milli)])
+    (row,) = view_of(replace(made, status=status), ADA)["devices"]
+    assert (row["compute"], row["compute_note"], row["demand"]) == (compute, note, level)
+
+
 def test_an_administrator_sees_all_and_by_whom() -> None:
     shown = view_of(snapshot(lease("aaaa", "ada"), lease("bbbb", "bob")), GRACE)
     assert {row["owner"] for row in shown["kernels"]} == {"ada", "bob"}

@@ -26,6 +26,11 @@ STATUSES: dict[str, LeaseStatus] = {
     "suspended, back soon, a forecast with its span": replace(SUSPENDED, resume_ms=300, low_ms=10_000, high_ms=120_000),
     "simulated, suspended twice": replace(SUSPENDED, simulated=True, suspends=3, resumes=2, neighbours=[]),
     "it cannot be suspended": replace(LEASE, stays="its memory is managed (RMM)", neighbours=[]),
+    "slowed down": replace(
+        LEASE,
+        slowdown_milli=1340,
+        slowdown="its cell takes about 1.3 times as long as alone, beside eval.ipynb (60 % of it)",
+    ),
     "on two devices": replace(LEASE, device_ids=["GPU-0", "GPU-1"], neighbours=[]),
 }
 FORECAST = {"expected_ms": 40_000, "low_ms": 10_000, "high_ms": 60_000}
@@ -58,6 +63,9 @@ def test_what_is_displayed_is_as_it_was_read() -> None:
     lines = [StoryLine(at_ms=NOW_MS - 1000 * each, reason="r", sentence=f"line {each}") for each in (9, 5, 1)]
     stories = {
         "%gpu explain --lines 2": StoryView(Story(lease_id="lease-1", lines=lines, omitted=4), 2, NOW_MS),
+        "%gpu explain, slowed down": StoryView(
+            Story(lease_id="lease-1", lines=lines, slowdown=STATUSES["slowed down"].slowdown), 20, NOW_MS
+        ),
         "%gpu explain, nothing happened": StoryView(Story(lease_id="lease-1"), 20, NOW_MS),
     }
     said |= {what: re.sub(r"\d\d:\d\d:\d\d", "12:30:00", repr(view)) for what, view in stories.items()}

@@ -14,7 +14,8 @@ from fractional_gpu.broker.kernels.request_validation import Peer
 from fractional_gpu.broker.persistence.lease_files import LeaseFiles, lease_folder
 from fractional_gpu.broker.recovery import lost_leases
 from fractional_gpu.broker.recovery.lost_leases import LostLeases
-from fractional_gpu.host.process import PeerCredentials, identify
+from fractional_gpu.host.peers import PeerCredentials
+from fractional_gpu.host.process import identify
 from tests.broker.live import BECOME_NOBODY, LiveBroker, live_broker
 
 IMPORTS = "import http.client, json, socket, sys\n"  # before it becomes somebody who may not read them

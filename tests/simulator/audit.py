@@ -15,7 +15,8 @@ The laws:
 - A cell is asked for as long after the one before as the trace says, begins when its lease is let in and has its memory, and takes
   1 - u + u * max(1, U) times its duration, where U is the sum of the utilisations on its (first) device. Here that is exact, in
   fractions; the record's whole milliseconds may be later by less than one, and by a nanosecond for each change of U.
-- A suspend in the middle of a cell stops it; a cell that waits for more memory fails after the patience of the run, not before.
+- A suspend in the middle of a cell stops it, unless it fails; a swap that fails takes the fixed time and moves nothing.
+- A cell that waits for more memory fails after the patience of the run, not before, and at once beyond its lease's cap.
 
 Two figures are not in the record: `wall_s` is of the machine, and `forecast_error` is of what the arbiter expected.
 """
@@ -83,6 +84,7 @@ class Session:
     cells: list[Cell]
     devices: int = 1
     alone: bool = False  # on its devices
+    cap_mib: int = 0  # of what it may ever use of each
     state: str | None = None
     holds: tuple[str, ...] = ()
     reserved_mib: int = 0  # on each of its devices
@@ -116,6 +118,7 @@ class Swap:
     kind: str  # Suspend, Resume
     began_ms: int
     mib: int
+    fails: bool = False
 
 
 @dataclass(slots=True)
@@ -127,6 +130,7 @@ class Books:
     peak_held: int = 0
     suspends: int = 0
     resumes: int = 0
+    failed_swaps: int = 0
     preemptions: int = 0
     moved_mib: int = 0
     host_peak_mib: int = 0
@@ -239,7 +243,7 @@ class Audit:
             case "LeaseRequested":
                 spec = fields["spec"]
                 pools = {pool["name"]: pool["reserve_by"] for pool in self._head["pools"]}
-                session.devices = spec["devices"]
+                session.devices, session.cap_mib = spec["devices"], spec["reserve_mib"]
                 session.alone = spec["devices"] > 1 and pools[spec["pool"]] == "cap"
                 if self._now_ms != session.open_ms:
                     self._wrong(f"{session.name} opens, and its trace says at {session.open_ms} ms")
@@ -282,7 +286,6 @@ class Audit:
             case "Suspend":
                 self._books.suspends += 1
                 session.to_preempt = session.phase == "short" or session.name in self._running
-                self._books.preemptions += session.to_preempt
                 self._swap(kind, session, effect, session.total_mib)
             case "Resume":
                 self._books.resumes += 1
@@ -331,10 +334,33 @@ class Audit:
         if session.state != wanted:
             self._wrong(f"a {kind} of {session.name} begins, and it is {session.state}")
 
+    def _swap_fails(self, session: Session, kind: str) -> None:
+        """Expect that the swap of a session changes nothing; a cell goes on."""
+        self._books.failed_swaps += 1
+        session.to_preempt = False
+        for swap in self._swaps.values():
+            if swap.session is session and swap.kind.lower() == kind:
+                swap.fails = True
+                return
+        self._wrong(f"a {kind} of {session.name} fails that was not begun")
+
+    def _failed(self, kind: str, swap: Swap, fields: Entry) -> None:
+        """A swap that failed ends after the fixed time, or at once if the host lacks the memory, and nothing has moved."""
+        session = swap.session
+        takes_ms = 0 if fields.get("need_mib") else self._head["swap"]["fixed_ms"]
+        if self._now_ms - swap.began_ms != takes_ms:
+            self._wrong(f"{kind} of {session.name} failed after {self._now_ms - swap.began_ms} ms, not {takes_ms} ms")
+        mib = session.total_mib if swap.kind == "Suspend" else session.host_mib
+        if swap.kind != "over" and (mib != swap.mib or fields["outcome"] not in ("aborted", "not-started")):
+            self._wrong(f"{kind} of {session.name} failed: {fields['outcome']}, with {mib} of {swap.mib} MiB")
+
     def _finished(self, kind: str, session: Session, fields: Entry) -> None:
         swap = self._swaps.pop(fields["operation_id"], None)
         if swap is None or swap.session is not session or swap.kind not in ("over", kind.removesuffix("Finished")):
             self._wrong(f"{kind} of {session.name}: operation {fields['operation_id']} was never begun")
+            return
+        if swap.fails:
+            self._failed(kind, swap, fields)
             return
         speeds = self._head["swap"]
         speed = speeds["save_mib_per_s" if kind == "SuspendFinished" else "restore_mib_per_s"]
@@ -361,6 +387,8 @@ class Audit:
             self._host(kind, session, entry["mib"])
         elif kind == "preempted":
             self._preempted(session)
+        elif kind == "swap-fails":
+            self._swap_fails(session, entry["swap"])
         else:
             self._stopped(session)
             self._cell(kind, session, entry)
@@ -440,7 +468,7 @@ class Audit:
         self._books.out_of_memory += 1
         self._waited(session)
         after_ms = self._now_ms - session.short_ms
-        if after_ms != self._head["patience_ms"]:
+        if after_ms != (self._head["patience_ms"] if session.cell.gpu_mib <= session.cap_mib else 0):
             self._wrong(f"cell {session.next_cell} of {session.name} fails after {after_ms} ms without its memory")
         self._over(session)
 
@@ -507,6 +535,7 @@ class Audit:
         if not session.to_preempt:
             self._wrong(f"cell {session.next_cell} of {session.name} is preempted without a suspend")
         session.to_preempt = False
+        self._books.preemptions += 1
         session.phase = "asked" if session.phase == "short" else "preempted"
         self._leaves(session)
 
@@ -569,6 +598,7 @@ class Audit:
             "jain_late": _jain([sum(times) / len(times) for _, times in sorted(books.late.items())]),
             "suspends": books.suspends,
             "resumes": books.resumes,
+            "failed_swaps": books.failed_swaps,
             "preemptions": books.preemptions,
             "moved_gib": round(books.moved_mib / 1024, 3),
             "host_peak_mib": books.host_peak_mib,

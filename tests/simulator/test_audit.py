@@ -14,12 +14,14 @@ import pytest
 
 from fractional_gpu.commands.main import main
 from fractional_gpu.core.model import DeviceSpec, PoolSpec, ReserveBy
+from fractional_gpu.simulator.load import synthetic_sessions
 from fractional_gpu.simulator.machine import Host, SharedDevice, SwapSpeed
 from fractional_gpu.simulator.record import EventLog
 from fractional_gpu.simulator.result import Accounts
 from fractional_gpu.simulator.simulation import simulate
-from fractional_gpu.simulator.traces import Cell, Session, synthetic_sessions
+from fractional_gpu.simulator.traces import Cell, Session
 from tests.simulator import audit
+from tests.simulator.loads import BUSY
 
 Entries = list[dict[str, Any]]
 MIB = 8000
@@ -77,31 +79,53 @@ def agrees(capsys: pytest.CaptureFixture[str], record: Path, figures: Path) -> d
 # -- right figures -----------------------------------------------------------------------------------------------------
 
 ON_DEMAND = {"idle_after": "on-demand", "may_move": True}
+BRISK = "--pace short --memory-of cell --several-gpus 0"
 USE = {**ON_DEMAND, "reserve": "use", "headroom": "1GiB"}
 
 
 @pytest.mark.parametrize(
     ("pool", "arguments", "counts"),
     [
-        pytest.param(ON_DEMAND, "--users 12 --devices 1x80GiB --seed 1", ("preemptions", "waited_percent"), id="fair"),
         pytest.param(
-            {**ON_DEMAND, "fractions": "any"}, "--users 12 --devices 1x40GiB,1x80GiB --seed 2", ("late_s",), id="any"
+            ON_DEMAND, f"--users 12 --devices 1x80GiB --seed 1 {BRISK}", ("preemptions", "waited_percent"), id="fair"
+        ),
+        pytest.param(
+            {**ON_DEMAND, "fractions": "any"},
+            f"--users 12 --devices 1x40GiB,1x80GiB --seed 2 {BRISK}",
+            ("late_s",),
+            id="any",
         ),
         pytest.param(
             {"idle_after": "0s", "preempt": "priorities"},
-            "--users 12 --devices 2x80GiB --seed 3 --urgent-users 30 --no-slowdown",
+            f"--users 12 --devices 2x80GiB --seed 3 --urgent-users 30 --no-slowdown {BRISK}",
             ("suspends", "moved_gib"),
             id="at-once",
         ),
         pytest.param(
-            USE, "--users 12 --devices 1x80GiB --seed 1 --request 25 --every-cell-asks", ("resumes",), id="use"
+            USE, f"--users 12 --devices 1x80GiB --seed 1 --request 25 --every-cell-asks {BRISK}", ("resumes",), id="use"
         ),
         pytest.param(
-            USE, "--users 16 --devices 1x80GiB --seed 1 --request 50 --host-memory 30GiB", ("out_of_memory",), id="host"
+            USE,
+            f"--users 16 --devices 1x80GiB --seed 1 --request 50 --host-memory 30GiB {BRISK}",
+            ("out_of_memory",),
+            id="host",
+        ),
+        pytest.param(ON_DEMAND, "--users 12 --devices 8x80GiB --seed 1", ("late_s", "suspends"), id="as-in-the-trace"),
+        pytest.param(
+            ON_DEMAND,
+            "--users 40 --devices 12x80GiB --days 2 --joint-starts 50 --lunch 45m --time-zones 2 --urgent-users 10",
+            ("suspends",),
+            id="together",
+        ),
+        pytest.param(
+            ON_DEMAND,
+            f"--users 12 --devices 1x80GiB --ask-error 50 --failed-swaps 20 {BRISK}",
+            ("failed_swaps", "out_of_memory", "preemptions"),
+            id="errors",
         ),
         pytest.param(
             {**ON_DEMAND, "min_residency_swaps": 3},
-            "--users 40 --devices 3x80GiB --seed 2 --parallel-swaps 2",
+            f"--users 40 --devices 3x80GiB --seed 2 --parallel-swaps 2 {BRISK}",
             ("preemptions", "host_peak_mib"),
             id="medium",
         ),
@@ -116,7 +140,8 @@ def test_the_auditor_agrees_with_every_figure_of_a_run(
 ) -> None:
     record, figures, policy = tmp_path / "run.log.gz", tmp_path / "run.json", tmp_path / "jupyter_gpu_config.py"
     policy.write_text(f"c.GPUBroker.pools = {{'default': {pool!r}}}\n")
-    assert main(["simulate", *arguments.split(), "--policy", str(policy), "--json", "--record", str(record)]) == 0
+    command = ["simulate", *arguments.split(), "--policy", str(policy), "--json", "--record", str(record)]
+    assert main(command) == 0
     figures.write_text(capsys.readouterr().out)
     shown = agrees(capsys, record, figures)
     for name in counts:
@@ -146,7 +171,7 @@ def test_the_auditor_agrees_where_neighbours_slow_each_other_down(
 ) -> None:
     trace = [
         replace(one, cells=tuple(replace(cell, util_percent=min(97, 5 * cell.util_percent)) for cell in one.cells))
-        for one in synthetic_sessions(12, 1, 4)
+        for one in synthetic_sessions(12, 1, 4, BUSY)
     ]
     shown = agrees(capsys, *run(tmp_path, host(1, 245_760, fractions_milli=()), trace))
     alone = sum(cell.duration_ms for one in trace for cell in one.cells if cell.gpus) / 3_600_000

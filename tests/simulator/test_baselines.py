@@ -114,6 +114,20 @@ def test_the_best_fit_leaves_room_for_a_whole_device() -> None:
     assert result.doors.ordered == (0, 0, 0)
 
 
+def test_who_asks_for_too_little_fails_and_who_asks_for_too_much_keeps_others_out() -> None:
+    # eighths of 8,000 MiB: `a` needs 1,500 MiB and asks for 900, `b` needs 900 and asks for all, so `c` waits until `b` closes
+    small = replace(session("a", Cell(0, 1_000, 1, 1_500, 10), close_ms=10_000), asked_mib=900)
+    large = replace(session("b", Cell(20_000, 1_000, 1, 900, 10)), asked_mib=8_000, open_ms=20_000)
+    third = replace(session("c", Cell(30_000, 1_000, 1, 900, 10)), open_ms=30_000)
+    result = run_baseline("static-fraction", host(8000), [small, large, third])
+    assert result.out_of_memory == 1
+    assert result.doors.ordered == (0, 0, HOUR_MS - 30_000)
+    knowing = run_baseline("static-fraction", host(8000), [replace(one, asked_mib=0) for one in (small, large, third)])
+    assert (knowing.out_of_memory, knowing.doors.ordered) == (0, (0, 0, 0))
+    ours = simulate(host(8000), [small, large, third])
+    assert (ours.out_of_memory, ours.suspends) == (1, 1)
+
+
 def test_fractions_with_several_devices_take_whole_ones() -> None:
     pair = session("pair", Cell(0, 1_000, 2, 900, 10), gpus=2)
     single = session("single", Cell(0, 1_000, 1, 900, 10))

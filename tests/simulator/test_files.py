@@ -12,11 +12,13 @@ from fractional_gpu.core.effects import LeaseEnded
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.simulator import SimulationError, TraceError
 from fractional_gpu.simulator.baselines import run_baseline
+from fractional_gpu.simulator.load import synthetic_sessions
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.picture import picture
 from fractional_gpu.simulator.record import EventLog, digest, replay
 from fractional_gpu.simulator.simulation import simulate
-from fractional_gpu.simulator.traces import Session, read_sessions, synthetic_sessions, write_sessions
+from fractional_gpu.simulator.traces import Session, read_sessions, write_sessions
+from tests.simulator.loads import BUSY
 
 CELLS = "session,user,start_s,duration_s,gpus,gpu_mib,gpu_util\n"
 SESSIONS = "session,user,open_s,close_s,gpus,gpu_mib\n"
@@ -24,7 +26,7 @@ SESSIONS = "session,user,open_s,close_s,gpus,gpu_mib\n"
 
 @pytest.fixture(scope="module")
 def trace() -> list[Session]:
-    return synthetic_sessions(4, 1, 2)
+    return synthetic_sessions(4, 1, 2, BUSY)
 
 
 def host() -> Host:

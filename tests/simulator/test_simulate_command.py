@@ -28,6 +28,7 @@ KEYS = [
     "jain_late",
     "suspends",
     "resumes",
+    "failed_swaps",
     "preemptions",
     "moved_gib",
     "host_peak_mib",
@@ -36,6 +37,10 @@ KEYS = [
     "wall_s",
     "forecast_error",
 ]
+
+
+ONE_GPU = ("--several-gpus", "0")
+MANY_SWAPS = ("--pace", "short", "--memory-of", "cell", *ONE_GPU)
 
 
 def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
@@ -47,7 +52,7 @@ def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
 
 
 def test_json_has_the_promised_keys_in_order(capsys: pytest.CaptureFixture[str]) -> None:
-    figures = simulated(capsys, "--users", "3", "--devices", "2x80GiB")
+    figures = simulated(capsys, "--users", "3", "--devices", "2x80GiB", *MANY_SWAPS)
     assert list(figures) == KEYS
     waits = figures["wait_s"]
     assert isinstance(waits, dict)
@@ -57,12 +62,13 @@ def test_json_has_the_promised_keys_in_order(capsys: pytest.CaptureFixture[str])
 
 def test_baselines_stand_beside_the_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "run.html"
-    arguments = ("--users", "3", "--baseline", "reservation", "--baseline", "time-slice", "--picture", str(picture))
+    baselines = ("--baseline", "reservation", "--baseline", "time-slice")
+    arguments = ("--users", "3", *MANY_SWAPS, *baselines, "--picture", str(picture))
     figures = simulated(capsys, *arguments)
     assert list(figures) == [*KEYS, "baselines"]
-    baselines = figures["baselines"]
-    assert isinstance(baselines, dict)
-    assert [list(one) for one in baselines.values()] == [KEYS, KEYS]
+    shown = figures["baselines"]
+    assert isinstance(shown, dict)
+    assert [list(one) for one in shown.values()] == [KEYS, KEYS]
     assert "time-slice" in picture.read_text()
     assert main(["simulate", *arguments]) == 0
     table = capsys.readouterr().out.splitlines()
@@ -75,7 +81,8 @@ def test_baselines_stand_beside_the_run(capsys: pytest.CaptureFixture[str], tmp_
 
 def test_a_written_trace_gives_the_same_figures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     files = [str(tmp_path / "sessions.csv"), str(tmp_path / "cells.csv")]
-    made_up = simulated(capsys, "--users", "3", "--write-trace", *files)
+    made_up = simulated(capsys, "--users", "8", "--ask-error", "50", "--urgent-users", "20", "--write-trace", *files)
+    assert "priority,asked_mib" in Path(files[0]).read_text()
     read = simulated(capsys, "--sessions", files[0], "--cells", files[1])
     assert {**made_up, "wall_s": 0} == {**read, "wall_s": 0}
 
@@ -83,7 +90,7 @@ def test_a_written_trace_gives_the_same_figures(capsys: pytest.CaptureFixture[st
 def test_a_policy_file_is_the_brokers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     policy = tmp_path / "jupyter_gpu_config.py"
     policy.write_text('c.GPUBroker.pools = {"default": {"fractions": ["1"], "idle_after": "on-demand"}}\n')
-    figures = simulated(capsys, "--users", "3", "--devices", "4x80GiB", "--policy", str(policy))
+    figures = simulated(capsys, "--users", "3", "--devices", "4x80GiB", "--policy", str(policy), *MANY_SWAPS)
     assert figures["peak_devices_held"] == 4
     policy.write_text('c.GPUBroker.pools = {"default": {"fractoins": ["1"]}}\n')
     assert main(["simulate", "--users", "3", "--policy", str(policy)]) == 1
@@ -114,29 +121,33 @@ def test_a_policy_file_says_who_is_preempted(
     policy = tmp_path / "jupyter_gpu_config.py"
     pool = {"idle_after": "on-demand", "may_move": True, "preempt": preempt, "min_residency_swaps": 3}
     policy.write_text(f"c.GPUBroker.pools = {{'default': {pool!r}}}\n")
-    figures = simulated(capsys, "--users", "12", "--devices", "1x80GiB", "--policy", str(policy), *arguments)
+    figures = simulated(
+        capsys, "--users", "12", "--devices", "1x80GiB", "--policy", str(policy), *MANY_SWAPS, *arguments
+    )
     assert (figures["lost"], figures["out_of_memory"]) == (0, 0)
     assert bool(figures["preemptions"]) is some
 
 
 def test_the_fewest_devices_are_found(capsys: pytest.CaptureFixture[str]) -> None:
-    figures = simulated(capsys, "--users", "4", "--find-devices", "--p95-wait", "60s")
+    figures = simulated(capsys, "--users", "4", "--find-devices", "--p95-wait", "60s", *ONE_GPU)
     devices, waits = figures["devices"], figures["wait_s"]
     assert isinstance(devices, int)
     assert isinstance(waits, dict)
     assert waits["p95"] <= 60
     if devices > 1:
-        fewer = simulated(capsys, "--users", "4", "--devices", f"{devices - 1}x80GiB")["wait_s"]
+        fewer = simulated(capsys, "--users", "4", "--devices", f"{devices - 1}x80GiB", *ONE_GPU)["wait_s"]
         assert isinstance(fewer, dict)
         assert fewer["p95"] > 60
 
 
 def test_the_goal_of_the_search_is_what_is_given(capsys: pytest.CaptureFixture[str]) -> None:
-    late = simulated(capsys, "--users", "12", "--find-devices", "--p95-late", "30s")
+    late = simulated(capsys, "--users", "12", *MANY_SWAPS, "--find-devices", "--p95-late", "3m")
     users = late["user_p95_late_s"]
     assert isinstance(users, dict)
-    assert users["p95"] <= 30
-    waits = simulated(capsys, "--users", "12", "--find-devices", "--p99-wait", "1s", "--p95-wait", "1m")["wait_s"]
+    assert users["p95"] <= 180
+    waits = simulated(capsys, "--users", "12", *MANY_SWAPS, "--find-devices", "--p99-wait", "1s", "--p95-wait", "1m")[
+        "wait_s"
+    ]
     assert isinstance(waits, dict)
     assert waits["p99"] <= 1
     assert main(["simulate", "--users", "2", "--find-devices", "--p95-late", "soon"]) == 2
@@ -175,9 +186,12 @@ def test_a_recorded_run_can_be_replayed(capsys: pytest.CaptureFixture[str], tmp_
         (["--users", "2", "--save-speed", "0"], 2, "--save-speed: memory '0' is less than 1 MiB"),
         (["--users", "2", "--find-devices", "--record", "x"], 2, "find first, then record"),
         (["--sessions", "absent.csv", "--cells", "absent.csv"], 1, "absent.csv cannot be read: No such file"),
-        (["--users", "2", "--devices", "2x1GiB"], 1, "simulate larger devices with --devices"),
+        (["--users", "2", "--several-gpus", "0", "--devices", "2x1GiB"], 1, "simulate larger devices with --devices"),
         (["--users", "1", "--picture", "/nonexistent/run.html"], 1, "/nonexistent/run.html cannot be written"),
         (["--users", "1", "--record", "/nonexistent/run.log"], 1, "/nonexistent/run.log cannot be written"),
+        (["--users", "2", "--lunch", "noon"], 2, "--lunch: "),
+        (["--users", "2", "--lunch", "5h"], 2, "--lunch 5h is not allowed; a time of at most 4h is"),
+        (["--users", "2", "--time-zones", "25"], 2, "--time-zones 25 is not allowed; a whole number from 1 to 24 is"),
         (["--placement"], 2, "--placement needs --nodes FILE and --pods FILE"),
     ],
 )
@@ -190,7 +204,19 @@ def test_bad_input_is_one_clear_line(
     assert complaint.count("\n") == 1
 
 
-@pytest.mark.parametrize("option", ["--request", "--urgent-users"])
+def test_a_machine_too_small_for_sessions_of_several_gpus_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--users", "20", "--devices", "2x80GiB"]) == 1
+    assert "of synthetic users, with --several-gpus 0" in capsys.readouterr().err
+    assert simulated(capsys, "--users", "20", "--devices", "2x80GiB", *ONE_GPU)["sessions"] == 40
+    assert main(["simulate", "--users", "20", "--devices", "2x80GiB", "--one-gpu-only", "--json"]) == 0
+    shown = capsys.readouterr()
+    assert "sessions that use several GPUs at once are left out" in shown.err
+    assert json.loads(shown.out)["sessions"] < 40
+
+
+@pytest.mark.parametrize(
+    "option", ["--request", "--urgent-users", "--several-gpus", "--joint-starts", "--failed-swaps"]
+)
 def test_shares_are_percentages(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     for share in ("101", "-1", "half"):
         with pytest.raises(SystemExit) as stopped:

@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 
 from fractional_gpu.core.effects import Effect, Granted
-from fractional_gpu.core.events import Event, HostMemoryNeeded, LeaseMeasured, SuspendFinished
+from fractional_gpu.core.events import Event, HostMemoryNeeded, LeaseMeasured, ResumeFinished, SuspendFinished
 from fractional_gpu.core.model import DeviceSpec, Limits, PoolSpec, ReserveBy
 from fractional_gpu.simulator import SimulationError, simulation
 from fractional_gpu.simulator.felt import Goal
+from fractional_gpu.simulator.load import synthetic_sessions
 from fractional_gpu.simulator.machine import Host, SwapSpeed, fraction_for
 from fractional_gpu.simulator.result import Result
-from fractional_gpu.simulator.search import devices_to_start_with, fewest_devices
+from fractional_gpu.simulator.search import devices_for_cells, devices_for_sessions, fewest_devices
 from fractional_gpu.simulator.simulation import simulate
-from fractional_gpu.simulator.traces import Cell, Session, read_sessions, synthetic_sessions, write_sessions
+from fractional_gpu.simulator.traces import Cell, Session, read_sessions, write_sessions
+from tests.simulator.loads import BUSY
 
 SWAP = SwapSpeed(fixed_ms=100, save_mib_per_s=1000, restore_mib_per_s=2000)
 
@@ -168,11 +170,45 @@ def test_no_user_is_late_where_none_waits() -> None:
     assert result.lateness.jain() == 1.0
 
 
+def test_a_swap_that_fails_takes_the_fixed_time_changes_nothing_and_is_tried_again() -> None:
+    trace = [
+        session("a", gpu_cell(0, 10_000), gpu_cell(200_000, 1_000)),
+        session("b", gpu_cell(100_000, 10_000)),
+    ]
+    ended: list[tuple[int, str]] = []
+
+    def watch(event: Event, _effects: object) -> None:
+        if isinstance(event, SuspendFinished | ResumeFinished):
+            ended.append((event.at_ms, str(event.outcome)))
+
+    sound = simulate(host(), trace)
+    swaps = [replace(host(), failed_swaps_percent=50, seed=seed) for seed in range(1, 30)]
+    results = [simulate(one, trace, watch=watch) for one in swaps]
+    assert all((one.lost, one.out_of_memory, len(one.waits.ordered)) == (0, 0, 3) for one in results)
+    assert {outcome for _, outcome in ended} == {"saved", "restored", "aborted", "not-started"}
+    for result in results:
+        assert result.moved_mib == 6_000 * (result.suspends + result.resumes - result.failed_swaps)
+        assert (result == sound) is (result.failed_swaps == 0)
+    assert sum(sum(one.waits.ordered) for one in results) > len(results) * sum(sound.waits.ordered)
+
+
+def test_a_cell_beyond_its_cap_fails_at_once() -> None:
+    # it asks for an eighth of 8,000 MiB, and its second cell needs more
+    small = replace(session("a", gpu_cell(0, 10_000, mib=900), gpu_cell(60_000, 10_000, mib=1_100)), asked_mib=900)
+    result = simulate(host(), [small])
+    assert (result.out_of_memory, result.lost) == (1, 0)
+    assert result.waits.ordered == (0, 0)
+    assert result.owned == (1_000_000 - 10_000) * 1000  # the cell takes no time
+
+
 def test_the_smallest_fraction_that_covers_the_peak_is_taken() -> None:
     pool = host().pools[0]
     assert fraction_for(session("a", gpu_cell(0, 1, mib=1000)), pool, 8000) == (125, 1000)
     assert fraction_for(session("a", gpu_cell(0, 1, mib=1001)), pool, 8000) == (250, 2000)
     assert fraction_for(session("a"), pool, 8000) == (125, 1000)
+    asks = replace(session("a", gpu_cell(0, 1, mib=1000)), asked_mib=3000)
+    assert fraction_for(asks, pool, 8000) == (500, 4000)
+    assert fraction_for(replace(asks, asked_mib=9000), pool, 8000) == (1000, 8000)
     any_size = replace(pool, fractions_milli=())
     assert fraction_for(session("a", gpu_cell(0, 1, mib=801)), any_size, 8000) == (101, 808)
 
@@ -193,7 +229,7 @@ def test_who_has_too_many_already_is_turned_away() -> None:
 
 
 def test_a_crowd_loses_nothing_and_never_runs_out_of_memory() -> None:
-    trace = synthetic_sessions(12, 1, 7)
+    trace = synthetic_sessions(24, 1, 7, BUSY)
     result = simulate(host(2, 81_920, may_move=True), trace)
     assert (result.lost, result.out_of_memory) == (0, 0)
     assert result.suspends >= result.resumes > 0
@@ -203,7 +239,7 @@ def test_a_crowd_loses_nothing_and_never_runs_out_of_memory() -> None:
 
 
 def test_one_trace_gives_one_result() -> None:
-    trace = synthetic_sessions(5, 1, 3)
+    trace = synthetic_sessions(5, 1, 3, BUSY)
     assert simulate(host(1, 81_920), trace) == simulate(host(1, 81_920), trace)
 
 
@@ -217,10 +253,10 @@ def test_the_search_finds_the_fewest_devices() -> None:
         return simulate(host(count), trace, goal=goal)
 
     assert fewest_devices(run, goal, 64).devices == 5
-    assert tried == [1, 2, 3, 5, 4]
+    assert tried == [1, 2, 4, 8, 6, 5]
     tried.clear()
     assert fewest_devices(run, goal, 64, start=20).devices == 5
-    assert tried == [20, 13, 8, 5, 3, 4]
+    assert tried == [20, 18, 14, 6, 1, 3, 4, 5]
     tried.clear()
     assert fewest_devices(run, goal, 64, least=5).devices == 5
     assert tried == [5]
@@ -230,12 +266,20 @@ def test_the_search_finds_the_fewest_devices() -> None:
         fewest_devices(run, goal, 4)
 
 
-def test_the_search_starts_with_the_memory_of_what_runs_at_the_same_time() -> None:
-    # three cells of 6,000 MiB at once on devices of 8,000 MiB: 2.25 devices
+def test_the_search_starts_with_the_fractions_that_are_in_use_at_the_same_time() -> None:
+    # three cells of 6,000 MiB at once, three quarters each of devices of 8,000 MiB; two minutes later they count no more
     trace = [session(name, gpu_cell(0, 60_000), gpu_cell(500_000, 1_000)) for name in "abc"]
-    assert devices_to_start_with(trace, 8_000) == 2
-    assert devices_to_start_with(trace, 100_000) == 1
-    assert devices_to_start_with([session("idle")], 8_000) == 1
+    assert devices_for_cells(trace, host()) == 2
+    assert devices_for_cells(trace, host(), whole=True) == 3
+    assert devices_for_cells([session("idle")], host()) == 1
+    late = session("late", gpu_cell(170_000, 1_000, mib=8_000))
+    assert devices_for_cells([*trace, late], host()) == 3
+    assert devices_for_cells([*trace, late], host(), stays_ms=0) == 2
+    pair = Session("pair", "u", 0, 1_000, 2, 4000, (Cell(0, 10, 2, 4000, 50),))
+    assert devices_for_cells([*trace, pair], host(2)) == 4
+    # from open to close: three quarters three times, and two whole ones
+    assert devices_for_sessions([*trace, pair], host(2)) == 4
+    assert devices_for_sessions([*trace, pair], host(2), whole=True) == 5
 
 
 def test_a_run_that_cannot_reach_its_goal_is_given_up_at_the_first_cell_too_many() -> None:
@@ -254,9 +298,25 @@ def test_a_run_that_cannot_reach_its_goal_is_given_up_at_the_first_cell_too_many
     assert len(given_up.waits.ordered) < len(whole.waits.ordered) == 43
 
 
+def test_a_run_is_given_up_while_the_cells_too_many_still_wait() -> None:
+    # `b` and `c` wait for the whole of the first cell, so a 95th percentile of 3 s is lost 3 s after `b` asked
+    trace = [session("a", gpu_cell(0, 500_000)), *(session(name, gpu_cell(10_000, 1_000)) for name in "bc")]
+    seen: list[int] = []
+
+    def run(goal: Goal) -> Result:
+        seen.clear()
+        return simulate(host(), trace, goal=goal, watch=lambda event, _effects: seen.append(event.at_ms))
+
+    missed = run(Goal(p95_wait_ms=3_000))
+    assert "more than 5 % of the GPU cells' waits are longer than 3 s" in missed.hopeless
+    assert max(seen) < 13_001
+    kept = run(Goal(p95_wait_ms=600_000))
+    assert (kept.hopeless, len(kept.waits.ordered)) == ("", 3)
+
+
 @pytest.fixture(scope="module")
 def crowded() -> tuple[list[Session], Result]:
-    trace = synthetic_sessions(8, 1, 5)
+    trace = synthetic_sessions(8, 1, 5, BUSY)
     return trace, simulate(host(1, 81_920, may_move=True), trace)
 
 
@@ -274,7 +334,7 @@ def test_giving_up_early_never_changes_the_answer(
 
 @pytest.mark.parametrize(("devices", "seed"), [(3, 1), (2, 2), (1, 3)])
 def test_waits_are_foreseen_within_their_bounds(devices: int, seed: int) -> None:
-    result = simulate(host(devices, 81_920, may_move=True), synthetic_sessions(18 * devices, 1, seed))
+    result = simulate(host(devices, 81_920, may_move=True), synthetic_sessions(18 * devices, 1, seed, BUSY))
     waits, swaps = result.forecast_error["wait"], result.forecast_error["suspend"]
     assert waits["count"] > 100
     assert waits["median_relative"] < 0.5
@@ -285,11 +345,11 @@ def test_waits_are_foreseen_within_their_bounds(devices: int, seed: int) -> None
 
 def test_a_priority_survives_the_files_and_matters(tmp_path: Path) -> None:
     files = (tmp_path / "sessions.csv", tmp_path / "cells.csv")
-    write_sessions(synthetic_sessions(10, 1, 1, urgent_percent=30), *files)
+    write_sessions(synthetic_sessions(10, 1, 1, replace(BUSY, urgent_percent=30)), *files)
     trace = read_sessions(*files)
-    assert trace == synthetic_sessions(10, 1, 1, urgent_percent=30)
+    assert trace == synthetic_sessions(10, 1, 1, replace(BUSY, urgent_percent=30))
     assert "priority" in files[0].read_text().splitlines()[0]
-    assert simulate(host(1, 81_920), trace) != simulate(host(1, 81_920), synthetic_sessions(10, 1, 1))
+    assert simulate(host(1, 81_920), trace) != simulate(host(1, 81_920), synthetic_sessions(10, 1, 1, BUSY))
 
 
 def test_several_whole_gpus_are_all_held_or_none() -> None:
@@ -355,7 +415,7 @@ def test_a_cell_that_is_preempted_while_it_is_short_of_memory_has_its_whole_pati
 
 
 def test_reserving_by_use_lets_more_kernels_be_resident() -> None:
-    trace = synthetic_sessions(20, 1, 4)
+    trace = synthetic_sessions(20, 1, 4, BUSY)
     by_cap, by_use = (
         simulate(replace(host(1, 81_920, may_move=True, reserve_by=by, headroom_mib=1024), request_percent=25), trace)
         for by in ReserveBy

@@ -16,6 +16,7 @@ from fractional_gpu.protocol.seats import PoolKeys
 from fractional_gpu_hub.service.broker_follower import Snapshot
 
 _MOST_PERCENT = 100
+_WHOLE = 1000  # a device, thousandths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,9 @@ def _device(device: DeviceStatus, leases: Iterable[LeaseStatus], viewer: Viewer)
         "memory_note": f"{format_memory(device.used_mib)} in use now",
         "level": min(_MOST_PERCENT, _MOST_PERCENT * device.reserved_mib // max(1, device.leasable_mib)),
         "kernels": _kernels_there([lease for lease in there if lease.reserved_mib], viewer),
+        "compute": f"{device.demand_milli // 10} % needed",
+        "compute_note": "by busy kernels" + (", which slow each other down" if device.demand_milli > _WHOLE else ""),
+        "demand": min(_MOST_PERCENT, device.demand_milli // 10),
         "state": _device_state(device),
         "note": "; ".join(_device_notes(device, viewer)),
         "draining": device.draining,

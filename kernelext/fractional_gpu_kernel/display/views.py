@@ -85,6 +85,7 @@ def text_bar(parts: Iterable[tuple[int, str]], whole: int, width: int = 20) -> s
 # -- views -------------------------------------------------------------------------------------------------------------
 
 
+_WHOLE = 1000  # a device, thousandths
 _HOLDING = frozenset({"resident", "suspending", "resuming", "quarantined"})
 
 
@@ -123,6 +124,8 @@ class StatusView:
             rows.append(("so far", f"suspended {_times(status.suspends)}, resumed {_times(status.resumes)}"))
         if status.neighbours:
             rows.append(("beside", "; ".join(_neighbour(each) for each in status.neighbours)))
+        if status.slowdown:
+            rows.append(("slowed", f"{status.slowdown} (an estimate)"))
         if status.sentence:
             rows.append(("last", status.sentence))
         return rows
@@ -241,6 +244,7 @@ class StoryView:
     """Why everything happened to this kernel's share, newest last."""
 
     def __init__(self, story: Story, lines: int, now_ms: int | None = None) -> None:
+        self._slowdown = story.slowdown
         self._lines = story.lines[-lines:]
         self._omitted = story.omitted + len(story.lines) - len(self._lines)
         self._now_ms = int(time.time() * 1000) if now_ms is None else now_ms
@@ -263,9 +267,13 @@ class StoryView:
         }
 
     def _note(self) -> str:
-        if not self._lines:
+        if not self._lines and not self._slowdown:
             return "Nothing has happened to this kernel's share yet."
-        return f"{self._omitted} older lines are left out; %gpu explain --lines N shows more." if self._omitted else ""
+        omitted = (
+            f"{self._omitted} older lines are left out; %gpu explain --lines N shows more." if self._omitted else ""
+        )
+        slowed = f"Slowed down: {self._slowdown} (an estimate)." if self._slowdown else ""
+        return " ".join(filter(None, [omitted, slowed]))
 
 
 def _title(status: LeaseStatus) -> str:
@@ -327,7 +335,11 @@ def _times(count: int) -> str:
 
 
 def _sums(device: DeviceStatus) -> str:
-    return f"{format_memory(device.used_mib)} used, {format_memory(device.reserved_mib)} reserved of {format_memory(device.memory_mib)}"
+    sums = f"{format_memory(device.used_mib)} used, {format_memory(device.reserved_mib)} reserved of {format_memory(device.memory_mib)}"
+    if not device.demand_milli:
+        return sums
+    slowed = ", so they slow each other down" if device.demand_milli > _WHOLE else ""
+    return f"{sums}; busy kernels need {device.demand_milli // 10} % of its compute{slowed}"
 
 
 def _columns(rows: Sequence[tuple[str, str, str]]) -> list[str]:

@@ -224,7 +224,7 @@ class Broker:
         kernel = self.kernels.get(grant.lease_id)
         if kernel is None:
             return
-        kernel.cell.ticket_by_broker = False
+        kernel.cell.ticket_by_broker, kernel.cell.granted_s = False, time.monotonic()
         if self.records.may_use(kernel):
             self.open_gate(kernel)
         kernel.notify()

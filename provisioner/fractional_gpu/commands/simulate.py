@@ -13,12 +13,13 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
+from fractional_gpu.commands.simulate_load import configure_load, percent, positive, read_trace
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError
 from fractional_gpu.config import ConfigError, Settings, load
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.core.units import parse_duration_ms, parse_memory_mib
 from fractional_gpu.simulator import SimulationError
-from fractional_gpu.simulator.baselines import BASELINES, MPS_FILL_PERCENT, WAITING, run_baseline
+from fractional_gpu.simulator.baselines import BASELINES, CULL_AFTER_MS, MPS_FILL_PERCENT, WAITING, run_baseline
 from fractional_gpu.simulator.felt import Goal
 from fractional_gpu.simulator.machine import Host, SwapSpeed
 from fractional_gpu.simulator.picture import picture
@@ -26,9 +27,9 @@ from fractional_gpu.simulator.placement import NodeShape, Outcome, PodKind, plac
 from fractional_gpu.simulator.policies import POLICIES
 from fractional_gpu.simulator.record import EventLog, replay
 from fractional_gpu.simulator.result import Result
-from fractional_gpu.simulator.search import devices_to_start_with, fewest_devices
+from fractional_gpu.simulator.search import devices_for_cells, devices_for_sessions, fewest_devices
 from fractional_gpu.simulator.simulation import simulate
-from fractional_gpu.simulator.traces import Session, read_sessions, synthetic_sessions, write_sessions
+from fractional_gpu.simulator.traces import Session, write_sessions
 from fractional_gpu.simulator.tuning import Step, tune
 
 _QUIET_S = 2.0
@@ -50,26 +51,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the command and add its arguments."""
     parser.description = "Run notebook sessions against the broker's arbiter in virtual time."
     parser.epilog = EPILOG
-    _configure_sessions(parser)
+    configure_load(parser)
     _configure_machine(parser)
     _configure_output(parser)
     _configure_placement(parser)
-
-
-def _configure_sessions(parser: argparse.ArgumentParser) -> None:
-    who = parser.add_argument_group("sessions, from files or made up")
-    who.add_argument("--sessions", type=Path, metavar="FILE", help="CSV of sessions (with --cells)")
-    who.add_argument("--cells", type=Path, metavar="FILE", help="CSV of executed cells (with --sessions)")
-    who.add_argument("--users", type=_positive, metavar="N", help="so many synthetic build-phase users")
-    who.add_argument("--days", type=_positive, default=1, metavar="D", help="for so many days (default: 1)")
-    who.add_argument("--seed", type=int, default=1, metavar="S", help="which of the synthetic traces (default: 1)")
-    who.add_argument(
-        "--urgent-users", type=_percent, default=0, metavar="PERCENT", help="of the synthetic users, with priority 1"
-    )
-    who.add_argument("--one-gpu-only", action="store_true", help="leave sessions out that use several GPUs at once")
-    who.add_argument(
-        "--write-trace", type=Path, nargs=2, metavar=("SESSIONS", "CELLS"), help="write the sessions there"
-    )
 
 
 def _configure_machine(parser: argparse.ArgumentParser) -> None:
@@ -79,12 +64,15 @@ def _configure_machine(parser: argparse.ArgumentParser) -> None:
     host.add_argument("--swap-fixed", default="300ms", metavar="TIME", help="of every swap (default: 300ms)")
     host.add_argument("--save-speed", default="1800MiB", metavar="SIZE", help="saved a second (default: 1800MiB)")
     host.add_argument("--restore-speed", default="4000MiB", metavar="SIZE", help="restored a second (default: 4000MiB)")
-    host.add_argument("--parallel-swaps", type=_positive, default=1, metavar="N", help="swaps at a time (default: 1)")
+    host.add_argument("--parallel-swaps", type=positive, default=1, metavar="N", help="swaps at a time (default: 1)")
+    host.add_argument(
+        "--failed-swaps", type=percent, default=0, metavar="PERCENT", help="of the swaps fail harmlessly (default: 0)"
+    )
     host.add_argument("--no-slowdown", action="store_true", help="busy cells on one device do not slow each other down")
     host.add_argument("--every-cell-asks", action="store_true", help="cells that touch no GPU wait for it, too")
     host.add_argument(
         "--request",
-        type=_percent,
+        type=percent,
         default=100,
         metavar="PERCENT",
         help="of its cap that a session is guaranteed, where the policy reserves by use (default: 100)",
@@ -120,7 +108,7 @@ def _configure_output(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--baseline", action="append", choices=BASELINES, default=[], help="run this, too (repeatable)")
     output.add_argument(
         "--mps-fill",
-        type=_percent,
+        type=percent,
         default=MPS_FILL_PERCENT,
         metavar="PERCENT",
         help="of a device that a cell fills while it uses it, for the baseline mps-pack (default: 50, an assumption)",
@@ -149,7 +137,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     sizes = _devices(options.devices)
-    trace = _trace(options)
+    trace = read_trace(options)
     if options.write_trace:
         _writing(options.write_trace[0], lambda: write_sessions(trace, *options.write_trace))
     goal = _goal(options)
@@ -161,7 +149,7 @@ def _run(options: argparse.Namespace) -> int:
             goal,
             _most(trace),
             least=_least(trace),
-            start=devices_to_start_with(trace, sizes[0]),
+            start=_start("fractional", trace, _host(options, [sizes[0]] * _least(trace))),
         )
         sizes = [sizes[0]] * result.devices
     else:
@@ -209,7 +197,7 @@ def _baseline(
             goal,
             _most(trace),
             least=_least(trace),
-            start=devices_to_start_with(trace, sizes[0]),
+            start=_start(name, trace, _host(options, [sizes[0]] * _least(trace))),
         )
     else:
         result = on(sizes)
@@ -220,6 +208,21 @@ def _baseline(
 def _least(trace: Sequence[Session]) -> int:
     """Return a number of devices that the largest session needs."""
     return max(1, *(max(session.gpus, session.most_gpus) for session in trace))
+
+
+def _start(name: str, trace: Sequence[Session], host: Host) -> int:
+    """Return about how many devices this way of sharing needs: the search starts there."""
+    match name:
+        case "static-fraction" | "mps-pack":
+            return devices_for_sessions(trace, host)
+        case "reservation":
+            return devices_for_sessions(trace, host, whole=True)
+        case "cull":
+            return devices_for_cells(trace, host, whole=True, stays_ms=CULL_AFTER_MS)
+        case "whole-gpu-suspend":
+            return devices_for_cells(trace, host, whole=True)
+        case _:
+            return devices_for_cells(trace, host)
 
 
 def _most(trace: Sequence[Session]) -> int:
@@ -249,18 +252,6 @@ def _simulate(host: Host, trace: Sequence[Session], record: Path | None, goal: G
 # -- reading the options ----------------------------------------------------------------------------------------------
 
 
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or not 0 < int(text) <= 1_000_000:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a whole number from 1 to 1000000 is")
-    return int(text)
-
-
-def _percent(text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or int(text) > 100:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a whole number from 0 to 100 is")
-    return int(text)
-
-
 def _parsed(option: str, parse: Callable[[str], int], text: str) -> int:
     try:
         return parse(text)
@@ -281,28 +272,6 @@ def _devices(text: str) -> list[int]:
             )
         sizes += [_parsed("--devices", parse_memory_mib, match[2])] * count
     return sizes
-
-
-def _trace(options: argparse.Namespace) -> list[Session]:
-    if (options.sessions is None) != (options.cells is None):
-        raise UsageError(
-            "--sessions and --cells belong together: one file says when sessions were open, one what ran in them"
-        )
-    if (options.users is None) == (options.sessions is None):
-        raise UsageError("say whose sessions to simulate: either --users N, or --sessions FILE --cells FILE")
-    if options.users is not None:
-        return synthetic_sessions(options.users, options.days, options.seed, urgent_percent=options.urgent_users)
-    trace = read_sessions(options.sessions, options.cells)
-    if not options.one_gpu_only:
-        return trace
-    kept = [session for session in trace if session.most_gpus <= 1]
-    if len(kept) < len(trace):
-        print(f"{len(trace) - len(kept)} sessions that use several GPUs at once are left out", file=sys.stderr)
-    if not kept:
-        raise CommandError(
-            f"every session of {options.sessions} uses several GPUs at once; nothing is left to simulate"
-        )
-    return kept
 
 
 def _policy(path: str) -> Settings:
@@ -348,6 +317,8 @@ def _host(options: argparse.Namespace, sizes: Sequence[int]) -> Host:
             restore_mib_per_s=_parsed("--restore-speed", parse_memory_mib, options.restore_speed),
         ),
         parallel_swaps=options.parallel_swaps,
+        failed_swaps_percent=options.failed_swaps,
+        seed=options.seed,
         slowdown=not options.no_slowdown,
         every_cell_asks=options.every_cell_asks,
         request_percent=options.request,

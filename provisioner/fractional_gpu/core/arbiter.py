@@ -54,9 +54,10 @@ from fractional_gpu.core.forecasts.forecasts import Forecasts
 from fractional_gpu.core.handlers.lifecycle import Lifecycle
 from fractional_gpu.core.handlers.operation_results import OperationResults
 from fractional_gpu.core.invariants import check_devices, validate
-from fractional_gpu.core.model import DeviceView, LeaseSpec, LeaseState, LeaseView, PoolSpec, Span, TicketView
+from fractional_gpu.core.model import DeviceView, LeaseSpec, LeaseState, LeaseView, PoolSpec, Slowdown, Span, TicketView
 from fractional_gpu.core.rules.admission import refusal
 from fractional_gpu.core.rules.eligibility import update_all_suspendability
+from fractional_gpu.core.rules.slowdowns import describe_slowdown
 from fractional_gpu.core.rules.wait_reasons import FormatTime, wait_reason
 from fractional_gpu.core.scheduler.migration import kept_mib
 from fractional_gpu.core.scheduler.scheduler import Scheduler
@@ -262,6 +263,11 @@ class Arbiter:
         finally:
             books.now_ms = event_ms
 
+    def slowdown(self, lease_id: str) -> Slowdown:
+        """Return how much neighbours slow the lease's cell down, or would where it waits to go: an estimate."""
+        lease = self._books.leases.get(lease_id)
+        return Slowdown() if lease is None else describe_slowdown(self._books, lease)
+
     def gate_wait(self, lease_id: str, at_ms: int) -> Span | None:
         """Return how long the lease's next cell still waits at its closed gate, as of `at_ms`; None if it does not wait there."""
         books, lease = self._books, self._books.leases.get(lease_id)
@@ -423,9 +429,8 @@ class Arbiter:
             case BusyChanged():
                 return does.busy_changed(lease, busy=event.busy)
             case LeaseMeasured():
-                if event.util_milli is not None:
-                    self._books.see_utilisation(lease, event.util_milli)
-                return does.measured(lease, max(0, event.used_mib))
+                contends = event.util_milli is not None and self._books.see_utilisation(lease, event.util_milli)
+                return does.measured(lease, max(0, event.used_mib)) or contends
             case Shrunk():
                 return does.shrunk(lease, event)
             case Wanted():

@@ -1,7 +1,7 @@
 """What is always true of the books (the laws that hold at one moment), recomputed from scratch."""
 
 from fractional_gpu.core.books.accounts import guaranteed_mib
-from fractional_gpu.core.books.books import Books
+from fractional_gpu.core.books.books import Books, resting_milli
 from fractional_gpu.core.books.records import Device, Lease, Operation
 from fractional_gpu.core.model import HOLDING, LeaseState, ReserveBy
 from fractional_gpu.core.rules.eligibility import eligible_devices
@@ -66,9 +66,13 @@ def _totals(books: Books) -> list[str]:
             for lease in here
             if lease.let_in and lease.state in (LeaseState.RESIDENT, LeaseState.RESUMING) and lease not in busy
         ]
-        demands = sum(lease.demand_milli for lease in busy), sum(lease.demand_milli for lease in coming)
-        if demands != (device.demand_milli, device.coming_milli):
-            kept = f"{device.demand_milli} and {device.coming_milli}"
+        demands = (
+            sum(lease.busy_milli for lease in busy),
+            sum(lease.demand_milli for lease in coming),
+            sum(resting_milli(lease, lease.occupancy) for lease in here),
+        )
+        if demands != (device.demand_milli, device.coming_milli, device.resting_milli):
+            kept = f"{device.demand_milli}, {device.coming_milli} and {device.resting_milli}"
             broken.append(f"device {device_id}: demands of {kept} thousandths are kept, sums are {demands}")
         if total != device.reserved_mib:
             broken.append(f"device {device_id}: running total {device.reserved_mib} MiB, sum {total} MiB")

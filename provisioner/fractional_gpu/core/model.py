@@ -213,6 +213,14 @@ class LeaseView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Slowdown:
+    """How many times as long as alone a lease's cell takes, thousandths, and why, for people; empty: it is not slowed down."""
+
+    milli: int = 1000
+    sentence: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceView:
     """A read-only view of one device, MiB. Over-committed: reservations and strangers exceed what may be leased."""
 

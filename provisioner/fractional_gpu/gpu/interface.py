@@ -111,6 +111,17 @@ class DeviceActivity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceUtilisation:
+    """How much of a device was in use over a period: means, thousandths of the device. Times in microseconds since boot."""
+
+    since_us: int  # the period as far as it is known; the next one begins where it ends
+    until_us: int
+    settle_us: int  # a figure may include so much of the time before its period
+    by_pid: Mapping[int, int] | None = None  # a process that is not in it used nothing; None: not known by process
+    device_milli: int | None = None  # of all processes, or of the last moments only; None: not known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSensors:
     """Other readings of a device; None: the device does not report it."""
 
@@ -135,6 +146,12 @@ class Monitor(Protocol):
 
     def activity(self, device_id: str, since_us: int) -> DeviceActivity | None:
         """Return which processes worked on the device since then; None if it does not report that. Raises GPUError."""
+
+    def utilisation(self, device_id: str, since_us: int) -> DeviceUtilisation | None:
+        """Return how much of the device each process used since then; None if the device does not report it. Raises GPUError.
+
+        Pass the `until_us` of the answer before, for a period that follows on it.
+        """
 
     def sensors(self, device_id: str) -> DeviceSensors:
         """Return utilisation, temperature, power and energy, as far as the device reports them. Raises GPUError."""

@@ -18,7 +18,7 @@ import socket
 from types import TracebackType
 from typing import Final, Self
 
-from fractional_gpu.host.process import peer_credentials
+from fractional_gpu.host.peers import peer_credentials
 
 _PREFIX: Final = "\0jupyter-gpu-device-"
 _MAX_NAME_BYTES: Final = 107  # sun_path without room for a terminating zero

@@ -151,6 +151,8 @@ class Story(Struct, frozen=True, kw_only=True):
     lease_id: str
     lines: list[StoryLine] = []
     omitted: int = 0
+    slowdown_milli: int = 1000  # as in LeaseStatus, now
+    slowdown: str = ""
 
 
 class UsagePoint(Struct, frozen=True, kw_only=True):
@@ -228,6 +230,11 @@ class LeaseStatus(Struct, frozen=True, kw_only=True):
     stays: str = ""  # why it cannot be suspended, a sentence; empty: it can
     working: bool = False  # its processes work on the device, though no cell runs
     left: list[LeftProcess] = []  # processes with device memory that its ended kernel left
+    demand_milli: int = 0  # learnt: what it uses of each of its devices while it runs cells, thousandths
+    slowdown_milli: int = (
+        1000  # how many times as long as alone its cell takes beside busy neighbours, or would: an estimate
+    )
+    slowdown: str = ""  # the same as a sentence, with the neighbours; empty: it is not slowed down
 
 
 class AcquireRequest(Struct, frozen=True, kw_only=True):
@@ -347,6 +354,9 @@ class DeviceStatus(Struct, frozen=True, kw_only=True):
     lost: bool
     draining: bool = False
     why_not: str = ""  # why kernels on it cannot be suspended, a sentence; empty: they can
+    demand_milli: int = (
+        0  # what its busy kernels need of it together, thousandths: beyond 1000 they slow each other down
+    )
     strangers: list[Stranger] = []
     busy_percent: int | None = None  # None, here and below: the device does not report it
     temperature_c: int | None = None

@@ -327,8 +327,13 @@ class _Fractions(_Sharing):
 
     def _next(self, kernel: _Kernel) -> None:
         if kernel.next_cell < len(kernel.session.cells):
-            if kernel.session.cells[kernel.next_cell].gpus:
+            cell = kernel.session.cells[kernel.next_cell]
+            if cell.gpus:
                 self._felt.waited(0)
+                if cell.gpu_mib > self._leases[kernel.session.session_id].reserve_mib:
+                    self.figures.out_of_memory += 1
+                    self._done(kernel)
+                    return
             self._begin_cell(kernel)
             return
         self._closed_ms = self._now_ms

@@ -123,16 +123,28 @@ class Felt:
         for session in trace:
             cells[session.user] = cells.get(session.user, 0) + sum(cell.gpus > 0 for cell in session.cells)
         total = sum(cells.values())
-        self._waits = [_Allowance.of(percent, ms, total, "GPU cells' waits") for percent, ms in goal.waits()]
+        limits = sorted(goal.waits(), key=lambda limit: limit[1])
+        self._waits = [_Allowance.of(percent, ms, total, "GPU cells' waits") for percent, ms in limits]
         self._doors = [_Allowance.of(percent, ms, len(trace), "waits at the door") for percent, ms in goal.doors()]
         if (limit_ms := goal.p95_late_ms) is not None:
             self._late = {user: _Allowance.of(95, limit_ms, count) for user, count in cells.items()}
             self._late_users_left = sum(count > 0 for count in cells.values()) * 5 // 100
 
-    def waited(self, wait_ms: int) -> None:
-        """Count a cell that begins after so long a wait, ms."""
+    @property
+    def wait_limits_ms(self) -> list[int]:
+        """The goal's limits of the cells' waits, ms."""
+        return [allowance.limit_ms for allowance in self._waits]
+
+    def overdue(self, limit: int) -> None:
+        """Count a cell that still waits when its wait exceeds that limit of the goal: it need not begin for that."""
+        allowance = self._waits[limit]
+        if allowance.spent(allowance.limit_ms + 1):
+            self.hopeless = allowance.sentence
+
+    def waited(self, wait_ms: int, overdue: int = 0) -> None:
+        """Count a cell that begins after so long a wait, ms; it was counted as overdue for so many of the limits, shortest first."""
         self.waits_ms.append(wait_ms)
-        for allowance in self._waits:
+        for allowance in self._waits[overdue:]:
             if allowance.spent(wait_ms):
                 self.hopeless = allowance.sentence
 

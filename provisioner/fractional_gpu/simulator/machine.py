@@ -110,6 +110,8 @@ class Host:
     host_memory_mib: int = 1 << 20
     swap: SwapSpeed = SwapSpeed()
     parallel_swaps: int = 1
+    failed_swaps_percent: int = 0
+    seed: int = 1  # of the draws which swaps fail
     slowdown: bool = True
     every_cell_asks: bool = False
     request_percent: int = 100  # of its cap, what a session is guaranteed where the pool reserves by use
@@ -123,18 +125,20 @@ class Host:
 
 
 def fraction_for(session: Session, pool: PoolSpec, device_mib: int) -> tuple[int, int]:
-    """Return the smallest fraction on offer (milli-GPU) of a device of that size that covers the session's peak memory, and its cap in MiB.
+    """Return the smallest fraction on offer (milli-GPU) of a device of that size that covers what the session asks for, and its cap in MiB.
 
-    Raises SimulationError where none does.
+    A session asks for its peak memory, unless it says otherwise; one that asks for more than there is gets the largest fraction.
+    Raises SimulationError where no fraction covers its peak.
     """
-    peak = max(1, session.peak_mib)
-    if not pool.fractions_milli and peak <= device_mib:
-        milli = -(-peak * 1000 // device_mib)
-        return milli, device_mib * milli // 1000
-    for milli in pool.fractions_milli:
-        if device_mib * milli // 1000 >= peak:
+    peak, largest = max(1, session.peak_mib), max(pool.fractions_milli, default=1000)
+    if peak <= device_mib * largest // 1000:
+        asked = min(session.asked_mib or peak, device_mib * largest // 1000)
+        if not pool.fractions_milli:
+            milli = -(-asked * 1000 // device_mib)
             return milli, device_mib * milli // 1000
-    most = format_fraction(max(pool.fractions_milli, default=1000))
+        milli = min(one for one in pool.fractions_milli if device_mib * one // 1000 >= asked)
+        return milli, device_mib * milli // 1000
+    most = format_fraction(largest)
     raise SimulationError(
         f"session {session.session_id!r} holds up to {format_memory(peak)}, but the largest fraction of pool {pool.name!r}, {most} of "
         f"{format_memory(device_mib)}, does not cover that; simulate larger devices with --devices"
@@ -148,7 +152,7 @@ def lease_for(host: Host, session: Session) -> LeaseSpec:
         most = min(pool.max_devices, len(pool.devices))
         raise SimulationError(
             f"session {session.session_id!r} uses {session.most_gpus} GPUs at once, but a lease of pool {pool.name!r} may have {most}; "
-            "simulate more with --devices, or leave such sessions out with --one-gpu-only"
+            "simulate more with --devices, or leave such sessions out with --one-gpu-only or, of synthetic users, with --several-gpus 0"
         )
     whole = PoolSpec(name=pool.name, devices=pool.devices, fractions_milli=(1000,)) if several else pool
     milli, cap_mib = fraction_for(session, whole, device_mib)

@@ -12,7 +12,8 @@ The same run gives the same bytes.
 - `{"world": KIND, "at_ms": ..., "session": ID, ...}`: what no event carries. `asked`, `begins`, `continues` (after a preemption),
   `preempted`, `short` (of memory: it waits for more), `failed` (out of memory) and `ends` name the `cell`, counted from 0; those that
   run one name `device_ids` and `util_percent`. `memory` is `mib` more used on each of `device_ids` (negative: given back). `saved` and
-  `restored` are `mib` moved to host memory and back, `dropped` is `mib` of it given up.
+  `restored` are `mib` moved to host memory and back, `dropped` is `mib` of it given up. `swap-fails` says that the `swap` that begins
+  (`suspend`, `resume`) will change nothing.
 
 Version 1 had neither sessions nor moments of the world, and only the digest of the effects, as `effects`. It is still replayed.
 """

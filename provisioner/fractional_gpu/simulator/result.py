@@ -42,6 +42,7 @@ class Result:
     hopeless: str = ""  # why the run was given up; the figures are of its part up to there
     suspends: int = 0
     resumes: int = 0
+    failed_swaps: int = 0  # suspends and resumes that were begun and changed nothing
     preemptions: int = 0
     moved_mib: int = 0
     host_peak_mib: int = 0
@@ -76,6 +77,7 @@ class Result:
             "jain_late": self.lateness.jain(),
             "suspends": self.suspends,
             "resumes": self.resumes,
+            "failed_swaps": self.failed_swaps,
             "preemptions": self.preemptions,
             "moved_gib": round(self.moved_mib / 1024, 3),
             "host_peak_mib": self.host_peak_mib,

@@ -1,24 +1,29 @@
 """The fewest devices that keep to a goal: runs of the same trace with more and fewer devices."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.felt import Goal
+from fractional_gpu.simulator.machine import Host, lease_for
 from fractional_gpu.simulator.result import Result
 from fractional_gpu.simulator.traces import Session
+
+_FIRST_STEP = 8  # the first step is so large a part of the devices that the search starts with
+_STAYS_MS = 120_000  # for how long after a cell its kernel is counted as on its device
 
 
 def fewest_devices(run: Callable[[int], Result], goal: Goal, most: int, *, least: int = 1, start: int = 1) -> Result:
     """Return the run with the fewest devices, from `least` to `most`, that keeps the goal.
 
-    A run that keeps the goal is played to its end, one that misses it is given up early (`Felt.hopeless`), so failures are cheap. The
-    search begins at `start`, which should be rather too few, adds half of the devices while they are too few, and halves the interval
-    from there. That finds the fewest where more devices never make waits longer, which holds but for luck.
+    A run that keeps the goal is played to its end, one that misses it is given up early (`Felt.hopeless`). The search begins at `start`
+    and goes up or down, by an eighth at first and by twice as much each time, until one number keeps the goal and a smaller one misses
+    it; from there it halves the interval. That finds the fewest where more devices never make waits longer, which holds but for luck.
 
     Raises SimulationError where `most` devices are too few.
     """
     good: Result | None = None
     too_few, count = least - 1, max(least, min(most, start))
+    step = max(1, count // _FIRST_STEP)
     while good is None or good.devices - too_few > 1:
         result = run(count)
         missed = result.missed(goal)
@@ -31,26 +36,55 @@ def fewest_devices(run: Callable[[int], Result], goal: Goal, most: int, *, least
         else:
             too_few = count
         if good is None:
-            count = min(most, count + -(-count // 2))
+            count, step = min(most, count + step), 2 * step
         elif too_few < least:
-            count = max(least, good.devices * 2 // 3)
+            count, step = max(least, good.devices - step), 2 * step
         else:
             count = (good.devices + too_few) // 2
     return good
 
 
-def devices_to_start_with(trace: Sequence[Session], device_mib: int) -> int:
-    """Return the devices whose memory the cells of the trace need at most at the same time, as many as fit whole.
+def devices_for_cells(trace: Sequence[Session], host: Host, *, whole: bool = False, stays_ms: int = _STAYS_MS) -> int:
+    """Return the devices whose fractions the cells of the trace take at most at the same time: about what short waits need.
 
-    Rather too few for short waits: idle kernels hold memory, too, swaps take time, and fractions are rounded up.
+    Each cell takes its session's fraction, or its GPUs where it uses several or with `whole`, and keeps them for `stays_ms` after its
+    end. Raises SimulationError for a session that the host cannot serve.
     """
+    return _most_at_once(
+        (cell.start_ms, cell.start_ms + cell.duration_ms + stays_ms, milli if cell.gpus <= 1 else 1000 * cell.gpus)
+        for session in trace
+        for milli in [_milli(session, host, whole=whole)]
+        for cell in session.cells
+        if cell.gpus
+    )
+
+
+def devices_for_sessions(trace: Sequence[Session], host: Host, *, whole: bool = False) -> int:
+    """Return the devices whose fractions the open sessions take at most at the same time; with `whole`, the GPUs that they reserve.
+
+    Raises SimulationError for a session that the host cannot serve.
+    """
+    return _most_at_once(
+        (
+            session.open_ms,
+            session.close_ms,
+            1000 * session.gpus if whole else session.gpus * _milli(session, host, whole=False),
+        )
+        for session in trace
+    )
+
+
+def _milli(session: Session, host: Host, *, whole: bool) -> int:
+    return 1000 if whole or session.most_gpus > 1 else lease_for(host, session).fraction_milli
+
+
+def _most_at_once(uses: Iterable[tuple[int, int, int]]) -> int:
+    """Return the whole devices of the most that is used at once: from, until (ms), thousandths of a device."""
     steps: list[tuple[int, int]] = []
-    for session in trace:
-        for cell in session.cells:
-            mib = cell.gpu_mib * cell.gpus
-            steps += [(cell.start_ms, mib), (cell.start_ms + cell.duration_ms, -mib)]
-    held_mib = most_mib = 0
-    for _, mib in sorted(steps):
-        held_mib += mib
-        most_mib = max(most_mib, held_mib)
-    return max(1, most_mib // device_mib)
+    for since_ms, until_ms, milli in uses:
+        steps += [(since_ms, milli), (until_ms, -milli)]
+    used = most = 0
+    for _, milli in sorted(steps):
+        used += milli
+        most = max(most, used)
+    return max(1, most // 1000)

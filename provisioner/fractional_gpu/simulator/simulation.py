@@ -5,12 +5,14 @@
   and the cell runs once granted. The next cell comes as long after it as in the trace: a wait delays everything behind it.
 - A wait is the time from asking to running, the restore included; cells that found their kernel resident count with zero.
   What else a user feels is in `felt`.
-- A swap takes a fixed time and the bytes over the bandwidth. A cell of a suspended kernel that touches no GPU runs without asking.
+- A swap takes a fixed time and the bytes over the bandwidth. One that fails takes the fixed time and changes nothing.
+- A cell of a suspended kernel that touches no GPU runs without asking.
 - A cell that needs more than is reserved (where a pool reserves by use) takes what it may and waits for more; if none comes for
-  `patience_ms` it fails as out of memory.
+  `patience_ms` it fails as out of memory, and at once if it needs more than its cap.
 - Device memory is counted a second time, in `accounts`; `lost` counts sessions that could not run to their end.
 """
 
+import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -82,6 +84,9 @@ class _Kernel:
     unfinished: Running | None = None  # a cell that was preempted
     began_ms: int = 0  # when the cell that runs was let in last
     ran_ms: int = 0  # how long the last cell has run in all, up to when it was stopped
+    swaps: int = 0
+    resume_fails: bool = False  # the resume under way
+    overdue: int = 0  # how many limits of the goal the wait of its cell exceeds
     over: bool = False
 
     @property
@@ -254,8 +259,26 @@ class _Run:
         view = self._arbiter.lease(kernel.spec.lease_id)
         return view.device_ids if view is not None else kernel.device_ids
 
+    def _fails(self, kernel: _Kernel) -> bool:
+        """Return whether the swap that begins fails: by a draw for each swap of each session, whatever the others do."""
+        percent = self._host.failed_swaps_percent
+        kernel.swaps += 1
+        if not percent:
+            return False
+        swap = f"{self._host.seed}/swap/{kernel.session.session_id}/{kernel.swaps}"
+        return random.Random(swap).random() * 100 < percent  # noqa: S311 - a workload, not a secret
+
+    def _failed(self, kernel: _Kernel, kind: str) -> None:
+        self._result.failed_swaps += 1
+        self._note("swap-fails", kernel, swap=kind)
+
     def _suspend(self, kernel: _Kernel, effect: Suspend) -> None:
-        if kernel.total_mib > effect.host_mib:
+        self._result.suspends += 1
+        if self._fails(kernel):
+            self._failed(kernel, "suspend")
+            gives_up = partial(self._suspended, effect, SuspendOutcome.ABORTED)
+            self._at(self._now_ms + self._host.swap.fixed_ms, gives_up)
+        elif kernel.total_mib > effect.host_mib:
             self._at(self._now_ms, partial(self._count, kernel, effect))
         else:
             self._save(kernel, effect)
@@ -276,19 +299,23 @@ class _Run:
         if view is not None and view.host_reserved_mib >= need_mib:
             self._save(kernel, effect)
             return
+        self._failed(kernel, "suspend")
+        self._suspended(effect, SuspendOutcome.ABORTED, need_mib=need_mib)
+
+    def _suspended(self, effect: Suspend, outcome: SuspendOutcome, *, saved_mib: int = 0, need_mib: int = 0) -> None:
         self._send(
             SuspendFinished(
                 at_ms=self._now_ms,
                 lease_id=effect.lease_id,
                 operation_id=effect.operation_id,
                 generation=effect.generation,
-                outcome=SuspendOutcome.ABORTED,
+                outcome=outcome,
+                saved_mib=saved_mib,
                 need_mib=need_mib,
             )
         )
 
     def _save(self, kernel: _Kernel, effect: Suspend) -> None:
-        self._result.suspends += 1
         if kernel.running is not None or kernel.growing:
             self._result.preemptions += 1
             self._note("preempted", kernel, cell=kernel.next_cell)
@@ -303,22 +330,18 @@ class _Run:
                 self._use(kernel, device_ids, -mib)
                 self._accounts.save(total_mib)
                 self._note("saved", kernel, mib=total_mib)
-            self._send(
-                SuspendFinished(
-                    at_ms=self._now_ms,
-                    lease_id=effect.lease_id,
-                    operation_id=effect.operation_id,
-                    generation=effect.generation,
-                    outcome=SuspendOutcome.NOTHING_TO_SAVE if mib == 0 else SuspendOutcome.SAVED,
-                    saved_mib=total_mib,
-                )
-            )
+            outcome = SuspendOutcome.NOTHING_TO_SAVE if mib == 0 else SuspendOutcome.SAVED
+            self._suspended(effect, outcome, saved_mib=total_mib)
 
         self._at(self._now_ms + self._host.swap.save_ms(total_mib), saved)
 
     def _resume(self, kernel: _Kernel, effect: Resume) -> None:
         self._result.resumes += 1
-        kernel.reserved_mib = effect.reserve_mib
+        kernel.reserved_mib, kernel.resume_fails = effect.reserve_mib, self._fails(kernel)
+        if kernel.resume_fails:
+            self._failed(kernel, "resume")
+            self._at(self._now_ms + self._host.swap.fixed_ms, partial(self._resumed, effect, ResumeOutcome.NOT_STARTED))
+            return
         self._use(kernel, kernel.device_ids, kernel.memory_mib)
         total_mib = kernel.total_mib
 
@@ -326,17 +349,20 @@ class _Run:
             if not kernel.over:
                 self._accounts.save(-total_mib)
                 self._note("restored", kernel, mib=total_mib)
-            self._send(
-                ResumeFinished(
-                    at_ms=self._now_ms,
-                    lease_id=effect.lease_id,
-                    operation_id=effect.operation_id,
-                    generation=effect.generation,
-                    outcome=ResumeOutcome.RESTORED,
-                )
-            )
+            self._resumed(effect, ResumeOutcome.RESTORED)
 
         self._at(self._now_ms + self._host.swap.restore_ms(total_mib), restored)
+
+    def _resumed(self, effect: Resume, outcome: ResumeOutcome) -> None:
+        self._send(
+            ResumeFinished(
+                at_ms=self._now_ms,
+                lease_id=effect.lease_id,
+                operation_id=effect.operation_id,
+                generation=effect.generation,
+                outcome=outcome,
+            )
+        )
 
     # -- a session ------------------------------------------------------------------------------------------------------
 
@@ -369,7 +395,20 @@ class _Run:
             self._grow(kernel)
             return
         kernel.waiting = True
+        self._watch_wait(kernel)
         self._send(Wanted(at_ms=self._now_ms, lease_id=kernel.spec.lease_id))
+
+    def _watch_wait(self, kernel: _Kernel) -> None:
+        """Count the cell against the goal as soon as its wait exceeds a limit, and not only when it begins."""
+        if kernel.cell.gpus:
+            for limit, limit_ms in enumerate(self._felt.wait_limits_ms):
+                self._at(self._now_ms + limit_ms + 1, partial(self._overdue, kernel, kernel.next_cell, limit))
+
+    def _overdue(self, kernel: _Kernel, cell: int, limit: int) -> None:
+        unbegun = kernel.unfinished is None and (kernel.waiting or kernel.growing)
+        if kernel.next_cell == cell and unbegun and not kernel.over:
+            kernel.overdue = limit + 1
+            self._felt.overdue(limit)
 
     def _ends_without_gpu(self, kernel: _Kernel) -> None:
         self._note("ends", kernel, cell=kernel.next_cell)
@@ -392,7 +431,8 @@ class _Run:
             kernel.short_ms = self._now_ms
             self._note("short", kernel, cell=kernel.next_cell, mib=mib, need_mib=need_mib)
             plan = partial(self._give_up, kernel, kernel.next_cell, self._now_ms)
-            self._at(self._now_ms + self._host.patience_ms, plan)
+            patience_ms = self._host.patience_ms if need_mib <= kernel.spec.reserve_mib else 0
+            self._at(self._now_ms + patience_ms, plan)
         kernel.growing = mib < need_mib  # before it is measured: the answer may let it grow at once
         if kernel.cell.gpus:
             self._measure(kernel, None)
@@ -424,7 +464,8 @@ class _Run:
     def _begins(self, kernel: _Kernel) -> None:
         self._accounts.waiting -= 1
         if kernel.unfinished is None and kernel.cell.gpus:
-            self._felt.waited(self._now_ms - kernel.asked_ms)
+            self._felt.waited(self._now_ms - kernel.asked_ms, kernel.overdue)
+            kernel.overdue = 0
 
     def _run_cell(self, kernel: _Kernel) -> None:
         """Run the cell on the kernel's devices; the first of them decides how much its neighbours slow it down."""
@@ -482,7 +523,7 @@ class _Run:
 
     def _close(self, kernel: _Kernel) -> None:
         kernel.over, self._closed_ms = True, self._now_ms
-        if kernel.state in HOLDING:
+        if kernel.state in HOLDING and not (kernel.state is LeaseState.RESUMING and kernel.resume_fails):
             self._use(kernel, kernel.device_ids, -kernel.memory_mib)
         if kernel.state is LeaseState.SUSPENDED or kernel.state is LeaseState.RESUMING:
             self._note("dropped", kernel, mib=kernel.total_mib)

@@ -18,7 +18,8 @@ from fractional_gpu.broker.api import handler, lease_service
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.kernels.iopub import IOPubWatch
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.host.process import PeerCredentials, ProcessIdentity
+from fractional_gpu.host.peers import PeerCredentials
+from fractional_gpu.host.process import ProcessIdentity
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import LeaseRecord, LedgerError
 from fractional_gpu.protocol.errors import BadRequestError, RequestTooLargeError

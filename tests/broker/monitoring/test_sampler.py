@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -133,6 +134,24 @@ async def test_where_use_is_reserved_the_end_of_growth_is_told(reserve_by: Reser
     world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
     for expected in ([300], again, []):
         assert [event.used_mib for event in await world.told() if isinstance(event, LeaseMeasured)] == expected
+
+
+async def test_what_a_running_cell_uses_of_its_device_is_told_each_time() -> None:
+    world = World()
+    world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
+    world.monitor.used_milli = {os.getpid(): 450}
+
+    async def measured() -> list[tuple[int, int | None]]:
+        world.sampler._meter._until_us.clear()  # as if the last period had been long ago
+        return [(one.used_mib, one.util_milli) for one in await world.told() if isinstance(one, LeaseMeasured)]
+
+    assert await measured() == [(300, None)]
+    world.view = replace(world.view, busy=True)
+    world.kernel.cell.executing_since_s = time.monotonic() - 60
+    assert await measured() == [(300, 450)]
+    assert await measured() == [(300, 450)]
+    world.kernel.cell.executing_since_s = None
+    assert await measured() == []
 
 
 async def test_readers_who_ask_together_share_a_sample_that_was_begun_after_they_asked(

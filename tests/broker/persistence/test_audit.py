@@ -18,7 +18,7 @@ from fractional_gpu.broker.services import admin, residency
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.config import load
-from fractional_gpu.host.process import PeerCredentials
+from fractional_gpu.host.peers import PeerCredentials
 from fractional_gpu.protocol.errors import BadRequestError, ConflictError, InternalBrokerError, NotFoundError
 from fractional_gpu.protocol.messages import DrainRequest, EvictRequest, MoveRequest, PinRequest, ResizeRequest
 from fractional_gpu.protocol.seats import SeatRequest

@@ -10,7 +10,7 @@ from fractional_gpu.broker.api import handler
 from fractional_gpu.broker.api.handler import Handler
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.seat import SeatClient
-from fractional_gpu.host.process import PeerCredentials
+from fractional_gpu.host.peers import PeerCredentials
 from fractional_gpu.protocol.errors import BadRequestError
 from fractional_gpu.protocol.names import MAX_ACTING_FOR, decode_acting_for, encode_acting_for
 from tests.broker.live import LiveBroker

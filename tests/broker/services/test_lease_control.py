@@ -20,7 +20,7 @@ from fractional_gpu.config import ConfigError, load
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.events import DeviceSeen, PoolConfigured
 from fractional_gpu.core.model import DeviceSpec, Limits, PoolSpec, ReserveBy
-from fractional_gpu.host.process import PeerCredentials
+from fractional_gpu.host.peers import PeerCredentials
 from fractional_gpu.protocol.errors import BadRequestError, ForbiddenError, FractionalGPUError
 from fractional_gpu.protocol.messages import AcquireRequest, LeaseRequest
 from tests.broker.live import DEADLINE_S, LiveBroker, started_for

@@ -3,7 +3,17 @@
 import dataclasses
 
 from fractional_gpu.core.effects import Recorded, Suspend
-from fractional_gpu.core.events import DeviceDrained, DeviceSeen, DeviceUndrained, SuspendOutcome, Unwanted
+from fractional_gpu.core.events import (
+    DeviceDrained,
+    DeviceSeen,
+    DeviceUndrained,
+    LeaseMeasured,
+    SuspendFinished,
+    SuspendOutcome,
+    SuspendRequested,
+    TruthFound,
+    Unwanted,
+)
 from fractional_gpu.core.model import LeaseState
 from tests.core.driving import Hand, device, pool
 
@@ -126,3 +136,40 @@ def test_room_is_made_elsewhere_for_whoever_had_to_leave() -> None:
     effects = hand.saved(list(_drained(hand, name, evict_busy=True)))
     assert hand.suspends(effects) == ["b"]
     assert hand.resumes(hand.saved(effects)) == [("a", hand.view("b").device_id)]
+
+
+def test_a_failed_suspend_delays_the_drain_for_its_pause_though_its_kernel_was_in_doubt_meanwhile() -> None:
+    hand = Hand(pools=[dataclasses.replace(pool(), retry_refused_ms=10_000)])
+    hand.idle("a")
+    hand.saved(hand.send(SuspendRequested(at_ms=hand.now, lease_id="a")), SuspendOutcome.REFUSED)
+    hand.wait(4_000)
+    hand.saved(hand.send(SuspendRequested(at_ms=hand.now, lease_id="a")), SuspendOutcome.UNKNOWN)
+    assert _drained(hand) == [], "unknown is not free"
+    found = TruthFound(
+        at_ms=hand.now,
+        lease_id="a",
+        generation=hand.view("a").generation,
+        state=LeaseState.RESIDENT,
+        device_id="d0",
+    )
+    assert hand.suspends(hand.send(found)) == []
+    assert hand.suspends(hand.wait(5_999)) == []
+    assert hand.suspends(hand.wait(1)) == ["a"], "by the alarm alone"
+
+
+def test_a_kernel_that_begins_to_run_is_evicted_at_once_where_what_it_would_have_saved_idle_did_not_fit() -> None:
+    hand = Hand(pools=[dataclasses.replace(pool(), retry_refused_ms=0)], host_mib=200)
+    hand.idle("a")
+    hand.send(LeaseMeasured(at_ms=hand.now, lease_id="a", used_mib=160))
+    (suspend,) = _drained(hand, evict_busy=True)
+    too_much = SuspendFinished(
+        at_ms=hand.now,
+        lease_id="a",
+        operation_id=suspend.operation_id,
+        generation=suspend.generation,
+        outcome=SuspendOutcome.ABORTED,
+        need_mib=240,
+    )
+    assert hand.suspends(hand.send(too_much)) == [], "240 MiB are to be saved, as far as is known while it is idle"
+    assert hand.suspends(hand.wait(60_000)) == []
+    assert hand.suspends(hand.work("a")) == ["a"], "it may have freed something: only 160 MiB are known again"

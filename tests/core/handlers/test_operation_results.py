@@ -21,6 +21,7 @@ from fractional_gpu.core.events import (
     DeviceDrained,
     HostMemorySeen,
     LeaseMeasured,
+    LeaseRecovered,
     LeaseReleased,
     ProcessExited,
     ResumeFinished,
@@ -33,7 +34,7 @@ from fractional_gpu.core.events import (
     Unwanted,
 )
 from fractional_gpu.core.model import FOUND_FAILED, LeaseState
-from tests.core.driving import Hand, device, pool
+from tests.core.driving import Hand, device, pool, spec
 
 Kind = TypeVar("Kind", bound=Effect)
 
@@ -666,3 +667,19 @@ def test_of_those_who_could_make_room_one_goes_whom_the_host_has_memory_for() ->
     hand.wait(10_000)
     hand.start("a", 300)
     assert hand.suspends(hand.want("a")) == ["small"], "though the other has rested for longer"
+
+
+def test_a_lease_with_the_id_of_one_that_ended_is_a_victim_like_any_other() -> None:
+    hand = Hand()
+    hand.idle("a", 600)
+    hand.run("b", 400)
+    hand.start("c", 800)
+    hand.want("c")  # the leases of the device are ranked
+    hand.give_up("c")
+    hand.send(LeaseReleased(at_ms=hand.now, lease_id="a"))
+    hand.send(
+        LeaseRecovered(at_ms=hand.now, spec=spec("a", 600), state=LeaseState.RESIDENT, generation=9, device_id="d0")
+    )
+    hand.now += 60_000
+    hand.start("d", 600)
+    assert hand.suspends(hand.want("d")) == ["a"]

@@ -10,11 +10,14 @@ from fractional_gpu.core.events import (
     DeviceDrained,
     DeviceLost,
     DeviceSeen,
+    DeviceUndrained,
     LeaseRecovered,
     LeaseReleased,
     LeaseRequested,
     PoolConfigured,
+    ResumeOutcome,
     SuspendRequested,
+    TruthFound,
 )
 from fractional_gpu.core.model import LeaseSpec, LeaseState
 from tests.core.driving import Hand, device, pool, spec
@@ -209,3 +212,26 @@ def test_a_lease_does_not_step_aside_while_one_of_its_devices_is_lost(most: int)
     hand.start("b", 600)
     assert hand.suspends(hand.want("b")) == []
     assert hand.suspends(hand.send(DeviceSeen(at_ms=0, device=device("d1")))) == ["a"]
+
+
+def test_a_lease_found_where_it_was_before_a_move_has_all_its_devices_again() -> None:
+    names = ("d0", "d1", "d2", "d3")
+    hand = Hand(*(device(name) for name in names), pools=[pool(*names, may_move=True)])
+    hand.send(LeaseRequested(at_ms=0, spec=_spec("a", reserve_mib=400)))
+    hand.send(Attached(at_ms=0, lease_id="a", gated=True))
+    hand.want("a")
+    hand.work("a")
+    hand.rest("a")
+    home = hand.view("a").device_ids
+    hand.saved(hand.send(SuspendRequested(at_ms=0, lease_id="a")))
+    for name in home:
+        hand.send(DeviceDrained(at_ms=0, device_id=name))
+    resume = hand.want("a")
+    assert set(hand.view("a").device_ids).isdisjoint(home)
+    hand.restored(resume, ResumeOutcome.UNKNOWN)
+    generation = hand.view("a").generation
+    for name in home:
+        hand.send(DeviceUndrained(at_ms=0, device_id=name))
+    found = TruthFound(at_ms=0, lease_id="a", generation=generation, state=LeaseState.RESIDENT, device_id=home[0])
+    hand.send(found)
+    assert (hand.state("a"), hand.view("a").device_ids) == (LeaseState.RESIDENT, home)

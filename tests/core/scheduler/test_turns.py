@@ -17,9 +17,12 @@ from hypothesis import strategies as st
 from fractional_gpu.core.effects import CloseGate, Effect, Suspend
 from fractional_gpu.core.events import (
     Attached,
+    DeviceLost,
+    DeviceSeen,
     LeaseMeasured,
     LeaseRequested,
     PinRequested,
+    ResizeRequested,
     SuspendOutcome,
     SuspendRequested,
 )
@@ -249,6 +252,34 @@ def test_the_gate_is_closed_when_the_minimum_residency_is_over_and_the_next_cell
     assert (suspend.lease_id, suspend.preempt, suspend.between_cells) == ("a", False, True)
     assert [view.lease_id for view in hand.arbiter.tickets("p")] == ["b", "a"]
     assert hand.granted(hand.saved(effects)) == [("b", "d0")]
+
+
+def test_no_gate_is_closed_for_a_ticket_that_gets_the_room_of_a_lapsed_hold_in_the_same_event() -> None:
+    hand = Hand(pools=[_never(min_residency_ms=0)])
+    hand.run("a", 600)
+    hand.request("never-comes", 300, gated=False)
+    hand.wait(15_000)  # as long as the pool keeps room for a process
+    assert hand.view("never-comes").reserved_mib == 300, "no ticket waits for it"
+    hand.start("b", 400)
+    effects = hand.want("b")
+    assert hand.granted(effects) == [("b", "d0")], "and nothing is said to a, whose gate stays open"
+    assert _closed(effects) == []
+    assert not hand.view("a").gate_closed
+
+
+def test_no_gate_is_closed_for_a_ticket_that_gets_what_a_smaller_lease_gives_back_in_the_same_event() -> None:
+    hand = Hand(pools=[_never(min_residency_ms=0)])
+    hand.run("a", 900)
+    hand.now += 60_000
+    hand.send(DeviceLost(at_ms=hand.now, device_id="d0"))
+    hand.start("b", 200)
+    hand.want("b")
+    hand.send(ResizeRequested(at_ms=hand.now, lease_id="a", fraction_milli=500, reserve_mib=300))
+    effects = hand.send(DeviceSeen(at_ms=hand.now, device=device()))
+    assert hand.view("a").reserved_mib == 300
+    assert hand.granted(effects) == [("b", "d0")]
+    assert _closed(effects) == []
+    assert not hand.view("a").gate_closed
 
 
 def test_a_cell_at_a_closed_gate_is_told_when_its_gate_is_opened_at_the_latest() -> None:

@@ -26,7 +26,7 @@ from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.request_validation import Peer, user_name
 from fractional_gpu.broker.persistence.audit import Act, is_anothers
 from fractional_gpu.host import files
-from fractional_gpu.host.process import peer_credentials
+from fractional_gpu.host.peers import peer_credentials
 from fractional_gpu.ledger.records import LedgerError
 from fractional_gpu.protocol import names
 from fractional_gpu.protocol.codec import decode_request, error_body, printable

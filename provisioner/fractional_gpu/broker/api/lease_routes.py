@@ -16,7 +16,7 @@ from fractional_gpu.broker.api.lease_service import LeaseService
 from fractional_gpu.broker.api.metrics_routes import METRICS_ROUTES, register_collectors
 from fractional_gpu.broker.api.server import DISCARDED_BYTES, DISCARDED_HEADER_BYTES, Server
 from fractional_gpu.broker.services.status import StatusStream, full_lease_status, host_status
-from fractional_gpu.host.process import detects_unread, unread
+from fractional_gpu.host.peers import detects_unread, unread
 from fractional_gpu.protocol.errors import NotFoundError
 from fractional_gpu.protocol.limits import BODY_S, IDLE_S, MAX_BODY_BYTES
 from fractional_gpu.protocol.messages import (

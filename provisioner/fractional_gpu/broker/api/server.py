@@ -30,7 +30,7 @@ from tornado.ioloop import IOLoop
 
 from fractional_gpu.broker.clock import TokenBucket
 from fractional_gpu.host.claims import NameClaim
-from fractional_gpu.host.process import PeerCredentials, peer_credentials, peer_groups
+from fractional_gpu.host.peers import PeerCredentials, peer_credentials, peer_groups
 from fractional_gpu.protocol.codec import error_body
 from fractional_gpu.protocol.errors import FractionalGPUError, RequestTooLargeError, TooManyRequestsError
 from fractional_gpu.protocol.limits import MAX_BODY_BYTES, MAX_CONNECTIONS_PER_UID, MAX_HEADER_BYTES

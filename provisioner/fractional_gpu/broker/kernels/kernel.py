@@ -129,6 +129,7 @@ class CellState:
     """What the broker derives from the kernel's messages. Changed by `Broker`."""
 
     executing_since_s: float | None = None  # monotonic
+    granted_s: float = 0.0  # the last grant, monotonic: a cell that waited for it runs since then
     ticket_by_broker: bool = False  # the broker filed the lease's ticket, because of IOPub or of silence
 
 

@@ -13,14 +13,8 @@ from fractional_gpu.broker.kernels.process_inspector import LEASE_VARIABLE
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.model import LeaseSpec, PoolSpec, ReserveBy
 from fractional_gpu.core.units import format_fraction, format_memory
-from fractional_gpu.host.process import (
-    PeerCredentials,
-    ProcessIdentity,
-    boot_id,
-    environment_value,
-    identify,
-    owner_uid,
-)
+from fractional_gpu.host.peers import PeerCredentials
+from fractional_gpu.host.process import ProcessIdentity, boot_id, environment_value, identify, owner_uid
 from fractional_gpu.protocol.codec import printable
 from fractional_gpu.protocol.errors import BadRequestError, ForbiddenError, NoRoomError, RequestTooLargeError
 from fractional_gpu.protocol.limits import MAX_NAME

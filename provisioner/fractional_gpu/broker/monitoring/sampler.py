@@ -18,6 +18,7 @@ from fractional_gpu.broker.kernels.connection import OPEN_LINE_S
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import LEASE_VARIABLE, members_of
 from fractional_gpu.broker.monitoring.host_memory import HostMemoryPressure
+from fractional_gpu.broker.monitoring.utilisation import Reading, UtilisationMeter
 from fractional_gpu.broker.persistence.ledger_writer import devices_of
 from fractional_gpu.broker.supervision.enforcement import Owner
 from fractional_gpu.broker.supervision.survivors import KillsSeen
@@ -52,6 +53,7 @@ class _Sample:
     pressed: set[str]  # leases
     sensors: dict[str, DeviceSensors]
     kills: KillsSeen
+    utilisation: Reading
 
 
 class Sampler:
@@ -63,6 +65,7 @@ class Sampler:
         self._host_budget = host_budget
         self._strangers: dict[str, int | None] = {}
         self._pressure = HostMemoryPressure()
+        self._meter = UtilisationMeter(broker)
         self._pressed: set[str] = set()
         self._budget_mib: int | None = None
         self._looked_s = time.monotonic()  # at the gates
@@ -125,7 +128,7 @@ class Sampler:
             before = self._broker.changes
             seen = {kernel: kernel.changes for kernel in self._broker.kernels.values()}
             known = {identity.pid for _, identity in self._live()}
-            sample = await asyncio.to_thread(self._read, known, self._saved())
+            sample = await asyncio.to_thread(self._read, known, self._saved(), self._meter.begin())
             if self._broker.changes == before or not left:
                 self._evaluate(sample, {kernel for kernel, changes in seen.items() if kernel.changes == changes})
                 return
@@ -142,7 +145,7 @@ class Sampler:
             if view.state is LeaseState.SUSPENDED and kernel.identity is not None
         }
 
-    def _read(self, known: set[int], saved: dict[str, int]) -> _Sample:
+    def _read(self, known: set[int], saved: dict[str, int], utilisation: Reading) -> _Sample:
         """In a thread: read every device; scan /proc only if a process other than a kernel itself uses one."""
         uses: dict[str, DeviceUse | None] = {}
         for device_id in self._devices:
@@ -152,6 +155,7 @@ class Sampler:
                 if error.code not in (GPUErrorCode.DEVICE_LOST, GPUErrorCode.NO_SUCH_DEVICE):
                     log.warning("device %s could not be read: %s", device_id, error)
                 uses[device_id] = None
+        self._meter.read(self._broker.monitor, utilisation)
         others = any(process.pid not in known for use in uses.values() if use for process in use.processes)
         return _Sample(
             uses=uses,
@@ -159,6 +163,7 @@ class Sampler:
             pressed=self._pressure(saved, time.monotonic()),
             sensors={device_id: self._sensors(device_id) for device_id, use in uses.items() if use is not None},
             kills=self._broker.oom_kills.look(known, time.monotonic()),
+            utilisation=utilisation,
         )
 
     def _sensors(self, device_id: str) -> DeviceSensors:
@@ -187,8 +192,9 @@ class Sampler:
         used: dict[str, dict[str, int]] = {}
         for (lease_id, device_id), mib in on_device.items():
             used.setdefault(lease_id, {})[device_id] = mib
+        utilisation = self._meter.evaluate(sample.utilisation, sample.uses, owners)
         for kernel in [one for one in broker.kernels.values() if one in unchanged]:
-            self._report_lease(kernel, used.get(kernel.lease_id, {}))
+            self._report_lease(kernel, used.get(kernel.lease_id, {}), utilisation.get(kernel.lease_id))
         self._note_processes(sample.uses, owners)
         for device_id, use in sample.uses.items():
             if use is not None:
@@ -234,7 +240,7 @@ class Sampler:
                 covered += min(mib, view.reserved_mib)
         return covered
 
-    def _report_lease(self, kernel: Kernel, used: dict[str, int]) -> None:
+    def _report_lease(self, kernel: Kernel, used: dict[str, int], util_milli: int | None) -> None:
         kernel.measurement.seen_on = frozenset(used)
         view = self._broker.arbiter.lease(kernel.lease_id)
         if view is None or view.state not in (LeaseState.RESIDENT, LeaseState.NO_CONTEXT):
@@ -245,13 +251,19 @@ class Sampler:
         changed = kernel.measurement.reported != measured or view.used_mib != measured[0]
         grows = measured[0] > view.used_mib
         # Where its reservation follows its use, the arbiter expects more growth until it gets a measurement without growth.
-        if changed or kernel.measurement.grew:
+        if changed or kernel.measurement.grew or util_milli is not None:
             kernel.measurement.reported, kernel.measurement.grew = (
                 measured,
                 grows and self._broker.reserves_by_use(view.spec.pool),
             )
             self._broker.dispatch(
-                LeaseMeasured(at_ms=now_ms(), lease_id=kernel.lease_id, used_mib=measured[0], armed=measured[1])
+                LeaseMeasured(
+                    at_ms=now_ms(),
+                    lease_id=kernel.lease_id,
+                    used_mib=measured[0],
+                    armed=measured[1],
+                    util_milli=util_milli,
+                )
             )
 
     def _report_pressure(self, pressed: set[str]) -> None:

@@ -174,7 +174,7 @@ class LeaseControl:
 
     async def story(self, kernel: Kernel) -> Story:
         """Return the lease's story: the recorded reasons of all that happened to it. Raises LedgerError."""
-        ledger = self._broker.writer.ledger
+        ledger, slowdown = self._broker.writer.ledger, self._broker.arbiter.slowdown(kernel.lease_id)
 
         def read() -> Story:
             lines = ledger.story(kernel.lease_id, _LINES)
@@ -182,6 +182,8 @@ class LeaseControl:
                 lease_id=kernel.lease_id,
                 lines=[StoryLine(at_ms=line.at_ms, reason=line.reason, sentence=line.sentence) for line in lines],
                 omitted=ledger.story_length(kernel.lease_id) - len(lines),
+                slowdown_milli=slowdown.milli,
+                slowdown=slowdown.sentence,
             )
 
         return await self._broker.writer.read(read)

@@ -42,6 +42,7 @@ def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus
     elif view.revoked:
         reason, sentence = REVOKED.code, revoked_sentence(view)
     device = broker.devices.get(view.device_id or "")
+    slowdown = broker.arbiter.slowdown(kernel.lease_id)
     return LeaseStatus(
         lease_id=kernel.lease_id,
         state=view.state.value,
@@ -82,6 +83,9 @@ def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus
             LeftProcess(pid=one.identity.pid, command=one.command, used_mib=one.used_mib)
             for one in kernel.ending.survivors
         ],
+        demand_milli=view.demand_milli,
+        slowdown_milli=slowdown.milli,
+        slowdown=slowdown.sentence,
     )
 
 
@@ -137,6 +141,7 @@ def host_status(
             over_committed=view.over_committed,
             lost=view.lost,
             why_not=view.why_not,
+            demand_milli=view.demand_milli,
             strangers=broker.enforcement.strangers.get(view.device_id, []),
             **asdict(broker.sensors.get(view.device_id, DeviceSensors())),
             draining=view.draining,

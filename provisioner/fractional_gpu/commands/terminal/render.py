@@ -11,6 +11,7 @@ from fractional_gpu.protocol.names import state_words
 BAR_CELLS = 24
 MOST_STRANGERS = 3  # named in a device's line
 SHORT_ID = 8
+_WHOLE = 1000  # a device, thousandths
 _NARROWEST = 8  # characters of a column: a narrower one is not read any more
 _GAP = "  "
 _LEGEND = "#  used    =  reserved    x  other programs    .  free"
@@ -111,6 +112,12 @@ def wrap_lines(lines: Iterable[str], width: int | None) -> list[str]:
     return fit
 
 
+def describe_demand(device: DeviceStatus) -> str:
+    """Return what the device's busy kernels need of it."""
+    slowed = ", so they slow each other down" if device.demand_milli > _WHOLE else ""
+    return f"busy kernels need {device.demand_milli // 10} % of its compute{slowed}"
+
+
 def _device_lines(device: DeviceStatus) -> list[str]:
     """Return one device's lines: its name, its bar and, if it admits no kernel, why."""
     sums = f"{format_memory(device.reserved_mib)} reserved, {format_memory(device.used_mib)} used"
@@ -123,8 +130,11 @@ def _device_lines(device: DeviceStatus) -> list[str]:
         (device.temperature_c, " °C", 1),
         (device.power_mw, " W", 1000),
     ]
-    if sensors := [f"{round(value / per)}{unit}" for value, unit, per in readings if value is not None]:
+    sensors = [f"{round(value / per)}{unit}" for value, unit, per in readings if value is not None]
+    if sensors:
         lines.append(f"     {', '.join(sensors)}")
+    if device.demand_milli:
+        lines.append(f"     {describe_demand(device)}")
     if device.stranger_mib:
         who = ", ".join(f"process {one.pid} of {one.user}" for one in device.strangers[:MOST_STRANGERS])
         more = len(device.strangers) - MOST_STRANGERS

@@ -221,15 +221,23 @@ def _limited(pool: PoolSpec, group: str) -> bool:
 # -- books -------------------------------------------------------------------------------------------------------------
 
 
+WHOLE_MILLI = 1000
+"""What a device has, in thousandths of it."""
+_RESTING_PARTS = 4  # kernels that idle between cells are busy about a quarter of the time, in published traces
 _FULL_MILLI = 900  # thousandths of a device that its busy leases use together when they leave none, about
 
 
 def _counted_milli(lease: Lease, occupancy: OccupancyKind) -> int:
     """Return what a lease counts for in the demand on its devices: it is busy there, or let in for a cell."""
     if occupancy is OccupancyKind.BUSY:
-        return lease.demand_milli
+        return lease.busy_milli
     coming = lease.let_in and (occupancy is OccupancyKind.IDLE or lease.state is LeaseState.RESUMING)
     return lease.demand_milli if coming and occupancy else 0
+
+
+def resting_milli(lease: Lease, occupancy: OccupancyKind) -> int:
+    """Return what a lease that idles on its devices counts for there: a part of its demand, as its next cell will come."""
+    return lease.demand_milli // _RESTING_PARTS if occupancy is OccupancyKind.IDLE and not lease.let_in else 0
 
 
 class Books:
@@ -298,7 +306,7 @@ class Books:
     def set_busy(self, lease: Lease, *, busy: bool) -> None:
         """Set whether the lease runs something."""
         lease.busy = busy
-        lease.let_in, lease.seen_milli = False, None
+        lease.let_in, lease.seen_milli, lease.cell_milli = False, None, None
         lease.has_run |= busy
         lease.cost_until_ms = 0
         if busy:
@@ -311,18 +319,22 @@ class Books:
             lease.let_in = let_in
             self.refresh(lease)
 
-    def see_utilisation(self, lease: Lease, util_milli: int) -> None:
+    def see_utilisation(self, lease: Lease, util_milli: int) -> bool:
         """Learn from the lease's utilisation over the last period what it needs while it is busy, thousandths of a device.
 
-        While the leases that are busy on a device use all of it, none shows more than neighbours leave it.
+        Its cell counts with what it shows itself: cells of one kernel differ more than kernels do. While the leases that are busy on a
+        device use all of it, none shows more than neighbours leave it. Returns whether its device has less than its busy leases need.
         """
         if lease.occupancy is not OccupancyKind.BUSY:
-            return
+            return False
         lease.seen_milli = seen_milli = max(0, min(1000, util_milli))
         crowded = any(self._is_crowded(device_id) for device_id in lease.occupied_ids)
+        lease.cell_milli = max(seen_milli, lease.busy_milli) if crowded else seen_milli
         self._set_demand(
             lease, self.forecasts.demand_seen(lease.lease_id, lease.spec.pool, seen_milli, at_least=crowded)
         )
+        here = (self.devices.get(device_id) for device_id in lease.occupied_ids)
+        return any(device.demand_milli > WHOLE_MILLI for device in here if device is not None)
 
     def _is_crowded(self, device_id: str) -> bool:
         device = self.devices.get(device_id)
@@ -334,16 +346,16 @@ class Books:
 
     def _set_demand(self, lease: Lease, demand_milli: int) -> None:
         """Set what the lease needs while it is busy. No victim's cost depends on it, so the lease does not count as changed."""
-        if demand_milli == lease.demand_milli:
-            return
         lease.demand_milli = demand_milli
         more_milli = _counted_milli(lease, lease.occupancy) - lease.counted_milli
-        if not more_milli:
+        resting = resting_milli(lease, lease.occupancy) - lease.resting_milli
+        if not more_milli and not resting:
             return
         lease.counted_milli += more_milli
+        lease.resting_milli += resting
         for device_id in lease.occupied_ids:
             if device_id in self.devices:
-                self.devices[device_id].add_demand(lease.occupancy, more_milli)
+                self.devices[device_id].add_demand(lease.occupancy, more_milli, resting)
 
     def set_gate(self, lease: Lease, *, closed: bool, next_cell: Ticket | None = None) -> None:
         """Close or open the lease's gate; `next_cell`: the ticket of the cell that waits there."""
@@ -460,17 +472,18 @@ class Books:
         else:
             footing = OccupancyKind.SUSPENDING if lease.state is LeaseState.SUSPENDING else OccupancyKind.FIXED
         ids = lease.device_ids if footing else ()
-        milli = _counted_milli(lease, footing)
-        if (footing, lease.held_mib, ids, milli) != (
+        milli, resting = _counted_milli(lease, footing), resting_milli(lease, footing)
+        if (footing, lease.held_mib, ids, milli, resting) != (
             lease.occupancy,
             lease.occupied_mib,
             lease.occupied_ids,
             lease.counted_milli,
+            lease.resting_milli,
         ):
             for device_id in lease.occupied_ids:
                 self._count_occupancy(lease, device_id, -1)
             lease.occupancy, lease.occupied_mib, lease.occupied_ids = footing, lease.held_mib, ids
-            lease.counted_milli = milli
+            lease.counted_milli, lease.resting_milli = milli, resting
             for device_id in ids:
                 self._count_occupancy(lease, device_id, 1)
         self.accounts.meter(lease, self.now_ms)
@@ -484,7 +497,7 @@ class Books:
         device.mib_by_occupancy[lease.occupancy] += mib
         device.count_by_occupancy[lease.occupancy] += sign
         device.free_mib -= mib
-        device.add_demand(lease.occupancy, sign * lease.counted_milli)
+        device.add_demand(lease.occupancy, sign * lease.counted_milli, sign * lease.resting_milli)
         if device.lost or device.is_exclusive:
             device.recompute_free()
         if sign > 0:

@@ -259,6 +259,7 @@ class Lease:
     let_in: bool = False  # room was given to it for a cell that has not begun
     demand_milli: int = 0  # what it uses of each of its devices while it is busy, as learnt: thousandths of a device
     seen_milli: int | None = None  # the last sample of that since it became busy
+    cell_milli: int | None = None  # what the cell that runs needs, by the samples since it began
     last_active_ms: int = 0
     left_behind: str = ""  # processes of the ended kernel that still have device memory, for people
     why_not: str = ""  # why its process cannot be checkpointed, a sentence
@@ -284,6 +285,7 @@ class Lease:
     occupied_mib: int = 0
     occupied_ids: tuple[str, ...] = ()
     counted_milli: int = 0  # its demand, while it is busy there or about to be
+    resting_milli: int = 0  # the part of its demand that counts while it idles there
     cost: int = 0  # of suspending it (`victim_cost`)
     cost_until_ms: int = 0  # the cost is computed anew then
     lease_id: str = field(init=False)  # its spec's, at hand
@@ -306,6 +308,11 @@ class Lease:
     def suspend_requested(self) -> bool:
         """Whether its suspend was requested and has not begun."""
         return self.suspend_requested_by is not None
+
+    @property
+    def busy_milli(self) -> int:
+        """What it needs of each of its devices while it is busy, thousandths: as its cell shows, before the first sample as learnt."""
+        return self.demand_milli if self.cell_milli is None else self.cell_milli
 
     @property
     def is_working(self) -> bool:
@@ -439,6 +446,7 @@ class Device:
     lease_capacity_mib: int = 0  # what one lease could have if no other were there
     demand_milli: int = 0  # what the leases that are busy here need together, thousandths of the device
     coming_milli: int = 0  # what those need that were let in for a cell that has not begun
+    resting_milli: int = 0  # what idle leases here are expected to need
 
     def mark_stale(self, lease: Lease) -> None:
         """Note that a lease that is, or was, on the device changed: its place among the victims is computed anew."""
@@ -447,8 +455,9 @@ class Device:
             if len(self.victim_ranking.changed) > _MUCH_CHANGED + len(self.holders):  # unused for long
                 self.victim_ranking = None
 
-    def add_demand(self, occupancy: OccupancyKind, milli: int) -> None:
-        """Count a demand of a lease that is busy here, or about to be."""
+    def add_demand(self, occupancy: OccupancyKind, milli: int, resting_milli: int = 0) -> None:
+        """Count a demand of a lease that is busy here, or about to be, or that idles."""
+        self.resting_milli += resting_milli
         if occupancy is OccupancyKind.BUSY:
             self.demand_milli += milli
         else:

@@ -390,11 +390,12 @@ class Lifecycle:
         """Note that the kernel began or ended to run something. Returns whether any decision depends on it."""
         if busy == lease.busy or lease.state is LeaseState.UNATTACHED or lease.left_behind:
             return False
-        lease.last_active_ms = self._changes.now_ms
+        lease.last_active_ms, need_mib = self._changes.now_ms, lease.host_need_mib
         self._books.set_busy(lease, busy=busy)
         self._changes.forecast_recorder.busy_changed(lease, busy=busy)
         counted = lease.suspend_requested or lease.lease_id in self._books.expected_victims
-        if busy and not counted and not self._books.shares_by_time(lease) and not lease.gate.closed:
+        counted = counted or lease.gate.closed or self._eases_host_memory(lease, need_mib)
+        if busy and not counted and not self._books.shares_by_time(lease):
             return False  # a lease that begins to work frees nothing
         return lease.state is LeaseState.RESIDENT
 

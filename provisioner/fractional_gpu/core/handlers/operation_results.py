@@ -177,7 +177,8 @@ class OperationResults:
             return
         device_ids = lease.device_ids
         if event.device_id is not None and event.device_id not in device_ids:
-            device_ids = (event.device_id,)
+            # One device is named. A lease on several is where it was before its resume, or on that device alone.
+            device_ids = lease.home_ids if event.device_id in lease.home_ids else (event.device_id,)
         if event.state is LeaseState.SUSPENDED:
             device_ids = lease.home_ids or device_ids  # a failed resume leaves the state where it was saved from
         unknown = event.state not in FOUND or event.state is LeaseState.QUARANTINED

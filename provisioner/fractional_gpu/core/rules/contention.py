@@ -6,12 +6,11 @@ the device is stretched.
 
 **Choosing a device.** A pool that spreads prefers devices in these classes:
 
-1. The demands with the newcomer's own stay within the pool's bound (`slowdown_bound_milli`). Of these, busy leases that need less than half
-   of a device count like none, so that small kernels do not take an empty device that a large one may need. From there on, less comes
-   first, in steps of half a device.
+1. The demands with the newcomer's own stay within the pool's bound (`slowdown_bound_milli`). Of these, less comes first, in steps of a
+   tenth of a device. Idle leases count with a quarter of their demands here, as their next cells will come.
 2. Beyond the bound, the least excess first, in steps of a quarter of a device.
 
-Steps are coarse, so that small differences do not decide; memory decides within a step. A lease that was let in for a cell counts as busy
+Memory decides within a step. A lease that was let in for a cell counts as busy
 before the cell begins. Where every device would be beyond the bound, neighbours whose cells are expected to end sooner than the newcomer's
 count in proportion, on the few devices that need least. Where room must be made first, all neighbours count in full. No ticket waits for
 compute: all this only orders devices that have, or will have, the memory.
@@ -19,15 +18,14 @@ compute: all this only orders devices that have, or will have, the memory.
 
 from collections.abc import Sequence
 
-from fractional_gpu.core.books.books import Books
+from fractional_gpu.core.books.books import WHOLE_MILLI, Books
 from fractional_gpu.core.books.records import Device, Lease, OccupancyKind
 from fractional_gpu.core.model import Compute, LeaseState
 
 FULL = 1 << 20
 """From this on a `fullness` is beyond the bound."""
-_STEP_MILLI = 500  # within the bound
+_STEP_MILLI = 100  # within the bound
 _EXCESS_STEP_MILLI = 250  # beyond it
-_WHOLE = 1000
 
 
 def spreads(books: Books, lease: Lease) -> bool:
@@ -45,23 +43,22 @@ def fullness(device: Device, room_milli: int, leaving: Sequence[Lease] = ()) -> 
 
     `room_milli`: what is left to neighbours; `leaving` make room for it.
     """
-    busy_milli = device.demand_milli + device.coming_milli
+    busy_milli, resting_milli = device.demand_milli + device.coming_milli, device.resting_milli
     for lease in leaving:
         busy_milli -= lease.counted_milli
-    return _fullness(busy_milli, room_milli)
+        resting_milli -= lease.resting_milli
+    return _fullness(busy_milli, resting_milli, room_milli)
 
 
-def _fullness(busy_milli: int, room_milli: int) -> int:
-    if busy_milli <= 0:
-        return 0
-    if busy_milli <= room_milli:
-        return busy_milli // _STEP_MILLI
+def _fullness(busy_milli: int, resting_milli: int, room_milli: int) -> int:
+    if busy_milli <= max(0, room_milli):
+        return (busy_milli + resting_milli) // _STEP_MILLI
     return FULL + (busy_milli - room_milli) // _EXCESS_STEP_MILLI
 
 
 def expected_fullness(books: Books, device: Device, newcomer: Lease) -> int:
     """Return the same, with neighbours in proportion where their cells are expected to end sooner than the newcomer's next one."""
-    return _fullness(_expected_milli(books, device, newcomer), room_milli(books, newcomer))
+    return _fullness(_expected_milli(books, device, newcomer), device.resting_milli, room_milli(books, newcomer))
 
 
 def excess(books: Books, device: Device, newcomer: Lease, leaving: Sequence[Lease] = ()) -> int:
@@ -90,15 +87,15 @@ def slowdown(books: Books, lease: Lease) -> tuple[int, tuple[Lease, ...]]:
 
     Those that need most come first. 1000 and no neighbours: it runs no cell on a device, or is not slowed down.
     """
-    slowest: tuple[int, tuple[Lease, ...]] = (_WHOLE, ())
+    slowest: tuple[int, tuple[Lease, ...]] = (WHOLE_MILLI, ())
     if lease.state is not LeaseState.RESIDENT or not lease.is_working:
         return slowest
     for device_id in lease.occupied_ids:
         device = books.devices.get(device_id)
-        if device is None or device.demand_milli <= _WHOLE:
+        if device is None or device.demand_milli <= WHOLE_MILLI:
             continue
-        milli = _WHOLE - lease.demand_milli + lease.demand_milli * device.demand_milli // _WHOLE
+        milli = WHOLE_MILLI - lease.busy_milli + lease.busy_milli * device.demand_milli // WHOLE_MILLI
         others = [one for one in device.holders.values() if one.occupancy is OccupancyKind.BUSY and one is not lease]
         if milli > slowest[0]:
-            slowest = milli, tuple(sorted(others, key=lambda one: (-one.demand_milli, one.number)))
+            slowest = milli, tuple(sorted(others, key=lambda one: (-one.busy_milli, one.number)))
     return slowest

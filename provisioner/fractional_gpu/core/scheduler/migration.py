@@ -1,8 +1,8 @@
 """Moving a lease to other devices: it is suspended where it is and resumed at once on its target, where room is kept meanwhile.
 
-There are four cases: an administrator requests it; an idle lease goes where it can grow; an idle lease that makes room for a ticket goes
+There are five cases: an administrator requests it; an idle lease goes where it can grow; an idle lease that makes room for a ticket goes
 where it fits now, instead of only being suspended; a busy lease does so where idle leases cannot make room and its pool moves busy ones
-(`move_busy`). Only leases on one device are moved for others.
+(`move_busy`); a busy lease goes where neighbours leave it more compute (`compute_relief`). Only leases on one device are moved for others.
 
 A lease on its way has a ticket from the beginning, before all others of its priority. If its target cannot have it after all (a process
 of no lease took the memory, the device was lost), it is a suspended lease with a ticket like any other.
@@ -98,13 +98,13 @@ class Migrations:
     def _begin(
         self, lease: Lease, target_ids: Sequence[str], reason: str, sentence: str, beneficiary: Lease | None = None
     ) -> None:
-        _begin_move(self._changes, lease, target_ids, reason, sentence, beneficiary=beneficiary)
+        begin_move(self._changes, lease, target_ids, reason, sentence, beneficiary=beneficiary)
         for device_id in target_ids:
             self._capacity.keep(device_id, max(kept_mib(lease), lease.held_mib))
         self._capacity.refresh(lease.device_ids)
 
 
-def _begin_move(
+def begin_move(
     changes: Changes,
     lease: Lease,
     target_ids: Sequence[str],
@@ -148,7 +148,7 @@ def move_on_request(changes: Changes, lease: Lease, device_id: str | None) -> Re
         )
     if not changes.channel_free or changes.books.devices[chosen].mib_by_occupancy[OccupancyKind.SUSPENDING]:
         return Reason(BUSY_CHANNEL, "another kernel is being moved or saved just now: try again in a moment")
-    _begin_move(changes, lease, (chosen,), "move.asked", "an administrator has it go to another device")
+    begin_move(changes, lease, (chosen,), "move.asked", "an administrator has it go to another device")
     return None
 
 

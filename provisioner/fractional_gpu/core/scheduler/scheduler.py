@@ -1,8 +1,8 @@
 """After every event, the scheduler serves the waiting leases as far as possible.
 
 In this order: leases whose time is over end; suspends begin that were requested, or that a breached cap, a drained device or an ended
-seat demands; tickets are served; host memory is relieved; leases that were idle for long enough are suspended. All of them share the
-swap channels.
+seat demands; tickets are served; host memory is relieved, then devices whose busy leases slow each other down; leases that were idle for
+long enough are suspended. All of them share the swap channels.
 """
 
 from fractional_gpu.core.books.records import Lease, Reason
@@ -14,6 +14,7 @@ from fractional_gpu.core.handlers.resize import MemoryCaps, Resizer
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.rules.admission import over_limit
 from fractional_gpu.core.rules.eligibility import eligible_devices, lacks_device
+from fractional_gpu.core.scheduler.compute_relief import ComputeRelief
 from fractional_gpu.core.scheduler.migration import move_on_request
 from fractional_gpu.core.scheduler.queue_pass import QueuePass
 from fractional_gpu.core.scheduler.victims import renew_rankings
@@ -92,7 +93,8 @@ class Scheduler:
         self._changes = changes
         self._books = changes.books
         self._deadlines = Deadlines(changes.books)
-        self._recheck_ms: int | None = None  # when the last pass over the queue asked to be repeated
+        self._last_pass: QueuePass | None = None  # over the queue, in the event in hand
+        self._recheck_ms: int | None = None  # when the last pass asked to be repeated
         self.memory_caps = MemoryCaps(changes)
         self.drains = DeviceDrains(changes)
         self.pins = Pins(changes)
@@ -100,6 +102,7 @@ class Scheduler:
         self.revocations = Revocations(changes)
         self.start_reservations = StartReservations(changes)
         self._relief = HostMemoryRelief(changes)
+        self._compute_relief = ComputeRelief(changes)
 
     def serve(self) -> None:
         """Do everything that can be done now."""
@@ -118,8 +121,10 @@ class Scheduler:
             self.start_reservations.file_parked()
             self._serve_tickets()
         self._relief.relieve()
+        self._compute_relief.relieve()
         if self._suspend_idle():
             self._serve_tickets()
+        self._settle_gates()
         self._deadlines.refresh(at_end=True)
 
     def prepare_next(self) -> None:
@@ -133,14 +138,20 @@ class Scheduler:
         for _ in range(_SPARE_PASSES + 2 * self._books.waiting):
             if not self._books.waiting:
                 break
-            one = QueuePass(self._changes, self.resizer)
+            self._last_pass = one = QueuePass(self._changes, self.resizer)
             one.serve()
             self._recheck_ms, self._books.expected_victims = one.recheck_ms, one.expected_victims
             for lease_id in sorted(one.short_of_host_memory):
                 self._changes.ask_to_shrink(self._books.leases[lease_id])
             if not one.needs_another:
                 break
-        if not self._books.waiting:
+
+    def _settle_gates(self) -> None:
+        """Close and open gates as the last pass found right; where no ticket waits any more, open all."""
+        last, self._last_pass = self._last_pass, None
+        if last is not None and self._books.waiting:
+            last.settle_gates()
+        elif not self._books.waiting:
             for lease in list(self._books.gates_closed.values()):
                 self._changes.open_gate(lease)
 
@@ -149,6 +160,7 @@ class Scheduler:
         due = (
             self._deadlines.next_ms(),
             self._recheck_ms,
+            self._compute_relief.recheck_ms,
             self.drains.recheck_ms,
             self.revocations.recheck_ms,
             self.memory_caps.due_ms(),

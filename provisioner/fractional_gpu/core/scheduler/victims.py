@@ -150,13 +150,16 @@ def _renew(books: Books, device: Device, found: VictimRanking, ahead_ms: int = 0
     now_ms, changed, later, ranked = books.now_ms, found.changed, found.later, []
     for one in found.ranked:
         lease = one[3]
+        if lease.lease_id in changed:
+            continue  # the changed one counts: it may be another lease, with the id of one that ended
         if lease.cost_until_ms <= now_ms + ahead_ms:
             lease.cost_until_ms = 0
             changed[lease.lease_id] = lease
-        elif lease.lease_id not in changed:
+        else:
             ranked.append(one)
     if later:
-        changed.update([(lease_id, lease) for lease_id, (at_ms, lease) in later.items() if at_ms <= now_ms])
+        due = {lease_id: lease for lease_id, (at_ms, lease) in later.items() if at_ms <= now_ms}
+        changed.update({lease_id: lease for lease_id, lease in due.items() if lease_id not in changed})
     works = found.busy
     # A changed lease is in at most one of three places: ranked, suspendable later, or busy. It is put there anew.
     for lease_id, lease in changed.items():

@@ -13,6 +13,10 @@
   second long, shorter on better devices), so for a while after its end work may look as if it went on.
 - Impossible samples are dropped: NVML is known to give utilisations of 37,100 % and time stamps far off. A stamp up to a second ahead of
   this machine's clock counts as now; a later one would make its process look busy until then.
+- A process's utilisation is read since the newest sample of the reading before: the driver gives one figure for each process that worked,
+  the mean since the time that it is asked from, and the answer NOT_FOUND where none worked. Where it gives several, their mean counts.
+  Where it gives none though the device works (processes in other containers, some virtual machines), nothing is known by process: then
+  there is the device's own figure, which is of the last second at most. MIG instances have neither.
 - The driver stamps its samples with the wall clock. They are converted to the time since boot. After that clock was set, the samples at
   the next reading were stamped by the old or the new clock, and nothing says by which: none of them counts, then or later.
 - Where NVML does not report a process's memory (in some virtual machines and containers), the processes without a figure
@@ -21,7 +25,7 @@
 
 import importlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -32,6 +36,7 @@ from fractional_gpu.gpu.interface import (
     DeviceInfo,
     DeviceSensors,
     DeviceUse,
+    DeviceUtilisation,
     GPUError,
     GPUErrorCode,
     ProcessKind,
@@ -78,6 +83,7 @@ _SAMPLE_LATE_US: Final = 250_000  # the driver may publish a sample so late
 _SETTLE_US: Final = 1_000_000  # the longest period of a sample
 _AHEAD_US: Final = 1_000_000  # the samples' clock may be so far ahead of this machine's
 _FULL: Final = 100  # percent: no sane sample has more
+_AT_WORK: Final = 10  # percent: a device that shows so much has processes that work
 _NO_SAMPLES: Final = frozenset(
     {_SUCCESS, _NOT_FOUND}
 )  # where the driver has no samples, pynvml raises an error with the code of success
@@ -103,6 +109,7 @@ class NvidiaMonitor:
         self._clock = WallClock() if clock is None else clock
         self._steps = 0  # how often the wall clock was set
         self._steps_known: dict[str, int] = {}  # by device: `_steps` at its last reading
+        self._steps_measured: dict[str, int] = {}  # the same, at the last reading of utilisation
         self._ambiguous: dict[
             str, set[tuple[int, int]]
         ] = {}  # by device: pid and stamp of the samples around the last step
@@ -186,7 +193,7 @@ class NvidiaMonitor:
         """Return which processes worked on the device since then; None for MIG instances and devices without samples. Raises GPUError."""
         if device_id.startswith("MIG-") or not self._start():
             return None
-        was_set = self._was_set(device_id)
+        was_set = self._was_set(device_id, self._steps_known)
         offset_us, now_us = self._clock.offset_us(), self._clock.since_boot_us()
         worked_us: dict[int, int] = {}
         try:
@@ -209,11 +216,53 @@ class NvidiaMonitor:
         worked_us = {pid: at_us for pid, at_us in worked_us.items() if pid > 0 and at_us > since_us}
         return DeviceActivity(known_until_us=now_us - _SAMPLE_LATE_US, settle_us=_SETTLE_US, worked_us=worked_us)
 
-    def _was_set(self, device_id: str) -> bool:
-        """Return whether the wall clock was set since the last reading of the device."""
+    def utilisation(self, device_id: str, since_us: int) -> DeviceUtilisation | None:
+        """Return how much of the device each process used since then; None for MIG instances. Raises GPUError.
+
+        Nothing is known by process of a period in which the wall clock was set.
+        """
+        if device_id.startswith("MIG-") or not self._start():
+            return None
+        was_set = self._was_set(device_id, self._steps_measured)
+        offset_us, now_us = self._clock.offset_us(), self._clock.since_boot_us()
+        try:
+            samples = self._read(device_id, partial(self._samples_if_any, max(0, since_us + offset_us)))
+            busy_percent = self._read(device_id, self._busy_percent)
+        except self._nvml.NVMLError as error:
+            raise self._error(error, f"reading the utilisation of device {device_id}") from error
+        if samples is None and busy_percent is None:
+            return None
+        self._steps_measured[device_id] = self._steps
+        until_us, by_pid = now_us - _SAMPLE_LATE_US, None
+        if samples is not None and not was_set:
+            newest_us = now_us + _AHEAD_US
+            sane = [one for one in samples if int(one.timeStamp) - offset_us <= newest_us and _is_sane(one)]
+            sane = [one for one in sane if int(one.timeStamp) - offset_us > since_us and one.pid > 0]
+            if sane or (busy_percent or 0) < _AT_WORK:
+                by_pid = _means(sane)
+            until_us = max([until_us, *(int(one.timeStamp) - offset_us for one in sane)])
+        return DeviceUtilisation(
+            since_us=since_us,
+            until_us=min(until_us, now_us),
+            settle_us=_SETTLE_US,
+            by_pid=by_pid,
+            device_milli=None if busy_percent is None else busy_percent * 10,
+        )
+
+    def _was_set(self, device_id: str, known: dict[str, int]) -> bool:
+        """Return whether the wall clock was set since the last reading of the device; `known`: `_steps` at such a reading, by device."""
         if self._clock.stepped_us():
             self._steps += 1
-        return self._steps_known.setdefault(device_id, self._steps) != self._steps
+        return known.setdefault(device_id, self._steps) != self._steps
+
+    def _samples_if_any(self, since_us: int, handle: object) -> list[Any] | None:
+        """Return the same samples; None where the device has none or this user may not read them."""
+        try:
+            return self._samples(since_us, handle)
+        except self._nvml.NVMLError as error:
+            if error.value in {*_UNAVAILABLE, _NO_PERMISSION}:
+                return None
+            raise
 
     def _samples(self, since_us: int, handle: object) -> list[Any]:
         """Return the samples that the driver stamped since then, by the wall clock.
@@ -240,13 +289,17 @@ class NvidiaMonitor:
             raise self._error(error, f"reading the sensors of device {device_id}") from error
 
     def _sensors(self, handle: object) -> DeviceSensors:
-        rates = self._optional("nvmlDeviceGetUtilizationRates", handle)
         return DeviceSensors(
-            busy_percent=None if rates is None else int(rates.gpu),
+            busy_percent=self._busy_percent(handle),
             temperature_c=self._optional("nvmlDeviceGetTemperature", handle, _CHIP),
             power_mw=self._optional("nvmlDeviceGetPowerUsage", handle),
             energy_mj=self._optional("nvmlDeviceGetTotalEnergyConsumption", handle),
         )
+
+    def _busy_percent(self, handle: object) -> int | None:
+        """Return in how much of its last second, or less, the device worked; None where it does not report that, or not sanely."""
+        rates = self._optional("nvmlDeviceGetUtilizationRates", handle)
+        return int(rates.gpu) if rates is not None and 0 <= int(rates.gpu) <= _FULL else None
 
     def _read(self, device_id: str, read: Callable[[object], T]) -> T:
         """Return `read` of the device's handle. Raises NVMLError, and then of a handle that is fresh."""
@@ -372,6 +425,14 @@ class NvidiaMonitor:
 
 def _rates(sample: Any) -> tuple[int, ...]:  # noqa: ANN401 - a structure of pynvml
     return int(sample.smUtil), int(sample.memUtil), int(sample.encUtil), int(sample.decUtil)
+
+
+def _means(samples: Iterable[Any]) -> dict[int, int]:
+    """Return each process's mean utilisation, thousandths of the device."""
+    by_pid: dict[int, list[int]] = {}
+    for sample in samples:
+        by_pid.setdefault(int(sample.pid), []).append(int(sample.smUtil) * 10)
+    return {pid: sum(milli) // len(milli) for pid, milli in by_pid.items()}
 
 
 def _is_sane(sample: Any) -> bool:  # noqa: ANN401 - as above

@@ -11,6 +11,8 @@ directly, so that no daemon can die:
   flight hold. The kernel releases such locks when a process dies.
 - `memory/PROCESS/operation` is locked by the process that locks, checkpoints, restores or unlocks this one. If it is
   free while an operation is half done, that process died, and the next reader undoes the operation.
+- `memory/PROCESS/work` and `memory/PROCESS/load` say when the process's work on the device ends, what it uses of the device now, and
+  what it has used so far. Work that asks for more than the whole device together is slowed down (`load`).
 
 `store`, `processes`, `gate` and `cuda` are the notebook's side and need only the standard library. The saved
 bytes lie in files, so unlike with the real driver they are not in the target's resident set.

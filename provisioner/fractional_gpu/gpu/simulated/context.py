@@ -18,12 +18,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from fractional_gpu.gpu.simulated.load import WHOLE, Load, Piece
 from fractional_gpu.gpu.simulated.store import (
     CLOSED,
     MIB,
@@ -32,6 +33,7 @@ from fractional_gpu.gpu.simulated.store import (
     WANTED,
     WORK,
     Device,
+    Process,
     SimulatedHostError,
     Store,
     current_key,
@@ -323,6 +325,7 @@ class Context:
             self._admitted(context_bytes, device.device_id, lambda db: self._begin(db, device, context_bytes))
             uninterruptible = os.environ.get("JUPYTER_GPU_SIMULATED_UNINTERRUPTIBLE", "") not in ("", "0")
             self.gate = Gate(self.store, key, uninterruptible=uninterruptible)
+            self.load = Load(self.store, key)
         except sqlite3.IntegrityError:
             self.store.close()
             raise SimulatedCudaError(
@@ -334,8 +337,6 @@ class Context:
                 forget(self.store, [key])
             self.store.close()
             raise
-        self._work = threading.Lock()
-        self._ends: list[int] = []  # when the work of each thread ends, nanoseconds since the epoch
         self.discarded: deque[int] = deque()  # allocations whose buffer was collected while the process was held
 
     def _find(self, wanted: str) -> Device:
@@ -368,10 +369,7 @@ class Context:
 
     def device(self) -> Device:
         """Return the device the process is on now; a restore may have moved it."""
-        process = find_process(self.store, self.key)
-        if process is None:
-            raise SimulatedCudaError("this process's simulated context is gone: restart the kernel")
-        return self._find(process.device)
+        return self._find(self._process().device)
 
     def memory_info(self) -> tuple[int, int]:
         """Return free and total bytes of the device, without regard to the process's own cap."""
@@ -417,23 +415,29 @@ class Context:
         return self.folder / f"{number}.device"
 
     @contextmanager
-    def working(self, seconds: float = 0.0) -> Iterator[None]:
-        """Count as working on the device during the block, and for `seconds` if known. The caller is inside the gate."""
-        end_ns = _since_boot_ns() + int(seconds * 1e9)
-        with self._work:
-            self._ends.append(end_ns)
-            self._note_work()
-        try:
-            yield
-        finally:
-            with self._work:
-                self._ends.remove(end_ns)
-                self._note_work()
+    def working(self, seconds: float | None = None, milli: int = WHOLE) -> Iterator[Piece]:
+        """Count as working on the device during the block; yields the piece of work. The caller is inside the gate.
 
-    def _note_work(self) -> None:
-        end_ns = max(_since_boot_ns(), *self._ends, 0)
-        with suppress(FileNotFoundError):  # the host was removed
-            os.utime(self.folder / WORK, ns=(end_ns, end_ns))
+        `seconds`: what it takes alone, if known; `milli`: what it uses of the device, thousandths.
+        """
+        piece = self.load.begin(seconds, milli, self._process().device)
+        try:
+            yield piece
+        finally:
+            self.load.end(piece)
+
+    def go_on(self) -> None:
+        """Go on with the work under way: other processes' work may slow it down from now on. Raises SimulatedCudaError."""
+        process = self._process()
+        if process.phase == "failed":
+            raise SimulatedCudaError(process.fatal)
+        self.load.go_on(process.device)
+
+    def _process(self) -> Process:
+        process = find_process(self.store, self.key)
+        if process is None:
+            raise SimulatedCudaError("this process's simulated context is gone: restart the kernel")
+        return process
 
     def destroy(self) -> None:
         """End the context and release everything, unless an operation moves it now (then it is reaped later)."""
@@ -445,6 +449,7 @@ class Context:
             return  # the whole host was removed, and with it this context
         finally:
             self.gate.close()
+            self.load.close()
             self.store.close()
 
     def _admitted(self, n_bytes: int, device: str | None, record: Callable[[sqlite3.Connection], None]) -> None:
@@ -511,8 +516,3 @@ class Context:
 
 def _mib(n_bytes: int) -> str:
     return f"{n_bytes / MIB:.1f}".removesuffix(".0") + " MiB"
-
-
-def _since_boot_ns() -> int:
-    """Return nanoseconds since boot, on a clock that cannot be set."""
-    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)

@@ -3,7 +3,7 @@
     from fractional_gpu.gpu.simulated import cuda
     with cuda.allocate(64 << 20) as buffer:
         buffer.fill(b"abc")
-        cuda.launch(0.5)
+        cuda.launch(0.5, utilisation=0.3)
         print(buffer.read(6), cuda.memory_info())
 
 The rules:
@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Final, Self
 
 from fractional_gpu.gpu.simulated.context import Context, SimulatedCudaError, SimulatedOutOfMemory
-from fractional_gpu.gpu.simulated.store import Device, find_process
+from fractional_gpu.gpu.simulated.load import WHOLE
+from fractional_gpu.gpu.simulated.store import Device
 
 __all__ = [
     "Buffer",
@@ -200,18 +201,23 @@ def allocate(n_bytes: int) -> Buffer:
         return Buffer(context, context.allocate(n_bytes), n_bytes)
 
 
-def launch(seconds: float) -> None:
-    """Keep the device busy for so long and wait for it. The process cannot be locked before the work is done."""
+def launch(seconds: float, utilisation: float = 1.0) -> None:
+    """Keep the device at work and wait for it: `seconds` where nothing else works there, longer beside other work.
+
+    `utilisation` is the part of the device that it uses meanwhile. Work that uses more than a whole device together slows each other
+    down (`load`). The process cannot be locked before the work is done.
+    """
     if not seconds >= 0:
         raise ValueError(f"cannot launch work for {seconds!r} seconds; give a number, 0 or more")
+    if not 0 < utilisation <= 1:
+        raise ValueError(
+            f"cannot launch work that uses {utilisation!r} of the device; give a number above 0, 1 at most"
+        )
     context = _current()
-    with context.gate.call(), context.working(seconds):
-        deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0:
-            time.sleep(min(left, _SLICE_S))
-            process = find_process(context.store, context.key)
-            if process is None or process.phase == "failed":
-                raise SimulatedCudaError(process.fatal if process else "this process's simulated context is gone")
+    with context.gate.call(), context.working(seconds, max(1, round(utilisation * WHOLE))) as work:
+        while (left_s := work.left_s) > 0:
+            time.sleep(min(left_s, _SLICE_S))
+            context.go_on()
 
 
 def memory_info() -> tuple[int, int]:

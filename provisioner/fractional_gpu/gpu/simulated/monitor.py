@@ -14,10 +14,12 @@ from fractional_gpu.gpu.interface import (
     DeviceInfo,
     DeviceSensors,
     DeviceUse,
+    DeviceUtilisation,
     GPUError,
     GPUErrorCode,
     ProcessUse,
 )
+from fractional_gpu.gpu.simulated.load import WHOLE, used_milli
 from fractional_gpu.gpu.simulated.store import (
     MIB,
     WORK,
@@ -33,6 +35,7 @@ from fractional_gpu.gpu.simulated.store import (
 from fractional_gpu.host.clock import since_boot_us
 
 _SETTLE_US: Final = 100_000  # a thread between two pieces of work begins the next one within this time
+_RECENT_US: Final = 1_000_000
 _REAP_S: Final = 10.0
 _LONGEST_WORK_US: Final = 86_400_000_000  # of one call: a day
 
@@ -103,11 +106,22 @@ class SimulatedMonitor:
                     worked_us[process.pid] = min(until_us, now_us)
         return DeviceActivity(known_until_us=now_us, settle_us=_SETTLE_US, worked_us=worked_us)
 
-    def sensors(self, device_id: str) -> DeviceSensors:
-        """Return whether the device works now; it has no temperature and no power. Raises GPUError OPERATING_SYSTEM."""
+    def utilisation(self, device_id: str, since_us: int) -> DeviceUtilisation:
+        """Return how much of the device each process used since then. Raises GPUError OPERATING_SYSTEM."""
         now_us = since_boot_us()
-        working = self.activity(device_id, now_us - _SETTLE_US).worked_us
-        return DeviceSensors(busy_percent=100 if working else 0)
+        by_pid = {
+            process.pid: used_milli(self._store, process, since_us * 1000, now_us * 1000)
+            for process in translated(lambda: users_of(self._store, device_id))
+        }
+        device_milli = min(WHOLE, sum(by_pid.values()))
+        return DeviceUtilisation(
+            since_us=since_us, until_us=now_us, settle_us=0, by_pid=by_pid, device_milli=device_milli
+        )
+
+    def sensors(self, device_id: str) -> DeviceSensors:
+        """Return how busy the device was in the last second; it has no temperature and no power. Raises GPUError OPERATING_SYSTEM."""
+        used = self.utilisation(device_id, since_boot_us() - _RECENT_US)
+        return DeviceSensors(busy_percent=(used.device_milli or 0) // 10)
 
     def kernel_environment(self, device_id: str | None) -> dict[str, str]:
         """Return where the simulated host is and, once there is one, the device."""

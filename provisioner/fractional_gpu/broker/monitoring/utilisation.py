@@ -1,0 +1,150 @@
+"""How much of its devices each lease uses while it runs a cell, as the devices count it.
+
+- A figure is the mean over the period since the last sample, of a lease that ran one cell during all of it. After a cell's beginning the
+  period begins as late as the device's figures need to leave out the time before (`settle_us`). A cell that waits for input, work that no
+  cell does, and a kernel to whose messages the broker cannot listen give no figure.
+- A lease's figure is the sum over its processes. Of a lease on several devices it is the mean of the devices'.
+- Where a device tells nothing by process (nothing at all, or the process computes through the MPS server), its own figure counts if the
+  lease is the only one that is busy there and no process without a lease computes there. Otherwise nothing is known.
+- A process that the device does not list at all has no figure: the device may know it by another pid.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from fractional_gpu.broker.broker import Broker
+from fractional_gpu.broker.clock import now_ms
+from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.persistence.ledger_writer import devices_of
+from fractional_gpu.broker.supervision.enforcement import Owner
+from fractional_gpu.core.model import LeaseState, LeaseView
+from fractional_gpu.gpu.interface import DeviceUse, DeviceUtilisation, GPUError, Monitor, ProcessKind, ProcessUse
+from fractional_gpu.host.clock import since_boot_us
+
+log = logging.getLogger(__name__)
+
+_SHORTEST_US = 1_000_000  # no period is shorter
+_SETTLE_US = 1_000_000  # of a device that was not read yet
+_WHOLE = 1000
+
+
+_Beginning = tuple[float, float, int]
+"""The beginning of a message, of the lease's last grant and of its stay on the device: of two cells, one differs."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """A cell that runs, and from when on each of its devices is to be read, microseconds since boot."""
+
+    beginning: _Beginning
+    devices: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The cells under way before a sample, and what the devices said, by device and the time from which on they were asked."""
+
+    cells: Mapping[str, _Cell]  # by lease
+    devices: dict[tuple[str, int], DeviceUtilisation | None] = field(default_factory=dict)
+
+
+class UtilisationMeter:
+    """Measures the leases of one broker. `clock`: microseconds since boot."""
+
+    def __init__(self, broker: Broker, clock: Callable[[], int] = since_boot_us) -> None:
+        self._broker = broker
+        self._clock = clock
+        self._until_us: dict[str, int] = {}  # by device: the end of the last period
+        self._settle_us: dict[str, int] = {}
+
+    def begin(self) -> Reading:
+        """Note which cells run, on the loop."""
+        cells = {}
+        for kernel, view in self._broker.views():
+            beginning = _cell_of(kernel, view)
+            if beginning is not None:
+                now_us, since_us = self._times_us(beginning)
+                starts = {device_id: self._start_us(device_id, since_us) for device_id in devices_of(view)}
+                if all(now_us - start_us >= _SHORTEST_US for start_us in starts.values()):
+                    cells[kernel.lease_id] = _Cell(beginning, starts)
+        return Reading(cells)
+
+    @staticmethod
+    def read(monitor: Monitor, reading: Reading) -> None:
+        """Read the devices on which cells run. In a thread."""
+        for device_id, start_us in {one for cell in reading.cells.values() for one in cell.devices.items()}:
+            try:
+                reading.devices[device_id, start_us] = monitor.utilisation(device_id, start_us)
+            except GPUError as error:  # whether it is lost is seen where its memory is read
+                log.debug("the utilisation of device %s could not be read: %s", device_id, error)
+
+    def evaluate(
+        self, reading: Reading, uses: Mapping[str, DeviceUse | None], owners: Mapping[int, Owner]
+    ) -> dict[str, int]:
+        """Return the utilisation of each lease whose cell still runs, thousandths. On the loop, with the same sample's uses and owners."""
+        found: dict[str, int] = {}
+        for kernel, view in self._broker.views():
+            cell = reading.cells.get(kernel.lease_id)
+            if cell is None or _cell_of(kernel, view) != cell.beginning:
+                continue
+            figures = [
+                self._on_device(view, uses.get(device_id), reading.devices.get((device_id, start_us)), owners)
+                for device_id, start_us in cell.devices.items()
+            ]
+            known = [milli for milli in figures if milli is not None]
+            if known and len(known) == len(figures):
+                found[kernel.lease_id] = max(0, min(_WHOLE, sum(known) // len(known)))
+        for (device_id, _), answer in reading.devices.items():
+            if answer is not None:
+                self._until_us[device_id] = max(answer.until_us, self._until_us.get(device_id, 0))
+                self._settle_us[device_id] = answer.settle_us
+        return found
+
+    def _start_us(self, device_id: str, since_us: int) -> int:
+        """Return where the period of a cell that runs since then begins."""
+        until_us = self._until_us.get(device_id, 0)
+        return until_us if until_us >= since_us else since_us + self._settle_us.get(device_id, _SETTLE_US)
+
+    def _times_us(self, beginning: _Beginning) -> tuple[int, int]:
+        """Return now, and since when the cell runs on its devices."""
+        message_s, granted_s, resident_ms = beginning
+        now_us = self._clock()
+        runs_us = int((time.monotonic() - max(message_s, granted_s)) * 1_000_000)
+        return now_us, now_us - min(runs_us, (now_ms() - resident_ms) * 1000)
+
+    def _on_device(
+        self,
+        view: LeaseView,
+        use: DeviceUse | None,
+        answer: DeviceUtilisation | None,
+        owners: Mapping[int, Owner],
+    ) -> int | None:
+        """Return what the lease used of one device, thousandths; None: not known."""
+        if use is None or answer is None:
+            return None
+        lease_id = view.spec.lease_id
+        mine = [one for one in use.processes if one.pid in owners and owners[one.pid][0] == lease_id]
+        if not mine:
+            return None
+        if answer.by_pid is not None and not any(one.kind is ProcessKind.MPS for one in mine):
+            return sum(answer.by_pid.get(one.pid, 0) for one in mine)
+        return answer.device_milli if self._is_alone(view, use.device_id, use.processes, owners) else None
+
+    def _is_alone(
+        self, view: LeaseView, device_id: str, processes: tuple[ProcessUse, ...], owners: Mapping[int, Owner]
+    ) -> bool:
+        """Return whether no other lease is busy on the device, and no process without a lease computes there."""
+        if any(one.pid not in owners and one.kind is not ProcessKind.GRAPHICS for one in processes):
+            return False
+        others = (other for _, other in self._broker.views() if other.spec.lease_id != view.spec.lease_id)
+        return not any(other.busy and other.reserved_mib and device_id in devices_of(other) for other in others)
+
+
+def _cell_of(kernel: Kernel, view: LeaseView) -> _Beginning | None:
+    """Return which cell the lease runs on its devices; None: it runs none."""
+    since_s = kernel.cell.executing_since_s
+    if since_s is None or view.state is not LeaseState.RESIDENT or not view.busy or kernel.requests.waiters:
+        return None
+    return since_s, kernel.cell.granted_s, view.since_ms

@@ -1,0 +1,140 @@
+"""Whose sessions `jupyter gpu simulate` runs: those of two files, or those of synthetic users."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from fractional_gpu.commands.terminal.errors import CommandError, UsageError
+from fractional_gpu.core.units import parse_duration_ms
+from fractional_gpu.simulator.load import CLASS_SIZE, SEVERAL_PERCENT, Load, Memory, Pace, synthetic_sessions
+from fractional_gpu.simulator.traces import Session, read_sessions
+
+_LONGEST_LUNCH_MS = 4 * 3_600_000
+_MOST_ZONES = 24
+_LARGEST_ERROR = 200
+
+
+def configure_load(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say whose sessions to run."""
+    who = parser.add_argument_group("sessions, from files or made up")
+    who.add_argument("--sessions", type=Path, metavar="FILE", help="CSV of sessions (with --cells)")
+    who.add_argument("--cells", type=Path, metavar="FILE", help="CSV of executed cells (with --sessions)")
+    who.add_argument("--users", type=positive, metavar="N", help="so many synthetic build-phase users")
+    who.add_argument("--days", type=positive, default=1, metavar="D", help="for so many days (default: 1)")
+    who.add_argument("--seed", type=int, default=1, metavar="S", help="which of the synthetic traces (default: 1)")
+    who.add_argument("--one-gpu-only", action="store_true", help="leave sessions out that use several GPUs at once")
+    who.add_argument(
+        "--write-trace", type=Path, nargs=2, metavar=("SESSIONS", "CELLS"), help="write the sessions there"
+    )
+    load = parser.add_argument_group("what synthetic users do; by default what a published trace shows")
+    load.add_argument(
+        "--pace",
+        choices=[pace.value for pace in Pace],
+        default=Pace.LONG.value,
+        help="cells on a GPU of 11 min (median), as in the two days of the trace that are public, or more of 2 min, as its authors say "
+        "of the whole of it (default: long)",
+    )
+    load.add_argument(
+        "--memory-of",
+        choices=[memory.value for memory in Memory],
+        default=Memory.SESSION.value,
+        help="what a session holds: the peak of a session of the trace, or what one cell of it held (default: session)",
+    )
+    load.add_argument(
+        "--several-gpus",
+        type=percent,
+        default=SEVERAL_PERCENT,
+        metavar="PERCENT",
+        help=f"of the sessions use 4 or 8 GPUs at once (default: {SEVERAL_PERCENT})",
+    )
+    load.add_argument(
+        "--joint-starts",
+        type=percent,
+        default=0,
+        metavar="PERCENT",
+        help=f"of the users are in classes of {CLASS_SIZE} that begin together (default: 0)",
+    )
+    load.add_argument("--lunch", default="0s", metavar="TIME", help="how long no cell begins at noon (default: 0s)")
+    load.add_argument("--weekends", action="store_true", help="two days of seven are free")
+    load.add_argument(
+        "--time-zones", type=positive, default=1, metavar="N", help="in which the users live (default: 1)"
+    )
+    load.add_argument(
+        "--ask-error",
+        type=_error,
+        default=0,
+        metavar="PERCENT",
+        help="by which the memory that people ask for differs from what they use (default: 0)",
+    )
+    load.add_argument(
+        "--urgent-users", type=percent, default=0, metavar="PERCENT", help="of the users, with priority 1"
+    )
+
+
+def positive(text: str) -> int:
+    """Return a whole number from 1 on. Raises ArgumentTypeError."""
+    if not text.isascii() or not text.isdecimal() or not 0 < int(text) <= 1_000_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a whole number from 1 to 1000000 is")
+    return int(text)
+
+
+def percent(text: str) -> int:
+    """Return a whole number from 0 to 100. Raises ArgumentTypeError."""
+    return _at_most(text, 100)
+
+
+def _error(text: str) -> int:
+    return _at_most(text, _LARGEST_ERROR)
+
+
+def _at_most(text: str, most: int) -> int:
+    if not text.isascii() or not text.isdecimal() or int(text) > most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a whole number from 0 to {most} is")
+    return int(text)
+
+
+def read_load(options: argparse.Namespace) -> Load:
+    """Return what the synthetic users do. Raises UsageError."""
+    try:
+        lunch_ms = parse_duration_ms(options.lunch)
+    except ValueError as error:
+        raise UsageError(f"--lunch: {error}") from error
+    if lunch_ms > _LONGEST_LUNCH_MS:
+        raise UsageError(f"--lunch {options.lunch} is not allowed; a time of at most 4h is")
+    if options.time_zones > _MOST_ZONES:
+        raise UsageError(f"--time-zones {options.time_zones} is not allowed; a whole number from 1 to {_MOST_ZONES} is")
+    return Load(
+        pace=Pace(options.pace),
+        memory=Memory(options.memory_of),
+        several_percent=options.several_gpus,
+        joint_percent=options.joint_starts,
+        lunch_ms=lunch_ms,
+        weekends=options.weekends,
+        time_zones=options.time_zones,
+        ask_error_percent=options.ask_error,
+        failed_swaps_percent=options.failed_swaps,
+        urgent_percent=options.urgent_users,
+    )
+
+
+def read_trace(options: argparse.Namespace) -> list[Session]:
+    """Return the sessions to run. Raises UsageError, CommandError, TraceError."""
+    if (options.sessions is None) != (options.cells is None):
+        raise UsageError(
+            "--sessions and --cells belong together: one file says when sessions were open, one what ran in them"
+        )
+    if (options.users is None) == (options.sessions is None):
+        raise UsageError("say whose sessions to simulate: either --users N, or --sessions FILE --cells FILE")
+    if options.users is not None:
+        trace = synthetic_sessions(options.users, options.days, options.seed, read_load(options))
+    else:
+        trace = read_sessions(options.sessions, options.cells)
+    if not options.one_gpu_only:
+        return trace
+    kept = [session for session in trace if session.most_gpus <= 1]
+    if len(kept) < len(trace):
+        print(f"{len(trace) - len(kept)} sessions that use several GPUs at once are left out", file=sys.stderr)
+    if not kept:
+        where = options.sessions or "the synthetic users"
+        raise CommandError(f"every session of {where} uses several GPUs at once; nothing is left to simulate")
+    return kept

@@ -1,0 +1,208 @@
+"""Work on the simulated devices: how much of its device each process uses, and how pieces of work slow each other down.
+
+Standard library only: notebooks import it.
+
+The rules:
+- A piece of work says how long it takes alone, and how much of the device it uses meanwhile, thousandths.
+- Pieces that use U of their device together do not slow each other down while U is at most the whole device. Beyond that, a piece that
+  uses u takes 1 - u + u * U times as long: only what it does on the device is stretched.
+- Each process publishes in its file `load` what its work uses, and what it has used of devices so far: a ring of running totals, as a
+  driver keeps samples. The last of them is written again until it is `_STEP_NS` old, so that short pieces do not fill the ring.
+- Work that is published with an end in the past is over, whatever the file says: its process was killed or stopped.
+"""
+
+import os
+import struct
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+from fractional_gpu.gpu.simulated.store import WORK, Process, Store, users_of
+
+WHOLE: Final = 1000  # a device, thousandths
+
+_LOAD: Final = "load"
+_HEADER: Final = struct.Struct(
+    "<QQQ"
+)  # totals written, what the work under way uses alone and as it is slowed down, thousandths
+_TOTAL: Final = struct.Struct("<QQ")  # nanoseconds since boot, and nanoseconds of a whole device used until then
+_TOTALS: Final = 256
+_STEP_NS: Final = 25_000_000
+_BYTES: Final = _HEADER.size + _TOTALS * _TOTAL.size
+
+
+def since_boot_ns() -> int:
+    """Return nanoseconds since boot, on a clock that cannot be set."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """A piece of work under way: what it uses, thousandths, and what is left of the time that it takes alone (None: unknown)."""
+
+    milli: int
+    left_ns: int | None
+    stretch_milli: int = WHOLE  # how many times as long as alone it takes now
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until its end, as it is slowed down now; 0 where that is unknown."""
+        return (self.left_ns or 0) * self.stretch_milli / WHOLE / 1e9
+
+    @property
+    def wanted_milli(self) -> int:
+        """What it would use alone, thousandths of the device; 0: it is done."""
+        return 0 if self.left_ns == 0 else self.milli
+
+    def advance(self, ns: int) -> int:
+        """Let it go on for so long; return what it used of the device, nanoseconds of a whole one."""
+        done_ns = ns * WHOLE // self.stretch_milli
+        if self.left_ns is not None:
+            done_ns = min(done_ns, self.left_ns)
+            self.left_ns -= done_ns
+        return done_ns * self.milli // WHOLE
+
+
+@dataclass(frozen=True, slots=True)
+class _Published:
+    """What a process says of its work: running totals in order, what its work uses alone and as it is, and when that ends."""
+
+    totals: list[tuple[int, int]]
+    wanted_milli: int
+    rate_milli: int
+    end_ns: int
+
+
+class Load:
+    """The work of this process. Safe to use from several threads."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        self._store = store
+        self._key = key
+        self._folder = store.process_folder(key)
+        self._file = os.open(self._folder / _LOAD, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._mutex = threading.Lock()
+        self._pieces: list[Piece] = []
+        self._at_ns = since_boot_ns()  # up to here everything is counted
+        self._used_ns = 0
+        self._number = 0  # of the running total that is written now
+        self._kept_ns = 0  # when the total before it was written for the last time
+        self._write(self._at_ns)
+
+    def begin(self, seconds: float | None, milli: int, device_id: str) -> Piece:
+        """Begin a piece that takes so long alone (None: unknown). End it with `end`, whether it was done or not."""
+        with self._mutex:
+            self._count()
+            piece = Piece(milli, None if seconds is None else int(seconds * 1e9))
+            self._pieces.append(piece)
+            self._share(device_id)
+        return piece
+
+    def go_on(self, device_id: str) -> None:
+        """Count what was done, and share the device anew with what works there now."""
+        with self._mutex:
+            self._count()
+            self._share(device_id)
+
+    def end(self, piece: Piece) -> None:
+        """End a piece."""
+        with self._mutex:
+            self._count()
+            self._pieces.remove(piece)
+            self._publish()
+
+    def close(self) -> None:
+        """Close the file; the context has ended. Work of other threads that is under way is published no more."""
+        with self._mutex:
+            os.close(self._file)
+            self._file = -1
+
+    def _count(self) -> None:
+        """Count the time since the last call as work done."""
+        now_ns = since_boot_ns()
+        self._used_ns += sum(piece.advance(now_ns - self._at_ns) for piece in self._pieces)
+        self._at_ns = now_ns
+
+    def _share(self, device_id: str) -> None:
+        """Slow the pieces down as far as the device's work asks for more than the device, and publish them."""
+        wanted_milli = sum(piece.wanted_milli for piece in self._pieces)
+        if wanted_milli:
+            others = [one for one in users_of(self._store, device_id) if one.key != self._key]
+            wanted_milli += _wanted_milli(self._store, others, self._at_ns)
+        for piece in self._pieces:
+            piece.stretch_milli = WHOLE - piece.milli + piece.milli * max(WHOLE, wanted_milli) // WHOLE
+        self._publish()
+
+    def _publish(self) -> None:
+        if self._file < 0:
+            return
+        now_ns = self._at_ns
+        end_ns = max([now_ns, *(now_ns + int(piece.left_s * 1e9) for piece in self._pieces)])
+        self._write(now_ns)
+        with suppress(FileNotFoundError):  # the host was removed
+            os.utime(self._folder / WORK, ns=(end_ns, end_ns))
+
+    def _write(self, now_ns: int) -> None:
+        if now_ns - self._kept_ns >= _STEP_NS:
+            self._number, self._kept_ns = self._number + 1, now_ns
+        place = _HEADER.size + (self._number - 1) % _TOTALS * _TOTAL.size
+        os.pwrite(self._file, _TOTAL.pack(now_ns, self._used_ns), place)
+        wanted_milli = sum(piece.wanted_milli for piece in self._pieces)
+        used_milli = sum(piece.wanted_milli * WHOLE // piece.stretch_milli for piece in self._pieces)
+        os.pwrite(self._file, _HEADER.pack(self._number, wanted_milli, used_milli), 0)
+
+
+def used_milli(store: Store, process: Process, since_ns: int, now_ns: int) -> int:
+    """Return how much of a device the process used since then, thousandths; 0 for a process that has ended.
+
+    Of a time before the oldest total that is left, nothing is known: the figure is then of the time since.
+    """
+    found = _read(store, process)
+    if found is None:
+        return 0
+    last_ns, used_ns = found.totals[-1]
+    used_ns += max(0, min(now_ns, found.end_ns) - last_ns) * found.rate_milli // WHOLE
+    first_ns, before_ns = found.totals[0]
+    if since_ns >= first_ns:
+        before_ns = _total_at([*found.totals, (max(now_ns, last_ns), used_ns)], since_ns)
+    elif len(found.totals) == _TOTALS:
+        since_ns = first_ns
+    return max(0, min(WHOLE, (used_ns - before_ns) * WHOLE // max(1, now_ns - since_ns)))
+
+
+def _total_at(totals: list[tuple[int, int]], at_ns: int) -> int:
+    """Return the running total at a time that lies between two of these."""
+    for (from_ns, before_ns), (to_ns, after_ns) in pairwise(totals):
+        if from_ns <= at_ns <= to_ns:
+            return before_ns + (after_ns - before_ns) * (at_ns - from_ns) // max(1, to_ns - from_ns)
+    return totals[-1][1]
+
+
+def _wanted_milli(store: Store, processes: Iterable[Process], now_ns: int) -> int:
+    """Return what the work of these processes under way uses together, each as if it were alone."""
+    found = [_read(store, process, totals=False) for process in processes]
+    return sum(one.wanted_milli for one in found if one is not None and one.end_ns > now_ns)
+
+
+def _read(store: Store, process: Process, *, totals: bool = True) -> _Published | None:
+    """Return what a process says of its work; None if it has ended. A context of an older version says nothing."""
+    folder = f"{store.memory}/{process.key}"  # read often, for many processes: no Path for each
+    try:
+        end_ns = os.stat(f"{folder}/{WORK}").st_mtime_ns  # noqa: PTH116
+        file = os.open(f"{folder}/{_LOAD}", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        data = os.read(file, _BYTES if totals else _HEADER.size)
+    finally:
+        os.close(file)
+    written = list(_TOTAL.iter_unpack(data[_HEADER.size :]))
+    if not data or (totals and not written):  # it is being made
+        return None
+    number, wanted_milli, rate_milli = _HEADER.unpack_from(data)
+    oldest = number % _TOTALS if number > _TOTALS else 0
+    return _Published([*written[oldest:], *written[:oldest]], wanted_milli, rate_milli, end_ns)

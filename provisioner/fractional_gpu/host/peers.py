@@ -1,0 +1,73 @@
+"""The peer of a UNIX socket: who it is, from the kernel, and whether it reads what was written.
+
+Pid, uid and gid are those of the moment when the peer connected (or, for a listening peer, listened). Uid and gid stay true; the pid may
+belong to another process since, so it is a hint until the process is identified.
+"""
+
+import errno
+import fcntl
+import socket
+import struct
+import termios
+from typing import Final, NamedTuple
+
+_UCRED: Final = struct.Struct("iII")
+_INT: Final = struct.Struct("i")
+_SO_PEERGROUPS: Final = 59  # not among the names of Python's socket module
+_GROUPS_BYTES: Final = 1024  # the most that Python's getsockopt takes: 256 groups
+
+
+class PeerCredentials(NamedTuple):
+    """The peer's process, user and group. `pid` is 0 when the peer is in a pid namespace that is not visible here."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+def peer_credentials(sock: socket.socket) -> PeerCredentials:
+    """Return the peer's credentials. Raises ValueError if the socket is not UNIX or not connected, OSError if closed."""
+    if sock.family != socket.AF_UNIX:
+        raise ValueError(
+            f"only UNIX sockets carry peer credentials; this one is {socket.AddressFamily(sock.family).name}"
+        )
+    pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    if uid == 0xFFFFFFFF:  # the kernel's value for a socket without a peer
+        raise ValueError("this UNIX socket has no peer: it is not connected")
+    return PeerCredentials(pid, uid, gid)
+
+
+def peer_groups(sock: socket.socket) -> frozenset[int]:
+    """Return the peer's groups when it connected; only the primary one if there are more than 256. Raises as `peer_credentials`."""
+    gid = peer_credentials(sock).gid
+    try:
+        raw = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES)
+    except OSError as error:
+        if error.errno != errno.ERANGE:
+            raise
+        return frozenset({gid})
+    return frozenset({gid, *struct.unpack(f"{len(raw) // 4}I", raw)})
+
+
+def unread(sock: socket.socket) -> bool:
+    """Return whether the peer has not yet read everything that was written into this UNIX socket. Raises OSError if closed.
+
+    A thread that is blocked in a read takes the data without running any code of its program; a thread that polls first does not.
+    """
+    n_bytes: int = _INT.unpack(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(_INT.size)))[0]
+    return n_bytes > 0
+
+
+def detects_unread() -> bool:
+    """Return whether `unread` works here: Linux supports it for UNIX sockets, and some systems that emulate Linux do not."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        try:
+            seen = [unread(ours)]
+            ours.send(b"x")
+            seen.append(unread(ours))
+            theirs.recv(1)
+            seen.append(unread(ours))
+        except OSError:
+            return False
+    return seen == [False, True, False]

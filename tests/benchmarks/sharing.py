@@ -1,0 +1,93 @@
+"""Ways of sharing GPUs side by side, on the devices that fixed fractions need.
+
+    python -m tests.benchmarks.sharing [--seeds 20] [--users 50] [--jobs 2] [--json FILE] [--several-gpus PERCENT]
+
+For each seed, the devices are found on which fixed fractions (`static-fraction`) keep the 95th percentile of waits, those at the door
+included, at 3 s. All ways run on so many: fixed fractions, the same with MPS, whole GPUs that are suspended, and this project with the
+pool that is shipped, with `compute` `spread` and with `pack`. The table has the median over the seeds and its 95 % interval (sign
+test); the last column is how many devices each way needs by itself to keep to the 3 s. All devices are in one host.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from fractional_gpu.core.model import Compute, PoolSpec
+from fractional_gpu.simulator.baselines import run_baseline
+from fractional_gpu.simulator.felt import Goal
+from fractional_gpu.simulator.load import SEVERAL_PERCENT, Load, synthetic_sessions
+from fractional_gpu.simulator.result import Result
+from fractional_gpu.simulator.simulation import simulate
+from fractional_gpu.simulator.traces import Session
+from tests.benchmarks.simulated import FIGURES, GOAL, figures, machine, needed, parser, spread_out, table, write_json
+
+SHIPPED = PoolSpec(name="default", devices=())
+Run = Callable[[int, Sequence[Session], Goal | None], Result]
+
+
+def _baseline(name: str) -> Run:
+    return lambda count, trace, goal: run_baseline(name, machine(count), trace, goal=goal)
+
+
+def _ours(pool: PoolSpec) -> Run:
+    return lambda count, trace, goal: simulate(machine(count, pool), trace, goal=goal)
+
+
+WAYS: dict[str, Run] = {
+    "static-fraction": _baseline("static-fraction"),
+    "mps-pack": _baseline("mps-pack"),
+    "whole-gpu-suspend": _baseline("whole-gpu-suspend"),
+    "ours, as shipped": _ours(SHIPPED),
+    "ours, spread": _ours(replace(SHIPPED, compute=Compute.SPREAD)),
+    "ours, pack": _ours(replace(SHIPPED, compute=Compute.PACK)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One seed."""
+
+    seed: int
+    users: int
+    several_percent: int
+
+
+def _on(way: Run, trace: Sequence[Session], count: int) -> Result:
+    return way(count, trace, GOAL)
+
+
+def measure(task: Task) -> dict[str, dict[str, float]]:
+    """Return the figures of all ways on the devices that fixed fractions need."""
+    trace = synthetic_sessions(task.users, 1, task.seed, Load(several_percent=task.several_percent))
+    found = {name: needed(partial(_on, way, trace), trace).devices for name, way in WAYS.items()}
+    count = found["static-fraction"]
+    return {
+        name: {**figures(way(count, trace, None), found[name]), "devices": float(count)} for name, way in WAYS.items()
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, and print the table."""
+    made = parser(__doc__.splitlines()[0])
+    made.add_argument(
+        "--several-gpus",
+        type=int,
+        default=SEVERAL_PERCENT,
+        metavar="PERCENT",
+        help=f"of the sessions use 4 or 8 GPUs (default: {SEVERAL_PERCENT})",
+    )
+    options = made.parse_args(arguments)
+    seeds = range(options.first, options.first + options.seeds)
+    tasks = [Task(seed, options.users, options.several_gpus) for seed in seeds]
+    done = spread_out(measure, tasks, options.jobs, "seeds")
+    sys.stdout.write(f"{options.users} users, seeds {seeds[0]} to {seeds[-1]}, goal: 95 % of the waits at most 3 s\n\n")
+    columns = ("devices", *FIGURES)
+    rows = [(name, {column: [one[name][column] for one in done] for column in columns}) for name in WAYS]
+    sys.stdout.write(table("way of sharing", columns, rows))
+    write_json(options.json, {"seeds": list(seeds), "ways": done})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""What the benchmarks of the simulator share: machines, figures of a run, tables of medians over seeds, and work on all processor cores."""
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import TypeVar
+
+from fractional_gpu.core.model import DeviceSpec, PoolSpec
+from fractional_gpu.simulator.felt import Goal
+from fractional_gpu.simulator.machine import Host
+from fractional_gpu.simulator.result import Result
+from fractional_gpu.simulator.search import devices_for_cells, fewest_devices
+from fractional_gpu.simulator.traces import Session
+from tests.benchmarks.stats import median_estimate
+
+DEVICE_MIB = 81_920
+Task = TypeVar("Task")
+Done = TypeVar("Done")
+GOAL = Goal(p95_wait_ms=3_000)
+FIGURES = (
+    "p95 wait, s",
+    "p95 wait at the door, s",
+    "waited, %",
+    "p95 of the waits, s",
+    "p95 late, s",
+    "median user's p95 late, s",
+    "worst user's p95 late, s",
+    "Jain",
+    "out of memory",
+    "devices needed",
+)
+
+
+def machine(count: int, pool: PoolSpec | None = None, *, failed_swaps_percent: int = 0, seed: int = 1) -> Host:
+    """Return a host with so many devices of 80 GiB in one pool, by default the one that is shipped."""
+    names = tuple(f"simulated-{number}" for number in range(count))
+    devices = tuple(DeviceSpec(device_id=name, name="simulated", memory_mib=DEVICE_MIB) for name in names)
+    policy = pool if pool is not None else PoolSpec(name="default", devices=())
+    fields = {name: getattr(policy, name) for name in PoolSpec.__dataclass_fields__}
+    served = PoolSpec(**{**fields, "devices": names})
+    return Host(devices=devices, pools=(served,), failed_swaps_percent=failed_swaps_percent, seed=seed)
+
+
+def least(trace: Sequence[Session]) -> int:
+    """Return the devices that the largest session needs."""
+    return max(1, *(max(session.gpus, session.most_gpus) for session in trace))
+
+
+def needed(run: Callable[[int], Result], trace: Sequence[Session]) -> Result:
+    """Return the run with the fewest devices that keeps GOAL. Raises SimulationError where one for each session is too few."""
+    most = sum(session.gpus for session in trace)
+    return fewest_devices(run, GOAL, most, least=least(trace), start=devices_for_cells(trace, machine(least(trace))))
+
+
+def figures(result: Result, devices_needed: int) -> dict[str, float]:
+    """Return FIGURES of a run, and how many devices this load or this way of sharing needs to keep GOAL."""
+    users = result.lateness.of_users()
+    values = (
+        result.waits.percentile_ms(95) / 1000,
+        result.doors.percentile_ms(95) / 1000,
+        result.waits.nonzero_percent(),
+        result.waits.nonzero().percentile_ms(95) / 1000,
+        result.lateness.cells.percentile_ms(95) / 1000,
+        users["median"],
+        users["worst"],
+        result.lateness.jain(),
+        float(result.out_of_memory),
+        float(devices_needed),
+    )
+    return dict(zip(FIGURES, values, strict=True))
+
+
+def parser(what: str) -> argparse.ArgumentParser:
+    """Return a parser with the options of both benchmarks."""
+    made = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--seeds", type=int, default=20, metavar="N", help="so many traces (default: 20)")
+    made.add_argument("--first", type=int, default=1, metavar="S", help="the first of their seeds (default: 1)")
+    made.add_argument("--users", type=int, default=50, metavar="N", help="of each trace (default: 50)")
+    made.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), metavar="N", help="processes (default: one for each core)"
+    )
+    made.add_argument("--json", type=Path, metavar="FILE", help="write every seed's figures there")
+    return made
+
+
+def spread_out(work: Callable[[Task], Done], tasks: Sequence[Task], jobs: int, what: str) -> list[Done]:
+    """Return what `work` makes of each task, in the order of the tasks, computed by so many processes; progress on standard error."""
+    done: dict[int, Done] = {}
+    began = spoke = time.monotonic()
+    with ProcessPoolExecutor(jobs) as pool:
+        number = {pool.submit(work, task): at for at, task in enumerate(tasks)}
+        for future in as_completed(number):
+            done[number[future]] = future.result()
+            if time.monotonic() - spoke >= 2 or len(done) == len(tasks):
+                spoke = time.monotonic()
+                sys.stderr.write(f"{what}: {len(done)} of {len(tasks)} after {spoke - began:.0f} s\n")
+    return [done[at] for at in range(len(tasks))]
+
+
+def table(head: str, columns: Sequence[str], rows: Iterable[tuple[str, Mapping[str, Sequence[float]]]]) -> str:
+    """Return a Markdown table: of each row and column the median of the seeds and its 95 % interval."""
+    lines = [f"| {head} | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns)]
+    for name, values in rows:
+        lines.append(f"| {name} | " + " | ".join(cell(values[column]) for column in columns) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def cell(samples: Sequence[float]) -> str:
+    """Return the median of the samples and its sign-test interval; no interval of fewer than six, which say nothing of it."""
+    estimate = median_estimate(samples)
+    shown = _shown(estimate.value)
+    return shown if math.isinf(estimate.low) else f"{shown} ({_shown(estimate.low)} to {_shown(estimate.high)})"
+
+
+def _shown(value: float) -> str:
+    rounded = round(value, 2) or 0.0  # no minus before a zero
+    return f"{rounded:,.0f}" if abs(rounded) >= 100 or rounded == int(rounded) else f"{rounded:.2f}"
+
+
+def write_json(path: Path | None, found: object) -> None:
+    """Write every seed's figures, if a file is named."""
+    if path is not None:
+        path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,40 @@
+"""What the kernels of a random world really have on their devices, and what is said of it: less than a suspend saves, as much, or more."""
+
+from dataclasses import dataclass, field
+from random import Random
+
+from tests.core.checked_books import Seen
+
+__all__ = ["RealMemory"]
+
+_FACTORS_MILLI = (0, 10, 10, 300, 300, 900, 1_100, 1_500, 4_000)
+
+
+@dataclass
+class RealMemory:
+    """What each lease has on all its devices together, MiB."""
+
+    random: Random
+    used: dict[str, int] = field(default_factory=dict)
+
+    def run(self, seen: Seen) -> None:
+        """Have a cell run: it allocates, past its cap too, or frees something, or neither."""
+        random, cap = self.random, seen.spec.reserve_mib * seen.spec.devices
+        used = self.used.get(seen.lease_id, 0)
+        grown = min(used + random.choice((1, 40, 200)), 2 * cap)
+        self.used[seen.lease_id] = random.choice(
+            (used, grown, grown, random.randrange(cap + 1), cap, random.randrange(cap, 2 * cap), 1)
+        )
+
+    def shrink(self, seen: Seen) -> None:
+        """Have a kernel give its caches back."""
+        self.used[seen.lease_id] = self.random.randrange(self.holds(seen) + 1)
+
+    def holds(self, seen: Seen) -> int:
+        """Return what a suspend would save; at least the context's."""
+        return max(1, self.used.get(seen.lease_id, 0))
+
+    def said(self, seen: Seen) -> int:
+        """Return a measurement. Half of them are wrong, in either direction."""
+        factor_milli = self.random.choice(_FACTORS_MILLI) if self.random.random() < 0.5 else 1_000
+        return self.holds(seen) * factor_milli // 1_000

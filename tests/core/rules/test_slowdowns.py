@@ -1,0 +1,60 @@
+"""Who slows a cell down is said with an estimate, in words, and without the names of other people's kernels."""
+
+from dataclasses import replace
+
+from fractional_gpu.core.books.books import Books
+from fractional_gpu.core.books.records import Device, Lease
+from fractional_gpu.core.model import LeaseState, Slowdown
+from fractional_gpu.core.rules.slowdowns import describe_slowdown
+from tests.core.driving import device, spec
+from tests.core.scheduler.test_compute import busy, hand
+
+SMALL, LARGE = 100, 900  # MiB of 1000
+
+
+def described(*demands_milli: int) -> Slowdown:
+    """What is said to the first of these busy leases on one device; the first two have one owner."""
+    books = Books()
+    books.add_device(Device(spec=device()))
+    for number, milli in enumerate(demands_milli):
+        asked = replace(spec(f"k{number}", SMALL), owner="ada" if number < 2 else "bob", label=f"{number}.ipynb")
+        lease = Lease(spec=asked, state=LeaseState.RESIDENT, busy=True)
+        books.add(lease)
+        lease.demand_milli = milli
+        books.set_reservation(lease, ("d0",), SMALL)
+    return describe_slowdown(books, books.leases["k0"])
+
+
+def test_the_neighbours_are_said_with_what_they_need_and_only_ones_own_by_name() -> None:
+    assert described(600, 500, 700) == Slowdown(
+        milli=1480,
+        sentence="its cell takes about 1.5 times as long as alone, beside another user's kernel (70 % of it) and 1.ipynb (50 % of it)",
+    )
+
+
+def test_many_neighbours_are_counted() -> None:
+    assert described(600, *[300] * 5).sentence.endswith(" and 2 more")
+
+
+def test_nothing_is_said_of_a_cell_that_is_not_slowed_down() -> None:
+    assert described(600, 400) == Slowdown()
+    assert described(600, 450) == Slowdown(), "3 %: less than the estimate is worth"
+    assert described(1000) == Slowdown()
+
+
+def test_a_kernel_that_waits_is_told_of_the_least_busy_device_that_it_may_use() -> None:
+    world = hand("d0", "d1")
+    for name, milli in (("a", 900), ("b", 600)):
+        busy(world, name, milli, LARGE)
+    assert world.arbiter.slowdown("a") == Slowdown(), "each is alone"
+    world.start("c", LARGE)
+    world.want("c")
+    needs_milli, least_milli = world.view("c").demand_milli, 600  # what the cell of "b" shows itself
+    found = world.arbiter.slowdown("c")
+    assert found.milli == 1000 - needs_milli + needs_milli * (needs_milli + least_milli) // 1000
+    assert found.sentence.startswith("on the least busy GPU that it may use, its cell would take about 1.")
+    assert found.sentence.count("% of it") == 1
+
+
+def test_of_a_lease_that_is_over_nothing_is_said() -> None:
+    assert hand("d0").arbiter.slowdown("nobody") == Slowdown()

@@ -1,0 +1,135 @@
+"""Busy kernels are spread over the devices by what they use of them, as the broker measures it, and are told who slows them down."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fractional_gpu.protocol.messages import LeaseStatus
+from tests.e2e.test_policies import command
+from tests.support.stories import CHECK, fill
+from tests.support.world import Notebook, Server, World, new_world, until
+
+# Uses so much of the device until it is told to end.
+WORK = """
+import pathlib
+from fractional_gpu.gpu.simulated import cuda
+if "buffer" not in globals():
+    buffer = cuda.allocate(16 << 20)
+end = pathlib.Path({end!r})
+while not end.exists():
+    cuda.launch(0.2, {part})
+"""
+NEAR_MILLI = 150  # no prior of these tests is so near: what counts before anything was seen is 300, and then the mean of the pool
+
+
+@contextmanager
+def kernels(compute: str, count: int) -> Iterator[tuple[World, list[Notebook]]]:
+    """Kernels of a quarter of a GPU on a machine with two, where memory is never short. Their cells end with the block."""
+    with new_world("2x1GiB") as world:
+        world.configure(f"c.GPUBroker.pools = {{'default': {{'compute': {compute!r}, 'min_residency': 0}}}}")
+        (name,) = world.install(250)
+        with Server(world) as server:
+            try:
+                yield world, [server.start(name) for _ in range(count)]
+            finally:
+                end_of(world).touch()
+
+
+def end_of(world: World) -> Path:
+    return world.folder / "end"
+
+
+def begin(world: World, notebook: Notebook, part: float, *, until_there_is: Path | None = None) -> LeaseStatus:
+    """Begin a cell that uses such a part of its device; return the lease once it runs there."""
+    notebook.send(WORK.format(end=str(until_there_is or end_of(world)), part=part))
+
+    def runs() -> LeaseStatus | None:
+        lease = world.lease(notebook.kernel_id)
+        return lease if lease.busy and lease.state == "resident" else None
+
+    return until(runs, "its cell runs")
+
+
+def await_measured(world: World, notebook: Notebook, part: float) -> None:
+    """Wait until the broker has measured that the kernel uses such a part of its device."""
+
+    def measured() -> bool:
+        return abs(world.lease(notebook.kernel_id).demand_milli - part * 1000) <= NEAR_MILLI
+
+    until(measured, f"the broker has measured that it uses {part} of its device", deadline_s=90)
+
+
+def demands(world: World) -> dict[str, int]:
+    return {device.device_id: device.demand_milli for device in world.status().devices}
+
+
+def test_busy_kernels_are_spread_and_the_third_goes_where_less_is_needed_and_is_told_beside_whom() -> None:
+    with kernels("spread", 3) as (world, (first, second, third)):
+        heavy = begin(world, first, 1.0)
+        await_measured(world, first, 1.0)
+        light = begin(world, second, 0.6)
+        assert heavy.device_id != light.device_id
+        await_measured(world, second, 0.6)
+        assert demands(world)[light.device_id or ""] < demands(world)[heavy.device_id or ""]
+        placed = begin(world, third, 1.0)
+        assert placed.device_id == light.device_id
+        until(lambda: world.lease(third.kernel_id).slowdown_milli > 1100, "it is slowed down, and that is known")
+        told = command(world, "explain", placed.lease_id)
+        assert told.returncode == 0, told.stderr
+        last = told.stdout.splitlines()[-1]
+        assert last.startswith("slowed down: its cell takes about 1."), told.stdout
+        assert last.count("% of it") == 1, "its only busy neighbour there"
+        shown = command(world, "status").stdout
+        assert "so they slow each other down" in shown
+        story = json.loads(command(world, "explain", placed.lease_id, "--json").stdout)
+        assert story["slowdown_milli"] > 1100
+        assert story["slowdown"].startswith("its cell takes about 1.")
+        status = json.loads(command(world, "status", "--json").stdout)
+        slowed = {one["lease_id"]: one["slowdown_milli"] for one in status["leases"]}
+        assert slowed[placed.lease_id] > 1100
+        assert slowed[light.lease_id] > 1100
+        assert slowed[heavy.lease_id] == 1000, "it is alone on its device"
+
+
+def test_a_pool_that_packs_puts_busy_kernels_together() -> None:
+    with kernels("pack", 2) as (world, (first, second)):
+        heavy = begin(world, first, 1.0)
+        await_measured(world, first, 1.0)
+        assert begin(world, second, 0.6).device_id == heavy.device_id
+
+
+def test_a_busy_kernel_moves_off_a_crowded_device_in_the_middle_of_its_cell_with_all_its_bytes() -> None:
+    with new_world("2x1GiB") as world:
+        pool = "{'default': {'min_residency': 0, 'min_residency_swaps': 0}}"
+        world.configure(f"c.GPUBroker.pools = {pool}")
+        quarter, whole = world.install(250, 1000)
+        with Server(world) as server:
+            large, *small = (server.start(name) for name in (whole, quarter, quarter))
+            leaves = world.folder / "the large one rests"
+            try:
+                apart = begin(world, large, 0.3, until_there_is=leaves).device_id
+                for number, notebook in enumerate(small):
+                    assert notebook.run(fill(number)).status == "ok"
+                    assert begin(world, notebook, 0.9).device_id != apart, (
+                        "the large kernel has the other device to itself"
+                    )
+                    if not number:  # the second is never seen without its neighbour
+                        await_measured(world, notebook, 0.9)
+                until(
+                    lambda: demands(world)[world.lease(small[0].kernel_id).device_id or ""] > 1200, "the crowd is seen"
+                )
+                leaves.touch()
+
+                def moved() -> list[Notebook]:
+                    return [one for one in small if world.lease(one.kernel_id).device_id == apart]
+
+                (mover,) = until(moved, "one of them has moved", deadline_s=90)
+                told = command(world, "explain", world.lease(mover.kernel_id).lease_id)
+                assert "move.compute" in told.stdout
+                assert "suspend.compute" in command(world, "explain", world.lease(large.kernel_id).lease_id).stdout
+            finally:
+                leaves.touch()
+                end_of(world).touch()
+            for notebook in small:
+                assert notebook.run(CHECK).text == "intact\n"

@@ -1,0 +1,203 @@
+"""Work on a simulated device is counted, and slows other work down by the documented model."""
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from fractional_gpu.gpu.simulated import load as load_module
+from fractional_gpu.gpu.simulated.host import SimulatedHost
+from fractional_gpu.gpu.simulated.load import Load, Piece, used_milli
+from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
+from fractional_gpu.gpu.simulated.store import WORK, Store, find_process
+from tests.gpu_sim.kernels import Kernel, KernelError, eventually
+
+MS = 1_000_000
+SECOND = 1000 * MS
+
+
+class Machine:
+    """A host whose clock the test sets, and processes on it that work when the test says so."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.now_ns = 1000 * SECOND
+        self.devices = [device.device_id for device in store.devices()]
+        self.loads: dict[str, Load] = {}
+
+    def clock(self) -> int:
+        return self.now_ns
+
+    def process(self, key: str, device: int = 0) -> Load:
+        with self.store.transaction() as db:
+            row = (key, os.getpid(), "", self.devices[device], 0)
+            db.execute(
+                "INSERT INTO processes (key, pid, lease, device, phase, bytes) VALUES (?, ?, ?, ?, 'device', ?)", row
+            )
+        folder = self.store.process_folder(key)
+        folder.mkdir()
+        (folder / WORK).touch()
+        self.loads[key] = Load(self.store, key)
+        return self.loads[key]
+
+    def works(self, key: str, milli: int, seconds: float = 600, device: int = 0) -> Piece:
+        """Begin a piece of work of a new process."""
+        return self.process(key, device).begin(seconds, milli, self.devices[device])
+
+    def passes(self, ms: int, *, step_ms: int = 50) -> None:
+        """Let time pass; processes share their devices anew at every step, as they do in `launch`."""
+        for _ in range(ms // step_ms):
+            self.now_ns += step_ms * MS
+            for key, load in self.loads.items():
+                process = find_process(self.store, key)
+                assert process is not None
+                load.go_on(process.device)
+
+    def used_milli(self, key: str, last_ms: int) -> int:
+        """What a process used in the last so many milliseconds."""
+        process = find_process(self.store, key)
+        assert process is not None
+        return used_milli(self.store, process, self.now_ns - last_ms * MS, self.now_ns)
+
+
+@pytest.fixture
+def machine(simulated: SimulatedHost, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    with closing(Store(simulated.directory)) as store:
+        made = Machine(store)
+        monkeypatch.setattr(load_module, "since_boot_ns", made.clock)
+        yield made
+        for load in made.loads.values():
+            load.close()
+
+
+def test_work_that_fits_on_the_device_together_is_not_slowed_down(machine: Machine) -> None:
+    first, second = machine.works("a", 400), machine.works("b", 600)
+    machine.passes(1000)
+    assert (first.stretch_milli, second.stretch_milli) == (1000, 1000)
+    assert (machine.used_milli("a", 1000), machine.used_milli("b", 1000)) == (400, 600)
+    assert first.left_s == 599
+
+
+def test_work_that_asks_for_more_than_the_device_takes_longer_by_the_model(machine: Machine) -> None:
+    first, second = machine.works("a", 500), machine.works("b", 1000)
+    machine.passes(50)  # the first one sees the second one
+    assert (first.stretch_milli, second.stretch_milli) == (1250, 1500)  # 1 - u + u * 1.5
+    before_s = first.left_s, second.left_s
+    machine.passes(1000)
+    assert before_s[0] - first.left_s == pytest.approx(1.0)
+    assert before_s[1] - second.left_s == pytest.approx(1.0)
+    assert (machine.used_milli("a", 1000), machine.used_milli("b", 1000)) == (400, 666)
+
+
+def test_work_on_another_device_slows_nothing_down(machine: Machine) -> None:
+    first, second = machine.works("a", 1000), machine.works("b", 1000, device=1)
+    machine.passes(50)
+    assert (first.stretch_milli, second.stretch_milli) == (1000, 1000)
+
+
+def test_work_that_has_ended_slows_nothing_down(machine: Machine) -> None:
+    first, second = machine.works("a", 1000), machine.works("b", 1000, seconds=0.2)
+    machine.passes(50)
+    assert first.stretch_milli == 2000
+    machine.passes(400)
+    assert second.left_s == 0
+    machine.passes(50)
+    assert first.stretch_milli == 1000
+
+
+def test_work_of_a_process_that_was_killed_is_over_when_it_would_have_ended(machine: Machine) -> None:
+    first = machine.works("a", 1000)
+    machine.works("b", 1000, seconds=0.2)
+    killed = machine.loads.pop("b")
+    machine.passes(100)
+    assert first.stretch_milli == 2000
+    machine.passes(400)
+    assert first.stretch_milli == 1000
+    assert machine.used_milli("b", 500) == 400, "slowed down, it took 0.4 s of the last 0.5 s for its 0.2 s"
+    killed.close()
+
+
+def test_threads_of_one_process_slow_each_other_down(machine: Machine) -> None:
+    first = machine.works("a", 800)
+    second = machine.loads["a"].begin(600, 700, machine.devices[0])
+    assert (first.stretch_milli, second.stretch_milli) == (1400, 1350)
+
+
+def test_what_was_used_is_known_of_any_part_of_the_last_seconds(machine: Machine) -> None:
+    load = machine.process("a")
+    for _ in range(20):  # 100 ms of work, 100 ms of pause
+        piece = load.begin(0.1, 500, machine.devices[0])
+        machine.passes(100)
+        load.end(piece)
+        machine.now_ns += 100 * MS
+    assert machine.used_milli("a", 4000) == 250
+    assert machine.used_milli("a", 2000) == 250
+    assert machine.used_milli("a", 100) == 0
+    assert machine.used_milli("a", 150) == 166, "50 ms of work in 150 ms"
+    assert machine.used_milli("a", 40_000) == 25, "it did nothing before"
+
+
+def test_of_a_time_that_is_forgotten_the_figure_is_of_the_time_since(machine: Machine) -> None:
+    machine.works("a", 300)
+    machine.passes(60_000)
+    assert machine.used_milli("a", 60_000) == 300
+    machine.loads["a"].end(machine.loads["a"].begin(1, 1, machine.devices[0]))
+    assert machine.used_milli("a", 50_000) == 300
+
+
+def test_short_pieces_do_not_make_what_was_used_forgotten(machine: Machine) -> None:
+    load = machine.process("a")
+    for _ in range(4000):
+        piece = load.begin(0.001, 1000, machine.devices[0])
+        machine.now_ns += MS // 2
+        load.end(piece)
+        machine.now_ns += MS // 2
+    assert machine.used_milli("a", 3000) == pytest.approx(500, abs=5)
+
+
+# -- real processes --------------------------------------------------------------------------------------------------------
+
+
+BEGIN = "!import threading; threading.Thread(target=cuda.launch, args=(600, {part}), daemon=True).start()"
+
+
+def test_the_monitor_tells_what_each_process_uses_while_it_works(
+    simulated: SimulatedHost, kernel: Kernel, monitor: SimulatedMonitor
+) -> None:
+    device = simulated.devices[0].device_id
+    kernel.run(BEGIN.format(part=0.7))
+    with Kernel(simulated) as other:
+        other.run("!x = cuda.allocate(1 << 20)")
+        begun_us = monitor.utilisation(device, 0).until_us
+
+        def milli(pid: int) -> int:
+            found = monitor.utilisation(device, max(begun_us, monitor.utilisation(device, 0).until_us - 200_000))
+            return (found.by_pid or {}).get(pid, -1)
+
+        eventually(lambda: abs(milli(kernel.pid) - 700) <= 2, "it uses what it says")
+        assert milli(other.pid) == 0
+        other.run("!from time import monotonic")
+        began_s, _, ended_s = other.run("[monotonic(), cuda.launch(0.3, 0.8), monotonic()]")
+        assert ended_s - began_s >= 0.3 * (0.2 + 0.8 * 1.5), "the other one slows it down"
+
+
+def test_work_of_a_dead_process_slows_nothing_down_once_it_was_looked_for(
+    simulated: SimulatedHost, kernel: Kernel, monitor: SimulatedMonitor
+) -> None:
+    device = simulated.devices[0].device_id
+    stretch = f"[work := load.begin(1, 1000, {device!r}), load.end(work)] and work.stretch_milli"
+    kernel.run(BEGIN.format(part=1))
+    with Kernel(simulated) as other:
+        other.run("!x = cuda.allocate(1 << 20); load = cuda._current().load")
+        eventually(lambda: other.run(stretch) == 2000, "both work")
+        kernel.kill()
+        monitor.use(device)
+        eventually(lambda: other.run(stretch) == 1000, "nothing else works there")
+        assert set(monitor.utilisation(device, 0).by_pid or {}) == {other.pid}
+
+
+@pytest.mark.parametrize("part", ["0", "1.5", "-1", "float('nan')"])
+def test_work_uses_a_part_of_the_device(kernel: Kernel, part: str) -> None:
+    with pytest.raises(KernelError, match="give a number above 0, 1 at most"):
+        kernel.run(f"cuda.launch(1, {part})")
