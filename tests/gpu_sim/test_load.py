@@ -5,10 +5,13 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from fractional_gpu.core.time_slicing import stretch_milli
 from fractional_gpu.gpu.simulated import load as load_module
 from fractional_gpu.gpu.simulated.host import SimulatedHost
-from fractional_gpu.gpu.simulated.load import Load, Piece, used_milli
+from fractional_gpu.gpu.simulated.load import Load, Piece, common_stretch, used_milli
 from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
 from fractional_gpu.gpu.simulated.store import WORK, Store, find_process
 from tests.gpu_sim.kernels import Kernel, KernelError, eventually
@@ -82,12 +85,12 @@ def test_work_that_fits_on_the_device_together_is_not_slowed_down(machine: Machi
 def test_work_that_asks_for_more_than_the_device_takes_longer_by_the_model(machine: Machine) -> None:
     first, second = machine.works("a", 500), machine.works("b", 1000)
     machine.passes(50)  # the first one sees the second one
-    assert (first.stretch_milli, second.stretch_milli) == (1250, 1500)  # 1 - u + u * 1.5
+    assert (first.stretch_milli, second.stretch_milli) == (1310, 1619)  # 1 - u + u * k, and k is the golden ratio
     before_s = first.left_s, second.left_s
     machine.passes(1000)
     assert before_s[0] - first.left_s == pytest.approx(1.0)
     assert before_s[1] - second.left_s == pytest.approx(1.0)
-    assert (machine.used_milli("a", 1000), machine.used_milli("b", 1000)) == (400, 666)
+    assert (machine.used_milli("a", 1000), machine.used_milli("b", 1000)) == (381, 617), "the whole device"
 
 
 def test_work_on_another_device_slows_nothing_down(machine: Machine) -> None:
@@ -121,7 +124,25 @@ def test_work_of_a_process_that_was_killed_is_over_when_it_would_have_ended(mach
 def test_threads_of_one_process_slow_each_other_down(machine: Machine) -> None:
     first = machine.works("a", 800)
     second = machine.loads["a"].begin(600, 700, machine.devices[0])
-    assert (first.stretch_milli, second.stretch_milli) == (1400, 1350)
+    assert (first.stretch_milli, second.stretch_milli) == (1532, 1466)
+    other = machine.works("b", 500)
+    machine.loads["a"].go_on(machine.devices[0])
+    assert (first.stretch_milli, second.stretch_milli, other.stretch_milli) == (2179, 2032, 1737), (
+        "each counts by itself"
+    )
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=8))
+def test_work_is_slowed_down_as_the_scheduler_and_the_simulator_expect(wants_milli: list[int]) -> None:
+    assert common_stretch(wants_milli) == pytest.approx(stretch_milli(wants_milli) / 1000, abs=1.1e-3)
+
+
+def test_of_very_many_pieces_the_last_ones_count_as_one(machine: Machine) -> None:
+    load = machine.process("a")
+    for _ in range(40):
+        load.begin(600, 1000, machine.devices[0])
+    other = machine.works("b", 1000)
+    assert other.stretch_milli == 33_000, "32 pieces of the other process, and this one"
 
 
 def test_what_was_used_is_known_of_any_part_of_the_last_seconds(machine: Machine) -> None:

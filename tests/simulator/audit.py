@@ -13,8 +13,9 @@ The laws:
   them, and alone where the pool reserves by cap. Memory is used only within the reservation of a lease that is on the device.
 - Saved memory fits the host's budget. A swap takes the fixed time and the bytes over the bandwidth; so many run at a time as may.
 - A cell is asked for as long after the one before as the trace says, begins when its lease is let in and has its memory, and takes
-  1 - u + u * max(1, U) times its duration, where U is the sum of the utilisations on its (first) device. Here that is exact, in
-  fractions; the record's whole milliseconds may be later by less than one, and by a nanosecond for each change of U.
+  1 - u + u * k times its duration: k is the least number of whole thousandths, 1 or more, for which the cells on its (first) device use
+  no more than all of it, each u / (1 - u + u * k). Here that is exact, in fractions; the record's whole milliseconds may be later by less
+  than one, and by a nanosecond for each change of k.
 - A suspend in the middle of a cell stops it, unless it fails; a swap that fails takes the fixed time and moves nothing.
 - A cell that waits for more memory fails after the patience of the run, not before, and at once beyond its lease's cap.
 
@@ -58,17 +59,17 @@ class Cell:
 
 @dataclass(slots=True)
 class Running:
-    """A cell that runs: nominal ms done until `since_ms`, and the ten-thousandths of its nominal time that it takes since then."""
+    """A cell that runs: nominal ms done until `since_ms`, and how many times its nominal time it takes since then."""
 
     util_percent: int
     since_ms: int
     device_id: str  # whose neighbours slow it down; empty: none
     done_ms: Fraction = Fraction(0)
-    stretch: int = 10_000
+    stretch: Fraction = Fraction(1)
     changes: int = 0
 
     def advance(self, now_ms: int) -> None:
-        self.done_ms += Fraction((now_ms - self.since_ms) * 10_000, self.stretch)
+        self.done_ms += (now_ms - self.since_ms) / self.stretch
         self.since_ms = now_ms
 
 
@@ -514,10 +515,10 @@ class Audit:
             for session in self._running.values()
             if session.running and session.running.device_id == device_id
         ]
-        wanted = max(100, sum(cell.util_percent for cell in cells)) if self._head["slowdown"] else 100
+        k = least_k([Fraction(cell.util_percent, 100) for cell in cells]) if self._head["slowdown"] else Fraction(1)
         for cell in cells:
             cell.advance(self._now_ms)
-            cell.stretch = (100 - cell.util_percent) * 100 + cell.util_percent * wanted
+            cell.stretch = 1 + Fraction(cell.util_percent, 100) * (k - 1)
             cell.changes += 1
 
     def _leaves(self, session: Session) -> Running | None:
@@ -549,7 +550,7 @@ class Audit:
         running, cell = self._leaves(session), session.cell
         if running is not None:
             over_ms = running.done_ms - cell.duration_ms
-            most_ms = Fraction(10_000, running.stretch) + Fraction(running.changes, 1_000_000)
+            most_ms = 1 / running.stretch + Fraction(running.changes, 1_000_000)
             if not 0 <= over_ms < most_ms:
                 did = f"{float(running.done_ms):.3f} ms of its {cell.duration_ms} ms"
                 self._wrong(f"cell {session.next_cell} of {session.name} ends after {did}, by the model of contention")
@@ -642,6 +643,18 @@ def _entries(path: Path) -> Iterator[tuple[int, Entry]]:
 
 def _hours(gpu_ms: int) -> float:
     return round(gpu_ms / HOUR_MS, 3)
+
+
+def least_k(wants: Sequence[Fraction]) -> Fraction:
+    """Return the least k in whole thousandths, 1 or more, for which kernels that want so much use no more than a device, by halving."""
+    low, high = 999, 1000 * max(1, len(wants))
+    while high - low > 1:
+        middle = (low + high) // 2
+        if sum(want / (1 - want + want * Fraction(middle, 1000)) for want in wants) <= 1:
+            high = middle
+        else:
+            low = middle
+    return Fraction(high, 1000)
 
 
 def percentile(values: Sequence[int], percent: int) -> int:

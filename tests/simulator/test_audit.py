@@ -14,8 +14,9 @@ import pytest
 
 from fractional_gpu.commands.main import main
 from fractional_gpu.core.model import DeviceSpec, PoolSpec, ReserveBy
+from fractional_gpu.simulator import machine
 from fractional_gpu.simulator.load import synthetic_sessions
-from fractional_gpu.simulator.machine import Host, SharedDevice, SwapSpeed
+from fractional_gpu.simulator.machine import Host, SwapSpeed
 from fractional_gpu.simulator.record import EventLog
 from fractional_gpu.simulator.result import Accounts
 from fractional_gpu.simulator.simulation import simulate
@@ -431,6 +432,6 @@ def test_a_wrong_model_of_contention_is_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     trace = [session(name, gpu_cell(0, 10_000, mib=900, util=80), close_ms=10_000) for name in "ab"]
-    assert agrees(capsys, *run(tmp_path, host(), trace))["late_s"]["max"] == 4.8  # 1 - u + u * 2u, of ten seconds
-    monkeypatch.setattr(SharedDevice, "_stretch", lambda _device, _cell, demand: demand * 100)
+    assert agrees(capsys, *run(tmp_path, host(), trace))["late_s"]["max"] == 6.0  # 1.6 devices' work, of ten seconds
+    monkeypatch.setattr(machine, "stretch_milli", lambda wants, _capacity: max(1000, sum(wants)))
     assert "by the model of contention\n" in complaints(capsys, *run(tmp_path, host(), trace))

@@ -138,12 +138,12 @@ def test_fractions_with_several_devices_take_whole_ones() -> None:
 
 def test_static_fractions_slow_each_other_down_and_mps_by_what_cells_fill_only() -> None:
     trace = [session(name, Cell(0, 60_000, 1, 900, 80)) for name in "abc"]
-    # U = 2.4: a cell takes 0.2 + 0.8 * 2.4 = 2.12 times as long
-    assert run_baseline("static-fraction", host(8000), trace).lateness.cells.ordered == (67_200, 67_200, 67_200)
-    # half of the device each: U = 1.2, so 0.2 + 0.8 * 1.2 = 1.16
-    assert run_baseline("mps-pack", host(8000), trace).lateness.cells.ordered == (9_600, 9_600, 9_600)
+    # the work of 2.4 devices, shared out evenly: a cell takes 2.4 times as long
+    assert run_baseline("static-fraction", host(8000), trace).lateness.cells.ordered == (84_000, 84_000, 84_000)
+    # half of the device each: the work of 1.2 devices
+    assert run_baseline("mps-pack", host(8000), trace).lateness.cells.ordered == (12_000, 12_000, 12_000)
     full = run_baseline("mps-pack", host(8000), trace, mps_fill_percent=100)
-    assert full.lateness.cells.ordered == (67_200, 67_200, 67_200)
+    assert full.lateness.cells.ordered == (84_000, 84_000, 84_000)
     alone = run_baseline("mps-pack", host(8000, slowdown=False), trace)
     assert alone.lateness.cells.ordered == (0, 0, 0)
 

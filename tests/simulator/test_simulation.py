@@ -144,7 +144,7 @@ def test_a_preempted_cell_is_late_by_the_time_it_was_away() -> None:
 
 
 def test_what_a_cell_uses_of_its_device_is_measured_while_it_runs_and_when_it_ends() -> None:
-    # `a` and `b` need 0.5 + 0.9 of the device for as long as both run: `a` takes 0.5 + 0.5 * 1.4 = 1.2 times as long, `b` 1.36 times
+    # `a` and `b` want 0.5 and 0.9 of the device while both run: k = 1.539, so `a` takes 1.2695 times as long and `b` 1.4851 times
     trace = [
         session("a", gpu_cell(0, 10_000, mib=900, util=50)),
         session("b", gpu_cell(0, 20_000, mib=900, util=90)),
@@ -157,10 +157,10 @@ def test_what_a_cell_uses_of_its_device_is_measured_while_it_runs_and_when_it_en
             seen.setdefault(event.lease_id, []).append((event.at_ms, event.util_milli))
 
     simulate(host(), trace, watch=watch)
-    # alone again after 12 s, `b` has 20 - 12 / 1.36 = 11.177 s left: it ends at 23.177 s, having used 18 s of the device
+    # alone again after 12.695 s, `b` has 20 - 12.695 / 1.4851 = 11.452 s left: it ends at 24.147 s, having used 18 s of the device
     assert seen == {
-        "a": [(2_000, 416), (12_000, 416)],
-        "b": [(2_000, 661), (23_177, 776)],
+        "a": [(2_000, 393), (12_695, 393)],
+        "b": [(2_000, 606), (24_147, 745)],
     }
 
 

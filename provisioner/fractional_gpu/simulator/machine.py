@@ -1,10 +1,6 @@
-"""How cells that run on one device at the same time slow each other down.
+"""How cells that run on one device at the same time slow each other down, by the model of `core.time_slicing`.
 
-The model: a cell with a GPU utilisation of u on an unshared device leaves the device idle for 1 - u of its time. While the busy cells
-of a device want no more than the device has (their utilisations add up to 100 % or less), they fit into each other's pauses and none is
-slowed. Past that, time-slicing shares the device out evenly by demand: the GPU's part of every cell takes as many times longer as
-the demand exceeds the device, the rest of the cell is not affected. A cell thus takes 1 - u + u * max(1, U) times as long, where U is
-the sum of the utilisations. Costs of switching contexts and of contended caches are left out; the model can be switched off.
+A cell with a GPU utilisation of u on an unshared device wants u of a device. The model can be switched off.
 
 The module also holds the simulated machine (`Host`), and the lease that a session asks for.
 """
@@ -13,11 +9,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from fractional_gpu.core.model import DeviceSpec, LeaseSpec, PoolSpec
+from fractional_gpu.core.time_slicing import WHOLE_MILLI, stretch_milli
 from fractional_gpu.core.units import format_fraction, format_memory
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.traces import Session
 
 UNSHARED = 1_000_000  # the pace of a cell alone: nominal nanoseconds per millisecond
+_PARTS = 100_000  # in which stretches are counted
 
 
 @dataclass(slots=True, eq=False)
@@ -38,48 +36,47 @@ class SharedDevice:
     slowdown: bool
     fill_percent: int = 100
     running: dict[str, Running] = field(default_factory=dict)
+    _k_milli: int = WHOLE_MILLI  # how many times as long as alone what runs on the device takes
 
     def begin(self, cell: Running) -> list[tuple[int, Running]]:
         """Let a cell run. Returns when each cell of the device ends now, for those whose end moved."""
         self._advance(cell.at_ms)
-        before = self._demand()
         self.running[cell.session_id] = cell
-        return self._ends(self.running.values() if self._demand() != before else [cell])
+        return self._ends(self.running.values() if self._share() else [cell])
 
     def finish(self, session_id: str, now_ms: int) -> tuple[Running, list[tuple[int, Running]]]:
         """Take a cell off the device. Returns it, and when the others end now, for those whose end moved."""
         self._advance(now_ms)
-        before = self._demand()
         cell = self.running.pop(session_id)
         cell.version += 1
-        return cell, self._ends(self.running.values() if self._demand() != before else [])
+        return cell, self._ends(self.running.values() if self._share() else [])
 
     def used_milli(self, cell: Running) -> int:
         """Return how much of the device a cell that runs on it uses now, thousandths: less than alone where neighbours slow it down."""
-        return cell.util_percent * 100_000 // self._stretch(cell, self._demand())
+        return cell.util_percent * 10 * _PARTS // self._stretch(cell)
 
-    def _demand(self) -> int:
-        """Return the utilisations' sum in percent, 100 where none is slowed."""
-        if not self.slowdown:
-            return 100
-        return max(100, -(-sum(cell.util_percent for cell in self.running.values()) * self.fill_percent // 100))
+    def _share(self) -> bool:
+        """Slow the cells down as they are now; return whether that differs from before."""
+        before = self._k_milli
+        if self.slowdown:
+            wants = (cell.util_percent * 10 for cell in self.running.values())
+            self._k_milli = stretch_milli(wants, WHOLE_MILLI * 100 // self.fill_percent)
+        return self._k_milli != before
 
-    def _stretch(self, cell: Running, demand: int) -> int:
-        """Return how many ten-thousandths of its nominal time the cell takes."""
-        return (100 - cell.util_percent) * 100 + cell.util_percent * demand
+    def _stretch(self, cell: Running) -> int:
+        """Return how many hundred-thousandths of its nominal time the cell takes."""
+        return (100 - cell.util_percent) * WHOLE_MILLI + cell.util_percent * self._k_milli
 
     def _advance(self, now_ms: int) -> None:
-        demand = self._demand()
         for cell in self.running.values():
-            done_ns = (now_ms - cell.at_ms) * UNSHARED * 10_000 // self._stretch(cell, demand)
+            done_ns = (now_ms - cell.at_ms) * UNSHARED * _PARTS // self._stretch(cell)
             cell.left_ns, cell.at_ms = max(0, cell.left_ns - done_ns), now_ms
 
     def _ends(self, cells: Iterable[Running]) -> list[tuple[int, Running]]:
-        demand = self._demand()
         ends = []
         for cell in cells:
             cell.version += 1
-            takes_ms = -(-cell.left_ns * self._stretch(cell, demand) // (UNSHARED * 10_000))
+            takes_ms = -(-cell.left_ns * self._stretch(cell) // (UNSHARED * _PARTS))
             ends.append((cell.at_ms + takes_ms, cell))
         return ends
 

@@ -6,6 +6,7 @@ from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import Device, Lease
 from fractional_gpu.core.model import LeaseState, Slowdown
 from fractional_gpu.core.rules.slowdowns import describe_slowdown
+from fractional_gpu.core.time_slicing import slowed_milli, stretch_milli
 from tests.core.driving import device, spec
 from tests.core.scheduler.test_compute import busy, hand
 
@@ -27,8 +28,8 @@ def described(*demands_milli: int) -> Slowdown:
 
 def test_the_neighbours_are_said_with_what_they_need_and_only_ones_own_by_name() -> None:
     assert described(600, 500, 700) == Slowdown(
-        milli=1480,
-        sentence="its cell takes about 1.5 times as long as alone, beside another user's kernel (70 % of it) and 1.ipynb (50 % of it)",
+        milli=1792,
+        sentence="its cell takes about 1.8 times as long as alone, beside another user's kernel (70 % of it) and 1.ipynb (50 % of it)",
     )
 
 
@@ -38,7 +39,7 @@ def test_many_neighbours_are_counted() -> None:
 
 def test_nothing_is_said_of_a_cell_that_is_not_slowed_down() -> None:
     assert described(600, 400) == Slowdown()
-    assert described(600, 450) == Slowdown(), "3 %: less than the estimate is worth"
+    assert described(600, 430) == Slowdown(), "4 %: less than the estimate is worth"
     assert described(1000) == Slowdown()
 
 
@@ -51,7 +52,7 @@ def test_a_kernel_that_waits_is_told_of_the_least_busy_device_that_it_may_use() 
     world.want("c")
     needs_milli, least_milli = world.view("c").demand_milli, 600  # what the cell of "b" shows itself
     found = world.arbiter.slowdown("c")
-    assert found.milli == 1000 - needs_milli + needs_milli * (needs_milli + least_milli) // 1000
+    assert found.milli == slowed_milli(needs_milli, stretch_milli([needs_milli, least_milli]))
     assert found.sentence.startswith("on the least busy GPU that it may use, its cell would take about 1.")
     assert found.sentence.count("% of it") == 1
 

@@ -14,6 +14,7 @@ from fractional_gpu.core.books.accounts import Accounts
 from fractional_gpu.core.books.records import Bucket, BucketKey, BucketShape, Device, Lease, OccupancyKind, Ticket
 from fractional_gpu.core.forecasts.forecasts import Forecasts
 from fractional_gpu.core.model import LeaseSpec, LeaseState, PoolSpec, ReserveBy
+from fractional_gpu.core.time_slicing import WHOLE_MILLI
 
 # -- queue -------------------------------------------------------------------------------------------------------------
 # The queue: which leases wait, in which order, and in which bucket.
@@ -221,8 +222,6 @@ def _limited(pool: PoolSpec, group: str) -> bool:
 # -- books -------------------------------------------------------------------------------------------------------------
 
 
-WHOLE_MILLI = 1000
-"""What a device has, in thousandths of it."""
 _RESTING_PARTS = 4  # kernels that idle between cells are busy about a quarter of the time, in published traces
 _FULL_MILLI = 900  # thousandths of a device that its busy leases use together when they leave none, about
 

@@ -1,8 +1,7 @@
 """How much compute the busy leases of a device leave, and how much they slow each other down.
 
-Each lease needs a part of a device while it is busy (its demand, learnt). Busy leases that need U of a device together do not slow each
-other down while U is at most the whole device. Beyond that, a cell that needs u takes 1 - u + u * U times as long: only what it does on
-the device is stretched.
+Each lease needs a part of a device while it is busy (its demand, learnt): what it would use if it were alone. Busy leases that need no
+more than the whole device together do not slow each other down. Beyond that, by the model of `time_slicing`, their cells take longer.
 
 **Choosing a device.** A pool that spreads prefers devices in these classes:
 
@@ -18,9 +17,10 @@ compute: all this only orders devices that have, or will have, the memory.
 
 from collections.abc import Sequence
 
-from fractional_gpu.core.books.books import WHOLE_MILLI, Books
+from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import Device, Lease, OccupancyKind
 from fractional_gpu.core.model import Compute, LeaseState
+from fractional_gpu.core.time_slicing import WHOLE_MILLI, slowed_milli, stretch_milli
 
 FULL = 1 << 20
 """From this on a `fullness` is beyond the bound."""
@@ -94,8 +94,18 @@ def slowdown(books: Books, lease: Lease) -> tuple[int, tuple[Lease, ...]]:
         device = books.devices.get(device_id)
         if device is None or device.demand_milli <= WHOLE_MILLI:
             continue
-        milli = WHOLE_MILLI - lease.busy_milli + lease.busy_milli * device.demand_milli // WHOLE_MILLI
-        others = [one for one in device.holders.values() if one.occupancy is OccupancyKind.BUSY and one is not lease]
+        others = busy_others(device, lease)
+        milli = beside(lease.busy_milli, others)
         if milli > slowest[0]:
             slowest = milli, tuple(sorted(others, key=lambda one: (-one.busy_milli, one.number)))
     return slowest
+
+
+def busy_others(device: Device, lease: Lease) -> list[Lease]:
+    """Return the other leases that are busy on a device."""
+    return [one for one in device.holders.values() if one.occupancy is OccupancyKind.BUSY and one is not lease]
+
+
+def beside(want_milli: int, others: Sequence[Lease]) -> int:
+    """Return how many times as long as alone a cell takes that needs so much of a device, beside other busy leases, thousandths."""
+    return slowed_milli(want_milli, stretch_milli((want_milli, *[one.busy_milli for one in others])))

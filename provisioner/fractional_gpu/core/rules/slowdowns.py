@@ -7,12 +7,12 @@ are not named (`wait_reasons.name_for`).
 from collections.abc import Sequence
 
 from fractional_gpu.core.books.books import Books
-from fractional_gpu.core.books.records import Lease, OccupancyKind
+from fractional_gpu.core.books.records import Lease
 from fractional_gpu.core.model import LeaseState, Slowdown
-from fractional_gpu.core.rules.contention import slowdown
+from fractional_gpu.core.rules.contention import beside, busy_others, slowdown
 from fractional_gpu.core.rules.wait_reasons import allowed_devices, name_for
+from fractional_gpu.core.time_slicing import WHOLE_MILLI
 
-_WHOLE = 1000
 _MOST_NAMED = 3
 _WAITING = (LeaseState.SUSPENDED, LeaseState.NO_CONTEXT)
 
@@ -29,14 +29,10 @@ def describe_slowdown(books: Books, lease: Lease) -> Slowdown:
 def _expected(books: Books, lease: Lease) -> tuple[int, Sequence[Lease]]:
     devices = [books.devices[device_id] for device_id in allowed_devices(books, lease)]
     if len(devices) < lease.count:
-        return _WHOLE, ()
+        return WHOLE_MILLI, ()
     device = sorted(devices, key=lambda one: one.demand_milli)[lease.count - 1]  # the fullest of those that it gets
-    wanted_milli = device.demand_milli + lease.demand_milli
-    if wanted_milli <= _WHOLE:
-        return _WHOLE, ()
-    others = [one for one in device.holders.values() if one.occupancy is OccupancyKind.BUSY and one is not lease]
-    milli = _WHOLE - lease.demand_milli + lease.demand_milli * wanted_milli // _WHOLE
-    return milli, sorted(others, key=lambda one: (-one.demand_milli, one.number))
+    others = busy_others(device, lease)
+    return beside(lease.demand_milli, others), sorted(others, key=lambda one: (-one.demand_milli, one.number))
 
 
 def _described(lease: Lease, milli: int, others: Sequence[Lease], says: str) -> Slowdown:

@@ -4,8 +4,8 @@ Where kernels start says little about which cells will run there at the same tim
 it runs. So the arbiter looks again: where the busy leases of a device, by what their cells have shown, need more than the bound of their
 pool, it weighs moving one of them to a device that leaves it more.
 
-**Gain.** Busy leases that need U of a device, beyond 1, lose u * (U - 1) of the time that their cells still take, each for its own u
-(`contention`). The gain of a move is what both devices lose now, less what they would lose then. How long cells still take is forecast.
+**Gain.** Busy leases that need more than a device lose u * (k - 1) of the time that their cells still take, each for its own u
+(`time_slicing`). The gain of a move is what both devices lose now, less what they would lose then. How long cells still take is forecast.
 
 **Cost.** The suspend and resume of the lease, while which its cell does not run. Where the other device lacks memory, idle leases there
 make room, and their suspends and resumes are added. A move must gain twice what it costs.
@@ -18,7 +18,6 @@ leases that make room are suspended first; the move follows when they have left,
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fractional_gpu.core.books.books import WHOLE_MILLI
 from fractional_gpu.core.books.records import Device, Lease, OccupancyKind
 from fractional_gpu.core.changes.changes import Changes
 from fractional_gpu.core.rules.contention import spreads
@@ -26,6 +25,7 @@ from fractional_gpu.core.rules.eligibility import other_devices
 from fractional_gpu.core.rules.fairness import preemptible_from_ms, swap_ms
 from fractional_gpu.core.scheduler.migration import begin_move
 from fractional_gpu.core.scheduler.victims import Victims
+from fractional_gpu.core.time_slicing import WHOLE_MILLI, stretch_milli
 
 _TIMES_COST = 2  # that a move must gain
 _MOST_MADE_ROOM = 8  # devices that lack memory and are looked at for one lease, those that are least busy
@@ -33,14 +33,25 @@ _MOST_MADE_ROOM = 8  # devices that lack memory and are looked at for one lease,
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """What busy leases need of a device: `milli` thousandths of it, and each one's thousandths times the ms that its cell still takes."""
+    """What busy leases need of a device, thousandths of it, and the sum of their thousandths times the ms that their cells still take."""
 
-    milli: int
+    wants_milli: tuple[int, ...]
     weight: int
 
-    def lost_ms(self, milli: int = 0, weight: int = 0) -> int:
-        """Return what the cells of these leases and some more lose in all, ms."""
-        return (self.weight + weight) * max(0, self.milli + milli - WHOLE_MILLI) // (WHOLE_MILLI * WHOLE_MILLI)
+    @property
+    def milli(self) -> int:
+        return sum(self.wants_milli)
+
+    def lost_ms(self) -> int:
+        """Return what the cells of these leases lose in all, ms."""
+        return self.weight * (stretch_milli(self.wants_milli) - WHOLE_MILLI) // (WHOLE_MILLI * WHOLE_MILLI)
+
+    def with_one(self, milli: int, weight: int) -> "_Load":
+        return _Load((*self.wants_milli, milli), self.weight + weight)
+
+    def without(self, milli: int, weight: int) -> "_Load":
+        at = self.wants_milli.index(milli)
+        return _Load(self.wants_milli[:at] + self.wants_milli[at + 1 :], self.weight - weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +122,12 @@ class ComputeRelief:
         books, cost_ms = self._books, swap_ms(self._books, lease)
         milli, weight = lease.busy_milli, self._weight(lease)
         now, lacking = self._load(here, loads), list[tuple[int, str, int]]()
-        saved_ms = now.lost_ms() - now.lost_ms(-milli, -weight) - _TIMES_COST * cost_ms
+        saved_ms = now.lost_ms() - now.without(milli, weight).lost_ms() - _TIMES_COST * cost_ms
         if saved_ms <= 0:
             return
         for device_id in other_devices(books, lease):
             there, load = books.devices[device_id], self._load(books.devices[device_id], loads)
-            gain_ms = saved_ms + load.lost_ms() - load.lost_ms(milli, weight)
+            gain_ms = saved_ms + load.lost_ms() - load.with_one(milli, weight).lost_ms()
             if gain_ms <= 0 or there.lease_capacity_mib < lease.held_mib:
                 continue
             if there.free_mib >= lease.held_mib:
@@ -159,7 +170,8 @@ class ComputeRelief:
         device_id = device.spec.device_id
         if device_id not in loads:
             weight = sum(self._weight(lease) for lease in _busy_on(device))
-            loads[device_id] = _Load(device.demand_milli + device.coming_milli, weight)
+            wants_milli = tuple(lease.counted_milli for lease in device.holders.values() if lease.counted_milli)
+            loads[device_id] = _Load(wants_milli, weight)
         return loads[device_id]
 
     def _weight(self, lease: Lease) -> int:

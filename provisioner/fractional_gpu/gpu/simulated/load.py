@@ -4,10 +4,12 @@ Standard library only: notebooks import it.
 
 The rules:
 - A piece of work says how long it takes alone, and how much of the device it uses meanwhile, thousandths.
-- Pieces that use U of their device together do not slow each other down while U is at most the whole device. Beyond that, a piece that
-  uses u takes 1 - u + u * U times as long: only what it does on the device is stretched.
-- Each process publishes in its file `load` what its work uses, and what it has used of devices so far: a ring of running totals, as a
+- Pieces do not slow each other down while they use at most the whole device together. Beyond that, a piece that uses u takes 1 - u + u * k
+  times as long: only what it does on the device is stretched. k is the number for which the uses, each u / (1 - u + u * k), add up to the
+  whole device, as in `core.time_slicing`, which a notebook cannot import.
+- Each process publishes in a file what each piece of its work uses, and what it has used of devices so far: a ring of running totals, as a
   driver keeps samples. The last of them is written again until it is `_STEP_NS` old, so that short pieces do not fill the ring.
+  Of more than `_PIECES` pieces, the last ones count as one.
 - Work that is published with an end in the past is over, whatever the file says: its process was killed or stopped.
 """
 
@@ -19,19 +21,21 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from math import ceil
 from typing import Final
 
 from fractional_gpu.gpu.simulated.store import WORK, Process, Store, users_of
 
 WHOLE: Final = 1000  # a device, thousandths
 
-_LOAD: Final = "load"
-_HEADER: Final = struct.Struct(
-    "<QQQ"
-)  # totals written, what the work under way uses alone and as it is slowed down, thousandths
+_LOAD: Final = "pieces"  # a version of the file without the uses of single pieces has another name
+_PIECES: Final = 32
+# Totals written, what the work under way uses as it is slowed down, and what each piece of it uses alone, thousandths
+_HEADER: Final = struct.Struct(f"<QQ{_PIECES}H")
 _TOTAL: Final = struct.Struct("<QQ")  # nanoseconds since boot, and nanoseconds of a whole device used until then
 _TOTALS: Final = 256
 _STEP_NS: Final = 25_000_000
+_PRECISION: Final = 1e-6
 _BYTES: Final = _HEADER.size + _TOTALS * _TOTAL.size
 
 
@@ -69,10 +73,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Published:
-    """What a process says of its work: running totals in order, what its work uses alone and as it is, and when that ends."""
+    """What a process says of its work: running totals in order, what its pieces use alone, what all use as it is, and when that ends."""
 
     totals: list[tuple[int, int]]
-    wanted_milli: int
+    wants_milli: list[int]
     rate_milli: int
     end_ns: int
 
@@ -129,12 +133,13 @@ class Load:
 
     def _share(self, device_id: str) -> None:
         """Slow the pieces down as far as the device's work asks for more than the device, and publish them."""
-        wanted_milli = sum(piece.wanted_milli for piece in self._pieces)
-        if wanted_milli:
+        wants_milli = [piece.wanted_milli for piece in self._pieces if piece.wanted_milli]
+        if wants_milli:
             others = [one for one in users_of(self._store, device_id) if one.key != self._key]
-            wanted_milli += _wanted_milli(self._store, others, self._at_ns)
+            wants_milli += _wants_milli(self._store, others, self._at_ns)
+        stretch = common_stretch(wants_milli)
         for piece in self._pieces:
-            piece.stretch_milli = WHOLE - piece.milli + piece.milli * max(WHOLE, wanted_milli) // WHOLE
+            piece.stretch_milli = ceil(WHOLE - piece.milli + piece.milli * stretch)
         self._publish()
 
     def _publish(self) -> None:
@@ -151,9 +156,11 @@ class Load:
             self._number, self._kept_ns = self._number + 1, now_ns
         place = _HEADER.size + (self._number - 1) % _TOTALS * _TOTAL.size
         os.pwrite(self._file, _TOTAL.pack(now_ns, self._used_ns), place)
-        wanted_milli = sum(piece.wanted_milli for piece in self._pieces)
         used_milli = sum(piece.wanted_milli * WHOLE // piece.stretch_milli for piece in self._pieces)
-        os.pwrite(self._file, _HEADER.pack(self._number, wanted_milli, used_milli), 0)
+        wants_milli = [piece.wanted_milli for piece in self._pieces]
+        wants_milli[_PIECES - 1 :] = [min(WHOLE, sum(wants_milli[_PIECES - 1 :]))]
+        wants_milli += [0] * (_PIECES - len(wants_milli))
+        os.pwrite(self._file, _HEADER.pack(self._number, used_milli, *wants_milli), 0)
 
 
 def used_milli(store: Store, process: Process, since_ns: int, now_ns: int) -> int:
@@ -182,10 +189,24 @@ def _total_at(totals: list[tuple[int, int]], at_ns: int) -> int:
     return totals[-1][1]
 
 
-def _wanted_milli(store: Store, processes: Iterable[Process], now_ns: int) -> int:
-    """Return what the work of these processes under way uses together, each as if it were alone."""
+def _wants_milli(store: Store, processes: Iterable[Process], now_ns: int) -> list[int]:
+    """Return what each piece of work of these processes that is under way uses alone."""
     found = [_read(store, process, totals=False) for process in processes]
-    return sum(one.wanted_milli for one in found if one is not None and one.end_ns > now_ns)
+    return [milli for one in found if one is not None and one.end_ns > now_ns for milli in one.wants_milli]
+
+
+def common_stretch(wants_milli: list[int]) -> float:
+    """Return how many times as long as alone takes what pieces do on their device, by halving the range in which that lies."""
+    low, high = 1.0, max(1.0, len(wants_milli))
+    if sum(wants_milli) <= WHOLE:
+        return low
+    while high - low > _PRECISION:
+        middle = (low + high) / 2
+        if sum(milli / (WHOLE - milli + milli * middle) for milli in wants_milli) > 1:
+            low = middle
+        else:
+            high = middle
+    return high
 
 
 def _read(store: Store, process: Process, *, totals: bool = True) -> _Published | None:
@@ -203,6 +224,6 @@ def _read(store: Store, process: Process, *, totals: bool = True) -> _Published 
     written = list(_TOTAL.iter_unpack(data[_HEADER.size :]))
     if not data or (totals and not written):  # it is being made
         return None
-    number, wanted_milli, rate_milli = _HEADER.unpack_from(data)
+    number, rate_milli, *wants_milli = _HEADER.unpack_from(data)
     oldest = number % _TOTALS if number > _TOTALS else 0
-    return _Published([*written[oldest:], *written[:oldest]], wanted_milli, rate_milli, end_ns)
+    return _Published([*written[oldest:], *written[:oldest]], list(filter(None, wants_milli)), rate_milli, end_ns)
