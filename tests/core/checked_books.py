@@ -136,16 +136,20 @@ class World:
         leasable = max((self.leasable[one] for one in alike), default=0)
         return leasable if leasable < each <= max((self.memory[one] for one in alike), default=0) else each
 
+    def reserves_cap(self, seen: Seen) -> bool:
+        """Return whether all that it may use is reserved: always of a lease on several devices, which are whole ones."""
+        return seen.spec.devices > 1 or self.pool(seen).reserve_by is ReserveBy.CAP
+
     def least(self, seen: Seen) -> int:
         """Return what must be reserved for it at least, on each of its devices."""
         guaranteed = seen.spec.request_mib
-        if guaranteed is None or self.pool(seen).reserve_by is ReserveBy.CAP:
+        if guaranteed is None or self.reserves_cap(seen):
             guaranteed = seen.spec.reserve_mib
         return max(min(guaranteed, seen.spec.reserve_mib), self.saved_each(seen))
 
     def due(self, seen: Seen) -> int:
         """Return what is to be reserved for one that comes onto a device: its cap, or what it uses and some headroom."""
-        if self.pool(seen).reserve_by is ReserveBy.CAP:
+        if self.reserves_cap(seen):
             return self.most(seen)
         uses = (self.saved_each(seen) or seen.used_each) + self.pool(seen).headroom_mib
         return max(self.least(seen), min(uses, seen.spec.reserve_mib))

@@ -10,7 +10,7 @@ The laws:
 
 - The effects are those that the digest says; time does not go back; leases go from the state in which they are.
 - On each device, memory in use fits the device, and reservations fit what leases may have of it. A lease with several devices has all of
-  them, and alone where the pool reserves by cap. Memory is used only within the reservation of a lease that is on the device.
+  them, and alone. Memory is used only within the reservation of a lease that is on the device.
 - Saved memory fits the host's budget. A swap takes the fixed time and the bytes over the bandwidth; so many run at a time as may.
 - A cell is asked for as long after the one before as the trace says, begins when its lease is let in and has its memory, and takes
   1 - u + u * k times its duration: k is the least number of whole thousandths, 1 or more, for which the cells on its (first) device use
@@ -243,9 +243,8 @@ class Audit:
         match kind:
             case "LeaseRequested":
                 spec = fields["spec"]
-                pools = {pool["name"]: pool["reserve_by"] for pool in self._head["pools"]}
                 session.devices, session.cap_mib = spec["devices"], spec["reserve_mib"]
-                session.alone = spec["devices"] > 1 and pools[spec["pool"]] == "cap"
+                session.alone = spec["devices"] > 1
                 if self._now_ms != session.open_ms:
                     self._wrong(f"{session.name} opens, and its trace says at {session.open_ms} ms")
             case "Attached":

@@ -3,7 +3,7 @@
 from fractional_gpu.core.books.accounts import guaranteed_mib
 from fractional_gpu.core.books.books import Books, resting_milli
 from fractional_gpu.core.books.records import Device, Lease, Operation
-from fractional_gpu.core.model import HOLDING, LeaseState, ReserveBy
+from fractional_gpu.core.model import HOLDING, LeaseState
 from fractional_gpu.core.rules.eligibility import eligible_devices
 from fractional_gpu.core.scheduler.victims import device_preemptible_from_ms, device_suspendable_from_ms
 
@@ -167,7 +167,7 @@ def _revoked(books: Books) -> list[str]:
 def _least_mib(books: Books, lease: Lease) -> int:
     """Return what a lease holds at least on each of its devices: its cap, or its guaranteed memory."""
     spec = lease.spec
-    if books.policy(lease).reserve_by is ReserveBy.CAP or spec.request_mib is None:
+    if books.reserves_cap(lease) or spec.request_mib is None:
         return spec.reserve_mib
     return min(spec.request_mib, spec.reserve_mib)
 

@@ -13,13 +13,12 @@ from fractional_gpu.core.events import (
     LeaseRecovered,
     LeaseReleased,
     LeaseRequested,
-    PoolConfigured,
     ProcessExited,
     ResizeRequested,
     SuspendOutcome,
     SuspendRequested,
 )
-from fractional_gpu.core.model import LeaseState, Limits, ReserveBy
+from fractional_gpu.core.model import LeaseState, Limits
 from tests.core.driving import Hand, device, pool, spec
 
 
@@ -234,19 +233,15 @@ def test_a_larger_share_without_more_memory_needs_no_room_that_is_kept_for_other
 
 
 def test_a_kernel_on_unlike_devices_grows_where_it_is() -> None:
-    by_use = dataclasses.replace(pool("d0", "d1"), reserve_by=ReserveBy.USE, headroom_mib=50)
-    hand = Hand(device("d0"), device("d1", kind="A"), pools=[by_use])
-    found = dataclasses.replace(spec("a", 250, milli=1000), devices=2, request_mib=100)
+    hand = Hand(device("d0"), device("d1", kind="A"), device("d2", kind="A"), pools=[pool("d0", "d1", "d2")])
+    found = dataclasses.replace(spec("a", 200, milli=1000), devices=2)
     both = ("d0", "d1")
     hand.send(
         LeaseRecovered(
             at_ms=0, spec=found, state=LeaseState.RESIDENT, generation=1, device_id="d0", device_ids=both, busy=True
         )
     )
-    hand.send(LeaseMeasured(at_ms=0, lease_id="a", used_mib=300))
-    assert hand.view("a").reserved_mib == 200
-    effects = hand.send(PoolConfigured(at_ms=0, pool=dataclasses.replace(by_use, reserve_by=ReserveBy.CAP)))
-    assert _sizes(effects) == [("a", 250, 250)]
+    assert _sizes(_resize(hand, "a", 250, milli=1000)) == [("a", 250, 250)]
     assert hand.arbiter.ticket("a") is None
 
 

@@ -11,6 +11,7 @@ from fractional_gpu.core.events import (
     DeviceLost,
     DeviceSeen,
     DeviceUndrained,
+    LeaseMeasured,
     LeaseRecovered,
     LeaseReleased,
     LeaseRequested,
@@ -19,7 +20,7 @@ from fractional_gpu.core.events import (
     SuspendRequested,
     TruthFound,
 )
-from fractional_gpu.core.model import LeaseSpec, LeaseState
+from fractional_gpu.core.model import LeaseSpec, LeaseState, ReserveBy
 from tests.core.driving import Hand, device, pool, spec
 
 
@@ -50,6 +51,26 @@ def test_a_lease_gets_all_its_devices_at_once() -> None:
     assert (granted.device_id, granted.device_ids) == ("d0", ("d0", "d1"))
     assert _reserved(hand) == [900, 900, 0]
     assert hand.view("a").device_ids == ("d0", "d1")
+
+
+@pytest.mark.parametrize("request_mib", [None, 100])
+def test_where_memory_is_reserved_by_use_its_devices_are_whole_ones_too(request_mib: int | None) -> None:
+    by_use = dataclasses.replace(pool("d0", "d1"), reserve_by=ReserveBy.USE, headroom_mib=50)
+    hand = Hand(device("d0"), device("d1"), pools=[by_use])
+    hand.idle("x", 300)
+    _start(hand, dataclasses.replace(_spec("a", reserve_mib=1000), request_mib=request_mib))
+    assert hand.granted(hand.saved(hand.want("a"))) == [("a", "d0")], "the neighbour had to leave"
+    hand.work("a")
+    for used_mib in (0, 100, 40):
+        hand.send(LeaseMeasured(at_ms=hand.now, lease_id="a", used_mib=used_mib))
+        assert _reserved(hand) == [1000, 1000]
+    hand.start("y", 10)
+    assert hand.granted(hand.want("y")) == []
+    hand.saved(hand.rest("a"), saved_mib=100)
+    assert hand.state("y") is LeaseState.RESIDENT
+    hand.send(LeaseReleased(at_ms=0, lease_id="y"))
+    (resume,) = [one for one in hand.want("a") if isinstance(one, Resume)]
+    assert (resume.device_ids, _reserved(hand)) == (("d0", "d1"), [1000, 1000])
 
 
 def test_a_lease_gets_none_while_it_cannot_have_all() -> None:

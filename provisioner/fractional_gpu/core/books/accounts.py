@@ -25,8 +25,10 @@ def _virtual_ms(usage: int, weight: int) -> int:
 
 
 def guaranteed_mib(spec: LeaseSpec) -> int:
-    """Return what a lease is promised on all its devices: what it requests, which is never more than its cap."""
-    return (spec.reserve_mib if spec.request_mib is None else min(spec.request_mib, spec.reserve_mib)) * spec.devices
+    """Return what a lease is promised on all its devices: what it requests, which is never more than its cap; of several, its cap."""
+    if spec.devices > 1 or spec.request_mib is None:
+        return spec.reserve_mib * spec.devices
+    return min(spec.request_mib, spec.reserve_mib)
 
 
 def _was_absent(since_ms: int | None, now_ms: int) -> bool:

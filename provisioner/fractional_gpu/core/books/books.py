@@ -410,10 +410,14 @@ class Books:
     def reserve_mib(self, lease: Lease, spec: LeaseSpec) -> int:
         """Return what a lease of this size reserves on each device, MiB: its cap, or its use (or saved state) and headroom."""
         pool, request_mib = self.policy(lease), spec.reserve_mib if spec.request_mib is None else spec.request_mib
-        if pool.reserve_by is ReserveBy.CAP:
+        if self.reserves_cap(lease):
             return max(spec.reserve_mib, lease.saved_each_mib)
         used_mib = (lease.saved_each_mib if lease.saved_mib else lease.used_each_mib) + pool.headroom_mib
         return max(1, min(spec.reserve_mib, max(request_mib, used_mib)), lease.saved_each_mib)
+
+    def reserves_cap(self, lease: Lease) -> bool:
+        """Whether the lease reserves all that it may use, by its pool's policy or because its devices are whole ones."""
+        return lease.spec.devices > 1 or self.policy(lease).reserve_by is ReserveBy.CAP
 
     def refresh_size(self, lease: Lease) -> bool:
         """Compute the size anew after the use changed. Returns whether it changed."""

@@ -17,7 +17,7 @@ from fractional_gpu.core.changes.changes import Changes
 from fractional_gpu.core.effects import CapBreached
 from fractional_gpu.core.events import ResizeRequested
 from fractional_gpu.core.handlers.overrides import REVOKED
-from fractional_gpu.core.model import Breach, LeaseSpec, LeaseState, ReserveBy
+from fractional_gpu.core.model import Breach, LeaseSpec, LeaseState
 from fractional_gpu.core.rules.admission import limit_refusal, oversubscription_refusal, size_refusal
 from fractional_gpu.core.units import format_fraction, format_memory
 
@@ -78,7 +78,7 @@ class Resizer:
     def _target_mib(self, lease: Lease, spec: LeaseSpec) -> int:
         """Return what the lease should hold on each of its devices."""
         reserve_mib = self._books.reserve_mib(lease, spec)
-        if self._books.policy(lease).reserve_by is ReserveBy.CAP or not lease.growth_mib:
+        if self._books.reserves_cap(lease) or not lease.growth_mib:
             return reserve_mib
         wanted_mib = lease.used_each_mib + self._books.policy(lease).headroom_mib + self._growth_mib(lease)
         return max(reserve_mib, min(spec.reserve_mib, wanted_mib))
@@ -113,7 +113,7 @@ class Resizer:
         It grows before the headroom is half used up, or would be by the next measurement, and shrinks only where that gives back as much
         as the headroom.
         """
-        if self._books.policy(lease).reserve_by is ReserveBy.CAP:
+        if self._books.reserves_cap(lease):
             return False
         if lease.state is not LeaseState.RESIDENT:
             return self._books.refresh_size(lease)
