@@ -295,9 +295,8 @@ def test_a_start_command_of_somebody_else_is_not_run(home: Path, monkeypatch: py
 def test_without_settings_this_interpreter_starts_it(home: Path) -> None:
     argv, environment = discovery._start_command(str(home / "b.sock"))
     assert argv[0] == sys.executable
-    assert argv[1:] == [
-        "-P", "-m", "fractional_gpu.commands.main", "broker", "--detach", "--socket", str(home / "b.sock"),
-    ]  # fmt: skip
+    assert argv[1:5] == ["-P", "-m", "fractional_gpu.broker", "--detach"]
+    assert [json.loads(options) for options in argv[5:]] == [{"socket": str(home / "b.sock")}]
     assert environment == {}
 
 

@@ -121,10 +121,12 @@ class World:
         finally:
             client.close()
 
-    def start_broker(self) -> None:
-        """Start a broker as a provisioner would, and return when it serves."""
+    def start_broker(self, simulate: str = "") -> None:
+        """Start a broker as a provisioner would, and return when it serves; `simulate` changes the devices of this world."""
+        if simulate:
+            self.environment["JUPYTER_GPU_SIMULATE"] = simulate
         subprocess.run(
-            [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "broker", "--detach", "--socket", self.socket],
+            [sys.executable, "-P", "-m", "fractional_gpu.broker", "--detach", json.dumps({"socket": self.socket})],
             env=self.environment,
             check=True,
         )

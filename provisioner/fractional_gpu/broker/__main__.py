@@ -4,14 +4,16 @@ import gc
 import json
 import sys
 
+from fractional_gpu.host.exit import exit_now
+
 if __name__ == "__main__":
+    gc.disable()  # of what is imported nothing is garbage, and a kernel's start waits for this
     if sys.argv[1:2] == ["--detach"]:
         from fractional_gpu.broker.process.restarting import BrokerOptions, start_detached
 
-        raise SystemExit(start_detached(BrokerOptions(**json.loads(sys.argv[2]))))
-    gc.disable()  # of what is imported nothing is garbage, and a kernel's start waits for this
+        exit_now(start_detached(BrokerOptions(**json.loads(sys.argv[2]))))
     from fractional_gpu.broker.process.app import run_detached
 
     gc.freeze()
     gc.enable()
-    raise SystemExit(run_detached(sys.argv[1]))
+    exit_now(run_detached(sys.argv[1]))

@@ -283,7 +283,8 @@ def has_restart_file(path: str) -> bool:
 
 def _start_command(path: str) -> tuple[list[str], dict[str, str]]:
     """Return argv and extra environment of the start command."""
-    default = [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "broker", "--detach", "--socket", path]
+    # `jupyter gpu broker --detach` without the command line: this interpreter need not import what parses it.
+    default = [sys.executable, "-P", "-m", "fractional_gpu.broker", "--detach", json.dumps({"socket": path})]
     return restart_command(path) or (default, {})
 
 
