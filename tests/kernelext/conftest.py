@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernelext.kernels import RunningKernel, kernel_environment, running_kernel
+from tests.kernelext.kernels import RunningKernel, forked_kernel, kernel_environment
 from tests.kernelext.scripted_broker import ScriptedBroker
 
 
@@ -26,7 +26,7 @@ def broker(folder: Path) -> Iterator[ScriptedBroker]:
 
 @pytest.fixture
 def kernel(folder: Path, broker: ScriptedBroker) -> Iterator[RunningKernel]:
-    with running_kernel(kernel_environment(folder, broker.path)) as kernel:
+    with forked_kernel(kernel_environment(folder, broker.path)) as kernel:
         yield kernel
 
 

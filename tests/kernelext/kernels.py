@@ -10,12 +10,16 @@ from typing import Any
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
+from tests.kernelext import forking
 from tests.kernelext.scripted_broker import LEASE, TOKEN
 from tests.support.fake_broker import DEADLINE_S
 from tests.support.kernels import plain_manager
 from tests.support.paths import PYTHONPATH
 
-__all__ = ["Outcome", "RunningKernel", "kernel_environment", "running_kernel"]
+__all__ = ["Outcome", "RunningKernel", "forked_kernel", "kernel_environment", "running_kernel"]
+
+
+_EXTENSION = ["--IPKernelApp.extra_extensions=fractional_gpu_kernel"]
 
 
 class Outcome:
@@ -52,15 +56,10 @@ class Outcome:
 class RunningKernel:
     """A kernel with a client. `send` starts a request, `finish` waits for it; `run` does both."""
 
-    def __init__(self, manager: KernelManager, client: BlockingKernelClient) -> None:
-        self.manager = manager
+    def __init__(self, pid: int, client: BlockingKernelClient) -> None:
+        self.pid = pid
         self.client = client
         self._published: dict[str, list[dict[str, Any]]] = {}
-
-    @property
-    def pid(self) -> int:
-        pid: int = self.manager.provisioner.pid  # type: ignore[union-attr]
-        return pid
 
     def send(self, code: str, **options: Any) -> str:  # noqa: ANN401 - jupyter_client's options
         return str(self.client.execute(code, **options))
@@ -128,16 +127,41 @@ def kernel_environment(folder: Path, socket: str) -> dict[str, str]:
 
 @contextmanager
 def running_kernel(environment: dict[str, str], *, extension: bool = True) -> Iterator[RunningKernel]:
-    """Start a kernel and shut it down."""
+    """Start a kernel as Jupyter does, and end it."""
     manager = plain_manager("python3")
-    arguments = ["--IPKernelApp.extra_extensions=fractional_gpu_kernel"] if extension else []
-    manager.start_kernel(extra_arguments=arguments, env=environment)
+    manager.start_kernel(extra_arguments=_EXTENSION if extension else [], env=environment)
+    pid: int = manager.provisioner.pid  # type: ignore[union-attr]
+    try:
+        with _connected(manager) as client:
+            yield RunningKernel(pid, client)
+    finally:
+        manager.shutdown_kernel(now=True)
+        manager.context.destroy(0)
+
+
+@contextmanager
+def forked_kernel(environment: dict[str, str]) -> Iterator[RunningKernel]:
+    """The same with the extension, in a third of the time; the environment has no say in where modules are found."""
+    manager = plain_manager("python3")
+    manager.write_connection_file()
+    process = forking.start(manager.connection_file, _EXTENSION, environment)
+    assert process.pid is not None
+    try:
+        with _connected(manager) as client:
+            yield RunningKernel(process.pid, client)
+    finally:
+        process.kill()
+        process.join(DEADLINE_S)
+        manager.cleanup_connection_file()
+        manager.context.destroy(0)
+
+
+@contextmanager
+def _connected(manager: KernelManager) -> Iterator[BlockingKernelClient]:
     client = manager.client()
     client.start_channels()
     try:
         client.wait_for_ready(timeout=DEADLINE_S)
-        yield RunningKernel(manager, client)
+        yield client
     finally:
         client.stop_channels()
-        manager.shutdown_kernel(now=True)
-        manager.context.destroy(0)

@@ -1,0 +1,31 @@
+"""ipykernel in a fork of a process that has imported it: the imports are most of a kernel's start, and the same for every test."""
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Mapping
+from multiprocessing.process import BaseProcess
+
+__all__ = ["start"]
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["ipykernel.kernelapp", "IPython.core.oinspect", __name__])
+
+
+def start(connection_file: str, arguments: list[str], environment: Mapping[str, str]) -> BaseProcess:
+    """Start a kernel in a session of its own. Its `sys.path` is this process's, whatever the environment says."""
+    process = _CONTEXT.Process(
+        target=_run, args=(connection_file, arguments, {**environment, "JPY_PARENT_PID": str(os.getpid())})
+    )
+    process.start()
+    return process
+
+
+def _run(connection_file: str, arguments: list[str], environment: dict[str, str]) -> None:
+    from ipykernel.kernelapp import IPKernelApp  # noqa: PLC0415 - not in the process that starts kernels
+
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["ipykernel_launcher", "-f", connection_file, *arguments]
+    IPKernelApp.launch_instance()
