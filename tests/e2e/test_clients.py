@@ -16,7 +16,7 @@ from tests.support.paths import PYTHONPATH
 from tests.support.stories import CHECK, fill
 from tests.support.world import DEADLINE_S, World, until
 
-MIB = 24
+MIB = 8
 
 
 @pytest.fixture

@@ -44,8 +44,8 @@ def test_a_kernel_whose_extension_cannot_answer_steps_aside_when_it_idles(
 ) -> None:
     (name,) = world.install(1000)
     first, second = server.start(name), server.start(name)
-    first.must(fill(1, 16) + "\n" + breaks)
-    waited_s = served_s(second, second.send(fill(2, 16)))
+    first.must(fill(1) + "\n" + breaks)
+    waited_s = served_s(second, second.send(fill(2)))
     assert waited_s < PATIENCE_S
     assert world.lease(first.kernel_id).suspends == 1
     assert first.must(MENDS + CHECK).text.endswith("intact\n")
@@ -55,11 +55,11 @@ def test_a_kernel_whose_extension_cannot_answer_steps_aside_when_it_idles(
 def test_a_stopped_kernel_is_named_to_the_one_that_waits_with_what_to_do(world: World, server: Server) -> None:
     (name,) = world.install(1000)
     first, second = server.start(name), server.start(name)
-    first.must(fill(1, 16))
+    first.must(fill(1))
     pid = world.lease(first.kernel_id).pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    cell = second.send(fill(2, 16))
+    cell = second.send(fill(2))
 
     def told() -> LeaseStatus | None:
         waits = world.lease(second.kernel_id)
@@ -86,9 +86,9 @@ def test_a_kernel_whose_interpreter_is_held_steps_aside_while_its_counters_are_q
     first, second = server.start(name), server.start(name)
     stuck = world.notebooks / "stuck"
     try:
-        first.must(fill(1, 16) + STUCK)
+        first.must(fill(1) + STUCK)
         stuck.touch()
-        assert served_s(second, second.send(fill(2, 16))) < PATIENCE_S
+        assert served_s(second, second.send(fill(2))) < PATIENCE_S
     finally:
         stuck.unlink()
     assert first.must(CHECK).text == "intact\n"
@@ -103,9 +103,9 @@ def test_a_kernel_whose_interpreter_is_held_counts_as_busy_as_long_as_its_child_
     first, second = server.start(name), server.start(name)
     stuck = world.notebooks / "stuck"
     try:
-        child = int(first.must(f"{fill(1, 16)}{CHILD}print(child.pid){STUCK}").text)
+        child = int(first.must(f"{fill(1)}{CHILD}print(child.pid){STUCK}").text)
         stuck.touch()
-        cell = second.send(fill(2, 16))
+        cell = second.send(fill(2))
         until(lambda: world.lease(first.kernel_id).working, "the counters show the work")
         assert world.lease(first.kernel_id).suspends == 0
         os.kill(child, signal.SIGKILL)

@@ -32,7 +32,7 @@ def test_a_neighbour_has_the_device_while_a_cell_waits_for_input_which_goes_on_w
     first, second = two(pair)
     cell = first.send(ASK + CHECK, stdin=True)
     assert first.prompted() == "go on? "
-    second.must(fill(2, 16))
+    second.must(fill(2))
     assert pair.world.lease(first.kernel_id).state == "suspended"
     first.answer("yes")
     assert first.wait(cell).text == "intact\n"
@@ -75,10 +75,10 @@ def test_a_kernel_whose_child_works_while_its_cell_waits_for_input_is_not_idle(w
     world.configure("c.GPUBroker.pools = {'default': {'preempt': 'never'}}")
     (name,) = world.install(1000)
     first, second = server.start(name), server.start(name)
-    first.must(fill(1, 16))
+    first.must(fill(1))
     asking = first.send(CHILD + ASK + CHECK, stdin=True)
     first.prompted()
-    cell = second.send(fill(2, 16))
+    cell = second.send(fill(2))
     until(lambda: world.lease(first.kernel_id).working, "the counters show the work")
     assert world.lease(first.kernel_id).suspends == 0
     first.answer("yes")
@@ -91,7 +91,7 @@ def test_a_kernel_that_waits_for_input_without_the_gpu_is_idle_too(pair: Pair) -
     first, second = two(pair)
     cell = first.send(f"%%cpu\n{ASK}", stdin=True)
     first.prompted()
-    second.must(fill(2, 16))
+    second.must(fill(2))
     first.answer("yes")
     assert first.wait(cell).status == "ok"
     assert pair.world.lease(first.kernel_id).state == "suspended"
@@ -102,7 +102,7 @@ def test_a_kernel_that_is_shut_down_while_it_waits_for_input_without_its_share_l
     first, second = two(pair)
     first.send(ASK, stdin=True)
     first.prompted()
-    second.must(fill(2, 16))
+    second.must(fill(2))
     first.shut_down()
     assert second.must(CHECK).text == "intact\n"
     until(lambda: [lease.kernel_id for lease in pair.world.status().leases] == [second.kernel_id], "its lease is over")

@@ -31,7 +31,7 @@ from tests.support.victims import (
 )
 from tests.support.world import Notebook, Server, World, new_world, until
 
-MIB = 64
+MIB = 16
 ALL_KILLS = bool(os.environ.get("JUPYTER_GPU_ALL_KILLS"))
 STEPS = [(operation, fault) for operation in ("lock", "checkpoint", "restore", "unlock") for fault in ("hang", "late")]
 """Operation, and whether it is held up before (`hang`) or after (`late`) it was done. In a turn they come in this order."""

@@ -20,7 +20,7 @@ def ledger_files(world: World) -> list[Path]:
     return found
 
 
-def suspended(world: World, server: Server, spec: str, seed: int, mib: int = 16) -> Notebook:
+def suspended(world: World, server: Server, spec: str, seed: int, mib: int = 4) -> Notebook:
     """A kernel whose bytes are in host memory."""
     notebook = server.start(spec)
     notebook.must(fill(seed, mib))

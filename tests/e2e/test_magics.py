@@ -46,25 +46,24 @@ def test_what_the_notebook_shows_is_what_the_broker_knows(world: World, server: 
     assert "248 MiB restored" in story
 
 
-def test_a_pool_may_let_a_cell_run_on_while_its_memory_comes_back(world: World) -> None:
+def test_a_pool_may_let_a_cell_run_on_while_its_memory_comes_back(world: World, server: Server) -> None:
     world.configure("c.GPUBroker.pools = {'default': {'overlap_resume': True}}")
-    with Server(world) as server:
-        (whole,) = world.install(1000)
-        notebook = server.start(whole)
-        notebook.must(FILL)
-        notebook.send("%gpu suspend")
-        world.await_state(notebook.kernel_id, "suspended")
-        fault = faults.inject(world.simulated_folder, "restore", "hang")
-        request = notebook.send("print('on the processor'); print(buffer.read()[:1])")
-        for message in notebook.messages(request):
-            if message["msg_type"] == "stream":
-                assert message["content"]["text"] == "on the processor\n"
-                break
-        assert world.lease(notebook.kernel_id).state == "resuming"
-        faults.remove(world.simulated_folder, fault)
-        assert notebook.wait(request).text == "b'x'\n"
-        assert notebook.must("print(buffer.read()[:1])").text == "b'x'\n"
-        assert world.lease(notebook.kernel_id).position is None
+    (whole,) = world.install(1000)
+    notebook = server.start(whole)
+    notebook.must(FILL)
+    notebook.send("%gpu suspend")
+    world.await_state(notebook.kernel_id, "suspended")
+    fault = faults.inject(world.simulated_folder, "restore", "hang")
+    request = notebook.send("print('on the processor'); print(buffer.read()[:1])")
+    for message in notebook.messages(request):
+        if message["msg_type"] == "stream":
+            assert message["content"]["text"] == "on the processor\n"
+            break
+    assert world.lease(notebook.kernel_id).state == "resuming"
+    faults.remove(world.simulated_folder, fault)
+    assert notebook.wait(request).text == "b'x'\n"
+    assert notebook.must("print(buffer.read()[:1])").text == "b'x'\n"
+    assert world.lease(notebook.kernel_id).position is None
 
 
 BIG = """
@@ -149,24 +148,25 @@ def test_a_share_that_has_no_room_waits_says_why_and_can_be_interrupted(world: W
     assert first.must("%%gpu 1\nprint('ran')").text == "ran\n"
 
 
-def test_an_idle_suspension_is_announced_beneath_the_last_cell_and_a_pin_is_a_veto(world: World) -> None:
+def test_an_idle_suspension_is_announced_beneath_the_last_cell_and_a_pin_is_a_veto(
+    world: World, server: Server
+) -> None:
     world.configure("c.GPUBroker.pools = {'default': {'idle_after': '10s', 'warn_before': '9s', 'min_residency': 0}}")
-    with Server(world) as server:
-        (whole,) = world.install(1000)
-        notebook = server.start(whole)
-        notebook.must(FILL)
-        while True:  # after the cell's end: the kernel idles
-            message = json.loads(notebook.socket.recv())
-            if "This kernel is idle" in message["content"].get("data", {}).get("text/plain", ""):
-                break
-        assert world.lease(notebook.kernel_id).state == "resident"
-        assert "Pinned for 10 min" in text(notebook.must("%gpu pin 10m").data)
-        assert world.lease(notebook.kernel_id).pinned_ms > 500_000
-        notebook.must("%gpu unpin")
-        world.await_state(notebook.kernel_id, "suspended")
-        told = text(notebook.must("%gpu explain").data)
-        assert "pinned" in told
-        with world.client() as client:
-            reasons = [line.reason for line in client.story(world.lease(notebook.kernel_id).lease_id).lines]
-        assert reasons.index("suspend.announced") < reasons.index("suspend.idle")
-        assert notebook.must("print(buffer.read()[:1])").text == "b'x'\n"
+    (whole,) = world.install(1000)
+    notebook = server.start(whole)
+    notebook.must(FILL)
+    while True:  # after the cell's end: the kernel idles
+        message = json.loads(notebook.socket.recv())
+        if "This kernel is idle" in message["content"].get("data", {}).get("text/plain", ""):
+            break
+    assert world.lease(notebook.kernel_id).state == "resident"
+    assert "Pinned for 10 min" in text(notebook.must("%gpu pin 10m").data)
+    assert world.lease(notebook.kernel_id).pinned_ms > 500_000
+    notebook.must("%gpu unpin")
+    world.await_state(notebook.kernel_id, "suspended")
+    told = text(notebook.must("%gpu explain").data)
+    assert "pinned" in told
+    with world.client() as client:
+        reasons = [line.reason for line in client.story(world.lease(notebook.kernel_id).lease_id).lines]
+    assert reasons.index("suspend.announced") < reasons.index("suspend.idle")
+    assert notebook.must("print(buffer.read()[:1])").text == "b'x'\n"

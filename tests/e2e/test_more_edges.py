@@ -149,19 +149,18 @@ def test_a_cell_that_waits_is_told_when_its_lease_is_taken_away(pair: Pair) -> N
     assert second.must(CHECK).text == "intact\n"
 
 
-def test_without_host_memory_nobody_is_suspended_and_the_cell_that_waits_says_so(world: World) -> None:
+def test_without_host_memory_nobody_is_suspended_and_the_cell_that_waits_says_so(world: World, server: Server) -> None:
     world.configure("c.GPUBroker.host_memory = '64MiB'")
-    with Server(world) as server:
-        (name,) = world.install(750)
-        first, second = server.start(name), server.start(name)
-        first.must(fill(1, 256))
-        cell = second.send(fill(2, 256))
-        until(lambda: "host memory" in world.lease(second.kernel_id).sentence, "the cell waits for host memory")
-        assert world.lease(first.kernel_id).state == "resident"
-        assert first.must(CHECK).text == "intact\n"
-        first.shut_down()
-        assert second.wait(cell).status == "ok"
-        assert second.must(CHECK).text == "intact\n"
+    (name,) = world.install(750)
+    first, second = server.start(name), server.start(name)
+    first.must(fill(1, 256))
+    cell = second.send(fill(2, 256))
+    until(lambda: "host memory" in world.lease(second.kernel_id).sentence, "the cell waits for host memory")
+    assert world.lease(first.kernel_id).state == "resident"
+    assert first.must(CHECK).text == "intact\n"
+    first.shut_down()
+    assert second.wait(cell).status == "ok"
+    assert second.must(CHECK).text == "intact\n"
 
 
 # A framework with a caching allocator: what it caches goes back to the device when it is asked to.
@@ -183,18 +182,19 @@ sys.modules["torch"] = torch
 """
 
 
-def test_caches_are_given_back_where_host_memory_is_too_small_for_them_and_for_the_cap(world: World) -> None:
-    world.configure("c.GPUBroker.host_memory = '128MiB'")  # for 16 MiB of data and the context; the cap is 768
-    with Server(world) as server:
-        (name,) = world.install(750)
-        first, second = server.start(name), server.start(name)
-        first.must(fill(1) + CACHE)
-        second.must(fill(2))
-        lease = world.await_state(first.kernel_id, "suspended")
-        assert lease.saved_mib < 128
-        assert first.must(CHECK).text == "intact\n"
-        assert first.must("print(cached)").text == "[]\n"
-        assert second.must(CHECK).text == "intact\n"
+def test_caches_are_given_back_where_host_memory_is_too_small_for_them_and_for_the_cap(
+    world: World, server: Server
+) -> None:
+    world.configure("c.GPUBroker.host_memory = '128MiB'")  # for 4 MiB of data and the context; the cap is 768
+    (name,) = world.install(750)
+    first, second = server.start(name), server.start(name)
+    first.must(fill(1) + CACHE)
+    second.must(fill(2))
+    lease = world.await_state(first.kernel_id, "suspended")
+    assert lease.saved_mib < 128
+    assert first.must(CHECK).text == "intact\n"
+    assert first.must("print(cached)").text == "[]\n"
+    assert second.must(CHECK).text == "intact\n"
 
 
 def test_what_is_long_over_is_forgotten(world: World) -> None:
@@ -251,7 +251,7 @@ def test_a_suspended_kernel_may_fork(pair: Pair) -> None:
 def test_a_suspended_kernel_whose_python_is_stuck_gets_its_memory_back(world: World, server: Server) -> None:
     (name,) = world.install(250)
     notebook = server.start(name)
-    notebook.must(fill(1, 16) + STUCK)
+    notebook.must(fill(1) + STUCK)
     with world.client() as client:
         client.suspend(world.lease(notebook.kernel_id).lease_id)
     stuck = world.notebooks / "stuck"
@@ -264,7 +264,7 @@ def test_a_suspended_kernel_whose_python_is_stuck_gets_its_memory_back(world: Wo
 def test_turns_leave_nothing_behind_in_kernels_and_broker(pair: Pair) -> None:
     turns = int(os.environ.get("TURNS", "40"))
     world = pair.world
-    first, second = pair.ready(mib=4)
+    first, second = pair.ready()
     broker = world.broker_pid()
     assert broker is not None
     pids = [broker, *(int(one.must("import os; print(os.getpid())").text) for one in (first, second))]

@@ -15,7 +15,7 @@ from tests.support.paths import ROOT
 from tests.support.stories import CHECK, fill
 from tests.support.world import Server, World
 
-MIB = 24
+MIB = 8
 BASH_FILL = """\
 mkfifo ask$$ tell$$
 {python} {holder} {seed} {mib} ask$$ tell$$ &

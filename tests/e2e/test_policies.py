@@ -3,13 +3,12 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from fractional_gpu.protocol.messages import LeaseStatus
-from tests.support.world import Notebook, Server, World, new_world, until
+from tests.support.world import Notebook, Server, World, until
 
 FILL = """
 import hashlib, pathlib, random
@@ -55,68 +54,66 @@ def begin_work(world: World, notebook: Notebook, end: Path) -> str:
 
 
 @pytest.fixture
-def two() -> Iterator[World]:
+def two(world: World) -> World:
     """A world with two devices between which kernels may move."""
-    with new_world("2x1GiB") as made:
-        made.configure("c.GPUBroker.pools = {'default': {'may_move': True, 'min_residency': 0}}")
-        yield made
+    world.configure("c.GPUBroker.pools = {'default': {'may_move': True, 'min_residency': 0}}")
+    world.start_broker("2x1GiB")
+    return world
 
 
-def test_a_kernel_leaves_a_device_that_is_emptied_in_the_middle_of_its_cell(two: World) -> None:
+def test_a_kernel_leaves_a_device_that_is_emptied_in_the_middle_of_its_cell(two: World, server: Server) -> None:
     (name,) = two.install(250)
-    with Server(two) as server:
-        notebook = server.start(name)
-        notebook.must(FILL.format(seed=1, mib=64))
-        before = two.lease(notebook.kernel_id)
-        end = two.folder / "end"
-        cell = begin_work(two, notebook, end)
-        done = command(two, "drain", before.device_id or "", "--evict-busy", "--wait", "60s")
-        assert done.returncode == 0, done.stderr
+    notebook = server.start(name)
+    notebook.must(FILL.format(seed=1, mib=16))
+    before = two.lease(notebook.kernel_id)
+    end = two.folder / "end"
+    cell = begin_work(two, notebook, end)
+    done = command(two, "drain", before.device_id or "", "--evict-busy", "--wait", "60s")
+    assert done.returncode == 0, done.stderr
 
-        def elsewhere() -> LeaseStatus | None:
-            lease = two.lease(notebook.kernel_id)
-            return lease if lease.state == "resident" and lease.device_id != before.device_id else None
+    def elsewhere() -> LeaseStatus | None:
+        lease = two.lease(notebook.kernel_id)
+        return lease if lease.state == "resident" and lease.device_id != before.device_id else None
 
-        lease = until(elsewhere, "the kernel goes on, on the other device")
-        assert (lease.suspends, lease.resumes) == (1, 1)
-        end.touch()
-        reply = notebook.wait(cell)
-        assert (reply.status, reply.text) == ("ok", "intact\n")
-        told = command(two, "explain", lease.lease_id).stdout
-        assert "suspend.drain" in told
-        assert "draining" in command(two, "status").stdout
-        assert command(two, "undrain", before.device_id or "").returncode == 0
-        assert "draining" not in command(two, "status").stdout
-        notebook.must(CHECK)
+    lease = until(elsewhere, "the kernel goes on, on the other device")
+    assert (lease.suspends, lease.resumes) == (1, 1)
+    end.touch()
+    reply = notebook.wait(cell)
+    assert (reply.status, reply.text) == ("ok", "intact\n")
+    told = command(two, "explain", lease.lease_id).stdout
+    assert "suspend.drain" in told
+    assert "draining" in command(two, "status").stdout
+    assert command(two, "undrain", before.device_id or "").returncode == 0
+    assert "draining" not in command(two, "status").stdout
+    notebook.must(CHECK)
 
 
-def test_an_emptied_device_stays_empty_over_a_restart_of_the_broker(two: World) -> None:
+def test_an_emptied_device_stays_empty_over_a_restart_of_the_broker(two: World, server: Server) -> None:
     (name,) = two.install(1000)
-    with Server(two) as server:
-        first = server.start(name)
-        first.must(FILL.format(seed=1, mib=64))
-        home = two.lease(first.kernel_id).device_id or ""
-        other = next(device.device_id for device in two.status().devices if device.device_id != home)
-        assert command(two, "drain", other).returncode == 0
-        two.kill_broker()
-        two.start_broker()
-        assert [device.device_id for device in two.status().devices if device.draining] == [other]
-        second = server.start(name)
-        second.must(FILL.format(seed=2, mib=64))
-        assert two.lease(second.kernel_id).device_id == home
-        assert two.lease(first.kernel_id).state == "suspended"
+    first = server.start(name)
+    first.must(FILL.format(seed=1, mib=16))
+    home = two.lease(first.kernel_id).device_id or ""
+    other = next(device.device_id for device in two.status().devices if device.device_id != home)
+    assert command(two, "drain", other).returncode == 0
+    two.kill_broker()
+    two.start_broker()
+    assert [device.device_id for device in two.status().devices if device.draining] == [other]
+    second = server.start(name)
+    second.must(FILL.format(seed=2, mib=16))
+    assert two.lease(second.kernel_id).device_id == home
+    assert two.lease(first.kernel_id).state == "suspended"
 
 
 def test_a_pinned_kernel_keeps_its_place_until_the_pin_ends_over_a_restart_too(world: World, server: Server) -> None:
     world.configure("c.GPUBroker.pools = {'default': {'min_residency': 0, 'pin_budget': '2h'}}")
     (name,) = world.install(750)
     first, second = server.start(name), server.start(name)
-    first.must(FILL.format(seed=1, mib=64))
+    first.must(FILL.format(seed=1, mib=16))
     done = command(world, "pin", first.kernel_id, "3h")
     assert (done.returncode, "2 h are left of the 2 h" in done.stderr) == (1, True), done.stderr
     done = command(world, "pin", first.kernel_id, "1h")
     assert done.returncode == 0, done.stderr
-    cell = second.send(FILL.format(seed=2, mib=64))
+    cell = second.send(FILL.format(seed=2, mib=16))
     until(lambda: world.lease(second.kernel_id).position == 1, "the second kernel waits")
     assert "pinned for" in command(world, "status").stdout
     assert world.lease(first.kernel_id).suspends == 0
@@ -135,9 +132,9 @@ def test_a_pin_ends_by_itself(world: World, server: Server) -> None:
     world.configure("c.GPUBroker.pools = {'default': {'preempt': 'priorities', 'min_residency': 0}}")
     (name,) = world.install(750)
     first, second = server.start(name), server.start(name)
-    first.must(FILL.format(seed=1, mib=64))
+    first.must(FILL.format(seed=1, mib=16))
     assert command(world, "pin", first.kernel_id, "2s").returncode == 0
-    second.must(FILL.format(seed=2, mib=64))
+    second.must(FILL.format(seed=2, mib=16))
     lease = world.lease(first.kernel_id)
     assert (lease.suspends, lease.pinned_ms) == (1, 0)
     told = command(world, "explain", first.kernel_id).stdout
@@ -163,7 +160,7 @@ def test_equals_that_are_busy_take_turns_and_both_finish_with_their_bytes(world:
     end = world.folder / "end"
     cells = []
     for seed, notebook in enumerate(notebooks):
-        cells.append(notebook.send(FILL.format(seed=seed, mib=64) + WORK.format(end=str(end))))
+        cells.append(notebook.send(FILL.format(seed=seed, mib=16) + WORK.format(end=str(end))))
 
     def both_took_turns() -> bool:
         leases = [world.lease(notebook.kernel_id) for notebook in notebooks]
@@ -188,11 +185,11 @@ def test_a_kernel_of_a_higher_priority_takes_the_place_of_a_busy_one(world: Worl
     (name,) = world.install(750)
     urgent = respecified(world, name, priority=10)
     first = server.start(name)
-    first.must(FILL.format(seed=1, mib=64))
+    first.must(FILL.format(seed=1, mib=16))
     end = world.folder / "end"
     cell = begin_work(world, first, end)
     second = server.start(urgent)
-    second.must(FILL.format(seed=2, mib=64) + CHECK)
+    second.must(FILL.format(seed=2, mib=16) + CHECK)
     lease = world.await_state(first.kernel_id, "resident")  # again, now that the other one is idle
     assert (lease.suspends, lease.resumes) == (1, 1)
     assert lease.busy
@@ -208,10 +205,10 @@ def test_a_busy_kernel_of_the_same_priority_is_waited_for(world: World, server: 
     )
     (name,) = world.install(750)
     first, second = server.start(name), server.start(name)
-    first.must(FILL.format(seed=1, mib=64))
+    first.must(FILL.format(seed=1, mib=16))
     end = world.folder / "end"
     cell = begin_work(world, first, end)
-    waiting = second.send(FILL.format(seed=2, mib=64))
+    waiting = second.send(FILL.format(seed=2, mib=16))
     until(lambda: world.lease(second.kernel_id).reason == "wait.busy-neighbour", "the second kernel waits")
     lease = world.lease(second.kernel_id)
     assert lease.expected_ms is not None, "how long is told"
@@ -234,8 +231,8 @@ def test_a_kernel_that_grows_makes_its_idle_neighbour_step_aside(world: World, s
     world.configure("c.GPUBroker.pools = {'default': {'preempt': 'priorities', 'min_residency': 0}}")
     quarter, half = world.install(250, 500)
     first, second = server.start(quarter), server.start(half)
-    first.must(FILL.format(seed=1, mib=64))
-    second.must(FILL.format(seed=2, mib=64))
+    first.must(FILL.format(seed=1, mib=16))
+    second.must(FILL.format(seed=2, mib=16))
     assert world.lease(first.kernel_id).state == "resident"
     done = command(world, "resize", first.kernel_id, "3/4")
     assert done.returncode == 0, done.stderr
@@ -255,8 +252,8 @@ def test_a_kernel_that_cannot_grow_in_time_stays_as_it_was(world: World, server:
     world.configure("c.GPUBroker.pools = {'default': {'preempt': 'priorities', 'min_residency': 0}}")
     quarter, half = world.install(250, 500)
     first, second = server.start(quarter), server.start(half)
-    first.must(FILL.format(seed=1, mib=64))
-    second.must(FILL.format(seed=2, mib=64))
+    first.must(FILL.format(seed=1, mib=16))
+    second.must(FILL.format(seed=2, mib=16))
     end = world.folder / "end"
     cell = begin_work(world, second, end)
     done = command(world, "resize", first.kernel_id, "1", "--wait", "1s")
@@ -289,35 +286,34 @@ print(child.stdout.readline().strip())
 """
 
 
-def test_a_kernel_with_two_devices_leaves_and_comes_back_to_both(two: World) -> None:
+def test_a_kernel_with_two_devices_leaves_and_comes_back_to_both(two: World, server: Server) -> None:
     (whole,) = two.install(1000)
     both = respecified(two, whole, devices=2)
-    with Server(two) as server:
-        first, second = server.start(both), server.start(whole)
-        fill = FILL.format(seed=1, mib=64)
-        first.must(fill + "import os")
-        reply = first.must(f"FILL_TEXT = {FILL.format(seed=2, mib=32)!r}\n" + CHILD)
-        assert reply.text == "2 True\n"
-        lease = two.lease(first.kernel_id)
-        assert sorted(lease.device_ids) == sorted(device.device_id for device in two.status().devices)
-        assert [device.reserved_mib for device in two.status().devices] == [1024, 1024]
-        second.must(FILL.format(seed=3, mib=64))
-        assert two.await_state(first.kernel_id, "suspended").saved_mib >= 96
-        assert sorted(device.reserved_mib for device in two.status().devices) == [0, 1024]
-        two.kill_broker()
-        two.start_broker()
-        assert two.lease(first.kernel_id).state == "suspended"
-        reply = first.must(CHECK + CHECK_CHILD)
-        assert reply.text == "True\n"
-        lease = two.lease(first.kernel_id)
-        assert (lease.state, len(lease.device_ids)) == ("resident", 2)
-        two.kill_broker()
-        two.start_broker()
-        again = two.lease(first.kernel_id)
-        assert (again.state, again.device_ids) == ("resident", lease.device_ids)
-        assert [device.reserved_mib for device in two.status().devices] == [1024, 1024]
-        second.must(CHECK)
-        first.must(CHECK + CHECK_CHILD)
+    first, second = server.start(both), server.start(whole)
+    fill = FILL.format(seed=1, mib=16)
+    first.must(fill + "import os")
+    reply = first.must(f"FILL_TEXT = {FILL.format(seed=2, mib=8)!r}\n" + CHILD)
+    assert reply.text == "2 True\n"
+    lease = two.lease(first.kernel_id)
+    assert sorted(lease.device_ids) == sorted(device.device_id for device in two.status().devices)
+    assert [device.reserved_mib for device in two.status().devices] == [1024, 1024]
+    second.must(FILL.format(seed=3, mib=16))
+    assert two.await_state(first.kernel_id, "suspended").saved_mib >= 24
+    assert sorted(device.reserved_mib for device in two.status().devices) == [0, 1024]
+    two.kill_broker()
+    two.start_broker()
+    assert two.lease(first.kernel_id).state == "suspended"
+    reply = first.must(CHECK + CHECK_CHILD)
+    assert reply.text == "True\n"
+    lease = two.lease(first.kernel_id)
+    assert (lease.state, len(lease.device_ids)) == ("resident", 2)
+    two.kill_broker()
+    two.start_broker()
+    again = two.lease(first.kernel_id)
+    assert (again.state, again.device_ids) == ("resident", lease.device_ids)
+    assert [device.reserved_mib for device in two.status().devices] == [1024, 1024]
+    second.must(CHECK)
+    first.must(CHECK + CHECK_CHILD)
 
 
 TAKE = """
@@ -359,28 +355,27 @@ def test_where_use_is_reserved_a_kernel_grows_step_by_step_and_idle_neighbours_m
     first.must(CHECK)
 
 
-def test_a_kernel_moves_aside_to_another_device_where_that_lets_a_waiting_one_in(two: World) -> None:
+def test_a_kernel_moves_aside_to_another_device_where_that_lets_a_waiting_one_in(two: World, server: Server) -> None:
     half, most, whole = two.install(500, 750, 1000)
-    with Server(two) as server:
-        first, second = server.start(most), server.start(half)
-        first.must(FILL.format(seed=1, mib=64))
-        second.must(FILL.format(seed=2, mib=64))
-        before, other = two.lease(first.kernel_id), two.lease(second.kernel_id)
-        assert before.device_id != other.device_id
-        notebooks = {before.device_id: first, other.device_id: second}
-        assert command(two, "resize", first.kernel_id, "1/4").returncode == 0
-        third = server.start(whole)
-        third.must(FILL.format(seed=3, mib=64))
-        mover = notebooks.pop(two.lease(third.kernel_id).device_id)  # either may move: both have room beside the other
-        ((target, neighbour),) = notebooks.items()
+    first, second = server.start(most), server.start(half)
+    first.must(FILL.format(seed=1, mib=16))
+    second.must(FILL.format(seed=2, mib=16))
+    before, other = two.lease(first.kernel_id), two.lease(second.kernel_id)
+    assert before.device_id != other.device_id
+    notebooks = {before.device_id: first, other.device_id: second}
+    assert command(two, "resize", first.kernel_id, "1/4").returncode == 0
+    third = server.start(whole)
+    third.must(FILL.format(seed=3, mib=16))
+    mover = notebooks.pop(two.lease(third.kernel_id).device_id)  # either may move: both have room beside the other
+    ((target, neighbour),) = notebooks.items()
 
-        def beside_the_other() -> LeaseStatus | None:
-            lease = two.lease(mover.kernel_id)
-            return lease if lease.state == "resident" and lease.device_id == target else None
+    def beside_the_other() -> LeaseStatus | None:
+        lease = two.lease(mover.kernel_id)
+        return lease if lease.state == "resident" and lease.device_id == target else None
 
-        moved = until(beside_the_other, "it goes on, on the other device, without a cell that asks")
-        assert (moved.suspends, moved.resumes) == (1, 1)
-        assert two.lease(neighbour.kernel_id).suspends == 0
-        assert "move.defragment" in command(two, "explain", mover.kernel_id).stdout
-        for notebook in (first, second, third):
-            notebook.must(CHECK)
+    moved = until(beside_the_other, "it goes on, on the other device, without a cell that asks")
+    assert (moved.suspends, moved.resumes) == (1, 1)
+    assert two.lease(neighbour.kernel_id).suspends == 0
+    assert "move.defragment" in command(two, "explain", mover.kernel_id).stdout
+    for notebook in (first, second, third):
+        notebook.must(CHECK)

@@ -57,7 +57,7 @@ def run_program(world: World, program: str) -> str:
     """Run it to its successful end, with us as everybody's default provisioner, and return what it said. `CODES` are two cells."""
     world.environment |= {"JUPYTER_DEFAULT_PROVISIONER_NAME": PROVISIONER_NAME, "JUPYTER_GPU_DEFAULT_FRACTION": "1/4"}
     script, said = world.notebooks / "program.py", world.notebooks / "said.txt"
-    script.write_text(f"CODES = {(fill(1, 16), CHECK)!r}\n{program}")
+    script.write_text(f"CODES = {(fill(1), CHECK)!r}\n{program}")
     with said.open("wb") as file:  # no pipe: a kernel that outlives the program would hold it open
         command = [sys.executable, str(script)]
         subprocess.run(

@@ -36,7 +36,7 @@ def by_pid(result: dict[str, Any], notebook: Notebook) -> dict[str, Any]:
     return found
 
 
-def suspended(world: World, server: Server, seed: int, mib: int = 16) -> Notebook:
+def suspended(world: World, server: Server, seed: int, mib: int = 4) -> Notebook:
     """A kernel whose bytes are in host memory."""
     (name,) = world.install(750)
     notebook = server.start(name)

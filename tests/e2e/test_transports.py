@@ -32,7 +32,7 @@ def test_two_kernels_on_unix_sockets_take_turns_and_restart(world: World, name: 
                     manager.ip = str(world.folder / "run" / manager.ip)
             for number, manager in enumerate(managers):
                 with client_of(manager) as client:
-                    must(client, fill(number, 24))
+                    must(client, fill(number))
             for _ in range(2):
                 for manager in managers:
                     with client_of(manager) as client:
@@ -41,7 +41,7 @@ def test_two_kernels_on_unix_sockets_take_turns_and_restart(world: World, name: 
             until(lambda: not any(lease.busy for lease in world.status().leases), "the broker hears that they are idle")
             managers[0].restart_kernel()
             with client_of(managers[0]) as client:
-                must(client, fill(3, 24))
+                must(client, fill(3))
                 assert must(client, CHECK) == "intact\n"
         finally:
             for manager in managers:
@@ -57,7 +57,7 @@ def test_managers_in_threads_start_kernels_on_unix_sockets(world: World, name: s
             manager.start_kernel(cwd=str(world.notebooks))
             try:
                 with client_of(manager) as client:
-                    must(client, fill(number, 24))
+                    must(client, fill(number))
                     return must(client, CHECK)
             finally:
                 manager.shutdown_kernel()

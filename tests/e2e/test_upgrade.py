@@ -27,7 +27,7 @@ def end_as_before(world: World) -> None:
 def suspended(world: World, server: Server, seed: int) -> Notebook:
     (name,) = world.install(750)
     notebook = server.start(name)
-    notebook.must(fill(seed, 16))
+    notebook.must(fill(seed))
     with world.client() as client:
         client.suspend(world.lease(notebook.kernel_id).lease_id)
     return notebook

@@ -24,7 +24,7 @@ def suspended(world: World, server: Server, seed: int) -> Notebook:
     """A kernel whose bytes are in host memory."""
     (name,) = world.install(750)
     notebook = server.start(name)
-    notebook.must(fill(seed, 16))
+    notebook.must(fill(seed))
     suspend(world, notebook)
     return notebook
 

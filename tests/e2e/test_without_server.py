@@ -14,7 +14,7 @@ from tests.support.stories import CHECK, fill
 from tests.support.world import World
 
 TURNS = 10
-MIB = 24
+MIB = 8
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ class Pair:
         (self.spec,) = world.install(750)
         self._ids: list[str] = []
 
-    def ready(self, more: str = "", *, mib: int = 16) -> tuple[Notebook, Notebook]:
+    def ready(self, more: str = "", *, mib: int = 4) -> tuple[Notebook, Notebook]:
         """Return both with new bytes, of which the first was suspended for the second; `more` is run in the first."""
         running = {kernel["id"] for kernel in self.server.request("GET", "api/kernels")}
         for kernel_id in running - set(self._ids):

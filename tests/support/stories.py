@@ -23,7 +23,7 @@ while True: pass
 """
 
 
-def fill(seed: int, mib: int = 16) -> str:
+def fill(seed: int, mib: int = 4) -> str:
     """Code that puts so many MiB of noise on the device as `buffer` and keeps its digest."""
     return f"""
 import hashlib, random
