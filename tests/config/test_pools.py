@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fractional_gpu.config import ConfigError, load
-from fractional_gpu.core.model import DeviceSpec, Limits, PoolSpec, ReserveBy
+from fractional_gpu.core.model import DeviceSpec, Foresight, Limits, PoolSpec, ReserveBy
 
 UUIDS = ("GPU-aa11", "GPU-aa22", "GPU-bb33", "GPU-bb3")
 
@@ -36,6 +36,11 @@ def test_every_key_reaches_the_arbiter() -> None:
         "fractions": ["1", 0.5, "125m", "1/2"],
         "oversubscription": 2.5,
         "idle_after": "90s",
+        "hold_price": 2.5,
+        "wait_price": "60",
+        "foresight": "displace",
+        "foresight_swap": "500ms",
+        "foresight_vain": "64GiB",
         "min_residency": 0,
         "unattached_ttl": "1m",
         "retry_refused": "1s",
@@ -61,6 +66,12 @@ def test_every_key_reaches_the_arbiter() -> None:
         fractions_milli=(125, 500, 1000),
         oversubscription_milli=2500,
         idle_after_ms=90_000,
+        idle_auto=False,
+        hold_price_milli=2500,
+        wait_price_milli=60_000,
+        foresight=Foresight.DISPLACE,
+        foresight_swap_ms=500,
+        foresight_vain_mib=65_536,
         min_residency_ms=0,
         unattached_ttl_ms=60_000,
         retry_refused_ms=1000,
@@ -91,6 +102,8 @@ def test_words_stand_for_policies_without_a_number() -> None:
     assert (spec.idle_after_ms, spec.oversubscription_milli, spec.fractions_milli) == (None, None, ())
     assert _specs({"a": {"idle_after": 0, "oversubscription": "1"}})["a"].oversubscription_milli == 1000
     assert _specs({"a": {"idle_after": 0}})["a"].idle_after_ms == 0
+    assert not spec.idle_auto
+    assert _specs({"a": {"idle_after": "auto"}})["a"].idle_auto
 
 
 @pytest.mark.parametrize(
@@ -102,7 +115,10 @@ def test_words_stand_for_policies_without_a_number() -> None:
             "unknown key; did you mean 'idle_after'? Allowed: after_kernel, breach, compute, devices, ",
         ),
         ({3: 4}, "3", "unknown key; Allowed: after_kernel, breach, compute, devices, "),
-        ({"idle_after": "soon"}, "idle_after", "allowed: a duration such as 30s, 5m, 2h or 0 or 'on-demand'"),
+        ({"idle_after": "soon"}, "idle_after", "allowed: a duration such as 30s, 5m, 2h or 0 or 'on-demand' or 'auto'"),
+        ({"hold_price": -1}, "hold_price", "allowed: a number from 0 to 1000000"),
+        ({"wait_price": "1 EUR"}, "wait_price", "allowed: a number from 0 to 1000000"),
+        ({"foresight": True}, "foresight", "allowed: 'off', 'free' or 'displace'"),
         ({"idle_after": None}, "idle_after", "expected a duration such as '30s', '5m' or '2h' or 'on-demand'"),
         ({"fractions": []}, "fractions", "expected a list such as ['1/4', '1/2', '1'], or 'any'"),
         ({"fractions": "1/2"}, "fractions", "expected a list such as"),

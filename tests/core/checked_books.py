@@ -54,6 +54,9 @@ class Seen:
     then: int = -1  # the same for one that waited to grow when its suspend began: when it asked for the GPU since
     claimed: bool = False  # it did
     urgent: bool = False
+    expected_until: int = 0  # signs say that its next cell comes before this
+    sent_away: bool = False  # its last suspend was asked for
+    early: bool = False  # it came back for an expected cell, and none has run
     passed: int = 0
     resizes: list[ResizeRequested] = field(default_factory=list)  # asked for and perhaps not answered yet
 

@@ -7,6 +7,7 @@ from fractional_gpu.core.effects import Declined, Effect, Granted, Pinned, Recor
 from fractional_gpu.core.events import Event, PinRequested
 from fractional_gpu.core.model import Compute, LeaseSpec, LeaseState, TicketView
 from tests.core.checked_books import Seen, World, law
+from tests.core.expected_books import ExpectedCells
 from tests.core.moves import ELIGIBLE
 from tests.core.pin_books import Pins
 
@@ -26,6 +27,7 @@ class Laws:
         self._arbiter = arbiter
         self.most_k = 0
         self.pins = Pins(world)
+        self.expected = ExpectedCells(world, arbiter)
 
     def check(self, *, channel_free: bool) -> None:
         """Check what can be seen in one moment. Raises LawBrokenError."""
@@ -140,6 +142,9 @@ class Laws:
     def suspending(self, seen: Seen, suspend: Suspend, why: Recorded, later: Sequence[Effect]) -> None:
         """Somebody is suspended: not while it is busy, not before it had a chance to run, and not in vain. `later`: what follows."""
         pool, stayed = self._world.pool(seen), self._world.now - seen.since
+        seen.sent_away = why.reason == "suspend.asked"
+        if seen.sent_away:
+            seen.expected_until = 0
         law(
             5,
             seen.works == suspend.preempt,
@@ -168,7 +173,7 @@ class Laws:
             self._preempts(seen, suspend, why)
         if seen.at_gate >= 0 and why.reason == "suspend.needed-by":
             self._is_behind(seen, suspend, why)
-        if seen.works or (why.reason in {"suspend.idle", "suspend.needed-by"} and not seen.ran):
+        if seen.works or (why.reason in {"suspend.idle", "suspend.needed-by", "suspend.expected"} and not seen.ran):
             law(5, stayed >= pool.min_residency_ms, seen.lease_id, "has stayed for", stayed, "ms only")
         pinned = seen.pinned_until > self._world.now
         law(5, not pinned or why.reason in OF_ITS_OWN, seen.lease_id, "is pinned and is suspended:", why)
@@ -177,6 +182,8 @@ class Laws:
         law(6, not why.reason.startswith("move.") or pool.may_move, seen.lease_id, "may not move, but:", why)
         if why.reason in {"suspend.needed-by", "suspend.preempted"}:
             self._law_3(seen, suspend, why, later)
+        if why.reason == "suspend.expected":
+            self.expected.suspending(seen, suspend, why)
 
     def closing(self, seen: Seen, later: Sequence[Effect]) -> None:
         """A gate is closed: for a ticket that goes before the next cell, after the minimum residency. `later`: what follows."""

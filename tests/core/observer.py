@@ -36,6 +36,7 @@ from fractional_gpu.core.events import (
     DeviceSeen,
     DeviceUndrained,
     Event,
+    Expected,
     HostMemoryNeeded,
     HostMemorySeen,
     LeaseMeasured,
@@ -177,9 +178,13 @@ class Observer:
             case SeatEnded() if seen.state is not S.UNATTACHED and not seen.revoked:
                 seen.revoked, seen.at_gate, seen.then, seen.asked, seen.claimed = True, -1, -1, -1, False
                 seen.ends = min(event.since_ms, self.now) + self.world.pool(seen).revoked_ttl_ms
+                seen.expected_until = 0
             case SeatRenewed(seat=seat) if seen.revoked:
                 seen.revoked, seen.spec = False, replace(seen.spec, seat=seat)
+            case Expected():
+                self.laws.expected.sign(seen, event)
             case Wanted(urgent=urgent):
+                self.laws.expected.cell(seen)
                 self._wants(seen, urgent=urgent)
             case Unwanted() if seen.closed:
                 seen.at_gate = -1
@@ -193,12 +198,13 @@ class Observer:
                     seen.at_gate = seen.at_gate if seen.left else -1
                     if not seen.left:  # told again, nothing new is known of what they would save
                         seen.forget_idleness()
-                    seen.left, seen.busy, seen.ran = what, True, True
+                    seen.left, seen.busy, seen.ran, seen.expected_until = what, True, True, 0
             case Attached() if seen.left:
                 seen.left = ""
             case BusyChanged(busy=busy) if seen.state is not S.UNATTACHED and not seen.left:
                 if busy and not seen.busy:
                     seen.forget_idleness()
+                    self.laws.expected.cell(seen)
                 seen.busy = busy
                 seen.ran |= busy
             case Shrunk(generation=generation, used_mib=used_mib) if generation == seen.generation == seen.shrinking:
@@ -325,6 +331,7 @@ class Observer:
         self._hold(event, seen, old, change)
         if new in {S.UNATTACHED, S.NO_CONTEXT, S.SUSPENDED, S.ENDED}:
             seen.forget_idleness()
+            seen.early = False
             seen.alone_until = seen.pauses_until = 0
         if new in {S.UNATTACHED, S.ENDED}:
             seen.why_not = ""
@@ -361,7 +368,7 @@ class Observer:
                     seen.asked = -1  # it has what it asked for; a claim to more comes after everybody's
                 seen.saved = seen.host = 0
                 seen.home = ()
-                seen.ran = seen.busy if old is not S.SUSPENDING else seen.ran
+                seen.ran = seen.busy or seen.early if old is not S.SUSPENDING else seen.ran
             case S.SUSPENDING:
                 seen.home, seen.claimed, seen.then = seen.devices, seen.asked >= 0, seen.at_gate
                 suspend = next((e for e in self._later if isinstance(e, Suspend) and e.lease_id == seen.lease_id), None)
@@ -378,6 +385,7 @@ class Observer:
                 seen.host, seen.saved, seen.used = 0, change.saved_mib, 0
             case S.RESUMING:
                 self._given(seen, device)
+                self.laws.expected.resuming(seen, self._reason(seen))
             case S.QUARANTINED if old is None:
                 seen.saved = change.saved_mib
                 self._found(seen, device, 0)

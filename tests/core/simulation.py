@@ -33,6 +33,7 @@ from fractional_gpu.core.events import (
     DeviceSeen,
     DeviceUndrained,
     Event,
+    Expected,
     HostMemoryNeeded,
     HostMemorySeen,
     HostPressureSeen,
@@ -64,12 +65,14 @@ from fractional_gpu.core.model import (
     Breach,
     Compute,
     DeviceSpec,
+    Foresight,
     LeaseSpec,
     LeaseState,
     Limits,
     PoolSpec,
     ReserveBy,
     Sharing,
+    Sign,
 )
 from tests.core.observer import LawBrokenError, Observer
 from tests.core.real_memory import RealMemory
@@ -149,6 +152,8 @@ class World:
             devices=devices,
             fractions_milli=(),
             idle_after_ms=random.choice((None, 0, 5_000, 60_000)),
+            idle_auto=random.random() < 0.2,
+            hold_price_milli=random.choice((0, 1_000, 10_000_000)),
             min_residency_ms=random.choice((0, 2_000)),
             unattached_ttl_ms=20_000,
             revoked_ttl_ms=random.choice((1_000, 60_000, 200_000)),
@@ -168,6 +173,9 @@ class World:
             pin_budget_ms=60_000 if name == "p" else None,
             compute=random.choice((Compute.SPREAD, Compute.SPREAD, Compute.PACK)),
             slowdown_bound_milli=random.choice((0, 1000, 1100, 1500)),
+            foresight=random.choice(list(Foresight)),
+            foresight_swap_ms=random.choice((400, 2_000)),
+            foresight_vain_mib=random.choice((200, 500, 10_000)),
             user_limits=random.choice(
                 (Limits(), Limits(), Limits(leases=2), Limits(milli=1_000), Limits(resident_milli=750))
             ),
@@ -445,6 +453,17 @@ def _measured(world: World, at_ms: int, name: str) -> Event:
     return LeaseMeasured(at_ms=at_ms, lease_id=name, used_mib=said, util_milli=util_milli)
 
 
+def _expected(world: World, at_ms: int, name: str) -> Event:
+    random = world.random
+    return Expected(
+        at_ms=at_ms,
+        lease_id=name,
+        until_ms=at_ms + random.choice((-1, 1_000, 1_000, 3_000, 30_000, 10_000_000)),
+        sign=random.choice(list(Sign)),
+        confidence_milli=random.choice((-5, 100, 600, 1000, 1000, 5000)),
+    )
+
+
 def _host_memory_needed(world: World, at_ms: int, name: str) -> Event:
     """Ask for host memory for a suspend, in vain or for more than it needs; or for one that there is not."""
     random = world.random
@@ -544,6 +563,8 @@ _HAPPENINGS: list[tuple[int, Callable[[World, int], Event]]] = [
     (3, _named(_measured, *_S)),
     (6, _named(_measured, _S.RESIDENT)),
     (5, _named(_host_memory_needed, _S.SUSPENDING)),
+    (25, _named(_expected, _S.SUSPENDED)),
+    (3, _named(_expected, *_S)),
     (3, _named(lambda _, at, name: SuspendRequested(at_ms=at, lease_id=name), _S.RESIDENT)),
     (2, _named(_move_asked, _S.RESIDENT, _S.RESIDENT, _S.SUSPENDED)),
     (

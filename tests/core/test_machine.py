@@ -17,6 +17,7 @@ from fractional_gpu.core.events import (
     DeviceSeen,
     DeviceUndrained,
     Event,
+    Expected,
     HostMemorySeen,
     HostPressureSeen,
     LeaseMeasured,
@@ -42,7 +43,7 @@ from fractional_gpu.core.events import (
     Unwanted,
     Wanted,
 )
-from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, Limits, PoolSpec, ReserveBy
+from fractional_gpu.core.model import DeviceSpec, Foresight, LeaseSpec, LeaseState, Limits, PoolSpec, ReserveBy, Sign
 from tests.core.observer import Observer
 
 DEVICES = ("d0", "d1", "d2")
@@ -100,6 +101,8 @@ policies = st.builds(
     preempt_equals=st.booleans(),
     max_pin_ms=st.just(5_000),
     pin_budget_ms=st.just(20_000),
+    foresight=st.sampled_from(Foresight),
+    foresight_vain_mib=st.sampled_from([0, 500, 10_000]),
     user_limits=st.sampled_from([Limits(), Limits(), Limits(leases=3, milli=1_000), Limits(resident_milli=500)]),
     group_limits=st.sampled_from([(), (("g", Limits(leases=2)),), (("g", Limits(milli=500, resident_milli=250)),)]),
 )
@@ -241,6 +244,15 @@ class ArbiterMachine(RuleBasedStateMachine):
     )
     def measured(self, name: str, used_mib: int, armed: bool, util_milli: int | None) -> None:
         self.send(LeaseMeasured, lease_id=name, used_mib=used_mib, armed=armed, util_milli=util_milli)
+
+    @rule(
+        name=names,
+        ms=st.sampled_from([0, 1_000, 60_000]),
+        sign=st.sampled_from(Sign),
+        confidence_milli=st.sampled_from([100, 1_000]),
+    )
+    def expected(self, name: str, ms: int, sign: Sign, confidence_milli: int) -> None:
+        self.send(Expected, lease_id=name, until_ms=self.now + ms, sign=sign, confidence_milli=confidence_milli)
 
     @rule(name=names, kind=st.sampled_from([Unwanted, ProcessExited, LeaseReleased, SuspendRequested, UnpinRequested]))
     def said_of(self, name: str, kind: type[Event]) -> None:

@@ -43,10 +43,49 @@ KEYS: Mapping[str, Key] = {
     ),
     "idle_after": Key(
         field="idle_after_ms",
-        parse=values.duration(word="on-demand"),
-        default="on-demand",
+        parse=values.idle_after,
+        default="auto",
         example="5m",
-        help="Suspend a kernel that has been idle for this long; 0: at once; 'on-demand': only when another kernel needs the memory.",
+        help="Suspend a kernel that has been idle for this long; 0: at once; 'on-demand': only when another kernel needs the memory; "
+        "'auto': also when to hold the memory costs more (hold_price) than to bring it back (wait_price), by the kernel's habits.",
+        also=("idle_auto",),
+    ),
+    "hold_price": Key(
+        field="hold_price_milli",
+        parse=values.hourly_price,
+        default=0,
+        example=2.5,
+        help="With idle_after 'auto': what an hour of a whole GPU costs that an idle kernel holds, in any currency. 0: nothing, so no "
+        "kernel leaves before another one needs its memory.",
+    ),
+    "wait_price": Key(
+        field="wait_price_milli",
+        parse=values.hourly_price,
+        default=40,
+        example=60,
+        help="With idle_after 'auto': what an hour of a person's waiting costs, in the same currency.",
+    ),
+    "foresight": Key(
+        field="foresight",
+        parse=values.foresight,
+        default="free",
+        example="displace",
+        help="What is done for a suspended kernel whose next cell is expected, because a person types in its notebook, or by its habits: "
+        "'free': it comes back where there is room; 'displace': idle kernels that are expected later make room for it; 'off': nothing.",
+    ),
+    "foresight_swap": Key(
+        field="foresight_swap_ms",
+        parse=values.duration(),
+        default="2s",
+        example="500ms",
+        help="With foresight: no kernel is brought back early that is expected to take longer than this.",
+    ),
+    "foresight_vain": Key(
+        field="foresight_vain_mib",
+        parse=values.memory,
+        default="256GiB",
+        example="64GiB",
+        help="With foresight: how much may be moved to and from one device within an hour for cells that do not come.",
     ),
     "min_residency": Key(
         field="min_residency_ms",

@@ -12,7 +12,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from fractional_gpu.core.model import Compute, Limits, ReserveBy
+from fractional_gpu.core.model import Compute, Foresight, Limits, ReserveBy
 from fractional_gpu.core.units import format_duration, parse_duration_ms, parse_fraction_milli, parse_memory_mib
 
 # ruff: noqa: TRY004 -- a value of the wrong type is one more wrong value: callers handle one error
@@ -53,6 +53,31 @@ def duration(*, least_ms: int = 0, word: str | None = None) -> Callable[[object]
         return ms
 
     return parse
+
+
+def idle_after(value: object) -> tuple[int | None, bool]:
+    """Return after how long, ms (None: only when room is needed), and whether the arbiter decides."""
+    if value == "auto":
+        return None, True
+    try:
+        return duration(word="on-demand")(value), False
+    except ValueError as error:
+        raise ValueError(f"{error} or 'auto'") from None
+
+
+def foresight(value: object) -> Foresight:
+    """Return what is done for kernels whose next cell is expected."""
+    if isinstance(value, str) and value in {str(one) for one in Foresight}:
+        return Foresight(value)
+    raise ValueError("allowed: 'off', 'free' or 'displace'")
+
+
+def hourly_price(value: object) -> int:
+    """Return a price for an hour in thousandths."""
+    milli = _thousandths(value)
+    if milli is None or not 0 <= milli <= 1_000_000_000:
+        raise ValueError("allowed: a number from 0 to 1000000, such as 2.5, in any currency")
+    return milli
 
 
 def memory(value: object) -> int:

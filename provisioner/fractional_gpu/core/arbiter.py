@@ -25,6 +25,7 @@ from fractional_gpu.core.events import (
     DeviceSeen,
     DeviceUndrained,
     Event,
+    Expected,
     HostMemoryNeeded,
     HostMemorySeen,
     HostPressureSeen,
@@ -57,6 +58,7 @@ from fractional_gpu.core.invariants import check_devices, validate
 from fractional_gpu.core.model import DeviceView, LeaseSpec, LeaseState, LeaseView, PoolSpec, Slowdown, Span, TicketView
 from fractional_gpu.core.rules.admission import refusal
 from fractional_gpu.core.rules.eligibility import update_all_suspendability
+from fractional_gpu.core.rules.likelihood import likelihood_milli
 from fractional_gpu.core.rules.slowdowns import describe_slowdown
 from fractional_gpu.core.rules.wait_reasons import FormatTime, wait_reason
 from fractional_gpu.core.scheduler.migration import kept_mib
@@ -68,6 +70,8 @@ from fractional_gpu.core.scheduler.scheduler import Scheduler
 
 def lease_view(lease: Lease, foresight: ForecastRecorder) -> LeaseView:
     """Return the view of a lease."""
+    known, forecasts = lease.expectation, foresight.forecasts
+    best = max(known.signs, key=lambda sign: forecasts.sign_milli(lease.lease_id, sign)) if known is not None else ""
     return LeaseView(
         spec=lease.spec,
         state=lease.state,
@@ -94,6 +98,10 @@ def lease_view(lease: Lease, foresight: ForecastRecorder) -> LeaseView:
         gate_closed=lease.gate.closed,
         at_gate=lease.gate.ticket is not None,
         demand_milli=lease.demand_milli,
+        expected_until_ms=known.until_ms if known is not None else 0,
+        expected_by=best,
+        expected_milli=likelihood_milli(forecasts, lease),
+        came_early=lease.came_early,
     )
 
 
@@ -175,6 +183,7 @@ _AboutALease = (
     | Unwanted
     | BusyChanged
     | Checkpointable
+    | Expected
     | HostMemoryNeeded
     | HostPressureSeen
     | LeaseMeasured
@@ -216,8 +225,11 @@ class Arbiter:
             self._scheduler.pins,
             self._scheduler.resizer,
             self._scheduler.start_reservations,
+            expectations=self._scheduler.expectations,
         )
-        self._operation_results = OperationResults(self._changes, self._lifecycle, self._scheduler.resizer)
+        self._operation_results = OperationResults(
+            self._changes, self._lifecycle, self._scheduler.resizer, self._scheduler.expectations
+        )
         self._format_time: FormatTime | None = None
         self._wake_ms: int | None = None
         self._check = check
@@ -427,10 +439,12 @@ class Arbiter:
             return False
         match event:
             case BusyChanged():
-                return does.busy_changed(lease, busy=event.busy)
+                return does.busy_changed(lease, busy=event.busy, by_cell=event.by_cell)
             case LeaseMeasured():
                 contends = event.util_milli is not None and self._books.see_utilisation(lease, event.util_milli)
                 return does.measured(lease, max(0, event.used_mib)) or contends
+            case Expected():
+                return self._scheduler.expectations.seen(lease, event)
             case Shrunk():
                 return does.shrunk(lease, event)
             case Wanted():

@@ -7,7 +7,7 @@ their fields, so these names are a format.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpec
+from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpec, Sign
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,10 +164,11 @@ class Unwanted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BusyChanged(Event):
-    """The set of busy messages became non-empty or empty."""
+    """The set of busy messages became non-empty or empty. `by_cell`: a cell is, or may be, among them."""
 
     lease_id: str
     busy: bool
+    by_cell: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +183,16 @@ class LeaseMeasured(Event):
     used_mib: int
     armed: bool = True
     util_milli: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected(Event):
+    """A sign that the lease's next cell comes before `until_ms`. `confidence_milli`: how sure the sender is, thousandths."""
+
+    lease_id: str
+    until_ms: int
+    sign: Sign
+    confidence_milli: int = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,6 +58,28 @@ class Compute(StrEnum):
     PACK = "pack"  # memory alone decides
 
 
+class Foresight(StrEnum):
+    """What a pool does for a suspended lease whose next cell is expected, before that cell asks."""
+
+    OFF = "off"
+    FREE = "free"  # it comes back early where there is room
+    DISPLACE = "displace"  # and idle leases that are expected later make room for it
+
+
+class Sign(StrEnum):
+    """What an expectation of a cell is read from. How often each kind was right is learnt; the values are on the wire."""
+
+    FOCUS = "focus"  # the notebook was opened, or came to the front
+    SCROLL = "scroll"
+    TYPING = "typing"  # a cell was edited
+    HOVER = "hover"  # the pointer rests on a button that runs a cell
+    COMPLETION = "completion"  # a completion was asked for
+    INSPECTION = "inspection"  # a tooltip was asked for
+    WIDGET = "widget"  # a widget sent a message
+    RHYTHM = "rhythm"  # the kernel's own cells come at such intervals
+    OTHER = "other"  # another front end or program says so
+
+
 class AfterKernel(StrEnum):
     """What becomes of a kernel's processes that outlive it and have device memory."""
 
@@ -121,6 +143,9 @@ class PoolSpec:
     fractions_milli: tuple[int, ...] = (125, 250, 500, 750, 1000)  # on offer; empty = any from 1 to 1000
     oversubscription_milli: int | None = None  # sum of requests over capacity, in thousandths; None = unlimited
     idle_after_ms: int | None = None  # suspend when idle this long; 0 = at once; None = only when room is needed
+    idle_auto: bool = True  # with None: also when holding is expected to cost more than coming back
+    hold_price_milli: int = 0  # idle_auto: what holding a whole device for an hour costs, thousandths of any currency
+    wait_price_milli: int = 40_000  # idle_auto: what an hour of a person's waiting costs, likewise
     # A busy lease is not preempted before, nor is one suspended that has run nothing since it was let in
     min_residency_ms: int = 10_000
     unattached_ttl_ms: int = 120_000  # a lease without a process ends after this
@@ -158,6 +183,10 @@ class PoolSpec:
     compute: Compute = Compute.SPREAD  # how devices are chosen
     # Compute.SPREAD: what busy leases may need of a device together, in its thousandths, before another device is preferred
     slowdown_bound_milli: int = 1100
+    foresight: Foresight = Foresight.FREE  # what is done for a lease whose next cell is expected
+    foresight_swap_ms: int = 2_000  # no early swap is begun that is predicted to take longer
+    # What early swaps may move to and from one device within an hour without a cell that follows
+    foresight_vain_mib: int = 262_144
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +239,10 @@ class LeaseView:
     revoked: bool = False  # its seat has ended: it does not become resident before a new seat takes it over
     ends_ms: int | None = None  # a revoked lease's processes are ended then
     demand_milli: int = 0  # learnt: what it uses of each of its devices while it is busy, thousandths of a device
+    expected_until_ms: int = 0  # its next cell is expected before this; 0: no sign of one
+    expected_by: str = ""  # the sign that says so (`Sign`)
+    expected_milli: int = 0  # how likely that cell is, thousandths
+    came_early: bool = False  # it was brought back for a cell that was expected, and none has run yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ def spec(live: LiveBroker) -> Any:  # noqa: ANN401 - a PoolSpec
 def test_the_keys_are_those_of_the_configuration_and_the_defaults(client: SeatClient) -> None:
     (pool,) = client.pools().pools
     assert (pool.pool, len(pool.devices), pool.changed) == ("default", 1, [])
-    assert (pool.keys["price"], pool.keys["idle_after"], pool.keys["groups"]) == ("1 EUR", "on-demand", "everybody")
+    assert (pool.keys["price"], pool.keys["idle_after"], pool.keys["groups"]) == ("1 EUR", "auto", "everybody")
     assert "devices" not in pool.keys
 
 

@@ -262,6 +262,7 @@ class Books:
         self.gates_closed: dict[str, Lease] = {}  # leases whose gates are closed
         self.draining: dict[str, Device] = {}
         self.revoked: dict[str, Lease] = {}  # leases whose seats have ended
+        self.expected: dict[str, Lease] = {}  # leases with signs that their next cell is near
         self.changed: dict[str, Lease] = {}
         self.passes = 0  # over the queue
         self.destinations: dict[

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
-from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, Span
+from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, Sign, Span
 
 HOST_MARGIN_MIB = 64
 """What a lease's suspend may save beyond its last measured use, whatever its size (`Lease.host_margin_mib`)."""
@@ -228,6 +228,14 @@ class Gate:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
+class Expectation:
+    """Signs that the next cell of a lease is near. Written by `Expectations`."""
+
+    until_ms: int  # it lapses then
+    signs: dict[Sign, int] = field(default_factory=dict)  # how sure the sender of each was, thousandths
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class Lease:
     """One lease."""
 
@@ -255,12 +263,16 @@ class Lease:
     under_host_pressure: bool = False  # host memory is short where its saved state lies
     # What its kernel does.
     busy: bool = False
-    has_run: bool = False  # it has been busy since it became resident
+    has_run: bool = False  # it has been busy since it became resident, or came back before a cell asked for it
     let_in: bool = False  # room was given to it for a cell that has not begun
     demand_milli: int = 0  # what it uses of each of its devices while it is busy, as learnt: thousandths of a device
     seen_milli: int | None = None  # the last sample of that since it became busy
     cell_milli: int | None = None  # what the cell that runs needs, by the samples since it began
     last_active_ms: int = 0
+    expectation: Expectation | None = None  # of its next cell
+    rhythm_ms: int | None = None  # while it is suspended: when its own rhythm makes a cell likely
+    sent_away: bool = False  # its user, or an administrator, asked for its last suspend
+    came_early: bool = False  # it was brought back, or is being, for an expected cell that has not come
     left_behind: str = ""  # processes of the ended kernel that still have device memory, for people
     why_not: str = ""  # why its process cannot be checkpointed, a sentence
     unsuspendable_reason: str = ""  # that, or what its pool or device say; written by `suspendability`
@@ -270,6 +282,9 @@ class Lease:
     pinned_until_ms: int = 0
     announced_ms: int = 0  # the idle suspension that its kernel was warned of
     ends_ms: int | None = None  # its seat has ended, and its processes are ended then (`revocation`)
+    leaves: tuple[
+        int, ...
+    ] = ()  # when it leaves because holding costs more, and what that was computed from (`idling`)
     due_ms: int | None = None  # when time alone changes something for it; written by `deadlines`
     # Swaps and the queue.
     suspend_requested_by: str | None = None  # who requested its suspend, which has not begun
@@ -408,6 +423,15 @@ class YieldCandidates:
     next_ms: int | None  # when time alone makes another lease one of them
 
 
+@dataclass(frozen=True, slots=True)
+class Stake:
+    """What an early swap moves, and is moved in vain unless a cell follows."""
+
+    lease_id: str  # for which it is done
+    at_ms: int
+    mib: int  # there and back
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class VictimRanking:
     """Which leases of a device may be suspended, cheapest first, kept between decisions (`victim_cost`)."""
@@ -447,6 +471,7 @@ class Device:
     demand_milli: int = 0  # what the leases that are busy here need together, thousandths of the device
     coming_milli: int = 0  # what those need that were let in for a cell that has not begun
     resting_milli: int = 0  # what idle leases here are expected to need
+    stakes: list["Stake"] = field(default_factory=list)  # of the last hour, oldest first (`foresight`)
 
     def mark_stale(self, lease: Lease) -> None:
         """Note that a lease that is, or was, on the device changed: its place among the victims is computed anew."""

@@ -26,7 +26,8 @@ from fractional_gpu.core.effects import (
 )
 from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND, Forecasts
 from fractional_gpu.core.model import LeaseState
-from fractional_gpu.core.rules.eligibility import lacks_device, suspendable_from_ms, update_suspendability
+from fractional_gpu.core.rules.eligibility import update_suspendability
+from fractional_gpu.core.rules.idling import idle_due_ms
 from fractional_gpu.core.rules.wait_reasons import wait_reason
 from fractional_gpu.core.transitions import Cause, next_state
 from fractional_gpu.core.units import format_duration, format_memory
@@ -77,6 +78,7 @@ class Changes:
         lease.since_ms, lease.shrink.is_requested = self.now_ms, False  # an answer to an earlier request is ignored
         if new in _NOT_ON_DEVICE:
             lease.forget_shrinking()
+            lease.came_early = False
         self.books.set_state(lease, new)
         self.announce_state(lease, old, reason, sentence)
 
@@ -154,6 +156,7 @@ class Changes:
         lease.retries.forget_suspends()
         lease.retries.forget_resumes()
         lease.why_not = lease.unsuspendable_reason = lease.left_behind = ""
+        self.forget_expectation(lease)
         self.set_host_pressure(lease, pressed=False)
         self.books.set_reservation(lease, ())
         self.books.set_host_memory(lease)
@@ -165,6 +168,13 @@ class Changes:
             self.books.under_host_pressure[lease.lease_id] = lease
         else:
             self.books.under_host_pressure.pop(lease.lease_id, None)
+
+    def forget_expectation(self, lease: Lease) -> None:
+        """Forget the signs of the lease's next cell."""
+        lease.expectation = lease.rhythm_ms = None
+        lease.cost_until_ms = 0
+        self.books.expected.pop(lease.lease_id, None)
+        self.books.mark_changed(lease)
 
     def end(self, lease: Lease, cause: Cause, reason: str) -> None:
         """End the lease and forget it."""
@@ -301,18 +311,18 @@ class Changes:
     def become_resident(self, lease: Lease) -> None:
         """Start the idle time of a lease that becomes resident; it is not suspended before it has had a chance to run."""
         lease.last_active_ms = self.now_ms
-        lease.has_run = lease.busy
-        lease.home_ids = ()
+        lease.has_run = lease.busy or lease.came_early
+        lease.home_ids, lease.rhythm_ms = (), None
         self.forecast_recorder.became_resident(lease)
         self.set_host_pressure(lease, pressed=False)
         update_suspendability(self.books, lease)
 
-    def resume_early(self, lease: Lease, device_ids: Sequence[str], sentence: str) -> None:
-        """Resume a saved lease that is not wanted, to relieve the host."""
+    def resume_early(self, lease: Lease, device_ids: Sequence[str], reason: str, sentence: str) -> None:
+        """Resume a saved lease that no cell has asked for."""
         lease.let_in = False
         self.books.set_reservation(lease, device_ids, lease.need_mib)
         self.granted_devices.update(device_ids)
-        self._begin_resume(lease, "resume.host-memory", sentence)
+        self._begin_resume(lease, reason, sentence)
 
     def _begin_resume(self, lease: Lease, reason: str, sentence: str) -> None:
         self.change_state(lease, Cause.RESUME, reason, sentence)
@@ -350,7 +360,9 @@ class Changes:
         self.books.set_suspend_requested(lease, by=None)
         lease.home_ids, lease.let_in = lease.device_ids, False
         next_cell = lease.gate.ticket
-        lease.preempted = lease.is_working
+        lease.preempted, lease.sent_away = lease.is_working, reason == "suspend.asked"
+        if lease.sent_away:
+            self.forget_expectation(lease)
         self.books.set_gate(lease, closed=False)
         self.books.set_host_memory(lease, reserved_mib=min(need_mib + lease.host_margin_mib, left_mib))
         self.change_state(lease, Cause.SUSPEND, reason, sentence)
@@ -408,19 +420,6 @@ class Changes:
 _SPARE = 4  # entries per lease, before the heap is built anew
 
 
-def idle_due_ms(books: Books, lease: Lease) -> int | None:
-    """Return when an idle lease is suspended though no ticket needs its room; None: never, or nothing can be saved."""
-    if lease.busy or lease.gate.ticket is not None or lease.state is not LeaseState.RESIDENT:
-        return None
-    pool = books.policy(lease)
-    if pool.idle_after_ms is None:
-        return None
-    willing_ms = suspendable_from_ms(pool, lease)
-    if willing_ms is None or lacks_device(books, lease):
-        return None
-    return max(lease.last_active_ms + pool.idle_after_ms, willing_ms)
-
-
 class Deadlines:
     """The heap. `ripe`: leases whose time has come."""
 
@@ -472,6 +471,10 @@ class Deadlines:
             times.append(lease.ends_ms)
         if idle_ms is not None:
             times.append(idle_ms)
+        if lease.expectation is not None:
+            times.append(lease.expectation.until_ms)
+        if lease.rhythm_ms is not None and lease.state is LeaseState.SUSPENDED:
+            times.append(lease.rhythm_ms)
         if lease.retries.resume_paused:
             times.append(lease.retries.resume_after_ms)
         if lease.pinned_until_ms:

@@ -303,12 +303,73 @@ def rest_ms(totals: Sequence[int], elapsed_ms: int, permille: int) -> int:
     return max(0, value_at(DURATIONS, totals, gone + left * permille // 1000) - elapsed_ms)
 
 
-# -- compute demand ----------------------------------------------------------------------------------------------------
-# What a lease uses of a device while it is busy: a decayed mean of its utilisation.
+def leave_after_ms(totals: Sequence[int], *, hold: int, back: int) -> int:
+    """Return after how long it costs least, on average, to stop waiting for an end: see `idling`.
+
+    Waiting costs `hold` for each ms, and an end that comes later costs `back`.
+    """
+    lows, total = DURATIONS.lows, totals[-1]
+    waited, best_ms, least = 0, 0, back * total
+    for place in range(DURATIONS.size - 1):
+        before, after = total - (totals[place - 1] if place else 0), total - totals[place]
+        waited += (before + after) * (lows[place + 1] - lows[place]) // 2
+        cost = hold * waited + back * after
+        if cost < least:
+            best_ms, least = lows[place + 1], cost
+    return best_ms
+
+
+# -- rhythm ------------------------------------------------------------------------------------------------------------
+# When the next cell of a lease is likely by its own gaps. Kernels that run something every so often (a dashboard, a poll, a person who
+# looks in each morning) have most of their gaps in one or two buckets; those of others are spread over many.
+
+
+_RHYTHM_SAMPLES = 6  # gaps of its own that a lease's rhythm is read from, at least
+_RHYTHM_MILLI = 500  # of its gaps that reach so far, those that end in the window
+_SHORTEST_WINDOW_MS = 20_000
+
+
+class Rhythm(NamedTuple):
+    """When a cell is likely, in ms since the gap began, and how likely it is, thousandths."""
+
+    from_ms: int
+    until_ms: int
+    chance_milli: int
+
+
+def chance_milli(totals: Sequence[int], elapsed_ms: int, within_ms: int) -> int:
+    """Return how likely something that has lasted `elapsed_ms` ends within so many ms more, thousandths."""
+    gone = weight_below(DURATIONS, totals, elapsed_ms)
+    left = totals[-1] - gone
+    if left <= 0:
+        return 0
+    return 1000 * (weight_below(DURATIONS, totals, elapsed_ms + within_ms) - gone) // left
+
+
+def rhythm_of(gaps: LeaseDurations, elapsed_ms: int) -> Rhythm | None:
+    """Return the first time, from now on, at which the lease's next cell is likely; None if its gaps show none."""
+    if sum(gaps.histogram.weights) < _RHYTHM_SAMPLES * STEP:
+        return None
+    lows = DURATIONS.lows
+    for place in range(DURATIONS.bucket(elapsed_ms), DURATIONS.size - 1):
+        if not gaps.histogram.weights[place]:
+            continue
+        from_ms = max(elapsed_ms, lows[place])
+        window_ms = max(_SHORTEST_WINDOW_MS, lows[place + 1] - lows[place])
+        milli = chance_milli(gaps.totals, from_ms, window_ms)
+        if milli >= _RHYTHM_MILLI:
+            return Rhythm(from_ms, from_ms + window_ms, milli)
+    return None
+
+
+# -- means -------------------------------------------------------------------------------------------------------------
+# Shares that are learnt as decayed means: what a lease uses of a device while it is busy, and how often a sign of its next cell was right.
 
 
 FIRST_DEMAND_MILLI = 300
 """What a lease is expected to use of a device before anything was seen, thousandths."""
+FIRST_SIGN_MILLI = 700
+"""How often a sign of a cell is expected to be right before any was followed, thousandths."""
 LEASE_SAMPLES, POOL_SAMPLES = 16, 256  # samples that a mean remembers, about
 _FINE = 1024  # means are kept in so many parts of a thousandth
 _PRIOR_SAMPLES = 2  # samples that the prior counts for

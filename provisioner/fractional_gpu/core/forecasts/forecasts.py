@@ -6,6 +6,7 @@
   What is left of a gap or cell is conditional on how long it has lasted. A kernel that ends while it idles had no next cell: some gaps
   never end, and the longer one lasts, the likelier it is such a one.
 - Demands: what a lease uses of a device while it is busy, a decayed mean. A new lease starts from the mean of its pool.
+- Signs of a coming cell: how often each kind was right, for each lease. A new lease starts from the mean of all.
 - Waits: `queue_wait` computes a wait from the queue and the devices. It is corrected here by how earlier ones turned out, so that four
   of five waits lie between the bounds whatever that computation leaves out.
 
@@ -22,6 +23,7 @@ from typing import Self, TypeVar
 from fractional_gpu.core.forecasts.estimators import (
     DURATIONS,
     FIRST_DEMAND_MILLI,
+    FIRST_SIGN_MILLI,
     LEASE_SAMPLES,
     ONE,
     POOL_SAMPLES,
@@ -32,14 +34,18 @@ from fractional_gpu.core.forecasts.estimators import (
     ErrorView,
     Histogram,
     LeaseDurations,
+    Rhythm,
     Scale,
     SwapTimes,
+    chance_milli,
+    leave_after_ms,
     ratio,
     rest_ms,
+    rhythm_of,
     shaped_weights,
     value_at,
 )
-from fractional_gpu.core.model import Span
+from fractional_gpu.core.model import Sign, Span
 
 # -- snapshot ----------------------------------------------------------------------------------------------------------
 # Forecasts as plain data, and back. Only data of the right shape is accepted, so that a damaged file cannot influence decisions.
@@ -182,6 +188,8 @@ class Forecasts:
         self._leases: dict[str, _Lease] = {}
         self._demands: dict[str, Demand] = {}  # by lease
         self._pool_demands: dict[str, Demand] = {}
+        self._signs: dict[str, Demand] = {}  # by kind
+        self._lease_signs: dict[str, dict[str, Demand]] = {}  # by lease and kind
         self._waits: dict[tuple[str, int], Histogram] = {}
         self._wait_totals: dict[tuple[str, int], Sequence[int]] = {}
         self._accuracy = {what: Accuracy(what) for what in ("wait", SUSPEND, RESUME, "cell")}
@@ -210,6 +218,12 @@ class Forecasts:
             },
             "demands": {lease_id: [one.count, one.fine] for lease_id, one in self._demands.items()},
             "pool_demands": {pool: [one.count, one.fine] for pool, one in self._pool_demands.items()},
+            "signs": {sign: [one.count, one.fine] for sign, one in self._signs.items()},
+            "lease_signs": {
+                f"{sign} {lease_id}": [one.count, one.fine]
+                for lease_id, own in self._lease_signs.items()
+                for sign, one in own.items()
+            },
             "waits": {f"{kind} {length}": [sparse(one.weights)] for (kind, length), one in self._waits.items()},
             "accuracy": {what: [one.count, one.recent] for what, one in self._accuracy.items()},
         }
@@ -248,6 +262,14 @@ class Forecasts:
             # Earlier releases wrote no demands.
             for name, (count, fine) in read.named(part, 2) if read.part(part) is not None else ():
                 demands[name] = Demand(memory=memory).restore(read.whole(count), read.whole(fine))
+        for name, (count, fine) in read.named("signs", 2) if read.part("signs") is not None else ():
+            read.known(name, _SIGNS)
+            self._signs[name] = Demand(memory=POOL_SAMPLES).restore(read.whole(count), read.whole(fine))
+        for name, (count, fine) in read.named("lease_signs", 2) if read.part("lease_signs") is not None else ():
+            sign, _, lease_id = name.partition(" ")
+            read.known(sign, _SIGNS)
+            own = self._lease_signs.setdefault(lease_id, {})
+            own[sign] = Demand(memory=LEASE_SAMPLES).restore(read.whole(count), read.whole(fine))
         for name, (ratios,) in read.named("waits", 1):
             kind, _, length = name.partition(" ")
             corrected = Histogram(RATIOS, memory=_WAIT_MEMORY, weights=read.weights(ratios, RATIOS))
@@ -325,6 +347,13 @@ class Forecasts:
         totals = self._gaps.totals if lease.gaps is None else lease.gaps.totals
         return rest_ms(totals, max(0, now_ms - lease.ended_ms), 500)
 
+    def leave_after_ms(self, lease_id: str, *, hold: int, back: int) -> int:
+        """Return after how long in a gap the lease had better leave: holding costs `hold` a ms, coming back `back`. A sum over a list."""
+        lease = self._leases.get(lease_id)
+        return leave_after_ms(
+            self._gaps.totals if lease is None or lease.gaps is None else lease.gaps.totals, hold=hold, back=back
+        )
+
     def cell_left_ms(self, lease_id: str, now_ms: int) -> int:
         """Return what is left of the lease's cell in half of such cells, ms; 0 if none runs.
 
@@ -360,6 +389,7 @@ class Forecasts:
     def forget(self, lease_id: str) -> None:
         """Forget a lease that is over. If it idled, its last gap never ended."""
         self._demands.pop(lease_id, None)
+        self._lease_signs.pop(lease_id, None)
         lease = self._leases.pop(lease_id, None)
         if lease is not None and lease.ended_ms is not None:
             self._gaps.add(_NEVER_MS)
@@ -394,6 +424,43 @@ class Forecasts:
         own.learn(milli)
         common.learn(milli)
         return own.milli
+
+    # -- signs of a coming cell --------------------------------------------------------------------------------------------
+
+    def chance_milli(self, lease_id: str, now_ms: int, within_ms: int) -> int:
+        """Return how likely the lease's next cell comes within so many ms, by its gaps, thousandths; 1000 while one runs."""
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            return chance_milli(self._gaps.totals, 0, within_ms)
+        if lease.ended_ms is None:
+            return 1000
+        totals = self._gaps.totals if lease.gaps is None else lease.gaps.totals
+        return chance_milli(totals, max(0, now_ms - lease.ended_ms), within_ms)
+
+    def rhythm(self, lease_id: str, now_ms: int) -> Rhythm | None:
+        """Return when, from now on, the lease's own gaps make its next cell likely (in the arbiter's time); None if they do not."""
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.ended_ms is None or lease.gaps is None:
+            return None
+        found = rhythm_of(lease.gaps, max(0, now_ms - lease.ended_ms))
+        if found is None:
+            return None
+        return Rhythm(lease.ended_ms + found.from_ms, lease.ended_ms + found.until_ms, found.chance_milli)
+
+    def sign_milli(self, lease_id: str, sign: Sign) -> int:
+        """Return how often a sign of the lease's next cell is right, thousandths. Cheap."""
+        known = self._lease_signs.get(lease_id, {}).get(sign) or self._signs.get(sign)
+        return FIRST_SIGN_MILLI if known is None else known.milli
+
+    def sign_settled(self, lease_id: str, sign: Sign, *, true: bool) -> None:
+        """Learn whether a cell followed a sign in time."""
+        own = self._lease_signs.setdefault(lease_id, {})
+        if sign not in own:
+            own[sign] = Demand(memory=LEASE_SAMPLES, prior_milli=self.sign_milli(lease_id, sign))
+        if sign not in self._signs:
+            self._signs[sign] = Demand(memory=POOL_SAMPLES, prior_milli=FIRST_SIGN_MILLI)
+        for known in (own[sign], self._signs[sign]):
+            known.learn(1000 if true else 0)
 
     # -- waits ------------------------------------------------------------------------------------------------------------
 
@@ -432,6 +499,7 @@ class Forecasts:
         self._wait_totals[key] = self._waits[key].totals()
 
 
+_SIGNS = {str(sign): sign for sign in Sign}
 _UNKNOWN_LEASE = _Lease()
 _WAIT_TOTALS = Histogram(RATIOS, memory=1, weights=_WAITS).totals()
 

@@ -5,6 +5,7 @@ from fractional_gpu.core.books.records import Lease, OccupancyKind
 from fractional_gpu.core.changes.changes import Changes
 from fractional_gpu.core.effects import LeaseAdmitted, LeaseRefused, LookAgain
 from fractional_gpu.core.events import LeaseRecovered, LeaseRequested, Shrunk
+from fractional_gpu.core.handlers.expectations import Expectations
 from fractional_gpu.core.handlers.overrides import Pins
 from fractional_gpu.core.handlers.resize import MemoryCaps, Resizer
 from fractional_gpu.core.model import LeaseState
@@ -192,7 +193,14 @@ class Lifecycle:
     """One method per event."""
 
     def __init__(
-        self, changes: Changes, caps: MemoryCaps, pins: Pins, resizing: Resizer, starting: StartReservations
+        self,
+        changes: Changes,
+        caps: MemoryCaps,
+        pins: Pins,
+        resizing: Resizer,
+        starting: StartReservations,
+        *,
+        expectations: Expectations,
     ) -> None:
         self._changes = changes
         self._start_reservations = starting
@@ -200,6 +208,7 @@ class Lifecycle:
         self._resizer = resizing
         self._books = changes.books
         self._memory_caps = caps
+        self._expectations = expectations
 
     def requested(self, event: LeaseRequested) -> None:
         """Admit a lease or refuse it."""
@@ -303,6 +312,7 @@ class Lifecycle:
                 self._pins.unpin(lease, "pin.ended", "the kernel process ended, and its pin with it")
             if lease.busy:
                 changes.forecast_recorder.busy_changed(lease, busy=False)
+            changes.forget_expectation(lease)
             if lease.gate.ticket is not None:  # the cell ended with its kernel
                 self._books.set_gate(lease, closed=True)
             self._books.set_busy(lease, busy=True)
@@ -341,6 +351,7 @@ class Lifecycle:
         """Let the kernel in, or give it a ticket. Returns whether any decision depends on it."""
         if lease.revoked:
             return False
+        self._expectations.came_true(lease)
         if lease.state is LeaseState.RESIDENT:
             asked = lease.suspend_requested
             lease.last_active_ms = self._changes.now_ms
@@ -386,10 +397,12 @@ class Lifecycle:
         self._changes.withdraw_ticket(lease)
         return not left_out  # a ticket that was left out kept nothing and decided about no turn
 
-    def busy_changed(self, lease: Lease, *, busy: bool) -> bool:
-        """Note that the kernel began or ended to run something. Returns whether any decision depends on it."""
+    def busy_changed(self, lease: Lease, *, busy: bool, by_cell: bool) -> bool:
+        """Note that the kernel began or ended to run something, perhaps a cell. Returns whether any decision depends on it."""
         if busy == lease.busy or lease.state is LeaseState.UNATTACHED or lease.left_behind:
             return False
+        if busy and by_cell:
+            self._expectations.came_true(lease)
         lease.last_active_ms, need_mib = self._changes.now_ms, lease.host_need_mib
         self._books.set_busy(lease, busy=busy)
         self._changes.forecast_recorder.busy_changed(lease, busy=busy)

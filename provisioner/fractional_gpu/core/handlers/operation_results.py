@@ -12,6 +12,7 @@ from fractional_gpu.core.events import (
     TruthFound,
 )
 from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND
+from fractional_gpu.core.handlers.expectations import Expectations
 from fractional_gpu.core.handlers.lifecycle import FOUND, NEEDS_DEVICE, Lifecycle
 from fractional_gpu.core.handlers.resize import Resizer
 from fractional_gpu.core.model import FOUND_FAILED, LeaseState
@@ -24,7 +25,8 @@ _FIRST_RETRY_MS = 1000  # after a resume that could not start; doubled each time
 class OperationResults:
     """One method per kind of result."""
 
-    def __init__(self, changes: Changes, lifecycle: Lifecycle, resizing: Resizer) -> None:
+    def __init__(self, changes: Changes, lifecycle: Lifecycle, resizing: Resizer, expectations: Expectations) -> None:
+        self._expectations = expectations
         self._resizer = resizing
         self._changes = changes
         self._books = changes.books
@@ -47,6 +49,7 @@ class OperationResults:
                 books.set_reservation(lease, lease.device_ids)
                 came_back = self._settle_claims(lease)
                 changes.change_state(lease, Cause.SAVED, "suspended", sentence)
+                self._expectations.await_rhythm(lease)
                 self._record_return(lease, came_back)
             case SuspendOutcome.NOTHING_TO_SAVE:
                 lease.used_mib, lease.home_ids = 0, ()

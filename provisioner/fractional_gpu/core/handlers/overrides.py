@@ -118,6 +118,7 @@ class Revocations:
         if lease.ticket is not None and lease.ticket.resize_to is None:
             changes.forecast_recorder.ticket_given_up(lease)
         changes.withdraw_ticket(lease)
+        changes.forget_expectation(lease)
         ends_ms = min(since_ms, changes.now_ms) + books.policy(lease).revoked_ttl_ms
         books.revoke(lease, ends_ms)
         left = format_duration(max(0, ends_ms - changes.now_ms))

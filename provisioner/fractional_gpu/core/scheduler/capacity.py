@@ -175,7 +175,14 @@ class Capacity:
         sums = self._devices[device_id]
         return expected_fullness(self._books, sums.device, newcomer), sums.free_mib
 
-    def pick_for_saved(
+    def pick_for(self, lease: Lease, devices: Sequence[str], need_mib: int) -> tuple[str, ...] | None:
+        """Return where the lease's need fits; None if it fits nowhere. Saved state goes home if it can."""
+        home = lease.home_ids if lease.state is LeaseState.SUSPENDED and len(devices) > 1 else ()
+        if home and set(home) <= set(devices) and self.fits(home, need_mib):
+            return self._pick_for_saved(lease, home, devices, need_mib)
+        return self.pick(devices, need_mib, lease.count, newcomer=lease)
+
+    def _pick_for_saved(
         self, lease: Lease, home: tuple[str, ...], devices: Sequence[str], need_mib: int
     ) -> tuple[str, ...]:
         """Return where saved state that fits at home goes: there, unless home is too busy for it and another device is not."""

@@ -359,10 +359,7 @@ class QueuePass:
         """Return where the need fits now; saved state goes home if it can. A growing share alone needs no room."""
         if lease.is_growing:
             return devices if devices and (not need_mib or self._capacity.fits(devices, need_mib)) else None
-        home = lease.home_ids if lease.state is LeaseState.SUSPENDED and len(devices) > 1 else ()
-        if home and set(home) <= set(devices) and self._capacity.fits(home, need_mib):
-            return self._capacity.pick_for_saved(lease, home, devices, need_mib)
-        return self._capacity.pick(devices, need_mib, lease.count, newcomer=lease)
+        return self._capacity.pick_for(lease, devices, need_mib)
 
     def _serve_at_once(self, lease: Lease, ticket: Ticket, chosen: tuple[str, ...]) -> bool:
         """Serve a ticket that fits; one that needs the swap channel while it is in use keeps the room. Returns True."""

@@ -1,20 +1,23 @@
 """After every event, the scheduler serves the waiting leases as far as possible.
 
 In this order: leases whose time is over end; suspends begin that were requested, or that a breached cap, a drained device or an ended
-seat demands; tickets are served; host memory is relieved, then devices whose busy leases slow each other down; leases that were idle for
-long enough are suspended. All of them share the swap channels.
+seat demands; tickets are served; host memory is relieved; leases whose cells are expected come back; devices are relieved whose busy
+leases slow each other down; leases that were idle for long enough are suspended. All of them share the swap channels.
 """
 
 from fractional_gpu.core.books.records import Lease, Reason
-from fractional_gpu.core.changes.changes import Changes, Deadlines, idle_due_ms
+from fractional_gpu.core.changes.changes import Changes, Deadlines
 from fractional_gpu.core.effects import SuspendAnnounced
+from fractional_gpu.core.handlers.expectations import Expectations
 from fractional_gpu.core.handlers.lifecycle import StartReservations
 from fractional_gpu.core.handlers.overrides import DeviceDrains, Pins, Revocations
 from fractional_gpu.core.handlers.resize import MemoryCaps, Resizer
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.rules.admission import over_limit
 from fractional_gpu.core.rules.eligibility import eligible_devices, lacks_device
+from fractional_gpu.core.rules.idling import idle_due_ms
 from fractional_gpu.core.scheduler.compute_relief import ComputeRelief
+from fractional_gpu.core.scheduler.foresight import EarlyResumes
 from fractional_gpu.core.scheduler.migration import move_on_request
 from fractional_gpu.core.scheduler.queue_pass import QueuePass
 from fractional_gpu.core.scheduler.victims import renew_rankings
@@ -52,7 +55,7 @@ class HostMemoryRelief:
             if device_ids and over_limit(self._books, lease, lease.milli) is None:
                 why = "where its saved state lies" if lease.under_host_pressure else f"by {format_memory(excess_mib)}"
                 sentence = f"host memory is short {why}, and a device has room: it comes back early"
-                self._changes.resume_early(lease, device_ids, sentence)
+                self._changes.resume_early(lease, device_ids, "resume.host-memory", sentence)
                 return True
         return False
 
@@ -101,6 +104,8 @@ class Scheduler:
         self.resizer = Resizer(changes)
         self.revocations = Revocations(changes)
         self.start_reservations = StartReservations(changes)
+        self.expectations = Expectations(changes)
+        self._early_resumes = EarlyResumes(changes)
         self._relief = HostMemoryRelief(changes)
         self._compute_relief = ComputeRelief(changes)
 
@@ -121,6 +126,7 @@ class Scheduler:
             self.start_reservations.file_parked()
             self._serve_tickets()
         self._relief.relieve()
+        self._early_resumes.begin()
         self._compute_relief.relieve()
         if self._suspend_idle():
             self._serve_tickets()
@@ -180,6 +186,7 @@ class Scheduler:
                 self._changes.unpause_resume(lease)
             if lease.pinned_until_ms and lease.pinned_until_ms <= now_ms:
                 self.pins.unpin(lease, "pin.over", "its pin is over")
+            self.expectations.take_due(lease)
             self.start_reservations.mark_lapsed(lease)
             self.revocations.end_processes_if_due(lease)
             self._announce(lease)
@@ -263,7 +270,10 @@ class Scheduler:
             if due_ms is not None and due_ms <= now_ms:
                 idle = format_duration(now_ms - lease.last_active_ms)
                 kept |= lease.is_growing
-                self._changes.begin_suspend(lease, "suspend.idle", f"idle for {idle}")
+                why = f"idle for {idle}"
+                if self._books.policy(lease).idle_after_ms is None:
+                    why += ", and to hold its memory is expected to cost more than to bring it back"
+                self._changes.begin_suspend(lease, "suspend.idle", why)
         return kept
 
     def _makes_room_to_grow(self, lease: Lease) -> bool:

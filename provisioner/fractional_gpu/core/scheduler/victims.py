@@ -13,6 +13,7 @@ from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import Device, Lease, OccupancyKind, VictimRanking, YieldCandidates
 from fractional_gpu.core.rules.eligibility import lacks_device, steps_aside, suspendable_from_ms
 from fractional_gpu.core.rules.fairness import goes_before_from_ms, had_residency_ms, preemptible_from_ms, swap_ms
+from fractional_gpu.core.rules.likelihood import next_cell_in_ms
 
 # -- victim cost -------------------------------------------------------------------------------------------------------
 # Which leases of a device may be suspended, cheapest first: kept between decisions, and computed anew only where something changed.
@@ -41,8 +42,7 @@ def _cost(books: Books, lease: Lease) -> int:
     need_mib = lease.host_need_mib
     dear_milli = 1000 + 1000 * need_mib // max(1, books.host_left_mib - need_mib)
     # The less host memory would be left, the dearer: up to ten times, so that small leases are taken first when it is short.
-    gap_ms = books.forecasts.gap_left_ms(lease.lease_id, books.now_ms)
-    return swap_ms(books, lease) * min(dear_milli, 10_000) * 1000 // max(1, gap_ms)
+    return swap_ms(books, lease) * min(dear_milli, 10_000) * 1000 // max(1, next_cell_in_ms(books, lease))
 
 
 def _step(cost: int) -> int:

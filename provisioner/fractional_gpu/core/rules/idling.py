@@ -1,0 +1,52 @@
+"""When an idle lease is suspended though no ticket needs its room.
+
+A pool says after how long (`idle_after_ms`), or that the arbiter decides (`idle_auto`). Then a lease holds its devices for as long as
+that is expected to cost less than to come back: holding costs the lease's share of them for each hour, coming back costs a person the
+time of a resume. While holding costs nothing, no lease leaves: what a ticket needs it takes anyway.
+
+This is the ski-rental problem with a known distribution (Karlin et al., "Competitive randomized algorithms for non-uniform problems",
+1990): of all times t after which the lease might leave, the one is chosen at which E[min(gap, t)] x holding + P(gap > t) x coming back is
+least, with the gaps as learnt for this lease. It is chosen once for each gap: what is best later in a gap is what was best at its start.
+"""
+
+from fractional_gpu.core.books.books import Books
+from fractional_gpu.core.books.records import Lease
+from fractional_gpu.core.forecasts.forecasts import RESUME
+from fractional_gpu.core.model import LeaseState, PoolSpec
+from fractional_gpu.core.rules.eligibility import lacks_device, suspendable_from_ms
+from fractional_gpu.core.rules.likelihood import is_expected
+
+
+def idle_due_ms(books: Books, lease: Lease) -> int | None:
+    """Return when an idle lease is suspended though no ticket needs its room; None: never, or nothing can be saved."""
+    if lease.busy or lease.gate.ticket is not None or lease.state is not LeaseState.RESIDENT:
+        return None
+    pool = books.policy(lease)
+    idle_ms = pool.idle_after_ms
+    if idle_ms is None and pool.idle_auto:
+        idle_ms = _leaves_after_ms(books, pool, lease)
+    if idle_ms is None:
+        return None
+    willing_ms = suspendable_from_ms(pool, lease)
+    if willing_ms is None or lacks_device(books, lease):
+        return None
+    due_ms = max(lease.last_active_ms + idle_ms, willing_ms)
+    if lease.expectation is not None and is_expected(books, lease):
+        due_ms = max(due_ms, lease.expectation.until_ms)
+    return due_ms
+
+
+def _leaves_after_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
+    """Return after how long in this gap the lease leaves; None while holding costs nothing."""
+    if not pool.hold_price_milli:
+        return None
+    key = (lease.last_active_ms, pool.hold_price_milli, pool.wait_price_milli)
+    if lease.leaves[1:] != key:
+        device = books.devices.get(lease.device_id or "")
+        name = device.spec.name if device is not None else ""
+        back = pool.wait_price_milli * 1000 * books.forecasts.swap_ms(RESUME, name, lease.used_mib)
+        lease.leaves = (
+            books.forecasts.leave_after_ms(lease.lease_id, hold=pool.hold_price_milli * lease.milli, back=back),
+            *key,
+        )
+    return lease.leaves[0]
