@@ -157,7 +157,7 @@ class Quiet:
 
     def __init__(self) -> None:
         self.busy = False
-        self.executing = False
+        self.executing = self.runs_cell = False
 
     def close(self) -> None:
         """Nothing is held."""

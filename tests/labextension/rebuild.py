@@ -25,6 +25,7 @@ _SOURCES = (
     "core.mjs",
     "webpack.config.cjs",
     ".npmrc",
+    "schema/*",
     "src/*",
     "style/*",
 )

@@ -98,6 +98,9 @@ def test_watching_is_no_activity_and_makes_no_kernel_busy(world: World, server: 
         other.must(fill(1, 24))  # what happens on the device is news to the page
         page.until(lambda state: state["devices"][0]["reserved_mib"] >= 768)
         assert server.request("GET", STATE)["broker"]
+        sign = f"jupyter-fractional-gpu/kernels/{watched.kernel_id}/expect?no_track_activity=1"
+        assert server.request("POST", sign, {"sign": "typing"}) == {}
+        assert world.lease(watched.kernel_id).next_cell_sign == "typing"
         assert last_activity(server, watched.kernel_id) == before
     finally:
         noise.stop()
@@ -158,9 +161,10 @@ def quiet() -> Iterator[tuple[Server, str]]:
 def test_what_makes_no_sense_is_one_sentence(quiet: tuple[Server, str]) -> None:
     server, kernel_id = quiet
     for action, body, sentence in (
-        ("explode", {}, "there is no action 'explode'; allowed: pin, suspend, resume, unpin"),
+        ("explode", {}, "there is no action 'explode'; allowed: expect, pin, suspend, resume, unpin"),
         ("suspend", {"now": True}, "suspend takes no 'now'; allowed: nothing"),
         ("pin", {"minutes": 0}, "minutes is '0'; allowed: 1 to 10080"),
+        ("expect", {"sign": "typing", "code": "1"}, "expect takes no 'code'; allowed: sign"),
         ("pin", {}, "minutes is 'None'; allowed: 1 to 10080"),
     ):
         assert refusal(server, kernel_id, action, body) == (400, {"message": sentence, "reason": "bad-request"})

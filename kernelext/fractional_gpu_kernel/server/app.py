@@ -21,7 +21,7 @@ from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import unstarted_broker
 from fractional_gpu.client.seat import own_seat
 from fractional_gpu.protocol.errors import RESTART, BadRequestError, ConflictError, FractionalGPUError, NotFoundError
-from fractional_gpu.protocol.messages import DeviceStatus, HostStatus, LeaseStatus, PinRequest
+from fractional_gpu.protocol.messages import DeviceStatus, ExpectRequest, HostStatus, LeaseStatus, PinRequest
 
 # -- follower ----------------------------------------------------------------------------------------------------------
 # The server's one subscription to the broker, and the events that browsers get of it.
@@ -114,6 +114,7 @@ _KERNEL_FIELDS = (
     "expected_ms",
     "resume_ms",
     "pinned_ms",
+    "foresight",
 )
 _DEVICE_FIELDS = (
     "index",
@@ -133,6 +134,7 @@ _TYPES: Mapping[str, Mapping[str, Any]] = {
     "device_name": {"type": "string"},
     "name": {"type": "string"},
     "reason": {"type": "string"},
+    "foresight": {"type": "string"},
     "sentence": {"type": "string"},
     "simulated": {"type": "boolean"},
     "busy": {"type": "boolean"},
@@ -201,6 +203,7 @@ def _fields_of(message: LeaseStatus | DeviceStatus, fields: tuple[str, ...]) -> 
 #
 #     GET  /jupyter-fractional-gpu/state                     the last state of the event stream, for a page that was just opened
 #     POST /jupyter-fractional-gpu/kernels/KERNEL/ACTION     suspend, resume, pin {"minutes": 30}, unpin: as `%gpu` does
+#     POST /jupyter-fractional-gpu/kernels/KERNEL/expect     {"sign": "typing"}: its next cell is near; of the cell nothing is told
 #
 # Requests are signed in, authorised for `kernels` and XSRF-checked, as for each of Jupyter's own routes. An action is a call to the broker
 # in a thread; it ends when the browser closes the connection, which withdraws the ticket of a resume that waits. Errors are JSON with
@@ -209,8 +212,9 @@ def _fields_of(message: LeaseStatus | DeviceStatus, fields: tuple[str, ...]) -> 
 
 _MOST_ACTIONS = 16  # under way at once: each holds a thread
 _LONGEST_PIN_MIN = 7 * 24 * 60
+_SIGN_MS = 60_000
 
-Action = Callable[[BrokerClient, str], LeaseStatus]
+Action = Callable[[BrokerClient, str], LeaseStatus | None]
 
 
 def handlers(app: "FractionalGPUApp") -> list[tuple[str, type[APIHandler], dict[str, Any]]]:
@@ -250,14 +254,15 @@ class _Action(_Handler):
             self.set_status(error.status)
             await self.finish(json.dumps({"message": str(error), "reason": error.reason}))
         else:
-            await self.finish(json.dumps({"state": lease.state, "sentence": lease.sentence}))
+            shown = {} if lease is None else {"state": lease.state, "sentence": lease.sentence}
+            await self.finish(json.dumps(shown))
 
     def on_connection_close(self) -> None:
         if self._client is not None:
             self._client.close()
         super().on_connection_close()
 
-    async def _call(self, kernel_id: str, name: str) -> LeaseStatus:
+    async def _call(self, kernel_id: str, name: str) -> LeaseStatus | None:
         action = _action(name, self.get_json_body() or {})
         lease = self.app.lease_of(kernel_id)
         if _Action.under_way >= _MOST_ACTIONS:
@@ -275,7 +280,7 @@ def _action(name: str, body: object) -> Action:
     """Return the call to make. Raises BadRequestError."""
     if not isinstance(body, Mapping):
         raise BadRequestError(f"the body is {type(body).__name__}; allowed: an object")
-    known = ["minutes"] if name == "pin" else []
+    known = {"pin": ["minutes"], "expect": ["sign"]}.get(name, [])
     for key in body:
         if key not in known:
             raise BadRequestError(f"{name} takes no {str(key)[:80]!r}; allowed: {', '.join(known) or 'nothing'}")
@@ -285,13 +290,16 @@ def _action(name: str, body: object) -> Action:
             raise BadRequestError(f"minutes is {str(minutes)[:80]!r}; allowed: 1 to {_LONGEST_PIN_MIN}")
         request = PinRequest(duration_ms=minutes * 60_000)
         return lambda client, lease_id: client.pin(lease_id, request)
+    if name == "expect":
+        sign = ExpectRequest(sign=str(body.get("sign", "")), within_ms=_SIGN_MS)  # the broker knows which there are
+        return lambda client, lease_id: client.expect(lease_id, sign)
     actions: dict[str, Action] = {
         "suspend": BrokerClient.suspend,
         "resume": BrokerClient.resume,
         "unpin": BrokerClient.unpin,
     }
     if name not in actions:
-        raise BadRequestError(f"there is no action {name!r}; allowed: pin, {', '.join(actions)}")
+        raise BadRequestError(f"there is no action {name!r}; allowed: expect, pin, {', '.join(actions)}")
     return actions[name]
 
 

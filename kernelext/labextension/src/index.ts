@@ -4,12 +4,14 @@
 import { ILabShell, JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
 import { ISessionContext } from '@jupyterlab/apputils';
 import { ILauncher } from '@jupyterlab/launcher';
+import { ISettingRegistry } from '@jupyterlab/settingregistry';
 import { IStatusBar } from '@jupyterlab/statusbar';
 
 import { StatusItem } from './item';
 import { sortLauncher } from './launcher';
 import { sessionOf, showShares } from './names';
 import { showNotices } from './notices';
+import { tellSigns } from './signs';
 import { GPUState } from './state';
 
 /** Show the kernel of the current widget. */
@@ -30,10 +32,19 @@ const plugin: JupyterFrontEndPlugin<void> = {
   id: 'jupyter-fractional-gpu:status',
   description: "Shows the share, memory and state of the current kernel's GPU.",
   autoStart: true,
-  optional: [IStatusBar, ILabShell, ILauncher],
-  activate: (app: JupyterFrontEnd, statusBar: IStatusBar | null, shell: ILabShell | null, launcher: ILauncher | null) => {
+  optional: [IStatusBar, ILabShell, ILauncher, ISettingRegistry],
+  activate: (
+    app: JupyterFrontEnd,
+    statusBar: IStatusBar | null,
+    shell: ILabShell | null,
+    launcher: ILauncher | null,
+    settings: ISettingRegistry | null
+  ) => {
     const state = new GPUState(app.serviceManager);
     showNotices(state, app.serviceManager);
+    if (settings !== null) {
+      void settings.load(plugin.id).then(loaded => tellSigns(app.shell, state, loaded));
+    }
     if (launcher !== null) {
       sortLauncher(launcher);
     }

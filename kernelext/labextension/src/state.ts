@@ -27,6 +27,7 @@ export interface IKernel {
   expected_ms: number | null;
   resume_ms: number | null;
   pinned_ms: number;
+  foresight: string; // what its pool does for an expected cell: off, free, displace
 }
 
 /** A device of the host. Memory in MiB. */
@@ -119,6 +120,19 @@ export class GPUState {
       throw new Error(answer.message ?? `the server answered ${response.status}`);
     }
     return answer.sentence ?? '';
+  }
+
+  /** Tell a sign that the kernel's next cell is near; nothing of the cell is told. A server that cannot take it loses nothing. */
+  async expect(kernelId: string, sign: string): Promise<void> {
+    const path = URLExt.join(this._settings.baseUrl, ROOT, 'kernels', encodeURIComponent(kernelId), 'expect');
+    const init = { method: 'POST', body: JSON.stringify({ sign }) };
+    try {
+      await ServerConnection.makeRequest(path + '?no_track_activity=1', init, this._settings);
+    } catch (error) {
+      if (!(error instanceof ServerConnection.NetworkError)) {
+        throw error;
+      }
+    }
   }
 
   private _take(event: Event.Emission): void {

@@ -55,6 +55,7 @@ from fractional_gpu.core.events import (
     BusyChanged,
     Checkpointable,
     Event,
+    Expected,
     LeaseMeasured,
     ProcessExited,
     Tick,
@@ -62,7 +63,7 @@ from fractional_gpu.core.events import (
     Wanted,
 )
 from fractional_gpu.core.forecasts.estimators import ContextSizes
-from fractional_gpu.core.model import LeaseState, LeaseView, ReserveBy, TicketView
+from fractional_gpu.core.model import LeaseState, LeaseView, ReserveBy, Sign, TicketView
 from fractional_gpu.core.units import format_duration, format_memory
 from fractional_gpu.gpu.interface import DeviceInfo, DeviceSensors, Monitor
 from fractional_gpu.host import files
@@ -72,6 +73,8 @@ from fractional_gpu.protocol.messages import GateVerb
 log = logging.getLogger(__name__)
 
 _TICKETS_MS = 1000
+_SIGN_MS = 60_000  # a sign of a coming cell lasts for so long, unless its sender says otherwise
+_SIGN_AGAIN_MS = 2_000
 
 
 class Broker:
@@ -378,7 +381,11 @@ class Broker:
         self.oom_kills.follow(identity.pid, time.monotonic())
         kernel.connection = connection
         kernel.iopub = IOPubWatch(
-            self._zmq, checked, ipykernel=kernel.launch.ipykernel, changed=partial(self.sync_busy_state, kernel)
+            self._zmq,
+            checked,
+            ipykernel=kernel.launch.ipykernel,
+            changed=partial(self.sync_busy_state, kernel),
+            signed=partial(self.expect_cell, kernel),
         )
         self.dispatch(BusyChanged(at_ms=now_ms(), lease_id=kernel.lease_id, busy=kernel.busy))
 
@@ -435,7 +442,9 @@ class Broker:
             return
         self.gpu_activity.see(kernel, view)
         if view.busy != kernel.busy:
-            self.dispatch(BusyChanged(at_ms=now_ms(), lease_id=kernel.lease_id, busy=kernel.busy))
+            self.dispatch(
+                BusyChanged(at_ms=now_ms(), lease_id=kernel.lease_id, busy=kernel.busy, by_cell=kernel.runs_cell)
+            )
             kernel.notify()
         executing = kernel.executing
         if not executing:
@@ -449,6 +458,22 @@ class Broker:
                 self._cell_began(kernel)
         if executing and kernel.link is None and not view.spec.gated:
             self.request_on_behalf(kernel)
+
+    def expect_cell(self, kernel: Kernel, sign: Sign, within_ms: int = _SIGN_MS, confidence_milli: int = 1000) -> None:
+        """Tell the arbiter of a sign that the kernel's next cell is near; signs that repeat within moments are told once."""
+        at_ms = now_ms()
+        if kernel.signs.get(sign, at_ms) <= at_ms:
+            kernel.signs[sign] = at_ms + _SIGN_AGAIN_MS
+            until_ms = at_ms + within_ms
+            self.dispatch(
+                Expected(
+                    at_ms=at_ms,
+                    lease_id=kernel.lease_id,
+                    until_ms=until_ms,
+                    sign=sign,
+                    confidence_milli=confidence_milli,
+                )
+            )
 
     def set_stopped(self, kernel: Kernel, *, stopped: bool) -> None:
         """Note that a signal or a debugger stopped the process, or that it goes on.

@@ -45,6 +45,7 @@ from fractional_gpu.protocol.messages import (
     Done,
     DrainRequest,
     EvictRequest,
+    ExpectRequest,
     GateAnswer,
     GateCommand,
     GateHello,
@@ -170,6 +171,10 @@ class BrokerClient:
         Raises ConflictError or NoRoomError with the reason when it is refused.
         """
         return self._call(LeaseStatus, "POST", _route(lease_id, "resume"), timeout_s=MAX_WAIT_S + self.timeout_s)
+
+    def expect(self, lease_id: str, request: ExpectRequest) -> None:
+        """Tell a sign that the lease's next cell is near; returns at once. Raises BadRequestError."""
+        self._call(Done, "POST", _route(lease_id, "expect"), request)
 
     def pin(self, lease_id: str, request: PinRequest) -> LeaseStatus:
         """Keep the lease resident for a while; replaces an earlier pin. Raises ConflictError with the limit that forbids it."""

@@ -15,6 +15,7 @@ Routes (all under /v1; `L` is a lease id; authorisation: peer uid, and `Authoriz
     POST   /v1/leases/L/acquire AcquireRequest -> stream of Progress lines (NDJSON), the last one `granted` or `refused`
     POST   /v1/leases/L/suspend            -> LeaseStatus         waits until it is suspended or refused
     POST   /v1/leases/L/resume             -> LeaseStatus         waits until it is resident or refused
+    POST   /v1/leases/L/expect ExpectRequest -> Done              a sign that its next cell is near
     POST   /v1/leases/L/pin    PinRequest  -> LeaseStatus         keeps it resident for a while
     POST   /v1/leases/L/unpin              -> LeaseStatus
     POST   /v1/leases/L/resize ResizeRequest -> LeaseStatus       waits until it has its new size or is refused
@@ -107,6 +108,17 @@ class PinRequest(Struct, frozen=True, kw_only=True):
     """Keep the lease resident for so long from now."""
 
     duration_ms: int
+
+
+class ExpectRequest(Struct, frozen=True, kw_only=True):
+    """A sign that the kernel's next cell comes within so many milliseconds. Of the cell itself nothing is told.
+
+    `sign`: focus, scroll, typing, hover, completion, inspection, widget or other. How often each is right is learnt.
+    """
+
+    sign: str = "other"
+    within_ms: int = 60_000
+    confidence_milli: int = 1000  # how sure the sender is, thousandths
 
 
 class ResizeRequest(Struct, frozen=True, kw_only=True):
@@ -235,6 +247,11 @@ class LeaseStatus(Struct, frozen=True, kw_only=True):
         1000  # how many times as long as alone its cell takes beside busy neighbours, or would: an estimate
     )
     slowdown: str = ""  # the same as a sentence, with the neighbours; empty: it is not slowed down
+    next_cell_ms: int | None = None  # its next cell is expected within so long; None: there is no sign of one
+    next_cell_sign: str = ""  # what says so
+    next_cell_milli: int = 0  # how likely that is, thousandths
+    came_early: bool = False  # it was brought back for an expected cell, which has not come yet
+    foresight: str = ""  # what its pool does for expected cells: off, free, displace
 
 
 class AcquireRequest(Struct, frozen=True, kw_only=True):

@@ -141,7 +141,7 @@ def test_who_hangs_up_while_the_kernel_is_busy_has_not_asked_for_its_suspend(
         lease = resident(live, stack)
         kernel = live.broker.kernels[lease.lease_id]
         watch = Quiet()
-        watch.busy = watch.executing = True
+        watch.busy = watch.executing = watch.runs_cell = True
         kernel.iopub = cast("IOPubWatch", watch)
         client = stack.enter_context(BrokerClient(live.socket, token=lease.token))
         ended: list[FractionalGPUError] = []

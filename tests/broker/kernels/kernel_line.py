@@ -12,6 +12,7 @@ import zmq.asyncio
 
 from fractional_gpu.broker.kernels.connection import connection_from_json
 from fractional_gpu.broker.kernels.iopub import IOPubWatch
+from fractional_gpu.core.model import Sign
 from tests.support.ports import free_ports
 
 __all__ = ["DEADLINE_S", "KernelLine", "Watched"]
@@ -116,9 +117,10 @@ class _Watch(IOPubWatch):
 
     taken: asyncio.Event
 
-    def _take(self, frames: list[bytes]) -> None:
-        super()._take(frames)
+    def _take(self, frames: list[bytes]) -> Sign | None:
+        sign = super()._take(frames)
         self.taken.set()
+        return sign
 
 
 class Watched:
@@ -130,7 +132,10 @@ class Watched:
         self._change = asyncio.Event()
         self._context = zmq.asyncio.Context()
         connection = connection_from_json(line.info)
-        self.watch = _Watch(self._context, connection, ipykernel=ipykernel, changed=self._changed)
+        self.signs: list[Sign] = []
+        self.watch = _Watch(
+            self._context, connection, ipykernel=ipykernel, changed=self._changed, signed=self.signs.append
+        )
         self.watch.taken = asyncio.Event()
 
     def _changed(self) -> None:

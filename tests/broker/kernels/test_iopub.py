@@ -63,6 +63,20 @@ async def test_an_answer_that_a_late_subscription_missed_is_asked_for_again(
     await watched.until(lambda: not watched.watch.busy)
 
 
+async def test_what_only_a_person_at_work_sends_is_a_sign_and_no_cell(line: KernelLine, watched: Watched) -> None:
+    await watched.settle()
+    for kind in ("complete_request", "inspect_request", "comm_msg", "comm_open", "execute_request"):
+        request = await line.busy(kind, kind)
+        await watched.until(lambda: watched.watch.executing)
+        assert watched.watch.runs_cell == (kind == "execute_request")
+        await line.say("idle", request)
+        await watched.until(lambda: not watched.watch.executing)
+        assert not watched.watch.runs_cell
+    await line.say("idle", {"msg_id": "not heard to begin", "msg_type": "complete_request"})
+    await watched.has_heard_all()
+    assert watched.signs == ["completion", "inspection", "widget"]
+
+
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the watch, which is to start after this, wait for the answer to its first question."""
@@ -510,7 +524,8 @@ async def test_any_contents_are_a_connection_that_can_be_watched_or_a_value_erro
         except ValueError as error:
             assert "connection field" in str(error)  # noqa: PT017 - only if it is one
         else:
-            IOPubWatch(context, connection, ipykernel=True, changed=asyncio.Event().set).close()
+            nothing = asyncio.Event()
+            IOPubWatch(context, connection, ipykernel=True, changed=nothing.set, signed=lambda _: nothing.set()).close()
 
     check_anything()
     context.destroy(linger=0)

@@ -47,7 +47,7 @@ async def test_a_process_that_is_not_the_one_meant_is_not_watched() -> None:
 class Handles:
     """A watch that has seen these requests begin, and none end."""
 
-    busy = executing = True
+    busy = executing = runs_cell = True
 
     def __init__(self, *requests: str, certain: bool = True) -> None:
         self._requests = requests

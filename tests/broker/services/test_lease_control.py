@@ -78,6 +78,41 @@ def test_neighbours_have_names_only_for_their_own_user(live: LiveBroker, monkeyp
     assert sorted((one["label"], one["reserved_mib"]) for one in told) == [("", 256), ("also.ipynb", 256)]
 
 
+# -- signs of a coming cell --------------------------------------------------------------------------------------------------
+
+
+def test_a_sign_of_a_coming_cell_says_nothing_of_a_kernel_that_may_be_running_one(live: LiveBroker) -> None:
+    lease = live.lease()
+    target = f"/v1/leases/{lease.lease_id}"
+    with started_for(lease.lease_id) as process:  # it answers nothing, so what it does is unknown
+        live.call("POST", f"{target}/attach", process, token=lease.token)
+        sign = {"sign": "typing", "within_ms": 30_000, "confidence_milli": 600}
+        told = live.call("POST", f"{target}/expect", sign)
+        assert told.status == 200, told
+        shown = live.call("GET", target).body
+        assert (shown["busy"], shown["next_cell_ms"], shown["foresight"]) == (True, None, "free")
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"sign": "rhythm"}, "sign is 'rhythm'; allowed: completion, focus, hover, "),
+        ({"sign": "x" * 300}, "sign is 'xxx"),
+        ({"within_ms": 0}, "within_ms is 0; allowed: 1 to 600000"),
+        ({"within_ms": 10**12}, "within_ms is 1000000000000; allowed: 1 to 600000"),
+        ({"confidence_milli": 1001}, "confidence_milli is 1001; allowed: 1 to 1000"),
+        ({"code": "print(1)"}, "code"),
+    ],
+)
+def test_a_sign_is_one_of_a_few_words_and_carries_nothing_else(
+    live: LiveBroker, body: dict[str, object], says: str
+) -> None:
+    lease = live.lease()
+    answer = live.call("POST", f"/v1/leases/{lease.lease_id}/expect", body)
+    assert answer.status == 400, answer
+    assert says in str(answer.body)
+
+
 # -- pins --------------------------------------------------------------------------------------------------------------------
 
 

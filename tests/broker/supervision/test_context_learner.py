@@ -26,7 +26,7 @@ CAP_MIB = 20_000
 class Watch:
     """A kernel's line to its messages."""
 
-    busy = executing = False
+    busy = executing = runs_cell = False
 
 
 class World:

@@ -140,7 +140,7 @@ async def test_a_preempted_kernel_is_saved_in_the_middle_of_its_cell(answers: di
     driver, phases = Driver(), list[str]()
     async with kernel_of(2, answers) as (kernel, quiet, pids):
         running(driver, pids)
-        quiet.busy = quiet.executing = True
+        quiet.busy = quiet.executing = quiet.runs_cell = True
         outcome, saved_mib, sentence = await swaps_of(driver).suspend(
             kernel, suspend_of(kernel, preempt=True), journal(phases)
         )

@@ -5,10 +5,24 @@ import asyncio
 from msgspec import to_builtins
 
 from fractional_gpu.broker.api.handler import Handler, StreamHandler
-from fractional_gpu.protocol.messages import Done, DrainRequest, EvictRequest, MoveRequest, PinRequest, ResizeRequest
+from fractional_gpu.protocol.messages import (
+    Done,
+    DrainRequest,
+    EvictRequest,
+    ExpectRequest,
+    MoveRequest,
+    PinRequest,
+    ResizeRequest,
+)
 
 _LEASE = r"/v1/leases/([0-9a-zA-Z_-]{1,64})"
 _DEVICE = r"/v1/devices/([^/]{1,200})"
+
+
+class _Expect(Handler):
+    def post(self, lease_id: str) -> None:
+        self.service.lease_control.expect(self.find(lease_id), self.decode_body(ExpectRequest))
+        self.reply(Done())
 
 
 class _Pin(Handler):
@@ -102,6 +116,7 @@ class _Undrain(Handler):
 
 
 CONTROL_ROUTES: tuple[tuple[str, type[Handler]], ...] = (
+    (_LEASE + "/expect", _Expect),
     (_LEASE + "/pin", _Pin),
     (_LEASE + "/unpin", _Unpin),
     (_LEASE + "/resize", _Resize),

@@ -29,11 +29,18 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from fractional_gpu.broker.kernels.connection import Connection
+from fractional_gpu.core.model import Sign
 
 log = logging.getLogger(__name__)
 
 USES = frozenset({"execute_request", "complete_request", "inspect_request", "comm_open", "comm_msg", "comm_close"})
 """Parent message types that may run the user's code or touch a tensor."""
+SIGNS = {
+    "complete_request": Sign.COMPLETION,
+    "inspect_request": Sign.INSPECTION,
+    "comm_msg": Sign.WIDGET,
+}
+"""Those that say that a person is at work in the notebook, so that a cell is likely to come."""
 
 _JOINED = zmq.EVENT_HANDSHAKE_SUCCEEDED
 _BROKEN = (
@@ -89,15 +96,25 @@ def _try_rarely(socket: zmq.asyncio.Socket) -> None:
 class IOPubWatch:
     """Watches one kernel. `changed()` is called on the loop whenever `busy`, or what is being handled, changes.
 
+    `signed(sign)` is called before that for a message that only a person at work sends.
+
     `busy` counts doubt; `executing` is True while a message is known to be handled.
     """
 
     def __init__(
-        self, context: zmq.asyncio.Context, connection: Connection, *, ipykernel: bool, changed: Callable[[], None]
+        self,
+        context: zmq.asyncio.Context,
+        connection: Connection,
+        *,
+        ipykernel: bool,
+        changed: Callable[[], None],
+        signed: Callable[[Sign], None],
     ) -> None:
         self._connection = connection
         self._changed = changed
+        self._signed = signed
         self._busy: dict[str, str] = {}  # message id -> the shell that handles it
+        self._cells: set[str] = set()  # those of them that run cells
         self._probes: dict[str, str] = {}  # our own message id -> the shell that was probed
         self._certain = False
         self._doubt_since_s = time.monotonic()
@@ -135,6 +152,11 @@ class IOPubWatch:
         """Whether a message that counts as use is being handled for certain."""
         return bool(self._busy)
 
+    @property
+    def runs_cell(self) -> bool:
+        """Whether a cell is being run, or may be: not only a completion, a tooltip or a widget's message."""
+        return not self._certain or not self._cells.isdisjoint(self._busy)
+
     def handles_other_than(self, requests: Collection[str]) -> bool:
         """Whether a message that counts as use, and is none of these, is being handled for certain."""
         return any(msg_id not in requests for msg_id in self._busy)
@@ -168,8 +190,10 @@ class IOPubWatch:
         while True:
             frames = await self._next(self._iopub)
             before = (self.busy, len(self._busy))
-            self._take(frames)
+            sign = self._take(frames)
             self._message_came.set()
+            if sign is not None:
+                self._signed(sign)
             if (self.busy, len(self._busy)) != before:
                 self._changed()
 
@@ -215,37 +239,46 @@ class IOPubWatch:
         self._shell_joined = True
         self._shell.connect(self._connection.shell)
 
-    def _take(self, frames: list[bytes]) -> None:
-        """Evaluate one IOPub message. What is too long, malformed or not signed with the kernel's key is ignored."""
+    def _take(self, frames: list[bytes]) -> Sign | None:
+        """Evaluate one IOPub message; return the sign that it is. What is too long, malformed or not signed with the key is ignored."""
         with suppress(ValueError, msgspec.DecodeError, RecursionError):
             signature, *parts = frames[frames.index(_DELIMITER) + 1 :][:5]
             if sum(map(len, parts)) > _LONGEST_STATUS:
-                return
+                return None
             if self._connection.key and not hmac.compare_digest(signature, self._sign(parts)):
-                return
+                return None
             header, parent, _metadata, content = parts
             if _decode_header(header).msg_type == "status":
-                self._apply_status(_decode_parent(parent) or _NO_PARENT, _decode_status(content).execution_state)
+                return self._apply_status(_decode_parent(parent) or _NO_PARENT, _decode_status(content).execution_state)
+        return None
 
-    def _apply_status(self, about: _Header, state: str) -> None:
-        """Evaluate a status message about the message with this header."""
+    def _apply_status(self, about: _Header, state: str) -> Sign | None:
+        """Evaluate a status message about the message with this header; return the sign that this one is."""
         if state == "starting":
             self._busy.clear()
+            self._cells.clear()
             self._doubt_since_s = time.monotonic() if self._certain else self._doubt_since_s
             self._certain = False  # of the new incarnation nothing is known yet
         elif state == "idle":
             self._busy.pop(about.msg_id, None)
+            self._cells.discard(about.msg_id)
             if (shell := self._probes.get(about.msg_id)) is not None:
                 self._clear_shell(shell)
         elif state == "busy" and about.msg_type in USES and len(about.msg_id) <= _LONGEST_ID:
             self._busy[about.msg_id] = (about.subshell_id or _MAIN)[:_LONGEST_ID]
+            if about.msg_type == "execute_request":
+                self._cells.add(about.msg_id)
             if len(self._busy) > _MOST_BUSY:
                 self._busy.clear()
+                self._cells.clear()
                 self._certain, self._doubt_since_s = False, time.monotonic()
+            return SIGNS.get(about.msg_type)
+        return None
 
     def _clear_shell(self, shell: str) -> None:
         """Clear what this shell was doing when it was probed: a shell answers in order, so all of that is over."""
         self._busy = {msg_id: by for msg_id, by in self._busy.items() if by != shell}
+        self._cells.intersection_update(self._busy)
         self._probes = {msg_id: asked for msg_id, asked in self._probes.items() if asked != shell}
         if shell == _MAIN:
             self._certain = True

@@ -16,7 +16,7 @@ from fractional_gpu.broker.kernels.connection import GateLink
 from fractional_gpu.broker.kernels.iopub import IOPubWatch
 from fractional_gpu.config import ConfigError
 from fractional_gpu.core.events import ResizeRequested
-from fractional_gpu.core.model import DeviceView, LeaseSpec, PoolSpec, Sharing
+from fractional_gpu.core.model import DeviceView, LeaseSpec, PoolSpec, Sharing, Sign
 from fractional_gpu.gpu.driver_environment import PRELOAD, PRELOADED_FOR_US
 from fractional_gpu.host.process import ProcessIdentity, open_pidfd
 
@@ -165,6 +165,7 @@ class Kernel:
     members: frozenset[ProcessIdentity] = frozenset()  # processes beside the kernel itself that were seen in its tree
     connection: str = field(default="", repr=False)  # the checked connection contents, JSON
     iopub: IOPubWatch | None = None
+    signs: dict[Sign, int] = field(default_factory=dict)  # of a coming cell: when each may be told again, ms
     link: GateLink | None = None
     notices: list[str] = field(default_factory=list)  # to be shown by the next extension that connects
     unsaveable: str = ""  # why its process cannot be checkpointed, as its extension knows, a sentence
@@ -266,6 +267,11 @@ class Kernel:
     def executing(self) -> bool:
         """Whether a message that counts as use is being handled for certain, and does not wait for input."""
         return self.iopub is not None and self.iopub.executing and not self._only_waits_for_input
+
+    @property
+    def runs_cell(self) -> bool:
+        """Whether what makes it busy is, or may be, a cell."""
+        return self.iopub is None or self.requests.waiters > 0 or self.iopub.runs_cell
 
     @property
     def _only_waits_for_input(self) -> bool:

@@ -11,13 +11,14 @@ from fractional_gpu.broker.kernels.request_validation import Peer, cap_mib, guar
 from fractional_gpu.broker.services.status import device_status, lease_status, view_of
 from fractional_gpu.core.effects import Declined
 from fractional_gpu.core.events import DeviceDrained, DeviceUndrained, PinRequested, ResizeRequested, UnpinRequested
-from fractional_gpu.core.model import LeaseState
+from fractional_gpu.core.model import LeaseState, Sign
 from fractional_gpu.core.units import format_duration, format_fraction, format_memory
 from fractional_gpu.gpu.interface import GPUError
 from fractional_gpu.protocol.errors import BadRequestError, ConflictError, ForbiddenError, NotFoundError
 from fractional_gpu.protocol.limits import MAX_NAME, MAX_WAIT_S
 from fractional_gpu.protocol.messages import (
     DeviceStatus,
+    ExpectRequest,
     History,
     LeaseStatus,
     PinRequest,
@@ -29,6 +30,8 @@ from fractional_gpu.protocol.messages import (
 
 _MOVING = (LeaseState.SUSPENDING, LeaseState.RESUMING)
 _LINES = 200
+_LONGEST_SIGN_MS = 600_000
+_SIGNS = frozenset(str(sign) for sign in Sign if sign is not Sign.RHYTHM)  # the arbiter finds a rhythm itself
 _POINTS = 1000
 
 
@@ -53,6 +56,18 @@ class LeaseControl:
                 raise ConflictError(effect.sentence, reason=effect.reason)
         await self._written()
         return self._status(kernel)
+
+    def expect(self, kernel: Kernel, request: ExpectRequest) -> None:
+        """Take a sign that the kernel's next cell is near. Raises BadRequestError."""
+        if request.sign not in _SIGNS:
+            raise BadRequestError(f"sign is {request.sign[:50]!r}; allowed: {', '.join(sorted(_SIGNS))}")
+        for name, value, most in (
+            ("within_ms", request.within_ms, _LONGEST_SIGN_MS),
+            ("confidence_milli", request.confidence_milli, 1000),
+        ):
+            if not 1 <= value <= most:
+                raise BadRequestError(f"{name} is {value}; allowed: 1 to {most}")
+        self._broker.expect_cell(kernel, Sign(request.sign), request.within_ms, request.confidence_milli)
 
     async def unpin(self, kernel: Kernel, by: str) -> LeaseStatus:
         """End the pin, if there is one; return when that is on the disk. `by` names the requester in the lease's story."""

@@ -1,0 +1,56 @@
+/**
+ * Signs that a person is about to run a cell, so that its kernel can be back on the GPU when they do.
+ *
+ * What is told is the kernel's id and one word. No content of a cell is read here: listeners look at an event's kind and place only.
+ * A kernel whose pool has no foresight, and a page whose settings switch this off, send nothing.
+ */
+import { JupyterFrontEnd } from '@jupyterlab/application';
+import { ISettingRegistry } from '@jupyterlab/settingregistry';
+import { Widget } from '@lumino/widgets';
+
+import { sessionOf } from './names';
+import { GPUState } from './state';
+
+const PAUSE_MS = 4000; // between two messages about one kernel ...
+const LONG_PAUSE_MS = 30000; // ... and while it is on the GPU already
+const PLACES = '.jp-Notebook, .jp-CodeConsole, .jp-NotebookPanel-toolbar, .jp-Toolbar';
+const RUNS = '[data-command*="run-cell"], [data-command*="run-and-advance"], [data-jp-item-name="run"]';
+const KINDS: [type: string, sign: string][] = [
+  ['focusin', 'focus'],
+  ['wheel', 'scroll'],
+  ['input', 'typing'],
+  ['mouseover', 'hover']
+];
+
+/** Tell signs for as long as the page lives. */
+export function tellSigns(shell: JupyterFrontEnd.IShell, state: GPUState, settings: ISettingRegistry.ISettings): void {
+  const toldAt = new Map<string, number>();
+  const tell = (sign: string) => {
+    const id = sessionOf(shell.currentWidget as Widget | null)?.session?.kernel?.id;
+    const kernel = state.kernel(id);
+    if (kernel === undefined || settings.composite.foresight === false || !['free', 'displace'].includes(kernel.foresight)) {
+      return;
+    }
+    const pause = kernel.state === 'suspended' ? PAUSE_MS : LONG_PAUSE_MS;
+    const now = Date.now();
+    if (!kernel.busy && now - (toldAt.get(kernel.kernel_id) ?? -Infinity) >= pause) {
+      toldAt.set(kernel.kernel_id, now);
+      void state.expect(kernel.kernel_id, sign);
+    }
+  };
+  for (const [type, sign] of KINDS) {
+    const listener = (event: Event) => {
+      const place = event.target instanceof Element ? event.target.closest(sign === 'hover' ? RUNS : PLACES) : null;
+      if (place !== null) {
+        tell(sign);
+      }
+    };
+    document.addEventListener(type, listener, { capture: true, passive: true });
+  }
+  document.addEventListener('visibilitychange', () => {
+    if (document.visibilityState === 'visible') {
+      tell('focus');
+    }
+  });
+  shell.currentChanged?.connect(() => tell('focus'));
+}
