@@ -1,19 +1,21 @@
 """What each assumption about the load does to the simulator's figures.
 
-    python -m tests.benchmarks.sensitivity [--seeds 20] [--users 50] [--jobs 2] [--json FILE]
+    python -m tests.benchmarks.sensitivity [--seeds 20] [--users 50] [--jobs 2] [--json FILE] [--gpus-per-host 8]
 
-For each seed, the devices are found that the usual load needs for a 95th percentile of waits of 3 s. Then one switch at a time is turned,
+For each seed, the hosts are found that the usual load needs for a 95th percentile of waits of 3 s. Then one switch at a time is turned,
 and the same users are simulated on those devices: the table has the differences to the usual load, seed by seed, as the median over the
 seeds and its 95 % interval (sign test). The last column is how many devices more or fewer the turned load needs to keep to the 3 s.
-A load whose largest session needs more devices than were found runs on as many as that needs. All devices are in one host.
+A load whose largest session needs more devices than were found runs on as many as that needs. With `--gpus-per-host 0` all devices are
+in one host. Weekends are compared over a week: that of the usual load, on the devices that it needs for that, with the same week in which
+two days are free. Its figures are in rows of their own.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fractional_gpu.simulator.load import Load, Memory, Pace, synthetic_sessions
-from fractional_gpu.simulator.result import Result
+from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.simulation import simulate
 from tests.benchmarks.simulated import (
     FIGURES,
@@ -41,7 +43,9 @@ SWITCHES = {
     "5 % of the swaps fail": replace(USUAL, failed_swaps_percent=5),
     "20 % urgent users": replace(USUAL, urgent_percent=20),
 }
-"""One switch each. Weekends are not here: within a day they change nothing."""
+"""One switch each, for a day."""
+WEEKENDS = {"weekends": replace(USUAL, weekends=True)}
+"""For a week: within a day they change nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +56,21 @@ class Task:
     seed: int
     users: int
     devices: int = 0
+    each: int = 0  # devices of a host; 0: all in one
+    days: int = 1
 
 
 def measure(task: Task) -> dict[str, float]:
     """Return the figures of a task."""
-    trace, load = synthetic_sessions(task.users, 1, task.seed, task.load), task.load
+    trace, load = synthetic_sessions(task.users, task.days, task.seed, task.load), task.load
 
-    def run(count: int) -> Result:
-        host = machine(count, failed_swaps_percent=load.failed_swaps_percent, seed=task.seed)
-        return simulate(host, trace, goal=GOAL)
+    def on(count: int) -> Sequence[Host]:
+        return machine(count, each=task.each, failed_swaps_percent=load.failed_swaps_percent, seed=task.seed)
 
-    enough = needed(run, trace)
+    enough = needed(lambda count: simulate(on(count), trace, goal=GOAL), trace, task.each)
     if not task.devices:
         return figures(enough, enough.devices)
-    host = machine(max(task.devices, least(trace)), failed_swaps_percent=load.failed_swaps_percent, seed=task.seed)
-    return figures(simulate(host, trace), enough.devices)
+    return figures(simulate(on(max(task.devices, least(trace))), trace), enough.devices)
 
 
 def differences(usual: Sequence[dict[str, float]], turned: Sequence[dict[str, float]]) -> dict[str, list[float]]:
@@ -76,23 +80,32 @@ def differences(usual: Sequence[dict[str, float]], turned: Sequence[dict[str, fl
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print the table."""
-    options = parser(__doc__.splitlines()[0]).parse_args(arguments)
+    made = parser(__doc__.splitlines()[0])
+    made.add_argument(
+        "--week", type=int, default=7, metavar="DAYS", help="days of the rows about weekends (default: 7)"
+    )
+    options = made.parse_args(arguments)
     seeds = range(options.first, options.first + options.seeds)
-    usual = spread_out(measure, [Task(USUAL, seed, options.users) for seed in seeds], options.jobs, "the usual load")
-    tasks = [
-        Task(load, seed, options.users, int(before["devices needed"]))
-        for load in SWITCHES.values()
-        for seed, before in zip(seeds, usual, strict=True)
-    ]
-    done = spread_out(measure, tasks, options.jobs, "switches")
-    turned = {name: done[at * len(seeds) : (at + 1) * len(seeds)] for at, name in enumerate(SWITCHES)}
     sys.stdout.write(
         f"{options.users} users, seeds {seeds[0]} to {seeds[-1]}. The usual load, and differences to it:\n\n"
     )
-    rows = [("usual", {name: [one[name] for one in usual] for name in FIGURES})]
-    rows += [(name, differences(usual, turned[name])) for name in SWITCHES]
+    found: dict[str, list[dict[str, float]]] = {}
+    rows: list[tuple[str, Mapping[str, Sequence[float]]]] = []
+    for days, name, switches in ((1, "usual", SWITCHES), (options.week, "usual, for a week", WEEKENDS)):
+        usual = [Task(USUAL, seed, options.users, each=options.gpus_per_host, days=days) for seed in seeds]
+        found[name] = spread_out(measure, usual, options.jobs, name)
+        tasks = [
+            replace(task, load=load, devices=int(before["devices needed"]))
+            for load in switches.values()
+            for task, before in zip(usual, found[name], strict=True)
+        ]
+        done = spread_out(measure, tasks, options.jobs, "switches")
+        rows.append((name, {column: [one[column] for one in found[name]] for column in FIGURES}))
+        for at, switch in enumerate(switches):
+            found[switch] = done[at * len(seeds) : (at + 1) * len(seeds)]
+            rows.append((switch, differences(found[name], found[switch])))
     sys.stdout.write(table("load", FIGURES, rows))
-    write_json(options.json, {"seeds": list(seeds), "usual": usual, **turned})
+    write_json(options.json, {"seeds": list(seeds), **found})
     return 0
 
 

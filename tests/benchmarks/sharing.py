@@ -1,11 +1,12 @@
 """Ways of sharing GPUs side by side, on the devices that fixed fractions need.
 
-    python -m tests.benchmarks.sharing [--seeds 20] [--users 50] [--jobs 2] [--json FILE] [--several-gpus PERCENT]
+    python -m tests.benchmarks.sharing [--seeds 20] [--users 50] [--jobs 2] [--json FILE] [--several-gpus PERCENT] [--gpus-per-host 8]
 
-For each seed, the devices are found on which fixed fractions (`static-fraction`) keep the 95th percentile of waits, those at the door
-included, at 3 s. All ways run on so many: fixed fractions, the same with MPS, whole GPUs that are suspended, and this project with the
+For each seed, the hosts are found on which fixed fractions (`static-fraction`) keep the 95th percentile of waits, those at the door
+included, at 3 s. All ways run on those: fixed fractions, the same with MPS, whole GPUs that are suspended, and this project with the
 pool that is shipped, with `compute` `spread` and with `pack`. The table has the median over the seeds and its 95 % interval (sign
-test); the last column is how many devices each way needs by itself to keep to the 3 s. All devices are in one host.
+test); the last column is how many devices each way needs by itself to keep to the 3 s, as whole hosts. With `--gpus-per-host 0` all
+devices are in one host, and single ones are counted.
 """
 
 import sys
@@ -17,21 +18,33 @@ from fractional_gpu.core.model import Compute, PoolSpec
 from fractional_gpu.simulator.baselines import run_baseline
 from fractional_gpu.simulator.felt import Goal
 from fractional_gpu.simulator.load import SEVERAL_PERCENT, Load, synthetic_sessions
+from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.result import Result
 from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Session
-from tests.benchmarks.simulated import FIGURES, GOAL, figures, machine, needed, parser, spread_out, table, write_json
+from tests.benchmarks.simulated import (
+    FIGURES,
+    GOAL,
+    figures,
+    machine,
+    needed,
+    parser,
+    spread_out,
+    table,
+    with_pool,
+    write_json,
+)
 
 SHIPPED = PoolSpec(name="default", devices=())
-Run = Callable[[int, Sequence[Session], Goal | None], Result]
+Run = Callable[[Sequence[Host], Sequence[Session], Goal | None], Result]
 
 
 def _baseline(name: str) -> Run:
-    return lambda count, trace, goal: run_baseline(name, machine(count), trace, goal=goal)
+    return lambda hosts, trace, goal: run_baseline(name, hosts, trace, goal=goal)
 
 
 def _ours(pool: PoolSpec) -> Run:
-    return lambda count, trace, goal: simulate(machine(count, pool), trace, goal=goal)
+    return lambda hosts, trace, goal: simulate([with_pool(host, pool) for host in hosts], trace, goal=goal)
 
 
 WAYS: dict[str, Run] = {
@@ -51,19 +64,21 @@ class Task:
     seed: int
     users: int
     several_percent: int
+    each: int = 0  # devices of a host; 0: all in one
 
 
-def _on(way: Run, trace: Sequence[Session], count: int) -> Result:
-    return way(count, trace, GOAL)
+def _on(way: Run, trace: Sequence[Session], each: int, count: int) -> Result:
+    return way(machine(count, each=each), trace, GOAL)
 
 
 def measure(task: Task) -> dict[str, dict[str, float]]:
     """Return the figures of all ways on the devices that fixed fractions need."""
     trace = synthetic_sessions(task.users, 1, task.seed, Load(several_percent=task.several_percent))
-    found = {name: needed(partial(_on, way, trace), trace).devices for name, way in WAYS.items()}
+    found = {name: needed(partial(_on, way, trace, task.each), trace, task.each).devices for name, way in WAYS.items()}
     count = found["static-fraction"]
+    hosts = machine(count, each=task.each)
     return {
-        name: {**figures(way(count, trace, None), found[name]), "devices": float(count)} for name, way in WAYS.items()
+        name: {**figures(way(hosts, trace, None), found[name]), "devices": float(count)} for name, way in WAYS.items()
     }
 
 
@@ -79,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = made.parse_args(arguments)
     seeds = range(options.first, options.first + options.seeds)
-    tasks = [Task(seed, options.users, options.several_gpus) for seed in seeds]
+    tasks = [Task(seed, options.users, options.several_gpus, options.gpus_per_host) for seed in seeds]
     done = spread_out(measure, tasks, options.jobs, "seeds")
     sys.stdout.write(f"{options.users} users, seeds {seeds[0]} to {seeds[-1]}, goal: 95 % of the waits at most 3 s\n\n")
     columns = ("devices", *FIGURES)

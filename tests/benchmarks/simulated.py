@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,7 +16,7 @@ from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.simulator.felt import Goal
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.result import Result
-from fractional_gpu.simulator.search import devices_for_cells, fewest_devices
+from fractional_gpu.simulator.search import devices_for_cells, fewest
 from fractional_gpu.simulator.traces import Session
 from tests.benchmarks.stats import median_estimate
 
@@ -37,14 +38,24 @@ FIGURES = (
 )
 
 
-def machine(count: int, pool: PoolSpec | None = None, *, failed_swaps_percent: int = 0, seed: int = 1) -> Host:
-    """Return a host with so many devices of 80 GiB in one pool, by default the one that is shipped."""
-    names = tuple(f"simulated-{number}" for number in range(count))
+def machine(
+    count: int, pool: PoolSpec | None = None, *, each: int = 0, failed_swaps_percent: int = 0, seed: int = 1
+) -> tuple[Host, ...]:
+    """Return hosts of `each` devices of 80 GiB in one pool, by default the one that is shipped, with at least so many devices in all.
+
+    With `each` 0 all devices are in one host.
+    """
+    inside = each or count
+    names = tuple(f"simulated-{number}" for number in range(inside))
     devices = tuple(DeviceSpec(device_id=name, name="simulated", memory_mib=DEVICE_MIB) for name in names)
-    policy = pool if pool is not None else PoolSpec(name="default", devices=())
-    fields = {name: getattr(policy, name) for name in PoolSpec.__dataclass_fields__}
-    served = PoolSpec(**{**fields, "devices": names})
-    return Host(devices=devices, pools=(served,), failed_swaps_percent=failed_swaps_percent, seed=seed)
+    shipped = PoolSpec(name="default", devices=names)
+    host = Host(devices=devices, pools=(shipped,), failed_swaps_percent=failed_swaps_percent, seed=seed)
+    return (with_pool(host, pool) if pool is not None else host,) * -(-count // inside)
+
+
+def with_pool(host: Host, pool: PoolSpec) -> Host:
+    """Return the host with another policy for its only pool."""
+    return replace(host, pools=(replace(pool, devices=host.pools[0].devices),))
 
 
 def least(trace: Sequence[Session]) -> int:
@@ -52,10 +63,16 @@ def least(trace: Sequence[Session]) -> int:
     return max(1, *(max(session.gpus, session.most_gpus) for session in trace))
 
 
-def needed(run: Callable[[int], Result], trace: Sequence[Session]) -> Result:
-    """Return the run with the fewest devices that keeps GOAL. Raises SimulationError where one for each session is too few."""
-    most = sum(session.gpus for session in trace)
-    return fewest_devices(run, GOAL, most, least=least(trace), start=devices_for_cells(trace, machine(least(trace))))
+def needed(run: Callable[[int], Result], trace: Sequence[Session], each: int = 0) -> Result:
+    """Return the run with the fewest devices, or hosts of `each` devices, that keeps GOAL. `run` is told how many devices.
+
+    Raises SimulationError where one device for each GPU, or one host for each session, is too few.
+    """
+    (host,) = machine(each or least(trace), each=each)
+    start = devices_for_cells(trace, host)
+    if not each:
+        return fewest(run, GOAL, sum(session.gpus for session in trace), least=least(trace), start=start)
+    return fewest(lambda hosts: run(hosts * each), GOAL, len(trace), start=-(-start // each), counted="hosts")
 
 
 def figures(result: Result, devices_needed: int) -> dict[str, float]:
@@ -84,6 +101,9 @@ def parser(what: str) -> argparse.ArgumentParser:
     made.add_argument("--users", type=int, default=50, metavar="N", help="of each trace (default: 50)")
     made.add_argument(
         "--jobs", type=int, default=os.cpu_count(), metavar="N", help="processes (default: one for each core)"
+    )
+    made.add_argument(
+        "--gpus-per-host", type=int, default=8, metavar="N", help="devices of each host; 0: all in one (default: 8)"
     )
     made.add_argument("--json", type=Path, metavar="FILE", help="write every seed's figures there")
     return made

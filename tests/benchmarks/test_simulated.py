@@ -7,7 +7,7 @@ import pytest
 
 from fractional_gpu.simulator.load import Load, synthetic_sessions
 from fractional_gpu.simulator.simulation import simulate
-from tests.benchmarks import sensitivity, sharing
+from tests.benchmarks import policies, sensitivity, sharing
 from tests.benchmarks.simulated import FIGURES, GOAL, cell, machine
 
 ONE_GPU = Load(several_percent=0)
@@ -36,12 +36,13 @@ def test_a_turned_switch_is_measured_on_the_devices_of_the_usual_load() -> None:
 
 
 def test_the_table_of_switches_has_them_all(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    arguments = ["--seeds", "1", "--users", "4", "--jobs", "1", "--json", str(tmp_path / "found.json")]
+    arguments = ["--seeds", "1", "--users", "4", "--jobs", "1", "--week", "1", "--json", str(tmp_path / "found.json")]
     assert sensitivity.main(arguments) == 0
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    assert [row[0] for row in rows] == ["| load", "| usual", *(f"| {name}" for name in sensitivity.SWITCHES)]
+    named = ["usual", *sensitivity.SWITCHES, "usual, for a week", *sensitivity.WEEKENDS]
+    assert [row[0] for row in rows] == ["| load", *(f"| {name}" for name in named)]
     assert {len(row) for row in rows} == {1 + len(FIGURES)}
-    assert list(json.loads((tmp_path / "found.json").read_text())) == ["seeds", "usual", *sensitivity.SWITCHES]
+    assert list(json.loads((tmp_path / "found.json").read_text())) == ["seeds", *named]
 
 
 def test_all_ways_of_sharing_run_on_the_devices_of_fixed_fractions() -> None:
@@ -49,7 +50,7 @@ def test_all_ways_of_sharing_run_on_the_devices_of_fixed_fractions() -> None:
     devices = {one["devices"] for one in found.values()}
     assert devices == {found["static-fraction"]["devices needed"]}
     for name, way in sharing.WAYS.items():
-        needs, trace = int(found[name]["devices needed"]), synthetic_sessions(12, 1, 2, ONE_GPU)
+        needs, trace = machine(int(found[name]["devices needed"])), synthetic_sessions(12, 1, 2, ONE_GPU)
         assert not way(needs, trace, None).missed(GOAL)
     assert found["ours, as shipped"]["devices needed"] <= found["static-fraction"]["devices needed"]
 
@@ -58,3 +59,43 @@ def test_a_cell_of_a_table_has_an_interval_where_there_are_seeds_enough() -> Non
     assert cell([1.0, 2.0, 3.0]) == "2"
     assert cell([-0.001] * 6) == "0 (0 to 0)"
     assert cell([float(value) for value in range(1, 21)]) == "10.50 (6 to 15)"
+
+
+def test_every_setting_runs_on_the_hosts_of_the_shipped_pool() -> None:
+    found = policies.measure(policies.Task(seed=1, users=12, several_percent=0, each=2))
+    assert list(found) == list(policies.GRID)
+    trace, shipped = synthetic_sessions(12, 1, 1, ONE_GPU), found[policies.DEFAULT]
+    assert {one["devices"] for one in found.values()} == {shipped["devices"]}
+    whole = simulate(machine(int(shipped["devices"]), each=2), trace)
+    assert not whole.missed(GOAL)
+    assert shipped["worst user's p95 late, s"] == whole.lateness.percentile_of_users_ms(100) / 1000
+    assert len({tuple(one.values()) for one in found.values()}) > 5  # settings that change something
+
+
+def test_a_setting_that_beats_the_shipped_pool_is_named_unless_it_is_luck() -> None:
+    def seed(better: float, name: str = "compute pack", out_of_memory: float = 0.0) -> dict[str, dict[str, float]]:
+        found = {one: dict.fromkeys(policies.COLUMNS, 10.0) for one in policies.GRID}
+        for one in found.values():
+            one["out of memory"] = 0.0
+        found[name]["mean late, s"] = 10.0 * (1 - better)
+        found[name]["out of memory"] = out_of_memory
+        return found
+
+    said, beaten = policies.verdict([seed(0.2)] * 14)
+    assert beaten
+    assert "'compute pack' BEATS the shipped pool by 20 %: lower in 14 seeds, higher in 0" in said
+    assert "The shipped pool is NOT within 10 %" in said
+    for done in ([seed(0.08)] * 14, [seed(0.9), *[seed(-0.1)] * 13], [seed(0.5, out_of_memory=1.0)] * 14):
+        said, beaten = policies.verdict(done)
+        assert not beaten
+        assert "BEATS" not in said
+        assert "The shipped pool is within 10 %" in said
+
+
+def test_hosts_have_so_many_devices_and_settings_are_of_all_of_them() -> None:
+    hosts = machine(20, each=8)
+    assert [len(host.devices) for host in hosts] == [8, 8, 8]
+    assert [len(host.devices) for host in machine(20)] == [20]
+    moved = policies.hosts_for("may_move off", hosts)
+    assert {host.pools[0].may_move for host in moved} == {False}
+    assert {host.pools[0].devices for host in moved} == {host.pools[0].devices for host in hosts}

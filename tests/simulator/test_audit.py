@@ -15,16 +15,20 @@ import pytest
 from fractional_gpu.commands.main import main
 from fractional_gpu.core.model import DeviceSpec, PoolSpec, ReserveBy
 from fractional_gpu.simulator import machine
+from fractional_gpu.simulator.baselines import run_baseline
+from fractional_gpu.simulator.hosts import Machine
 from fractional_gpu.simulator.load import synthetic_sessions
 from fractional_gpu.simulator.machine import Host, SwapSpeed
 from fractional_gpu.simulator.record import EventLog
 from fractional_gpu.simulator.result import Accounts
 from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Cell, Session
-from tests.simulator import audit
+from tests.simulator.audit.__main__ import main as audit
+from tests.simulator.audit.figures import NOT_AUDITED
 from tests.simulator.loads import BUSY
 
 Entries = list[dict[str, Any]]
+AUDITOR = Path(__file__).with_name("audit")
 MIB = 8000
 
 
@@ -51,28 +55,28 @@ TURNS = [
 """Each needs most of the device: `a` leaves for `b`, comes back, and leaves for `c`."""
 
 
-def run(folder: Path, machine: Host, trace: Sequence[Session]) -> tuple[Path, Path]:
+def run(folder: Path, machine: Machine, trace: Sequence[Session]) -> tuple[Path, Path]:
     """Simulate with a record. Returns the record and the figures."""
     record, figures = folder / "run.log", folder / "run.json"
     with EventLog(record, machine, trace) as log:
-        result = simulate(machine, trace, watch=log.watch, world=log.world)
+        result = simulate(machine, trace, record=log)
     figures.write_text(json.dumps(result.as_json()))
     return record, figures
 
 
 def complaints(capsys: pytest.CaptureFixture[str], record: Path, figures: Path) -> str:
     """What the auditor says; it must find something."""
-    assert audit.main([str(record), "--json", str(figures)]) == 1
+    assert audit([str(record), "--json", str(figures)]) == 1
     return capsys.readouterr().out
 
 
 def agrees(capsys: pytest.CaptureFixture[str], record: Path, figures: Path) -> dict[str, Any]:
     """The figures, in all of which the auditor agrees."""
-    code = audit.main([str(record), "--json", str(figures)])
+    code = audit([str(record), "--json", str(figures)])
     said = capsys.readouterr().out
     assert code == 0, said
     shown: dict[str, Any] = json.loads(figures.read_text())
-    compared = len(shown) - len(set(shown) & set(audit.NOT_AUDITED))
+    compared = len(shown) - len(set(shown) & set(NOT_AUDITED))
     assert said.endswith(f" {compared} figures compared: 0 wrong\n")
     return shown
 
@@ -114,7 +118,7 @@ USE = {**ON_DEMAND, "reserve": "use", "headroom": "1GiB"}
         pytest.param(ON_DEMAND, "--users 12 --devices 8x80GiB --seed 1", ("late_s", "suspends"), id="as-in-the-trace"),
         pytest.param(
             ON_DEMAND,
-            "--users 40 --devices 12x80GiB --days 2 --joint-starts 50 --lunch 45m --time-zones 2 --urgent-users 10",
+            "--users 40 --hosts 2x(8x80GiB) --joint-starts 50 --lunch 45m --time-zones 2 --urgent-users 10",
             ("suspends",),
             id="together",
         ),
@@ -126,9 +130,18 @@ USE = {**ON_DEMAND, "reserve": "use", "headroom": "1GiB"}
         ),
         pytest.param(
             {**ON_DEMAND, "min_residency_swaps": 3},
-            f"--users 40 --devices 3x80GiB --seed 2 --parallel-swaps 2 {BRISK}",
+            f"--users 24 --devices 2x80GiB --seed 2 --parallel-swaps 2 {BRISK}",
             ("preemptions", "host_peak_mib"),
             id="medium",
+        ),
+        pytest.param(
+            ON_DEMAND, "--users 30 --hosts 4x(8x80GiB) --seed 2 --failed-swaps 10", ("suspends", "late_s"), id="hosts"
+        ),
+        pytest.param(
+            USE,
+            f"--users 20 --hosts 2x(1x80GiB),1x(2x40GiB) --request 50 --door most-free --ask-error 30 {BRISK}",
+            ("suspends", "resumes", "out_of_memory"),
+            id="hosts-by-use",
         ),
     ],
 )
@@ -147,6 +160,41 @@ def test_the_auditor_agrees_with_every_figure_of_a_run(
     shown = agrees(capsys, record, figures)
     for name in counts:
         assert shown[name] != 0, f"the run has no {name}: it shows nothing"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "counts"),
+    [
+        pytest.param("reservation", "--users 10 --devices 8x80GiB", ("door_wait_s",), id="reservation"),
+        pytest.param("cull", "--users 20 --hosts 2x(8x80GiB) --days 2", ("lost", "wait_s", "door_wait_s"), id="cull"),
+        pytest.param("static-fraction", "--users 30 --hosts 4x(8x80GiB),2x(4x40GiB)", ("door_wait_s",), id="fractions"),
+        pytest.param(
+            "static-fraction",
+            f"--users 30 --devices 3x80GiB --ask-error 50 {BRISK}",
+            ("out_of_memory", "late_s"),
+            id="asked-wrong",
+        ),
+        pytest.param("mps-pack", f"--users 24 --hosts 2x(1x80GiB) --mps-fill 70 {BRISK}", ("late_s",), id="mps"),
+        pytest.param("whole-gpu-suspend", "--users 20 --hosts 3x(8x80GiB)", ("suspends", "wait_s"), id="whole"),
+        pytest.param("time-slice", f"--users 40 --hosts 2x(1x64GiB) {BRISK}", ("out_of_memory", "late_s"), id="slices"),
+    ],
+)
+def test_the_auditor_agrees_with_every_figure_of_a_baseline(
+    name: str, arguments: str, counts: Sequence[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    record, figures = tmp_path / "run.log.gz", tmp_path / "run.json"
+    command = ["simulate", *arguments.split(), "--baseline", name, "--json", "--record", str(record)]
+    assert main(command) == 0
+    figures.write_text(capsys.readouterr().out)
+    agrees(capsys, record, figures)
+    assert audit([str(tmp_path / f"{name}.run.log.gz"), "--json", str(figures)]) == 0, capsys.readouterr().out
+    shown = json.loads(figures.read_text())["baselines"][name]
+    assert capsys.readouterr().out.endswith(f" {len(shown) - 2} figures compared: 0 wrong\n")
+    for figure in counts:
+        value = shown[figure]
+        assert (max(value.values()) if isinstance(value, dict) else value) > 0, (
+            f"the run has no {figure}: it shows nothing"
+        )
 
 
 @pytest.mark.parametrize("reserve_by", ReserveBy)
@@ -180,15 +228,17 @@ def test_the_auditor_agrees_where_neighbours_slow_each_other_down(
 
 
 def test_the_auditor_needs_the_standard_library_only(tmp_path: Path) -> None:
-    """It reads no module of the project, and runs without any that is installed."""
-    tree = ast.parse(Path(audit.__file__).read_text(encoding="utf-8"))
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module or "." for node in imports if isinstance(node, ast.ImportFrom)}
-    assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names
+    """It imports nothing but its own modules, and runs where nothing is installed."""
+    for file in AUDITOR.glob("*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+        names = {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
+        names |= {node.module or "." for node in imports if isinstance(node, ast.ImportFrom)}
+        others = {name for name in names if not name.startswith("tests.simulator.audit.")}
+        assert {name.partition(".")[0] for name in others} <= sys.stdlib_module_names
     record, figures = run(tmp_path, host(), TURNS)
-    command = [sys.executable, "-I", "-S", audit.__file__, str(record), "--json", str(figures)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    command = [sys.executable, "-E", "-s", "-S", "-m", "tests.simulator.audit", str(record), "--json", str(figures)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd=AUDITOR.parents[2])
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.endswith(": 0 wrong\n")
 
@@ -261,15 +311,15 @@ def keep_memory(entries: Entries) -> None:
 
 
 def swap_faster(entries: Entries) -> None:
-    entries[0]["swap"]["save_mib_per_s"] = 2000
+    entries[0]["hosts"][0]["swap"]["save_mib_per_s"] = 2000
 
 
 def shrink_the_host(entries: Entries) -> None:
-    entries[0]["host_memory_mib"] = 7000
+    entries[0]["hosts"][0]["host_memory_mib"] = 7000
 
 
 def forbid_swaps(entries: Entries) -> None:
-    entries[0]["parallel_swaps"] = 0
+    entries[0]["hosts"][0]["parallel_swaps"] = 0
 
 
 def run_longer(entries: Entries) -> None:
@@ -344,6 +394,133 @@ def test_a_neighbour_of_a_lease_of_several_devices_is_found(capsys: pytest.Captu
     assert "a lease of several devices does not have d1 alone: pair, small\n" in complaints(capsys, record, figures)
 
 
+CROWD = [
+    session("a", gpu_cell(0, 10_000), close_ms=100_000),
+    session("b", gpu_cell(100, 10_000), close_ms=200_000),
+    session("c", gpu_cell(200, 10_000, mib=900), close_ms=50_000),
+    session("d", gpu_cell(300, 10_000), close_ms=400_000),
+]
+"""Three large ones for two devices: `d` waits at the door until `a` closes. `c` is small."""
+
+
+def send_elsewhere(entries: Entries) -> None:
+    for entry in entries:
+        if entry.get("host") == 0:
+            entry["host"] = 1
+
+
+def change_the_host(entries: Entries) -> None:
+    entries[find(entries, "b", "ends")]["host"] = 0
+
+
+def take_another(entries: Entries) -> None:
+    for entry in entries:
+        if entry.get("session") == "c" and "device_ids" in entry:
+            entry["device_ids"] = ["d1"]
+
+
+def take_what_is_taken(entries: Entries) -> None:
+    for entry in entries:
+        if entry.get("session") == "b" and "device_ids" in entry:
+            entry["device_ids"] = ["d0"]
+
+
+def wait_longer(entries: Entries) -> None:
+    for entry in entries[find(entries, "d", "takes") :]:
+        if entry["session"] == "d":
+            entry["at_ms"] += 5
+
+
+def give_early(entries: Entries) -> None:
+    gives = entries.pop(find(entries, "b", "gives"))
+    at = find(entries, "b", "ends") + 1
+    entries.insert(at, {**gives, "at_ms": entries[at - 1]["at_ms"]})
+
+
+def fail_without_reason(entries: Entries) -> None:
+    begins = find(entries, "c", "begins")
+    entries[begins]["world"] = "failed"
+    del entries[find(entries, "c", "ends")]
+
+
+@pytest.mark.parametrize(
+    ("tamper", "message"),
+    [
+        (take_another, "c takes 1000 MiB of d1 on host 0; the rule says 1000 MiB of d0 on host 0\n"),
+        (take_what_is_taken, "b takes 6000 MiB of d0 on host 0; the rule says 6000 MiB of d1 on host 0\n"),
+        (take_what_is_taken, "more than 8000 MiB of d0 are taken: a, b\n"),
+        (wait_longer, "d waits, and could have 6000 MiB of d0 on host 0\n"),
+        (give_early, "b gives d1 back, and is neither closed nor culled\n"),
+        (give_early, "b gives d1 back and still uses 6000 MiB\n"),
+        (fail_without_reason, "cell 0 of c fails, needs 900 MiB and may have 1000 MiB\n"),
+        (fail_without_reason, "out_of_memory: the run says 0, the record 1\n"),
+    ],
+)
+def test_a_record_of_a_baseline_that_was_tampered_with_is_found(
+    tamper: Callable[[Entries], None], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    record, figures = tmp_path / "run.log", tmp_path / "run.json"
+    result = run_baseline("static-fraction", host(2), CROWD, record=record)
+    assert max(result.doors.ordered) == 100_000
+    figures.write_text(json.dumps(result.as_json()))
+    agrees(capsys, record, figures)
+    entries = [json.loads(line) for line in record.read_text().splitlines()]
+    tamper(entries)
+    record.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    assert message in complaints(capsys, record, figures)
+
+
+def cull_late(entries: Entries) -> None:
+    for entry in entries[find(entries, "a", "culled") :]:
+        if entry["session"] == "a" and entry["at_ms"] == 3_610_000:
+            entry["at_ms"] += 7
+
+
+def cull_never(entries: Entries) -> None:
+    at = find(entries, "a", "culled")
+    del entries[at : at + 3]
+
+
+@pytest.mark.parametrize(
+    ("tamper", "message"),
+    [
+        (cull_late, "a is culled, and is idle for 3600007 ms with d0\n"),
+        (cull_never, "a was idle for 7190000 ms, and was not culled\n"),
+        (cull_never, "lost: the run says 1, the record 0\n"),
+    ],
+)
+def test_a_kernel_that_is_culled_at_another_time_is_found(
+    tamper: Callable[[Entries], None], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    record, figures = tmp_path / "run.log", tmp_path / "run.json"
+    alone = [session("a", gpu_cell(0, 10_000), gpu_cell(7_200_000, 10_000), close_ms=7_300_000)]
+    result = run_baseline("cull", host(), alone, record=record)
+    figures.write_text(json.dumps(result.as_json()))
+    agrees(capsys, record, figures)
+    entries = [json.loads(line) for line in record.read_text().splitlines()]
+    tamper(entries)
+    record.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    assert message in complaints(capsys, record, figures)
+
+
+@pytest.mark.parametrize(
+    ("tamper", "message"),
+    [
+        (send_elsewhere, "a is placed on host 1, and belongs on host 0: 8000 MiB on host 0, 8000 MiB on host 1\n"),
+        (change_the_host, "b is on host 1, and the line is of host 0\n"),
+    ],
+)
+def test_a_session_on_another_host_is_found(
+    tamper: Callable[[Entries], None], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    record, figures = run(tmp_path, [host(), host()], CROWD)
+    agrees(capsys, record, figures)
+    entries = [json.loads(line) for line in record.read_text().splitlines()]
+    tamper(entries)
+    record.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    assert message in complaints(capsys, record, figures)
+
+
 def test_a_figure_that_is_wrong_or_unknown_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     record, figures = run(tmp_path, host(), TURNS)
     shown = json.loads(figures.read_text())
@@ -368,13 +545,13 @@ def test_what_cannot_be_audited_is_one_sentence(capsys: pytest.CaptureFixture[st
     (tmp_path / "odd.log").write_text(record.read_text() + '{"world":"ends"}\n')
     (tmp_path / "half.gz").write_bytes(b"\x1f\x8b")
     for name, sentence in (
-        ("old.log", "the record is not of version 2; record the run again with --record"),
+        ("old.log", "the record is not of version 3; record the run again with --record"),
         ("empty.log", "is empty"),
         ("odd.log", "cannot be read: KeyError 'at_ms'"),
         ("half.gz", "cannot be read"),
         ("absent.log", "cannot be read"),
     ):
-        assert audit.main([str(tmp_path / name), "--json", str(figures)]) == 2
+        assert audit([str(tmp_path / name), "--json", str(figures)]) == 2
         said = capsys.readouterr().err
         assert sentence in said
         assert said.count("\n") == 1
@@ -383,21 +560,21 @@ def test_what_cannot_be_audited_is_one_sentence(capsys: pytest.CaptureFixture[st
 # -- a simulator that is wrong -------------------------------------------------------------------------------------------
 
 
-def twice(self: Accounts, device_ids: Sequence[str]) -> None:
+def twice(self: Accounts, number: int, device_ids: Sequence[str]) -> None:
     for device_id in device_ids:
-        self._devices_held += 2 * (self._holders[device_id] == 0)
-        self._holders[device_id] += 1
+        self._devices_held += 2 * (self._holders[number][device_id] == 0)
+        self._holders[number][device_id] += 1
 
 
-def one_way(self: Accounts, mib: int) -> None:
-    self._host_mib += mib
-    self.result.host_peak_mib = max(self.result.host_peak_mib, self._host_mib)
+def one_way(self: Accounts, number: int, mib: int) -> None:
+    self._host_mib[number] += mib
+    self.result.host_peak_mib = max(self.result.host_peak_mib, self._host_mib[number])
     self.result.moved_mib += max(0, mib)
 
 
-def never_freed(self: Accounts, mib: int) -> None:
-    self._host_mib += max(0, -mib)
-    self.result.host_peak_mib = max(self.result.host_peak_mib, self._host_mib)
+def never_freed(self: Accounts, number: int, mib: int) -> None:
+    self._host_mib[number] += max(0, -mib)
+    self.result.host_peak_mib = max(self.result.host_peak_mib, self._host_mib[number])
 
 
 def idle(self: Accounts, now_ms: int) -> None:

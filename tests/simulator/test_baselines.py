@@ -173,7 +173,10 @@ def test_a_cell_on_a_whole_gpu_is_not_preempted_by_its_equals() -> None:
 
 
 def test_what_a_baseline_cannot_serve_is_refused() -> None:
-    with pytest.raises(SimulationError, match="'a' reserves 2 GPUs, and there are 1; simulate more with --devices"):
+    with pytest.raises(
+        SimulationError,
+        match="'a' reserves 2 GPUs, and there are 1 in one host; simulate more with --devices or --hosts",
+    ):
         run_baseline("reservation", host(8000), [session("a", gpus=2)])
     with pytest.raises(SimulationError, match="'a' uses 2 GPUs at once"):
         run_baseline("time-slice", host(8000, 8000), [session("a", Cell(0, 1, 2, 1, 1), gpus=2)])

@@ -2,8 +2,9 @@
 
 import gzip
 import json
+import re
 from collections import Counter
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from fractional_gpu.core.effects import LeaseEnded
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.simulator import SimulationError, TraceError
+from fractional_gpu.simulator import record as record_module
 from fractional_gpu.simulator.baselines import run_baseline
 from fractional_gpu.simulator.load import synthetic_sessions
 from fractional_gpu.simulator.machine import Host
@@ -78,7 +80,7 @@ def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
 
 def record(path: Path, trace: list[Session]) -> None:
     with EventLog(path, host(), trace) as log:
-        simulate(host(), trace, watch=log.watch, world=log.world)
+        simulate(host(), trace, record=log)
 
 
 def test_a_recorded_run_replays_to_the_same_effects(tmp_path: Path, trace: list[Session]) -> None:
@@ -114,11 +116,63 @@ def test_a_record_of_version_1_is_still_replayed(tmp_path: Path, trace: list[Ses
     assert replay(tmp_path / "old.log") == replay(tmp_path / "run.log")
 
 
+def test_a_record_of_version_2_is_still_replayed(tmp_path: Path, trace: list[Session]) -> None:
+    """Version 2: one host, whose fields stand in the first line."""
+    record(tmp_path / "run.log", trace)
+    head, *lines = map(json.loads, (tmp_path / "run.log").read_text().splitlines())
+    old = [{"format": "jupyter-gpu-events", "version": 2, **head["hosts"][0]}]
+    old += [{name: value for name, value in line.items() if name != "host"} for line in lines]
+    (tmp_path / "old.log").write_text("".join(json.dumps(line) + "\n" for line in old))
+    assert replay(tmp_path / "old.log") == replay(tmp_path / "run.log")
+
+
+def test_each_host_is_replayed_by_its_own_arbiter(tmp_path: Path, trace: list[Session]) -> None:
+    hosts = (host(), host())
+    with EventLog(tmp_path / "run.log", hosts, trace) as log:
+        simulate(hosts, trace, record=log)
+    lines = (tmp_path / "run.log").read_text().splitlines()
+    seen = Counter(entry["host"] for entry in map(json.loads, lines) if "event" in entry)
+    assert set(seen) == {0, 1}
+    assert replay(tmp_path / "run.log")[0] == seen.total()
+    (tmp_path / "odd.log").write_text("\n".join(lines).replace('"host":1', '"host":7') + "\n")
+    with pytest.raises(TraceError, match=r"line \d+: there is no host 7; the record has 2"):
+        replay(tmp_path / "odd.log")
+
+
+def test_a_field_that_decides_nothing_may_be_gone_and_an_unknown_one_is_refused(
+    tmp_path: Path, trace: list[Session]
+) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class LeaseMeasured:  # as it would be without the field
+        used_mib: int
+
+    assert record_module._decode(LeaseMeasured, {"used_mib": 7, "armed": False}) == LeaseMeasured(used_mib=7)
+    with pytest.raises(ValueError, match="LeaseMeasured has no field 'hours'"):
+        record_module._decode(LeaseMeasured, {"used_mib": 7, "hours": 1})
+    record(tmp_path / "run.log", trace)
+    text = (tmp_path / "run.log").read_text()
+    without = re.sub(r',"armed":(true|false)', "", text)
+    (tmp_path / "without.log").write_text(without)
+    (tmp_path / "with.log").write_text(
+        re.sub(r'("event":"LeaseMeasured".*?"used_mib":\d+)', r'\1,"armed":true', without)
+    )
+    assert (tmp_path / "with.log").read_text().count('"armed":true') > 10
+    assert replay(tmp_path / "with.log") == replay(tmp_path / "without.log")
+
+
+def test_a_record_of_a_baseline_has_nothing_to_replay(tmp_path: Path, trace: list[Session]) -> None:
+    run_baseline("cull", host(), trace, record=tmp_path / "run.log")
+    with pytest.raises(TraceError, match="is of the baseline cull, in which no arbiter decides; there is nothing"):
+        replay(tmp_path / "run.log")
+
+
 def test_a_record_has_the_machine_the_sessions_and_the_effects(tmp_path: Path, trace: list[Session]) -> None:
     record(tmp_path / "run.log", trace)
     head, *lines = map(json.loads, (tmp_path / "run.log").read_text().splitlines())
-    assert (head["version"], head["devices"][0]["memory_mib"], head["swap"]["fixed_ms"]) == (2, 81_920, 300)
-    assert head["pools"][0]["name"] == "default"
+    (machine,) = head["hosts"]
+    assert (head["version"], machine["devices"][0]["memory_mib"], machine["swap"]["fixed_ms"]) == (3, 81_920, 300)
+    assert (head["name"], head["baseline"], machine["pools"][0]["name"]) == ("fractional", None, "default")
+    assert {line["host"] for line in lines if "cells" not in line} == {0}
     cells = [line["cells"] for line in lines if "cells" in line]
     assert cells == [[[*astuple(cell)] for cell in session.cells] for session in trace]
     effects = Counter(name for line in lines if "event" in line for name, _fields in line["effects"])
@@ -161,7 +215,7 @@ def test_a_damaged_log_says_where(tmp_path: Path, line: str, message: str) -> No
 
 def test_another_file_is_no_log(tmp_path: Path) -> None:
     (tmp_path / "run.log").write_text("{}\n")
-    with pytest.raises(TraceError, match="is not an event log of version 1 or 2; record one with --record"):
+    with pytest.raises(TraceError, match="is not an event log of version 1 to 3; record one with --record"):
         replay(tmp_path / "run.log")
 
 

@@ -11,6 +11,7 @@ KEYS = [
     "sessions",
     "cells",
     "gpu_cells",
+    "hosts",
     "devices",
     "reserved_gpu_hours",
     "busy_gpu_hours",
@@ -140,6 +141,41 @@ def test_the_fewest_devices_are_found(capsys: pytest.CaptureFixture[str]) -> Non
         assert fewer["p95"] > 60
 
 
+def test_the_fewest_hosts_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--users", "12", "--find-devices", "--p95-wait", "1s")
+    figures = simulated(capsys, *arguments, "--hosts", "?x(8x80GiB)", "--baseline", "static-fraction")
+    hosts, baselines = figures["hosts"], figures["baselines"]
+    assert isinstance(hosts, int)
+    assert isinstance(baselines, dict)
+    assert figures["devices"] == 8 * hosts > 8
+    assert baselines["static-fraction"]["door_wait_s"]["p95"] <= 1
+    waits = figures["wait_s"]
+    assert isinstance(waits, dict)
+    assert waits["p95"] <= 1
+    fewer = simulated(capsys, "--users", "12", "--hosts", f"{hosts - 1}x(8x80GiB)")["wait_s"]
+    assert isinstance(fewer, dict)
+    assert fewer["p95"] > 1
+
+
+def test_hosts_may_have_different_devices_and_more_than_usual_if_that_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    mixed = simulated(capsys, "--users", "4", *ONE_GPU, "--hosts", "2x(1x80GiB,1x40GiB), 1x(3x80GiB)")
+    assert (mixed["hosts"], mixed["devices"]) == (3, 7)
+    large = simulated(capsys, "--users", "4", "--hosts", "1x(20x80GiB)", "--gpus-per-host", "20")
+    one = simulated(capsys, "--users", "4", "--devices", "20x80GiB")
+    assert {**large, "wall_s": 0} == {**one, "wall_s": 0}
+
+
+def test_more_devices_than_a_host_has_are_allowed_in_one_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--users", "4", "--devices", "17x80GiB", "--json"]) == 0
+    assert (
+        "all 17 devices are in one host, and no host has so many; --hosts simulates several" in capsys.readouterr().err
+    )
+    assert main(["simulate", "--users", "4", "--devices", "16x80GiB", "--json"]) == 0
+    assert "in one host" not in capsys.readouterr().err
+
+
 def test_the_goal_of_the_search_is_what_is_given(capsys: pytest.CaptureFixture[str]) -> None:
     late = simulated(capsys, "--users", "12", *MANY_SWAPS, "--find-devices", "--p95-late", "3m")
     users = late["user_p95_late_s"]
@@ -183,6 +219,23 @@ def test_a_recorded_run_can_be_replayed(capsys: pytest.CaptureFixture[str], tmp_
         (["--users", "2", "--devices", "many"], 2, "--devices 'many' is not allowed; COUNTxMEMORY such as 8x80GiB"),
         (["--users", "2", "--devices", "9999x80GiB"], 2, "at most 8192 in all"),
         (["--users", "2", "--devices", "2x80kB"], 2, "--devices: memory '80kB' is not a size"),
+        (["--users", "2", "--hosts", "8x80GiB"], 2, "--hosts '8x80GiB' is not allowed; COUNTx(COUNTxMEMORY) such as"),
+        (["--users", "2", "--hosts", "2x(8x80GiB),"], 2, "--hosts '2x(8x80GiB),' is not allowed"),
+        (["--users", "2", "--hosts", "0x(8x80GiB)"], 2, "--hosts '0x(8x80GiB)' is not allowed"),
+        (["--users", "2", "--hosts", "999x(16x80GiB)"], 2, "at most 8192 GPUs in all"),
+        (["--users", "2", "--hosts", "2x(2x80kB)"], 2, "--hosts: memory '80kB' is not a size"),
+        (
+            ["--users", "2", "--hosts", "2x(20x80GiB)"],
+            2,
+            "at most 16 are allowed: say more hosts with fewer GPUs, or allow so many with --gpus-per-host 20",
+        ),
+        (["--users", "2", "--hosts", "?x(8x80GiB)"], 2, "without --find-devices is not allowed; say a number of hosts"),
+        (["--users", "2", "--hosts", "2x(8x80GiB)", "--find-devices"], 2, "is not allowed; say '?x(8x80GiB)'"),
+        (
+            ["--users", "2", "--hosts", "2x(8x80GiB)", "--devices", "8x80GiB"],
+            2,
+            "--devices is one host and --hosts are several",
+        ),
         (["--users", "2", "--save-speed", "0"], 2, "--save-speed: memory '0' is less than 1 MiB"),
         (["--users", "2", "--find-devices", "--record", "x"], 2, "find first, then record"),
         (["--sessions", "absent.csv", "--cells", "absent.csv"], 1, "absent.csv cannot be read: No such file"),

@@ -15,7 +15,7 @@ from fractional_gpu.simulator.felt import Goal
 from fractional_gpu.simulator.load import synthetic_sessions
 from fractional_gpu.simulator.machine import Host, SwapSpeed, fraction_for
 from fractional_gpu.simulator.result import Result
-from fractional_gpu.simulator.search import devices_for_cells, devices_for_sessions, fewest_devices
+from fractional_gpu.simulator.search import devices_for_cells, devices_for_sessions, fewest
 from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Cell, Session, read_sessions, write_sessions
 from tests.simulator.loads import BUSY
@@ -243,7 +243,7 @@ def test_one_trace_gives_one_result() -> None:
     assert simulate(host(1, 81_920), trace) == simulate(host(1, 81_920), trace)
 
 
-def test_the_search_finds_the_fewest_devices() -> None:
+def test_the_search_finds_the_fewest() -> None:
     tried: list[int] = []
     goal = Goal(p95_wait_ms=3_000)
 
@@ -252,18 +252,18 @@ def test_the_search_finds_the_fewest_devices() -> None:
         trace = [session(name, gpu_cell(0, 60_000), close_ms=60_000) for name in "abcde"]
         return simulate(host(count), trace, goal=goal)
 
-    assert fewest_devices(run, goal, 64).devices == 5
+    assert fewest(run, goal, 64).devices == 5
     assert tried == [1, 2, 4, 8, 6, 5]
     tried.clear()
-    assert fewest_devices(run, goal, 64, start=20).devices == 5
+    assert fewest(run, goal, 64, start=20).devices == 5
     assert tried == [20, 18, 14, 6, 1, 3, 4, 5]
     tried.clear()
-    assert fewest_devices(run, goal, 64, least=5).devices == 5
+    assert fewest(run, goal, 64, least=5).devices == 5
     assert tried == [5]
     with pytest.raises(
         SimulationError, match="with 4 devices more than 5 % of the GPU cells' waits are longer than 3 s"
     ):
-        fewest_devices(run, goal, 4)
+        fewest(run, goal, 4)
 
 
 def test_the_search_starts_with_the_fractions_that_are_in_use_at_the_same_time() -> None:

@@ -11,34 +11,42 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-from fractional_gpu.commands.simulate_load import configure_load, percent, positive, read_trace
+from fractional_gpu.commands.simulate_load import configure_load, percent, read_trace
+from fractional_gpu.commands.simulate_machine import (
+    MOST_DEVICES,
+    MOST_IN_A_HOST,
+    MachineOptions,
+    configure_machine,
+    parsed,
+    read_machine,
+)
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError
-from fractional_gpu.config import ConfigError, Settings, load
-from fractional_gpu.core.model import DeviceSpec, PoolSpec
-from fractional_gpu.core.units import parse_duration_ms, parse_memory_mib
+from fractional_gpu.config import ConfigError
+from fractional_gpu.core.units import parse_duration_ms
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.baselines import BASELINES, CULL_AFTER_MS, MPS_FILL_PERCENT, WAITING, run_baseline
 from fractional_gpu.simulator.felt import Goal
-from fractional_gpu.simulator.machine import Host, SwapSpeed
+from fractional_gpu.simulator.hosts import DoorRule
+from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.picture import picture
 from fractional_gpu.simulator.placement import NodeShape, Outcome, PodKind, place, read_nodes, read_pods
 from fractional_gpu.simulator.policies import POLICIES
 from fractional_gpu.simulator.record import EventLog, replay
 from fractional_gpu.simulator.result import Result
-from fractional_gpu.simulator.search import devices_for_cells, devices_for_sessions, fewest_devices
+from fractional_gpu.simulator.search import devices_for_cells, devices_for_sessions, fewest
 from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Session, write_sessions
 from fractional_gpu.simulator.tuning import Step, tune
 
 _QUIET_S = 2.0
-MOST_DEVICES = 8192
-_DEVICES = re.compile(r"(\d{1,4})x(.{1,20})", re.ASCII)
 EPILOG = """\
 examples:
   jupyter gpu simulate --users 50 --devices 8x80GiB
-  jupyter gpu simulate --users 50 --find-devices --p95-wait 3s --baseline reservation --picture run.html
+  jupyter gpu simulate --users 50 --hosts '8x(8x80GiB)' --baseline static-fraction
+  jupyter gpu simulate --users 50 --hosts '?x(8x80GiB)' --find-devices --p95-wait 3s --baseline reservation --picture run.html
   jupyter gpu simulate --sessions sessions.csv --cells cells.csv --policy jupyter_gpu_config.py --json
   jupyter gpu simulate --users 20 --record run.log && jupyter gpu simulate --replay run.log
   jupyter gpu simulate --placement --nodes nodes.csv --pods pods.csv --policy fgd --seeds 42-51 --json
@@ -52,48 +60,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = "Run notebook sessions against the broker's arbiter in virtual time."
     parser.epilog = EPILOG
     configure_load(parser)
-    _configure_machine(parser)
+    configure_machine(parser)
     _configure_output(parser)
     _configure_placement(parser)
 
 
-def _configure_machine(parser: argparse.ArgumentParser) -> None:
-    host = parser.add_argument_group("the machine")
-    host.add_argument("--devices", default="8x80GiB", metavar="NxSIZE", help="the GPUs (default: 8x80GiB)")
-    host.add_argument("--host-memory", metavar="SIZE", help="for suspended state (default: the policy's size, or 1TiB)")
-    host.add_argument("--swap-fixed", default="300ms", metavar="TIME", help="of every swap (default: 300ms)")
-    host.add_argument("--save-speed", default="1800MiB", metavar="SIZE", help="saved a second (default: 1800MiB)")
-    host.add_argument("--restore-speed", default="4000MiB", metavar="SIZE", help="restored a second (default: 4000MiB)")
-    host.add_argument("--parallel-swaps", type=positive, default=1, metavar="N", help="swaps at a time (default: 1)")
-    host.add_argument(
-        "--failed-swaps", type=percent, default=0, metavar="PERCENT", help="of the swaps fail harmlessly (default: 0)"
-    )
-    host.add_argument("--no-slowdown", action="store_true", help="busy cells on one device do not slow each other down")
-    host.add_argument("--every-cell-asks", action="store_true", help="cells that touch no GPU wait for it, too")
-    host.add_argument(
-        "--request",
-        type=percent,
-        default=100,
-        metavar="PERCENT",
-        help="of its cap that a session is guaranteed, where the policy reserves by use (default: 100)",
-    )
-    host.add_argument(
-        "--growth-patience",
-        default="1m",
-        metavar="TIME",
-        help="a cell whose reservation does not grow for so long is out of memory; 0: at once (default: 1m)",
-    )
-    host.add_argument(
-        "--policy",
-        metavar="FILE",
-        help="a broker's configuration file (default: suspend only when another session needs the room, resume on any device); "
-        "with --placement the name of a placement policy",
-    )
-
-
 def _configure_output(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("what is asked")
-    output.add_argument("--find-devices", action="store_true", help="find the fewest devices with short enough waits")
+    output.add_argument(
+        "--find-devices",
+        action="store_true",
+        help="find the fewest devices with short enough waits, or hosts (--hosts '?x(8x80GiB)')",
+    )
     output.add_argument(
         "--p95-wait",
         metavar="TIME",
@@ -114,7 +92,10 @@ def _configure_output(parser: argparse.ArgumentParser) -> None:
         help="of a device that a cell fills while it uses it, for the baseline mps-pack (default: 50, an assumption)",
     )
     output.add_argument(
-        "--record", type=Path, metavar="FILE", help="write the whole run, line by line; gzip if it ends in .gz"
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="write the whole run, line by line; gzip if it ends in .gz; baselines go to files beside it, BASELINE.FILE",
     )
     output.add_argument("--replay", type=Path, metavar="FILE", help="check that a recorded log gives the same effects")
     output.add_argument("--picture", type=Path, metavar="FILE", help="draw the run as an HTML page")
@@ -136,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    sizes = _devices(options.devices)
+    machine = read_machine(options)
     trace = read_trace(options)
     if options.write_trace:
         _writing(options.write_trace[0], lambda: write_sessions(trace, *options.write_trace))
@@ -144,17 +125,16 @@ def _run(options: argparse.Namespace) -> int:
     if options.find_devices:
         if options.record is not None:
             raise UsageError("--record takes down one run, and --find-devices makes several; find first, then record")
-        result = fewest_devices(
-            lambda count: _simulate(_host(options, [sizes[0]] * count), trace, None, goal),
-            goal,
-            _most(trace),
-            least=_least(trace),
-            start=_start("fractional", trace, _host(options, [sizes[0]] * _least(trace))),
-        )
-        sizes = [sizes[0]] * result.devices
+        result = _fewest("fractional", machine, trace, goal, lambda hosts: _simulate(hosts, trace, options, goal))
     else:
-        result = _simulate(_host(options, sizes), trace, options.record, None)
-    baselines = [_baseline(name, trace, sizes, goal, options) for name in dict.fromkeys(options.baseline)]
+        result = _simulate(machine.hosts(), trace, options, None)
+    hosts = (
+        machine.hosts(result.hosts if machine.several else result.devices) if options.find_devices else machine.hosts()
+    )
+    baselines = [
+        _baseline(name, trace, machine, hosts=hosts, goal=goal, options=options)
+        for name in dict.fromkeys(options.baseline)
+    ]
     if options.picture is not None:
         page = picture([result, *baselines])
         _writing(options.picture, lambda: options.picture.write_text(page, encoding="utf-8"))
@@ -165,7 +145,29 @@ def _run(options: argparse.Namespace) -> int:
         print(json.dumps(shown))
     else:
         sys.stdout.write(_table([result, *baselines]))
+    if not machine.several and result.devices > MOST_IN_A_HOST:
+        print(
+            f"note: all {result.devices} devices are in one host, and no host has so many; --hosts simulates several",
+            file=sys.stderr,
+        )
     return 0
+
+
+def _fewest(
+    name: str, machine: MachineOptions, trace: Sequence[Session], goal: Goal, run: Callable[[Sequence[Host]], Result]
+) -> Result:
+    """Search for the fewest devices of one host, or the fewest hosts, with which this way of sharing keeps the goal."""
+    most_gpus = max(1, *(max(session.gpus, session.most_gpus) for session in trace))
+    wanted = min(
+        MOST_DEVICES, max(1, sum(max(1, session.gpus) for session in trace))
+    )  # each session has its own devices
+    if not machine.several:
+        start = _start(name, trace, machine.hosts(most_gpus)[0])
+        return fewest(lambda count: run(machine.hosts(count)), goal, wanted, least=most_gpus, start=start)
+    (host,) = machine.hosts(1)
+    each, most = len(host.devices), min(MOST_DEVICES // len(host.devices), len(trace))
+    start = -(-_start(name, trace, host) // each)
+    return fewest(lambda count: run(machine.hosts(count)), goal, max(1, most), start=start, counted="hosts")
 
 
 def _goal(options: argparse.Namespace) -> Goal:
@@ -175,7 +177,7 @@ def _goal(options: argparse.Namespace) -> Goal:
         given["p95_wait"] = "3s"
     return Goal(
         **{
-            f"{name}_ms": _parsed("--" + name.replace("_", "-"), parse_duration_ms, text)
+            f"{name}_ms": parsed("--" + name.replace("_", "-"), parse_duration_ms, text)
             for name, text in given.items()
             if text is not None
         }
@@ -183,31 +185,24 @@ def _goal(options: argparse.Namespace) -> Goal:
 
 
 def _baseline(
-    name: str, trace: Sequence[Session], sizes: Sequence[int], goal: Goal, options: argparse.Namespace
+    name: str,
+    trace: Sequence[Session],
+    machine: MachineOptions,
+    *,
+    hosts: Sequence[Host],
+    goal: Goal,
+    options: argparse.Namespace,
 ) -> Result:
     """Run a baseline; with `--find-devices` on its own fewest devices, if cells wait in this baseline at all."""
     began = time.perf_counter()
-
-    def on(devices: Sequence[int], goal: Goal | None = None) -> Result:
-        return run_baseline(name, _host(options, devices), trace, mps_fill_percent=options.mps_fill, goal=goal)
-
+    record = options.record.with_name(f"{name}.{options.record.name}") if options.record is not None else None
+    run = partial(run_baseline, name, trace=trace, door=DoorRule(options.door), mps_fill_percent=options.mps_fill)
     if options.find_devices and name in WAITING:
-        result = fewest_devices(
-            lambda count: on([sizes[0]] * count, goal),
-            goal,
-            _most(trace),
-            least=_least(trace),
-            start=_start(name, trace, _host(options, [sizes[0]] * _least(trace))),
-        )
+        result = _fewest(name, machine, trace, goal, lambda found: run(found, goal=goal))
     else:
-        result = on(sizes)
+        result = run(hosts, record=record)
     result.wall_s = time.perf_counter() - began
     return result
-
-
-def _least(trace: Sequence[Session]) -> int:
-    """Return a number of devices that the largest session needs."""
-    return max(1, *(max(session.gpus, session.most_gpus) for session in trace))
 
 
 def _start(name: str, trace: Sequence[Session], host: Host) -> int:
@@ -225,105 +220,29 @@ def _start(name: str, trace: Sequence[Session], host: Host) -> int:
             return devices_for_cells(trace, host)
 
 
-def _most(trace: Sequence[Session]) -> int:
-    """Return a number of devices beyond which more cannot help: each session has its own."""
-    return min(MOST_DEVICES, max(1, sum(max(1, session.gpus) for session in trace)))
-
-
-def _simulate(host: Host, trace: Sequence[Session], record: Path | None, goal: Goal | None) -> Result:
+def _simulate(
+    hosts: Sequence[Host], trace: Sequence[Session], options: argparse.Namespace, goal: Goal | None
+) -> Result:
     began = spoke = time.perf_counter()
+    door = DoorRule(options.door)
 
     def progress(ended: int, sessions: int) -> None:
         nonlocal spoke
         now = time.perf_counter()
         if now - spoke >= _QUIET_S:
             spoke = now
-            devices = len(host.devices)
+            devices = sum(len(host.devices) for host in hosts)
             print(f"{devices} devices: {ended} of {sessions} sessions after {now - began:.0f} s", file=sys.stderr)
 
     with ExitStack() as stack:
-        log = stack.enter_context(EventLog(record, host, trace)) if record is not None else None
-        watch, world = (log.watch, log.world) if log is not None else (None, None)
-        result = simulate(host, trace, watch=watch, world=world, progress=progress, goal=goal)
+        log = (
+            stack.enter_context(EventLog(options.record, hosts, trace, door=door))
+            if options.record is not None
+            else None
+        )
+        result = simulate(hosts, trace, door=door, record=log, progress=progress, goal=goal)
     result.wall_s = time.perf_counter() - began
     return result
-
-
-# -- reading the options ----------------------------------------------------------------------------------------------
-
-
-def _parsed(option: str, parse: Callable[[str], int], text: str) -> int:
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise UsageError(f"{option}: {error}") from error
-
-
-def _devices(text: str) -> list[int]:
-    """Return the MiB of each device from `8x80GiB` or `6x80GiB,2x40GiB`."""
-    sizes: list[int] = []
-    for part in text.split(","):
-        match = _DEVICES.fullmatch(part.strip())
-        count = int(match[1]) if match else 0
-        if match is None or not 0 < count <= MOST_DEVICES - len(sizes):
-            raise UsageError(
-                f"--devices {text[:60]!r} is not allowed; COUNTxMEMORY such as 8x80GiB or 6x80GiB,2x40GiB is, at most "
-                f"{MOST_DEVICES} in all"
-            )
-        sizes += [_parsed("--devices", parse_memory_mib, match[2])] * count
-    return sizes
-
-
-def _policy(path: str) -> Settings:
-    """Read the broker's configuration file. Raises UsageError for the name of a placement policy, ConfigError."""
-    if path in POLICIES and not Path(path).exists():
-        raise UsageError(
-            f"--policy {path} is a placement policy, for --placement with --nodes and --pods; for sessions, name a broker's configuration "
-            "file (`jupyter gpu broker --generate-config` prints one)"
-        )
-    try:
-        return load(path)
-    except ConfigError as error:
-        raise ConfigError(f"--policy: {error}") from error
-
-
-def _host(options: argparse.Namespace, sizes: Sequence[int]) -> Host:
-    settings = _policy(options.policy) if options.policy is not None else None
-    devices = tuple(
-        DeviceSpec(
-            device_id=f"simulated-{number}",
-            name=f"simulated-{mib}",
-            memory_mib=mib,
-            overhead_mib=settings.overhead_mib(mib, simulated=True) if settings is not None else 0,
-        )
-        for number, mib in enumerate(sizes)
-    )
-    names = tuple(device.device_id for device in devices)
-    pools: tuple[PoolSpec, ...] = (PoolSpec(name="default", devices=names),)
-    budget_mib = 1 << 20
-    if settings is not None:
-        first = settings.default_pool
-        pools = tuple(sorted(settings.pool_specs(devices), key=lambda pool: pool.name != first))
-        budget_mib = settings.host_memory_mib if settings.host_memory_mib is not None else budget_mib
-    if options.host_memory is not None:
-        budget_mib = _parsed("--host-memory", parse_memory_mib, options.host_memory)
-    return Host(
-        devices=devices,
-        pools=pools,
-        host_memory_mib=budget_mib,
-        swap=SwapSpeed(
-            fixed_ms=_parsed("--swap-fixed", parse_duration_ms, options.swap_fixed),
-            save_mib_per_s=_parsed("--save-speed", parse_memory_mib, options.save_speed),
-            restore_mib_per_s=_parsed("--restore-speed", parse_memory_mib, options.restore_speed),
-        ),
-        parallel_swaps=options.parallel_swaps,
-        failed_swaps_percent=options.failed_swaps,
-        seed=options.seed,
-        slowdown=not options.no_slowdown,
-        every_cell_asks=options.every_cell_asks,
-        request_percent=options.request,
-        patience_ms=_parsed("--growth-patience", parse_duration_ms, options.growth_patience),
-    )
 
 
 def _writing(path: Path, write: Callable[[], object]) -> None:

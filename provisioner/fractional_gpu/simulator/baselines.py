@@ -17,18 +17,27 @@
   and busy neighbours slow each other down as in `machine`.
 
 A wait at the door, and the wait of a culled kernel for GPUs, delay everything of the session that comes after.
+
+Of several hosts, a session is on one of them, and keeps to it for as long as it has devices there. It goes where least is left over: whole
+GPUs to the host with the fewest free ones that are enough, a fraction to the device with the least room that is enough, several devices
+to the host on which the fewest are free. Whole devices that are suspended are on the host that the door chose, as in `simulation`.
+
+Each run can be taken down (`record`); moments in which nothing is decided by an arbiter are those that `record` lists for baselines.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from heapq import heappop, heappush
+from pathlib import Path
 
-from fractional_gpu.core.model import ReserveBy
+from fractional_gpu.core.model import LeaseSpec, ReserveBy
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.felt import Felt, Goal
-from fractional_gpu.simulator.machine import UNSHARED, Host, Running, SharedDevice, lease_for
+from fractional_gpu.simulator.hosts import DoorRule, Leases, Machine, Moments, Recorder, hosts_of
+from fractional_gpu.simulator.machine import UNSHARED, Host, Running, SharedDevice
+from fractional_gpu.simulator.record import EventLog
 from fractional_gpu.simulator.result import Point, Result, begin_result
 from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Session
@@ -42,84 +51,165 @@ MPS_FILL_PERCENT = 50
 
 def run_baseline(
     name: str,
-    host: Host,
+    machine: Machine,
     trace: Sequence[Session],
     *,
+    door: DoorRule = DoorRule.FIT,
     mps_fill_percent: int = MPS_FILL_PERCENT,
     goal: Goal | None = None,
+    record: Path | None = None,
 ) -> Result:
-    """Run one of `BASELINES` on a machine; a run that cannot reach the goal any more is given up there.
+    """Run one of `BASELINES` on a machine; `door` is for those with the arbiter, `record` is a file.
 
+    A run that cannot reach the goal any more is given up there.
     Raises SimulationError for a name or a session that cannot be served.
     """
-    match name:
-        case "reservation" | "cull":
-            return _Whole(name, host, trace, goal, CULL_AFTER_MS if name == "cull" else None).result()
-        case "static-fraction":
-            return _Fractions(name, host, trace, goal, fill_percent=100).result()
-        case "mps-pack":
-            return _Fractions(name, host, trace, goal, fill_percent=mps_fill_percent, clients=MPS_CLIENTS).result()
-        case "whole-gpu-suspend":
-            return _whole_gpu_suspend(name, host, trace, goal)
-        case "time-slice":
-            return _TimeSlice(name, host, trace, goal).result()
-    raise SimulationError(f"there is no baseline {name!r}; allowed: {', '.join(BASELINES)}")
+    if name not in BASELINES:
+        raise SimulationError(f"there is no baseline {name!r}; allowed: {', '.join(BASELINES)}")
+    hosts, facts = hosts_of(machine), None
+    if name == "whole-gpu-suspend":
+        hosts = tuple(_whole_devices(host) for host in hosts)
+    else:
+        facts = _Facts(
+            fill_percent=mps_fill_percent if name == "mps-pack" else 100,
+            clients=MPS_CLIENTS if name == "mps-pack" else None,
+            cull_after_ms=CULL_AFTER_MS if name == "cull" else None,
+        )
+    with ExitStack() as stack:
+        log = None
+        if record is not None:
+            baseline = asdict(facts) if facts is not None else None
+            log = stack.enter_context(EventLog(record, hosts, trace, door=door, name=name, baseline=baseline))
+        if facts is None:
+            result = simulate(hosts, trace, door=door, goal=goal, record=log)
+            result.name = name
+            return result
+        return _KINDS[name](_Setting(name, hosts, trace, facts, goal, log)).result()
 
 
-def _whole_gpu_suspend(name: str, host: Host, trace: Sequence[Session], goal: Goal | None) -> Result:
+def _whole_devices(host: Host) -> Host:
     served, *others = host.pools
     whole = replace(served, fractions_milli=(1000,), idle_after_ms=None, reserve_by=ReserveBy.CAP, preempt_equals=False)
-    result = simulate(replace(host, pools=(whole, *others), request_percent=100), trace, goal=goal)
-    result.name = name
-    return result
+    return replace(host, pools=(whole, *others), request_percent=100)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Facts:
+    """What distinguishes a baseline; the record has it. None: no matter."""
+
+    fill_percent: int
+    clients: int | None
+    cull_after_ms: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """What a baseline runs on."""
+
+    name: str
+    hosts: Sequence[Host]
+    trace: Sequence[Session]
+    facts: _Facts
+    goal: Goal | None
+    record: Recorder | None
 
 
 @dataclass(slots=True, eq=False)
 class _Kernel:
     session: Session
     next_cell: int = 0
-    held_gpus: int = 0
     asked_ms: int = 0  # when it began to wait for GPUs, or when its cell was asked for
     door_ms: int = 0  # waited at the door, and not yet counted in the lateness of a cell
     wait_ms: int = 0  # waited for GPUs since, and not yet counted as the wait of a cell
     visit: int = 0  # grows whenever the kernel does something: an older plan to cull it is void
-    device: int = -1
-    memory_mib: int = 0
+    host: int = 0
+    devices: tuple[int, ...] = ()  # of its host
+    memory_mib: int = 0  # on each of them
+
+    @property
+    def first(self) -> tuple[int, int]:
+        """Its host and first device: whose neighbours slow it down."""
+        return self.host, self.devices[0]
 
 
 class _Base:
-    """Virtual time and the books that all baselines keep."""
+    """Virtual time and the books that all baselines keep. Devices are counted from 0 on each host."""
 
-    def __init__(self, name: str, host: Host, trace: Sequence[Session], goal: Goal | None) -> None:
-        self._moments: list[tuple[int, int, Callable[[], None]]] = []
-        self._now_ms = self._order = self._accounted_ms = self._busy = self._waiting = 0
-        self._felt = Felt(trace, goal)
+    def __init__(self, setting: _Setting) -> None:
+        self._hosts, self._facts, self._record = setting.hosts, setting.facts, setting.record
+        self._moments = Moments()
+        self._accounted_ms = self._busy = self._waiting = 0
+        self._felt = Felt(setting.trace, setting.goal)
         self._closed_ms = 0
-        self._kernels = [_Kernel(session) for session in trace]
-        self.figures = begin_result(name, trace, len(host.devices))
+        self._kernels = [_Kernel(session) for session in setting.trace]
+        self.figures = begin_result(setting.name, setting.trace, setting.hosts)
 
     def result(self) -> Result:
         """Run to the end."""
         for kernel in self._kernels:
-            self._at(kernel.session.open_ms, partial(self._open, kernel))
+            self._at(kernel.session.open_ms, partial(self._comes, kernel))
         while self._moments and not self._felt.hopeless:
-            at_ms, _, act = heappop(self._moments)
+            at_ms, act = self._moments.next()
             passed, held = at_ms - self._accounted_ms, self._held()
             if passed:
                 self.figures.timeline.append(Point(self._accounted_ms, held, self._busy, self._waiting))
                 self.figures.held += held * passed * 1000
                 self.figures.busy += self._busy * passed * 1000
                 self.figures.peak_devices_held = max(self.figures.peak_devices_held, held)
-            self._accounted_ms = self._now_ms = at_ms
+            self._accounted_ms = self._moments.now_ms = at_ms
             act()
         self.figures.feel(self._felt)
         opened = (kernel.session.open_ms for kernel in self._kernels)
         self.figures.own(min(opened, default=0), self._closed_ms)
         return self.figures
 
+    @property
+    def _now_ms(self) -> int:
+        return self._moments.now_ms
+
     def _at(self, at_ms: int, act: Callable[[], None]) -> None:
-        self._order += 1
-        heappush(self._moments, (max(self._now_ms, at_ms), self._order, act))
+        self._moments.at(at_ms, act)
+
+    def _comes(self, kernel: _Kernel) -> None:
+        self._note("comes", kernel)
+        self._open(kernel)
+
+    # -- the record ----------------------------------------------------------------------------------------------------
+
+    def _note(self, kind: str, kernel: _Kernel, **about: object) -> None:
+        if self._record is not None:
+            self._record.moment(kernel.host, kind, self._now_ms, kernel.session.session_id, **about)
+
+    def _note_cell(self, kind: str, kernel: _Kernel) -> None:
+        """Write a moment of the kernel's next cell to the record."""
+        if kind != "begins":
+            self._note(kind, kernel, cell=kernel.next_cell)
+            return
+        cell = kernel.session.cells[kernel.next_cell]
+        ids, util_percent = (self._ids(kernel), cell.util_percent) if cell.gpus else ((), 0)
+        self._note(kind, kernel, cell=kernel.next_cell, device_ids=ids, util_percent=util_percent)
+
+    def _ids(self, kernel: _Kernel) -> tuple[str, ...]:
+        return tuple(self._hosts[kernel.host].devices[device].device_id for device in kernel.devices)
+
+    def _takes(self, kernel: _Kernel, host: int, devices: Sequence[int], mib: int) -> None:
+        """Give the kernel devices, with so much memory on each of them."""
+        kernel.host, kernel.devices = host, tuple(devices)
+        self._note("takes", kernel, device_ids=self._ids(kernel), mib=mib)
+
+    def _use(self, kernel: _Kernel, mib: int) -> None:
+        """Let the kernel have so much memory on each of its devices from now on."""
+        if mib != kernel.memory_mib and kernel.devices:
+            self._note("memory", kernel, device_ids=self._ids(kernel), mib=mib - kernel.memory_mib)
+        kernel.memory_mib = mib
+
+    def _gives(self, kernel: _Kernel) -> None:
+        """Take the kernel's devices from it."""
+        self._use(kernel, 0)
+        self._note("gives", kernel)
+        kernel.devices = ()
+
+    # -- what is the same in all of them ---------------------------------------------------------------------------------
 
     def _think(self, kernel: _Kernel, act: Callable[[], None]) -> None:
         """Schedule the next step as long after the last one as in the trace."""
@@ -138,19 +228,21 @@ class _Base:
 class _Whole(_Base):
     """Whole GPUs for each session."""
 
-    def __init__(self, name: str, host: Host, trace: Sequence[Session], goal: Goal | None, cull_ms: int | None) -> None:
-        super().__init__(name, host, trace, goal)
-        self._free, self._cull_ms = len(host.devices), cull_ms
+    def __init__(self, setting: _Setting) -> None:
+        super().__init__(setting)
+        self._free = [list(range(len(host.devices))) for host in self._hosts]
+        self._cull_ms = self._facts.cull_after_ms
         self._door: deque[tuple[_Kernel, Callable[[_Kernel], None]]] = deque()
-        for session in trace:
-            if session.gpus > self._free:
+        most = max(map(len, self._free))
+        for session in setting.trace:
+            if session.gpus > most:
                 raise SimulationError(
-                    f"session {session.session_id!r} reserves {session.gpus} GPUs, and there are {self._free}; "
-                    "simulate more with --devices"
+                    f"session {session.session_id!r} reserves {session.gpus} GPUs, and there are {most} in one host; "
+                    "simulate more with --devices or --hosts"
                 )
 
     def _held(self) -> int:
-        return self.figures.devices - self._free
+        return self.figures.devices - sum(map(len, self._free))
 
     def _open(self, kernel: _Kernel) -> None:
         self._ask(kernel, self._begin)
@@ -167,11 +259,18 @@ class _Whole(_Base):
         self._admit()
 
     def _admit(self) -> None:
-        while self._door and self._door[0][0].session.gpus <= self._free:
-            kernel, then = self._door.popleft()
+        """Let the first in the queue have its GPUs, as long as there are enough for it on one host."""
+        while self._door:
+            kernel, then = self._door[0]
+            gpus = kernel.session.gpus
+            enough = [(len(free), host) for host, free in enumerate(self._free) if len(free) >= gpus]
+            if not enough:
+                return
+            self._door.popleft()
             self._waiting -= 1
-            self._free -= kernel.session.gpus
-            kernel.held_gpus = kernel.session.gpus
+            host = min(enough)[1]
+            taken, self._free[host] = self._free[host][:gpus], self._free[host][gpus:]
+            self._takes(kernel, host, taken, self._hosts[host].device_mib)
             kernel.wait_ms += self._now_ms - kernel.asked_ms
             self._watch_idle(kernel)
             then(kernel)
@@ -182,21 +281,26 @@ class _Whole(_Base):
             self._at(self._now_ms + self._cull_ms, partial(self._cull, kernel, kernel.visit))
 
     def _cull(self, kernel: _Kernel, visit: int) -> None:
-        if kernel.visit == visit and kernel.held_gpus:
+        if kernel.visit == visit and kernel.devices:
             self.figures.lost += 1
+            self._note("culled", kernel)
             self._give_back(kernel)
 
     def _give_back(self, kernel: _Kernel) -> None:
-        self._free += kernel.held_gpus
-        kernel.held_gpus = 0
+        free = self._free[kernel.host]
+        free[:] = sorted([*free, *kernel.devices])
+        self._gives(kernel)
         self._admit()
 
     def _next(self, kernel: _Kernel) -> None:
         kernel.visit += 1
         if kernel.next_cell == len(kernel.session.cells):
             self._closed_ms = self._now_ms
+            self._note("closes", kernel)
             self._give_back(kernel)
-        elif kernel.held_gpus < kernel.session.gpus:
+            return
+        self._note_cell("asked", kernel)
+        if len(kernel.devices) < kernel.session.gpus:
             self._ask(kernel, self._run)
         else:
             self._run(kernel)
@@ -205,13 +309,16 @@ class _Whole(_Base):
         cell = kernel.session.cells[kernel.next_cell]
         kernel.visit += 1
         if cell.gpus:
+            self._use(kernel, cell.gpu_mib)
             self._felt.waited(kernel.wait_ms)
             self._felt.ended(kernel.session.user, kernel.door_ms + kernel.wait_ms)
             kernel.door_ms = kernel.wait_ms = 0
             self._busy += cell.gpus
+        self._note_cell("begins", kernel)
         self._at(self._now_ms + cell.duration_ms, partial(self._done, kernel))
 
     def _done(self, kernel: _Kernel) -> None:
+        self._note_cell("ends", kernel)
         self._busy -= kernel.session.cells[kernel.next_cell].gpus
         kernel.next_cell += 1
         self._watch_idle(kernel)
@@ -221,37 +328,54 @@ class _Whole(_Base):
 class _Sharing(_Base):
     """Sessions that share devices, and slow each other down there; a cell on several devices is slowed by the first of them."""
 
-    def __init__(
-        self, name: str, host: Host, trace: Sequence[Session], goal: Goal | None, *, fill_percent: int
-    ) -> None:
-        super().__init__(name, host, trace, goal)
-        self._shared = [SharedDevice(slowdown=host.slowdown, fill_percent=fill_percent) for _ in host.devices]
+    def __init__(self, setting: _Setting) -> None:
+        super().__init__(setting)
+        fill = self._facts.fill_percent
+        self._shared = [
+            [SharedDevice(slowdown=host.slowdown, fill_percent=fill) for _ in host.devices] for host in self._hosts
+        ]
         self._running: dict[str, _Kernel] = {}
+
+    def _device(self, kernel: _Kernel) -> SharedDevice:
+        host, device = kernel.first
+        return self._shared[host][device]
 
     def _begin_cell(self, kernel: _Kernel) -> None:
         cell = kernel.session.cells[kernel.next_cell]
         kernel.asked_ms = self._now_ms
+        self._note_cell("begins", kernel)
         if not cell.gpus:
-            self._at(self._now_ms + cell.duration_ms, partial(self._done, kernel))
+            self._at(self._now_ms + cell.duration_ms, partial(self._ends_without_gpu, kernel))
             return
         self._busy += cell.gpus
         self._running[kernel.session.session_id] = kernel
         running = Running(kernel.session.session_id, cell.util_percent, cell.duration_ms * UNSHARED, self._now_ms)
-        self._plan(self._shared[kernel.device].begin(running))
+        self._plan(self._device(kernel).begin(running))
 
     def _plan(self, ends: Sequence[tuple[int, Running]]) -> None:
         for at_ms, running in ends:
             self._at(at_ms, partial(self._ends, running, running.version))
 
+    def _ends_without_gpu(self, kernel: _Kernel) -> None:
+        self._note_cell("ends", kernel)
+        self._done(kernel)
+
     def _ends(self, running: Running, version: int) -> None:
         if running.version != version:
             return
         kernel = self._running.pop(running.session_id)
+        self._note_cell("ends", kernel)
         cell = kernel.session.cells[kernel.next_cell]
         self._busy -= cell.gpus
         self._felt.ended(kernel.session.user, kernel.door_ms + self._now_ms - kernel.asked_ms - cell.duration_ms)
         kernel.door_ms = 0
-        self._plan(self._shared[kernel.device].finish(running.session_id, self._now_ms)[1])
+        self._plan(self._device(kernel).finish(running.session_id, self._now_ms)[1])
+        self._done(kernel)
+
+    def _fails(self, kernel: _Kernel) -> None:
+        """End a cell that needs more memory than it may have."""
+        self.figures.out_of_memory += 1
+        self._note_cell("failed", kernel)
         self._done(kernel)
 
     def _done(self, kernel: _Kernel) -> None:
@@ -259,33 +383,45 @@ class _Sharing(_Base):
         self._think(kernel, partial(self._next, kernel))
 
     def _next(self, kernel: _Kernel) -> None:
+        if kernel.next_cell == len(kernel.session.cells):
+            self._closed_ms = self._now_ms
+            self._note("closes", kernel)
+            self._close(kernel)
+            return
+        cell = kernel.session.cells[kernel.next_cell]
+        self._note_cell("asked", kernel)
+        if cell.gpus:
+            self._felt.waited(0)
+            if not self._may_use(kernel, cell.gpu_mib):
+                self._fails(kernel)
+                return
+            self._use(kernel, cell.gpu_mib)
+        self._begin_cell(kernel)
+
+    def _may_use(self, kernel: _Kernel, mib: int) -> bool:
+        """Return whether a kernel may have so much memory on each of its devices."""
+        raise NotImplementedError
+
+    def _close(self, kernel: _Kernel) -> None:
         raise NotImplementedError
 
 
 class _Fractions(_Sharing):
     """A fraction for each session, from open to close."""
 
-    def __init__(
-        self,
-        name: str,
-        host: Host,
-        trace: Sequence[Session],
-        goal: Goal | None,
-        *,
-        fill_percent: int,
-        clients: int | None = None,
-    ) -> None:
-        super().__init__(name, host, trace, goal, fill_percent=fill_percent)
-        served = frozenset(host.pools[0].devices)
-        self._free = [device.leasable_mib if device.device_id in served else 0 for device in host.devices]
-        self._clients = [0] * len(host.devices)
-        self._most_clients = clients
-        self._leases = {session.session_id: lease_for(host, session) for session in trace}
-        self._devices: dict[str, list[int]] = {}
+    def __init__(self, setting: _Setting) -> None:
+        super().__init__(setting)
+        self._free = [
+            [device.leasable_mib if device.device_id in host.pools[0].devices else 0 for device in host.devices]
+            for host in self._hosts
+        ]
+        self._clients = [[0] * len(free) for free in self._free]
+        self._asked = Leases(self._hosts, setting.trace)
+        self._leases: dict[str, LeaseSpec] = {}
         self._door: list[_Kernel] = []
 
     def _held(self) -> int:
-        return sum(map(bool, self._clients))
+        return sum(sum(map(bool, clients)) for clients in self._clients)
 
     def _open(self, kernel: _Kernel) -> None:
         kernel.asked_ms = self._now_ms
@@ -295,66 +431,70 @@ class _Fractions(_Sharing):
 
     def _admit(self) -> None:
         """Let the sessions begin that find room, in the order in which they came."""
-        tried: set[tuple[int, int]] = set()  # sizes for which there is no room
+        tried: set[tuple[tuple[int, int] | None, ...]] = set()  # sizes for which there is no room
         for kernel in list(self._door):
-            lease = self._leases[kernel.session.session_id]
-            if (lease.reserve_mib, lease.devices) in tried:
+            size = self._asked.size(kernel.session)
+            if size in tried:
                 continue
-            devices = self._best_fit(lease.reserve_mib, lease.devices)
-            if devices is None:
-                tried.add((lease.reserve_mib, lease.devices))
+            found = self._best_fit(kernel.session)
+            if found is None:
+                tried.add(size)
                 continue
+            host, lease, devices = found
             self._door.remove(kernel)
             self._waiting -= 1
             for device in devices:
-                self._free[device] -= lease.reserve_mib
-                self._clients[device] += 1
-            self._devices[lease.lease_id], kernel.device = devices, devices[0]
+                self._free[host][device] -= lease.reserve_mib
+                self._clients[host][device] += 1
+            self._takes(kernel, host, devices, lease.reserve_mib)
+            self._leases[lease.lease_id] = lease
             kernel.door_ms = self._now_ms - kernel.asked_ms
             self._felt.entered(kernel.door_ms)
             self._think(kernel, partial(self._next, kernel))
 
-    def _best_fit(self, mib: int, count: int) -> list[int] | None:
-        """Return the devices with the least room that is enough; None: too few have it."""
-        most = self._most_clients
-        fitting = [
-            device
-            for device, free in enumerate(self._free)
-            if free >= mib and (most is None or self._clients[device] < most)
-        ]
-        fitting.sort(key=lambda device: (self._free[device], device))
-        return fitting[:count] if len(fitting) >= count else None
+    def _best_fit(self, session: Session) -> tuple[int, LeaseSpec, list[int]] | None:
+        """Return the devices with the least room that is enough, all of one host; None: there is none with enough of them."""
+        most, best = self._facts.clients, None
+        for host, room in enumerate(self._free):
+            lease, clients = self._asked.on(host, session), self._clients[host]
+            if lease is None:
+                continue
+            fitting = sorted(
+                (free, device)
+                for device, free in enumerate(room)
+                if free >= lease.reserve_mib and (most is None or clients[device] < most)
+            )
+            if len(fitting) < lease.devices:
+                continue
+            taken = fitting[: lease.devices]
+            left = (sum(free for free, _ in taken), len(fitting))
+            if best is None or left < best[0]:
+                best = (left, (host, lease, [device for _, device in taken]))
+        return best[1] if best is not None else None
 
-    def _next(self, kernel: _Kernel) -> None:
-        if kernel.next_cell < len(kernel.session.cells):
-            cell = kernel.session.cells[kernel.next_cell]
-            if cell.gpus:
-                self._felt.waited(0)
-                if cell.gpu_mib > self._leases[kernel.session.session_id].reserve_mib:
-                    self.figures.out_of_memory += 1
-                    self._done(kernel)
-                    return
-            self._begin_cell(kernel)
-            return
-        self._closed_ms = self._now_ms
+    def _may_use(self, kernel: _Kernel, mib: int) -> bool:
+        return mib <= self._leases[kernel.session.session_id].reserve_mib
+
+    def _close(self, kernel: _Kernel) -> None:
         lease = self._leases[kernel.session.session_id]
-        for device in self._devices.pop(lease.lease_id):
-            self._free[device] += lease.reserve_mib
-            self._clients[device] -= 1
+        for device in kernel.devices:
+            self._free[kernel.host][device] += lease.reserve_mib
+            self._clients[kernel.host][device] -= 1
+        self._gives(kernel)
         self._admit()
 
 
 class _TimeSlice(_Sharing):
     """All sessions share the devices."""
 
-    def __init__(self, name: str, host: Host, trace: Sequence[Session], goal: Goal | None) -> None:
-        super().__init__(name, host, trace, goal, fill_percent=100)
-        self._sizes = [device.memory_mib for device in host.devices]
-        self._sessions = [0] * len(self._sizes)
-        self._used = [0] * len(self._sizes)
+    def __init__(self, setting: _Setting) -> None:
+        super().__init__(setting)
+        self._sizes = [[device.memory_mib for device in host.devices] for host in self._hosts]
+        self._sessions = [[0] * len(sizes) for sizes in self._sizes]
+        self._used = [[0] * len(sizes) for sizes in self._sizes]
 
     def _held(self) -> int:
-        return sum(map(bool, self._used))
+        return sum(sum(map(bool, used)) for used in self._used)
 
     def _open(self, kernel: _Kernel) -> None:
         if kernel.session.most_gpus > 1:
@@ -362,25 +502,34 @@ class _TimeSlice(_Sharing):
                 f"session {kernel.session.session_id!r} uses {kernel.session.most_gpus} GPUs at once, and time-slicing is simulated for "
                 "one; leave such sessions out with --one-gpu-only"
             )
-        kernel.device = min(range(len(self._sizes)), key=lambda device: (self._sessions[device], device))
-        self._sessions[kernel.device] += 1
+        each = [
+            (count, host, device) for host, counts in enumerate(self._sessions) for device, count in enumerate(counts)
+        ]
+        _, host, device = min(each)
+        self._sessions[host][device] += 1
+        self._takes(kernel, host, (device,), self._sizes[host][device])
         self._felt.entered(0)
         self._think(kernel, partial(self._next, kernel))
 
-    def _next(self, kernel: _Kernel) -> None:
-        if kernel.next_cell == len(kernel.session.cells):
-            self._closed_ms = self._now_ms
-            self._used[kernel.device] -= kernel.memory_mib
-            self._sessions[kernel.device] -= 1
-            return
-        cell = kernel.session.cells[kernel.next_cell]
-        if cell.gpus:
-            self._felt.waited(0)
-            more = cell.gpu_mib - kernel.memory_mib
-            if more > 0 and self._used[kernel.device] + more > self._sizes[kernel.device]:
-                self.figures.out_of_memory += 1
-                self._done(kernel)
-                return
-            self._used[kernel.device] += more
-            kernel.memory_mib = cell.gpu_mib
-        self._begin_cell(kernel)
+    def _may_use(self, kernel: _Kernel, mib: int) -> bool:
+        host, device = kernel.first
+        more = mib - kernel.memory_mib
+        if more > 0 and self._used[host][device] + more > self._sizes[host][device]:
+            return False
+        self._used[host][device] += more
+        return True
+
+    def _close(self, kernel: _Kernel) -> None:
+        host, device = kernel.first
+        self._used[host][device] -= kernel.memory_mib
+        self._sessions[host][device] -= 1
+        self._gives(kernel)
+
+
+_KINDS: dict[str, Callable[[_Setting], _Base]] = {
+    "reservation": _Whole,
+    "cull": _Whole,
+    "static-fraction": _Fractions,
+    "mps-pack": _Fractions,
+    "time-slice": _TimeSlice,
+}

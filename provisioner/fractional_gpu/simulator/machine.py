@@ -120,6 +120,12 @@ class Host:
         served = frozenset(self.pools[0].devices)
         return min((device.leasable_mib for device in self.devices if device.device_id in served), default=0)
 
+    @property
+    def leasable_mib(self) -> int:
+        """What all devices of the sessions' pool together give to leases, MiB."""
+        served = frozenset(self.pools[0].devices)
+        return sum(device.leasable_mib for device in self.devices if device.device_id in served)
+
 
 def fraction_for(session: Session, pool: PoolSpec, device_mib: int) -> tuple[int, int]:
     """Return the smallest fraction on offer (milli-GPU) of a device of that size that covers what the session asks for, and its cap in MiB.
@@ -138,18 +144,20 @@ def fraction_for(session: Session, pool: PoolSpec, device_mib: int) -> tuple[int
     most = format_fraction(largest)
     raise SimulationError(
         f"session {session.session_id!r} holds up to {format_memory(peak)}, but the largest fraction of pool {pool.name!r}, {most} of "
-        f"{format_memory(device_mib)}, does not cover that; simulate larger devices with --devices"
+        f"{format_memory(device_mib)}, does not cover that; simulate larger devices with --devices or --hosts"
     )
 
 
 def lease_for(host: Host, session: Session) -> LeaseSpec:
     """Return what the session asks for: a fraction, or as many whole devices as it uses at once. Raises SimulationError."""
     pool, device_mib, several = host.pools[0], host.device_mib, session.most_gpus > 1
-    if session.most_gpus > min(pool.max_devices, len(pool.devices)):
-        most = min(pool.max_devices, len(pool.devices))
+    kinds = [device.name for device in host.devices if device.device_id in pool.devices]
+    most = min(pool.max_devices, max(map(kinds.count, kinds), default=0))  # those of one lease are of one kind
+    if session.most_gpus > most:
         raise SimulationError(
             f"session {session.session_id!r} uses {session.most_gpus} GPUs at once, but a lease of pool {pool.name!r} may have {most}; "
-            "simulate more with --devices, or leave such sessions out with --one-gpu-only or, of synthetic users, with --several-gpus 0"
+            "simulate more in one host with --devices or --hosts, or leave such sessions out with --one-gpu-only or, of synthetic users, "
+            "with --several-gpus 0"
         )
     whole = PoolSpec(name=pool.name, devices=pool.devices, fractions_milli=(1000,)) if several else pool
     milli, cap_mib = fraction_for(session, whole, device_mib)

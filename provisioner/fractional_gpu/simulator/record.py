@@ -3,19 +3,26 @@
 One JSON object a line, in ASCII, in the order in which things happened; gzip where the name ends in `.gz`.
 The same run gives the same bytes.
 
-- The first line names the format and its version, and has the simulated machine (`Host`, field by field): devices, pools, host memory,
-  swap speeds, swaps at a time, the model of contention.
-- One line for each session, `{"session": ID, ...}`: when it is open, what it would reserve, and its cells as
+- The first line names the format and its version, and has the simulated machine as `hosts` (`Host`, field by field): devices, pools, host
+  memory, swap speeds, swaps at a time, the model of contention. `name` is that of the way of sharing, `fractional` or a baseline's. A
+  baseline that runs without the arbiter also has `baseline`, which is null otherwise: `fill_percent` (of a device that a cell fills
+  while it uses it), `clients` (the most sessions of a device) and `cull_after_ms`, each null where it does not matter.
+  All others have `door`, the rule by which sessions are given their hosts (`hosts`).
+- One line for each session, `{"session": ID, ...}`: when it is open, what it would reserve, what it asks for, and its cells as
   `[start_ms, duration_ms, gpus, gpu_mib, util_percent]`.
-- `{"event": TYPE, "fields": {...}, "digest": ..., "effects": [[TYPE, {...}], ...]}`: an event and what the arbiter answered. The digest
-  is the first 16 hexadecimal digits of the SHA-256 of the effects as canonical JSON; a replay compares it.
-- `{"world": KIND, "at_ms": ..., "session": ID, ...}`: what no event carries. `asked`, `begins`, `continues` (after a preemption),
-  `preempted`, `short` (of memory: it waits for more), `failed` (out of memory) and `ends` name the `cell`, counted from 0; those that
-  run one name `device_ids` and `util_percent`. `memory` is `mib` more used on each of `device_ids` (negative: given back). `saved` and
-  `restored` are `mib` moved to host memory and back, `dropped` is `mib` of it given up. `swap-fails` says that the `swap` that begins
-  (`suspend`, `resume`) will change nothing.
+- `{"event": TYPE, "host": N, "fields": {...}, "digest": ..., "effects": [[TYPE, {...}], ...]}`: an event and what the arbiter of a host
+  answered; hosts are counted from 0. The digest is the first 16 hexadecimal digits of the SHA-256 of the effects as canonical JSON; a
+  replay compares it.
+- `{"world": KIND, "host": N, "at_ms": ..., "session": ID, ...}`: what no event carries. `placed`: the session opens, and this is its
+  host. `asked`, `begins`, `continues` (after a preemption), `preempted`, `short` (of memory: it waits for more), `failed` (out of memory)
+  and `ends` name the `cell`, counted from 0; those that run one name `device_ids` and `util_percent`. `memory` is `mib` more used on each
+  of `device_ids` (negative: given back). `saved` and `restored` are `mib` moved to host memory and back, `dropped` is `mib` of it given
+  up. `swap-fails` says that the `swap` that begins (`suspend`, `resume`) will change nothing.
+- Baselines without the arbiter have no events. `comes`: the session is at the door (host 0 for want of a better one). `takes`: it has
+  `device_ids` of a host with `mib` on each. `culled`: it is shut down for having been idle. `gives`: it has no devices any more. `closes`.
 
-Version 1 had neither sessions nor moments of the world, and only the digest of the effects, as `effects`. It is still replayed.
+Version 2 had one host, whose fields were those of the first line, and named it nowhere else.
+Version 1 had neither sessions nor moments of the world, and only the digest of the effects, as `effects`. Both are still replayed.
 """
 
 import gzip
@@ -36,17 +43,20 @@ from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.effects import Effect
 from fractional_gpu.core.events import Event
 from fractional_gpu.simulator import SimulationError, TraceError
-from fractional_gpu.simulator.machine import Host
+from fractional_gpu.simulator.hosts import DoorRule, Machine, hosts_of
 from fractional_gpu.simulator.traces import Session
 
 _FORMAT = "jupyter-gpu-events"
-_VERSION = 2
-_REPLAYED = (1, 2)
+_VERSION = 3
+_REPLAYED = (1, 2, 3)
+_ABOUT_SESSIONS = ("user", "open_ms", "close_ms", "gpus", "gpu_mib", "priority", "asked_mib")
 _EVENTS: dict[str, type[Event]] = {
     name: kind
     for name, kind in vars(events).items()
     if isinstance(kind, type) and issubclass(kind, Event) and kind is not Event
 }
+_DROPPED: dict[str, frozenset[str]] = {"LeaseMeasured": frozenset({"armed"})}
+"""By type, fields that older records carry and that change no decision: a replay leaves them out."""
 
 
 def digest(effects: Sequence[Effect]) -> str:
@@ -66,7 +76,16 @@ def _digest(plain: list[list[object]]) -> str:
 class EventLog:
     """Writes a record; a context manager. Raises SimulationError for a file that cannot be written."""
 
-    def __init__(self, path: Path, host: Host, trace: Sequence[Session]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        machine: Machine,
+        trace: Sequence[Session],
+        *,
+        door: DoorRule = DoorRule.FIT,
+        name: str = "fractional",
+        baseline: Mapping[str, object] | None = None,
+    ) -> None:
         with ExitStack() as opened:
             try:
                 raw = opened.enter_context(path.open("wb"))
@@ -77,12 +96,12 @@ class EventLog:
                 file = opened.enter_context(gzip.GzipFile("", "wb", fileobj=raw, mtime=0))
             self._file = opened.enter_context(TextIOWrapper(file, encoding="ascii", newline="\n"))
             self._opened = opened.pop_all()
-        self._write({"format": _FORMAT, "version": _VERSION, **asdict(host)})
+        hosts = [asdict(host) for host in hosts_of(machine)]
+        about = {"name": name, "baseline": baseline, "door": None if baseline is not None else door}
+        self._write({"format": _FORMAT, "version": _VERSION, **about, "hosts": hosts})
         for session in trace:
-            about = {
-                name: getattr(session, name) for name in ("user", "open_ms", "close_ms", "gpus", "gpu_mib", "priority")
-            }
-            self._write({"session": session.session_id, **about, "cells": [astuple(cell) for cell in session.cells]})
+            facts = {name: getattr(session, name) for name in _ABOUT_SESSIONS}
+            self._write({"session": session.session_id, **facts, "cells": [astuple(cell) for cell in session.cells]})
 
     def __enter__(self) -> Self:
         return self
@@ -92,16 +111,15 @@ class EventLog:
     ) -> None:
         self._opened.close()
 
-    def watch(self, event: Event, effects: Sequence[Effect]) -> None:
+    def event(self, host: int, event: Event, effects: Sequence[Effect]) -> None:
         """Record an event and its effects."""
-        plain = _plain(effects)
-        self._write(
-            {"event": type(event).__name__, "fields": asdict(event), "digest": _digest(plain), "effects": plain}
-        )
+        plain, name = _plain(effects), type(event).__name__
+        line = {"event": name, "host": host, "fields": asdict(event), "digest": _digest(plain), "effects": plain}
+        self._write(line)
 
-    def world(self, kind: str, at_ms: int, session_id: str, about: Mapping[str, object]) -> None:
+    def moment(self, host: int, kind: str, at_ms: int, session_id: str, **about: object) -> None:
         """Record a moment that no event carries."""
-        self._write({"world": kind, "at_ms": at_ms, "session": session_id, **about})
+        self._write({"world": kind, "host": host, "at_ms": at_ms, "session": session_id, **about})
 
     def _write(self, line: dict[str, object]) -> None:
         self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
@@ -115,14 +133,14 @@ def replay(path: Path) -> tuple[int, int]:
     events_seen = effects_seen = 0
     try:
         with _reading(path) as file:
-            version, arbiter = _begin(path, file.readline())
+            version, arbiters = _begin(path, file.readline())
             for number, line in enumerate(file, 2):
                 entry = _object(path, number, line)
                 if version > 1 and "event" not in entry and ("world" in entry or "session" in entry):
                     continue
                 event = _event(path, number, entry)
                 expected = str(entry.get("digest" if version > 1 else "effects"))
-                effects = arbiter.handle(event)
+                effects = _arbiter(path, number, entry, arbiters).handle(event)
                 if digest(effects) != expected:
                     raise SimulationError(
                         f"{path}, line {number}: the arbiter now answers {type(event).__name__} with other effects than recorded "
@@ -142,12 +160,27 @@ def _reading(path: Path) -> IO[str]:
     return gzip.open(path, "rt", encoding="ascii") if path.suffix == ".gz" else path.open(encoding="ascii")
 
 
-def _begin(path: Path, line: str) -> tuple[int, Arbiter]:
+def _begin(path: Path, line: str) -> tuple[int, list[Arbiter]]:
+    """Return the version of a record, and a new arbiter for each of its hosts."""
     head = _object(path, 1, line)
-    version, swaps = head.get("version"), head.get("parallel_swaps")
-    if head.get("format") != _FORMAT or version not in _REPLAYED or not isinstance(swaps, int) or swaps < 1:
-        raise TraceError(f"{path} is not an event log of version 1 or {_VERSION}; record one with --record")
-    return version, Arbiter(parallel_swaps=swaps)
+    version = head.get("version")
+    hosts = head.get("hosts") if version == _VERSION else [head]
+    swaps = [host.get("parallel_swaps") for host in hosts if isinstance(host, dict)] if isinstance(hosts, list) else []
+    sound = [one for one in swaps if isinstance(one, int) and one > 0]
+    if head.get("format") != _FORMAT or version not in _REPLAYED or not sound or len(sound) != len(swaps):
+        raise TraceError(f"{path} is not an event log of version 1 to {_VERSION}; record one with --record")
+    if head.get("baseline") is not None:
+        raise TraceError(
+            f"{path} is of the baseline {head.get('name')}, in which no arbiter decides; there is nothing to replay"
+        )
+    return version, [Arbiter(parallel_swaps=one) for one in sound]
+
+
+def _arbiter(path: Path, number: int, entry: dict[str, Any], arbiters: Sequence[Arbiter]) -> Arbiter:
+    host = entry.get("host", 0)
+    if not isinstance(host, int) or not 0 <= host < len(arbiters):
+        raise TraceError(f"{path}, line {number}: there is no host {str(host)[:40]}; the record has {len(arbiters)}")
+    return arbiters[host]
 
 
 def _event(path: Path, number: int, entry: dict[str, Any]) -> Event:
@@ -179,7 +212,8 @@ def _decode(kind: Any, value: Any) -> object:  # noqa: ANN401 - types and JSON v
         if not isinstance(value, dict):
             raise TypeError(f"expected an object for {kind.__name__}")
         hints = get_type_hints(kind)
-        known = {field.name for field in fields(kind)}
+        known, dropped = {field.name for field in fields(kind)}, _DROPPED.get(kind.__name__, frozenset())
+        value = {name: item for name, item in value.items() if name not in dropped}
         if unknown := sorted(set(value) - known):
             raise ValueError(f"{kind.__name__} has no field {unknown[0]!r}")
         return kind(**{name: _decode(hints[name], item) for name, item in value.items()})

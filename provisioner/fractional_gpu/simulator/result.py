@@ -7,8 +7,9 @@ Accounts add up GPU time, devices in use, and memory a second time: from what ke
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from fractional_gpu.core.model import DeviceSpec
+from fractional_gpu.core.forecasts.estimators import ErrorView
 from fractional_gpu.simulator.felt import USERS_TOO_LATE, Felt, Goal, Lateness, Spread, too_long
+from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.traces import Session
 
 
@@ -31,6 +32,7 @@ class Result:
     cells: int
     gpu_cells: int
     devices: int
+    hosts: int = 1
     reserved: int = 0  # what the sessions would have reserved, whole GPUs from open to close
     busy: int = 0  # cells on a GPU, each counted as the GPUs it uses
     held: int = 0  # devices on which memory is held
@@ -45,7 +47,7 @@ class Result:
     failed_swaps: int = 0  # suspends and resumes that were begun and changed nothing
     preemptions: int = 0
     moved_mib: int = 0
-    host_peak_mib: int = 0
+    host_peak_mib: int = 0  # the most saved on one host
     out_of_memory: int = 0
     lost: int = 0
     wall_s: float = 0.0
@@ -60,6 +62,7 @@ class Result:
             "sessions": self.sessions,
             "cells": self.cells,
             "gpu_cells": self.gpu_cells,
+            "hosts": self.hosts,
             "devices": self.devices,
             "reserved_gpu_hours": _hours(self.reserved),
             "busy_gpu_hours": _hours(self.busy),
@@ -114,28 +117,45 @@ def _hours(milli_ms: int) -> float:
     return round(milli_ms / _HOUR_MILLI_MS, 3)
 
 
-def begin_result(name: str, trace: Sequence[Session], devices: int) -> Result:
+def begin_result(name: str, trace: Sequence[Session], hosts: Sequence[Host]) -> Result:
     """Return a result with what is known before anything has run."""
     return Result(
         name=name,
         sessions=len(trace),
         cells=sum(len(session.cells) for session in trace),
         gpu_cells=sum(cell.gpus > 0 for session in trace for cell in session.cells),
-        devices=devices,
+        devices=sum(len(host.devices) for host in hosts),
+        hosts=len(hosts),
         reserved=sum(session.gpus * (session.close_ms - session.open_ms) * 1000 for session in trace),
     )
 
 
-class Accounts:
-    """The books of one run. `running_gpus` and `waiting` are kept by the run."""
+def merged_errors(errors: Sequence[Sequence[ErrorView]]) -> dict[str, dict[str, float]]:
+    """Return how far off the forecasts of all hosts were: their counts added up, and their figures weighted by their counts."""
+    merged: dict[str, dict[str, float]] = {}
+    for views in zip(*errors, strict=True):
+        count = sum(view.count for view in views)
+        weighted = [(view, view.count if count else 1) for view in views]
+        weights = sum(weight for _, weight in weighted)
+        merged[views[0].what] = {
+            "count": count,
+            "median_relative": sum(view.median_error_permille * weight for view, weight in weighted) / weights / 1000,
+            "within_bounds": sum(view.covered_permille * weight for view, weight in weighted) / weights / 1000,
+        }
+    return merged
 
-    def __init__(self, result: Result, devices: Iterable[DeviceSpec]) -> None:
+
+class Accounts:
+    """The books of one run, of all hosts. `running_gpus` and `waiting` are kept by the run. Hosts are counted from 0."""
+
+    def __init__(self, result: Result, hosts: Sequence[Host]) -> None:
         self.result = result
         self.running_gpus = self.waiting = 0
-        self._sizes = {device.device_id: device.memory_mib for device in devices}
-        self._used = dict.fromkeys(self._sizes, 0)
-        self._holders = dict.fromkeys(self._sizes, 0)
-        self._devices_held = self._accounted_ms = self._host_mib = 0
+        self._sizes = [{device.device_id: device.memory_mib for device in host.devices} for host in hosts]
+        self._used = [dict.fromkeys(sizes, 0) for sizes in self._sizes]
+        self._holders = [dict.fromkeys(sizes, 0) for sizes in self._sizes]
+        self._host_mib = [0 for _ in hosts]
+        self._devices_held = self._accounted_ms = 0
 
     def advance(self, now_ms: int) -> None:
         """Account for the time up to now: nothing has changed since the last call."""
@@ -155,34 +175,37 @@ class Accounts:
         """Close the timeline at its end."""
         self.result.timeline.append(Point(self._accounted_ms, self._devices_held, self.running_gpus, self.waiting))
 
-    def hold(self, device_ids: Iterable[str]) -> None:
+    def hold(self, host: int, device_ids: Iterable[str]) -> None:
         """Count a reservation on the devices from now on."""
+        holders = self._holders[host]
         for device_id in device_ids:
-            self._devices_held += self._holders[device_id] == 0
-            self._holders[device_id] += 1
+            self._devices_held += holders[device_id] == 0
+            holders[device_id] += 1
 
-    def let_go(self, device_ids: Iterable[str]) -> None:
+    def let_go(self, host: int, device_ids: Iterable[str]) -> None:
         """Count one reservation less on the devices."""
+        holders = self._holders[host]
         for device_id in device_ids:
-            self._holders[device_id] -= 1
-            self._devices_held -= self._holders[device_id] == 0
+            holders[device_id] -= 1
+            self._devices_held -= holders[device_id] == 0
 
-    def use(self, device_ids: Iterable[str], mib: int) -> None:
+    def use(self, host: int, device_ids: Iterable[str], mib: int) -> None:
         """Count `mib` more used on each device; negative: given back."""
+        used, sizes = self._used[host], self._sizes[host]
         for device_id in device_ids:
-            self._used[device_id] += mib
-            if mib > 0 and self._used[device_id] > self._sizes[device_id]:
+            used[device_id] += mib
+            if mib > 0 and used[device_id] > sizes[device_id]:
                 self.result.out_of_memory += 1
 
-    def save(self, mib: int) -> None:
-        """Count `mib` moved to the host; negative: back to devices."""
-        self.drop_saved(-mib)
+    def save(self, host: int, mib: int) -> None:
+        """Count `mib` moved to the host's memory; negative: back to devices."""
+        self.drop_saved(host, -mib)
         self.result.moved_mib += abs(mib)
 
-    def drop_saved(self, mib: int) -> None:
+    def drop_saved(self, host: int, mib: int) -> None:
         """Count `mib` of the host's memory as free again."""
-        self._host_mib -= mib
-        self.result.host_peak_mib = max(self.result.host_peak_mib, self._host_mib)
+        self._host_mib[host] -= mib
+        self.result.host_peak_mib = max(self.result.host_peak_mib, self._host_mib[host])
 
 
 _HOUR_MILLI_MS = 3_600_000 * 1000

@@ -1,4 +1,4 @@
-"""The fewest devices that keep to a goal: runs of the same trace with more and fewer devices."""
+"""The fewest devices, or hosts, that keep to a goal: runs of the same trace with more and fewer of them."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -12,35 +12,38 @@ _FIRST_STEP = 8  # the first step is so large a part of the devices that the sea
 _STAYS_MS = 120_000  # for how long after a cell its kernel is counted as on its device
 
 
-def fewest_devices(run: Callable[[int], Result], goal: Goal, most: int, *, least: int = 1, start: int = 1) -> Result:
-    """Return the run with the fewest devices, from `least` to `most`, that keeps the goal.
+def fewest(
+    run: Callable[[int], Result], goal: Goal, most: int, *, least: int = 1, start: int = 1, counted: str = "devices"
+) -> Result:
+    """Return the run with the fewest devices (or whatever else is counted), from `least` to `most`, that keeps the goal.
 
     A run that keeps the goal is played to its end, one that misses it is given up early (`Felt.hopeless`). The search begins at `start`
     and goes up or down, by an eighth at first and by twice as much each time, until one number keeps the goal and a smaller one misses
-    it; from there it halves the interval. That finds the fewest where more devices never make waits longer, which holds but for luck.
+    it; from there it halves the interval. So what is found keeps the goal, and one less misses it. It is the fewest where more devices
+    never make waits longer. They do at times (docs/simulator.md): a smaller number further below may keep the goal, too.
 
-    Raises SimulationError where `most` devices are too few.
+    Raises SimulationError where `most` are too few.
     """
     good: Result | None = None
-    too_few, count = least - 1, max(least, min(most, start))
+    enough, too_few, count = most, least - 1, max(least, min(most, start))
     step = max(1, count // _FIRST_STEP)
-    while good is None or good.devices - too_few > 1:
+    while good is None or enough - too_few > 1:
         result = run(count)
         missed = result.missed(goal)
         if not missed:
-            good = result
+            good, enough = result, count
         elif count >= most:
             raise SimulationError(
-                f"with {most} devices {missed}; allow longer waits with --p95-wait, --p99-wait or --p95-late, or quicker swaps"
+                f"with {most} {counted} {missed}; allow longer waits with --p95-wait, --p99-wait or --p95-late, or quicker swaps"
             )
         else:
             too_few = count
         if good is None:
             count, step = min(most, count + step), 2 * step
         elif too_few < least:
-            count, step = max(least, good.devices - step), 2 * step
+            count, step = max(least, enough - step), 2 * step
         else:
-            count = (good.devices + too_few) // 2
+            count = (enough + too_few) // 2
     return good
 
 

@@ -1,6 +1,7 @@
-"""Virtual time: a trace of notebook sessions drives the same arbiter that the broker drives in real time.
+"""Virtual time: a trace of notebook sessions drives the same arbiter that the broker drives in real time, one on each host.
 
-- One heap of (time, order) moments; the arbiter's effects come back as later moments; nothing depends on a clock or on hash order.
+- One heap of (time, order) moments for all hosts; an arbiter's effects come back as later moments; nothing depends on a clock or on
+  hash order. A session is given its host when it opens (`hosts`), and stays there.
 - A session's kernel is gated. A GPU cell is asked for: the kernel is busy from then on, `Wanted` goes out unless the lease is resident,
   and the cell runs once granted. The next cell comes as long after it as in the trace: a wait delays everything behind it.
 - A wait is the time from asking to running, the restore included; cells that found their kernel resident count with zero.
@@ -14,10 +15,9 @@
 
 import random
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from heapq import heappop, heappush
 
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.effects import (
@@ -52,15 +52,17 @@ from fractional_gpu.core.events import (
     Tick,
     Wanted,
 )
+from fractional_gpu.core.forecasts.estimators import ErrorView
 from fractional_gpu.core.model import HOLDING, LeaseSpec, LeaseState
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.felt import Felt, Goal
-from fractional_gpu.simulator.machine import UNSHARED, Host, Running, SharedDevice, lease_for
-from fractional_gpu.simulator.result import Accounts, Result, begin_result
+from fractional_gpu.simulator.hosts import Door, DoorRule, Machine, Moments, Recorder, hosts_of
+from fractional_gpu.simulator.machine import UNSHARED, Host, Running, SharedDevice
+from fractional_gpu.simulator.result import Accounts, Result, begin_result, merged_errors
 from fractional_gpu.simulator.traces import Cell, Session
 
 Watch = Callable[[Event, Sequence[Effect]], None]
-World = Callable[[str, int, str, Mapping[str, object]], None]
+Progress = Callable[[int, int], None]
 _MEASURED_MS = 2_000  # from one measurement of the broker to the next
 _REFUSED_BY_LIMIT = frozenset({"user-limit", "group-limit"})  # the user has too many already: the session never runs
 
@@ -71,6 +73,7 @@ class _Kernel:
 
     session: Session
     spec: LeaseSpec
+    ended: Callable[[], None]
     state: LeaseState | None = None
     device_ids: tuple[str, ...] = ()
     reserved_mib: int = 0  # on each of its devices: what it may use there
@@ -101,81 +104,140 @@ class _Kernel:
 
 
 def simulate(
-    host: Host,
+    machine: Machine,
     trace: Sequence[Session],
     *,
+    door: DoorRule = DoorRule.FIT,
     watch: Watch | None = None,
-    world: World | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    record: Recorder | None = None,
+    progress: Progress | None = None,
     goal: Goal | None = None,
 ) -> Result:
-    """Run the trace. `watch` sees every event and its effects; `progress` the sessions that ended, and all.
+    """Run the trace on one host or on several, among which `door` chooses.
 
-    `world` sees what no event carries, with the time in ms and the session: the moments that `record` lists.
+    `watch` sees every event and its effects; `progress` the sessions that ended, and all.
 
-    A run that cannot reach the `goal` any more is given up there. Raises SimulationError for a session that the host cannot serve at all.
+    A run that cannot reach the `goal` any more is given up there. Raises SimulationError for a session that no host can serve at all.
     """
-    return _Run(host, trace, goal, watch=watch, world=world, progress=progress).result()
+    return _Cluster(hosts_of(machine), trace, goal, door=door, watch=watch, record=record, progress=progress).result()
 
 
-class _Run:
+@dataclass(slots=True, kw_only=True)
+class _Shared:
+    """What the hosts of a run share. `over` is told of the end of a session's lease."""
+
+    moments: Moments
+    result: Result
+    accounts: Accounts
+    felt: Felt
+    watch: Watch | None
+    record: Recorder | None
+    over: Callable[[int, LeaseSpec], None]
+
+
+class _Cluster:
+    """A run: its hosts, and the door."""
+
     def __init__(
         self,
-        host: Host,
+        hosts: Sequence[Host],
         trace: Sequence[Session],
         goal: Goal | None,
         *,
+        door: DoorRule,
         watch: Watch | None,
-        world: World | None,
-        progress: Callable[[int, int], None] | None,
+        record: Recorder | None,
+        progress: Progress | None,
     ) -> None:
-        self._host, self._trace = host, trace
-        self._arbiter = Arbiter(parallel_swaps=host.parallel_swaps)
-        self._watch, self._world, self._progress = watch, world, progress
-        self._now_ms = self._order = self._ended = self._wake_version = 0
-        self._moments: list[tuple[int, int, Callable[[], None]]] = []
-        self._events: deque[Event] = deque()
-        self._kernels = {session.session_id: _Kernel(session, lease_for(host, session)) for session in trace}
-        self._shared = {device.device_id: SharedDevice(slowdown=host.slowdown) for device in host.devices}
-        self._result = begin_result("fractional", trace, len(host.devices))
-        self._accounts = Accounts(self._result, host.devices)
-        self._felt = Felt(trace, goal)
-        self._closed_ms = 0
+        self._trace, self._progress = trace, progress
+        self._result = begin_result("fractional", trace, hosts)
+        self._door = Door(hosts, trace, door)
+        self._ended = 0
+        self._shared = _Shared(
+            moments=Moments(),
+            result=self._result,
+            accounts=Accounts(self._result, hosts),
+            felt=Felt(trace, goal),
+            watch=watch,
+            record=record,
+            over=self._door.closed,
+        )
+        self._runs = [_Run(number, host, self._shared) for number, host in enumerate(hosts)]
 
     def result(self) -> Result:
         """Run to the end."""
+        moments, felt, accounts = self._shared.moments, self._shared.felt, self._shared.accounts
+        for run in self._runs:
+            run.begin()
+        for session in self._trace:
+            moments.at(session.open_ms, partial(self._open, session))
+        while moments and not felt.hopeless:
+            at_ms, act = moments.next()
+            accounts.advance(at_ms)
+            moments.now_ms = at_ms
+            act()
+        for run in self._runs:
+            run.validate()
+        accounts.finish()
+        self._result.feel(felt)
+        closed_ms = max((run.closed_ms for run in self._runs), default=0)
+        self._result.own(min((session.open_ms for session in self._trace), default=0), closed_ms)
+        self._result.forecast_error = merged_errors([run.forecast_errors() for run in self._runs])
+        self._result.lost += len(self._trace) - sum(run.over for run in self._runs)
+        return self._result
+
+    def _open(self, session: Session) -> None:
+        """Send a session to its host."""
+        host, lease = self._door.choose(session)
+        if self._shared.record is not None:
+            self._shared.record.moment(host, "placed", self._shared.moments.now_ms, session.session_id)
+        self._door.opened(host, lease)
+        self._runs[host].open(session, lease, self._ends)
+
+    def _ends(self) -> None:
+        self._ended += 1
+        if self._progress is not None:
+            self._progress(self._ended, self._result.sessions)
+
+
+class _Run:
+    """One host: its arbiter, and the sessions that live there."""
+
+    def __init__(self, number: int, host: Host, shared: _Shared) -> None:
+        self._number, self._host = number, host
+        self._moments, self._result, self._accounts = shared.moments, shared.result, shared.accounts
+        self._felt, self._watch, self._record, self._lease_over = shared.felt, shared.watch, shared.record, shared.over
+        self._arbiter = Arbiter(parallel_swaps=host.parallel_swaps)
+        self._wake_version = 0
+        self._events: deque[Event] = deque()
+        self._kernels: dict[str, _Kernel] = {}
+        self._shared = {device.device_id: SharedDevice(slowdown=host.slowdown) for device in host.devices}
+        self.closed_ms = self.over = 0  # when the last of its sessions closed, and how many are over
+
+    def begin(self) -> None:
+        """Show the arbiter its machine."""
         self._send(HostMemorySeen(at_ms=0, budget_mib=self._host.host_memory_mib))
         for device in self._host.devices:
             self._send(DeviceSeen(at_ms=0, device=device))
         for pool in self._host.pools:
             self._send(PoolConfigured(at_ms=0, pool=pool))
-        for kernel in self._kernels.values():
-            self._at(kernel.session.open_ms, partial(self._open, kernel))
-        while self._moments and not self._felt.hopeless:
-            at_ms, _, act = heappop(self._moments)
-            self._accounts.advance(at_ms)
-            self._now_ms = at_ms
-            act()
+
+    def validate(self) -> None:
+        """Check the whole state of the arbiter."""
         self._arbiter.validate()
-        self._accounts.finish()
-        self._result.feel(self._felt)
-        self._result.own(min((session.open_ms for session in self._trace), default=0), self._closed_ms)
-        self._result.forecast_error = {
-            view.what: {
-                "count": view.count,
-                "median_relative": view.median_error_permille / 1000,
-                "within_bounds": view.covered_permille / 1000,
-            }
-            for view in self._arbiter.forecasts.errors()
-        }
-        self._result.lost += sum(not kernel.over for kernel in self._kernels.values())
-        return self._result
+
+    def forecast_errors(self) -> Sequence[ErrorView]:
+        """Return how far off this host's forecasts were."""
+        return self._arbiter.forecasts.errors()
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
+    @property
+    def _now_ms(self) -> int:
+        return self._moments.now_ms
+
     def _at(self, at_ms: int, act: Callable[[], None]) -> None:
-        self._order += 1
-        heappush(self._moments, (max(at_ms, self._now_ms), self._order, act))
+        self._moments.at(at_ms, act)
 
     def _send(self, event: Event) -> None:
         """Send an event to the arbiter and execute its effects; events that arise on the way follow."""
@@ -186,20 +248,29 @@ class _Run:
             effects = self._arbiter.handle(self._events[0])
             if self._watch is not None:
                 self._watch(self._events[0], effects)
+            if self._record is not None:
+                self._record.event(self._number, self._events[0], effects)
             for effect in effects:
                 self._execute(effect)
             self._events.popleft()
 
-    def _note(self, kind: str, kernel: _Kernel, **fields: object) -> None:
+    def _note(self, kind: str, kernel: _Kernel, **about: object) -> None:
         """Write a moment of the world to the record, if there is one."""
-        if self._world is not None:
-            self._world(kind, self._now_ms, kernel.session.session_id, fields)
+        if self._record is not None:
+            self._record.moment(self._number, kind, self._now_ms, kernel.session.session_id, **about)
 
     def _use(self, kernel: _Kernel, device_ids: tuple[str, ...], mib: int) -> None:
         """Count `mib` more used on each of the devices; negative: given back."""
-        self._accounts.use(device_ids, mib)
+        self._accounts.use(self._number, device_ids, mib)
         if mib:
             self._note("memory", kernel, device_ids=device_ids, mib=mib)
+
+    def _is_over(self, kernel: _Kernel) -> None:
+        """Count the session's lease no more."""
+        if not kernel.over:
+            kernel.over = True
+            self.over += 1
+            self._lease_over(self._number, kernel.spec)
 
     # -- effects of the arbiter ----------------------------------------------------------------------------------------
 
@@ -234,10 +305,10 @@ class _Run:
                     self._at(at_ms, partial(self._wake, self._wake_version))
             case LeaseEnded(lease_id=lease_id, reason=reason) if reason != "released":
                 self._result.lost += 1
-                self._kernels[lease_id].over = True
+                self._is_over(self._kernels[lease_id])
             case LeaseRefused(lease_id=lease_id, reason=reason) if reason in _REFUSED_BY_LIMIT:
                 self._result.lost += 1
-                self._kernels[lease_id].over = True
+                self._is_over(self._kernels[lease_id])
             case LeaseRefused(lease_id=lease_id, sentence=sentence):
                 raise SimulationError(f"session {lease_id!r} was refused: {sentence}")
 
@@ -247,10 +318,10 @@ class _Run:
 
     def _changed(self, kernel: _Kernel, change: StateChanged) -> None:
         if kernel.state in HOLDING:
-            self._accounts.let_go(kernel.device_ids)
+            self._accounts.let_go(self._number, kernel.device_ids)
         if change.new in HOLDING and change.device_id is not None:
             kernel.device_ids = self._devices_of(kernel, change.device_id)
-            self._accounts.hold(kernel.device_ids)
+            self._accounts.hold(self._number, kernel.device_ids)
         kernel.state = change.new
 
     def _devices_of(self, kernel: _Kernel, device_id: str) -> tuple[str, ...]:
@@ -328,7 +399,7 @@ class _Run:
         def saved() -> None:
             if not kernel.over:
                 self._use(kernel, device_ids, -mib)
-                self._accounts.save(total_mib)
+                self._accounts.save(self._number, total_mib)
                 self._note("saved", kernel, mib=total_mib)
             outcome = SuspendOutcome.NOTHING_TO_SAVE if mib == 0 else SuspendOutcome.SAVED
             self._suspended(effect, outcome, saved_mib=total_mib)
@@ -347,7 +418,7 @@ class _Run:
 
         def restored() -> None:
             if not kernel.over:
-                self._accounts.save(-total_mib)
+                self._accounts.save(self._number, -total_mib)
                 self._note("restored", kernel, mib=total_mib)
             self._resumed(effect, ResumeOutcome.RESTORED)
 
@@ -366,14 +437,16 @@ class _Run:
 
     # -- a session ------------------------------------------------------------------------------------------------------
 
-    def _open(self, kernel: _Kernel) -> None:
-        self._send(LeaseRequested(at_ms=self._now_ms, spec=kernel.spec))
+    def open(self, session: Session, lease: LeaseSpec, ended: Callable[[], None]) -> None:
+        """Begin a session here; `ended` is called when it is over."""
+        kernel = self._kernels[session.session_id] = _Kernel(session, lease, ended)
+        self._send(LeaseRequested(at_ms=self._now_ms, spec=lease))
         if kernel.over:
-            self._ends()
+            ended()
             return
         self._felt.entered(0)  # a lease is given at once; its cells wait
-        self._send(Attached(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, gated=True))
-        first = kernel.session.cells[0].start_ms if kernel.session.cells else kernel.session.close_ms
+        self._send(Attached(at_ms=self._now_ms, lease_id=lease.lease_id, gated=True))
+        first = session.cells[0].start_ms if session.cells else session.close_ms
         self._at(first, partial(self._next, kernel))
 
     def _next(self, kernel: _Kernel) -> None:
@@ -522,17 +595,13 @@ class _Run:
         self._at(self._now_ms + thinks_ms, partial(self._next, kernel))
 
     def _close(self, kernel: _Kernel) -> None:
-        kernel.over, self._closed_ms = True, self._now_ms
+        self._is_over(kernel)
+        self.closed_ms = self._now_ms
         if kernel.state in HOLDING and not (kernel.state is LeaseState.RESUMING and kernel.resume_fails):
             self._use(kernel, kernel.device_ids, -kernel.memory_mib)
         if kernel.state is LeaseState.SUSPENDED or kernel.state is LeaseState.RESUMING:
             self._note("dropped", kernel, mib=kernel.total_mib)
-            self._accounts.drop_saved(kernel.total_mib)
+            self._accounts.drop_saved(self._number, kernel.total_mib)
         self._send(ProcessExited(at_ms=self._now_ms, lease_id=kernel.spec.lease_id))
         self._send(LeaseReleased(at_ms=self._now_ms, lease_id=kernel.spec.lease_id))
-        self._ends()
-
-    def _ends(self) -> None:
-        self._ended += 1
-        if self._progress is not None:
-            self._progress(self._ended, self._result.sessions)
+        kernel.ended()

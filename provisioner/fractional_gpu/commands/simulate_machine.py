@@ -1,0 +1,218 @@
+"""On what `jupyter gpu simulate` runs sessions: one host, or several."""
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fractional_gpu.commands.simulate_load import percent, positive
+from fractional_gpu.commands.terminal.errors import UsageError
+from fractional_gpu.config import ConfigError, Settings, load
+from fractional_gpu.core.model import DeviceSpec, PoolSpec
+from fractional_gpu.core.units import parse_duration_ms, parse_memory_mib
+from fractional_gpu.simulator.hosts import DoorRule
+from fractional_gpu.simulator.machine import Host, SwapSpeed
+from fractional_gpu.simulator.policies import POLICIES
+
+MOST_DEVICES = 8192
+MOST_IN_A_HOST = 16  # GPUs: no host on sale has more
+_DEVICES = re.compile(r"(\d{1,4})x(.{1,20})", re.ASCII)
+_HOSTS = re.compile(r"\s*(\d{1,4}|\?)x\(([^()]*)\)", re.ASCII)
+_FORM = (
+    "COUNTx(COUNTxMEMORY) such as '4x(8x80GiB)' or '4x(8x80GiB),2x(6x80GiB,2x40GiB)' is, and with --find-devices '?x(8x80GiB)', "
+    f"at most {MOST_DEVICES} GPUs in all"
+)
+
+
+def configure_machine(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say on what the sessions run."""
+    host = parser.add_argument_group("the machine")
+    host.add_argument("--devices", metavar="NxSIZE", help="the GPUs, all in one host (default: 8x80GiB)")
+    host.add_argument(
+        "--hosts",
+        metavar="Nx(NxSIZE)",
+        help="hosts with their GPUs, such as '4x(8x80GiB)' or '4x(8x80GiB),2x(6x80GiB,2x40GiB)'; with --find-devices '?x(8x80GiB)'",
+    )
+    host.add_argument(
+        "--gpus-per-host",
+        type=positive,
+        default=MOST_IN_A_HOST,
+        metavar="N",
+        help=f"the most that --hosts may put into one host (default: {MOST_IN_A_HOST})",
+    )
+    host.add_argument(
+        "--door",
+        choices=[rule.value for rule in DoorRule],
+        default=DoorRule.FIT.value,
+        help="how a session is given its host when it opens: where it fits best, or where the most is free (default: fit)",
+    )
+    host.add_argument(
+        "--host-memory",
+        metavar="SIZE",
+        help="of each host, for suspended state (default: the policy's size, or 1TiB)",
+    )
+    host.add_argument("--swap-fixed", default="300ms", metavar="TIME", help="of every swap (default: 300ms)")
+    host.add_argument("--save-speed", default="1800MiB", metavar="SIZE", help="saved a second (default: 1800MiB)")
+    host.add_argument("--restore-speed", default="4000MiB", metavar="SIZE", help="restored a second (default: 4000MiB)")
+    host.add_argument(
+        "--parallel-swaps", type=positive, default=1, metavar="N", help="swaps of a host at a time (default: 1)"
+    )
+    host.add_argument(
+        "--failed-swaps", type=percent, default=0, metavar="PERCENT", help="of the swaps fail harmlessly (default: 0)"
+    )
+    host.add_argument("--no-slowdown", action="store_true", help="busy cells on one device do not slow each other down")
+    host.add_argument("--every-cell-asks", action="store_true", help="cells that touch no GPU wait for it, too")
+    host.add_argument(
+        "--request",
+        type=percent,
+        default=100,
+        metavar="PERCENT",
+        help="of its cap that a session is guaranteed, where the policy reserves by use (default: 100)",
+    )
+    host.add_argument(
+        "--growth-patience",
+        default="1m",
+        metavar="TIME",
+        help="a cell whose reservation does not grow for so long is out of memory; 0: at once (default: 1m)",
+    )
+    host.add_argument(
+        "--policy",
+        metavar="FILE",
+        help="a broker's configuration file (default: suspend only when another session needs the room, resume on any device); "
+        "with --placement the name of a placement policy",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MachineOptions:
+    """What was said about the machine. `shapes` are the MiB of the GPUs of each host, or with `--find-devices` those of one host."""
+
+    options: argparse.Namespace
+    shapes: tuple[tuple[int, ...], ...]
+    several: bool  # hosts, by --hosts
+    settings: Settings | None
+
+    def hosts(self, count: int | None = None) -> tuple[Host, ...]:
+        """Return the hosts; with a count so many of the first shape, or one host with so many GPUs of the first size."""
+        shapes = self.shapes
+        if count is not None:
+            shapes = shapes[:1] * count if self.several else ((shapes[0][0],) * count,)
+        made = {shape: self._host(shape) for shape in dict.fromkeys(shapes)}
+        return tuple(made[shape] for shape in shapes)
+
+    def _host(self, sizes: Sequence[int]) -> Host:
+        options, settings = self.options, self.settings
+        devices = tuple(
+            DeviceSpec(
+                device_id=f"simulated-{number}",
+                name=f"simulated-{mib}",
+                memory_mib=mib,
+                overhead_mib=settings.overhead_mib(mib, simulated=True) if settings is not None else 0,
+            )
+            for number, mib in enumerate(sizes)
+        )
+        names = tuple(device.device_id for device in devices)
+        pools: tuple[PoolSpec, ...] = (PoolSpec(name="default", devices=names),)
+        budget_mib = 1 << 20
+        if settings is not None:
+            first = settings.default_pool
+            pools = tuple(sorted(settings.pool_specs(devices), key=lambda pool: pool.name != first))
+            budget_mib = settings.host_memory_mib if settings.host_memory_mib is not None else budget_mib
+        if options.host_memory is not None:
+            budget_mib = parsed("--host-memory", parse_memory_mib, options.host_memory)
+        return Host(
+            devices=devices,
+            pools=pools,
+            host_memory_mib=budget_mib,
+            swap=SwapSpeed(
+                fixed_ms=parsed("--swap-fixed", parse_duration_ms, options.swap_fixed),
+                save_mib_per_s=parsed("--save-speed", parse_memory_mib, options.save_speed),
+                restore_mib_per_s=parsed("--restore-speed", parse_memory_mib, options.restore_speed),
+            ),
+            parallel_swaps=options.parallel_swaps,
+            failed_swaps_percent=options.failed_swaps,
+            seed=options.seed,
+            slowdown=not options.no_slowdown,
+            every_cell_asks=options.every_cell_asks,
+            request_percent=options.request,
+            patience_ms=parsed("--growth-patience", parse_duration_ms, options.growth_patience),
+        )
+
+
+def read_machine(options: argparse.Namespace) -> MachineOptions:
+    """Return what the options say about the machine. Raises UsageError, ConfigError."""
+    settings = _policy(options.policy) if options.policy is not None else None
+    if options.hosts is None:
+        sizes = _devices("--devices", options.devices or "8x80GiB")
+        return MachineOptions(options, (tuple(sizes),), several=False, settings=settings)
+    if options.devices is not None:
+        raise UsageError("--devices is one host and --hosts are several; say one of them")
+    searched = options.hosts.strip().startswith("?")
+    if searched != options.find_devices:
+        instead = "say a number of hosts such as '4x(8x80GiB)', or --find-devices" if searched else "say '?x(8x80GiB)'"
+        raise UsageError(
+            f"--hosts {options.hosts[:60]!r} {'without' if searched else 'with'} --find-devices is not allowed; {instead}"
+        )
+    return MachineOptions(options, tuple(_hosts(options.hosts, options.gpus_per_host)), several=True, settings=settings)
+
+
+def _hosts(text: str, most: int) -> list[tuple[int, ...]]:
+    """Return the MiB of each GPU of each host from `4x(8x80GiB),2x(4x40GiB)`; of `?x(8x80GiB)` those of one host."""
+    shapes: list[tuple[int, ...]] = []
+    parts, at = text.strip(), 0
+    while at < len(parts):
+        match = _HOSTS.match(parts, at)
+        end = match.end() if match is not None else 0
+        if match is None or parts[end : end + 1] not in ("", ",") or (match[1] == "?" and (shapes or end < len(parts))):
+            break
+        shape, count = tuple(_devices("--hosts", match[2])), 1 if match[1] == "?" else int(match[1])
+        if len(shape) > most:
+            raise UsageError(
+                f"--hosts {text[:60]!r} has {len(shape)} GPUs in a host; at most {most} are allowed: say more hosts with fewer GPUs, or "
+                f"allow so many with --gpus-per-host {len(shape)}"
+            )
+        if not 0 < count * len(shape) <= MOST_DEVICES - sum(map(len, shapes)):
+            break
+        shapes += [shape] * count
+        at = end + 1
+    else:
+        if shapes and not parts.endswith(","):
+            return shapes
+    raise UsageError(f"--hosts {text[:60]!r} is not allowed; {_FORM}")
+
+
+def _devices(option: str, text: str) -> list[int]:
+    """Return the MiB of each device from `8x80GiB` or `6x80GiB,2x40GiB`."""
+    sizes: list[int] = []
+    for part in text.split(","):
+        match = _DEVICES.fullmatch(part.strip())
+        count = int(match[1]) if match else 0
+        if match is None or not 0 < count <= MOST_DEVICES - len(sizes):
+            raise UsageError(
+                f"{option} {text[:60]!r} is not allowed; COUNTxMEMORY such as 8x80GiB or 6x80GiB,2x40GiB is, at most "
+                f"{MOST_DEVICES} in all"
+            )
+        sizes += [parsed(option, parse_memory_mib, match[2])] * count
+    return sizes
+
+
+def parsed(option: str, parse: Callable[[str], int], text: str) -> int:
+    """Return what an option says. Raises UsageError."""
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from error
+
+
+def _policy(path: str) -> Settings:
+    """Read the broker's configuration file. Raises UsageError for the name of a placement policy, ConfigError."""
+    if path in POLICIES and not Path(path).exists():
+        raise UsageError(
+            f"--policy {path} is a placement policy, for --placement with --nodes and --pods; for sessions, name a broker's configuration "
+            "file (`jupyter gpu broker --generate-config` prints one)"
+        )
+    try:
+        return load(path)
+    except ConfigError as error:
+        raise ConfigError(f"--policy: {error}") from error

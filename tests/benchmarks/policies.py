@@ -1,0 +1,196 @@
+"""The pool that is shipped beside other settings: is another one much better?
+
+    python -m tests.benchmarks.policies [--seeds 20] [--users 50] [--jobs 2] [--json FILE] [--several-gpus PERCENT] [--gpus-per-host 8]
+
+For each seed, the hosts are found that the shipped pool needs for a 95th percentile of waits of 3 s; all settings of `GRID` run on those.
+Three figures are compared: the 95th percentile of a user's own lateness which 95 % of the users do not exceed, that of the worst user, and
+the mean lateness of a cell. A setting is better by so much as its mean over the seeds is smaller. Whether that is luck, the seeds say: a
+sign test over those in which the two differ, corrected for the number of comparisons. The command ends with status 1 if a setting beats
+the shipped one by more than 10 % in a figure, with a chance of less than 5 % that this is luck. A setting in which more cells run out of
+memory is in the table, and not compared.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import comb
+from statistics import fmean
+
+from fractional_gpu.core.model import Compute, PoolSpec, ReserveBy
+from fractional_gpu.simulator.load import SEVERAL_PERCENT, Load, synthetic_sessions
+from fractional_gpu.simulator.machine import Host
+from fractional_gpu.simulator.result import Result
+from fractional_gpu.simulator.simulation import simulate
+from fractional_gpu.simulator.traces import Session
+from tests.benchmarks.simulated import GOAL, machine, needed, parser, spread_out, table, with_pool, write_json
+
+DEFAULT = "as shipped"
+SHIPPED = PoolSpec(name="default", devices=())
+GRID: dict[str, PoolSpec] = {
+    DEFAULT: SHIPPED,
+    "idle_after 0s": replace(SHIPPED, idle_after_ms=0),
+    "idle_after 1m": replace(SHIPPED, idle_after_ms=60_000),
+    "idle_after 10m": replace(SHIPPED, idle_after_ms=600_000),
+    "idle_after 1h": replace(SHIPPED, idle_after_ms=3_600_000),
+    "compute pack": replace(SHIPPED, compute=Compute.PACK),
+    "slowdown_bound 1.0": replace(SHIPPED, slowdown_bound_milli=1000),
+    "slowdown_bound 1.25": replace(SHIPPED, slowdown_bound_milli=1250),
+    "slowdown_bound 1.5": replace(SHIPPED, slowdown_bound_milli=1500),
+    "slowdown_bound 2.0": replace(SHIPPED, slowdown_bound_milli=2000),
+    "preempt priorities": replace(SHIPPED, preempt_equals=False),
+    "preempt never": replace(SHIPPED, preempt_equals=False, preempt_priorities=False),
+    "may_move off": replace(SHIPPED, may_move=False),
+    "move_busy on": replace(SHIPPED, move_busy=True),
+    "min_residency 1m": replace(SHIPPED, min_residency_ms=60_000),
+    "min_residency 5m": replace(SHIPPED, min_residency_ms=300_000),
+    "min_residency_swaps 3": replace(SHIPPED, min_residency_swaps_milli=3_000),
+    "min_residency_swaps 30": replace(SHIPPED, min_residency_swaps_milli=30_000),
+    "max_passed_over 2": replace(SHIPPED, max_passed_over=2),
+    "max_passed_over 32": replace(SHIPPED, max_passed_over=32),
+    "any fraction": replace(SHIPPED, fractions_milli=()),
+    "reserve use, half requested": replace(SHIPPED, reserve_by=ReserveBy.USE, headroom_mib=1024),
+}
+"""One setting each that differs from the shipped pool."""
+HALF_REQUESTED = frozenset({"reserve use, half requested"})
+COMPARED = ("95 of 100 users' p95 late, s", "worst user's p95 late, s", "mean late, s")
+COLUMNS = ("devices", "waited, %", *COMPARED, "out of memory")
+BETTER_PERCENT = 10
+LUCK_PERCENT = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One seed."""
+
+    seed: int
+    users: int
+    several_percent: int
+    each: int
+
+
+def hosts_for(name: str, hosts: Sequence[Host]) -> list[Host]:
+    """Return the hosts with a setting."""
+    request = 50 if name in HALF_REQUESTED else 100
+    return [replace(with_pool(host, GRID[name]), request_percent=request) for host in hosts]
+
+
+def _on(trace: Sequence[Session], each: int, count: int) -> Result:
+    return simulate(machine(count, each=each), trace, goal=GOAL)
+
+
+def measure(task: Task) -> dict[str, dict[str, float]]:
+    """Return COLUMNS of every setting on the hosts that the shipped one needs."""
+    trace = synthetic_sessions(task.users, 1, task.seed, Load(several_percent=task.several_percent))
+    devices = needed(partial(_on, trace, task.each), trace, task.each).devices
+    hosts = machine(devices, each=task.each)
+    found = {}
+    for name in GRID:
+        result = simulate(hosts_for(name, hosts), trace)
+        cells = result.lateness.cells.ordered
+        values = (
+            float(devices),
+            result.waits.nonzero_percent(),
+            result.lateness.percentile_of_users_ms(95) / 1000,
+            result.lateness.percentile_of_users_ms(100) / 1000,
+            fmean(cells) / 1000 if cells else 0.0,
+            float(result.out_of_memory),
+        )
+        found[name] = dict(zip(COLUMNS, values, strict=True))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """By how much a setting is better than the shipped one in a figure: percent of the mean, and the seeds that say so."""
+
+    figure: str
+    name: str
+    percent: float
+    lower: int
+    higher: int
+
+    @property
+    def luck(self) -> float:
+        """The chance that one of all settings is so often better in one of all figures where none is (sign test, Bonferroni)."""
+        differ = self.lower + self.higher
+        of_one = sum(comb(differ, count) for count in range(self.lower, differ + 1)) / float(2**differ)
+        return min(1.0, of_one * (len(GRID) - 1) * len(COMPARED))
+
+    @property
+    def matters(self) -> bool:
+        """Whether it is more than the shipped pool may be behind, and no luck."""
+        return self.percent > BETTER_PERCENT and self.luck * 100 < LUCK_PERCENT
+
+
+def gains(done: Sequence[Mapping[str, Mapping[str, float]]]) -> list[Gain]:
+    """Return, for each figure that is compared, how much better each setting is; the best first."""
+    found = []
+    for figure in COMPARED:
+        shipped = [one[DEFAULT][figure] for one in done]
+        of_figure = []
+        for name in GRID:
+            other = [one[name][figure] for one in done]
+            if name == DEFAULT or sum(one[name]["out of memory"] > one[DEFAULT]["out of memory"] for one in done):
+                continue  # who lets cells fail has fewer of them to wait
+            pairs = list(zip(other, shipped, strict=True))
+            percent = 100 * (1 - fmean(other) / fmean(shipped)) if any(shipped) else 0.0
+            lower, higher = (
+                sum(after < before for after, before in pairs),
+                sum(after > before for after, before in pairs),
+            )
+            of_figure.append(Gain(figure, name, percent, lower, higher))
+        found += sorted(of_figure, key=lambda gain: -gain.percent)
+    return found
+
+
+def verdict(done: Sequence[Mapping[str, Mapping[str, float]]]) -> tuple[str, bool]:
+    """Return what to say about each figure, and whether a setting beats the shipped one by too much."""
+    said, beaten = [], False
+    every = gains(done)
+    for figure in COMPARED:
+        of_figure = [gain for gain in every if gain.figure == figure]
+        best = of_figure[0]
+        named = f"{figure}: the lowest mean is that of {best.name!r}, {best.percent:.0f} % below the shipped pool's"
+        if best.percent <= 0:
+            named = f"{figure}: no setting has a lower mean than the shipped pool"
+        said.append(f"{named} (lower in {best.lower} seeds, higher in {best.higher}).")
+        for gain in of_figure:
+            if gain.matters:
+                beaten = True
+                said.append(
+                    f"  {gain.name!r} BEATS the shipped pool by {gain.percent:.0f} %: lower in {gain.lower} seeds, higher in "
+                    f"{gain.higher}; a chance of {100 * gain.luck:.2g} % that this is luck."
+                )
+    within = "is NOT" if beaten else "is"
+    said.append(
+        f"The shipped pool {within} within {BETTER_PERCENT} % of the best setting, as far as these seeds can tell."
+    )
+    return "\n".join(said) + "\n", beaten
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print the table and the verdict."""
+    made = parser(__doc__.splitlines()[0])
+    made.add_argument(
+        "--several-gpus",
+        type=int,
+        default=SEVERAL_PERCENT,
+        metavar="PERCENT",
+        help=f"of the sessions use 4 or 8 GPUs (default: {SEVERAL_PERCENT})",
+    )
+    options = made.parse_args(arguments)
+    seeds = range(options.first, options.first + options.seeds)
+    tasks = [Task(seed, options.users, options.several_gpus, options.gpus_per_host) for seed in seeds]
+    done = spread_out(measure, tasks, options.jobs, "seeds")
+    sys.stdout.write(f"{options.users} users, seeds {seeds[0]} to {seeds[-1]}, medians:\n\n")
+    rows = [(name, {column: [one[name][column] for one in done] for column in COLUMNS}) for name in GRID]
+    sys.stdout.write(table("setting", COLUMNS, rows))
+    said, beaten = verdict(done)
+    sys.stdout.write(f"\n{said}")
+    write_json(options.json, {"seeds": list(seeds), "settings": done})
+    return int(beaten)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
