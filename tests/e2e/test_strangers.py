@@ -1,8 +1,9 @@
 """How `tests/run strangers` compares two runs of a suite. The suites themselves run for minutes, with a network: on demand only."""
 
+import tarfile
 from pathlib import Path
 
-from tests.e2e.strangers import Comparison, differing, outcomes, read_pins, settle
+from tests.e2e.strangers import Comparison, differing, outcomes, read_pins, settle, unpack
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.test_a" name="test_passes"/>
@@ -11,6 +12,14 @@ REPORT = """<testsuites><testsuite>
 <testcase classname="tests.test_a" name="test_is_skipped"><skipped message="elsewhere"/></testcase>
 <testcase classname="tests.test_a" name="test_is_not_set_up"><error message="no"/></testcase>
 </testsuite></testsuites>"""
+
+
+def test_a_source_distribution_is_unpacked_by_every_release_of_python(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text("x = 1\n")
+    with tarfile.open(tmp_path / "one.tar.gz", "w:gz") as tar:
+        tar.add(tmp_path / "one.py", "one-1.0/one.py")
+    unpack(tmp_path / "one.tar.gz", tmp_path)
+    assert (tmp_path / "one-1.0" / "one.py").read_text() == "x = 1\n"
 
 
 def test_a_report_is_read_test_by_test(tmp_path: Path) -> None:
