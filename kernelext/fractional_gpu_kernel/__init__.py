@@ -12,8 +12,6 @@ import os
 import sys
 from typing import Any
 
-from fractional_gpu_kernel.settings import NOTICE, Settings
-
 __all__ = ["load_ipython_extension", "unload_ipython_extension"]
 
 __distribution__ = "jupyter-fractional-gpu"  # distinguishes this package from another module of its name
@@ -34,6 +32,9 @@ def load_ipython_extension(ipython: Any) -> None:  # noqa: ANN401 - IPython is u
     """Load into a shell; IPython calls this. A second call changes nothing."""
     if id(ipython) in _loaded:
         return
+    # Here, because a Jupyter server imports this package for its server extension and is no kernel.
+    from fractional_gpu_kernel.settings import NOTICE, Settings  # noqa: PLC0415
+
     # IPython has read the argument: a notebook sees those that its kernel has without this extension.
     if _ARGUMENT in sys.argv:
         sys.argv.remove(_ARGUMENT)

@@ -3,7 +3,8 @@
     python tests/benchmarks/ways.py [--json FILE] [--files]
 
 All processes are counted, from the request to its answer: server, kernel, broker, hub (`tests/support/traced`). What the broker does
-periodically meanwhile is counted, too, so figures vary a little from run to run. A call is one entry into a function of ours, generators
+periodically meanwhile is counted, too, so figures vary a little from run to run. The broker of a seat is not counted: it is a service of
+the hub, which passes the trace's variables on to its users' servers only. A call is one entry into a function of ours, generators
 and coroutines resumed included; the import of a package's face is none.
 """
 
