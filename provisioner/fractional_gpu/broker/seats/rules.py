@@ -27,8 +27,6 @@ from fractional_gpu.protocol.limits import MAX_NAME
 from fractional_gpu.protocol.names import describe_unprintable
 from fractional_gpu.protocol.seats import PoolChange, PoolKeys, PoolList, SeatRequest
 
-_MOST_GROUPS = 4096
-
 
 @dataclass(frozen=True, slots=True)
 class PoolFull:
@@ -66,8 +64,6 @@ def check_request(request: SeatRequest, pool: PoolSpec) -> None:
         raise BadRequestError(f"hub has more than {MAX_NAME} characters, or some that cannot be printed")
     if not request.owner:
         raise BadRequestError("owner is empty; it is the hub's name of the user")
-    if len(request.groups) > _MOST_GROUPS:
-        raise BadRequestError(f"groups has {len(request.groups)} names; allowed: {_MOST_GROUPS}")
     if not 1 <= request.fraction_milli <= 1000:
         raise BadRequestError(f"fraction_milli is {request.fraction_milli}; allowed: 1 to 1000", reason="bad-fraction")
     if pool.fractions_milli and request.fraction_milli not in pool.fractions_milli:
