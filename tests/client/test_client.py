@@ -114,6 +114,13 @@ def test_events_are_whole_statuses_whether_the_broker_sends_changes_or_not(
     assert after == decode_reply(then, HostStatus)
 
 
+def test_a_line_of_a_wait_is_understood_from_an_earlier_and_from_a_later_version() -> None:
+    earlier = decode_reply({"kind": "waiting", "sentence": "the GPU is in use"}, Progress)
+    assert (earlier.slowdown_milli, earlier.slowdown_brief) == (1000, "")
+    later = decode_reply({"kind": "waiting", "slowdown_brief": "runs beside a.ipynb", "unheard_of": 1}, Progress)
+    assert later.slowdown_brief == "runs beside a.ipynb"
+
+
 @pytest.mark.parametrize(
     "line", [{"changed": {}, "ended": []}, {"ended": []}, {"changed": None, "ended": None}], ids=str
 )

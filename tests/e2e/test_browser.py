@@ -119,6 +119,20 @@ def test_the_panel_does_what_it_says_and_what_jupyterlab_hides_becomes_a_notific
         expect(lab.item).to_contain_text("1/4 GPU · unknown, under examination (simulated)")
         world.kill_broker()
         expect(lab.item).to_be_hidden()
+        slowed = {"state": "resident", "slowdown_brief": "runs beside eval.ipynb, about 1.4 times as long as alone"}
+        state["kernels"][0] |= slowed
+        state["devices"][0] |= {"demand_percent": 140}
+        lab.server.request("POST", "api/events", {"schema_id": STATE_ID, "version": "1", "data": state})
+        lab.item.click()
+        expect(lab.panel).to_contain_text("runs beside eval.ipynb, about 1.4 times as long as alone (an estimate)")
+        needed = "busy kernels need about 140 % of its compute, so they slow each other down"
+        expect(lab.panel.get_by_role("listitem")).to_contain_text(needed)
+        gone: dict[str, object] = {"broker": False, "simulated": False, "kernels": [], "devices": []}
+        lab.server.request("POST", "api/events", {"schema_id": STATE_ID, "version": "1", "data": gone})
+        expect(lab.item).to_be_hidden()
+        lab.server.request("POST", "api/events", {"schema_id": STATE_ID, "version": "1", "data": state})
+        expect(lab.item).to_have_attribute("aria-expanded", "false")
+        expect(lab.panel).to_have_count(0)
         restart_file = Path(world.socket).with_name("broker.json")
         restart_file.write_text("no broker can be started from this")
         lab.server.request("POST", f"api/kernels/{kernel['id']}/restart")

@@ -1,12 +1,14 @@
 """Busy kernels are spread over the devices by what they use of them, as the broker measures it, and are told who slows them down."""
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from fractional_gpu.protocol.messages import LeaseStatus
 from tests.e2e.test_policies import command
+from tests.labextension.conftest import enable
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World, new_world, until
 
@@ -90,6 +92,40 @@ def test_busy_kernels_are_spread_and_the_third_goes_where_less_is_needed_and_is_
         assert slowed[placed.lease_id] > 1100
         assert slowed[light.lease_id] > 1100
         assert slowed[heavy.lease_id] == 1000, "it is alone on its device"
+
+
+def test_a_notebook_and_jupyterlab_show_who_slows_a_cell_down_and_a_cell_that_waits_is_told_before() -> None:
+    with new_world("1x1GiB") as world:
+        world.configure("c.GPUBroker.pools = {'default': {'min_residency': '1h'}}")
+        enable(world)
+        quarter, half = world.install(250, 500)
+        with Server(world) as server:
+            first, second, third = (server.start(name) for name in (quarter, half, half))
+            try:
+                begin(world, first, 0.9)
+                await_measured(world, first, 0.9)
+                begin(world, second, 0.9)
+
+                def shown() -> tuple[str, str, int]:
+                    state = server.request("GET", "jupyter-fractional-gpu/state?no_track_activity=1")
+                    said = {one["kernel_id"]: one["slowdown_brief"] for one in state["kernels"]}
+                    return said[first.kernel_id], said[second.kernel_id], state["devices"][0]["demand_percent"]
+
+                until(lambda: all(shown()[:2]) and shown()[2] > 110, "JupyterLab has it")
+                for brief in shown()[:2]:
+                    assert re.fullmatch(r"runs beside Python 3 .+, about 1\.\d times as long as alone", brief), brief
+                assert shown()[2] % 5 == 0
+                waits = third.send("1")
+                told = (
+                    r"It would run beside Python 3 .+ and 1 more, about \d\.\d times as long as alone \(an estimate\)\."
+                )
+                until(
+                    lambda: re.search(told, str(json.loads(third.socket.recv())["content"].get("data", ""))),
+                    "the line of its wait says so",
+                )
+            finally:
+                end_of(world).touch()
+            assert third.wait(waits).status == "ok"
 
 
 def test_a_pool_that_packs_puts_busy_kernels_together() -> None:

@@ -41,6 +41,14 @@ WAITS: dict[str, tuple[float, dict[str, object]]] = {
     "the forecast was wrong": (50, {**FORECAST, **ROOM}),
     "the forecast was very wrong": (70, {**FORECAST, **ROOM}),
     "a narrow forecast": (0, {"expected_ms": 40_000, "low_ms": 40_000, "high_ms": 40_100}),
+    "it will be slowed down": (
+        0,
+        {
+            **ROOM,
+            "slowdown_milli": 1380,
+            "slowdown_brief": "would run beside eval.ipynb, about 1.4 times as long as alone",
+        },
+    ),
     "without a forecast": (5, {"sentence": "the GPU is in use"}),
     "without a forecast, for long": (31, {"sentence": "the GPU is in use"}),
 }

@@ -109,7 +109,7 @@ _NEXT = {  # by the reason of the wait
 
 
 def wait_text(progress: "Progress", *, waited_s: float, age_s: float) -> str:
-    """Return the line of a cell that waits: reason, place in the queue, forecast, and what happens next.
+    """Return the line of a cell that waits: reason, place in the queue, forecast, what happens next, and who would slow the cell down.
 
     `waited_s` is the time since the wait began, `age_s` the time since the broker sent `progress`.
     """
@@ -122,7 +122,8 @@ def wait_text(progress: "Progress", *, waited_s: float, age_s: float) -> str:
     about = f" ({'; '.join(facts)})" if facts else ""
     why = (progress.sentence or "the GPU is in use").rstrip(".")
     after = f" {_NEXT[progress.reason]}." if progress.reason in _NEXT else ""
-    return f"This cell waits for the GPU{about}: {why}.{after} Interrupt the kernel to stop waiting."
+    beside = f" It {progress.slowdown_brief} (an estimate)." if progress.slowdown_brief else ""
+    return f"This cell waits for the GPU{about}: {why}.{after}{beside} Interrupt the kernel to stop waiting."
 
 
 def resizing(status: "LeaseStatus") -> str:

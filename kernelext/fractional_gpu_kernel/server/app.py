@@ -114,6 +114,7 @@ _KERNEL_FIELDS = (
     "expected_ms",
     "resume_ms",
     "pinned_ms",
+    "slowdown_brief",
     "foresight",
 )
 _DEVICE_FIELDS = (
@@ -127,6 +128,7 @@ _DEVICE_FIELDS = (
     "lost",
     "draining",
 )
+_STEP_PERCENT = 5  # of the demand on a device: not each measurement is to be an event
 _TYPES: Mapping[str, Mapping[str, Any]] = {
     "kernel_id": {"type": "string"},
     "state": {"type": "string"},
@@ -136,6 +138,7 @@ _TYPES: Mapping[str, Mapping[str, Any]] = {
     "reason": {"type": "string"},
     "foresight": {"type": "string"},
     "sentence": {"type": "string"},
+    "slowdown_brief": {"type": "string"},
     "simulated": {"type": "boolean"},
     "busy": {"type": "boolean"},
     "over_committed": {"type": "boolean"},
@@ -164,7 +167,7 @@ STATE_SCHEMA: Mapping[str, Any] = {
         "broker": {"type": "boolean"},
         "simulated": {"type": "boolean"},
         "kernels": {"type": "array", "items": _items(_KERNEL_FIELDS)},
-        "devices": {"type": "array", "items": _items(_DEVICE_FIELDS)},
+        "devices": {"type": "array", "items": _items((*_DEVICE_FIELDS, "demand_percent"))},
     },
 }
 NOTICE_SCHEMA: Mapping[str, Any] = {
@@ -187,7 +190,13 @@ def state(status: HostStatus | None, kernel_ids: Container[str]) -> dict[str, An
         "broker": True,
         "simulated": status.simulated,
         "kernels": [_fields_of(lease, _KERNEL_FIELDS) for lease in status.leases if lease.kernel_id in kernel_ids],
-        "devices": [_fields_of(device, _DEVICE_FIELDS) for device in status.devices],
+        "devices": [
+            {
+                **_fields_of(device, _DEVICE_FIELDS),
+                "demand_percent": _STEP_PERCENT * round(device.demand_milli / 10 / _STEP_PERCENT),
+            }
+            for device in status.devices
+        ],
     }
 
 

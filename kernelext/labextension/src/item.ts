@@ -74,6 +74,9 @@ export class StatusItem extends Widget {
         this._spoken.textContent = spoken;
       }
     }
+    if (kernel === undefined) {
+      this._popup?.dispose(); // without the item over which it opened, it would stay hidden and could not be closed
+    }
     if (appears) {
       this._activeChanged.emit();
     }

@@ -64,12 +64,15 @@ export class Panel extends Widget {
 
   private _render(): void {
     const kernel = this._state.kernel(this._kernelId);
-    const can = kernel === undefined ? undefined : possible(kernel);
-    for (const [action, button] of this._buttons) {
-      button.disabled = !can?.[action];
+    if (kernel === undefined) {
+      return; // the status item goes, and closes this panel
     }
-    this._sentence.textContent = kernel?.sentence ?? 'The GPU broker does not answer, or this kernel has no lease any more.';
-    const rows = kernel === undefined ? [] : facts(kernel, this._state.pinnedUntil(kernel));
+    const can = possible(kernel);
+    for (const [action, button] of this._buttons) {
+      button.disabled = !can[action];
+    }
+    this._sentence.textContent = kernel.sentence;
+    const rows = facts(kernel, this._state.pinnedUntil(kernel));
     this._facts.replaceChildren(...rows.flatMap(([name, value]) => [element('dt', {}, name), element('dd', {}, value)]));
     this._title.textContent = hostTitle(this._state.now);
     this._devices.replaceChildren(...this._state.now.devices.map(drawn));

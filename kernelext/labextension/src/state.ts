@@ -27,6 +27,8 @@ export interface IKernel {
   expected_ms: number | null;
   resume_ms: number | null;
   pinned_ms: number;
+  /** Who slows its cell down, and by how much; empty: nobody. */
+  slowdown_brief: string;
   foresight: string; // what its pool does for an expected cell: off, free, displace
 }
 
@@ -41,6 +43,8 @@ export interface IDevice {
   over_committed: boolean;
   lost: boolean;
   draining: boolean;
+  /** What the kernels that are busy on it need of it together. */
+  demand_percent: number;
 }
 
 export interface IState {

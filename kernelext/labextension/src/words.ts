@@ -91,6 +91,9 @@ export function facts(kernel: IKernel, pinnedUntil: Date | null): [string, strin
   if (kernel.device_name && mood(kernel) === 'here') {
     rows.push(['Device', kernel.device_name]);
   }
+  if (kernel.slowdown_brief) {
+    rows.push(['Speed', `${kernel.slowdown_brief} (an estimate)`]);
+  }
   if (kernel.position !== null && kernel.expected_ms !== null) {
     rows.push(['Wait', `about ${duration(kernel.expected_ms)} until it is on the GPU`]);
   }
@@ -98,6 +101,15 @@ export function facts(kernel: IKernel, pinnedUntil: Date | null): [string, strin
     rows.push(['Pinned', `until ${pinnedUntil.toLocaleTimeString([], { hour: '2-digit', minute: '2-digit' })}`]);
   }
   return rows;
+}
+
+/** What busy kernels need of a device; empty: none is busy. */
+function demand(device: IDevice): string {
+  if (!device.demand_percent) {
+    return '';
+  }
+  const slowed = device.demand_percent > 100 ? ', so they slow each other down' : '';
+  return `busy kernels need about ${device.demand_percent} % of its compute${slowed}`;
 }
 
 /** A line about a device. */
@@ -110,7 +122,7 @@ export function deviceLine(device: IDevice): string {
       : device.draining
         ? 'being emptied'
         : '';
-  return trouble ? `${sizes} · ${trouble}` : sizes;
+  return [sizes, demand(device), trouble].filter(text => text).join(' · ');
 }
 
 /** Which actions make sense now. */

@@ -247,6 +247,7 @@ class LeaseStatus(Struct, frozen=True, kw_only=True):
         1000  # how many times as long as alone its cell takes beside busy neighbours, or would: an estimate
     )
     slowdown: str = ""  # the same as a sentence, with the neighbours; empty: it is not slowed down
+    slowdown_brief: str = ""  # the same in few words: "runs beside eval.ipynb, about 1.4 times as long as alone"
     next_cell_ms: int | None = None  # its next cell is expected within so long; None: there is no sign of one
     next_cell_sign: str = ""  # what says so
     next_cell_milli: int = 0  # how likely that is, thousandths
@@ -290,6 +291,8 @@ class Progress(WaitLine, frozen=True, kw_only=True):
     device_id: str | None = None
     environment: dict[str, str] = {}
     overlap: bool = False
+    slowdown_milli: int = 1000  # as in LeaseStatus, where the cell would run: an estimate
+    slowdown_brief: str = ""
 
 
 CELL_RUNS, NO_CELL_RUNS = "a cell runs", "no cell runs"

@@ -13,13 +13,13 @@ from tests.core.scheduler.test_compute import busy, hand
 SMALL, LARGE = 100, 900  # MiB of 1000
 
 
-def described(*demands_milli: int) -> Slowdown:
-    """What is said to the first of these busy leases on one device; the first two have one owner."""
+def described(*demands_milli: int, state: LeaseState = LeaseState.RESIDENT) -> Slowdown:
+    """What is said to the first of these busy leases on one device, in this state; the first two have one owner."""
     books = Books()
     books.add_device(Device(spec=device()))
     for number, milli in enumerate(demands_milli):
         asked = replace(spec(f"k{number}", SMALL), owner="ada" if number < 2 else "bob", label=f"{number}.ipynb")
-        lease = Lease(spec=asked, state=LeaseState.RESIDENT, busy=True)
+        lease = Lease(spec=asked, state=LeaseState.RESIDENT if number else state, busy=True, let_in=True)
         books.add(lease)
         lease.demand_milli = milli
         books.set_reservation(lease, ("d0",), SMALL)
@@ -30,11 +30,14 @@ def test_the_neighbours_are_said_with_what_they_need_and_only_ones_own_by_name()
     assert described(600, 500, 700) == Slowdown(
         milli=1792,
         sentence="its cell takes about 1.8 times as long as alone, beside another user's kernel (70 % of it) and 1.ipynb (50 % of it)",
+        brief="runs beside another user's kernel and 1 more, about 1.8 times as long as alone",
     )
 
 
 def test_many_neighbours_are_counted() -> None:
-    assert described(600, *[300] * 5).sentence.endswith(" and 2 more")
+    found = described(600, *[300] * 5)
+    assert found.sentence.endswith(" and 2 more")
+    assert found.brief == "runs beside 1.ipynb and 4 more, about 2.8 times as long as alone"
 
 
 def test_nothing_is_said_of_a_cell_that_is_not_slowed_down() -> None:
@@ -55,6 +58,17 @@ def test_a_kernel_that_waits_is_told_of_the_least_busy_device_that_it_may_use() 
     assert found.milli == slowed_milli(needs_milli, stretch_milli([needs_milli, least_milli]))
     assert found.sentence.startswith("on the least busy GPU that it may use, its cell would take about 1.")
     assert found.sentence.count("% of it") == 1
+    assert found.brief.startswith("would run beside kernel b, about 1."), found.brief
+
+
+def test_a_kernel_that_is_being_resumed_for_a_cell_is_told_of_the_device_to_which_it_comes() -> None:
+    found = described(600, 900, state=LeaseState.RESUMING)
+    assert found.milli == 1390
+    assert found.sentence.startswith(
+        "on the GPU to which it comes, its cell would take about 1.4 times as long as alone"
+    )
+    assert found.brief == "would run beside 1.ipynb, about 1.4 times as long as alone"
+    assert described(600, 300, state=LeaseState.RESUMING) == Slowdown()
 
 
 def test_of_a_lease_that_is_over_nothing_is_said() -> None:

@@ -111,6 +111,7 @@ class Residency:
         # The restore runs, so only time is needed. The reservation is in the ledger before the grant, not yet here.
         pool = self._broker.arbiter.pools().get(view.spec.pool) if view.state is LeaseState.RESUMING else None
         overlap = pool is not None and pool.overlap_resume
+        slowdown = self._broker.arbiter.slowdown(kernel.lease_id)
         return Progress(
             kind=ProgressKind.WAITING,
             overlap=overlap,
@@ -121,6 +122,8 @@ class Residency:
             expected_ms=expected.expected_ms if expected is not None else None,
             low_ms=expected.low_ms if expected is not None else None,
             high_ms=expected.high_ms if expected is not None else None,
+            slowdown_milli=slowdown.milli,
+            slowdown_brief=slowdown.brief,
         )
 
     def _unwritten(self) -> Progress | None:

@@ -86,6 +86,7 @@ def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus
         demand_milli=view.demand_milli,
         slowdown_milli=slowdown.milli,
         slowdown=slowdown.sentence,
+        slowdown_brief=slowdown.brief,
         next_cell_ms=max(0, view.expected_until_ms - now_ms()) if view.expected_until_ms else None,
         next_cell_sign=view.expected_by,
         next_cell_milli=view.expected_milli,

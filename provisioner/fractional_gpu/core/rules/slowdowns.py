@@ -1,7 +1,7 @@
 """How much neighbours slow a lease's cells down, for people: an estimate from what each lease was learnt to need while it is busy.
 
-For a lease that waits, the estimate is of the device that busy leases leave most of, of those that it may come to. Kernels of other owners
-are not named (`wait_reasons.name_for`).
+For a lease that waits, the estimate is of the device that busy leases leave most of, of those that it may come to; for one that is being
+resumed for a cell, of the device to which it comes. Kernels of other owners are not named (`wait_reasons.name_for`).
 """
 
 from collections.abc import Sequence
@@ -19,15 +19,20 @@ _WAITING = (LeaseState.SUSPENDED, LeaseState.NO_CONTEXT)
 
 def describe_slowdown(books: Books, lease: Lease) -> Slowdown:
     """Return how many times as long as alone the lease's cell takes, or would take where it waits to go, and beside whom."""
+    if lease.state is LeaseState.RESUMING and lease.let_in:
+        milli, others = _expected(books, lease, [one for one in lease.device_ids if one in books.devices])
+        return _described(lease, milli, others, "on the GPU to which it comes, its cell would take", "would run")
     if lease.ticket is not None and lease.state in _WAITING:
-        milli, others = _expected(books, lease)
-        return _described(lease, milli, others, "on the least busy GPU that it may use, its cell would take")
+        milli, others = _expected(books, lease, allowed_devices(books, lease))
+        return _described(
+            lease, milli, others, "on the least busy GPU that it may use, its cell would take", "would run"
+        )
     milli, others = slowdown(books, lease)
-    return _described(lease, milli, others, "its cell takes")
+    return _described(lease, milli, others, "its cell takes", "runs")
 
 
-def _expected(books: Books, lease: Lease) -> tuple[int, Sequence[Lease]]:
-    devices = [books.devices[device_id] for device_id in allowed_devices(books, lease)]
+def _expected(books: Books, lease: Lease, device_ids: Sequence[str]) -> tuple[int, Sequence[Lease]]:
+    devices = [books.devices[device_id] for device_id in device_ids]
     if len(devices) < lease.count:
         return WHOLE_MILLI, ()
     device = sorted(devices, key=lambda one: one.demand_milli)[lease.count - 1]  # the fullest of those that it gets
@@ -35,12 +40,17 @@ def _expected(books: Books, lease: Lease) -> tuple[int, Sequence[Lease]]:
     return beside(lease.demand_milli, others), sorted(others, key=lambda one: (-one.demand_milli, one.number))
 
 
-def _described(lease: Lease, milli: int, others: Sequence[Lease], says: str) -> Slowdown:
+def _described(lease: Lease, milli: int, others: Sequence[Lease], says: str, runs: str) -> Slowdown:
     tenths = (milli + 50) // 100
     if tenths <= 10 or not others:
         return Slowdown()
     named = [f"{name_for(lease, other)} ({other.demand_milli // 10} % of it)" for other in others[:_MOST_NAMED]]
     if len(others) > _MOST_NAMED:
         named.append(f"{len(others) - _MOST_NAMED} more")
-    sentence = f"{says} about {tenths // 10}.{tenths % 10} times as long as alone, beside {' and '.join(named)}"
-    return Slowdown(milli=milli, sentence=sentence)
+    times = f"about {tenths // 10}.{tenths % 10} times as long as alone"
+    more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+    return Slowdown(
+        milli=milli,
+        sentence=f"{says} {times}, beside {' and '.join(named)}",
+        brief=f"{runs} beside {name_for(lease, others[0])}{more}, {times}",
+    )
