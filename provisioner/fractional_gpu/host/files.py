@@ -8,7 +8,6 @@ import errno
 import fcntl
 import os
 import re
-import secrets
 import signal
 import stat
 import threading
@@ -51,7 +50,7 @@ def replace_file(
     Returns the open descriptor of the new file if `keep` is set, else -1.
     Raises OSError, and then the old file is as it was.
     """
-    fresh = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    fresh = path.with_name(f".{path.name}-{os.urandom(4).hex()}")
     descriptor = os.open(fresh, _FLAGS, 0o600)
     try:
         write_all(descriptor, content)
