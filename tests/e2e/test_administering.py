@@ -1,8 +1,6 @@
 """An administrator moves a kernel to another device, where every byte of it is again, and evicts one."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -18,35 +16,30 @@ def world() -> Iterator[World]:
         yield made
 
 
-def command(world: World, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    argv = [sys.executable, "-P", "-m", "fractional_gpu.commands.main", *arguments]
-    return subprocess.run(argv, env=world.environment, capture_output=True, text=True, check=False)
-
-
 def test_a_kernel_is_moved_to_and_fro_and_evicted(world: World, server: Server) -> None:
     (name,) = world.install(500)
     notebook, neighbour = server.start(name), server.start(name)
     notebook.must(fill(1))
     neighbour.must(fill(2))
     first = world.lease(notebook.kernel_id)
-    moved = command(world, "move", notebook.kernel_id, "--json")
+    moved = world.command("move", notebook.kernel_id, "--json")
     assert moved.returncode == 0, moved.stderr
     assert json.loads(moved.stdout)["device_id"] not in (None, first.device_id)
     assert notebook.must(CHECK).text == "intact\n"
     assert first.device_id is not None
-    back = command(world, "move", notebook.kernel_id, "--to", first.device_id)
+    back = world.command("move", notebook.kernel_id, "--to", first.device_id)
     assert back.returncode == 0, back.stderr
     assert f"is on {first.device_id} now" in back.stdout
     assert notebook.must(CHECK).text == "intact\n"
-    there = command(world, "move", notebook.kernel_id, "--to", first.device_id)
+    there = world.command("move", notebook.kernel_id, "--to", first.device_id)
     assert (there.returncode, "on that device already" in there.stderr) == (1, True)
     with world.client() as client:
         reasons = [line.reason for line in client.story(first.lease_id).lines]
     assert reasons.count("move.asked") == 2
 
-    unsure = command(world, "evict", notebook.kernel_id)
+    unsure = world.command("evict", notebook.kernel_id)
     assert (unsure.returncode, "add --confirm" in unsure.stderr) == (2, True)
-    done = command(world, "evict", notebook.kernel_id, "--confirm")
+    done = world.command("evict", notebook.kernel_id, "--confirm")
     assert done.returncode == 0, done.stderr
     until(lambda: first.lease_id not in [one.lease_id for one in world.status().leases], "the lease is over")
     assert neighbour.must(CHECK).text == "intact\n"

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fractional_gpu.protocol.messages import LeaseStatus
-from tests.e2e.test_policies import command
 from tests.labextension.conftest import enable
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World, new_world, until
@@ -77,17 +76,17 @@ def test_busy_kernels_are_spread_and_the_third_goes_where_less_is_needed_and_is_
         placed = begin(world, third, 1.0)
         assert placed.device_id == light.device_id
         until(lambda: world.lease(third.kernel_id).slowdown_milli > 1100, "it is slowed down, and that is known")
-        told = command(world, "explain", placed.lease_id)
+        told = world.command("explain", placed.lease_id)
         assert told.returncode == 0, told.stderr
         last = told.stdout.splitlines()[-1]
         assert last.startswith("slowed down: its cell takes about 1."), told.stdout
         assert last.count("% of it") == 1, "its only busy neighbour there"
-        shown = command(world, "status").stdout
+        shown = world.command("status").stdout
         assert "so they slow each other down" in shown
-        story = json.loads(command(world, "explain", placed.lease_id, "--json").stdout)
+        story = json.loads(world.command("explain", placed.lease_id, "--json").stdout)
         assert story["slowdown_milli"] > 1100
         assert story["slowdown"].startswith("its cell takes about 1.")
-        status = json.loads(command(world, "status", "--json").stdout)
+        status = json.loads(world.command("status", "--json").stdout)
         slowed = {one["lease_id"]: one["slowdown_milli"] for one in status["leases"]}
         assert slowed[placed.lease_id] > 1100
         assert slowed[light.lease_id] > 1100
@@ -161,9 +160,9 @@ def test_a_busy_kernel_moves_off_a_crowded_device_in_the_middle_of_its_cell_with
                     return [one for one in small if world.lease(one.kernel_id).device_id == apart]
 
                 (mover,) = until(moved, "one of them has moved", deadline_s=90)
-                told = command(world, "explain", world.lease(mover.kernel_id).lease_id)
+                told = world.command("explain", world.lease(mover.kernel_id).lease_id)
                 assert "move.compute" in told.stdout
-                assert "suspend.compute" in command(world, "explain", world.lease(large.kernel_id).lease_id).stdout
+                assert "suspend.compute" in world.command("explain", world.lease(large.kernel_id).lease_id).stdout
             finally:
                 leaves.touch()
                 end_of(world).touch()

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fractional_gpu.protocol.messages import ExpectRequest
-from tests.e2e.test_policies import command
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World, new_world
 
@@ -45,7 +44,7 @@ def test_a_completion_brings_the_kernel_back_so_that_the_cell_does_not_wait() ->
         early = world.await_state(notebook.kernel_id, "resident")
         assert "resume.expected" in reasons(world, notebook)
         assert early.came_early
-        told = command(world, "explain", early.lease_id)
+        told = world.command("explain", early.lease_id)
         assert "a cell is expected (a completion was asked for)" in told.stdout, told
         assert not waited(world, notebook)
         assert not world.lease(notebook.kernel_id).came_early

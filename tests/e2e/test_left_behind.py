@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -189,21 +187,14 @@ def test_a_pool_can_end_what_is_left(world: World, server: Server) -> None:
 def test_its_owner_is_shown_what_is_left_and_can_end_it(world: World, server: Server, half: str, by: str) -> None:
     notebook = server.start(half)
     with child_of(world, notebook) as pid:
-        gpu = [sys.executable, "-P", "-m", "fractional_gpu.commands.main"]
-        running = subprocess.run(
-            [*gpu, "end", world.lease(notebook.kernel_id).lease_id[:8]],
-            env=world.environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        running = world.command("end", world.lease(notebook.kernel_id).lease_id[:8])
         assert (running.returncode, "left nothing behind" in running.stderr) == (1, True), running.stderr
         shut_down(server, notebook)
         lease = left_of(world, notebook)
-        status = subprocess.run([*gpu, "status"], env=world.environment, capture_output=True, text=True, check=True)
+        status = world.command("status")
         assert f"process {pid} (" in status.stdout
         assert f"`jupyter gpu end {lease.lease_id[:8]}` ends it" in status.stdout
         word = str(pid) if by == "pid" else lease.lease_id[:8]
-        ended = subprocess.run([*gpu, "end", word], env=world.environment, capture_output=True, text=True, check=False)
+        ended = world.command("end", word)
         assert ended.returncode == 0, ended.stderr
         assert world.status().leases == []

@@ -1,8 +1,6 @@
 """The policies that steer kernels in the middle of their work: nothing they do loses a byte, or a cell."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -32,18 +30,6 @@ print("intact")
 CHECK = 'assert buffer.sha256() == digest, "the bytes differ"'
 
 
-def command(world: World, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run `jupyter gpu` in the world."""
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "fractional_gpu.commands.main", *words],
-        env=world.environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
 def begin_work(world: World, notebook: Notebook, end: Path) -> str:
     """Start a cell that works until the file `end` is there, and return its message's id once it works."""
     cell = notebook.send(WORK.format(end=str(end)))
@@ -68,7 +54,7 @@ def test_a_kernel_leaves_a_device_that_is_emptied_in_the_middle_of_its_cell(two:
     before = two.lease(notebook.kernel_id)
     end = two.folder / "end"
     cell = begin_work(two, notebook, end)
-    done = command(two, "drain", before.device_id or "", "--evict-busy", "--wait", "60s")
+    done = two.command("drain", before.device_id or "", "--evict-busy", "--wait", "60s")
     assert done.returncode == 0, done.stderr
 
     def elsewhere() -> LeaseStatus | None:
@@ -80,11 +66,11 @@ def test_a_kernel_leaves_a_device_that_is_emptied_in_the_middle_of_its_cell(two:
     end.touch()
     reply = notebook.wait(cell)
     assert (reply.status, reply.text) == ("ok", "intact\n")
-    told = command(two, "explain", lease.lease_id).stdout
+    told = two.command("explain", lease.lease_id).stdout
     assert "suspend.drain" in told
-    assert "draining" in command(two, "status").stdout
-    assert command(two, "undrain", before.device_id or "").returncode == 0
-    assert "draining" not in command(two, "status").stdout
+    assert "draining" in two.command("status").stdout
+    assert two.command("undrain", before.device_id or "").returncode == 0
+    assert "draining" not in two.command("status").stdout
     notebook.must(CHECK)
 
 
@@ -94,7 +80,7 @@ def test_an_emptied_device_stays_empty_over_a_restart_of_the_broker(two: World, 
     first.must(FILL.format(seed=1, mib=16))
     home = two.lease(first.kernel_id).device_id or ""
     other = next(device.device_id for device in two.status().devices if device.device_id != home)
-    assert command(two, "drain", other).returncode == 0
+    assert two.command("drain", other).returncode == 0
     two.kill_broker()
     two.start_broker()
     assert [device.device_id for device in two.status().devices if device.draining] == [other]
@@ -109,13 +95,13 @@ def test_a_pinned_kernel_keeps_its_place_until_the_pin_ends_over_a_restart_too(w
     (name,) = world.install(750)
     first, second = server.start(name), server.start(name)
     first.must(FILL.format(seed=1, mib=16))
-    done = command(world, "pin", first.kernel_id, "3h")
+    done = world.command("pin", first.kernel_id, "3h")
     assert (done.returncode, "2 h are left of the 2 h" in done.stderr) == (1, True), done.stderr
-    done = command(world, "pin", first.kernel_id, "1h")
+    done = world.command("pin", first.kernel_id, "1h")
     assert done.returncode == 0, done.stderr
     cell = second.send(FILL.format(seed=2, mib=16))
     until(lambda: world.lease(second.kernel_id).position == 1, "the second kernel waits")
-    assert "pinned for" in command(world, "status").stdout
+    assert "pinned for" in world.command("status").stdout
     assert world.lease(first.kernel_id).suspends == 0
     world.kill_broker()
     world.start_broker()
@@ -123,7 +109,7 @@ def test_a_pinned_kernel_keeps_its_place_until_the_pin_ends_over_a_restart_too(w
     assert (lease.state, lease.pinned_ms > 3_000_000) == ("resident", True)
     until(lambda: world.lease(second.kernel_id).position == 1, "the second kernel waits again")
     assert world.lease(first.kernel_id).suspends == 0
-    assert command(world, "unpin", first.kernel_id).returncode == 0
+    assert world.command("unpin", first.kernel_id).returncode == 0
     assert second.wait(cell).status == "ok"
     first.must(CHECK)
 
@@ -133,11 +119,11 @@ def test_a_pin_ends_by_itself(world: World, server: Server) -> None:
     (name,) = world.install(750)
     first, second = server.start(name), server.start(name)
     first.must(FILL.format(seed=1, mib=16))
-    assert command(world, "pin", first.kernel_id, "2s").returncode == 0
+    assert world.command("pin", first.kernel_id, "2s").returncode == 0
     second.must(FILL.format(seed=2, mib=16))
     lease = world.lease(first.kernel_id)
     assert (lease.suspends, lease.pinned_ms) == (1, 0)
-    told = command(world, "explain", first.kernel_id).stdout
+    told = world.command("explain", first.kernel_id).stdout
     assert told.index("pin.begun") < told.index("suspend.")
     first.must(CHECK)
 
@@ -173,7 +159,7 @@ def test_equals_that_are_busy_take_turns_and_both_finish_with_their_bytes(world:
         assert (reply.status, reply.text) == ("ok", "intact\n"), reply.error
     for notebook in notebooks:
         notebook.must(CHECK)
-    told = command(world, "explain", notebooks[0].kernel_id).stdout
+    told = world.command("explain", notebooks[0].kernel_id).stdout
     assert "suspend.preempted" in told
     assert "wait.preempted" in told
 
@@ -234,16 +220,16 @@ def test_a_kernel_that_grows_makes_its_idle_neighbour_step_aside(world: World, s
     first.must(FILL.format(seed=1, mib=16))
     second.must(FILL.format(seed=2, mib=16))
     assert world.lease(first.kernel_id).state == "resident"
-    done = command(world, "resize", first.kernel_id, "3/4")
+    done = world.command("resize", first.kernel_id, "3/4")
     assert done.returncode == 0, done.stderr
     assert "1/4 of a GPU with 256 MiB before, 3/4 of a GPU with 768 MiB now" in done.stdout
     assert world.await_state(second.kernel_id, "suspended").suspends == 1
     first.must(CHECK + GROW)
     assert world.lease(first.kernel_id).suspends == 0, "it stayed where it was"
-    done = command(world, "resize", first.kernel_id, "1/4")
+    done = world.command("resize", first.kernel_id, "1/4")
     assert (done.returncode, "MiB" in done.stderr) == (1, True), "what it uses does not fit"
     first.must("more.free()")
-    assert command(world, "resize", first.kernel_id, "1/4").returncode == 0
+    assert world.command("resize", first.kernel_id, "1/4").returncode == 0
     second.must(CHECK)
     assert world.lease(first.kernel_id).suspends == 0, "there is room for both again"
 
@@ -256,7 +242,7 @@ def test_a_kernel_that_cannot_grow_in_time_stays_as_it_was(world: World, server:
     second.must(FILL.format(seed=2, mib=16))
     end = world.folder / "end"
     cell = begin_work(world, second, end)
-    done = command(world, "resize", first.kernel_id, "1", "--wait", "1s")
+    done = world.command("resize", first.kernel_id, "1", "--wait", "1s")
     assert done.returncode == 1
     assert "the kernel stays as it was" in done.stderr
     lease = world.lease(first.kernel_id)
@@ -363,7 +349,7 @@ def test_a_kernel_moves_aside_to_another_device_where_that_lets_a_waiting_one_in
     before, other = two.lease(first.kernel_id), two.lease(second.kernel_id)
     assert before.device_id != other.device_id
     notebooks = {before.device_id: first, other.device_id: second}
-    assert command(two, "resize", first.kernel_id, "1/4").returncode == 0
+    assert two.command("resize", first.kernel_id, "1/4").returncode == 0
     third = server.start(whole)
     third.must(FILL.format(seed=3, mib=16))
     mover = notebooks.pop(two.lease(third.kernel_id).device_id)  # either may move: both have room beside the other
@@ -376,6 +362,6 @@ def test_a_kernel_moves_aside_to_another_device_where_that_lets_a_waiting_one_in
     moved = until(beside_the_other, "it goes on, on the other device, without a cell that asks")
     assert (moved.suspends, moved.resumes) == (1, 1)
     assert two.lease(neighbour.kernel_id).suspends == 0
-    assert "move.defragment" in command(two, "explain", mover.kernel_id).stdout
+    assert "move.defragment" in two.command("explain", mover.kernel_id).stdout
     for notebook in (first, second, third):
         notebook.must(CHECK)

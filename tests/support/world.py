@@ -1,5 +1,6 @@
 """A private world for end-to-end tests: Jupyter's folders, a simulated host, a broker that starts by itself, and nothing left behind."""
 
+import io
 import json
 import os
 import secrets
@@ -14,7 +15,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 from unittest.mock import patch
@@ -24,6 +25,7 @@ import websocket
 from fractional_gpu.broker.process.driver_start import simulated_folder
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.state_folder import make_state_folder
+from fractional_gpu.commands.main import main
 from fractional_gpu.gpu.simulated.host import destroy
 from fractional_gpu.gpu.simulated.store import SimulatedHostError
 from fractional_gpu.jupyter.kernelspecs import install
@@ -130,6 +132,17 @@ class World:
             env=self.environment,
             check=True,
         )
+
+    def command(self, *words: str) -> "subprocess.CompletedProcess[str]":
+        """Run `jupyter gpu` in this world, within this process: its imports take longer than what most commands do."""
+        printed, complaint = io.StringIO(), io.StringIO()
+        with (
+            patch.dict(os.environ, self.environment, clear=True),
+            redirect_stdout(printed),
+            redirect_stderr(complaint),
+        ):
+            code = main(words)
+        return subprocess.CompletedProcess(words, code, printed.getvalue(), complaint.getvalue())
 
     def broker_pid(self) -> int | None:
         """The pid of the broker that serves, if any."""
