@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fractional_gpu.core.time_slicing import WHOLE_MILLI, slowed_milli, stretch_milli
+from fractional_gpu.core.time_slicing import WHOLE_MILLI, most_wanted_milli, slowed_milli, stretch_milli
 
 WANTS = st.lists(st.integers(0, 1000), max_size=12)
 CAPACITIES = st.sampled_from((1000, 1000, 2000, 3300))
@@ -56,6 +56,28 @@ def test_k_lies_between_the_sum_of_the_wants_and_the_number_of_kernels(wants: li
 def test_a_cell_is_slowed_down_by_its_part_on_the_device_only(want: int, k_milli: int) -> None:
     exact = 1000 - want + Fraction(want * k_milli, 1000)
     assert 0 <= slowed_milli(want, k_milli) - exact < 1
+
+
+@given(wants=WANTS.filter(any))
+def test_what_is_used_of_a_full_device_bounds_what_is_wanted(wants: list[int]) -> None:
+    k = Fraction(stretch_milli(wants), 1000)
+    uses = [Fraction(u) / (1 - Fraction(u, 1000) * (1 - k)) for u in wants]
+    largest = int(max(uses))  # rounded down: k may be larger than that of the model, never smaller
+    for want, use in zip(wants, uses, strict=True):
+        assert want <= most_wanted_milli(-(-use // 1), largest)
+
+
+@pytest.mark.parametrize(
+    ("use", "largest", "most"),
+    [
+        (99, 901, 101),  # a light one beside a full one
+        (500, 500, 1000),  # two alike may want anything from half of the device
+        (300, 700, 345),
+        (0, 1000, 0),
+    ],
+)
+def test_what_a_kernel_wants_at_most_by_hand(use: int, largest: int, most: int) -> None:
+    assert most_wanted_milli(use, largest) == most
 
 
 @pytest.mark.parametrize(

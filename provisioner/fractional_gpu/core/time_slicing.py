@@ -42,3 +42,14 @@ def stretch_milli(wants_milli: Iterable[int], capacity_milli: int = WHOLE_MILLI)
 def slowed_milli(want_milli: int, k_milli: int) -> int:
     """Return how many times as long as alone a cell takes that wants so much of a device with this k, thousandths, rounded up."""
     return WHOLE_MILLI - want_milli + -(-want_milli * k_milli // WHOLE_MILLI)
+
+
+def most_wanted_milli(use_milli: int, largest_milli: int) -> int:
+    """Return what a kernel wants at most that uses so much of a full device, where one kernel uses `largest_milli` of it, thousandths.
+
+    No kernel wants more than the whole device, so the one with the largest use tells how large k is at most: 1 / largest. What the kernel
+    would use alone then follows from what it uses: u = use / (1 - use * (k - 1)). It wants no less than it uses.
+    """
+    largest_milli = max(use_milli, largest_milli, 1)
+    rest = WHOLE_MILLI * largest_milli - use_milli * (WHOLE_MILLI - largest_milli)
+    return min(WHOLE_MILLI, -(-use_milli * largest_milli * WHOLE_MILLI // rest))

@@ -4,6 +4,8 @@ import json
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.books.books import Books
@@ -12,6 +14,7 @@ from fractional_gpu.core.events import LeaseMeasured, PoolConfigured, SuspendReq
 from fractional_gpu.core.forecasts.forecasts import Forecasts
 from fractional_gpu.core.model import Compute, LeaseState
 from fractional_gpu.core.rules.contention import slowdown
+from fractional_gpu.core.time_slicing import slowed_milli, stretch_milli
 from tests.core.driving import Hand, device, pool, spec
 from tests.core.simulation import simulate
 
@@ -100,6 +103,49 @@ def test_a_lease_whose_neighbour_leaves_it_enough_may_become_a_light_one() -> No
         seen(world, "a", 200, times=1)
         seen(world, "b", 300, times=1)
     assert world.view("a").demand_milli == pytest.approx(200, abs=30)
+
+
+def test_a_light_kernel_beside_a_full_one_is_learnt_as_a_light_one() -> None:
+    world = hand("d0")
+    busy(world, "full", 1000)
+    world.run("light", SMALL)
+    assert world.view("light").demand_milli > 800, "as its pool, of which nothing else is known"
+    for _ in range(100):  # a tenth and a whole device want 1.1: what runs there takes 1.11 times as long
+        seen(world, "full", 901, times=1)
+        seen(world, "light", 99, times=1)
+    assert 99 <= world.view("light").demand_milli <= 130
+    assert 901 <= world.view("full").demand_milli <= 1000
+    assert 1000 <= demand(world, "d0") <= 1130
+
+
+def test_samples_of_different_times_lower_no_demand() -> None:
+    world = hand("d0")
+    busy(world, "a", 1000)
+    world.run("b", SMALL)
+    before = world.view("b").demand_milli
+    seen(world, "b", 400, times=50)  # what is known of "a" is of the time before "b" came
+    assert world.view("b").demand_milli == before
+    world.run("c", SMALL)
+    seen(world, "a", 400, times=1)
+    seen(world, "b", 300, times=50)  # "c" is not seen yet
+    assert world.view("b").demand_milli == before
+
+
+@given(wants=st.lists(st.integers(20, 1000), min_size=2, max_size=6))
+def test_however_neighbours_slow_a_kernel_down_it_is_not_taken_for_a_lighter_one(wants: list[int]) -> None:
+    books, k_milli = Books(), stretch_milli(wants)
+    books.add_device(Device(spec=device()))
+    for number, want in enumerate(wants):
+        lease = Lease(spec=spec(f"k{number}", SMALL), state=LeaseState.RESIDENT, busy=True)
+        books.add(lease)
+        books.set_reservation(lease, ("d0",), SMALL)
+        lease.seen_milli = want * 1000 // slowed_milli(want, k_milli)
+    used = [lease.seen_milli or 0 for lease in books.leases.values()]
+    most = [books.devices["d0"].most_needed_milli(milli) for milli in used]
+    if sum(used) < 900:
+        assert most == used == wants
+    else:
+        assert all(use <= want <= bound for use, want, bound in zip(used, wants, most, strict=True)), most
 
 
 def test_a_device_sums_up_what_is_busy_there() -> None:

@@ -223,7 +223,6 @@ def _limited(pool: PoolSpec, group: str) -> bool:
 
 
 _RESTING_PARTS = 4  # kernels that idle between cells are busy about a quarter of the time, in published traces
-_FULL_MILLI = 900  # thousandths of a device that its busy leases use together when they leave none, about
 
 
 def _counted_milli(lease: Lease, occupancy: OccupancyKind) -> int:
@@ -323,26 +322,20 @@ class Books:
         """Learn from the lease's utilisation over the last period what it needs while it is busy, thousandths of a device.
 
         Its cell counts with what it shows itself: cells of one kernel differ more than kernels do. While the leases that are busy on a
-        device use all of it, none shows more than neighbours leave it. Returns whether its device has less than its busy leases need.
+        device use all of it, each needs at least what it shows, and at most what `time_slicing` makes of that. Returns whether its
+        device has less than its busy leases need.
         """
         if lease.occupancy is not OccupancyKind.BUSY:
             return False
-        lease.seen_milli = seen_milli = max(0, min(1000, util_milli))
-        crowded = any(self._is_crowded(device_id) for device_id in lease.occupied_ids)
-        lease.cell_milli = max(seen_milli, lease.busy_milli) if crowded else seen_milli
-        self._set_demand(
-            lease, self.forecasts.demand_seen(lease.lease_id, lease.spec.pool, seen_milli, at_least=crowded)
+        lease.seen_milli = seen_milli = max(0, min(WHOLE_MILLI, util_milli))
+        on = [self.devices[one] for one in lease.occupied_ids if one in self.devices]
+        most_milli = max((device.most_needed_milli(seen_milli) for device in on), default=seen_milli)
+        lease.cell_milli = max(seen_milli, min(lease.busy_milli, most_milli))
+        learnt_milli = self.forecasts.demand_seen(
+            lease.lease_id, lease.spec.pool, seen_milli, most_milli=most_milli if most_milli > seen_milli else None
         )
-        here = (self.devices.get(device_id) for device_id in lease.occupied_ids)
-        return any(device.demand_milli > WHOLE_MILLI for device in here if device is not None)
-
-    def _is_crowded(self, device_id: str) -> bool:
-        device = self.devices.get(device_id)
-        if device is None or device.count_by_occupancy[OccupancyKind.BUSY] < 2:
-            return False
-        busy = [other for other in device.holders.values() if other.occupancy is OccupancyKind.BUSY]
-        used = [other.demand_milli if other.seen_milli is None else other.seen_milli for other in busy]
-        return sum(used) >= _FULL_MILLI
+        self._set_demand(lease, learnt_milli)
+        return any(device.demand_milli > WHOLE_MILLI for device in on)
 
     def _set_demand(self, lease: Lease, demand_milli: int) -> None:
         """Set what the lease needs while it is busy. No victim's cost depends on it, so the lease does not count as changed."""

@@ -9,12 +9,16 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, Sign, Span
+from fractional_gpu.core.time_slicing import WHOLE_MILLI, most_wanted_milli
 
 HOST_MARGIN_MIB = 64
 """What a lease's suspend may save beyond its last measured use, whatever its size (`Lease.host_margin_mib`)."""
 HOST_MARGIN_PARTS = 16
 """One part in so many of its use is added to that."""
 _MUCH_CHANGED = 8  # more changes than this, beyond one for each holder: ranking the device anew is cheaper
+_FULL_MILLI = 900  # thousandths of a device that its busy leases use together when they leave none, about
+_SAME_TIME_MILLI = 1050  # what samples of all its busy leases add up to at most, about, if they are of the same time
+_INEXACT_PARTS = 8  # one part in so many is allowed for what a driver measures and shares out inexactly
 
 
 @dataclass(frozen=True, slots=True)
@@ -487,6 +491,20 @@ class Device:
             self.demand_milli += milli
         else:
             self.coming_milli += milli
+
+    def most_needed_milli(self, seen_milli: int) -> int:
+        """Return what a busy lease that was seen to use so much of the device needs of it at most: no more, unless the device is full."""
+        if self.count_by_occupancy[OccupancyKind.BUSY] < 2:
+            return seen_milli
+        busy = [lease for lease in self.holders.values() if lease.occupancy is OccupancyKind.BUSY]
+        used = [lease.demand_milli if lease.seen_milli is None else lease.seen_milli for lease in busy]
+        if sum(used) < _FULL_MILLI:
+            return seen_milli
+        # Samples that exceed the device are not of the same time, and one that is missing is unknown: the largest use is unknown then.
+        if sum(used) > _SAME_TIME_MILLI or any(lease.seen_milli is None for lease in busy):
+            return WHOLE_MILLI
+        most_milli = most_wanted_milli(seen_milli, max(used))
+        return min(WHOLE_MILLI, most_milli + most_milli // _INEXACT_PARTS)
 
     def recompute_free(self) -> None:
         """Compute what is left, after the device itself or its reservations changed."""

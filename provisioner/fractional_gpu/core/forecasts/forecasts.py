@@ -406,14 +406,16 @@ class Forecasts:
         known = self._demands.get(lease_id) or self._pool_demands.get(pool)
         return FIRST_DEMAND_MILLI if known is None else known.milli
 
-    def demand_seen(self, lease_id: str, pool: str, milli: int, *, at_least: bool = False) -> int:
+    def demand_seen(self, lease_id: str, pool: str, milli: int, *, most_milli: int | None = None) -> int:
         """Learn from a sample of the lease's utilisation while it was busy, thousandths; return its demand.
 
-        `at_least`: neighbours left it no more, so the sample only shows that it needs at least so much.
+        `most_milli`: neighbours may have left it no more, so the sample only shows that it needs from `milli` to so much.
         """
         before = self.demand_milli(lease_id, pool)
-        if at_least and milli <= before:
-            return before
+        if most_milli is not None:
+            if milli <= before <= most_milli:
+                return before
+            milli = max(milli, min(before, most_milli))
         own, common = self._demands.get(lease_id), self._pool_demands.get(pool)
         if own is None:
             own = self._demands[lease_id] = Demand(memory=LEASE_SAMPLES, prior_milli=before)
