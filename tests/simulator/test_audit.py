@@ -123,6 +123,12 @@ USE = {**ON_DEMAND, "reserve": "use", "headroom": "1GiB"}
             id="together",
         ),
         pytest.param(
+            {**ON_DEMAND, "foresight": "displace"},
+            f"--users 12 --devices 1x80GiB --foresight 20s --false-signs 50 --failed-swaps 10 {BRISK}",
+            ("early_resumes", "vain_gib", "failed_swaps"),
+            id="foresight",
+        ),
+        pytest.param(
             ON_DEMAND,
             f"--users 12 --devices 1x80GiB --ask-error 50 --failed-swaps 20 {BRISK}",
             ("failed_swaps", "out_of_memory", "preemptions"),

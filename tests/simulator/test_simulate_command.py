@@ -30,6 +30,8 @@ KEYS = [
     "suspends",
     "resumes",
     "failed_swaps",
+    "early_resumes",
+    "vain_gib",
     "preemptions",
     "moved_gib",
     "host_peak_mib",

@@ -14,8 +14,10 @@ from fractional_gpu.core.units import parse_duration_ms, parse_memory_mib
 from fractional_gpu.simulator.hosts import DoorRule
 from fractional_gpu.simulator.machine import Host, SwapSpeed
 from fractional_gpu.simulator.policies import POLICIES
+from fractional_gpu.simulator.signs import Signs
 
 MOST_DEVICES = 8192
+_MOST_FALSE_PERCENT = 90
 MOST_IN_A_HOST = 16  # GPUs: no host on sale has more
 _DEVICES = re.compile(r"(\d{1,4})x(.{1,20})", re.ASCII)
 _HOSTS = re.compile(r"\s*(\d{1,4}|\?)x\(([^()]*)\)", re.ASCII)
@@ -60,6 +62,18 @@ def configure_machine(parser: argparse.ArgumentParser) -> None:
     )
     host.add_argument(
         "--failed-swaps", type=percent, default=0, metavar="PERCENT", help="of the swaps fail harmlessly (default: 0)"
+    )
+    host.add_argument(
+        "--foresight",
+        metavar="TIME",
+        help="people give a sign so long before each GPU cell, as JupyterLab tells it (default: no signs)",
+    )
+    host.add_argument(
+        "--false-signs",
+        type=percent,
+        default=0,
+        metavar="PERCENT",
+        help="of these signs no cell follows, at most 90 (default: 0)",
     )
     host.add_argument("--no-slowdown", action="store_true", help="busy cells on one device do not slow each other down")
     host.add_argument("--every-cell-asks", action="store_true", help="cells that touch no GPU wait for it, too")
@@ -133,11 +147,28 @@ class MachineOptions:
             parallel_swaps=options.parallel_swaps,
             failed_swaps_percent=options.failed_swaps,
             seed=options.seed,
+            signs=_signs(options),
             slowdown=not options.no_slowdown,
             every_cell_asks=options.every_cell_asks,
             request_percent=options.request,
             patience_ms=parsed("--growth-patience", parse_duration_ms, options.growth_patience),
         )
+
+
+def _signs(options: argparse.Namespace) -> Signs:
+    """Return what signs people give. Raises UsageError."""
+    if options.foresight is None:
+        if options.false_signs:
+            raise UsageError("--false-signs needs --foresight TIME: without it people give no signs")
+        return Signs()
+    if options.false_signs > _MOST_FALSE_PERCENT:
+        raise UsageError(
+            f"--false-signs {options.false_signs} is not allowed; a whole number from 0 to {_MOST_FALSE_PERCENT} is"
+        )
+    foresight_ms = parsed("--foresight", parse_duration_ms, options.foresight)
+    if not foresight_ms:
+        raise UsageError(f"--foresight {options.foresight} is not allowed; a time such as 20s is")
+    return Signs(foresight_ms=foresight_ms, false_percent=options.false_signs)
 
 
 def read_machine(options: argparse.Namespace) -> MachineOptions:

@@ -12,6 +12,7 @@ from fractional_gpu.core.model import DeviceSpec, LeaseSpec, PoolSpec
 from fractional_gpu.core.time_slicing import WHOLE_MILLI, stretch_milli
 from fractional_gpu.core.units import format_fraction, format_memory
 from fractional_gpu.simulator import SimulationError
+from fractional_gpu.simulator.signs import Signs
 from fractional_gpu.simulator.traces import Session
 
 UNSHARED = 1_000_000  # the pace of a cell alone: nominal nanoseconds per millisecond
@@ -108,7 +109,8 @@ class Host:
     swap: SwapSpeed = SwapSpeed()
     parallel_swaps: int = 1
     failed_swaps_percent: int = 0
-    seed: int = 1  # of the draws which swaps fail
+    seed: int = 1  # of the draws which swaps fail, and which signs are false
+    signs: Signs = field(default_factory=Signs)  # that people give before their cells
     slowdown: bool = True
     every_cell_asks: bool = False
     request_percent: int = 100  # of its cap, what a session is guaranteed where the pool reserves by use

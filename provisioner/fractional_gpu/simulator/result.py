@@ -45,6 +45,8 @@ class Result:
     suspends: int = 0
     resumes: int = 0
     failed_swaps: int = 0  # suspends and resumes that were begun and changed nothing
+    early_resumes: int = 0  # before a cell asked, because one was expected
+    vain_mib: int = 0  # what these brought to devices without a cell that followed
     preemptions: int = 0
     moved_mib: int = 0
     host_peak_mib: int = 0  # the most saved on one host
@@ -81,6 +83,8 @@ class Result:
             "suspends": self.suspends,
             "resumes": self.resumes,
             "failed_swaps": self.failed_swaps,
+            "early_resumes": self.early_resumes,
+            "vain_gib": round(self.vain_mib / 1024, 3),
             "preemptions": self.preemptions,
             "moved_gib": round(self.moved_mib / 1024, 3),
             "host_peak_mib": self.host_peak_mib,

@@ -37,6 +37,7 @@ from fractional_gpu.core.events import (
     BusyChanged,
     DeviceSeen,
     Event,
+    Expected,
     HostMemoryNeeded,
     HostMemorySeen,
     LeaseMeasured,
@@ -53,12 +54,13 @@ from fractional_gpu.core.events import (
     Wanted,
 )
 from fractional_gpu.core.forecasts.estimators import ErrorView
-from fractional_gpu.core.model import HOLDING, LeaseSpec, LeaseState
+from fractional_gpu.core.model import HOLDING, LeaseSpec, LeaseState, Sign
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.felt import Felt, Goal
 from fractional_gpu.simulator.hosts import Door, DoorRule, Machine, Moments, Recorder, hosts_of
 from fractional_gpu.simulator.machine import UNSHARED, Host, Running, SharedDevice
 from fractional_gpu.simulator.result import Accounts, Result, begin_result, merged_errors
+from fractional_gpu.simulator.signs import SIGN_MS
 from fractional_gpu.simulator.traces import Cell, Session
 
 Watch = Callable[[Event, Sequence[Effect]], None]
@@ -89,6 +91,7 @@ class _Kernel:
     ran_ms: int = 0  # how long the last cell has run in all, up to when it was stopped
     swaps: int = 0
     resume_fails: bool = False  # the resume under way
+    early_mib: int = 0  # what it was brought back with before a cell asked, until one does
     overdue: int = 0  # how many limits of the goal the wait of its cell exceeds
     over: bool = False
 
@@ -345,6 +348,7 @@ class _Run:
 
     def _suspend(self, kernel: _Kernel, effect: Suspend) -> None:
         self._result.suspends += 1
+        self._leaves_in_vain(kernel)
         if self._fails(kernel):
             self._failed(kernel, "suspend")
             gives_up = partial(self._suspended, effect, SuspendOutcome.ABORTED)
@@ -415,6 +419,10 @@ class _Run:
             return
         self._use(kernel, kernel.device_ids, kernel.memory_mib)
         total_mib = kernel.total_mib
+        view = self._arbiter.lease(effect.lease_id)
+        if view is not None and view.came_early:
+            self._result.early_resumes += 1
+            kernel.early_mib = total_mib
 
         def restored() -> None:
             if not kernel.over:
@@ -435,6 +443,11 @@ class _Run:
             )
         )
 
+    def _leaves_in_vain(self, kernel: _Kernel) -> None:
+        """Count what a kernel was brought back with if no cell has followed."""
+        self._result.vain_mib += kernel.early_mib
+        kernel.early_mib = 0
+
     # -- a session ------------------------------------------------------------------------------------------------------
 
     def open(self, session: Session, lease: LeaseSpec, ended: Callable[[], None]) -> None:
@@ -447,7 +460,27 @@ class _Run:
         self._felt.entered(0)  # a lease is given at once; its cells wait
         self._send(Attached(at_ms=self._now_ms, lease_id=lease.lease_id, gated=True))
         first = session.cells[0].start_ms if session.cells else session.close_ms
+        self._expect(kernel, first - self._now_ms)
         self._at(first, partial(self._next, kernel))
+
+    def _expect(self, kernel: _Kernel, gap_ms: int) -> None:
+        """Schedule the signs that the person gives before the next cell, or before closing the notebook."""
+        at_end = kernel.next_cell == len(kernel.session.cells)
+        asks = not at_end and self._asks(kernel.cell)
+        signs = self._host.signs.before(
+            self._host.seed, kernel.session.session_id, kernel.next_cell, gap_ms, uses_gpu=asks
+        )
+        for after_ms in signs:
+            self._at(self._now_ms + after_ms, partial(self._sign, kernel, kernel.next_cell))
+
+    def _sign(self, kernel: _Kernel, cell: int) -> None:
+        if kernel.over or kernel.next_cell != cell:
+            return
+        until_ms = self._now_ms + SIGN_MS
+        self._send(Expected(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, until_ms=until_ms, sign=Sign.TYPING))
+
+    def _asks(self, cell: Cell) -> bool:
+        return bool(cell.gpus) or self._host.every_cell_asks
 
     def _next(self, kernel: _Kernel) -> None:
         """Execute the next cell, or close the notebook."""
@@ -457,10 +490,11 @@ class _Run:
         cell = kernel.cell
         kernel.asked_ms = self._now_ms
         self._note("asked", kernel, cell=kernel.next_cell)
-        if not cell.gpus and not self._host.every_cell_asks:
+        if not self._asks(cell):
             self._note("begins", kernel, cell=kernel.next_cell, device_ids=(), util_percent=0)
             self._at(self._now_ms + cell.duration_ms, partial(self._ends_without_gpu, kernel))
             return
+        kernel.early_mib = 0
         self._send(BusyChanged(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, busy=True))
         self._accounts.waiting += 1
         view = self._arbiter.lease(kernel.spec.lease_id)
@@ -592,10 +626,12 @@ class _Run:
         kernel.next_cell += 1
         follows = kernel.cell.start_ms if kernel.next_cell < len(kernel.session.cells) else kernel.session.close_ms
         thinks_ms = max(0, follows - cell.start_ms - cell.duration_ms)
+        self._expect(kernel, thinks_ms)
         self._at(self._now_ms + thinks_ms, partial(self._next, kernel))
 
     def _close(self, kernel: _Kernel) -> None:
         self._is_over(kernel)
+        self._leaves_in_vain(kernel)
         self.closed_ms = self._now_ms
         if kernel.state in HOLDING and not (kernel.state is LeaseState.RESUMING and kernel.resume_fails):
             self._use(kernel, kernel.device_ids, -kernel.memory_mib)

@@ -19,6 +19,8 @@ class Books:
     suspends: int = 0
     resumes: int = 0
     failed_swaps: int = 0
+    early: int = 0
+    vain_mib: int = 0
     preemptions: int = 0
     moved_mib: int = 0
     host_peak_mib: int = 0
@@ -61,6 +63,8 @@ class Books:
             "suspends": self.suspends,
             "resumes": self.resumes,
             "failed_swaps": self.failed_swaps,
+            "early_resumes": self.early,
+            "vain_gib": round(self.vain_mib / 1024, 3),
             "preemptions": self.preemptions,
             "moved_gib": round(self.moved_mib / 1024, 3),
             "host_peak_mib": self.host_peak_mib,

@@ -128,6 +128,7 @@ class Leases(Audit):
                     swap.kind = "over" if swap.session is session else swap.kind
             case "LeaseReleased":
                 self._is_over(session)
+                self._in_vain(session)
                 self.closes(session)
                 if session.total_mib or session.host_mib:
                     on_host = f"{session.host_mib} MiB on the host"
@@ -143,12 +144,18 @@ class Leases(Audit):
                     self.wrong(f"{session.name} is granted {listed(effect['device_ids'])}, and is {held_by(session)}")
             case "Resized":
                 session.reserved_mib, session.let_in_ms = effect["reserved_mib"] or session.reserved_mib, self.now_ms
+            case "Recorded":
+                session.comes_early = effect["reason"] == "resume.expected"
             case "Suspend":
                 self.books.suspends += 1
+                self._in_vain(session)
                 session.to_preempt = session.phase == "short" or session.name in self.running
                 self._swap(kind, session, effect, session.total_mib)
             case "Resume":
                 self.books.resumes += 1
+                session.early_mib = session.host_mib if session.comes_early else 0
+                self.books.early += session.comes_early
+                session.comes_early = False
                 session.reserved_mib = effect["reserve_mib"]
                 self._swap(kind, session, effect, session.host_mib)
             case "LeaseRefused":
@@ -197,9 +204,16 @@ class Leases(Audit):
         if session.state != wanted:
             self.wrong(f"a {kind} of {session.name} begins, and it is {session.state}")
 
+    def _in_vain(self, session: Session) -> None:
+        """Count what a session was brought back with if no cell of it has asked since."""
+        self.books.vain_mib += session.early_mib
+        session.early_mib = 0
+
     def _swap_fails(self, session: Session, kind: str) -> None:
         """Expect that the swap of a session changes nothing; a cell goes on."""
         self.books.failed_swaps += 1
+        self.books.early -= kind == "resume" and session.early_mib > 0
+        session.early_mib = 0
         session.to_preempt = False
         for swap in self._swaps.values():
             if swap.session is session and swap.kind.lower() == kind:
@@ -275,6 +289,8 @@ class Leases(Audit):
         match kind:
             case "asked":
                 self.asked(session)
+                if session.cell.gpus or self._machine(session)["every_cell_asks"]:
+                    session.early_mib = 0
             case "begins" | "continues":
                 self._begins(kind, session, entry)
             case "short":

@@ -73,6 +73,8 @@ class Session:
     idle_ms: int = 0  # since when it runs nothing
     running: Running | None = None
     to_preempt: bool = False
+    comes_early: bool = False  # its resume that is being read is for a cell that is only expected
+    early_mib: int = 0  # what that brought back, until a cell asks
     closed: bool = False
     lost: bool = False
 
