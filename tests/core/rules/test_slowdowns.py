@@ -18,7 +18,9 @@ def described(*demands_milli: int, state: LeaseState = LeaseState.RESIDENT) -> S
     books = Books()
     books.add_device(Device(spec=device()))
     for number, milli in enumerate(demands_milli):
-        asked = replace(spec(f"k{number}", SMALL), owner="ada" if number < 2 else "bob", label=f"{number}.ipynb")
+        asked = replace(
+            spec(f"k{number}", SMALL), owner="ada" if number < 2 else "bob", label=f"/home/ada/{number}.ipynb"
+        )
         lease = Lease(spec=asked, state=LeaseState.RESIDENT if number else state, busy=True, let_in=True)
         books.add(lease)
         lease.demand_milli = milli
@@ -29,7 +31,9 @@ def described(*demands_milli: int, state: LeaseState = LeaseState.RESIDENT) -> S
 def test_the_neighbours_are_said_with_what_they_need_and_only_ones_own_by_name() -> None:
     assert described(600, 500, 700) == Slowdown(
         milli=1792,
-        sentence="its cell takes about 1.8 times as long as alone, beside another user's kernel (70 % of it) and 1.ipynb (50 % of it)",
+        sentence=(
+            "its cell takes about 1.8 times as long as alone, beside another user's kernel (70 % of it) and /home/ada/1.ipynb (50 % of it)"
+        ),
         brief="runs beside another user's kernel and 1 more, about 1.8 times as long as alone",
     )
 
@@ -46,12 +50,21 @@ def test_nothing_is_said_of_a_cell_that_is_not_slowed_down() -> None:
     assert described(1000) == Slowdown()
 
 
-def test_a_kernel_that_waits_is_told_of_the_least_busy_device_that_it_may_use() -> None:
+def test_a_kernel_that_waits_is_told_of_no_neighbour_that_has_to_leave_for_it() -> None:
     world = hand("d0", "d1")
     for name, milli in (("a", 900), ("b", 600)):
         busy(world, name, milli, LARGE)
     assert world.arbiter.slowdown("a") == Slowdown(), "each is alone"
-    world.start("c", LARGE)
+    world.start("c", SMALL + 1)
+    world.want("c")
+    assert world.arbiter.slowdown("c") == Slowdown(), "neither of them can stay"
+
+
+def test_a_kernel_that_waits_is_told_of_the_neighbours_that_can_stay() -> None:
+    world = hand("d0")
+    for name, milli, mib in (("b", 600, 300), ("a", 900, 600)):
+        busy(world, name, milli, mib)
+    world.start("c", 600)
     world.want("c")
     needs_milli, least_milli = world.view("c").demand_milli, 600  # what the cell of "b" shows itself
     found = world.arbiter.slowdown("c")
