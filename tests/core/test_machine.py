@@ -239,11 +239,10 @@ class ArbiterMachine(RuleBasedStateMachine):
     @rule(
         name=names,
         used_mib=st.sampled_from([0, 300, 900]),
-        armed=st.booleans(),
         util_milli=st.sampled_from([None, 0, 400, 1000]),
     )
-    def measured(self, name: str, used_mib: int, armed: bool, util_milli: int | None) -> None:
-        self.send(LeaseMeasured, lease_id=name, used_mib=used_mib, armed=armed, util_milli=util_milli)
+    def measured(self, name: str, used_mib: int, util_milli: int | None) -> None:
+        self.send(LeaseMeasured, lease_id=name, used_mib=used_mib, util_milli=util_milli)
 
     @rule(
         name=names,

@@ -4,12 +4,14 @@ import gzip
 import json
 import re
 from collections import Counter
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fractional_gpu.core.effects import LeaseEnded
+from fractional_gpu.core.events import LeaseMeasured
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.simulator import SimulationError, TraceError
 from fractional_gpu.simulator import record as record_module
@@ -142,13 +144,10 @@ def test_each_host_is_replayed_by_its_own_arbiter(tmp_path: Path, trace: list[Se
 def test_a_field_that_decides_nothing_may_be_gone_and_an_unknown_one_is_refused(
     tmp_path: Path, trace: list[Session]
 ) -> None:
-    @dataclass(frozen=True, kw_only=True)
-    class LeaseMeasured:  # as it would be without the field
-        used_mib: int
-
-    assert record_module._decode(LeaseMeasured, {"used_mib": 7, "armed": False}) == LeaseMeasured(used_mib=7)
+    measured: dict[str, Any] = {"at_ms": 0, "lease_id": "a", "used_mib": 7}
+    assert record_module._decode(LeaseMeasured, {**measured, "armed": False}) == LeaseMeasured(**measured)
     with pytest.raises(ValueError, match="LeaseMeasured has no field 'hours'"):
-        record_module._decode(LeaseMeasured, {"used_mib": 7, "hours": 1})
+        record_module._decode(LeaseMeasured, {**measured, "hours": 1})
     record(tmp_path / "run.log", trace)
     text = (tmp_path / "run.log").read_text()
     without = re.sub(r',"armed":(true|false)', "", text)

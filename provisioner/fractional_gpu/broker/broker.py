@@ -495,7 +495,7 @@ class Broker:
         used_mib = await self._inspector.used_mib(kernel)
         view = self.arbiter.lease(kernel.lease_id)
         if view is not None and view.state in (LeaseState.RESIDENT, LeaseState.NO_CONTEXT):
-            measured = LeaseMeasured(at_ms=now_ms(), lease_id=kernel.lease_id, used_mib=used_mib, armed=used_mib > 0)
+            measured = LeaseMeasured(at_ms=now_ms(), lease_id=kernel.lease_id, used_mib=used_mib)
             self.dispatch(measured)
 
     def request_on_behalf(self, kernel: Kernel) -> None:

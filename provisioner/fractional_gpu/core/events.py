@@ -173,7 +173,7 @@ class BusyChanged(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseMeasured(Event):
-    """Device memory that the lease's process tree uses now, MiB; `armed` = it has a CUDA context.
+    """Device memory that the lease's process tree uses now, MiB.
 
     `util_milli` is its mean utilisation over the last period, thousandths of one device (the sum over its devices divided by their
     number); None: not known. It counts only if the lease is busy.
@@ -181,7 +181,6 @@ class LeaseMeasured(Event):
 
     lease_id: str
     used_mib: int
-    armed: bool = True
     util_milli: int | None = None
 
 

@@ -86,7 +86,7 @@ def test_the_story_says_times_from_then_on() -> None:
 def test_a_kernel_that_cannot_be_saved_says_why() -> None:
     hand = Hand()
     run(hand, "a", label="managed.ipynb")
-    hand.send(LeaseMeasured(at_ms=0, lease_id="a", used_mib=100, armed=True))
+    hand.send(LeaseMeasured(at_ms=0, lease_id="a", used_mib=100))
     hand.send(Checkpointable(at_ms=0, lease_id="a", why_not="it has managed memory"))
     hand.rest("a")
     assert waits(hand) == "managed.ipynb cannot be suspended: it has managed memory: it waits until one of them ends"

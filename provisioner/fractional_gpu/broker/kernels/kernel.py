@@ -96,7 +96,7 @@ class Ending:
 class Measurement:
     """What the devices counted last. Changed by `Sampler`."""
 
-    reported: tuple[int, bool] | None = None  # MiB in use, and whether a device is, as the arbiter knows them
+    reported: int | None = None  # MiB in use, as the arbiter knows them
     grew: bool = False  # that was more than before, where the lease's reservation follows its use
     seen_on: frozenset[str] = frozenset()  # the devices on which its processes had memory
     users_on_disk: frozenset[ProcessIdentity] = frozenset()  # processes that used a device and are in the ledger

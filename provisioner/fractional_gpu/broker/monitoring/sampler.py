@@ -246,24 +246,18 @@ class Sampler:
         if view is None or view.state not in (LeaseState.RESIDENT, LeaseState.NO_CONTEXT):
             kernel.measurement.reported, kernel.measurement.grew = None, False
             return
-        measured = (sum(used.values()), bool(used))
+        measured_mib = sum(used.values())
         # The arbiter forgets the use of a process that has ended; the next one may have exactly the same.
-        changed = kernel.measurement.reported != measured or view.used_mib != measured[0]
-        grows = measured[0] > view.used_mib
+        changed = kernel.measurement.reported != measured_mib or view.used_mib != measured_mib
+        grows = measured_mib > view.used_mib
         # Where its reservation follows its use, the arbiter expects more growth until it gets a measurement without growth.
         if changed or kernel.measurement.grew or util_milli is not None:
             kernel.measurement.reported, kernel.measurement.grew = (
-                measured,
+                measured_mib,
                 grows and self._broker.reserves_by_use(view.spec.pool),
             )
             self._broker.dispatch(
-                LeaseMeasured(
-                    at_ms=now_ms(),
-                    lease_id=kernel.lease_id,
-                    used_mib=measured[0],
-                    armed=measured[1],
-                    util_milli=util_milli,
-                )
+                LeaseMeasured(at_ms=now_ms(), lease_id=kernel.lease_id, used_mib=measured_mib, util_milli=util_milli)
             )
 
     def _report_pressure(self, pressed: set[str]) -> None:
