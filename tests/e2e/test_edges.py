@@ -69,7 +69,7 @@ import threading
 count, stop = 0, threading.Event()
 def use():
     global count
-    while not stop.is_set():
+    while not stop.wait(0.001):
         assert buffer.read(4) == start
         count += 1
 start = buffer.read(4)

@@ -112,7 +112,7 @@ def test_a_kernel_that_became_another_program_makes_room(world: World, server: S
     second.must(CHECK)
 
 
-UNTIL = "import pathlib\nwhile not pathlib.Path({go!r}).exists():\n    pass\n"
+UNTIL = "import pathlib, time\nwhile not pathlib.Path({go!r}).exists():\n    time.sleep(0.01)\n"
 
 
 def test_a_cell_that_never_ends_and_has_not_used_the_gpu_makes_room_and_waits_before_it_does(
@@ -138,7 +138,7 @@ def test_a_cell_whose_child_could_use_the_gpu_keeps_its_room_and_says_so(world: 
     _configure(world, "")
     (name,) = world.install(1000)
     first, second = server.start(name), server.start(name)
-    first.send("import subprocess\nchild = subprocess.Popen(['sleep', '600'])\nwhile True:\n    pass")
+    first.send("import subprocess, time\nchild = subprocess.Popen(['sleep', '600'])\nwhile True:\n    time.sleep(0.01)")
     until(lambda: world.lease(first.kernel_id).state == "resident", "its cell runs, with room")
     waits = second.send(ALLOCATE)
     with world.client() as client:
