@@ -86,9 +86,35 @@ BEFORE = {
 """Digests of the figures and of every moment of each run, taken before the simulator knew several hosts."""
 
 THEN = frozenset(
-    "sessions cells gpu_cells devices reserved_gpu_hours busy_gpu_hours held_gpu_hours owned_gpu_hours saved_gpu_hours peak_devices_held "
-    "wait_s waited_percent nonzero_wait_s door_wait_s door_waited_percent late_s user_p95_late_s jain_late suspends resumes failed_swaps "
-    "preemptions moved_gib host_peak_mib out_of_memory lost forecast_error".split()
+    [
+        "sessions",
+        "cells",
+        "gpu_cells",
+        "devices",
+        "reserved_gpu_hours",
+        "busy_gpu_hours",
+        "held_gpu_hours",
+        "owned_gpu_hours",
+        "saved_gpu_hours",
+        "peak_devices_held",
+        "wait_s",
+        "waited_percent",
+        "nonzero_wait_s",
+        "door_wait_s",
+        "door_waited_percent",
+        "late_s",
+        "user_p95_late_s",
+        "jain_late",
+        "suspends",
+        "resumes",
+        "failed_swaps",
+        "preemptions",
+        "moved_gib",
+        "host_peak_mib",
+        "out_of_memory",
+        "lost",
+        "forecast_error",
+    ]
 )
 """The figures that there were."""
 
