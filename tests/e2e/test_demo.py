@@ -100,6 +100,9 @@ def test_the_demonstration_keeps_its_promise_and_leaves_nothing(temporary: Path,
         assert kernel["resumes"] >= 3
         assert kernel["state_intact"] is True
     assert result["ok"] is True
+    told = "".join(demo.said)
+    assert "no process" not in told, "what becomes of its kernels at its end is told to nobody"
+    assert "under examination" not in told
     demo.check_that_nothing_is_left()
 
 

@@ -167,8 +167,13 @@ def _run_notebooks(sandbox: Sandbox, broker: BrokerClient) -> list[DemoKernel]:
     notebooks = [read_notebook(sandbox.notebooks / name, sandbox.root / f"{name}.log") for name in NOTEBOOKS]
     tracker = LeaseTracker({notebook.kernel_id: notebook.name for notebook in notebooks})
     kernels: list[DemoKernel] = []
-    with LeaseMonitor(sandbox.socket, tracker, tell):
-        asyncio.run(run_in_turns(notebooks, tell, lambda: kernels.extend(_results_of(notebooks, broker, tracker))))
+    with LeaseMonitor(sandbox.socket, tracker, tell) as monitor:
+
+        def finish() -> None:
+            monitor.stop()  # what becomes of kernels that are shut down is no part of the demonstration
+            kernels.extend(_results_of(notebooks, broker, tracker))
+
+        asyncio.run(run_in_turns(notebooks, tell, finish))
     for notebook in notebooks:
         save(notebook, sandbox.root / "executed")
     return kernels

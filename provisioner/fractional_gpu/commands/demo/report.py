@@ -275,7 +275,7 @@ def _news(lease: LeaseStatus) -> str:
 
 
 class LeaseMonitor:
-    """Polls the broker in a thread until the `with` block ends. `tell` gets each sentence, in that thread."""
+    """Polls the broker in a thread until `stop`, or the end of the `with` block. `tell` gets each sentence, in that thread."""
 
     def __init__(self, socket: str, tracker: LeaseTracker, tell: Callable[[str], None]) -> None:
         self._socket = socket
@@ -289,6 +289,10 @@ class LeaseMonitor:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Tell nothing from now on. May be called twice."""
         self._over.set()
         self._thread.join()
 
