@@ -7,7 +7,7 @@ import pytest
 
 from fractional_gpu.simulator.load import Load, synthetic_sessions
 from fractional_gpu.simulator.simulation import simulate
-from tests.benchmarks import policies, sensitivity, sharing
+from tests.benchmarks import by_size, policies, sensitivity, sharing
 from tests.benchmarks.simulated import FIGURES, GOAL, cell, machine
 
 ONE_GPU = Load(several_percent=0)
@@ -101,3 +101,13 @@ def test_hosts_have_so_many_devices_and_settings_are_of_all_of_them() -> None:
     moved = policies.hosts_for("may_move off", hosts)
     assert {host.pools[0].may_move for host in moved} == {False}
     assert {host.pools[0].devices for host in moved} == {host.pools[0].devices for host in hosts}
+
+
+def test_waits_by_size_are_those_of_the_run_and_a_swap_for_oneself_is_no_time_in_the_queue() -> None:
+    waits = by_size.measure(by_size.Task(seed=1, users=20, devices=2, several_percent=0))
+    found = simulate(machine(2), synthetic_sessions(20, 1, 1, ONE_GPU)).waits.nonzero().ordered
+    assert tuple(sorted(wait for times in waits.found.values() for wait, _ in times)) == found
+    assert all(0 <= queue <= wait for times in waits.found.values() for wait, queue in times)
+    rows = by_size.summary([waits])
+    assert max(row["worst wait"] for row in rows.values()) == max(found) / 1000
+    assert any(row["worst in the queue"] < row["worst wait"] for row in rows.values())
