@@ -18,9 +18,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from fractional_gpu.core.model import Foresight, PoolSpec
-from fractional_gpu.simulator.load import Load, Memory, Pace, synthetic_sessions
+from fractional_gpu.simulator.load import Load, Memory, Pace, Signs, synthetic_sessions
 from fractional_gpu.simulator.result import Result
-from fractional_gpu.simulator.signs import Signs
 from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Session
 from tests.benchmarks.simulated import GOAL, machine, needed, parser, spread_out, table, with_pool, write_json

@@ -182,6 +182,8 @@ class Laws:
         law(6, not why.reason.startswith("move.") or pool.may_move, seen.lease_id, "may not move, but:", why)
         if why.reason in {"suspend.needed-by", "suspend.preempted"}:
             self._law_3(seen, suspend, why, later)
+        if why.reason == "move.pack":
+            law(5, pool.empty_devices and not seen.works, seen.lease_id, "is moved to empty its device:", why)
         if why.reason == "suspend.expected":
             self.expected.suspending(seen, suspend, why)
 

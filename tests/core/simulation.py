@@ -173,6 +173,7 @@ class World:
             pin_budget_ms=60_000 if name == "p" else None,
             compute=random.choice((Compute.SPREAD, Compute.SPREAD, Compute.PACK)),
             slowdown_bound_milli=random.choice((0, 1000, 1100, 1500)),
+            empty_devices=random.random() < 0.3,
             foresight=random.choice(list(Foresight)),
             foresight_swap_ms=random.choice((400, 2_000)),
             foresight_vain_mib=random.choice((200, 500, 10_000)),

@@ -101,6 +101,7 @@ policies = st.builds(
     preempt_equals=st.booleans(),
     max_pin_ms=st.just(5_000),
     pin_budget_ms=st.just(20_000),
+    empty_devices=st.booleans(),
     foresight=st.sampled_from(Foresight),
     foresight_vain_mib=st.sampled_from([0, 500, 10_000]),
     user_limits=st.sampled_from([Limits(), Limits(), Limits(leases=3, milli=1_000), Limits(resident_milli=500)]),

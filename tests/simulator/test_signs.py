@@ -7,9 +7,8 @@ import pytest
 
 from fractional_gpu.commands.main import main
 from fractional_gpu.core.model import Foresight
-from fractional_gpu.simulator.load import Load, Memory, Pace, synthetic_sessions
+from fractional_gpu.simulator.load import Load, Memory, Pace, Signs, synthetic_sessions
 from fractional_gpu.simulator.result import Result
-from fractional_gpu.simulator.signs import Signs
 from fractional_gpu.simulator.simulation import simulate
 from tests.benchmarks.simulated import machine, with_pool
 

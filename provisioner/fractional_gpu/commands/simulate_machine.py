@@ -12,9 +12,9 @@ from fractional_gpu.config import ConfigError, Settings, load
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.core.units import parse_duration_ms, parse_memory_mib
 from fractional_gpu.simulator.hosts import DoorRule
+from fractional_gpu.simulator.load import Signs
 from fractional_gpu.simulator.machine import Host, SwapSpeed
 from fractional_gpu.simulator.policies import POLICIES
-from fractional_gpu.simulator.signs import Signs
 
 MOST_DEVICES = 8192
 _MOST_FALSE_PERCENT = 90

@@ -65,6 +65,13 @@ KEYS: Mapping[str, Key] = {
         example=60,
         help="With idle_after 'auto': what an hour of a person's waiting costs, in the same currency.",
     ),
+    "empty_devices": Key(
+        field="empty_devices",
+        parse=values.boolean,
+        default=False,
+        example=True,
+        help="With may_move: move idle kernels together on fewer devices, so that whole ones become empty (c.GPUBroker.on_empty is told).",
+    ),
     "foresight": Key(
         field="foresight",
         parse=values.foresight,

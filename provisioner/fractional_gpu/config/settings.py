@@ -60,6 +60,8 @@ class Settings:
     audit_files: int = 20  # finished ones that are kept
     audit_keep_ms: int | None = None  # None: for ever
     audit_required: bool = True
+    on_empty: Path | None = None  # a program that is told of empty devices
+    empty_after_ms: int = 300_000
     metrics_address: tuple[str, int] | None = None  # IP address and port; None: no listener
     metrics_public: bool = False
 
@@ -122,6 +124,8 @@ _PARSERS: Mapping[str, Callable[[object], Any]] = {
     "audit_max_size": values.audit_size,
     "audit_files": values.whole_number(1, 10_000),
     "audit_keep": values.duration(least_ms=3_600_000, word="forever"),
+    "on_empty": values.program,
+    "empty_after": values.duration(),
     "metrics_address": values.metrics_address,
 }
 
@@ -166,6 +170,8 @@ def translate(traits: GPUBroker, where: Callable[[str], str], files: tuple[Path,
         audit_files=plain["audit_files"],
         audit_keep_ms=plain["audit_keep"],
         audit_required=traits.audit_required,
+        on_empty=plain["on_empty"],
+        empty_after_ms=plain["empty_after"],
         metrics_address=_metrics_address(traits, plain["metrics_address"], where("metrics_address")),
         metrics_public=traits.metrics_public,
     )

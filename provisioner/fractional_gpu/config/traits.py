@@ -109,6 +109,16 @@ class GPUBroker(Configurable):
         help="""Refuse administrators' actions while the audit log cannot be written, such as on a full disk. False: execute them, and
         write the missing entries to the broker's log.""",
     ).tag(config=True, example=False)
+    on_empty = Unicode(
+        "",
+        help="""A program that is called with 'empty' and a device's UUID when nothing has been on the device for empty_after, and with
+        'used' when something is again: an absolute path. It runs as the broker's user, at most 30 s, and the broker waits for nothing.
+        Pools empty whole devices with empty_devices. Empty: none.""",
+    ).tag(config=True, example="/usr/local/sbin/gpu-power")
+    empty_after = _text_or_number(
+        "5m",
+        help="""How long nothing must have been on a device before on_empty is called.""",
+    ).tag(config=True, example="30m")
     metrics_address = Unicode(
         "",
         help="""An IP address and a port at which Prometheus can read the metrics. Empty: none; the broker's socket always has them.

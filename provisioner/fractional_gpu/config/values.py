@@ -273,6 +273,11 @@ def audit_file(value: object) -> Path | None:
     return _absolute(value, "'/var/log/jupyter-gpu/audit.jsonl'")
 
 
+def program(value: object) -> Path | None:
+    """Return an absolute path, `~` expanded; None for no program."""
+    return _absolute(value, "'/usr/local/sbin/gpu-power'")
+
+
 def _absolute(value: object, examples: str) -> Path | None:
     if value is None or value == "":
         return None

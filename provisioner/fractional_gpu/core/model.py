@@ -183,6 +183,7 @@ class PoolSpec:
     compute: Compute = Compute.SPREAD  # how devices are chosen
     # Compute.SPREAD: what busy leases may need of a device together, in its thousandths, before another device is preferred
     slowdown_bound_milli: int = 1100
+    empty_devices: bool = False  # with `may_move`: idle leases are moved together where that empties a device
     foresight: Foresight = Foresight.FREE  # what is done for a lease whose next cell is expected
     foresight_swap_ms: int = 2_000  # no early swap is begun that is predicted to take longer
     # What early swaps may move to and from one device within an hour without a cell that follows

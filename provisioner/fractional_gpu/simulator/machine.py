@@ -12,7 +12,7 @@ from fractional_gpu.core.model import DeviceSpec, LeaseSpec, PoolSpec
 from fractional_gpu.core.time_slicing import WHOLE_MILLI, stretch_milli
 from fractional_gpu.core.units import format_fraction, format_memory
 from fractional_gpu.simulator import SimulationError
-from fractional_gpu.simulator.signs import Signs
+from fractional_gpu.simulator.load import Signs
 from fractional_gpu.simulator.traces import Session
 
 UNSHARED = 1_000_000  # the pace of a cell alone: nominal nanoseconds per millisecond

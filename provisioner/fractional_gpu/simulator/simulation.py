@@ -58,9 +58,9 @@ from fractional_gpu.core.model import HOLDING, LeaseSpec, LeaseState, Sign
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.felt import Felt, Goal
 from fractional_gpu.simulator.hosts import Door, DoorRule, Machine, Moments, Recorder, hosts_of
+from fractional_gpu.simulator.load import SIGN_MS
 from fractional_gpu.simulator.machine import UNSHARED, Host, Running, SharedDevice
 from fractional_gpu.simulator.result import Accounts, Result, begin_result, merged_errors
-from fractional_gpu.simulator.signs import SIGN_MS
 from fractional_gpu.simulator.traces import Cell, Session
 
 Watch = Callable[[Event, Sequence[Effect]], None]

@@ -43,6 +43,7 @@ from fractional_gpu.broker.process.own_files import BrokerLock, OwnFiles
 from fractional_gpu.broker.process.restarting import RestartFiles, make_socket_folder
 from fractional_gpu.broker.recovery.lost_leases import LostLeases
 from fractional_gpu.broker.recovery.recovery import recover
+from fractional_gpu.broker.services.empty_devices import EmptyDevices
 from fractional_gpu.broker.supervision.survivors import AbandonedLeases
 from fractional_gpu.broker.swap.checkpointability import Checkpointability
 from fractional_gpu.broker.swap.steps import SwapTimes
@@ -238,7 +239,16 @@ class BrokerRun:
             self._prune_history(broker, service.audit),
             save_forecasts_periodically(broker.arbiter, broker.contexts.sizes, broker.writer),
             broker.metrics.watch_loop(),
+            *self._watch_of_empty_devices(broker),
         )
+
+    def _watch_of_empty_devices(self, broker: Broker) -> tuple[Coroutine[Any, Any, None], ...]:
+        program = self._settings.on_empty
+        if program is None:
+            return ()
+        after_s = self._settings.empty_after_ms / 1000
+        watch = EmptyDevices(program, after_s, devices=broker.arbiter.devices, changed=lambda: broker.anything_changed)
+        return (watch.run(),)
 
     @staticmethod
     async def _shut_down(parts: _Parts, metrics_server: HTTPServer | None, tasks: Sequence[asyncio.Task[None]]) -> bool:

@@ -2,7 +2,7 @@
 
 In this order: leases whose time is over end; suspends begin that were requested, or that a breached cap, a drained device or an ended
 seat demands; tickets are served; host memory is relieved; leases whose cells are expected come back; devices are relieved whose busy
-leases slow each other down; leases that were idle for long enough are suspended. All of them share the swap channels.
+leases slow each other down; leases that were idle for long enough are suspended; idle ones move together. All share the swap channels.
 """
 
 from fractional_gpu.core.books.records import Lease, Reason
@@ -19,6 +19,7 @@ from fractional_gpu.core.rules.idling import idle_due_ms
 from fractional_gpu.core.scheduler.compute_relief import ComputeRelief
 from fractional_gpu.core.scheduler.foresight import EarlyResumes
 from fractional_gpu.core.scheduler.migration import move_on_request
+from fractional_gpu.core.scheduler.packing import IdlePacking
 from fractional_gpu.core.scheduler.queue_pass import QueuePass
 from fractional_gpu.core.scheduler.victims import renew_rankings
 from fractional_gpu.core.transitions import Cause
@@ -108,6 +109,7 @@ class Scheduler:
         self._early_resumes = EarlyResumes(changes)
         self._relief = HostMemoryRelief(changes)
         self._compute_relief = ComputeRelief(changes)
+        self._packing = IdlePacking(changes)
 
     def serve(self) -> None:
         """Do everything that can be done now."""
@@ -130,6 +132,7 @@ class Scheduler:
         self._compute_relief.relieve()
         if self._suspend_idle():
             self._serve_tickets()
+        self._packing.pack()
         self._settle_gates()
         self._deadlines.refresh(at_end=True)
 
@@ -167,6 +170,7 @@ class Scheduler:
             self._deadlines.next_ms(),
             self._recheck_ms,
             self._compute_relief.recheck_ms,
+            self._packing.recheck_ms,
             self.drains.recheck_ms,
             self.revocations.recheck_ms,
             self.memory_caps.due_ms(),

@@ -1,0 +1,88 @@
+"""Emptying whole devices: idle leases that are spread over several devices are moved together.
+
+A device with nothing on it can be switched off, given back or lent to others; one with a single idle lease cannot. In a pool that says so
+(`empty_devices`), the idle leases of a device move to fuller ones of its kind, one after another, if all of them can: a partly emptied
+device is worth nothing.
+
+Only leases move that have been idle for a while, are not expected, and take no longer to move than the pool allows for early swaps; and
+only while no ticket of the pool waits. Leases move to fuller devices only, so none moves back.
+"""
+
+from collections.abc import Iterable
+
+from fractional_gpu.core.books.records import Device, Lease, OccupancyKind
+from fractional_gpu.core.changes.changes import Changes
+from fractional_gpu.core.model import PoolSpec
+from fractional_gpu.core.rules.eligibility import other_devices, suspendable_from_ms
+from fractional_gpu.core.rules.fairness import swap_ms
+from fractional_gpu.core.rules.likelihood import is_expected
+from fractional_gpu.core.scheduler.migration import begin_move
+
+QUIET_MS = 60_000
+"""A lease moves together with others after it has been idle for so long."""
+
+
+class IdlePacking:
+    """Begins such moves. `recheck_ms`: when time alone allows one."""
+
+    def __init__(self, changes: Changes) -> None:
+        self._changes = changes
+        self._books = changes.books
+        self.recheck_ms: int | None = None
+
+    def pack(self) -> None:
+        """Begin the next move of each pool that empties devices, as long as swap channels are free."""
+        self.recheck_ms = None
+        for pool in self._books.pools.values():
+            if pool.empty_devices and pool.may_move and pool.name not in self._books.queue.lines:
+                self._pack(pool)
+
+    def _pack(self, pool: PoolSpec) -> None:
+        books = self._books
+        devices = [books.devices[device_id] for device_id in pool.devices if device_id in books.devices]
+        for device in sorted(devices, key=_fullness):
+            if not self._changes.channel_free:
+                return
+            leases = list(device.holders.values())
+            if not leases or not all(self._may_move(lease, pool) for lease in leases):
+                continue
+            plan = self._plan(leases, device)
+            if plan is not None:
+                lease, target = plan
+                sentence = "idle; with it on a fuller device, its own becomes empty"
+                begin_move(self._changes, lease, (target,), "move.pack", sentence)
+                return
+
+    def _may_move(self, lease: Lease, pool: PoolSpec) -> bool:
+        books = self._books
+        from_ms = suspendable_from_ms(pool, lease)
+        if lease.occupancy is not OccupancyKind.IDLE or from_ms is None or lease.count > 1 or lease.ticket is not None:
+            return False
+        if lease.let_in or lease.revoked or lease.gate.closed or is_expected(books, lease):
+            return False
+        if lease.host_need_mib > books.host_left_mib or swap_ms(books, lease) > pool.foresight_swap_ms:
+            return False
+        from_ms = max(from_ms, lease.last_active_ms + QUIET_MS)
+        if from_ms > books.now_ms:
+            self.recheck_ms = from_ms if self.recheck_ms is None else min(self.recheck_ms, from_ms)
+        return from_ms <= books.now_ms
+
+    def _plan(self, leases: Iterable[Lease], device: Device) -> tuple[Lease, str] | None:
+        """Return the first move of those that empty a device; None if not all of its leases have a place elsewhere."""
+        books, free_mib = self._books, dict[str, int]()
+        first: tuple[Lease, str] | None = None
+        for lease in sorted(leases, key=lambda one: (-one.held_mib, one.number)):
+            for device_id in other_devices(books, lease):
+                if _fullness(books.devices[device_id]) > _fullness(device):
+                    free_mib.setdefault(device_id, books.devices[device_id].free_mib)
+            fitting = [(left, one) for one, left in free_mib.items() if left >= lease.held_mib]
+            if not fitting:
+                return None
+            _, target = min(fitting)
+            free_mib[target] -= lease.held_mib
+            first = first or (lease, target)
+        return first
+
+
+def _fullness(device: Device) -> tuple[int, str]:
+    return device.reserved_mib, device.spec.device_id

@@ -1,0 +1,98 @@
+"""When idle kernels had better leave: `idle_after: auto` beside every fixed time.
+
+    python -m tests.benchmarks.idling [--seeds 20] [--users 30] [--jobs 2] [--json FILE]
+
+Each user has whole GPUs, as many as all sessions together could hold, so that kernels leave for no other one: what a rule costs is the
+GPU hours that kernels hold, and how long cells wait for their kernels to come back. Two loads, each with habits of its own: the usual one
+(long cells, few sessions) and the short one (many short cells), see docs/simulator.md. Fixed times are compared with `auto` at a row of
+prices for holding; a person's waiting has its default price. A fixed time is dominated if some price holds no more GPU hours and lets
+cells wait no longer on average. The command ends with status 1 if a price of `auto` is dominated by a fixed time by more than 2 % in both.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from fractional_gpu.core.model import Foresight, PoolSpec
+from fractional_gpu.simulator.load import Load, Memory, Pace, synthetic_sessions
+from fractional_gpu.simulator.simulation import simulate
+from tests.benchmarks.simulated import machine, parser, spread_out, table, with_pool, write_json
+
+LOADS = {
+    "long cells": Load(several_percent=0),
+    "short cells": Load(pace=Pace.SHORT, memory=Memory.CELL, several_percent=0),
+}
+WHOLE = PoolSpec(name="default", devices=(), fractions_milli=(1000,), foresight=Foresight.OFF)
+FIXED_S = (0, 15, 60, 180, 300, 600, 1800, 3600)
+PRICES = (0.02, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
+RULES = {
+    **{f"after {seconds} s": replace(WHOLE, idle_after_ms=seconds * 1000) for seconds in FIXED_S},
+    **{f"auto, {price:g} an hour": replace(WHOLE, hold_price_milli=int(price * 1000)) for price in PRICES},
+    "never": WHOLE,
+}
+COLUMNS = ("held, GPU hours", "mean wait, s", "p95 wait, s", "waited, %")
+TOLERANCE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One load of one seed."""
+
+    load: str
+    seed: int
+    users: int
+
+
+def measure(task: Task) -> dict[str, dict[str, float]]:
+    """Return COLUMNS of every rule."""
+    trace = synthetic_sessions(task.users, 1, task.seed, LOADS[task.load])
+    found = {}
+    for name, pool in RULES.items():
+        result = simulate([with_pool(host, pool) for host in machine(len(trace))], trace)
+        waits = result.waits.ordered
+        values = (
+            result.held / 3.6e9,
+            fmean(waits) / 1000 if waits else 0.0,
+            result.waits.percentile_ms(95) / 1000,
+            result.waits.nonzero_percent(),
+        )
+        found[name] = dict(zip(COLUMNS, values, strict=True))
+    return found
+
+
+def beaten(means: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return a sentence for each price of `auto` that a fixed time beats in both held hours and mean wait."""
+    said = []
+    held, wait = COLUMNS[:2]
+    for name in means:
+        for other in means:
+            fixed = name.startswith("auto") and other.startswith("after")
+            if fixed and all(means[other][one] < means[name][one] * (1 - TOLERANCE) for one in (held, wait)):
+                said.append(f"{name} is beaten by {other}")
+    return said
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, and print a table for each load."""
+    made = parser(__doc__.splitlines()[0])
+    made.set_defaults(users=30)
+    options = made.parse_args(arguments)
+    seeds = range(options.first, options.first + options.seeds)
+    found, status = {}, 0
+    for load in LOADS:
+        done = spread_out(measure, [Task(load, seed, options.users) for seed in seeds], options.jobs, load)
+        found[load] = done
+        sys.stdout.write(f"{load}, {options.users} users, seeds {seeds[0]} to {seeds[-1]}:\n\n")
+        rows = [(name, {column: [one[name][column] for one in done] for column in COLUMNS}) for name in RULES]
+        sys.stdout.write(table("idle_after", COLUMNS, rows) + "\n")
+        means = {name: {column: fmean(one[name][column] for one in done) for column in COLUMNS} for name in RULES}
+        lost = beaten(means)
+        status |= bool(lost)
+        sys.stdout.write("".join(f"{line}\n" for line in lost or ["no fixed time beats any price of auto"]) + "\n")
+    write_json(options.json, {"seeds": list(seeds), "runs": found})
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
