@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from fractional_gpu.core.effects import Effect
+from fractional_gpu.core.effects import Effect, WakeAt
 from fractional_gpu.core.events import (
     Expected,
     LeaseMeasured,
@@ -216,6 +216,15 @@ def test_an_expected_lease_is_not_suspended_for_being_idle_meanwhile() -> None:
     expect(hand, "a")
     assert not hand.suspends(hand.wait(30_000))
     assert hand.suspends(hand.wait(40_000)) == ["a"]
+
+
+def test_a_cell_that_is_asked_for_and_never_runs_does_not_put_the_alarm_off() -> None:
+    hand = Hand(pools=[replace(policy(), idle_after_ms=1_000, min_residency_ms=0)])
+    hand.idle("a")
+    expect(hand, "a")
+    hand.wait(5_000)
+    (wake,) = [effect for effect in hand.want("a") if isinstance(effect, WakeAt)]
+    assert wake.at_ms == hand.now + 1_000, "not when the expectation would have lapsed"
 
 
 def test_an_expected_lease_is_the_dearer_victim() -> None:

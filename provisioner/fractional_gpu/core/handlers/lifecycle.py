@@ -351,6 +351,7 @@ class Lifecycle:
         """Let the kernel in, or give it a ticket. Returns whether any decision depends on it."""
         if lease.revoked:
             return False
+        was_expected = lease.expectation is not None
         self._expectations.came_true(lease)
         if lease.state is LeaseState.RESIDENT:
             asked = lease.suspend_requested
@@ -365,7 +366,7 @@ class Lifecycle:
             if lease.gate.closed:
                 self._books.set_gate(lease, closed=False)
             self._changes.emit_granted(lease)
-            return asked
+            return asked or was_expected  # while it was, it was not to leave for being idle
         if lease.state is LeaseState.UNATTACHED and lease.has_reservation:
             self._changes.emit_granted(lease)
             return False
