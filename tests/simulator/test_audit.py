@@ -118,7 +118,7 @@ USE = {**ON_DEMAND, "reserve": "use", "headroom": "1GiB"}
         pytest.param(ON_DEMAND, "--users 12 --devices 8x80GiB --seed 1", ("late_s", "suspends"), id="as-in-the-trace"),
         pytest.param(
             ON_DEMAND,
-            "--users 40 --hosts 2x(8x80GiB) --joint-starts 50 --lunch 45m --time-zones 2 --urgent-users 10",
+            "--users 24 --hosts 2x(8x80GiB) --joint-starts 50 --lunch 45m --time-zones 2 --urgent-users 10",
             ("suspends",),
             id="together",
         ),
@@ -176,11 +176,11 @@ def test_the_auditor_agrees_with_every_figure_of_a_run(
         pytest.param("static-fraction", "--users 30 --hosts 4x(8x80GiB),2x(4x40GiB)", ("door_wait_s",), id="fractions"),
         pytest.param(
             "static-fraction",
-            f"--users 30 --devices 3x80GiB --ask-error 50 {BRISK}",
+            f"--users 12 --devices 2x80GiB --ask-error 50 {BRISK}",
             ("out_of_memory", "late_s"),
             id="asked-wrong",
         ),
-        pytest.param("mps-pack", f"--users 24 --hosts 2x(1x80GiB) --mps-fill 70 {BRISK}", ("late_s",), id="mps"),
+        pytest.param("mps-pack", f"--users 16 --hosts 2x(1x80GiB) --mps-fill 70 {BRISK}", ("late_s",), id="mps"),
         pytest.param("whole-gpu-suspend", "--users 20 --hosts 3x(8x80GiB)", ("suspends", "wait_s"), id="whole"),
         pytest.param("time-slice", f"--users 40 --hosts 2x(1x64GiB) {BRISK}", ("out_of_memory", "late_s"), id="slices"),
     ],
