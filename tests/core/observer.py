@@ -204,6 +204,7 @@ class Observer:
             case BusyChanged(busy=busy) if seen.state is not S.UNATTACHED and not seen.left:
                 if busy and not seen.busy:
                     seen.forget_idleness()
+                if busy:
                     self.laws.expected.cell(seen)
                 seen.busy = busy
                 seen.ran |= busy

@@ -441,10 +441,11 @@ class Broker:
         if view is None or view.state in (LeaseState.UNATTACHED, LeaseState.ENDED):
             return
         self.gpu_activity.see(kernel, view)
-        if view.busy != kernel.busy:
-            self.dispatch(
-                BusyChanged(at_ms=now_ms(), lease_id=kernel.lease_id, busy=kernel.busy, by_cell=kernel.runs_cell)
-            )
+        busy = kernel.busy
+        by_cell = busy and kernel.runs_cell
+        if view.busy != busy or (by_cell and not kernel.told_cell):
+            kernel.told_cell = by_cell
+            self.dispatch(BusyChanged(at_ms=now_ms(), lease_id=kernel.lease_id, busy=busy, by_cell=by_cell))
             kernel.notify()
         executing = kernel.executing
         if not executing:

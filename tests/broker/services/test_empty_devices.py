@@ -58,7 +58,7 @@ def told(folder: Path) -> list[str]:
 async def until(condition: Callable[[], bool]) -> None:
     """Look again and again at what another process does: nothing signals that."""
     async with asyncio.timeout(DEADLINE_S):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - as it says
             await asyncio.sleep(0.01)
 
 

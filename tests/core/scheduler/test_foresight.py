@@ -6,6 +6,7 @@ import pytest
 
 from fractional_gpu.core.effects import Effect, WakeAt
 from fractional_gpu.core.events import (
+    BusyChanged,
     Expected,
     LeaseMeasured,
     LeaseReleased,
@@ -263,3 +264,13 @@ def test_a_lease_whose_process_ends_is_expected_no_more(alone: Hand) -> None:
     alone.send(ProcessExited(at_ms=alone.now, lease_id="a"))
     assert not alone.view("a").expected_until_ms
     lapse(alone)
+
+
+def test_a_cell_behind_a_completion_is_the_expected_one_and_the_completion_is_not(alone: Hand) -> None:
+    effects = expect(alone, "a", sign=Sign.COMPLETION)
+    alone.send(BusyChanged(at_ms=alone.now, lease_id="a", busy=True, by_cell=False))
+    alone.restored(effects)
+    assert alone.view("a").came_early
+    alone.send(BusyChanged(at_ms=alone.now, lease_id="a", busy=True))
+    assert not alone.view("a").came_early
+    assert not alone.view("a").expected_until_ms

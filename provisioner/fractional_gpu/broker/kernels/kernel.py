@@ -166,6 +166,7 @@ class Kernel:
     connection: str = field(default="", repr=False)  # the checked connection contents, JSON
     iopub: IOPubWatch | None = None
     signs: dict[Sign, int] = field(default_factory=dict)  # of a coming cell: when each may be told again, ms
+    told_cell: bool = False  # the arbiter was told that a cell runs, and not yet that the kernel is idle
     link: GateLink | None = None
     notices: list[str] = field(default_factory=list)  # to be shown by the next extension that connects
     unsaveable: str = ""  # why its process cannot be checkpointed, as its extension knows, a sentence

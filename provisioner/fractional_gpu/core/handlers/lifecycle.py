@@ -400,10 +400,12 @@ class Lifecycle:
 
     def busy_changed(self, lease: Lease, *, busy: bool, by_cell: bool) -> bool:
         """Note that the kernel began or ended to run something, perhaps a cell. Returns whether any decision depends on it."""
-        if busy == lease.busy or lease.state is LeaseState.UNATTACHED or lease.left_behind:
+        if lease.state is LeaseState.UNATTACHED or lease.left_behind:
             return False
-        if busy and by_cell:
+        if busy and by_cell:  # perhaps behind a completion that made it busy already
             self._expectations.came_true(lease)
+        if busy == lease.busy:
+            return False
         lease.last_active_ms, need_mib = self._changes.now_ms, lease.host_need_mib
         self._books.set_busy(lease, busy=busy)
         self._changes.forecast_recorder.busy_changed(lease, busy=busy)
