@@ -22,35 +22,44 @@ const KINDS: [type: string, sign: string][] = [
   ['mouseover', 'hover']
 ];
 
-/** Tell signs for as long as the page lives. */
+/** Tell signs for as long as the page lives. A sign that comes too soon after another one is told when its time has come. */
 export function tellSigns(shell: JupyterFrontEnd.IShell, state: GPUState, settings: ISettingRegistry.ISettings): void {
   const toldAt = new Map<string, number>();
-  const tell = (sign: string) => {
-    const id = sessionOf(shell.currentWidget as Widget | null)?.session?.kernel?.id;
+  const later = new Map<string, number>(); // timers
+  const tell = (id: string | undefined, sign: string) => {
     const kernel = state.kernel(id);
     if (kernel === undefined || settings.composite.foresight === false || !['free', 'displace'].includes(kernel.foresight)) {
       return;
     }
     const pause = kernel.state === 'suspended' ? PAUSE_MS : LONG_PAUSE_MS;
-    const now = Date.now();
-    if (!kernel.busy && now - (toldAt.get(kernel.kernel_id) ?? -Infinity) >= pause) {
-      toldAt.set(kernel.kernel_id, now);
+    const left = (toldAt.get(kernel.kernel_id) ?? -Infinity) + pause - Date.now();
+    window.clearTimeout(later.get(kernel.kernel_id));
+    if (left > 0) {
+      later.set(kernel.kernel_id, window.setTimeout(() => tell(id, sign), left));
+    } else if (!kernel.busy) {
+      toldAt.set(kernel.kernel_id, Date.now());
       void state.expect(kernel.kernel_id, sign);
     }
   };
+  state.changed.connect(() => {
+    for (const kernel of state.now.kernels.filter(kernel => kernel.busy)) {
+      window.clearTimeout(later.get(kernel.kernel_id)); // the cell has come
+    }
+  });
+  const tellOfCurrent = (sign: string) => tell(sessionOf(shell.currentWidget as Widget | null)?.session?.kernel?.id, sign);
   for (const [type, sign] of KINDS) {
     const listener = (event: Event) => {
       const place = event.target instanceof Element ? event.target.closest(sign === 'hover' ? RUNS : PLACES) : null;
       if (place !== null) {
-        tell(sign);
+        tellOfCurrent(sign);
       }
     };
     document.addEventListener(type, listener, { capture: true, passive: true });
   }
   document.addEventListener('visibilitychange', () => {
     if (document.visibilityState === 'visible') {
-      tell('focus');
+      tellOfCurrent('focus');
     }
   });
-  shell.currentChanged?.connect(() => tell('focus'));
+  shell.currentChanged?.connect(() => tellOfCurrent('focus'));
 }
