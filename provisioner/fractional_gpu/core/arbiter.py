@@ -100,7 +100,7 @@ def lease_view(lease: Lease, foresight: ForecastRecorder) -> LeaseView:
         demand_milli=lease.demand_milli,
         expected_until_ms=known.until_ms if known is not None else 0,
         expected_by=best,
-        expected_milli=likelihood_milli(forecasts, lease),
+        expected_milli=likelihood_milli(lease),
         came_early=lease.came_early,
     )
 

@@ -274,3 +274,11 @@ def test_a_cell_behind_a_completion_is_the_expected_one_and_the_completion_is_no
     alone.send(BusyChanged(at_ms=alone.now, lease_id="a", busy=True))
     assert not alone.view("a").came_early
     assert not alone.view("a").expected_until_ms
+
+
+def test_a_sign_that_is_taken_back_lets_an_idle_lease_leave_at_once() -> None:
+    hand = Hand(pools=[replace(policy(), idle_after_ms=1_000, min_residency_ms=0)])
+    hand.idle("a")
+    expect(hand, "a")
+    assert not hand.suspends(hand.wait(30_000))
+    assert hand.suspends(expect(hand, "a", confidence_milli=0)) == ["a"]

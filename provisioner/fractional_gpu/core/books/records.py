@@ -237,6 +237,7 @@ class Expectation:
 
     until_ms: int  # it lapses then
     signs: dict[Sign, int] = field(default_factory=dict)  # how sure the sender of each was, thousandths
+    milli: int = 0  # how likely the cell is, as of the last sign: what is learnt since changes no deadline
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -40,15 +40,19 @@ class Expectations:
         until_ms = min(until_ms, now_ms + LONGEST_MS)
         if until_ms <= now_ms or not self._may_expect(lease, sign):
             return False
-        known = lease.expectation
+        known, was_expected = lease.expectation, is_expected(books, lease)
         if known is None:
             known = lease.expectation = Expectation(until_ms=until_ms)
         known.until_ms = max(known.until_ms, until_ms)
         known.signs[sign] = max(0, min(1000, confidence_milli))
+        # By the best of its signs, none trusted beyond what it has shown.
+        forecasts = books.forecasts
+        known.milli = max(min(sure, forecasts.sign_milli(lease.lease_id, one)) for one, sure in known.signs.items())
         lease.cost_until_ms = 0
         books.expected[lease.lease_id] = lease
         books.mark_changed(lease)
-        return lease.state is LeaseState.SUSPENDED and is_expected(books, lease)
+        expected = is_expected(books, lease)
+        return (expected and lease.state is LeaseState.SUSPENDED) or (was_expected and not expected)
 
     def _may_expect(self, lease: Lease, sign: Sign) -> bool:
         """Return whether a sign means anything now. A suspended kernel that is busy without a ticket handles a completion or the like."""

@@ -2,26 +2,20 @@
 
 from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import Lease
-from fractional_gpu.core.forecasts.forecasts import Forecasts
 
 LIKELY_MILLI = 250
 """Nothing is done for a cell that is less likely than this, thousandths."""
 
 
-def likelihood_milli(forecasts: Forecasts, lease: Lease) -> int:
-    """Return how likely the expected cell is, thousandths: by the best of its signs, none trusted beyond what it has shown."""
-    known = lease.expectation
-    if known is None:
-        return 0
-    return max(min(sure, forecasts.sign_milli(lease.lease_id, sign)) for sign, sure in known.signs.items())
+def likelihood_milli(lease: Lease) -> int:
+    """Return how likely the expected cell is, thousandths; 0 without an expectation."""
+    return lease.expectation.milli if lease.expectation is not None else 0
 
 
 def is_expected(books: Books, lease: Lease) -> bool:
     """Return whether a cell of the lease is likely to come before its expectation lapses."""
     known = lease.expectation
-    return (
-        known is not None and known.until_ms > books.now_ms and likelihood_milli(books.forecasts, lease) >= LIKELY_MILLI
-    )
+    return known is not None and known.until_ms > books.now_ms and likelihood_milli(lease) >= LIKELY_MILLI
 
 
 def next_cell_in_ms(books: Books, lease: Lease) -> int:
@@ -30,7 +24,7 @@ def next_cell_in_ms(books: Books, lease: Lease) -> int:
     known = lease.expectation
     if known is None or known.until_ms <= books.now_ms:
         return gap_ms
-    milli, soon_ms = likelihood_milli(books.forecasts, lease), max(1, known.until_ms - books.now_ms)
+    milli, soon_ms = likelihood_milli(lease), max(1, known.until_ms - books.now_ms)
     if gap_ms <= soon_ms:
         return gap_ms
     # The mean of the two rates, by their weights: cells per time is what a victim's cost is about.

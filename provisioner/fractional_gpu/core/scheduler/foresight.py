@@ -60,7 +60,7 @@ class EarlyResumes:
 
     def _rank(self, lease: Lease) -> tuple[int, int, int]:
         until_ms = lease.expectation.until_ms if lease.expectation is not None else 0
-        return -likelihood_milli(self._books.forecasts, lease), until_ms, lease.number
+        return -likelihood_milli(lease), until_ms, lease.number
 
     def _may_come(self, lease: Lease) -> bool:
         books, pool = self._books, self._books.policy(lease)
@@ -98,9 +98,7 @@ class EarlyResumes:
             if chosen is None:
                 continue
             regret = sum(self._regret(victim, lease) for victim in chosen)
-            if regret < likelihood_milli(self._books.forecasts, lease) * self._resume_ms(lease) and (
-                best is None or regret < best[0]
-            ):
+            if regret < likelihood_milli(lease) * self._resume_ms(lease) and (best is None or regret < best[0]):
                 best = regret, device_id, chosen
         if best is None:
             return False
