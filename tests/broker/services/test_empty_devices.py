@@ -36,8 +36,9 @@ class Host:
     def devices(self) -> Sequence[DeviceView]:
         return self.views
 
-    def become(self, *, reserved_mib: int = 0, stranger_mib: int = 0) -> None:
-        self.views = [replace(EMPTY, reserved_mib=reserved_mib, stranger_mib=stranger_mib)]
+    def become(self, *, reserved_mib: int = 0, stranger_mib: int = 0, device_id: str = "GPU-1") -> None:
+        view = replace(EMPTY, device_id=device_id, reserved_mib=reserved_mib, stranger_mib=stranger_mib)
+        self.views = [one for one in self.views if one.device_id != device_id] + [view]
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()
 
@@ -91,25 +92,32 @@ async def test_a_device_is_told_as_empty_once_and_as_used_when_something_is_ther
 
 async def test_a_device_that_is_used_before_its_time_is_not_told(tmp_path: Path) -> None:
     host = Host()
-    async with watching(program(tmp_path), host, after_s=3600):
-        host.become(reserved_mib=1)
-        host.become()
-        await asyncio.sleep(0)
-    assert told(tmp_path) == []
+    host.become(device_id="GPU-2")
+    async with watching(program(tmp_path), host, after_s=0.5):
+        async with asyncio.timeout(DEADLINE_S):
+            while not told(tmp_path):  # GPU-1 is used again and again, and GPU-2 is empty for all of its time
+                host.become(reserved_mib=1)
+                await asyncio.sleep(0.01)
+                host.become()
+                await asyncio.sleep(0.01)
+        assert told(tmp_path) == ["empty GPU-2"]
+        await until_told(tmp_path, "empty GPU-2", "empty GPU-1")
 
 
 async def test_what_happens_during_a_call_is_told_after_it(tmp_path: Path) -> None:
     host = Host()
     go = tmp_path / "go"
-    path = program(tmp_path, f'if [ "$1" = empty ]; then while [ ! -e {go} ]; do sleep 0.01; done; fi')
+    wait = f'if [ "$1 $2" = "empty GPU-1" ]; then while [ ! -e {go} ]; do sleep 0.01; done; fi'
+    path = program(tmp_path, f"{wait}\necho ended $2 >> {tmp_path}/told")
     async with watching(path, host):
         await until_told(tmp_path, "empty GPU-1")
         host.become(reserved_mib=1)
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert told(tmp_path) == ["empty GPU-1"], "calls of one device do not overlap"
+        host.become(device_id="GPU-2")  # found in the same look as what GPU-1 has become
+        await until_told(tmp_path, "empty GPU-1", "empty GPU-2", "ended GPU-2")
         go.touch()
-        await until_told(tmp_path, "empty GPU-1", "used GPU-1")
+        await until(lambda: len(told(tmp_path)) == 6)
+    calls = [line for line in told(tmp_path) if line.endswith("GPU-1")]
+    assert calls == ["empty GPU-1", "ended GPU-1", "used GPU-1", "ended GPU-1"], "calls of one device do not overlap"
 
 
 async def test_a_program_that_hangs_is_ended_with_all_that_it_started_and_the_next_call_follows(
