@@ -34,7 +34,8 @@ GRID: dict[str, PoolSpec] = {
     "idle_after 10m": replace(SHIPPED, idle_after_ms=600_000),
     "idle_after 1h": replace(SHIPPED, idle_after_ms=3_600_000),
     "compute pack": replace(SHIPPED, compute=Compute.PACK),
-    "slowdown_bound 1.0": replace(SHIPPED, slowdown_bound_milli=1000),
+    "slowdown_bound 0.9": replace(SHIPPED, slowdown_bound_milli=900),
+    "slowdown_bound 1.1": replace(SHIPPED, slowdown_bound_milli=1100),
     "slowdown_bound 1.25": replace(SHIPPED, slowdown_bound_milli=1250),
     "slowdown_bound 1.5": replace(SHIPPED, slowdown_bound_milli=1500),
     "slowdown_bound 2.0": replace(SHIPPED, slowdown_bound_milli=2000),
@@ -45,8 +46,8 @@ GRID: dict[str, PoolSpec] = {
     "min_residency 1m": replace(SHIPPED, min_residency_ms=60_000),
     "min_residency 5m": replace(SHIPPED, min_residency_ms=300_000),
     "min_residency_swaps 3": replace(SHIPPED, min_residency_swaps_milli=3_000),
+    "min_residency_swaps 9": replace(SHIPPED, min_residency_swaps_milli=9_000),
     "min_residency_swaps 18": replace(SHIPPED, min_residency_swaps_milli=18_000),
-    "min_residency_swaps 30": replace(SHIPPED, min_residency_swaps_milli=30_000),
     "min_residency_swaps 60": replace(SHIPPED, min_residency_swaps_milli=60_000),
     "min_residency_swaps 120": replace(SHIPPED, min_residency_swaps_milli=120_000),
     "max_passed_over 2": replace(SHIPPED, max_passed_over=2),
@@ -55,12 +56,12 @@ GRID: dict[str, PoolSpec] = {
     "foresight displace": replace(SHIPPED, foresight=Foresight.DISPLACE),
     "hold_price 2": replace(SHIPPED, hold_price_milli=2_000),
     "any fraction": replace(SHIPPED, fractions_milli=()),
-    "slowdown_bound 1.0, min_residency_swaps 30": replace(
-        SHIPPED, slowdown_bound_milli=1000, min_residency_swaps_milli=30_000
+    "min_residency_swaps 60, foresight displace": replace(
+        SHIPPED, min_residency_swaps_milli=60_000, foresight=Foresight.DISPLACE
     ),
     "reserve use, half requested": replace(SHIPPED, reserve_by=ReserveBy.USE, headroom_mib=1024),
 }
-"""One setting each that differs from the shipped pool, and the two together that were best by themselves."""
+"""One setting each that differs from the shipped pool, and two that may help each other."""
 HALF_REQUESTED = frozenset({"reserve use, half requested"})
 COMPARED = ("95 of 100 users' p95 late, s", "worst user's p95 late, s", "mean late, s")
 COLUMNS = ("devices", "waited, %", *COMPARED, "out of memory")

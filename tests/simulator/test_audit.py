@@ -378,7 +378,7 @@ PREEMPTED = [
 
 
 def test_a_preemption_that_stops_no_cell_is_found(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    record, figures = run(tmp_path, host(), PREEMPTED)
+    record, figures = run(tmp_path, host(min_residency_swaps_milli=9_000), PREEMPTED)
     shown = agrees(capsys, record, figures)
     assert shown["preemptions"] == 1
     assert shown["late_s"]["max"] > 16  # the urgent cell, both swaps

@@ -183,7 +183,7 @@ KEYS: Mapping[str, Key] = {
     "slowdown_bound": Key(
         field="slowdown_bound_milli",
         parse=values.times(1000),
-        default=1.1,
+        default=1,
         example=1.5,
         help="With compute 'spread': how many devices' worth of compute the busy kernels of one device may need together. Beyond that, "
         "another kernel goes elsewhere if it can, even if its saved memory came from there.",
@@ -198,10 +198,10 @@ KEYS: Mapping[str, Key] = {
     "min_residency_swaps": Key(
         field="min_residency_swaps_milli",
         parse=values.times(1000),
-        default=9,
-        example=19,
+        default=30,
+        example=9,
         help="A busy kernel stays on its device at least this many times as long as its suspend and resume are expected to take. With 9, "
-        "two kernels that are always busy spend at most a tenth of their time on swaps.",
+        "two kernels that are always busy spend at most a tenth of their time on swaps; with 30, at most 3%.",
     ),
     "preempt": Key(
         field="preempt_equals",

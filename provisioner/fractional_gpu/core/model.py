@@ -160,7 +160,7 @@ class PoolSpec:
     reserve_by: ReserveBy = ReserveBy.CAP
     headroom_mib: int = 512  # ReserveBy.USE: reserved beyond what is used
     # Minimum residency is at least so many thousandths of the predicted suspend and resume
-    min_residency_swaps_milli: int = 9000
+    min_residency_swaps_milli: int = 30_000
     preempt_equals: bool = True  # weighted fair share among equal priorities, by preempting busy leases
     # A higher priority preempts busy leases of a lower one after their minimum residency
     preempt_priorities: bool = True
@@ -182,7 +182,7 @@ class PoolSpec:
     overlap_resume: bool = False
     compute: Compute = Compute.SPREAD  # how devices are chosen
     # Compute.SPREAD: what busy leases may need of a device together, in its thousandths, before another device is preferred
-    slowdown_bound_milli: int = 1100
+    slowdown_bound_milli: int = 1000
     empty_devices: bool = False  # with `may_move`: idle leases are moved together where that empties a device
     foresight: Foresight = Foresight.FREE  # what is done for a lease whose next cell is expected
     foresight_swap_ms: int = 2_000  # no early swap is begun that is predicted to take longer

@@ -258,7 +258,7 @@ def test_saved_state_goes_home_unless_home_is_too_busy_and_another_device_is_not
         known(world, "a", 900, 600)
         suspending = world.send(SuspendRequested(at_ms=world.now, lease_id="a"))
         world.saved(suspending)
-        assert busy(world, "b", 900 if home_is_full else 150) == "d0"
+        assert busy(world, "b", 900 if home_is_full else 50) == "d0"
         resuming = world.want("a")
         assert world.resumes(resuming) == [("a", "d1" if home_is_full else "d0")]
 
