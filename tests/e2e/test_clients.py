@@ -141,6 +141,7 @@ def outcomes(world: World, kernel: str) -> dict[str, str]:
 
 def test_the_protocols_own_suite_ends_as_on_plain_ipykernel(world: World, name: str) -> None:
     world.environment["PYTHONPATH"] = PYTHONPATH
+    world.complete_without_jedi()
     plain, fractional = outcomes(world, "python3"), outcomes(world, name)
     assert fractional == plain
     assert len(plain) >= 12

@@ -1,24 +1,18 @@
 """A suspended kernel is back before its next cell asks, because of what a person does in the notebook; and never in a neighbour's way."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from fractional_gpu.protocol.messages import ExpectRequest
 from tests.support.stories import CHECK, fill
-from tests.support.world import Notebook, Server, World, new_world
+from tests.support.world import Notebook, Server, World
 
 
-@contextmanager
-def suspended(policy: str = "") -> Iterator[tuple[World, Server, Notebook]]:
+def suspended(world: World, server: Server, policy: str = "") -> Notebook:
     """A kernel with three quarters of the device, suspended at its user's request."""
-    with new_world() as world:
-        world.configure(f"c.GPUBroker.pools = {{'default': {{{policy}}}}}")
-        (name,) = world.install(750)
-        with Server(world) as server:
-            notebook = server.start(name)
-            notebook.must(fill(1))
-            suspend(world, notebook)
-            yield world, server, notebook
+    world.configure(f"c.GPUBroker.pools = {{'default': {{{policy}}}}}")
+    (name,) = world.install(750)
+    notebook = server.start(name)
+    notebook.must(fill(1))
+    suspend(world, notebook)
+    return notebook
 
 
 def suspend(world: World, notebook: Notebook) -> None:
@@ -38,44 +32,47 @@ def waited(world: World, notebook: Notebook) -> bool:
     return any(one.startswith(("wait.", "resume.room")) for one in reasons(world, notebook)[before:])
 
 
-def test_a_completion_brings_the_kernel_back_so_that_the_cell_does_not_wait() -> None:
-    with suspended() as (world, _, notebook):
-        notebook.ask("complete_request", {"code": "buff", "cursor_pos": 4})
-        early = world.await_state(notebook.kernel_id, "resident")
-        assert "resume.expected" in reasons(world, notebook)
-        assert early.came_early
-        told = world.command("explain", early.lease_id)
-        assert "a cell is expected (a completion was asked for)" in told.stdout, told
-        assert not waited(world, notebook)
-        assert not world.lease(notebook.kernel_id).came_early
+def test_a_completion_brings_the_kernel_back_so_that_the_cell_does_not_wait(world: World, server: Server) -> None:
+    world.complete_without_jedi()
+    notebook = suspended(world, server)
+    notebook.ask("complete_request", {"code": "buff", "cursor_pos": 4})
+    early = world.await_state(notebook.kernel_id, "resident")
+    assert "resume.expected" in reasons(world, notebook)
+    assert early.came_early
+    told = world.command("explain", early.lease_id)
+    assert "a cell is expected (a completion was asked for)" in told.stdout, told
+    assert not waited(world, notebook)
+    assert not world.lease(notebook.kernel_id).came_early
 
 
-def test_another_program_can_tell_a_sign_and_one_that_is_wrong_costs_one_move_at_most() -> None:
-    with suspended("'foresight_vain': '1MiB'") as (world, _, notebook):
-        with world.client() as client:
-            client.expect(world.lease(notebook.kernel_id).lease_id, ExpectRequest(sign="typing", within_ms=60_000))
-        assert world.lease(notebook.kernel_id).next_cell_sign == "typing"
-        assert world.lease(notebook.kernel_id).state == "suspended", "to move it would take more than the bound"
-        assert waited(world, notebook)
+def test_another_program_can_tell_a_sign_and_one_that_is_wrong_costs_one_move_at_most(
+    world: World, server: Server
+) -> None:
+    notebook = suspended(world, server, "'foresight_vain': '1MiB'")
+    with world.client() as client:
+        client.expect(world.lease(notebook.kernel_id).lease_id, ExpectRequest(sign="typing", within_ms=60_000))
+    assert world.lease(notebook.kernel_id).next_cell_sign == "typing"
+    assert world.lease(notebook.kernel_id).state == "suspended", "to move it would take more than the bound"
+    assert waited(world, notebook)
 
 
-def test_a_kernel_that_came_early_leaves_at_once_for_one_that_runs_a_cell() -> None:
-    with suspended("'min_residency': '1h'") as (world, server, notebook):
-        with world.client() as client:
-            client.expect(world.lease(notebook.kernel_id).lease_id, ExpectRequest(sign="hover"))
-        world.await_state(notebook.kernel_id, "resident")
-        (name,) = world.install(750)
-        other = server.start(name)
-        other.must(fill(2))
-        assert world.lease(notebook.kernel_id).state == "suspended"
-        suspend(world, other)
-        assert notebook.must(CHECK).text == "intact\n"
+def test_a_kernel_that_came_early_leaves_at_once_for_one_that_runs_a_cell(world: World, server: Server) -> None:
+    notebook = suspended(world, server, "'min_residency': '1h'")
+    with world.client() as client:
+        client.expect(world.lease(notebook.kernel_id).lease_id, ExpectRequest(sign="hover"))
+    world.await_state(notebook.kernel_id, "resident")
+    (name,) = world.install(750)
+    other = server.start(name)
+    other.must(fill(2))
+    assert world.lease(notebook.kernel_id).state == "suspended"
+    suspend(world, other)
+    assert notebook.must(CHECK).text == "intact\n"
 
 
-def test_without_foresight_nothing_happens_before_the_cell() -> None:
-    with suspended("'foresight': 'off'") as (world, _, notebook):
-        with world.client() as client:
-            client.expect(world.lease(notebook.kernel_id).lease_id, ExpectRequest(sign="typing"))
-        lease = world.lease(notebook.kernel_id)
-        assert (lease.state, lease.next_cell_ms) == ("suspended", None)
-        assert waited(world, notebook)
+def test_without_foresight_nothing_happens_before_the_cell(world: World, server: Server) -> None:
+    notebook = suspended(world, server, "'foresight': 'off'")
+    with world.client() as client:
+        client.expect(world.lease(notebook.kernel_id).lease_id, ExpectRequest(sign="typing"))
+    lease = world.lease(notebook.kernel_id)
+    assert (lease.state, lease.next_cell_ms) == ("suspended", None)
+    assert waited(world, notebook)

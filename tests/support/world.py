@@ -107,6 +107,12 @@ class World:
         """Install kernelspecs into this world and return their names."""
         return [spec.name for spec in install(pool, fractions_milli, directory=str(self.kernels_dir), simulated=True)]
 
+    def complete_without_jedi(self) -> None:
+        """Kernels of this world complete without Jedi, which first reads stubs for five seconds of processor time where HOME is new."""
+        profile = self.folder / "ipython" / "profile_default"
+        profile.mkdir()
+        (profile / "ipython_config.py").write_text("c.IPCompleter.use_jedi = False\n")
+
     # -- the broker ------------------------------------------------------------------------------------------------------
 
     @property
