@@ -7,7 +7,8 @@ from playwright.sync_api import expect
 
 from fractional_gpu.protocol.messages import ResizeRequest
 from fractional_gpu_kernel.server.app import STATE_ID
-from tests.e2e.browser import opened_lab
+from tests.e2e.browser import Lab, opened_lab
+from tests.labextension.conftest import State
 from tests.support.stories import CHECK, fill
 from tests.support.world import World
 
@@ -75,68 +76,105 @@ def test_the_panel_does_what_it_says_and_what_jupyterlab_hides_becomes_a_notific
         lab.launch("Python 3 · 1/4 GPU")
         lab.run(fill(1, 32).strip() + '\nprint("there")')
         expect(lab.output).to_contain_text("there")
-        lab.item.focus()
-        lab.page.keyboard.press("Enter")
-        suspend, resume, pin, unpin = (
-            lab.panel.get_by_role("button", name=name) for name in ("Suspend", "Resume", "Keep for 30 min", "Unpin")
-        )
-        expect(lab.panel).to_be_focused()
-        suspend.click()
-        expect(lab.panel.get_by_role("status")).to_contain_text("Suspend: done, ")
-        expect(lab.item).to_contain_text("1/4 GPU · suspended (simulated)")
-        expect(suspend).to_be_disabled()
-        resume.click()
-        expect(lab.panel.get_by_role("status")).to_contain_text("Resume: done, ")
-        expect(lab.item).to_contain_text("of 256 MiB")
-        pin.click()
-        expect(lab.item).to_contain_text("pinned (simulated)")
-        expect(lab.panel).to_contain_text("until ")
-        lab.picture("panel")
-        unpin.click()
-        expect(lab.item).not_to_contain_text("pinned")
-        lab.run("%gpu resize 1/2")
-        expect(lab.item).to_contain_text("1/2 GPU · ")
-        expect(lab.page.locator(".jp-NotebookPanel .jp-KernelName")).to_have_text("Python 3 · 1/2 GPU (simulated)")
-        status = lab.page.get_by_role("button", name="Python 3 · 1/2 GPU (simulated) | Idle", exact=True)
-        expect(status).to_be_visible()
-        lease = world.lease(lab.server.request("GET", "api/kernels")[0]["id"])
-        with world.client() as client:
-            client.resize(lease.lease_id, ResizeRequest(fraction_milli=250))
-        expect(lab.page.locator(".jp-NotebookPanel .jp-KernelName")).to_have_text("Python 3 · 1/4 GPU (simulated)")
-        expect(status).to_have_count(0)
-        lab.turn_dark()
-        lab.item.click()
-        expect(lab.panel).to_be_visible()
-        lab.picture("panel-dark")
-        lab.page.locator(".jp-NotebookPanel").click(position={"x": 300, "y": 300})
-        expect(lab.panel).to_be_hidden()
-        (kernel,) = lab.server.request("GET", "api/kernels")
-        state = lab.server.request("GET", "jupyter-fractional-gpu/state")
-        state["kernels"][0] |= {"state": "quarantined", "sentence": "nobody knows where its memory is"}
-        lab.server.request("POST", "api/events", {"schema_id": STATE_ID, "version": "1", "data": state})
-        doubt = lab.page.get_by_role("alert").filter(has_text="Untitled.ipynb: nobody knows where its memory is")
-        expect(doubt).to_be_visible()
-        expect(lab.item).to_contain_text("1/4 GPU · unknown, under examination (simulated)")
+        the_panels_buttons_act(lab)
+        a_new_size_becomes_the_kernels_name(world, lab)
+        the_panel_is_there_in_the_dark_and_goes_at_a_click_beside_it(lab)
+        state = doubt_is_an_alert(lab)
         world.kill_broker()
         expect(lab.item).to_be_hidden()
-        slowed = {"state": "resident", "slowdown_brief": "runs beside eval.ipynb, about 1.4 times as long as alone"}
-        state["kernels"][0] |= slowed
-        state["devices"][0] |= {"demand_percent": 140}
-        lab.server.request("POST", "api/events", {"schema_id": STATE_ID, "version": "1", "data": state})
-        lab.item.click()
-        expect(lab.panel).to_contain_text("runs beside eval.ipynb, about 1.4 times as long as alone (an estimate)")
-        needed = "busy kernels need about 140 % of its compute, so they slow each other down"
-        expect(lab.panel.get_by_role("listitem")).to_contain_text(needed)
-        gone: dict[str, object] = {"broker": False, "simulated": False, "kernels": [], "devices": []}
-        lab.server.request("POST", "api/events", {"schema_id": STATE_ID, "version": "1", "data": gone})
-        expect(lab.item).to_be_hidden()
-        lab.server.request("POST", "api/events", {"schema_id": STATE_ID, "version": "1", "data": state})
-        expect(lab.item).to_have_attribute("aria-expanded", "false")
-        expect(lab.panel).to_have_count(0)
-        restart_file = Path(world.socket).with_name("broker.json")
-        restart_file.write_text("no broker can be started from this")
-        lab.server.request("POST", f"api/kernels/{kernel['id']}/restart")
-        notice = lab.page.get_by_role("alert").filter(has_text="Untitled.ipynb: This kernel was started without a GPU")
-        expect(notice).to_be_visible()
-        lab.picture("notice")
-        restart_file.unlink()
+        slowness_is_told(lab, state)
+        the_panel_does_not_come_back_with_the_item(lab, state)
+        a_kernel_without_a_gpu_is_told_of(world, lab)
+
+
+def the_panels_buttons_act(lab: Lab) -> None:
+    lab.item.focus()
+    lab.page.keyboard.press("Enter")
+    suspend, resume, pin, unpin = (
+        lab.panel.get_by_role("button", name=name) for name in ("Suspend", "Resume", "Keep for 30 min", "Unpin")
+    )
+    expect(lab.panel).to_be_focused()
+    suspend.click()
+    expect(lab.panel.get_by_role("status")).to_contain_text("Suspend: done, ")
+    expect(lab.item).to_contain_text("1/4 GPU · suspended (simulated)")
+    expect(suspend).to_be_disabled()
+    resume.click()
+    expect(lab.panel.get_by_role("status")).to_contain_text("Resume: done, ")
+    expect(lab.item).to_contain_text("of 256 MiB")
+    pin.click()
+    expect(lab.item).to_contain_text("pinned (simulated)")
+    expect(lab.panel).to_contain_text("until ")
+    lab.picture("panel")
+    unpin.click()
+    expect(lab.item).not_to_contain_text("pinned")
+
+
+def a_new_size_becomes_the_kernels_name(world: World, lab: Lab) -> None:
+    """Whether the notebook asks for it or another program does."""
+    name = lab.page.locator(".jp-NotebookPanel .jp-KernelName")
+    lab.run("%gpu resize 1/2")
+    expect(lab.item).to_contain_text("1/2 GPU · ")
+    expect(name).to_have_text("Python 3 · 1/2 GPU (simulated)")
+    status = lab.page.get_by_role("button", name="Python 3 · 1/2 GPU (simulated) | Idle", exact=True)
+    expect(status).to_be_visible()
+    lease = world.lease(lab.server.request("GET", "api/kernels")[0]["id"])
+    with world.client() as client:
+        client.resize(lease.lease_id, ResizeRequest(fraction_milli=250))
+    expect(name).to_have_text("Python 3 · 1/4 GPU (simulated)")
+    expect(status).to_have_count(0)
+
+
+def the_panel_is_there_in_the_dark_and_goes_at_a_click_beside_it(lab: Lab) -> None:
+    lab.turn_dark()
+    lab.item.click()
+    expect(lab.panel).to_be_visible()
+    lab.picture("panel-dark")
+    lab.page.locator(".jp-NotebookPanel").click(position={"x": 300, "y": 300})
+    expect(lab.panel).to_be_hidden()
+
+
+def tell(lab: Lab, state: State) -> None:
+    """Let the server tell its pages this state, as it tells them the broker's."""
+    lab.server.request("POST", "api/events", {"schema_id": STATE_ID, "version": "1", "data": state})
+
+
+def doubt_is_an_alert(lab: Lab) -> State:
+    """Returns the state that was told."""
+    state: State = lab.server.request("GET", "jupyter-fractional-gpu/state")
+    state["kernels"][0] |= {"state": "quarantined", "sentence": "nobody knows where its memory is"}
+    tell(lab, state)
+    doubt = lab.page.get_by_role("alert").filter(has_text="Untitled.ipynb: nobody knows where its memory is")
+    expect(doubt).to_be_visible()
+    expect(lab.item).to_contain_text("1/4 GPU · unknown, under examination (simulated)")
+    return state
+
+
+def slowness_is_told(lab: Lab, state: State) -> None:
+    slowed = {"state": "resident", "slowdown_brief": "runs beside eval.ipynb, about 1.4 times as long as alone"}
+    state["kernels"][0] |= slowed
+    state["devices"][0] |= {"demand_percent": 140}
+    tell(lab, state)
+    lab.item.click()
+    expect(lab.panel).to_contain_text("runs beside eval.ipynb, about 1.4 times as long as alone (an estimate)")
+    needed = "busy kernels need about 140 % of its compute, so they slow each other down"
+    expect(lab.panel.get_by_role("listitem")).to_contain_text(needed)
+
+
+def the_panel_does_not_come_back_with_the_item(lab: Lab, state: State) -> None:
+    tell(lab, {"broker": False, "simulated": False, "kernels": [], "devices": []})
+    expect(lab.item).to_be_hidden()
+    tell(lab, state)
+    expect(lab.item).to_have_attribute("aria-expanded", "false")
+    expect(lab.panel).to_have_count(0)
+
+
+def a_kernel_without_a_gpu_is_told_of(world: World, lab: Lab) -> None:
+    """It restarts while no broker can be started."""
+    (kernel,) = lab.server.request("GET", "api/kernels")
+    restart_file = Path(world.socket).with_name("broker.json")
+    restart_file.write_text("no broker can be started from this")
+    lab.server.request("POST", f"api/kernels/{kernel['id']}/restart")
+    notice = lab.page.get_by_role("alert").filter(has_text="Untitled.ipynb: This kernel was started without a GPU")
+    expect(notice).to_be_visible()
+    lab.picture("notice")
+    restart_file.unlink()
