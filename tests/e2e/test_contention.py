@@ -25,16 +25,15 @@ NEAR_MILLI = 150  # no prior of these tests is so near: what counts before anyth
 
 
 @contextmanager
-def kernels(compute: str, count: int) -> Iterator[tuple[World, list[Notebook]]]:
+def kernels(world: World, server: Server, compute: str, count: int) -> Iterator[list[Notebook]]:
     """Kernels of a quarter of a GPU on a machine with two, where memory is never short. Their cells end with the block."""
-    with new_world("2x1GiB") as world:
-        world.configure(f"c.GPUBroker.pools = {{'default': {{'compute': {compute!r}, 'min_residency': 0}}}}")
-        (name,) = world.install(250)
-        with Server(world) as server:
-            try:
-                yield world, [server.start(name) for _ in range(count)]
-            finally:
-                end_of(world).touch()
+    world.configure(f"c.GPUBroker.pools = {{'default': {{'compute': {compute!r}, 'min_residency': 0}}}}")
+    world.start_broker("2x1GiB")
+    (name,) = world.install(250)
+    try:
+        yield [server.start(name) for _ in range(count)]
+    finally:
+        end_of(world).touch()
 
 
 def end_of(world: World) -> Path:
@@ -65,8 +64,10 @@ def demands(world: World) -> dict[str, int]:
     return {device.device_id: device.demand_milli for device in world.status().devices}
 
 
-def test_busy_kernels_are_spread_and_the_third_goes_where_less_is_needed_and_is_told_beside_whom() -> None:
-    with kernels("spread", 3) as (world, (first, second, third)):
+def test_busy_kernels_are_spread_and_the_third_goes_where_less_is_needed_and_is_told_beside_whom(
+    world: World, server: Server
+) -> None:
+    with kernels(world, server, "spread", 3) as (first, second, third):
         heavy = begin(world, first, 1.0)
         await_measured(world, first, 1.0)
         light = begin(world, second, 0.6)
@@ -125,44 +126,41 @@ def test_a_notebook_and_jupyterlab_show_who_slows_a_cell_down_and_a_cell_that_wa
             assert third.wait(waits).status == "ok"
 
 
-def test_a_pool_that_packs_puts_busy_kernels_together() -> None:
-    with kernels("pack", 2) as (world, (first, second)):
+def test_a_pool_that_packs_puts_busy_kernels_together(world: World, server: Server) -> None:
+    with kernels(world, server, "pack", 2) as (first, second):
         heavy = begin(world, first, 1.0)
         await_measured(world, first, 1.0)
         assert begin(world, second, 0.6).device_id == heavy.device_id
 
 
-def test_a_busy_kernel_moves_off_a_crowded_device_in_the_middle_of_its_cell_with_all_its_bytes() -> None:
-    with new_world("2x1GiB") as world:
-        pool = "{'default': {'min_residency': 0, 'min_residency_swaps': 0}}"
-        world.configure(f"c.GPUBroker.pools = {pool}")
-        quarter, whole = world.install(250, 1000)
-        with Server(world) as server:
-            large, *small = (server.start(name) for name in (whole, quarter, quarter))
-            leaves = world.folder / "the large one rests"
-            try:
-                apart = begin(world, large, 0.3, until_there_is=leaves).device_id
-                for number, notebook in enumerate(small):
-                    assert notebook.run(fill(number)).status == "ok"
-                    assert begin(world, notebook, 0.9).device_id != apart, (
-                        "the large kernel has the other device to itself"
-                    )
-                    if not number:  # the second is never seen without its neighbour
-                        await_measured(world, notebook, 0.9)
-                until(
-                    lambda: demands(world)[world.lease(small[0].kernel_id).device_id or ""] > 1200, "the crowd is seen"
-                )
-                leaves.touch()
+def test_a_busy_kernel_moves_off_a_crowded_device_in_the_middle_of_its_cell_with_all_its_bytes(
+    world: World, server: Server
+) -> None:
+    pool = "{'default': {'min_residency': 0, 'min_residency_swaps': 0}}"
+    world.configure(f"c.GPUBroker.pools = {pool}")
+    world.start_broker("2x1GiB")
+    quarter, whole = world.install(250, 1000)
+    large, *small = (server.start(name) for name in (whole, quarter, quarter))
+    leaves = world.folder / "the large one rests"
+    try:
+        apart = begin(world, large, 0.3, until_there_is=leaves).device_id
+        for number, notebook in enumerate(small):
+            assert notebook.run(fill(number)).status == "ok"
+            assert begin(world, notebook, 0.9).device_id != apart, "the large kernel has the other device to itself"
+            if not number:  # the second is never seen without its neighbour
+                await_measured(world, notebook, 0.9)
+        until(lambda: demands(world)[world.lease(small[0].kernel_id).device_id or ""] > 1200, "the crowd is seen")
+        leaves.touch()
 
-                def moved() -> list[Notebook]:
-                    return [one for one in small if world.lease(one.kernel_id).device_id == apart]
+        def moved() -> list[Notebook]:
+            return [one for one in small if world.lease(one.kernel_id).device_id == apart]
 
-                (mover,) = until(moved, "one of them has moved", deadline_s=90)
-                told = world.command("explain", world.lease(mover.kernel_id).lease_id)
-                assert "move.compute" in told.stdout
-                assert "suspend.compute" in world.command("explain", world.lease(large.kernel_id).lease_id).stdout
-            finally:
-                leaves.touch()
-                end_of(world).touch()
-            for notebook in small:
-                assert notebook.run(CHECK).text == "intact\n"
+        (mover,) = until(moved, "one of them has moved", deadline_s=90)
+        told = world.command("explain", world.lease(mover.kernel_id).lease_id)
+        assert "move.compute" in told.stdout
+        assert "suspend.compute" in world.command("explain", world.lease(large.kernel_id).lease_id).stdout
+    finally:
+        leaves.touch()
+        end_of(world).touch()
+    for notebook in small:
+        assert notebook.run(CHECK).text == "intact\n"

@@ -1,13 +1,12 @@
 """A device whose contexts are larger than was assumed: the first kernel teaches it, and honest kernels stay within their caps."""
 
 import signal
-from collections.abc import Iterator
 
 import pytest
 
 from fractional_gpu.gpu.simulated.store import Store
 from tests.support.packages import write
-from tests.support.world import Notebook, Server, World, new_world, until
+from tests.support.world import Notebook, Server, World, until
 
 CONTEXT_MIB = 700
 CAP_MIB = 1024
@@ -57,15 +56,14 @@ FILL = "import torch; torch.fill()"
 
 
 @pytest.fixture
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    with new_world("1x8GiB") as made:
-        made.configure(getattr(request, "param", ""))
-        write(made.notebooks, {"torch.py": TORCH})
-        made.start_broker()
-        store = Store(made.simulated_folder)
-        store.configure(context_mib=CONTEXT_MIB)
-        store.close()
-        yield made
+def world(world: World, request: pytest.FixtureRequest) -> World:
+    world.configure(getattr(request, "param", ""))
+    write(world.notebooks, {"torch.py": TORCH})
+    world.start_broker("1x8GiB")
+    store = Store(world.simulated_folder)
+    store.configure(context_mib=CONTEXT_MIB)
+    store.close()
+    return world
 
 
 def filled(world: World, notebook: Notebook) -> int:
