@@ -152,13 +152,14 @@ def test_a_cell_whose_child_could_use_the_gpu_keeps_its_room_and_says_so(world: 
     assert second.wait(waits).status == "ok"
 
 
-USE_MIB, CONTEXT_MIB, CAP_MIB, BUDGET_MIB = 232, 32, 512, 700
+USE_MIB, CONTEXT_MIB, CAP_MIB, BUDGET_MIB = 72, 32, 128, 220
 
 
 def test_busy_kernels_whose_caps_the_host_could_not_hold_take_turns(world: World, server: Server) -> None:
     """Of four kernels two are saved at any time, and a third one while they change places: three fit in host memory by use, not by cap."""
     assert 3 * USE_MIB <= BUDGET_MIB < 2 * USE_MIB + CAP_MIB
     _configure(world, "fair", f"c.GPUBroker.host_memory = '{BUDGET_MIB}MiB'")
+    world.start_broker("1x256MiB")
     with ExitStack() as busy:
         (name,) = world.install(500)
         notebooks = [server.start(name) for _ in range(4)]
