@@ -17,11 +17,15 @@ UNTOLD = "nobody_may_hear_of_this"
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[tuple[World, Lab]]:
+def shared() -> Iterator[tuple[World, Lab, list[Request]]]:
     """One JupyterLab for both tests. Its first notebook is in front, and its kernel was suspended for that of a second one."""
     with new_world() as world:
         world.install(750)
         with opened_lab(world) as lab:
+            told: list[Request] = []
+            lab.page.on(
+                "request", lambda one: told.append(one) if one.url.partition("?")[0].endswith("/expect") else None
+            )
             lab.launch(KERNEL)
             lab.run(fill(1, 64).strip() + '\nprint("first")')
             expect(lab.output).to_contain_text("first")
@@ -35,31 +39,23 @@ def shared() -> Iterator[tuple[World, Lab]]:
             lab.turn_to("Untitled.ipynb")
             expect(lab.item).to_contain_text("suspended")
             lab.server.request("DELETE", f"api/kernels/{second.kernel_id}")
-            yield world, lab
+            yield world, lab, told
 
 
 @pytest.fixture
-def world(shared: tuple[World, Lab]) -> World:
+def world(shared: tuple[World, Lab, list[Request]]) -> World:
     return shared[0]
 
 
 @pytest.fixture
-def lab(shared: tuple[World, Lab]) -> Lab:
+def lab(shared: tuple[World, Lab, list[Request]]) -> Lab:
     return shared[1]
 
 
 @pytest.fixture
-def told(lab: Lab) -> Iterator[list[Request]]:
-    """What the page tells the server of signs during the test."""
-    requests: list[Request] = []
-
-    def note(request: Request) -> None:
-        if request.url.partition("?")[0].endswith("/expect"):
-            requests.append(request)
-
-    lab.page.on("request", note)
-    yield requests
-    lab.page.remove_listener("request", note)
+def told(shared: tuple[World, Lab, list[Request]]) -> list[Request]:
+    """What the page has told the server of signs, from its first notebook on: it may tell one as soon as a notebook comes to the front."""
+    return shared[2]
 
 
 def story(world: World, lab: Lab) -> list[str]:
