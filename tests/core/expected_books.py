@@ -65,8 +65,8 @@ class ExpectedCells:
         self._stake(other, 2 * victim.save_at_least, victim.devices)
 
     def _is_expected(self, seen: Seen, why: Recorded) -> None:
-        world, view = self._world, self._arbiter.lease(seen.lease_id)
-        by_rhythm = view is not None and view.expected_until_ms > world.now and "rhythm" in view.expected_by
+        world, known = self._world, self._arbiter._books.leases[seen.lease_id].expectation
+        by_rhythm = known is not None and known.until_ms > world.now and Sign.RHYTHM in known.signs
         by_rhythm &= not seen.sent_away
         law(8, seen.expected_until > world.now or by_rhythm, seen.lease_id, "is not expected:", why)
         waiting = [lease.lease_id for lease in self._arbiter._books.queue.line(seen.spec.pool)]

@@ -70,8 +70,7 @@ from fractional_gpu.core.scheduler.scheduler import Scheduler
 
 def lease_view(lease: Lease, foresight: ForecastRecorder) -> LeaseView:
     """Return the view of a lease."""
-    known, forecasts = lease.expectation, foresight.forecasts
-    best = max(known.signs, key=lambda sign: forecasts.sign_milli(lease.lease_id, sign)) if known is not None else ""
+    known = lease.expectation
     return LeaseView(
         spec=lease.spec,
         state=lease.state,
@@ -99,7 +98,7 @@ def lease_view(lease: Lease, foresight: ForecastRecorder) -> LeaseView:
         at_gate=lease.gate.ticket is not None,
         demand_milli=lease.demand_milli,
         expected_until_ms=known.until_ms if known is not None else 0,
-        expected_by=best,
+        expected_by=(known.best or "") if known is not None else "",
         expected_milli=likelihood_milli(lease),
         came_early=lease.came_early,
     )

@@ -237,7 +237,8 @@ class Expectation:
 
     until_ms: int  # it lapses then
     signs: dict[Sign, int] = field(default_factory=dict)  # how sure the sender of each was, thousandths
-    milli: int = 0  # how likely the cell is, as of the last sign: what is learnt since changes no deadline
+    best: Sign | None = None  # the sign that says most
+    milli: int = 0  # how likely the cell is by that one, as of the last sign: what is learnt since changes no deadline
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -375,8 +375,8 @@ _FINE = 1024  # means are kept in so many parts of a thousandth
 _PRIOR_SAMPLES = 2  # samples that the prior counts for
 
 
-class Demand:
-    """A mean of utilisations, thousandths of a device: of all samples at first, then one that decays with the last `memory` ones."""
+class DecayedMean:
+    """A mean of shares, thousandths: of all samples at first, then one that decays with the last `memory` ones."""
 
     __slots__ = ("count", "fine", "memory")
 
@@ -393,7 +393,7 @@ class Demand:
         self.count = min(self.count + 1, self.memory)
         self.fine += (milli * _FINE - self.fine) // self.count
 
-    def restore(self, count: int, fine: int) -> "Demand":
+    def restore(self, count: int, fine: int) -> "DecayedMean":
         """Take over what was learnt before, as far as it can be; return the mean."""
         self.count, self.fine = max(_PRIOR_SAMPLES, min(count, self.memory)), min(fine, 1000 * _FINE)
         return self

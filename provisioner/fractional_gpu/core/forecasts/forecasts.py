@@ -30,7 +30,7 @@ from fractional_gpu.core.forecasts.estimators import (
     RATIOS,
     Accuracy,
     CommonDurations,
-    Demand,
+    DecayedMean,
     ErrorView,
     Histogram,
     LeaseDurations,
@@ -186,10 +186,10 @@ class Forecasts:
         self.swaps_learnt = 0  # grows whenever results of `swap_ms` may change
         self._cells, self._gaps = CommonDurations(_CELLS), CommonDurations(_GAPS)
         self._leases: dict[str, _Lease] = {}
-        self._demands: dict[str, Demand] = {}  # by lease
-        self._pool_demands: dict[str, Demand] = {}
-        self._signs: dict[str, Demand] = {}  # by kind
-        self._lease_signs: dict[str, dict[str, Demand]] = {}  # by lease and kind
+        self._demands: dict[str, DecayedMean] = {}  # by lease
+        self._pool_demands: dict[str, DecayedMean] = {}
+        self._signs: dict[str, DecayedMean] = {}  # by kind
+        self._lease_signs: dict[str, dict[str, DecayedMean]] = {}  # by lease and kind
         self._waits: dict[tuple[str, int], Histogram] = {}
         self._wait_totals: dict[tuple[str, int], Sequence[int]] = {}
         self._accuracy = {what: Accuracy(what) for what in ("wait", SUSPEND, RESUME, "cell")}
@@ -261,15 +261,15 @@ class Forecasts:
         ):
             # Earlier releases wrote no demands.
             for name, (count, fine) in read.named(part, 2) if read.part(part) is not None else ():
-                demands[name] = Demand(memory=memory).restore(read.whole(count), read.whole(fine))
+                demands[name] = DecayedMean(memory=memory).restore(read.whole(count), read.whole(fine))
         for name, (count, fine) in read.named("signs", 2) if read.part("signs") is not None else ():
             read.known(name, _SIGNS)
-            self._signs[name] = Demand(memory=POOL_SAMPLES).restore(read.whole(count), read.whole(fine))
+            self._signs[name] = DecayedMean(memory=POOL_SAMPLES).restore(read.whole(count), read.whole(fine))
         for name, (count, fine) in read.named("lease_signs", 2) if read.part("lease_signs") is not None else ():
             sign, _, lease_id = name.partition(" ")
             read.known(sign, _SIGNS)
             own = self._lease_signs.setdefault(lease_id, {})
-            own[sign] = Demand(memory=LEASE_SAMPLES).restore(read.whole(count), read.whole(fine))
+            own[sign] = DecayedMean(memory=LEASE_SAMPLES).restore(read.whole(count), read.whole(fine))
         for name, (ratios,) in read.named("waits", 1):
             kind, _, length = name.partition(" ")
             corrected = Histogram(RATIOS, memory=_WAIT_MEMORY, weights=read.weights(ratios, RATIOS))
@@ -418,11 +418,11 @@ class Forecasts:
             milli = max(milli, min(before, most_milli))
         own, common = self._demands.get(lease_id), self._pool_demands.get(pool)
         if own is None:
-            own = self._demands[lease_id] = Demand(memory=LEASE_SAMPLES, prior_milli=before)
+            own = self._demands[lease_id] = DecayedMean(memory=LEASE_SAMPLES, prior_milli=before)
         if common is None:
             if len(self._pool_demands) >= _MOST_POOLS:
                 del self._pool_demands[next(iter(self._pool_demands))]
-            common = self._pool_demands[pool] = Demand(memory=POOL_SAMPLES)
+            common = self._pool_demands[pool] = DecayedMean(memory=POOL_SAMPLES)
         own.learn(milli)
         common.learn(milli)
         return own.milli
@@ -458,9 +458,9 @@ class Forecasts:
         """Learn whether a cell followed a sign in time."""
         own = self._lease_signs.setdefault(lease_id, {})
         if sign not in own:
-            own[sign] = Demand(memory=LEASE_SAMPLES, prior_milli=self.sign_milli(lease_id, sign))
+            own[sign] = DecayedMean(memory=LEASE_SAMPLES, prior_milli=self.sign_milli(lease_id, sign))
         if sign not in self._signs:
-            self._signs[sign] = Demand(memory=POOL_SAMPLES, prior_milli=FIRST_SIGN_MILLI)
+            self._signs[sign] = DecayedMean(memory=POOL_SAMPLES, prior_milli=FIRST_SIGN_MILLI)
         for known in (own[sign], self._signs[sign]):
             known.learn(1000 if true else 0)
 

@@ -47,7 +47,9 @@ class Expectations:
         known.signs[sign] = max(0, min(1000, confidence_milli))
         # By the best of its signs, none trusted beyond what it has shown.
         forecasts = books.forecasts
-        known.milli = max(min(sure, forecasts.sign_milli(lease.lease_id, one)) for one, sure in known.signs.items())
+        milli = {one: min(sure, forecasts.sign_milli(lease.lease_id, one)) for one, sure in known.signs.items()}
+        known.best = max(milli, key=lambda one: milli[one])
+        known.milli = milli[known.best]
         lease.cost_until_ms = 0
         books.expected[lease.lease_id] = lease
         books.mark_changed(lease)

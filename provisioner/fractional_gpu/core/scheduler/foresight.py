@@ -16,7 +16,7 @@ bounded (`foresight_vain_mib`), so signs that deceive cost no more than that.
 from fractional_gpu.core.books.records import Lease, Stake
 from fractional_gpu.core.changes.changes import Changes
 from fractional_gpu.core.forecasts.forecasts import RESUME
-from fractional_gpu.core.model import Foresight, LeaseState
+from fractional_gpu.core.model import Foresight, LeaseState, Sign
 from fractional_gpu.core.rules.admission import over_limit
 from fractional_gpu.core.rules.eligibility import eligible_devices
 from fractional_gpu.core.rules.fairness import swap_ms
@@ -26,15 +26,15 @@ from fractional_gpu.core.scheduler.victims import Victims
 
 _HOUR_MS = 3_600_000
 _SIGNS = {
-    "focus": "its notebook came to the front",
-    "scroll": "its notebook is being read",
-    "typing": "a cell is being edited",
-    "hover": "the pointer is on a button that runs a cell",
-    "completion": "a completion was asked for",
-    "inspection": "a tooltip was asked for",
-    "widget": "a widget is being used",
-    "rhythm": "its cells come at such intervals",
-    "other": "a program says so",
+    Sign.FOCUS: "its notebook came to the front",
+    Sign.SCROLL: "its notebook is being read",
+    Sign.TYPING: "a cell is being edited",
+    Sign.HOVER: "the pointer is on a button that runs a cell",
+    Sign.COMPLETION: "a completion was asked for",
+    Sign.INSPECTION: "a tooltip was asked for",
+    Sign.WIDGET: "a widget is being used",
+    Sign.RHYTHM: "its cells come at such intervals",
+    Sign.OTHER: "a program says so",
 }
 
 
@@ -48,11 +48,12 @@ class EarlyResumes:
     def begin(self) -> None:
         """Bring expected leases back, the likeliest first, as long as swap channels are free."""
         books = self._books
-        if not books.expected:
+        able = [lease for lease in books.expected.values() if self._may_come(lease)]
+        if not able:
             return
         victims = Victims(books)
         capacity = Capacity(books, victims)
-        for lease in sorted(books.expected.values(), key=self._rank):
+        for lease in sorted(able, key=self._rank):
             if not self._changes.channel_free:
                 return
             if self._may_come(lease) and self._bring_back(lease, capacity, victims):
@@ -81,9 +82,10 @@ class EarlyResumes:
         chosen = capacity.pick_for(lease, devices, need_mib)
         if chosen is not None:
             self._stake(lease, chosen, 2 * lease.saved_mib)
-            sign = max(lease.expectation.signs.items(), key=lambda one: one[1])[0] if lease.expectation else ""
             lease.came_early = True
-            self._changes.resume_early(lease, chosen, "resume.expected", f"a cell is expected ({_SIGNS[sign]})")
+            sign = lease.expectation.best if lease.expectation is not None else None
+            sentence = f"a cell is expected ({_SIGNS[sign or Sign.OTHER]})"
+            self._changes.resume_early(lease, chosen, "resume.expected", sentence)
             return True
         if books.policy(lease).foresight is not Foresight.DISPLACE or lease.count > 1:
             return False

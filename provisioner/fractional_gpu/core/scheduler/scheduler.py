@@ -16,12 +16,13 @@ from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.rules.admission import over_limit
 from fractional_gpu.core.rules.eligibility import eligible_devices, lacks_device
 from fractional_gpu.core.rules.idling import idle_due_ms
+from fractional_gpu.core.scheduler.capacity import Capacity
 from fractional_gpu.core.scheduler.compute_relief import ComputeRelief
 from fractional_gpu.core.scheduler.foresight import EarlyResumes
 from fractional_gpu.core.scheduler.migration import move_on_request
 from fractional_gpu.core.scheduler.packing import IdlePacking
 from fractional_gpu.core.scheduler.queue_pass import QueuePass
-from fractional_gpu.core.scheduler.victims import renew_rankings
+from fractional_gpu.core.scheduler.victims import Victims, renew_rankings
 from fractional_gpu.core.transitions import Cause
 from fractional_gpu.core.units import format_duration, format_memory
 
@@ -51,9 +52,11 @@ class HostMemoryRelief:
 
     def _begin(self, excess_mib: int) -> bool:
         """Begin one early resume if possible; return whether it began."""
+        books = self._books
+        capacity = Capacity(books, Victims(books))
         for lease in self._order(any_lease=excess_mib > 0):
-            device_ids = self._devices_for(lease)
-            if device_ids and over_limit(self._books, lease, lease.milli) is None:
+            device_ids = capacity.pick_for(lease, eligible_devices(books, books.policy(lease), lease), lease.need_mib)
+            if device_ids is not None and over_limit(books, lease, lease.milli) is None:
                 why = "where its saved state lies" if lease.under_host_pressure else f"by {format_memory(excess_mib)}"
                 sentence = f"host memory is short {why}, and a device has room: it comes back early"
                 self._changes.resume_early(lease, device_ids, "resume.host-memory", sentence)
@@ -70,18 +73,6 @@ class HostMemoryRelief:
             and not lease.revoked
         ]
         return sorted(saved, key=lambda lease: (not lease.under_host_pressure, -lease.last_active_ms, lease.lease_id))
-
-    def _devices_for(self, lease: Lease) -> tuple[str, ...]:
-        """Return its home if there is room, else the allowed devices with the least room to spare; empty: none."""
-        able = [
-            device_id
-            for device_id in eligible_devices(self._books, self._books.policy(lease), lease)
-            if self._books.devices[device_id].free_mib >= lease.need_mib
-        ]
-        if lease.home_ids and all(device_id in able for device_id in lease.home_ids):
-            return lease.home_ids
-        able.sort(key=lambda device_id: (self._books.devices[device_id].free_mib, device_id))
-        return tuple(able[: lease.count]) if len(able) >= lease.count else ()
 
 
 # -- scheduler ---------------------------------------------------------------------------------------------------------
