@@ -1,18 +1,19 @@
 """An administrator moves a kernel to another device, where every byte of it is again, and evicts one."""
 
 import json
+from collections.abc import Iterator
 
 import pytest
 
 from tests.support.stories import CHECK, fill
-from tests.support.world import Server, World, until
+from tests.support.world import Server, World, new_world, until
 
 
 @pytest.fixture
-def world(world: World) -> World:
-    world.configure("c.GPUBroker.pools = {'default': {'may_move': True}}")
-    world.start_broker("2x256MiB")
-    return world
+def world() -> Iterator[World]:
+    with new_world("2x256MiB") as made:
+        made.configure("c.GPUBroker.pools = {'default': {'may_move': True}}")
+        yield made
 
 
 def test_a_kernel_is_moved_to_and_fro_and_evicted(world: World, server: Server) -> None:
