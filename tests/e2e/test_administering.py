@@ -43,3 +43,7 @@ def test_a_kernel_is_moved_to_and_fro_and_evicted(world: World, server: Server) 
     assert done.returncode == 0, done.stderr
     until(lambda: first.lease_id not in [one.lease_id for one in world.status().leases], "the lease is over")
     assert neighbour.must(CHECK).text == "intact\n"
+    # The kernel is new and empty. The test waits for it: jupyter_client cannot end a kernel that is restarting, and then its server answers
+    # 500, or never ends.
+    until(lambda: notebook.kernel_id in [one.kernel_id for one in world.status().leases], "the server starts it anew")
+    assert server.connect(notebook.kernel_id).must("print('buffer' in globals())").text == "False\n"

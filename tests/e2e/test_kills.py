@@ -37,7 +37,10 @@ STEPS = [(operation, fault) for operation in ("lock", "checkpoint", "restore", "
 """Operation, and whether it is held up before (`hang`) or after (`late`) it was done. In a turn they come in this order."""
 
 CONFIG = """
-c.GPUBroker.pools = {"default": {"devices": ["0"], "retry_refused": "200ms", "unattached_ttl": TTL}, "other": {"unattached_ttl": TTL}}
+c.GPUBroker.pools = {
+    "default": {"devices": ["0"], "preempt": "never", "retry_refused": "200ms", "unattached_ttl": TTL},
+    "other": {"unattached_ttl": TTL},
+}
 """
 
 

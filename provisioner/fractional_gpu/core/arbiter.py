@@ -98,7 +98,7 @@ def lease_view(lease: Lease, foresight: ForecastRecorder) -> LeaseView:
         at_gate=lease.gate.ticket is not None,
         demand_milli=lease.demand_milli,
         expected_until_ms=known.until_ms if known is not None else 0,
-        expected_by=(known.best or "") if known is not None else "",
+        expected_by=known.best if known is not None else "",
         expected_milli=likelihood_milli(lease),
         came_early=lease.came_early,
     )

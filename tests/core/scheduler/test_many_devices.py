@@ -11,6 +11,7 @@ from fractional_gpu.core.events import (
     DeviceLost,
     DeviceSeen,
     DeviceUndrained,
+    HostMemorySeen,
     LeaseMeasured,
     LeaseRecovered,
     LeaseReleased,
@@ -220,6 +221,15 @@ def test_what_was_saved_goes_home_where_its_pool_has_not_enough_devices_for_it_a
     _saved_from(hand, "d0", "d1")
     (resume,) = [one for one in hand.want("a") if isinstance(one, Resume)]
     assert resume.device_ids == ("d0", "d1")
+
+
+def test_what_comes_back_since_host_memory_is_short_gets_devices_of_its_kind() -> None:
+    hand = _hand(4, may_move=True, kinds="HKHH")
+    _saved_from(hand, "d0", "d2")
+    there = LeaseRecovered(at_ms=0, spec=spec("x"), state=LeaseState.RESIDENT, generation=1, device_id="d0", busy=True)
+    hand.send(there)
+    (resume,) = [one for one in hand.send(HostMemorySeen(at_ms=0, budget_mib=0)) if isinstance(one, Resume)]
+    assert resume.device_ids == ("d2", "d3")
 
 
 @pytest.mark.parametrize("most", [0, 8], ids=["gathered for", "needed by"])

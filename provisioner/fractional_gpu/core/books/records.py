@@ -236,8 +236,8 @@ class Expectation:
     """Signs that the next cell of a lease is near. Written by `Expectations`."""
 
     until_ms: int  # it lapses then
+    best: Sign  # the sign that says most
     signs: dict[Sign, int] = field(default_factory=dict)  # how sure the sender of each was, thousandths
-    best: Sign | None = None  # the sign that says most
     milli: int = 0  # how likely the cell is by that one, as of the last sign: what is learnt since changes no deadline
 
 

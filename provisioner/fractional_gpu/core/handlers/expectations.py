@@ -42,7 +42,7 @@ class Expectations:
             return False
         known, was_expected = lease.expectation, is_expected(books, lease)
         if known is None:
-            known = lease.expectation = Expectation(until_ms=until_ms)
+            known = lease.expectation = Expectation(until_ms=until_ms, best=sign)
         known.until_ms = max(known.until_ms, until_ms)
         known.signs[sign] = max(0, min(1000, confidence_milli))
         # By the best of its signs, none trusted beyond what it has shown.

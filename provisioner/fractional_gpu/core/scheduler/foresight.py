@@ -83,9 +83,8 @@ class EarlyResumes:
         if chosen is not None:
             self._stake(lease, chosen, 2 * lease.saved_mib)
             lease.came_early = True
-            sign = lease.expectation.best if lease.expectation is not None else None
-            sentence = f"a cell is expected ({_SIGNS[sign or Sign.OTHER]})"
-            self._changes.resume_early(lease, chosen, "resume.expected", sentence)
+            sign = lease.expectation.best if lease.expectation is not None else Sign.OTHER
+            self._changes.resume_early(lease, chosen, "resume.expected", f"a cell is expected ({_SIGNS[sign]})")
             return True
         if books.policy(lease).foresight is not Foresight.DISPLACE or lease.count > 1:
             return False

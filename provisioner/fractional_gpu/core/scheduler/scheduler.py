@@ -52,9 +52,11 @@ class HostMemoryRelief:
 
     def _begin(self, excess_mib: int) -> bool:
         """Begin one early resume if possible; return whether it began."""
-        books = self._books
+        books, saved = self._books, self._order(any_lease=excess_mib > 0)
+        if not saved:
+            return False
         capacity = Capacity(books, Victims(books))
-        for lease in self._order(any_lease=excess_mib > 0):
+        for lease in saved:
             device_ids = capacity.pick_for(lease, eligible_devices(books, books.policy(lease), lease), lease.need_mib)
             if device_ids is not None and over_limit(books, lease, lease.milli) is None:
                 why = "where its saved state lies" if lease.under_host_pressure else f"by {format_memory(excess_mib)}"
