@@ -5,9 +5,10 @@
 For each seed, the hosts are found that the shipped pool needs for a 95th percentile of waits of 3 s; all settings of `GRID` run on those.
 Three figures are compared: the 95th percentile of a user's own lateness which 95 % of the users do not exceed, that of the worst user, and
 the mean lateness of a cell. A setting is better by so much as its mean over the seeds is smaller. Whether that is luck, the seeds say: a
-sign test over those in which the two differ, corrected for the number of settings. The command ends with status 1 if a setting is better
-than the shipped one by more than 10 % in a figure, luck or not. A setting in which more cells run out of memory is in the table, and not
-compared.
+sign test over those in which the two differ, corrected for the number of settings. The best of thirty settings is always better on the
+days that it was picked by. So the command ends with status 1 if a setting is better than the shipped one by more than 10 % in a figure and
+that is not luck; what may be luck is listed. Not compared, but in the table: settings under which users hold other amounts of memory
+(`OTHER_OFFERS`), and those in which more cells run out of memory.
 """
 
 import sys
@@ -63,6 +64,8 @@ GRID: dict[str, PoolSpec] = {
 }
 """One setting each that differs from the shipped pool, and two that may help each other."""
 HALF_REQUESTED = frozenset({"reserve use, half requested"})
+OTHER_OFFERS = HALF_REQUESTED | {"any fraction"}
+"""Users get less memory than the shipped pool gives them: no other way to share the same, and not compared."""
 COMPARED = ("95 of 100 users' p95 late, s", "worst user's p95 late, s", "mean late, s")
 COLUMNS = ("devices", "waited, %", *COMPARED, "out of memory")
 BETTER_PERCENT = 10
@@ -136,7 +139,9 @@ def gains(done: Sequence[Mapping[str, Mapping[str, float]]]) -> list[Gain]:
         of_figure = []
         for name in GRID:
             other = [one[name][figure] for one in done]
-            if name == DEFAULT or sum(one[name]["out of memory"] > one[DEFAULT]["out of memory"] for one in done):
+            if name == DEFAULT or name in OTHER_OFFERS:
+                continue
+            if sum(one[name]["out of memory"] > one[DEFAULT]["out of memory"] for one in done):
                 continue  # who lets cells fail has fewer of them to wait
             pairs = list(zip(other, shipped, strict=True))
             percent = 100 * (1 - fmean(other) / fmean(shipped)) if any(shipped) else 0.0
@@ -169,9 +174,12 @@ def verdict(done: Sequence[Mapping[str, Mapping[str, float]]]) -> tuple[str, boo
             )
             for gain in better
         ] or ["- none"]
-        beaten = beaten or bool(better)
-    within = "is NOT" if beaten else "is"
-    said.append(f"The shipped pool {within} within {BETTER_PERCENT} % of the best setting found.")
+        beaten = beaten or any(gain.luck * 100 < LUCK_PERCENT for gain in better)
+    said.append(
+        f"A setting BEATS the shipped pool by more than {BETTER_PERCENT} %."
+        if beaten
+        else f"No setting is better than the shipped pool by more than {BETTER_PERCENT} % beyond luck."
+    )
     return "\n".join(said) + "\n", beaten
 
 

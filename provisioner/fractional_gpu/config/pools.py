@@ -47,7 +47,7 @@ KEYS: Mapping[str, Key] = {
         default="auto",
         example="5m",
         help="Suspend a kernel that has been idle for this long; 0: at once; 'on-demand': only when another kernel needs the memory; "
-        "'auto': also when to hold the memory costs more (hold_price) than to bring it back (wait_price), by the kernel's habits.",
+        "'auto': also when to hold the memory is expected to cost others more than it costs this kernel to come back, by its habits.",
         also=("idle_auto",),
     ),
     "hold_price": Key(
@@ -55,8 +55,8 @@ KEYS: Mapping[str, Key] = {
         parse=values.hourly_price,
         default=0,
         example=2.5,
-        help="With idle_after 'auto': what an hour of a whole GPU costs that an idle kernel holds, in any currency. 0: nothing, so no "
-        "kernel leaves before another one needs its memory.",
+        help="With idle_after 'auto': what an hour of a whole GPU costs that an idle kernel holds, in any currency, beside what "
+        "other cells lose by it. 0: while other cells find room at once, no kernel leaves.",
     ),
     "wait_price": Key(
         field="wait_price_milli",

@@ -6,10 +6,14 @@ from itertools import accumulate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fractional_gpu.core.effects import Effect
-from fractional_gpu.core.forecasts.estimators import DURATIONS, leave_after_ms
-from fractional_gpu.core.model import Foresight, PoolSpec
-from tests.core.driving import Hand, pool
+from fractional_gpu.core.books.books import Books
+from fractional_gpu.core.books.records import Device, Lease
+from fractional_gpu.core.effects import Effect, Recorded
+from fractional_gpu.core.events import Attached, LeaseRequested
+from fractional_gpu.core.forecasts.estimators import DURATIONS, OCTAVES, RATE_BITS, STEP, HoldCosts, leave_after_ms
+from fractional_gpu.core.model import Compute, Foresight, LeaseState, PoolSpec
+from fractional_gpu.core.rules.contention import crowding_ms
+from tests.core.driving import Hand, device, pool, spec
 
 HOUR_MS = 3_600_000
 MINUTE_MS = 60_000
@@ -86,18 +90,16 @@ def test_a_kernel_whose_gaps_are_all_long_leaves_soon() -> None:
     back=st.integers(0, 10**13),
 )
 def test_the_chosen_time_costs_no_more_than_any_other(weights: list[int], hold: int, back: int) -> None:
-    totals, lows = list(accumulate(weights)), DURATIONS.lows
+    totals, times = list(accumulate(weights)), (0, *OCTAVES)
+    reach = [totals[-1], *(totals[-1] - totals[DURATIONS.bucket(at) - 1] for at in OCTAVES)]  # gaps at least so long
 
-    def cost(leaves_ms: int) -> float:
-        spent = 0.0
-        for place, weight in enumerate(weights[:-1]):
-            low, high = lows[place], lows[place + 1]
-            held = leaves_ms if high > leaves_ms else (low + high) / 2
-            spent += weight * (hold * held + (back if high > leaves_ms else 0))
-        return spent + weights[-1] * (hold * leaves_ms + back)
+    def cost(leaves_ms: int) -> int:
+        """Twice the cost of all gaps: those that end between two times end halfway, on average."""
+        last = times.index(leaves_ms)
+        held = sum((reach[at] + reach[at + 1]) * (times[at + 1] - times[at]) for at in range(last))
+        return hold * held + 2 * back * reach[last]
 
-    chosen = cost(leave_after_ms(totals, hold=hold, back=back))
-    assert chosen <= min(map(cost, lows[:-1])) * (1 + 1e-9) + DURATIONS.size * hold
+    assert cost(leave_after_ms(totals, hold=hold, back=back)) == min(map(cost, times))
 
 
 def test_a_fixed_time_is_kept_whatever_holding_costs() -> None:
@@ -106,3 +108,110 @@ def test_a_fixed_time_is_kept_whatever_holding_costs() -> None:
         world = Hand(pools=[policy])
         world.run("a")
         assert stay(world, HOUR_MS)[0] == idle_after_ms
+
+
+# -- what cells lose because idle leases hold memory -------------------------------------------------------------------------
+
+
+def take_turns(world: Hand, *names: str, times: int, pause_ms: int = 10 * MINUTE_MS) -> list[str]:
+    """Have each kernel run a short cell in turn; return why leases were suspended."""
+    reasons: list[str] = []
+
+    def note(effects: list[Effect]) -> None:
+        reasons.extend(one.reason for one in effects if isinstance(one, Recorded) and one.reason.startswith("suspend."))
+        if world.suspends(effects):
+            note(world.saved(effects))
+        elif world.resumes(effects):
+            note(world.restored(effects))
+
+    for number in range(times):
+        note(world.want(names[number % len(names)]))
+        world.work(names[number % len(names)])
+        world.wait(1000)
+        note(world.rest(names[number % len(names)]))
+        until_ms = world.now + pause_ms
+        while world.observer.wake is not None and world.observer.wake < until_ms:
+            note(world.wait(max(1, world.observer.wake - world.now)))
+        note(world.wait(until_ms - world.now))
+    return reasons
+
+
+def started(world: Hand, *names: str) -> Hand:
+    for name in names:
+        world.start(name)
+    return world
+
+
+def test_kernels_that_take_each_others_room_leave_before_the_next_asks() -> None:
+    reasons = take_turns(started(Hand(pools=[auto()]), "a", "b"), "a", "b", times=60)
+    assert reasons.count("suspend.needed-by") > 1
+    assert "suspend.needed-by" not in reasons[-10:]
+    assert reasons[-1] == "suspend.idle"
+
+
+def test_kernels_that_have_room_beside_each_other_stay() -> None:
+    roomy = started(Hand(device(memory_mib=2000), pools=[auto()]), "a", "b")
+    assert take_turns(roomy, "a", "b", times=60) == []
+    alone = started(Hand(pools=[auto()]), "a")
+    assert take_turns(alone, "a", times=60) == []
+
+
+def test_what_another_pools_kernels_take_from_each_other_makes_no_kernel_leave() -> None:
+    world = Hand(device("d0"), device("d1"), pools=[auto(), replace(auto(), name="q", devices=("d1",))])
+    world.send(LeaseRequested(at_ms=0, spec=spec("c", in_pool="q"), needs_reservation=False))
+    world.send(Attached(at_ms=0, lease_id="c", gated=True))
+    world.want("c")
+    world.work("c")
+    world.rest("c")
+    reasons = take_turns(started(world, "a", "b"), "a", "b", times=60)
+    assert reasons[-1] == "suspend.idle"
+    assert world.state("c") is LeaseState.RESIDENT
+
+
+def lost_ms(elsewhere_mib: int, policy: PoolSpec) -> int:
+    """What is lost by a cell beside a busy one on d0 while an idle lease holds so much of the 1000 MiB of d1."""
+    books = Books()
+    books.pools[policy.name] = policy
+    for name in policy.devices:
+        books.add_device(Device(spec=device(name)))
+        books.devices[name].recompute_free()
+    for name, device_id, mib, busy in (
+        ("a", "d0", 100, True),
+        ("b", "d1", elsewhere_mib, False),
+        ("c", "d0", 200, True),
+    ):
+        lease = Lease(spec=spec(name, mib), state=LeaseState.RESIDENT, busy=busy, let_in=busy)
+        books.add(lease)
+        lease.demand_milli = 900
+        books.set_reservation(lease, (device_id,), mib)
+    return crowding_ms(books, books.leases["c"])
+
+
+def test_a_cell_beside_a_busy_one_loses_time_by_idle_memory_on_a_free_device() -> None:
+    policy = replace(auto(), devices=("d0", "d1"), compute=Compute.SPREAD, may_move=True)
+    assert lost_ms(900, policy) > 0
+    assert lost_ms(100, policy) == 0  # d1 had room: memory was not the reason
+    assert lost_ms(900, replace(policy, compute=Compute.PACK)) == 0  # no pool that spreads
+
+
+def test_losses_fade_with_cells_and_are_not_made_of_one() -> None:
+    costs = HoldCosts()
+    assert costs.rate == 0
+    costs.learn(10_000, 1000 * MINUTE_MS)
+    first = costs.rate
+    for _ in range(100):
+        costs.learn(10_000, 1000 * MINUTE_MS)
+    often = costs.rate
+    for _ in range(1500):
+        costs.learn(0, 1000 * MINUTE_MS)
+    assert often > 20 * first > 0
+    assert costs.rate == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**7), st.integers(0, 10**12)), max_size=50))
+def test_a_rate_is_rounded_down_by_less_than_a_quarter(cells: list[tuple[int, int]]) -> None:
+    costs = HoldCosts()
+    for lost_ms, held in cells:
+        costs.learn(lost_ms, held)
+    exact = (costs.lost << RATE_BITS) // (STEP * costs.held)
+    assert costs.rate <= exact <= costs.rate + (costs.rate >> 2)

@@ -288,9 +288,7 @@ class Lease:
     pinned_until_ms: int = 0
     announced_ms: int = 0  # the idle suspension that its kernel was warned of
     ends_ms: int | None = None  # its seat has ended, and its processes are ended then (`revocation`)
-    leaves: tuple[
-        int, ...
-    ] = ()  # when it leaves because holding costs more, and what that was computed from (`idling`)
+    leaves: tuple[int | None, ...] = ()  # after how long idle it leaves, and what that was computed from (`idling`)
     due_ms: int | None = None  # when time alone changes something for it; written by `deadlines`
     # Swaps and the queue.
     suspend_requested_by: str | None = None  # who requested its suspend, which has not begun

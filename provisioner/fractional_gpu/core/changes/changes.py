@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
 from fractional_gpu.core.books.books import Books
-from fractional_gpu.core.books.records import Lease, Operation, Reason, Ticket
+from fractional_gpu.core.books.records import Lease, OccupancyKind, Operation, Reason, Ticket
 from fractional_gpu.core.changes.queue_wait import ForecastRecorder
 from fractional_gpu.core.effects import (
     CloseGate,
@@ -292,6 +292,7 @@ class Changes:
         lease.let_in = lease.state is not LeaseState.UNATTACHED and (lease.spec.gated or lease.busy)
         self.books.set_reservation(lease, device_ids, lease.need_mib)
         self.granted_devices.update(device_ids)
+        self.forecast_recorder.granted(lease)
         waited = "at once" if waited_ms < _AT_ONCE_MS else f"after {format_duration(waited_ms)}"
         sentence = f"this kernel asked for the GPU and got it {waited}: {format_memory(lease.held_mib)} are reserved"
         if lease.state is LeaseState.SUSPENDED:
@@ -357,6 +358,8 @@ class Changes:
         left_mib, need_mib = self.books.host_left_mib, lease.host_need_mib
         if need_mib > left_mib:
             raise ValueError(f"lease {lease.lease_id} needs {need_mib} MiB of host memory, {left_mib} MiB are left")
+        if beneficiary is not None and lease.occupancy is OccupancyKind.IDLE and lease.gate.ticket is None:
+            self.forecast_recorder.idle_saved(lease)
         self.books.set_suspend_requested(lease, by=None)
         lease.home_ids, lease.let_in = lease.device_ids, False
         next_cell = lease.gate.ticket

@@ -26,6 +26,7 @@ from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import Lease, OccupancyKind, ShownForecast, Ticket
 from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND, Forecasts, WaitSpan
 from fractional_gpu.core.model import LeaseState, Span
+from fractional_gpu.core.rules.contention import crowding_ms
 from fractional_gpu.core.rules.eligibility import suspendable_from_ms
 from fractional_gpu.core.rules.fairness import gate_opens_ms, goes_before_from_ms, preemptible_from_ms
 from fractional_gpu.core.rules.wait_reasons import allowed_devices
@@ -399,6 +400,10 @@ def _is_predictable(lease: Lease) -> bool:
 # All of this is about display and decides nothing.
 
 
+_REVIEWED_AT_ONCE = 4  # leases: each takes some 20 µs of the next decision
+_LONGEST_HOLD_MS = 3_600_000  # between two grants: a night counts as an hour
+
+
 class ForecastRecorder:
     """The forecasts, and the deferred work on them."""
 
@@ -407,6 +412,10 @@ class ForecastRecorder:
         self.queue_waits = QueueWaitForecast(books, forecasts, parallel_swaps=parallel_swaps)
         self._books = books
         self._filed: list[Lease] = []
+        # By pool: when it last granted room, and what tickets have waited since for idle leases to be saved.
+        self._granted_ms: dict[str, int] = {}
+        self._waited_ms: dict[str, int] = {}
+        self._reviewed: dict[str, Lease] = {}  # resident leases that may leave sooner, or later, than was thought
         self._swaps: list[tuple[str, str, int, int]] = []  # arguments of `Forecasts.swap_finished`, deferred
 
     def busy_changed(self, lease: Lease, *, busy: bool) -> None:
@@ -443,6 +452,24 @@ class ForecastRecorder:
         if ticket is not None and ticket.expected is not None:
             self.forecasts.wait_given_up(ticket.expected, self._books.now_ms - ticket.asked_ms)
 
+    def idle_saved(self, lease: Lease) -> None:
+        """Note that an idle lease is about to be saved for a ticket, which waits for that."""
+        device = self._books.devices.get(lease.device_id or "")
+        save_ms = self.forecasts.swap_ms(SUSPEND, device.spec.name if device is not None else "", lease.used_mib)
+        self._waited_ms[lease.spec.pool] = self._waited_ms.get(lease.spec.pool, 0) + save_ms
+
+    def granted(self, lease: Lease) -> None:
+        """Note that a ticket got room: learn what its cell loses because idle leases hold memory (`idling`)."""
+        books, forecasts, pool = self._books, self.forecasts, lease.spec.pool
+        since_ms, self._granted_ms[pool] = self._granted_ms.get(pool, books.now_ms), books.now_ms
+        devices = [books.devices[one] for one in books.policy(lease).devices if one in books.devices]
+        held_mib = sum(device.mib_by_occupancy[OccupancyKind.IDLE] for device in devices)
+        lost_ms = self._waited_ms.pop(pool, 0) + crowding_ms(books, lease)
+        before = forecasts.hold_rate(pool)
+        forecasts.hold_seen(pool, lost_ms, held_mib * min(books.now_ms - since_ms, _LONGEST_HOLD_MS))
+        if forecasts.hold_rate(pool) != before:  # its idle leases leave sooner, or later
+            self._reviewed.update(books.by_state[LeaseState.RESIDENT])
+
     def lease_ended(self, lease: Lease) -> None:
         """Forget a lease that is over."""
         self.forecasts.forget(lease.lease_id)
@@ -457,6 +484,10 @@ class ForecastRecorder:
             if lease.ticket is not None and lease.ticket.expected is None:
                 lease.ticket.expected = self.queue_waits.wait_of(lease)
         self._filed.clear()
+        for lease_id in list(islice(self._reviewed, _REVIEWED_AT_ONCE)):
+            lease = self._reviewed.pop(lease_id)
+            if lease.occupancy is OccupancyKind.IDLE:
+                self._books.mark_changed(lease)
         return learns
 
     def resume_ms(self, lease: Lease) -> int | None:

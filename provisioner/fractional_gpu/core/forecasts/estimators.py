@@ -12,8 +12,8 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import add
+from itertools import accumulate, chain, repeat
+from operator import add, mul, sub
 from typing import Any, NamedTuple
 
 from fractional_gpu.core.model import Span
@@ -241,6 +241,9 @@ def _line(
 
 DURATIONS = Scale(bits=2, shift=6, most=1 << 30)
 """Durations in ms, from 64 ms to 12 days."""
+_OCTAVE = 4  # buckets
+OCTAVES = DURATIONS.lows[_OCTAVE::_OCTAVE]
+_OCTAVE_WIDTHS = tuple(map(sub, OCTAVES, (0, *OCTAVES)))
 _PRIOR_WEIGHT = 64  # observations that the published distribution counts for
 _COMMON_WEIGHT = 6  # observations that all leases together count for in a lease's own distribution
 _REFRESH = 32  # the common distribution is brought up to date after so many observations
@@ -304,19 +307,17 @@ def rest_ms(totals: Sequence[int], elapsed_ms: int, permille: int) -> int:
 
 
 def leave_after_ms(totals: Sequence[int], *, hold: int, back: int) -> int:
-    """Return after how long it costs least, on average, to stop waiting for an end: see `idling`.
+    """Return after how long it costs least, on average, to stop waiting for an end: see `idling`. Times are tried in octaves.
 
     Waiting costs `hold` for each ms, and an end that comes later costs `back`.
     """
-    lows, total = DURATIONS.lows, totals[-1]
-    waited, best_ms, least = 0, 0, back * total
-    for place in range(DURATIONS.size - 1):
-        before, after = total - (totals[place - 1] if place else 0), total - totals[place]
-        waited += (before + after) * (lows[place + 1] - lows[place]) // 2
-        cost = hold * waited + back * after
-        if cost < least:
-            best_ms, least = lows[place + 1], cost
-    return best_ms
+    total = totals[-1]
+    after = [total - one for one in totals[_OCTAVE - 1 : -1 : _OCTAVE]]
+    # Twice what is waited up to each time: between two of them, ends are spread evenly.
+    waited = accumulate(map(mul, map(add, chain((total,), after), after), _OCTAVE_WIDTHS))
+    costs = list(map(add, map(mul, repeat(hold), waited), map(mul, repeat(2 * back), after)))
+    least = min(costs)
+    return OCTAVES[costs.index(least)] if least < 2 * back * total else 0
 
 
 # -- rhythm ------------------------------------------------------------------------------------------------------------
@@ -371,6 +372,11 @@ FIRST_DEMAND_MILLI = 300
 FIRST_SIGN_MILLI = 700
 """How often a sign of a cell is expected to be right before any was followed, thousandths."""
 LEASE_SAMPLES, POOL_SAMPLES = 16, 256  # samples that a mean remembers, about
+_PRIOR_HELD = (
+    40_000 * 3_600_000
+)  # as if 40,000 MiB had been held for an hour and no cell had lost anything: one loss says little
+HOLD_SAMPLES = 64  # cells that HoldCosts remembers, about
+RATE_BITS = 40
 _FINE = 1024  # means are kept in so many parts of a thousandth
 _PRIOR_SAMPLES = 2  # samples that the prior counts for
 
@@ -397,6 +403,30 @@ class DecayedMean:
         """Take over what was learnt before, as far as it can be; return the mean."""
         self.count, self.fine = max(_PRIOR_SAMPLES, min(count, self.memory)), min(fine, 1000 * _FINE)
         return self
+
+
+class HoldCosts:
+    """What cells lose because idle leases hold memory that they need: ms, for each MiB and ms for which it is held.
+
+    Both sums fade with the number of cells, not with time: a quiet night does not make the morning look quiet.
+    """
+
+    __slots__ = ("held", "lost")
+
+    def __init__(self, lost: int = 0, held: int = _PRIOR_HELD) -> None:
+        self.lost = lost  # ms, in steps of STEP
+        self.held = held  # MiB times ms
+
+    def learn(self, lost_ms: int, held: int) -> None:
+        """Learn what a cell lost, and the MiB times ms that idle leases held since the cell before it."""
+        self.lost += lost_ms * STEP - -(-self.lost // HOLD_SAMPLES)  # rounded up: in the end nothing is left
+        self.held += held - self.held // HOLD_SAMPLES
+
+    @property
+    def rate(self) -> int:
+        """The loss for each MiB and ms, in parts of 1 << RATE_BITS; rounded down to its three highest bits, so that it seldom changes."""
+        rate = (self.lost << RATE_BITS) // (STEP * self.held) if self.held else 0
+        return rate >> (low := max(0, rate.bit_length() - 3)) << low
 
 
 # -- context sizes -----------------------------------------------------------------------------------------------------

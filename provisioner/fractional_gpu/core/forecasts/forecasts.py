@@ -6,6 +6,7 @@
   What is left of a gap or cell is conditional on how long it has lasted. A kernel that ends while it idles had no next cell: some gaps
   never end, and the longer one lasts, the likelier it is such a one.
 - Demands: what a lease uses of a device while it is busy, a decayed mean. A new lease starts from the mean of its pool.
+- Memory that idle leases hold: what cells lose by it, per pool (`HoldCosts`).
 - Signs of a coming cell: how often each kind was right, for each lease. A new lease starts from the mean of all.
 - Waits: `queue_wait` computes a wait from the queue and the devices. It is corrected here by how earlier ones turned out, so that four
   of five waits lie between the bounds whatever that computation leaves out.
@@ -27,12 +28,14 @@ from fractional_gpu.core.forecasts.estimators import (
     LEASE_SAMPLES,
     ONE,
     POOL_SAMPLES,
+    RATE_BITS,
     RATIOS,
     Accuracy,
     CommonDurations,
     DecayedMean,
     ErrorView,
     Histogram,
+    HoldCosts,
     LeaseDurations,
     Rhythm,
     Scale,
@@ -188,6 +191,7 @@ class Forecasts:
         self._leases: dict[str, _Lease] = {}
         self._demands: dict[str, DecayedMean] = {}  # by lease
         self._pool_demands: dict[str, DecayedMean] = {}
+        self._holds: dict[str, HoldCosts] = {}  # by pool
         self._signs: dict[str, DecayedMean] = {}  # by kind
         self._lease_signs: dict[str, dict[str, DecayedMean]] = {}  # by lease and kind
         self._waits: dict[tuple[str, int], Histogram] = {}
@@ -218,6 +222,7 @@ class Forecasts:
             },
             "demands": {lease_id: [one.count, one.fine] for lease_id, one in self._demands.items()},
             "pool_demands": {pool: [one.count, one.fine] for pool, one in self._pool_demands.items()},
+            "holds": {pool: [one.lost, one.held] for pool, one in self._holds.items()},
             "signs": {sign: [one.count, one.fine] for sign, one in self._signs.items()},
             "lease_signs": {
                 f"{sign} {lease_id}": [one.count, one.fine]
@@ -262,6 +267,8 @@ class Forecasts:
             # Earlier releases wrote no demands.
             for name, (count, fine) in read.named(part, 2) if read.part(part) is not None else ():
                 demands[name] = DecayedMean(memory=memory).restore(read.whole(count), read.whole(fine))
+        for name, (lost, held) in read.named("holds", 2) if read.part("holds") is not None else ():
+            self._holds[name] = HoldCosts(read.whole(lost), read.whole(held))
         for name, (count, fine) in read.named("signs", 2) if read.part("signs") is not None else ():
             read.known(name, _SIGNS)
             self._signs[name] = DecayedMean(memory=POOL_SAMPLES).restore(read.whole(count), read.whole(fine))
@@ -426,6 +433,26 @@ class Forecasts:
         own.learn(milli)
         common.learn(milli)
         return own.milli
+
+    # -- memory that idle leases hold -----------------------------------------------------------------------------------------
+
+    def hold_cost(self, pool: str, mib: int, wait: int) -> int:
+        """Return what cells of the pool lose in a ms for which an idle lease holds so much memory, where a ms of waiting costs `wait`."""
+        known = self._holds.get(pool)
+        return 0 if known is None else mib * wait * known.rate >> RATE_BITS
+
+    def hold_rate(self, pool: str) -> int:
+        """Return what `hold_cost` grows with."""
+        known = self._holds.get(pool)
+        return 0 if known is None else known.rate
+
+    def hold_seen(self, pool: str, lost_ms: int, held: int) -> None:
+        """Learn what a cell of the pool lost because idle leases held memory, and the MiB times ms held since the cell before."""
+        if pool not in self._holds:
+            if len(self._holds) >= _MOST_POOLS:
+                del self._holds[next(iter(self._holds))]
+            self._holds[pool] = HoldCosts()
+        self._holds[pool].learn(lost_ms, held)
 
     # -- signs of a coming cell --------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import Device, Lease, OccupancyKind
 from fractional_gpu.core.model import Compute, LeaseState
+from fractional_gpu.core.rules.eligibility import other_devices
 from fractional_gpu.core.time_slicing import WHOLE_MILLI, slowed_milli, stretch_milli
 
 FULL = 1 << 20
@@ -109,3 +110,37 @@ def busy_others(device: Device, lease: Lease) -> list[Lease]:
 def beside(want_milli: int, others: Sequence[Lease]) -> int:
     """Return how many times as long as alone a cell takes that needs so much of a device, beside other busy leases, thousandths."""
     return slowed_milli(want_milli, stretch_milli((want_milli, *[one.busy_milli for one in others])))
+
+
+def crowding_ms(books: Books, lease: Lease) -> int:
+    """Return what the lease's next cell and those beside it lose because idle leases hold memory elsewhere, ms; for one device only.
+
+    That is what they would lose least where there was room, less what they would lose least where idle leases could have made some.
+    """
+    here = books.devices.get(lease.occupied_ids[0]) if lease.count == 1 and lease.occupied_ids else None
+    if here is None or not spreads(books, lease):
+        return 0
+    with_room = with_room_made = _added_loss(here, lease)
+    if not with_room:
+        return 0
+    for device_id in other_devices(books, lease):
+        device = books.devices[device_id]
+        if device.free_mib >= lease.held_mib:
+            with_room = min(with_room, _added_loss(device, lease))
+        elif device.free_mib + device.mib_by_occupancy[OccupancyKind.IDLE] >= lease.held_mib:
+            with_room_made = min(with_room_made, _added_loss(device, lease))
+    lost = max(0, with_room - with_room_made)
+    return books.forecasts.next_cell_ms(lease.lease_id) * lost // WHOLE_MILLI
+
+
+def _added_loss(device: Device, lease: Lease) -> int:
+    """Return what the lease's cell and those on the device lose more for running together, ms a second, at least."""
+    others_milli = device.demand_milli + device.coming_milli
+    if lease.counted_milli and device.spec.device_id in lease.occupied_ids:
+        others_milli -= lease.counted_milli
+    return _loss(others_milli + lease.demand_milli) - _loss(others_milli)
+
+
+def _loss(wants_milli: int) -> int:
+    """Return what cells that need so much together lose, ms a second. No cell takes less than by this; `time_slicing` is exact."""
+    return wants_milli * max(0, wants_milli - WHOLE_MILLI) // WHOLE_MILLI

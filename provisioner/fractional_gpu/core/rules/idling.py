@@ -1,12 +1,19 @@
 """When an idle lease is suspended though no ticket needs its room.
 
 A pool says after how long (`idle_after_ms`), or that the arbiter decides (`idle_auto`). Then a lease holds its devices for as long as
-that is expected to cost less than to come back: holding costs the lease's share of them for each hour, coming back costs a person the
-time of a resume. While holding costs nothing, no lease leaves: what a ticket needs it takes anyway.
+that is expected to cost less than to come back. Coming back costs a person the time of a resume. Holding costs
+
+- the lease's share of a device for each hour, by the pool's price, and
+- what cells lose because idle leases hold memory, as learnt (`HoldCosts`): tickets wait until an idle lease is saved for them, and cells
+  share a device with busy neighbours because idle leases hold the memory of a less busy one (`crowding_ms`). Each MiB that idle leases of
+  the pool hold bears its part.
+
+While holding costs nothing, no lease leaves: what a ticket needs it takes anyway. In a pool where tickets find room at once, that is so.
 
 This is the ski-rental problem with a known distribution (Karlin et al., "Competitive randomized algorithms for non-uniform problems",
 1990): of all times t after which the lease might leave, the one is chosen at which E[min(gap, t)] x holding + P(gap > t) x coming back is
-least, with the gaps as learnt for this lease. It is chosen once for each gap: what is best later in a gap is what was best at its start.
+least, with the gaps as learnt for this lease. What is best later in a gap is what was best at its start, so it is chosen once for each gap,
+and again when what cells lose has changed.
 """
 
 from fractional_gpu.core.books.books import Books
@@ -38,15 +45,20 @@ def idle_due_ms(books: Books, lease: Lease) -> int | None:
 
 def _leaves_after_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
     """Return after how long in this gap the lease leaves; None while holding costs nothing."""
-    if not pool.hold_price_milli:
-        return None
-    key = (lease.last_active_ms, pool.hold_price_milli, pool.wait_price_milli)
+    key = (lease.last_active_ms, pool.hold_price_milli, pool.wait_price_milli, books.forecasts.hold_rate(pool.name))
     if lease.leaves[1:] != key:
-        device = books.devices.get(lease.device_id or "")
-        name = device.spec.name if device is not None else ""
-        back = pool.wait_price_milli * 1000 * books.forecasts.swap_ms(RESUME, name, lease.used_mib)
-        lease.leaves = (
-            books.forecasts.leave_after_ms(lease.lease_id, hold=pool.hold_price_milli * lease.milli, back=back),
-            *key,
-        )
+        lease.leaves = (_best_ms(books, pool, lease), *key)
     return lease.leaves[0]
+
+
+def _best_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
+    """Return after how long it costs least to leave; None: holding costs nothing. Costs are in millionths of the currency an hour."""
+    forecasts, wait = books.forecasts, pool.wait_price_milli * 1000
+    hold = pool.hold_price_milli * lease.milli
+    hold += forecasts.hold_cost(pool.name, lease.held_mib * lease.count, wait)
+    if not hold:
+        return None
+    device = books.devices.get(lease.device_id or "")
+    name = device.spec.name if device is not None else ""
+    back = wait * forecasts.swap_ms(RESUME, name, lease.used_mib)
+    return forecasts.leave_after_ms(lease.lease_id, hold=hold, back=back)

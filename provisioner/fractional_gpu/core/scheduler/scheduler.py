@@ -190,9 +190,9 @@ class Scheduler:
 
     def _announce(self, lease: Lease) -> None:
         """Warn an idle kernel once before it is suspended for that, where the pool says so."""
-        warn_ms, due_ms = self._books.policy(lease).warn_before_ms, idle_due_ms(self._books, lease)
-        now_ms = self._changes.now_ms
-        if not warn_ms or due_ms is None or due_ms == lease.announced_ms or not now_ms < due_ms <= now_ms + warn_ms:
+        warn_ms, now_ms = self._books.policy(lease).warn_before_ms, self._changes.now_ms
+        due_ms = idle_due_ms(self._books, lease) if warn_ms else None
+        if due_ms is None or due_ms == lease.announced_ms or not now_ms < due_ms <= now_ms + warn_ms:
             return
         lease.announced_ms = due_ms
         self._books.mark_changed(lease)
