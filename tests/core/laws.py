@@ -355,6 +355,8 @@ class Laws:
                 other.urgent for _, _, other in line
             ):  # who was passed over too often goes before the urgent
                 ahead += [other for _, _, other in line[place + 1 :]]
+            else:  # what is being moved has its room whatever comes
+                ahead += [other for _, mover, other in line[place + 1 :] if mover.state is S.SUSPENDING]
             self._fits_and_waits(seen, view, ahead)
         if channel_free:
             self._nobody_blocks_each_other([(seen, view) for _, seen, view in line])

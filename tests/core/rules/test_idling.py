@@ -149,6 +149,15 @@ def test_kernels_that_take_each_others_room_leave_before_the_next_asks() -> None
     assert reasons[-1] == "suspend.idle"
 
 
+def test_half_of_host_memory_is_kept_for_tickets() -> None:
+    saved_mib = 600  # what an idle kernel is taken to need there until it was saved once
+    for host_mib, leaves in ((4 * saved_mib, True), (saved_mib + 10, False)):
+        world = started(Hand(pools=[auto()], host_mib=host_mib), "a", "b")
+        reasons = take_turns(world, "a", "b", times=60)
+        assert ("suspend.idle" in reasons) is leaves
+        assert "suspend.needed-by" in reasons
+
+
 def test_kernels_that_have_room_beside_each_other_stay() -> None:
     roomy = started(Hand(device(memory_mib=2000), pools=[auto()]), "a", "b")
     assert take_turns(roomy, "a", "b", times=60) == []

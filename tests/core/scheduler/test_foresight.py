@@ -170,6 +170,21 @@ def test_what_is_moved_in_vain_within_an_hour_is_bounded() -> None:
     assert hand.resumes(expect(hand, "a"))
 
 
+def test_a_lease_that_the_bound_holds_back_comes_without_another_sign_when_the_hour_is_over() -> None:
+    hand = Hand(pools=[replace(policy(), foresight_vain_mib=450)])
+    hand.idle("a")
+    began_ms = hand.now
+    for _ in range(2):
+        saved(hand, "a")
+        hand.restored(expect(hand, "a", sign=Sign.HOVER))
+        lapse(hand)
+    saved(hand, "a")
+    hand.wait(began_ms + 3_600_000 - SOON_MS // 2 - hand.now)
+    assert not hand.resumes(expect(hand, "a"))
+    assert hand.observer.wake == began_ms + 3_600_000
+    assert hand.resumes(hand.wait(hand.observer.wake - hand.now))
+
+
 def test_an_early_resume_that_a_cell_follows_costs_nothing_of_the_bound() -> None:
     hand = Hand(pools=[replace(policy(), foresight_vain_mib=200)])
     hand.idle("a")

@@ -11,7 +11,16 @@ from heapq import merge
 from operator import attrgetter
 
 from fractional_gpu.core.books.accounts import Accounts
-from fractional_gpu.core.books.records import Bucket, BucketKey, BucketShape, Device, Lease, OccupancyKind, Ticket
+from fractional_gpu.core.books.records import (
+    Bucket,
+    BucketKey,
+    BucketShape,
+    Device,
+    IdleHold,
+    Lease,
+    OccupancyKind,
+    Ticket,
+)
 from fractional_gpu.core.forecasts.forecasts import Forecasts
 from fractional_gpu.core.model import LeaseSpec, LeaseState, PoolSpec, ReserveBy
 from fractional_gpu.core.time_slicing import WHOLE_MILLI
@@ -250,6 +259,7 @@ class Books:
         self.by_state: dict[LeaseState, dict[str, Lease]] = {state: {} for state in LeaseState}
         self.queue = Queue(self.policy, self.share)
         self.accounts = Accounts(self.shares_by_time)
+        self.idle_holds: dict[str, IdleHold] = {}  # by pool
         self.host_budget_mib = 0
         self.host_saved_mib = 0
         self.host_reserved_mib = 0
@@ -494,6 +504,8 @@ class Books:
         device.mib_by_occupancy[lease.occupancy] += mib
         device.count_by_occupancy[lease.occupancy] += sign
         device.free_mib -= mib
+        if lease.occupancy is OccupancyKind.IDLE:
+            self.idle_holds.setdefault(lease.spec.pool, IdleHold()).add(mib, self.now_ms)
         device.add_demand(lease.occupancy, sign * lease.counted_milli, sign * lease.resting_milli)
         if device.lost or device.is_exclusive:
             device.recompute_free()

@@ -513,3 +513,26 @@ class Device:
         if self.lost or (self.is_exclusive and self.reserved_mib):
             left_mib = min(0, left_mib)
         self.free_mib = left_mib
+
+
+@dataclass(slots=True)
+class IdleHold:
+    """What the idle leases of a pool hold: MiB now, and MiB times ms since that was last taken."""
+
+    mib: int = 0
+    as_of_ms: int = 0
+    _held: int = 0
+
+    def add(self, mib: int, now_ms: int) -> None:
+        """Count so much more, or less, from now on."""
+        self._held += self.mib * min(now_ms - self.as_of_ms, _LONGEST_HOLD_MS)
+        self.mib, self.as_of_ms = self.mib + mib, now_ms
+
+    def take(self, now_ms: int) -> int:
+        """Return the MiB times ms, and begin anew."""
+        self.add(0, now_ms)
+        held, self._held = self._held, 0
+        return held
+
+
+_LONGEST_HOLD_MS = 3_600_000  # without a change: a night counts as an hour

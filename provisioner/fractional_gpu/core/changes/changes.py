@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
 from fractional_gpu.core.books.books import Books
-from fractional_gpu.core.books.records import Lease, OccupancyKind, Operation, Reason, Ticket
+from fractional_gpu.core.books.records import Lease, Operation, Reason, Ticket
 from fractional_gpu.core.changes.queue_wait import ForecastRecorder
 from fractional_gpu.core.effects import (
     CloseGate,
@@ -358,8 +358,6 @@ class Changes:
         left_mib, need_mib = self.books.host_left_mib, lease.host_need_mib
         if need_mib > left_mib:
             raise ValueError(f"lease {lease.lease_id} needs {need_mib} MiB of host memory, {left_mib} MiB are left")
-        if beneficiary is not None and lease.occupancy is OccupancyKind.IDLE and lease.gate.ticket is None:
-            self.forecast_recorder.idle_saved(lease)
         self.books.set_suspend_requested(lease, by=None)
         lease.home_ids, lease.let_in = lease.device_ids, False
         next_cell = lease.gate.ticket

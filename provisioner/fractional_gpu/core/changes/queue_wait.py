@@ -400,8 +400,7 @@ def _is_predictable(lease: Lease) -> bool:
 # All of this is about display and decides nothing.
 
 
-_REVIEWED_AT_ONCE = 4  # leases: each takes some 20 µs of the next decision
-_LONGEST_HOLD_MS = 3_600_000  # between two grants: a night counts as an hour
+_BETWEEN_REVIEWS_MS = 10_000  # of the idle leases of a pool, each of which takes some 10 µs of a decision
 
 
 class ForecastRecorder:
@@ -412,10 +411,10 @@ class ForecastRecorder:
         self.queue_waits = QueueWaitForecast(books, forecasts, parallel_swaps=parallel_swaps)
         self._books = books
         self._filed: list[Lease] = []
-        # By pool: when it last granted room, and what tickets have waited since for idle leases to be saved.
-        self._granted_ms: dict[str, int] = {}
+        # By pool: what tickets wait for idle leases to be saved, since its last grant; when its idle leases were looked at again.
         self._waited_ms: dict[str, int] = {}
-        self._reviewed: dict[str, Lease] = {}  # resident leases that may leave sooner, or later, than was thought
+        self._reviewed_ms: dict[str, int] = {}
+        self._to_review: dict[str, int] = {}  # by pool: when to do that next
         self._swaps: list[tuple[str, str, int, int]] = []  # arguments of `Forecasts.swap_finished`, deferred
 
     def busy_changed(self, lease: Lease, *, busy: bool) -> None:
@@ -461,14 +460,31 @@ class ForecastRecorder:
     def granted(self, lease: Lease) -> None:
         """Note that a ticket got room: learn what its cell loses because idle leases hold memory (`idling`)."""
         books, forecasts, pool = self._books, self.forecasts, lease.spec.pool
-        since_ms, self._granted_ms[pool] = self._granted_ms.get(pool, books.now_ms), books.now_ms
-        devices = [books.devices[one] for one in books.policy(lease).devices if one in books.devices]
-        held_mib = sum(device.mib_by_occupancy[OccupancyKind.IDLE] for device in devices)
+        holds = books.idle_holds.get(pool)
+        held = holds.take(books.now_ms) if holds is not None else 0
         lost_ms = self._waited_ms.pop(pool, 0) + crowding_ms(books, lease)
         before = forecasts.hold_rate(pool)
-        forecasts.hold_seen(pool, lost_ms, held_mib * min(books.now_ms - since_ms, _LONGEST_HOLD_MS))
+        forecasts.hold_seen(pool, lost_ms, held)
         if forecasts.hold_rate(pool) != before:  # its idle leases leave sooner, or later
-            self._reviewed.update(books.by_state[LeaseState.RESIDENT])
+            last_ms = self._reviewed_ms.get(pool, -_BETWEEN_REVIEWS_MS)
+            self._to_review.setdefault(pool, max(books.now_ms + 1, last_ms + _BETWEEN_REVIEWS_MS))
+
+    def review(self) -> None:
+        """Have idle leases that may leave sooner, or later, than was thought looked at again."""
+        books = self._books
+        for pool in [pool for pool, at_ms in self._to_review.items() if at_ms <= books.now_ms]:
+            del self._to_review[pool]
+            self._reviewed_ms[pool] = books.now_ms
+            for lease in books.by_state[LeaseState.RESIDENT].values():
+                if lease.occupancy is OccupancyKind.IDLE and lease.spec.pool == pool:
+                    books.mark_changed(lease)
+
+    @property
+    def recheck_ms(self) -> int | None:
+        """When to look again because of what was learnt: a review is due, or what this event teaches makes early swaps possible."""
+        if self._swaps and self._books.expected:
+            return self._books.now_ms + 1
+        return min(self._to_review.values(), default=None)
 
     def lease_ended(self, lease: Lease) -> None:
         """Forget a lease that is over."""
@@ -484,10 +500,6 @@ class ForecastRecorder:
             if lease.ticket is not None and lease.ticket.expected is None:
                 lease.ticket.expected = self.queue_waits.wait_of(lease)
         self._filed.clear()
-        for lease_id in list(islice(self._reviewed, _REVIEWED_AT_ONCE)):
-            lease = self._reviewed.pop(lease_id)
-            if lease.occupancy is OccupancyKind.IDLE:
-                self._books.mark_changed(lease)
         return learns
 
     def resume_ms(self, lease: Lease) -> int | None:

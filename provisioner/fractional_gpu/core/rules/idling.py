@@ -6,14 +6,15 @@ that is expected to cost less than to come back. Coming back costs a person the 
 - the lease's share of a device for each hour, by the pool's price, and
 - what cells lose because idle leases hold memory, as learnt (`HoldCosts`): tickets wait until an idle lease is saved for them, and cells
   share a device with busy neighbours because idle leases hold the memory of a less busy one (`crowding_ms`). Each MiB that idle leases of
-  the pool hold bears its part.
+  the pool hold bears its part of half of that: were one of them gone, a ticket would often wait for the others still.
 
 While holding costs nothing, no lease leaves: what a ticket needs it takes anyway. In a pool where tickets find room at once, that is so.
 
 This is the ski-rental problem with a known distribution (Karlin et al., "Competitive randomized algorithms for non-uniform problems",
 1990): of all times t after which the lease might leave, the one is chosen at which E[min(gap, t)] x holding + P(gap > t) x coming back is
 least, with the gaps as learnt for this lease. What is best later in a gap is what was best at its start, so it is chosen once for each gap,
-and again when what cells lose has changed.
+and again when what cells lose has changed. What a lease saves when it leaves takes host memory that tickets may need for others, so no
+lease leaves in this way where more than half of host memory would be in use.
 """
 
 from fractional_gpu.core.books.books import Books
@@ -22,6 +23,9 @@ from fractional_gpu.core.forecasts.forecasts import RESUME
 from fractional_gpu.core.model import LeaseState, PoolSpec
 from fractional_gpu.core.rules.eligibility import lacks_device, suspendable_from_ms
 from fractional_gpu.core.rules.likelihood import is_expected
+
+_BORNE_PARTS = 2  # of what cells lose, idle leases bear one part
+_ASKED_AGAIN_MS = 60_000  # while host memory is kept for tickets
 
 
 def idle_due_ms(books: Books, lease: Lease) -> int | None:
@@ -38,9 +42,18 @@ def idle_due_ms(books: Books, lease: Lease) -> int | None:
     if willing_ms is None or lacks_device(books, lease):
         return None
     due_ms = max(lease.last_active_ms + idle_ms, willing_ms)
+    if not spares_host_memory(books, lease):
+        due_ms = max(due_ms, books.now_ms + _ASKED_AGAIN_MS)
     if lease.expectation is not None and is_expected(books, lease):
         due_ms = max(due_ms, lease.expectation.until_ms)
     return due_ms
+
+
+def spares_host_memory(books: Books, lease: Lease) -> bool:
+    """Return whether half of host memory is left to tickets if a lease leaves for its cost alone."""
+    if books.policy(lease).idle_after_ms is not None:
+        return True
+    return books.host_left_mib - lease.host_need_mib >= books.host_budget_mib // 2
 
 
 def _leaves_after_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
@@ -55,7 +68,7 @@ def _best_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
     """Return after how long it costs least to leave; None: holding costs nothing. Costs are in millionths of the currency an hour."""
     forecasts, wait = books.forecasts, pool.wait_price_milli * 1000
     hold = pool.hold_price_milli * lease.milli
-    hold += forecasts.hold_cost(pool.name, lease.held_mib * lease.count, wait)
+    hold += forecasts.hold_cost(pool.name, lease.held_mib * lease.count, wait) // _BORNE_PARTS
     if not hold:
         return None
     device = books.devices.get(lease.device_id or "")

@@ -11,7 +11,7 @@ sums, before its suspends begin: only as many begin as swap channels are free, t
 from planned to what the books themselves count as leaving.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fractional_gpu.core.books.books import Books
@@ -249,19 +249,15 @@ class Capacity:
             )
             if victims is not None:
                 plans[device_id] = victims
+        bound = lease.state is LeaseState.SUSPENDED or lease.is_growing
+        home = (lease.home_ids or lease.device_ids) if bound and len(devices) == count else ()
         short_of_host: Reason | None = None
-        while plans:
-            bound = lease.state is LeaseState.SUSPENDED or lease.is_growing
-            home = (lease.home_ids or lease.device_ids) if bound and len(devices) == count else ()
-            chosen = self._cheapest(lease, plans, count, home)
-            if chosen is None:
-                return short_of_host
+        for chosen in self._by_cost(lease, plans, count, home):
             # Victims on several of the devices count once. A plan that host memory is too short for is dropped, and the next tried.
             victims = tuple(dict.fromkeys([*also, *[victim for device_id in chosen for victim in plans[device_id]]]))
             short_of_host = self.short_of_host(Plan(chosen, victims))
             if short_of_host is None:
                 return Plan(chosen, victims)
-            del plans[chosen[-1]]
         return short_of_host
 
     def _shortages(
@@ -279,17 +275,30 @@ class Capacity:
             found.sort(key=lambda one: one[0])
         return found
 
-    def _cheapest(
+    def _by_cost(
         self, lease: Lease, plans: dict[str, tuple[Lease, ...]], count: int, home: tuple[str, ...]
-    ) -> tuple[str, ...] | None:
-        if count == 1 and len(plans) == 1:
-            return tuple(plans)
+    ) -> Iterator[tuple[str, ...]]:
+        """Yield the devices of plans for `count` devices of one name, the cheapest first; each time without the dearest of the last."""
         if home and count > 1:  # saved state of several devices goes back to all of them, whatever their kinds
-            return home if all(device_id in plans for device_id in home) else None
+            if all(device_id in plans for device_id in home):
+                yield home
+            return
+        if count == 1 and len(plans) == 1:
+            yield tuple(plans)
+            return
         costs = {device_id: self._cost(victims, device_id, lease) for device_id, victims in plans.items()}
         if count == 1:
-            return (min(costs, key=costs.__getitem__),)
-        return self._cheapest_of_one_name(plans, count, lambda device_id: costs[device_id][2] + costs[device_id][3])
+            for device_id in sorted(plans, key=costs.__getitem__):
+                yield (device_id,)
+            return
+        by_name: dict[str, list[tuple[int, str]]] = {}
+        for device_id, (_, _, swaps, number, _) in costs.items():
+            by_name.setdefault(self._books.devices[device_id].spec.name, []).append((swaps + number, device_id))
+        groups = [sorted(group, key=lambda one: one[0]) for group in by_name.values()]
+        while groups := [group for group in groups if len(group) >= count]:
+            best = min(groups, key=lambda group: sum(cost for cost, _ in group[:count]))
+            yield tuple(device_id for _, device_id in best[:count])
+            del best[count - 1]
 
     def excess(self, device_id: str, newcomer: Lease, leaving: Sequence[Lease] = ()) -> int:
         """Return how far beyond its pool's bound the busy leases of a device would be with the newcomer, in coarse steps."""

@@ -39,15 +39,16 @@ _SIGNS = {
 
 
 class EarlyResumes:
-    """Begins early resumes, and the suspends that make room for them."""
+    """Begins early resumes, and the suspends that make room for them. `recheck_ms`: when time alone allows one."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
         self._books = changes.books
+        self.recheck_ms: int | None = None
 
     def begin(self) -> None:
         """Bring expected leases back, the likeliest first, as long as swap channels are free."""
-        books = self._books
+        books, self.recheck_ms = self._books, None
         able = [lease for lease in books.expected.values() if self._may_come(lease)]
         if not able:
             return
@@ -58,6 +59,7 @@ class EarlyResumes:
                 return
             if self._may_come(lease) and self._bring_back(lease, capacity, victims):
                 capacity.refresh(books.devices)
+        self._recheck_at(victims.recheck_ms)
 
     def _rank(self, lease: Lease) -> tuple[int, int, int]:
         until_ms = lease.expectation.until_ms if lease.expectation is not None else 0
@@ -69,7 +71,10 @@ class EarlyResumes:
             return False
         if lease.spec.pool in books.queue.lines:
             return False
-        if lease.revoked or lease.retries.resume_after_ms > books.now_ms or not is_expected(books, lease):
+        if lease.revoked or not is_expected(books, lease):
+            return False
+        if lease.retries.resume_after_ms > books.now_ms:
+            self._recheck_at(lease.retries.resume_after_ms)
             return False
         return over_limit(books, lease, lease.milli) is None and self._resume_ms(lease) <= pool.foresight_swap_ms
 
@@ -115,16 +120,19 @@ class EarlyResumes:
         books, short_mib = self._books, lease.need_mib - capacity.total_mib(device_id)
         if short_mib <= 0:
             return None  # what leaves already suffices: the resume follows
-        stays = {
-            one.lease_id
-            for one in books.devices[device_id].holders.values()
-            if self._is_sooner(one, lease) or swap_ms(books, one) > books.policy(lease).foresight_swap_ms
-        }
+        stays = {one.lease_id for one in books.devices[device_id].holders.values() if self._stays(one, lease)}
         host_mib = books.host_left_mib
         chosen = victims.choose(device_id, short_mib, lease, stays, busy=False, host_mib=host_mib)
         if not chosen or sum(one.host_need_mib for one in chosen) > host_mib:
             return None
         return chosen if self._may_stake(device_id, lease, chosen) else None
+
+    def _stays(self, other: Lease, lease: Lease) -> bool:
+        """Return whether another lease makes no room for this one; its pool may be another one, whose device was this one's home before."""
+        books, pool = self._books, self._books.policy(other)
+        if pool.foresight is not Foresight.DISPLACE or self._is_sooner(other, lease):
+            return True
+        return swap_ms(books, other) > books.policy(lease).foresight_swap_ms
 
     def _is_sooner(self, other: Lease, lease: Lease) -> bool:
         """Return whether the other lease is expected to run before the expectation of this one lapses."""
@@ -153,7 +161,14 @@ class EarlyResumes:
         while device.stakes and device.stakes[0].at_ms <= from_ms:
             del device.stakes[0]
         mib = 2 * (lease.saved_mib + sum(victim.host_need_mib for victim in victims))
-        return sum(stake.mib for stake in device.stakes) + mib <= self._books.policy(lease).foresight_vain_mib
+        may = sum(stake.mib for stake in device.stakes) + mib <= self._books.policy(lease).foresight_vain_mib
+        if not may and device.stakes:
+            self._recheck_at(device.stakes[0].at_ms + _HOUR_MS)
+        return may
+
+    def _recheck_at(self, at_ms: int | None) -> None:
+        if at_ms is not None:
+            self.recheck_ms = at_ms if self.recheck_ms is None else min(self.recheck_ms, at_ms)
 
     def _stake(self, lease: Lease, device_ids: tuple[str, ...], mib: int) -> None:
         for device_id in device_ids:

@@ -15,7 +15,7 @@ from fractional_gpu.core.handlers.resize import MemoryCaps, Resizer
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.rules.admission import over_limit
 from fractional_gpu.core.rules.eligibility import eligible_devices, lacks_device
-from fractional_gpu.core.rules.idling import idle_due_ms
+from fractional_gpu.core.rules.idling import idle_due_ms, spares_host_memory
 from fractional_gpu.core.scheduler.capacity import Capacity
 from fractional_gpu.core.scheduler.compute_relief import ComputeRelief
 from fractional_gpu.core.scheduler.foresight import EarlyResumes
@@ -106,6 +106,7 @@ class Scheduler:
 
     def serve(self) -> None:
         """Do everything that can be done now."""
+        self._changes.forecast_recorder.review()
         self._deadlines.refresh()
         self._take_due()
         self._suspend_asked()
@@ -163,6 +164,8 @@ class Scheduler:
             self._deadlines.next_ms(),
             self._recheck_ms,
             self._compute_relief.recheck_ms,
+            self._early_resumes.recheck_ms,
+            self._changes.forecast_recorder.recheck_ms,
             self._packing.recheck_ms,
             self.drains.recheck_ms,
             self.revocations.recheck_ms,
@@ -260,6 +263,9 @@ class Scheduler:
                 due_ms = idle_due_ms(self._books, lease)
                 if due_ms is not None and due_ms <= now_ms:
                     self._changes.ask_to_shrink(lease)
+                continue
+            if not spares_host_memory(self._books, lease):
+                self._books.mark_changed(lease)  # it is asked again later
                 continue
             if self._makes_room_to_grow(lease):
                 continue
