@@ -6,7 +6,7 @@ that is expected to cost less than to come back. Coming back costs a person the 
 - the lease's share of a device for each hour, by the pool's price, and
 - what cells lose because idle leases hold memory, as learnt (`HoldCosts`): tickets wait until an idle lease is saved for them, and cells
   share a device with busy neighbours because idle leases hold the memory of a less busy one (`crowding_ms`). Each MiB that idle leases of
-  the pool hold bears its part of half of that: were one of them gone, a ticket would often wait for the others still.
+  the pool hold bears its part of a quarter of that: were one of them gone, a ticket would often wait for the others still.
 
 While holding costs nothing, no lease leaves: what a ticket needs it takes anyway. In a pool where tickets find room at once, that is so.
 
@@ -24,7 +24,7 @@ from fractional_gpu.core.model import LeaseState, PoolSpec
 from fractional_gpu.core.rules.eligibility import lacks_device, suspendable_from_ms
 from fractional_gpu.core.rules.likelihood import is_expected
 
-_BORNE_PARTS = 2  # of what cells lose, idle leases bear one part
+_BORNE_PARTS = 4  # of what cells lose, idle leases bear one part: of 1, 2, 4 and 8, fewest devices suffice with 4 for both of our loads
 _ASKED_AGAIN_MS = 60_000  # while host memory is kept for tickets
 
 
