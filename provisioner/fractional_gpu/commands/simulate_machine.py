@@ -93,7 +93,7 @@ def configure_machine(parser: argparse.ArgumentParser) -> None:
     host.add_argument(
         "--policy",
         metavar="FILE",
-        help="a broker's configuration file (default: suspend only when another session needs the room, resume on any device); "
+        help="a broker's configuration file (default: the pool that a broker has without one); "
         "with --placement the name of a placement policy",
     )
 
