@@ -6,7 +6,8 @@ that is expected to cost less than to come back. Coming back costs a person the 
 - the lease's share of a device for each hour, by the pool's price, and
 - what cells lose because idle leases hold memory, as learnt (`HoldCosts`): tickets wait until an idle lease is saved for them, and cells
   share a device with busy neighbours because idle leases hold the memory of a less busy one (`crowding_ms`). Each MiB that idle leases of
-  the pool hold bears its part of a quarter of that: were one of them gone, a ticket would often wait for the others still.
+  the pool hold bears its part. A ticket for several devices needs many leases to leave at once, and waits for busy ones as a rule: one that
+  has left before spares it little, so its waits do not count.
 
 While holding costs nothing, no lease leaves: what a ticket needs it takes anyway. In a pool where tickets find room at once, that is so.
 
@@ -24,9 +25,6 @@ from fractional_gpu.core.model import LeaseState, PoolSpec
 from fractional_gpu.core.rules.eligibility import lacks_device, suspendable_from_ms
 from fractional_gpu.core.rules.likelihood import is_expected
 
-# Of what cells lose, idle leases bear one part of so many. With 2, 4 and 8 the usual load needs 89, 87 and 86 devices on average, and 5.2,
-# 5.4 and 5.5 with one GPU each; 88 and 6.4 if they bear nothing (20 seeds, waits of 3 s at the 95th percentile).
-_BORNE_PARTS = 4
 _ASKED_AGAIN_MS = 60_000  # while host memory is kept for tickets
 
 
@@ -70,7 +68,7 @@ def _best_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
     """Return after how long it costs least to leave; None: holding costs nothing. Costs are in millionths of the currency an hour."""
     forecasts, wait = books.forecasts, pool.wait_price_milli * 1000
     hold = pool.hold_price_milli * lease.milli
-    hold += forecasts.hold_cost(pool.name, lease.held_mib * lease.count, wait) // _BORNE_PARTS
+    hold += forecasts.hold_cost(pool.name, lease.held_mib * lease.count, wait)
     if not hold:
         return None
     device = books.devices.get(lease.device_id or "")
