@@ -90,7 +90,7 @@ def test_a_kernel_whose_gaps_are_all_long_leaves_soon() -> None:
     back=st.integers(0, 10**13),
 )
 def test_the_chosen_time_costs_no_more_than_any_other(weights: list[int], hold: int, back: int) -> None:
-    totals, times = list(accumulate(weights)), (0, *OCTAVES)
+    totals, lows, times = list(accumulate(weights)), DURATIONS.lows, (0, *OCTAVES)
     reach = [totals[-1], *(totals[-1] - totals[DURATIONS.bucket(at) - 1] for at in OCTAVES)]  # gaps at least so long
 
     def cost(leaves_ms: int) -> int:
@@ -99,7 +99,18 @@ def test_the_chosen_time_costs_no_more_than_any_other(weights: list[int], hold: 
         held = sum((reach[at] + reach[at + 1]) * (times[at + 1] - times[at]) for at in range(last))
         return hold * held + 2 * back * reach[last]
 
-    assert cost(leave_after_ms(totals, hold=hold, back=back)) == min(map(cost, times))
+    def exact(leaves_ms: int) -> float:
+        """The cost of all gaps, with every time that the histogram tells apart."""
+        spent = 0.0
+        for place, weight in enumerate(weights[:-1]):
+            low, high = lows[place], lows[place + 1]
+            held = leaves_ms if high > leaves_ms else (low + high) / 2
+            spent += weight * (hold * held + (back if high > leaves_ms else 0))
+        return spent + weights[-1] * (hold * leaves_ms + back)
+
+    chosen = leave_after_ms(totals, hold=hold, back=back)
+    assert cost(chosen) == min(map(cost, times))
+    assert exact(chosen) <= 2 * min(map(exact, lows[:-1])) + OCTAVES[0] * hold * sum(weights)  # the price of octaves
 
 
 def test_a_fixed_time_is_kept_whatever_holding_costs() -> None:

@@ -8,6 +8,7 @@ from heapq import heapify, heappop, heappush
 
 from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import Lease, Operation, Reason, Ticket
+from fractional_gpu.core.changes.idle_costs import IdleCosts
 from fractional_gpu.core.changes.queue_wait import ForecastRecorder
 from fractional_gpu.core.effects import (
     CloseGate,
@@ -43,6 +44,7 @@ class Changes:
 
     def __init__(self, *, first_operation_id: int, parallel_swaps: int, forecasts: Forecasts | None = None) -> None:
         self.books = Books(forecasts)
+        self.idle_costs = IdleCosts(self.books)
         self.forecast_recorder = ForecastRecorder(self.books, self.books.forecasts, parallel_swaps=parallel_swaps)
         self.effects: list[Effect] = []
         self.operations: dict[int, Operation] = {}
@@ -292,7 +294,7 @@ class Changes:
         lease.let_in = lease.state is not LeaseState.UNATTACHED and (lease.spec.gated or lease.busy)
         self.books.set_reservation(lease, device_ids, lease.need_mib)
         self.granted_devices.update(device_ids)
-        self.forecast_recorder.granted(lease)
+        self.idle_costs.granted(lease)
         waited = "at once" if waited_ms < _AT_ONCE_MS else f"after {format_duration(waited_ms)}"
         sentence = f"this kernel asked for the GPU and got it {waited}: {format_memory(lease.held_mib)} are reserved"
         if lease.state is LeaseState.SUSPENDED:

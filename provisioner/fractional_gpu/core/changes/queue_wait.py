@@ -26,7 +26,6 @@ from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import Lease, OccupancyKind, ShownForecast, Ticket
 from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND, Forecasts, WaitSpan
 from fractional_gpu.core.model import LeaseState, Span
-from fractional_gpu.core.rules.contention import crowding_ms
 from fractional_gpu.core.rules.eligibility import suspendable_from_ms
 from fractional_gpu.core.rules.fairness import gate_opens_ms, goes_before_from_ms, preemptible_from_ms
 from fractional_gpu.core.rules.wait_reasons import allowed_devices
@@ -400,9 +399,6 @@ def _is_predictable(lease: Lease) -> bool:
 # All of this is about display and decides nothing.
 
 
-_BETWEEN_REVIEWS_MS = 10_000  # of the idle leases of a pool, each of which takes some 10 µs of a decision
-
-
 class ForecastRecorder:
     """The forecasts, and the deferred work on them."""
 
@@ -411,10 +407,6 @@ class ForecastRecorder:
         self.queue_waits = QueueWaitForecast(books, forecasts, parallel_swaps=parallel_swaps)
         self._books = books
         self._filed: list[Lease] = []
-        # By pool: what tickets wait for idle leases to be saved, since its last grant; when its idle leases were looked at again.
-        self._waited_ms: dict[str, int] = {}
-        self._reviewed_ms: dict[str, int] = {}
-        self._to_review: dict[str, int] = {}  # by pool: when to do that next
         self._swaps: list[tuple[str, str, int, int]] = []  # arguments of `Forecasts.swap_finished`, deferred
 
     def busy_changed(self, lease: Lease, *, busy: bool) -> None:
@@ -451,40 +443,10 @@ class ForecastRecorder:
         if ticket is not None and ticket.expected is not None:
             self.forecasts.wait_given_up(ticket.expected, self._books.now_ms - ticket.asked_ms)
 
-    def idle_saved(self, lease: Lease) -> None:
-        """Note that an idle lease is about to be saved for a ticket, which waits for that."""
-        device = self._books.devices.get(lease.device_id or "")
-        save_ms = self.forecasts.swap_ms(SUSPEND, device.spec.name if device is not None else "", lease.used_mib)
-        self._waited_ms[lease.spec.pool] = self._waited_ms.get(lease.spec.pool, 0) + save_ms
-
-    def granted(self, lease: Lease) -> None:
-        """Note that a ticket got room: learn what its cell loses because idle leases hold memory (`idling`)."""
-        books, forecasts, pool = self._books, self.forecasts, lease.spec.pool
-        holds = books.idle_holds.get(pool)
-        held = holds.take(books.now_ms) if holds is not None else 0
-        lost_ms = self._waited_ms.pop(pool, 0) + crowding_ms(books, lease)
-        before = forecasts.hold_rate(pool)
-        forecasts.hold_seen(pool, lost_ms, held)
-        if forecasts.hold_rate(pool) != before:  # its idle leases leave sooner, or later
-            last_ms = self._reviewed_ms.get(pool, -_BETWEEN_REVIEWS_MS)
-            self._to_review.setdefault(pool, max(books.now_ms + 1, last_ms + _BETWEEN_REVIEWS_MS))
-
-    def review(self) -> None:
-        """Have idle leases that may leave sooner, or later, than was thought looked at again."""
-        books = self._books
-        for pool in [pool for pool, at_ms in self._to_review.items() if at_ms <= books.now_ms]:
-            del self._to_review[pool]
-            self._reviewed_ms[pool] = books.now_ms
-            for lease in books.by_state[LeaseState.RESIDENT].values():
-                if lease.occupancy is OccupancyKind.IDLE and lease.spec.pool == pool:
-                    books.mark_changed(lease)
-
     @property
     def recheck_ms(self) -> int | None:
-        """When to look again because of what was learnt: a review is due, or what this event teaches makes early swaps possible."""
-        if self._swaps and self._books.expected:
-            return self._books.now_ms + 1
-        return min(self._to_review.values(), default=None)
+        """When to look again because of what is learnt after this event: swap times may make early swaps possible."""
+        return self._books.now_ms + 1 if self._swaps and self._books.expected else None
 
     def lease_ended(self, lease: Lease) -> None:
         """Forget a lease that is over."""

@@ -372,10 +372,9 @@ FIRST_DEMAND_MILLI = 300
 FIRST_SIGN_MILLI = 700
 """How often a sign of a cell is expected to be right before any was followed, thousandths."""
 LEASE_SAMPLES, POOL_SAMPLES = 16, 256  # samples that a mean remembers, about
-_PRIOR_HELD = (
-    40_000 * 3_600_000
-)  # as if 40,000 MiB had been held for an hour and no cell had lost anything: one loss says little
-HOLD_SAMPLES = 64  # cells that HoldCosts remembers, about
+# HoldCosts: cells that it remembers, about, and MiB times ms that it takes as held without any loss before the first: 40,000 MiB for an
+# hour, so that one loss says little.
+HOLD_SAMPLES, _PRIOR_HELD = 64, 40_000 * 3_600_000
 RATE_BITS = 40
 _FINE = 1024  # means are kept in so many parts of a thousandth
 _PRIOR_SAMPLES = 2  # samples that the prior counts for

@@ -106,7 +106,7 @@ class Scheduler:
 
     def serve(self) -> None:
         """Do everything that can be done now."""
-        self._changes.forecast_recorder.review()
+        self._changes.idle_costs.review()
         self._deadlines.refresh()
         self._take_due()
         self._suspend_asked()
@@ -166,6 +166,7 @@ class Scheduler:
             self._compute_relief.recheck_ms,
             self._early_resumes.recheck_ms,
             self._changes.forecast_recorder.recheck_ms,
+            self._changes.idle_costs.recheck_ms,
             self._packing.recheck_ms,
             self.drains.recheck_ms,
             self.revocations.recheck_ms,
