@@ -110,7 +110,7 @@ class Felt:
     """
 
     def __init__(self, trace: Sequence[Session], goal: Goal | None = None) -> None:
-        self.waits_ms: list[int] = []
+        self.waits_ms: dict[int, list[int]] = {}  # by host
         self.doors_ms: list[int] = []
         self.late_ms: dict[str, list[int]] = {}  # by user
         self.hopeless = ""
@@ -141,9 +141,9 @@ class Felt:
         if allowance.spent(allowance.limit_ms + 1):
             self.hopeless = allowance.sentence
 
-    def waited(self, wait_ms: int, overdue: int = 0) -> None:
+    def waited(self, wait_ms: int, overdue: int = 0, *, host: int = 0) -> None:
         """Count a cell that begins after so long a wait, ms; it was counted as overdue for so many of the limits, shortest first."""
-        self.waits_ms.append(wait_ms)
+        self.waits_ms.setdefault(host, []).append(wait_ms)
         for allowance in self._waits[overdue:]:
             if allowance.spent(wait_ms):
                 self.hopeless = allowance.sentence
@@ -164,6 +164,11 @@ class Felt:
             self._late_users_left -= 1
             if self._late_users_left < 0:
                 self.hopeless = USERS_TOO_LATE.format(allowance.limit_ms / 1000)
+
+
+def of_hosts(felt: Felt) -> tuple[int, ...]:
+    """Return the 95th percentile of the cells' waits on each host, ms, sorted; hosts on which no GPU cell began have none."""
+    return tuple(sorted(Spread.of(waits).percentile_ms(95) for waits in felt.waits_ms.values()))
 
 
 @dataclass(frozen=True, slots=True)
