@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import multiprocessing
+import os
+import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -282,6 +285,8 @@ def _refuse(job: int, ended: Callable[[], None]) -> int:
 def _end_early(job: int, _ended: Callable[[], None]) -> int:
     if job == 2:
         raise SystemExit(7)
+    if job == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
     return job
 
 
@@ -296,5 +301,15 @@ def test_outcomes_come_in_the_order_of_the_jobs() -> None:
 def test_a_refusal_and_an_early_end_of_a_process_are_one_sentence() -> None:
     with pytest.raises(SimulationError, match="three is not allowed"):
         list(in_processes(_refuse, range(9), 2, lambda: None))
-    with pytest.raises(SimulationError, match=r"ended early \(exit code 7\); run fewer at the same time"):
-        list(in_processes(_end_early, range(9), 2, lambda: None))
+    with pytest.raises(SimulationError, match=r"host 2 ended early \(exit code 7\); run fewer at the same time"):
+        list(in_processes(_end_early, range(3), 2, lambda: None))
+    with pytest.raises(SimulationError, match=r"ended early \(killed by signal 9\); run fewer at the same time"):
+        list(in_processes(_end_early, (5,), 1, lambda: None))
+
+
+def test_what_stops_to_ask_leaves_no_process_behind() -> None:
+    outcomes = in_processes(_double, range(9), 2, lambda: None)
+    assert next(outcomes) == 0
+    assert len(multiprocessing.active_children()) == 2
+    outcomes.close()
+    assert not multiprocessing.active_children()

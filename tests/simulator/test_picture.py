@@ -183,9 +183,9 @@ def test_the_axis_of_waits_has_1_2_and_5_in_each_decade() -> None:
     assert decades == 3
     assert [label for _, label in axis.marks] == ["0.1", "0.2", "0.5", "1", "2", "5", "10", "20", "50", "100"]
     assert [round(share, 3) for share, _ in axis.marks[:4]] == [0, 0.1, 0.233, 0.333]
-    long, decades = wait_axis(50_000.0)
-    assert [label for _, label in long.marks] == ["0.1", "1", "10", "100", "1,000", "10,000", "100,000"]
-    assert decades == 6
+    long, decades = wait_axis(500_000.0)
+    assert [label for _, label in long.marks] == ["0.1", "1", "10", "100", "1,000", "10,000", "100,000", "1,000,000"]
+    assert decades == 7
     assert wait_axis(0)[1] == 1
 
 

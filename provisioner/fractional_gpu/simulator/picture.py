@@ -138,12 +138,15 @@ def _table(results: Sequence[Result]) -> str:
         ("devices", lambda result: result.devices),
         ("devices held at most", lambda result: result.peak_devices_held),
         ("waits of GPU cells: median, s", lambda result: result.waits.percentile_ms(50) / 1000),
-        ("95th percentile, s", lambda result: result.waits.percentile_ms(95) / 1000),
-        ("longest, s", lambda result: result.waits.percentile_ms(100) / 1000),
-        *([("95th percentile on the worst host, s", _worst_host_s)] if several else []),
+        ("waits of GPU cells: 95th percentile, s", lambda result: result.waits.percentile_ms(95) / 1000),
+        ("waits of GPU cells: longest, s", lambda result: result.waits.percentile_ms(100) / 1000),
+        *([("waits of GPU cells: 95th percentile on the worst host, s", _worst_host_s)] if several else []),
         ("waits at the door: 95th percentile, s", lambda result: result.doors.percentile_ms(95) / 1000),
         ("lateness of GPU cells: 95th percentile, s", lambda result: result.lateness.cells.percentile_ms(95) / 1000),
-        ("that of the worst user, s", lambda result: result.lateness.percentile_of_users_ms(100) / 1000),
+        (
+            "lateness of GPU cells: 95th percentile of the worst user, s",
+            lambda result: result.lateness.percentile_of_users_ms(100) / 1000,
+        ),
         ("cells without enough memory", lambda result: result.out_of_memory),
         ("sessions that could not run to their end", lambda result: result.lost),
     ]
@@ -272,7 +275,7 @@ def wait_axis(longest_s: float) -> tuple[_Axis, int]:
         decades += 1
     digits = (1, 2, 5) if decades <= _MOST_DECADES_WITH_2_AND_5 else (1,)
     seconds = [digit * 10**decade / 10 for decade in range(decades) for digit in digits]
-    marks = [(log10(second / _SHORTEST_S) / decades, f"{second:,g}") for second in (*seconds, 10**decades / 10)]
+    marks = [(log10(second / _SHORTEST_S) / decades, f"{second:,.12g}") for second in (*seconds, 10**decades / 10)]
     return _Axis("seconds", marks), decades
 
 

@@ -31,7 +31,7 @@ from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.traces import Session
 
 _MILLIONTHS = 1_000_000
-_PRIOR_UTIL_PERCENT = 15  # the mean of the published utilisations
+_PRIOR_UTIL_PERCENT = 15  # about the mean of the published utilisations
 _PRIOR_BUSY_MS = 30 * 60_000  # counts as much as so long a time of cells
 
 
