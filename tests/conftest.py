@@ -55,10 +55,9 @@ def has_failed(request: pytest.FixtureRequest) -> Callable[[], bool]:
 
 # -- several processes (pytest -n) -----------------------------------------------------------------------------------------
 
-SLOW = ("e2e", "hub", "labextension", "jupyter", "kernelext")
-"""These rooms first: no process is left alone with a long test at the end."""
-SPLIT = ("e2e", "hub")
-"""Here the next test goes to the next process, except where a file's tests share something; elsewhere the next file does."""
+WAITING = ("hub", "e2e")
+"""Tests of these rooms wait for processes more than they compute. Here the next test goes to the next process, except where a file's
+tests share something; elsewhere the next file does."""
 _TESTS = Path(__file__).parent
 _SHARES = re.compile(r'\(scope="(class|module)"')
 
@@ -69,9 +68,19 @@ def room(nodeid: str) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Take the rooms with long tests first."""
-    order = {folder: place for place, folder in enumerate(SLOW)}
-    items.sort(key=lambda item: order.get(item.path.relative_to(_TESTS).parts[0], len(order)))
+    """Spread the files whose tests compute over those whose tests wait: so the processors have work while tests wait.
+
+    The last tenth is of files that compute: no process is left alone with a long test at the end.
+    """
+    files: dict[Path, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        files[item.path].append(item)
+    rooms = {path: path.relative_to(_TESTS).parts[0] for path in files}
+    waiting = sorted((path for path in files if rooms[path] in WAITING), key=lambda path: WAITING.index(rooms[path]))
+    computing = [path for path in files if rooms[path] not in WAITING]
+    places = {path: 0.9 * at / len(waiting) for at, path in enumerate(waiting)}
+    places |= {path: at / len(computing) for at, path in enumerate(computing)}
+    items[:] = [item for path in sorted(places, key=places.__getitem__) for item in files[path]]
 
 
 class Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
@@ -79,7 +88,7 @@ class Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no typ
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return nodeid if room(nodeid) in SPLIT and not _shares(self.config.rootpath / file) else file
+        return nodeid if room(nodeid) in WAITING and not _shares(self.config.rootpath / file) else file
 
 
 @cache

@@ -32,6 +32,8 @@ FIGURES = (
     "p95 late, s",
     "median user's p95 late, s",
     "worst user's p95 late, s",
+    "median user's p95 stretch",
+    "worst user's p95 stretch",
     "Jain",
     "out of memory",
     "devices needed",
@@ -77,7 +79,7 @@ def needed(run: Callable[[int], Result], trace: Sequence[Session], each: int = 0
 
 def figures(result: Result, devices_needed: int) -> dict[str, float]:
     """Return FIGURES of a run, and how many devices this load or this way of sharing needs to keep GOAL."""
-    users = result.lateness.of_users()
+    users, stretch = result.lateness.of_users(), result.lateness.stretch_of_users()
     values = (
         result.waits.percentile_ms(95) / 1000,
         result.doors.percentile_ms(95) / 1000,
@@ -86,6 +88,8 @@ def figures(result: Result, devices_needed: int) -> dict[str, float]:
         result.lateness.cells.percentile_ms(95) / 1000,
         users["median"],
         users["worst"],
+        stretch["median"],
+        stretch["worst"],
         result.lateness.jain(),
         float(result.out_of_memory),
         float(devices_needed),

@@ -6,18 +6,20 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from tests.labextension.conftest import enable
 from tests.labextension.rebuild import PREBUILT
-from tests.support.world import Server, World
+from tests.support.world import Server, World, until
 
-__all__ = ["SCREENSHOTS", "Lab", "new_page", "opened_browser", "opened_lab"]
+__all__ = ["SCREENSHOTS", "Lab", "new_page", "opened_browser", "opened_lab", "opened_notebook"]
 
 DEADLINE_MS = 90_000
 SCREENSHOTS = os.environ.get("JUPYTER_GPU_SCREENSHOTS")  # a folder; where they are kept is examples/screenshots
 _EXTENSIONS = {"jupyterlab": True, "jupyter_lsp": False, "jupyter_server_terminals": False}
+_NOTEBOOK_7 = {**_EXTENSIONS, "notebook": True, "notebook_shim": True}
 _QUIET = {
     "disabledExtensions": {
         "@jupyterlab/apputils-extension:announcements": True,  # asks whether one wants news
@@ -114,9 +116,8 @@ def new_page(browser: Browser) -> Page:
     return page
 
 
-@contextmanager
-def opened_lab(world: World) -> Iterator[Lab]:
-    """JupyterLab in a browser, at the launcher, for the block."""
+def _install(world: World) -> None:
+    """Put the extension where servers of this world and their pages find it, and switch off what asks questions."""
     enable(world)
     extensions = world.folder / "data" / "labextensions"
     extensions.mkdir()
@@ -124,6 +125,12 @@ def opened_lab(world: World) -> Iterator[Lab]:
     settings = world.folder / "config" / "labconfig"
     settings.mkdir()
     (settings / "page_config.json").write_text(json.dumps(_QUIET))
+
+
+@contextmanager
+def opened_lab(world: World) -> Iterator[Lab]:
+    """JupyterLab in a browser, at the launcher, for the block."""
+    _install(world)
     with Server(world, extensions=_EXTENSIONS) as server, opened_browser() as browser:
         page = new_page(browser)
         try:
@@ -133,3 +140,21 @@ def opened_lab(world: World) -> Iterator[Lab]:
         except AssertionError:
             lab.picture("failed")
             raise
+
+
+@contextmanager
+def opened_notebook(world: World, kernelspec: str) -> Iterator[Lab]:
+    """A new notebook in Notebook 7, whose kernel is of that kernelspec and has started, for the block."""
+    _install(world)
+    cell: dict[str, Any] = {"cell_type": "code", "id": "first", "metadata": {}, "source": ""}
+    cell |= {"outputs": [], "execution_count": None}
+    metadata = {"kernelspec": {"name": kernelspec, "display_name": kernelspec}}
+    notebook = {"nbformat": 4, "nbformat_minor": 5, "metadata": metadata, "cells": [cell]}
+    (world.notebooks / "Untitled.ipynb").write_text(json.dumps(notebook))
+    with Server(world, extensions=_NOTEBOOK_7) as server, opened_browser() as browser:
+        page = new_page(browser)
+        page.goto(f"{server.url}notebooks/Untitled.ipynb?token={server.token}")
+        expect(page.locator(".jp-CodeCell")).to_be_visible()
+        kernels = "api/kernels?no_track_activity=1"
+        until(lambda: any(one["connections"] for one in server.request("GET", kernels)), "the page talks to its kernel")
+        yield Lab(server, page)

@@ -11,9 +11,8 @@ import websocket
 from tests.support.world import Notebook, Server, World, until
 
 PAST = """
-import os
-from fractional_gpu.gpu.simulated import cuda
-del os.environ["JUPYTER_GPU_MEMORY_MIB"]  # what allocates directly knows no cap
+from fractional_gpu.gpu.simulated import context, cuda
+context.memory_cap_bytes = lambda: None  # what allocates directly knows no cap, whenever the kernel is told of it
 buffer = cuda.allocate(400 << 20)
 buffer.fill(b"abc")
 """

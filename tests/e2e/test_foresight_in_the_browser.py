@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from playwright.sync_api import Request, expect
 
-from tests.e2e.browser import Lab, opened_lab
+from tests.e2e.browser import Lab, opened_lab, opened_notebook
 from tests.support.stories import CHECK, fill
 from tests.support.world import World
 
@@ -84,3 +84,23 @@ def test_a_page_whose_settings_switch_it_off_tells_nothing(world: World) -> None
         expect(lab.output).to_contain_text("intact")
         assert not told
         assert "resume.expected" not in story(world, lab)
+
+
+def test_notebook_7_tells_it_alike(world: World) -> None:
+    (name,) = world.install(750)
+    with opened_notebook(world, name) as notebook:
+        notebook.run(fill(1, 64).strip() + '\nprint("first")')
+        expect(notebook.output).to_contain_text("first")
+        (kernel,) = notebook.server.request("GET", "api/kernels")
+        with world.client() as client:
+            client.suspend(world.lease(kernel["id"]).lease_id)
+        notebook.cells.last.locator(".cm-content").click()
+        with notebook.page.expect_request(lambda one: one.url.partition("?")[0].endswith("/expect")) as told:
+            notebook.page.keyboard.type("p")
+        assert json.loads(told.value.post_data or "").keys() == {"sign"}
+        world.await_state(kernel["id"], "resident")
+        assert "resume.expected" in story(world, notebook)
+        notebook.page.keyboard.press("Backspace")
+        notebook.page.keyboard.insert_text(CHECK.strip())
+        notebook.page.keyboard.press("Shift+Enter")
+        expect(notebook.output).to_contain_text("intact")

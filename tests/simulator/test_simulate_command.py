@@ -27,6 +27,7 @@ KEYS = [
     "door_waited_percent",
     "late_s",
     "user_p95_late_s",
+    "user_p95_stretch",
     "jain_late",
     "suspends",
     "resumes",

@@ -127,6 +127,9 @@ def test_lateness_is_the_wait_and_what_neighbours_add() -> None:
     assert result.lateness.cells.ordered == (0, 0, 40_000)
     assert result.lateness.of_users() == {"median": 0.0, "p95": 40.0, "worst": 40.0}
     assert result.lateness.jain() == 0.5  # one of two users bears all of it
+    # a cell of 1 s counts as one of 10 s in its stretch: (1 s + 40 s) / 10 s
+    assert result.lateness.stretch_of_users() == {"median": 1.0, "p95": 4.1, "worst": 4.1}
+    assert both.lateness.stretch_of_users() == {"median": 2.0, "p95": 2.0, "worst": 2.0}
     assert result.waits.nonzero().ordered == (40_000,)
     assert result.waits.nonzero_percent() == pytest.approx(33.333)
     assert result.doors.ordered == (0, 0)
@@ -168,6 +171,8 @@ def test_no_user_is_late_where_none_waits() -> None:
     result = simulate(host(2), [session(name, gpu_cell(0, 10_000)) for name in "ab"])
     assert result.lateness.cells.ordered == (0, 0)
     assert result.lateness.jain() == 1.0
+    assert result.lateness.stretch_of_users() == {"median": 1.0, "p95": 1.0, "worst": 1.0}
+    assert simulate(host(), []).lateness.stretch_of_users() == {"median": 0.0, "p95": 0.0, "worst": 0.0}
 
 
 def test_a_swap_that_fails_takes_the_fixed_time_changes_nothing_and_is_tried_again() -> None:

@@ -319,7 +319,7 @@ class _Whole(_Base):
         if cell.gpus:
             self._use(kernel, cell.gpu_mib)
             self._felt.waited(kernel.wait_ms, host=kernel.host)
-            self._felt.ended(kernel.session.user, kernel.door_ms + kernel.wait_ms)
+            self._felt.ended(kernel.session.user, kernel.door_ms + kernel.wait_ms, cell.duration_ms)
             kernel.door_ms = kernel.wait_ms = 0
             self._busy += cell.gpus
         self._note_cell("begins", kernel)
@@ -375,7 +375,8 @@ class _Sharing(_Base):
         self._note_cell("ends", kernel)
         cell = kernel.session.cells[kernel.next_cell]
         self._busy -= cell.gpus
-        self._felt.ended(kernel.session.user, kernel.door_ms + self._now_ms - kernel.asked_ms - cell.duration_ms)
+        late_ms = kernel.door_ms + self._now_ms - kernel.asked_ms - cell.duration_ms
+        self._felt.ended(kernel.session.user, late_ms, cell.duration_ms)
         kernel.door_ms = 0
         self._plan(self._device(kernel).finish(running.session_id, self._now_ms)[1])
         self._done(kernel)

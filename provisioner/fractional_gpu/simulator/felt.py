@@ -4,21 +4,27 @@
 - A session waits at the door where it may not begin before it has its devices. That wait is no wait of a cell.
 - The lateness of a cell is how much later it ends than it would end alone: its wait, what contention with its neighbours adds to its
   run time, and the time for which it is preempted. A wait at the door counts in the lateness of the session's first GPU cell.
+- The stretch of a cell is how many times as long it takes as it would alone: its lateness beside its run time. A second is nothing to a
+  cell of an hour and doubles a cell of a second, so a run time below ten seconds counts as ten: the bounded slowdown of Feitelson,
+  Rudolph et al., "Theory and Practice in Parallel Job Scheduling", JSSPP 1997.
 
-All three are of GPU cells only, in ms. A cell that fails for want of memory has a wait and no lateness.
+All are of GPU cells only; times in ms, stretches in thousandths. A cell that fails for want of memory has a wait only.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from fractional_gpu.simulator.traces import Session
 
 _PERCENTS = (50, 90, 95, 99)
+_USERS = (("median", 50), ("p95", 95), ("worst", 100))
+_SHORTEST_MS = 10_000  # a cell's run time counts as at least so much in its stretch
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Times of one kind, ms, sorted; zeros are in."""
+    """Times of one kind, ms, sorted; zeros are in. Stretches, too, in thousandths."""
 
     ordered: tuple[int, ...] = ()
 
@@ -43,6 +49,11 @@ class Spread:
         """Return the percentiles in seconds."""
         named = {f"p{percent}": self.percentile_ms(percent) / 1000 for percent in _PERCENTS}
         return {**named, "max": self.percentile_ms(100) / 1000}
+
+
+def stretch_milli(late_ms: int, alone_ms: int) -> int:
+    """Return the stretch of a cell that takes `alone_ms` alone and ends so much later, in thousandths, rounded down; 1000 at least."""
+    return max(1000, (alone_ms + late_ms) * 1000 // max(alone_ms, _SHORTEST_MS))
 
 
 def nearest_rank(ordered: Sequence[int], percent: int) -> int:
@@ -113,6 +124,7 @@ class Felt:
         self.waits_ms: dict[int, list[int]] = {}  # by host
         self.doors_ms: list[int] = []
         self.late_ms: dict[str, list[int]] = {}  # by user
+        self.stretch_milli: dict[str, list[int]] = {}  # by user
         self.hopeless = ""
         self._waits: list[_Allowance] = []
         self._doors: list[_Allowance] = []
@@ -155,9 +167,23 @@ class Felt:
             if allowance.spent(wait_ms):
                 self.hopeless = allowance.sentence
 
-    def ended(self, user: str, late_ms: int) -> None:
-        """Count a cell of `user` that ends so much later than alone, ms."""
+    def ended(self, user: str, late_ms: int, alone_ms: int) -> None:
+        """Count a cell of `user` that takes `alone_ms` alone and ends so much later, ms."""
+        self._is_late(user, late_ms, stretch_milli(late_ms, alone_ms))
+
+    def add(self, other: "Felt", host: int) -> None:
+        """Count all that was felt on one host by itself, as what was felt on that host."""
+        for wait_ms in chain(*other.waits_ms.values()):
+            self.waited(wait_ms, host=host)
+        for wait_ms in other.doors_ms:
+            self.entered(wait_ms)
+        for user, late in other.late_ms.items():
+            for late_ms, stretch in zip(late, other.stretch_milli[user], strict=True):
+                self._is_late(user, late_ms, stretch)
+
+    def _is_late(self, user: str, late_ms: int, stretch: int) -> None:
         self.late_ms.setdefault(user, []).append(late_ms)
+        self.stretch_milli.setdefault(user, []).append(stretch)
         allowance = self._late.get(user)
         if allowance is not None and allowance.spent(late_ms):
             del self._late[user]
@@ -173,14 +199,16 @@ def of_hosts(felt: Felt) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Lateness:
-    """The lateness of each user's cells."""
+    """The lateness of each user's cells, and their stretches in thousandths; both in the order of the users' names."""
 
     users: tuple[Spread, ...] = ()
+    stretches: tuple[Spread, ...] = ()
 
     @classmethod
     def of(cls, felt: Felt) -> "Lateness":
-        """Return the users that ended a GPU cell, in the order of their names."""
-        return cls(tuple(Spread.of(felt.late_ms[user]) for user in sorted(felt.late_ms)))
+        """Return the users that ended a GPU cell."""
+        late = tuple(Spread.of(felt.late_ms[user]) for user in sorted(felt.late_ms))
+        return cls(late, tuple(Spread.of(felt.stretch_milli[user]) for user in sorted(felt.stretch_milli)))
 
     @property
     def cells(self) -> Spread:
@@ -193,8 +221,12 @@ class Lateness:
 
     def of_users(self) -> dict[str, float]:
         """Return the 95th percentile of a user's own lateness in seconds: of the median user, of the 95th in a hundred, of the worst."""
-        named = (("median", 50), ("p95", 95), ("worst", 100))
-        return {name: self.percentile_of_users_ms(percent) / 1000 for name, percent in named}
+        return {name: self.percentile_of_users_ms(percent) / 1000 for name, percent in _USERS}
+
+    def stretch_of_users(self) -> dict[str, float]:
+        """Return the 95th percentile of the stretches of a user's own cells: of the same users as `of_users`; 0 without any."""
+        ordered = sorted(nearest_rank(user.ordered, 95) for user in self.stretches)
+        return {name: nearest_rank(ordered, percent) / 1000 for name, percent in _USERS}
 
     def jain(self) -> float:
         """Return Jain's index of fairness over the users' mean lateness: 1 if all are late alike, 1/n if one user bears all of it.

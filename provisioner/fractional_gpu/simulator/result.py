@@ -135,6 +135,7 @@ class Result:
             "door_waited_percent": self.doors.nonzero_percent(),
             "late_s": self.lateness.cells.summary(),
             "user_p95_late_s": self.lateness.of_users(),
+            "user_p95_stretch": self.lateness.stretch_of_users(),
             "jain_late": self.lateness.jain(),
             "suspends": self.suspends,
             "resumes": self.resumes,

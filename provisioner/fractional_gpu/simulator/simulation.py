@@ -620,7 +620,8 @@ class _Run:
             ):  # a shorter one is over before the broker has measured a whole period of it
                 worked_ms = kernel.cell.util_percent * kernel.cell.duration_ms
                 self._measure(kernel, worked_ms * 10 // kernel.ran_ms)
-            self._felt.ended(kernel.session.user, self._now_ms - kernel.asked_ms - kernel.cell.duration_ms)
+            alone_ms = kernel.cell.duration_ms
+            self._felt.ended(kernel.session.user, self._now_ms - kernel.asked_ms - alone_ms, alone_ms)
         self._send(BusyChanged(at_ms=self._now_ms, lease_id=kernel.spec.lease_id, busy=False))
         self._done(kernel)
 

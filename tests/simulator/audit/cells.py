@@ -191,6 +191,8 @@ class Audit:
                 self.wrong(f"cell {session.next_cell} of {session.name} ends after {did}, by the model of contention")
         if cell.gpus:
             self.books.late.setdefault(session.user, []).append(late_ms)
+            stretch = max(Fraction(1), Fraction(cell.duration_ms + late_ms, max(cell.duration_ms, 10_000)))
+            self.books.stretch.setdefault(session.user, []).append(int(stretch * 1000))
         self.over(session)
 
     def over(self, session: Session) -> None:

@@ -30,6 +30,7 @@ class Books:
     waits_of: dict[int | None, list[int]] = field(default_factory=dict)  # by host
     doors: list[int] = field(default_factory=list)
     late: dict[str, list[int]] = field(default_factory=dict)  # by user
+    stretch: dict[str, list[int]] = field(default_factory=dict)  # by user, in thousandths
 
     def waited(self, host: int | None, wait_ms: int) -> None:
         """Count the wait of a GPU cell that begins on a host."""
@@ -43,7 +44,6 @@ class Books:
         waits = [wait for host in self.waits_of.values() for wait in host]
         on_hosts = [percentile(host, 95) for host in self.waits_of.values()]
         late = [late for user in self.late.values() for late in user]
-        of_users = sorted(percentile(user, 95) for user in self.late.values())
         return {
             "sessions": len(sessions),
             "cells": len(cells),
@@ -63,9 +63,8 @@ class Books:
             "door_wait_s": spread(self.doors),
             "door_waited_percent": _nonzero_percent(self.doors),
             "late_s": spread(late),
-            "user_p95_late_s": {
-                name: percentile(of_users, at) / 1000 for name, at in (("median", 50), ("p95", 95), ("worst", 100))
-            },
+            "user_p95_late_s": _of_users(self.late),
+            "user_p95_stretch": _of_users(self.stretch),
             "jain_late": _jain([sum(times) / len(times) for _, times in sorted(self.late.items())]),
             "suspends": self.suspends,
             "resumes": self.resumes,
@@ -107,6 +106,12 @@ def _hours(gpu_ms: int) -> float:
 def percentile(values: Sequence[int], percent: int) -> int:
     """Return the smallest of the values that at least `percent` of them do not exceed; 0 of none."""
     return next((value for at, value in enumerate(sorted(values), 1) if at * 100 >= percent * len(values)), 0)
+
+
+def _of_users(values: dict[str, list[int]]) -> dict[str, float]:
+    """Return thousandths of the 95th percentile of a user's own values: of the median user, of the 95th in a hundred, of the worst."""
+    ordered = sorted(percentile(user, 95) for user in values.values())
+    return {name: percentile(ordered, at) / 1000 for name, at in (("median", 50), ("p95", 95), ("worst", 100))}
 
 
 def spread(times_ms: Sequence[int]) -> dict[str, float]:

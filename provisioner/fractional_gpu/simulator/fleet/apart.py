@@ -14,7 +14,6 @@ alone as beside the others, and the figures of all hosts follow from those of ea
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 from fractional_gpu.core.forecasts.estimators import ErrorView
@@ -134,13 +133,7 @@ class _Whole:
         self._timelines.append(one.timeline)
         self._errors += part.errors
         self._closed_ms = max(self._closed_ms, part.closed_ms)
-        for wait_ms in chain(*part.felt.waits_ms.values()):
-            self.felt.waited(wait_ms, host=number)
-        for wait_ms in part.felt.doors_ms:
-            self.felt.entered(wait_ms)
-        for user, late in part.felt.late_ms.items():
-            for late_ms in late:
-                self.felt.ended(user, late_ms)
+        self.felt.add(part.felt, number)
 
     def result(self, trace: Sequence[Session]) -> Result:
         """Return the figures of the hosts that were added."""
