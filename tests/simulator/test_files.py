@@ -1,4 +1,4 @@
-"""Traces, event logs and pictures as files."""
+"""Traces and event logs as files."""
 
 import gzip
 import json
@@ -18,7 +18,6 @@ from fractional_gpu.simulator import record as record_module
 from fractional_gpu.simulator.baselines import run_baseline
 from fractional_gpu.simulator.load import synthetic_sessions
 from fractional_gpu.simulator.machine import Host
-from fractional_gpu.simulator.picture import picture
 from fractional_gpu.simulator.record import EventLog, digest, replay
 from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Session, read_sessions, write_sessions
@@ -223,13 +222,3 @@ def test_equal_effects_have_equal_digests_and_others_do_not() -> None:
     assert digest([ended]) == digest([LeaseEnded(lease_id="a", reason="released")])
     assert digest([ended]) != digest([LeaseEnded(lease_id="b", reason="released")])
     assert digest([ended, ended]) != digest([ended])
-
-
-def test_the_picture_loads_nothing_and_shows_every_run(trace: list[Session]) -> None:
-    runs = [simulate(host(), trace), run_baseline("reservation", host(), trace)]
-    runs[1].name = "<b>plain</b>"
-    page = picture(runs)
-    assert page.count("<svg") == 4
-    assert page.count("<polyline") == 8
-    assert "&lt;b&gt;plain" in page
-    assert not any(outside in page for outside in ("<script", "http:", "https:", "<b>plain"))

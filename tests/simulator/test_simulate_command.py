@@ -22,6 +22,7 @@ KEYS = [
     "wait_s",
     "waited_percent",
     "nonzero_wait_s",
+    "host_p95_wait_s",
     "door_wait_s",
     "door_waited_percent",
     "late_s",

@@ -15,7 +15,7 @@ from fractional_gpu.simulator.felt import Goal
 from fractional_gpu.simulator.load import synthetic_sessions
 from fractional_gpu.simulator.machine import Host, SwapSpeed, fraction_for
 from fractional_gpu.simulator.result import Result
-from fractional_gpu.simulator.search import devices_for_cells, devices_for_sessions, fewest
+from fractional_gpu.simulator.search import devices_for_cells, devices_for_sessions, fewest, gpus_reserved_at_once
 from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Cell, Session, read_sessions, write_sessions
 from tests.simulator.loads import BUSY
@@ -284,7 +284,8 @@ def test_the_search_starts_with_the_fractions_that_are_in_use_at_the_same_time()
     assert devices_for_cells([*trace, pair], host(2)) == 4
     # from open to close: three quarters three times, and two whole ones
     assert devices_for_sessions([*trace, pair], host(2)) == 4
-    assert devices_for_sessions([*trace, pair], host(2), whole=True) == 5
+    assert gpus_reserved_at_once([*trace, pair]) == 5
+    assert gpus_reserved_at_once([]) == 0
 
 
 def test_a_run_that_cannot_reach_its_goal_is_given_up_at_the_first_cell_too_many() -> None:

@@ -6,15 +6,16 @@ With `--placement` the command runs the placement benchmark instead.
 import argparse
 import json
 import re
+import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
-from fractional_gpu.commands.simulate_load import configure_load, percent, read_trace
+from fractional_gpu import __version__
+from fractional_gpu.commands.simulate_load import MADE_UP, configure_load, percent, read_trace
 from fractional_gpu.commands.simulate_machine import (
     MOST_DEVICES,
     MOST_IN_A_HOST,
@@ -24,20 +25,20 @@ from fractional_gpu.commands.simulate_machine import (
     read_machine,
 )
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError
+from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.config import ConfigError
-from fractional_gpu.core.units import parse_duration_ms
+from fractional_gpu.core.units import format_memory, parse_duration_ms
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.baselines import BASELINES, CULL_AFTER_MS, MPS_FILL_PERCENT, WAITING, run_baseline
 from fractional_gpu.simulator.felt import Goal
-from fractional_gpu.simulator.hosts import DoorRule
+from fractional_gpu.simulator.fleet.run import run as run_hosts
 from fractional_gpu.simulator.machine import Host
-from fractional_gpu.simulator.picture import picture
+from fractional_gpu.simulator.picture import About, picture
 from fractional_gpu.simulator.placement import NodeShape, Outcome, PodKind, place, read_nodes, read_pods
 from fractional_gpu.simulator.policies import POLICIES
-from fractional_gpu.simulator.record import EventLog, replay
+from fractional_gpu.simulator.record import replay
 from fractional_gpu.simulator.result import Result
-from fractional_gpu.simulator.search import devices_for_cells, devices_for_sessions, fewest
-from fractional_gpu.simulator.simulation import simulate
+from fractional_gpu.simulator.search import devices_for_cells, devices_for_sessions, fewest, gpus_reserved_at_once
 from fractional_gpu.simulator.traces import Session, write_sessions
 from fractional_gpu.simulator.tuning import Step, tune
 
@@ -48,6 +49,7 @@ examples:
   jupyter gpu simulate --users 50 --hosts '8x(8x80GiB)' --baseline static-fraction
   jupyter gpu simulate --users 50 --hosts '?x(8x80GiB)' --find-devices --p95-wait 3s --baseline reservation --picture run.html
   jupyter gpu simulate --sessions sessions.csv --cells cells.csv --policy jupyter_gpu_config.py --json
+  jupyter gpu simulate --users 10000 --several-gpus 0 --hosts '100x(8x80GiB)' --place use --foresight 20s
   jupyter gpu simulate --users 20 --record run.log && jupyter gpu simulate --replay run.log
   jupyter gpu simulate --placement --nodes nodes.csv --pods pods.csv --policy fgd --seeds 42-51 --json
 
@@ -95,7 +97,8 @@ def _configure_output(parser: argparse.ArgumentParser) -> None:
         "--record",
         type=Path,
         metavar="FILE",
-        help="write the whole run, line by line; gzip if it ends in .gz; baselines go to files beside it, BASELINE.FILE",
+        help="write the whole run, line by line; gzip if it ends in .gz; baselines go to files beside it, BASELINE.FILE, and with --place "
+        "each host goes to one, host-0.FILE",
     )
     output.add_argument("--replay", type=Path, metavar="FILE", help="check that a recorded log gives the same effects")
     output.add_argument("--picture", type=Path, metavar="FILE", help="draw the run as an HTML page")
@@ -125,9 +128,9 @@ def _run(options: argparse.Namespace) -> int:
     if options.find_devices:
         if options.record is not None:
             raise UsageError("--record takes down one run, and --find-devices makes several; find first, then record")
-        result = _fewest("fractional", machine, trace, goal, lambda hosts: _simulate(hosts, trace, options, goal))
+        result = _fewest("fractional", machine, trace, goal, lambda hosts: _simulate(hosts, trace, machine, goal))
     else:
-        result = _simulate(machine.hosts(), trace, options, None)
+        result = _simulate(machine.hosts(), trace, machine, None)
     hosts = (
         machine.hosts(result.hosts if machine.several else result.devices) if options.find_devices else machine.hosts()
     )
@@ -136,7 +139,7 @@ def _run(options: argparse.Namespace) -> int:
         for name in dict.fromkeys(options.baseline)
     ]
     if options.picture is not None:
-        page = picture([result, *baselines])
+        page = picture([result, *baselines], _about(options, trace, hosts))
         _writing(options.picture, lambda: options.picture.write_text(page, encoding="utf-8"))
     if options.json:
         shown = result.as_json()
@@ -196,7 +199,21 @@ def _baseline(
     """Run a baseline; with `--find-devices` on its own fewest devices, if cells wait in this baseline at all."""
     began = time.perf_counter()
     record = options.record.with_name(f"{name}.{options.record.name}") if options.record is not None else None
-    run = partial(run_baseline, name, trace=trace, door=DoorRule(options.door), mps_fill_percent=options.mps_fill)
+
+    def run(found: Sequence[Host], *, goal: Goal | None = None, record: Path | None = None) -> Result:
+        said = f"{name}, {_devices_of(found)}"
+        return run_baseline(
+            name,
+            found,
+            trace,
+            way=machine.way,
+            mps_fill_percent=options.mps_fill,
+            goal=goal,
+            record=record,
+            progress=Progress(said, "sessions"),
+            placing=Progress(said, "sessions placed"),
+        )
+
     if options.find_devices and name in WAITING:
         result = _fewest(name, machine, trace, goal, lambda found: run(found, goal=goal))
     else:
@@ -211,7 +228,7 @@ def _start(name: str, trace: Sequence[Session], host: Host) -> int:
         case "static-fraction" | "mps-pack":
             return devices_for_sessions(trace, host)
         case "reservation":
-            return devices_for_sessions(trace, host, whole=True)
+            return max(1, gpus_reserved_at_once(trace))
         case "cull":
             return devices_for_cells(trace, host, whole=True, stays_ms=CULL_AFTER_MS)
         case "whole-gpu-suspend":
@@ -220,29 +237,59 @@ def _start(name: str, trace: Sequence[Session], host: Host) -> int:
             return devices_for_cells(trace, host)
 
 
-def _simulate(
-    hosts: Sequence[Host], trace: Sequence[Session], options: argparse.Namespace, goal: Goal | None
-) -> Result:
-    began = spoke = time.perf_counter()
-    door = DoorRule(options.door)
-
-    def progress(ended: int, sessions: int) -> None:
-        nonlocal spoke
-        now = time.perf_counter()
-        if now - spoke >= _QUIET_S:
-            spoke = now
-            devices = sum(len(host.devices) for host in hosts)
-            print(f"{devices} devices: {ended} of {sessions} sessions after {now - began:.0f} s", file=sys.stderr)
-
-    with ExitStack() as stack:
-        log = (
-            stack.enter_context(EventLog(options.record, hosts, trace, door=door))
-            if options.record is not None
-            else None
-        )
-        result = simulate(hosts, trace, door=door, record=log, progress=progress, goal=goal)
-    result.wall_s = time.perf_counter() - began
+def _simulate(hosts: Sequence[Host], trace: Sequence[Session], machine: MachineOptions, goal: Goal | None) -> Result:
+    said, record = _devices_of(hosts), machine.options.record
+    placing, progress = Progress(said, "sessions placed"), Progress(said, "sessions")
+    result = run_hosts(hosts, trace, machine.way, record=record, goal=goal, progress=progress, placing=placing)
+    result.wall_s = progress.seconds
     return result
+
+
+def _devices_of(hosts: Sequence[Host]) -> str:
+    return f"{sum(len(host.devices) for host in hosts)} devices"
+
+
+_NO_INPUT = frozenset(
+    ["json", "picture", "record", "replay", "write_trace", "processes", "placement", "nodes", "pods", "seeds", "tune"]
+)
+"""Options by which nothing of a run's figures changes."""
+
+
+def _about(options: argparse.Namespace, trace: Sequence[Session], hosts: Sequence[Host]) -> About:
+    """Return what the page of a run says about it. Raises CommandError for a configuration file that can no longer be read."""
+    sizes = Counter(device.memory_mib for host in hosts for device in host.devices)
+    counted = " and ".join(
+        f"{count:,} device{'s' if count > 1 else ''} of {format_memory(mib)}" for mib, count in sizes.items()
+    )
+    policy = options.policy
+    return About(
+        users=len({session.user for session in trace}),
+        machine=f"{len(hosts)} hosts with {counted}" if len(hosts) > 1 else counted,
+        whole_gpus=gpus_reserved_at_once(trace),
+        command=_command(options),
+        version=__version__,
+        policy=_text_of(Path(policy)) if policy is not None else None,
+        hours_of_day=options.users is not None,
+    )
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise CommandError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _command(options: argparse.Namespace) -> str:
+    """Return the command line with every option that counts, defaults included: a later version may have others."""
+    words = ["jupyter gpu simulate"]
+    for name, value in vars(options).items():
+        if name in _NO_INPUT or value is None or value is False or (name in MADE_UP and options.users is None):
+            continue
+        option = "--" + name.replace("_", "-")
+        given = value if isinstance(value, list) else [value]
+        words += [option if one is True else f"{option} {shlex.quote(str(one))}" for one in given]
+    return " ".join(words)
 
 
 def _writing(path: Path, write: Callable[[], object]) -> None:

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError
+from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.core.units import parse_duration_ms
 from fractional_gpu.simulator.load import CLASS_SIZE, SEVERAL_PERCENT, Load, Memory, Pace, synthetic_sessions
 from fractional_gpu.simulator.traces import Session, read_sessions
@@ -12,6 +13,21 @@ from fractional_gpu.simulator.traces import Session, read_sessions
 _LONGEST_LUNCH_MS = 4 * 3_600_000
 _MOST_ZONES = 24
 _LARGEST_ERROR = 200
+MADE_UP = frozenset(
+    [
+        "days",
+        "pace",
+        "memory_of",
+        "several_gpus",
+        "joint_starts",
+        "lunch",
+        "weekends",
+        "time_zones",
+        "ask_error",
+        "urgent_users",
+    ]
+)
+"""Options about synthetic users only."""
 
 
 def configure_load(parser: argparse.ArgumentParser) -> None:
@@ -126,7 +142,8 @@ def read_trace(options: argparse.Namespace) -> list[Session]:
     if (options.users is None) == (options.sessions is None):
         raise UsageError("say whose sessions to simulate: either --users N, or --sessions FILE --cells FILE")
     if options.users is not None:
-        trace = synthetic_sessions(options.users, options.days, options.seed, read_load(options))
+        progress = Progress("synthetic users", "user-days made up")
+        trace = synthetic_sessions(options.users, options.days, options.seed, read_load(options), progress)
     else:
         trace = read_sessions(options.sessions, options.cells)
     if not options.one_gpu_only:

@@ -1,6 +1,7 @@
 """On what `jupyter gpu simulate` runs sessions: one host, or several."""
 
 import argparse
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from fractional_gpu.commands.terminal.errors import UsageError
 from fractional_gpu.config import ConfigError, Settings, load
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.core.units import parse_duration_ms, parse_memory_mib
+from fractional_gpu.simulator.fleet.placing import PlaceRule
+from fractional_gpu.simulator.fleet.run import Way
 from fractional_gpu.simulator.hosts import DoorRule
 from fractional_gpu.simulator.load import Signs
 from fractional_gpu.simulator.machine import Host, SwapSpeed
@@ -46,8 +49,20 @@ def configure_machine(parser: argparse.ArgumentParser) -> None:
     host.add_argument(
         "--door",
         choices=[rule.value for rule in DoorRule],
-        default=DoorRule.FIT.value,
-        help="how a session is given its host when it opens: where it fits best, or where the most is free (default: fit)",
+        help="how a session is given its host when it opens, all hosts on one clock: where it fits best, or where the most is free "
+        "(default: fit)",
+    )
+    host.add_argument(
+        "--place",
+        choices=[rule.value for rule in PlaceRule],
+        help="in the place of --door, for many hosts: all sessions are given their hosts beforehand, by chance, or in their order to the "
+        "host with the fewest open sessions for each GPU, or with the least expected use; then each host runs by itself",
+    )
+    host.add_argument(
+        "--processes",
+        type=positive,
+        metavar="N",
+        help="with --place: so many hosts run at the same time (default: one for each core)",
     )
     host.add_argument(
         "--host-memory",
@@ -106,6 +121,7 @@ class MachineOptions:
     shapes: tuple[tuple[int, ...], ...]
     several: bool  # hosts, by --hosts
     settings: Settings | None
+    way: Way  # how sessions are given their hosts
 
     def hosts(self, count: int | None = None) -> tuple[Host, ...]:
         """Return the hosts; with a count so many of the first shape, or one host with so many GPUs of the first size."""
@@ -171,12 +187,33 @@ def _signs(options: argparse.Namespace) -> Signs:
     return Signs(foresight_ms=foresight_ms, false_percent=options.false_signs)
 
 
+def _way(options: argparse.Namespace) -> Way:
+    """Return how sessions are given their hosts, by --door or by --place. Raises UsageError."""
+    if options.place is None:
+        if options.processes is not None:
+            raise UsageError(
+                f"--processes {options.processes} needs --place, by which each host runs by itself; with --door all hosts run on one "
+                "clock, in one process"
+            )
+        return Way(rule=DoorRule(options.door or DoorRule.FIT))
+    if options.door is not None:
+        raise UsageError(
+            f"--door {options.door} and --place {options.place} are two ways to give a session its host; say one of them"
+        )
+    if options.hosts is None:
+        raise UsageError(
+            f"--place {options.place} needs several hosts, such as --hosts '4x(8x80GiB)'; one host takes all sessions"
+        )
+    cores = len(os.sched_getaffinity(0))
+    return Way(rule=PlaceRule(options.place), seed=options.seed, processes=options.processes or cores)
+
+
 def read_machine(options: argparse.Namespace) -> MachineOptions:
     """Return what the options say about the machine. Raises UsageError, ConfigError."""
-    settings = _policy(options.policy) if options.policy is not None else None
+    settings, way = _policy(options.policy) if options.policy is not None else None, _way(options)
     if options.hosts is None:
         sizes = _devices("--devices", options.devices or "8x80GiB")
-        return MachineOptions(options, (tuple(sizes),), several=False, settings=settings)
+        return MachineOptions(options, (tuple(sizes),), several=False, settings=settings, way=way)
     if options.devices is not None:
         raise UsageError("--devices is one host and --hosts are several; say one of them")
     searched = options.hosts.strip().startswith("?")
@@ -185,7 +222,8 @@ def read_machine(options: argparse.Namespace) -> MachineOptions:
         raise UsageError(
             f"--hosts {options.hosts[:60]!r} {'without' if searched else 'with'} --find-devices is not allowed; {instead}"
         )
-    return MachineOptions(options, tuple(_hosts(options.hosts, options.gpus_per_host)), several=True, settings=settings)
+    shapes = tuple(_hosts(options.hosts, options.gpus_per_host))
+    return MachineOptions(options, shapes, several=True, settings=settings, way=way)
 
 
 def _hosts(text: str, most: int) -> list[tuple[int, ...]]:

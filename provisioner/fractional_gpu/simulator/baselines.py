@@ -20,7 +20,7 @@ A wait at the door, and the wait of a culled kernel for GPUs, delay everything o
 
 Of several hosts, a session is on one of them, and keeps to it for as long as it has devices there. It goes where least is left over: whole
 GPUs to the host with the fewest free ones that are enough, a fraction to the device with the least room that is enough, several devices
-to the host on which the fewest are free. Whole devices that are suspended are on the host that the door chose, as in `simulation`.
+to the host on which the fewest are free. Whole devices that are suspended are on the host that the way chose (`fleet.run.Way`).
 
 Each run can be taken down (`record`); moments in which nothing is decided by an arbiter are those that `record` lists for baselines.
 """
@@ -35,11 +35,12 @@ from pathlib import Path
 from fractional_gpu.core.model import LeaseSpec, ReserveBy
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.felt import Felt, Goal
-from fractional_gpu.simulator.hosts import DoorRule, Leases, Machine, Moments, Recorder, hosts_of
+from fractional_gpu.simulator.fleet.run import BY_THE_DOOR, Way, run
+from fractional_gpu.simulator.hosts import Leases, Machine, Moments, Recorder, hosts_of
 from fractional_gpu.simulator.machine import UNSHARED, Host, Running, SharedDevice
 from fractional_gpu.simulator.record import EventLog
-from fractional_gpu.simulator.result import Point, Result, begin_result
-from fractional_gpu.simulator.simulation import simulate
+from fractional_gpu.simulator.result import Result, begin_result
+from fractional_gpu.simulator.simulation import Progress
 from fractional_gpu.simulator.traces import Session
 
 BASELINES = ("reservation", "cull", "static-fraction", "mps-pack", "whole-gpu-suspend", "time-slice")
@@ -54,37 +55,35 @@ def run_baseline(
     machine: Machine,
     trace: Sequence[Session],
     *,
-    door: DoorRule = DoorRule.FIT,
+    way: Way = BY_THE_DOOR,
     mps_fill_percent: int = MPS_FILL_PERCENT,
     goal: Goal | None = None,
     record: Path | None = None,
+    progress: Progress | None = None,
+    placing: Progress | None = None,
 ) -> Result:
-    """Run one of `BASELINES` on a machine; `door` is for those with the arbiter, `record` is a file.
+    """Run one of `BASELINES` on a machine; `way` is for those with the arbiter, `record` is a file.
 
+    `progress` is given the sessions that ended, and all; `placing` those that have their host, where they are placed beforehand.
     A run that cannot reach the goal any more is given up there.
     Raises SimulationError for a name or a session that cannot be served.
     """
     if name not in BASELINES:
         raise SimulationError(f"there is no baseline {name!r}; allowed: {', '.join(BASELINES)}")
-    hosts, facts = hosts_of(machine), None
+    hosts = hosts_of(machine)
     if name == "whole-gpu-suspend":
-        hosts = tuple(_whole_devices(host) for host in hosts)
-    else:
-        facts = _Facts(
-            fill_percent=mps_fill_percent if name == "mps-pack" else 100,
-            clients=MPS_CLIENTS if name == "mps-pack" else None,
-            cull_after_ms=CULL_AFTER_MS if name == "cull" else None,
-        )
+        whole = tuple(_whole_devices(host) for host in hosts)
+        return run(whole, trace, way, name=name, record=record, goal=goal, progress=progress, placing=placing)
+    facts = _Facts(
+        fill_percent=mps_fill_percent if name == "mps-pack" else 100,
+        clients=MPS_CLIENTS if name == "mps-pack" else None,
+        cull_after_ms=CULL_AFTER_MS if name == "cull" else None,
+    )
     with ExitStack() as stack:
         log = None
         if record is not None:
-            baseline = asdict(facts) if facts is not None else None
-            log = stack.enter_context(EventLog(record, hosts, trace, door=door, name=name, baseline=baseline))
-        if facts is None:
-            result = simulate(hosts, trace, door=door, goal=goal, record=log)
-            result.name = name
-            return result
-        return _KINDS[name](_Setting(name, hosts, trace, facts, goal, log)).result()
+            log = stack.enter_context(EventLog(record, hosts, trace, name=name, baseline=asdict(facts)))
+        return _KINDS[name](_Setting(name, hosts, trace, facts, goal, log, progress)).result()
 
 
 def _whole_devices(host: Host) -> Host:
@@ -112,6 +111,7 @@ class _Setting:
     facts: _Facts
     goal: Goal | None
     record: Recorder | None
+    progress: Progress | None
 
 
 @dataclass(slots=True, eq=False)
@@ -140,7 +140,8 @@ class _Base:
         self._moments = Moments()
         self._accounted_ms = self._busy = self._waiting = 0
         self._felt = Felt(setting.trace, setting.goal)
-        self._closed_ms = 0
+        self._closed_ms = self._ended = 0  # when the last session closed, and how many have
+        self._progress = setting.progress
         self._kernels = [_Kernel(session) for session in setting.trace]
         self.figures = begin_result(setting.name, setting.trace, setting.hosts)
 
@@ -152,7 +153,7 @@ class _Base:
             at_ms, act = self._moments.next()
             passed, held = at_ms - self._accounted_ms, self._held()
             if passed:
-                self.figures.timeline.append(Point(self._accounted_ms, held, self._busy, self._waiting))
+                self.figures.timeline.add(self._accounted_ms, held, self._busy, self._waiting)
                 self.figures.held += held * passed * 1000
                 self.figures.busy += self._busy * passed * 1000
                 self.figures.peak_devices_held = max(self.figures.peak_devices_held, held)
@@ -173,6 +174,14 @@ class _Base:
     def _comes(self, kernel: _Kernel) -> None:
         self._note("comes", kernel)
         self._open(kernel)
+
+    def _closes(self, kernel: _Kernel) -> None:
+        """Count a session that is over."""
+        self._closed_ms = self._now_ms
+        self._note("closes", kernel)
+        self._ended += 1
+        if self._progress is not None:
+            self._progress(self._ended, self.figures.sessions)
 
     # -- the record ----------------------------------------------------------------------------------------------------
 
@@ -295,8 +304,7 @@ class _Whole(_Base):
     def _next(self, kernel: _Kernel) -> None:
         kernel.visit += 1
         if kernel.next_cell == len(kernel.session.cells):
-            self._closed_ms = self._now_ms
-            self._note("closes", kernel)
+            self._closes(kernel)
             self._give_back(kernel)
             return
         self._note_cell("asked", kernel)
@@ -310,7 +318,7 @@ class _Whole(_Base):
         kernel.visit += 1
         if cell.gpus:
             self._use(kernel, cell.gpu_mib)
-            self._felt.waited(kernel.wait_ms)
+            self._felt.waited(kernel.wait_ms, host=kernel.host)
             self._felt.ended(kernel.session.user, kernel.door_ms + kernel.wait_ms, cell.duration_ms)
             kernel.door_ms = kernel.wait_ms = 0
             self._busy += cell.gpus
@@ -385,14 +393,13 @@ class _Sharing(_Base):
 
     def _next(self, kernel: _Kernel) -> None:
         if kernel.next_cell == len(kernel.session.cells):
-            self._closed_ms = self._now_ms
-            self._note("closes", kernel)
+            self._closes(kernel)
             self._close(kernel)
             return
         cell = kernel.session.cells[kernel.next_cell]
         self._note_cell("asked", kernel)
         if cell.gpus:
-            self._felt.waited(0)
+            self._felt.waited(0, host=kernel.host)
             if not self._may_use(kernel, cell.gpu_mib):
                 self._fails(kernel)
                 return

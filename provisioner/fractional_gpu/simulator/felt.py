@@ -13,6 +13,7 @@ All are of GPU cells only; times in ms, stretches in thousandths. A cell that fa
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from fractional_gpu.simulator.traces import Session
 
@@ -120,7 +121,7 @@ class Felt:
     """
 
     def __init__(self, trace: Sequence[Session], goal: Goal | None = None) -> None:
-        self.waits_ms: list[int] = []
+        self.waits_ms: dict[int, list[int]] = {}  # by host
         self.doors_ms: list[int] = []
         self.late_ms: dict[str, list[int]] = {}  # by user
         self.stretch_milli: dict[str, list[int]] = {}  # by user
@@ -152,9 +153,9 @@ class Felt:
         if allowance.spent(allowance.limit_ms + 1):
             self.hopeless = allowance.sentence
 
-    def waited(self, wait_ms: int, overdue: int = 0) -> None:
+    def waited(self, wait_ms: int, overdue: int = 0, *, host: int = 0) -> None:
         """Count a cell that begins after so long a wait, ms; it was counted as overdue for so many of the limits, shortest first."""
-        self.waits_ms.append(wait_ms)
+        self.waits_ms.setdefault(host, []).append(wait_ms)
         for allowance in self._waits[overdue:]:
             if allowance.spent(wait_ms):
                 self.hopeless = allowance.sentence
@@ -168,14 +169,32 @@ class Felt:
 
     def ended(self, user: str, late_ms: int, alone_ms: int) -> None:
         """Count a cell of `user` that takes `alone_ms` alone and ends so much later, ms."""
+        self._is_late(user, late_ms, stretch_milli(late_ms, alone_ms))
+
+    def add(self, other: "Felt", host: int) -> None:
+        """Count all that was felt on one host by itself, as what was felt on that host."""
+        for wait_ms in chain(*other.waits_ms.values()):
+            self.waited(wait_ms, host=host)
+        for wait_ms in other.doors_ms:
+            self.entered(wait_ms)
+        for user, late in other.late_ms.items():
+            for late_ms, stretch in zip(late, other.stretch_milli[user], strict=True):
+                self._is_late(user, late_ms, stretch)
+
+    def _is_late(self, user: str, late_ms: int, stretch: int) -> None:
         self.late_ms.setdefault(user, []).append(late_ms)
-        self.stretch_milli.setdefault(user, []).append(stretch_milli(late_ms, alone_ms))
+        self.stretch_milli.setdefault(user, []).append(stretch)
         allowance = self._late.get(user)
         if allowance is not None and allowance.spent(late_ms):
             del self._late[user]
             self._late_users_left -= 1
             if self._late_users_left < 0:
                 self.hopeless = USERS_TOO_LATE.format(allowance.limit_ms / 1000)
+
+
+def of_hosts(felt: Felt) -> tuple[int, ...]:
+    """Return the 95th percentile of the cells' waits on each host, ms, sorted; hosts on which no GPU cell began have none."""
+    return tuple(sorted(Spread.of(waits).percentile_ms(95) for waits in felt.waits_ms.values()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Several hosts under one clock, and the door at which a session is given one of them.
+"""Several hosts under one clock, and the door at which a session is given one of them (`fleet` has what is placed beforehand).
 
 A lease lives on one host: each host has its own devices, host memory, swap channel and arbiter. The door is what a hub does at login.
 It chooses once, when the session opens, among the hosts that can ever serve the session: those with enough devices of one kind, and large
@@ -149,3 +149,27 @@ class Door:
     def _count(self, host: int, lease: LeaseSpec, sign: int) -> None:
         self._room_mib[host] -= sign * lease.reserve_mib * lease.devices
         (self._several if lease.devices > 1 else self._singles)[host] += sign
+
+
+class Chosen:
+    """In the place of a door: the hosts of sessions that were chosen beforehand (`fleet`), `chosen[n]` for `trace[n]`."""
+
+    def __init__(self, hosts: Sequence[Host], trace: Sequence[Session], chosen: Sequence[int]) -> None:
+        self._leases = Leases(hosts, trace)
+        self._chosen = {session.session_id: host for session, host in zip(trace, chosen, strict=True)}
+
+    def choose(self, session: Session) -> tuple[int, LeaseSpec]:
+        """Return the host of a session that opens, and what it asks for there. Raises SimulationError where it cannot run there."""
+        host = self._chosen[session.session_id]
+        lease = self._leases.on(host, session)
+        if lease is None:
+            raise SimulationError(
+                f"session {session.session_id!r} cannot run on host {host}; choose another host for it"
+            )
+        return host, lease
+
+    def opened(self, host: int, lease: LeaseSpec) -> None:
+        """Nothing is counted here."""
+
+    def closed(self, host: int, lease: LeaseSpec) -> None:
+        """Nothing is counted here."""

@@ -23,7 +23,7 @@ One seed gives one trace, on every machine.
 
 import random
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import exp, log
@@ -140,14 +140,20 @@ def _is_chosen(number: int, percent: int) -> bool:
     return (number + 1) * percent // 100 > number * percent // 100
 
 
-def synthetic_sessions(users: int, days: int, seed: int, load: Load = Load()) -> list[Session]:
-    """Return the sessions of so many users over so many days, in the order in which they open."""
+def synthetic_sessions(
+    users: int, days: int, seed: int, load: Load = Load(), progress: Callable[[int, int], None] = lambda *_: None
+) -> list[Session]:
+    """Return the sessions of so many users over so many days, in the order in which they open.
+
+    `progress` is given how many days of a user are made up, and all.
+    """
     sessions = []
     for day in range(days):
         if load.weekends and day % _WEEK >= _WEEKDAYS:
             continue
         for number in range(users):
             sessions += _Day(number, day, seed, load).sessions()
+            progress(day * users + number + 1, days * users)
     return sorted(sessions, key=lambda session: (session.open_ms, session.session_id))
 
 

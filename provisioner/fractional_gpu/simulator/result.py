@@ -4,11 +4,13 @@ Accounts add up GPU time, devices in use, and memory a second time: from what ke
 `out_of_memory` is what a real driver would have refused.
 """
 
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from fractional_gpu.core.forecasts.estimators import ErrorView
-from fractional_gpu.simulator.felt import USERS_TOO_LATE, Felt, Goal, Lateness, Spread, too_long
+from fractional_gpu.simulator.felt import USERS_TOO_LATE, Felt, Goal, Lateness, Spread, nearest_rank, of_hosts, too_long
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.traces import Session
 
@@ -21,6 +23,55 @@ class Point:
     devices_held: int
     busy: int
     waiting: int
+
+
+def _times() -> "array[int]":
+    return array("q")
+
+
+def _counts() -> "array[int]":
+    return array("l")
+
+
+@dataclass(slots=True)
+class Timeline:
+    """The moments of a run, as columns: a day of ten thousand users has a million of them. `at_ms` never falls."""
+
+    at_ms: "array[int]" = field(default_factory=_times)
+    devices_held: "array[int]" = field(default_factory=_counts)
+    busy: "array[int]" = field(default_factory=_counts)
+    waiting: "array[int]" = field(default_factory=_counts)
+
+    @property
+    def columns(self) -> tuple["array[int]", "array[int]", "array[int]", "array[int]"]:
+        """The columns: when, devices on which memory is held, cells on a GPU, cells that wait for one."""
+        return self.at_ms, self.devices_held, self.busy, self.waiting
+
+    def __len__(self) -> int:
+        return len(self.at_ms)
+
+    def __iter__(self) -> Iterator[Point]:
+        return (Point(*moment) for moment in zip(*self.columns, strict=True))
+
+    def __getitem__(self, number: int) -> Point:
+        return Point(self.at_ms[number], self.devices_held[number], self.busy[number], self.waiting[number])
+
+    def add(self, at_ms: int, devices_held: int, busy: int, waiting: int) -> None:
+        """Append a moment."""
+        self.at_ms.append(at_ms)
+        self.devices_held.append(devices_held)
+        self.busy.append(busy)
+        self.waiting.append(waiting)
+
+    def add_changed(self, at_ms: int, devices_held: int, busy: int, waiting: int) -> None:
+        """Append a moment unless all is as it was."""
+        if (
+            not self.at_ms
+            or self.devices_held[-1] != devices_held
+            or self.busy[-1] != busy
+            or self.waiting[-1] != waiting
+        ):
+            self.add(at_ms, devices_held, busy, waiting)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,6 +90,7 @@ class Result:
     peak_devices_held: int = 0
     owned: int = 0  # all devices, from the first session's opening to the last one's closing
     waits: Spread = field(default_factory=Spread)
+    host_p95_ms: tuple[int, ...] = ()  # the 95th percentile of the waits on each host, sorted
     doors: Spread = field(default_factory=Spread)  # one for each session
     lateness: Lateness = field(default_factory=Lateness)
     hopeless: str = ""  # why the run was given up; the figures are of its part up to there
@@ -53,7 +105,7 @@ class Result:
     out_of_memory: int = 0
     lost: int = 0
     wall_s: float = 0.0
-    timeline: list[Point] = field(default_factory=list)
+    timeline: Timeline = field(default_factory=Timeline)
     forecast_error: dict[str, dict[str, float]] = field(
         default_factory=dict
     )  # by kind of forecast; empty: there were none
@@ -75,6 +127,10 @@ class Result:
             "wait_s": self.waits.summary(),
             "waited_percent": self.waits.nonzero_percent(),
             "nonzero_wait_s": self.waits.nonzero().summary(),
+            "host_p95_wait_s": {
+                name: nearest_rank(self.host_p95_ms, percent) / 1000
+                for name, percent in (("median", 50), ("worst", 100))
+            },
             "door_wait_s": self.doors.summary(),
             "door_waited_percent": self.doors.nonzero_percent(),
             "late_s": self.lateness.cells.summary(),
@@ -110,7 +166,8 @@ class Result:
 
     def feel(self, felt: Felt) -> None:
         """Take over what the users felt."""
-        self.waits, self.doors = Spread.of(felt.waits_ms), Spread.of(felt.doors_ms)
+        self.waits, self.doors = Spread.of(chain(*felt.waits_ms.values())), Spread.of(felt.doors_ms)
+        self.host_p95_ms = of_hosts(felt)
         self.lateness, self.hopeless = Lateness.of(felt), felt.hopeless
 
     def own(self, since_ms: int, until_ms: int) -> None:
@@ -133,6 +190,28 @@ def begin_result(name: str, trace: Sequence[Session], hosts: Sequence[Host]) -> 
         hosts=len(hosts),
         reserved=sum(session.gpus * (session.close_ms - session.open_ms) * 1000 for session in trace),
     )
+
+
+@dataclass(slots=True, kw_only=True)
+class Part:
+    """What a run of some hosts, or of all, adds to the figures of all of them.
+
+    `result` still lacks what `finished` puts in. `errors` are those of each host's forecasts; `closed_ms` is when the last session closed.
+    """
+
+    result: Result
+    felt: Felt
+    errors: list[Sequence[ErrorView]]
+    closed_ms: int
+
+
+def finished(whole: Part, trace: Sequence[Session]) -> Result:
+    """Return the figures of all hosts together."""
+    result = whole.result
+    result.feel(whole.felt)
+    result.own(min((session.open_ms for session in trace), default=0), whole.closed_ms)
+    result.forecast_error = merged_errors(whole.errors)
+    return result
 
 
 def merged_errors(errors: Sequence[Sequence[ErrorView]]) -> dict[str, dict[str, float]]:
@@ -167,18 +246,16 @@ class Accounts:
         passed = now_ms - self._accounted_ms
         if passed <= 0:
             return
-        result, timeline = self.result, self.result.timeline
+        result = self.result
         result.busy += self.running_gpus * passed * 1000
         result.held += self._devices_held * passed * 1000
         result.peak_devices_held = max(result.peak_devices_held, self._devices_held)
-        now = (self._devices_held, self.running_gpus, self.waiting)
-        if not timeline or (timeline[-1].devices_held, timeline[-1].busy, timeline[-1].waiting) != now:
-            timeline.append(Point(self._accounted_ms, *now))
+        result.timeline.add_changed(self._accounted_ms, self._devices_held, self.running_gpus, self.waiting)
         self._accounted_ms = now_ms
 
     def finish(self) -> None:
         """Close the timeline at its end."""
-        self.result.timeline.append(Point(self._accounted_ms, self._devices_held, self.running_gpus, self.waiting))
+        self.result.timeline.add(self._accounted_ms, self._devices_held, self.running_gpus, self.waiting)
 
     def hold(self, host: int, device_ids: Iterable[str]) -> None:
         """Count a reservation on the devices from now on."""

@@ -53,28 +53,30 @@ def devices_for_cells(trace: Sequence[Session], host: Host, *, whole: bool = Fal
     Each cell takes its session's fraction, or its GPUs where it uses several or with `whole`, and keeps them for `stays_ms` after its
     end. Raises SimulationError for a session that the host cannot serve.
     """
-    return _most_at_once(
+    most = _most_at_once(
         (cell.start_ms, cell.start_ms + cell.duration_ms + stays_ms, milli if cell.gpus <= 1 else 1000 * cell.gpus)
         for session in trace
         for milli in [_milli(session, host, whole=whole)]
         for cell in session.cells
         if cell.gpus
     )
+    return max(1, most)
 
 
-def devices_for_sessions(trace: Sequence[Session], host: Host, *, whole: bool = False) -> int:
-    """Return the devices whose fractions the open sessions take at most at the same time; with `whole`, the GPUs that they reserve.
+def devices_for_sessions(trace: Sequence[Session], host: Host) -> int:
+    """Return the devices whose fractions the open sessions take at most at the same time.
 
     Raises SimulationError for a session that the host cannot serve.
     """
-    return _most_at_once(
-        (
-            session.open_ms,
-            session.close_ms,
-            1000 * session.gpus if whole else session.gpus * _milli(session, host, whole=False),
-        )
-        for session in trace
+    most = _most_at_once(
+        (session.open_ms, session.close_ms, session.gpus * _milli(session, host, whole=False)) for session in trace
     )
+    return max(1, most)
+
+
+def gpus_reserved_at_once(trace: Sequence[Session]) -> int:
+    """Return the most GPUs that open sessions would have reserved at the same time."""
+    return _most_at_once((session.open_ms, session.close_ms, 1000 * session.gpus) for session in trace)
 
 
 def _milli(session: Session, host: Host, *, whole: bool) -> int:
@@ -90,4 +92,4 @@ def _most_at_once(uses: Iterable[tuple[int, int, int]]) -> int:
     for _, milli in sorted(steps):
         used += milli
         most = max(most, used)
-    return max(1, most // 1000)
+    return most // 1000

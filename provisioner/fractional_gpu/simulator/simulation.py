@@ -57,10 +57,10 @@ from fractional_gpu.core.forecasts.estimators import ErrorView
 from fractional_gpu.core.model import HOLDING, LeaseSpec, LeaseState, Sign
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.felt import Felt, Goal
-from fractional_gpu.simulator.hosts import Door, DoorRule, Machine, Moments, Recorder, hosts_of
+from fractional_gpu.simulator.hosts import Chosen, Door, DoorRule, Machine, Moments, Recorder, hosts_of
 from fractional_gpu.simulator.load import SIGN_MS
 from fractional_gpu.simulator.machine import UNSHARED, Host, Running, SharedDevice
-from fractional_gpu.simulator.result import Accounts, Result, begin_result, merged_errors
+from fractional_gpu.simulator.result import Accounts, Part, Result, begin_result, finished
 from fractional_gpu.simulator.traces import Cell, Session
 
 Watch = Callable[[Event, Sequence[Effect]], None]
@@ -111,18 +111,33 @@ def simulate(
     trace: Sequence[Session],
     *,
     door: DoorRule = DoorRule.FIT,
+    chosen: Sequence[int] | None = None,
     watch: Watch | None = None,
     record: Recorder | None = None,
     progress: Progress | None = None,
     goal: Goal | None = None,
 ) -> Result:
-    """Run the trace on one host or on several, among which `door` chooses.
+    """Run the trace on one host or on several, among which `door` chooses; or `chosen` has the host of each session of the trace.
 
     `watch` sees every event and its effects; `progress` the sessions that ended, and all.
 
-    A run that cannot reach the `goal` any more is given up there. Raises SimulationError for a session that no host can serve at all.
+    A run that cannot reach the `goal` any more is given up there.
+    Raises SimulationError for a session that no host can serve at all, or that cannot run on the host that was chosen for it.
     """
-    return _Cluster(hosts_of(machine), trace, goal, door=door, watch=watch, record=record, progress=progress).result()
+    hosts = hosts_of(machine)
+    gate = Door(hosts, trace, door) if chosen is None else Chosen(hosts, trace, chosen)
+    return finished(_Cluster(hosts, trace, goal, door=gate, watch=watch, record=record, progress=progress).run(), trace)
+
+
+def simulate_part(
+    host: Host, trace: Sequence[Session], *, record: Recorder | None = None, progress: Progress | None = None
+) -> Part:
+    """Run the sessions of one host by themselves: what they add to the figures of all hosts.
+
+    Raises SimulationError for a session that the host cannot serve at all.
+    """
+    door = Door((host,), trace, DoorRule.FIT)
+    return _Cluster((host,), trace, None, door=door, watch=None, record=record, progress=progress).run()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -147,14 +162,14 @@ class _Cluster:
         trace: Sequence[Session],
         goal: Goal | None,
         *,
-        door: DoorRule,
+        door: Door | Chosen,
         watch: Watch | None,
         record: Recorder | None,
         progress: Progress | None,
     ) -> None:
         self._trace, self._progress = trace, progress
         self._result = begin_result("fractional", trace, hosts)
-        self._door = Door(hosts, trace, door)
+        self._door = door
         self._ended = 0
         self._shared = _Shared(
             moments=Moments(),
@@ -167,7 +182,7 @@ class _Cluster:
         )
         self._runs = [_Run(number, host, self._shared) for number, host in enumerate(hosts)]
 
-    def result(self) -> Result:
+    def run(self) -> Part:
         """Run to the end."""
         moments, felt, accounts = self._shared.moments, self._shared.felt, self._shared.accounts
         for run in self._runs:
@@ -182,12 +197,10 @@ class _Cluster:
         for run in self._runs:
             run.validate()
         accounts.finish()
-        self._result.feel(felt)
-        closed_ms = max((run.closed_ms for run in self._runs), default=0)
-        self._result.own(min((session.open_ms for session in self._trace), default=0), closed_ms)
-        self._result.forecast_error = merged_errors([run.forecast_errors() for run in self._runs])
         self._result.lost += len(self._trace) - sum(run.over for run in self._runs)
-        return self._result
+        errors = [run.forecast_errors() for run in self._runs]
+        closed_ms = max((run.closed_ms for run in self._runs), default=0)
+        return Part(result=self._result, felt=felt, errors=errors, closed_ms=closed_ms)
 
     def _open(self, session: Session) -> None:
         """Send a session to its host."""
@@ -571,7 +584,7 @@ class _Run:
     def _begins(self, kernel: _Kernel) -> None:
         self._accounts.waiting -= 1
         if kernel.unfinished is None and kernel.cell.gpus:
-            self._felt.waited(self._now_ms - kernel.asked_ms, kernel.overdue)
+            self._felt.waited(self._now_ms - kernel.asked_ms, kernel.overdue, host=self._number)
             kernel.overdue = 0
 
     def _run_cell(self, kernel: _Kernel) -> None:

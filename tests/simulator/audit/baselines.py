@@ -159,7 +159,7 @@ class Baseline(Audit):
             since = f"asked for at {session.asked_ms} ms and has {listed(session.holds)} since {session.idle_ms} ms"
             self.wrong(f"cell {session.next_cell} of {session.name} begins, and was {since}")
         if session.cell.gpus:
-            self.books.waits.append(session.owed_ms)
+            self.books.waited(session.host, session.owed_ms)
             session.late_ms, session.door_ms, session.owed_ms = session.door_ms + session.owed_ms, 0, 0
         session.let_in_ms = self.now_ms
         self.begins("begins", session, entry, asks=session.cell.gpus > 0)
@@ -167,7 +167,7 @@ class Baseline(Audit):
     def _fails(self, session: Session) -> None:
         self.in_phase(session, "fails", "asked")
         self.books.out_of_memory += 1
-        self.books.waits.append(session.owed_ms)
+        self.books.waited(session.host, session.owed_ms)
         has = self.could_have(session)
         if self.now_ms != session.asked_ms or session.cell.gpu_mib <= has:
             self.wrong(

@@ -27,16 +27,22 @@ class Books:
     out_of_memory: int = 0
     culled: int = 0
     last_close_ms: int = 0
-    waits: list[int] = field(default_factory=list)
+    waits_of: dict[int | None, list[int]] = field(default_factory=dict)  # by host
     doors: list[int] = field(default_factory=list)
     late: dict[str, list[int]] = field(default_factory=dict)  # by user
     stretch: dict[str, list[int]] = field(default_factory=dict)  # by user, in thousandths
+
+    def waited(self, host: int | None, wait_ms: int) -> None:
+        """Count the wait of a GPU cell that begins on a host."""
+        self.waits_of.setdefault(host, []).append(wait_ms)
 
     def figures(self, sessions: Sequence[Session], hosts: int, devices: int, lost: int) -> dict[str, object]:
         """Return the figures of the run."""
         cells = [cell for session in sessions for cell in session.cells]
         reserved = sum(session.gpus * (session.close_ms - session.open_ms) for session in sessions)
         opened = min((session.open_ms for session in sessions), default=0)
+        waits = [wait for host in self.waits_of.values() for wait in host]
+        on_hosts = [percentile(host, 95) for host in self.waits_of.values()]
         late = [late for user in self.late.values() for late in user]
         return {
             "sessions": len(sessions),
@@ -50,9 +56,10 @@ class Books:
             "owned_gpu_hours": _hours(devices * max(0, self.last_close_ms - opened)),
             "saved_gpu_hours": _hours(reserved - self.held),
             "peak_devices_held": self.peak_held,
-            "wait_s": spread(self.waits),
-            "waited_percent": _nonzero_percent(self.waits),
-            "nonzero_wait_s": spread([wait for wait in self.waits if wait]),
+            "wait_s": spread(waits),
+            "waited_percent": _nonzero_percent(waits),
+            "nonzero_wait_s": spread([wait for wait in waits if wait]),
+            "host_p95_wait_s": {name: percentile(on_hosts, at) / 1000 for name, at in (("median", 50), ("worst", 100))},
             "door_wait_s": spread(self.doors),
             "door_waited_percent": _nonzero_percent(self.doors),
             "late_s": spread(late),

@@ -320,7 +320,7 @@ class Leases(Audit):
 
     def _waited(self, session: Session) -> None:
         if session.cell.gpus:
-            self.books.waits.append(self.now_ms - session.asked_ms)
+            self.books.waited(session.host, self.now_ms - session.asked_ms)
 
     def _begins(self, kind: str, session: Session, entry: Entry) -> None:
         cell, device_ids = session.cell, tuple(entry["device_ids"])

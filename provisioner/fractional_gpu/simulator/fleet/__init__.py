@@ -1,0 +1,1 @@
+"""Many hosts: sessions are given to hosts beforehand, each host runs by itself, and the figures are added up."""

@@ -1,0 +1,202 @@
+"""`jupyter gpu simulate --place` from the outside, and the page of a run."""
+
+import json
+import re
+import shlex
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from fractional_gpu import __version__
+from fractional_gpu.commands.main import main
+from fractional_gpu.commands.terminal import progress as progress_module
+from fractional_gpu.commands.terminal.progress import Progress
+from tests.simulator.audit.__main__ import main as audit
+
+MANY_SWAPS = ("--pace", "short", "--memory-of", "cell", "--several-gpus", "0")
+
+
+def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+    assert main(["simulate", "--json", *arguments]) == 0
+    figures: dict[str, object] = json.loads(capsys.readouterr().out)
+    return {**figures, "wall_s": 0}
+
+
+@pytest.mark.parametrize("rule", ["random", "count", "use"])
+def test_the_number_of_processes_changes_no_figure(rule: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--users", "12", "--hosts", "2x(1x80GiB)", "--place", rule, "--foresight", "20s", *MANY_SWAPS)
+    one = simulated(capsys, *arguments, "--processes", "1")
+    assert one == simulated(capsys, *arguments, "--processes", "2") == simulated(capsys, *arguments)
+    assert (one["hosts"], one["devices"], one["sessions"], one["lost"]) == (2, 2, 48, 0)
+    assert one["resumes"]
+
+
+def test_the_seed_decides_what_chance_does(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    files = [str(tmp_path / "sessions.csv"), str(tmp_path / "cells.csv")]
+    simulated(capsys, "--users", "12", *MANY_SWAPS, "--write-trace", *files)
+    arguments = ("--sessions", files[0], "--cells", files[1], "--hosts", "3x(1x80GiB)", "--processes", "1")
+    chance = (*arguments, "--place", "random")
+    assert simulated(capsys, *chance, "--seed", "1") == simulated(capsys, *chance, "--seed", "1")
+    assert simulated(capsys, *chance, "--seed", "1") != simulated(capsys, *chance, "--seed", "2")
+
+
+def test_baselines_and_the_search_for_hosts_work_with_placed_sessions(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--users", "8", "--place", "count", "--processes", "1", "--several-gpus", "0")
+    baselines = ("--baseline", "whole-gpu-suspend", "--baseline", "static-fraction")
+    both = simulated(capsys, *arguments, "--hosts", "3x(2x80GiB)", *baselines)
+    shown = both["baselines"]
+    assert isinstance(shown, dict)
+    assert {name: (one["hosts"], one["lost"]) for name, one in shown.items()} == {
+        "whole-gpu-suspend": (3, 0),
+        "static-fraction": (3, 0),
+    }
+    found = simulated(capsys, *arguments, "--hosts", "?x(1x80GiB)", "--find-devices", "--p95-wait", "1s")
+    hosts, waits = found["hosts"], found["wait_s"]
+    assert isinstance(hosts, int)
+    assert isinstance(waits, dict)
+    assert hosts > 1
+    assert waits["p95"] <= 1
+    fewer = simulated(capsys, *arguments, "--hosts", f"{hosts - 1}x(1x80GiB)")["wait_s"]
+    assert isinstance(fewer, dict)
+    assert fewer["p95"] > 1
+
+
+def test_each_host_has_a_record_that_can_be_replayed_and_audited(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    log = tmp_path / "run.log.gz"
+    arguments = ("--users", "6", "--hosts", "2x(1x80GiB)", "--place", "use", *MANY_SWAPS)
+    simulated(capsys, *arguments, "--record", str(log), "--baseline", "whole-gpu-suspend")
+    names = sorted(path.name for path in tmp_path.iterdir())
+    ways = ("run.log.gz", "whole-gpu-suspend.run.log.gz")
+    assert names == [f"host-{number}.{way}" for number in range(2) for way in ways]
+    for name in names:
+        assert main(["simulate", "--replay", str(tmp_path / name)]) == 0
+        assert audit([str(tmp_path / name)]) == 0
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--hosts", "2x(8x80GiB)", "--place", "use", "--door", "fit"],
+            "--door fit and --place use are two ways to give a session its host; say one of them",
+        ),
+        (["--place", "count"], "--place count needs several hosts, such as --hosts '4x(8x80GiB)'"),
+        (
+            ["--hosts", "2x(8x80GiB)", "--processes", "2"],
+            "--processes 2 needs --place, by which each host runs by itself",
+        ),
+        (["--processes", "2", "--door", "most-free"], "with --door all hosts run on one clock, in one process"),
+        (["--hosts", "?x(8x80GiB)", "--find-devices", "--place", "use", "--record", "x"], "find first, then record"),
+    ],
+)
+def test_what_does_not_go_together_is_one_clear_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", "--users", "2", *arguments]) == 2
+    complaint = capsys.readouterr().err
+    assert message in complaint
+    assert complaint.count("\n") == 1
+
+
+def test_a_session_that_no_host_can_serve_is_named_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--users", "20", "--hosts", "2x(2x80GiB)", "--place", "random"]) == 1
+    assert "of synthetic users, with --several-gpus 0" in capsys.readouterr().err
+
+
+def test_the_help_says_how_door_and_place_relate(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "in the place of --door" in said
+
+
+# -- how far it is -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_line_comes_every_two_seconds_at_most_and_none_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter([100.0, 100.5, 101.9, 102.0, 103.0, 104.6])
+    monkeypatch.setattr(progress_module, "perf_counter", lambda: next(clock))
+    said = Progress("8 devices", "sessions")
+    for done in range(1, 6):
+        said(done, 9)
+    assert capsys.readouterr().err.splitlines() == [
+        "8 devices: 3 of 9 sessions after 2 s",
+        "8 devices: 5 of 9 sessions after 5 s",
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--place", "use", "--processes", "1"),
+        ("--place", "use", "--processes", "2"),
+        ("--baseline", "static-fraction", "--baseline", "whole-gpu-suspend", "--baseline", "reservation"),
+    ],
+)
+def test_all_that_may_take_long_says_how_far_it_is(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress_module, "_QUIET_S", 0.0)
+    machine = ("--hosts", "2x(2x80GiB)", "--several-gpus", "0")
+    assert main(["simulate", "--users", "3", "--json", *machine, *arguments]) == 0
+    said = capsys.readouterr().err
+    ways = ["", *(f"{name}, " for name in arguments[1::2] if arguments[0] == "--baseline")]
+    assert all(re.search(rf"(?m)^{way}4 devices: 6 of 6 sessions after \d+ s$", said) for way in ways)
+    assert re.search(r"(?m)^synthetic users: 3 of 3 user-days made up after \d+ s$", said)
+    assert ("4 devices: 6 of 6 sessions placed after" in said) is ("--place" in arguments)
+
+
+# -- the page ------------------------------------------------------------------------------------------------------------------
+
+
+def page_of(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: str) -> str:
+    picture = tmp_path / "run.html"
+    simulated(capsys, *arguments, "--picture", str(picture))
+    return picture.read_text(encoding="utf-8")
+
+
+def test_the_page_has_every_option_that_made_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    policy = tmp_path / "pool's <config>.py"
+    policy.write_text('c.GPUBroker.pools = {"default": {"fractions": ["1/8", "1"]}}  # 1 < 2\n')
+    arguments = ("--users", "4", "--hosts", "2x(2x80GiB)", "--place", "count", "--processes", "1", "--seed", "7")
+    page = page_of(capsys, tmp_path, *arguments, "--no-slowdown", "--several-gpus", "0", "--policy", str(policy))
+    command = unescape(page.split("<pre>")[1].split("</pre>")[0])
+    for option in ("--users 4", "--hosts '2x(2x80GiB)'", "--place count", "--seed 7", "--days 1", "--swap-fixed 300ms"):
+        assert option in command
+    assert "--no-slowdown" in command.split(" ")
+    assert not [word for word in ("--json", "--picture", "--processes", "--weekends", "None") if word in command]
+    assert f"jupyter-fractional-gpu {__version__}" in page
+    assert "# 1 &lt; 2" in page
+    assert "<config>" not in page
+
+
+def test_the_command_on_the_page_makes_the_same_page_again(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = page_of(capsys, tmp_path, "--users", "3", "--baseline", "reservation", "--baseline", "cull", *MANY_SWAPS)
+    words = shlex.split(unescape(first.split("<pre>")[1].split("</pre>")[0]))
+    assert words[:3] == ["jupyter", "gpu", "simulate"]
+    assert page_of(capsys, tmp_path, *words[3:]) == first
+
+
+def test_the_first_sentence_names_users_hosts_and_devices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    several = page_of(capsys, tmp_path, "--users", "4", "--several-gpus", "0", "--hosts", "2x(1x80GiB,1x40GiB)")
+    assert "4 users on 2 hosts with 2 devices of 80 GiB and 2 devices of 40 GiB: " in several
+    assert "whole GPUs for each open session would have taken " in several
+    assert ">12:00</text>" in several
+    files = [str(tmp_path / "sessions.csv"), str(tmp_path / "cells.csv")]
+    (tmp_path / "sessions.csv").write_text("session,user,open_s,close_s,gpus,gpu_mib\na,u,0,9000,3,10\n")
+    (tmp_path / "cells.csv").write_text("session,user,start_s,duration_s,gpus,gpu_mib,gpu_util\na,u,1,1,1,10,5\n")
+    page = page_of(capsys, tmp_path, "--sessions", files[0], "--cells", files[1], "--devices", "1x80GiB")
+    assert (
+        "1 user on 1 device of 80 GiB: no GPU cell waited; whole GPUs for each open session would have taken 3" in page
+    )
+    assert "time since the trace began" in page
+    assert "--pace" not in page

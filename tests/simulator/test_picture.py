@@ -1,0 +1,205 @@
+"""The page about runs: what it says first, its axes, its inputs, and that it needs nothing else."""
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from fractional_gpu.core.model import DeviceSpec, PoolSpec
+from fractional_gpu.simulator.baselines import run_baseline
+from fractional_gpu.simulator.felt import Spread
+from fractional_gpu.simulator.load import synthetic_sessions
+from fractional_gpu.simulator.machine import Host
+from fractional_gpu.simulator.picture import (
+    About,
+    count_axis,
+    headline,
+    picture,
+    round_step,
+    share_axis,
+    time_axis,
+    wait_axis,
+)
+from fractional_gpu.simulator.result import Result, Timeline
+from fractional_gpu.simulator.simulation import simulate
+from tests.simulator.loads import BUSY
+
+HOUR_MS = 3_600_000
+ABOUT = About(
+    users=50, machine="6 devices of 80 GiB", whole_gpus=41, command="jupyter gpu simulate --users 50", version="1.2"
+)
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[Result]:
+    device = DeviceSpec(device_id="d0", name="d", memory_mib=81_920)
+    host = Host(devices=(device,), pools=(PoolSpec(name="default", devices=("d0",)),))
+    trace = synthetic_sessions(8, 1, 2, BUSY)
+    return [simulate([host, host], trace), run_baseline("reservation", [host, host], trace)]
+
+
+def labels(page: str) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)</text>", page)
+
+
+class Closed(HTMLParser):
+    """Fails where elements are not closed in the order in which they were opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        del attrs
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_loads_nothing_and_shows_every_run(runs: list[Result]) -> None:
+    named = [runs[0], replace(runs[1], name="<b>plain</b>")]
+    page = picture(named, ABOUT)
+    assert page.count('<svg role="img"') == 4
+    assert page.count("<polyline") == 8
+    assert page.count('class="swatch"') == 2
+    assert "&lt;b&gt;plain" in page
+    assert not any(outside in page for outside in ("<script", "http:", "https:", "url(", "@import", "<b>plain"))
+    checked = Closed()
+    checked.feed(page)
+    checked.close()
+    assert not checked.open
+
+
+def test_all_that_is_given_is_escaped(runs: list[Result]) -> None:
+    about = About(users=1, machine="<i>a</i>", whole_gpus=1, command="<i>b</i>", version="<i>c</i>", policy="<i>d</i>")
+    page = picture(runs, about)
+    assert "<i>" not in page
+    assert [page.count(f"&lt;i&gt;{letter}&lt;/i&gt;") for letter in "abcd"] == [1, 1, 1, 1]
+
+
+def test_the_page_has_colours_for_light_and_dark_for_each_run_and_a_dash(runs: list[Result]) -> None:
+    page = picture(runs * 5, ABOUT)
+    assert 'content="light dark"' in page
+    light, dark = page.split("@media(prefers-color-scheme:dark)")
+    for number in range(10):
+        assert f"--run{number}:" in light
+        assert f"--run{number}:" in dark
+        assert f".run{number}{{stroke:var(--run{number})" in page
+
+
+def test_the_worst_host_is_shown_where_there_are_several(runs: list[Result]) -> None:
+    assert len(runs[0].host_p95_ms) == 2
+    page = picture(runs, ABOUT)
+    assert f"<td>{max(runs[0].host_p95_ms) / 1000:,.12g}</td>" in page
+    assert "on the worst host" in page
+    assert "worst host" not in picture([replace(run, hosts=1) for run in runs], ABOUT)
+
+
+def test_the_first_sentence_has_the_figures_of_the_first_run(runs: list[Result]) -> None:
+    result = replace(runs[0], waits=Spread.of([0, 100, 2_620]), out_of_memory=0, lost=0)
+    rarely = headline(replace(result, waits=Spread.of([0] * 976 + [13_000] * 24)), ABOUT)
+    assert ": 97.6 % of the GPU cells did not wait, and the others at most 13 s; whole GPUs" in rarely
+    said = "50 users on 6 devices of 80 GiB: 95 % of the GPU cells waited at most 2.6 s"
+    needed = "whole GPUs for each open session would have taken 41 devices"
+    assert headline(result, ABOUT) == f"{said}; {needed}."
+    assert headline(replace(result, waits=Spread.of([600_000])), ABOUT).startswith(said.replace("2.6 s", "10 min"))
+    assert headline(replace(result, waits=Spread.of([9_000_000])), ABOUT).startswith(said.replace("2.6 s", "2.5 h"))
+    assert ": no GPU cell waited; whole" in headline(replace(result, waits=Spread.of([0, 0])), ABOUT)
+    bad = replace(result, out_of_memory=3, lost=2)
+    failures = "3 times a cell found too little memory; 2 sessions could not run to their end"
+    assert headline(bad, ABOUT) == f"{said}; {needed}; {failures}."
+    none = headline(replace(result, waits=Spread()), replace(ABOUT, users=1, whole_gpus=1))
+    assert (
+        none == "1 user on 6 devices of 80 GiB: no cell used a GPU; " + needed.replace("41 devices", "1 device") + "."
+    )
+    assert picture([result], ABOUT).count(f"{said}; {needed}.") == 1
+
+
+def test_steps_are_1_2_or_5() -> None:
+    assert [round_step(least) for least in (0, 1, 1.5, 3, 6, 10, 11, 34, 60, 201)] == [
+        1,
+        1,
+        2,
+        5,
+        10,
+        10,
+        20,
+        50,
+        100,
+        500,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("most", "marks"),
+    [
+        (0, ["0", "1"]),
+        (1, ["0", "1"]),
+        (7, ["0", "2", "4", "6", "8"]),
+        (800, ["0", "200", "400", "600", "800"]),
+        (4321, ["0", "2,000", "4,000", "6,000"]),
+    ],
+)
+def test_counts_have_round_marks_up_to_the_top(most: int, marks: list[str]) -> None:
+    axis, top = count_axis(most)
+    assert [label for _, label in axis.marks] == marks
+    assert (axis.marks[0][0], axis.marks[-1][0]) == (0, 1)
+    assert top >= most
+
+
+def timeline(*times_ms: int) -> Timeline:
+    made = Timeline()
+    made.add(0, 0, 0, 0)
+    for at_ms in times_ms:
+        made.add(at_ms, 1, 0, 0)
+    return made
+
+
+def test_hours_of_the_day_are_round_and_begin_where_something_happens() -> None:
+    axis, since_ms, until_ms = time_axis([timeline(9 * HOUR_MS + 7, 18 * HOUR_MS), timeline()], hours_of_day=True)
+    assert (since_ms, until_ms) == (8 * HOUR_MS, 18 * HOUR_MS)
+    assert [label for _, label in axis.marks] == ["08:00", "10:00", "12:00", "14:00", "16:00", "18:00"]
+    assert axis.marks[0][0] == 0
+    assert axis.marks[-1][0] == 1
+    axis, _, _ = time_axis([timeline(7 * HOUR_MS, 40 * HOUR_MS)], hours_of_day=True)
+    assert [label for _, label in axis.marks] == ["06:00", "12:00", "18:00", "day 2", "06:00", "12:00"]
+    short, _, _ = time_axis([timeline(10, 25 * 60_000)], hours_of_day=True)
+    assert [label for _, label in short.marks] == ["00:00", "00:05", "00:10", "00:15", "00:20", "00:25"]
+    week, _, _ = time_axis([timeline(10, 160 * HOUR_MS)], hours_of_day=True)
+    assert [label for _, label in week.marks] == ["00:00", *(f"day {day}" for day in range(2, 8))]
+
+
+def test_a_trace_of_files_has_no_time_of_day() -> None:
+    axis, _, _ = time_axis([timeline(10, 30 * HOUR_MS)], hours_of_day=False)
+    assert [label for _, label in axis.marks] == ["0 h", "6 h", "12 h", "18 h", "24 h", "30 h"]
+    assert "since" in axis.title
+
+
+def test_the_axis_of_waits_has_1_2_and_5_in_each_decade() -> None:
+    axis, decades = wait_axis(95.0)
+    assert decades == 3
+    assert [label for _, label in axis.marks] == ["0.1", "0.2", "0.5", "1", "2", "5", "10", "20", "50", "100"]
+    assert [round(share, 3) for share, _ in axis.marks[:4]] == [0, 0.1, 0.233, 0.333]
+    long, decades = wait_axis(500_000.0)
+    assert [label for _, label in long.marks] == ["0.1", "1", "10", "100", "1,000", "10,000", "100,000", "1,000,000"]
+    assert decades == 7
+    assert wait_axis(0)[1] == 1
+
+
+@pytest.mark.parametrize(
+    ("least", "lowest", "marks"), [(0.97, 0.95, 6), (0.93, 0.9, 6), (0.8, 0.8, 5), (0.6, 0.5, 6), (0.2, 0, 6)]
+)
+def test_the_axis_of_shares_begins_at_a_round_one_below_all(least: float, lowest: float, marks: int) -> None:
+    axis, begins = share_axis(least)
+    assert (begins, len(axis.marks), axis.marks[-1]) == (lowest, marks, (1, "100 %"))
+
+
+def test_every_chart_has_its_marks(runs: list[Result]) -> None:
+    said = labels(picture(runs, ABOUT))
+    assert said.count("time of day") == 3
+    assert said.count("seconds") == 1
+    assert said.count("100 %") == 1
+    assert "12:00" in said
