@@ -49,13 +49,18 @@ class DeviceChoice:
         self._everywhere = everywhere
         self._counts: dict[tuple[str, int], int] | None = None  # by kind and MiB: devices that have so much free
 
+    @property
+    def is_even(self) -> bool:
+        """Whether the lease spoils the same on all devices: no lease has asked, or all ask for what this one needs."""
+        return not self._mix.weights or self._mix.only_mib == self._need_mib
+
     def best(self, fitting: Sequence[Place]) -> str | None:
         """Return the best of the devices, on each of which the lease fits; None if there is none."""
         if len(fitting) < 2:
             return fitting[0][0] if fitting else None
         mix, need_mib = self._mix, self._need_mib
-        if not mix.weights or mix.only_mib == need_mib:
-            return min(fitting, key=_free_of)[0]  # nothing is spoilt, or the same everywhere
+        if self.is_even:
+            return min(fitting, key=_free_of)[0]
         # What is spoilt depends on the free memory and the kind: the first device with the same stands for the others.
         if mix.several:
             alike: dict[tuple[str, int], Place] = {}

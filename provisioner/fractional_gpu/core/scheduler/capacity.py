@@ -13,6 +13,7 @@ from planned to what the books themselves count as leaving.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import Device, Lease, OccupancyKind, Reason
@@ -294,14 +295,15 @@ class Capacity:
         if count == 1 and len(plans) == 1:
             yield tuple(plans)
             return
-        choice = self.choice(lease, devices, need_mib)
-        costs = {device_id: self._cost(victims, device_id, lease, choice) for device_id, victims in plans.items()}
+        costs = {device_id: self._cost(victims, device_id, lease) for device_id, victims in plans.items()}
         if count == 1:
-            for device_id in sorted(plans, key=costs.__getitem__):
-                yield (device_id,)
+            choice = self.choice(lease, devices, need_mib)
+            for _, equal in groupby(sorted(plans, key=costs.__getitem__), key=costs.__getitem__):
+                for device_id in self._by_room_left(list(equal), plans, choice):
+                    yield (device_id,)
             return
         by_name: dict[str, list[tuple[int, str]]] = {}
-        for device_id, (_, _, swaps, number, *_) in costs.items():
+        for device_id, (_, _, swaps, number) in costs.items():
             by_name.setdefault(self._books.devices[device_id].spec.name, []).append((swaps + number, device_id))
         groups = [sorted(group, key=lambda one: one[0]) for group in by_name.values()]
         while groups := [group for group in groups if len(group) >= count]:
@@ -313,22 +315,30 @@ class Capacity:
         """Return how far beyond its pool's bound the busy leases of a device would be with the newcomer, in coarse steps."""
         return excess(self._books, self._devices[device_id].device, newcomer, leaving)
 
-    def _cost(
-        self, victims: tuple[Lease, ...], device_id: str, lease: Lease, choice: DeviceChoice
-    ) -> tuple[int, int, int, int, int, int]:
-        """Return what orders plans.
-
-        Busy victims, compute that would be lacking, the cost of all swaps, the number of victims, what the lease spoils of what is free
-        then, the latest activity of a victim.
-        """
-        busy = swaps = latest_ms = 0
+    def _cost(self, victims: tuple[Lease, ...], device_id: str, lease: Lease) -> tuple[int, int, int, int]:
+        """Return what orders plans: busy victims, compute that would be lacking, the cost of all swaps, the number of victims."""
+        busy = swaps = 0
         for victim in victims:
             busy += victim.is_working
             swaps += suspend_cost(self._books, victim)
-            latest_ms = max(latest_ms, victim.last_active_ms)
-        then_mib = self.total_mib(device_id) + sum([one.held_mib for one in victims if device_id in one.device_ids])
-        spoilt = choice.spoilt([(device_id, then_mib)])
-        return (busy, self.excess(device_id, lease, victims), swaps, len(victims), spoilt, latest_ms)
+        return (busy, self.excess(device_id, lease, victims), swaps, len(victims))
+
+    def _by_room_left(
+        self, device_ids: list[str], plans: dict[str, tuple[Lease, ...]], choice: DeviceChoice
+    ) -> list[str]:
+        """Order devices whose plans cost the same: by what the ticket spoils there, then by the latest activity of a victim."""
+        if len(device_ids) == 1:
+            return device_ids
+
+        def rank(device_id: str) -> tuple[int, int]:
+            victims = plans[device_id]
+            spoilt = 0
+            if not choice.is_even:
+                made_mib = sum([one.held_mib for one in victims if device_id in one.device_ids])
+                spoilt = choice.spoilt([(device_id, self.total_mib(device_id) + made_mib)])
+            return spoilt, max([victim.last_active_ms for victim in victims], default=0)
+
+        return sorted(device_ids, key=rank)
 
     @property
     def _host_left_mib(self) -> int:
