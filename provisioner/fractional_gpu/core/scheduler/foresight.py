@@ -99,10 +99,8 @@ class EarlyResumes:
 
     def _displace(self, lease: Lease, devices: tuple[str, ...], capacity: Capacity, victims: Victims) -> bool:
         best: tuple[int, int, str, tuple[Lease, ...]] | None = None
-        choice, bound = (
-            capacity.choice(lease, devices, lease.need_mib),
-            likelihood_milli(lease) * self._resume_ms(lease),
-        )
+        choice = capacity.choice(lease, devices, lease.need_mib)
+        saved = likelihood_milli(lease) * self._resume_ms(lease)
         for device_id in devices:
             chosen = self._leaving(lease, device_id, capacity, victims)
             if chosen is None:
@@ -110,7 +108,7 @@ class EarlyResumes:
             regret = sum(self._regret(victim, lease) for victim in chosen)
             then_mib = capacity.total_mib(device_id) + sum(victim.held_mib for victim in chosen)
             rank = regret, choice.spoilt([(device_id, then_mib)])
-            if regret < bound and (best is None or rank < best[:2]):
+            if regret < saved and (best is None or rank < best[:2]):
                 best = *rank, device_id, chosen
         if best is None:
             return False
