@@ -6,17 +6,18 @@ from html import escape
 from math import ceil, floor, log10
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 330, 220, 52, 14, 30, 34
-_HEAD, _LINE, _CHARACTER = 64, 12, 5.6  # the legend; a label's height and the width of one of its characters
+_HEAD, _LINE, _CHARACTER = 64, 12, 6.2  # the legend; a label's height and the width of one of its characters
 _INTERVALS = 4  # about so many between the ticks of an axis
 _STYLE = (
     "svg{--paper:#fff;--ink:#1f2937;--soft:#4b5563;--grid:#e5e7eb;--a:#2563eb;--b:#d97706;--c:#b91c1c}"
     "@media(prefers-color-scheme:dark){"
     "svg{--paper:#0d1117;--ink:#e5e7eb;--soft:#9ca3af;--grid:#30363d;--a:#60a5fa;--b:#fbbf24;--c:#f87171}}"
     ".paper{fill:var(--paper)}text{font:10px system-ui,sans-serif;fill:var(--soft)}"
+    "text.a,text.b,text.c{paint-order:stroke;stroke:var(--paper);stroke-width:3px;stroke-linejoin:round}"
     ".title{font-size:12px;font-weight:600;fill:var(--ink)}.grid{stroke:var(--grid)}.axis{stroke:var(--soft)}"
     ".line{fill:none;stroke-width:1.5}"
-    ".a{stroke:var(--a)}.b{stroke:var(--b)}.c{stroke:var(--c)}"
-    ".dot.a,text.a{fill:var(--a)}.dot.b,text.b{fill:var(--b)}.dot.c,text.c{fill:var(--c)}text.a,text.b,text.c{stroke:none}"
+    ".line.a{stroke:var(--a)}.line.b{stroke:var(--b)}.line.c{stroke:var(--c)}"
+    ".dot.a,text.a{fill:var(--a)}.dot.b,text.b{fill:var(--b)}.dot.c,text.c{fill:var(--c)}"
 )
 _KINDS = "abc"  # the classes of the style, a colour each
 
@@ -92,7 +93,7 @@ class _Labels:
         wide = _CHARACTER * len(text)
         for left, base in ((x + 6, y - 4), (x + 6, y + 12), (x - 6 - wide, y - 4), (x - 6 - wide, y + 12)):
             box = (left, base - _LINE + 3, left + wide, base + 2)
-            inside = box[0] >= _LEFT and box[2] <= _WIDTH - 2 and box[1] >= _TOP - 8 and box[3] <= _HEIGHT - _BOTTOM
+            inside = box[0] >= _LEFT and box[2] <= _WIDTH - 4 and box[1] >= _TOP - 8 and box[3] <= _HEIGHT - _BOTTOM
             if inside and not any(
                 box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3]
                 for other in self._taken
