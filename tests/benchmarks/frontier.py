@@ -63,9 +63,8 @@ USERS = {
     Habit.PUBLISHED.value: 4,
     Habit.TEACHING_LAB.value: 2,
     Habit.TRAINERS.value: 2,
-    Habit.MIXED.value: 2,
 }
-"""So many times `--users` have this habit: they run few cells, are a class, or are of several kinds. Others: once."""
+"""So many times `--users` have this habit: they run few cells, or are a class. Others: once."""
 SITUATIONS = ("enough", "just enough", "tight")
 SHIPPED = PoolSpec(name="default", devices=())
 _MINUTE_MS = 60_000

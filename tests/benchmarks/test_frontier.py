@@ -13,7 +13,7 @@ from tests.benchmarks import frontier
 from tests.benchmarks.frontier import AUTO, FIXED, HELD, LATE, RULES, SITUATIONS, WAIT, Figures, verdict
 from tests.benchmarks.simulated import GOAL, machine
 
-BUILDERS = frontier.Task("builders", 1, 4)
+BUILDERS = frontier.Task("builders", 1, 2)
 
 
 def figures(**points: tuple[float, float]) -> Figures:
@@ -42,7 +42,7 @@ def test_figures_are_those_of_the_runs() -> None:
 
 
 def test_there_are_enough_devices_just_enough_or_too_few() -> None:
-    task = frontier.Task("published", 1, 10)
+    task = frontier.Task("published", 1, 3)
     trace, memory_mib = frontier.trace_of(task)
     enough, just, tight = frontier.devices_for(trace, memory_mib).values()
     assert enough > just > tight
@@ -77,7 +77,7 @@ def test_a_rule_is_compared_with_the_curve_between_two_fixed_times(wait: float, 
 
 
 def test_what_may_be_luck_is_said_and_no_verdict() -> None:
-    done = [figures(auto=(50, 5), _1h=(40, 4 if seed % 3 else 6)) for seed in range(9)]
+    done = [figures(auto=(50, 5), _1h=(40, 4 if seed % 3 else 6), _3h=(60, 5)) for seed in range(9)]
     found = verdict(done, AUTO)
     assert (found.beaten_by, found.perhaps_by) == ((), ("1h",))
     assert found.place == "on"
@@ -105,11 +105,11 @@ def test_lateness_is_compared_by_itself() -> None:
 
 def test_tables_verdicts_and_curves_come_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     svg, found = tmp_path / "curves.svg", tmp_path / "found.json"
-    arguments = ["--seeds", "2", "--users", "3", "--jobs", "1", "--load", "builders", "--svg", str(svg)]
+    arguments = ["--seeds", "1", "--users", "2", "--jobs", "1", "--load", "builders", "--svg", str(svg)]
     assert frontier.main([*arguments, "--json", str(found)]) == 0
     shown = capsys.readouterr().out
     for situation in SITUATIONS:
-        assert f"builders, {situation}, 2 seeds:" in shown
+        assert f"builders, {situation}, 1 seeds:" in shown
         assert f"| builders, {situation} |" in shown
     assert shown.count("- auto is on the frontier of p95 wait") == 3
     picture = svg.read_text()
@@ -118,7 +118,7 @@ def test_tables_verdicts_and_curves_come_out(capsys: pytest.CaptureFixture[str],
     assert frontier.main(["--read", str(found), "--svg", str(svg)]) == 0
     assert svg.read_text() == picture
     assert capsys.readouterr().out == shown
-    assert len(json.loads(found.read_text())["runs"]["builders"]) == 2
+    assert len(json.loads(found.read_text())["runs"]["builders"]) == 1
 
 
 def test_pods_need_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

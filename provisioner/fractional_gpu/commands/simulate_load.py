@@ -31,7 +31,7 @@ def configure_load(parser: argparse.ArgumentParser) -> None:
         "--habit",
         choices=[habit.value for habit in Habit],
         help="how they work: as in the published trace, as a class, with short cells, with cells of hours, with a job for the night, or "
-        "each fifth of them in another of these ways (default: published)",
+        "a fifth of them in each of these ways (default: published)",
     )
     load.add_argument(
         "--pace",

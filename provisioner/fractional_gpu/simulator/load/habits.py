@@ -10,7 +10,7 @@ each assumes.
 - **Night jobs.** A few cells by day, and a long one that is started in the evening and runs over night; its owner closes the session the
   next morning.
 
-With `MIXED`, each fifth of the users has another habit, the published one among them, and works as in a group that has only that habit:
+With `MIXED`, a fifth of the users has each of these habits and the published one, and works as in a group that has only that habit:
 only the time at which a class begins is another one.
 """
 

@@ -8,7 +8,7 @@ SEVERAL_PERCENT = 39  # 23 of 59
 
 
 class Habit(StrEnum):
-    """How the users work: as in the published trace, in one of the ways of `habits`, or each fifth of them in another one."""
+    """How the users work: as in the published trace, in one of the ways of `habits`, or a fifth of them in each way."""
 
     PUBLISHED = "published"
     TEACHING_LAB = "teaching-lab"
