@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import Device, Lease
-from fractional_gpu.core.changes.idle_costs import IdleCosts
 from fractional_gpu.core.effects import Effect, Recorded
 from fractional_gpu.core.events import Attached, LeaseRequested
 from fractional_gpu.core.forecasts.estimators import DURATIONS, OCTAVES, RATE_BITS, STEP, HoldCosts, leave_after_ms
@@ -187,42 +186,6 @@ def test_what_another_pools_kernels_take_from_each_other_makes_no_kernel_leave()
     reasons = take_turns(started(world, "a", "b"), "a", "b", times=60)
     assert reasons[-1] == "suspend.idle"
     assert world.state("c") is LeaseState.RESIDENT
-
-
-def on_several_devices(world: Hand, *names: str) -> Hand:
-    """Have kernels start that use both devices at once."""
-    for name in names:
-        whole = replace(spec(name, 1000, milli=1000), devices=2)
-        world.send(LeaseRequested(at_ms=world.now, spec=whole, needs_reservation=False))
-        world.send(Attached(at_ms=world.now, lease_id=name, gated=True))
-    return world
-
-
-def test_kernels_on_several_devices_leave_before_the_next_asks_too() -> None:
-    both = replace(auto(), devices=("d0", "d1"))
-    world = on_several_devices(Hand(device("d0"), device("d1"), pools=[both]), "a", "b")
-    reasons = take_turns(world, "a", "b", times=120)
-    assert reasons.count("suspend.needed-by") > 1
-    assert "suspend.needed-by" not in reasons[-10:]
-    assert reasons[-1] == "suspend.idle"
-
-
-def test_of_the_wait_of_a_ticket_for_several_devices_one_part_counts() -> None:
-    rates = []
-    for devices in (1, 2, 4):
-        books = Books()
-        books.pools["p"] = auto()
-        books.add_device(Device(spec=device()))
-        lease = Lease(spec=spec("a"), state=LeaseState.RESIDENT)
-        books.add(lease)
-        books.set_reservation(lease, ("d0",), 600)
-        costs = IdleCosts(books)
-        for _ in range(devices):  # as many leases have to leave
-            costs.saved_for_ticket(lease, devices)
-        costs.granted(lease)
-        rates.append(books.forecasts.hold_rate("p"))
-    assert rates[0] > 0
-    assert rates == [rates[0]] * 3
 
 
 def lost_ms(elsewhere_mib: int, policy: PoolSpec) -> int:

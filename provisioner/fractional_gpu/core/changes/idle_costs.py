@@ -30,15 +30,12 @@ class IdleCosts:
         """When a review is due, or None."""
         return min(self._next_review_ms.values(), default=None)
 
-    def saved_for_ticket(self, lease: Lease, devices: int) -> None:
-        """Note that an idle lease is about to be saved for a ticket for so many devices, which waits for that.
-
-        Of the wait of a ticket for several devices, one part counts: had the lease left before, the ticket would wait for the others.
-        """
+    def saved_for_ticket(self, lease: Lease) -> None:
+        """Note that an idle lease is about to be saved for a ticket, which waits for that."""
         books, pool = self._books, lease.spec.pool
         device = books.devices.get(lease.device_id or "")
         save_ms = books.forecasts.swap_ms(SUSPEND, device.spec.name if device is not None else "", lease.used_mib)
-        self._waited_ms[pool] = self._waited_ms.get(pool, 0) + save_ms // devices
+        self._waited_ms[pool] = self._waited_ms.get(pool, 0) + save_ms
 
     def granted(self, lease: Lease) -> None:
         """Learn from a ticket that has got room."""

@@ -6,8 +6,8 @@ that is expected to cost less than to come back. Coming back costs a person the 
 - the lease's share of a device for each hour, by the pool's price, and
 - what cells lose because idle leases hold memory, as learnt (`HoldCosts`): tickets wait until an idle lease is saved for them, and cells
   share a device with busy neighbours because idle leases hold the memory of a less busy one (`crowding_ms`). Each MiB that idle leases of
-  the pool hold bears its part. A ticket for N devices needs many leases to leave at once: one that has left before spares it about an
-  N-th of that wait, so an N-th counts.
+  the pool hold bears its part. A ticket for several devices needs many leases to leave at once, and waits for busy ones as a rule: one that
+  has left before spares it little, so its waits do not count.
 
 While holding costs nothing, no lease leaves: what a ticket needs it takes anyway. In a pool where tickets find room at once, that is so.
 
