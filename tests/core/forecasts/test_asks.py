@@ -57,6 +57,12 @@ def test_the_table_is_at_most_a_sixteenth_of_the_asks_behind(asks: list[tuple[in
     assert exact - behind * free <= mix.usable(free) <= exact
 
 
+def test_what_cannot_be_is_found() -> None:
+    many = AskMix({(mib, 1): 1 for mib in range(1, MOST_SIZES + 2)})
+    assert list(many.broken()) == ["33 sizes are known, at most 32 may be"]
+    assert list(AskMix({(7, 0): 5}).broken()) == ["asks for 7 MiB on 0 devices have the weight 5"]
+
+
 def test_what_was_asked_for_survives_a_restart() -> None:
     forecasts = Forecasts()
     for mib, devices in ((100, 1), (200, 1), (1000, 4), (100, 1)):

@@ -93,3 +93,19 @@ def test_a_cell_that_asks_in_the_middle_of_the_move_runs_where_the_lease_arrives
     assert (name, target) == ("b", "d0")
     hand.restored(effects)
     assert hand.granted(hand.want("b")) == [("b", "d0")]
+
+
+def test_beside_busy_leases_a_kernel_goes_where_it_spoils_least() -> None:
+    hand = Hand(*(device(name) for name in NAMES), pools=[policy()])
+    for name, mib in (("big", 500), ("f0", 500), ("a", 375), ("f1", 625), ("b", 125)):
+        hand.idle(name, mib)
+    for name in ("f0", "f1"):
+        hand.send(LeaseReleased(at_ms=hand.now, lease_id=name))
+    assert [hand.view(name).device_id for name in ("big", "a", "b")] == ["d0", "d1", "d2"]
+    for name in ("big", "a"):
+        hand.work(name)
+    effects = hand.wait(QUIET_MS)
+    assert hand.suspends(effects) == ["b"]
+    assert hand.resumes(hand.saved(effects)) == [("b", "d1")], (
+        "500 MiB are free on d0 and were asked for, 625 MiB on d1"
+    )
