@@ -1,15 +1,17 @@
 """Choosing a device by what the lease spoils there for the asks to come: laws, by definition, and in the arbiter."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fractional_gpu.core.events import LeaseReleased, SuspendRequested
+from fractional_gpu.core.events import Attached, LeaseReleased, LeaseRequested, SuspendRequested
 from fractional_gpu.core.forecasts.asks import AskMix
+from fractional_gpu.core.model import ReserveBy
 from fractional_gpu.core.rules.fragmentation import DeviceChoice, Place
-from tests.core.driving import Hand, device, pool
+from tests.core.driving import Hand, device, pool, spec
 
 SIZES = (125, 250, 375, 500, 750, 1000)
 MIXES = st.dictionaries(
@@ -179,3 +181,15 @@ def test_every_ticket_for_room_is_an_ask() -> None:
     hand.rest("a")
     hand.want("a")
     assert asks.weights == {(600, 1): 2 * once}, "it was resident, and asked for no room"
+
+
+def test_leases_that_reserve_by_use_are_no_asks_unless_they_have_several_devices() -> None:
+    policy = replace(pool("d0", "d1"), reserve_by=ReserveBy.USE, headroom_mib=50)
+    hand = Hand(device("d0"), device("d1"), pools=[policy])
+    hand.run("a", 600)
+    assert not hand.arbiter.forecasts.asks("p").weights
+    hand.send(LeaseReleased(at_ms=hand.now, lease_id="a"))
+    hand.send(LeaseRequested(at_ms=hand.now, spec=replace(spec("pair", 1000, milli=1000), devices=2)))
+    hand.send(Attached(at_ms=hand.now, lease_id="pair", gated=True))
+    hand.want("pair")
+    assert list(hand.arbiter.forecasts.asks("p").weights) == [(1000, 2)]

@@ -226,7 +226,7 @@ class Changes:
 
     def _enqueue(self, lease: Lease, ticket: Ticket, *, fresh: bool) -> None:
         self.books.enqueue(lease, ticket)
-        if fresh and lease.need_mib:
+        if fresh and lease.need_mib and self.books.reserves_cap(lease):  # what grows with its use is of no size
             self.books.forecasts.asked(lease.spec.pool, lease.need_mib, lease.count)
         if fresh and (self.books.waiting < _FEW or not ticket.order % _ONE_OF):
             self.forecast_recorder.ticket_filed(
