@@ -15,9 +15,9 @@ from fractional_gpu.core.effects import Effect, Granted, Resume, Suspend
 from fractional_gpu.core.events import BusyChanged, Event, LeaseRequested, ResumeFinished, SuspendFinished, Wanted
 from fractional_gpu.core.model import LeaseSpec
 from fractional_gpu.simulator.felt import nearest_rank
-from fractional_gpu.simulator.load import SEVERAL_PERCENT, Load, synthetic_sessions
+from fractional_gpu.simulator.load import Load, synthetic_sessions
 from fractional_gpu.simulator.simulation import simulate
-from tests.benchmarks.simulated import machine, parser, spread_out, write_json
+from tests.benchmarks.simulated import machine, parser, read, spread_out, write_json
 
 _COLUMNS = ("cells", "waited, %", "p95 wait", "worst wait", "p95 in the queue", "worst in the queue")
 
@@ -113,12 +113,10 @@ def summary(runs: Sequence[Waits]) -> dict[str, dict[str, float]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print the table."""
-    made = parser(__doc__.splitlines()[0])
+    made = parser(__doc__.splitlines()[0], several_gpus=True)
     made.add_argument("--devices", type=int, default=6, metavar="N", help="so many devices of 80 GiB (default: 6)")
-    made.add_argument("--several-gpus", type=int, default=SEVERAL_PERCENT, metavar="PERCENT", help="use 4 or 8 GPUs")
-    options = made.parse_args(arguments)
-    seeds = range(options.first, options.first + options.seeds)
-    tasks = [Task(seed, options.users, options.devices, options.several_gpus) for seed in seeds]
+    options = read(made, arguments)
+    tasks = [Task(seed, options.users, options.devices, options.several_gpus) for seed in options.seeds]
     rows = summary(spread_out(measure, tasks, options.jobs, "seeds"))
     sys.stdout.write(f"| lease | {' | '.join(_COLUMNS)} |\n|---|{'---:|' * len(_COLUMNS)}\n")
     for size, values in rows.items():

@@ -22,7 +22,19 @@ from fractional_gpu.simulator.load import Load, Memory, Pace, Signs, synthetic_s
 from fractional_gpu.simulator.result import Result
 from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Session
-from tests.benchmarks.simulated import GOAL, machine, needed, parser, spread_out, table, with_pool, write_json
+from tests.benchmarks.simulated import (
+    GOAL,
+    heading,
+    machine,
+    needed,
+    of_seeds,
+    parser,
+    read,
+    spread_out,
+    table,
+    with_pool,
+    write_json,
+)
 
 LOAD = Load(pace=Pace.SHORT, memory=Memory.CELL, several_percent=0)
 POOL = PoolSpec(name="default", devices=())
@@ -90,16 +102,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument(
         "--foresight", type=int, default=20, metavar="S", help="seconds from a sign to its cell (default: 20)"
     )
-    options = made.parse_args(arguments)
-    seeds = range(options.first, options.first + options.seeds)
-    tasks = [Task(seed, options.users, options.foresight * 1000, options.gpus_per_host) for seed in seeds]
+    options = read(made, arguments)
+    tasks = [Task(seed, options.users, options.foresight * 1000, options.gpus_per_host) for seed in options.seeds]
     done = spread_out(measure, tasks, options.jobs, "seeds")
-    sys.stdout.write(
-        f"{options.users} users, seeds {seeds[0]} to {seeds[-1]}, signs {options.foresight} s before cells:\n\n"
-    )
-    rows = [(name, {column: [one[name][column] for one in done] for column in COLUMNS}) for name in done[0]]
-    sys.stdout.write(table("foresight", COLUMNS, rows))
-    write_json(options.json, {"seeds": list(seeds), "runs": done})
+    sys.stdout.write(heading(options, f"signs {options.foresight} s before cells:"))
+    sys.stdout.write(table("foresight", COLUMNS, of_seeds(done, COLUMNS)))
+    write_json(options.json, {"seeds": list(options.seeds), "runs": done})
     return 0
 
 

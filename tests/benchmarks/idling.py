@@ -17,7 +17,17 @@ from statistics import fmean
 from fractional_gpu.core.model import Foresight, PoolSpec
 from fractional_gpu.simulator.load import Load, Memory, Pace, synthetic_sessions
 from fractional_gpu.simulator.simulation import simulate
-from tests.benchmarks.simulated import machine, parser, spread_out, table, with_pool, write_json
+from tests.benchmarks.simulated import (
+    heading,
+    machine,
+    of_seeds,
+    parser,
+    read,
+    spread_out,
+    table,
+    with_pool,
+    write_json,
+)
 
 LOADS = {
     "long cells": Load(several_percent=0),
@@ -77,20 +87,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print a table for each load."""
     made = parser(__doc__.splitlines()[0])
     made.set_defaults(users=30)
-    options = made.parse_args(arguments)
-    seeds = range(options.first, options.first + options.seeds)
+    options = read(made, arguments)
     found, status = {}, 0
     for load in LOADS:
-        done = spread_out(measure, [Task(load, seed, options.users) for seed in seeds], options.jobs, load)
+        done = spread_out(measure, [Task(load, seed, options.users) for seed in options.seeds], options.jobs, load)
         found[load] = done
-        sys.stdout.write(f"{load}, {options.users} users, seeds {seeds[0]} to {seeds[-1]}:\n\n")
-        rows = [(name, {column: [one[name][column] for one in done] for column in COLUMNS}) for name in RULES]
-        sys.stdout.write(table("idle_after", COLUMNS, rows) + "\n")
+        sys.stdout.write(heading(options, f"{load}:") + table("idle_after", COLUMNS, of_seeds(done, COLUMNS)) + "\n")
         means = {name: {column: fmean(one[name][column] for one in done) for column in COLUMNS} for name in RULES}
         lost = beaten(means)
         status |= bool(lost)
         sys.stdout.write("".join(f"{line}\n" for line in lost or ["no fixed time beats any price of auto"]) + "\n")
-    write_json(options.json, {"seeds": list(seeds), "runs": found})
+    write_json(options.json, {"seeds": list(options.seeds), "runs": found})
     return status
 
 

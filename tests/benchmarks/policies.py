@@ -15,16 +15,28 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import comb
 from statistics import fmean
 
 from fractional_gpu.core.model import Compute, Foresight, PoolSpec, ReserveBy
-from fractional_gpu.simulator.load import SEVERAL_PERCENT, Load, synthetic_sessions
+from fractional_gpu.simulator.load import Load, synthetic_sessions
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.result import Result
 from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Session
-from tests.benchmarks.simulated import GOAL, machine, needed, parser, spread_out, table, with_pool, write_json
+from tests.benchmarks.simulated import (
+    GOAL,
+    heading,
+    machine,
+    needed,
+    of_seeds,
+    parser,
+    read,
+    spread_out,
+    table,
+    with_pool,
+    write_json,
+)
+from tests.benchmarks.stats import SignTest, sign_test
 
 DEFAULT = "as shipped"
 SHIPPED = PoolSpec(name="default", devices=())
@@ -120,15 +132,12 @@ class Gain:
     figure: str
     name: str
     percent: float
-    lower: int
-    higher: int
+    seeds: SignTest
 
     @property
     def luck(self) -> float:
         """The chance that one of all settings is so often lower where none is better (sign test, Bonferroni)."""
-        differ = self.lower + self.higher
-        of_one = sum(comb(differ, count) for count in range(self.lower, differ + 1)) / float(2**differ)
-        return min(1.0, of_one * (len(GRID) - 1))
+        return self.seeds.luck(len(GRID) - 1)
 
 
 def gains(done: Sequence[Mapping[str, Mapping[str, float]]]) -> list[Gain]:
@@ -143,13 +152,8 @@ def gains(done: Sequence[Mapping[str, Mapping[str, float]]]) -> list[Gain]:
                 continue
             if sum(one[name]["out of memory"] > one[DEFAULT]["out of memory"] for one in done):
                 continue  # who lets cells fail has fewer of them to wait
-            pairs = list(zip(other, shipped, strict=True))
             percent = 100 * (1 - fmean(other) / fmean(shipped)) if any(shipped) else 0.0
-            lower, higher = (
-                sum(after < before for after, before in pairs),
-                sum(after > before for after, before in pairs),
-            )
-            of_figure.append(Gain(figure, name, percent, lower, higher))
+            of_figure.append(Gain(figure, name, percent, sign_test(other, shipped)))
         found += sorted(of_figure, key=lambda gain: -gain.percent)
     return found
 
@@ -166,7 +170,7 @@ def verdict(done: Sequence[Mapping[str, Mapping[str, float]]]) -> tuple[str, boo
             f"{figure}: the best setting has a mean {best:.0f} % below the shipped pool's. More than {BETTER_PERCENT} %:"
         )
         said += [
-            f"- {gain.name} by {gain.percent:.0f} %, lower in {gain.lower} seeds and higher in {gain.higher}: "
+            f"- {gain.name} by {gain.percent:.0f} %, lower in {gain.seeds.lower} seeds and higher in {gain.seeds.higher}: "
             + (
                 f"BEATS the shipped pool (luck: {100 * gain.luck:.2g} %)"
                 if gain.luck * 100 < LUCK_PERCENT
@@ -185,24 +189,13 @@ def verdict(done: Sequence[Mapping[str, Mapping[str, float]]]) -> tuple[str, boo
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table and the verdict."""
-    made = parser(__doc__.splitlines()[0])
-    made.add_argument(
-        "--several-gpus",
-        type=int,
-        default=SEVERAL_PERCENT,
-        metavar="PERCENT",
-        help=f"of the sessions use 4 or 8 GPUs (default: {SEVERAL_PERCENT})",
-    )
-    options = made.parse_args(arguments)
-    seeds = range(options.first, options.first + options.seeds)
-    tasks = [Task(seed, options.users, options.several_gpus, options.gpus_per_host) for seed in seeds]
+    options = read(parser(__doc__.splitlines()[0], several_gpus=True), arguments)
+    tasks = [Task(seed, options.users, options.several_gpus, options.gpus_per_host) for seed in options.seeds]
     done = spread_out(measure, tasks, options.jobs, "seeds")
-    sys.stdout.write(f"{options.users} users, seeds {seeds[0]} to {seeds[-1]}, medians:\n\n")
-    rows = [(name, {column: [one[name][column] for one in done] for column in COLUMNS}) for name in GRID]
-    sys.stdout.write(table("setting", COLUMNS, rows))
+    sys.stdout.write(heading(options, "medians:") + table("setting", COLUMNS, of_seeds(done, COLUMNS)))
     said, beaten = verdict(done)
     sys.stdout.write(f"\n{said}")
-    write_json(options.json, {"seeds": list(seeds), "settings": done})
+    write_json(options.json, {"seeds": list(options.seeds), "settings": done})
     return int(beaten)
 
 

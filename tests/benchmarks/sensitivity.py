@@ -21,10 +21,12 @@ from tests.benchmarks.simulated import (
     FIGURES,
     GOAL,
     figures,
+    heading,
     least,
     machine,
     needed,
     parser,
+    read,
     spread_out,
     table,
     write_json,
@@ -84,11 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument(
         "--week", type=int, default=7, metavar="DAYS", help="days of the rows about weekends (default: 7)"
     )
-    options = made.parse_args(arguments)
-    seeds = range(options.first, options.first + options.seeds)
-    sys.stdout.write(
-        f"{options.users} users, seeds {seeds[0]} to {seeds[-1]}. The usual load, and differences to it:\n\n"
-    )
+    options = read(made, arguments)
+    seeds = options.seeds
+    sys.stdout.write(heading(options, "the usual load, and differences to it:"))
     found: dict[str, list[dict[str, float]]] = {}
     rows: list[tuple[str, Mapping[str, Sequence[float]]]] = []
     for days, name, switches in ((1, "usual", SWITCHES), (options.week, "usual, for a week", WEEKENDS)):

@@ -18,7 +18,7 @@ from fractional_gpu.core.model import Compute, PoolSpec
 from fractional_gpu.simulator.baselines import run_baseline
 from fractional_gpu.simulator.felt import Goal
 from fractional_gpu.simulator.hosts import DoorRule
-from fractional_gpu.simulator.load import SEVERAL_PERCENT, Load, synthetic_sessions
+from fractional_gpu.simulator.load import Load, synthetic_sessions
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.result import Result
 from fractional_gpu.simulator.simulation import simulate
@@ -27,9 +27,12 @@ from tests.benchmarks.simulated import (
     FIGURES,
     GOAL,
     figures,
+    heading,
     machine,
     needed,
+    of_seeds,
     parser,
+    read,
     spread_out,
     table,
     with_pool,
@@ -85,23 +88,13 @@ def measure(task: Task) -> dict[str, dict[str, float]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print the table."""
-    made = parser(__doc__.splitlines()[0])
-    made.add_argument(
-        "--several-gpus",
-        type=int,
-        default=SEVERAL_PERCENT,
-        metavar="PERCENT",
-        help=f"of the sessions use 4 or 8 GPUs (default: {SEVERAL_PERCENT})",
-    )
-    options = made.parse_args(arguments)
-    seeds = range(options.first, options.first + options.seeds)
-    tasks = [Task(seed, options.users, options.several_gpus, options.gpus_per_host) for seed in seeds]
+    options = read(parser(__doc__.splitlines()[0], several_gpus=True), arguments)
+    tasks = [Task(seed, options.users, options.several_gpus, options.gpus_per_host) for seed in options.seeds]
     done = spread_out(measure, tasks, options.jobs, "seeds")
-    sys.stdout.write(f"{options.users} users, seeds {seeds[0]} to {seeds[-1]}, goal: 95 % of the waits at most 3 s\n\n")
     columns = ("devices", *FIGURES)
-    rows = [(name, {column: [one[name][column] for one in done] for column in columns}) for name in WAYS]
-    sys.stdout.write(table("way of sharing", columns, rows))
-    write_json(options.json, {"seeds": list(seeds), "ways": done})
+    sys.stdout.write(heading(options, "goal: 95 % of the waits at most 3 s"))
+    sys.stdout.write(table("way of sharing", columns, of_seeds(done, columns)))
+    write_json(options.json, {"seeds": list(options.seeds), "ways": done})
     return 0
 
 

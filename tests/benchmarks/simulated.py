@@ -1,4 +1,4 @@
-"""What the benchmarks of the simulator share: machines, figures of a run, tables of medians over seeds, and work on all processor cores."""
+"""What the benchmarks of the simulator share: options, machines, figures of a run, tables of medians over seeds, work on all cores."""
 
 import argparse
 import json
@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.simulator.felt import Goal
+from fractional_gpu.simulator.load import SEVERAL_PERCENT
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.result import Result
 from fractional_gpu.simulator.search import devices_for_cells, fewest
@@ -21,6 +22,7 @@ from fractional_gpu.simulator.traces import Session
 from tests.benchmarks.stats import median_estimate
 
 DEVICE_MIB = 81_920
+Row = tuple[str, Mapping[str, Sequence[float]]]
 Task = TypeVar("Task")
 Done = TypeVar("Done")
 GOAL = Goal(p95_wait_ms=3_000)
@@ -41,15 +43,21 @@ FIGURES = (
 
 
 def machine(
-    count: int, pool: PoolSpec | None = None, *, each: int = 0, failed_swaps_percent: int = 0, seed: int = 1
+    count: int,
+    pool: PoolSpec | None = None,
+    *,
+    each: int = 0,
+    memory_mib: int = DEVICE_MIB,
+    failed_swaps_percent: int = 0,
+    seed: int = 1,
 ) -> tuple[Host, ...]:
-    """Return hosts of `each` devices of 80 GiB in one pool, by default the one that is shipped, with at least so many devices in all.
+    """Return hosts of `each` devices (of 80 GiB by default) in one pool, by default the shipped one, with at least so many devices in all.
 
     With `each` 0 all devices are in one host.
     """
     inside = each or count
     names = tuple(f"simulated-{number}" for number in range(inside))
-    devices = tuple(DeviceSpec(device_id=name, name="simulated", memory_mib=DEVICE_MIB) for name in names)
+    devices = tuple(DeviceSpec(device_id=name, name="simulated", memory_mib=memory_mib) for name in names)
     shipped = PoolSpec(name="default", devices=names)
     host = Host(devices=devices, pools=(shipped,), failed_swaps_percent=failed_swaps_percent, seed=seed)
     return (with_pool(host, pool) if pool is not None else host,) * -(-count // inside)
@@ -65,12 +73,14 @@ def least(trace: Sequence[Session]) -> int:
     return max(1, *(max(session.gpus, session.most_gpus) for session in trace))
 
 
-def needed(run: Callable[[int], Result], trace: Sequence[Session], each: int = 0) -> Result:
+def needed(
+    run: Callable[[int], Result], trace: Sequence[Session], each: int = 0, memory_mib: int = DEVICE_MIB
+) -> Result:
     """Return the run with the fewest devices, or hosts of `each` devices, that keeps GOAL. `run` is told how many devices.
 
     Raises SimulationError where one device for each GPU, or one host for each session, is too few.
     """
-    (host,) = machine(each or least(trace), each=each)
+    (host,) = machine(each or least(trace), each=each, memory_mib=memory_mib)
     start = devices_for_cells(trace, host)
     if not each:
         return fewest(run, GOAL, sum(session.gpus for session in trace), least=least(trace), start=start)
@@ -97,8 +107,8 @@ def figures(result: Result, devices_needed: int) -> dict[str, float]:
     return dict(zip(FIGURES, values, strict=True))
 
 
-def parser(what: str) -> argparse.ArgumentParser:
-    """Return a parser with the options of both benchmarks."""
+def parser(what: str, *, several_gpus: bool = False) -> argparse.ArgumentParser:
+    """Return a parser with the options of all these benchmarks; some have `--several-gpus`, too."""
     made = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--seeds", type=int, default=20, metavar="N", help="so many traces (default: 20)")
     made.add_argument("--first", type=int, default=1, metavar="S", help="the first of their seeds (default: 1)")
@@ -110,7 +120,34 @@ def parser(what: str) -> argparse.ArgumentParser:
         "--gpus-per-host", type=int, default=8, metavar="N", help="devices of each host; 0: all in one (default: 8)"
     )
     made.add_argument("--json", type=Path, metavar="FILE", help="write every seed's figures there")
+    if several_gpus:
+        made.add_argument(
+            "--several-gpus",
+            type=int,
+            default=SEVERAL_PERCENT,
+            metavar="PERCENT",
+            help=f"of the sessions use 4 or 8 GPUs (default: {SEVERAL_PERCENT})",
+        )
     return made
+
+
+def read(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options; `seeds` is the range of the seeds then."""
+    options = made.parse_args(arguments)
+    if options.seeds < 1:
+        made.error(f"--seeds {options.seeds} is not allowed; a number from 1 on is")
+    options.seeds = range(options.first, options.first + options.seeds)
+    return options
+
+
+def heading(options: argparse.Namespace, about: str) -> str:
+    """Return the line above a table: whose figures it has."""
+    return f"{options.users} users, seeds {options.seeds[0]} to {options.seeds[-1]}, {about}\n\n"
+
+
+def of_seeds(done: Sequence[Mapping[str, Mapping[str, float]]], columns: Sequence[str]) -> list[Row]:
+    """Return the rows of a table: of each row that the seeds have, the figures of all seeds by column."""
+    return [(name, {column: [one[name][column] for one in done] for column in columns}) for name in done[0]]
 
 
 def spread_out(work: Callable[[Task], Done], tasks: Sequence[Task], jobs: int, what: str) -> list[Done]:
@@ -127,7 +164,7 @@ def spread_out(work: Callable[[Task], Done], tasks: Sequence[Task], jobs: int, w
     return [done[at] for at in range(len(tasks))]
 
 
-def table(head: str, columns: Sequence[str], rows: Iterable[tuple[str, Mapping[str, Sequence[float]]]]) -> str:
+def table(head: str, columns: Sequence[str], rows: Iterable[Row]) -> str:
     """Return a Markdown table: of each row and column the median of the seeds and its 95 % interval."""
     lines = [f"| {head} | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns)]
     for name, values in rows:

@@ -11,7 +11,16 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["CONFIDENCE", "Estimate", "compare_percentiles", "median", "median_estimate", "percentile"]
+__all__ = [
+    "CONFIDENCE",
+    "Estimate",
+    "SignTest",
+    "compare_percentiles",
+    "median",
+    "median_estimate",
+    "percentile",
+    "sign_test",
+]
 
 CONFIDENCE = 0.95
 _RESAMPLES = 1000
@@ -74,6 +83,26 @@ def compare_percentiles(ours: Sequence[float], theirs: Sequence[float], percent:
     drawn = [quotient(lambda samples: draw.choices(samples, k=len(samples))) for _ in range(_RESAMPLES)]
     tail = (1 - CONFIDENCE) / 2 * 100
     return Estimate(value, percentile(drawn, tail), percentile(drawn, 100 - tail))
+
+
+@dataclass(frozen=True, slots=True)
+class SignTest:
+    """In how many pairs one of two is lower, and in how many it is higher; pairs of equals say nothing."""
+
+    lower: int
+    higher: int
+
+    def luck(self, tries: int = 1) -> float:
+        """Return the chance that one of so many things that are compared is so often lower where none is (Bonferroni)."""
+        differ = self.lower + self.higher
+        of_one = sum(math.comb(differ, count) for count in range(self.lower, differ + 1)) / float(2**differ)
+        return min(1.0, of_one * tries)
+
+
+def sign_test(ours: Sequence[float], theirs: Sequence[float]) -> SignTest:
+    """Compare pair by pair. Raises ValueError where there are not as many of both."""
+    pairs = list(zip(ours, theirs, strict=True))
+    return SignTest(sum(one < other for one, other in pairs), sum(one > other for one, other in pairs))
 
 
 def _skipped(count: int) -> int | None:

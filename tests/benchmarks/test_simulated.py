@@ -7,7 +7,7 @@ import pytest
 
 from fractional_gpu.simulator.load import Load, synthetic_sessions
 from fractional_gpu.simulator.simulation import simulate
-from tests.benchmarks import by_size, policies, sensitivity, sharing
+from tests.benchmarks import by_size, device_choice, policies, sensitivity, sharing
 from tests.benchmarks.simulated import FIGURES, GOAL, cell, machine
 
 ONE_GPU = Load(several_percent=0)
@@ -115,3 +115,15 @@ def test_waits_by_size_are_those_of_the_run_and_a_swap_for_oneself_is_no_time_in
     rows = by_size.summary([waits])
     assert max(row["worst wait"] for row in rows.values()) == max(found) / 1000
     assert any(row["worst in the queue"] < row["worst wait"] for row in rows.values())
+
+
+def test_the_choice_of_devices_is_measured_with_the_mix_and_with_best_fit() -> None:
+    task = device_choice.Task(seed=1, users=20, devices=3, several_percent=0)
+    found = device_choice.measure(task)
+    trace = synthetic_sessions(20, 1, 1, ONE_GPU)
+    waited = simulate(machine(3), trace).waits.nonzero_percent()
+    assert found["as shipped"]["mix"]["waited, %"] == waited
+    assert found["pack"]["mix"] != found["pack"]["best fit"], "the mix decides something"
+    (shown,) = [line for line in device_choice.as_table([found, found]).splitlines() if line.startswith("| pack |")]
+    worse = found["pack"]["mix"]["suspends"] > found["pack"]["best fit"]["suspends"]
+    assert shown.endswith("2 worse) |") == worse

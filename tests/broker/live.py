@@ -24,13 +24,11 @@ from fractional_gpu.broker.api.lease_routes import make_server
 from fractional_gpu.broker.api.lease_service import LeaseService
 from fractional_gpu.broker.api.seat_routes import SEAT_ROUTES
 from fractional_gpu.broker.broker import Broker
-from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
+from fractional_gpu.broker.process.run import configuration, make_arbiter
 from fractional_gpu.broker.swap.steps import SwapTimes
 from fractional_gpu.broker.swap.swap import Swaps
 from fractional_gpu.config import load
-from fractional_gpu.core.arbiter import Arbiter
-from fractional_gpu.core.events import DeviceSeen, HostMemorySeen, PoolConfigured
 from fractional_gpu.core.model import DeviceSpec
 from fractional_gpu.gpu.open import open_monitor
 from fractional_gpu.gpu.simulated.host import create, destroy
@@ -121,13 +119,10 @@ class LiveBroker:
         self.loop = asyncio.get_running_loop()
         devices = monitor.devices()
         by_id = {device.device_id: device for device in devices}
-        self.broker = Broker(Arbiter(), monitor, swaps, LedgerWriter(self.disk), devices=by_id)
+        self.broker = Broker(make_arbiter(self.disk), monitor, swaps, LedgerWriter(self.disk), devices=by_id)
         specs = [DeviceSpec(device_id=one.device_id, name=one.name, memory_mib=one.memory_mib) for one in devices]
-        for spec in specs:
-            self.broker.dispatch(DeviceSeen(at_ms=now_ms(), device=spec))
-        for pool in settings.pool_specs(specs):
-            self.broker.dispatch(PoolConfigured(at_ms=now_ms(), pool=pool))
-        self.broker.dispatch(HostMemorySeen(at_ms=now_ms(), budget_mib=4096))
+        for event in configuration(settings, specs, specs, host_budget_mib=4096):
+            self.broker.dispatch(event)
         self.service = LeaseService(self.broker, settings)
         self.server = server = make_server(self.service, self.socket, more=SEAT_ROUTES)
         server.add_socket(bind_unix_socket(self.socket, mode=0o666))

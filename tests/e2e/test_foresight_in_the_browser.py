@@ -17,14 +17,16 @@ UNTOLD = "nobody_may_hear_of_this"
 
 
 @contextmanager
-def two_notebooks(world: World, *, foresight: bool = True) -> Iterator[tuple[Lab, list[Request]]]:
-    """The first notebook is in front, and its kernel was suspended for that of the second, which has ended. Yields what the page tells."""
+def two_notebooks(world: World) -> Iterator[tuple[Lab, list[Request]]]:
+    """The first notebook is in front, and its kernel was suspended for that of the second, which has ended. Yields what the page tells.
+
+    The settings of the page switch foresight off.
+    """
     world.install(750)
+    settings = world.folder / "config" / "lab" / "user-settings" / "jupyter-fractional-gpu"
+    settings.mkdir(parents=True)
+    (settings / "status.jupyterlab-settings").write_text(json.dumps({"foresight": False}))
     with opened_lab(world) as lab:
-        if not foresight:
-            lab.server.request("PUT", SETTINGS, {"raw": json.dumps({"foresight": False})})
-            lab.page.reload()
-            expect(lab.page.locator(".jp-LauncherCard").first).to_be_visible()
         told: list[Request] = []
         lab.page.on("request", lambda one: told.append(one) if one.url.partition("?")[0].endswith("/expect") else None)
         lab.launch(KERNEL)
@@ -43,47 +45,65 @@ def two_notebooks(world: World, *, foresight: bool = True) -> Iterator[tuple[Lab
         yield lab, told
 
 
+def switch_on(world: World, lab: Lab) -> None:
+    """Switch foresight on in the page's settings, load the page with this notebook alone, and suspend its kernel again."""
+    lab.server.request("PUT", SETTINGS, {"raw": json.dumps({"foresight": True})})
+    lab.page.goto(f"{lab.server.url}lab/tree/Untitled.ipynb?reset")
+    expect(lab.item).to_contain_text("of 768 MiB")
+    (kernel,) = lab.server.request("GET", "api/kernels")
+    with world.client() as client:
+        client.suspend(world.lease(kernel["id"]).lease_id)
+    expect(lab.item).to_contain_text("suspended")
+
+
 def story(world: World, lab: Lab) -> list[str]:
     (kernel,) = lab.server.request("GET", "api/kernels")
     with world.client() as client:
         return [line.reason for line in client.story(world.lease(kernel["id"]).lease_id).lines]
 
 
-def test_who_types_finds_the_kernel_back_and_the_cell_waits_for_nothing(world: World) -> None:
+def test_who_types_finds_the_kernel_back_and_where_it_is_switched_off_the_page_tells_nothing(world: World) -> None:
     with two_notebooks(world) as (lab, told):
-        lab.cells.last.locator(".cm-content").click()
-        lab.page.keyboard.type(f"{UNTOLD} = 1\n")
-        lab.page.keyboard.insert_text(CHECK.strip())
-        expect(lab.item).to_contain_text("of 768 MiB")
-        before = story(world, lab)
-        assert "resume.expected" in before
-        lab.page.keyboard.press("Shift+Enter")
-        expect(lab.output).to_contain_text("intact")
-        after = story(world, lab)[len(before) :]
-        assert not [one for one in after if one.startswith(("wait.", "resume.", "grant."))], "it ran at once"
-        lab.run("%gpu explain")
-        expect(lab.output).to_contain_text(
-            re.compile(r"a cell is expected \((a cell is being edited|its notebook came)")
-        )
-
-        assert told, "the page told no sign"
-        for request in told:
-            body = json.loads(request.post_data or "")
-            assert body.keys() == {"sign"}
-            assert body["sign"] in {"focus", "scroll", "typing", "hover"}
-            assert UNTOLD not in request.url
+        nothing_is_told_where_it_is_switched_off(world, lab, told)
+        switch_on(world, lab)
+        told.clear()  # while the page was loaded its kernel was on the GPU
+        the_kernel_is_back_and_the_cell_waits_for_nothing(world, lab)
+        only_one_word_leaves_the_page(told)
 
 
-def test_a_page_whose_settings_switch_it_off_tells_nothing(world: World) -> None:
-    with two_notebooks(world, foresight=False) as (lab, told):
-        lab.cells.last.locator(".cm-content").click()
-        lab.page.keyboard.type("1 + 1")
-        assert lab.page.evaluate("document.activeElement.closest('.jp-Notebook') !== null")
-        lab.page.keyboard.press("Shift+Enter")
-        lab.run(CHECK.strip())
-        expect(lab.output).to_contain_text("intact")
-        assert not told
-        assert "resume.expected" not in story(world, lab)
+def nothing_is_told_where_it_is_switched_off(world: World, lab: Lab, told: list[Request]) -> None:
+    lab.cells.last.locator(".cm-content").click()
+    lab.page.keyboard.type("1 + 1")
+    assert lab.page.evaluate("document.activeElement.closest('.jp-Notebook') !== null")
+    lab.page.keyboard.press("Shift+Enter")
+    lab.run(CHECK.strip())
+    expect(lab.output).to_contain_text("intact")
+    assert not told
+    assert "resume.expected" not in story(world, lab)
+
+
+def the_kernel_is_back_and_the_cell_waits_for_nothing(world: World, lab: Lab) -> None:
+    lab.cells.last.locator(".cm-content").click()
+    lab.page.keyboard.type(f"{UNTOLD} = 1\n")
+    lab.page.keyboard.insert_text(CHECK.strip())
+    expect(lab.item).to_contain_text("of 768 MiB")
+    before = story(world, lab)
+    assert "resume.expected" in before
+    lab.page.keyboard.press("Shift+Enter")
+    expect(lab.output).to_contain_text("intact")
+    after = story(world, lab)[len(before) :]
+    assert not [one for one in after if one.startswith(("wait.", "resume.", "grant."))], "it ran at once"
+    lab.run("%gpu explain")
+    expect(lab.output).to_contain_text(re.compile(r"a cell is expected \((a cell is being edited|its notebook came)"))
+
+
+def only_one_word_leaves_the_page(told: list[Request]) -> None:
+    assert told, "the page told no sign"
+    for request in told:
+        body = json.loads(request.post_data or "")
+        assert body.keys() == {"sign"}
+        assert body["sign"] in {"focus", "scroll", "typing", "hover"}
+        assert UNTOLD not in request.url
 
 
 def test_notebook_7_tells_it_alike(world: World) -> None:

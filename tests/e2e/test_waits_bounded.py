@@ -72,9 +72,15 @@ def _configure(world: World, preempt: str, more: str = "") -> None:
     world.configure(f"c.GPUBroker.pools = {{'default': {policy!r}}}\n{more}")
 
 
-@pytest.mark.parametrize("preempt", ["", "never"], ids=["default", "never"])
-@pytest.mark.parametrize("pause_s", [0.0, 0.05], ids=["back-to-back", "with-pauses"])
-@pytest.mark.parametrize("used", [True, False], ids=["with-memory", "without-context"])
+@pytest.mark.parametrize(
+    ("preempt", "pause_s", "used"),
+    [  # every pair of values once
+        pytest.param("", 0.0, True, id="default-back-to-back-with-memory"),
+        pytest.param("", 0.05, False, id="default-with-pauses-without-context"),
+        pytest.param("never", 0.0, False, id="never-back-to-back-without-context"),
+        pytest.param("never", 0.05, True, id="never-with-pauses-with-memory"),
+    ],
+)
 def test_small_cells_make_room_after_their_turn(
     world: World, server: Server, preempt: str, pause_s: float, used: bool
 ) -> None:

@@ -551,7 +551,7 @@ def test_what_cannot_be_audited_is_one_sentence(capsys: pytest.CaptureFixture[st
     (tmp_path / "odd.log").write_text(record.read_text() + '{"world":"ends"}\n')
     (tmp_path / "half.gz").write_bytes(b"\x1f\x8b")
     for name, sentence in (
-        ("old.log", "the record is not of version 3; record the run again with --record"),
+        ("old.log", "the record is not of version 4; record the run again with --record"),
         ("empty.log", "is empty"),
         ("odd.log", "cannot be read: KeyError 'at_ms'"),
         ("half.gz", "cannot be read"),

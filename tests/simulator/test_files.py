@@ -127,6 +127,18 @@ def test_a_record_of_version_2_is_still_replayed(tmp_path: Path, trace: list[Ses
     assert replay(tmp_path / "old.log") == replay(tmp_path / "run.log")
 
 
+def test_a_record_of_version_3_is_read_and_where_devices_were_chosen_otherwise_the_replay_says_so(
+    tmp_path: Path, trace: list[Session]
+) -> None:
+    record(tmp_path / "run.log", trace)
+    text = (tmp_path / "run.log").read_text().replace('"version":4', '"version":3', 1)
+    (tmp_path / "old.log").write_text(text)
+    assert replay(tmp_path / "old.log") == replay(tmp_path / "run.log")
+    (tmp_path / "old.log").write_text(re.sub(r'"digest":"[0-9a-f]+"', '"digest":"of other devices"', text))
+    with pytest.raises(SimulationError, match="the log is of version 3, whose arbiters chose devices by other rules"):
+        replay(tmp_path / "old.log")
+
+
 def test_each_host_is_replayed_by_its_own_arbiter(tmp_path: Path, trace: list[Session]) -> None:
     hosts = (host(), host())
     with EventLog(tmp_path / "run.log", hosts, trace) as log:
@@ -168,7 +180,7 @@ def test_a_record_has_the_machine_the_sessions_and_the_effects(tmp_path: Path, t
     record(tmp_path / "run.log", trace)
     head, *lines = map(json.loads, (tmp_path / "run.log").read_text().splitlines())
     (machine,) = head["hosts"]
-    assert (head["version"], machine["devices"][0]["memory_mib"], machine["swap"]["fixed_ms"]) == (3, 81_920, 300)
+    assert (head["version"], machine["devices"][0]["memory_mib"], machine["swap"]["fixed_ms"]) == (4, 81_920, 300)
     assert (head["name"], head["baseline"], machine["pools"][0]["name"]) == ("fractional", None, "default")
     assert {line["host"] for line in lines if "cells" not in line} == {0}
     cells = [line["cells"] for line in lines if "cells" in line]
@@ -213,7 +225,7 @@ def test_a_damaged_log_says_where(tmp_path: Path, line: str, message: str) -> No
 
 def test_another_file_is_no_log(tmp_path: Path) -> None:
     (tmp_path / "run.log").write_text("{}\n")
-    with pytest.raises(TraceError, match="is not an event log of version 1 to 3; record one with --record"):
+    with pytest.raises(TraceError, match="is not an event log of version 1 to 4; record one with --record"):
         replay(tmp_path / "run.log")
 
 

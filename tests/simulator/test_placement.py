@@ -2,14 +2,34 @@
 
 import random
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from fractional_gpu.core.events import Attached, LeaseRequested
 from fractional_gpu.simulator import SimulationError, TraceError
-from fractional_gpu.simulator.placement import Node, NodeShape, PodKind, Policy, arrivals, place, read_nodes, read_pods
-from fractional_gpu.simulator.policies import POLICIES, BestFit, DotProduct, FragmentationDescent, typical_pods
+from fractional_gpu.simulator.placement import (
+    MILLI,
+    Node,
+    NodeShape,
+    PodKind,
+    Policy,
+    arrivals,
+    place,
+    read_nodes,
+    read_pods,
+)
+from fractional_gpu.simulator.policies import (
+    POLICIES,
+    BestFit,
+    BrokerScorer,
+    DotProduct,
+    FragmentationDescent,
+    typical_pods,
+)
 from fractional_gpu.simulator.tuning import LEAST_GAIN, START, Step, tune
+from tests.core.driving import Hand, device, pool, spec
 
 WHOLE = PodKind(4000, 1, 1000)
 HALF = PodKind(4000, 1, 500)
@@ -83,6 +103,35 @@ def test_pods_arrive_until_130_percent_are_asked_for() -> None:
     assert 104_000 - 2000 < asked <= 104_000
     assert all(coming.count(kind) >= PODS.count(kind) for kind in set(PODS))
     assert sum(pod.demand_milli for pod in arrivals(PODS, 10_000, random.Random(1))) <= 13_000
+
+
+@pytest.mark.parametrize("name", ["broker", "broker-cpu"])
+def test_the_brokers_policies_know_no_pod_beforehand(name: str) -> None:
+    assert place(NODES, PODS, POLICIES[name](PODS), 5) == place(NODES, PODS, POLICIES[name]([]), 5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_on_one_host_the_policy_named_broker_chooses_the_devices_that_the_arbiter_chooses(seed: int) -> None:
+    rng, ids = random.Random(seed), [f"d{number}" for number in range(8)]
+    hand = Hand(*(device(name, memory_mib=MILLI) for name in ids), pools=[pool(*ids)])
+    node, policy, placed = Node(NodeShape(10**6, 8, "H"), 10**6, [MILLI] * 8), BrokerScorer(), 0
+    kinds = [PodKind(1, 1, milli) for milli in (125, 190, 250, 500, 810, 1000)] + [PodKind(1, 2, MILLI)]
+    for number in range(60):
+        kind = rng.choice(kinds)
+        if not node.fits(kind):
+            continue
+        policy.arrived(kind)
+        before = list(node.left)
+        node.take(kind, policy.gpu(node, kind, rng) if kind.gpus == 1 and kind.milli < MILLI else None)
+        lease = replace(spec(f"k{number}", kind.milli, milli=kind.milli), devices=kind.gpus)
+        hand.send(LeaseRequested(at_ms=hand.now, spec=lease))
+        hand.send(Attached(at_ms=hand.now, lease_id=f"k{number}", gated=True))
+        hand.want(f"k{number}")
+        hand.work(f"k{number}")
+        taken = [ids[gpu] for gpu in range(8) if node.left[gpu] != before[gpu]]
+        assert sorted(hand.view(f"k{number}").device_ids) == taken
+        placed += 1
+    assert placed >= 9
 
 
 class _Slow(Policy):

@@ -249,6 +249,36 @@ def test_a_recorded_run_can_be_replayed(capsys: pytest.CaptureFixture[str], tmp_
         (["--users", "2", "--lunch", "noon"], 2, "--lunch: "),
         (["--users", "2", "--lunch", "5h"], 2, "--lunch 5h is not allowed; a time of at most 4h is"),
         (["--users", "2", "--time-zones", "25"], 2, "--time-zones 25 is not allowed; a whole number from 1 to 24 is"),
+        (
+            ["--users", "2", "--habit", "builders", "--pace", "long"],
+            2,
+            "--pace long is not allowed with --habit builders, because it describes users of the published habit only",
+        ),
+        (
+            ["--users", "2", "--habit", "trainers", "--several-gpus", "0"],
+            2,
+            "--several-gpus 0 is not allowed with --habit trainers",
+        ),
+        (
+            ["--users", "2", "--habit", "mixed", "--memory-of", "cell"],
+            2,
+            "--memory-of cell is not allowed with --habit mixed",
+        ),
+        (
+            ["--users", "2", "--habit", "teaching-lab", "--joint-starts", "40"],
+            2,
+            "--joint-starts 40 is not allowed with --habit teaching-lab",
+        ),
+        (
+            ["--users", "2", "--habit", "teaching-lab", "--lunch", "1h"],
+            2,
+            "--lunch 1h is not allowed with --habit teaching-lab, whose classes have no lunch; leave one of the two out",
+        ),
+        (
+            ["--sessions", "a.csv", "--cells", "b.csv", "--habit", "builders"],
+            2,
+            "--habit builders is not allowed with --sessions, whose sessions are as the files say; leave it out",
+        ),
         (["--placement"], 2, "--placement needs --nodes FILE and --pods FILE"),
     ],
 )
@@ -269,6 +299,17 @@ def test_a_machine_too_small_for_sessions_of_several_gpus_says_what_to_do(capsys
     shown = capsys.readouterr()
     assert "sessions that use several GPUs at once are left out" in shown.err
     assert json.loads(shown.out)["sessions"] < 40
+
+
+@pytest.mark.parametrize("habit", ["teaching-lab", "builders", "trainers", "night-jobs", "mixed"])
+def test_a_habit_changes_what_users_do_and_its_sessions_run_to_their_ends(
+    habit: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usual = simulated(capsys, "--users", "5", "--devices", "8x80GiB", "--habit", "published")
+    assert {**usual, "wall_s": 0} == {**simulated(capsys, "--users", "5", "--devices", "8x80GiB"), "wall_s": 0}
+    figures = simulated(capsys, "--users", "5", "--devices", "8x80GiB", "--habit", habit)
+    assert (figures["lost"], figures["out_of_memory"]) == (0, 0)
+    assert figures["busy_gpu_hours"] != usual["busy_gpu_hours"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from fractional_gpu.simulator.load import CLASS_SIZE, Load, Memory, Pace, synthetic_sessions
+from fractional_gpu.simulator.load import CLASS_SIZE, Habit, Load, Memory, Pace, synthetic_sessions
 from fractional_gpu.simulator.traces import Cell, Session
 
 USERS = 600
@@ -116,7 +116,17 @@ def test_more_users_leave_what_the_others_do(usual: list[Session]) -> None:
 ALL = Load(joint_percent=40, lunch_ms=3 * HOUR_MS, weekends=True, time_zones=3, ask_error_percent=40)
 
 
-@pytest.mark.parametrize("load", [Load(), Load(pace=Pace.SHORT), ALL, replace(ALL, pace=Pace.SHORT)])
+@pytest.mark.parametrize(
+    "load",
+    [
+        Load(),
+        Load(pace=Pace.SHORT),
+        ALL,
+        replace(ALL, pace=Pace.SHORT),
+        *(Load(habit=habit) for habit in Habit),
+        *(replace(ALL, habit=habit) for habit in Habit),
+    ],
+)
 def test_cells_lie_inside_their_sessions_and_after_one_another(load: Load) -> None:
     for session in synthetic_sessions(100, 1, 1, load):
         ends = [cell.start_ms + cell.duration_ms for cell in session.cells]
@@ -206,6 +216,7 @@ def drawn(session: Session) -> dict[str, list[object]]:
 @pytest.mark.parametrize(
     ("load", "changes"),
     [
+        (Load(habit=Habit.BUILDERS), {"memory", "several", "length"}),  # hours and utilisation are drawn alike
         (Load(pace=Pace.SHORT), {"length"}),
         (Load(memory=Memory.CELL), {"memory"}),
         (Load(several_percent=0), {"several", "memory"}),  # a session of several GPUs holds less on each
@@ -222,6 +233,8 @@ def test_a_switch_leaves_the_other_draws_as_they_are(load: Load, changes: set[st
     switched = {session.session_id: session for session in synthetic_sessions(USERS, 1, 1, load)}
     differ: set[str] = set()
     for session in usual:
+        if session.session_id not in switched:
+            continue  # another habit has other sessions
         before, after = drawn(session), drawn(switched[session.session_id])
         # a session may have more or fewer cells; those that it has both times are the same
         differ |= {
@@ -234,4 +247,110 @@ def test_a_switch_leaves_the_other_draws_as_they_are(load: Load, changes: set[st
 
 def test_the_switches_are_all_tried() -> None:
     """So that a new one is added above."""
-    assert len(fields(Load)) == 10
+    assert len(fields(Load)) == 11
+
+
+# -- other habits --------------------------------------------------------------------------------------------------------
+
+
+def works(habit: Habit, days: int = 1) -> list[Session]:
+    """The working sessions of a group with a habit."""
+    sessions = synthetic_sessions(USERS, days, 1, Load(habit=habit))
+    return [one for one in sessions if one.session_id.endswith("work")]
+
+
+def quantiles(habit: Habit, *shares: float) -> dict[str, list[float]]:
+    """Quantiles of the cells' lengths and of the gaps between them, s, and of the memory that sessions hold, GiB."""
+    sessions = works(habit, days=4)
+    cells = [cell.duration_ms / 1000 for cell in gpu_cells(sessions)]
+    gaps = [
+        (after.start_ms - before.start_ms - before.duration_ms) / 1000
+        for one in sessions
+        for before, after in pairwise(one.cells)
+    ]
+    memory = [one.gpu_mib / 1024 for one in sessions]
+    return {
+        what: [quantile(values, share) for share in shares]
+        for what, values in (("cell", cells), ("gap", gaps), ("memory", memory))
+    }
+
+
+def test_a_teaching_lab_begins_and_ends_together_with_short_cells_and_little_memory() -> None:
+    sessions = works(Habit.TEACHING_LAB)
+    classes = [[one for one in sessions if int(one.user[1:]) // CLASS_SIZE == number] for number in range(30)]
+    assert [len(members) for members in classes] == [CLASS_SIZE] * 30
+    for members in classes:
+        opens = [one.open_ms for one in members]
+        assert max(opens) - min(opens) <= 60_000
+        assert len({one.close_ms for one in members}) == 1
+        assert members[0].close_ms - max(opens) == pytest.approx(1.5 * HOUR_MS, abs=60_000)
+        assert all(one.cells[0].start_ms - one.open_ms <= 480_000 for one in members if one.cells)
+    assert len({members[0].close_ms for members in classes}) == 30
+    found = quantiles(Habit.TEACHING_LAB, 0.5, 0.9)
+    assert found["cell"] == pytest.approx([6, 40], rel=0.1)
+    assert found["gap"] == pytest.approx([40, 360], rel=0.15)
+    assert found["memory"] == pytest.approx([0.8, 2], rel=0.15)
+    assert {one.gpus for one in sessions} == {1}
+
+
+def test_builders_run_short_cells_with_gaps_of_minutes_and_long_pauses() -> None:
+    found = quantiles(Habit.BUILDERS, 0.5, 0.9, 0.97)
+    assert found["cell"][:2] == pytest.approx([20, 240], rel=0.1)
+    assert found["gap"] == pytest.approx([180, 1500, 5400], rel=0.15)
+    assert found["memory"][:2] == pytest.approx([2.15, 16.6], rel=0.2)
+    assert len(gpu_cells(works(Habit.BUILDERS))) > 20 * USERS
+
+
+def test_trainers_run_few_cells_of_hours_that_hold_much_and_some_use_several_gpus() -> None:
+    sessions = works(Habit.TRAINERS)
+    found = quantiles(Habit.TRAINERS, 0.5, 0.9)
+    assert found["cell"] == pytest.approx([7200, 28_800], rel=0.1)
+    assert found["gap"] == pytest.approx([600, 7200], rel=0.25)
+    assert found["memory"] == pytest.approx([23.4, 58.6], rel=0.1)
+    assert len(gpu_cells(sessions)) < 5 * USERS
+    assert {one.gpus for one in sessions} == {1, 2, 4, 8}
+    assert sum(one.gpus > 1 for one in sessions) / USERS == pytest.approx(0.3, abs=0.05)
+
+
+def test_night_jobs_begin_in_the_evening_and_run_over_night_after_a_few_short_cells() -> None:
+    for one in works(Habit.NIGHT_JOBS):
+        *day, night = one.cells
+        assert len(day) <= 8
+        assert all(cell.start_ms < 19.5 * HOUR_MS and cell.duration_ms <= 1_800_000 for cell in day)
+        assert 17 * HOUR_MS <= night.start_ms < 20.5 * HOUR_MS
+        assert 8 * HOUR_MS <= night.duration_ms <= 12 * HOUR_MS
+        assert 32 * HOUR_MS <= one.close_ms <= 33 * HOUR_MS
+    assert quantile([float(len(one.cells)) for one in works(Habit.NIGHT_JOBS)], 0.5) in {4, 5}
+
+
+def test_a_fifth_of_mixed_users_has_each_habit_and_works_as_in_a_group_of_its_own() -> None:
+    mixed = synthetic_sessions(USERS, 1, 1, Load(habit=Habit.MIXED))
+    habits = [habit for habit in Habit if habit is not Habit.MIXED]
+    for place, habit in enumerate(habits):
+        own = [one for one in synthetic_sessions(USERS, 1, 1, Load(habit=habit)) if int(one.user[1:]) % 5 == place]
+        found = [one for one in mixed if int(one.user[1:]) % 5 == place]
+        if habit is Habit.TEACHING_LAB:  # its classes are other ones
+            assert [drawn(one)["memory"] for one in sorted(found, key=lambda one: one.user)] == [
+                drawn(one)["memory"] for one in sorted(own, key=lambda one: one.user)
+            ]
+            assert len({one.close_ms for one in found}) == USERS // 5 // CLASS_SIZE
+        else:
+            assert found == own
+
+
+@pytest.mark.parametrize("habit", Habit)
+def test_switches_leave_what_is_drawn_for_a_habit(habit: Habit) -> None:
+    """Lunch, time zones, priorities and errors in what is asked for change what they say, whatever the habit."""
+    plain = {one.session_id: one for one in synthetic_sessions(40, 1, 1, Load(habit=habit))}
+    turned = replace(ALL, habit=habit, joint_percent=0, weekends=False, urgent_percent=30)
+    if habit in {Habit.NIGHT_JOBS, Habit.MIXED}:
+        turned = replace(turned, lunch_ms=0)  # fewer cells by day would give the night's another number
+    differ = set[str]()
+    for one in synthetic_sessions(40, 1, 1, turned):
+        before, after = drawn(plain[one.session_id]), drawn(one)
+        differ |= {
+            what
+            for what, values in before.items()
+            if any(old != new for old, new in zip(values, after[what], strict=False))
+        }
+    assert differ == {"asked", "priority"}

@@ -542,7 +542,11 @@ examples:
 The kernel keeps every variable: its state goes through host memory. One that runs a cell is not moved. A pin ends.
 """,
         arguments=(
-            _argument("--to", metavar="DEVICE", help="the GPU; without it, the one of the pool that has most room"),
+            _argument(
+                "--to",
+                metavar="DEVICE",
+                help="the GPU; without it, one of the pool, chosen as for a kernel that starts",
+            ),
         ),
         request=lambda options: MoveRequest(device=options.to),
         doing="moving",

@@ -7,7 +7,7 @@ from pathlib import Path
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.core.units import parse_duration_ms
-from fractional_gpu.simulator.load import CLASS_SIZE, SEVERAL_PERCENT, Load, Memory, Pace, synthetic_sessions
+from fractional_gpu.simulator.load import CLASS_SIZE, SEVERAL_PERCENT, Habit, Load, Memory, Pace, synthetic_sessions
 from fractional_gpu.simulator.traces import Session, read_sessions
 
 _LONGEST_LUNCH_MS = 4 * 3_600_000
@@ -44,29 +44,31 @@ def configure_load(parser: argparse.ArgumentParser) -> None:
     )
     load = parser.add_argument_group("what synthetic users do; by default what a published trace shows")
     load.add_argument(
+        "--habit",
+        choices=[habit.value for habit in Habit],
+        help="how they work: as in the published trace, as a class, with short cells, with cells of hours, with a job for the night, or "
+        "a fifth of them in each of these ways (default: published)",
+    )
+    load.add_argument(
         "--pace",
         choices=[pace.value for pace in Pace],
-        default=Pace.LONG.value,
         help="cells on a GPU of 11 min (median), as in the two days of the trace that are public, or more of 2 min, as its authors say "
         "of the whole of it (default: long)",
     )
     load.add_argument(
         "--memory-of",
         choices=[memory.value for memory in Memory],
-        default=Memory.SESSION.value,
         help="what a session holds: the peak of a session of the trace, or what one cell of it held (default: session)",
     )
     load.add_argument(
         "--several-gpus",
         type=percent,
-        default=SEVERAL_PERCENT,
         metavar="PERCENT",
         help=f"of the sessions use 4 or 8 GPUs at once (default: {SEVERAL_PERCENT})",
     )
     load.add_argument(
         "--joint-starts",
         type=percent,
-        default=0,
         metavar="PERCENT",
         help=f"of the users are in classes of {CLASS_SIZE} that begin together (default: 0)",
     )
@@ -119,11 +121,13 @@ def read_load(options: argparse.Namespace) -> Load:
         raise UsageError(f"--lunch {options.lunch} is not allowed; a time of at most 4h is")
     if options.time_zones > _MOST_ZONES:
         raise UsageError(f"--time-zones {options.time_zones} is not allowed; a whole number from 1 to {_MOST_ZONES} is")
+    habit = _read_habit(options, lunch_ms)
     return Load(
-        pace=Pace(options.pace),
-        memory=Memory(options.memory_of),
-        several_percent=options.several_gpus,
-        joint_percent=options.joint_starts,
+        habit=habit,
+        pace=Pace(options.pace or Pace.LONG),
+        memory=Memory(options.memory_of or Memory.SESSION),
+        several_percent=SEVERAL_PERCENT if options.several_gpus is None else options.several_gpus,
+        joint_percent=options.joint_starts or 0,
         lunch_ms=lunch_ms,
         weekends=options.weekends,
         time_zones=options.time_zones,
@@ -131,6 +135,28 @@ def read_load(options: argparse.Namespace) -> Load:
         failed_swaps_percent=options.failed_swaps,
         urgent_percent=options.urgent_users,
     )
+
+
+def _read_habit(options: argparse.Namespace, lunch_ms: int) -> Habit:
+    """Return how the synthetic users work. Raises UsageError where another switch says nothing of such users."""
+    habit = Habit(options.habit or Habit.PUBLISHED)
+    if habit is Habit.TEACHING_LAB and lunch_ms:
+        raise UsageError(
+            f"--lunch {options.lunch} is not allowed with --habit {habit}, whose classes have no lunch; leave one of the two out"
+        )
+    of_published = {
+        "--pace": options.pace,
+        "--memory-of": options.memory_of,
+        "--several-gpus": options.several_gpus,
+        "--joint-starts": options.joint_starts,
+    }
+    for name, value in of_published.items():
+        if value is not None and habit is not Habit.PUBLISHED:
+            raise UsageError(
+                f"{name} {value} is not allowed with --habit {habit}, because it describes users of the published habit only; "
+                "leave one of the two out"
+            )
+    return habit
 
 
 def read_trace(options: argparse.Namespace) -> list[Session]:
@@ -141,6 +167,11 @@ def read_trace(options: argparse.Namespace) -> list[Session]:
         )
     if (options.users is None) == (options.sessions is None):
         raise UsageError("say whose sessions to simulate: either --users N, or --sessions FILE --cells FILE")
+    if options.users is None and options.habit is not None:
+        raise UsageError(
+            f"--habit {options.habit} is not allowed with --sessions, whose sessions are as the files say; "
+            "leave it out, or make users up with --users N"
+        )
     if options.users is not None:
         progress = Progress("synthetic users", "user-days made up")
         trace = synthetic_sessions(options.users, options.days, options.seed, read_load(options), progress)

@@ -177,8 +177,9 @@ KEYS: Mapping[str, Key] = {
         parse=values.compute,
         default="spread",
         example="pack",
-        help="Which device a kernel goes to, where several have the memory: 'spread': one whose busy kernels leave enough compute, and of "
-        "those the fullest; 'pack': the fullest. No kernel waits because of compute.",
+        help="Which device a kernel goes to, where several have the memory: 'spread': one whose busy kernels leave enough compute; 'pack': "
+        "memory alone decides, as it does between equals: the kernel goes where it spoils least for what others ask for. No kernel waits "
+        "because of compute.",
     ),
     "slowdown_bound": Key(
         field="slowdown_bound_milli",

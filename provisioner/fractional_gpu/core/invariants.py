@@ -45,6 +45,7 @@ def validate(books: Books, operations: dict[int, Operation]) -> None:
         *_queue(books),
         *_moves(books),
         *_operations(books, operations),
+        *books.forecasts.broken(),
     ]
     broken += [*_kept_ready(books), *(line for device in books.devices.values() for line in _ranks(books, device))]
     if broken:

@@ -8,7 +8,8 @@ experiments do not count memory, and neither do we. Of equally good nodes the on
 A figure is allocated milli-GPU over all milli-GPU, in percent, when that much demand has arrived.
 
 Nothing departs, so a node that cannot take a pod never can again, and the score of a node for a kind of pod changes only when that
-node does. The scores are kept per kind, and only those of nodes that changed since the kind came last are computed again.
+node does, unless the policy has learnt something. The scores are kept per kind, and only those of nodes that changed since the kind
+came last are computed again.
 """
 
 import random
@@ -83,6 +84,10 @@ class Policy:
     """Which node, and which GPU of it. A higher score is better; of equals the first is taken, or any (`any_of_equals`)."""
 
     any_of_equals = False
+    version = 0  # grows when scores that were given before hold no more, though their nodes did not change
+
+    def arrived(self, kind: PodKind) -> None:
+        """Learn from a pod that is to be placed."""
 
     def score(self, node: Node, kind: PodKind) -> int:
         """Return how good it is to place such a pod on the node, where it fits; 0 or more."""
@@ -135,10 +140,11 @@ def arrivals(pods: Sequence[PodKind], total_milli: int, rng: random.Random) -> l
 
 @dataclass(slots=True)
 class _Scores:
-    """Scores of all nodes for one kind of pod, -1 where it does not fit; `seen` changes of the log are in them."""
+    """Scores of all nodes for one kind of pod, -1 where it does not fit (and never will); `seen` changes of the log are in them."""
 
     values: list[int]
     seen: int
+    version: int  # of the policy
 
 
 def place(nodes: Sequence[NodeShape], pods: Sequence[PodKind], policy: Policy, seed: int) -> Outcome:
@@ -151,6 +157,7 @@ def place(nodes: Sequence[NodeShape], pods: Sequence[PodKind], policy: Policy, s
     arrived = allocated = placed = dropped = 0
     curve: list[float] = []
     for pod in arrivals(pods, total, rng):
+        policy.arrived(pod)
         scores = _fresh(known, pod, cluster, changed, policy)
         best = max(scores)
         arrived += pod.demand_milli
@@ -179,11 +186,11 @@ def _fresh(
     """Return the scores of all nodes for the kind, computing only what has changed."""
     scores = known.get(kind)
     if scores is None:
-        scores = known[kind] = _Scores([0] * len(cluster), len(changed))
+        scores = known[kind] = _Scores([0] * len(cluster), len(changed), policy.version)
         stale: Iterable[int] = range(len(cluster))
     else:
-        stale = set(changed[scores.seen :])
-        scores.seen = len(changed)
+        stale = set(changed[scores.seen :]) if scores.version == policy.version else range(len(cluster))
+        scores.seen, scores.version = len(changed), policy.version
     values = scores.values
     for index in stale:
         if values[index] >= 0:

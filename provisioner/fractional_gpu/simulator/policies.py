@@ -1,5 +1,8 @@
 """Placement policies of the benchmark: those that the FGD paper compares, re-implemented from its description, and this project's.
 
+Two of this project's, `broker` and `broker-cpu`, choose GPUs by what the broker runs: `core.rules.fragmentation`, which learns the mix of
+sizes from the pods that have arrived. `default` and `fgd` know the whole list of pods beforehand, and only the simulator has them.
+
 Fragmentation, as FGD measures it: what is left of a node's GPUs and a pod drawn from the workload cannot use, in thousandths, expected
 over the workload's typical pods. For pods of one GPU it is a sum over the node's GPUs, and pods of several GPUs only ask how many are
 wholly free, so a table per amount of CPU left answers in as many look-ups as there are GPUs, whatever the number of typical pods.
@@ -13,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp
 
+from fractional_gpu.core.forecasts.asks import AskMix
+from fractional_gpu.core.rules.fragmentation import DeviceChoice
 from fractional_gpu.simulator.placement import MILLI, Node, PodKind, Policy
 
 _MOST_CPU = 128_000
@@ -163,7 +168,7 @@ class Weights:
 class BalancedDescent(FragmentationDescent):
     """This project's: fragmentation descent that also weighs the balance of CPU and GPU.
 
-    The benchmark's `default`. Only the simulator uses it: the broker places leases by the arbiter's own rules (`core.scheduler`).
+    The benchmark's `default`: a choice of nodes, with the list of pods known beforehand. Only the simulator uses it.
 
     FGD looks one pod ahead, so it does not see a node run out of CPU while it has whole GPUs left until the next pod no longer fits.
     Here a node has its due of CPU per GPU left, as much as the workload asks for on average. GPU beyond the CPU left is stranded and
@@ -182,18 +187,100 @@ class BalancedDescent(FragmentationDescent):
     def score(self, node: Node, kind: PodKind) -> int:
         """Return what the placement saves, in steps."""
         left = sum(node.left)
-        now = self._imbalance(node.cpu_left, left)
-        then = self._imbalance(node.cpu_left - kind.cpu_milli, left - kind.demand_milli)
+        now = imbalance(node.cpu_left, left, self._cpu, self._gpu, self._weights)
+        then = imbalance(node.cpu_left - kind.cpu_milli, left - kind.demand_milli, self._cpu, self._gpu, self._weights)
         saved = 100 * self._best(node, kind)[0] // self._total + now - then
         return max(0, _OFFSET + saved // (100 * self._weights.step))
 
-    def _imbalance(self, cpu_left: int, gpu_left: int) -> int:
-        """Return stranded GPU and surplus CPU, weighted, in hundredths of thousandths of a GPU."""
-        surplus = cpu_left * self._gpu // self._cpu - gpu_left if self._cpu else 0
-        return surplus * self._weights.surplus if surplus > 0 else -surplus * self._weights.stranded
+
+def imbalance(cpu_left: int, gpu_left: int, cpu: int, gpu: int, weights: Weights) -> int:
+    """Return stranded GPU and surplus CPU, weighted, in hundredths of thousandths of a GPU, where `cpu` is asked for with `gpu`."""
+    surplus = cpu_left * gpu // cpu - gpu_left if cpu else 0
+    return surplus * weights.surplus if surplus > 0 else -surplus * weights.stranded
 
 
 _OFFSET = 1_000_000
+
+
+class BrokerScorer(Policy):
+    """The broker's own choice of devices, on all nodes that have the CPU: `core.rules.fragmentation`, with the mix of pods so far.
+
+    A thousandth of a GPU stands for a MiB, a node for a host. A pod that asks for no GPU, which a broker never sees, goes where `BestFit`
+    sends it. Nothing is known of the pods beforehand.
+    """
+
+    def __init__(self) -> None:
+        self._mix = AskMix()
+        self._found: dict[tuple[tuple[int, ...], int, int], tuple[int, int, int]] = {}
+        self._without_gpu = BestFit()
+
+    def arrived(self, kind: PodKind) -> None:
+        """Learn the size."""
+        if kind.gpus:
+            self._mix.add(kind.milli, kind.gpus)
+            if self._mix.version != self.version:
+                self.version = self._mix.version
+                self._found.clear()
+
+    def _best(self, node: Node, kind: PodKind) -> tuple[int, int, int]:
+        """Return what the pod spoils on the node at least, what is free on the GPUs that it takes, and the first of them."""
+        key = (tuple(node.left), kind.gpus, kind.milli)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._choose(node.left, kind)
+        return found
+
+    def _choose(self, left: Sequence[int], kind: PodKind) -> tuple[int, int, int]:
+        places = [(str(gpu), free) for gpu, free in enumerate(left)]
+        choice = DeviceChoice(self._mix, kind.milli, kind_of=lambda _: "", everywhere=lambda: places)
+        fitting = [place for place in places if place[1] >= kind.milli]
+        one = choice.best(fitting) if kind.gpus == 1 else None
+        chosen = (one,) if one is not None else choice.best_set(fitting, kind.gpus) or ()
+        taken = [place for place in places if place[0] in chosen]
+        return choice.spoilt(taken), sum(free for _, free in taken), int(taken[0][0])
+
+    def score(self, node: Node, kind: PodKind) -> int:
+        """Return a number that orders nodes as the broker orders devices: the least spoilt, then the least left."""
+        if not kind.gpus:
+            return self._without_gpu.score(node, kind)
+        spoilt, free, _ = self._best(node, kind)
+        return _MOST_SPOILT - (spoilt << _FREE_BITS) - free
+
+    def gpu(self, node: Node, kind: PodKind, rng: random.Random) -> int:
+        """Return the GPU that the broker would choose."""
+        del rng
+        return self._best(node, kind)[2]
+
+
+_FREE_BITS = 16
+_MOST_SPOILT = 1 << 80
+
+
+class BrokerScorerOnNodes(BrokerScorer):
+    """The same choice of GPUs, and of nodes by the balance of CPU and GPU that `BalancedDescent` weighs, as learnt from the pods so far.
+
+    A broker has one host, and chooses no nodes: that is up to the engine above it.
+    """
+
+    def __init__(self, weights: Weights = Weights()) -> None:
+        super().__init__()
+        self._weights = weights
+        self._cpu = self._gpu = 0  # asked for so far
+
+    def arrived(self, kind: PodKind) -> None:
+        """Learn the size, and how much CPU goes with a GPU."""
+        super().arrived(kind)
+        self._cpu, self._gpu = self._cpu + kind.cpu_milli, self._gpu + kind.demand_milli
+
+    def score(self, node: Node, kind: PodKind) -> int:
+        """Return what the placement saves, in steps."""
+        spoilt = self._best(node, kind)[0] if kind.gpus else 0
+        left = sum(node.left)
+        now = imbalance(node.cpu_left, left, self._cpu, self._gpu, self._weights)
+        then = imbalance(node.cpu_left - kind.cpu_milli, left - kind.demand_milli, self._cpu, self._gpu, self._weights)
+        saved = now - then - 100 * spoilt // max(1, self._mix.total)
+        return max(0, _OFFSET + saved // (100 * self._weights.step))
+
 
 POLICIES: dict[str, Callable[[Sequence[PodKind]], Policy]] = {
     "random": lambda _pods: RandomFit(),
@@ -201,5 +288,7 @@ POLICIES: dict[str, Callable[[Sequence[PodKind]], Policy]] = {
     "dot-product": lambda _pods: DotProduct(),
     "fgd": FragmentationDescent,
     "default": BalancedDescent,
+    "broker": lambda _pods: BrokerScorer(),
+    "broker-cpu": lambda _pods: BrokerScorerOnNodes(),
 }
 """Every policy by its name, made from the pods whose kinds it may know beforehand."""

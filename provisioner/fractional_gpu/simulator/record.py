@@ -21,8 +21,10 @@ The same run gives the same bytes.
 - Baselines without the arbiter have no events. `comes`: the session is at the door (host 0 for want of a better one). `takes`: it has
   `device_ids` of a host with `mib` on each. `culled`: it is shut down for having been idle. `gives`: it has no devices any more. `closes`.
 
+Version 3 is of arbiters that chose devices by the memory that is left, without what a pool is asked for (`core.rules.fragmentation`).
 Version 2 had one host, whose fields were those of the first line, and named it nowhere else.
-Version 1 had neither sessions nor moments of the world, and only the digest of the effects, as `effects`. Both are still replayed.
+Version 1 had neither sessions nor moments of the world, and only the digest of the effects, as `effects`.
+All of them are still read and replayed; where an arbiter of today decides otherwise, the replay says so.
 """
 
 import gzip
@@ -47,8 +49,9 @@ from fractional_gpu.simulator.hosts import DoorRule, Machine, hosts_of
 from fractional_gpu.simulator.traces import Session
 
 _FORMAT = "jupyter-gpu-events"
-_VERSION = 3
-_REPLAYED = (1, 2, 3)
+_VERSION = 4
+_REPLAYED = (1, 2, 3, 4)
+_SEVERAL_HOSTS = 3  # since this version
 _ABOUT_SESSIONS = ("user", "open_ms", "close_ms", "gpus", "gpu_mib", "priority", "asked_mib")
 _EVENTS: dict[str, type[Event]] = {
     name: kind
@@ -144,7 +147,7 @@ def replay(path: Path) -> tuple[int, int]:
                 if digest(effects) != expected:
                     raise SimulationError(
                         f"{path}, line {number}: the arbiter now answers {type(event).__name__} with other effects than recorded "
-                        f"({digest(effects)} instead of {expected}); the log is of another version, or a decision is not reproducible"
+                        f"({digest(effects)} instead of {expected}); {_why_otherwise(version)}"
                     )
                 events_seen, effects_seen = events_seen + 1, effects_seen + len(effects)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -156,6 +159,12 @@ def replay(path: Path) -> tuple[int, int]:
     return events_seen, effects_seen
 
 
+def _why_otherwise(version: int) -> str:
+    if version < _VERSION:
+        return f"the log is of version {version}, whose arbiters chose devices by other rules; record the run again with --record"
+    return "the log is of another release, or a decision is not reproducible"
+
+
 def _reading(path: Path) -> IO[str]:
     return gzip.open(path, "rt", encoding="ascii") if path.suffix == ".gz" else path.open(encoding="ascii")
 
@@ -164,7 +173,7 @@ def _begin(path: Path, line: str) -> tuple[int, list[Arbiter]]:
     """Return the version of a record, and a new arbiter for each of its hosts."""
     head = _object(path, 1, line)
     version = head.get("version")
-    hosts = head.get("hosts") if version == _VERSION else [head]
+    hosts = head.get("hosts") if isinstance(version, int) and version >= _SEVERAL_HOSTS else [head]
     swaps = [host.get("parallel_swaps") for host in hosts if isinstance(host, dict)] if isinstance(hosts, list) else []
     sound = [one for one in swaps if isinstance(one, int) and one > 0]
     if head.get("format") != _FORMAT or version not in _REPLAYED or not sound or len(sound) != len(swaps):

@@ -9,7 +9,7 @@ import os
 import signal
 import socket as socket_module
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,7 @@ from fractional_gpu.broker.swap.suspend import CheckpointCheck
 from fractional_gpu.broker.swap.swap import Swaps
 from fractional_gpu.config import Settings
 from fractional_gpu.core.arbiter import Arbiter
-from fractional_gpu.core.events import DeviceDrained, DeviceSeen, HostMemorySeen, PoolConfigured
+from fractional_gpu.core.events import DeviceDrained, DeviceSeen, Event, HostMemorySeen, PoolConfigured
 from fractional_gpu.core.model import DeviceSpec
 from fractional_gpu.core.units import format_memory
 from fractional_gpu.gpu.worker_link import WorkerClaim, WorkerLink
@@ -88,6 +88,24 @@ def device_specs(settings: Settings, backend: Backend) -> tuple[DeviceSpec, ...]
     names = {spec.device_id: spec.name for spec in everything}
     check_pools(settings.pool_specs(everything), names, simulated=backend.simulated)
     return settings.managed(everything)
+
+
+def make_arbiter(ledger: Ledger) -> Arbiter:
+    """Return the arbiter of a broker: it goes on where the one before it stopped learning. Raises LedgerError."""
+    return Arbiter(first_operation_id=ledger.next_operation_id(), forecasts=load_forecasts(ledger))
+
+
+def configuration(
+    settings: Settings, everything: Sequence[DeviceSpec], managed: Iterable[DeviceSpec], *, host_budget_mib: int
+) -> Iterator[Event]:
+    """Yield what gives a broker's arbiter its devices, its pools and its budget of host memory. `everything`: all of the machine."""
+    at_ms = now_ms()
+    for spec in managed:
+        yield DeviceSeen(at_ms=at_ms, device=spec)
+    for pool in settings.pool_specs(everything):
+        yield PoolConfigured(at_ms=at_ms, pool=pool)
+    # It holds until the sampler has measured the host's memory; with no budget, any saved state that is found would exceed it.
+    yield HostMemorySeen(at_ms=at_ms, budget_mib=host_budget_mib)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +186,7 @@ class BrokerRun:
         worker = WorkerLink(self._backend.name, claim=turn)
         driver = DriverStart(worker, self._specs)
         off = await driver.begin()
-        arbiter = Arbiter(first_operation_id=ledger.next_operation_id(), forecasts=load_forecasts(ledger))
+        arbiter = make_arbiter(ledger)
         swaps = self._make_swaps(worker, Checkpointability(arbiter).refusal, off)
 
         # The broker: the arbiter with all that executes its effects.
@@ -288,17 +306,15 @@ class BrokerRun:
 
     def _configure(self, broker: Broker) -> None:
         """Give the arbiter the devices, the pools, the budget of host memory and the devices that are being drained."""
-        for spec in self._specs.values():
-            broker.dispatch(DeviceSeen(at_ms=now_ms(), device=spec))
-            log.info("device %s: %s, %s", spec.device_id, spec.name, format_memory(spec.memory_mib))
-        devices = [
+        everything = [
             DeviceSpec(device_id=one.device_id, name=one.name, memory_mib=one.memory_mib)
             for one in self._backend.devices
         ]
-        for pool in self._settings.pool_specs(devices):
-            broker.dispatch(PoolConfigured(at_ms=now_ms(), pool=pool))
-        # It holds until the sampler has measured the host's memory; with no budget, any saved state that is found would exceed it.
-        broker.dispatch(HostMemorySeen(at_ms=now_ms(), budget_mib=self._host_budget_mib))
+        managed = self._specs.values()
+        for event in configuration(self._settings, everything, managed, host_budget_mib=self._host_budget_mib):
+            broker.dispatch(event)
+        for spec in managed:
+            log.info("device %s: %s, %s", spec.device_id, spec.name, format_memory(spec.memory_mib))
         for device_id, evict_busy in self._ledger.drained().items():
             if device_id in self._specs:
                 broker.dispatch(DeviceDrained(at_ms=now_ms(), device_id=device_id, evict_busy=evict_busy))

@@ -562,6 +562,10 @@ class Books:
         device = self.devices.get(device_id)
         return () if device is None else device.holders.values()
 
+    def kind_of(self, device_id: str) -> str:
+        """Return the name of a device's type."""
+        return self.devices[device_id].spec.name
+
     def pool_of(self, device_id: str) -> str | None:
         """Return the pool that has the device."""
         return self._pool_of.get(device_id)

@@ -226,6 +226,8 @@ class Changes:
 
     def _enqueue(self, lease: Lease, ticket: Ticket, *, fresh: bool) -> None:
         self.books.enqueue(lease, ticket)
+        if fresh and lease.need_mib:
+            self.books.forecasts.asked(lease.spec.pool, lease.need_mib, lease.count)
         if fresh and (self.books.waiting < _FEW or not ticket.order % _ONE_OF):
             self.forecast_recorder.ticket_filed(
                 lease

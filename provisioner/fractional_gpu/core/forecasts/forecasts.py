@@ -8,6 +8,7 @@
 - Demands: what a lease uses of a device while it is busy, a decayed mean. A new lease starts from the mean of its pool.
 - Memory that idle leases hold: what cells lose by it, per pool (`HoldCosts`).
 - Signs of a coming cell: how often each kind was right, for each lease. A new lease starts from the mean of all.
+- Asks: which sizes the leases of a pool ask for (`asks`).
 - Waits: `queue_wait` computes a wait from the queue and the devices. It is corrected here by how earlier ones turned out, so that four
   of five waits lie between the bounds whatever that computation leaves out.
 
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Self, TypeVar
 
+from fractional_gpu.core.forecasts.asks import MOST_SIZES, NO_ASKS, AskMix
 from fractional_gpu.core.forecasts.estimators import (
     DURATIONS,
     FIRST_DEMAND_MILLI,
@@ -82,6 +84,11 @@ class StateReader:
         for key, value in self._mapping(self._state.get(name)).items():
             yield key, self._items(value, length)
 
+    def later(self, name: str, length: int) -> Iterator[tuple[str, list[object]]]:
+        """Yield the same of a part that earlier releases did not write: nothing where it is missing."""
+        if self._state.get(name) is not None:
+            yield from self.named(name, length)
+
     def whole(self, value: object) -> int:
         """Return a whole number from 0 up; text of one, too."""
         if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 18:
@@ -109,6 +116,15 @@ class StateReader:
         if len(given) % 2:
             raise ValueError(f"{len(given)} numbers were given; allowed: an even count")
         return list(zip(given[::2], given[1::2], strict=True))
+
+    def sizes(self, value: object) -> dict[tuple[int, int], int]:
+        """Return the weights of sizes: MiB, devices and weight, three by three."""
+        given = self.wholes(value)
+        if len(given) % 3 or not all(given) or len(given) > 3 * MOST_SIZES:
+            raise ValueError(
+                f"{given!r:.60} was given; allowed: at most {MOST_SIZES} sizes, three numbers from 1 up for each"
+            )
+        return {(mib, devices): weight for mib, devices, weight in zip(*[iter(given)] * 3, strict=True)}
 
     def weights(self, value: object, scale: Scale) -> list[int]:
         """Return what `sparse` made of weights on the scale."""
@@ -192,6 +208,7 @@ class Forecasts:
         self._demands: dict[str, DecayedMean] = {}  # by lease
         self._pool_demands: dict[str, DecayedMean] = {}
         self._holds: dict[str, HoldCosts] = {}  # by pool
+        self._asks: dict[str, AskMix] = {}  # by pool
         self._signs: dict[str, DecayedMean] = {}  # by kind
         self._lease_signs: dict[str, dict[str, DecayedMean]] = {}  # by lease and kind
         self._waits: dict[tuple[str, int], Histogram] = {}
@@ -223,6 +240,10 @@ class Forecasts:
             "demands": {lease_id: [one.count, one.fine] for lease_id, one in self._demands.items()},
             "pool_demands": {pool: [one.count, one.fine] for pool, one in self._pool_demands.items()},
             "holds": {pool: [one.lost, one.held] for pool, one in self._holds.items()},
+            "asks": {
+                pool: [list(chain.from_iterable((*size, weight) for size, weight in mix.weights.items()))]
+                for pool, mix in self._asks.items()
+            },
             "signs": {sign: [one.count, one.fine] for sign, one in self._signs.items()},
             "lease_signs": {
                 f"{sign} {lease_id}": [one.count, one.fine]
@@ -260,23 +281,7 @@ class Forecasts:
                 cells=LeaseDurations(self._cells, weights=read.weights(cells, DURATIONS)),
                 gaps=LeaseDurations(self._gaps, weights=read.weights(gaps, DURATIONS)),
             )
-        for part, demands, memory in (
-            ("demands", self._demands, LEASE_SAMPLES),
-            ("pool_demands", self._pool_demands, POOL_SAMPLES),
-        ):
-            # Earlier releases wrote no demands.
-            for name, (count, fine) in read.named(part, 2) if read.part(part) is not None else ():
-                demands[name] = DecayedMean(memory=memory).restore(read.whole(count), read.whole(fine))
-        for name, (lost, held) in read.named("holds", 2) if read.part("holds") is not None else ():
-            self._holds[name] = HoldCosts(read.whole(lost), read.whole(held))
-        for name, (count, fine) in read.named("signs", 2) if read.part("signs") is not None else ():
-            read.known(name, _SIGNS)
-            self._signs[name] = DecayedMean(memory=POOL_SAMPLES).restore(read.whole(count), read.whole(fine))
-        for name, (count, fine) in read.named("lease_signs", 2) if read.part("lease_signs") is not None else ():
-            sign, _, lease_id = name.partition(" ")
-            read.known(sign, _SIGNS)
-            own = self._lease_signs.setdefault(lease_id, {})
-            own[sign] = DecayedMean(memory=LEASE_SAMPLES).restore(read.whole(count), read.whole(fine))
+        self._take_later_parts(read)
         for name, (ratios,) in read.named("waits", 1):
             kind, _, length = name.partition(" ")
             corrected = Histogram(RATIOS, memory=_WAIT_MEMORY, weights=read.weights(ratios, RATIOS))
@@ -285,6 +290,27 @@ class Forecasts:
         for what, (count, recent) in read.named("accuracy", 2):
             read.known(what, self._accuracy)
             self._accuracy[what] = Accuracy(what, count=read.whole(count), recent=read.wholes(recent))
+
+    def _take_later_parts(self, read: StateReader) -> None:
+        """Take what earlier releases did not write."""
+        for part, demands, memory in (
+            ("demands", self._demands, LEASE_SAMPLES),
+            ("pool_demands", self._pool_demands, POOL_SAMPLES),
+        ):
+            for name, (count, fine) in read.later(part, 2):
+                demands[name] = DecayedMean(memory=memory).restore(read.whole(count), read.whole(fine))
+        for name, (lost, held) in read.later("holds", 2):
+            self._holds[name] = HoldCosts(read.whole(lost), read.whole(held))
+        for name, (sizes,) in read.later("asks", 1):
+            self._asks[name] = AskMix(read.sizes(sizes))
+        for name, (count, fine) in read.later("signs", 2):
+            read.known(name, _SIGNS)
+            self._signs[name] = DecayedMean(memory=POOL_SAMPLES).restore(read.whole(count), read.whole(fine))
+        for name, (count, fine) in read.later("lease_signs", 2):
+            sign, _, lease_id = name.partition(" ")
+            read.known(sign, _SIGNS)
+            own = self._lease_signs.setdefault(lease_id, {})
+            own[sign] = DecayedMean(memory=LEASE_SAMPLES).restore(read.whole(count), read.whole(fine))
 
     # -- swaps --------------------------------------------------------------------------------------------------------
 
@@ -453,6 +479,27 @@ class Forecasts:
                 del self._holds[next(iter(self._holds))]
             self._holds[pool] = HoldCosts()
         self._holds[pool].learn(lost_ms, held)
+
+    # -- asks --------------------------------------------------------------------------------------------------------------
+
+    def asked(self, pool: str, mib: int, devices: int) -> None:
+        """Learn that a lease of the pool asks for so much memory on each of so many devices."""
+        mix = self._asks.get(pool)
+        if mix is None:
+            if len(self._asks) >= _MOST_POOLS:
+                del self._asks[next(iter(self._asks))]
+            mix = self._asks[pool] = AskMix()
+        mix.add(mib, devices)
+
+    def asks(self, pool: str) -> AskMix:
+        """Return what the leases of the pool ask for. Cheap."""
+        return self._asks.get(pool, NO_ASKS)
+
+    def broken(self) -> Iterator[str]:
+        """Yield what cannot be true of what is known of asks."""
+        for pool, mix in self._asks.items():
+            for what in mix.broken():
+                yield f"pool {pool}: {what}"
 
     # -- signs of a coming cell --------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ more than the whole device together do not slow each other down. Beyond that, by
    tenth of a device. Idle leases count with a quarter of their demands here, as their next cells will come.
 2. Beyond the bound, the least excess first, in steps of a quarter of a device.
 
-Memory decides within a step. A lease that was let in for a cell counts as busy
+`fragmentation` decides within a step. A lease that was let in for a cell counts as busy
 before the cell begins. Where every device would be beyond the bound, neighbours whose cells are expected to end sooner than the newcomer's
 count in proportion, on the few devices that need least. Where room must be made first, all neighbours count in full. No ticket waits for
 compute: all this only orders devices that have, or will have, the memory.
@@ -55,6 +55,14 @@ def _fullness(busy_milli: int, resting_milli: int, room_milli: int) -> int:
     if busy_milli <= max(0, room_milli):
         return (busy_milli + resting_milli) // _STEP_MILLI
     return FULL + (busy_milli - room_milli) // _EXCESS_STEP_MILLI
+
+
+def least_full(books: Books, newcomer: Lease, places: Sequence[tuple[str, int]]) -> tuple[int, list[tuple[str, int]]]:
+    """Return the least fullness among devices (id, and anything), and those that have it, in order. `places` is not empty."""
+    room, devices = room_milli(books, newcomer), books.devices
+    ranks = [fullness(devices[device_id], room) for device_id, _ in places]
+    least = min(ranks)
+    return least, [place for rank, place in zip(ranks, places, strict=True) if rank == least]
 
 
 def expected_fullness(books: Books, device: Device, newcomer: Lease) -> int:

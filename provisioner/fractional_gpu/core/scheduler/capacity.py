@@ -11,14 +11,24 @@ sums, before its suspends begin: only as many begin as swap channels are free, t
 from planned to what the books themselves count as leaving.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import Device, Lease, OccupancyKind, Reason
 from fractional_gpu.core.model import LeaseState
-from fractional_gpu.core.rules.contention import FULL, excess, expected_fullness, fullness, room_milli, spreads
+from fractional_gpu.core.rules.contention import (
+    FULL,
+    excess,
+    expected_fullness,
+    fullness,
+    least_full,
+    room_milli,
+    spreads,
+)
 from fractional_gpu.core.rules.eligibility import steps_aside
+from fractional_gpu.core.rules.fragmentation import DeviceChoice, Place, device_choice
 from fractional_gpu.core.scheduler.victims import Victims, suspend_cost
 from fractional_gpu.core.units import format_memory
 
@@ -125,62 +135,64 @@ class Capacity:
         """Return whether the need fits on each of these devices now."""
         return all(self._devices[device_id].free_mib >= need_mib for device_id in devices)
 
-    def pick(
-        self, devices: Sequence[str], need_mib: int, count: int = 1, *, newcomer: Lease | None = None
-    ) -> tuple[str, ...] | None:
-        """Return where the need fits; None if it fits nowhere.
+    def fits_somewhere(self, devices: Iterable[str], need_mib: int) -> bool:
+        """Return whether the need fits on one of the devices now."""
+        for device_id in devices:  # noqa: SIM110 - as above
+            if self._devices[device_id].free_mib >= need_mib:
+                return True
+        return False
 
-        In a pool that spreads, a device where busy leases leave more compute to the `newcomer` comes first (`contention`). Then comes
-        the one that would have least memory left (best fit), and the first among equals.
+    def pick(self, lease: Lease, devices: Sequence[str], need_mib: int) -> tuple[str, ...] | None:
+        """Return where the need fits for the lease; None if it fits nowhere.
+
+        In a pool that spreads, a device where busy leases leave more compute to the lease comes first (`contention`). Of several such
+        devices, `fragmentation` chooses.
         """
-        if count > 1:
-            fitting = [device_id for device_id in devices if self.free_mib(device_id) >= need_mib]
-            return self._cheapest_of_one_name(fitting, count, self.free_mib)
-        if newcomer is not None and spreads(self._books, newcomer):
-            return self._pick_by_compute(devices, need_mib, newcomer)
-        best, least_mib, by_id = None, -1, self._devices
-        for device_id in devices:
-            left_mib = by_id[device_id].free_mib - need_mib
-            if left_mib >= 0 and (best is None or left_mib < least_mib):
-                best, least_mib = device_id, left_mib
+        by_id = self._devices
+        fitting = [
+            (device_id, free_mib) for device_id in devices if (free_mib := by_id[device_id].free_mib) >= need_mib
+        ]
+        if lease.count > 1:
+            return self.choice(lease, devices, need_mib).best_set(fitting, lease.count)
+        if fitting and spreads(self._books, lease):
+            return self._pick_by_compute(lease, devices, need_mib, fitting)
+        best = self.choice(lease, devices, need_mib).best(fitting)
         return None if best is None else (best,)
 
-    def _pick_by_compute(self, devices: Sequence[str], need_mib: int, newcomer: Lease) -> tuple[str, ...] | None:
-        best, least, least_mib, by_id = None, 0, 0, self._devices
-        room = room_milli(self._books, newcomer)
-        for device_id in devices:
-            sums = by_id[device_id]
-            left_mib = sums.free_mib - need_mib
-            if left_mib < 0:
-                continue
-            rank = fullness(sums.device, room)
-            if best is None or rank < least or (rank == least and left_mib < least_mib):
-                best, least, least_mib = device_id, rank, left_mib
-        if best is None:
-            return None
-        return (best,) if least < FULL else (self._pick_by_rest(devices, need_mib, newcomer),)
+    def choice(self, lease: Lease, devices: Sequence[str], need_mib: int) -> DeviceChoice:
+        """Return what orders devices for the lease. `devices`: all that it may go to."""
+        return device_choice(
+            self._books, lease, need_mib, lambda: [(one, self._devices[one].free_mib) for one in devices]
+        )
 
-    def _pick_by_rest(self, devices: Sequence[str], need_mib: int, newcomer: Lease) -> str:
-        """Return where most compute is expected to be left, of the fullest devices that need least."""
-        fitting = [device_id for device_id in devices if self._devices[device_id].free_mib >= need_mib]
-        if len(fitting) > _MOST_EXPECTED:
-            fitting.sort(key=lambda one: self._rank(one, newcomer))
-        return min(fitting[:_MOST_EXPECTED], key=lambda one: self._expected_rank(one, newcomer))
+    def _pick_by_compute(
+        self, lease: Lease, devices: Sequence[str], need_mib: int, fitting: list[Place]
+    ) -> tuple[str, ...] | None:
+        """Return the best of the fitting devices that are least full of busy leases."""
+        least, equal = least_full(self._books, lease, fitting)
+        choice = self.choice(lease, devices, need_mib)
+        if least >= FULL:
+            # Where neighbours' cells soon end, most compute is expected to be left. Looked at on the few that need least now.
+            if len(fitting) > _MOST_EXPECTED:
+                fitting.sort(key=lambda place: (self._fullness(place[0], lease), choice.rank(place)))
+            few = fitting[:_MOST_EXPECTED]
+            ranks = [self._expected_fullness(device_id, lease) for device_id, _ in few]
+            equal = [place for rank, place in zip(ranks, few, strict=True) if rank == min(ranks)]
+        best = choice.best(equal)
+        return None if best is None else (best,)
 
-    def _rank(self, device_id: str, newcomer: Lease) -> tuple[int, int]:
-        sums = self._devices[device_id]
-        return fullness(sums.device, room_milli(self._books, newcomer)), sums.free_mib
+    def _fullness(self, device_id: str, newcomer: Lease) -> int:
+        return fullness(self._devices[device_id].device, room_milli(self._books, newcomer))
 
-    def _expected_rank(self, device_id: str, newcomer: Lease) -> tuple[int, int]:
-        sums = self._devices[device_id]
-        return expected_fullness(self._books, sums.device, newcomer), sums.free_mib
+    def _expected_fullness(self, device_id: str, newcomer: Lease) -> int:
+        return expected_fullness(self._books, self._devices[device_id].device, newcomer)
 
     def pick_for(self, lease: Lease, devices: Sequence[str], need_mib: int) -> tuple[str, ...] | None:
         """Return where the lease's need fits; None if it fits nowhere. Saved state goes home if it can."""
         home = lease.home_ids if lease.state is LeaseState.SUSPENDED and len(devices) > 1 else ()
         if home and set(home) <= set(devices) and self.fits(home, need_mib):
             return self._pick_for_saved(lease, home, devices, need_mib)
-        return self.pick(devices, need_mib, lease.count, newcomer=lease)
+        return self.pick(lease, devices, need_mib)
 
     def _pick_for_saved(
         self, lease: Lease, home: tuple[str, ...], devices: Sequence[str], need_mib: int
@@ -188,23 +200,14 @@ class Capacity:
         """Return where saved state that fits at home goes: there, unless home is too busy for it and another device is not."""
         if len(home) > 1 or not spreads(self._books, lease):
             return home
-        if self._rank(home[0], lease)[0] < FULL or self._expected_rank(home[0], lease)[0] < FULL:
+        if self._has_compute(home[0], lease):
             return home
-        chosen = self._pick_by_compute(devices, need_mib, lease)
-        if chosen is None or self._rank(chosen[0], lease)[0] >= FULL <= self._expected_rank(chosen[0], lease)[0]:
-            return home
-        return chosen
+        chosen = self.pick(lease, devices, need_mib)
+        return chosen if chosen is not None and self._has_compute(chosen[0], lease) else home
 
-    def _cheapest_of_one_name(
-        self, devices: Iterable[str], count: int, cost: Callable[[str], int]
-    ) -> tuple[str, ...] | None:
-        """Return the `count` devices of one name with the least total cost; None if no name has that many."""
-        by_name: dict[str, list[str]] = {}
-        for device_id in devices:
-            by_name.setdefault(self._books.devices[device_id].spec.name, []).append(device_id)
-        sets = [sorted(ids, key=cost)[:count] for ids in by_name.values() if len(ids) >= count]
-        best = min(sets, key=lambda ids: sum(map(cost, ids)), default=None)
-        return tuple(best) if best else None
+    def _has_compute(self, device_id: str, lease: Lease) -> bool:
+        """Return whether the device is, or soon will be, within the bound of the lease's pool with the lease."""
+        return self._fullness(device_id, lease) < FULL or self._expected_fullness(device_id, lease) < FULL
 
     def keep(self, device_id: str, need_mib: int) -> None:
         """Keep room that is free, or becomes free, for a ticket; a negative need gives it back."""
@@ -252,7 +255,7 @@ class Capacity:
         bound = lease.state is LeaseState.SUSPENDED or lease.is_growing
         home = (lease.home_ids or lease.device_ids) if bound and len(devices) == count else ()
         short_of_host: Reason | None = None
-        for chosen in self._by_cost(lease, plans, count, home):
+        for chosen in self._by_cost(lease, devices, need_mib, plans, count, home):
             # Victims on several of the devices count once. A plan that host memory is too short for is dropped, and the next tried.
             victims = tuple(dict.fromkeys([*also, *[victim for device_id in chosen for victim in plans[device_id]]]))
             short_of_host = self.short_of_host(Plan(chosen, victims))
@@ -275,8 +278,14 @@ class Capacity:
             found.sort(key=lambda one: one[0])
         return found
 
-    def _by_cost(
-        self, lease: Lease, plans: dict[str, tuple[Lease, ...]], count: int, home: tuple[str, ...]
+    def _by_cost(  # noqa: PLR0917 - one caller
+        self,
+        lease: Lease,
+        devices: Sequence[str],
+        need_mib: int,
+        plans: dict[str, tuple[Lease, ...]],
+        count: int,
+        home: tuple[str, ...],
     ) -> Iterator[tuple[str, ...]]:
         """Yield the devices of plans for `count` devices of one name, the cheapest first; each time without the dearest of the last."""
         if home and count > 1:  # saved state of several devices goes back to all of them, whatever their kinds
@@ -288,11 +297,13 @@ class Capacity:
             return
         costs = {device_id: self._cost(victims, device_id, lease) for device_id, victims in plans.items()}
         if count == 1:
-            for device_id in sorted(plans, key=costs.__getitem__):
-                yield (device_id,)
+            choice = self.choice(lease, devices, need_mib)
+            for _, equal in groupby(sorted(plans, key=costs.__getitem__), key=costs.__getitem__):
+                for device_id in self._by_room_left(list(equal), plans, choice):
+                    yield (device_id,)
             return
         by_name: dict[str, list[tuple[int, str]]] = {}
-        for device_id, (_, _, swaps, number, _) in costs.items():
+        for device_id, (_, _, swaps, number) in costs.items():
             by_name.setdefault(self._books.devices[device_id].spec.name, []).append((swaps + number, device_id))
         groups = [sorted(group, key=lambda one: one[0]) for group in by_name.values()]
         while groups := [group for group in groups if len(group) >= count]:
@@ -304,17 +315,30 @@ class Capacity:
         """Return how far beyond its pool's bound the busy leases of a device would be with the newcomer, in coarse steps."""
         return excess(self._books, self._devices[device_id].device, newcomer, leaving)
 
-    def _cost(self, victims: tuple[Lease, ...], device_id: str, lease: Lease) -> tuple[int, int, int, int, int]:
-        """Return what orders plans.
-
-        Busy victims, compute that would be lacking, the cost of all swaps, the number of victims, the latest activity of one.
-        """
-        busy = swaps = latest_ms = 0
+    def _cost(self, victims: tuple[Lease, ...], device_id: str, lease: Lease) -> tuple[int, int, int, int]:
+        """Return what orders plans: busy victims, compute that would be lacking, the cost of all swaps, the number of victims."""
+        busy = swaps = 0
         for victim in victims:
             busy += victim.is_working
             swaps += suspend_cost(self._books, victim)
-            latest_ms = max(latest_ms, victim.last_active_ms)
-        return (busy, self.excess(device_id, lease, victims), swaps, len(victims), latest_ms)
+        return (busy, self.excess(device_id, lease, victims), swaps, len(victims))
+
+    def _by_room_left(
+        self, device_ids: list[str], plans: dict[str, tuple[Lease, ...]], choice: DeviceChoice
+    ) -> list[str]:
+        """Order devices whose plans cost the same: by what the ticket spoils there, then by the latest activity of a victim."""
+        if len(device_ids) == 1:
+            return device_ids
+
+        def rank(device_id: str) -> tuple[int, int]:
+            victims = plans[device_id]
+            spoilt = 0
+            if not choice.is_even:
+                made_mib = sum([one.held_mib for one in victims if device_id in one.device_ids])
+                spoilt = choice.spoilt([(device_id, self.total_mib(device_id) + made_mib)])
+            return spoilt, max([victim.last_active_ms for victim in victims], default=0)
+
+        return sorted(device_ids, key=rank)
 
     @property
     def _host_left_mib(self) -> int:

@@ -23,6 +23,7 @@ from fractional_gpu.core.changes.changes import Changes
 from fractional_gpu.core.rules.contention import spreads
 from fractional_gpu.core.rules.eligibility import other_devices
 from fractional_gpu.core.rules.fairness import preemptible_from_ms, swap_ms
+from fractional_gpu.core.rules.fragmentation import DeviceChoice, device_choice
 from fractional_gpu.core.scheduler.migration import begin_move
 from fractional_gpu.core.scheduler.victims import Victims
 from fractional_gpu.core.time_slicing import WHOLE_MILLI, stretch_milli
@@ -60,11 +61,12 @@ class _Move:
     lease: Lease
     device_id: str
     victims: tuple[Lease, ...]
+    spoilt: int  # of the memory that is free on the other device then (`fragmentation`)
 
 
-def _rank(move: _Move) -> tuple[int, int]:
-    """Return what orders moves: a cell of a low priority stops for its neighbours, then comes the gain."""
-    return -move.lease.spec.priority, move.gain_ms
+def _rank(move: _Move) -> tuple[int, int, int]:
+    """Return what orders moves: a cell of a low priority stops for its neighbours, then comes the gain, then the memory."""
+    return -move.lease.spec.priority, move.gain_ms, -move.spoilt
 
 
 class ComputeRelief:
@@ -125,19 +127,23 @@ class ComputeRelief:
         saved_ms = now.lost_ms() - now.without(milli, weight).lost_ms() - _TIMES_COST * cost_ms
         if saved_ms <= 0:
             return
-        for device_id in other_devices(books, lease):
+        others = other_devices(books, lease)
+        choice = device_choice(
+            books, lease, lease.held_mib, lambda: [(one, books.devices[one].free_mib) for one in others]
+        )
+        for device_id in others:
             there, load = books.devices[device_id], self._load(books.devices[device_id], loads)
             gain_ms = saved_ms + load.lost_ms() - load.with_one(milli, weight).lost_ms()
             if gain_ms <= 0 or there.lease_capacity_mib < lease.held_mib:
                 continue
             if there.free_mib >= lease.held_mib:
-                yield _Move(gain_ms, lease, device_id, ())
+                yield _Move(gain_ms, lease, device_id, (), choice.spoilt([(device_id, there.free_mib)]))
             else:
                 lacking.append((load.milli, device_id, gain_ms))
         for _, device_id, gain_ms in sorted(lacking)[:_MOST_MADE_ROOM]:
-            yield from self._with_room_made(lease, device_id, gain_ms)
+            yield from self._with_room_made(lease, device_id, gain_ms, choice)
 
-    def _with_room_made(self, lease: Lease, device_id: str, gain_ms: int) -> Iterable[_Move]:
+    def _with_room_made(self, lease: Lease, device_id: str, gain_ms: int, choice: DeviceChoice) -> Iterable[_Move]:
         """Yield the move to a device where idle leases leave first, if what it gains is enough for their swaps as well."""
         books, there = self._books, self._books.devices[device_id]
         host_mib = books.host_left_mib - lease.host_need_mib
@@ -149,7 +155,8 @@ class ComputeRelief:
             return
         gain_ms -= _TIMES_COST * sum(swap_ms(books, victim) for victim in victims)
         if gain_ms > 0:
-            yield _Move(gain_ms, lease, device_id, victims)
+            then_mib = lease.held_mib - short_mib + sum(victim.held_mib for victim in victims)
+            yield _Move(gain_ms, lease, device_id, victims, choice.spoilt([(device_id, then_mib)]))
 
     def _may_move(self, lease: Lease) -> bool:
         books, pool = self._books, self._books.policy(lease)

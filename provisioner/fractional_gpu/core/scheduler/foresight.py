@@ -98,17 +98,21 @@ class EarlyResumes:
     # -- idle leases that make room ------------------------------------------------------------------------------------
 
     def _displace(self, lease: Lease, devices: tuple[str, ...], capacity: Capacity, victims: Victims) -> bool:
-        best: tuple[int, str, tuple[Lease, ...]] | None = None
+        best: tuple[int, int, str, tuple[Lease, ...]] | None = None
+        choice = capacity.choice(lease, devices, lease.need_mib)
+        saved = likelihood_milli(lease) * self._resume_ms(lease)
         for device_id in devices:
             chosen = self._leaving(lease, device_id, capacity, victims)
             if chosen is None:
                 continue
             regret = sum(self._regret(victim, lease) for victim in chosen)
-            if regret < likelihood_milli(lease) * self._resume_ms(lease) and (best is None or regret < best[0]):
-                best = regret, device_id, chosen
+            then_mib = capacity.total_mib(device_id) + sum(victim.held_mib for victim in chosen)
+            rank = regret, choice.spoilt([(device_id, then_mib)])
+            if regret < saved and (best is None or rank < best[:2]):
+                best = *rank, device_id, chosen
         if best is None:
             return False
-        _, device_id, chosen = best
+        *_, device_id, chosen = best
         victim = chosen[0]  # the next one is looked at anew when this one has left
         self._stake(lease, (device_id,), 2 * victim.host_need_mib)
         sentence = "idle, and another kernel is expected to need its room sooner"

@@ -18,8 +18,10 @@ from fractional_gpu.core.books.records import Lease, OccupancyKind, Reason, Tick
 from fractional_gpu.core.changes.changes import Changes
 from fractional_gpu.core.handlers.overrides import REVOKED
 from fractional_gpu.core.model import LeaseSpec, LeaseState
+from fractional_gpu.core.rules.contention import least_full, spreads
 from fractional_gpu.core.rules.eligibility import other_devices
 from fractional_gpu.core.rules.fairness import preemptible_from_ms, swap_ms
+from fractional_gpu.core.rules.fragmentation import device_choice
 from fractional_gpu.core.rules.wait_reasons import name_for
 from fractional_gpu.core.scheduler.capacity import Capacity, Plan
 from fractional_gpu.core.scheduler.victims import Victims
@@ -46,7 +48,7 @@ class Migrations:
         if not self._changes.channel_free or lease.count > 1 or not self._victims.may_leave(lease):
             return False
         need_mib = self._books.reserve_mib(lease, spec)
-        targets = self._capacity.pick(other_devices(self._books, lease), need_mib, newcomer=lease)
+        targets = self._capacity.pick(lease, other_devices(self._books, lease), need_mib)
         if targets is None or lease.host_need_mib > self._books.host_left_mib:
             return False
         self._begin(lease, targets, "move.grow", f"it goes where {format_memory(need_mib)} are free for it")
@@ -58,7 +60,7 @@ class Migrations:
             return False
         if not self._books.policy(victim).move_busy if victim.busy else lease.state is LeaseState.SUSPENDED:
             return False
-        targets = self._capacity.pick(other_devices(self._books, victim), victim.held_mib, newcomer=victim)
+        targets = self._capacity.pick(victim, other_devices(self._books, victim), victim.held_mib)
         if targets is None:
             return False
         why = f"it fits there as well, and makes room for {name_for(victim, lease)}"
@@ -88,7 +90,7 @@ class Migrations:
             return False
         if lease.revoked:
             return False
-        if self._capacity.pick(other_devices(self._books, lease), lease.held_mib) is None:
+        if not self._capacity.fits_somewhere(other_devices(self._books, lease), lease.held_mib):
             return False
         if from_ms > self._books.now_ms:
             self._victims.recheck_at(from_ms)
@@ -138,16 +140,23 @@ def move_on_request(changes: Changes, lease: Lease, device_id: str | None) -> Re
     there = other_devices(changes.books, lease)
     if device_id is not None and device_id not in there:
         return _not_there(changes, lease, device_id)
-    chosen, most_mib = _roomiest(changes, (device_id,) if device_id is not None else there)
-    if chosen is None or most_mib < lease.held_mib:
+    free_mib = _free_and_not_kept(changes, (device_id,) if device_id is not None else there)
+    fitting = [place for place in free_mib.items() if place[1] >= lease.held_mib]
+    if not fitting:
+        most_mib = max(free_mib.values(), default=0)
         left = (
             f"{format_memory(max(0, most_mib))} are free there" if device_id is not None else "no other device has them"
         )
         return Reason(
             "no-room", f"{format_memory(lease.held_mib)} are reserved for the kernel, and {left}: make room first"
         )
-    if not changes.channel_free or changes.books.devices[chosen].mib_by_occupancy[OccupancyKind.SUSPENDING]:
+    devices = changes.books.devices
+    fitting = [place for place in fitting if not devices[place[0]].mib_by_occupancy[OccupancyKind.SUSPENDING]]
+    if not changes.channel_free or not fitting:
         return Reason(BUSY_CHANNEL, "another kernel is being moved or saved just now: try again in a moment")
+    if spreads(changes.books, lease):
+        _, fitting = least_full(changes.books, lease, fitting)
+    chosen = device_choice(changes.books, lease, lease.held_mib, free_mib.items).best(fitting) or fitting[0][0]
     begin_move(changes, lease, (chosen,), "move.asked", "an administrator has it go to another device")
     return None
 
@@ -184,15 +193,13 @@ def _not_there(changes: Changes, lease: Lease, device_id: str) -> Reason:
     return Reason("other-kind", "that device is of another kind, and saved state comes back on a like one only")
 
 
-def _roomiest(changes: Changes, devices: tuple[str, ...]) -> tuple[str | None, int]:
-    """Return the device with the most free memory that is kept for no lease, and how much that is, MiB."""
+def _free_and_not_kept(changes: Changes, devices: tuple[str, ...]) -> dict[str, int]:
+    """Return how much memory of each device is free and kept for no lease, MiB."""
     kept: dict[str, int] = {}
     for other in changes.books.leases.values():
         for device_id in other.ticket.kept_on if other.ticket is not None else ():
             kept[device_id] = kept.get(device_id, 0) + max(kept_mib(other), other.held_mib)
-    free = {device_id: changes.books.devices[device_id].free_mib - kept.get(device_id, 0) for device_id in devices}
-    best = max(devices, key=free.__getitem__, default=None)
-    return best, free[best] if best is not None else 0
+    return {device_id: changes.books.devices[device_id].free_mib - kept.get(device_id, 0) for device_id in devices}
 
 
 # -- kept room ---------------------------------------------------------------------------------------------------------

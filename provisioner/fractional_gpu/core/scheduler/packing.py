@@ -2,7 +2,7 @@
 
 A device with nothing on it can be switched off, given back or lent to others; one with a single idle lease cannot. In a pool that says so
 (`empty_devices`), the idle leases of a device move to fuller ones of its kind, one after another, if all of them can: a partly emptied
-device is worth nothing.
+device is worth nothing. Among fuller devices with busy leases, `fragmentation` chooses.
 
 Only leases move that have been idle for a while, are not expected, and take no longer to move than the pool allows for early swaps; and
 only while no ticket of the pool waits. Leases move to fuller devices only, so none moves back.
@@ -15,6 +15,7 @@ from fractional_gpu.core.changes.changes import Changes
 from fractional_gpu.core.model import PoolSpec
 from fractional_gpu.core.rules.eligibility import other_devices, suspendable_from_ms
 from fractional_gpu.core.rules.fairness import swap_ms
+from fractional_gpu.core.rules.fragmentation import device_choice
 from fractional_gpu.core.rules.likelihood import is_expected
 from fractional_gpu.core.scheduler.migration import begin_move
 
@@ -75,13 +76,21 @@ class IdlePacking:
             for device_id in other_devices(books, lease):
                 if _fullness(books.devices[device_id]) > _fullness(device):
                     free_mib.setdefault(device_id, books.devices[device_id].free_mib)
-            fitting = [(left, one) for one, left in free_mib.items() if left >= lease.held_mib]
+            fitting = [(one, left) for one, left in free_mib.items() if left >= lease.held_mib]
             if not fitting:
                 return None
-            _, target = min(fitting)
+            # Where only idle leases are, the device may be emptied next: they come together on the fullest one, and move once.
+            in_use = [place for place in fitting if _is_in_use(books.devices[place[0]])]
+            choice = device_choice(books, lease, lease.held_mib, free_mib.items)
+            target = choice.best(in_use) or min(fitting, key=lambda place: place[1])[0]
             free_mib[target] -= lease.held_mib
             first = first or (lease, target)
         return first
+
+
+def _is_in_use(device: Device) -> bool:
+    """Return whether a lease is on the device that does not idle."""
+    return device.mib_by_occupancy[OccupancyKind.IDLE] < device.reserved_mib
 
 
 def _fullness(device: Device) -> tuple[int, str]:

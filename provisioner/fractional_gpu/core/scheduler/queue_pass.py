@@ -231,7 +231,9 @@ class QueuePass:
         devices, key = self._devices_of(shape)
         if not self._capacity.any_free(devices):
             return True
-        return self._plans >= _MOST_PLANS and key.devices == 1 and self._capacity.pick(devices, key.need_mib) is None
+        return (
+            self._plans >= _MOST_PLANS and key.devices == 1 and not self._capacity.fits_somewhere(devices, key.need_mib)
+        )
 
     def _skip_shapes(self, shapes: Iterable[BucketShape]) -> None:
         """Note that all buckets of the shapes that were not visited wait for the swap channel."""

@@ -1,0 +1,188 @@
+"""The broker and the simulator decide alike: what one has recorded, the other's arbiter answers with the same effects.
+
+The arbiters are made as each of the two makes its own, from the same configuration file. So a broker that chose devices by other rules
+than the simulator's would not pass.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from fractional_gpu.broker.broker import Broker
+from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
+from fractional_gpu.broker.process.driver_start import Backend
+from fractional_gpu.broker.process.run import configuration, device_specs, make_arbiter
+from fractional_gpu.commands.main import main
+from fractional_gpu.config import load
+from fractional_gpu.core.arbiter import Arbiter
+from fractional_gpu.core.effects import Effect, Granted, Resume
+from fractional_gpu.core.events import Event
+from fractional_gpu.core.model import DeviceSpec
+from fractional_gpu.core.rules.fragmentation import DeviceChoice, Place
+from fractional_gpu.gpu.interface import DeviceInfo, Monitor
+from fractional_gpu.ledger.ledger import Ledger
+from fractional_gpu.simulator import record as record_module
+from fractional_gpu.simulator.machine import Host
+from fractional_gpu.simulator.record import EventLog, digest, replay
+from tests.broker.driver import Driver, swaps_of
+from tests.broker.live import live_broker
+
+Placed = tuple[str, tuple[str, ...]]
+"""A lease, and the devices it was given."""
+
+CONFIG = """
+c.GPUBroker.default_pool = "default"
+c.GPUBroker.pools = {"default": {"compute": "%s", "fractions": ["1/8", "1/4", "1/2", "3/4", "1"]}}
+"""
+LOADS = {
+    "fractions": "--users 16 --several-gpus 0 --devices 3x80GiB --pace short",
+    "whole devices beside fractions": "--users 12 --several-gpus 40 --devices 9x80GiB",
+}
+
+
+def _placed(effects: Sequence[Effect]) -> Iterator[Placed]:
+    for effect in effects:
+        if isinstance(effect, (Granted, Resume)):
+            yield effect.lease_id, effect.device_ids
+
+
+def _recorded(path: Path) -> Iterator[tuple[Event, str]]:
+    """The recorded events, each with the digest of what the simulator's arbiter answered."""
+    for number, line in enumerate(path.read_text().splitlines()[1:], 2):
+        entry = json.loads(line)
+        if "event" in entry:
+            yield record_module._event(path, number, entry), entry["digest"]
+
+
+def _simulated(folder: Path, load: str, compute: str) -> Path:
+    (folder / "gpu_config.py").write_text(CONFIG % compute)
+    run = folder / "run.log"
+    command = ["simulate", *load.split(), "--policy", str(folder / "gpu_config.py"), "--json", "--record", str(run)]
+    assert main(command) == 0
+    return run
+
+
+def _machine(run: Path) -> tuple[DeviceSpec, ...]:
+    (host,) = json.loads(run.read_text().splitlines()[0])["hosts"]
+    return tuple(DeviceSpec(**fields) for fields in host["devices"])
+
+
+def _backend(devices: Sequence[DeviceSpec]) -> Backend:
+    """The same devices, as a broker's backend finds them."""
+    found = [
+        DeviceInfo(
+            device_id=one.device_id,
+            index=number,
+            name=one.name,
+            memory_mib=one.memory_mib,
+            simulated=True,
+            checkpointable=True,
+        )
+        for number, one in enumerate(devices)
+    ]
+    return Backend(name="simulated:", monitor=cast("Monitor", Driver()), devices=tuple(found), folder=None)
+
+
+async def _answers(broker: Broker, run: Path) -> tuple[list[str], list[str], list[Placed]]:
+    """Hand the recorded events to the broker; return the digests as recorded, those of its answers, and who was placed where.
+
+    The broker stops, so it carries no swap out: the results of all are among the events. Its loop gets no turn meanwhile, so its own
+    alarm, by its own clock, adds no event.
+    """
+    broker.stopping = True
+    expected, given, placed = [], [], list[Placed]()
+    for event, recorded in _recorded(run):
+        effects = broker.dispatch(event)
+        expected.append(recorded)
+        given.append(digest(effects))
+        placed += _placed(effects)
+    return expected, given, placed
+
+
+async def _broker_of(folder: Path) -> Broker:
+    driver = Driver()
+    arbiter, writer = make_arbiter(ledger := Ledger.open(folder / "ledger.sqlite")), LedgerWriter(ledger)
+    return Broker(arbiter, cast("Monitor", driver), swaps_of(driver), writer)
+
+
+@pytest.mark.parametrize("compute", ["spread", "pack"])
+@pytest.mark.parametrize("load", list(LOADS))
+async def test_a_broker_decides_as_the_simulation_that_was_recorded(
+    tmp_path: Path, load: str, compute: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = _simulated(tmp_path, LOADS[load], compute)
+    capsys.readouterr()
+    broker = await _broker_of(tmp_path)
+    try:
+        expected, given, placed = await _answers(broker, run)
+    finally:
+        await broker.close()
+    assert given == expected
+    assert len({device_ids for _, device_ids in placed}) >= 3, "there were devices to choose from"
+    assert len(placed) >= 30
+
+
+def test_a_broker_is_configured_as_the_simulator_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = _simulated(tmp_path, "--users 2 --several-gpus 0 --devices 3x80GiB,1x40GiB", "spread")
+    capsys.readouterr()
+    settings, devices = load(tmp_path / "gpu_config.py", {}), _machine(run)
+    backend = _backend(devices)
+    managed = device_specs(settings, backend)
+    everything = [
+        DeviceSpec(device_id=one.device_id, name=one.name, memory_mib=one.memory_mib) for one in backend.devices
+    ]
+    events = list(configuration(settings, everything, managed, host_budget_mib=1 << 20))
+    simulated = [event for event, _ in _recorded(run)][: len(events)]
+    assert sorted(map(repr, (replace(event, at_ms=0) for event in events))) == sorted(map(repr, simulated))
+
+
+class _WorstFit(DeviceChoice):
+    """Another scorer: the device with most memory."""
+
+    def best(self, fitting: Sequence[Place]) -> str | None:
+        return max(fitting, key=lambda place: place[1])[0] if fitting else None
+
+
+async def test_a_broker_with_another_scorer_would_be_found_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = _simulated(tmp_path, LOADS["fractions"], "pack")
+    capsys.readouterr()
+    monkeypatch.setattr("fractional_gpu.core.rules.fragmentation.DeviceChoice", _WorstFit)
+    broker = await _broker_of(tmp_path)
+    try:
+        expected, given, _ = await _answers(broker, run)
+    finally:
+        await broker.close()
+    assert given != expected
+
+
+def test_what_a_broker_decided_is_replayed_by_the_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels are without a gate, so each has its device before it starts; they are of several sizes, and come and go."""
+    handled: list[tuple[Event, list[Effect]]] = []
+    handle = Arbiter.handle
+
+    def noted(arbiter: Arbiter, event: Event) -> list[Effect]:
+        handled.append((event, effects := handle(arbiter, event)))
+        return effects
+
+    monkeypatch.setattr(Arbiter, "handle", noted)
+    pools: dict[str, Any] = {"default": {"unattached_leases": 512, "unattached_share": "100%", "compute": "pack"}}
+    with live_broker("3x1GiB", pools=pools) as live:
+        leases = [live.lease(fraction_milli=milli, gated=False) for milli in (500, 125, 250, 125, 500, 250, 125, 750)]
+        for lease in leases[1::2]:
+            live.call("DELETE", f"/v1/leases/{lease.lease_id}", token=lease.token)
+        for milli in (125, 125, 250, 125):
+            live.lease(fraction_milli=milli, gated=False)
+    placed = [one for _, effects in handled for one in _placed(effects)]
+    assert len(placed) == 12
+    assert len({device_ids for _, device_ids in placed}) == 3
+    with EventLog(tmp_path / "broker.log", Host(devices=(), pools=()), []) as log:
+        for event, effects in handled:
+            log.event(0, event, effects)
+    monkeypatch.undo()
+    assert replay(tmp_path / "broker.log") == (len(handled), sum(len(effects) for _, effects in handled))
