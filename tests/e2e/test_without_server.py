@@ -13,7 +13,7 @@ from tests.support.managed import client_of, entered, must, own_event_loop
 from tests.support.stories import CHECK, fill
 from tests.support.world import World
 
-TURNS = 10
+TURNS = 4
 MIB = 8
 
 
@@ -40,7 +40,7 @@ def assert_turns_were_taken(world: World) -> None:
         assert lease.resumes >= TURNS // 2
 
 
-async def test_ten_turns_of_two_notebooks_under_nbclient(world: World, name: str) -> None:
+async def test_turns_of_two_notebooks_under_nbclient(world: World, name: str) -> None:
     notebooks = [notebook_of(fill(seed, MIB), *[CHECK] * TURNS) for seed in (1, 2)]
     first, second = (NotebookClient(notebook, kernel_name=name) for notebook in notebooks)
     async with first.async_setup_kernel(), second.async_setup_kernel():
@@ -68,7 +68,7 @@ def test_whole_notebooks_that_run_at_the_same_time_end_well(world: World, name: 
     assert world.status().leases == []
 
 
-def test_ten_turns_of_two_kernels_under_a_blocking_manager(world: World, name: str) -> None:
+def test_turns_of_two_kernels_under_a_blocking_manager(world: World, name: str) -> None:
     managers = [KernelManager(kernel_name=name) for _ in range(2)]
     with ExitStack() as stack:
         clients = []
