@@ -186,6 +186,23 @@ def test_the_command_on_the_page_makes_the_same_page_again(
     assert page_of(capsys, tmp_path, *words[3:]) == first
 
 
+def test_options_that_were_left_out_are_named_with_what_they_mean(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def command(*arguments: str) -> str:
+        return unescape(page_of(capsys, tmp_path, *arguments).split("<pre>")[1].split("</pre>")[0])
+
+    usual = command("--users", "2")
+    for option in ("--habit published", "--pace long", "--memory-of session", "--several-gpus 39", "--joint-starts 0"):
+        assert option in usual
+    for option in ("--devices 8x80GiB", "--door fit"):
+        assert option in usual
+    assert "--p95-wait" not in usual
+    night = command("--users", "2", "--habit", "night-jobs", "--find-devices")
+    assert "--p95-wait 3s" in night
+    assert "--pace" not in night
+
+
 def test_the_first_sentence_names_users_hosts_and_devices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     several = page_of(capsys, tmp_path, "--users", "4", "--several-gpus", "0", "--hosts", "2x(1x80GiB,1x40GiB)")
     assert "4 users on 2 hosts with 2 devices of 80 GiB and 2 devices of 40 GiB: " in several

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fractional_gpu import __version__
-from fractional_gpu.commands.simulate_load import MADE_UP, configure_load, percent, read_trace
+from fractional_gpu.commands.simulate_load import MADE_UP, configure_load, percent, read_trace, usual_load
 from fractional_gpu.commands.simulate_machine import (
     MOST_DEVICES,
     MOST_IN_A_HOST,
@@ -23,6 +23,7 @@ from fractional_gpu.commands.simulate_machine import (
     configure_machine,
     parsed,
     read_machine,
+    usual_machine,
 )
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError
 from fractional_gpu.commands.terminal.progress import Progress
@@ -43,6 +44,7 @@ from fractional_gpu.simulator.traces import Session, write_sessions
 from fractional_gpu.simulator.tuning import Step, tune
 
 _QUIET_S = 2.0
+_USUAL_P95_WAIT = "3s"
 EPILOG = """\
 examples:
   jupyter gpu simulate --users 50 --devices 8x80GiB
@@ -177,7 +179,7 @@ def _goal(options: argparse.Namespace) -> Goal:
     """Return what `--find-devices` must reach."""
     given = {"p95_wait": options.p95_wait, "p99_wait": options.p99_wait, "p95_late": options.p95_late}
     if not any(given.values()):
-        given["p95_wait"] = "3s"
+        given["p95_wait"] = _USUAL_P95_WAIT
     return Goal(
         **{
             f"{name}_ms": parsed("--" + name.replace("_", "-"), parse_duration_ms, text)
@@ -283,7 +285,10 @@ def _text_of(path: Path) -> str:
 def _command(options: argparse.Namespace) -> str:
     """Return the command line with every option that counts, defaults included: a later version may have others."""
     words = ["jupyter gpu simulate"]
-    for name, value in vars(options).items():
+    usual = {**usual_load(options), **usual_machine(options)}
+    if options.find_devices and not (options.p95_wait or options.p99_wait or options.p95_late):
+        usual["p95_wait"] = _USUAL_P95_WAIT
+    for name, value in {**vars(options), **usual}.items():
         if name in _NO_INPUT or value is None or value is False or (name in MADE_UP and options.users is None):
             continue
         option = "--" + name.replace("_", "-")

@@ -16,6 +16,7 @@ _LARGEST_ERROR = 200
 MADE_UP = frozenset(
     [
         "days",
+        "habit",
         "pace",
         "memory_of",
         "several_gpus",
@@ -135,6 +136,18 @@ def read_load(options: argparse.Namespace) -> Load:
         failed_swaps_percent=options.failed_swaps,
         urgent_percent=options.urgent_users,
     )
+
+
+def usual_load(options: argparse.Namespace) -> dict[str, object]:
+    """Return what the options say that were left out about synthetic users, by the options' names. Raises UsageError."""
+    if options.users is None:
+        return {}
+    load = read_load(options)
+    said: dict[str, object] = {"habit": load.habit}
+    if load.habit is Habit.PUBLISHED:  # of the others these say nothing
+        said |= {"pace": load.pace, "memory_of": load.memory}
+        said |= {"several_gpus": load.several_percent, "joint_starts": load.joint_percent}
+    return said
 
 
 def _read_habit(options: argparse.Namespace, lunch_ms: int) -> Habit:

@@ -20,6 +20,7 @@ from fractional_gpu.simulator.machine import Host, SwapSpeed
 from fractional_gpu.simulator.policies import POLICIES
 
 MOST_DEVICES = 8192
+_USUAL_DEVICES = "8x80GiB"
 _MOST_FALSE_PERCENT = 90
 MOST_IN_A_HOST = 16  # GPUs: no host on sale has more
 _DEVICES = re.compile(r"(\d{1,4})x(.{1,20})", re.ASCII)
@@ -33,7 +34,7 @@ _FORM = (
 def configure_machine(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that say on what the sessions run."""
     host = parser.add_argument_group("the machine")
-    host.add_argument("--devices", metavar="NxSIZE", help="the GPUs, all in one host (default: 8x80GiB)")
+    host.add_argument("--devices", metavar="NxSIZE", help=f"the GPUs, all in one host (default: {_USUAL_DEVICES})")
     host.add_argument(
         "--hosts",
         metavar="Nx(NxSIZE)",
@@ -187,6 +188,12 @@ def _signs(options: argparse.Namespace) -> Signs:
     return Signs(foresight_ms=foresight_ms, false_percent=options.false_signs)
 
 
+def usual_machine(options: argparse.Namespace) -> dict[str, object]:
+    """Return what the options say that were left out about the machine, by the options' names."""
+    said: dict[str, object] = {"devices": options.devices or _USUAL_DEVICES} if options.hosts is None else {}
+    return said if options.place is not None else {**said, "door": options.door or DoorRule.FIT}
+
+
 def _way(options: argparse.Namespace) -> Way:
     """Return how sessions are given their hosts, by --door or by --place. Raises UsageError."""
     if options.place is None:
@@ -212,7 +219,7 @@ def read_machine(options: argparse.Namespace) -> MachineOptions:
     """Return what the options say about the machine. Raises UsageError, ConfigError."""
     settings, way = _policy(options.policy) if options.policy is not None else None, _way(options)
     if options.hosts is None:
-        sizes = _devices("--devices", options.devices or "8x80GiB")
+        sizes = _devices("--devices", options.devices or _USUAL_DEVICES)
         return MachineOptions(options, (tuple(sizes),), several=False, settings=settings, way=way)
     if options.devices is not None:
         raise UsageError("--devices is one host and --hosts are several; say one of them")

@@ -30,7 +30,7 @@ def _times() -> "array[int]":
 
 
 def _counts() -> "array[int]":
-    return array("l")
+    return array("i")
 
 
 @dataclass(slots=True)

@@ -11,9 +11,10 @@ alone as beside the others, and the figures of all hosts follow from those of ea
 - Forecast errors are means weighted by their counts, as in one run (`result.merged_errors`).
 """
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from heapq import merge
 from pathlib import Path
 
 from fractional_gpu.core.forecasts.estimators import ErrorView
@@ -149,24 +150,22 @@ class _Whole:
         return finished(Part(result=whole, felt=self.felt, errors=self._errors, closed_ms=self._closed_ms), trace)
 
 
-def added_up(timelines: Iterable[Timeline]) -> Timeline:
+def added_up(timelines: Sequence[Timeline]) -> Timeline:
     """Return the sum of timelines that each begin at 0, moment by moment; it ends with the last moment of all."""
-    at_ms, held, busy, waiting = Timeline().columns
-    for one in timelines:
-        at_ms.extend(one.at_ms)
-        for column, more in zip((held, busy, waiting), one.columns[1:], strict=True):
-            last = 0
-            for value in more:
-                column.append(value - last)
-                last = value
     whole = Timeline()
-    order = sorted(range(len(at_ms)), key=at_ms.__getitem__)
-    end_ms = at_ms[order[-1]]
-    now_ms = held_now = busy_now = waiting_now = 0
-    for step in order:
-        if at_ms[step] != now_ms:
-            whole.add_changed(now_ms, held_now, busy_now, waiting_now)
-            now_ms = at_ms[step]
-        held_now, busy_now, waiting_now = held_now + held[step], busy_now + busy[step], waiting_now + waiting[step]
-    whole.add(end_ms, held_now, busy_now, waiting_now)
+    now_ms = held = busy = waiting = 0
+    for at_ms, more_held, more_busy, more_waiting in merge(*map(_changes, timelines)):
+        if at_ms != now_ms:
+            whole.add_changed(now_ms, held, busy, waiting)
+            now_ms = at_ms
+        held, busy, waiting = held + more_held, busy + more_busy, waiting + more_waiting
+    whole.add(now_ms, held, busy, waiting)
     return whole
+
+
+def _changes(timeline: Timeline) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the moments of a timeline: when, and how much more there is then of each of its counts."""
+    before = (0, 0, 0)
+    for at_ms, held, busy, waiting in zip(*timeline.columns, strict=True):
+        yield at_ms, held - before[0], busy - before[1], waiting - before[2]
+        before = (held, busy, waiting)
