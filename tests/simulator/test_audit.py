@@ -182,7 +182,7 @@ def test_the_auditor_agrees_with_every_figure_of_a_run(
         ),
         pytest.param("mps-pack", f"--users 16 --hosts 2x(1x80GiB) --mps-fill 70 {BRISK}", ("late_s",), id="mps"),
         pytest.param("whole-gpu-suspend", "--users 20 --hosts 3x(8x80GiB)", ("suspends", "wait_s"), id="whole"),
-        pytest.param("time-slice", f"--users 40 --hosts 2x(1x64GiB) {BRISK}", ("out_of_memory", "late_s"), id="slices"),
+        pytest.param("time-slice", f"--users 24 --hosts 2x(1x56GiB) {BRISK}", ("out_of_memory", "late_s"), id="slices"),
     ],
 )
 def test_the_auditor_agrees_with_every_figure_of_a_baseline(
