@@ -7,7 +7,7 @@ import pytest
 
 from fractional_gpu.simulator.load import Load, synthetic_sessions
 from fractional_gpu.simulator.simulation import simulate
-from tests.benchmarks import by_size, device_choice, policies, sensitivity, sharing
+from tests.benchmarks import by_size, device_choice, more_devices, policies, sensitivity, sharing
 from tests.benchmarks.simulated import FIGURES, GOAL, cell, machine
 
 ONE_GPU = Load(several_percent=0)
@@ -127,3 +127,21 @@ def test_the_choice_of_devices_is_measured_with_the_mix_and_with_best_fit() -> N
     (shown,) = [line for line in device_choice.as_table([found, found]).splitlines() if line.startswith("| pack |")]
     worse = found["pack"]["mix"]["suspends"] > found["pack"]["best fit"]["suspends"]
     assert shown.endswith("2 worse) |") == worse
+
+
+def test_more_devices_are_measured_with_the_same_users_and_a_rise_beyond_luck_is_named() -> None:
+    found = more_devices.measure(more_devices.Task(seed=1, users=20, several_percent=0, devices=(2, 3)))
+    assert list(found) == ["2", "3"]
+    lateness = simulate(machine(3), synthetic_sessions(20, 1, 1, ONE_GPU)).lateness
+    assert found["3"][more_devices.LATE] == lateness.percentile_of_users_ms(95) / 1000
+    assert found["3"]["worst user's p95 stretch"] == lateness.stretch_of_users()["worst"]
+
+    def seed(fewer: float, more: float) -> dict[str, dict[str, float]]:
+        return {"2": {more_devices.LATE: fewer}, "3": {more_devices.LATE: more}}
+
+    assert more_devices.rises([seed(1, 2)] * 6) == ["from 2 to 3 devices users are later in 6 seeds of 6"]
+    assert more_devices.rises([seed(1, 2)] * 4) == []
+    assert more_devices.rises([seed(2, 1)] * 20) == []
+    with pytest.raises(SystemExit) as ended:
+        more_devices.main(["--devices", "2,0"])
+    assert ended.value.code == 2
