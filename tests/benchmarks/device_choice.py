@@ -9,21 +9,21 @@ in how many seeds the mix was better and worse.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from unittest.mock import patch
 
 from fractional_gpu.core.forecasts.asks import NO_ASKS
 from fractional_gpu.core.forecasts.forecasts import Forecasts
-from fractional_gpu.core.model import Compute, PoolSpec
-from fractional_gpu.simulator.load import SEVERAL_PERCENT, Load, synthetic_sessions
+from fractional_gpu.core.model import Compute
+from fractional_gpu.simulator.load import Load, synthetic_sessions
 from fractional_gpu.simulator.result import Result
 from fractional_gpu.simulator.simulation import simulate
-from tests.benchmarks.simulated import machine, parser, spread_out, write_json
+from tests.benchmarks.simulated import SHIPPED, heading, machine, parser, read, spread_out, write_json
 
 POOLS = {
-    "as shipped": PoolSpec(name="default", devices=()),
-    "pack": PoolSpec(name="default", devices=(), compute=Compute.PACK),
+    "as shipped": SHIPPED,
+    "pack": replace(SHIPPED, compute=Compute.PACK),
 }
 FIGURES = ("waited, %", "p95 wait, s", "p95 late, s", "95 of 100 users' p95 late, s", "suspends")
 
@@ -77,22 +77,17 @@ def as_table(done: Sequence[dict[str, dict[str, dict[str, float]]]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print the table."""
-    made = parser(__doc__.splitlines()[0])
+    made = parser(__doc__.splitlines()[0], several_gpus=True)
     made.add_argument("--devices", type=int, default=6, metavar="N", help="so many devices in all (default: 6)")
-    made.add_argument(
-        "--several-gpus",
-        type=int,
-        default=SEVERAL_PERCENT,
-        metavar="PERCENT",
-        help=f"of the sessions use 4 or 8 GPUs (default: {SEVERAL_PERCENT})",
-    )
-    options = made.parse_args(arguments)
-    seeds = range(options.first, options.first + options.seeds)
-    tasks = [Task(seed, options.users, options.devices, options.several_gpus, options.gpus_per_host) for seed in seeds]
+    options = read(made, arguments)
+    tasks = [
+        Task(seed, options.users, options.devices, options.several_gpus, options.gpus_per_host)
+        for seed in options.seeds
+    ]
     done = spread_out(measure, tasks, options.jobs, "seeds")
-    sys.stdout.write(f"{options.users} users, seeds {seeds[0]} to {seeds[-1]}, {options.devices} devices\n\n")
+    sys.stdout.write(heading(options, f"{options.devices} devices"))
     sys.stdout.write(as_table(done))
-    write_json(options.json, {"seeds": list(seeds), "pools": done})
+    write_json(options.json, {"seeds": list(options.seeds), "pools": done})
     return 0
 
 

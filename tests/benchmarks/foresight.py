@@ -24,6 +24,7 @@ from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Session
 from tests.benchmarks.simulated import (
     GOAL,
+    SHIPPED,
     heading,
     machine,
     needed,
@@ -37,16 +38,15 @@ from tests.benchmarks.simulated import (
 )
 
 LOAD = Load(pace=Pace.SHORT, memory=Memory.CELL, several_percent=0)
-POOL = PoolSpec(name="default", devices=())
 FALSE_PERCENT = (0, 30, 70)
 KINDS = {
-    "free": replace(POOL, foresight=Foresight.FREE),
-    "displace": replace(POOL, foresight=Foresight.DISPLACE),
-    "displace, large ones, too": replace(POOL, foresight=Foresight.DISPLACE, foresight_swap_ms=30_000),
+    "free": replace(SHIPPED, foresight=Foresight.FREE),
+    "displace": replace(SHIPPED, foresight=Foresight.DISPLACE),
+    "displace, large ones, too": replace(SHIPPED, foresight=Foresight.DISPLACE, foresight_swap_ms=30_000),
 }
 COLUMNS = ("devices", "p95 wait, s", "p99 wait, s", "waited, %", "p95 late, s", "early resumes", "moved in vain, GiB")
 WITHOUT = "without foresight"
-OFF = replace(POOL, foresight=Foresight.OFF)
+OFF = replace(SHIPPED, foresight=Foresight.OFF)
 
 
 @dataclass(frozen=True, slots=True)

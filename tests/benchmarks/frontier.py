@@ -30,9 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from statistics import fmean
 
-from fractional_gpu.core.model import PoolSpec
 from fractional_gpu.simulator import TraceError
 from fractional_gpu.simulator.baselines import run_baseline
 from fractional_gpu.simulator.load import Habit, Load, synthetic_sessions
@@ -45,8 +43,10 @@ from tests.benchmarks.pods import GPU_MIB, Run, read_days, sessions_of
 from tests.benchmarks.simulated import (
     DEVICE_MIB,
     GOAL,
+    SHIPPED,
     least,
     machine,
+    mean_s,
     needed,
     of_seeds,
     parser,
@@ -66,7 +66,6 @@ USERS = {
 }
 """So many times `--users` have this habit: they run few cells, or are a class. Others: once."""
 SITUATIONS = ("enough", "just enough", "tight")
-SHIPPED = PoolSpec(name="default", devices=())
 _MINUTE_MS = 60_000
 FIXED = {
     "0s": replace(SHIPPED, idle_after_ms=0),
@@ -141,8 +140,8 @@ def measure(task: Task) -> dict[str, dict[str, dict[str, float]]]:
                 float(devices),
                 result.held / 3.6e9,
                 result.waits.percentile_ms(95) / 1000,
-                fmean(result.waits.ordered or (0,)) / 1000,
-                fmean(result.lateness.cells.ordered or (0,)) / 1000,
+                mean_s(result.waits),
+                mean_s(result.lateness.cells),
                 result.waits.nonzero_percent(),
             )
             rules[name] = dict(zip(COLUMNS, values, strict=True))

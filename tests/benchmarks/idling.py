@@ -20,6 +20,7 @@ from fractional_gpu.simulator.simulation import simulate
 from tests.benchmarks.simulated import (
     heading,
     machine,
+    mean_s,
     of_seeds,
     parser,
     read,
@@ -60,10 +61,9 @@ def measure(task: Task) -> dict[str, dict[str, float]]:
     found = {}
     for name, pool in RULES.items():
         result = simulate([with_pool(host, pool) for host in machine(len(trace))], trace)
-        waits = result.waits.ordered
         values = (
             result.held / 3.6e9,
-            fmean(waits) / 1000 if waits else 0.0,
+            mean_s(result.waits),
             result.waits.percentile_ms(95) / 1000,
             result.waits.nonzero_percent(),
         )

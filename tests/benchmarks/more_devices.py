@@ -13,11 +13,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean
 
 from fractional_gpu.simulator.load import Load, synthetic_sessions
 from fractional_gpu.simulator.simulation import simulate
-from tests.benchmarks.simulated import heading, machine, of_seeds, parser, read, spread_out, table, write_json
+from tests.benchmarks.simulated import heading, machine, mean_s, of_seeds, parser, read, spread_out, table, write_json
 from tests.benchmarks.stats import sign_test
 
 LATE = "95 of 100 users' p95 late, s"
@@ -46,7 +45,7 @@ def measure(task: Task) -> dict[str, dict[str, float]]:
         values = (
             result.waits.nonzero_percent(),
             result.lateness.cells.percentile_ms(95) / 1000,
-            fmean(result.lateness.cells.ordered or (0,)) / 1000,
+            mean_s(result.lateness.cells),
             users["p95"],
             users["worst"],
             result.lateness.stretch_of_users()["worst"],

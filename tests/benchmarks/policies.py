@@ -25,8 +25,10 @@ from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Session
 from tests.benchmarks.simulated import (
     GOAL,
+    SHIPPED,
     heading,
     machine,
+    mean_s,
     needed,
     of_seeds,
     parser,
@@ -39,7 +41,6 @@ from tests.benchmarks.simulated import (
 from tests.benchmarks.stats import SignTest, sign_test
 
 DEFAULT = "as shipped"
-SHIPPED = PoolSpec(name="default", devices=())
 GRID: dict[str, PoolSpec] = {
     DEFAULT: SHIPPED,
     "idle_after 0s": replace(SHIPPED, idle_after_ms=0),
@@ -112,13 +113,12 @@ def measure(task: Task) -> dict[str, dict[str, float]]:
     found = {}
     for name in GRID:
         result = simulate(hosts_for(name, hosts), trace)
-        cells = result.lateness.cells.ordered
         values = (
             float(devices),
             result.waits.nonzero_percent(),
             result.lateness.percentile_of_users_ms(95) / 1000,
             result.lateness.percentile_of_users_ms(100) / 1000,
-            fmean(cells) / 1000 if cells else 0.0,
+            mean_s(result.lateness.cells),
             float(result.out_of_memory),
         )
         found[name] = dict(zip(COLUMNS, values, strict=True))

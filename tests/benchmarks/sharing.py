@@ -27,6 +27,7 @@ from fractional_gpu.simulator.traces import Session
 from tests.benchmarks.simulated import (
     FIGURES,
     GOAL,
+    SHIPPED,
     figures,
     heading,
     machine,
@@ -40,7 +41,6 @@ from tests.benchmarks.simulated import (
     write_json,
 )
 
-SHIPPED = PoolSpec(name="default", devices=())
 Run = Callable[[Sequence[Host], Sequence[Session], Goal | None], Result]
 
 

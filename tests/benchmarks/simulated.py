@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import TypeVar
 
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
-from fractional_gpu.simulator.felt import Goal
+from fractional_gpu.simulator.felt import Goal, Spread
 from fractional_gpu.simulator.load import SEVERAL_PERCENT
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.result import Result
@@ -26,6 +27,8 @@ Row = tuple[str, Mapping[str, Sequence[float]]]
 Task = TypeVar("Task")
 Done = TypeVar("Done")
 GOAL = Goal(p95_wait_ms=3_000)
+SHIPPED = PoolSpec(name="default", devices=())
+"""The pool of a broker without a configuration."""
 FIGURES = (
     "p95 wait, s",
     "p95 wait at the door, s",
@@ -58,8 +61,9 @@ def machine(
     inside = each or count
     names = tuple(f"simulated-{number}" for number in range(inside))
     devices = tuple(DeviceSpec(device_id=name, name="simulated", memory_mib=memory_mib) for name in names)
-    shipped = PoolSpec(name="default", devices=names)
-    host = Host(devices=devices, pools=(shipped,), failed_swaps_percent=failed_swaps_percent, seed=seed)
+    host = Host(
+        devices=devices, pools=(replace(SHIPPED, devices=names),), failed_swaps_percent=failed_swaps_percent, seed=seed
+    )
     return (with_pool(host, pool) if pool is not None else host,) * -(-count // inside)
 
 
@@ -85,6 +89,11 @@ def needed(
     if not each:
         return fewest(run, GOAL, sum(session.gpus for session in trace), least=least(trace), start=start)
     return fewest(lambda hosts: run(hosts * each), GOAL, len(trace), start=-(-start // each), counted="hosts")
+
+
+def mean_s(times: Spread) -> float:
+    """Return the mean of the times in seconds; 0 of none."""
+    return fmean(times.ordered or (0,)) / 1000
 
 
 def figures(result: Result, devices_needed: int) -> dict[str, float]:

@@ -33,7 +33,20 @@ _FORM = (
 
 def configure_machine(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that say on what the sessions run."""
-    host = parser.add_argument_group("the machine")
+    machine = parser.add_argument_group("the machine")
+    _configure_hosts(machine)
+    _configure_swaps(machine)
+    _configure_cells(machine)
+    machine.add_argument(
+        "--policy",
+        metavar="FILE",
+        help="a broker's configuration file (default: the pool that a broker has without one); "
+        "with --placement the name of a placement policy",
+    )
+
+
+def _configure_hosts(host: argparse._ArgumentGroup) -> None:
+    """Add the arguments about devices and hosts, and which host a session is given."""
     host.add_argument("--devices", metavar="NxSIZE", help=f"the GPUs, all in one host (default: {_USUAL_DEVICES})")
     host.add_argument(
         "--hosts",
@@ -65,6 +78,10 @@ def configure_machine(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="with --place: so many hosts run at the same time (default: one for each core)",
     )
+
+
+def _configure_swaps(host: argparse._ArgumentGroup) -> None:
+    """Add the arguments about suspended state: where it goes, how fast, how often in vain."""
     host.add_argument(
         "--host-memory",
         metavar="SIZE",
@@ -79,6 +96,10 @@ def configure_machine(parser: argparse.ArgumentParser) -> None:
     host.add_argument(
         "--failed-swaps", type=percent, default=0, metavar="PERCENT", help="of the swaps fail harmlessly (default: 0)"
     )
+
+
+def _configure_cells(host: argparse._ArgumentGroup) -> None:
+    """Add the arguments about what cells do to the machine: signs before them, contention, memory that grows."""
     host.add_argument(
         "--foresight",
         metavar="TIME",
@@ -105,12 +126,6 @@ def configure_machine(parser: argparse.ArgumentParser) -> None:
         default="1m",
         metavar="TIME",
         help="a cell whose reservation does not grow for so long is out of memory; 0: at once (default: 1m)",
-    )
-    host.add_argument(
-        "--policy",
-        metavar="FILE",
-        help="a broker's configuration file (default: the pool that a broker has without one); "
-        "with --placement the name of a placement policy",
     )
 
 
