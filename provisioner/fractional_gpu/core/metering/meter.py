@@ -1,0 +1,368 @@
+"""The meter: it is told what each lease is from which moment on, and what each device's energy counter says, and adds up what follows.
+
+Pure, in integers, with time on every call. Broker and simulator drive the same meter. It keeps figures by hour, lease and device until they
+are taken (`take`), which is when the broker writes them down.
+
+**Time.** `at_ms` is a clock that never goes back; `wall_ms` is the wall clock at the same moment and decides only to which hour a stretch
+of time belongs. If the wall clock is set, hours may have more or less than an hour, and the sums stay what they were.
+
+**Energy.** Between two readings of a device's counter, what is above the idle draw goes to the leases that ran cells there, by their part
+of the work (busy time times the utilisation that was measured, or times their share where none was), and the idle draw to those that hold
+the device, by their part of its time. What no lease held, or what was drawn above the idle draw while none ran a cell, is the pool's. The
+parts of each reading add up to it.
+
+The division of a device's energy by utilisation with the idle power shared among tenants follows what energy accounting of virtual
+machines does (Kansal et al., "Virtual Machine Power Metering and Provisioning", SoCC 2010); docs/costs.md compares it with two others.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from fractional_gpu.core.metering.tariffs import SLICE_MS, Calendar, Tariff, utc
+from fractional_gpu.core.metering.usage import SHARE_HOUR, Party, Usage, UsageKey, UsageRow, divided
+
+_AMOUNT = 1000 * SHARE_HOUR
+"""What a price in thousandths, times milli-GPU milliseconds, times thousandths that are charged, is divided by."""
+_MOST_MW = 10_000_000  # 10 kW: no device draws more, so such a reading is wrong
+_QUIET_MS = 1000  # from a shorter time no idle draw is learnt
+_IDLE_PARTS = 8  # one part in so many of what is seen changes the idle draw that is known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """What a lease is from one moment on. Memory in MiB, over all its devices."""
+
+    party: Party
+    milli: int  # its share of each of its devices
+    count: int = 1  # devices that it asks for
+    devices: tuple[str, ...] = ()  # on which it has a reservation now, its first one first
+    busy: bool = False
+    suspended: bool = False
+    device_mib: int = 0
+    host_mib: int = 0
+
+    @property
+    def working(self) -> bool:
+        """Whether it runs a cell on a device."""
+        return self.busy and bool(self.devices)
+
+
+@dataclass(slots=True)
+class _Lease:
+    """A lease and up to when it is counted. `carry`: fractions of a thousandth that were not booked yet, by amount."""
+
+    holding: Holding
+    since_ms: int
+    carry: list[int] = field(default_factory=lambda: [0, 0, 0])
+
+
+@dataclass(slots=True)
+class _Part:
+    """What one lease, or nobody, had of a device since its energy was last divided."""
+
+    party: Party
+    unbooked_us: int = 0  # of the device's time, not in any row yet
+    occupied_us: int = 0
+    busy_ms: int = 0
+    milli: int = 0  # its share, as it was last busy
+
+
+@dataclass(slots=True)
+class _Device:
+    """A device, who holds it, and what happened there since its energy was last divided."""
+
+    pool: str
+    since_ms: int  # up to here its time is divided
+    energy_at_ms: int
+    counter_mj: int | None = None
+    idle_mw: int | None = None  # learnt while nothing ran there
+    holders: dict[str, int] = field(default_factory=dict)  # share by lease
+    parts: dict[str, _Part] = field(default_factory=dict)  # by lease; "": nobody
+
+
+class Meter:
+    """Adds up what leases use. `calendar`: the machine's local time."""
+
+    def __init__(self, calendar: Calendar = utc) -> None:
+        self._calendar = calendar
+        self._leases: dict[str, _Lease] = {}
+        self._devices: dict[str, _Device] = {}
+        self._tariffs: dict[str, Tariff] = {}
+        self._rows: dict[UsageKey, UsageRow] = {}
+        self._slice: tuple[int, int, int] = (-1, 0, 0)  # number, hour, minute of the week
+
+    # -- what is told ----------------------------------------------------------------------------------------------------
+
+    def set_tariff(self, at_ms: int, wall_ms: int, pool: str, tariff: Tariff) -> None:
+        """Charge by these terms from now on."""
+        if self._tariffs.get(pool) != tariff:
+            for lease_id, lease in self._leases.items():
+                if lease.holding.party.pool == pool:
+                    self._count(lease_id, lease, at_ms, wall_ms)
+                    lease.carry = [0, 0, 0]
+            self._tariffs[pool] = tariff
+
+    def add_device(self, at_ms: int, wall_ms: int, device_id: str, pool: str, idle_mw: int | None = None) -> None:
+        """Count the device's time for the pool from now on. `idle_mw`: its idle draw as an earlier meter learnt it."""
+        device = self._devices.get(device_id)
+        if device is None:
+            self._devices[device_id] = _Device(pool, at_ms, at_ms, idle_mw=idle_mw)
+        elif device.pool != pool:
+            self._settle(device_id, device, at_ms, wall_ms)
+            device.pool = pool
+            device.parts.pop("", None)
+
+    def set_lease(self, at_ms: int, wall_ms: int, lease_id: str, holding: Holding) -> None:
+        """Take note of what the lease is from now on. The same again only counts the time until now."""
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            lease = self._leases[lease_id] = _Lease(holding, at_ms)
+            before: tuple[str, ...] = ()
+        else:
+            self._count(lease_id, lease, at_ms, wall_ms)
+            if lease.holding == holding:
+                return
+            before = lease.holding.devices
+        for device_id in {*before, *holding.devices}:
+            self.add_device(at_ms, wall_ms, device_id, self._pool_of(device_id, holding))
+            self._advance(self._devices[device_id], at_ms)
+        lease.holding = holding
+        self._place(lease_id, before, holding)
+
+    def end_lease(self, at_ms: int, wall_ms: int, lease_id: str) -> None:
+        """Count the lease for the last time. An unknown one is ignored."""
+        lease = self._leases.get(lease_id)
+        if lease is not None:
+            self._count(lease_id, lease, at_ms, wall_ms)
+            for device_id in lease.holding.devices:
+                self._advance(self._devices[device_id], at_ms)
+            self._place(lease_id, lease.holding.devices, Holding(party=lease.holding.party, milli=0))
+            del self._leases[lease_id]
+
+    def moved(self, wall_ms: int, lease_id: str, mib: int) -> None:
+        """Count what a suspend or a resume of the lease has moved, MiB."""
+        lease = self._leases.get(lease_id)
+        if lease is not None and mib:
+            hour_s, _ = self._local(wall_ms)
+            self._row(hour_s, lease_id, "", lease.holding.party).moved_mib += mib
+
+    def read_energy(
+        self,
+        at_ms: int,
+        wall_ms: int,
+        device_id: str,
+        *,
+        counter_mj: int | None,
+        power_mw: int | None = None,
+        quiet: bool = False,
+        utilisation: Mapping[str, int] | None = None,
+    ) -> int:
+        """Divide what the device drew since the last reading, and return it, mJ.
+
+        `counter_mj`: its counter; of a device that has none, `power_mw` (its draw now) times the time counts. `quiet`: nothing ran there.
+        `utilisation`: what each lease used of it while it ran cells, thousandths; a lease that is not in it counts with its share.
+        """
+        device = self._devices[device_id]
+        if counter_mj is None and device.counter_mj is not None:
+            return 0  # it could not be read this time: the next reading includes this time
+        self._settle(device_id, device, at_ms, wall_ms)
+        passed_ms = at_ms - device.energy_at_ms
+        drawn_mj = _drawn(device.counter_mj, counter_mj, power_mw, passed_ms)
+        device.counter_mj, device.energy_at_ms = counter_mj, at_ms
+        quiet = quiet and (counter_mj is not None or power_mw is not None)
+        self._divide(device_id, device, drawn_mj, passed_ms, wall_ms, quiet=quiet, utilisation=utilisation or {})
+        return drawn_mj
+
+    def resume_counter(self, device_id: str, counter_mj: int) -> None:
+        """Go on from what the counter said when an earlier meter last read it: the next reading includes the time in between."""
+        self._devices[device_id].counter_mj = counter_mj
+
+    # -- what is asked ----------------------------------------------------------------------------------------------------
+
+    def take(self, at_ms: int, wall_ms: int) -> list[UsageRow]:
+        """Count everything until now, and return what was added up since the last call, by hour, lease and device."""
+        for lease_id, lease in self._leases.items():
+            self._count(lease_id, lease, at_ms, wall_ms)
+        for device_id, device in self._devices.items():
+            self._settle(device_id, device, at_ms, wall_ms)
+        rows, self._rows = self._rows, {}
+        return [row for _, row in sorted(rows.items()) if not row.usage.is_empty()]
+
+    def rows(self) -> Iterable[UsageRow]:
+        """Return what was added up since the last `take`, as counted so far."""
+        return self._rows.values()
+
+    # -- time ------------------------------------------------------------------------------------------------------------
+
+    def _count(self, lease_id: str, lease: _Lease, at_ms: int, wall_ms: int) -> None:
+        """Count the lease's time until now, quarter of an hour by quarter of an hour."""
+        begin_ms, lease.since_ms = lease.since_ms, max(lease.since_ms, at_ms)
+        while begin_ms < at_ms:
+            begin_wall_ms = wall_ms - (at_ms - begin_ms)
+            passed_ms = min(at_ms - begin_ms, SLICE_MS - begin_wall_ms % SLICE_MS)
+            self._count_within(lease_id, lease, begin_wall_ms, passed_ms)
+            begin_ms += passed_ms
+
+    def _count_within(self, lease_id: str, lease: _Lease, wall_ms: int, passed_ms: int) -> None:
+        holding = lease.holding
+        hour_s, minute = self._local(wall_ms)
+        first = self._row(hour_s, lease_id, holding.devices[0] if holding.devices else "", holding.party)
+        share = holding.milli * passed_ms
+        first.reserved_ms += passed_ms
+        first.device_mib_ms += holding.device_mib * passed_ms
+        first.host_mib_ms += holding.host_mib * passed_ms
+        if holding.devices:
+            first.held_ms += passed_ms
+            first.busy_ms += passed_ms if holding.busy else 0
+        elif holding.suspended:
+            first.suspended_ms += passed_ms
+        for device_id in holding.devices or ("",) * holding.count:
+            usage = self._row(hour_s, lease_id, device_id, holding.party)
+            usage.reserved_share += share
+            if device_id:
+                usage.held_share += share
+                usage.busy_share += share if holding.busy else 0
+            elif holding.suspended:
+                usage.suspended_share += share
+        self._charge(lease, first, minute, passed_ms)
+
+    def _charge(self, lease: _Lease, usage: Usage, minute: int, passed_ms: int) -> None:
+        """Book the amounts for this time, whole thousandths; what is left of one is carried over."""
+        holding = lease.holding
+        tariff = self._tariffs.get(holding.party.pool)
+        if tariff is None:
+            tariff = Tariff()
+        held, suspended = bool(holding.devices), holding.suspended
+        charged = tariff.charged_milli(held=held, busy=holding.busy, suspended=suspended)
+        resident = tariff.charged_milli(held=held or suspended, busy=holding.busy, suspended=False)
+        share = holding.milli * (len(holding.devices) or holding.count) * passed_ms
+        usage.charged_share += share * charged // 1000
+        if not tariff.currency:
+            return
+        price_milli, whole = tariff.price_at(minute), holding.count * passed_ms * 1000
+        for index, worth in enumerate((share * charged, share * resident, whole * 1000)):
+            lease.carry[index] += price_milli * worth
+        booked = [one // _AMOUNT for one in lease.carry]
+        lease.carry = [one % _AMOUNT for one in lease.carry]
+        usage.charge_milli += booked[0]
+        usage.resident_milli += booked[1]
+        usage.whole_milli += booked[2]
+
+    # -- devices -----------------------------------------------------------------------------------------------------------
+
+    def _pool_of(self, device_id: str, holding: Holding) -> str:
+        device = self._devices.get(device_id)
+        return device.pool if device is not None else holding.party.pool
+
+    def _place(self, lease_id: str, before: tuple[str, ...], holding: Holding) -> None:
+        """Note on which devices the lease is from now on."""
+        for device_id in before:
+            if device_id not in holding.devices:
+                self._devices[device_id].holders.pop(lease_id, None)
+        for device_id in holding.devices:
+            self._devices[device_id].holders[lease_id] = max(1, holding.milli)
+
+    def _advance(self, device: _Device, at_ms: int) -> None:
+        """Divide the device's time until now among its holders, and note how long which of them was busy."""
+        passed_ms = at_ms - device.since_ms
+        if passed_ms <= 0:
+            return
+        device.since_ms = at_ms
+        holders = sorted(device.holders)
+        shares = divided(passed_ms * 1000, [device.holders[one] for one in holders]) if holders else [passed_ms * 1000]
+        for lease_id, part_us in zip(holders or [""], shares, strict=True):
+            lease = self._leases.get(lease_id)
+            party = lease.holding.party if lease is not None else Party(pool=device.pool)
+            part = device.parts.setdefault(lease_id, _Part(party))
+            part.party = party
+            part.unbooked_us += part_us
+            part.occupied_us += part_us
+            if lease is not None and lease.holding.busy:
+                part.busy_ms += passed_ms
+                part.milli = device.holders[lease_id]
+
+    def _settle(self, device_id: str, device: _Device, at_ms: int, wall_ms: int) -> None:
+        """Book the device's time until now."""
+        self._advance(device, at_ms)
+        hour_s, _ = self._local(wall_ms)
+        for lease_id, part in device.parts.items():
+            if part.unbooked_us:
+                self._row(hour_s, lease_id, device_id, part.party).occupied_us += part.unbooked_us
+                part.unbooked_us = 0
+
+    def _divide(
+        self,
+        device_id: str,
+        device: _Device,
+        drawn_mj: int,
+        passed_ms: int,
+        wall_ms: int,
+        *,
+        quiet: bool,
+        utilisation: Mapping[str, int],
+    ) -> None:
+        """Book what the device drew since the last reading, and begin anew."""
+        parts, device.parts = device.parts, {}
+        workers = sorted(lease_id for lease_id, part in parts.items() if part.busy_ms)
+        idle_mj = min(drawn_mj, (device.idle_mw or 0) * max(0, passed_ms) // 1000)
+        if quiet and not workers and passed_ms >= _QUIET_MS:
+            idle_mj = drawn_mj
+            device.idle_mw = _learnt(device.idle_mw, drawn_mj * 1000 // passed_ms)
+        work = [parts[one].busy_ms * utilisation.get(one, parts[one].milli) for one in workers]
+        if not any(work):  # busy, and measured not to use it: the time is what is known
+            work = [parts[one].busy_ms for one in workers]
+        mine = dict(zip(workers or [""], divided(drawn_mj - idle_mj, work or [1]), strict=True))
+        holders = sorted(parts)
+        times = [parts[one].occupied_us for one in holders]
+        if not any(times):
+            mine[""] = mine.get("", 0) + idle_mj
+        for one, idle_part in zip(holders, divided(idle_mj, times), strict=True):
+            mine[one] = mine.get(one, 0) + idle_part
+        hour_s, _ = self._local(wall_ms)
+        for one, energy_mj in mine.items():
+            if energy_mj:
+                party = parts[one].party if one in parts else Party(pool=device.pool)
+                self._row(hour_s, one, device_id, party).energy_mj += energy_mj
+
+    def idle_draws(self) -> dict[str, int]:
+        """Return the idle draw of each device for which it is known, mW."""
+        return {device_id: one.idle_mw for device_id, one in self._devices.items() if one.idle_mw is not None}
+
+    def counters(self) -> dict[str, int]:
+        """Return what the counter of each device that has one said when it was last read, mJ."""
+        return {device_id: one.counter_mj for device_id, one in self._devices.items() if one.counter_mj is not None}
+
+    # -- rows ------------------------------------------------------------------------------------------------------------
+
+    def _local(self, wall_ms: int) -> tuple[int, int]:
+        """Return the hour's beginning and the minute of the week."""
+        number = wall_ms // SLICE_MS
+        if number != self._slice[0]:
+            self._slice = (number, *self._calendar(number))
+        return self._slice[1], self._slice[2]
+
+    def _row(self, hour_s: int, lease_id: str, device_id: str, party: Party) -> Usage:
+        tariff = self._tariffs.get(party.pool)
+        key = UsageKey(hour_s, lease_id, device_id, tariff.currency if tariff is not None else "")
+        row = self._rows.get(key)
+        if row is None or row.party != party:
+            row = self._rows[key] = UsageRow(key, party, row.usage if row is not None else Usage())
+        return row.usage
+
+
+def _learnt(known_mw: int | None, seen_mw: int) -> int:
+    """Return the idle draw after one more reading, mW: a moving mean of the last dozen or so."""
+    return seen_mw if known_mw is None else known_mw + (seen_mw - known_mw) // _IDLE_PARTS
+
+
+def _drawn(before_mj: int | None, counter_mj: int | None, power_mw: int | None, passed_ms: int) -> int:
+    """Return what a device drew since its counter said `before_mj`, mJ; without a counter, by its draw now."""
+    by_power = max(0, power_mw or 0) * max(0, passed_ms) // 1000
+    if counter_mj is None:
+        return by_power
+    if before_mj is None:
+        return 0  # the first reading
+    drawn = counter_mj - before_mj
+    if drawn < 0:  # the driver was loaded again: the counter began at 0
+        drawn = counter_mj
+    return drawn if drawn <= _MOST_MW * max(_QUIET_MS, passed_ms) // 1000 else by_power

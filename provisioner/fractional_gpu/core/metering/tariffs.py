@@ -1,0 +1,75 @@
+"""What a pool charges: the price of a device hour by the time of the week, and for which time of a lease it is charged.
+
+The price is that of the time at which the device was used: a later change of the pool's price changes no charge of before.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+SLICE_MS = 900_000
+"""Prices and hours change at whole quarters of an hour, in whatever time zone."""
+
+
+class Basis(StrEnum):
+    """Which time of a lease is charged."""
+
+    RESERVED = "reserved"  # while its kernel exists; suspended time gets a credit
+    HELD = "held"  # while it has a reservation on a device: suspended time costs nothing
+    BUSY = "busy"  # while it runs cells on a device
+
+
+class LocalTime(NamedTuple):
+    """A quarter of an hour in the machine's local time."""
+
+    hour_s: int  # the beginning of its hour, seconds since 1970
+    minute: int  # of the week, Monday first
+
+
+Calendar = Callable[[int], LocalTime]
+"""Returns the local time of a slice, a number of quarters of an hour since 1970."""
+
+
+def utc(number: int) -> LocalTime:
+    """Return the slice's time in UTC: the calendar of simulations."""
+    minutes = number * 15
+    return LocalTime(minutes // 60 * 3600, (minutes + 3 * 24 * 60) % (7 * 24 * 60))  # 1 January 1970 was a Thursday
+
+
+@dataclass(frozen=True, slots=True)
+class PriceBand:
+    """Another price for some minutes of the week, Monday first; a span may end in the next week."""
+
+    spans: tuple[tuple[int, int], ...]
+    price_milli: int
+
+    def covers(self, minute: int) -> bool:
+        """Whether the price holds in that minute of the week."""
+        week = 7 * 24 * 60
+        return any(start <= minute < end or start <= minute + week < end for start, end in self.spans)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tariff:
+    """What a pool charges. Prices: of a whole device for an hour, thousandths of the currency's unit."""
+
+    currency: str = ""  # empty: nothing is charged, time is counted alone
+    price_milli: int = 0
+    bands: tuple[PriceBand, ...] = ()  # the first one that covers a minute counts
+    basis: Basis = Basis.HELD
+    credit_milli: int = 0  # Basis.RESERVED: the part of the price that suspended time gets back, thousandths
+
+    def price_at(self, minute: int) -> int:
+        """Return the price in that minute of the week."""
+        return next((band.price_milli for band in self.bands if band.covers(minute)), self.price_milli)
+
+    def charged_milli(self, *, held: bool, busy: bool, suspended: bool) -> int:
+        """Return which part of the time in such a state is charged, thousandths."""
+        match self.basis:
+            case Basis.RESERVED:
+                return 1000 - self.credit_milli if suspended else 1000
+            case Basis.HELD:
+                return 1000 if held else 0
+            case Basis.BUSY:
+                return 1000 if held and busy else 0
