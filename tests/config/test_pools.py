@@ -114,9 +114,9 @@ def test_words_stand_for_policies_without_a_number() -> None:
         (
             {"idel_after": "5m"},
             "idel_after",
-            "unknown key; did you mean 'idle_after'? Allowed: after_kernel, breach, compute, devices, ",
+            "unknown key; did you mean 'idle_after'? Allowed: after_kernel, breach, charge, compute, devices, ",
         ),
-        ({3: 4}, "3", "unknown key; Allowed: after_kernel, breach, compute, devices, "),
+        ({3: 4}, "3", "unknown key; Allowed: after_kernel, breach, charge, compute, devices, "),
         ({"idle_after": "soon"}, "idle_after", "allowed: a duration such as 30s, 5m, 2h or 0 or 'on-demand' or 'auto'"),
         ({"hold_price": -1}, "hold_price", "allowed: a number from 0 to 1000000"),
         ({"wait_price": "1 EUR"}, "wait_price", "allowed: a number from 0 to 1000000"),

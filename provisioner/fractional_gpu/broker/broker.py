@@ -16,6 +16,7 @@ from functools import partial
 
 import zmq.asyncio
 
+from fractional_gpu.broker.accounting.metering import Metering
 from fractional_gpu.broker.clock import DeadlineClock, now_ms, time_of_day, wall_ms
 from fractional_gpu.broker.kernels.connection import connection_from_json
 from fractional_gpu.broker.kernels.iopub import IOPubWatch
@@ -99,6 +100,7 @@ class Broker:
         self.deadlines = DeadlineClock.of(writer.ledger)
         self.metrics = Metrics(arbiter)
         self.kernels: dict[str, Kernel] = {}
+        self.metering = Metering(arbiter, writer, self.kernels)
         self.devices = dict(devices or {})
         self.queue_changed = asyncio.Event()
         # Set at the next event: anything may have changed. Take it before looking at the state, then wait for it.
@@ -155,6 +157,7 @@ class Broker:
         files.reach(f"{point}.before")
         effects = self.arbiter.handle(event)
         self.metrics.saw(event, effects)
+        self.metering.saw(event, effects)
         self._tickets = None
         for effect in effects:
             self._carry_out(effect)

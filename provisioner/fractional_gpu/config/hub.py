@@ -1,7 +1,7 @@
-"""A pool's terms for a hub's users: which groups may use it, when, for what price, and how full it may be.
+"""A pool's terms: for a hub's users, which groups may use it, when, and how full it may be; for everybody, what is charged.
 
-The broker's seats apply these; the arbiter does not know them. They are checked when a seat is taken, never later: a seat stays through
-closing time and changes of a group.
+The broker's seats and its meter apply these; the arbiter does not know them. Terms of use are checked when a seat is taken, never later: a
+seat stays through closing time and changes of a group.
 """
 
 import re
@@ -11,6 +11,7 @@ from fractions import Fraction
 
 from fractional_gpu.config import values
 from fractional_gpu.config.values import Key
+from fractional_gpu.core.metering.tariffs import Basis, PriceBand, Tariff
 from fractional_gpu.core.seat_packing import PRIOR_USAGE
 
 _PRICE = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)\s+([A-Za-z€$£¥][A-Za-z €$£¥]{0,19})")
@@ -20,6 +21,7 @@ _DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 _DAY_MINUTES = 24 * 60
 _WEEK_MINUTES = 7 * _DAY_MINUTES
 _LONGEST_HOURS = 400
+_MOST_BANDS = 50
 _ALLOWED_HOURS = "allowed: 'always', or days and times such as 'Mon-Fri 08:00-18:00, Sat 10:00-14:00'"
 _SPAN = re.compile(
     r"([A-Za-z]{3})(?:-([A-Za-z]{3}))?\s+(\d{2}):([0-5]\d)-(\d{2}):([0-5]\d)",
@@ -75,11 +77,26 @@ class HubPool:
     groups: Mapping[str, GroupTerms] | None = None  # None: everybody, on equal terms
     hours: OpeningHours | None = None  # None: always
     price: Price | None = None
+    price_bands: tuple[PriceBand, ...] = ()
+    charge: Basis = Basis.HELD
+    suspended_credit_milli: int = 1000
     wait_target_ms: int = 30_000
     wait_bound_milli: int = 50
     waits_when_full: bool = True
     kernels_per_seat: int = 4
     expected_use_milli: int = PRIOR_USAGE.duty_milli
+
+    @property
+    def tariff(self) -> Tariff:
+        """What the pool charges. Without a price nothing is, and device time is counted alone."""
+        price = self.price or Price(milli=0, unit="")
+        return Tariff(
+            currency=price.unit,
+            price_milli=price.milli,
+            bands=self.price_bands,
+            basis=self.charge,
+            credit_milli=self.suspended_credit_milli,
+        )
 
     def terms(self, groups: Iterable[str]) -> tuple[str, GroupTerms] | None:
         """Return the best terms that membership in `groups` gives, with the group's name; None: these groups may not use the pool."""
@@ -166,6 +183,27 @@ def _price(value: object) -> Price | None:
     return Price(milli=int(Fraction(match[1]) * 1000), unit=match[2].strip())
 
 
+def _price_bands(value: object) -> tuple[PriceBand, ...]:
+    allowed = "allowed: prices by times of the week, such as {'Mon-Fri 08:00-18:00': 1.20}, at whole quarters of an hour"
+    if not isinstance(value, Mapping) or len(value) > _MOST_BANDS:
+        raise ValueError(allowed)
+    bands = []
+    for hours, price in value.items():
+        if (parsed := parse_hours(hours)) is None or any(minute % 15 for span in parsed.spans for minute in span):
+            raise ValueError(f"{hours!r}: {allowed}")
+        try:
+            bands.append(PriceBand(spans=parsed.spans, price_milli=values.hourly_price(price)))
+        except ValueError as error:
+            raise ValueError(f"{hours!r} has {price!r}: {error}") from None
+    return tuple(bands)
+
+
+def _basis(value: object) -> Basis:
+    if isinstance(value, str) and value in {str(one) for one in Basis}:
+        return Basis(value)
+    raise ValueError("allowed: 'reserved', 'held' or 'busy'")
+
+
 def _when_full(value: object) -> bool:
     if value not in ("wait", "refuse"):
         raise ValueError("allowed: 'wait' or 'refuse'")
@@ -193,7 +231,29 @@ HUB_KEYS: Mapping[str, Key] = {
         parse=_price,
         default=None,
         example="0.80 EUR",
-        help="Hub: the price of a whole GPU for an hour. Users see their fraction's price before they start a server.",
+        help="The price of a whole GPU for an hour, with its currency. Users see their fraction's price before they start a hub's server.",
+    ),
+    "price_hours": Key(
+        field="price_bands",
+        parse=_price_bands,
+        default={},
+        example={"Mon-Fri 08:00-18:00": 1.20},
+        help="Other prices at some times of the week, in the same currency and the machine's local time; the first one that fits counts.",
+    ),
+    "charge": Key(
+        field="charge",
+        parse=_basis,
+        default="held",
+        example="reserved",
+        help="What is charged: 'held': the time in which a kernel has memory on a GPU; 'busy': the time in which it runs cells there; "
+        "'reserved': the time in which the kernel exists, less suspended_credit. Each times its fraction.",
+    ),
+    "suspended_credit": Key(
+        field="suspended_credit_milli",
+        parse=values.share,
+        default="100%",
+        example="80%",
+        help="With charge 'reserved': the part of the price that is not charged while the kernel is suspended.",
     ),
     "wait_target": Key(
         field="wait_target_ms",

@@ -307,6 +307,11 @@ def parse_pool(where: str, name: str, raw: object) -> PoolSettings:
         if key not in ALL_KEYS:
             raise config_error(f"{where}[{key!r}]", raw[key], f"unknown key; {did_you_mean(str(key), ALL_KEYS)}")
     parsed = _parsed(where, raw, KEYS)
+    hub = HubPool(**_parsed(where, raw, HUB_KEYS))
+    if hub.price_bands and hub.price is None:
+        raise config_error(
+            f"{where}['price_hours']", raw["price_hours"], "prices at some times need 'price', with the currency, for the others"
+        )
     whole_instances(where, raw, parsed)
     return PoolSettings(
         name=name,
@@ -314,7 +319,7 @@ def parse_pool(where: str, name: str, raw: object) -> PoolSettings:
         devices=parsed.pop("devices"),
         fractions_milli=parsed.pop("fractions_milli"),
         policy=parsed,
-        hub=HubPool(**_parsed(where, raw, HUB_KEYS)),
+        hub=hub,
         raw=dict(raw),
     )
 

@@ -13,16 +13,17 @@ import json
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from os import PathLike, close, lstat
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import msgspec
 
+from fractional_gpu.core.metering.usage import FIGURES, Usage, UsageRow
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.ledger import opening
 from fractional_gpu.ledger.records import (
@@ -91,10 +92,31 @@ ON CONFLICT (owner, pool, day) DO UPDATE SET
     live_ms = live_ms + excluded.live_ms, busy_ms = busy_ms + excluded.busy_ms,
     busy_mib_ms = busy_mib_ms + excluded.busy_mib_ms, peak_mib = max(peak_mib, excluded.peak_mib)
 """
+_METERED = ("hour_s", "lease_id", "device_id", "currency", "pool", "owner", "group_name", "label", *FIGURES)
+_ADD_METERED = f"""
+INSERT INTO metered ({", ".join(_METERED)}) VALUES ({", ".join("?" * len(_METERED))})
+ON CONFLICT (hour_s, lease_id, device_id, currency) DO UPDATE SET
+    pool = excluded.pool, owner = excluded.owner, group_name = excluded.group_name, label = excluded.label,
+    {", ".join(f"{name} = {name} + excluded.{name}" for name in FIGURES)}
+"""  # noqa: S608 - the names are constants
+METERED_BY = {
+    "hour": "hour_s",
+    "lease": "lease_id",
+    "device": "device_id",
+    "currency": "currency",
+    "pool": "pool",
+    "user": "owner",
+    "group": "group_name",
+    "notebook": "label",
+}
+"""What metered figures can be summed by, with the column."""
 _SEAT_TIMES = """
 SELECT ended_ms - created_ms AS lasted_ms FROM seats
 WHERE pool = ? AND ended_ms IS NOT NULL ORDER BY ended_ms DESC LIMIT ?
 """
+METER: Final = "meter"
+"""The name of the meter's state among the kept texts."""
+ACCOUNT_DAYS: Final = 310
 _DAY_MS = 86_400_000
 _LOCK = ".lock"
 _FILES = ("", "-wal", "-shm", _LOCK)
@@ -322,6 +344,38 @@ class Ledger:
         rows = self._read("SELECT * FROM usage WHERE day >= ? ORDER BY owner, pool, day", (since_day,))
         return [UsageRecord(**dict(row)) for row in rows]
 
+    # What leases used
+
+    def add_metered(self, rows: Sequence[UsageRow], state: str) -> None:
+        """Add figures to those of the same hour, lease, device and currency, and keep the meter's state, in one transaction."""
+        with self.transaction():
+            for row in rows:
+                party = (row.party.pool, row.party.owner, row.party.group, row.party.label)
+                self._write(_ADD_METERED, (*row.key, *party, *(getattr(row.usage, name) for name in FIGURES)))
+            self.keep(METER, state)
+
+    def metered(
+        self, by: Sequence[str], since_s: int, until_s: int, only: Mapping[str, str] | None = None
+    ) -> list[tuple[dict[str, str | int], Usage]]:
+        """Return the sums by these columns (of `METERED_BY`) over the hours that begin within the time, sorted by them.
+
+        `only`: values that columns must have.
+        """
+        columns = [METERED_BY[one] for one in by]
+        wanted = {METERED_BY[name]: value for name, value in (only or {}).items()}
+        sums = ", ".join(f"SUM({name}) AS {name}" for name in FIGURES)
+        tests = "".join(f" AND {column} = ?" for column in wanted)
+        grouped = f" GROUP BY {', '.join(columns)} ORDER BY {', '.join(columns)}" if columns else ""
+        statement = (
+            f"SELECT {', '.join([*columns, sums])} FROM metered WHERE hour_s >= ? AND hour_s < ?{tests}{grouped}"  # noqa: S608
+        )
+        rows = self._read(statement, (since_s, until_s, *wanted.values()))
+        return [
+            ({name: row[METERED_BY[name]] for name in by}, Usage(**{name: row[name] for name in FIGURES}))
+            for row in rows
+            if row["reserved_ms"] is not None  # without columns there is always one row
+        ]
+
     # Stories
 
     def record(self, lease_id: str, at_ms: int, reason: str, sentence: str) -> None:
@@ -374,8 +428,12 @@ class Ledger:
         return str(rows[0]["value"]) if rows else None
 
     def prune(self, before_ms: int) -> None:
-        """Delete ended leases and seats, finished operations, usage, points and story lines before that time."""
+        """Delete ended leases and seats, finished operations, usage, points and story lines before that time.
+
+        What leases used is kept for `ACCOUNT_DAYS` more, for the bills of a whole year.
+        """
         with self.transaction():
+            self._write("DELETE FROM metered WHERE hour_s < ?", (before_ms // 1000 - ACCOUNT_DAYS * 86_400,))
             self._write(_PRUNE_LEASES, (before_ms,))
             self._write("DELETE FROM operations WHERE finished_ms < ?", (before_ms,))
             self._write("DELETE FROM story WHERE at_ms < ?", (before_ms,))

@@ -19,6 +19,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
+from fractional_gpu.core.metering.usage import FIGURES
 from fractional_gpu.host.files import open_own
 from fractional_gpu.ledger.records import LedgerError, LedgerInUseError
 
@@ -195,6 +196,27 @@ OPTIONAL_COLUMNS: dict[str, dict[str, str]] = {
 that a downgrade keeps every kernel; rows that it writes have the defaults."""
 
 
+OPTIONAL_TABLES: tuple[str, ...] = (
+    # what leases used, by hour; earlier programs do not meter
+    f"""
+    CREATE TABLE IF NOT EXISTS metered (
+        hour_s     INTEGER NOT NULL,
+        lease_id   TEXT NOT NULL,
+        device_id  TEXT NOT NULL,
+        currency   TEXT NOT NULL,
+        pool       TEXT NOT NULL,
+        owner      TEXT NOT NULL,
+        group_name TEXT NOT NULL,
+        label      TEXT NOT NULL,
+        {", ".join(f"{name} INTEGER NOT NULL" for name in FIGURES)},
+        PRIMARY KEY (hour_s, lease_id, device_id, currency)
+    )
+    """,
+    "CREATE INDEX IF NOT EXISTS metered_by_lease ON metered (lease_id)",
+)
+"""Tables that were added without a new version, for the same reason."""
+
+
 def newest_version() -> int:
     """Return the schema version that this program writes."""
     return max(MIGRATIONS)
@@ -213,6 +235,8 @@ def migrate(connection: sqlite3.Connection) -> None:
         for version in range(read_version(connection) + 1, newest_version() + 1):
             MIGRATIONS[version](connection)
             connection.execute(f"PRAGMA user_version = {version}")
+        for statement in OPTIONAL_TABLES:
+            connection.execute(statement)
         for table, columns in OPTIONAL_COLUMNS.items():
             there = {str(row[1]) for row in connection.execute(f"PRAGMA table_info({table})")}
             for name, kind in columns.items():

@@ -193,6 +193,7 @@ class Sampler:
         for (lease_id, device_id), mib in on_device.items():
             used.setdefault(lease_id, {})[device_id] = mib
         utilisation = self._meter.evaluate(sample.utilisation, sample.uses, owners)
+        broker.metering.read_energy(sample.sensors, utilisation)
         for kernel in [one for one in broker.kernels.values() if one in unchanged]:
             self._report_lease(kernel, used.get(kernel.lease_id, {}), utilisation.get(kernel.lease_id))
         self._note_processes(sample.uses, owners)

@@ -247,6 +247,7 @@ class BrokerRun:
             parts.sampler.run(),
             parts.own_files.run(),
             broker.gpu_activity.run(),
+            broker.metering.run(),
             parts.driver.run(broker, parts.swaps),
             OomProtection(broker, self._ledger.path.with_suffix(".oom.json")).run(),
             service.seats.run(),
@@ -318,6 +319,7 @@ class BrokerRun:
         for device_id, evict_busy in self._ledger.drained().items():
             if device_id in self._specs:
                 broker.dispatch(DeviceDrained(at_ms=now_ms(), device_id=device_id, evict_busy=evict_busy))
+        broker.metering.begin(self._ledger, {pool.name: pool.hub.tariff for pool in self._settings.pools})
 
     def _bind(self) -> socket_module.socket:
         service = is_service_socket(self._socket)

@@ -498,6 +498,7 @@ class Seats:
 
     def _pool_changed(self, pool: PoolSettings) -> None:
         self.forecasts.pool_changed(pool)
+        self._broker.metering.set_tariff(pool.name, pool.hub.tariff)
         self._warn(pool.name)
         self._notify()  # waiting requests check again
 

@@ -15,7 +15,7 @@ The division of a device's energy by utilisation with the idle power shared amon
 machines does (Kansal et al., "Virtual Machine Power Metering and Provisioning", SoCC 2010); docs/costs.md compares it with two others.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fractional_gpu.core.metering.tariffs import SLICE_MS, Calendar, Tariff, utc
@@ -61,8 +61,7 @@ class _Part:
     """What one lease, or nobody, had of a device since its energy was last divided."""
 
     party: Party
-    unbooked_us: int = 0  # of the device's time, not in any row yet
-    occupied_us: int = 0
+    occupied_us: int = 0  # of the device's time
     busy_ms: int = 0
     milli: int = 0  # its share, as it was last busy
 
@@ -108,9 +107,10 @@ class Meter:
         if device is None:
             self._devices[device_id] = _Device(pool, at_ms, at_ms, idle_mw=idle_mw)
         elif device.pool != pool:
-            self._settle(device_id, device, at_ms, wall_ms)
+            self._advance(device_id, at_ms, wall_ms)
             device.pool = pool
-            device.parts.pop("", None)
+            if (nobody := device.parts.get("")) is not None:
+                nobody.party = Party(pool=pool)
 
     def set_lease(self, at_ms: int, wall_ms: int, lease_id: str, holding: Holding) -> None:
         """Take note of what the lease is from now on. The same again only counts the time until now."""
@@ -125,7 +125,7 @@ class Meter:
             before = lease.holding.devices
         for device_id in {*before, *holding.devices}:
             self.add_device(at_ms, wall_ms, device_id, self._pool_of(device_id, holding))
-            self._advance(self._devices[device_id], at_ms)
+            self._advance(device_id, at_ms, wall_ms)
         lease.holding = holding
         self._place(lease_id, before, holding)
 
@@ -135,9 +135,13 @@ class Meter:
         if lease is not None:
             self._count(lease_id, lease, at_ms, wall_ms)
             for device_id in lease.holding.devices:
-                self._advance(self._devices[device_id], at_ms)
+                self._advance(device_id, at_ms, wall_ms)
             self._place(lease_id, lease.holding.devices, Holding(party=lease.holding.party, milli=0))
             del self._leases[lease_id]
+
+    def knows(self, lease_id: str) -> bool:
+        """Whether the lease is counted now."""
+        return lease_id in self._leases
 
     def moved(self, wall_ms: int, lease_id: str, mib: int) -> None:
         """Count what a suspend or a resume of the lease has moved, MiB."""
@@ -165,7 +169,7 @@ class Meter:
         device = self._devices[device_id]
         if counter_mj is None and device.counter_mj is not None:
             return 0  # it could not be read this time: the next reading includes this time
-        self._settle(device_id, device, at_ms, wall_ms)
+        self._advance(device_id, at_ms, wall_ms)
         passed_ms = at_ms - device.energy_at_ms
         drawn_mj = _drawn(device.counter_mj, counter_mj, power_mw, passed_ms)
         device.counter_mj, device.energy_at_ms = counter_mj, at_ms
@@ -183,8 +187,8 @@ class Meter:
         """Count everything until now, and return what was added up since the last call, by hour, lease and device."""
         for lease_id, lease in self._leases.items():
             self._count(lease_id, lease, at_ms, wall_ms)
-        for device_id, device in self._devices.items():
-            self._settle(device_id, device, at_ms, wall_ms)
+        for device_id in self._devices:
+            self._advance(device_id, at_ms, wall_ms)
         rows, self._rows = self._rows, {}
         return [row for _, row in sorted(rows.items()) if not row.usage.is_empty()]
 
@@ -196,12 +200,9 @@ class Meter:
 
     def _count(self, lease_id: str, lease: _Lease, at_ms: int, wall_ms: int) -> None:
         """Count the lease's time until now, quarter of an hour by quarter of an hour."""
-        begin_ms, lease.since_ms = lease.since_ms, max(lease.since_ms, at_ms)
-        while begin_ms < at_ms:
-            begin_wall_ms = wall_ms - (at_ms - begin_ms)
-            passed_ms = min(at_ms - begin_ms, SLICE_MS - begin_wall_ms % SLICE_MS)
+        for begin_wall_ms, passed_ms in _pieces(lease.since_ms, at_ms, wall_ms):
             self._count_within(lease_id, lease, begin_wall_ms, passed_ms)
-            begin_ms += passed_ms
+        lease.since_ms = max(lease.since_ms, at_ms)
 
     def _count_within(self, lease_id: str, lease: _Lease, wall_ms: int, passed_ms: int) -> None:
         holding = lease.holding
@@ -262,33 +263,23 @@ class Meter:
         for device_id in holding.devices:
             self._devices[device_id].holders[lease_id] = max(1, holding.milli)
 
-    def _advance(self, device: _Device, at_ms: int) -> None:
-        """Divide the device's time until now among its holders, and note how long which of them was busy."""
-        passed_ms = at_ms - device.since_ms
-        if passed_ms <= 0:
-            return
-        device.since_ms = at_ms
-        holders = sorted(device.holders)
-        shares = divided(passed_ms * 1000, [device.holders[one] for one in holders]) if holders else [passed_ms * 1000]
-        for lease_id, part_us in zip(holders or [""], shares, strict=True):
-            lease = self._leases.get(lease_id)
-            party = lease.holding.party if lease is not None else Party(pool=device.pool)
-            part = device.parts.setdefault(lease_id, _Part(party))
-            part.party = party
-            part.unbooked_us += part_us
-            part.occupied_us += part_us
-            if lease is not None and lease.holding.busy:
-                part.busy_ms += passed_ms
-                part.milli = device.holders[lease_id]
-
-    def _settle(self, device_id: str, device: _Device, at_ms: int, wall_ms: int) -> None:
-        """Book the device's time until now."""
-        self._advance(device, at_ms)
-        hour_s, _ = self._local(wall_ms)
-        for lease_id, part in device.parts.items():
-            if part.unbooked_us:
-                self._row(hour_s, lease_id, device_id, part.party).occupied_us += part.unbooked_us
-                part.unbooked_us = 0
+    def _advance(self, device_id: str, at_ms: int, wall_ms: int) -> None:
+        """Divide the device's time until now among its holders, quarter of an hour by quarter, and note how long which of them was busy."""
+        device = self._devices[device_id]
+        for begin_wall_ms, passed_ms in _pieces(device.since_ms, at_ms, wall_ms):
+            hour_s, _ = self._local(begin_wall_ms)
+            holders = sorted(device.holders)
+            weights = [device.holders[one] for one in holders]
+            for lease_id, us in zip(holders or [""], divided(passed_ms * 1000, weights or [1]), strict=True):
+                lease = self._leases.get(lease_id)
+                party = lease.holding.party if lease is not None else Party(pool=device.pool)
+                self._row(hour_s, lease_id, device_id, party).occupied_us += us
+                part = device.parts.setdefault(lease_id, _Part(party))
+                part.occupied_us += us
+                if lease is not None and lease.holding.busy:
+                    part.busy_ms += passed_ms
+                    part.milli = device.holders[lease_id]
+        device.since_ms = max(device.since_ms, at_ms)
 
     def _divide(
         self,
@@ -348,6 +339,15 @@ class Meter:
         if row is None or row.party != party:
             row = self._rows[key] = UsageRow(key, party, row.usage if row is not None else Usage())
         return row.usage
+
+
+def _pieces(begin_ms: int, at_ms: int, wall_ms: int) -> Iterator[tuple[int, int]]:
+    """Yield the quarters of an hour until now, `wall_ms`: where each begins on the wall clock, and how much of it there is."""
+    while begin_ms < at_ms:
+        begin_wall_ms = wall_ms - (at_ms - begin_ms)
+        passed_ms = min(at_ms - begin_ms, SLICE_MS - begin_wall_ms % SLICE_MS)
+        yield begin_wall_ms, passed_ms
+        begin_ms += passed_ms
 
 
 def _learnt(known_mw: int | None, seen_mw: int) -> int:

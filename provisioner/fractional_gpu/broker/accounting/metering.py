@@ -1,0 +1,214 @@
+"""Drives the meter: tells it what happens to leases and what devices draw, and writes its figures to the ledger every minute.
+
+- A broker that is killed loses at most what it counted since the last write: a minute. While no lease lives, it writes every ten minutes.
+- The next broker counts the time without a broker for the leases that lived through it, as what it found them to be, and not as busy; a
+  lease that ended meanwhile is counted until the last write. What the devices drew meanwhile is in their counters, and divided likewise.
+- Nothing is counted between the last write before a reboot and the first broker after it: no kernel lives through one.
+- Figures that could not be written, because the disk was full, are written with the next ones.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
+
+import msgspec
+
+from fractional_gpu.broker.clock import now_ms, wall_ms
+from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
+from fractional_gpu.core.arbiter import Arbiter
+from fractional_gpu.core.effects import Effect, LeaseEnded, Resized, StateChanged
+from fractional_gpu.core.events import BusyChanged, Event, LeaseMeasured, LeaseRecovered
+from fractional_gpu.core.metering.meter import Meter
+from fractional_gpu.core.metering.observed import observe
+from fractional_gpu.core.metering.tariffs import SLICE_MS, LocalTime, Tariff
+from fractional_gpu.core.metering.usage import UsageKey, UsageRow
+from fractional_gpu.core.model import LeaseState
+from fractional_gpu.gpu.interface import DeviceSensors
+from fractional_gpu.host.clock import since_boot_ns
+from fractional_gpu.host.process import boot_id
+from fractional_gpu.ledger.ledger import METER, Ledger
+
+log = logging.getLogger(__name__)
+
+_WRITE_S: Final = 60.0
+_REST_WRITES: Final = 10  # while no lease lives, one of so many writes is done
+_CHANGES_USE = (BusyChanged, LeaseMeasured)
+_MOVED = {
+    (LeaseState.SUSPENDING, LeaseState.SUSPENDED),
+    (LeaseState.RESUMING, LeaseState.RESIDENT),
+}
+
+
+def local_time(number: int) -> LocalTime:
+    """Return a quarter of an hour, counted from 1970, in the machine's local time."""
+    at_s = number * SLICE_MS // 1000
+    local = time.localtime(at_s)
+    minute = (local.tm_wday * 24 + local.tm_hour) * 60 + local.tm_min
+    return LocalTime(at_s - local.tm_min * 60 - local.tm_sec, minute)
+
+
+class _State(msgspec.Struct, frozen=True, kw_only=True):
+    """What a meter leaves to the next one. Energy in mJ, draws in mW, the time of the last write in milliseconds since boot."""
+
+    boot_id: str = ""
+    written_ms: int = 0
+    counters: dict[str, int] = {}
+    idle_mw: dict[str, int] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """The clocks that a meter goes by, milliseconds: the arbiter's, the wall's, and the time since boot."""
+
+    now: Callable[[], int] = now_ms
+    wall: Callable[[], int] = wall_ms
+    boot: Callable[[], int] = lambda: since_boot_ns() // 1_000_000
+
+
+class Metering:
+    """The meter of one broker; for its loop. `kernels`: every living lease's, by lease."""
+
+    def __init__(
+        self, arbiter: Arbiter, writer: LedgerWriter, kernels: Mapping[str, Kernel], clocks: Clocks | None = None
+    ) -> None:
+        self.meter = Meter(local_time)
+        self._arbiter = arbiter
+        self._writer = writer
+        self._kernels = kernels
+        self._clocks = clocks or Clocks()
+        self._began_ms = self._clocks.now()
+        self._saved_mib: dict[str, int] = {}  # of leases that are suspended
+        self._unwritten: dict[UsageKey, UsageRow] = {}
+        self._writes = 0
+        self.followers: list[Callable[[Sequence[UsageRow]], None]] = []  # told of each write's figures
+
+    # -- what happens ----------------------------------------------------------------------------------------------------
+
+    def begin(self, ledger: Ledger, tariffs: Mapping[str, Tariff]) -> None:
+        """Go on from the last write of the broker before, once devices and pools are known. Raises LedgerError."""
+        state = _read_state(ledger)
+        same_boot = state.boot_id == boot_id()
+        if same_boot:
+            self._began_ms -= max(0, self._clocks.boot() - state.written_ms)
+        wall = self._wall_at(self._began_ms)
+        for view in self._arbiter.devices():
+            known_mw = state.idle_mw.get(view.device_id)
+            self.meter.add_device(self._began_ms, wall, view.device_id, view.pool or "", known_mw)
+            if same_boot and view.device_id in state.counters:
+                self.meter.resume_counter(view.device_id, state.counters[view.device_id])
+        for pool, tariff in tariffs.items():
+            self.set_tariff(pool, tariff)
+
+    def set_tariff(self, pool: str, tariff: Tariff) -> None:
+        """Charge by these terms from now on."""
+        self.meter.set_tariff(self._clocks.now(), self._clocks.wall(), pool, tariff)
+
+    def saw(self, event: Event, effects: Sequence[Effect]) -> None:
+        """Count what an event and its effects change."""
+        if isinstance(event, LeaseRecovered):
+            self._recovered(event.spec.lease_id)
+        touched = {event.lease_id} if isinstance(event, _CHANGES_USE) else set()
+        for effect in effects:
+            if isinstance(effect, StateChanged):
+                touched.add(effect.lease_id)
+                if (effect.old, effect.new) in _MOVED:
+                    self._moved(effect)
+            elif isinstance(effect, Resized | LeaseEnded):
+                touched.add(effect.lease_id)
+        for lease_id in touched:
+            self._observe(lease_id, self._clocks.now())
+
+    def read_energy(self, sensors: Mapping[str, DeviceSensors], utilisation: Mapping[str, int]) -> None:
+        """Divide what the devices drew since the last sample. `utilisation`: of leases while they ran cells, thousandths of a device."""
+        at_ms, wall = self._clocks.now(), self._clocks.wall()
+        for device_id, one in sensors.items():
+            self.meter.read_energy(
+                at_ms,
+                wall,
+                device_id,
+                counter_mj=one.energy_mj,
+                power_mw=one.power_mw,
+                quiet=not one.busy_percent,
+                utilisation=utilisation,
+            )
+
+    def _observe(self, lease_id: str, at_ms: int, *, busy: bool | None = None) -> None:
+        view = self._arbiter.lease(lease_id)
+        if view is not None and busy is not None:
+            view = replace(view, busy=busy)
+        observe(self.meter, at_ms, self._wall_at(at_ms), lease_id, view)
+        if view is None or not view.saved_mib:
+            self._saved_mib.pop(lease_id, None)
+        else:
+            self._saved_mib[lease_id] = view.saved_mib
+
+    def _recovered(self, lease_id: str) -> None:
+        """Count a lease of an earlier broker from its last write on, or from the lease's beginning if that was later."""
+        if lease_id in self._kernels and not self.meter.knows(lease_id):
+            age_ms = max(0, self._clocks.wall() - self._kernels[lease_id].created_ms)
+            self._observe(lease_id, max(self._began_ms, self._clocks.now() - age_ms), busy=False)
+            self._observe(lease_id, self._clocks.now())
+
+    def _moved(self, change: StateChanged) -> None:
+        view = self._arbiter.lease(change.lease_id)
+        before_mib = self._saved_mib.get(change.lease_id, 0)
+        mib = before_mib if change.new is LeaseState.RESIDENT else view.saved_mib if view is not None else 0
+        self.meter.moved(self._clocks.wall(), change.lease_id, mib)
+
+    def _wall_at(self, at_ms: int) -> int:
+        return self._clocks.wall() - (self._clocks.now() - at_ms)
+
+    # -- the ledger --------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Write every minute until cancelled; then write the rest."""
+        try:
+            while True:
+                await asyncio.sleep(_WRITE_S)
+                self._writes += 1
+                if self._kernels or not self._writes % _REST_WRITES:
+                    self.write()
+        finally:
+            self.write()
+
+    def write(self) -> asyncio.Future[None]:
+        """Write what was counted since the last write. The future is done when it is on the disk."""
+        fresh = self.meter.take(self._clocks.now(), self._clocks.wall())
+        for follower in self.followers:
+            follower(fresh)
+        self._keep(fresh)
+        rows, self._unwritten = list(self._unwritten.values()), {}
+        state = _State(
+            boot_id=boot_id(),
+            written_ms=self._clocks.boot(),
+            counters=self.meter.counters(),
+            idle_mw=self.meter.idle_draws(),
+        )
+        add = partial(self._writer.ledger.add_metered, rows, msgspec.json.encode(state).decode())
+        return self._writer.submit(add, unwritten=partial(self._keep, rows))
+
+    def _keep(self, rows: Sequence[UsageRow]) -> None:
+        """Keep figures for the next write."""
+        for row in rows:
+            known = self._unwritten.get(row.key)
+            if known is None:
+                self._unwritten[row.key] = row
+            else:
+                known.usage.add(row.usage)
+
+
+def _read_state(ledger: Ledger) -> _State:
+    text = ledger.kept(METER)
+    if text is None:
+        return _State()
+    try:
+        return msgspec.json.decode(text, type=_State)
+    except (msgspec.DecodeError, json.JSONDecodeError) as error:
+        log.warning("the state of the last meter cannot be used: %s", error)
+        return _State()
