@@ -48,6 +48,8 @@ ALLOWED = {
     "provisioner/fractional_gpu/broker/monitoring/watchdog.py": "the date of a line of the log",
     "provisioner/fractional_gpu/commands/audit.py": "what to show",
     "provisioner/fractional_gpu/commands/lease_commands.py": "what to show",
+    "provisioner/fractional_gpu/broker/accounting/metering.py": "as in the next one",
+    "provisioner/fractional_gpu/core/metering/observed.py": "as in the next one",
     "provisioner/fractional_gpu/core/metering/meter.py": "which hour a stretch of time is booked in, which a bill and its prices go by",
     "provisioner/fractional_gpu/gpu/simulated/load.py": "as in the next one",
     "provisioner/fractional_gpu/gpu/simulated/monitor.py": "no date: a file's time of change holds the time since boot",

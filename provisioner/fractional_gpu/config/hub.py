@@ -184,7 +184,9 @@ def _price(value: object) -> Price | None:
 
 
 def _price_bands(value: object) -> tuple[PriceBand, ...]:
-    allowed = "allowed: prices by times of the week, such as {'Mon-Fri 08:00-18:00': 1.20}, at whole quarters of an hour"
+    allowed = (
+        "allowed: prices by times of the week, such as {'Mon-Fri 08:00-18:00': 1.20}, at whole quarters of an hour"
+    )
     if not isinstance(value, Mapping) or len(value) > _MOST_BANDS:
         raise ValueError(allowed)
     bands = []

@@ -310,7 +310,9 @@ def parse_pool(where: str, name: str, raw: object) -> PoolSettings:
     hub = HubPool(**_parsed(where, raw, HUB_KEYS))
     if hub.price_bands and hub.price is None:
         raise config_error(
-            f"{where}['price_hours']", raw["price_hours"], "prices at some times need 'price', with the currency, for the others"
+            f"{where}['price_hours']",
+            raw["price_hours"],
+            "prices at some times need 'price', with the currency, for the others",
         )
     whole_instances(where, raw, parsed)
     return PoolSettings(

@@ -11,7 +11,7 @@ from tests.core.driving import Hand, device, pool
 
 
 def holding(hand: Hand, name: str) -> Holding:
-    return holding_of(hand.view(name), hand.now)
+    return holding_of(hand.view(name))
 
 
 def measure(hand: Hand, name: str, used_mib: int) -> None:
@@ -75,7 +75,7 @@ def test_a_lease_without_a_process_is_not_metered_even_with_room_kept_for_its_st
     assert hand.view("a").reserved_mib
     assert not is_metered(hand.view("a"))
     with pytest.raises(ValueError, match="'a' is unattached"):
-        holding_of(hand.view("a"), hand.now)
+        holding_of(hand.view("a"))
 
 
 def test_all_devices_group_and_label_are_told() -> None:

@@ -22,8 +22,8 @@ from fractional_gpu.broker.clock import now_ms, wall_ms
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.core.arbiter import Arbiter
-from fractional_gpu.core.effects import Effect, LeaseEnded, Resized, StateChanged
-from fractional_gpu.core.events import BusyChanged, Event, LeaseMeasured, LeaseRecovered
+from fractional_gpu.core.effects import Effect, LeaseEnded, StateChanged
+from fractional_gpu.core.events import Event, Expected, LeaseRecovered
 from fractional_gpu.core.metering.meter import Meter
 from fractional_gpu.core.metering.observed import observe
 from fractional_gpu.core.metering.tariffs import SLICE_MS, LocalTime, Tariff
@@ -38,7 +38,6 @@ log = logging.getLogger(__name__)
 
 _WRITE_S: Final = 60.0
 _REST_WRITES: Final = 10  # while no lease lives, one of so many writes is done
-_CHANGES_USE = (BusyChanged, LeaseMeasured)
 _MOVED = {
     (LeaseState.SUSPENDING, LeaseState.SUSPENDED),
     (LeaseState.RESUMING, LeaseState.RESIDENT),
@@ -113,14 +112,13 @@ class Metering:
         """Count what an event and its effects change."""
         if isinstance(event, LeaseRecovered):
             self._recovered(event.spec.lease_id)
-        touched = {event.lease_id} if isinstance(event, _CHANGES_USE) else set()
+        touched = set() if isinstance(event, Expected) else {getattr(event, "lease_id", "")}
         for effect in effects:
-            if isinstance(effect, StateChanged):
+            if isinstance(effect, StateChanged | LeaseEnded):
                 touched.add(effect.lease_id)
-                if (effect.old, effect.new) in _MOVED:
-                    self._moved(effect)
-            elif isinstance(effect, Resized | LeaseEnded):
-                touched.add(effect.lease_id)
+            if isinstance(effect, StateChanged) and (effect.old, effect.new) in _MOVED:
+                self._moved(effect)
+        touched.discard("")
         for lease_id in touched:
             self._observe(lease_id, self._clocks.now())
 

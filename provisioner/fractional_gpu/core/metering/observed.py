@@ -12,7 +12,7 @@ def is_metered(view: LeaseView) -> bool:
     return view.state not in _WITHOUT_PROCESS
 
 
-def holding_of(view: LeaseView, now_ms: int) -> Holding:  # noqa: ARG001 - `now_ms`: part of the call, for what a view tells by time alone
+def holding_of(view: LeaseView) -> Holding:
     """Return what the lease is from now on. Raises ValueError for a lease that is not metered.
 
     It holds its devices while it has a reservation there, so also during swaps. It is busy while a cell, or what an ended kernel left
@@ -36,6 +36,6 @@ def holding_of(view: LeaseView, now_ms: int) -> Holding:  # noqa: ARG001 - `now_
 def observe(meter: Meter, at_ms: int, wall_ms: int, lease_id: str, view: LeaseView | None) -> None:
     """Tell the meter what the lease is from now on. `view`: None for one that has ended; to call it again with the same changes nothing."""
     if view is not None and is_metered(view):
-        meter.set_lease(at_ms, wall_ms, lease_id, holding_of(view, at_ms))
+        meter.set_lease(at_ms, wall_ms, lease_id, holding_of(view))
     else:
         meter.end_lease(at_ms, wall_ms, lease_id)

@@ -1,0 +1,270 @@
+"""What the broker writes down of its leases' use: complete through restarts, and short of a minute at most when it is killed."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from fractional_gpu.broker.accounting.metering import Clocks, Metering, local_time
+from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.core.effects import Effect
+from fractional_gpu.core.events import Event, LeaseRecovered, ProcessExited
+from fractional_gpu.core.metering.tariffs import LocalTime, Tariff
+from fractional_gpu.core.metering.usage import Usage
+from fractional_gpu.core.model import LeaseState
+from fractional_gpu.gpu.interface import DeviceSensors
+from fractional_gpu.ledger import Ledger, LedgerError
+from fractional_gpu.ledger.ledger import METER
+from tests.core.driving import Hand, spec
+
+EUR = Tariff(currency="EUR", price_milli=1000)
+MINUTE = 60_000
+SECOND = 1000
+
+
+class Writer:
+    """Writes at once, or fails as a full disk does."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.full = False
+        self.wrote = 0
+
+    def submit(self, act: Callable[[], None], unwritten: Callable[[], None] | None = None) -> None:
+        if self.full:
+            assert unwritten is not None
+            unwritten()
+            return
+        act()
+        self.wrote += 1
+
+
+class Metered(Hand):
+    """A hand whose events the meter sees, as the broker shows them."""
+
+    metering: Metering | None = None
+
+    def send(self, event: Event) -> list[Effect]:
+        effects = super().send(event)
+        if self.metering is not None:
+            self.metering.saw(event, effects)
+        return effects
+
+
+@dataclass
+class World:
+    """A broker's arbiter and meter over a ledger, with clocks of the test's own."""
+
+    ledger: Ledger
+    wall_ms: int = 1_700_000_100_000
+    boot_ms: int = 500_000
+    kernels: dict[str, Kernel] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a broker that knows nothing but the ledger. Its arbiter's clock goes on from where the machine's is."""
+        self.hand = Metered()
+        self.hand.now = self.boot_ms
+        self.writer = Writer(self.ledger)
+        clocks = Clocks(now=lambda: self.hand.now, wall=lambda: self.wall_ms, boot=lambda: self.boot_ms)
+        self.metering = Metering(self.hand.arbiter, cast("Any", self.writer), self.kernels, clocks)
+        self.metering.begin(self.ledger, {"p": EUR})
+        self.hand.metering = self.metering
+
+    def kernel(self, name: str) -> None:
+        self.kernels[name] = Kernel(lease_id=name, uid=0, token_sha256="", created_ms=self.wall_ms)
+
+    def wait(self, ms: int) -> list[Effect]:
+        self.wall_ms, self.boot_ms = self.wall_ms + ms, self.boot_ms + ms
+        return self.hand.wait(ms)
+
+    def draw(self, counter_mj: int, busy_percent: int = 0) -> None:
+        self.metering.read_energy({"d0": DeviceSensors(energy_mj=counter_mj, busy_percent=busy_percent)}, {})
+
+    def recover(self, name: str, state: LeaseState, **more: Any) -> None:  # noqa: ANN401
+        one = LeaseRecovered(at_ms=self.hand.now, spec=spec(name), state=state, generation=9, **more)
+        self.hand.send(one)
+
+    def written(self, lease_id: str | None = None) -> Usage:
+        only = {} if lease_id is None else {"lease": lease_id}
+        found = self.ledger.metered([], 0, 2**40, only)
+        return found[0][1] if found else Usage()
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    with Ledger.open(tmp_path / "state" / "ledger.sqlite") as ledger:
+        yield World(ledger)
+
+
+def test_a_lease_is_counted_through_its_states_and_its_swaps(world: World) -> None:
+    world.kernel("a")
+    world.hand.run("a")
+    world.wait(10 * SECOND)
+    world.hand.rest("a")
+    world.wait(50 * SECOND)
+    world.hand.start("b")
+    leaves = world.hand.want("b")
+    world.wait(2 * SECOND)
+    world.hand.saved(leaves, saved_mib=300)
+    world.wait(28 * SECOND)
+    world.metering.write()
+    a, b = world.written("a"), world.written("b")
+    assert (a.reserved_ms, a.held_ms, a.busy_ms, a.suspended_ms) == (90_000, 62_000, 10_000, 28_000)
+    assert (a.moved_mib, a.host_mib_ms) == (300, 300 * 28_000)
+    assert (b.reserved_ms, b.held_ms) == (30_000, 28_000)
+    assert a.charge_milli == 250 * 62_000 // 3_600_000
+    assert world.written().occupied_us == 90_000_000
+
+
+def test_what_comes_back_was_moved_twice(world: World) -> None:
+    world.kernel("a")
+    world.hand.idle("a")
+    world.wait(MINUTE)
+    world.hand.start("b")
+    world.hand.saved(world.hand.want("b"), saved_mib=300)
+    world.hand.send(ProcessExited(at_ms=world.hand.now, lease_id="b"))
+    world.hand.restored(world.hand.want("a"))
+    world.metering.write()
+    assert world.written("a").moved_mib == 600
+
+
+@pytest.mark.parametrize("lost_ms", [0, 1, 59 * SECOND])
+def test_a_broker_that_is_killed_loses_what_it_counted_since_the_last_write(world: World, lost_ms: int) -> None:
+    world.kernel("a")
+    world.hand.run("a")
+    world.draw(1_000_000)
+    world.wait(MINUTE)
+    world.draw(2_000_000, 90)
+    world.metering.write()
+    world.wait(lost_ms)
+    world.begin()  # killed here
+    world.wait(20 * SECOND)
+    world.recover("a", LeaseState.RESIDENT, device_id="d0", busy=True)
+    world.draw(5_000_000)
+    world.wait(10 * SECOND)
+    world.draw(6_000_000, 90)
+    world.metering.write()
+    a = world.written("a")
+    # Everything but that it was busy in the time that nobody saw.
+    assert (a.reserved_ms, a.held_ms) == (90_000 + lost_ms, 90_000 + lost_ms)
+    assert a.busy_ms == 70_000
+    assert world.written().occupied_us == (90_000 + lost_ms) * 1000
+    assert world.written().energy_mj == 5_000_000
+
+
+def test_a_lease_that_began_after_the_last_write_is_counted_from_its_beginning(world: World) -> None:
+    world.metering.write()
+    world.wait(30 * SECOND)
+    world.kernel("a")
+    world.hand.idle("a")
+    world.wait(10 * SECOND)
+    world.begin()
+    world.wait(5 * SECOND)
+    world.recover("a", LeaseState.SUSPENDED, saved_mib=70, device_id="d0")
+    world.metering.write()
+    a = world.written("a")
+    assert (a.reserved_ms, a.suspended_ms, a.held_ms) == (15_000, 15_000, 0)
+
+
+def test_a_lease_that_ended_while_no_broker_ran_is_counted_until_the_last_write(world: World) -> None:
+    world.kernel("a")
+    world.hand.idle("a")
+    world.wait(MINUTE)
+    world.metering.write()
+    world.wait(MINUTE)
+    world.begin()
+    world.metering.write()
+    assert world.written("a").reserved_ms == MINUTE
+    assert world.written("").occupied_us == MINUTE * 1000
+
+
+def test_after_a_reboot_the_time_before_is_nobodys_and_the_counter_is_a_new_one(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.draw(9_000_000)
+    world.metering.write()
+    world.wait(MINUTE)
+    monkeypatch.setattr("fractional_gpu.broker.accounting.metering.boot_id", lambda: "another")
+    world.boot_ms = 1_000
+    world.begin()
+    world.draw(50_000)
+    world.wait(SECOND)
+    world.draw(150_000)
+    world.metering.write()
+    assert (world.written().occupied_us, world.written().energy_mj) == (SECOND * 1000, 100_000)
+
+
+def test_what_a_full_disk_refused_is_written_with_the_next_figures(world: World) -> None:
+    world.kernel("a")
+    world.hand.run("a")
+    for _ in range(5):
+        world.writer.full = True
+        world.wait(MINUTE)
+        world.metering.write()
+    assert world.written("a") == Usage()
+    world.writer.full = False
+    world.wait(MINUTE)
+    world.metering.write()
+    assert world.written("a").busy_ms == 6 * MINUTE
+    assert world.writer.wrote == 1
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"counters": 3}', '{"written_ms": "soon"}'])
+def test_a_state_that_cannot_be_read_begins_anew(world: World, text: str) -> None:
+    world.ledger.keep(METER, text)
+    world.begin()
+    world.wait(SECOND)
+    world.metering.write()
+    assert world.written().occupied_us == SECOND * 1000
+
+
+def test_figures_and_state_are_written_together_or_not_at_all(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.kernel("a")
+    world.hand.run("a")
+    world.wait(MINUTE)
+
+    def full(*_: object) -> None:
+        raise LedgerError("the disk is full")
+
+    monkeypatch.setattr(world.ledger, "keep", full)
+    with pytest.raises(LedgerError):
+        world.metering.write()
+    assert world.written("a") == Usage()
+    assert world.ledger.kept(METER) is None
+
+
+def test_followers_are_told_of_each_write(world: World) -> None:
+    told: list[int] = []
+    world.metering.followers.append(lambda rows: told.append(sum(row.usage.busy_ms for row in rows)))
+    world.kernel("a")
+    world.hand.run("a")
+    for _ in range(3):
+        world.wait(MINUTE)
+        world.metering.write()
+    assert told == [MINUTE] * 3
+
+
+async def test_it_writes_when_it_is_cancelled(world: World) -> None:
+    task = asyncio.create_task(world.metering.run())
+    await asyncio.sleep(0)
+    world.wait(7 * SECOND)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert world.written().occupied_us == 7_000_000
+
+
+def test_local_hours_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_s = 1_700_000_100  # Tuesday 22:15 UTC, and Wednesday 03:45 in India
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "Asia/Kolkata")
+        time.tzset()
+        found = local_time(at_s // 900)
+    time.tzset()
+    assert found == LocalTime(at_s - 45 * 60, (2 * 24 + 3) * 60 + 45)
