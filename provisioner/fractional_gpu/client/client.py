@@ -18,10 +18,10 @@ Rules:
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from typing import Self, TypeVar
-from urllib.parse import quote
+from typing import TYPE_CHECKING, Self, TypeVar
+from urllib.parse import quote, urlencode
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -65,6 +65,9 @@ from fractional_gpu.protocol.messages import (
     WaitLine,
 )
 from fractional_gpu.protocol.names import ACTING_FOR, OWN, encode_acting_for, hint
+
+if TYPE_CHECKING:
+    from fractional_gpu.protocol.accounts import Cost, UsageReport
 
 Reply = TypeVar("Reply", bound=Struct)
 Line = TypeVar("Line", bound=WaitLine)
@@ -215,6 +218,24 @@ class BrokerClient:
     def history(self, lease_id: str) -> History:
         """Return the lease's memory and state over time. Raises NotFoundError."""
         return self._call(History, "GET", _route(lease_id, "history"))
+
+    def cost(self, lease_id: str) -> "Cost":
+        """Return what the lease and its user used, and what it costs. Raises NotFoundError."""
+        from fractional_gpu.protocol.accounts import Cost  # noqa: PLC0415 - few kernels ask
+
+        return self._call(Cost, "GET", _route(lease_id, "cost"))
+
+    def usage(
+        self, by: Sequence[str], since_s: int, until_s: int, only: Mapping[str, str] | None = None
+    ) -> "UsageReport":
+        """Return sums of what leases used in the hours that begin within the time (seconds since 1970), of what this user may see.
+
+        `by`: any of `USAGE_BY`; `only`: names of `USAGE_ONLY` with the one value that counts. Raises BadRequestError.
+        """
+        from fractional_gpu.protocol.accounts import UsageReport  # noqa: PLC0415 - few kernels ask
+
+        query = urlencode({"by": ",".join(by), "since_s": since_s, "until_s": until_s, **(only or {})})
+        return self._call(UsageReport, "GET", f"/v1/usage?{query}")
 
     def drain(self, device: str, request: DrainRequest) -> DeviceStatus:
         """Begin to empty a device (id, beginning of one, or number). For administrators. Raises ForbiddenError."""

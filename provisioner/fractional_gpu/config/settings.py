@@ -19,7 +19,7 @@ from jupyter_core.paths import jupyter_config_path
 from traitlets import TraitError
 from traitlets.config.loader import Config, LazyConfigValue, PyFileConfigLoader
 
-from fractional_gpu.config import pools, values
+from fractional_gpu.config import carbon, pools, values
 from fractional_gpu.config.pools import ALL_KEYS, PoolSettings
 from fractional_gpu.config.traits import GPUBroker
 from fractional_gpu.config.values import ConfigError, config_error, did_you_mean
@@ -64,6 +64,8 @@ class Settings:
     empty_after_ms: int = 300_000
     metrics_address: tuple[str, int] | None = None  # IP address and port; None: no listener
     metrics_public: bool = False
+    carbon: float | Path | None = None  # grams for each kWh, or a file of them; None: not known
+    usage_visible: str = "own"  # whose use users may see: own, group or all
 
     def admin_gid(self) -> int | None:
         """Return the id of the administrators' group; None if none is set. Raises ConfigError if the host has no such group."""
@@ -127,6 +129,8 @@ _PARSERS: Mapping[str, Callable[[object], Any]] = {
     "on_empty": values.program,
     "empty_after": values.duration(),
     "metrics_address": values.metrics_address,
+    "carbon": carbon.parse_setting,
+    "usage_visible": values.usage_visible,
 }
 
 
@@ -174,6 +178,8 @@ def translate(traits: GPUBroker, where: Callable[[str], str], files: tuple[Path,
         empty_after_ms=plain["empty_after"],
         metrics_address=_metrics_address(traits, plain["metrics_address"], where("metrics_address")),
         metrics_public=traits.metrics_public,
+        carbon=plain["carbon"],
+        usage_visible=plain["usage_visible"],
     )
 
 

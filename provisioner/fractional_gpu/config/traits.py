@@ -128,6 +128,18 @@ class GPUBroker(Configurable):
         default_value=False,
         help="""Allow a metrics_address that other machines can reach. False: only a loopback address such as 127.0.0.1 is allowed.""",
     ).tag(config=True, example=True)
+    carbon: "Union" = Union(
+        [Unicode(), Float()],
+        default_value=None,
+        allow_none=True,
+        help="""How much carbon dioxide the GPUs' energy stands for, for reports: grams for each kWh, or the path of a CSV file with the
+        columns time and g_per_kwh and a line for each hour. None: reports show no carbon. Nothing is fetched from a network.""",
+    ).tag(config=True, example=350)
+    usage_visible = Unicode(
+        "own",
+        help="""Whose use and costs users may see: 'own'; 'group': also the sums of each user of their group; 'all': of every user.
+        Notebooks' names are shown to their own users and to administrators only.""",
+    ).tag(config=True, example="group")
     pools: "Dict[str, Any]" = Dict(  # traitlets' Dict is generic for type checkers only
         key_trait=Unicode(),
         default_value={"default": {}},

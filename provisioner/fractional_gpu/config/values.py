@@ -72,6 +72,13 @@ def foresight(value: object) -> Foresight:
     raise ValueError("allowed: 'off', 'free' or 'displace'")
 
 
+def usage_visible(value: object) -> str:
+    """Return whose use users may see."""
+    if isinstance(value, str) and value in {"own", "group", "all"}:
+        return value
+    raise ValueError("allowed: 'own', 'group' or 'all'")
+
+
 def hourly_price(value: object) -> int:
     """Return a price for an hour in thousandths."""
     milli = _thousandths(value)

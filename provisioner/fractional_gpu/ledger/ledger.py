@@ -92,11 +92,12 @@ ON CONFLICT (owner, pool, day) DO UPDATE SET
     live_ms = live_ms + excluded.live_ms, busy_ms = busy_ms + excluded.busy_ms,
     busy_mib_ms = busy_mib_ms + excluded.busy_mib_ms, peak_mib = max(peak_mib, excluded.peak_mib)
 """
-_METERED = ("hour_s", "lease_id", "device_id", "currency", "pool", "owner", "group_name", "label", *FIGURES)
+_METERED = ("hour_s", "lease_id", "device_id", "currency", "pool", "owner", "group_name", "label", "seated", *FIGURES)
 _ADD_METERED = f"""
 INSERT INTO metered ({", ".join(_METERED)}) VALUES ({", ".join("?" * len(_METERED))})
 ON CONFLICT (hour_s, lease_id, device_id, currency) DO UPDATE SET
     pool = excluded.pool, owner = excluded.owner, group_name = excluded.group_name, label = excluded.label,
+    seated = excluded.seated,
     {", ".join(f"{name} = {name} + excluded.{name}" for name in FIGURES)}
 """  # noqa: S608 - the names are constants
 METERED_BY = {
@@ -108,6 +109,7 @@ METERED_BY = {
     "user": "owner",
     "group": "group_name",
     "notebook": "label",
+    "seated": "seated",
 }
 """What metered figures can be summed by, with the column."""
 _SEAT_TIMES = """
@@ -350,12 +352,12 @@ class Ledger:
         """Add figures to those of the same hour, lease, device and currency, and keep the meter's state, in one transaction."""
         with self.transaction():
             for row in rows:
-                party = (row.party.pool, row.party.owner, row.party.group, row.party.label)
+                party = (row.party.pool, row.party.owner, row.party.group, row.party.label, row.party.seated)
                 self._write(_ADD_METERED, (*row.key, *party, *(getattr(row.usage, name) for name in FIGURES)))
             self.keep(METER, state)
 
     def metered(
-        self, by: Sequence[str], since_s: int, until_s: int, only: Mapping[str, str] | None = None
+        self, by: Sequence[str], since_s: int, until_s: int, only: Mapping[str, str | int] | None = None
     ) -> list[tuple[dict[str, str | int], Usage]]:
         """Return the sums by these columns (of `METERED_BY`) over the hours that begin within the time, sorted by them.
 

@@ -208,6 +208,7 @@ OPTIONAL_TABLES: tuple[str, ...] = (
         owner      TEXT NOT NULL,
         group_name TEXT NOT NULL,
         label      TEXT NOT NULL,
+        seated     INTEGER NOT NULL,
         {", ".join(f"{name} INTEGER NOT NULL" for name in FIGURES)},
         PRIMARY KEY (hour_s, lease_id, device_id, currency)
     )

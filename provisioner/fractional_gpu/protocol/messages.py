@@ -23,6 +23,8 @@ Routes (all under /v1; `L` is a lease id; authorisation: peer uid, and `Authoriz
     POST   /v1/leases/L/evict  EvictRequest -> Done               administrators: ends the kernel, whose state is lost
     GET    /v1/leases/L/story              -> Story               why everything happened to it
     GET    /v1/leases/L/history            -> History             its memory and state over time
+    GET    /v1/leases/L/cost               -> Cost                what it and its user used (`protocol.accounts`)
+    GET    /v1/usage                       -> UsageReport         sums of what leases used (`protocol.accounts`)
     POST   /v1/leases/L/gate   GateHello   -> stream of GateCommand lines (NDJSON) for the kernel's extension, until it hangs up
     POST   /v1/leases/L/answer GateAnswer  -> Done                the extension's answer to one command, or a pulse
     GET    /v1/status                      -> HostStatus          with `?fresh=1`: devices are sampled first

@@ -10,6 +10,7 @@ import msgspec
 from msgspec.structs import replace
 from tornado import httputil, web
 
+from fractional_gpu.broker.api.account_routes import ACCOUNT_ROUTES
 from fractional_gpu.broker.api.admin_routes import CONTROL_ROUTES
 from fractional_gpu.broker.api.handler import Handler, RateLimiter, StreamHandler
 from fractional_gpu.broker.api.lease_service import LeaseService
@@ -222,7 +223,7 @@ def make_server(service: LeaseService, socket_path: str, *, more: Sequence[tuple
             (_LEASE + "/gate", _Gate, shared),
             (_LEASE + "/answer", _Answer, shared),
             *((pattern, handler, shared) for pattern, handler in more),
-            *((pattern, handler, shared) for pattern, handler in (*CONTROL_ROUTES, *METRICS_ROUTES)),
+            *((pattern, handler, shared) for pattern, handler in (*CONTROL_ROUTES, *METRICS_ROUTES, *ACCOUNT_ROUTES)),
         ],
         default_handler_class=_Missing,
         default_handler_args=shared,

@@ -17,6 +17,7 @@ from functools import partial
 import zmq
 
 from fractional_gpu import __version__
+from fractional_gpu.broker.accounting.reports import UsageReports
 from fractional_gpu.broker.broker import Broker, token_digest
 from fractional_gpu.broker.clock import now_ms, wall_ms
 from fractional_gpu.broker.kernels.connection import GateLink, check_endpoints, connection_from_json
@@ -192,6 +193,9 @@ class LeaseService:
         self.access = LeaseAccess(broker, self.seats, lost)
         self.residency = Residency(broker)
         self.audit = AuditLog(settings, broker.writer.ledger.path.parent)
+        self.usage = UsageReports(
+            broker.metering, broker.writer, visible=settings.usage_visible, carbon_setting=settings.carbon
+        )
         self.refresh = refresh
         self._refreshing: set[asyncio.Task[None]] = set()
 

@@ -116,6 +116,10 @@ class SeatDraws:
                 return view.spec.seat
         return None
 
+    def seat_of_token(self, token: str | None) -> SeatRecord | None:
+        """Return the live seat that the token opens, as `of_token`."""
+        return self._seats.get(self.of_token(token) or "")
+
     def owner_of(self, seat_id: str | None) -> str:
         """Return the seat's owner, "" if the seat has ended."""
         seat = self._seats.get(seat_id or "")

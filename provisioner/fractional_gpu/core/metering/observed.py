@@ -22,7 +22,7 @@ def holding_of(view: LeaseView) -> Holding:
         raise ValueError(f"lease {view.spec.lease_id!r} is {view.state.value}: only a lease with a process is metered")
     spec, held = view.spec, view.reserved_mib > 0
     return Holding(
-        party=Party(pool=spec.pool, owner=spec.owner, group=spec.group, label=spec.label),
+        party=Party(pool=spec.pool, owner=spec.owner, group=spec.group, label=spec.label, seated=bool(spec.seat)),
         milli=spec.fraction_milli,
         count=spec.devices,
         devices=view.device_ids if held else (),

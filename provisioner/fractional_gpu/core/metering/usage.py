@@ -37,6 +37,7 @@ class Party:
     owner: str = ""
     group: str = ""
     label: str = ""  # the notebook, for people
+    seated: bool = False  # the owner is a hub's user, not one of the machine
 
 
 @dataclass(slots=True, kw_only=True)

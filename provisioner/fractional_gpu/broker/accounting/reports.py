@@ -1,0 +1,130 @@
+"""Sums of what leases used, for those who may see them.
+
+- Users see their own figures; where `usage_visible` says so, the sums of each user of their group, or of every user. What others' notebooks
+  are called is not shown to them.
+- A hub's user and a user of the machine with the same name are two: their figures are kept apart.
+- Administrators see everything.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from fractional_gpu.broker.accounting.metering import Metering
+from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
+from fractional_gpu.config import carbon
+from fractional_gpu.config.carbon import Carbon
+from fractional_gpu.core.metering.usage import Usage
+from fractional_gpu.protocol.accounts import UsageEntry
+
+_FRESH_S: Final = 5.0  # figures for a reader are at most so old
+_PRIVATE: Final = frozenset({"notebook", "lease"})
+_TIMES: Final[Mapping[str, Callable[[int], str]]] = {
+    "hour": lambda hour_s: time.strftime("%Y-%m-%dT%H:%M%z", time.localtime(hour_s)),
+    "day": lambda hour_s: time.strftime("%Y-%m-%d", time.localtime(hour_s)),
+    "month": lambda hour_s: time.strftime("%Y-%m", time.localtime(hour_s)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Who asks. Not an administrator: the user, whether of a hub, and the group that they use the GPUs by (empty: none)."""
+
+    administrator: bool = False
+    owner: str = ""
+    seated: bool = False
+    group: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What to sum, by what, over which hours (seconds since 1970), and of which user, group, pool, device or lease only."""
+
+    by: tuple[str, ...]
+    since_s: int
+    until_s: int
+    only: Mapping[str, str | int]
+
+
+class UsageReports:
+    """Answers questions about what leases used. `visible`: whose figures users may see."""
+
+    def __init__(
+        self, metering: Metering, writer: LedgerWriter, *, visible: str, carbon_setting: float | Path | None
+    ) -> None:
+        self._metering = metering
+        self._writer = writer
+        self._visible = visible
+        self._carbon = carbon_setting
+        self._fresh_s = -_FRESH_S
+
+    def scope(self, reader: Reader, by: Sequence[str]) -> str:
+        """Return whose figures the reader sees of such a question: `all`, `group` or `own`."""
+        if reader.administrator:
+            return "all"
+        if _PRIVATE & set(by) or (self._visible == "group" and not reader.group):
+            return "own"
+        return self._visible
+
+    async def answer(self, reader: Reader, question: Question) -> tuple[list[UsageEntry], Carbon | None, str]:
+        """Return the sums, the carbon they are reckoned with, and what is missing, a sentence. Raises LedgerError.
+
+        Cancelled: nothing is lost; figures that were to be written are.
+        """
+        await self._refresh()
+        only = dict(question.only) | self._own(reader, self.scope(reader, question.by))
+        found, note = None, ""
+        if self._carbon is not None:
+            try:
+                found = await asyncio.to_thread(carbon.read, self._carbon)
+            except ValueError as error:
+                note = f"The carbon figures are missing: {error}"
+        times = [one for one in question.by if one in _TIMES]
+        by_hour = bool(times) or (found is not None and found.changes)
+        columns = [*(one for one in question.by if one not in _TIMES), "currency", *(["hour"] if by_hour else [])]
+        rows = await self._writer.read(
+            partial(self._writer.ledger.metered, columns, question.since_s, question.until_s, only)
+        )
+        return _summed(rows, question.by, found), found, note
+
+    async def _refresh(self) -> None:
+        """Write what was counted, unless that has just been done: readers cannot keep the disk busy."""
+        if time.monotonic() - self._fresh_s >= _FRESH_S:
+            self._fresh_s = time.monotonic()
+            self._metering.write()
+
+    @staticmethod
+    def _own(reader: Reader, scope: str) -> dict[str, str | int]:
+        if scope == "own":
+            return {"user": reader.owner, "seated": int(reader.seated)}
+        return {"group": reader.group} if scope == "group" else {}
+
+
+def _summed(
+    rows: Sequence[tuple[dict[str, str | int], Usage]], by: Sequence[str], found: Carbon | None
+) -> list[UsageEntry]:
+    """Add up the rows by what is asked, with local days and months in place of hours."""
+    sums: dict[tuple[str, ...], UsageEntry] = {}
+    for key, usage in rows:
+        hour_s = int(key.get("hour", 0))
+        values = [_TIMES[one](hour_s) if one in _TIMES else str(key[one]) for one in by]
+        currency = str(key["currency"])
+        carbon_mg = found.mg(usage.energy_mj, hour_s) if found is not None else 0
+        known = sums.get((*values, currency))
+        if known is None:
+            of = dict(zip(by, values, strict=True))
+            sums[(*values, currency)] = UsageEntry(of=of, currency=currency, usage=usage, carbon_mg=carbon_mg)
+        else:
+            known.usage.add(usage)
+            sums[(*values, currency)] = _with_carbon(known, carbon_mg)
+    return [sums[key] for key in sorted(sums)]
+
+
+def _with_carbon(entry: UsageEntry, more_mg: int) -> UsageEntry:
+    return msgspec.structs.replace(entry, carbon_mg=entry.carbon_mg + more_mg)

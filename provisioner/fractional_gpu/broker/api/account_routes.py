@@ -1,0 +1,142 @@
+"""The routes that show what leases used and what it costs. Who sees whose figures: `broker.accounting.reports`."""
+
+import re
+import time
+from typing import Final
+
+from fractional_gpu.broker.accounting.reports import Question, Reader
+from fractional_gpu.broker.api.handler import Handler
+from fractional_gpu.broker.clock import wall_ms
+from fractional_gpu.broker.kernels.request_validation import user_name
+from fractional_gpu.core.metering.tariffs import Basis, Tariff
+from fractional_gpu.core.model import LeaseView
+from fractional_gpu.protocol.accounts import USAGE_BY, USAGE_ONLY, Cost, UsageReport
+from fractional_gpu.protocol.errors import BadRequestError
+from fractional_gpu.protocol.limits import MAX_NAME
+
+_LEASE: Final = r"/v1/leases/([0-9a-zA-Z_-]{1,64})"
+_SECONDS: Final = re.compile(r"\d{1,12}", re.ASCII)
+_EVER_S: Final = 10**12
+
+
+class _Usage(Handler):
+    async def get(self) -> None:
+        question = self._question()
+        reader = self._reader()
+        entries, carbon, note = await self.service.usage.answer(reader, question)
+        broker = self.service.broker
+        self.reply(
+            UsageReport(
+                by=list(question.by),
+                since_s=question.since_s,
+                until_s=question.until_s,
+                entries=entries,
+                simulated=broker.monitor.kind == "simulated",
+                scope=self.service.usage.scope(reader, question.by),
+                devices={one.device_id: one.name for one in broker.devices.values()},
+                carbon=carbon.text if carbon is not None else "",
+                note=note,
+            )
+        )
+
+    def _question(self) -> Question:
+        """Return what the query asks. Raises BadRequestError with what is allowed."""
+        by = tuple(one for one in self.get_query_argument("by", "").split(",") if one)
+        if not set(by) <= set(USAGE_BY) or len(set(by)) < len(by):
+            raise BadRequestError(
+                f"by={','.join(by)[:MAX_NAME]!r} is not allowed; allowed: each of {', '.join(USAGE_BY)} at most once",
+                reason="bad-usage-query",
+            )
+        only = {name: self.get_query_argument(name) for name in USAGE_ONLY if self.get_query_argument(name, None)}
+        if too_long := [name for name, value in only.items() if len(value) > MAX_NAME]:
+            raise BadRequestError(
+                f"{too_long[0]} has more than {MAX_NAME} characters; name one that exists", reason="bad-usage-query"
+            )
+        return Question(by, self._seconds("since_s", 0), self._seconds("until_s", _EVER_S), only)
+
+    def _seconds(self, name: str, default: int) -> int:
+        text = self.get_query_argument(name, str(default))
+        if not _SECONDS.fullmatch(text):
+            raise BadRequestError(
+                f"{name}={text[:MAX_NAME]!r} is not allowed: give whole seconds since 1970", reason="bad-usage-query"
+            )
+        return int(text)
+
+    def _reader(self) -> Reader:
+        """Return who asks: by the token of a lease or seat, or else by the peer's uid."""
+        if self.peer.admin:
+            return Reader(administrator=True)
+        draws = self.service.seats.draws
+        if (seat := draws.seat_of_token(self.peer.token)) is not None:
+            return Reader(owner=seat.owner, seated=True, group=seat.group_name)
+        return Reader(owner=user_name(self.peer.credentials.uid))
+
+
+class _Cost(Handler):
+    async def get(self, lease_id: str) -> None:
+        kernel = self.find(lease_id)
+        view = self.service.broker.arbiter.lease(kernel.lease_id)
+        if view is None:
+            raise BadRequestError("the lease has just ended", reason="unknown-lease")
+        reader = Reader(owner=view.spec.owner, seated=bool(view.spec.seat), group=view.spec.group)
+        usage = self.service.usage
+        lease, carbon, note = await usage.answer(reader, Question((), 0, _EVER_S, {"lease": kernel.lease_id}))
+        day_s, month_s = _beginnings()
+        today, _, _ = await usage.answer(reader, Question((), day_s, _EVER_S, {}))
+        month, _, _ = await usage.answer(reader, Question((), month_s, _EVER_S, {}))
+        tariff = self.service.seats.forecasts.hub(view.spec.pool).tariff
+        self.reply(
+            Cost(
+                lease_id=kernel.lease_id,
+                pool=view.spec.pool,
+                simulated=self.service.broker.monitor.kind == "simulated",
+                lease=lease,
+                today=today,
+                month=month,
+                terms=_terms(tariff),
+                now_milli=_now_milli(tariff, view),
+                currency=tariff.currency,
+                carbon=carbon.text if carbon is not None else "",
+                note=note,
+            )
+        )
+
+
+def _beginnings() -> tuple[int, int]:
+    """Return the beginnings of the local day and month, seconds since 1970."""
+    now = time.localtime(wall_ms() / 1000)
+    day = time.mktime((now.tm_year, now.tm_mon, now.tm_mday, 0, 0, 0, 0, 0, -1))
+    month = time.mktime((now.tm_year, now.tm_mon, 1, 0, 0, 0, 0, 0, -1))
+    return int(day), int(month)
+
+
+def _now_milli(tariff: Tariff, view: LeaseView) -> int:
+    """Return what an hour of the lease costs as it is now, thousandths."""
+    local = time.localtime(wall_ms() / 1000)
+    minute = (local.tm_wday * 24 + local.tm_hour) * 60 + local.tm_min
+    charged = tariff.charged_milli(
+        held=view.reserved_mib > 0, busy=view.busy, suspended=bool(view.saved_mib) and not view.reserved_mib
+    )
+    return tariff.price_at(minute) * view.spec.fraction_milli * view.spec.devices * charged // 1_000_000
+
+
+def _terms(tariff: Tariff) -> str:
+    """Return what the pool charges, a sentence."""
+    basis = {
+        Basis.HELD: "the time in which a kernel has memory on a GPU counts, and suspended time costs nothing",
+        Basis.BUSY: "the time in which a kernel runs cells on a GPU counts",
+        Basis.RESERVED: "the time in which a kernel exists counts, and suspended time "
+        + ("costs nothing" if tariff.credit_milli == 1000 else f"gets {tariff.credit_milli / 10:g} % of it back"),
+    }[tariff.basis]
+    if not tariff.currency:
+        return f"No price is set; {basis}."
+    prices = {tariff.price_milli, *(band.price_milli for band in tariff.bands)}
+    low, high = min(prices) / 1000, max(prices) / 1000
+    price = f"{low:.2f}" if low == high else f"{low:.2f} to {high:.2f}"
+    return f"A whole GPU costs {price} {tariff.currency} per hour; {basis}."
+
+
+ACCOUNT_ROUTES: tuple[tuple[str, type[Handler]], ...] = (
+    ("/v1/usage", _Usage),
+    (_LEASE + "/cost", _Cost),
+)

@@ -1,0 +1,98 @@
+"""How much carbon dioxide a kilowatt-hour stands for: one number, or a CSV file with a figure for each hour, both by the administrator.
+
+The file has a header and two columns that count: the first one whose name contains `time`, ISO 8601 (without a zone: UTC), and the first
+one whose name contains `g` and `kwh` (such as `g_per_kwh` or `Carbon intensity gCO2eq/kWh`). Exports of electricity data have this form. An
+hour that is missing has the figure of the last hour before it, and the hours before the first one its figure.
+"""
+
+import csv
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from fractional_gpu.core.metering.usage import MJ_PER_KWH
+
+_MOST_G = 100_000
+_MOST_BYTES = 64 * 2**20
+ALLOWED = "grams for each kWh, a number from 0 to 100000, or the path of a CSV file with the columns time and g_per_kwh"
+
+
+@dataclass(frozen=True, slots=True)
+class Carbon:
+    """Milligrams for each kWh, from these moments on (seconds since 1970, ascending). One figure without moments: always."""
+
+    text: str  # where it comes from, for people
+    mg_per_kwh: tuple[int, ...]
+    from_s: tuple[int, ...] = ()
+
+    @property
+    def changes(self) -> bool:
+        """Whether it differs from hour to hour."""
+        return bool(self.from_s)
+
+    def mg(self, energy_mj: int, hour_s: int) -> int:
+        """Return the milligrams for energy that was drawn in the hour."""
+        index = max(0, bisect_right(self.from_s, hour_s + 3599) - 1) if self.from_s else 0
+        return energy_mj * self.mg_per_kwh[index] // MJ_PER_KWH
+
+
+def parse_setting(value: object) -> float | Path | None:
+    """Return a number of grams or an absolute path; None: no carbon. Raises ValueError with what is allowed."""
+    if value is None:
+        return None
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if not math.isfinite(value) or not 0 <= value <= _MOST_G:
+            raise ValueError(f"allowed: None, or {ALLOWED}")
+        return float(value)
+    if isinstance(value, str) and value.strip():
+        path = Path(value).expanduser()
+        if path.is_absolute():
+            return path
+    raise ValueError(f"allowed: None, or {ALLOWED}; the path is absolute")
+
+
+def read(setting: float | Path) -> Carbon:
+    """Return the figures. Raises ValueError with the file, the line, what is there and what is allowed."""
+    if not isinstance(setting, Path):
+        return Carbon(f"{setting:g} g CO2 for each kWh, as configured", (round(setting * 1000),))
+    try:
+        if setting.stat().st_size > _MOST_BYTES:
+            raise ValueError(f"{setting} is larger than 64 MiB; give a file with one line for each hour")
+        with setting.open(encoding="utf-8-sig", newline="") as file:
+            rows = list(csv.reader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{setting} cannot be read: {error}; c.GPUBroker.carbon takes {ALLOWED}") from None
+    return _parsed(setting, rows)
+
+
+def _parsed(path: Path, rows: list[list[str]]) -> Carbon:
+    if not rows:
+        raise ValueError(f"{path} is empty; the first line names the columns, such as `time,g_per_kwh`")
+    header = [name.strip().lower() for name in rows[0]]
+    when = next((index for index, name in enumerate(header) if "time" in name), None)
+    grams = next((index for index, name in enumerate(header) if "kwh" in name and "g" in name), None)
+    if when is None or grams is None:
+        raise ValueError(f"{path}, line 1: {', '.join(rows[0])!r} has no columns time and g_per_kwh")
+    found: dict[int, int] = {}
+    for number, row in enumerate(rows[1:], 2):
+        if not row:
+            continue
+        try:
+            at = datetime.fromisoformat(row[when].strip())
+            value = float(row[grams])
+        except (ValueError, IndexError):
+            raise ValueError(
+                f"{path}, line {number}: {', '.join(row)[:100]!r}; expected a time such as 2026-11-24T08:00+00:00 and a number"
+            ) from None
+        if not math.isfinite(value) or not 0 <= value <= _MOST_G:
+            raise ValueError(f"{path}, line {number}: {row[grams]!r}; allowed: 0 to {_MOST_G} g for each kWh")
+        found[int((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp())] = round(value * 1000)
+    if not found:
+        raise ValueError(
+            f"{path} has no hours; after the header comes one line for each, such as `2026-11-24T08:00+00:00,312`"
+        )
+    moments = tuple(sorted(found))
+    text = f"CO2 for each kWh by the hours of {path.name}"
+    return Carbon(text, tuple(found[one] for one in moments), moments)

@@ -1,0 +1,58 @@
+"""Messages about what leases used and what it costs.
+
+Routes (all under /v1; `L` is a lease id):
+
+    GET    /v1/usage?by=user,day&since_s=S&until_s=S&user=NAME   -> UsageReport   sums of what the peer may see
+    GET    /v1/leases/L/cost                                     -> Cost          what this kernel and its user used
+
+`by`: what to sum by, any of `USAGE_BY`; nothing: one sum for each currency. `since_s`, `until_s`: seconds since 1970; hours that begin
+within them count. `user`, `group`, `pool`, `device`, `lease`: only of that one.
+"""
+
+from typing import Final
+
+from msgspec import Struct
+
+from fractional_gpu.core.metering.usage import Usage
+
+USAGE_BY: Final = ("hour", "day", "month", "user", "group", "pool", "device", "notebook", "lease")
+USAGE_ONLY: Final = ("user", "group", "pool", "device", "lease")
+
+
+class UsageEntry(Struct, frozen=True, kw_only=True):
+    """A sum. `of`: what it is the sum of, by the names of `by`; times as text: `2026-11-24T08:00+0100`, `2026-11-24`, `2026-11`."""
+
+    of: dict[str, str]
+    currency: str  # of the amounts; empty: no price
+    usage: Usage
+    carbon_mg: int = 0  # CO2 for the energy, by the carbon that is configured
+
+
+class UsageReport(Struct, frozen=True, kw_only=True):
+    """Sums of what leases used, sorted by what they are summed by. The pool's own part has the user, group, notebook and lease ""."""
+
+    by: list[str]
+    since_s: int
+    until_s: int
+    entries: list[UsageEntry]
+    simulated: bool
+    scope: str  # whose figures these are: `all`, `group` or `own`
+    devices: dict[str, str] = {}  # names, by id, of those that the broker has now
+    carbon: str = ""  # where the carbon figures come from, a sentence; empty: there are none
+    note: str = ""  # what is missing, a sentence
+
+
+class Cost(Struct, frozen=True, kw_only=True):
+    """What a kernel and its user used. Each list has one entry for each currency."""
+
+    lease_id: str
+    pool: str
+    simulated: bool
+    lease: list[UsageEntry]  # since the kernel's beginning
+    today: list[UsageEntry]  # of all kernels of its user, local time
+    month: list[UsageEntry]
+    terms: str  # what the pool charges, a sentence
+    now_milli: int = 0  # what an hour of this kernel costs as it is now, thousandths of the currency
+    currency: str = ""
+    carbon: str = ""
+    note: str = ""
