@@ -141,6 +141,8 @@ def _pool(pool: PoolOffer, checked: str) -> str:
         f"<fieldset><legend>Pool {escape(pool.pool)}</legend>",
         f"<p>{escape('; '.join(facts))}.</p>",
     ]
+    if pool.terms:
+        lines.append(f"<p>{escape(pool.terms)}</p>")
     if pool.why_not:
         lines.append(f"<p><strong>Not available:</strong> {escape(pool.why_not)}.</p>")
     lines += [_fraction(pool, one, checked) for one in pool.fractions]

@@ -50,15 +50,6 @@ def test_the_best_terms_of_ones_groups_count() -> None:
     assert hub.terms(["guests"]) is None
 
 
-def test_a_price_is_shown_for_the_fraction() -> None:
-    price = Price(milli=800, unit="EUR")
-    assert [price.of(milli) for milli in (1000, 250, 1)] == [
-        "0.80 EUR per hour",
-        "0.20 EUR per hour",
-        "0.00 EUR per hour",
-    ]
-
-
 @pytest.mark.parametrize(
     ("key", "value", "allowed"),
     [

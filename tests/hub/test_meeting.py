@@ -17,7 +17,13 @@ from tests.support.world import DEADLINE_S, Notebook, new_world, until
 
 CLOSED = time.strftime("%a", time.localtime(time.time() + 3 * 86_400))
 POOLS: dict[str, Any] = {
-    "default": {"devices": [0], "price": "0.80 EUR", "user_limits": {"fraction": "1/2"}, "wait_bound": "100%"},
+    "default": {
+        "devices": [0],
+        "price": "0.80 EUR",
+        "price_hours": {"Mon-Fri 08:00-18:00": 1.20},
+        "user_limits": {"fraction": "1/2"},
+        "wait_bound": "100%",
+    },
     "staff": {"devices": [1], "groups": {"staff": {"weight": 200, "priority": 10}}},
     "closed": {"devices": [2], "hours": f"{CLOSED} 08:00-08:30"},
     "full": {"devices": [3], "oversubscription": 1, "when_full": "refuse", "fractions": ["1"]},
@@ -113,7 +119,12 @@ def test_the_page_shows_what_the_user_may_choose_and_a_sensible_default(hub: Hub
     assert set(page.choices) == {f"default/{milli}" for milli in (125, 250, 500)} | {"full/1000", "none"}
     assert "Pool staff" not in page.text, "pools of others are not shown"
     assert "Not available: pool 'closed' is closed now" in page.text
-    assert "1/4 GPU, 64 MiB, 0.20 EUR per hour" in page.text
+    assert "1/4 GPU, 64 MiB, 0.20 to 0.30 EUR per hour" in page.text
+    assert (
+        "A whole GPU costs 0.80 EUR per hour, 1.20 Mon-Fri 08:00-18:00; the time in which a kernel has memory"
+        in page.text
+    )
+    assert page.text.count("A whole GPU costs") == 1, "pools without a price have no terms"
     assert "you may have 1/2 GPU in this pool" in page.text, "why some cannot be chosen"
     assert "free now; about" in page.text
     assert "These GPUs are simulated" in page.text

@@ -44,11 +44,6 @@ class Price:
     milli: int
     unit: str
 
-    def of(self, fraction_milli: int) -> str:
-        """Return the price of a fraction, such as `0.20 EUR per hour`."""
-        cents = (self.milli * fraction_milli + 5000) // 10_000
-        return f"{cents // 100}.{cents % 100:02} {self.unit} per hour"
-
 
 @dataclass(frozen=True, slots=True)
 class OpeningHours:

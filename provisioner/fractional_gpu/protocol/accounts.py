@@ -6,7 +6,8 @@ Routes (all under /v1; `L` is a lease id):
     GET    /v1/leases/L/cost                                     -> Cost          what this kernel and its user used
 
 `by`: what to sum by, any of `USAGE_BY`; nothing: one sum for each currency. `since_s`, `until_s`: seconds since 1970; hours that begin
-within them count. `user`, `group`, `pool`, `device`, `lease`: only of that one.
+within them count. `user`, `group`, `pool`, `device`, `lease`: only of that one, by its exact name (empty: the pool's own part).
+`seated`: only of users of the hub (1), or of the machine (0): two with the same name are two.
 """
 
 from typing import Final
@@ -16,7 +17,7 @@ from msgspec import Struct
 from fractional_gpu.core.metering.usage import Usage
 
 USAGE_BY: Final = ("hour", "day", "month", "user", "group", "pool", "device", "notebook", "lease")
-USAGE_ONLY: Final = ("user", "group", "pool", "device", "lease")
+USAGE_ONLY: Final = ("user", "group", "pool", "device", "lease", "seated")
 
 
 class UsageEntry(Struct, frozen=True, kw_only=True):
@@ -40,6 +41,7 @@ class UsageReport(Struct, frozen=True, kw_only=True):
     devices: dict[str, str] = {}  # names, by id, of those that the broker has now
     carbon: str = ""  # where the carbon figures come from, a sentence; empty: there are none
     note: str = ""  # what is missing, a sentence
+    visible: str = "own"  # whose figures users may see by the broker's setting `usage_visible`: `own`, `group` or `all`
 
 
 class Cost(Struct, frozen=True, kw_only=True):

@@ -34,7 +34,7 @@ class FractionOffer(Struct, frozen=True, kw_only=True):
 
     fraction_milli: int
     memory_mib: int
-    price: str  # for people, such as `0.20 EUR per hour`; empty: none
+    price: str  # for people, such as `0.20 EUR per hour`, or its span over the week; empty: none
     free: bool  # a seat of this size is granted at once
     sentence: str  # what to expect, for people
     expected_ms: int | None = None  # the wait for a seat; None: unknown
@@ -54,6 +54,7 @@ class PoolOffer(Struct, frozen=True, kw_only=True):
     seats: int
     waiting: int
     fractions: list[FractionOffer] = []
+    terms: str = ""  # the prices of a whole GPU and what is charged, a sentence; empty: no price
 
 
 class Offers(Struct, frozen=True, kw_only=True):

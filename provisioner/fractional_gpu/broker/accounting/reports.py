@@ -60,7 +60,7 @@ class UsageReports:
     ) -> None:
         self._metering = metering
         self._writer = writer
-        self._visible = visible
+        self.visible = visible
         self._carbon = carbon_setting
         self._fresh_s = -_FRESH_S
 
@@ -68,9 +68,9 @@ class UsageReports:
         """Return whose figures the reader sees of such a question: `all`, `group` or `own`."""
         if reader.administrator:
             return "all"
-        if _PRIVATE & set(by) or (self._visible == "group" and not reader.group):
+        if _PRIVATE & set(by) or (self.visible == "group" and not reader.group):
             return "own"
-        return self._visible
+        return self.visible
 
     async def answer(self, reader: Reader, question: Question) -> tuple[list[UsageEntry], Carbon | None, str]:
         """Return the sums, the carbon they are reckoned with, and what is missing, a sentence. Raises LedgerError.

@@ -5,10 +5,11 @@ import time
 from typing import Final
 
 from fractional_gpu.broker.accounting.reports import Question, Reader
+from fractional_gpu.broker.accounting.terms import charge_terms
 from fractional_gpu.broker.api.handler import Handler
 from fractional_gpu.broker.clock import wall_ms
 from fractional_gpu.broker.kernels.request_validation import user_name
-from fractional_gpu.core.metering.tariffs import Basis, Tariff
+from fractional_gpu.core.metering.tariffs import Tariff
 from fractional_gpu.core.model import LeaseView
 from fractional_gpu.protocol.accounts import USAGE_BY, USAGE_ONLY, Cost, UsageReport
 from fractional_gpu.protocol.errors import BadRequestError
@@ -16,7 +17,7 @@ from fractional_gpu.protocol.limits import MAX_NAME
 
 _LEASE: Final = r"/v1/leases/([0-9a-zA-Z_-]{1,64})"
 _SECONDS: Final = re.compile(r"\d{1,12}", re.ASCII)
-_EVER_S: Final = 10**12
+_EVER_S: Final = 10**12 - 1
 
 
 class _Usage(Handler):
@@ -36,6 +37,7 @@ class _Usage(Handler):
                 devices={one.device_id: one.name for one in broker.devices.values()},
                 carbon=carbon.text if carbon is not None else "",
                 note=note,
+                visible=self.service.usage.visible,
             )
         )
 
@@ -47,12 +49,27 @@ class _Usage(Handler):
                 f"by={','.join(by)[:MAX_NAME]!r} is not allowed; allowed: each of {', '.join(USAGE_BY)} at most once",
                 reason="bad-usage-query",
             )
-        only = {name: self.get_query_argument(name) for name in USAGE_ONLY if self.get_query_argument(name, None)}
-        if too_long := [name for name, value in only.items() if len(value) > MAX_NAME]:
-            raise BadRequestError(
-                f"{too_long[0]} has more than {MAX_NAME} characters; name one that exists", reason="bad-usage-query"
-            )
+        only: dict[str, str | int] = {}
+        for name in USAGE_ONLY:
+            value = self.get_query_argument(name, None, strip=False)
+            if value is not None:
+                only[name] = value
+            if value is not None and len(value) > MAX_NAME:
+                raise BadRequestError(
+                    f"{name} has more than {MAX_NAME} characters; name one that exists", reason="bad-usage-query"
+                )
+        if "seated" in only:
+            only["seated"] = self._seated(str(only["seated"]))
         return Question(by, self._seconds("since_s", 0), self._seconds("until_s", _EVER_S), only)
+
+    @staticmethod
+    def _seated(text: str) -> int:
+        if text not in {"0", "1"}:
+            raise BadRequestError(
+                f"seated={text!r} is not allowed: give 1 for users of the hub, 0 for those of the machine",
+                reason="bad-usage-query",
+            )
+        return int(text)
 
     def _seconds(self, name: str, default: int) -> int:
         text = self.get_query_argument(name, str(default))
@@ -78,12 +95,13 @@ class _Cost(Handler):
         view = self.service.broker.arbiter.lease(kernel.lease_id)
         if view is None:
             raise BadRequestError("the lease has just ended", reason="unknown-lease")
-        reader = Reader(owner=view.spec.owner, seated=bool(view.spec.seat), group=view.spec.group)
+        checked = Reader(administrator=True)  # `find` has checked the peer: the questions name the lease and its user
+        user: dict[str, str | int] = {"user": view.spec.owner, "seated": int(bool(view.spec.seat))}
         usage = self.service.usage
-        lease, carbon, note = await usage.answer(reader, Question((), 0, _EVER_S, {"lease": kernel.lease_id}))
+        lease, carbon, note = await usage.answer(checked, Question((), 0, _EVER_S, {"lease": kernel.lease_id}))
         day_s, month_s = _beginnings()
-        today, _, _ = await usage.answer(reader, Question((), day_s, _EVER_S, {}))
-        month, _, _ = await usage.answer(reader, Question((), month_s, _EVER_S, {}))
+        today, _, _ = await usage.answer(checked, Question((), day_s, _EVER_S, user))
+        month, _, _ = await usage.answer(checked, Question((), month_s, _EVER_S, user))
         tariff = self.service.seats.forecasts.hub(view.spec.pool).tariff
         self.reply(
             Cost(
@@ -93,7 +111,7 @@ class _Cost(Handler):
                 lease=lease,
                 today=today,
                 month=month,
-                terms=_terms(tariff),
+                terms=charge_terms(tariff),
                 now_milli=_now_milli(tariff, view),
                 currency=tariff.currency,
                 carbon=carbon.text if carbon is not None else "",
@@ -118,22 +136,6 @@ def _now_milli(tariff: Tariff, view: LeaseView) -> int:
         held=view.reserved_mib > 0, busy=view.busy, suspended=bool(view.saved_mib) and not view.reserved_mib
     )
     return tariff.price_at(minute) * view.spec.fraction_milli * view.spec.devices * charged // 1_000_000
-
-
-def _terms(tariff: Tariff) -> str:
-    """Return what the pool charges, a sentence."""
-    basis = {
-        Basis.HELD: "the time in which a kernel has memory on a GPU counts, and suspended time costs nothing",
-        Basis.BUSY: "the time in which a kernel runs cells on a GPU counts",
-        Basis.RESERVED: "the time in which a kernel exists counts, and suspended time "
-        + ("costs nothing" if tariff.credit_milli == 1000 else f"gets {tariff.credit_milli / 10:g} % of it back"),
-    }[tariff.basis]
-    if not tariff.currency:
-        return f"No price is set; {basis}."
-    prices = {tariff.price_milli, *(band.price_milli for band in tariff.bands)}
-    low, high = min(prices) / 1000, max(prices) / 1000
-    price = f"{low:.2f}" if low == high else f"{low:.2f} to {high:.2f}"
-    return f"A whole GPU costs {price} {tariff.currency} per hour; {basis}."
 
 
 ACCOUNT_ROUTES: tuple[tuple[str, type[Handler]], ...] = (

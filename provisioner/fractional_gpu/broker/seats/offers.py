@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
+from fractional_gpu.broker.accounting.terms import charge_terms, fraction_price
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import wall_ms
 from fractional_gpu.broker.seats.rules import (
@@ -236,6 +237,7 @@ class PoolForecasts:
             capacity_mib=sum(one.leasable_mib for one in devices),
             seats=len(seats),
             waiting=waiting,
+            terms=charge_terms(hub.tariff) if hub.price is not None else "",
             fractions=[
                 self._fraction_offer(
                     SeatRequest(
@@ -267,7 +269,7 @@ class PoolForecasts:
         offer = FractionOffer(
             fraction_milli=milli,
             memory_mib=memory_mib,
-            price=hub.price.of(milli) if hub.price is not None else "",
+            price=fraction_price(hub.tariff, milli),
             free=free,
             sentence="",
             why_not=why_not,

@@ -12,6 +12,11 @@ SLICE_MS = 900_000
 """Prices and hours change at whole quarters of an hour, in whatever time zone."""
 
 
+_DAY = 24 * 60
+_WEEK = 7 * _DAY
+_DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
+
+
 class Basis(StrEnum):
     """Which time of a lease is charged."""
 
@@ -46,8 +51,28 @@ class PriceBand:
 
     def covers(self, minute: int) -> bool:
         """Whether the price holds in that minute of the week."""
-        week = 7 * 24 * 60
-        return any(start <= minute < end or start <= minute + week < end for start, end in self.spans)
+        return any(start <= minute < end or start <= minute + _WEEK < end for start, end in self.spans)
+
+    @property
+    def hours(self) -> str:
+        """The times, such as `Mon-Fri 08:00-18:00, Sat 10:00-14:00`: neighbouring days with the same times as one."""
+        runs: list[tuple[int, int, int, int]] = []  # first and last day, minute of the day, minutes
+        for start, end in sorted(self.spans, key=lambda span: (span[0] % _DAY, span[1] - span[0], span[0])):
+            day, minute = divmod(start, _DAY)
+            if runs and runs[-1][1:] == (day - 1, minute, end - start):
+                runs[-1] = (runs[-1][0], day, minute, end - start)
+            else:
+                runs.append((day, day, minute, end - start))
+        return ", ".join(
+            f"{_DAYS[first]}{f'-{_DAYS[last]}' if last > first else ''} {_clock(minute)}-{_clock(minute + length)}"
+            for first, last, minute, length in sorted(runs)
+        )
+
+
+def _clock(minute: int) -> str:
+    """Return a time of day; minutes past the day's end are the next day's, and the end itself is 24:00."""
+    minute -= _DAY * (minute > _DAY)
+    return f"{minute // 60:02}:{minute % 60:02}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

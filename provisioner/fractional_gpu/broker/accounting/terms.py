@@ -1,0 +1,51 @@
+"""What a pool charges, in words: for `%gpu cost`, and for the hub's spawn page."""
+
+from typing import Final
+
+from fractional_gpu.core.metering.tariffs import Basis, Tariff
+
+_MOST_BANDS: Final = 4  # that are listed; a pool may have many more
+
+
+def charge_terms(tariff: Tariff) -> str:
+    """Return the prices of a whole GPU by the time of the week, and which time counts: one sentence."""
+    basis = {
+        Basis.HELD: "the time in which a kernel has memory on a GPU counts, and suspended time costs nothing",
+        Basis.BUSY: "the time in which a kernel runs cells on a GPU counts",
+        Basis.RESERVED: "the time in which a kernel exists counts, and suspended time " + _credit(tariff.credit_milli),
+    }[tariff.basis]
+    if not tariff.currency:
+        return f"No price is set; {basis}."
+    prices = [f"{_amount(tariff.price_milli)} {tariff.currency} per hour"]
+    prices += [f"{_amount(band.price_milli)} {band.hours}" for band in tariff.bands[:_MOST_BANDS]]
+    if (more := len(tariff.bands) - _MOST_BANDS) > 0:
+        prices.append(f"other prices at {more} more times of the week")
+    return f"A whole GPU costs {', '.join(prices)}; {basis}."
+
+
+def fraction_price(tariff: Tariff, fraction_milli: int) -> str:
+    """Return the price of a fraction, such as `0.20 EUR per hour`, or its span over the week; empty: no price is set."""
+    if not tariff.currency:
+        return ""
+    prices = {_of(price, fraction_milli) for price in (tariff.price_milli, *(one.price_milli for one in tariff.bands))}
+    low, high = min(prices), max(prices)
+    return f"{_cents(low)}{f' to {_cents(high)}' if high != low else ''} {tariff.currency} per hour"
+
+
+def _credit(credit_milli: int) -> str:
+    return "costs nothing" if credit_milli == 1000 else f"gets {credit_milli / 10:g} % of it back"
+
+
+def _of(price_milli: int, fraction_milli: int) -> int:
+    """Return the price of a fraction, hundredths, rounded."""
+    return (price_milli * fraction_milli + 5000) // 10_000
+
+
+def _cents(cents: int) -> str:
+    return f"{cents // 100}.{cents % 100:02}"
+
+
+def _amount(milli: int) -> str:
+    """Return an amount with two decimals, or with three where it has them."""
+    whole, rest = divmod(milli, 1000)
+    return f"{whole}.{rest:03}" if rest % 10 else f"{whole}.{rest // 10:02}"
