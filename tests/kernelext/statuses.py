@@ -1,8 +1,10 @@
 """Samples of what a broker says, for tests of what is shown."""
 
+from fractional_gpu.core.metering.usage import HOUR_MS, SHARE_HOUR, Usage
+from fractional_gpu.protocol.accounts import Cost, UsageEntry
 from fractional_gpu.protocol.messages import DeviceStatus, HostStatus, LeaseStatus, Neighbour, UsagePoint
 
-__all__ = ["DEVICE", "EVIL", "LEASE", "NOW_MS", "host", "points"]
+__all__ = ["COST", "DEVICE", "EVIL", "LEASE", "NOW_MS", "UNPRICED", "host", "points"]
 
 EVIL = "<script>alert('x')</script>"
 NOW_MS = 1_790_000_000_000
@@ -48,6 +50,47 @@ DEVICE = DeviceStatus(
     stranger_mib=2048,
     over_committed=False,
     lost=False,
+)
+
+
+def _used(hours: float, currency: str = "EUR", **more: int) -> UsageEntry:
+    """A quarter of a GPU for so many hours, at 0.80 an hour: half of the time suspended, a fifth of it busy."""
+    share = round(hours * SHARE_HOUR / 4)
+    usage = Usage(
+        reserved_ms=round(hours * HOUR_MS),
+        reserved_share=share,
+        held_share=share // 2,
+        suspended_share=share // 2,
+        busy_share=share // 5,
+        charged_share=share // 2,
+        charge_milli=round(hours * 100) if currency else 0,
+        resident_milli=round(hours * 200) if currency else 0,
+        whole_milli=round(hours * 800) if currency else 0,
+        energy_mj=more.pop("energy_mj", 0),
+    )
+    return UsageEntry(of={}, currency=currency, usage=usage, **more)
+
+
+COST = Cost(
+    lease_id="lease-1",
+    pool="default",
+    simulated=False,
+    lease=[_used(1.5, energy_mj=500_000_000, carbon_mg=48_600)],
+    today=[_used(4, energy_mj=1_200_000_000, carbon_mg=116_667)],
+    month=[_used(12_345.5, energy_mj=5_000_000_000_000, carbon_mg=486_000_000), _used(2, "USD")],
+    terms="A whole GPU costs 0.80 EUR per hour; the time in which a kernel has memory on a GPU counts, and suspended time costs nothing.",
+    now_milli=200,
+    currency="EUR",
+    carbon="350 g CO2 for each kWh, as configured",
+)
+UNPRICED = Cost(
+    lease_id="lease-1",
+    pool="default",
+    simulated=True,
+    lease=[],
+    today=[_used(0.75, "")],
+    month=[_used(40, "")],
+    terms="No price is set; the time in which a kernel has memory on a GPU counts, and suspended time costs nothing.",
 )
 
 

@@ -8,12 +8,13 @@ from msgspec.structs import replace
 from fractional_gpu.protocol.errors import ConflictError, ForbiddenError, NoRoomError
 from fractional_gpu.protocol.messages import History, LeaseStatus, Progress, Story, StoryLine
 from fractional_gpu_kernel.display.chart import HistoryView
+from fractional_gpu_kernel.display.cost import CostView
 from fractional_gpu_kernel.display.lines import resizing, wait_text
 from fractional_gpu_kernel.display.views import StatusView, StoryView, TopView
 from fractional_gpu_kernel.magics.arguments import BURST, COMMANDS
 from tests.kernelext.kernels import RunningKernel
 from tests.kernelext.scripted_broker import ScriptedBroker
-from tests.kernelext.statuses import DEVICE, LEASE, NOW_MS, host, points
+from tests.kernelext.statuses import COST, DEVICE, LEASE, NOW_MS, UNPRICED, host, points
 from tests.support.golden import check_wording
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -84,6 +85,15 @@ def test_what_is_displayed_is_as_it_was_read() -> None:
             "12:30",
             repr(HistoryView(History(lease_id="lease-1", cap_mib=20480, points=line), now_ms=NOW_MS)),
         )
+    costs = {
+        "%gpu cost": COST,
+        "%gpu cost, suspended, without carbon": replace(COST, now_milli=0, carbon="", month=COST.month[:1]),
+        "%gpu cost, nothing used yet, a note": replace(
+            COST, lease=[], today=[], month=[], note="The carbon figures are missing: no such file."
+        ),
+        "%gpu cost, no price, simulated": UNPRICED,
+    }
+    said |= {what: repr(CostView(cost)) for what, cost in costs.items()}
     for what, (seconds, fields) in WAITS.items():
         waiting = Progress(kind="waiting", **fields)  # type: ignore[arg-type]
         said[f"a cell waits: {what}"] = wait_text(waiting, waited_s=seconds, age_s=seconds)
@@ -132,6 +142,7 @@ def test_what_the_magics_answer_is_as_it_was_read(kernel: RunningKernel, broker:
     said["%gpu pin 2h, suspended"] = "\n".join(kernel.run("%gpu pin 2h").shown)
     broker.extra = {}
     said["%gpu unpin"] = "\n".join(kernel.run("%gpu unpin").shown)
+    said["%gpu cost, an earlier broker"] = "\n".join(kernel.run("%gpu cost").shown)
     said["%gpu resume"] = "\n".join(kernel.run("%gpu resume").shown)
     said["%gpu request 1/2"] = "\n".join(kernel.run("%gpu request 1/2").shown)
     said["%gpu resize 1/2 --later"] = last_shown(kernel, "%gpu resize 1/2 --later", "Its share is")
@@ -148,4 +159,7 @@ def test_what_the_magics_answer_is_as_it_was_read(kernel: RunningKernel, broker:
         said[f"{line.replace(chr(10), ' ')}, refused"] = ": ".join(kernel.run(line).error)
     broker.stop()
     said["%gpu, no broker"] = "\n".join(kernel.run("%gpu").shown).replace(broker.path, "/run/user/1000/broker.sock")
+    said["%gpu cost, no broker"] = "\n".join(kernel.run("%gpu cost").shown).replace(
+        broker.path, "/run/user/1000/broker.sock"
+    )
     check_wording(GOLDEN / "magics.txt", said)

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from msgspec import Struct, to_builtins
 
+from fractional_gpu.protocol.accounts import Cost
 from fractional_gpu.protocol.errors import FractionalGPUError, NotFoundError, UnauthorizedError
 from fractional_gpu.protocol.limits import PROTOCOL_VERSION
 from fractional_gpu.protocol.messages import (
@@ -107,6 +108,7 @@ class FakeBroker:
             draining=True,
         )
         self.devices: list[DeviceStatus] = []  # what each further status tells of it
+        self.cost: Cost | None = None  # what a lease costs; None: a broker of an earlier version, without that route
         self.hung_up: list[str] = []  # routes whose stream the client left
         self._changed = threading.Condition()
         self._sockets: set[socket.socket] = set()
@@ -220,6 +222,10 @@ class FakeBroker:
         with self._changed:
             self._move(lease, call)
             self._changed.notify_all()
+        if call.route == "cost":
+            if self.cost is None:
+                raise NotFoundError("there is no such route", reason="unknown-route")
+            return _as_dict(self.cost)
         if call.route in {"story", "history"}:
             return {"lease_id": call.lease_id, **({"cap_mib": 2048} if call.route == "history" else {})}
         if call.route in {"lease", "attach", "suspend", "resume", "pin", "unpin", "resize"}:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fractional_gpu.core.units import format_fraction, format_memory
-from fractional_gpu.protocol.errors import BrokerUnavailableError, ConflictError, FractionalGPUError
+from fractional_gpu.protocol.errors import BrokerUnavailableError, ConflictError, FractionalGPUError, NotFoundError
 from fractional_gpu.protocol.messages import LeaseStatus, PinRequest, ResizeRequest
 from fractional_gpu_kernel.cells.acquire import Acquirer, RefusedError
 from fractional_gpu_kernel.cells.gate import Gate
@@ -344,6 +344,25 @@ class Actions:
         last_ms = None if arguments.last is None else duration_ms("%gpu history", arguments.last)
         history = self._read(lambda client: client.history(self._settings.lease_id))
         publish(self._shell, HistoryView(history, last_ms))
+
+    def cost(self, arguments: argparse.Namespace) -> None:
+        """Show what the kernel and its user used, and what it costs."""
+        del arguments
+        from fractional_gpu_kernel.display.cost import CostView  # noqa: PLC0415 - few kernels ask
+
+        try:
+            cost = self._read(lambda client: client.cost(self._settings.lease_id))
+        except BrokerUnavailableError as error:
+            publish(self._shell, Sentence(f"{error}. What this kernel costs is shown when a broker serves again."))
+        except NotFoundError as error:
+            if error.reason != "unknown-route":
+                raise
+            publish(
+                self._shell,
+                Sentence("The GPU broker is of an earlier version, which does not count what kernels cost."),
+            )
+        else:
+            publish(self._shell, CostView(cost))
 
     def explain(self, arguments: argparse.Namespace) -> None:
         """Show the story."""

@@ -119,6 +119,12 @@ COMMANDS = {
             (Argument("--last", "DURATION", "only the last so much, such as 1h (default: all there is)", _SPANS),),
         ),
         Command(
+            "cost",
+            "what this kernel costs, and all your kernels today and this month",
+            (),
+            "In money where the pool has a price, else in GPU hours; with what whole GPUs would have cost, and what suspending saved.",
+        ),
+        Command(
             "explain",
             "why everything happened to this kernel's share, newest last",
             (Argument("--lines", "N", "so many of the newest (default: 20)", ("20", "100")),),

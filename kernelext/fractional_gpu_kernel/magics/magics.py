@@ -70,6 +70,7 @@ class Magics:
         %gpu pin 30m | unpin     stay on the GPU for a while | no longer
         %gpu top                 the GPUs of this machine, and who is on them
         %gpu history | explain   memory over time | why everything happened
+        %gpu cost                what this kernel costs, and all your kernels today and this month
         %gpu help                all commands; %gpu COMMAND --help says more about one
         """
         from fractional_gpu.protocol.errors import FractionalGPUError  # noqa: PLC0415 - as above

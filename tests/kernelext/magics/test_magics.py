@@ -13,9 +13,11 @@ from fractional_gpu.protocol.errors import (
     NotFoundError,
 )
 from fractional_gpu.protocol.messages import GateCommand, GateVerb
+from fractional_gpu_kernel.display.cost import CostView
 from fractional_gpu_kernel.magics.arguments import COMMANDS
 from tests.kernelext.kernels import RunningKernel, kernel_environment, running_kernel
 from tests.kernelext.scripted_broker import LEASE, ScriptedBroker
+from tests.kernelext.statuses import COST
 from tests.support.fake_broker import DEADLINE_S
 
 
@@ -49,6 +51,28 @@ def test_status_without_a_broker_says_what_that_means(kernel: RunningKernel, bro
     (text,) = kernel.run("%gpu").shown
     assert broker.path in text
     assert "the next cell" in text
+
+
+def test_cost_is_shown_without_the_gpu_and_loads_its_words_only_then(
+    kernel: RunningKernel, broker: ScriptedBroker
+) -> None:
+    broker.cost = COST
+    loaded = (
+        "%%cpu\nimport sys\nprint([one for one in sys.modules if 'metering' in one or one.endswith('display.cost')])"
+    )
+    kernel.run("%gpu status")
+    assert kernel.run(loaded).printed.strip() == "[]"
+    outcome = kernel.run("%gpu cost")
+    assert outcome.shown == [repr(CostView(COST))]
+    (content,) = outcome.of_type("display_data")
+    assert "1,234.550 EUR + 0.200 USD" in content["data"]["text/html"]
+    assert "fractional_gpu_kernel.display.cost" in kernel.run(loaded).printed
+    assert "acquire" not in broker.routes(), "the kernel is on no GPU, and has not asked for one"
+
+
+def test_cost_of_a_lease_that_is_over_is_refused(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    broker.leases.clear()
+    assert kernel.run("%gpu cost").error == ("GPURequestError", "there is no lease lease-1")
 
 
 REFUSALS = {
