@@ -19,6 +19,7 @@ from msgspec import to_builtins
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.protocol.errors import BadRequestError, ConflictError, ForbiddenError, NotFoundError
 from fractional_gpu.protocol.messages import DrainRequest, EvictRequest, LeaseStatus, MoveRequest, PinRequest
+from fractional_gpu_hub.service.usage import Chosen, Figures, all_figures, own_figures
 from fractional_gpu_hub.service.views import Viewer, is_own
 
 MOST_AT_ONCE = 8  # actions of one user
@@ -104,6 +105,16 @@ class Actions:
             return {"ok": True}
 
         return await self._do(viewer, release)
+
+    async def own_usage(self, viewer: Viewer, asked: Chosen) -> Figures:
+        """Return what the viewer used, and what the viewer may see of others. Raises FractionalGPUError."""
+        return await self._do(viewer, lambda client: own_figures(client, viewer, asked))
+
+    async def all_usage(self, viewer: Viewer, asked: Chosen) -> Figures:
+        """Return what all users used. For administrators. Raises FractionalGPUError."""
+        if not viewer.admin:
+            raise _not_admin()
+        return await self._do(viewer, lambda client: all_figures(client, asked))
 
     async def _do(self, viewer: Viewer, work: Callable[[SeatClient], T]) -> T:
         if self._running[viewer.name] >= MOST_AT_ONCE:

@@ -29,12 +29,15 @@ from fractional_gpu.protocol.errors import BadRequestError, FractionalGPUError
 from fractional_gpu_hub.service.actions import Actions
 from fractional_gpu_hub.service.broker_follower import BrokerFollower
 from fractional_gpu_hub.service.configuration import ADMIN_SCOPE, READ_SCOPE
+from fractional_gpu_hub.service.usage import BY, DATES, PERIODS, Chosen, Figures, chosen, csv_of, shown, stylesheet
 from fractional_gpu_hub.service.views import Viewer, view_of
 
 # -- handlers ----------------------------------------------------------------------------------------------------------
 # The page's routes, under the service's prefix.
 #
 #     GET  /                              the page
+#     GET  usage, usage.csv               what the user used: ?period=this-month, or ?period=dates&since=2026-11-01&until=2026-11-07
+#     GET  usage/all, usage/all.csv       what all users used, for administrators: the same, and by=group
 #     GET  api/status                     what the page shows, as JSON
 #     GET  api/events                     the same as server-sent events: at once, and after each change
 #     GET  api/leases/L/story             why everything happened to a kernel
@@ -69,6 +72,9 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+
+
+_FORMS = ("form-action 'none'", "form-action 'self'")
 
 
 class _Base(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc] # untyped
@@ -138,7 +144,7 @@ def _viewer_of(user: Mapping[str, Any]) -> Viewer | None:
     scopes = set(user.get("scopes", ()))
     if user.get("kind") != "user" or not scopes & {READ_SCOPE, ADMIN_SCOPE}:
         return None
-    return Viewer(name=user["name"], admin=ADMIN_SCOPE in scopes)
+    return Viewer(name=user["name"], admin=ADMIN_SCOPE in scopes, groups=tuple(user.get("groups") or ()))
 
 
 _SENTENCES = {
@@ -155,7 +161,9 @@ _SENTENCES = {
 }
 
 
-class _Page(_Base):
+class _Html(_Base):
+    """A page: it redirects to the login, and its refusals are sentences."""
+
     def not_logged_in(self) -> None:
         self.redirect(self.get_login_url())
 
@@ -165,17 +173,68 @@ class _Page(_Base):
         sentence = _SENTENCES.get(status_code, _SENTENCES[500])
         self.finish(f"{status_code}: {sentence[:1].upper()}{sentence[1:]}.\n")
 
-    def get(self) -> None:
+    def show(self, template: str, **values: Any) -> None:  # noqa: ANN401 - what the template needs
+        """Send a page."""
         self.set_header("Content-Type", "text/html; charset=utf-8")
-        prefix = self.hub_auth.base_url
+        loaded = self.settings["templates"].get_template(template)
+        self.finish(loaded.render(prefix=self.hub_auth.base_url, hub=self.hub_auth.hub_prefix, **values))
+
+
+class _Page(_Html):
+    def get(self) -> None:
         xsrf = self.xsrf_token
-        html = self.settings["page"].render(
-            view=self.view(),
-            prefix=prefix,
-            hub=self.hub_auth.hub_prefix,
-            xsrf=xsrf.decode() if isinstance(xsrf, bytes) else xsrf,
-        )
-        self.finish(html)
+        self.show("page.html", view=self.view(), xsrf=xsrf.decode() if isinstance(xsrf, bytes) else xsrf)
+
+
+class _OwnUsage(_Html):
+    """The page "My usage", and its figures as a file."""
+
+    everybody = False
+    title = "My usage"
+
+    def set_default_headers(self) -> None:
+        """Let the page's form, which chooses the time, come back to this service."""
+        super().set_default_headers()
+        self.set_header("Content-Security-Policy", _HEADERS["Content-Security-Policy"].replace(*_FORMS))
+
+    async def figures(self, asked: Chosen) -> Figures:
+        """Return what is shown. Raises FractionalGPUError."""
+        return await self.actions.own_usage(self.viewer, asked)
+
+    async def get(self, kind: str | None = None) -> None:
+        """Answer with the page, or with the file where the address ends in `.csv`."""
+        given = {name: self.get_query_argument(name, "") for name in ("period", "since", "until", "by")}
+        query, figures, problem = given, None, ""
+        try:
+            asked = chosen(given, everybody=self.everybody)
+            query, figures = asked.query, await self.figures(asked)
+        except FractionalGPUError as error:
+            self.set_status(error.status)
+            problem = f"{str(error)[:1].upper()}{str(error)[1:]}."
+        if kind and figures is not None:
+            self.set_header("Content-Type", "text/csv; charset=utf-8")
+            self.set_header("Content-Disposition", 'attachment; filename="gpu-usage.csv"')
+            self.finish(await asyncio.to_thread(csv_of, figures))
+        elif kind:
+            self.set_header("Content-Type", "text/plain; charset=utf-8")
+            self.finish(f"{problem}\n")
+        else:
+            address = f"{self.hub_auth.base_url}usage{'/all' if self.everybody else ''}"
+            parts = await asyncio.to_thread(shown, figures) if figures is not None else None
+            self.show(
+                "usage.html", title=self.title, you=self.viewer, everybody=self.everybody, address=address,
+                periods=PERIODS, dates=DATES, by=BY, query=query, figures=parts, problem=problem,
+            )  # fmt: skip
+
+
+class _AllUsage(_OwnUsage):
+    """The page "Usage", for administrators."""
+
+    everybody = True
+    title = "Usage"
+
+    async def figures(self, asked: Chosen) -> Figures:
+        return await self.actions.all_usage(self.viewer, asked)
 
 
 class _Status(_Base):
@@ -316,6 +375,16 @@ class _Callback(HubOAuthCallbackHandler):  # type: ignore[misc] # untyped
             self.set_header(name, value)
 
 
+class _ReportStyle(web.RequestHandler):
+    """The stylesheet of the pages about usage: the same for all users."""
+
+    def get(self) -> None:
+        self.set_header("Content-Type", "text/css; charset=utf-8")
+        self.set_header("X-Content-Type-Options", "nosniff")
+        self.set_header("Cache-Control", "no-cache")
+        self.finish(stylesheet())
+
+
 class _Static(web.StaticFileHandler):
     """The script and the stylesheet: the same for all users."""
 
@@ -342,6 +411,8 @@ def routes(prefix: str, follower: BrokerFollower, actions: Actions, static: str)
     lease = prefix + r"api/leases/([0-9a-zA-Z_-]{1,64})"
     return [
         (prefix, _Page, shared),
+        (prefix + r"usage(\.csv)?", _OwnUsage, shared),
+        (prefix + r"usage/all(\.csv)?", _AllUsage, shared),
         (prefix + "oauth_callback", _Callback),
         (prefix + "api/status", _Status, shared),
         (prefix + "api/events", _Events, shared),
@@ -350,6 +421,7 @@ def routes(prefix: str, follower: BrokerFollower, actions: Actions, static: str)
         (prefix + r"api/devices/([^/]{1,200})/(drain|undrain)", _Device, shared),
         (prefix + r"api/seats/([0-9a-zA-Z_-]{1,64})/release", _Seat, shared),
         (prefix + r"api/pools/([0-9a-z._-]{1,63})", _Pool, shared),
+        (prefix + r"static/report\.css", _ReportStyle),
         (prefix + r"static/(page\.js|page\.css)", _Static, {"path": static}),
     ]
 
@@ -411,7 +483,7 @@ def _application(follower: BrokerFollower, actions: Actions) -> web.Application:
     return web.Application(
         routes(prefix, follower, actions, str(_HERE / "static")),
         cookie_secret=secrets.token_bytes(32),  # new for each process: a browser that is logged in gets a new cookie
-        page=templates.get_template("page.html"),
+        templates=templates,
         default_handler_class=Missing,
         default_handler_args={"follower": follower, "actions": actions, "streams": {}},
         log_function=_log_request,

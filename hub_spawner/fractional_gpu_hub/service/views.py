@@ -21,10 +21,11 @@ _WHOLE = 1000  # a device, thousandths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Viewer:
-    """A user of the hub who opened the page."""
+    """A user of the hub who opened the page, and the groups that the hub names for the user."""
 
     name: str
     admin: bool
+    groups: tuple[str, ...] = ()
 
 
 def is_own(lease: LeaseStatus, viewer: Viewer) -> bool:

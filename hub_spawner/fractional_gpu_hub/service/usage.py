@@ -1,0 +1,172 @@
+"""What leases used, for the pages "My usage" and "Usage": whose figures the broker is asked for, and the parts of the pages.
+
+For the broker this process is an administrator, whom it answers anything. So the rules are kept here:
+
+- A user's figures are asked for by the user's name among the users of the hub (`seated`): a user of the machine with the same name is
+  another one. Entries of any other name are dropped, whatever the broker answers.
+- Of others, a user sees what the broker's setting `usage_visible` (in each reply) allows: nothing, the sums of each user of the groups that
+  the user has at the hub now, or of every user. Never what their notebooks are called. A setting that is not known allows nothing.
+- All figures are for administrators alone; `Actions` checks that.
+"""
+
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any, Final
+
+from msgspec.structs import replace
+
+from fractional_gpu.client.seat import SeatClient
+from fractional_gpu.protocol.accounts import UsageReport
+from fractional_gpu.protocol.errors import BadRequestError
+from fractional_gpu.reports.chargeback import as_csv
+from fractional_gpu.reports.columns import tabulated
+from fractional_gpu.reports.page import DARK, LIGHT, STYLE, bars, body, html_table, meaning, period_text
+from fractional_gpu.reports.periods import period
+from fractional_gpu_hub.service.views import Viewer
+
+DATES: Final = "dates"
+PERIODS: Final[Mapping[str, str]] = {
+    "today": "today",
+    "yesterday": "yesterday",
+    "this-week": "this week",
+    "this-month": "this month",
+    "last-month": "last month",
+}
+BY: Final[Mapping[str, str]] = {
+    "group": "group",
+    "group,user": "group and user",
+    "user": "user",
+    "user,pool": "user and pool",
+    "pool": "pool",
+    "device": "GPU",
+}
+PRIVACY: Final[Mapping[str, str]] = {
+    "own": "Only you and the administrators of the GPUs see these figures.",
+    "group": "Members of your groups see your sums, without your notebooks; administrators see all of it.",
+    "all": "All users see your sums, without your notebooks; administrators see all of it.",
+}
+_THIS_MONTH: Final = "this-month"
+_OVER: Final = frozenset({"yesterday", "last-month"})
+_PARTY: Final = ("day", "user", "group", "pool")
+_MOST_DAYS: Final = {True: 93, False: 400}  # of all users, of one
+_MOST_GROUPS: Final = 20
+_DAY_S: Final = 86_400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """What a page is asked for: the time (seconds since 1970), how it was written, and by what all users' figures are summed."""
+
+    since_s: int
+    until_s: int
+    word: str = _THIS_MONTH
+    since: str = ""
+    until: str = ""
+    by: str = "group"
+
+    @property
+    def query(self) -> dict[str, str]:
+        """The arguments that ask for the same again."""
+        dates = {"since": self.since, "until": self.until} if self.word == DATES else {}
+        return {"period": self.word, "by": self.by, **dates}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What one page shows. `others`: what the user may see of others, by a heading."""
+
+    report: UsageReport
+    by: tuple[str, ...]
+    others: Mapping[str, UsageReport] = field(default_factory=dict)
+    note: str = ""
+
+
+def chosen(arguments: Mapping[str, str], *, everybody: bool, now_s: int | None = None) -> Chosen:
+    """Return what a page's query asks for. Raises BadRequestError with what is allowed."""
+    word, by = arguments.get("period") or _THIS_MONTH, arguments.get("by") or "group"
+    for name, given, allowed in (("period", word, (*PERIODS, DATES)), ("by", by, BY)):
+        if given not in allowed:
+            raise BadRequestError(
+                f"{name} {given[:40]!r} is not known; allowed: {'; '.join(allowed)}", reason="bad-period"
+            )
+    since, until = (arguments.get("since", ""), arguments.get("until", "")) if word == DATES else (word, "")
+    if not since:
+        raise BadRequestError("no first day was given; choose one, such as 2026-11-01", reason="bad-period")
+    end = word if word in _OVER else until or None
+    try:
+        since_s, until_s = period(since, end, int(time.time()) if now_s is None else now_s)
+    except ValueError as error:
+        raise BadRequestError(
+            str(error).replace("--since", "from").replace("--until", "to"), reason="bad-period"
+        ) from None
+    if until_s - since_s > (_MOST_DAYS[everybody] + 1) * _DAY_S:
+        raise BadRequestError(
+            f"the page shows {_MOST_DAYS[everybody]} days at most; choose a shorter time, or take it from `jupyter gpu report`",
+            reason="bad-period",
+        )
+    return Chosen(since_s=since_s, until_s=until_s, word=word, since=since, until=until, by=by)
+
+
+def own_figures(client: SeatClient, viewer: Viewer, asked: Chosen) -> Figures:
+    """Return the viewer's own figures, by notebook, and what the viewer may see of others. Raises FractionalGPUError."""
+    columns = (*_PARTY, "notebook")
+    report = client.usage(columns, asked.since_s, asked.until_s, {"user": viewer.name, "seated": "1"})
+    own = [entry for entry in report.entries if entry.of["user"] == viewer.name]
+    found: dict[str, UsageReport] = {}
+    groups = sorted({one for one in viewer.groups if one}) if report.visible == "group" else []
+    for group in groups[:_MOST_GROUPS]:
+        answer = client.usage(_PARTY, asked.since_s, asked.until_s, {"group": group})
+        found[f"Group {group}"] = _checked(answer, group)
+    if report.visible == "all":
+        found["All users"] = client.usage(_PARTY, asked.since_s, asked.until_s)
+    note = f"Only {_MOST_GROUPS} of your {len(groups)} groups are shown." if len(groups) > _MOST_GROUPS else ""
+    return Figures(report=replace(report, entries=own, scope="own"), by=("notebook",), others=found, note=note)
+
+
+def _checked(report: UsageReport, group: str) -> UsageReport:
+    entries = [entry for entry in report.entries if entry.of["group"] == group]
+    return replace(report, entries=entries, scope="group")
+
+
+def all_figures(client: SeatClient, asked: Chosen) -> Figures:
+    """Return the figures of all users, of the hub and of the machine. Raises FractionalGPUError."""
+    by = tuple(asked.by.split(","))
+    columns = tuple(dict.fromkeys((*_PARTY, *by)))
+    return Figures(report=client.usage(columns, asked.since_s, asked.until_s), by=by)
+
+
+# -- what is sent ------------------------------------------------------------------------------------------------------
+
+
+def shown(figures: Figures) -> dict[str, Any]:
+    """Return what the page's template needs of the figures: sentences, and parts that are HTML already."""
+    report = figures.report
+    parts = [body(report, figures.by, whole=report.scope == "all")]
+    for heading, other in figures.others.items():
+        parts.append(_of_others(heading, other))
+    return {
+        "time": period_text(report),
+        "privacy": PRIVACY.get(report.visible, PRIVACY["own"]) if report.scope == "own" else "",
+        "note": figures.note,
+        "simulated": report.simulated,
+        "parts": "".join(parts) + meaning(report),
+    }
+
+
+def _of_others(heading: str, report: UsageReport) -> str:
+    table = html_table(tabulated(report, ["user"], only=lambda one: not one.resource), f"{heading}, by user")
+    return f"<h2>{escape(heading)}</h2>{table}{bars(report, 'user')}"
+
+
+def csv_of(figures: Figures) -> bytes:
+    """Return the figures by day, user, group and pool, and by what they are asked for, as chargeback systems read them."""
+    return as_csv(figures.report, figures.by, provider=platform.node() or "GPU host").encode()
+
+
+def stylesheet() -> str:
+    """Return the stylesheet of the parts, in the colours of the hub's page."""
+    colours = "".join(f"--{name}:light-dark({LIGHT[name]},{DARK[name]});" for name in LIGHT)
+    return f".gpu-report{{--faint:var(--soft);--grid:var(--line);{colours}}}{STYLE}"
