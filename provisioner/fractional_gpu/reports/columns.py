@@ -17,9 +17,9 @@ NO_LEASE: Final = "no lease"
 TOTAL: Final = "total"
 ALL: Final = "all kernels"
 SCOPES: Final = {
-    "own": "your own figures",
-    "group": "the figures of your group",
-    "all": "the figures of all users",
+    "own": "Your own figures",
+    "group": "The figures of your group",
+    "all": "The figures of all users",
 }
 _US_PER_HOUR: Final = 3_600_000_000
 _GIB_HOUR: Final = 1024 * 3_600_000
@@ -163,13 +163,13 @@ def percent_text(share: int, of: int) -> str:
 def name_text(report: UsageReport, column: str, value: str) -> str:
     """Return a value of a column for people: names of devices, short ids of leases; `-` for none."""
     if not value:
-        return "-"
+        return "on no device" if column == "device" else "-"
     if column == "device":
         return f"{report.devices[value]} ({value})" if report.devices.get(value) else value
     return value[:SHORT_ID] if column == "lease" else value
 
 
 def scope_text(report: UsageReport) -> str:
-    """Return whose figures these are, and whether they are of simulated devices."""
+    """Return whose figures these are, and whether they are of simulated devices: a sentence."""
     said = SCOPES.get(report.scope, report.scope)
-    return f"{said}; simulated: no real GPU was used" if report.simulated else said
+    return f"{said}; simulated: no real GPU was used." if report.simulated else f"{said}."

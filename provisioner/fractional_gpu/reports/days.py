@@ -15,13 +15,13 @@ from fractional_gpu.reports.sums import rolled_up
 LIGHT: Final = {"busy": "#1d4ed8", "idle": "#7aa5f5", "free": "#e5e7eb", "suspended": "#b45309", "stripe": "#f6f7f9"}
 DARK: Final = {"busy": "#7cb0ff", "idle": "#2f5fb3", "free": "#2a3039", "suspended": "#fbbf24", "stripe": "#1a1e25"}
 STYLE: Final = (
-    ".gpu-report .days{min-width:34em}"
+    ".gpu-report .days{min-width:40em}"
     + "".join(f".gpu-report .{name}{{fill:var(--{name})}}" for name in ("busy", "idle", "free", "suspended"))
     + ".gpu-report .free{stroke:var(--faint);stroke-width:.7}"
     ".gpu-report .legend{display:flex;flex-wrap:wrap;gap:.2em 1.4em;padding:0;margin:.3em 0;list-style:none}"
     ".gpu-report .legend svg{width:1em;height:.9em;margin-right:.4em}"
 )
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 820, 260, 56, 10, 14, 30
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 240, 56, 10, 14, 30
 _MOST_DAYS = 62
 _MOST_LABELS = 11
 _DAY_CHARACTERS = 10

@@ -40,9 +40,11 @@ DARK: Final = {**DAYS_DARK, "bar": "#7cb0ff"}
 STYLE: Final = DAYS_STYLE + (
     ".gpu-report table{font-variant-numeric:tabular-nums}.gpu-report .wide{margin:.4em 0 1em}"
     ".gpu-report caption{text-align:left;color:var(--faint);padding:.2em 0}"
-    ".gpu-report td.name,.gpu-report th.name{text-align:left}.gpu-report tbody tr:nth-child(even){background:var(--stripe)}"
+    ".gpu-report td.name,.gpu-report th.name{text-align:left}.gpu-report tr{background:var(--page)}"
+    ".gpu-report tbody tr:nth-child(even){background:var(--stripe)}"
+    ".gpu-report .wide .name:first-child{position:sticky;left:0;background:inherit}"
     ".gpu-report tr.rest td{font-style:italic}.gpu-report tfoot td{font-weight:600;border-top:2px solid var(--grid)}"
-    ".gpu-report .sums{display:grid;grid-template-columns:repeat(auto-fit,minmax(9.5em,1fr));gap:.6em;margin:1em 0;padding:0}"
+    ".gpu-report .sums{display:grid;grid-template-columns:repeat(auto-fit,minmax(8em,1fr));gap:.6em;margin:1em 0;padding:0}"
     ".gpu-report .sums div{border:1px solid var(--grid);border-radius:6px;padding:.5em .8em}"
     ".gpu-report .sums dt{color:var(--faint);font-size:.87em}"
     ".gpu-report .sums dd{margin:0;font-size:1.2em;font-weight:600;overflow-wrap:anywhere}"
@@ -66,12 +68,12 @@ def page(
     `made_by`: the command and the version that made it. `whole`: the report is of whole devices, so that what is left of them is free.
     `zone`: in which its time is shown; none: the machine's.
     """
-    title = "What GPUs were used for" + (" (simulated)" if report.simulated else "")
+    title = "GPU use and cost" + (" (simulated)" if report.simulated else "")
     return "".join(
         [
             begin_page(title, STYLE, light=LIGHT, dark=DARK),
             f'<main class="gpu-report"><h1>{escape(title)}</h1>',
-            f'<p class="result">{period_text(report, zone)}<br>{escape(scope_text(report).capitalize())}.</p>',
+            f'<p class="result">{period_text(report, zone)}<br>{escape(scope_text(report))}</p>',
             body(report, by, whole=whole),
             f"{meaning(report)}<p class='faint'>{escape(made_by)}</p></main>",
             end_page(),

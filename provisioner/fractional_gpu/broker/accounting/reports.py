@@ -22,6 +22,7 @@ from fractional_gpu.protocol.accounts import UsageEntry
 from fractional_gpu.reports.sums import TIMES, summed
 
 _FRESH_S: Final = 5.0  # figures for a reader are at most so old
+_HIDDEN: Final = "You may not see these figures: c.GPUBroker.usage_visible says whose figures users see."
 _PRIVATE: Final = frozenset({"notebook", "lease"})
 
 
@@ -71,7 +72,10 @@ class UsageReports:
         Cancelled: nothing is lost; figures that were to be written are.
         """
         await self._refresh()
-        only = dict(question.only) | self._own(reader, self.scope(reader, question.by))
+        own = self._own(reader, self.scope(reader, question.by))
+        if any(question.only.get(name, value) != value for name, value in own.items()):
+            return [], None, _HIDDEN
+        only = dict(question.only) | own
         found, note = None, ""
         if self._carbon is not None:
             try:
