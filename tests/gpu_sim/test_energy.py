@@ -354,6 +354,16 @@ def test_a_host_that_an_older_version_made_begins_to_count(simulated: SimulatedH
         eventually(lambda: (monitor.sensors(device).energy_mj or 0) > begun_mj, "it counts")
 
 
+def test_a_host_of_another_version_is_left_as_it_is(simulated: SimulatedHost) -> None:
+    with closing(Store(simulated.directory)) as store:
+        with store.transaction() as db:
+            db.execute("DROP TABLE meters")
+            db.execute("UPDATE meta SET value='99' WHERE name='version'")
+        with pytest.raises(SimulatedHostError, match="version 99"):
+            host.open_host(simulated.directory)
+        assert store.query("SELECT 1 FROM sqlite_master WHERE name='meters'") == []
+
+
 def test_a_context_of_an_older_version_draws_nothing_that_is_known(simulated: SimulatedHost, machine: Machine) -> None:
     machine.works("a", 1000)
     (machine.store.process_folder("a") / "used").unlink()

@@ -23,16 +23,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-SCHEMA: Final = """
+SCHEMA: Final = (
+    """
 CREATE TABLE IF NOT EXISTS meters (
   device TEXT PRIMARY KEY, boot TEXT NOT NULL, since_ns INTEGER NOT NULL, idle_mw INTEGER NOT NULL, peak_mw INTEGER NOT NULL,
   noise_milli INTEGER NOT NULL, drawn_uj INTEGER NOT NULL DEFAULT 0, counted_ns INTEGER NOT NULL DEFAULT 0,
   booked_ns INTEGER NOT NULL DEFAULT 0, shift_mj INTEGER NOT NULL DEFAULT 0, shows_power INTEGER NOT NULL DEFAULT 1,
-  shows_counter INTEGER NOT NULL DEFAULT 1);
+  shows_counter INTEGER NOT NULL DEFAULT 1)
+""",
+    """
 CREATE TABLE IF NOT EXISTS spent (
   process TEXT NOT NULL, device TEXT NOT NULL, pid INTEGER NOT NULL, lease TEXT NOT NULL, ns INTEGER NOT NULL,
-  PRIMARY KEY (process, device));
-"""
+  PRIMARY KEY (process, device))
+""",
+)
 PROMISE_NS: Final = 60_000_000  # `cuda.launch` says every 50 ms how far it is
 
 _USED: Final = "used"

@@ -125,7 +125,7 @@ class Store:
                 db.execute("PRAGMA journal_mode=WAL").fetchone()
                 db.executescript(SCHEMA)
             found = db.execute("SELECT value FROM meta WHERE name='version'").fetchone()
-            if not db.execute("SELECT 1 FROM sqlite_master WHERE name='meters'").fetchone():
+            if found is None or found[0] == str(VERSION):
                 self._add_meters(db)
         except sqlite3.Error:
             db.close()
@@ -140,8 +140,11 @@ class Store:
 
     def _add_meters(self, db: sqlite3.Connection) -> None:
         """Begin to count energy: in a new host, or in one that an older version made."""
-        db.executescript(energy.SCHEMA)
-        db.execute("BEGIN IMMEDIATE")
+        if db.execute("SELECT 1 FROM sqlite_master WHERE name='meters'").fetchone():
+            return
+        db.execute("BEGIN IMMEDIATE")  # the tables come at once, for other processes open the host at the same time
+        for statement in energy.SCHEMA:
+            db.execute(statement)
         energy.begin_meters(db, *_settings(db.execute(_SETTINGS).fetchall()).draw)
         db.execute("COMMIT")
 
