@@ -48,6 +48,7 @@ ALLOWED = {
     "provisioner/fractional_gpu/broker/monitoring/watchdog.py": "the date of a line of the log",
     "provisioner/fractional_gpu/commands/audit.py": "what to show",
     "provisioner/fractional_gpu/commands/lease_commands.py": "what to show",
+    "provisioner/fractional_gpu/broker/accounting/budgets.py": "budgets run over days, weeks and months of the calendar",
     "provisioner/fractional_gpu/broker/accounting/metering.py": "as in the next one",
     "provisioner/fractional_gpu/broker/api/account_routes.py": "what to show: today and this month",
     "provisioner/fractional_gpu/commands/report.py": "what to show: which days `this-month` and its like are",

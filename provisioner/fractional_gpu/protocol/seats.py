@@ -55,6 +55,7 @@ class PoolOffer(Struct, frozen=True, kw_only=True):
     waiting: int
     fractions: list[FractionOffer] = []
     terms: str = ""  # the prices of a whole GPU and what is charged, a sentence; empty: no price
+    budget: str = ""  # what is left of the user's budgets, for people
 
 
 class Offers(Struct, frozen=True, kw_only=True):
