@@ -3,7 +3,10 @@
 The users' names are such that no id in hexadecimal can contain them.
 """
 
+import csv
+import io
 import json
+import re
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +21,15 @@ from tests.support.service_page import PAGE, Answer, Member
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, new_world, until
 
-SETTINGS = {"pools": {"default": {"may_move": True, "oversubscription": 4, "wait_bound": "100%"}}}
+POOL = {
+    "may_move": True,
+    "oversubscription": 4,
+    "wait_bound": "100%",
+    "price": "36000 EUR",
+    "group_limits": {"lab": {"leases": 8}},
+}
+SETTINGS = {"pools": {"default": POOL}, "usage_visible": "group"}
+GROUPS = {"lab": ["lise", "otto"]}
 ACTS: list[tuple[str, dict[str, Any]]] = [
     ("suspend", {}),
     ("resume", {}),
@@ -45,7 +56,7 @@ class Scene:
 def scene() -> Iterator[Scene]:
     with new_world("2x256MiB") as world:
         (kernel,) = world.install(500)
-        with new_hub(world, SETTINGS, page={"admins": ["grace"]}) as hub:
+        with new_hub(world, SETTINGS, groups=GROUPS, page={"admins": ["grace"]}) as hub:
             until(lambda: world.broker_pid() is not None, "the hub's broker serves")
             servers: dict[str, HubServer] = {}
             for user in ("lise", "otto"):
@@ -129,6 +140,34 @@ def test_an_administrator_sees_everybody(scene: Scene) -> None:
     assert (pool["keys"]["may_move"], pool["actions"]) == (True, ["edit"])
     assert scene.lise.get(PAGE).text.count("administrator") == 0
     assert "administrator" in scene.grace.page.text
+
+
+def test_usage_is_ones_own_with_the_sums_of_ones_group_and_all_of_it_for_administrators(scene: Scene) -> None:
+    shown = scene.notebooks["lise"].must("%gpu cost").data[-1]["text/plain"]
+    assert "A whole GPU costs 36000.00 EUR per hour;" in shown
+    cost = re.search(r"^cost +([0-9,.]+) EUR", shown, flags=re.MULTILINE)
+    assert cost, shown
+    assert float(cost[1].replace(",", "")) > 0
+    mine, own_file = (scene.lise.get(f"{PAGE}{path}") for path in ("usage", "usage.csv"))
+    assert (mine.status, own_file.status) == (200, 200)
+    assert "simulated" in mine.text
+    assert "Group lab" in mine.text
+    assert "otto" in mine.html, "the sum of another user of the group"
+    assert mine.html.count("otto") == scene.lise.get(f"{PAGE}usage?user=otto").html.count("otto"), "as asked, or not"
+    rows = list(csv.DictReader(io.StringIO(own_file.html)))
+    assert {row["SubAccountName"] for row in rows} == {"lise"}
+    assert sum(float(row["BilledCost"]) for row in rows) >= float(cost[1].replace(",", ""))
+    stranger = Member(scene.hub, "eve")
+    for path in ("usage", "usage.csv"):
+        assert not re.search("lise|otto|Group lab", stranger.get(f"{PAGE}{path}").html), "she is in no group"
+    for member in (scene.lise, stranger):
+        for path in ("usage/all", "usage/all.csv"):
+            refused = member.get(f"{PAGE}{path}")
+            assert (refused.status, "otto" in refused.html) == (403, False)
+    everybody = scene.grace.get(f"{PAGE}usage/all?by=user")
+    assert {"lise", "otto"} <= set(everybody.text.split())
+    billed = list(csv.DictReader(io.StringIO(scene.grace.get(f"{PAGE}usage/all.csv").html)))
+    assert {row["SubAccountName"] for row in billed} == {"lise", "otto", ""}
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------------------

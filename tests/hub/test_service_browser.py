@@ -1,13 +1,18 @@
 """What people see at a hub: the spawn page, and the page about the GPUs, in a real browser while kernels take turns."""
 
+import asyncio
 import re
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect
 
 from tests.e2e.browser import SCREENSHOTS, new_page, opened_browser
+from tests.hub.month_of_use import month_of_use
+from tests.hub.test_service_usage import broker, service
 from tests.support.hub import HubWorld, new_hub
 from tests.support.service_page import PAGE, Member
 from tests.support.stories import CHECK, fill
@@ -89,6 +94,29 @@ def test_a_person_picks_a_fraction_and_an_administrator_watches_kernels_take_tur
         expect(user.locator("body")).not_to_contain_text("bob")
         expect(user.get_by_role("button", name=re.compile("Drain|Evict|Move|Edit"))).to_have_count(0)
 
+        user.get_by_role("link", name="My usage").click()
+        expect(user.get_by_role("heading", name="By notebook")).to_be_visible()
+        expect(user.locator(".gpu-report")).to_contain_text("EUR")
+        expect(user.locator("body")).not_to_contain_text("bob")
+        user.get_by_role("link", name="last month").click()
+        expect(user.locator(".gpu-report")).to_contain_text("No kernel used a GPU in this time")
+        with user.expect_download() as download:
+            user.get_by_role("link", name="Download as CSV").click()
+        assert download.value.suggested_filename == "gpu-usage.csv"
+        user.get_by_label("from").fill(time.strftime("%Y-%m-%d"))
+        user.get_by_role("button", name="Show").click()
+        expect(user.get_by_role("heading", name="By notebook")).to_be_visible()
+        usage = logged_in(browser, hub, "grace")
+        complaints: list[str] = []
+        usage.on("console", partial(_complain, complaints))
+        usage.set_viewport_size({"width": 1360, "height": 980})
+        usage.goto(f"{hub.url}{PAGE}usage/all")
+        usage.get_by_role("link", name="user", exact=True).click()
+        expect(usage.get_by_role("heading", name="By user", exact=True)).to_be_visible()
+        expect(usage.locator(".gpu-report svg.days")).to_be_visible()
+        expect(usage.get_by_role("cell", name="bob").first).to_be_visible()
+        assert complaints == []
+
         go.touch()
         assert second.wait(running).text == "finished\n"
         assert first.wait(waiting).text == "intact\n"
@@ -119,3 +147,35 @@ def test_a_person_picks_a_fraction_and_an_administrator_watches_kernels_take_tur
         expect(grace.locator("#problem")).to_contain_text("may be out of date")
         expect(grace.locator("#problem")).to_be_hidden()  # the hub has started another one
         expect(row).to_contain_text("ada")
+
+
+async def test_weeks_of_use_can_be_read_on_any_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = list(month_of_use(int(time.time())))
+    with broker("own", rows) as live:
+        async with service(live.socket, monkeypatch) as pages:
+            await asyncio.to_thread(_look_at_weeks, f"http://127.0.0.1:{pages.port}/services/gpu/usage")
+
+
+def _complain(complaints: list[str], message: ConsoleMessage) -> None:
+    if message.type == "error":
+        complaints.append(message.text)
+
+
+def _look_at_weeks(address: str) -> None:
+    with opened_browser() as browser:
+        for user, path, by in (("grace", "/all?by=user", "By user"), ("ada", "", "By notebook")):
+            context = browser.new_context(extra_http_headers={"Authorization": f"token {user}"})
+            page = context.new_page()
+            complaints: list[str] = []
+            page.on("console", partial(_complain, complaints))
+            page.set_viewport_size({"width": 1100, "height": 1020})
+            page.goto(f"{address}{path}")
+            expect(page.get_by_role("heading", name=by, exact=True)).to_be_visible()
+            expect(page.locator("svg.days rect.busy").first).to_be_visible()
+            if user == "grace":
+                snapshot(page, "hub-usage")
+            page.emulate_media(color_scheme="dark")
+            page.set_viewport_size({"width": 320, "height": 700})
+            assert page.evaluate("document.documentElement.scrollWidth") <= 320, "nothing is wider than a small screen"
+            assert [one for one in complaints if "404" not in one] == [], "the browser refuses nothing but its icon"
+            context.close()

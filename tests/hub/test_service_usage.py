@@ -10,7 +10,7 @@ import io
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from html import unescape
@@ -77,11 +77,11 @@ ROWS = [
 
 
 @contextmanager
-def broker(visible: str) -> Iterator[LiveBroker]:
+def broker(visible: str, rows: Sequence[UsageRow] = ROWS) -> Iterator[LiveBroker]:
     with live_broker(usage_visible=visible) as live:
 
         async def write() -> None:
-            live.disk.add_metered(ROWS, "{}")
+            live.disk.add_metered(rows, "{}")
 
         live.on_loop(write)
         yield live
@@ -104,13 +104,13 @@ class Service:
     """The service's pages, for one user at a time."""
 
     def __init__(self, port: int) -> None:
-        self._port = port
+        self.port = port
 
     async def get(self, path: str, user: str | None = "ada") -> Answer:
         return await asyncio.to_thread(self._get, path, user)
 
     def _get(self, path: str, user: str | None) -> Answer:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             connection.request("GET", PREFIX + path, headers={} if user is None else {"Authorization": f"token {user}"})
             reply = connection.getresponse()

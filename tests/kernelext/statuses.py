@@ -1,7 +1,7 @@
 """Samples of what a broker says, for tests of what is shown."""
 
 from fractional_gpu.core.metering.usage import HOUR_MS, SHARE_HOUR, Usage
-from fractional_gpu.protocol.accounts import Cost, UsageEntry
+from fractional_gpu.protocol.accounts import BudgetStatus, Cost, UsageEntry
 from fractional_gpu.protocol.messages import DeviceStatus, HostStatus, LeaseStatus, Neighbour, UsagePoint
 
 __all__ = ["COST", "DEVICE", "EVIL", "LEASE", "NOW_MS", "UNPRICED", "host", "points"]
@@ -82,6 +82,26 @@ COST = Cost(
     now_milli=200,
     currency="EUR",
     carbon="350 g CO2 for each kWh, as configured",
+    budgets=[
+        BudgetStatus(
+            kind="user",
+            name="me",
+            text="40 GPU hours per month",
+            unit="gpu-hours",
+            currency="",
+            amount=40 * SHARE_HOUR,
+            spent=34 * SHARE_HOUR,
+            left=6 * SHARE_HOUR,
+            amount_text="40 GPU hours",
+            spent_text="34 GPU hours",
+            left_text="6 GPU hours",
+            since_s=0,
+            until_s=None,
+            warned=True,
+            used_up=False,
+            sentence="Your budget of 40 GPU hours per month: 34 GPU hours are spent (85 %); it begins anew on 1 December.",
+        )
+    ],
 )
 UNPRICED = Cost(
     lease_id="lease-1",

@@ -87,7 +87,7 @@ def test_what_is_displayed_is_as_it_was_read() -> None:
         )
     costs = {
         "%gpu cost": COST,
-        "%gpu cost, suspended, without carbon": replace(COST, now_milli=0, carbon="", month=COST.month[:1]),
+        "%gpu cost, suspended, without carbon": replace(COST, now_milli=0, carbon="", budgets=[], month=COST.month[:1]),
         "%gpu cost, nothing used yet, a note": replace(
             COST, lease=[], today=[], month=[], note="The carbon figures are missing: no such file."
         ),

@@ -59,6 +59,7 @@ ALLOWED = {
     "provisioner/fractional_gpu/host/clock.py": "turns a driver's stamps into the time since boot, and notices when the clock was set",
     "provisioner/fractional_gpu/jupyter/kernel_command.py": "no date: whether an interpreter is the same file as before",
     "provisioner/fractional_gpu/ledger/ledger.py": "a date in the name of a file that is set aside",
+    "hub_spawner/fractional_gpu_hub/service/usage.py": "which month a page is of",
     "provisioner/fractional_gpu/reports/chargeback.py": "no clock: the text of a moment that is given",
     "provisioner/fractional_gpu/reports/periods.py": "as above",
     "provisioner/fractional_gpu/reports/sums.py": "as above",

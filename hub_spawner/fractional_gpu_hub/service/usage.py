@@ -169,4 +169,4 @@ def csv_of(figures: Figures) -> bytes:
 def stylesheet() -> str:
     """Return the stylesheet of the parts, in the colours of the hub's page."""
     colours = "".join(f"--{name}:light-dark({LIGHT[name]},{DARK[name]});" for name in LIGHT)
-    return f".gpu-report{{--faint:var(--soft);--grid:var(--line);{colours}}}{STYLE}"
+    return f".gpu-report{{--page:var(--ground);--faint:var(--soft);--grid:var(--line);{colours}}}{STYLE}"

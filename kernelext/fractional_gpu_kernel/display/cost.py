@@ -63,6 +63,7 @@ class CostView:
             now = f"costs {_amount(cost.now_milli)} {cost.currency} per hour" if cost.now_milli else "costs nothing"
             said.append(f"As it is now, this kernel {now}.")
         said.append(cost.terms)
+        said += [budget.sentence for budget in cost.budgets]
         if self._drawn and cost.carbon:
             said.append(f"{cost.carbon}.")
         if cost.simulated:
