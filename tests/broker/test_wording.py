@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from msgspec import to_builtins
 
+from fractional_gpu.broker.accounting import budgets
 from fractional_gpu.broker.api import handler
 from fractional_gpu.broker.kernels import request_validation
 from fractional_gpu.broker.kernels.connection import check_endpoints, connection_from_json
@@ -287,6 +288,30 @@ def policies(said: dict[str, str], reasons: set[str]) -> None:
         )
 
 
+def accounts(said: dict[str, str], reasons: set[str]) -> None:
+    """What is refused about usage and budgets."""
+    none_left = {"user": "*", "limit": "0 GPU hours", "per": "month"}
+    pools = {"default": {"over_budget": "no-new-seats"}}
+    with live_broker(budgets=[none_left], pools=pools) as live:
+        note = Refusals(live, said, reasons)
+        for what, query in {
+            "by something else": "by=colour",
+            "twice by the same": "by=user,user",
+            "since a word": "since_s=monday",
+            "of a name that is too long": f"user={'x' * 300}",
+        }.items():
+            note.of(f"usage, {what}", live.call("GET", f"/v1/usage?{query}"))
+        more = {"kind": "user", "name": "ada", "amount": "10 GPU hours"}
+        note.post("a budget, no amount", "/v1/budgets/extend", {**more, "amount": "much"})
+        note.post("a budget, until the past", "/v1/budgets/extend", {**more, "until_s": 1})
+        note.post("a budget that is not there", "/v1/budgets/extend", {**more, "amount": "10 EUR"})
+        with pytest.MonkeyPatch.context() as patch, as_another(patch):
+            note.post("a budget, by an ordinary user", "/v1/budgets/extend", more)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(budgets, "_date", lambda _: "Tuesday, 01 December")
+            note.post("a seat, the budget is used up", "/v1/seats", SEAT)
+
+
 def written_reasons() -> set[str]:
     """The reasons that the broker's sources give their refusals."""
     found = set()
@@ -315,6 +340,7 @@ def test_the_refusals_of_the_broker_are_as_they_were_read(monkeypatch: pytest.Mo
     with live_broker("2x1GiB", seats_required=True, pools=pools) as live:
         seats(Refusals(live, passages, reasons))
     policies(passages, reasons)
+    accounts(passages, reasons)
     lacking = written_reasons() - reasons
     assert lacking == ELSEWHERE, f"not here: {sorted(lacking - ELSEWHERE)}; here: {sorted(ELSEWHERE - lacking)}"
     check_wording(GOLDEN, passages)

@@ -27,7 +27,14 @@ HOSTS = {
         devices=[
             a_device(index=1, device_id="GPU-0002", pool="", lost=True, memory_mib=1024),
             a_device(
-                name="Simulated GPU", used_mib=12_288, stranger_mib=6144, reserved_mib=12_288, over_committed=True
+                name="Simulated GPU",
+                used_mib=12_288,
+                stranger_mib=6144,
+                reserved_mib=12_288,
+                over_committed=True,
+                busy_percent=50,
+                power_mw=387_500,
+                energy_mj=1_000_000,
             ),
         ],
         leases=[

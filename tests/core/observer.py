@@ -45,6 +45,7 @@ from fractional_gpu.core.events import (
     LeaseRequested,
     LeftBehind,
     PoolConfigured,
+    PriorityChanged,
     ResizeRequested,
     ResumeFinished,
     SeatEnded,
@@ -181,6 +182,10 @@ class Observer:
                 seen.expected_until = 0
             case SeatRenewed(seat=seat) if seen.revoked:
                 seen.revoked, seen.spec = False, replace(seen.spec, seat=seat)
+            case PriorityChanged(priority=priority):
+                own = seen.spec.priority if seen.spec.own_priority is None else seen.spec.own_priority
+                lowered = None if priority in {None, own} else own
+                seen.spec = replace(seen.spec, priority=own if priority is None else priority, own_priority=lowered)
             case Expected():
                 self.laws.expected.sign(seen, event)
             case Wanted(urgent=urgent):

@@ -45,6 +45,7 @@ from fractional_gpu.core.events import (
     MoveRequested,
     PinRequested,
     PoolConfigured,
+    PriorityChanged,
     ProcessExited,
     ResizeRequested,
     ResumeFinished,
@@ -515,6 +516,11 @@ def _seat_renewed(world: World, at_ms: int) -> Event:
     return SeatRenewed(at_ms=at_ms, lease_id=world.random.choice(names), seat="next")
 
 
+def _priority_changed(world: World, at_ms: int, name: str) -> Event:
+    priority = world.random.choice((None, None, -1, -1_000_000))
+    return PriorityChanged(at_ms=at_ms, lease_id=name, priority=priority, sentence="its budget")
+
+
 def _returned(world: World, at_ms: int, name: str) -> Event:
     """What a kernel left behind ends, or another kernel comes; where nothing was left, something else happens."""
     left = [one for one, seen in world.observer.leases.items() if seen.left]
@@ -589,6 +595,7 @@ _HAPPENINGS: list[tuple[int, Callable[[World, int], Event]]] = [
     (2, _named(_pinned, _S.RESIDENT, _S.SUSPENDED)),
     (1, _named(lambda _, at, name: UnpinRequested(at_ms=at, lease_id=name), _S.RESIDENT)),
     (3, _named(_resized, _S.RESIDENT, _S.RESIDENT, _S.SUSPENDED, _S.NO_CONTEXT)),
+    (2, _named(_priority_changed, _S.RESIDENT, _S.RESIDENT, _S.SUSPENDED, _S.NO_CONTEXT, _S.RESUMING)),
     (2, _named(_seat_ended, _S.RESIDENT, _S.SUSPENDED, _S.NO_CONTEXT, _S.RESUMING, _S.SUSPENDING)),
     (3, _seat_renewed),
     (1, lambda _, at: Tick(at_ms=at)),

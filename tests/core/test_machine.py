@@ -27,6 +27,7 @@ from fractional_gpu.core.events import (
     LeftBehind,
     PinRequested,
     PoolConfigured,
+    PriorityChanged,
     ProcessExited,
     ResizeRequested,
     ResumeFinished,
@@ -269,6 +270,10 @@ class ArbiterMachine(RuleBasedStateMachine):
     @rule(name=names)
     def seat_renewed(self, name: str) -> None:
         self.send(SeatRenewed, lease_id=name, seat="next")
+
+    @rule(name=names, priority=st.sampled_from([None, -1, 0, 5, -1_000_000]))
+    def priority_changed(self, name: str, priority: int | None) -> None:
+        self.send(PriorityChanged, lease_id=name, priority=priority, sentence="its budget")
 
     @rule(name=names, mib=sizes, milli=st.sampled_from([100, 250, 500]))
     def resized(self, name: str, mib: int, milli: int) -> None:

@@ -304,6 +304,11 @@ def test_a_sensor_that_is_not_there_does_not_hide_the_others(number: int) -> Non
     assert (told.busy_percent, told.temperature_c, told.power_mw, told.energy_mj) == (None, 30, 70_000, None)
 
 
+def test_a_mig_instance_does_not_count_what_the_whole_device_draws() -> None:
+    told = monitor_of(FakeNVML(divided(0))).sensors("MIG-0")
+    assert (told.temperature_c, told.power_mw, told.energy_mj) == (30, None, None)
+
+
 def test_sensors_of_a_lost_device_are_an_error() -> None:
     gpu = FakeGPU(fails={"nvmlDeviceGetTemperature": GPU_IS_LOST})
     fails(GPUErrorCode.DEVICE_LOST, "NVML says 15", lambda: monitor_of(FakeNVML(gpu)).sensors(gpu.uuid))

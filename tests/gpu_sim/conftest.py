@@ -9,6 +9,7 @@ from fractional_gpu.gpu.simulated import host
 from fractional_gpu.gpu.simulated.checkpointer import SimulatedCheckpointer
 from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
 from tests.gpu_sim.kernels import Kernel
+from tests.gpu_sim.machine import Machine, virtual
 from tests.support.paths import PYTHONPATH
 
 
@@ -37,6 +38,13 @@ def monitor(simulated: host.SimulatedHost) -> Iterator[SimulatedMonitor]:
     monitor = SimulatedMonitor(simulated.directory)
     yield monitor
     monitor.close()
+
+
+@pytest.fixture
+def machine(simulated: host.SimulatedHost) -> Iterator[Machine]:
+    """The host in virtual time."""
+    with virtual(simulated.directory) as machine:
+        yield machine
 
 
 @pytest.fixture(autouse=True)

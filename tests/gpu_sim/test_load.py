@@ -1,77 +1,15 @@
 """Work on a simulated device is counted, and slows other work down by the documented model."""
 
-import os
-from collections.abc import Iterator
-from contextlib import closing
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fractional_gpu.core.time_slicing import stretch_milli
-from fractional_gpu.gpu.simulated import load as load_module
 from fractional_gpu.gpu.simulated.host import SimulatedHost
-from fractional_gpu.gpu.simulated.load import Load, Piece, common_stretch, used_milli
+from fractional_gpu.gpu.simulated.load import common_stretch
 from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
-from fractional_gpu.gpu.simulated.store import WORK, Store, find_process
 from tests.gpu_sim.kernels import Kernel, KernelError, eventually
-
-MS = 1_000_000
-SECOND = 1000 * MS
-
-
-class Machine:
-    """A host whose clock the test sets, and processes on it that work when the test says so."""
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self.now_ns = 1000 * SECOND
-        self.devices = [device.device_id for device in store.devices()]
-        self.loads: dict[str, Load] = {}
-
-    def clock(self) -> int:
-        return self.now_ns
-
-    def process(self, key: str, device: int = 0) -> Load:
-        with self.store.transaction() as db:
-            row = (key, os.getpid(), "", self.devices[device], 0)
-            db.execute(
-                "INSERT INTO processes (key, pid, lease, device, phase, bytes) VALUES (?, ?, ?, ?, 'device', ?)", row
-            )
-        folder = self.store.process_folder(key)
-        folder.mkdir()
-        (folder / WORK).touch()
-        self.loads[key] = Load(self.store, key)
-        return self.loads[key]
-
-    def works(self, key: str, milli: int, seconds: float = 600, device: int = 0) -> Piece:
-        """Begin a piece of work of a new process."""
-        return self.process(key, device).begin(seconds, milli, self.devices[device])
-
-    def passes(self, ms: int, *, step_ms: int = 50) -> None:
-        """Let time pass; processes share their devices anew at every step, as they do in `launch`."""
-        for _ in range(ms // step_ms):
-            self.now_ns += step_ms * MS
-            for key, load in self.loads.items():
-                process = find_process(self.store, key)
-                assert process is not None
-                load.go_on(process.device)
-
-    def used_milli(self, key: str, last_ms: int) -> int:
-        """What a process used in the last so many milliseconds."""
-        process = find_process(self.store, key)
-        assert process is not None
-        return used_milli(self.store, process, self.now_ns - last_ms * MS, self.now_ns)
-
-
-@pytest.fixture
-def machine(simulated: SimulatedHost, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    with closing(Store(simulated.directory)) as store:
-        made = Machine(store)
-        monkeypatch.setattr(load_module, "since_boot_ns", made.clock)
-        yield made
-        for load in made.loads.values():
-            load.close()
+from tests.gpu_sim.machine import MS, Machine
 
 
 def test_work_that_fits_on_the_device_together_is_not_slowed_down(machine: Machine) -> None:

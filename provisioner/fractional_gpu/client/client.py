@@ -67,7 +67,7 @@ from fractional_gpu.protocol.messages import (
 from fractional_gpu.protocol.names import ACTING_FOR, OWN, encode_acting_for, hint
 
 if TYPE_CHECKING:
-    from fractional_gpu.protocol.accounts import Cost, UsageReport
+    from fractional_gpu.protocol.accounts import BudgetExtension, BudgetList, Cost, UsageReport
 
 Reply = TypeVar("Reply", bound=Struct)
 Line = TypeVar("Line", bound=WaitLine)
@@ -236,6 +236,18 @@ class BrokerClient:
 
         query = urlencode({"by": ",".join(by), "since_s": since_s, "until_s": until_s, **(only or {})})
         return self._call(UsageReport, "GET", f"/v1/usage?{query}")
+
+    def budgets(self) -> "BudgetList":
+        """Return the budgets that this user may see."""
+        from fractional_gpu.protocol.accounts import BudgetList  # noqa: PLC0415 - few kernels ask
+
+        return self._call(BudgetList, "GET", "/v1/budgets")
+
+    def extend_budget(self, request: "BudgetExtension") -> "BudgetList":
+        """Give a user or a group more. For administrators. Raises ForbiddenError, NotFoundError or BadRequestError."""
+        from fractional_gpu.protocol.accounts import BudgetList  # noqa: PLC0415 - few kernels ask
+
+        return self._call(BudgetList, "POST", "/v1/budgets/extend", request)
 
     def drain(self, device: str, request: DrainRequest) -> DeviceStatus:
         """Begin to empty a device (id, beginning of one, or number). For administrators. Raises ForbiddenError."""

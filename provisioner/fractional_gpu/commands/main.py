@@ -58,6 +58,7 @@ COMMANDS: dict[str, _Entry] = {
     "audit": _Entry("fractional_gpu.commands.audit", "what administrators did, when, and for whom (administrators)"),
     "seats": _Entry("fractional_gpu.commands.seats", "the seats of hub servers, and ending one (administrators)"),
     "pool": _Entry("fractional_gpu.commands.pool", "what the pools are, and changing them while the broker runs"),
+    "budget": _Entry("fractional_gpu.commands.budget", "what is left of budgets, and giving a user or group more"),
     "kernels": _Entry(
         "fractional_gpu.commands.kernels", "install, list and remove the kernels that the launcher offers"
     ),

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from fractional_gpu.config import values
+from fractional_gpu.config.budgets import over_budget
 from fractional_gpu.config.values import Key
+from fractional_gpu.core.metering.budgets import Consequence
 from fractional_gpu.core.metering.tariffs import Basis, PriceBand, Tariff
 from fractional_gpu.core.seat_packing import PRIOR_USAGE
 
@@ -80,6 +82,7 @@ class HubPool:
     price_bands: tuple[PriceBand, ...] = ()
     charge: Basis = Basis.HELD
     suspended_credit_milli: int = 1000
+    over_budget: tuple[Consequence, ...] = (Consequence.LOWER_PRIORITY,)
     wait_target_ms: int = 30_000
     wait_bound_milli: int = 50
     waits_when_full: bool = True
@@ -256,6 +259,15 @@ HUB_KEYS: Mapping[str, Key] = {
         default="100%",
         example="80%",
         help="With charge 'reserved': the part of the price that is not charged while the kernel is suspended.",
+    ),
+    "over_budget": Key(
+        field="over_budget",
+        parse=over_budget,
+        default="lower-priority",
+        example="when-free, no-new-seats",
+        help="What follows for a user or group whose budget (c.GPUBroker.budgets) is used up: 'lower-priority': others go first; "
+        "'when-free': their kernels get a GPU only while nobody else waits; 'no-new-seats': no server with a GPU, and no kernel outside "
+        "of one, is started; 'nothing'. No kernel is ended, and no state is lost.",
     ),
     "wait_target": Key(
         field="wait_target_ms",

@@ -20,9 +20,11 @@ from traitlets import TraitError
 from traitlets.config.loader import Config, LazyConfigValue, PyFileConfigLoader
 
 from fractional_gpu.config import carbon, pools, values
+from fractional_gpu.config.budgets import parse_budgets
 from fractional_gpu.config.pools import ALL_KEYS, PoolSettings
 from fractional_gpu.config.traits import GPUBroker
 from fractional_gpu.config.values import ConfigError, config_error, did_you_mean
+from fractional_gpu.core.metering.budgets import Budget
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.core.units import format_fraction, restore_margin_mib
 
@@ -64,6 +66,7 @@ class Settings:
     empty_after_ms: int = 300_000
     metrics_address: tuple[str, int] | None = None  # IP address and port; None: no listener
     metrics_public: bool = False
+    budgets: tuple[Budget, ...] = ()
     carbon: float | Path | None = None  # grams for each kWh, or a file of them; None: not known
     usage_visible: str = "own"  # whose use users may see: own, group or all
 
@@ -178,6 +181,7 @@ def translate(traits: GPUBroker, where: Callable[[str], str], files: tuple[Path,
         empty_after_ms=plain["empty_after"],
         metrics_address=_metrics_address(traits, plain["metrics_address"], where("metrics_address")),
         metrics_public=traits.metrics_public,
+        budgets=parse_budgets(where("budgets"), traits.budgets),
         carbon=plain["carbon"],
         usage_visible=plain["usage_visible"],
     )

@@ -128,6 +128,12 @@ class GPUBroker(Configurable):
         default_value=False,
         help="""Allow a metrics_address that other machines can reach. False: only a loopback address such as 127.0.0.1 is allowed.""",
     ).tag(config=True, example=True)
+    budgets: "List[Any]" = List(
+        default_value=[],
+        help="""How much users and groups may use: a list of {'user' or 'group': a name, or '*' for each one, 'limit': an amount such as
+        '40 GPU hours', '100 EUR' or '12 kWh', 'per': 'day', 'week' or 'month' of the calendar, 'hour' (the last 60 minutes), or
+        'rolling 30d', and 'pools': those that count (all, if left out)}. What follows when one is used up: the pool's over_budget.""",
+    ).tag(config=True, example=[{"user": "*", "limit": "40 GPU hours", "per": "month"}])
     carbon: "Union" = Union(
         [Unicode(), Float()],
         default_value=None,

@@ -37,6 +37,7 @@ from fractional_gpu.core.events import (
     MoveRequested,
     PinRequested,
     PoolConfigured,
+    PriorityChanged,
     ProcessExited,
     ResizeRequested,
     ResumeFinished,
@@ -54,6 +55,7 @@ from fractional_gpu.core.events import (
 from fractional_gpu.core.forecasts.forecasts import Forecasts
 from fractional_gpu.core.handlers.lifecycle import Lifecycle
 from fractional_gpu.core.handlers.operation_results import OperationResults
+from fractional_gpu.core.handlers.overrides import set_priority
 from fractional_gpu.core.invariants import check_devices, validate
 from fractional_gpu.core.model import DeviceView, LeaseSpec, LeaseState, LeaseView, PoolSpec, Slowdown, Span, TicketView
 from fractional_gpu.core.rules.admission import refusal
@@ -189,6 +191,7 @@ _AboutALease = (
     | LeftBehind
     | MoveRequested
     | PinRequested
+    | PriorityChanged
     | ResizeRequested
     | SeatEnded
     | SeatRenewed
@@ -468,6 +471,8 @@ class Arbiter:
                 self._scheduler.pins.pin(lease, event.duration_ms)
             case UnpinRequested():
                 self._scheduler.pins.unpin(lease, "pin.ended", f"{event.by} ended its pin")
+            case PriorityChanged():
+                return set_priority(self._changes, lease, event.priority, event.sentence)
             case SeatEnded():
                 self._seat_ended(lease, event)
             case SeatRenewed():

@@ -148,6 +148,15 @@ class SeatRenewed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PriorityChanged(Event):
+    """The lease has another priority from now on, because a budget is used up or has something left again. Its place by age stays."""
+
+    lease_id: str
+    priority: int | None  # None: its own one again
+    sentence: str  # why, for its story
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted(Event):
     """The kernel needs the GPU: files a ticket unless the lease is resident (then `Granted` again)."""
 

@@ -123,12 +123,12 @@ class DeviceUtilisation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSensors:
-    """Other readings of a device; None: the device does not report it."""
+    """Other readings of a device; None: the device does not report it. Power and energy are a whole device's."""
 
     busy_percent: int | None = None  # of the last moments in which anything ran
     temperature_c: int | None = None
-    power_mw: int | None = None
-    energy_mj: int | None = None  # since the driver was loaded
+    power_mw: int | None = None  # now, or in the last second
+    energy_mj: int | None = None  # drawn since the driver was loaded, or the simulated host was made
 
 
 class Monitor(Protocol):

@@ -4,6 +4,8 @@ Routes (all under /v1; `L` is a lease id):
 
     GET    /v1/usage?by=user,day&since_s=S&until_s=S&user=NAME   -> UsageReport   sums of what the peer may see
     GET    /v1/leases/L/cost                                     -> Cost          what this kernel and its user used
+    GET    /v1/budgets                                           -> BudgetList
+    POST   /v1/budgets/extend BudgetExtension                    -> BudgetList    administrators: more for a user or a group
 
 `by`: what to sum by, any of `USAGE_BY`; nothing: one sum for each currency. `since_s`, `until_s`: seconds since 1970; hours that begin
 within them count. `user`, `group`, `pool`, `device`, `lease`: only of that one.
@@ -42,6 +44,43 @@ class UsageReport(Struct, frozen=True, kw_only=True):
     note: str = ""  # what is missing, a sentence
 
 
+class BudgetStatus(Struct, frozen=True, kw_only=True):
+    """A budget of a user or a group. Amounts in the unit's measure: milli-GPU milliseconds, thousandths of the currency, or mJ."""
+
+    kind: str  # "user" or "group"
+    name: str
+    text: str  # as configured: `40 GPU hours per month`
+    unit: str  # "gpu-hours", "money" or "energy"
+    currency: str
+    amount: int
+    spent: int
+    left: int
+    amount_text: str  # the same for people
+    spent_text: str
+    left_text: str
+    since_s: int  # when its window began, seconds since 1970
+    until_s: int | None  # when it begins anew; None: a rolling window
+    warned: bool  # most of it is spent
+    used_up: bool
+    sentence: str
+
+
+class BudgetList(Struct, frozen=True, kw_only=True):
+    """Budgets that the peer may see: those of its user and group, for administrators all."""
+
+    budgets: list[BudgetStatus]
+    scope: str  # `all` or `own`
+
+
+class BudgetExtension(Struct, frozen=True, kw_only=True):
+    """More for one user or group: an amount such as `10 GPU hours`, until then (None: until the budget begins anew)."""
+
+    kind: str
+    name: str
+    amount: str
+    until_s: int | None = None
+
+
 class Cost(Struct, frozen=True, kw_only=True):
     """What a kernel and its user used. Each list has one entry for each currency."""
 
@@ -54,5 +93,6 @@ class Cost(Struct, frozen=True, kw_only=True):
     terms: str  # what the pool charges, a sentence
     now_milli: int = 0  # what an hour of this kernel costs as it is now, thousandths of the currency
     currency: str = ""
-    carbon: str = ""
-    note: str = ""
+    carbon: str = ""  # where the carbon figures come from, a sentence; empty: there are none
+    note: str = ""  # what is missing, a sentence
+    budgets: list[BudgetStatus] = []  # that the kernel counts for, the one of which the largest part is spent first

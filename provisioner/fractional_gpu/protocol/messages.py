@@ -255,6 +255,7 @@ class LeaseStatus(Struct, frozen=True, kw_only=True):
     next_cell_milli: int = 0  # how likely that is, thousandths
     came_early: bool = False  # it was brought back for an expected cell, which has not come yet
     foresight: str = ""  # what its pool does for expected cells: off, free, displace
+    budget: str = ""  # that most of a budget that it counts for is spent, or all of it, a sentence
 
 
 class AcquireRequest(Struct, frozen=True, kw_only=True):

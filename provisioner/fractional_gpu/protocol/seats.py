@@ -54,6 +54,7 @@ class PoolOffer(Struct, frozen=True, kw_only=True):
     seats: int
     waiting: int
     fractions: list[FractionOffer] = []
+    budget: str = ""  # what is left of the user's budgets, for people
 
 
 class Offers(Struct, frozen=True, kw_only=True):

@@ -4,14 +4,17 @@ import re
 import time
 from typing import Final
 
+from fractional_gpu.broker.accounting.budgets import party_of
 from fractional_gpu.broker.accounting.reports import Question, Reader
 from fractional_gpu.broker.api.handler import Handler
 from fractional_gpu.broker.clock import wall_ms
 from fractional_gpu.broker.kernels.request_validation import user_name
+from fractional_gpu.config.budgets import parse_amount
+from fractional_gpu.core.metering.budgets import Subject
 from fractional_gpu.core.metering.tariffs import Basis, Tariff
 from fractional_gpu.core.model import LeaseView
-from fractional_gpu.protocol.accounts import USAGE_BY, USAGE_ONLY, Cost, UsageReport
-from fractional_gpu.protocol.errors import BadRequestError
+from fractional_gpu.protocol.accounts import USAGE_BY, USAGE_ONLY, BudgetExtension, BudgetList, Cost, UsageReport
+from fractional_gpu.protocol.errors import BadRequestError, ForbiddenError, NotFoundError
 from fractional_gpu.protocol.limits import MAX_NAME
 
 _LEASE: Final = r"/v1/leases/([0-9a-zA-Z_-]{1,64})"
@@ -19,10 +22,20 @@ _SECONDS: Final = re.compile(r"\d{1,12}", re.ASCII)
 _EVER_S: Final = 10**12 - 1
 
 
+def reader_of(handler: Handler) -> Reader:
+    """Return who asks: by the token of a lease or seat, or else by the peer's uid."""
+    peer = handler.peer
+    if peer.admin:
+        return Reader(administrator=True)
+    if (seat := handler.service.seats.draws.seat_of_token(peer.token)) is not None:
+        return Reader(owner=seat.owner, seated=True, group=seat.group_name)
+    return Reader(owner=user_name(peer.credentials.uid))
+
+
 class _Usage(Handler):
     async def get(self) -> None:
         question = self._question()
-        reader = self._reader()
+        reader = reader_of(self)
         entries, carbon, note = await self.service.usage.answer(reader, question)
         broker = self.service.broker
         self.reply(
@@ -62,15 +75,6 @@ class _Usage(Handler):
             )
         return int(text)
 
-    def _reader(self) -> Reader:
-        """Return who asks: by the token of a lease or seat, or else by the peer's uid."""
-        if self.peer.admin:
-            return Reader(administrator=True)
-        draws = self.service.seats.draws
-        if (seat := draws.seat_of_token(self.peer.token)) is not None:
-            return Reader(owner=seat.owner, seated=True, group=seat.group_name)
-        return Reader(owner=user_name(self.peer.credentials.uid))
-
 
 class _Cost(Handler):
     async def get(self, lease_id: str) -> None:
@@ -98,8 +102,47 @@ class _Cost(Handler):
                 currency=tariff.currency,
                 carbon=carbon.text if carbon is not None else "",
                 note=note,
+                budgets=self.service.seats.budgets.status(party_of(view.spec)),
             )
         )
+
+
+class _Budgets(Handler):
+    def get(self) -> None:
+        budgets, reader = self.service.seats.budgets, reader_of(self)
+        seen = budgets.all() if reader.administrator else budgets.seen_by(reader.owner, reader.group)
+        self.reply(BudgetList(budgets=seen, scope="all" if reader.administrator else "own"))
+
+
+class _Extend(Handler):
+    async def post(self) -> None:
+        if not self.peer.admin:
+            raise ForbiddenError(
+                f"uid {self.peer.credentials.uid} may not do this: only administrators add to budgets",
+                reason="not-admin",
+            )
+        request = self.decode_body(BudgetExtension)
+        keeper, subject = self.service.seats.budgets, Subject(request.kind, request.name)
+        try:
+            unit, amount, currency = parse_amount(request.amount)
+        except ValueError as error:
+            raise BadRequestError(f"amount={request.amount[:MAX_NAME]!r}: {error}", reason="bad-amount") from None
+        budgets = keeper.matching(subject, unit, currency)
+        if not budgets:
+            have = ", ".join(sorted({f"{one.kind} {one.name}: {one.text}" for one in self.service.settings.budgets}))
+            raise NotFoundError(
+                f"{request.kind[:MAX_NAME]} {request.name[:MAX_NAME]!r} has no budget in the unit of {request.amount[:MAX_NAME]!r}; "
+                f"budgets: {have or 'none (c.GPUBroker.budgets sets them)'}",
+                reason="unknown-budget",
+            )
+        if request.until_s is not None and request.until_s * 1000 <= wall_ms():
+            raise BadRequestError(
+                "the time until which it is added has passed; give a later one, or none", reason="bad-amount"
+            )
+        whose = f"{request.kind}/{request.name}"
+        async with self.audited("budget.extend", whose, amount=request.amount, until_s=request.until_s):
+            await keeper.extend(subject, budgets, amount, request.until_s)
+        self.reply(BudgetList(budgets=[one for one in keeper.all() if (one.kind, one.name) == subject], scope="all"))
 
 
 def _beginnings() -> tuple[int, int]:
@@ -138,5 +181,7 @@ def _terms(tariff: Tariff) -> str:
 
 ACCOUNT_ROUTES: tuple[tuple[str, type[Handler]], ...] = (
     ("/v1/usage", _Usage),
+    ("/v1/budgets", _Budgets),
+    ("/v1/budgets/extend", _Extend),
     (_LEASE + "/cost", _Cost),
 )

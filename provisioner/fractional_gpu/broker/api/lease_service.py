@@ -17,6 +17,7 @@ from functools import partial
 import zmq
 
 from fractional_gpu import __version__
+from fractional_gpu.broker.accounting.budgets import party_of
 from fractional_gpu.broker.accounting.reports import UsageReports
 from fractional_gpu.broker.broker import Broker, token_digest
 from fractional_gpu.broker.clock import now_ms, wall_ms
@@ -236,6 +237,8 @@ class LeaseService:
                 reason="too-many-leases",
             )
         spec = self.seats.draws.apply_terms(peer, request, lease_spec(broker.arbiter, peer, request))
+        if not spec.seat:  # a seat's kernels may start for as long as the seat lasts
+            self.seats.budgets.check(party_of(spec))
         token = secrets.token_urlsafe(32)
         kernel = Kernel(
             lease_id=spec.lease_id,
@@ -251,6 +254,7 @@ class LeaseService:
             if isinstance(effect, LeaseRefused) and effect.lease_id == spec.lease_id:
                 del broker.kernels[spec.lease_id]
                 raise NoRoomError(effect.sentence, reason=effect.reason)
+        self.seats.budgets.lease_admitted(kernel)
         record = broker.records.save_second_record(kernel)
         if record is not None:
             try:

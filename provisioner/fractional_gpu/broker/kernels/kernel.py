@@ -169,6 +169,10 @@ class Kernel:
     told_cell: bool = False  # the arbiter was told that a cell runs, and not yet that the kernel is idle
     link: GateLink | None = None
     notices: list[str] = field(default_factory=list)  # to be shown by the next extension that connects
+    budget: str = ""  # that most of a budget it counts for is spent, or all, a sentence
+    budget_told: object = (
+        None  # which budget its notebook was last told of, in which window, and whether it was used up
+    )
     unsaveable: str = ""  # why its process cannot be checkpointed, as its extension knows, a sentence
     stopped: str = ""  # that its process is stopped, and what to do, a sentence; empty: it runs
     launch: Launch = field(default_factory=Launch)

@@ -16,10 +16,13 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from msgspec import structs
+
+from fractional_gpu.broker.accounting.budgets import BudgetKeeper
 from fractional_gpu.broker.broker import Broker, token_digest
 from fractional_gpu.broker.clock import now_ms, wall_ms
 from fractional_gpu.broker.persistence.lease_files import read_seat_files
@@ -39,6 +42,7 @@ from fractional_gpu.broker.seats.rules import (
 from fractional_gpu.config.hub import GroupTerms, HubPool
 from fractional_gpu.config.pools import PoolSettings
 from fractional_gpu.config.settings import Settings
+from fractional_gpu.core.metering.usage import Party
 from fractional_gpu.core.model import LeaseView, PoolSpec
 from fractional_gpu.core.seat_packing import SeatLoad
 from fractional_gpu.core.units import format_fraction
@@ -47,7 +51,7 @@ from fractional_gpu.ledger.records import LedgerError, SeatRecord
 from fractional_gpu.protocol.errors import BadRequestError, ForbiddenError, NoRoomError, NotFoundError
 from fractional_gpu.protocol.limits import MAX_NAME, PULSE_S
 from fractional_gpu.protocol.messages import ProgressKind, SeatStatus, SeatWait
-from fractional_gpu.protocol.seats import OfferRequest, Offers, SeatList, SeatProgress, SeatRequest
+from fractional_gpu.protocol.seats import OfferRequest, Offers, PoolOffer, SeatList, SeatProgress, SeatRequest
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +91,8 @@ class Seats:
         self._unwritten: dict[str, Callable[[], None]] = {}  # by seat: the end that could not be written down
         self.draws = SeatDraws(broker, self._seats, required=settings.seats_required)
         self.forecasts = PoolForecasts(broker, settings)
+        self.budgets = BudgetKeeper(broker, broker.writer, settings.budgets, self.forecasts.hub)
+        broker.metering.followers.append(self.budgets.counted)
         self._usage_recorder = UsageRecorder(broker, self.forecasts)
         self.revocations = Revocations(broker)
         self.pools = PoolEditor(broker, settings, self._pool_changed, self.forecasts.unshared)
@@ -112,6 +118,7 @@ class Seats:
         for seat in self._seats.values():
             self._save_second_record(seat)
         self._usage_recorder.recover(ledger)
+        self.budgets.recover(ledger)
         self.revocations.recover(ledger, self._seats)
         for pool in self._broker.arbiter.pools():
             self._warn(pool)
@@ -192,7 +199,20 @@ class Seats:
         """Return what each pool offers this user now."""
         waiting = {pool: len(line) for pool, line in self._waiting.items()}
         kept = {pool for pool in waiting if not self._lets_pass(pool)}
-        return self.forecasts.offers(request, self.live(), waiting, kept)
+        offers = self.forecasts.offers(request, self.live(), waiting, kept)
+        return structs.replace(offers, pools=[self._with_budget(request, one) for one in offers.pools])
+
+    def _with_budget(self, request: OfferRequest, offer: PoolOffer) -> PoolOffer:
+        """Return the offer with what is left of the user's budgets; with none left, it may be none."""
+        party = Party(offer.pool, request.owner, self._group(offer.pool, request.groups))
+        left = "; ".join(f"{one.left_text} of {one.text} left" for one in self.budgets.status(party))
+        return structs.replace(offer, budget=left, why_not=offer.why_not or self.budgets.refusal(party))
+
+    def _group(self, pool: str, groups: Sequence[str]) -> str:
+        """Return the group that a seat of a user of these groups counts for; empty: none."""
+        spec, hub = self._pool(pool)
+        terms = hub.terms(groups)
+        return counted_group(terms[0] if terms is not None else "", groups, spec) or self.budgets.group_of(groups)
 
     # -- giving and ending ---------------------------------------------------------------------------------------------------
 
@@ -209,7 +229,8 @@ class Seats:
             )
         try:
             group, terms = check_terms(pool.name, hub, request.groups, wall_ms() / 1000)
-            group = counted_group(group, request.groups, pool)
+            group = counted_group(group, request.groups, pool) or self.budgets.group_of(request.groups)
+            self.budgets.check(Party(pool.name, request.owner, group))
             memory_mib = self.forecasts.memory_mib(pool, request.fraction_milli, request.memory_mib)
             check_limits(request, group, pool, self._others(request), self._revoked(request))
             self.forecasts.check_ever(request, pool, hub, memory_mib)
@@ -318,6 +339,7 @@ class Seats:
         others = self._others(request)
         load = self.forecasts.load(request.owner, pool, waiter.memory_mib)
         check_limits(request, waiter.group, pool, others, self._revoked(request))
+        self.budgets.check(Party(pool.name, request.owner, waiter.group))
         if len(others) == len(self._of_pool(request.pool)):  # it replaces no seat whose room would become free
             for mib, other, full in unplaced:
                 if waiter.memory_mib >= mib and load.mib >= other.mib and load.duty_milli >= other.duty_milli:

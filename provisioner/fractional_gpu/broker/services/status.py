@@ -84,6 +84,7 @@ def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus
             for one in kernel.ending.survivors
         ],
         demand_milli=view.demand_milli,
+        budget=kernel.budget,
         slowdown_milli=slowdown.milli,
         slowdown=slowdown.sentence,
         slowdown_brief=slowdown.brief,

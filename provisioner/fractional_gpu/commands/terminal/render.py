@@ -118,7 +118,7 @@ def describe_demand(device: DeviceStatus) -> str:
     return f"busy kernels need {device.demand_milli // 10} % of its compute{slowed}"
 
 
-def _device_lines(device: DeviceStatus) -> list[str]:
+def _device_lines(device: DeviceStatus, *, simulated: bool) -> list[str]:
     """Return one device's lines: its name, its bar and, if it admits no kernel, why."""
     sums = f"{format_memory(device.reserved_mib)} reserved, {format_memory(device.used_mib)} used"
     lines = [
@@ -132,7 +132,7 @@ def _device_lines(device: DeviceStatus) -> list[str]:
     ]
     sensors = [f"{round(value / per)}{unit}" for value, unit, per in readings if value is not None]
     if sensors:
-        lines.append(f"     {', '.join(sensors)}")
+        lines.append(f"     {', '.join(sensors)}{' (simulated)' if simulated else ''}")
     if device.demand_milli:
         lines.append(f"     {describe_demand(device)}")
     if device.stranger_mib:
@@ -224,7 +224,7 @@ def render_status(status: HostStatus, width: int | None = None) -> str:
     """Return the whole status, ending in a newline. `width`: of the terminal, in characters."""
     lines = ["GPUs (simulated: no real GPU is involved)" if status.simulated else "GPUs"]
     for device in sorted(status.devices, key=lambda device: device.index):
-        lines += _device_lines(device)
+        lines += _device_lines(device, simulated=status.simulated)
     lines.append(f"     {_LEGEND}" if status.devices else "  none: this machine has no GPU that can be shared")
     lines += ["", "Kernels"]
     lines += render_leases(status.leases, width) if status.leases else ["  none holds or waits for a GPU"]

@@ -132,6 +132,17 @@ class Accounts:
         if lease.meter.is_running:
             account.busy_milli += lease.milli
 
+    def set_priority(self, lease: Lease, spec: LeaseSpec) -> None:
+        """Give the lease a spec that differs in its priority alone."""
+        counts = self._priorities[spec.pool]
+        counts[lease.spec.priority] -= 1
+        if not counts[lease.spec.priority]:
+            del counts[lease.spec.priority]
+        counts[spec.priority] = counts.get(spec.priority, 0) + 1
+        self.lowest_priority[spec.pool] = min(counts)
+        lease.spec = spec
+        self.of(lease).version += 1
+
     def _promise(self, spec: LeaseSpec, sign: int) -> None:
         for account in self._accounts_of(spec):
             account.milli += sign * spec.fraction_milli * spec.devices

@@ -7,6 +7,7 @@ Only `Books` writes `state`, `device_ids`, `held_mib`, `saved_mib`, `host_mib`, 
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from heapq import merge
 from operator import attrgetter
 
@@ -451,6 +452,19 @@ class Books:
         self.accounts.reinstate(lease)
         del self.revoked[lease.lease_id]
         self.refresh(lease)
+
+    def set_priority(self, lease: Lease, spec: LeaseSpec) -> None:
+        """Give the lease a spec that differs in its priority alone; its ticket keeps its age."""
+        ticket = self.queue.dequeue(lease)
+        if ticket is not None and ticket.resize_to is not None:
+            own = ticket.resize_to is lease.spec
+            ticket.resize_to = (
+                spec if own else replace(ticket.resize_to, priority=spec.priority, own_priority=spec.own_priority)
+            )
+        self.accounts.set_priority(lease, spec)
+        if ticket is not None:
+            self.queue.enqueue(lease, ticket)
+        self.mark_changed(lease)
 
     def set_target(self, lease: Lease, device_ids: Sequence[str]) -> None:
         """Set the devices the lease is being moved to, where room is kept; none: it is not being moved."""

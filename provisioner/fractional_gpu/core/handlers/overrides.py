@@ -1,4 +1,4 @@
-"""What people set against the policy: pins, drained devices, revoked leases.
+"""What people set against the policy: pins, drained devices, revoked leases, priorities by budget.
 
 Pins: for a while a lease is not suspended for others, nor for being idle.
 
@@ -166,6 +166,22 @@ class Revocations:
         sentence = "its seat ended, and no other one has taken it over in the time that its pool allows: its processes are ended"
         self._changes.record(lease.lease_id, "seat-ended.over", sentence)
         self._changes.effects.append(EndProcesses(lease_id=lease.lease_id))
+
+
+# -- priorities --------------------------------------------------------------------------------------------------------
+
+
+def set_priority(changes: Changes, lease: Lease, priority: int | None, sentence: str) -> bool:
+    """Give the lease another priority for now, or its own one again (None). Returns whether it changed."""
+    own = lease.spec.priority if lease.spec.own_priority is None else lease.spec.own_priority
+    wanted = own if priority is None else priority
+    spec = replace(lease.spec, priority=wanted, own_priority=None if wanted == own else own)
+    if spec == lease.spec:
+        return False
+    changes.books.set_priority(lease, spec)
+    changes.requeued.add(spec.pool)
+    changes.record(lease.lease_id, "budget.priority" if wanted != own else "budget.over", sentence)
+    return True
 
 
 # -- pins --------------------------------------------------------------------------------------------------------------

@@ -84,6 +84,11 @@ class UsageRow:
     party: Party
     usage: Usage
 
+    @classmethod
+    def of(cls, hour_s: int, currency: str, party: Party, usage: Usage) -> Self:
+        """Return a row that stands for several leases and devices."""
+        return cls(UsageKey(hour_s, "", "", currency), party, usage)
+
 
 def divided(total: int, weights: list[int]) -> list[int]:
     """Divide a whole number by weights, so that the parts add up to it: the running sum is rounded down. All weights 0: all parts 0."""

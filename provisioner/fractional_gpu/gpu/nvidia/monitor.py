@@ -19,6 +19,8 @@
   there is the device's own figure, which is of the last second at most. MIG instances have neither.
 - The driver stamps its samples with the wall clock. They are converted to the time since boot. After that clock was set, the samples at
   the next reading were stamped by the old or the new clock, and nothing says by which: none of them counts, then or later.
+- Power and energy are of a whole device. A MIG instance has neither: NVML does not document what it answers of one, and the figure of the
+  whole device would count once for each instance.
 - Where NVML does not report a process's memory (in some virtual machines and containers), the processes without a figure
   share the memory that no other process accounts for, in equal parts: exact for one process, a guess for more.
 """
@@ -280,20 +282,25 @@ class NvidiaMonitor:
         return list(self._nvml.nvmlDeviceGetProcessUtilization(handle, since_us))
 
     def sensors(self, device_id: str) -> DeviceSensors:
-        """Return utilisation, temperature, power and energy; None for what the device does not report. Raises GPUError."""
+        """Return utilisation, temperature, power and energy; None for what the device does not report. Raises GPUError.
+
+        Power is the mean of the last second on devices since Ampere (but not on GA100: there it is of the moment); energy is since the
+        driver was loaded, on devices since Volta.
+        """
         if not self._start():
             raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, f"there is no device {device_id}: {self._why_none}")
         try:
-            return self._read(device_id, self._sensors)
+            return self._read(device_id, partial(self._sensors, device_id))
         except self._nvml.NVMLError as error:
             raise self._error(error, f"reading the sensors of device {device_id}") from error
 
-    def _sensors(self, handle: object) -> DeviceSensors:
+    def _sensors(self, device_id: str, handle: object) -> DeviceSensors:
+        whole = not device_id.startswith("MIG-")
         return DeviceSensors(
             busy_percent=self._busy_percent(handle),
             temperature_c=self._optional("nvmlDeviceGetTemperature", handle, _CHIP),
-            power_mw=self._optional("nvmlDeviceGetPowerUsage", handle),
-            energy_mj=self._optional("nvmlDeviceGetTotalEnergyConsumption", handle),
+            power_mw=self._optional("nvmlDeviceGetPowerUsage", handle) if whole else None,
+            energy_mj=self._optional("nvmlDeviceGetTotalEnergyConsumption", handle) if whole else None,
         )
 
     def _busy_percent(self, handle: object) -> int | None:

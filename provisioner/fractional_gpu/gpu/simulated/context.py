@@ -442,6 +442,7 @@ class Context:
     def destroy(self) -> None:
         """End the context and release everything, unless an operation moves it now (then it is reaped later)."""
         try:
+            self.load.close()  # before it is booked
             with operation_lock(self.folder) as mine:
                 if mine:
                     forget(self.store, [self.key])
@@ -449,7 +450,6 @@ class Context:
             return  # the whole host was removed, and with it this context
         finally:
             self.gate.close()
-            self.load.close()
             self.store.close()
 
     def _admitted(self, n_bytes: int, device: str | None, record: Callable[[sqlite3.Connection], None]) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from fractional_gpu.gpu.simulated import energy
 from fractional_gpu.gpu.simulated.store import (
     CLOSED,
     DATABASE,
@@ -45,6 +46,28 @@ class SimulatedHost:
     directory: Path
     devices: tuple[Device, ...]
     settings: Settings
+
+    def work(self) -> list[energy.Work]:
+        """Return what each process has really used and drawn until now, by device: the truth that a division is compared with.
+
+        Ended processes count, the last 10,000 of them. The idle draw is nobody's. Raises SimulatedHostError when the host is gone.
+        """
+        store = Store(self.directory)
+        try:
+            return energy.works(store.query, store.memory, energy.since_boot_ns())
+        finally:
+            store.close()
+
+    def energy_of(self, *, pid: int | None = None, lease: str | None = None, device_id: str | None = None) -> int:
+        """Return what the work of these processes has drawn beyond the idle draw, mJ; None: any. Raises SimulatedHostError as `work`."""
+        return (
+            sum(
+                one.drawn_uj
+                for one in self.work()
+                if pid in (None, one.pid) and lease in (None, one.lease) and device_id in (None, one.device_id)
+            )
+            // 1000
+        )
 
 
 def parse_devices(text: str) -> list[int]:
@@ -102,6 +125,7 @@ def create(directory: str | Path, devices: str | Sequence[int]) -> SimulatedHost
         store.memory.mkdir(mode=0o700, exist_ok=True)
         store.trash.mkdir(mode=0o700, exist_ok=True)
         reap(store)
+        draw = store.settings().draw
         with store.transaction() as db:
             db.execute("INSERT OR IGNORE INTO meta VALUES ('version', ?)", (str(VERSION),))
             present = [row[0] for row in db.execute("SELECT memory_mib FROM devices ORDER BY idx")]
@@ -112,6 +136,7 @@ def create(directory: str | Path, devices: str | Sequence[int]) -> SimulatedHost
                 db.execute("DELETE FROM devices")
                 rows = [(f"SIM-{uuid.uuid4()}", index, _name(mib), mib) for index, mib in enumerate(sizes)]
                 db.executemany("INSERT INTO devices (id, idx, name, memory_mib) VALUES (?, ?, ?, ?)", rows)
+            energy.begin_meters(db, *draw)
         return _describe(store)
     finally:
         store.close()
@@ -169,6 +194,32 @@ def return_device(directory: str | Path, device_id: str) -> None:
         _check_device(store, device_id)
         with store.transaction() as db:
             db.execute("UPDATE devices SET lost=0 WHERE id=?", (device_id,))
+    finally:
+        store.close()
+
+
+def show_sensors(directory: str | Path, device_id: str, *, power: bool = True, counter: bool = True) -> None:
+    """Have the device show what it draws and its energy counter, or not, as older devices do."""
+    store = Store(directory)
+    try:
+        _check_device(store, device_id)
+        with store.transaction() as db:
+            db.execute(
+                "UPDATE meters SET shows_power=?, shows_counter=? WHERE device=?", (int(power), int(counter), device_id)
+            )
+    finally:
+        store.close()
+
+
+def set_counter(directory: str | Path, device_id: str, energy_mj: int) -> None:
+    """Have the device's energy counter go on from this, mJ: from 0 as when the driver is loaded again, or from what is absurd."""
+    if energy_mj < 0:
+        raise SimulatedHostError(f"an energy counter cannot say {energy_mj} mJ; give 0 or more")
+    store = Store(directory)
+    try:
+        _check_device(store, device_id)
+        with store.transaction() as db:
+            energy.set_counter(db, store.memory, device_id, energy_mj)
     finally:
         store.close()
 

@@ -19,6 +19,7 @@ from fractional_gpu.gpu.interface import (
     GPUErrorCode,
     ProcessUse,
 )
+from fractional_gpu.gpu.simulated import energy, faults
 from fractional_gpu.gpu.simulated.load import WHOLE, used_milli
 from fractional_gpu.gpu.simulated.store import (
     MIB,
@@ -66,6 +67,7 @@ class SimulatedMonitor:
     def __init__(self, directory: str | Path) -> None:
         self._store = open_store(directory)
         self._reaped_s = -math.inf
+        self._counted: dict[str, tuple[int, int]] = {}  # by device: what its counter was moved by, and what it said
 
     @property
     def kind(self) -> str:
@@ -119,9 +121,39 @@ class SimulatedMonitor:
         )
 
     def sensors(self, device_id: str) -> DeviceSensors:
-        """Return how busy the device was in the last second; it has no temperature and no power. Raises GPUError OPERATING_SYSTEM."""
-        used = self.utilisation(device_id, since_boot_us() - _RECENT_US)
-        return DeviceSensors(busy_percent=(used.device_milli or 0) // 10)
+        """Return how busy the device was in the last second, what it drew then and since the host was made; it has no temperature.
+
+        Raises GPUError (NO_SUCH_DEVICE, DEVICE_LOST, OPERATING_SYSTEM).
+        """
+        strike = translated(lambda: faults.strike(self._store, "sensors"))
+        strike.before()
+        translated(lambda: self._check(device_id))
+        use_milli = self.utilisation(device_id, since_boot_us() - _RECENT_US).device_milli or 0
+        power_mw, energy_mj = translated(lambda: self._drawn(device_id, use_milli))
+        if strike.lies:
+            energy_mj = int(strike.value)
+        strike.after()
+        return DeviceSensors(busy_percent=use_milli // 10, power_mw=power_mw, energy_mj=energy_mj)
+
+    def _drawn(self, device_id: str, use_milli: int) -> tuple[int | None, int | None]:
+        """Return what the device draws, mW, and has drawn, mJ, as far as it shows that."""
+        store, now_ns = self._store, energy.since_boot_ns()
+        found = energy.read_meter(store.query, store.memory, device_id, now_ns)
+        if found is not None and found[0].boot != energy.boot():
+            with store.transaction() as db:
+                energy.begin_boot(db, store.memory)
+            found = energy.read_meter(store.query, store.memory, device_id, now_ns)
+        if found is None:
+            return None, None
+        meter, used_ns = found
+        drawn_mj = meter.drawn(used_ns, now_ns) // 1000
+        shift_mj, before_mj = self._counted.get(device_id, (meter.shift_mj, 0))
+        if shift_mj == meter.shift_mj:
+            # A process that is interrupted while it says what it used may say a little less than was expected of it.
+            drawn_mj = max(drawn_mj, before_mj)
+        self._counted[device_id] = (meter.shift_mj, drawn_mj)
+        power_mw = meter.draws(use_milli, now_ns) if meter.shows_power else None
+        return power_mw, drawn_mj + meter.shift_mj if meter.shows_counter else None
 
     def kernel_environment(self, device_id: str | None) -> dict[str, str]:
         """Return where the simulated host is and, once there is one, the device."""
@@ -134,12 +166,17 @@ class SimulatedMonitor:
         """Close the database. Idempotent."""
         self._store.close()
 
-    def _use(self, device_id: str) -> DeviceUse:
+    def _check(self, device_id: str) -> int:
+        """Return the device's memory, MiB. Raises GPUError (NO_SUCH_DEVICE, DEVICE_LOST)."""
         found = self._store.query("SELECT lost, memory_mib FROM devices WHERE id=?", device_id)
         if not found:
             raise GPUError(GPUErrorCode.NO_SUCH_DEVICE, f"there is no simulated device {device_id!r}")
         if found[0][0]:
             raise GPUError(GPUErrorCode.DEVICE_LOST, f"the simulated device {device_id} is lost")
+        return int(found[0][1])
+
+    def _use(self, device_id: str) -> DeviceUse:
+        memory_mib = self._check(device_id)
         holding = users_of(self._store, device_id)
         reaped = self._reap(holding)
         abandoned = swapping(self._store)
@@ -149,7 +186,7 @@ class SimulatedMonitor:
             holding = users_of(self._store, device_id)
         return DeviceUse(
             device_id=device_id,
-            memory_mib=found[0][1],
+            memory_mib=memory_mib,
             used_mib=_mib(sum(process.n_bytes for process in holding)),
             processes=tuple(ProcessUse(pid=process.pid, used_mib=_mib(process.n_bytes)) for process in holding),
         )

@@ -18,10 +18,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from fractional_gpu.gpu.simulated import energy
+
 MIB: Final = 1 << 20
 VERSION: Final = 1
 DATABASE: Final = "host.sqlite"
 _BUSY_S: Final = 60.0
+_MOST_MW: Final = 10_000_000
+_MOST_NOISE: Final = 1000
 
 SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -38,6 +42,8 @@ CREATE TABLE IF NOT EXISTS faults (
   id INTEGER PRIMARY KEY AUTOINCREMENT, operation TEXT NOT NULL, fault TEXT NOT NULL, left INTEGER, pid INTEGER,
   taken INTEGER NOT NULL DEFAULT 0);
 """
+_SETTINGS: Final = "SELECT value FROM meta WHERE name='settings'"
+_DRAW: Final = ("idle_mw", "peak_mw", "power_noise_milli")
 
 
 class SimulatedHostError(Exception):
@@ -46,19 +52,36 @@ class SimulatedHostError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How the simulated hardware behaves. Bandwidths in MiB/s (0: unlimited), latency in ms, context in MiB."""
+    """How the simulated hardware behaves. Bandwidths in MiB/s (0: unlimited), latency in ms, context in MiB, power in mW."""
 
     checkpoint_mib_s: int = 0
     restore_mib_s: int = 0
     latency_ms: int = 0
     context_mib: int = 32
     checkpointable: int = 1  # 0: as a driver that is too old, on every device
+    idle_mw: int = 75_000  # what a device draws at all times; this and the next one are about an H200's
+    peak_mw: int = 700_000  # what it draws when all of it is used
+    power_noise_milli: int = 0  # by how many thousandths at most the idle draw is more or less
 
     def __post_init__(self) -> None:
         """Raise SimulatedHostError for what is not a whole number of at least 0."""
         for name, value in asdict(self).items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise SimulatedHostError(f"setting {name}={value!r} is not allowed; give a whole number, 0 or more")
+        if not self.idle_mw <= self.peak_mw <= _MOST_MW:
+            raise SimulatedHostError(
+                f"settings idle_mw={self.idle_mw}, peak_mw={self.peak_mw} are not allowed; a device draws at least as much when it is "
+                f"used, and {_MOST_MW} mW at most"
+            )
+        if self.power_noise_milli > _MOST_NOISE:
+            raise SimulatedHostError(
+                f"setting power_noise_milli={self.power_noise_milli} is not allowed; give 0 to {_MOST_NOISE}, thousandths of idle_mw"
+            )
+
+    @property
+    def draw(self) -> tuple[int, int, int]:
+        """What each device draws, as `energy` takes it."""
+        return self.idle_mw, self.peak_mw, self.power_noise_milli
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +125,8 @@ class Store:
                 db.execute("PRAGMA journal_mode=WAL").fetchone()
                 db.executescript(SCHEMA)
             found = db.execute("SELECT value FROM meta WHERE name='version'").fetchone()
+            if found is None or found[0] == str(VERSION):
+                self._add_meters(db)
         except sqlite3.Error:
             db.close()
             raise
@@ -112,6 +137,16 @@ class Store:
                 "remove the folder to start afresh"
             )
         return db
+
+    def _add_meters(self, db: sqlite3.Connection) -> None:
+        """Begin to count energy: in a new host, or in one that an older version made."""
+        if db.execute("SELECT 1 FROM sqlite_master WHERE name='meters'").fetchone():
+            return
+        db.execute("BEGIN IMMEDIATE")  # the tables come at once, for other processes open the host at the same time
+        for statement in energy.SCHEMA:
+            db.execute(statement)
+        energy.begin_meters(db, *_settings(db.execute(_SETTINGS).fetchall()).draw)
+        db.execute("COMMIT")
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
@@ -143,8 +178,7 @@ class Store:
 
     def settings(self) -> Settings:
         """Return the settings in force now."""
-        rows = self.query("SELECT value FROM meta WHERE name='settings'")
-        return Settings(**json.loads(rows[0][0])) if rows else Settings()
+        return _settings(self.query(_SETTINGS))
 
     def configure(self, **changes: int) -> Settings:
         """Change settings for every process, from the next operation on. Raises SimulatedHostError."""
@@ -156,6 +190,8 @@ class Store:
         settings = Settings(**{**current, **changes})
         with self.transaction() as db:
             db.execute("INSERT OR REPLACE INTO meta VALUES ('settings', ?)", (json.dumps(asdict(settings)),))
+            if any(current[name] != getattr(settings, name) for name in _DRAW):
+                energy.set_draw(db, self.memory, *settings.draw)
         return settings
 
     def close(self) -> None:
@@ -166,6 +202,10 @@ class Store:
     def process_folder(self, key: str) -> Path:
         """Return where a process's memory lies."""
         return self.memory / key
+
+
+def _settings(rows: list[Any]) -> Settings:
+    return Settings(**json.loads(rows[0][0])) if rows else Settings()
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -179,8 +219,8 @@ class Store:
 #   it, and the commit of a move comes after its last byte. So a killed move is undone by resetting the phase, without any
 #   copying.
 # - While `saving` the device still holds the bytes, while `restoring` the target device already does.
-# - The next reader releases the memory of dead processes: it deletes the rows and moves the folder aside in one
-#   transaction.
+# - The next reader releases the memory of dead processes: it books what they have used of devices, then deletes the rows and moves the
+#   folder aside in one transaction.
 
 
 OPEN: Final = b"O"  # calls pass
@@ -192,7 +232,6 @@ ON_DEVICE: Final = "? = CASE WHEN phase IN ('device', 'saving') THEN device WHEN
 
 _POLL_S: Final = 0.002
 _STAT_BYTES: Final = 4096  # longer than any /proc/PID/stat
-_boot = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,9 +260,6 @@ def _process(row: tuple[str, int, str, str, str | None, str, int, str]) -> Proce
 
 def current_key(pid: int) -> str | None:
     """Return the key of the process that has this pid now, None if there is none."""
-    global _boot  # noqa: PLW0603 (constant for as long as this program runs)
-    if not _boot:
-        _boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()[:8]
     try:
         raw = _read(f"/proc/{pid}/stat")
     except (FileNotFoundError, ProcessLookupError):
@@ -232,7 +268,7 @@ def current_key(pid: int) -> str | None:
     # A leader that exited before its threads looks like a zombie, but its memory lives.
     if fields[0] in (b"Z", b"X", b"x") and int(fields[17]) <= 1:
         return None
-    return f"{pid}-{int(fields[19])}-{_boot}"
+    return f"{pid}-{int(fields[19])}-{energy.boot()}"
 
 
 def _read(path: str) -> bytes:
@@ -343,8 +379,12 @@ def settle_if_abandoned(store: Store, key: str) -> None:
 
 
 def forget(store: Store, keys: list[str]) -> None:
-    """Release everything that these processes hold, and folders without an owner."""
+    """Release everything that these processes hold, and folders without an owner. What they have used stays booked."""
     moved = []
+    if keys:
+        # Before their folders move: whoever finds a process in the books and no folder finds its use booked.
+        with store.transaction() as db:
+            energy.book(db, store.memory, keys)
     with store.transaction() as db:
         for key in keys:
             db.execute("DELETE FROM allocations WHERE process=?", (key,))

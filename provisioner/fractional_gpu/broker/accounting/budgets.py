@@ -1,0 +1,295 @@
+"""Keeps the budgets: counts what users and groups spend, warns them, and does what their pools say when a budget is used up.
+
+- Nothing is reserved of a budget: it is spent by use. Users who share a group's budget are treated alike once it is used up.
+- Figures come from the meter once a minute, so a budget may be exceeded by what its owner's kernels use in a minute.
+- No kernel is ended and no state is lost: kernels get another priority, or seats and kernels are refused, until something is left again.
+- What administrators add is kept in the ledger, and audited where it is asked for (`broker.api.account_routes`).
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Final
+
+import msgspec
+
+from fractional_gpu.broker.clock import now_ms, wall_ms
+from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
+from fractional_gpu.broker.runtime import Runtime
+from fractional_gpu.config.budgets import format_amount
+from fractional_gpu.config.hub import HubPool
+from fractional_gpu.core.events import PriorityChanged
+from fractional_gpu.core.metering.budgets import (
+    Budget,
+    BudgetState,
+    Consequence,
+    Extra,
+    Spending,
+    Subject,
+    WindowKind,
+    penalty,
+)
+from fractional_gpu.core.metering.usage import Party, UsageRow
+from fractional_gpu.core.model import LeaseSpec, LeaseView
+from fractional_gpu.ledger.ledger import Ledger
+from fractional_gpu.protocol.accounts import BudgetStatus
+from fractional_gpu.protocol.errors import NoRoomError
+from fractional_gpu.protocol.messages import GateVerb
+
+log = logging.getLogger(__name__)
+
+_EXTRAS: Final = "budget-extras"  # their name in the ledger
+_SOME_S: Final = 7200
+_DAY_S: Final = 86_400
+_WHAT_FOLLOWS = {
+    Consequence.LOWER_PRIORITY: "other kernels go first",
+    Consequence.WHEN_FREE: "kernels get a GPU only while nobody else waits for one",
+    Consequence.NO_SEATS: "no further server or kernel with a GPU is started",
+}
+
+
+def begin_of(budget: Budget, now_s: int) -> int:
+    """Return when the budget's present window began, seconds since 1970."""
+    if budget.window is WindowKind.ROLLING:
+        return now_s - budget.rolling_s
+    now = time.localtime(now_s)
+    day = now.tm_mday - (now.tm_wday if budget.window is WindowKind.WEEK else 0)
+    return _local(now.tm_year, now.tm_mon, 1 if budget.window is WindowKind.MONTH else day)
+
+
+def end_of(budget: Budget, now_s: int) -> int | None:
+    """Return when it begins anew; None: it has no calendar, what was spent leaves it little by little."""
+    if budget.window is WindowKind.ROLLING:
+        return None
+    begin = time.localtime(begin_of(budget, now_s))
+    if budget.window is WindowKind.MONTH:
+        return _local(begin.tm_year, begin.tm_mon + 1, 1)
+    return _local(begin.tm_year, begin.tm_mon, begin.tm_mday + (7 if budget.window is WindowKind.WEEK else 1))
+
+
+def _local(year: int, month: int, day: int) -> int:
+    """Return local midnight; days and months outside of their range count on."""
+    return int(time.mktime((year, month, day, 0, 0, 0, 0, 0, -1)))
+
+
+def party_of(spec: LeaseSpec) -> Party:
+    """Return whose budgets a lease counts for."""
+    return Party(pool=spec.pool, owner=spec.owner, group=spec.group, seated=bool(spec.seat))
+
+
+class BudgetKeeper:
+    """The budgets of one broker; for its loop. `terms` returns a pool's; `wall` milliseconds since 1970."""
+
+    def __init__(
+        self,
+        broker: Runtime,
+        writer: LedgerWriter,
+        budgets: Sequence[Budget],
+        terms: Callable[[str], HubPool],
+        *,
+        wall: Callable[[], int] = wall_ms,
+    ) -> None:
+        self._broker = broker
+        self._writer = writer
+        self._terms = terms
+        self._wall = wall
+        self._spending = Spending(tuple(budgets))
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is any budget."""
+        return bool(self._spending.budgets)
+
+    def recover(self, ledger: Ledger) -> None:
+        """Count what was spent before, by the ledger. Raises LedgerError."""
+        if not self.is_needed:
+            return
+        now_s = self._now_s()
+        since_s = min(begin_of(budget, now_s) for budget in self._spending.budgets)
+        columns = ("hour", "pool", "user", "group", "seated", "currency")
+        for key, usage in ledger.metered(columns, since_s - _SOME_S, now_s + _DAY_S):
+            party = Party(str(key["pool"]), str(key["user"]), str(key["group"]), seated=bool(key["seated"]))
+            self._spending.add([UsageRow.of(int(key["hour"]), str(key["currency"]), party, usage)])
+        self._spending.extras = _read_extras(ledger)
+        self.apply()
+
+    def counted(self, rows: Sequence[UsageRow]) -> None:
+        """Count fresh figures of the meter, and do what follows."""
+        if self.is_needed:
+            now_s = self._now_s()
+            self._spending.add(rows, now_s)
+            self._spending.forget(min(begin_of(budget, now_s) for budget in self._spending.budgets) - _SOME_S)
+            self.apply()
+
+    # -- what follows ----------------------------------------------------------------------------------------------------
+
+    def apply(self) -> None:
+        """Give each lease the priority that its budgets allow now, and warn its kernel where most of one is spent."""
+        for kernel, view in self._broker.views():
+            self._apply_to(kernel, view)
+
+    def lease_admitted(self, kernel: Kernel) -> None:
+        """Do the same for a new lease."""
+        view = self._broker.arbiter.lease(kernel.lease_id)
+        if self.is_needed and view is not None:
+            self._apply_to(kernel, view)
+
+    def _apply_to(self, kernel: Kernel, view: LeaseView) -> None:
+        spec, states = view.spec, self.states(party_of(view.spec))
+        spent = [one for one in states if one.is_used_up]
+        own = spec.priority if spec.own_priority is None else spec.own_priority
+        wanted = penalty(own, self._terms(spec.pool).over_budget) if spent else None
+        if spec.priority != (own if wanted is None else wanted):
+            why = self._sentence(spent[0], spec.pool) if spent else "There is something left of its budget again."
+            self._broker.dispatch(
+                PriorityChanged(at_ms=now_ms(), lease_id=spec.lease_id, priority=wanted, sentence=why)
+            )
+            self._broker.records.save(kernel)
+        warned = spent or [one for one in states if one.is_warned]
+        kernel.budget = self._sentence(warned[0], spec.pool) if warned else ""
+        self._warn(kernel, warned[0] if warned else None)
+
+    def _warn(self, kernel: Kernel, state: BudgetState | None) -> None:
+        """Show a notice in the notebook, once for each window and again when the budget is used up."""
+        key = None if state is None else (state.budget.text, end_of(state.budget, self._now_s()), state.is_used_up)
+        if key != kernel.budget_told:
+            kernel.budget_told = key
+            if state is not None:
+                if kernel.link is not None:
+                    kernel.link.send(GateVerb.NOTICE, sentence=kernel.budget)
+                else:
+                    kernel.notices.append(kernel.budget)
+            kernel.notify()
+
+    def refusal(self, party: Party) -> str:
+        """Return why a new seat or kernel of this party is refused, a sentence; empty: it is not."""
+        if not self.is_needed or Consequence.NO_SEATS not in self._terms(party.pool).over_budget:
+            return ""
+        spent = [one for one in self.states(party) if one.is_used_up]
+        return self._sentence(spent[0], party.pool) if spent else ""
+
+    def check(self, party: Party) -> None:
+        """Raise NoRoomError if a new seat or kernel of this party is refused."""
+        if why := self.refusal(party):
+            raise NoRoomError(why, reason="over-budget")
+
+    def group_of(self, groups: Iterable[str]) -> str:
+        """Return the group whose budget a hub's user of these groups spends, where nothing else decides; empty: none."""
+        mine, named = sorted(groups), {one.name for one in self._spending.budgets if one.kind == "group"}
+        return next((one for one in mine if one in named), mine[0] if mine and "*" in named else "")
+
+    # -- what is asked ----------------------------------------------------------------------------------------------------
+
+    def states(self, party: Party) -> list[BudgetState]:
+        """Return the budgets that a lease of this party counts for, the one of which the largest part is spent first."""
+        now_s, found = self._now_s(), []
+        for index, budget in enumerate(self._spending.budgets):
+            if (subject := budget.subject(party)) is not None:
+                found.append(self._spending.state(index, subject, begin_of(budget, now_s), now_s))
+        return sorted(found, key=lambda one: -one.spent * 1000 // max(1, one.amount))
+
+    def status(self, party: Party) -> list[BudgetStatus]:
+        """Return the same as messages."""
+        return [self._status(one, party.pool) for one in self.states(party)]
+
+    def seen_by(self, owner: str, group: str) -> list[BudgetStatus]:
+        """Return the budgets of a user and a group, in whatever pools they count."""
+        parties = [Party(pool, owner, group) for pool in sorted(self._broker.arbiter.pools())]
+        found = {(one.kind, one.text): one for party in parties for one in self.status(party)}
+        return list(found.values())
+
+    def all(self) -> list[BudgetStatus]:
+        """Return every budget of which something is known: of those who have kernels, or spent something of it."""
+        now_s = self._now_s()
+        parties = [party_of(view.spec) for _, view in self._broker.views()]
+        return [
+            self._status(self._spending.state(index, subject, begin_of(self._spending.budgets[index], now_s), now_s))
+            for index, subject in self._spending.subjects(parties)
+        ]
+
+    def matching(self, subject: Subject, unit: str, currency: str) -> list[Budget]:
+        """Return the budgets that a subject has in this unit."""
+        return [
+            one
+            for one in self._spending.budgets
+            if one.kind == subject.kind
+            and one.name in {"*", subject.name}
+            and one.unit == unit
+            and one.currency == currency
+        ]
+
+    async def extend(self, subject: Subject, budgets: Iterable[Budget], amount: int, until_s: int | None) -> None:
+        """Add an amount to a subject's budgets, until then or else until each begins anew (rolling: for its length).
+
+        Returns when that is on the disk. Raises LedgerError: then nothing was added. Cancelled: it is added.
+        """
+        now_s = self._now_s()
+        more = [
+            Extra(subject, one.text, amount, until_s or end_of(one, now_s) or now_s + one.rolling_s) for one in budgets
+        ]
+        extras = [*(one for one in self._spending.extras if one.until_s > now_s), *more]
+        text = msgspec.json.encode(extras).decode()
+        await self._writer.run(partial(self._writer.ledger.keep, _EXTRAS, text))
+        self._spending.extras = extras
+        self.apply()
+
+    def _status(self, state: BudgetState, pool: str = "") -> BudgetStatus:
+        budget, currency = state.budget, state.budget.currency
+        return BudgetStatus(
+            kind=state.subject.kind,
+            name=state.subject.name,
+            text=budget.text,
+            unit=budget.unit.value,
+            currency=currency,
+            amount=state.amount,
+            spent=state.spent,
+            left=state.left,
+            amount_text=format_amount(budget.unit, state.amount, currency),
+            spent_text=format_amount(budget.unit, state.spent, currency),
+            left_text=format_amount(budget.unit, state.left, currency),
+            since_s=state.since_s,
+            until_s=end_of(budget, self._now_s()),
+            warned=state.is_warned,
+            used_up=state.is_used_up,
+            sentence=self._sentence(state, pool),
+        )
+
+    def _sentence(self, state: BudgetState, pool: str = "") -> str:
+        """Return what is spent, and what follows in the pool where the budget is used up."""
+        budget = state.budget
+        whose = "Your budget" if state.subject.kind == "user" else f"The budget of the group {state.subject.name!r}"
+        spent = format_amount(budget.unit, state.spent, budget.currency)
+        percent = state.spent * 100 // max(1, state.amount)
+        more = "" if state.amount == budget.amount else f" and what was added, {self._amount(state)} in all"
+        until_s = end_of(budget, self._now_s())
+        anew = "what was spent counts less and less" if until_s is None else f"it begins anew on {_date(until_s)}"
+        if not state.is_used_up:
+            return f"{whose} of {budget.text}{more}: {spent} are spent ({percent} %); {anew}."
+        follows = [_WHAT_FOLLOWS[one] for one in self._terms(pool).over_budget] if pool else []
+        what = f": {' and '.join(follows)}" if follows else ""
+        return (
+            f"{whose} of {budget.text}{more} is used up ({spent} spent){what}; {anew}. "
+            "No kernel is ended and nothing is lost; an administrator can add to it."
+        )
+
+    @staticmethod
+    def _amount(state: BudgetState) -> str:
+        return format_amount(state.budget.unit, state.amount, state.budget.currency)
+
+    def _now_s(self) -> int:
+        return self._wall() // 1000
+
+
+def _date(at_s: int) -> str:
+    return time.strftime("%A, %d %B", time.localtime(at_s))
+
+
+def _read_extras(ledger: Ledger) -> list[Extra]:
+    text = ledger.kept(_EXTRAS)
+    try:
+        return [] if text is None else msgspec.json.decode(text, type=list[Extra])
+    except msgspec.DecodeError as error:
+        log.warning("what was added to budgets cannot be read: %s", error)
+        return []

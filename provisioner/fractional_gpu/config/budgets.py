@@ -1,0 +1,138 @@
+"""Budgets as they are configured: `{"user": "*", "limit": "40 GPU hours", "per": "month"}`, and their amounts as text."""
+
+import re
+from collections.abc import Mapping
+from fractions import Fraction
+
+from fractional_gpu.config import values
+from fractional_gpu.config.values import ConfigError, config_error, did_you_mean
+from fractional_gpu.core.metering.budgets import Budget, Consequence, Unit, WindowKind
+from fractional_gpu.core.metering.usage import MJ_PER_KWH, SHARE_HOUR
+from fractional_gpu.core.units import format_duration
+
+_KEYS = ("user", "group", "limit", "per", "pools")
+_MOST = 1000
+_LONGEST = 200
+_LIMIT = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)\s+([A-Za-z€$£¥][A-Za-z €$£¥]{0,19})")
+_ALLOWED_LIMIT = (
+    "an amount and its unit, such as '40 GPU hours', '12.5 kWh' or '100 EUR' (the currency of the pools' prices)"
+)
+_ALLOWED_PER = (
+    "'day', 'week' or 'month' of the calendar, 'hour' (the last 60 minutes: a limit of surges), or 'rolling 30d'"
+)
+_GPU_HOURS = frozenset({"gpu hours", "gpu hour", "gpu-hours", "gpuh"})
+_EXAMPLE = "{'user': '*', 'limit': '40 GPU hours', 'per': 'month'}"
+
+
+def parse_budgets(where: str, raw: object) -> tuple[Budget, ...]:
+    """Return the checked budgets. Raises ConfigError that names the entry and the key."""
+    if not isinstance(raw, list | tuple) or len(raw) > _MOST:
+        raise config_error(where, raw, f"a list of at most {_MOST} budgets such as [{_EXAMPLE}]")
+    budgets: list[Budget] = []
+    for number, entry in enumerate(raw):
+        at = f"{where}[{number}]"
+        if not isinstance(entry, Mapping):
+            raise config_error(at, entry, f"a budget is a dictionary such as {_EXAMPLE}")
+        if unknown := [key for key in entry if key not in _KEYS]:
+            raise config_error(
+                f"{at}[{unknown[0]!r}]", entry[unknown[0]], f"unknown key; {did_you_mean(str(unknown[0]), _KEYS)}"
+            )
+        budget = _budget(at, entry)
+        if budget in budgets:
+            raise ConfigError(f"{at}: the same budget is there already; remove one")
+        budgets.append(budget)
+    return tuple(budgets)
+
+
+def _budget(where: str, entry: Mapping[str, object]) -> Budget:
+    kinds = [kind for kind in ("user", "group") if kind in entry]
+    if len(kinds) != 1:
+        raise config_error(
+            where, dict(entry), f"a budget has either 'user' or 'group', with a name or '*' for each one, as {_EXAMPLE}"
+        )
+    kind, name = kinds[0], entry[kinds[0]]
+    if not isinstance(name, str) or not 0 < len(name) <= _LONGEST or not name.isprintable():
+        raise config_error(f"{where}[{kind!r}]", name, f"a {kind}'s name, or '*' for each one")
+    try:
+        unit, amount, currency = parse_amount(entry.get("limit"))
+    except ValueError as error:
+        raise config_error(f"{where}['limit']", entry.get("limit"), str(error)) from None
+    try:
+        window, rolling_ms = _window(entry.get("per"))
+    except ValueError as error:
+        raise config_error(f"{where}['per']", entry.get("per"), str(error)) from None
+    pools = entry.get("pools", [])
+    if not isinstance(pools, list | tuple) or not all(isinstance(one, str) and one for one in pools):
+        raise config_error(f"{where}['pools']", pools, "names of the pools whose use counts; leave it out for all")
+    every = f"{format_amount(unit, amount, currency)} per {_per(window, rolling_ms)}"
+    return Budget(
+        kind=kind,
+        name=name,
+        unit=unit,
+        amount=amount,
+        currency=currency,
+        window=window,
+        rolling_s=rolling_ms // 1000,
+        pools=tuple(pools),
+        text=every + (f" in {', '.join(pools)}" if pools else ""),
+    )
+
+
+def parse_amount(value: object) -> tuple[Unit, int, str]:
+    """Return the unit, the amount in its measure and the currency (empty: none). Raises ValueError with what is allowed."""
+    match = _LIMIT.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(f"allowed: {_ALLOWED_LIMIT}")
+    amount, unit = Fraction(match[1]), match[2].strip()
+    if unit.lower() in _GPU_HOURS:
+        return Unit.SHARE, int(amount * SHARE_HOUR), ""
+    if unit.lower() == "kwh":
+        return Unit.ENERGY, int(amount * MJ_PER_KWH), ""
+    return Unit.MONEY, int(amount * 1000), unit
+
+
+def format_amount(unit: Unit, amount: int, currency: str = "") -> str:
+    """Return an amount for people: `12.5 GPU hours`, `3.20 kWh`, `7.25 EUR`."""
+    match unit:
+        case Unit.SHARE:
+            return (
+                f"{amount / SHARE_HOUR:.4g} GPU hours"
+                if amount < SHARE_HOUR
+                else f"{amount / SHARE_HOUR:,.1f} GPU hours"
+            )
+        case Unit.ENERGY:
+            return f"{amount / MJ_PER_KWH:,.2f} kWh"
+        case Unit.MONEY:
+            return f"{amount / 1000:,.2f} {currency}"
+
+
+def _window(value: object) -> tuple[WindowKind, int]:
+    if value == "hour":
+        return WindowKind.ROLLING, 3_600_000
+    if isinstance(value, str) and value in {"day", "week", "month"}:
+        return WindowKind(value), 0
+    if isinstance(value, str) and value.startswith("rolling "):
+        lasts_ms = values.duration(least_ms=3_600_000)(value.removeprefix("rolling ").strip())
+        if lasts_ms is not None:
+            return WindowKind.ROLLING, lasts_ms
+    raise ValueError(f"allowed: {_ALLOWED_PER}")
+
+
+def _per(window: WindowKind, rolling_ms: int) -> str:
+    if window is not WindowKind.ROLLING:
+        return window.value
+    return "hour" if rolling_ms == 3_600_000 else f"{format_duration(rolling_ms)}, rolling"
+
+
+def over_budget(value: object) -> tuple[Consequence, ...]:
+    """Return what follows when a budget is used up. Raises ValueError with what is allowed."""
+    allowed = "allowed: 'lower-priority', 'when-free', 'no-new-seats', 'nothing', or one of the first two and the third, with a comma"
+    if value == "nothing":
+        return ()
+    names = [one.strip() for one in value.split(",")] if isinstance(value, str) else []
+    if not names or len(set(names)) < len(names) or not set(names) <= {str(one) for one in Consequence}:
+        raise ValueError(allowed)
+    found = tuple(Consequence(one) for one in names)
+    if {Consequence.LOWER_PRIORITY, Consequence.WHEN_FREE} <= set(found):
+        raise ValueError(allowed)
+    return found
