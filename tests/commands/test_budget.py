@@ -29,8 +29,14 @@ def live() -> Iterator[LiveBroker]:
 def spend(live: LiveBroker, owner: str, hours: float) -> None:
     """The meter has counted this much of a student."""
     share = int(hours * SHARE_HOUR)
-    row = UsageRow.of(int(time.time()) // 3600 * 3600, "", Party("default", owner, "students"), Usage(charged_share=share))
-    live.on_loop(lambda: live.service.seats.budgets.counted([row]))
+    row = UsageRow.of(
+        int(time.time()) // 3600 * 3600, "", Party("default", owner, "students"), Usage(charged_share=share)
+    )
+
+    async def count() -> None:
+        live.service.seats.budgets.counted([row])
+
+    live.on_loop(count)
 
 
 def budget(live: LiveBroker, capsys: pytest.CaptureFixture[str], *words: str) -> Any:  # noqa: ANN401 - JSON
@@ -52,8 +58,12 @@ def test_what_is_left_is_listed(live: LiveBroker, capsys: pytest.CaptureFixture[
     spend(live, "eve", 5)
     assert main(["budget", "--socket", live.socket]) == 0
     first, ada, _ = capsys.readouterr().out.splitlines()
-    assert first.startswith("group students: 10.0 GPU hours per week: 9.0 GPU hours spent, 1.0 GPU hours left; begins anew 20")
-    assert ada.startswith("user ada: 40.0 GPU hours per month: 4.0 GPU hours spent, 36.0 GPU hours left; begins anew 20")
+    assert first.startswith(
+        "group students: 10.0 GPU hours per week: 9.0 GPU hours spent, 1.0 GPU hours left; begins anew 20"
+    )
+    assert ada.startswith(
+        "user ada: 40.0 GPU hours per month: 4.0 GPU hours spent, 36.0 GPU hours left; begins anew 20"
+    )
     assert [one["name"] for one in budget(live, capsys, "--user", "eve")] == ["eve"]
     assert [one["name"] for one in budget(live, capsys, "--group", "students")] == ["students"]
 
@@ -67,7 +77,7 @@ def test_two_users_race_for_the_last_of_a_groups_budget(live: LiveBroker, capsys
         (offer,) = client.offers(OfferRequest(owner="mia", groups=["students"])).pools
         assert "The budget of the group 'students' of 10.0 GPU hours per week is used up" in offer.why_not
         assert len(client.seats().seats) == 2  # those that run go on
-    (mine,) = budget(live, capsys, "add", "--group", "students", "5 GPU hours")
+    (mine,) = budget(live, capsys, "--group", "students", "--add", "5 GPU hours")
     assert (mine["amount"], mine["used_up"]) == (15 * SHARE_HOUR, False)
     assert take(live, "mia") != "over-budget"
     with SeatClient(live.socket) as client:
@@ -79,7 +89,7 @@ def test_two_users_race_for_the_last_of_a_groups_budget(live: LiveBroker, capsys
 
 def test_what_is_added_is_audited(live: LiveBroker, capsys: pytest.CaptureFixture[str]) -> None:
     spend(live, "ada", 41)
-    (ada,) = budget(live, capsys, "add", "--user", "ada", "2 GPU hours", "--until", "7d")
+    (ada,) = budget(live, capsys, "--user", "ada", "--add", "2 GPU hours", "--until", "7d")
     assert ada["left_text"] == "1.0 GPU hours"
     acts = [json.loads(line) for line in live.service.audit.path.read_text(encoding="utf-8").splitlines()]
     assert [(act["act"], act["object"], act["outcome"]) for act in acts] == [
@@ -92,13 +102,12 @@ def test_what_is_added_is_audited(live: LiveBroker, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["add", "10 EUR"], "say whose and how much"),
-        (["add", "--user", "ada"], "say whose and how much"),
-        (["list", "10 EUR"], "go with `jupyter gpu budget add`"),
-        (["add", "--user", "ada", "much"], "allowed: an amount and its unit"),
-        (["add", "--user", "ada", "10 EUR"], "has no budget in the unit of '10 EUR'"),
-        (["add", "--user", "ada", "1 GPU hour", "--until", "soon"], "--until 'soon' is not a time"),
-        (["add", "--user", "ada", "1 GPU hour", "--until", "2020-01-01"], "has passed"),
+        (["--add", "10 EUR"], "say to whose budget it is added"),
+        (["--until", "7d"], "--until goes with --add"),
+        (["--user", "ada", "--add", "much"], "allowed: an amount and its unit"),
+        (["--user", "ada", "--add", "10 EUR"], "has no budget in the unit of '10 EUR'"),
+        (["--user", "ada", "--add", "1 GPU hour", "--until", "soon"], "--until 'soon' is not a time"),
+        (["--user", "ada", "--add", "1 GPU hour", "--until", "2020-01-01"], "has passed"),
     ],
 )
 def test_a_slip_is_told_in_one_line(

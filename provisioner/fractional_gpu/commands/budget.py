@@ -22,8 +22,8 @@ NO_BUDGETS: Final = (
 EPILOG = """\
 examples:
   jupyter gpu budget                                        your budgets; for administrators, everybody's
-  jupyter gpu budget add --user ada "10 GPU hours"          more for ada, until her budget begins anew
-  jupyter gpu budget add --group students "50 EUR" --until 2026-12-24
+  jupyter gpu budget --user ada --add "10 GPU hours"        more for ada, until her budget begins anew
+  jupyter gpu budget --group students --add "50 EUR" --until 2026-12-24
 
 An amount is added to the budgets of that user or group that are in its unit. Administrators add; it is written to the audit log. What
 happens when a budget is used up is the pool's `over_budget`: no kernel is ended, and nothing is lost.
@@ -34,17 +34,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the command and add its arguments."""
     parser.description = "Show what is left of budgets, or add to one."
     parser.epilog = EPILOG
-    parser.add_argument("action", nargs="?", choices=("list", "add"), default="list", help="what to do (default: list)")
-    parser.add_argument(
-        "amount", nargs="?", metavar="AMOUNT", help="with add: such as '10 GPU hours', '50 EUR' or '5 kWh'"
-    )
     whose = parser.add_mutually_exclusive_group()
-    whose.add_argument("--user", metavar="NAME", help="a user; with list: only their budgets")
-    whose.add_argument("--group", metavar="NAME", help="a group; with list: only its budgets")
+    whose.add_argument("--user", metavar="NAME", help="only this user's budgets")
+    whose.add_argument("--group", metavar="NAME", help="only this group's budgets")
+    parser.add_argument("--add", metavar="AMOUNT", help="give them more: such as '10 GPU hours', '50 EUR' or '5 kWh'")
     parser.add_argument(
         "--until",
         metavar="WHEN",
-        help="with add: a date, a time, or a duration such as 7d (default: until the budget begins anew)",
+        help="with --add: a date, a time, or a duration such as 7d (default: until the budget begins anew)",
     )
     parser.add_argument("--json", action="store_true", help="print the budgets as JSON")
     add_socket_argument(parser)
@@ -52,11 +49,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """List budgets or add to one. Raises UsageError, ForbiddenError or NotFoundError."""
-    adds = options.action == "add"
-    if adds and (options.amount is None or not (options.user or options.group)):
-        raise UsageError('say whose and how much: `jupyter gpu budget add --user NAME "10 GPU hours"`, or --group')
-    if not adds and (options.amount is not None or options.until is not None):
-        raise UsageError("an amount and --until go with `jupyter gpu budget add`; the list takes neither")
+    adds = options.add is not None
+    if adds and not (options.user or options.group):
+        raise UsageError(
+            'say to whose budget it is added: `jupyter gpu budget --user NAME --add "10 GPU hours"`, or --group'
+        )
+    if not adds and options.until is not None:
+        raise UsageError("--until goes with --add: until when more is given")
     until_s = None if options.until is None else _until(options.until)
     with (
         running_broker(options.socket, without=NO_BUDGETS) as running,
@@ -64,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     ):
         if adds:
             kind, name = ("user", options.user) if options.user else ("group", options.group)
-            found = client.extend_budget(BudgetExtension(kind=kind, name=name, amount=options.amount, until_s=until_s))
+            found = client.extend_budget(BudgetExtension(kind=kind, name=name, amount=options.add, until_s=until_s))
         else:
             found = client.budgets()
     shown = [one for one in found.budgets if adds or _is_wanted(one, options)]

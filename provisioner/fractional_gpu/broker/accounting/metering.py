@@ -22,7 +22,7 @@ from fractional_gpu.broker.clock import now_ms, wall_ms
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.core.arbiter import Arbiter
-from fractional_gpu.core.effects import Effect, LeaseEnded, StateChanged
+from fractional_gpu.core.effects import Effect, Granted, LeaseEnded, StateChanged
 from fractional_gpu.core.events import Event, Expected, LeaseRecovered
 from fractional_gpu.core.metering.meter import Meter
 from fractional_gpu.core.metering.observed import observe
@@ -114,7 +114,7 @@ class Metering:
             self._recovered(event.spec.lease_id)
         touched = set() if isinstance(event, Expected) else {getattr(event, "lease_id", "")}
         for effect in effects:
-            if isinstance(effect, StateChanged | LeaseEnded):
+            if isinstance(effect, StateChanged | LeaseEnded | Granted):
                 touched.add(effect.lease_id)
             if isinstance(effect, StateChanged) and (effect.old, effect.new) in _MOVED:
                 self._moved(effect)
@@ -123,8 +123,13 @@ class Metering:
             self._observe(lease_id, self._clocks.now())
 
     def read_energy(self, sensors: Mapping[str, DeviceSensors], utilisation: Mapping[str, int]) -> None:
-        """Divide what the devices drew since the last sample. `utilisation`: of leases while they ran cells, thousandths of a device."""
+        """Divide what the devices drew since the last sample. `utilisation`: of leases while they ran cells, thousandths of a device.
+
+        A lease that was not measured in this time, because its cells were too short for a figure, counts with what is learnt of it.
+        """
         at_ms, wall = self._clocks.now(), self._clocks.wall()
+        learnt = {view.spec.lease_id: view.demand_milli for view in self._arbiter.leases() if view.demand_milli}
+        work = learnt | dict(utilisation)
         for device_id, one in sensors.items():
             self.meter.read_energy(
                 at_ms,
@@ -133,7 +138,7 @@ class Metering:
                 counter_mj=one.energy_mj,
                 power_mw=one.power_mw,
                 quiet=not one.busy_percent,
-                utilisation=utilisation,
+                utilisation=work,
             )
 
     def _observe(self, lease_id: str, at_ms: int, *, busy: bool | None = None) -> None:
