@@ -44,7 +44,7 @@ STYLE: Final = DAYS_STYLE + (
     ".gpu-report tbody tr:nth-child(even){background:var(--stripe)}"
     ".gpu-report .wide .name:first-child{position:sticky;left:0;background:inherit}"
     ".gpu-report tr.rest td{font-style:italic}.gpu-report tfoot td{font-weight:600;border-top:2px solid var(--grid)}"
-    ".gpu-report .sums{display:grid;grid-template-columns:repeat(auto-fit,minmax(8em,1fr));gap:.6em;margin:1em 0;padding:0}"
+    ".gpu-report .sums{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(13em,45%),1fr));gap:.6em;margin:1em 0;padding:0}"
     ".gpu-report .sums div{border:1px solid var(--grid);border-radius:6px;padding:.5em .8em}"
     ".gpu-report .sums dt{color:var(--faint);font-size:.87em}"
     ".gpu-report .sums dd{margin:0;font-size:1.2em;font-weight:600;overflow-wrap:anywhere}"
