@@ -157,10 +157,10 @@ class Broker:
         files.reach(f"{point}.before")
         effects = self.arbiter.handle(event)
         self.metrics.saw(event, effects)
-        self.metering.saw(event, effects)
         self._tickets = None
         for effect in effects:
             self._carry_out(effect)
+        self.metering.saw(event, effects)
         self.arbiter.run_deferred_work()
         if isinstance(event, LeaseMeasured) and (view := self.arbiter.lease(event.lease_id)) is not None:
             self.history.note(view)
