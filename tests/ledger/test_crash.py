@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.ledger import Ledger
+from fractional_gpu.ledger.ledger import METER
 
 _WRITER = """
 import sys

@@ -10,7 +10,6 @@ import pytest
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.effects import Effect, StateChanged
 from fractional_gpu.core.events import Event
-from fractional_gpu.core.metering.observed import holding_of, is_metered
 from fractional_gpu.core.metering.tariffs import Basis, PriceBand, Tariff
 from fractional_gpu.core.metering.usage import HOUR_MS, Usage, UsageRow
 from fractional_gpu.core.model import DeviceSpec, PoolSpec, ReserveBy
@@ -133,9 +132,9 @@ def test_what_the_meter_knows_of_each_lease_is_what_the_arbiter_says_after_every
     def checked(self: HostMeter, at_ms: int, arbiter: Arbiter, event: Event, effects: Iterable[Effect]) -> None:
         nonlocal seen, others
         saw(self, at_ms, arbiter, event, effects)
-        views = {view.spec.lease_id: view for view in arbiter.leases() if is_metered(view)}
+        are = {view.spec.lease_id: arbiter.holding(view.spec.lease_id) for view in arbiter.leases()}
         told = {lease_id: lease.holding for lease_id, lease in self.meter._leases.items()}
-        assert told == {lease_id: holding_of(view) for lease_id, view in views.items()}
+        assert told == {lease_id: holding for lease_id, holding in are.items() if holding is not None}
         seen += 1
         about = getattr(event, "lease_id", None)
         others += any(isinstance(effect, StateChanged) and effect.lease_id != about for effect in effects)

@@ -25,7 +25,7 @@ from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.effects import Effect, Granted, LeaseEnded, StateChanged
 from fractional_gpu.core.events import Event, Expected, LeaseRecovered
 from fractional_gpu.core.metering.meter import Meter
-from fractional_gpu.core.metering.observed import observe
+from fractional_gpu.core.metering.observed import tell
 from fractional_gpu.core.metering.tariffs import SLICE_MS, LocalTime, Tariff
 from fractional_gpu.core.metering.usage import UsageKey, UsageRow
 from fractional_gpu.core.model import LeaseState
@@ -142,14 +142,14 @@ class Metering:
             )
 
     def _observe(self, lease_id: str, at_ms: int, *, busy: bool | None = None) -> None:
-        view = self._arbiter.lease(lease_id)
-        if view is not None and busy is not None:
-            view = replace(view, busy=busy)
-        observe(self.meter, at_ms, self._wall_at(at_ms), lease_id, view)
-        if view is None or not view.saved_mib:
+        holding = self._arbiter.holding(lease_id)
+        if holding is not None and busy is not None:
+            holding = replace(holding, busy=busy)
+        tell(self.meter, at_ms, self._wall_at(at_ms), lease_id, holding)
+        if holding is None or not holding.host_mib:
             self._saved_mib.pop(lease_id, None)
         else:
-            self._saved_mib[lease_id] = view.saved_mib
+            self._saved_mib[lease_id] = holding.host_mib
 
     def _recovered(self, lease_id: str) -> None:
         """Count a lease of an earlier broker from its last write on, or from the lease's beginning if that was later."""

@@ -20,7 +20,7 @@ from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.effects import Effect
 from fractional_gpu.core.events import Event
 from fractional_gpu.core.metering.meter import Meter
-from fractional_gpu.core.metering.observed import holding_of, is_metered
+from fractional_gpu.core.metering.observed import tell
 from fractional_gpu.core.metering.tariffs import SLICE_MS, Tariff
 from fractional_gpu.core.metering.usage import HOUR_MS, Usage, UsageKey, UsageRow
 from fractional_gpu.simulator.machine import Host
@@ -168,15 +168,10 @@ class HostMeter:
                 self._observe(at_ms, arbiter, lease_id)
 
     def _observe(self, at_ms: int, arbiter: Arbiter, lease_id: str) -> None:
-        view = arbiter.lease(lease_id)
-        now: tuple[str, ...] = ()
-        milli = 0
-        if view is not None and is_metered(view):
-            holding = holding_of(view)
-            now, milli = holding.devices, holding.milli
-            self.meter.set_lease(at_ms, BEGINS_MS + at_ms, lease_id, holding)
-        else:
-            self.meter.end_lease(at_ms, BEGINS_MS + at_ms, lease_id)
+        holding = arbiter.holding(lease_id)
+        now: tuple[str, ...] = holding.devices if holding is not None else ()
+        milli = holding.milli if holding is not None else 0
+        tell(self.meter, at_ms, BEGINS_MS + at_ms, lease_id, holding)
         before = self._held.get(lease_id, ())
         for device_id in {*before, *now}:
             device = self._devices[device_id]
