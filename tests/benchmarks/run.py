@@ -24,6 +24,7 @@ from tests.benchmarks.crowding import measure_crowds
 from tests.benchmarks.loading import measure_loading
 from tests.benchmarks.recovering import measure_recovery
 from tests.benchmarks.report import Row, as_json, as_table
+from tests.benchmarks.serving import measure_serving
 from tests.benchmarks.starting import measure_starts
 from tests.benchmarks.swapping import measure_swaps
 from tests.support.paths import COMPLETE_PYTHONPATH
@@ -47,6 +48,7 @@ class Amounts:
     acquires: int = 2000
     sizes_mib: tuple[int, ...] = (64, 256, 640)
     swaps: int = 9
+    requests: int = 21
     recovered: int = 64
     recoveries: int = 9
     arbiter_leases: tuple[int, ...] = decision_time.LEASES
@@ -64,6 +66,7 @@ QUICK = Amounts(
     acquires=50,
     sizes_mib=(64,),
     swaps=2,
+    requests=2,
     recovered=4,
     recoveries=2,
     arbiter_leases=(10, 100),
@@ -91,6 +94,7 @@ def measure(world: World, amounts: Amounts, parts: Sequence[str]) -> list[Row]:
         "swaps": lambda: measure_swaps(
             world.socket, world.simulated_folder, whole, sizes_mib=amounts.sizes_mib, times=amounts.swaps, say=say
         ),
+        "serving": lambda: measure_serving(world, amounts.requests, say),
     }
     return [row for part in parts for row in work[part]()]
 
@@ -106,7 +110,7 @@ def _circumstances(before: tuple[float, float, float]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table, and return the exit status."""
-    parts = ("start", "crowds", "loading", "cells", "acquire", "swaps", "recovery", "decisions")
+    parts = ("start", "crowds", "loading", "cells", "acquire", "swaps", "serving", "recovery", "decisions")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smoke run; its numbers mean little")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the numbers here")

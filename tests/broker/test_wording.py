@@ -107,6 +107,7 @@ def leases(note: Refusals) -> None:
         "guaranteed memory in a pool that reserves all": {"request_mib": 100},
         "more devices than there are": {"devices": 2},
         "a priority out of range": {"priority": 5000},
+        "another kind": {"kind": "job"},
         "a label that is too long": {"label": "x" * 201},
         "a field that is not known": {"memmory_mib": 5},
         "an entry that is too long": {"label": "x" * 5000},

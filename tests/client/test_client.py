@@ -7,8 +7,6 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Generator
-from typing import cast
 
 import pytest
 from msgspec import to_builtins
@@ -290,13 +288,13 @@ def test_acquire_tells_how_the_wait_goes_and_ends_with_the_grant(broker: FakeBro
     granted = Progress(kind="granted", environment={"CUDA_VISIBLE_DEVICES": "GPU-1"}, device_id="GPU-1")
     broker.progress = [waiting, granted]
     assert list(client.acquire("lease-1", AcquireRequest(wait_ms=7_000))) == [waiting, granted]
-    assert broker.bodies("acquire") == [{"wait_ms": 7_000}]
+    assert broker.bodies("acquire") == [{"wait_ms": 7_000, "hold": False}]
 
 
 def test_leaving_acquire_hangs_up(broker: FakeBroker, client: BrokerClient) -> None:
     client.create_lease(REQUEST)
     broker.progress = [Progress(kind="waiting", position=1)]
-    stream = cast("Generator[Progress, None, None]", client.acquire("lease-1", AcquireRequest()))
+    stream = client.acquire("lease-1", AcquireRequest())
     assert next(stream).position == 1
     stream.close()
     broker.wait_for(lambda: broker.hung_up == ["acquire"])

@@ -14,7 +14,7 @@ OPEN_TO_ALL = {
     "GET /v1/events",
     "POST /v1/leases",
 }  # what they show, or give, is one's own
-TOKEN_ONLY = {"attach", "detach", "acquire", "gate", "answer"}
+TOKEN_ONLY = {"attach", "detach", "acquire", "follow", "gate", "answer"}
 
 
 @pytest.fixture(scope="module")

@@ -223,6 +223,7 @@ def drawn(session: Session) -> dict[str, list[object]]:
         (Load(joint_percent=50), set()),
         (Load(lunch_ms=HOUR_MS), set()),
         (Load(weekends=True), set()),
+        (Load(weekends=True, weekend_percent=10), set()),
         (Load(time_zones=4), set()),
         (Load(ask_error_percent=50), {"asked"}),
         (Load(failed_swaps_percent=50), set()),
@@ -247,7 +248,7 @@ def test_a_switch_leaves_the_other_draws_as_they_are(load: Load, changes: set[st
 
 def test_the_switches_are_all_tried() -> None:
     """So that a new one is added above."""
-    assert len(fields(Load)) == 11
+    assert len(fields(Load)) == 12
 
 
 # -- other habits --------------------------------------------------------------------------------------------------------

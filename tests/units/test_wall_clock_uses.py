@@ -47,6 +47,7 @@ ALLOWED = {
     "provisioner/fractional_gpu/broker/api/lease_service.py": "dates of leases",
     "provisioner/fractional_gpu/broker/monitoring/watchdog.py": "the date of a line of the log",
     "provisioner/fractional_gpu/commands/audit.py": "what to show",
+    "provisioner/fractional_gpu/commands/budget.py": "what to show, and until when more is given: an administrator's date",
     "provisioner/fractional_gpu/commands/lease_commands.py": "what to show",
     "provisioner/fractional_gpu/broker/accounting/budgets.py": "budgets run over days, weeks and months of the calendar",
     "provisioner/fractional_gpu/broker/accounting/metering.py": "as in the next one",

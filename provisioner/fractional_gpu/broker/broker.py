@@ -157,10 +157,10 @@ class Broker:
         files.reach(f"{point}.before")
         effects = self.arbiter.handle(event)
         self.metrics.saw(event, effects)
-        self.metering.saw(event, effects)
         self._tickets = None
         for effect in effects:
             self._carry_out(effect)
+        self.metering.saw(event, effects)
         self.arbiter.run_deferred_work()
         if isinstance(event, LeaseMeasured) and (view := self.arbiter.lease(event.lease_id)) is not None:
             self.history.note(view)
@@ -223,6 +223,10 @@ class Broker:
         if view is not None:
             if change.new is LeaseState.RESIDENT:
                 kernel.checkpoint.homes = devices_of(view)
+                if kernel.launch.command:
+                    # No cell says that it goes on: until the counters show that it is quiet, it counts as at work.
+                    kernel.gpu_work.clear()
+                    asyncio.get_running_loop().call_soon(self.sync_busy_state, kernel)
             self.history.note(view)
         kernel.notify()
 
@@ -378,7 +382,13 @@ class Broker:
         return policy is not None and policy.reserve_by is ReserveBy.USE
 
     def follow(self, kernel: Kernel, identity: ProcessIdentity, connection: str) -> None:
-        """Watch the kernel's process and its IOPub. Raises ProcessLookupError if it is gone, ValueError for a bad connection."""
+        """Watch the kernel's process and its IOPub, or a command's process and its runner.
+
+        Raises ProcessLookupError if it is gone, ValueError for a bad connection.
+        """
+        if kernel.launch.command:
+            self._follow_command(kernel, identity, connection)
+            return
         checked = connection_from_json(json.loads(connection))
         kernel.watch_process(identity, partial(self.process_gone, kernel, identity))
         self.oom_kills.follow(identity.pid, time.monotonic())
@@ -391,6 +401,31 @@ class Broker:
             signed=partial(self.expect_cell, kernel),
         )
         self.dispatch(BusyChanged(at_ms=now_ms(), lease_id=kernel.lease_id, busy=kernel.busy))
+
+    def _follow_command(self, kernel: Kernel, identity: ProcessIdentity, connection: str) -> None:
+        kernel.watch_process(identity, partial(self.process_gone, kernel, identity))
+        self.oom_kills.follow(identity.pid, time.monotonic())
+        kernel.connection = connection
+        self.watch_runner(kernel)
+        self.sync_busy_state(kernel)
+
+    def watch_runner(self, kernel: Kernel) -> None:
+        """Notice the end of the process that says when a command needs the GPU."""
+        kernel.watch_runner(partial(self._runner_ended, kernel))
+
+    def _runner_ended(self, kernel: Kernel) -> None:
+        """Keep a command whose runner has ended on its device, or bring it back: no process would say any more that it needs it."""
+        kernel.end_runner()
+        sentence = "`jupyter gpu run` has ended, its command has not: it stays on the GPU until it ends"
+        log.warning("lease %s: %s", kernel.lease_id[:8], sentence)
+        self.record_line(kernel.lease_id, "runner.ended", sentence)
+        # The arbiter may be in the middle of an event: a broker that starts introduces its leases one by one.
+        asyncio.get_running_loop().call_soon(self._bring_back, kernel)
+
+    def _bring_back(self, kernel: Kernel) -> None:
+        if kernel.runner_gone:
+            self.sync_busy_state(kernel)
+            self.request_on_behalf(kernel)
 
     def process_gone(self, kernel: Kernel, identity: ProcessIdentity) -> None:
         """Handle that the kernel's process ended or is about to be replaced: what it held is free once nothing of it is left."""
@@ -453,7 +488,7 @@ class Broker:
         executing = kernel.executing
         if not executing:
             kernel.cell.executing_since_s = None
-            if kernel.cell.ticket_by_broker and kernel.requests.waiters == 0:
+            if kernel.cell.ticket_by_broker and kernel.requests.waiters == 0 and not kernel.runner_gone:
                 kernel.cell.ticket_by_broker = False
                 self.dispatch(Unwanted(at_ms=now_ms(), lease_id=kernel.lease_id))
         elif kernel.cell.executing_since_s is None:

@@ -52,6 +52,7 @@ from fractional_gpu.protocol.messages import (
     History,
     HostChange,
     HostStatus,
+    LeaseNews,
     LeaseReply,
     LeaseRequest,
     LeaseStatus,
@@ -74,6 +75,7 @@ Line = TypeVar("Line", bound=WaitLine)
 
 _KEPT_CONNECTIONS = 2
 _END_S = 60.0  # SIGTERM, SIGKILL, and the driver that frees what the processes had
+_FOR_EVER_S = 20 * 86_400.0  # of a stream that says nothing while nothing changes; sockets allow 24 days
 _SILENCE_S = 3 * PULSE_S  # without a keep-alive for so long, a stream is dead
 _EVENTS = "/v1/events?changes=1"  # a broker of an earlier version ignores the query and sends whole statuses
 _FRESH = "?fresh=1"  # a broker of an earlier version ignores the query
@@ -257,7 +259,7 @@ class BrokerClient:
         """Use a drained device again; does nothing if it is not drained. For administrators. Raises ForbiddenError."""
         return self._call(DeviceStatus, "POST", f"/v1/devices/{quote(device, safe='')}/undrain")
 
-    def acquire(self, lease_id: str, request: AcquireRequest) -> Iterator[Progress]:
+    def acquire(self, lease_id: str, request: AcquireRequest) -> Generator[Progress, None, None]:
         """Yield the lease's progress while it waits for the GPU; the last line is `granted` or `refused`.
 
         Closing the generator, or an interrupt in it, hangs up, which withdraws the ticket. Waits `request.wait_ms`
@@ -266,6 +268,25 @@ class BrokerClient:
         """
         timeout_s = self.timeout_s + request.wait_ms / 1000
         return self._wait(Progress, _route(lease_id, "acquire"), request, timeout_s)
+
+    def hold(self, lease_id: str, request: AcquireRequest) -> Generator[Progress, None, None]:
+        """Yield what `acquire` does, and go on after `granted`: the lease is in use until the generator or the client is closed.
+
+        It waits again where the lease is preempted, and says so; it ends with `refused`. Raises BrokerUnavailableError.
+        """
+        request = replace(request, hold=True)
+        with closing(self._stream("POST", _route(lease_id, "acquire"), request, _FOR_EVER_S)) as stream:
+            for payload in stream:
+                yield decode_reply(payload, Progress)
+
+    def follow(self, lease_id: str) -> Generator[LeaseNews, None, None]:
+        """Yield a command's state and notices as they change, until its lease ends; between them it blocks.
+
+        Raises NotFoundError, and BrokerUnavailableError when the broker goes away or another thread calls `close`.
+        """
+        with closing(self._stream("POST", _route(lease_id, "follow"), None, _FOR_EVER_S)) as stream:
+            for payload in stream:
+                yield decode_reply(payload, LeaseNews)
 
     def gate(self, lease_id: str, hello: GateHello) -> Iterator[GateCommand]:
         """Yield the broker's commands for this kernel's gate, until the broker ends the stream; between them it blocks.
@@ -357,7 +378,7 @@ class BrokerClient:
             raise _error(payload, connection)
         return payload
 
-    def _wait(self, kind: type[Line], target: str, request: Struct, timeout_s: float) -> Iterator[Line]:
+    def _wait(self, kind: type[Line], target: str, request: Struct, timeout_s: float) -> Generator[Line, None, None]:
         """Yield the lines of a stream up to the one that is `granted` or `refused`. Raises BrokerUnavailableError if it ends before."""
         with closing(self._stream("POST", target, request, timeout_s)) as stream:
             for payload in stream:

@@ -42,6 +42,7 @@ _LEASES = "fractional_gpu.commands.lease_commands"
 COMMANDS: dict[str, _Entry] = {
     "demo": _Entry("fractional_gpu.commands.demo.demo", "two notebooks take turns on one GPU, and nothing is lost"),
     "lab": _Entry("fractional_gpu.commands.lab", "JupyterLab with kernels on fractions of a GPU", passes_on=True),
+    "run": _Entry("fractional_gpu.commands.run.run", "a script or a model server on a share of a GPU, as a kernel is"),
     "status": _Entry("fractional_gpu.commands.status", "the GPUs, and which kernels hold them or wait"),
     "suspend": _Entry(_LEASES, "save a kernel's GPU memory on the host and free the GPU"),
     "resume": _Entry(_LEASES, "bring a suspended kernel back onto a GPU"),
@@ -58,6 +59,7 @@ COMMANDS: dict[str, _Entry] = {
     "audit": _Entry("fractional_gpu.commands.audit", "what administrators did, when, and for whom (administrators)"),
     "seats": _Entry("fractional_gpu.commands.seats", "the seats of hub servers, and ending one (administrators)"),
     "pool": _Entry("fractional_gpu.commands.pool", "what the pools are, and changing them while the broker runs"),
+    "budget": _Entry("fractional_gpu.commands.budget", "what is left of budgets, and giving a user or group more"),
     "kernels": _Entry(
         "fractional_gpu.commands.kernels", "install, list and remove the kernels that the launcher offers"
     ),

@@ -89,7 +89,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="WHAT,...",
         help=f"what to sum by, several with commas: {', '.join(USAGE_BY)} (default: user)",
     )
-    set_completer(by, USAGE_BY)
+    set_completer(by, _propose_by)
     for name, default, says in (
         ("since", None, f"from when on: {', '.join(WORDS)}, 7d, 12h, a date or a time (default: {DEFAULT})"),
         ("until", None, "until when, likewise (default: now)"),
@@ -109,6 +109,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--from", dest="rows", type=Path, metavar="FILE", help="report on the rows of this file; no broker is asked"
     )
     add_socket_argument(parser)
+
+
+def _propose_by(prefix: str, **_: object) -> list[str]:
+    """Propose what may follow in a list with commas."""
+    before, comma, _word = prefix.rpartition(",")
+    return [f"{before}{comma}{name}" for name in USAGE_BY if name not in before.split(",")]
 
 
 def run(options: argparse.Namespace) -> int:

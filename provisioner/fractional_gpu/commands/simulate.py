@@ -15,8 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fractional_gpu import __version__
-from fractional_gpu.commands.simulate_load import MADE_UP, configure_load, percent, read_trace, usual_load
-from fractional_gpu.commands.simulate_machine import (
+from fractional_gpu.commands.simulation.load import MADE_UP, configure_load, percent, read_trace, usual_load
+from fractional_gpu.commands.simulation.machine import (
     MOST_DEVICES,
     MOST_IN_A_HOST,
     MachineOptions,
@@ -24,6 +24,14 @@ from fractional_gpu.commands.simulate_machine import (
     parsed,
     read_machine,
     usual_machine,
+)
+from fractional_gpu.commands.simulation.usage import (
+    NO_INPUT,
+    check_pools,
+    configure_usage,
+    read_meter,
+    usage_figures,
+    usage_table,
 )
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError
 from fractional_gpu.commands.terminal.progress import Progress
@@ -34,6 +42,8 @@ from fractional_gpu.simulator.baselines import BASELINES, CULL_AFTER_MS, MPS_FIL
 from fractional_gpu.simulator.felt import Goal
 from fractional_gpu.simulator.fleet.run import run as run_hosts
 from fractional_gpu.simulator.machine import Host
+from fractional_gpu.simulator.metering.run_meter import RunMeter
+from fractional_gpu.simulator.metering.usage_file import write_usage
 from fractional_gpu.simulator.picture import About, picture
 from fractional_gpu.simulator.placement import NodeShape, Outcome, PodKind, place, read_nodes, read_pods
 from fractional_gpu.simulator.policies import POLICIES
@@ -52,6 +62,7 @@ examples:
   jupyter gpu simulate --users 50 --hosts '?x(8x80GiB)' --find-devices --p95-wait 3s --baseline reservation --picture run.html
   jupyter gpu simulate --sessions sessions.csv --cells cells.csv --policy jupyter_gpu_config.py --json
   jupyter gpu simulate --users 10000 --several-gpus 0 --hosts '100x(8x80GiB)' --place use --foresight 20s
+  jupyter gpu simulate --users 60 --days 7 --weekends --policy prices.py --groups 'physics:2,teaching:1@small' --usage usage.json
   jupyter gpu simulate --users 20 --record run.log && jupyter gpu simulate --replay run.log
   jupyter gpu simulate --placement --nodes nodes.csv --pods pods.csv --policy fgd --seeds 42-51 --json
 
@@ -65,6 +76,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     configure_load(parser)
     configure_machine(parser)
+    configure_usage(parser)
     _configure_output(parser)
     _configure_placement(parser)
 
@@ -124,6 +136,8 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     machine = read_machine(options)
     trace = read_trace(options)
+    check_pools(options, trace)
+    meter = read_meter(options, machine)
     if options.write_trace:
         _writing(options.write_trace[0], lambda: write_sessions(trace, *options.write_trace))
     goal = _goal(options)
@@ -132,7 +146,7 @@ def _run(options: argparse.Namespace) -> int:
             raise UsageError("--record takes down one run, and --find-devices makes several; find first, then record")
         result = _fewest("fractional", machine, trace, goal, lambda hosts: _simulate(hosts, trace, machine, goal))
     else:
-        result = _simulate(machine.hosts(), trace, machine, None)
+        result = _simulate(machine.hosts(), trace, machine, None, meter)
     hosts = (
         machine.hosts(result.hosts if machine.several else result.devices) if options.find_devices else machine.hosts()
     )
@@ -143,13 +157,16 @@ def _run(options: argparse.Namespace) -> int:
     if options.picture is not None:
         page = picture([result, *baselines], _about(options, trace, hosts))
         _writing(options.picture, lambda: options.picture.write_text(page, encoding="utf-8"))
+    usage = usage_figures(meter) if meter is not None else {}
+    if meter is not None and options.usage is not None:
+        _writing(options.usage, lambda: write_usage(options.usage, meter, hosts))
     if options.json:
-        shown = result.as_json()
+        shown = result.as_json() | ({"usage": usage} if usage else {})
         if baselines:
             shown["baselines"] = {baseline.name: baseline.as_json() for baseline in baselines}
         print(json.dumps(shown))
     else:
-        sys.stdout.write(_table([result, *baselines]))
+        sys.stdout.write(_table([result, *baselines]) + (f"\n{usage_table(usage)}" if usage else ""))
     if not machine.several and result.devices > MOST_IN_A_HOST:
         print(
             f"note: all {result.devices} devices are in one host, and no host has so many; --hosts simulates several",
@@ -239,10 +256,18 @@ def _start(name: str, trace: Sequence[Session], host: Host) -> int:
             return devices_for_cells(trace, host)
 
 
-def _simulate(hosts: Sequence[Host], trace: Sequence[Session], machine: MachineOptions, goal: Goal | None) -> Result:
+def _simulate(
+    hosts: Sequence[Host],
+    trace: Sequence[Session],
+    machine: MachineOptions,
+    goal: Goal | None,
+    meter: RunMeter | None = None,
+) -> Result:
     said, record = _devices_of(hosts), machine.options.record
     placing, progress = Progress(said, "sessions placed"), Progress(said, "sessions")
-    result = run_hosts(hosts, trace, machine.way, record=record, goal=goal, progress=progress, placing=placing)
+    result = run_hosts(
+        hosts, trace, machine.way, record=record, goal=goal, progress=progress, placing=placing, meter=meter
+    )
     result.wall_s = progress.seconds
     return result
 
@@ -251,7 +276,7 @@ def _devices_of(hosts: Sequence[Host]) -> str:
     return f"{sum(len(host.devices) for host in hosts)} devices"
 
 
-_NO_INPUT = frozenset(
+_NO_INPUT = NO_INPUT | frozenset(
     ["json", "picture", "record", "replay", "write_trace", "processes", "placement", "nodes", "pods", "seeds", "tune"]
 )
 """Options by which nothing of a run's figures changes."""

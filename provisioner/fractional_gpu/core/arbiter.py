@@ -57,6 +57,8 @@ from fractional_gpu.core.handlers.lifecycle import Lifecycle
 from fractional_gpu.core.handlers.operation_results import OperationResults
 from fractional_gpu.core.handlers.overrides import set_priority
 from fractional_gpu.core.invariants import check_devices, validate
+from fractional_gpu.core.metering.meter import Holding
+from fractional_gpu.core.metering.observed import Observer
 from fractional_gpu.core.model import DeviceView, LeaseSpec, LeaseState, LeaseView, PoolSpec, Slowdown, Span, TicketView
 from fractional_gpu.core.rules.admission import refusal
 from fractional_gpu.core.rules.eligibility import update_all_suspendability
@@ -237,6 +239,7 @@ class Arbiter:
         self._check = check
         self._deferred_work_done = True
         self._views: dict[str, LeaseView] = {}  # built since the last event
+        self._observer = Observer()
 
     def use_time_format(self, format_time: FormatTime) -> None:
         """Write times of day into the sentences of tickets. For a driver with a clock; without one, times are relative."""
@@ -258,6 +261,14 @@ class Arbiter:
         if view is None:
             view = self._views[lease.lease_id] = lease_view(lease, self._changes.forecast_recorder)
         return view
+
+    def holding(self, lease_id: str) -> Holding | None:
+        """Return what the meter counts of a lease from now on; None if nothing."""
+        lease = self._books.leases.get(lease_id)
+        if lease is None:
+            self._observer.forget(lease_id)
+            return None
+        return self._observer.holding(lease)
 
     def ticket(self, lease_id: str) -> TicketView | None:
         """Return the lease's place in the queue, or None if it does not wait."""

@@ -53,6 +53,8 @@ _LEASE_VARIABLES = (
     "JUPYTER_GPU_DEVICE_MIB",
     "JUPYTER_GPU_CONTEXT_MIB",
     "JUPYTER_GPU_PRELOAD",
+    "JUPYTER_GPU_KIND",
+    "JUPYTER_GPU_MEMORY_FRACTION",
 )
 _PRELOAD = "LD_PRELOAD"
 _FROZEN_STATES = frozenset({"suspending", "suspended", "resuming", "quarantined"})

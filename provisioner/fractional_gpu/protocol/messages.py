@@ -12,7 +12,9 @@ Routes (all under /v1; `L` is a lease id; authorisation: peer uid, and `Authoriz
     DELETE /v1/leases/L                    -> Done                idempotent
     POST   /v1/leases/L/attach AttachRequest -> LeaseStatus       the process behind it, and its Jupyter connection
     POST   /v1/leases/L/detach             -> Done                the process is gone or about to be replaced (restart)
-    POST   /v1/leases/L/acquire AcquireRequest -> stream of Progress lines (NDJSON), the last one `granted` or `refused`
+    POST   /v1/leases/L/acquire AcquireRequest -> stream of Progress lines (NDJSON), the last one `granted` or `refused`; with `hold`
+                                              it goes on after `granted`, and the lease is in use until the client hangs up
+    POST   /v1/leases/L/follow             -> stream of LeaseNews lines (NDJSON): a command's state and notices, until its lease ends
     POST   /v1/leases/L/suspend            -> LeaseStatus         waits until it is suspended or refused
     POST   /v1/leases/L/resume             -> LeaseStatus         waits until it is resident or refused
     POST   /v1/leases/L/expect ExpectRequest -> Done              a sign that its next cell is near
@@ -61,6 +63,10 @@ class Pong(Struct, frozen=True, kw_only=True):
     simulated: bool
 
 
+COMMAND, KERNEL = "command", "kernel"
+"""What a lease is for: a Jupyter kernel, or any other program (`jupyter gpu run`), to which no broker can listen."""
+
+
 class LeaseRequest(Struct, frozen=True, kw_only=True):
     """What a kernel wants. Fractions in milli-GPU, memory in MiB (None: the fraction's share of the device)."""
 
@@ -75,6 +81,8 @@ class LeaseRequest(Struct, frozen=True, kw_only=True):
     gated: bool = True  # the extension will be loaded: no reservation is needed before the first cell
     wait_ms: int = 0  # ungated only: how long the broker may take to make room before it refuses; it bounds this
     seat: str = ""  # the hub seat that it draws on; its token goes with the request
+    # KERNEL or COMMAND. A command is attached before its program runs, waits with `acquire`, and holds its reservation from then on.
+    kind: str = KERNEL
 
 
 class LeaseReply(HidesSecrets, frozen=True, kw_only=True):
@@ -98,6 +106,11 @@ class AttachRequest(HidesSecrets, frozen=True, kw_only=True):
     connection: dict[str, Any]  # Jupyter's connection file: ip, ports, transport, key (text), signature_scheme
     language: str = "python"
     ipykernel: bool = True  # subscribe to the prefix `kernel.` only
+    # KERNEL, or COMMAND: then `connection` is empty, and the process of the client is the one that says when it needs the GPU
+    kind: str = KERNEL
+    served: bool = (
+        False  # a command that is in use by the connections to it alone, where a device does not count its work
+    )
 
 
 class Done(Struct, frozen=True, kw_only=True):
@@ -256,12 +269,29 @@ class LeaseStatus(Struct, frozen=True, kw_only=True):
     came_early: bool = False  # it was brought back for an expected cell, which has not come yet
     foresight: str = ""  # what its pool does for expected cells: off, free, displace
     budget: str = ""  # that most of a budget that it counts for is spent, or all of it, a sentence
+    kind: str = KERNEL  # or COMMAND
 
 
 class AcquireRequest(Struct, frozen=True, kw_only=True):
-    """Take a ticket for the GPU. The stream ends with `granted` or `refused`; hanging up withdraws the ticket."""
+    """Take a ticket for the GPU. The stream ends with `granted` or `refused`; hanging up withdraws the ticket.
+
+    With `hold` the wait has no limit, and the stream goes on after `granted`: the lease is in use until the client hangs up. One that is
+    preempted meanwhile waits again, and the stream says so.
+    """
 
     wait_ms: int = 3_600_000
+    hold: bool = False
+
+
+class LeaseNews(Struct, frozen=True, kw_only=True):
+    """A line of a command's stream: its state, or something that its user should read. `worked`: see LeaseStatus.working.
+
+    `worked` says whether the device has counted work of its processes since they were last brought back.
+    """
+
+    state: str = ""
+    worked: bool = False
+    notice: str = ""
 
 
 class ProgressKind(StrEnum):

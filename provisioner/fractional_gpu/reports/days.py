@@ -12,12 +12,15 @@ from fractional_gpu.protocol.accounts import UsageReport
 from fractional_gpu.reports.columns import decimals
 from fractional_gpu.reports.sums import rolled_up
 
-LIGHT: Final = {"busy": "#1d4ed8", "idle": "#7aa5f5", "free": "#e5e7eb", "suspended": "#b45309", "stripe": "#f6f7f9"}
-DARK: Final = {"busy": "#7cb0ff", "idle": "#2f5fb3", "free": "#2a3039", "suspended": "#fbbf24", "stripe": "#1a1e25"}
+LIGHT: Final = {"busy": "#1d4ed8", "idle": "#5b8def", "free": "#e5e7eb", "suspended": "#b45309", "stripe": "#f6f7f9"}
+DARK: Final = {"busy": "#7cb0ff", "idle": "#3f74d1", "free": "#2a3039", "suspended": "#fbbf24", "stripe": "#1a1e25"}
 STYLE: Final = (
     ".gpu-report .days{min-width:40em}"
-    + "".join(f".gpu-report .{name}{{fill:var(--{name})}}" for name in ("busy", "idle", "free", "suspended"))
-    + ".gpu-report .free{stroke:var(--faint);stroke-width:.7}"
+    + "".join(
+        f".gpu-report .{name}{{fill:var(--{name});stroke:var(--page);stroke-width:.8}}"
+        for name in ("busy", "idle", "free", "suspended")
+    )
+    + ".gpu-report .free{stroke:var(--faint)}"
     ".gpu-report .legend{display:flex;flex-wrap:wrap;gap:.2em 1.4em;padding:0;margin:.3em 0;list-style:none}"
     ".gpu-report .legend svg{width:1em;height:.9em;margin-right:.4em}"
 )

@@ -44,7 +44,7 @@ STYLE: Final = DAYS_STYLE + (
     ".gpu-report tbody tr:nth-child(even){background:var(--stripe)}"
     ".gpu-report .wide .name:first-child{position:sticky;left:0;background:inherit}"
     ".gpu-report tr.rest td{font-style:italic}.gpu-report tfoot td{font-weight:600;border-top:2px solid var(--grid)}"
-    ".gpu-report .sums{display:grid;grid-template-columns:repeat(auto-fit,minmax(8em,1fr));gap:.6em;margin:1em 0;padding:0}"
+    ".gpu-report .sums{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(13em,45%),1fr));gap:.6em;margin:1em 0;padding:0}"
     ".gpu-report .sums div{border:1px solid var(--grid);border-radius:6px;padding:.5em .8em}"
     ".gpu-report .sums dt{color:var(--faint);font-size:.87em}"
     ".gpu-report .sums dd{margin:0;font-size:1.2em;font-weight:600;overflow-wrap:anywhere}"
@@ -174,18 +174,20 @@ def _bar_rows(
     report: UsageReport, column: str, entries: Sequence[UsageEntry], value: Callable[[UsageEntry], int]
 ) -> str:
     named = [(name_text(report, column, one.of[column]), one) for one in entries[:MOST_BARS]]
-    others = rolled_up(entries[MOST_BARS:], [])
-    named += [(f"{len(entries) - MOST_BARS} others", one) for one in others]
-    most = max((value(one) for _, one in named), default=0)
+    most = max((value(one) for one in entries), default=0)
+    named += [
+        (f"{len(entries) - MOST_BARS} others", one) for one in rolled_up(entries[MOST_BARS:], [])
+    ]  # without a bar
     hours = decimals([value(one) for _, one in named], SHARE_HOUR, 2)
-    rows = "".join(
-        f'<tr><td class="name">{escape(name)}</td>'
-        f'<td class="bar"><svg viewBox="0 0 1000 10" preserveAspectRatio="none" aria-hidden="true">'
-        f'<rect width="{value(one) * 1000 // most if most else 0}" height="10"/></svg></td>'
-        f"<td>{escape(amount_text(value(one), one.currency) if one.currency else hours[number])}</td></tr>"
-        for number, (name, one) in enumerate(named)
-    )
-    return f'<table class="bars"><tbody>{rows}</tbody></table>'
+    rows: list[str] = []
+    for number, (name, one) in enumerate(named):
+        width = value(one) * 1000 // most if most and number < MOST_BARS else 0
+        shown = amount_text(value(one), one.currency) if one.currency else hours[number]
+        rows.append(
+            f'<tr><td class="name">{escape(name)}</td><td class="bar"><svg viewBox="0 0 1000 10" preserveAspectRatio="none" '
+            f'aria-hidden="true"><rect width="{width}" height="10"/></svg></td><td>{escape(shown)}</td></tr>'
+        )
+    return f'<table class="bars"><tbody>{"".join(rows)}</tbody></table>'
 
 
 def meaning(report: UsageReport) -> str:

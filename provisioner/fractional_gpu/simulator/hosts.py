@@ -3,7 +3,7 @@
 A lease lives on one host: each host has its own devices, host memory, swap channel and arbiter. The door is what a hub does at login.
 It chooses once, when the session opens, among the hosts that can ever serve the session: those with enough devices of one kind, and large
 ones. It knows what the leases may use of the sessions that are open on each host (a host's room is what its devices give to leases in the
-sessions' pool, less that), and neither what kernels hold at the moment nor how busy the devices are. Its rules (`DoorRule`):
+session's pool, less that), and neither what kernels hold at the moment nor how busy the devices are. Its rules (`DoorRule`):
 
 - `fit`: the host with the least room that is enough for what the lease may use. Where none has enough, so that kernels will have to take
   turns, like goes to like: a session of several GPUs to the host with the fewest sessions of one GPU, then to that with the fewest of
@@ -114,7 +114,7 @@ class Door:
     def __init__(self, hosts: Sequence[Host], trace: Sequence[Session], rule: DoorRule) -> None:
         self._rule = rule
         self._leases = Leases(hosts, trace)
-        self._room_mib = [host.leasable_mib for host in hosts]
+        self._room_mib = [{pool.name: sum(host.leasable_in(pool)) for pool in host.pools} for host in hosts]
         self._singles, self._several = [0] * len(hosts), [0] * len(hosts)  # open sessions of one GPU, and of several
 
     def choose(self, session: Session) -> tuple[int, LeaseSpec]:
@@ -129,7 +129,7 @@ class Door:
 
     def _rank(self, host: int, lease: LeaseSpec) -> tuple[int, ...]:
         """Return how a host ranks for a lease; the lowest is chosen."""
-        room_mib = self._room_mib[host]
+        room_mib = self._room_mib[host][lease.pool]
         if self._rule is DoorRule.MOST_FREE:
             return (-room_mib,)
         if lease.reserve_mib * lease.devices <= room_mib:
@@ -147,7 +147,7 @@ class Door:
         self._count(host, lease, -1)
 
     def _count(self, host: int, lease: LeaseSpec, sign: int) -> None:
-        self._room_mib[host] -= sign * lease.reserve_mib * lease.devices
+        self._room_mib[host][lease.pool] -= sign * lease.reserve_mib * lease.devices
         (self._several if lease.devices > 1 else self._singles)[host] += sign
 
 

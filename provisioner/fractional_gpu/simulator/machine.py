@@ -101,7 +101,7 @@ class SwapSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """The machine and its policy. The sessions run in `pools[0]`."""
+    """The machine and its policy. Sessions that name no pool run in `pools[0]`."""
 
     devices: tuple[DeviceSpec, ...]
     pools: tuple[PoolSpec, ...]
@@ -118,15 +118,30 @@ class Host:
 
     @property
     def device_mib(self) -> int:
-        """What the smallest device of the sessions' pool gives to leases, MiB; 0 if it has none."""
-        served = frozenset(self.pools[0].devices)
-        return min((device.leasable_mib for device in self.devices if device.device_id in served), default=0)
+        """What the smallest device of the default pool gives to leases, MiB; 0 if it has none."""
+        return min(self.leasable_in(self.pools[0]), default=0)
 
     @property
     def leasable_mib(self) -> int:
-        """What all devices of the sessions' pool together give to leases, MiB."""
-        served = frozenset(self.pools[0].devices)
-        return sum(device.leasable_mib for device in self.devices if device.device_id in served)
+        """What all devices of the default pool together give to leases, MiB."""
+        return sum(self.leasable_in(self.pools[0]))
+
+    def leasable_in(self, pool: PoolSpec) -> list[int]:
+        """Return what each device of a pool gives to leases, MiB."""
+        served = frozenset(pool.devices)
+        return [device.leasable_mib for device in self.devices if device.device_id in served]
+
+    def pool_of(self, session: Session) -> PoolSpec:
+        """Return the pool that the session runs in. Raises SimulationError if it names one that does not exist."""
+        if not session.pool:
+            return self.pools[0]
+        found = next((pool for pool in self.pools if pool.name == session.pool), None)
+        if found is None:
+            raise SimulationError(
+                f"session {session.session_id!r} is to run in pool {session.pool!r}, which does not exist; the pools are "
+                f"{', '.join(pool.name for pool in self.pools)}: name one of them, or configure it (--policy)"
+            )
+        return found
 
 
 def fraction_for(session: Session, pool: PoolSpec, device_mib: int) -> tuple[int, int]:
@@ -152,7 +167,8 @@ def fraction_for(session: Session, pool: PoolSpec, device_mib: int) -> tuple[int
 
 def lease_for(host: Host, session: Session) -> LeaseSpec:
     """Return what the session asks for: a fraction, or as many whole devices as it uses at once. Raises SimulationError."""
-    pool, device_mib, several = host.pools[0], host.device_mib, session.most_gpus > 1
+    pool, several = host.pool_of(session), session.most_gpus > 1
+    device_mib = min(host.leasable_in(pool), default=0)
     kinds = [device.name for device in host.devices if device.device_id in pool.devices]
     most = min(pool.max_devices, max(map(kinds.count, kinds), default=0))  # those of one lease are of one kind
     if session.most_gpus > most:
@@ -172,4 +188,5 @@ def lease_for(host: Host, session: Session) -> LeaseSpec:
         request_mib=max(1, cap_mib * host.request_percent // 100),
         devices=session.most_gpus if several else 1,
         priority=session.priority,
+        group=session.group,
     )

@@ -8,7 +8,8 @@ The same run gives the same bytes.
   baseline that runs without the arbiter also has `baseline`, which is null otherwise: `fill_percent` (of a device that a cell fills
   while it uses it), `clients` (the most sessions of a device) and `cull_after_ms`, each null where it does not matter.
   All others have `door`, the rule by which sessions are given their hosts (`hosts`).
-- One line for each session, `{"session": ID, ...}`: when it is open, what it would reserve, what it asks for, and its cells as
+- One line for each session, `{"session": ID, ...}`: when it is open, what it would reserve, what it asks for, its group and its pool
+  where it names them (without a pool it runs in the first one of its host), and its cells as
   `[start_ms, duration_ms, gpus, gpu_mib, util_percent]`.
 - `{"event": TYPE, "host": N, "fields": {...}, "digest": ..., "effects": [[TYPE, {...}], ...]}`: an event and what the arbiter of a host
   answered; hosts are counted from 0. The digest is the first 16 hexadecimal digits of the SHA-256 of the effects as canonical JSON; a
@@ -52,6 +53,7 @@ _FORMAT = "jupyter-gpu-events"
 _VERSION = 4
 _REPLAYED = (1, 2, 3, 4)
 _SEVERAL_HOSTS = 3  # since this version
+_IF_SAID = ("group", "pool")  # left out where they are empty
 _ABOUT_SESSIONS = ("user", "open_ms", "close_ms", "gpus", "gpu_mib", "priority", "asked_mib")
 _EVENTS: dict[str, type[Event]] = {
     name: kind
@@ -104,6 +106,7 @@ class EventLog:
         self._write({"format": _FORMAT, "version": _VERSION, **about, "hosts": hosts})
         for session in trace:
             facts = {name: getattr(session, name) for name in _ABOUT_SESSIONS}
+            facts |= {name: said for name in _IF_SAID if (said := getattr(session, name))}
             self._write({"session": session.session_id, **facts, "cells": [astuple(cell) for cell in session.cells]})
 
     def __enter__(self) -> Self:

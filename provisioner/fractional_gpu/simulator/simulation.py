@@ -60,6 +60,7 @@ from fractional_gpu.simulator.felt import Felt, Goal
 from fractional_gpu.simulator.hosts import Chosen, Door, DoorRule, Machine, Moments, Recorder, hosts_of
 from fractional_gpu.simulator.load import SIGN_MS
 from fractional_gpu.simulator.machine import UNSHARED, Host, Running, SharedDevice
+from fractional_gpu.simulator.metering.run_meter import RunMeter
 from fractional_gpu.simulator.result import Accounts, Part, Result, begin_result, finished
 from fractional_gpu.simulator.traces import Cell, Session
 
@@ -116,17 +117,20 @@ def simulate(
     record: Recorder | None = None,
     progress: Progress | None = None,
     goal: Goal | None = None,
+    meter: RunMeter | None = None,
 ) -> Result:
     """Run the trace on one host or on several, among which `door` chooses; or `chosen` has the host of each session of the trace.
 
-    `watch` sees every event and its effects; `progress` the sessions that ended, and all.
+    `watch` sees every event and its effects; `progress` the sessions that ended, and all. `meter` counts what the leases use, and
+    changes no decision.
 
     A run that cannot reach the `goal` any more is given up there.
     Raises SimulationError for a session that no host can serve at all, or that cannot run on the host that was chosen for it.
     """
     hosts = hosts_of(machine)
     gate = Door(hosts, trace, door) if chosen is None else Chosen(hosts, trace, chosen)
-    return finished(_Cluster(hosts, trace, goal, door=gate, watch=watch, record=record, progress=progress).run(), trace)
+    cluster = _Cluster(hosts, trace, goal, door=gate, watch=watch, record=record, progress=progress, meter=meter)
+    return finished(cluster.run(), trace)
 
 
 def simulate_part(
@@ -150,6 +154,7 @@ class _Shared:
     felt: Felt
     watch: Watch | None
     record: Recorder | None
+    meter: RunMeter | None
     over: Callable[[int, LeaseSpec], None]
 
 
@@ -166,6 +171,7 @@ class _Cluster:
         watch: Watch | None,
         record: Recorder | None,
         progress: Progress | None,
+        meter: RunMeter | None = None,
     ) -> None:
         self._trace, self._progress = trace, progress
         self._result = begin_result("fractional", trace, hosts)
@@ -178,13 +184,17 @@ class _Cluster:
             felt=Felt(trace, goal),
             watch=watch,
             record=record,
+            meter=meter,
             over=self._door.closed,
         )
+        if meter is not None:
+            meter.begin(hosts)
         self._runs = [_Run(number, host, self._shared) for number, host in enumerate(hosts)]
 
     def run(self) -> Part:
         """Run to the end."""
         moments, felt, accounts = self._shared.moments, self._shared.felt, self._shared.accounts
+        meter = self._shared.meter
         for run in self._runs:
             run.begin()
         for session in self._trace:
@@ -192,11 +202,15 @@ class _Cluster:
         while moments and not felt.hopeless:
             at_ms, act = moments.next()
             accounts.advance(at_ms)
+            if meter is not None:
+                meter.advance(at_ms)
             moments.now_ms = at_ms
             act()
         for run in self._runs:
             run.validate()
         accounts.finish()
+        if meter is not None:
+            meter.finish(moments.now_ms)
         self._result.lost += len(self._trace) - sum(run.over for run in self._runs)
         errors = [run.forecast_errors() for run in self._runs]
         closed_ms = max((run.closed_ms for run in self._runs), default=0)
@@ -223,6 +237,7 @@ class _Run:
         self._number, self._host = number, host
         self._moments, self._result, self._accounts = shared.moments, shared.result, shared.accounts
         self._felt, self._watch, self._record, self._lease_over = shared.felt, shared.watch, shared.record, shared.over
+        self._meter = shared.meter.hosts[number] if shared.meter is not None else None
         self._arbiter = Arbiter(parallel_swaps=host.parallel_swaps)
         self._wake_version = 0
         self._events: deque[Event] = deque()
@@ -266,6 +281,8 @@ class _Run:
                 self._watch(self._events[0], effects)
             if self._record is not None:
                 self._record.event(self._number, self._events[0], effects)
+            if self._meter is not None:
+                self._meter.saw(self._now_ms, self._arbiter, self._events[0], effects)
             for effect in effects:
                 self._execute(effect)
             self._events.popleft()
@@ -418,6 +435,7 @@ class _Run:
                 self._use(kernel, device_ids, -mib)
                 self._accounts.save(self._number, total_mib)
                 self._note("saved", kernel, mib=total_mib)
+                self._count_moved(kernel, total_mib)
             outcome = SuspendOutcome.NOTHING_TO_SAVE if mib == 0 else SuspendOutcome.SAVED
             self._suspended(effect, outcome, saved_mib=total_mib)
 
@@ -441,9 +459,14 @@ class _Run:
             if not kernel.over:
                 self._accounts.save(self._number, -total_mib)
                 self._note("restored", kernel, mib=total_mib)
+                self._count_moved(kernel, total_mib)
             self._resumed(effect, ResumeOutcome.RESTORED)
 
         self._at(self._now_ms + self._host.swap.restore_ms(total_mib), restored)
+
+    def _count_moved(self, kernel: _Kernel, mib: int) -> None:
+        if self._meter is not None:
+            self._meter.moved(self._now_ms, kernel.spec.lease_id, mib)
 
     def _resumed(self, effect: Resume, outcome: ResumeOutcome) -> None:
         self._send(
@@ -603,6 +626,17 @@ class _Run:
         self._note(kind, kernel, cell=kernel.next_cell, device_ids=ids, util_percent=util)
         self._accounts.running_gpus += cell.gpus
         self._plan(self._shared[kernel.device_ids[0]].begin(running))
+        self._count_work(kernel)
+
+    def _count_work(self, kernel: _Kernel) -> None:
+        """Tell the meter which cells run now on the devices of a cell that has begun or was stopped, and how much of each they use."""
+        if self._meter is not None:
+            shared = self._shared[kernel.device_ids[0]]
+            used = {
+                session_id: (self._kernels[session_id].next_cell, shared.used_milli(running))
+                for session_id, running in shared.running.items()
+            }
+            self._meter.works(self._now_ms, kernel.device_ids[: max(1, kernel.cell.gpus)], used)
 
     def _plan(self, ends: Sequence[tuple[int, Running]]) -> None:
         for at_ms, running in ends:
@@ -632,6 +666,7 @@ class _Run:
         kernel.ran_ms += self._now_ms - kernel.began_ms
         self._accounts.running_gpus -= kernel.cell.gpus
         self._plan(ends)
+        self._count_work(kernel)
         return stopped
 
     def _done(self, kernel: _Kernel) -> None:

@@ -4,7 +4,8 @@ Cells: `session,user,start_s,duration_s,gpus,gpu_mib,gpu_util`, one row per exec
 those of an unshared machine, in seconds from the trace's start; `gpus` 0 does not touch the GPU; `gpu_mib` is what the kernel holds
 during and after the cell; `gpu_util` is in percent. Sessions: `session,user,open_s,close_s,gpus,gpu_mib`, what was reserved and when; the
 columns `priority` (a whole number, 0 if there is none) and `asked_mib` may follow: the memory for which the session asks, MiB on each
-GPU, where that is not what it needs (0: it is).
+GPU, where that is not what it needs (0: it is). So may `group`, the group of its user, and `pool`, the pool that it runs in (empty: the
+default pool).
 
 In memory everything is an integer: milliseconds, MiB, percent.
 """
@@ -83,7 +84,7 @@ def number(row: dict[str, str], column: str, *, most: float = float(_LARGEST)) -
 
 _CELLS = ("session", "user", "start_s", "duration_s", "gpus", "gpu_mib", "gpu_util")
 _SESSIONS = ("session", "user", "open_s", "close_s", "gpus", "gpu_mib")
-_FURTHER = ("priority", "asked_mib")
+_FURTHER = ("priority", "asked_mib", "group", "pool")
 _LONGEST_S = 366 * 86_400.0
 _MOST_GPUS = 64
 _HIGHEST_PRIORITY = 1000
@@ -104,7 +105,7 @@ class Cell:
 class Session:
     """One kernel, its cells in the order of their starts. `gpus` and `gpu_mib` are what it would have reserved.
 
-    `asked_mib` is the memory for which it asks on each GPU, MiB; 0: as much as it needs.
+    `asked_mib` is the memory for which it asks on each GPU, MiB; 0: as much as it needs. `pool` is empty for the default pool.
     """
 
     session_id: str
@@ -116,6 +117,8 @@ class Session:
     cells: tuple[Cell, ...]
     priority: int = 0
     asked_mib: int = 0
+    group: str = ""
+    pool: str = ""
 
     @property
     def peak_mib(self) -> int:
@@ -168,6 +171,8 @@ def _session(row: dict[str, str], cells: Iterable[Cell], known: dict[str, Sessio
         cells=tuple(sorted(cells, key=lambda cell: cell.start_ms)),
         priority=whole(row, "priority", most=_HIGHEST_PRIORITY) if "priority" in row else 0,
         asked_mib=whole(row, "asked_mib") if "asked_mib" in row else 0,
+        group=row.get("group", "").strip(),
+        pool=row.get("pool", "").strip(),
     )
     if not session.session_id or session.session_id in known:
         raise TraceError(f"session is {session.session_id[:40]!r}; allowed: an id that no other row has")

@@ -30,7 +30,7 @@ def kernel(live: LiveBroker, label: str, milli: int = 1000) -> Iterator[LeaseRep
 def acquiring(live: LiveBroker, lease: LeaseReply) -> Iterator[Iterator[Progress]]:
     with BrokerClient(live.socket, token=lease.token, timeout_s=DEADLINE_S) as client:
         stream = client.acquire(lease.lease_id, AcquireRequest(wait_ms=60_000))
-        with closing(stream):  # type: ignore[type-var]
+        with closing(stream):
             yield stream
 
 

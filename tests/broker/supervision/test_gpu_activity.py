@@ -5,6 +5,8 @@ import os
 from collections.abc import Mapping
 from typing import Any, cast
 
+import pytest
+
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.kernels.iopub import IOPubWatch
 from fractional_gpu.broker.kernels.kernel import Kernel
@@ -218,3 +220,20 @@ async def test_who_is_known_to_be_quiet_is_looked_at_more_rarely() -> None:
     await world.look()
     assert not world.busy
     assert world.gpu_activity._pause_s() == QUIET_S, "work that goes on and on is never missed: it counts for so long"
+
+
+@pytest.mark.parametrize(("served", "busy"), [(False, True), (True, False)])
+async def test_a_command_on_a_device_that_tells_nothing_counts_as_at_work_unless_connections_tell(
+    served: bool, busy: bool
+) -> None:
+    world = World()
+    world.tells = False
+    world.kernel.iopub = None
+    world.kernel.launch.command, world.kernel.launch.served = True, served
+    world.kernel.measurement.has_used = True
+    world.gpu_activity._looks = True
+    world.sync_busy_state(world.kernel)
+    await world.look()
+    assert world.busy is busy
+    world.sync_busy_state(world.kernel)
+    assert world.busy is busy, "and so it stays while the device is not read"

@@ -1,17 +1,16 @@
 """What the meter is told of a lease, from an arbiter that really moves it through its states."""
 
-import pytest
-
 from fractional_gpu.core.events import LeaseMeasured, LeaseReleased, LeaseRequested, ProcessExited, SuspendOutcome
 from fractional_gpu.core.metering.meter import Holding, Meter
-from fractional_gpu.core.metering.observed import holding_of, is_metered, observe
 from fractional_gpu.core.metering.usage import Party, Usage
 from fractional_gpu.core.model import LeaseSpec, LeaseState
 from tests.core.driving import Hand, device, pool
 
 
 def holding(hand: Hand, name: str) -> Holding:
-    return holding_of(hand.view(name))
+    found = hand.arbiter.holding(name)
+    assert found is not None
+    return found
 
 
 def measure(hand: Hand, name: str, used_mib: int) -> None:
@@ -73,9 +72,7 @@ def test_a_lease_without_a_process_is_not_metered_even_with_room_kept_for_its_st
     hand = Hand()
     hand.request("a", gated=False)
     assert hand.view("a").reserved_mib
-    assert not is_metered(hand.view("a"))
-    with pytest.raises(ValueError, match="'a' is unattached"):
-        holding_of(hand.view("a"))
+    assert hand.arbiter.holding("a") is None
 
 
 def test_all_devices_group_and_label_are_told() -> None:
@@ -95,23 +92,23 @@ def test_all_devices_group_and_label_are_told() -> None:
 def test_the_meter_follows_a_lease_from_its_process_to_its_end() -> None:
     hand, meter = Hand(), Meter()
 
-    def tell() -> None:
-        observe(meter, hand.now, hand.now, "a", hand.arbiter.lease("a"))
+    def observe() -> None:
+        tell(meter, hand.now, hand.now, "a", hand.arbiter.holding("a"))
 
     hand.request("a")
-    tell()
+    observe()
     hand.wait(1_000)
     hand.idle_again("a")
-    tell()
+    observe()
     hand.wait(5_000)
     hand.work("a")
-    tell()
+    observe()
     hand.wait(3_000)
     hand.send(ProcessExited(at_ms=hand.now, lease_id="a"))
-    tell()
+    observe()
     hand.wait(7_000)
     hand.send(LeaseReleased(at_ms=hand.now, lease_id="a"))
-    tell()
+    observe()
     total = Usage()
     for row in meter.take(hand.now, hand.now):
         if row.key.lease_id == "a":

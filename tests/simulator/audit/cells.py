@@ -46,7 +46,9 @@ class Audit:
             cells = [Cell(*cell) for cell in entry["cells"]]
             first = cells[0].start_ms if cells else entry["close_ms"]
             about = (entry["user"], entry["open_ms"], entry["close_ms"], entry["gpus"], entry["asked_mib"])
-            self.sessions[entry["session"]] = Session(entry["session"], *about, cells, due_ms=first)
+            self.sessions[entry["session"]] = Session(
+                entry["session"], *about, cells, due_ms=first, pool=entry.get("pool", "")
+            )
 
     def end(self) -> None:
         """Check what must be over when the record is."""

@@ -16,7 +16,9 @@ class Leases(Audit):
         self._host_mib = [0 for _ in self.hosts]
         self._door: str = head["door"]
         self._open: list[dict[str, Session]] = [{} for _ in self.hosts]
-        self._free_mib = [sum(leasable(host).values()) for host in self.hosts]  # less what open leases may use
+        self._free_mib = [  # of each pool, less what open leases may use
+            {pool["name"]: sum(leasable(host, pool).values()) for pool in host["pools"]} for host in self.hosts
+        ]
 
     def end(self) -> None:
         for session in self.sessions.values():
@@ -43,16 +45,21 @@ class Leases(Audit):
     def _placed(self, session: Session, host: int) -> None:
         """Check that a session that opens is sent where the rule of the door says."""
         asked = {at: asks for at, one in enumerate(self.hosts) if (asks := session.asks(one)) is not None}
-        best = min(asked, key=lambda at: (*self._rank(at, *asked[at]), at), default=None)
+        best = min(asked, key=lambda at: (*self._rank(session, at, *asked[at]), at), default=None)
         if host != best:
-            room = ", ".join(f"{self._free_mib[at]} MiB on host {at}" for at in asked)
+            room = ", ".join(f"{self._free_mib[at][self._pool(session, at)]} MiB on host {at}" for at in asked)
             self.wrong(f"{session.name} is placed on host {host}, and belongs on host {best}: {room}")
         if self.now_ms != session.open_ms or session.host is not None:
             self.wrong(f"{session.name} is placed, and opens at {session.open_ms} ms")
         session.host = host
 
-    def _rank(self, host: int, mib: int, devices: int) -> tuple[int, ...]:
-        room_mib, here = self._free_mib[host], self._open[host]
+    def _pool(self, session: Session, host: int) -> str:
+        """Return the name of the pool that a session runs in on a host."""
+        name: str = session.pool or self.hosts[host]["pools"][0]["name"]
+        return name
+
+    def _rank(self, session: Session, host: int, mib: int, devices: int) -> tuple[int, ...]:
+        room_mib, here = self._free_mib[host][self._pool(session, host)], self._open[host]
         match self._door:
             case "most-free":
                 return (-room_mib,)
@@ -78,13 +85,13 @@ class Leases(Audit):
                 f"{session.name} asks for {session.cap_mib} MiB of {session.devices} devices, not for {session.asks(host)}"
             )
         if session.host is not None:
-            self._free_mib[session.host] -= session.cap_mib * session.devices
+            self._free_mib[session.host][self._pool(session, session.host)] -= session.cap_mib * session.devices
             self._open[session.host][session.name] = session
 
     def _is_over(self, session: Session) -> None:
         """Count the session no more, nor what its lease may use."""
         if session.host is not None and self._open[session.host].pop(session.name, None) is not None:
-            self._free_mib[session.host] += session.cap_mib * session.devices
+            self._free_mib[session.host][self._pool(session, session.host)] += session.cap_mib * session.devices
 
     # -- events and effects -------------------------------------------------------------------------------------------
 

@@ -77,6 +77,7 @@ class Session:
     early_mib: int = 0  # what that brought back, until a cell asks
     closed: bool = False
     lost: bool = False
+    pool: str = ""  # empty: the host's first one
 
     @property
     def cell(self) -> Cell:
@@ -92,7 +93,8 @@ class Session:
 
     def asks(self, host: Entry) -> tuple[int, int] | None:
         """Return the MiB on each device and the number of devices that it asks for on a host; None: the host cannot serve it."""
-        pool, served = host["pools"][0], leasable(host)
+        pool = next((one for one in host["pools"] if one["name"] == self.pool), host["pools"][0])
+        served = leasable(host, pool)
         count = max(1, self.most_gpus)
         offered = [1000] if count > 1 else pool["fractions_milli"]
         device_mib, peak_mib = (
@@ -120,9 +122,9 @@ class Swap:
     fails: bool = False
 
 
-def leasable(host: Entry) -> dict[str, int]:
-    """Return what leases may have of each device of the sessions' pool, MiB."""
-    served = host["pools"][0]["devices"]
+def leasable(host: Entry, pool: Entry | None = None) -> dict[str, int]:
+    """Return what leases may have of each device of a pool, MiB; without one, of the host's first one."""
+    served = (host["pools"][0] if pool is None else pool)["devices"]
     return {
         device["device_id"]: device["memory_mib"] - device["overhead_mib"]
         for device in host["devices"]

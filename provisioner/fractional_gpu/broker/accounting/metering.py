@@ -22,10 +22,10 @@ from fractional_gpu.broker.clock import now_ms, wall_ms
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.core.arbiter import Arbiter
-from fractional_gpu.core.effects import Effect, LeaseEnded, StateChanged
+from fractional_gpu.core.effects import Effect, Granted, LeaseEnded, StateChanged
 from fractional_gpu.core.events import Event, Expected, LeaseRecovered
 from fractional_gpu.core.metering.meter import Meter
-from fractional_gpu.core.metering.observed import observe
+from fractional_gpu.core.metering.observed import tell
 from fractional_gpu.core.metering.tariffs import SLICE_MS, LocalTime, Tariff
 from fractional_gpu.core.metering.usage import UsageKey, UsageRow
 from fractional_gpu.core.model import LeaseState
@@ -114,7 +114,7 @@ class Metering:
             self._recovered(event.spec.lease_id)
         touched = set() if isinstance(event, Expected) else {getattr(event, "lease_id", "")}
         for effect in effects:
-            if isinstance(effect, StateChanged | LeaseEnded):
+            if isinstance(effect, StateChanged | LeaseEnded | Granted):
                 touched.add(effect.lease_id)
             if isinstance(effect, StateChanged) and (effect.old, effect.new) in _MOVED:
                 self._moved(effect)
@@ -123,8 +123,13 @@ class Metering:
             self._observe(lease_id, self._clocks.now())
 
     def read_energy(self, sensors: Mapping[str, DeviceSensors], utilisation: Mapping[str, int]) -> None:
-        """Divide what the devices drew since the last sample. `utilisation`: of leases while they ran cells, thousandths of a device."""
+        """Divide what the devices drew since the last sample. `utilisation`: of leases while they ran cells, thousandths of a device.
+
+        A lease that was not measured in this time, because its cells were too short for a figure, counts with what is learnt of it.
+        """
         at_ms, wall = self._clocks.now(), self._clocks.wall()
+        learnt = {view.spec.lease_id: view.demand_milli for view in self._arbiter.leases() if view.demand_milli}
+        work = learnt | dict(utilisation)
         for device_id, one in sensors.items():
             self.meter.read_energy(
                 at_ms,
@@ -133,18 +138,18 @@ class Metering:
                 counter_mj=one.energy_mj,
                 power_mw=one.power_mw,
                 quiet=not one.busy_percent,
-                utilisation=utilisation,
+                utilisation=work,
             )
 
     def _observe(self, lease_id: str, at_ms: int, *, busy: bool | None = None) -> None:
-        view = self._arbiter.lease(lease_id)
-        if view is not None and busy is not None:
-            view = replace(view, busy=busy)
-        observe(self.meter, at_ms, self._wall_at(at_ms), lease_id, view)
-        if view is None or not view.saved_mib:
+        holding = self._arbiter.holding(lease_id)
+        if holding is not None and busy is not None:
+            holding = replace(holding, busy=busy)
+        tell(self.meter, at_ms, self._wall_at(at_ms), lease_id, holding)
+        if holding is None or not holding.host_mib:
             self._saved_mib.pop(lease_id, None)
         else:
-            self._saved_mib[lease_id] = view.saved_mib
+            self._saved_mib[lease_id] = holding.host_mib
 
     def _recovered(self, lease_id: str) -> None:
         """Count a lease of an earlier broker from its last write on, or from the lease's beginning if that was later."""

@@ -154,6 +154,18 @@ class _Acquire(StreamHandler):
         await self.run(asyncio.create_task(work()))
 
 
+class _Follow(StreamHandler):
+    async def post(self, lease_id: str) -> None:
+        kernel = await self.service.access.find_own(self.peer, lease_id)
+
+        async def work() -> None:
+            async with aclosing(self.service.residency.follow(kernel)) as stream:
+                async for news in stream:
+                    await self.write_line(news)
+
+        await self.run(asyncio.create_task(work()))
+
+
 class _Gate(StreamHandler):
     _writes = False
 
@@ -218,6 +230,7 @@ def make_server(service: LeaseService, socket_path: str, *, more: Sequence[tuple
             (_LEASE + "/attach", _Attach, shared),
             (_LEASE + "/detach", _Detach, shared),
             (_LEASE + "/acquire", _Acquire, shared),
+            (_LEASE + "/follow", _Follow, shared),
             (_LEASE + "/suspend", _Suspend, shared),
             (_LEASE + "/resume", _Resume, shared),
             (_LEASE + "/gate", _Gate, shared),

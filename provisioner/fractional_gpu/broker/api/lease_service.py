@@ -21,11 +21,12 @@ from fractional_gpu.broker.accounting.budgets import party_of
 from fractional_gpu.broker.accounting.reports import UsageReports
 from fractional_gpu.broker.broker import Broker, token_digest
 from fractional_gpu.broker.clock import now_ms, wall_ms
-from fractional_gpu.broker.kernels.connection import GateLink, check_endpoints, connection_from_json
+from fractional_gpu.broker.kernels.connection import GateLink, check_endpoints, command_connection, connection_from_json
 from fractional_gpu.broker.kernels.ending import EVICTED
 from fractional_gpu.broker.kernels.kernel import Kernel, Launch, launch_environment
 from fractional_gpu.broker.kernels.request_validation import (
     Peer,
+    check_kind,
     lease_spec,
     server_of,
     token_file_of,
@@ -59,6 +60,7 @@ from fractional_gpu.protocol.errors import (
 )
 from fractional_gpu.protocol.limits import MAX_LEASES, MAX_LEASES_PER_UID, MAX_NAME, PROTOCOL_VERSION
 from fractional_gpu.protocol.messages import (
+    COMMAND,
     AttachRequest,
     GateAnswer,
     GateHello,
@@ -246,10 +248,14 @@ class LeaseService:
             token_sha256=token_digest(token),
             created_ms=wall_ms(),
             gated=spec.gated,
-            launch=Launch(kernel_id=printable(request.kernel_id), server=server_of(peer)),
+            launch=Launch(
+                kernel_id=printable(request.kernel_id), server=server_of(peer), command=request.kind == COMMAND
+            ),
         )
         broker.kernels[spec.lease_id] = kernel
-        event = LeaseRequested(at_ms=now_ms(), spec=spec, needs_reservation=not spec.gated)
+        # A command is attached before it runs, and waits then, with its place and its reason (`acquire`).
+        reserves = not spec.gated and request.kind != COMMAND
+        event = LeaseRequested(at_ms=now_ms(), spec=spec, needs_reservation=reserves)
         for effect in broker.dispatch(event):
             if isinstance(effect, LeaseRefused) and effect.lease_id == spec.lease_id:
                 del broker.kernels[spec.lease_id]
@@ -266,7 +272,7 @@ class LeaseService:
         if evicted:
             kernel.notices.append(evicted)
             broker.record_line(kernel.lease_id, EVICTED, evicted)
-        device_id = None if spec.gated else await self._reserve_now(kernel, request.wait_ms)
+        device_id = await self._reserve_now(kernel, request.wait_ms) if reserves else None
         kernel.launch.started_on = () if device_id is None else devices_of(view_of(broker, kernel))
         return LeaseReply(
             lease_id=spec.lease_id,
@@ -331,11 +337,7 @@ class LeaseService:
     async def attach(self, peer: Peer, kernel: Kernel, request: AttachRequest) -> LeaseStatus:
         """Give the lease its kernel's process. Raises BadRequestError, ForbiddenError, NoRoomError or InternalBrokerError."""
         identity = await verified_process(peer, kernel, request)
-        try:
-            connection = connection_from_json(request.connection)
-            await asyncio.to_thread(check_endpoints, connection, kernel.uid)
-        except ValueError as error:
-            raise BadRequestError(str(error), reason="bad-connection") from None
+        connection = await self._checked_connection(kernel, request)
         if kernel.identity is not None and kernel.identity != identity and not kernel.ending.survivors:
             self.broker.process_gone(kernel, kernel.identity)
         await self.broker.survivors.settled(kernel)
@@ -346,11 +348,13 @@ class LeaseService:
             language=request.language[:MAX_NAME],
             ipykernel=request.ipykernel,
         )
+        kernel.launch.command, kernel.launch.served = request.kind == COMMAND, request.served
         if kernel.identity is None:
-            gated = view_of(self.broker, kernel).spec.gated
+            # What a command will run waits for its grant.
+            gated = kernel.launch.command or view_of(self.broker, kernel).spec.gated
             self.broker.dispatch(Attached(at_ms=now_ms(), lease_id=kernel.lease_id, gated=gated))
             try:
-                self.broker.follow(kernel, identity, json.dumps(request.connection))
+                self.broker.follow(kernel, identity, connection)
             except ProcessLookupError:
                 self.broker.process_unwatched(kernel, identity)
                 raise BadRequestError(
@@ -364,10 +368,25 @@ class LeaseService:
                 ) from error
             if not gated:
                 self._check_reservation(kernel, identity)
+        elif kernel.launch.command:
+            self.broker.watch_runner(kernel)
         record = self.broker.records.save_second_record(kernel)
         if record is not None:
             await self.broker.writer.run(partial(self.broker.writer.ledger.save_lease, record))
         return full_lease_status(self.broker, kernel)
+
+    @staticmethod
+    async def _checked_connection(kernel: Kernel, request: AttachRequest) -> str:
+        """Return what the broker keeps of the process's connection, JSON. Raises BadRequestError."""
+        check_kind(request.kind)
+        if request.kind == COMMAND:
+            return command_connection(served=request.served)
+        try:
+            connection = connection_from_json(request.connection)
+            await asyncio.to_thread(check_endpoints, connection, kernel.uid)
+        except ValueError as error:
+            raise BadRequestError(str(error), reason="bad-connection") from None
+        return json.dumps(request.connection)
 
     def _check_reservation(self, kernel: Kernel, identity: ProcessIdentity) -> None:
         """Check that a process without a gate has its reservation. Raises NoRoomError: it must not run without."""

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import ipaddress
 import itertools
+import json
 import os
 import re
 import stat
@@ -22,11 +23,31 @@ from typing import Any, Final, Protocol
 from zmq.utils import z85
 
 from fractional_gpu.protocol.limits import PULSE_S
-from fractional_gpu.protocol.messages import GateAnswer, GateCommand, GateVerb
+from fractional_gpu.protocol.messages import COMMAND, GateAnswer, GateCommand, GateVerb
 
 _LONGEST_PATH: Final = 100  # bytes; UNIX sockets allow 107
 _FIRST_PORT: Final = 1024
 _WRITABLE: Final = stat.S_IWGRP | stat.S_IWOTH
+
+
+_COMMAND: Final = {"kind": COMMAND}
+
+
+def command_connection(*, served: bool) -> str:
+    """Return what stands for the connection of a command, which has none, as JSON text: records keep it."""
+    return json.dumps({**_COMMAND, "served": served})
+
+
+def is_command(connection: str) -> tuple[bool, bool]:
+    """Return whether a record's connection is that of a command, and whether the connections to it say when it is in use."""
+    if COMMAND not in connection:
+        return False, False
+    try:
+        content = json.loads(connection)
+    except ValueError:
+        return False, False
+    found = isinstance(content, dict) and content.get("kind") == COMMAND
+    return found, found and content.get("served") is True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

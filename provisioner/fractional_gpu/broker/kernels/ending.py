@@ -95,6 +95,9 @@ class Evictions:
         who = printable(peer.acting_for or user_name(peer.credentials.uid))
         because = f"; the reason given: {printable(why)[:_LONGEST_WHY].rstrip('.')}" if why.strip() else ""
         at = time.strftime("%H:%M", time.localtime())
+        if kernel.launch.command:
+            kernel.notices.append(f"An administrator ({who}) ended this command at {at}, to free the GPU{because}.")
+            kernel.notify()  # its runner prints it
         sentence = (
             f"An administrator ({who}) ended the kernel that was here before, at {at}, to free the GPU{because}. Its variables are lost: "
             "run the cells again."

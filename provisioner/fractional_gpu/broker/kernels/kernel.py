@@ -53,6 +53,8 @@ class Launch:
     had_process: bool = False  # a process was attached: while there is none, it has ended
     token_file: str = ""  # as the environment of the kernel's process names it
     started_on: tuple[str, ...] = ()  # the devices that the reply to its request bound a kernel without a gate to
+    command: bool = False  # it is no kernel: its runner, which is `server`, says when it needs the GPU
+    served: bool = False  # by the connections to it alone, where a device does not count its work
 
     def attached(self, *, server: ProcessIdentity | None, token_file: str, language: str, ipykernel: bool) -> None:
         """Note what the client said with a new process."""
@@ -99,6 +101,7 @@ class Measurement:
     reported: int | None = None  # MiB in use, as the arbiter knows them
     grew: bool = False  # that was more than before, where the lease's reservation follows its use
     seen_on: frozenset[str] = frozenset()  # the devices on which its processes had memory
+    has_used: bool = False  # a command's had memory on any, at any time
     users_on_disk: frozenset[ProcessIdentity] = frozenset()  # processes that used a device and are in the ledger
 
 
@@ -183,7 +186,11 @@ class Kernel:
     requests: PendingRequests = field(default_factory=PendingRequests)
     cell: CellState = field(default_factory=CellState)
     gpu_work: GpuWork = field(default_factory=GpuWork)
+    runner_gone: bool = (
+        False  # of a command: its runner has ended, and no process would say any more that it needs the GPU
+    )
     _pidfd: int | None = None
+    _runner_pidfd: int | None = None
     _change: asyncio.Event = field(default_factory=asyncio.Event)
 
     # -- changes -------------------------------------------------------------------------------------------------------------
@@ -213,12 +220,39 @@ class Kernel:
         self.identity, self._pidfd = identity, pidfd
         asyncio.get_running_loop().add_reader(pidfd, exited)
 
+    def watch_runner(self, exited: Callable[[], None]) -> None:
+        """Call `exited` on the loop when the command's runner ends, or at once; one that the broker cannot see counts as alive."""
+        self._forget_runner()
+        if self.launch.server is None:
+            return
+        try:
+            self._runner_pidfd = open_pidfd(self.launch.server)
+        except ProcessLookupError:
+            exited()
+        except PermissionError:
+            return
+        else:
+            asyncio.get_running_loop().add_reader(self._runner_pidfd, exited)
+
+    def _forget_runner(self) -> None:
+        self.runner_gone = False
+        if self._runner_pidfd is not None:
+            asyncio.get_running_loop().remove_reader(self._runner_pidfd)
+            os.close(self._runner_pidfd)
+            self._runner_pidfd = None
+
+    def end_runner(self) -> None:
+        """Note that the command's runner has ended."""
+        self._forget_runner()
+        self.runner_gone = True
+
     def forget_process(self) -> None:
         """Give up the pidfd, the IOPub subscription and the gate's line of a process that is gone or replaced."""
         if self._pidfd is not None:
             asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = None
+        self._forget_runner()
         if self.iopub is not None:
             self.iopub.close()
             self.iopub = None
@@ -265,6 +299,9 @@ class Kernel:
             return self.ending.task is not None
         if self.requests.waiters > 0:
             return True
+        if self.launch.command:
+            # Before its first use it has nothing to save. Without its runner no process would bring it back: it stays until it ends.
+            return not self.measurement.has_used or self.runner_gone
         # Doubt counts as busy: a live kernel to whose messages the broker cannot listen may be running a cell.
         return self.iopub is None or (self.iopub.busy and not self._only_waits_for_input)
 

@@ -18,7 +18,7 @@ from fractional_gpu.host.process import ProcessIdentity, boot_id, environment_va
 from fractional_gpu.protocol.codec import printable
 from fractional_gpu.protocol.errors import BadRequestError, ForbiddenError, NoRoomError, RequestTooLargeError
 from fractional_gpu.protocol.limits import MAX_NAME
-from fractional_gpu.protocol.messages import AttachRequest, LeaseRequest
+from fractional_gpu.protocol.messages import COMMAND, KERNEL, AttachRequest, LeaseRequest
 
 _TOKEN_VARIABLE = "JUPYTER_GPU_TOKEN_FILE"  # noqa: S105 - a variable's name
 _LONGEST_PATH = 1024
@@ -42,6 +42,7 @@ def lease_spec(arbiter: Arbiter, peer: Peer, request: LeaseRequest) -> LeaseSpec
     if pool is None:
         names = ", ".join(sorted(pools)) or "none: this broker manages no devices"
         raise BadRequestError(f"there is no pool {request.pool[:MAX_NAME]!r}; pools: {names}", reason="unknown-pool")
+    check_kind(request.kind)
     if not 1 <= request.fraction_milli <= 1000:
         raise BadRequestError(f"fraction_milli is {request.fraction_milli}; allowed: 1 to 1000", reason="bad-fraction")
     _check_devices(pool, request)
@@ -63,6 +64,14 @@ def lease_spec(arbiter: Arbiter, peer: Peer, request: LeaseRequest) -> LeaseSpec
         gated=request.gated,
         label=printable(request.label or request.kernel_id),
     )
+
+
+def check_kind(kind: str) -> None:
+    """Raise BadRequestError unless there is such a kind of lease."""
+    if kind not in (KERNEL, COMMAND):
+        raise BadRequestError(
+            f"kind is {printable(kind)[:MAX_NAME]!r}; allowed: {KERNEL}, {COMMAND}", reason="bad-kind"
+        )
 
 
 def _check_devices(pool: PoolSpec, request: LeaseRequest) -> None:

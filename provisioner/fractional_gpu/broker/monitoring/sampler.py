@@ -243,6 +243,9 @@ class Sampler:
 
     def _report_lease(self, kernel: Kernel, used: dict[str, int], util_milli: int | None) -> None:
         kernel.measurement.seen_on = frozenset(used)
+        if used and kernel.launch.command and not kernel.measurement.has_used:
+            kernel.measurement.has_used = True
+            self._broker.sync_busy_state(kernel)
         view = self._broker.arbiter.lease(kernel.lease_id)
         if view is None or view.state not in (LeaseState.RESIDENT, LeaseState.NO_CONTEXT):
             kernel.measurement.reported, kernel.measurement.grew = None, False

@@ -27,7 +27,7 @@ from typing import Final
 
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import TokenBucket, now_ms, wall_ms
-from fractional_gpu.broker.kernels.connection import check_endpoints, connection_from_json
+from fractional_gpu.broker.kernels.connection import check_endpoints, command_connection, connection_from_json
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import LEASE_VARIABLE, NOMINAL_MIB, HostSnapshot
 from fractional_gpu.broker.kernels.request_validation import Peer, fraction_for, guaranteed_mib, user_group, user_name
@@ -55,6 +55,7 @@ from fractional_gpu.ledger.records import LeaseRecord
 from fractional_gpu.protocol.codec import printable
 from fractional_gpu.protocol.errors import ConflictError, NoRoomError, RequestTooLargeError, TooManyRequestsError
 from fractional_gpu.protocol.limits import MAX_LEASES, MAX_LEASES_PER_UID, MAX_NAME
+from fractional_gpu.protocol.messages import COMMAND
 
 # -- lost processes ----------------------------------------------------------------------------------------------------
 # What `/proc` says about processes that carry a lease in their environment, for a broker that lost its ledger.
@@ -68,6 +69,7 @@ UNKNOWN_CONNECTION: Final = "{}"
 """Stands for the connection of a kernel whose connection file is gone: it cannot be heard, so it counts as busy."""
 
 _SOCKET_VARIABLE: Final = "JUPYTER_GPU_SOCKET"
+KIND_VARIABLE: Final = "JUPYTER_GPU_KIND"
 _NAME_VARIABLE: Final = "JPY_SESSION_NAME"
 _LONGEST_FILE: Final = 64 * 1024  # bytes of a connection file
 _LEASE_ID: Final = re.compile(r"[0-9a-zA-Z_-]{1,64}", re.ASCII)
@@ -140,10 +142,16 @@ def command_of(one: Carrier) -> Command:
     """Return what the process's command line says; an empty `Command` for a process that is gone. Blocks."""
     pid = one.identity.pid
     try:
+        kind = environment_value(pid, KIND_VARIABLE)
         words = [os.fsdecode(word) for word in read_file(f"{PROC}/{pid}/cmdline").split(b"\0")]
         name = read_environment(pid).get(_NAME_VARIABLE, "")
     except OSError:
         return Command()
+    if kind == COMMAND:
+        connection = command_connection(
+            served=True
+        )  # whether it serves is not known: idle ones shall not stay for ever
+        return Command(connection=connection, is_kernel=True, label=printable(PurePath(words[0]).name)[:MAX_NAME])
     paths = [path for word in words if (path := word.rpartition("=")[2]).endswith(".json")]
     connection = next((text for path in paths if (text := _connection(path, one.uid))), "")
     named = next((PurePath(path).stem for path in paths if PurePath(path).name.startswith("kernel-")), "")

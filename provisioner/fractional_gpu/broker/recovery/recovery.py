@@ -13,6 +13,7 @@ from functools import partial
 
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import now_ms, wall_ms
+from fractional_gpu.broker.kernels.connection import is_command
 from fractional_gpu.broker.kernels.kernel import CheckpointState, Ending, Kernel, Launch, Survivor
 from fractional_gpu.broker.kernels.process_inspector import HostSnapshot
 from fractional_gpu.broker.swap.swap import Swaps, Truth
@@ -98,6 +99,7 @@ def _introduce(broker: Broker, found: _Found) -> None:
     record = found.record
     kernel = broker.kernels[record.spec.lease_id]
     state, device_id, saved_mib = _believe(record, found.truth, found.saved_mib)
+    kernel.measurement.has_used = saved_mib > 0
     identity, kernel.identity = kernel.identity if state is not LeaseState.UNATTACHED else None, None
     log.info("lease %s: found %s (was %s)", kernel.lease_id[:8], state, record.state)
     broker.dispatch(
@@ -180,6 +182,7 @@ def identity_of(record: LeaseRecord) -> ProcessIdentity | None:
 def kernel_of(record: LeaseRecord) -> Kernel:
     """Return the lease as the ledger knows it, with its process if that lives."""
     identity = identity_of(record)
+    command, served = is_command(record.connection)
     return Kernel(
         lease_id=record.spec.lease_id,
         uid=record.uid,
@@ -197,6 +200,8 @@ def kernel_of(record: LeaseRecord) -> Kernel:
             server=_server_of(record),
             had_process=record.pid is not None or record.state is not LeaseState.UNATTACHED,
             token_file=record.token_file,
+            command=command,
+            served=served,
         ),
         ending=Ending(released=record.released),
         checkpoint=CheckpointState(

@@ -5,6 +5,7 @@ has the reservation; otherwise the next broker could give the same memory to ano
 """
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -20,7 +21,7 @@ from fractional_gpu.core.handlers.overrides import REVOKED
 from fractional_gpu.core.model import FOUND_FAILED, LeaseState, LeaseView
 from fractional_gpu.protocol.errors import RESTART, ConflictError, TooManyRequestsError
 from fractional_gpu.protocol.limits import MAX_WAIT_S, MAX_WAITERS_PER_LEASE
-from fractional_gpu.protocol.messages import AcquireRequest, LeaseStatus, Progress, ProgressKind
+from fractional_gpu.protocol.messages import AcquireRequest, LeaseNews, LeaseStatus, Progress, ProgressKind
 
 _QUEUE_PAUSE_S = 0.1
 _LONGEST_LOOK_S = 30.0  # a waiting cell learns what has changed with time alone
@@ -42,9 +43,14 @@ class Residency:
     async def acquire(
         self, kernel: Kernel, request: AcquireRequest, *, urgent: bool = False
     ) -> AsyncGenerator[Progress, None]:
-        """Yield why the kernel waits, whenever that changes, then `granted` or `refused`. Closing it withdraws the ticket."""
+        """Yield why the kernel waits, whenever that changes, then `granted` or `refused`. Closing it withdraws the ticket.
+
+        With `hold` it waits without a limit and goes on after `granted`; the lease is in use until it is closed.
+        """
         broker = self._broker
-        deadline_s = time.monotonic() + max(0, min(request.wait_ms / 1000, MAX_WAIT_S))
+        patience_s = math.inf if request.hold else max(0, min(request.wait_ms / 1000, MAX_WAIT_S))
+        deadline_s = time.monotonic() + patience_s
+        ends = {ProgressKind.REFUSED} if request.hold else {ProgressKind.REFUSED, ProgressKind.GRANTED}
         if kernel.requests.waiters >= MAX_WAITERS_PER_LEASE:
             raise TooManyRequestsError(
                 f"{kernel.requests.waiters} callers wait for the GPU in the name of this kernel; allowed: {MAX_WAITERS_PER_LEASE}; hang up "
@@ -63,7 +69,7 @@ class Residency:
                 if progress is not None and _is_news(progress, told, int((time.monotonic() - told_s) * 1000)):
                     yield progress
                     told, told_s = progress, time.monotonic()
-                if progress is not None and progress.kind != ProgressKind.WAITING:
+                if progress is not None and progress.kind in ends:
                     return
                 await _any_of(change, queue, min(_look_again_s(told), max(0.0, deadline_s - time.monotonic())))
                 if not change.is_set():  # only the queue moved: do not wake a hundred waiting cells at each step
@@ -125,6 +131,21 @@ class Residency:
             slowdown_milli=slowdown.milli,
             slowdown_brief=slowdown.brief,
         )
+
+    async def follow(self, kernel: Kernel) -> AsyncGenerator[LeaseNews, None]:
+        """Yield a command's state and notices, each as it changes, until its lease ends. Closing it stops that."""
+        told: LeaseNews | None = None
+        while True:
+            change, view = kernel.change(), self._broker.arbiter.lease(kernel.lease_id)
+            while kernel.notices:
+                yield LeaseNews(notice=kernel.notices.pop(0))
+            if view is None:
+                return
+            news = LeaseNews(state=view.state.value, worked=kernel.gpu_work.last_us > 0)
+            if told is None or news.state != told.state:
+                yield news
+                told = news
+            await change.wait()
 
     def _unwritten(self) -> Progress | None:
         """Return why reservations and operations cannot be written to the ledger; None: they can."""

@@ -22,7 +22,16 @@ from fractional_gpu.core.units import format_duration
 from fractional_gpu.gpu.interface import DeviceSensors
 from fractional_gpu.protocol.errors import NotFoundError
 from fractional_gpu.protocol.limits import PULSE_S
-from fractional_gpu.protocol.messages import DeviceStatus, HostChange, HostStatus, LeaseStatus, LeftProcess, Neighbour
+from fractional_gpu.protocol.messages import (
+    COMMAND,
+    KERNEL,
+    DeviceStatus,
+    HostChange,
+    HostStatus,
+    LeaseStatus,
+    LeftProcess,
+    Neighbour,
+)
 
 HAD_ITS_TURN = "this kernel had its turn on the device; others waited before this cell began, and go first"
 """Why a cell waits at its kernel's closed gate (`wait.turn`)."""
@@ -76,6 +85,7 @@ def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus
         resumes=kernel.resumes,
         stays=view.unsuspendable_reason,
         working=kernel.gpu_work.working and kernel.gpu_work.last_us > 0,
+        kind=COMMAND if kernel.launch.command else KERNEL,
         seat=view.spec.seat,
         revoked=view.revoked,
         ends_in_ms=None if view.ends_ms is None else max(0, view.ends_ms - now_ms()),

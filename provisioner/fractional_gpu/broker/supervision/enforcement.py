@@ -98,7 +98,10 @@ class Enforcement:
 
     @staticmethod
     def _notify(kernel: Kernel, sentence: str, *, after_restart: bool) -> None:
-        if after_restart:
+        if kernel.launch.command:
+            kernel.notices.append(sentence)  # its runner prints it
+            kernel.notify()
+        elif after_restart:
             kernel.notices.append(sentence)  # for the kernel that comes after this one
         elif kernel.link is not None:
             kernel.link.send(GateVerb.NOTICE, sentence=sentence)
@@ -279,7 +282,8 @@ class ContextLearner:
 #   not known yet.
 # - Work makes a kernel busy for `QUIET_S` after it was last seen, so that a loop with short pauses is one piece of work.
 # - For a device that reports nothing (MIG instances and some virtual machines), the messages alone decide. It is read again every minute:
-#   a driver that was restarted may report.
+#   a driver that was restarted may report. A command (`jupyter gpu run`) sends no messages: there it counts as at work for as long as it
+#   is resident, unless the connections to it say when it is in use.
 # - All times are since boot: setting the clock makes no kernel busy or quiet.
 # - While a client waits for a suspend (`PendingRequests.suspend_waiters`), only the messages count, and work under way is waited for.
 
@@ -317,7 +321,8 @@ class GpuActivity:
         elif kernel.gpu_work.idle_us is None:
             kernel.gpu_work.idle_us, kernel.gpu_work.last_us = self._since_boot_us(), 0
             reports = self._looks and view.device_id not in self._silent
-            kernel.gpu_work.working = reports and view.state is LeaseState.RESIDENT
+            known = reports or (self._looks and self._is_unknown(kernel))
+            kernel.gpu_work.working = known and view.state is LeaseState.RESIDENT
             self._news.set()
 
     async def run(self) -> None:
@@ -358,6 +363,11 @@ class GpuActivity:
             for device_id in devices
         )
 
+    @staticmethod
+    def _is_unknown(kernel: Kernel) -> bool:
+        """Return whether nothing says if the kernel works, where the device does not: a command sends no messages."""
+        return kernel.launch.command and not kernel.launch.served
+
     def _watched(self) -> list[tuple[Kernel, ProcessIdentity, str]]:
         found = []
         for kernel, view in self._broker.views():
@@ -394,7 +404,7 @@ class GpuActivity:
             if kernel.identity is not identity or kernel.gpu_work.idle_us is None:
                 continue  # it was restarted or runs a cell meanwhile
             if activity is None:
-                self._conclude(kernel, working=False)
+                self._conclude(kernel, working=self._is_unknown(kernel))
             elif activity.worked_us or kernel.gpu_work.working:  # otherwise it stays quiet
                 self._judge(kernel, identity, activity, snapshot)
 

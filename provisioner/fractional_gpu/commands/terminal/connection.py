@@ -76,7 +76,7 @@ def say_if_slow(text: str, out: TextIO, after_s: float = SLOW_S, client: BrokerC
     timer = threading.Timer(after_s, lambda: print(text, file=out, flush=True))
     timer.daemon = True
     timer.start()
-    watch = _watch_silence(client, out) if client is not None else None
+    watch = watch_silence(client, out) if client is not None else None
     try:
         yield
     finally:
@@ -86,8 +86,8 @@ def say_if_slow(text: str, out: TextIO, after_s: float = SLOW_S, client: BrokerC
             watch.stop()
 
 
-def _watch_silence(client: BrokerClient, out: TextIO) -> SilenceWatch:
-    """Start a watch that writes once that the broker has fallen silent, and once that it answers again."""
+def watch_silence(client: BrokerClient, out: TextIO) -> SilenceWatch:
+    """Start a watch, to be stopped, that writes once that the broker has fallen silent, and once that it answers again."""
     silent = False
 
     def tell(error: BrokerUnavailableError | None) -> None:

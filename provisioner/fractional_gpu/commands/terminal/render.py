@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
 from fractional_gpu.core.units import format_duration, format_fraction, format_memory
-from fractional_gpu.protocol.messages import DeviceStatus, HostStatus, LeaseStatus, SeatWait
+from fractional_gpu.protocol.messages import COMMAND, DeviceStatus, HostStatus, LeaseStatus, SeatWait
 from fractional_gpu.protocol.names import state_words
 
 BAR_CELLS = 24
@@ -156,7 +156,7 @@ def _lease_row(lease: LeaseStatus) -> tuple[str, ...]:
     saved = format_memory(lease.saved_mib) if lease.saved_mib else "-"
     return (
         short_id(lease.lease_id),
-        lease.label or "-",
+        f"{lease.label or '-'} (command)" if lease.kind == COMMAND else lease.label or "-",
         format_fraction(lease.fraction_milli),
         describe_state(lease),
         memory,

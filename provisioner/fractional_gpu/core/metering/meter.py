@@ -63,7 +63,7 @@ class _Part:
     party: Party
     occupied_us: int = 0  # of the device's time
     busy_ms: int = 0
-    milli: int = 0  # its share, as it was last busy
+    milli: int = 0  # its share while it was busy
 
 
 @dataclass(slots=True)
@@ -123,6 +123,9 @@ class Meter:
             if lease.holding == holding:
                 return
             before = lease.holding.devices
+            if before == holding.devices and lease.holding.milli == holding.milli:
+                lease.holding = holding  # whose the devices' time is does not change
+                return
         for device_id in {*before, *holding.devices}:
             self.add_device(at_ms, wall_ms, device_id, self._pool_of(device_id, holding))
             self._advance(device_id, at_ms, wall_ms)
@@ -169,6 +172,8 @@ class Meter:
         device = self._devices[device_id]
         if counter_mj is None and device.counter_mj is not None:
             return 0  # it could not be read this time: the next reading includes this time
+        for lease_id in device.holders:
+            self._count(lease_id, self._leases[lease_id], at_ms, wall_ms)
         self._advance(device_id, at_ms, wall_ms)
         passed_ms = at_ms - device.energy_at_ms
         drawn_mj = _drawn(device.counter_mj, counter_mj, power_mw, passed_ms)
@@ -200,9 +205,17 @@ class Meter:
 
     def _count(self, lease_id: str, lease: _Lease, at_ms: int, wall_ms: int) -> None:
         """Count the lease's time until now, quarter of an hour by quarter of an hour."""
-        for begin_wall_ms, passed_ms in _pieces(lease.since_ms, at_ms, wall_ms):
-            self._count_within(lease_id, lease, begin_wall_ms, passed_ms)
-        lease.since_ms = max(lease.since_ms, at_ms)
+        passed_ms = at_ms - lease.since_ms
+        if passed_ms <= 0:
+            return
+        if lease.holding.working:
+            for device_id in lease.holding.devices:
+                part = self._part(device_id, lease_id, lease.holding.party)
+                part.busy_ms += passed_ms
+                part.milli = lease.holding.milli
+        for begin_wall_ms, piece_ms in _pieces(lease.since_ms, at_ms, wall_ms):
+            self._count_within(lease_id, lease, begin_wall_ms, piece_ms)
+        lease.since_ms = at_ms
 
     def _count_within(self, lease_id: str, lease: _Lease, wall_ms: int, passed_ms: int) -> None:
         holding = lease.holding
@@ -264,7 +277,7 @@ class Meter:
             self._devices[device_id].holders[lease_id] = max(1, holding.milli)
 
     def _advance(self, device_id: str, at_ms: int, wall_ms: int) -> None:
-        """Divide the device's time until now among its holders, quarter of an hour by quarter, and note how long which of them was busy."""
+        """Divide the device's time until now among its holders, quarter of an hour by quarter."""
         device = self._devices[device_id]
         for begin_wall_ms, passed_ms in _pieces(device.since_ms, at_ms, wall_ms):
             hour_s, _ = self._local(begin_wall_ms)
@@ -274,12 +287,15 @@ class Meter:
                 lease = self._leases.get(lease_id)
                 party = lease.holding.party if lease is not None else Party(pool=device.pool)
                 self._row(hour_s, lease_id, device_id, party).occupied_us += us
-                part = device.parts.setdefault(lease_id, _Part(party))
-                part.occupied_us += us
-                if lease is not None and lease.holding.busy:
-                    part.busy_ms += passed_ms
-                    part.milli = device.holders[lease_id]
+                self._part(device_id, lease_id, party).occupied_us += us
         device.since_ms = max(device.since_ms, at_ms)
+
+    def _part(self, device_id: str, lease_id: str, party: Party) -> _Part:
+        parts = self._devices[device_id].parts
+        part = parts.get(lease_id)
+        if part is None:
+            part = parts[lease_id] = _Part(party)
+        return part
 
     def _divide(
         self,

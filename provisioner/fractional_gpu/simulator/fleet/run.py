@@ -5,11 +5,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.felt import Goal
 from fractional_gpu.simulator.fleet.apart import simulate_apart
 from fractional_gpu.simulator.fleet.placing import PlaceRule, choose_hosts
 from fractional_gpu.simulator.hosts import DoorRule
 from fractional_gpu.simulator.machine import Host
+from fractional_gpu.simulator.metering.run_meter import RunMeter
 from fractional_gpu.simulator.record import EventLog
 from fractional_gpu.simulator.result import Result
 from fractional_gpu.simulator.simulation import Progress, simulate
@@ -42,13 +44,19 @@ def run(
     goal: Goal | None = None,
     progress: Progress | None = None,
     placing: Progress | None = None,
+    meter: RunMeter | None = None,
 ) -> Result:
     """Run the trace and return its figures under that name. `record` is a file; hosts that run by themselves have one each beside it.
 
     `progress` is given the sessions that ended, and all; `placing` those that have their host, where they are placed beforehand.
-    A run that cannot reach the goal any more is given up there. Raises SimulationError for a session that no host can serve.
+    A run that cannot reach the goal any more is given up there. `meter` counts what the leases use, where all hosts run on one clock.
+    Raises SimulationError for a session that no host can serve.
     """
     if isinstance(way.rule, PlaceRule):
+        if meter is not None:
+            raise SimulationError(
+                "hosts that run by themselves cannot be metered; give sessions their hosts at the door"
+            )
         chosen = choose_hosts(hosts, trace, way.rule, way.seed, placing)
         return simulate_apart(
             hosts, trace, chosen, name=name, processes=way.processes, record=record, goal=goal, progress=progress
@@ -57,6 +65,6 @@ def run(
         log = None
         if record is not None:
             log = stack.enter_context(EventLog(record, hosts, trace, door=way.rule, name=name))
-        result = simulate(hosts, trace, door=way.rule, record=log, progress=progress, goal=goal)
+        result = simulate(hosts, trace, door=way.rule, record=log, progress=progress, goal=goal, meter=meter)
     result.name = name
     return result

@@ -40,10 +40,11 @@ class Load:
     nothing of the other habits. `several_percent` of the sessions use 4 or 8 GPUs. `joint_percent` of the users are in classes of
     `CLASS_SIZE` whose working sessions open within a minute, and whose first cells begin within another. `lunch_ms` is how long a lunch
     takes that begins at some time from 12 to 1: no cell begins in it, but those of a teaching lab. With `weekends`, the sixth and the
-    seventh day of a week are free. The users live in `time_zones` evenly spread around the clock. `ask_error_percent` is the standard
-    deviation of the logarithm of what people ask for over what they use: with 50, one in six asks for less than 0.61 of it, and one in six
-    for more than 1.65 times as much. `failed_swaps_percent` of the swaps fail harmlessly, after the fixed time of a swap (`machine.Host`).
-    `urgent_percent` of the users, spread evenly among them, have priority 1.
+    seventh day of a week are free, but for `weekend_percent` of the users, drawn for each such day. The users live in `time_zones`
+    evenly spread around the clock. `ask_error_percent` is the standard deviation of the logarithm of what people ask for over what they
+    use: with 50, one in six asks for less than 0.61 of it, and one in six for more than 1.65 times as much. `failed_swaps_percent` of
+    the swaps fail harmlessly, after the fixed time of a swap (`machine.Host`). `urgent_percent` of the users, spread evenly among them,
+    have priority 1.
     """
 
     habit: Habit = Habit.PUBLISHED
@@ -53,6 +54,7 @@ class Load:
     joint_percent: int = 0
     lunch_ms: int = 0
     weekends: bool = False
+    weekend_percent: int = 0
     time_zones: int = 1
     ask_error_percent: int = 0
     failed_swaps_percent: int = 0

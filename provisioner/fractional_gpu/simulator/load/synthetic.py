@@ -1,5 +1,6 @@
 """The sessions of synthetic users, day by day."""
 
+import random
 from collections.abc import Callable
 
 from fractional_gpu.simulator.load.day import UserDay
@@ -22,12 +23,18 @@ def synthetic_sessions(
     """
     sessions = []
     for day in range(days):
-        if load.weekends and day % _WEEK >= _WEEKDAYS:
-            continue
+        free = load.weekends and day % _WEEK >= _WEEKDAYS
         for number in range(users):
-            sessions += _day(number, day, seed, load).sessions()
+            if not free or _works_nonetheless(number, day, seed, load):
+                sessions += _day(number, day, seed, load).sessions()
             progress(day * users + number + 1, days * users)
     return sorted(sessions, key=lambda session: (session.open_ms, session.session_id))
+
+
+def _works_nonetheless(number: int, day: int, seed: int, load: Load) -> bool:
+    """Return whether a user works on a day that is free for most."""
+    percent = load.weekend_percent
+    return percent > 0 and random.Random(f"{seed}/weekend/{number}/{day}").random() * 100 < percent  # noqa: S311 - a workload
 
 
 def _day(number: int, day: int, seed: int, load: Load) -> UserDay:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fractional_gpu.commands.simulate_load import percent, positive
+from fractional_gpu.commands.simulation.load import percent, positive
 from fractional_gpu.commands.terminal.errors import UsageError
 from fractional_gpu.config import ConfigError, Settings, load
 from fractional_gpu.core.model import DeviceSpec, PoolSpec

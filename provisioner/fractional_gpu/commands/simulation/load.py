@@ -1,6 +1,7 @@
 """Whose sessions `jupyter gpu simulate` runs: those of two files, or those of synthetic users."""
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -8,10 +9,12 @@ from fractional_gpu.commands.terminal.errors import CommandError, UsageError
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.core.units import parse_duration_ms
 from fractional_gpu.simulator.load import CLASS_SIZE, SEVERAL_PERCENT, Habit, Load, Memory, Pace, synthetic_sessions
+from fractional_gpu.simulator.load.groups import Group, in_groups
 from fractional_gpu.simulator.traces import Session, read_sessions
 
 _LONGEST_LUNCH_MS = 4 * 3_600_000
 _MOST_ZONES = 24
+_GROUP = re.compile(r"([\w.-]{1,60}):(\d{1,6})(?:@([\w.-]{1,60}))?", re.ASCII)
 _LARGEST_ERROR = 200
 MADE_UP = frozenset(
     [
@@ -23,6 +26,7 @@ MADE_UP = frozenset(
         "joint_starts",
         "lunch",
         "weekends",
+        "weekend_users",
         "time_zones",
         "ask_error",
         "urgent_users",
@@ -39,6 +43,12 @@ def configure_load(parser: argparse.ArgumentParser) -> None:
     who.add_argument("--users", type=positive, metavar="N", help="so many synthetic build-phase users")
     who.add_argument("--days", type=positive, default=1, metavar="D", help="for so many days (default: 1)")
     who.add_argument("--seed", type=int, default=1, metavar="S", help="which of the synthetic traces (default: 1)")
+    who.add_argument(
+        "--groups",
+        metavar="NAME:N[@POOL],...",
+        help="divide the users into groups of these sizes beside each other, each in a pool of --policy or in the default one, such as "
+        "'physics:3,biology:2,teaching:1@small'",
+    )
     who.add_argument("--one-gpu-only", action="store_true", help="leave sessions out that use several GPUs at once")
     who.add_argument(
         "--write-trace", type=Path, nargs=2, metavar=("SESSIONS", "CELLS"), help="write the sessions there"
@@ -75,6 +85,13 @@ def configure_load(parser: argparse.ArgumentParser) -> None:
     )
     load.add_argument("--lunch", default="0s", metavar="TIME", help="how long no cell begins at noon (default: 0s)")
     load.add_argument("--weekends", action="store_true", help="two days of seven are free")
+    load.add_argument(
+        "--weekend-users",
+        type=percent,
+        default=0,
+        metavar="PERCENT",
+        help="with --weekends: of the users, who work on a free day nonetheless (default: 0)",
+    )
     load.add_argument(
         "--time-zones", type=positive, default=1, metavar="N", help="in which the users live (default: 1)"
     )
@@ -122,6 +139,10 @@ def read_load(options: argparse.Namespace) -> Load:
         raise UsageError(f"--lunch {options.lunch} is not allowed; a time of at most 4h is")
     if options.time_zones > _MOST_ZONES:
         raise UsageError(f"--time-zones {options.time_zones} is not allowed; a whole number from 1 to {_MOST_ZONES} is")
+    if options.weekend_users and not options.weekends:
+        raise UsageError(
+            f"--weekend-users {options.weekend_users} needs --weekends: without it users work on all days of the week alike"
+        )
     habit = _read_habit(options, lunch_ms)
     return Load(
         habit=habit,
@@ -131,6 +152,7 @@ def read_load(options: argparse.Namespace) -> Load:
         joint_percent=options.joint_starts or 0,
         lunch_ms=lunch_ms,
         weekends=options.weekends,
+        weekend_percent=options.weekend_users,
         time_zones=options.time_zones,
         ask_error_percent=options.ask_error,
         failed_swaps_percent=options.failed_swaps,
@@ -190,6 +212,8 @@ def read_trace(options: argparse.Namespace) -> list[Session]:
         trace = synthetic_sessions(options.users, options.days, options.seed, read_load(options), progress)
     else:
         trace = read_sessions(options.sessions, options.cells)
+    if options.groups is not None:
+        trace = in_groups(trace, _groups(options.groups))
     if not options.one_gpu_only:
         return trace
     kept = [session for session in trace if session.most_gpus <= 1]
@@ -199,3 +223,17 @@ def read_trace(options: argparse.Namespace) -> list[Session]:
         where = options.sessions or "the synthetic users"
         raise CommandError(f"every session of {where} uses several GPUs at once; nothing is left to simulate")
     return kept
+
+
+def _groups(text: str) -> list[Group]:
+    """Return the groups that `physics:3,teaching:1@small` says. Raises UsageError."""
+    groups: list[Group] = []
+    for part in text.split(","):
+        match = _GROUP.fullmatch(part.strip())
+        if match is None or not int(match[2]) or any(group.name == match[1] for group in groups):
+            raise UsageError(
+                f"--groups {text[:60]!r} is not allowed; NAME:SIZE or NAME:SIZE@POOL, each name once and each size from 1 on, such as "
+                "'physics:3,biology:2,teaching:1@small' is"
+            )
+        groups.append(Group(match[1], int(match[2]), match[3] or ""))
+    return groups

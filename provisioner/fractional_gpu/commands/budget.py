@@ -1,0 +1,106 @@
+"""`jupyter gpu budget`: what is left of the budgets of users and groups, and giving one of them more."""
+
+import argparse
+import json
+import time
+from contextlib import closing
+from datetime import datetime
+from typing import Final
+
+from msgspec import to_builtins
+
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.commands.terminal.connection import RUN_ONE, add_socket_argument, running_broker
+from fractional_gpu.commands.terminal.errors import UsageError
+from fractional_gpu.core.units import parse_duration_ms
+from fractional_gpu.protocol.accounts import BudgetExtension, BudgetList, BudgetStatus
+
+NO_BUDGETS: Final = (
+    f"and only a running one knows what is left; {RUN_ONE}. c.GPUBroker.budgets in jupyter_gpu_config.py sets budgets"
+)
+
+EPILOG = """\
+examples:
+  jupyter gpu budget                                        your budgets; for administrators, everybody's
+  jupyter gpu budget --user ada --add "10 GPU hours"        more for ada, until her budget begins anew
+  jupyter gpu budget --group students --add "50 EUR" --until 2026-12-24
+
+An amount is added to the budgets of that user or group that are in its unit. Administrators add; it is written to the audit log. What
+happens when a budget is used up is the pool's `over_budget`: no kernel is ended, and nothing is lost.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and add its arguments."""
+    parser.description = "Show what is left of budgets, or add to one."
+    parser.epilog = EPILOG
+    whose = parser.add_mutually_exclusive_group()
+    whose.add_argument("--user", metavar="NAME", help="only this user's budgets")
+    whose.add_argument("--group", metavar="NAME", help="only this group's budgets")
+    parser.add_argument("--add", metavar="AMOUNT", help="give them more: such as '10 GPU hours', '50 EUR' or '5 kWh'")
+    parser.add_argument(
+        "--until",
+        metavar="WHEN",
+        help="with --add: a date, a time, or a duration such as 7d (default: until the budget begins anew)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the budgets as JSON")
+    add_socket_argument(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """List budgets or add to one. Raises UsageError, ForbiddenError or NotFoundError."""
+    adds = options.add is not None
+    if adds and not (options.user or options.group):
+        raise UsageError(
+            'say to whose budget it is added: `jupyter gpu budget --user NAME --add "10 GPU hours"`, or --group'
+        )
+    if not adds and options.until is not None:
+        raise UsageError("--until goes with --add: until when more is given")
+    until_s = None if options.until is None else _until(options.until)
+    with (
+        running_broker(options.socket, without=NO_BUDGETS) as running,
+        closing(BrokerClient(running.socket_path)) as client,
+    ):
+        if adds:
+            kind, name = ("user", options.user) if options.user else ("group", options.group)
+            found = client.extend_budget(BudgetExtension(kind=kind, name=name, amount=options.add, until_s=until_s))
+        else:
+            found = client.budgets()
+    shown = [one for one in found.budgets if adds or _is_wanted(one, options)]
+    if options.json:
+        print(json.dumps(to_builtins(BudgetList(budgets=shown, scope=found.scope))))
+    else:
+        print(_listed(shown))
+    return 0
+
+
+def _is_wanted(budget: BudgetStatus, options: argparse.Namespace) -> bool:
+    if options.user:
+        return (budget.kind, budget.name) == ("user", options.user)
+    return not options.group or (budget.kind, budget.name) == ("group", options.group)
+
+
+def _until(text: str) -> int:
+    """Return the moment, seconds since 1970. Raises UsageError."""
+    try:
+        return int(datetime.fromisoformat(text).timestamp())
+    except ValueError:
+        pass
+    try:
+        return int(time.time()) + parse_duration_ms(text) // 1000
+    except ValueError:
+        raise UsageError(
+            f"--until {text[:60]!r} is not a time; give a date or time such as 2026-12-24 or 2026-12-24T18:00, or a duration such as 7d"
+        ) from None
+
+
+def _listed(budgets: list[BudgetStatus]) -> str:
+    if not budgets:
+        return "no budget applies, or nothing of one was spent yet (c.GPUBroker.budgets sets them)"
+    lines = []
+    for one in sorted(budgets, key=lambda one: (one.kind, one.name, one.text)):
+        state = "used up" if one.used_up else f"{one.left_text} left"
+        anew = "" if one.until_s is None else f"; begins anew {time.strftime('%Y-%m-%d', time.localtime(one.until_s))}"
+        more = "" if one.amount_text in one.text else f" (of {one.amount_text}, with what was added)"
+        lines.append(f"{one.kind} {one.name}: {one.text}: {one.spent_text} spent, {state}{more}{anew}")
+    return "\n".join(lines)

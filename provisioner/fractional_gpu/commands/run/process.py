@@ -1,0 +1,186 @@
+"""The command's process: held back until it has the GPU, in a process group of its own, with its terminal, signals and exit status.
+
+- A stub (`stub`) is started first, so that the broker knows the process before the command runs in it.
+- The command has a process group of its own. Where the runner has the terminal, the command's group gets it: Ctrl-C and Ctrl-Z
+  reach the command as from any shell. When it stops, the runner takes the terminal back and stops, too; a shell's `fg` continues both.
+- Signals that the runner gets are passed on to the group. A second SIGINT, SIGTERM or SIGHUP ends the group with SIGKILL.
+"""
+
+import errno
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import termios
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from fractional_gpu.commands.terminal.errors import CommandError
+
+ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PASSED_ON: Final = (*ENDING, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_STUB: Final = Path(__file__).with_name("stub.py")
+_BY_TERMINAL: Final = frozenset({signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU})
+
+
+class CannotRunError(CommandError):
+    """The command cannot be run: 127 if there is no such program, 126 if it is not executable, as in a shell."""
+
+    def __init__(self, program: str, error: int) -> None:
+        self.exit_code = 127 if error == errno.ENOENT else 126
+        super().__init__(f"{program} cannot be run: {os.strerror(error)}")
+
+
+class HeldCommand:
+    """A command that waits in its stub. `environment` must have the lease's id: the broker looks for it."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start the stub. Raises OSError. To be called in the main thread: the command ends with the thread that starts it."""
+        self._program = command[0]
+        source, self._to_stub = os.pipe()
+        self._from_stub, sink = os.pipe()
+        try:
+            stub = [sys.executable, "-I", "-S", os.fspath(_STUB), str(os.getpid()), str(source), str(sink), *command]
+            self._child = subprocess.Popen(stub, env=dict(environment), pass_fds=(source, sink), process_group=0)
+        except OSError:
+            os.close(self._to_stub)
+            os.close(self._from_stub)
+            raise
+        finally:
+            os.close(source)
+            os.close(sink)
+        self.pid = self._child.pid
+
+    def go(self, environment: Mapping[str, str]) -> "RunningCommand":
+        """Have the stub become the command. Raises CannotRunError; the stub has ended then."""
+        with suppress(BrokenPipeError), os.fdopen(self._to_stub, "wb") as pipe:
+            pipe.write(json.dumps(dict(environment)).encode("utf-8", "surrogateescape"))
+        with os.fdopen(self._from_stub, "rb") as pipe:
+            failure = pipe.read()
+        if failure:
+            self._child.wait()
+            raise CannotRunError(self._program, int(failure))
+        return RunningCommand(self._child)
+
+    def give_up(self) -> None:
+        """End the stub: nothing of the command has run."""
+        os.close(self._to_stub)
+        os.close(self._from_stub)
+        self._child.kill()
+        self._child.wait()
+
+
+class RunningCommand:
+    """The command from its start to its end. For the main thread."""
+
+    def __init__(self, child: "subprocess.Popen[bytes]") -> None:
+        self._child = child
+        self.pid = child.pid
+        self.killed_by_us = False
+        self._endings = 0
+        self._pending: list[int] = []
+        self._terminal = _own_terminal()
+
+    def wait(self, *, passed_on: Callable[[int], None], continued: Callable[[], None]) -> int:
+        """Return the command's exit status as a shell gives it: 128 + N for a signal.
+
+        `passed_on` is called with the number of each signal after it was passed on, `continued` when the runner gets SIGCONT.
+        """
+        wake_in, wake_out = os.pipe()
+        for descriptor in (wake_in, wake_out):
+            os.set_blocking(descriptor, False)
+        before = signal.set_wakeup_fd(wake_out, warn_on_full_buffer=False)
+        handlers = {number: self._install(number) for number in (*PASSED_ON, signal.SIGCONT, signal.SIGCHLD)}
+        handlers[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # it may change the terminal's group
+        try:
+            self._give_terminal()
+            while (status := self._poll()) is None:
+                select.select([wake_in], [], [])
+                with suppress(BlockingIOError):
+                    os.read(wake_in, 4096)
+                self._handle_signals(passed_on, continued)
+            return status
+        finally:
+            self._take_terminal()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(before)
+            os.close(wake_in)
+            os.close(wake_out)
+
+    def _install(self, number: int) -> "signal._HANDLER":
+        """Install our handler unless the signal is ignored (`nohup`, a shell's background job); return the one before."""
+        handler = signal.getsignal(number)
+        if handler is not signal.SIG_IGN or number == signal.SIGCHLD:
+            signal.signal(number, self._note)
+        return handler
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self._pending.append(number)
+
+    def _handle_signals(self, passed_on: Callable[[int], None], continued: Callable[[], None]) -> None:
+        while self._pending:
+            number = self._pending.pop(0)
+            if number == signal.SIGCONT:
+                continued()
+            elif number != signal.SIGCHLD:
+                self._endings += number in ENDING
+                self.killed_by_us = self._endings > 1
+                self._signal(signal.SIGKILL if self.killed_by_us else number)
+                passed_on(number)
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def _poll(self) -> int | None:
+        """Return the exit status, None while the command lives; follow it where it was stopped."""
+        while True:
+            pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED)
+            if not pid:
+                return None
+            if os.WIFSTOPPED(status):
+                self._stop_too(os.WSTOPSIG(status))
+                continue
+            self._child.returncode = os.waitstatus_to_exitcode(status)
+            return self._child.returncode if self._child.returncode >= 0 else 128 - self._child.returncode
+
+    # -- the terminal ---------------------------------------------------------------------------------------------------------
+
+    def _stop_too(self, number: int) -> None:
+        """Stop as the command was stopped by the terminal, so that the shell has it back; when continued, continue the command."""
+        if self._terminal is None or number not in _BY_TERMINAL:
+            return  # whoever stopped it continues it
+        self._take_terminal()
+        handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.killpg(os.getpgrp(), signal.SIGTSTP)  # without a shell above (an orphaned group), the system ignores it
+        signal.signal(signal.SIGTSTP, handler)
+        self._give_terminal()
+        self._signal(signal.SIGCONT)
+
+    def _give_terminal(self) -> None:
+        """Make the command's group the terminal's foreground if it is ours now."""
+        if self._terminal is not None:
+            with suppress(OSError, termios.error):
+                if os.tcgetpgrp(self._terminal) == os.getpgrp():
+                    os.tcsetpgrp(self._terminal, self.pid)
+
+    def _take_terminal(self) -> None:
+        if self._terminal is not None:
+            with suppress(OSError, termios.error):
+                if os.tcgetpgrp(self._terminal) == self.pid:
+                    os.tcsetpgrp(self._terminal, os.getpgrp())
+
+
+def _own_terminal() -> int | None:
+    """Return the descriptor of the controlling terminal among the standard ones, None without one."""
+    for descriptor in (0, 1, 2):
+        with suppress(OSError):  # no terminal, or not the one that controls this session
+            os.tcgetpgrp(descriptor)
+            return descriptor
+    return None

@@ -1,0 +1,287 @@
+"""`jupyter gpu run`: any program under a lease, as a kernel is: its share, cap, waits and story, and suspended while it is idle.
+
+The order: the options are checked; a lease is taken; a stub in which the command will run is attached to it; it waits for the GPU; the stub
+becomes the command; the lease is kept (`supervisor`) until the command ends, whose exit status is this one's.
+"""
+
+import argparse
+import errno
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.client.discovery import ensure_broker
+from fractional_gpu.commands.run.process import ENDING, CannotRunError, HeldCommand, RunningCommand
+from fractional_gpu.commands.run.supervisor import Supervisor, say
+from fractional_gpu.commands.terminal.completers import DURATIONS, FRACTIONS, set_completer
+from fractional_gpu.commands.terminal.connection import watch_silence
+from fractional_gpu.commands.terminal.errors import CommandError, UsageError, parse_argument
+from fractional_gpu.commands.terminal.progress import WaitLine
+from fractional_gpu.core.units import format_duration, parse_duration_ms, parse_fraction_milli, parse_memory_mib
+from fractional_gpu.jupyter.kernel_command import check_pool_name
+from fractional_gpu.jupyter.kernel_lease import KernelLease, environment_with, take_lease
+from fractional_gpu.jupyter.kernel_process import identity_of
+from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
+from fractional_gpu.protocol.limits import MAX_NAME, MAX_WAIT_S
+from fractional_gpu.protocol.messages import (
+    COMMAND,
+    AcquireRequest,
+    AttachRequest,
+    LeaseRequest,
+    Progress,
+    ProgressKind,
+)
+from fractional_gpu_kernel.memory.limits import CONTEXT, CONTEXT_MIB, DEVICE, MEMORY, MemoryLimits, framework_mib
+
+TIMEOUT_S: Final = 30.0
+_LEAST_WAIT_MS: Final = 1000  # the ledger has to be written, too
+_ATTEMPTS: Final = 3  # to reach a broker that ends while the command waits
+_PORTS: Final = range(1, 65_536)
+_DEVICES: Final = range(1, 9)
+_PRIORITIES: Final = range(-1000, 1001)
+_SIGNALLED: Final = 128
+_TORCH: Final = "JUPYTER_GPU_MEMORY_FRACTION"
+_DESCRIPTION: Final = (
+    "Run a program on a share of a GPU, suspended while it is idle: a script, a training, a model server."
+)
+_EPILOG: Final = """\
+examples:
+  jupyter gpu run --fraction 1/4 -- python train.py --epochs 3
+  jupyter gpu run --memory 20GiB --serve 8000 -- vllm serve MODEL --port 8000
+  jupyter gpu run --wait 0 -- python probe.py       now or not at all
+
+The exit status is the command's (128 + N after signal N). Signals are passed on to the command; a second SIGINT, SIGTERM or SIGHUP ends
+it at once. `jupyter gpu status` shows it, and `suspend`, `resume`, `pin`, `resize` and `evict` work on it.
+While it neither uses the GPU nor, with --serve, has a connection, it may be suspended: it keeps everything, and comes back by itself.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and add its arguments."""
+    parser.description, parser.epilog = _DESCRIPTION, _EPILOG
+    fraction = os.environ.get("JUPYTER_GPU_DEFAULT_FRACTION")
+    set_completer(
+        parser.add_argument("--fraction", metavar="FRACTION", default=fraction, help="the share (default: 1/4)"),
+        FRACTIONS,
+    )
+    pool = os.environ.get("JUPYTER_GPU_DEFAULT_POOL") or "default"
+    parser.add_argument("--pool", metavar="POOL", default=pool, help="the pool of devices (default: default)")
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="device memory, for example 20GiB (default: the fraction's share)"
+    )
+    parser.add_argument("--devices", metavar="N", default="1", help="so many whole GPUs, 1 to 8 (default: 1)")
+    parser.add_argument("--priority", metavar="N", default="0", help="higher goes first, within the pool's limit")
+    parser.add_argument("--name", metavar="TEXT", default="", help="its name in `jupyter gpu status`")
+    parser.add_argument(
+        "--serve",
+        metavar="PORT",
+        action="append",
+        default=[],
+        help="a TCP port that it serves: in use while a connection is open, and back at the first one; may be repeated",
+    )
+    set_completer(
+        parser.add_argument(
+            "--wait",
+            metavar="DURATION",
+            help="how long to wait for the GPU before the start (default: as long as it takes)",
+        ),
+        DURATIONS,
+    )
+    parser.add_argument("command", metavar="COMMAND", nargs=argparse.REMAINDER, help="the program, and its arguments")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit status. Raises UsageError, CommandError and FractionalGPUError before it runs."""
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    request, ports, wait_ms = _request(options, command), _ports(options.serve), _wait_ms(options.wait)
+    _check_program(command)
+    try:
+        with _signals_raise():
+            lease, running = _start(command, request, wait_ms, served=bool(ports))
+    except _EndedError as ended:
+        return _SIGNALLED + ended.number
+    supervisor = Supervisor(lease, running.pid, ports)
+    supervisor.start()
+    status = running.wait(passed_on=lambda number: supervisor.wake(ending=number in ENDING), continued=supervisor.wake)
+    killed = status in (_SIGNALLED + signal.SIGKILL, _SIGNALLED + signal.SIGTERM) and not running.killed_by_us
+    supervisor.close(was_killed=killed)
+    with suppress(FractionalGPUError):  # the broker sees by itself that the command has ended
+        lease.release()
+    return status
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def _request(options: argparse.Namespace, command: Sequence[str]) -> LeaseRequest:
+    if not command:
+        raise UsageError("say what to run after --, for example: jupyter gpu run --fraction 1/4 -- python train.py")
+    devices = _number("--devices", options.devices, _DEVICES)
+    if devices > 1 and options.fraction not in (None, "1", os.environ.get("JUPYTER_GPU_DEFAULT_FRACTION")):
+        raise UsageError(
+            f"--fraction is {options.fraction} with {devices} devices; several devices are whole ones: leave --fraction out"
+        )
+    fraction = "1" if devices > 1 else options.fraction or "1/4"
+    try:
+        pool = check_pool_name(options.pool)
+    except FractionalGPUError as error:
+        raise UsageError(f"--pool: {error}") from None
+    return LeaseRequest(
+        fraction_milli=parse_argument(parse_fraction_milli, fraction),
+        pool=pool,
+        memory_mib=parse_argument(parse_memory_mib, options.memory) if options.memory is not None else None,
+        devices=devices,
+        priority=_number("--priority", options.priority, _PRIORITIES),
+        label=(options.name or _default_name(command))[-MAX_NAME:],
+        gated=False,
+        kind=COMMAND,
+    )
+
+
+def _default_name(command: Sequence[str]) -> str:
+    """Return the program's name, and that of the file that it is given first: arguments may be secret."""
+    script = next((word for word in command[1:] if not word.startswith("-")), "")
+    names = [Path(command[0]).name, *([Path(script).name] if Path(script).is_file() else [])]
+    return " ".join(names)
+
+
+def _ports(texts: Sequence[str]) -> list[int]:
+    return [_number("--serve", text, _PORTS) for text in texts]
+
+
+def _wait_ms(text: str | None) -> int | None:
+    """Return the limit of the wait, None without one."""
+    wait_ms = None if text is None else parse_argument(parse_duration_ms, text)
+    if wait_ms is not None and wait_ms > MAX_WAIT_S * 1000:
+        longest = format_duration(MAX_WAIT_S * 1000)
+        raise UsageError(f"--wait is {text}; allowed: up to {longest}, or leave it out to wait as long as it takes")
+    return wait_ms
+
+
+def _number(option: str, text: str, allowed: range) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = allowed.stop
+    if number not in allowed:
+        raise UsageError(f"{option} is {text!r}; allowed: a whole number from {allowed.start} to {allowed.stop - 1}")
+    return number
+
+
+def _check_program(command: Sequence[str]) -> None:
+    """Raise CannotRunError for a program that is not there, before a lease is taken for it."""
+    program = command[0]
+    if shutil.which(program) is None:
+        exists = os.sep in program and Path(program).exists()
+        raise CannotRunError(program, errno.EACCES if exists else errno.ENOENT)
+
+
+# -- the start ---------------------------------------------------------------------------------------------------------
+
+
+class _EndedError(Exception):
+    """A signal ended the wait."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Let the signals that end a program raise _EndedError in the main thread, unless they are ignored."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise _EndedError(number)
+
+    numbers = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    handlers = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _start(
+    command: Sequence[str], request: LeaseRequest, wait_ms: int | None, *, served: bool
+) -> tuple[KernelLease, RunningCommand]:
+    """Return the lease and the command, which runs. Nothing is left behind where it raises."""
+    lease = take_lease(request, timeout_s=TIMEOUT_S)
+    held: HeldCommand | None = None
+    try:
+        held = HeldCommand(command, environment_with(lease, {**os.environ, "JUPYTER_GPU_KIND": COMMAND}))
+        _attach(lease, held.pid, served=served)
+        granted = _wait_for_gpu(lease, wait_ms)
+        running, held = held.go(_environment(lease, granted)), None
+    except BaseException:
+        with suppress(FractionalGPUError):
+            lease.release()
+        if held is not None:
+            held.give_up()
+        raise
+    return lease, running
+
+
+def _attach(lease: KernelLease, pid: int, *, served: bool) -> None:
+    lease.attach(
+        AttachRequest(**identity_of(pid), connection={}, language="", ipykernel=False, kind=COMMAND, served=served)
+    )
+
+
+def _environment(lease: KernelLease, granted: Mapping[str, str]) -> dict[str, str]:
+    """Return what the command gets: a kernel's variables, hints for frameworks that read some, and a fraction for those that do not."""
+    environment = {**environment_with(lease, os.environ), **granted, "JUPYTER_GPU_KIND": COMMAND}
+    MemoryLimits(environment).bind({})
+    device_mib = int(environment.get(DEVICE, "0"))
+    if device_mib:
+        mib = framework_mib(int(environment[MEMORY]), int(environment.get(CONTEXT, CONTEXT_MIB)))
+        environment[_TORCH] = f"{min(1.0, mib / device_mib):.4f}"
+    return environment
+
+
+def _wait_for_gpu(lease: KernelLease, wait_ms: int | None) -> Mapping[str, str]:
+    """Return the variables that bind the command to its device, as soon as it has one.
+
+    Raises CommandError with the reason when it is refused, and BrokerUnavailableError when no broker can be reached.
+    """
+    line = WaitLine(lambda text: say(f"waiting for the GPU: {text}"))
+    for attempt in range(_ATTEMPTS):
+        try:
+            with ensure_broker(lease.socket, token=lease.token, timeout_s=TIMEOUT_S) as client:
+                last = _last_progress(client, lease, wait_ms, line)
+                break
+        except BrokerUnavailableError:
+            if attempt == _ATTEMPTS - 1:
+                raise
+        finally:
+            line.stop()
+    if last.kind != ProgressKind.GRANTED:
+        raise CommandError(last.sentence)
+    return last.environment
+
+
+def _last_progress(client: BrokerClient, lease: KernelLease, wait_ms: int | None, line: WaitLine) -> Progress:
+    """Return the grant or the refusal, and tell of the wait meanwhile, and of a broker that does not answer."""
+    if wait_ms is None:
+        lines = client.hold(lease.lease_id, AcquireRequest())
+    else:
+        lines = client.acquire(lease.lease_id, AcquireRequest(wait_ms=max(wait_ms, _LEAST_WAIT_MS)))
+    silence = watch_silence(client, sys.stderr)
+    last = Progress(kind=ProgressKind.REFUSED)
+    try:
+        with closing(lines):
+            for last in lines:
+                if last.kind != ProgressKind.WAITING:
+                    break
+                line.update(last)
+    finally:
+        silence.stop()
+    return last

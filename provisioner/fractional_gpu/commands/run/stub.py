@@ -1,0 +1,45 @@
+"""Becomes a command of `jupyter gpu run` once that has the GPU: a script of its own, which imports the standard library only.
+
+    python -I -S stub.py RUNNER IN OUT COMMAND [ARGUMENTS]
+
+It is the process that the broker knows before the command runs: a process keeps its id when it executes another program. RUNNER is the
+pid of its parent. From the descriptor IN it reads the command's environment, JSON, and executes the command with it; on an empty input it
+ends. Why that failed goes to the descriptor OUT as an error number; it is closed when the command runs.
+
+The command gets SIGTERM when its runner dies: the system sends it (PR_SET_PDEATHSIG).
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Wait for the environment and become the command. Returns only without one: 1."""
+    runner, source, sink = map(int, sys.argv[1:4])
+    command = sys.argv[4:]
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != runner:  # it died before that call
+        return 1
+    with os.fdopen(source, encoding="utf-8", errors="surrogateescape") as file:
+        text = file.read()
+    if not text:
+        return 1
+    os.set_inheritable(sink, False)
+    environment = json.loads(text)
+    # Python ignores these in every program that it runs; what the command was to ignore is ignored still.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execvpe(command[0], command, environment)  # noqa: S606 - no shell is wanted
+    except OSError as error:
+        os.write(sink, str(error.errno).encode())
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,289 @@
+"""The meter in virtual time: what the leases of a run use, and what their devices draw, which only a simulator knows for sure.
+
+The meter is the broker's (`core.metering.meter`), one for each host. It is told what the arbiter's views say after each event, what each
+swap has moved when it ends, and what the devices' energy counters say every minute. None of that reaches the arbiter: a run with a meter
+decides what it decides without one.
+
+**Energy.** A device draws its idle power, and on top of it what the cells that run there draw: their use of the device (`machine`) of the
+difference between its peak and its idle power. With noise of n percent, each cell draws more or less than its use says by a factor of
+its own, each device's idle power is drawn anew each quarter of an hour, and each measured use is off by a factor; all factors are normal
+around 1 with a standard deviation of n percent, at least `_LEAST`, by the seed. What swaps draw is left out.
+
+**Truth.** `Draw` adds up what each lease's cells have really drawn on each day, and the idle power beside it.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fractional_gpu.core.arbiter import Arbiter
+from fractional_gpu.core.effects import Effect
+from fractional_gpu.core.events import Event
+from fractional_gpu.core.metering.meter import Meter
+from fractional_gpu.core.metering.observed import tell
+from fractional_gpu.core.metering.tariffs import SLICE_MS, Tariff
+from fractional_gpu.core.metering.usage import HOUR_MS, Usage, UsageKey, UsageRow
+from fractional_gpu.simulator.machine import Host
+
+BEGINS_MS = 1_767_571_200_000
+"""What the wall clock says when a simulation begins: Monday, 5 January 2026, 0:00 UTC."""
+DAY_MS = 24 * HOUR_MS
+_READ_MS = 60_000
+_MILLI = 1000
+_LEAST = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Power:
+    """What a device draws, mW: while nothing runs, and while it is in use all of the time."""
+
+    idle_mw: int = 75_000
+    peak_mw: int = 700_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metering:
+    """How a run is metered. `measured_percent` of the leases have a use that is measured; of the others their share is known alone."""
+
+    tariffs: Mapping[str, Tariff] = field(default_factory=dict)  # by pool
+    power: Power = Power()
+    noise_percent: int = 0
+    measured_percent: int = 100
+    seed: int = 1
+
+
+@dataclass(slots=True)
+class Draw:
+    """What was really drawn, in nJ, by day (counted from 0) and lease; the pool's part under an empty name.
+
+    The idle draw is divided in two ways, because nothing says whose it is: among those that hold the device, by their shares, and among
+    those whose cells run there, evenly.
+    """
+
+    work: dict[tuple[int, str], int] = field(default_factory=dict)
+    idle_by_share: dict[tuple[int, str], int] = field(default_factory=dict)
+    idle_by_work: dict[tuple[int, str], int] = field(default_factory=dict)
+
+
+class RunMeter:
+    """Meters one run. `keep_truth`: also add up what was really drawn; `make` makes each host's meter."""
+
+    def __init__(self, settings: Metering, *, keep_truth: bool = False, make: Callable[[], Meter] = Meter) -> None:
+        self.settings = settings
+        self.truth: Draw | None = Draw() if keep_truth else None
+        self.hosts: list[HostMeter] = []
+        self.ended_ms = 0
+        self._make = make
+        self._read_ms = 0
+        self._taken: list[UsageRow] = []
+
+    def begin(self, hosts: Sequence[Host]) -> None:
+        """Begin at 0 with all devices of all hosts."""
+        self.hosts = [HostMeter(number, host, self._make(), self) for number, host in enumerate(hosts)]
+
+    def advance(self, at_ms: int) -> None:
+        """Read all counters each minute up to then. Nothing has happened since the last moment."""
+        while self._read_ms + _READ_MS <= at_ms:
+            self._read_ms += _READ_MS
+            for host in self.hosts:
+                host.read(self._read_ms)
+
+    def finish(self, at_ms: int) -> None:
+        """Go on to the end of the day, and stop."""
+        self.ended_ms = -(-at_ms // DAY_MS) * DAY_MS
+        self.advance(self.ended_ms)
+        for host in self.hosts:
+            rows = host.meter.take(self.ended_ms, BEGINS_MS + self.ended_ms)
+            self._taken += rows if len(self.hosts) == 1 else [_of_host(host.number, row) for row in rows]
+
+    def rows(self) -> list[UsageRow]:
+        """Return the figures of the run, once it is finished. With several hosts, a device's name begins with that of its host."""
+        return self._taken
+
+    def totals(self) -> dict[str, tuple[str, Usage]]:
+        """Return by pool its currency, and the sum of the figures of all its rows."""
+        found: dict[str, tuple[str, Usage]] = {}
+        for row in self._taken:
+            found.setdefault(row.party.pool, (row.key.currency, Usage()))[1].add(row.usage)
+        return dict(sorted(found.items()))
+
+
+def _of_host(number: int, row: UsageRow) -> UsageRow:
+    key = row.key
+    device_id = f"host-{number}/{key.device_id}" if key.device_id else ""
+    lease_id = key.lease_id
+    return UsageRow(UsageKey(key.hour_s, lease_id, device_id, key.currency), row.party, row.usage)
+
+
+@dataclass(slots=True)
+class _Work:
+    """A cell on a device: how much of it the cell uses, thousandths, and what the cell draws, mW."""
+
+    milli: int
+    mw: int
+
+
+@dataclass(slots=True)
+class _Device:
+    """A device: what it has drawn up to `at_ms`, and what each lease did there since the last reading."""
+
+    idle_mw: int
+    at_ms: int = 0
+    drawn_uj: int = 0
+    work: dict[str, _Work] = field(default_factory=dict)  # by lease
+    holders: dict[str, int] = field(default_factory=dict)  # share by lease
+    ran_ms: dict[str, int] = field(default_factory=dict)
+    used: dict[str, int] = field(default_factory=dict)  # thousandths times ms
+
+
+class HostMeter:
+    """The meter of one host, and its devices' counters."""
+
+    def __init__(self, number: int, host: Host, meter: Meter, run: RunMeter) -> None:
+        self.number, self.meter = number, meter
+        self._settings, self._truth = run.settings, run.truth
+        power = run.settings.power
+        self._swing_mw = max(0, power.peak_mw - power.idle_mw)
+        self._devices: dict[str, _Device] = {}
+        self._held: dict[str, tuple[str, ...]] = {}  # devices by lease
+        self._measured: dict[str, bool] = {}
+        for pool in host.pools:
+            tariff = run.settings.tariffs.get(pool.name)
+            if tariff is not None:
+                meter.set_tariff(0, BEGINS_MS, pool.name, tariff)
+            for device_id in pool.devices:
+                meter.add_device(0, BEGINS_MS, device_id, pool.name)
+        for device_id in sorted({device_id for pool in host.pools for device_id in pool.devices}):
+            self._devices[device_id] = _Device(power.idle_mw)
+            self._set_idle(0, device_id)
+            meter.read_energy(0, BEGINS_MS, device_id, counter_mj=0)
+
+    # -- what happens ----------------------------------------------------------------------------------------------------
+
+    def saw(self, at_ms: int, arbiter: Arbiter, event: Event, effects: Iterable[Effect]) -> None:
+        """Tell the meter what the leases are that an event and its effects are about."""
+        named = dict.fromkeys(getattr(one, "lease_id", None) for one in (event, *effects))
+        for lease_id in named:
+            if lease_id is not None:
+                self._observe(at_ms, arbiter, lease_id)
+
+    def _observe(self, at_ms: int, arbiter: Arbiter, lease_id: str) -> None:
+        holding = arbiter.holding(lease_id)
+        now: tuple[str, ...] = holding.devices if holding is not None else ()
+        milli = holding.milli if holding is not None else 0
+        tell(self.meter, at_ms, BEGINS_MS + at_ms, lease_id, holding)
+        before = self._held.get(lease_id, ())
+        for device_id in {*before, *now}:
+            device = self._devices[device_id]
+            self._advance(device, at_ms)
+            if device_id in now:
+                device.holders[lease_id] = max(1, milli)
+            else:
+                device.holders.pop(lease_id, None)
+        self._held[lease_id] = now
+        if not now:
+            del self._held[lease_id]
+
+    def moved(self, at_ms: int, lease_id: str, mib: int) -> None:
+        """Count what a swap has moved at its end, MiB."""
+        self.meter.moved(BEGINS_MS + at_ms, lease_id, mib)
+
+    def works(self, at_ms: int, device_ids: Iterable[str], used: Mapping[str, tuple[int, int]]) -> None:
+        """Take note of the cells that run on the devices from now on: by lease, the cell's number and its use of each, thousandths."""
+        cells = {lease_id: self._work(lease_id, *cell) for lease_id, cell in used.items()}
+        for device_id in device_ids:
+            device = self._devices[device_id]
+            self._advance(device, at_ms)
+            device.work = cells
+
+    def _work(self, lease_id: str, cell: int, milli: int) -> _Work:
+        factor = self._factor("cell", f"{lease_id}/{cell}")
+        return _Work(milli, round(self._swing_mw * milli * factor) // _MILLI)
+
+    def drawn_uj(self, device_id: str) -> int:
+        """Return what a device has really drawn since the beginning, µJ."""
+        return self._devices[device_id].drawn_uj
+
+    # -- energy ------------------------------------------------------------------------------------------------------------
+
+    def read(self, at_ms: int) -> None:
+        """Read all counters, as often as the simulation says: no stretch between two readings crosses an hour."""
+        wall = BEGINS_MS + at_ms
+        if not wall % HOUR_MS:
+            wall -= 1  # what ends now was of the hour that ends now
+        for device_id, device in self._devices.items():
+            self._advance(device, at_ms)
+            utilisation = {
+                lease_id: self._use(at_ms, device_id, device, lease_id)
+                for lease_id in (device.ran_ms.keys() | device.holders.keys())
+                if self._is_measured(lease_id)
+            }
+            quiet = not any(device.used.values())
+            counter_mj = device.drawn_uj // _MILLI
+            self.meter.read_energy(at_ms, wall, device_id, counter_mj=counter_mj, quiet=quiet, utilisation=utilisation)
+            device.ran_ms, device.used = {}, {}
+            self._set_idle(at_ms, device_id)
+
+    def _use(self, at_ms: int, device_id: str, device: _Device, lease_id: str) -> int:
+        """Return what a lease used of a device while it ran a cell there since the last reading, as it is measured: thousandths."""
+        ran_ms = device.ran_ms.get(lease_id, 0)
+        if not ran_ms:
+            return 0
+        factor = self._factor("use", f"{self.number}/{device_id}/{at_ms}/{lease_id}")
+        return min(_MILLI, round(device.used[lease_id] * factor) // ran_ms)
+
+    def _set_idle(self, at_ms: int, device_id: str) -> None:
+        if self._settings.noise_percent and not at_ms % SLICE_MS:
+            factor = self._factor("idle", f"{self.number}/{device_id}/{at_ms}")
+            self._devices[device_id].idle_mw = round(self._settings.power.idle_mw * factor)
+
+    def _advance(self, device: _Device, at_ms: int) -> None:
+        """Let the device draw what it draws until now."""
+        passed_ms = at_ms - device.at_ms
+        if passed_ms <= 0:
+            return
+        began_ms, device.at_ms = device.at_ms, at_ms
+        mw = device.idle_mw
+        for lease_id, work in device.work.items():
+            mw += work.mw
+            device.ran_ms[lease_id] = device.ran_ms.get(lease_id, 0) + passed_ms
+            device.used[lease_id] = device.used.get(lease_id, 0) + work.milli * passed_ms
+        device.drawn_uj += mw * passed_ms
+        if self._truth is not None:
+            _keep(self._truth, began_ms // DAY_MS, device, passed_ms)
+
+    # -- chance --------------------------------------------------------------------------------------------------------------
+
+    def _factor(self, what: str, which: str) -> float:
+        percent = self._settings.noise_percent
+        if not percent:
+            return 1.0
+        rng = random.Random(f"{self._settings.seed}/{what}/{which}")  # noqa: S311 - a workload, not a secret
+        return max(_LEAST, rng.gauss(1.0, percent / 100))
+
+    def _is_measured(self, lease_id: str) -> bool:
+        known = self._measured.get(lease_id)
+        if known is None:
+            rng = random.Random(f"{self._settings.seed}/measured/{lease_id}")  # noqa: S311 - a workload, not a secret
+            known = self._measured[lease_id] = rng.random() * 100 < self._settings.measured_percent
+        return known
+
+
+def _keep(truth: Draw, day: int, device: _Device, passed_ms: int) -> None:
+    """Add what was drawn in a time in which nothing changed; a time within a day, because counters are read at its end."""
+    for lease_id, work in device.work.items():
+        _add(truth.work, (day, lease_id), work.mw * passed_ms * _MILLI)
+    idle_nj = device.idle_mw * passed_ms * _MILLI
+    for weights, into in (
+        (device.holders, truth.idle_by_share),
+        (dict.fromkeys(device.work, 1), truth.idle_by_work),
+    ):
+        whole = sum(weights.values())
+        for lease_id, weight in weights.items():
+            _add(into, (day, lease_id), idle_nj * weight // whole)
+        if not whole:
+            _add(into, (day, ""), idle_nj)
+
+
+def _add(into: dict[tuple[int, str], int], key: tuple[int, str], value: int) -> None:
+    into[key] = into.get(key, 0) + value

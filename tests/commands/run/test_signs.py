@@ -1,0 +1,208 @@
+"""The signs that a suspended command needs the GPU: its connections, and its use of the CPU."""
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fractional_gpu.commands.run import signs
+from fractional_gpu.commands.run.signs import (
+    BUSY_US,
+    FIRST_PATIENCE_S,
+    HALF_CLOSED_S,
+    LONGEST_PATIENCE_S,
+    USEFUL_US,
+    CpuWatch,
+    Ports,
+    cpu_us,
+)
+from tests.support.world import until
+
+# -- CPU ---------------------------------------------------------------------------------------------------------------
+
+
+class Command:
+    """A command whose figures the test says; `used_us` grows with what it uses, `at_s` with time."""
+
+    def __init__(self) -> None:
+        self.watch = CpuWatch()
+        self.used_us, self.at_s = 1_000_000, 100.0
+
+    def suspend(self, *, worked: bool = False, used_before: int = 0, used_resident: int = 0) -> None:
+        """It is on the GPU for a while and then suspended. The last look before came after it used `used_before`."""
+        self.used_us += used_resident
+        self.watch.resident(self.used_us)
+        self.used_us += used_before
+        self.watch.resident(self.used_us)
+        self.watch.suspended(self.used_us, self.at_s, worked=worked)
+
+    def look(self, used_us: int = 0, *, after_s: float = 0.25) -> bool:
+        self.used_us, self.at_s = self.used_us + used_us, self.at_s + after_s
+        return self.watch.look(self.used_us, self.at_s)
+
+
+@pytest.fixture
+def command() -> Command:
+    return Command()
+
+
+def test_one_that_uses_no_cpu_stays_suspended(command: Command) -> None:
+    command.suspend()
+    assert not any(command.look(after_s=3600) for _ in range(10))
+
+
+def test_one_that_woke_and_waits_again_needs_the_gpu_at_once(command: Command) -> None:
+    command.suspend()
+    assert not command.look()
+    assert command.look(40)
+
+
+def test_one_that_computes_needs_it_when_it_stops_computing(command: Command) -> None:
+    command.suspend()
+    assert not any(command.look(250_000) for _ in range(2000))
+    assert command.look(BUSY_US - 1)
+
+
+def test_one_that_computes_without_a_pause_is_brought_back_now_and_then(command: Command) -> None:
+    command.suspend()
+    assert not command.look(BUSY_US)
+    assert not command.look(BUSY_US, after_s=LONGEST_PATIENCE_S - 1)
+    assert command.look(BUSY_US, after_s=1)
+
+
+def test_one_that_was_suspended_while_it_ran_may_be_waiting_and_is_brought_back_soon(command: Command) -> None:
+    command.suspend(used_before=1)
+    assert not command.look(after_s=FIRST_PATIENCE_S - 0.1)
+    assert command.look(after_s=0.2)
+
+
+def test_the_next_sign_counts_later_each_time_that_it_came_back_in_vain(command: Command) -> None:
+    command.suspend()
+    waits = []
+    for _ in range(10):
+        waits.append(command.watch.patience_s)
+        assert not waits[-1] or not command.look(40, after_s=waits[-1] - 0.1)
+        assert command.look(40, after_s=0.2)
+        command.suspend()
+    assert waits == [0, 5, 10, 20, 40, 80, 160, 320, 600, 600]
+
+
+@pytest.mark.parametrize(("worked", "used_us"), [(True, 0), (False, USEFUL_US)])
+def test_that_it_worked_or_computed_ends_this(command: Command, worked: bool, used_us: int) -> None:
+    command.suspend()
+    for _ in range(2):
+        assert command.look(40, after_s=60)
+        command.suspend()
+    assert command.watch.patience_s == 10
+    command.look(40, after_s=60)
+    command.suspend(worked=worked, used_resident=used_us)
+    assert command.watch.patience_s == 0
+
+
+def test_where_no_work_is_ever_seen_it_comes_back_every_few_seconds_at_most(command: Command) -> None:
+    command.suspend()
+    for _ in range(10):
+        assert command.look(40)
+        command.suspend(used_resident=USEFUL_US)
+    assert not command.look(40)
+    assert command.look(40, after_s=FIRST_PATIENCE_S)
+
+
+def test_coming_back_for_a_signal_says_nothing_about_signs(command: Command) -> None:
+    command.suspend()
+    assert command.look(40)
+    command.watch.woken()
+    command.suspend()
+    assert command.watch.patience_s == 0
+
+
+def test_the_cpu_time_of_a_process_and_its_threads_is_counted() -> None:
+    before_us, begun_s = cpu_us(os.getpid()), time.process_time()
+    while time.process_time() < begun_s + 0.05:
+        pass
+    assert 40_000 <= cpu_us(os.getpid()) - before_us <= 5_000_000
+
+
+def test_a_process_that_is_gone_uses_nothing() -> None:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert cpu_us(child) == 0
+
+
+# -- connections -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["127.0.0.1", "::1"])
+def listener(request: pytest.FixtureRequest) -> Iterator[socket.socket]:
+    family = socket.AF_INET6 if ":" in request.param else socket.AF_INET
+    if family == socket.AF_INET6 and not Path("/proc/net/if_inet6").read_text():
+        pytest.skip("this machine has no IPv6")
+    with socket.create_server((request.param, 0), family=family) as made:
+        yield made
+
+
+@pytest.fixture(params=["asked", "read"])
+def ports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, listener: socket.socket) -> Ports:
+    """The listener's port; by the system's answers, or by its table as where it does not answer."""
+
+    def refuse(_family: int, _port: int) -> list[tuple[bytes, int]]:
+        raise OSError(errno.EPROTONOSUPPORT, "no such protocol")
+
+    if request.param == "read":
+        monkeypatch.setattr(signs, "diagnosed", refuse)
+    else:
+        monkeypatch.setattr(signs, "tabled", lambda *_: pytest.fail("the table is not needed"))
+    return Ports(os.getpid(), [listener.getsockname()[1]])
+
+
+def test_a_connection_counts_before_it_is_accepted_and_until_both_sides_have_closed_it(
+    listener: socket.socket, ports: Ports
+) -> None:
+    assert ports.open(0) == 0
+    with socket.create_connection(listener.getsockname()[:2]) as client:
+        assert ports.open(0) == 1
+        accepted, _ = listener.accept()
+        assert ports.open(0) == 1
+        client.shutdown(socket.SHUT_WR)
+        until(lambda: accepted.recv(1) == b"", "the end is seen")
+        assert ports.open(10) == 1, "it may wait for its answer"
+        assert ports.open(10 + HALF_CLOSED_S) == 0, "it was forgotten"
+        accepted.close()
+    assert ports.open(100) == 0
+
+
+def test_other_ports_and_connections_from_the_command_do_not_count(listener: socket.socket) -> None:
+    with socket.create_connection(listener.getsockname()[:2]) as client:
+        assert Ports(os.getpid(), [1]).open(0) == 0
+        assert Ports(os.getpid(), [client.getsockname()[1]]).open(0) == 1, "the table has both ends of a local one"
+
+
+def test_the_connections_of_another_network_namespace_are_read_from_its_table() -> None:
+    program = """
+import socket, subprocess
+subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+listener = socket.create_server(("127.0.0.1", 8123))
+client = socket.create_connection(("127.0.0.1", 8123))
+print("open", flush=True)
+input()
+"""
+    command = ["unshare", "--net", sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as inside:
+        assert inside.stdout is not None
+        if inside.stdout.readline() != "open\n":
+            pytest.skip("no network namespaces here")
+        assert Ports(inside.pid, [8123]).open(0) == 1
+        assert Ports(os.getpid(), [8123]).open(0) == 0
+        inside.communicate("\n")
+
+
+def test_a_process_that_is_gone_has_no_connections() -> None:
+    assert Ports(2**22 + 1, [1]).open(0) == 0

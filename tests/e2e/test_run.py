@@ -1,0 +1,327 @@
+"""`jupyter gpu run`: scripts and servers under the lease of a kernel, in real processes on the simulated device."""
+
+import os
+import pty
+import select
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from fractional_gpu.client.seat import SEAT_FILE_VARIABLE, Seat, SeatClient, write_seat
+from fractional_gpu.protocol.seats import SeatRequest
+from tests.support.runs import READER, SERVER, Run, free_port, intact
+from tests.support.stories import CHECK, fill
+from tests.support.world import DEADLINE_S, Server, World, new_world, until
+
+QUICK = "c.GPUBroker.pools = {'default': {'idle_after': 0, 'min_residency': 0}}"
+PAST = """
+from fractional_gpu.gpu.simulated import context, cuda
+context.memory_cap_bytes = lambda: None  # as what allocates directly: it knows no cap
+buffer = cuda.allocate(400 << 20)
+print("ready", flush=True)
+input()
+"""
+STUBBORN = """
+import signal, time
+from fractional_gpu.gpu.simulated import cuda
+signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
+signal.signal(signal.SIGUSR1, lambda *_: print("told", flush=True))
+print("ready", flush=True)
+while True: time.sleep(60)
+"""
+COMPUTES = """
+import sys, time
+{fill}
+print("ready", flush=True)
+sys.stdin.readline()
+began = time.monotonic()
+while time.monotonic() < began + 0.6: pass  # on the CPU
+{check}
+"""
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[World]:
+    """One world, and where possible one broker, for the tests of this file. Runs end with their tests."""
+    with new_world() as world:
+        world.configure(QUICK)
+        yield world
+
+
+@contextmanager
+def pool(world: World, *keys: str) -> Iterator[None]:
+    """The pool has these keys while the block lasts."""
+    if world.broker_pid() is None:
+        world.start_broker()
+    assert world.command("pool", "default", *keys).returncode == 0
+    yield
+    assert world.command("pool", "default", "idle_after=0", "breach=warn").returncode == 0
+
+
+def run_to_end(world: World, *words: str) -> tuple[int, str, str]:
+    with Run(world, "short", *words) as run:
+        status, complaint = run.end()
+        assert run.process.stdout is not None
+        return status, run.process.stdout.read(), complaint
+
+
+# -- scripts -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_script_has_the_variables_of_a_kernel_and_its_exit_status_is_that_of_the_command(shared: World) -> None:
+    names = "JUPYTER_GPU_LEASE", "JUPYTER_GPU_MEMORY_MIB", "JUPYTER_GPU_MEMORY_FRACTION", "CUPY_GPU_MEMORY_LIMIT"
+    program = f"import os; print(*(os.environ.get(name) for name in {names})); raise SystemExit(7)"
+    status, printed, complaint = run_to_end(shared, "--fraction", "1/4", "--", sys.executable, "-c", program)
+    assert (status, complaint) == (7, "")
+    lease_id, mib, fraction, cupy = printed.split()
+    assert (len(lease_id), mib, fraction, cupy) == (24, "256", "0.1250", str(128 << 20))
+    assert [lease for lease in shared.status().leases if lease.lease_id == lease_id] == []
+
+
+def test_an_idle_script_is_suspended_and_back_for_its_next_call_with_all_its_bytes(shared: World) -> None:
+    with Run.python(shared, "reader", READER) as run:
+        lease = run.await_state("suspended")
+        assert (lease.kind, lease.saved_mib > 4) == ("command", True)
+        assert "reader (command)" in shared.command("status").stdout
+        assert run.ask() == "intact\n"
+        again = run.await_state("suspended")
+        assert shared.command("resume", lease.lease_id).returncode == 0
+        assert again.resumes >= 1
+        assert run.end() == (0, "")
+        run.await_no_lease()
+
+
+def test_a_script_that_computes_on_the_cpu_and_then_calls_the_gpu_comes_back_by_itself(shared: World) -> None:
+    with Run.python(shared, "computes", COMPUTES.format(fill=fill(3), check=CHECK)) as run:
+        run.await_state("suspended")
+        assert run.process.stdin is not None
+        run.process.stdin.write("go on\n")
+        assert run.line() == "intact\n"
+        assert run.end() == (0, "")
+
+
+def test_two_commands_take_turns_beside_a_kernel(world: World, server: Server) -> None:
+    world.configure(QUICK)
+    (name,) = world.install(750)
+    notebook = server.start(name)
+    notebook.must(fill(5))
+    with Run.python(world, "one", READER) as one, Run.python(world, "two", READER) as two:
+        for _ in range(2):
+            assert notebook.must(CHECK).text == "intact\n"
+            assert (one.ask(), two.ask()) == ("intact\n", "intact\n")
+        assert one.end()[0] == two.end()[0] == 0
+
+
+def test_a_wait_is_told_with_its_reason_and_has_a_limit(shared: World) -> None:
+    with pool(shared, "idle_after=on-demand"), Run.python(shared, "holds", READER) as holds:
+        holds.pin()
+        status, _, complaint = run_to_end(shared, "--fraction", "3/4", "--wait", "2.2s", "--", "true")
+    assert status == 1
+    told, refused = complaint.splitlines()
+    assert told.startswith("jupyter gpu run: waiting for the GPU: ")
+    assert "holds" in told
+    assert "; place 1 in the queue" in told
+    assert refused.startswith("jupyter gpu: no GPU within the time allowed: ")
+
+
+def test_in_a_hubs_terminal_it_draws_on_the_servers_seat(shared: World) -> None:
+    if shared.broker_pid() is None:
+        shared.start_broker()
+    request = SeatRequest(owner="ada", pool="default", fraction_milli=500, server="lab")
+    file = shared.folder / "seat.json"
+    with SeatClient(shared.socket) as hub:
+        *_, seat = hub.take_seat(request)
+        terms = Seat(seat_id=seat.seat_id, token=seat.token, pool="default", fraction_milli=500, memory_mib=512)
+        write_seat(terms, file)
+        shared.environment[SEAT_FILE_VARIABLE] = str(file)
+        try:
+            with Run.python(shared, "seated", READER, options=("--fraction", "1/2")) as run:
+                lease = run.await_state("suspended")
+                assert (lease.owner, lease.seat) == ("ada", seat.seat_id)
+                assert run.ask() == "intact\n"
+                status, _, complaint = run_to_end(shared, "--fraction", "1/2", "--", "true")
+                assert (status, "this server has 1/2 GPU with 512 MiB" in complaint) == (1, True), complaint
+                assert run.end()[0] == 0
+        finally:
+            del shared.environment[SEAT_FILE_VARIABLE]
+            hub.release_seat(seat.seat_id)
+
+
+# -- servers -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_is_suspended_without_connections_and_back_at_the_first_one(shared: World) -> None:
+    port = free_port()
+    options = ("--serve", str(port))
+    with Run.python(shared, "server", SERVER, str(port), options=options) as run:
+        lease = run.await_state("suspended")
+        answer, took_s = intact(port)
+        assert (answer, took_s < 10) == ("intact\n", True)
+        with socket.create_connection(("127.0.0.1", port)) as line:
+            # Open, and nothing goes over it: it stays, although its pool suspends what is idle at once.
+            until(lambda: (found := run.lease()) is not None and found.busy, "the connection is seen")
+            line.sendall(b"look\n")
+            assert line.recv(100) == b"intact\n"
+        assert run.await_state("suspended").suspends > lease.suspends
+        run.process.send_signal(signal.SIGINT)
+        status, complaint = run.end()
+        assert (status, "KeyboardInterrupt" in complaint) == (130, True)
+
+
+# -- deaths ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_broker_that_is_killed_ends_no_command_and_the_next_connection_starts_another(shared: World) -> None:
+    port = free_port()
+    with (
+        Run.python(shared, "served", SERVER, str(port), options=("--serve", str(port), "--fraction", "1/4")) as served,
+        Run.python(shared, "read", READER, options=("--fraction", "1/4")) as read,
+    ):
+        served.await_state("suspended")
+        read.await_state("suspended")
+        shared.kill_broker()
+        assert intact(port)[0] == "intact\n"
+        assert read.ask() == "intact\n"
+        assert (read.end()[0], read.lease()) == (0, None)
+
+
+def test_the_command_ends_with_a_runner_that_is_killed_and_no_lease_stays(shared: World) -> None:
+    with Run.python(shared, "orphan", READER) as run:
+        lease = run.await_state("suspended")
+        World.end(run.process.pid, signal.SIGKILL)
+        run.await_no_lease()
+        assert lease.pid is not None
+        until(lambda: not Path(f"/proc/{lease.pid}").exists(), "the command ends")
+
+
+def test_a_command_that_outlives_its_runner_is_brought_back_and_stays_until_it_ends(shared: World) -> None:
+    program = READER.replace("import sys", "import signal, sys\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)", 1)
+    with Run.python(shared, "outlives", program) as run:
+        run.await_state("suspended")
+        World.end(run.process.pid, signal.SIGKILL)
+        lease = run.await_state("resident")
+        assert lease.busy
+        assert lease.pid is not None
+        assert run.ask() == "intact\n"
+        World.end(lease.pid, signal.SIGKILL)
+        run.await_no_lease()
+
+
+def test_one_that_is_evicted_says_by_whom_and_why(shared: World) -> None:
+    with Run.python(shared, "evicted", READER) as run:
+        lease = run.await_state("suspended")
+        assert shared.command("evict", lease.lease_id, "--confirm", "--why", "maintenance").returncode == 0
+        status, complaint = run.end()
+    assert status == 128 + signal.SIGTERM
+    assert "ended this command at" in complaint
+    assert "maintenance" in complaint
+
+
+def test_one_past_its_cap_is_ended_where_the_pool_says_so_and_says_why(shared: World) -> None:
+    with (
+        pool(shared, "breach=kill", "idle_after=on-demand"),
+        Run.python(shared, "greedy", PAST, options=("--fraction", "1/4")) as run,
+    ):
+        until(lambda: run.lease() is None or run.process.poll() is not None, "it is ended")
+        status = run.process.wait(DEADLINE_S)
+        assert run.process.stderr is not None
+        complaint = run.process.stderr.read()
+    assert status == 128 + signal.SIGKILL
+    assert "more than its cap of 256 MiB" in complaint
+
+
+# -- signals -----------------------------------------------------------------------------------------------------------
+
+
+def test_signals_are_passed_on_and_the_second_that_asks_to_end_ends(shared: World) -> None:
+    with Run.python(shared, "stubborn", STUBBORN) as run:
+        run.process.send_signal(signal.SIGUSR1)
+        assert run.line() == "told\n"
+        run.process.send_signal(signal.SIGTERM)
+        assert run.line() == "asked to end\n"
+        run.process.send_signal(signal.SIGTERM)
+        assert run.end()[0] == 128 + signal.SIGKILL
+        run.await_no_lease()
+
+
+def test_a_signal_ends_the_wait_for_the_gpu(shared: World) -> None:
+    with pool(shared, "idle_after=on-demand"), Run.python(shared, "before", READER) as holds:
+        holds.pin()
+        with Run(shared, "waits", "--fraction", "3/4", "--", "echo", "never") as run:
+            until(lambda: (lease := run.lease()) is not None and lease.position == 1, "it waits")
+            run.process.send_signal(signal.SIGTERM)
+            assert run.end()[0] == 128 + signal.SIGTERM
+            assert run.line() == ""
+            run.await_no_lease()
+
+
+def test_a_terminals_ctrl_z_stops_it_and_fg_continues_it(shared: World) -> None:
+    told = "import signal, sys; print('rea' + 'dy', flush=True); print('got', input(), flush=True)"
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ.update({**shared.environment, "PS1": "$ "})
+        os.execvp("bash", ["bash", "--norc", "--noprofile", "-i"])  # noqa: S606 - a shell is what is tested
+    seen = b""
+
+    def expect(words: bytes) -> None:
+        nonlocal seen
+        while words not in seen:
+            assert select.select([terminal], [], [], DEADLINE_S)[0], seen
+            seen += os.read(terminal, 4096)
+        seen = seen.partition(words)[2]
+
+    try:
+        python = f'{sys.executable} -m fractional_gpu.commands.main run -- {sys.executable} -c "{told}"; echo end$?ed\n'
+        os.write(terminal, python.encode())
+        expect(b"ready")
+        os.write(terminal, b"\x1a")
+        expect(b"Stopped")
+        os.write(terminal, b"fg\n")
+        expect(b"fractional_gpu")
+        os.write(terminal, b"hello\n")
+        expect(b"got hello")
+        os.write(terminal, python.encode())
+        expect(b"ready\r\n")
+        os.write(terminal, b"\x03")
+        expect(b"end130ed")
+        os.write(terminal, b"exit\n")
+    finally:
+        os.close(terminal)
+        os.waitpid(pid, 0)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "says"),
+    [
+        ((), 2, "say what to run after --"),
+        (("--fraction", "5/4", "--", "true"), 2, "5/4"),
+        (("--serve", "70000", "--", "true"), 2, "--serve is '70000'; allowed: a whole number from 1 to 65535"),
+        (("--devices", "9", "--", "true"), 2, "--devices is '9'; allowed: a whole number from 1 to 8"),
+        (("--devices", "2", "--fraction", "1/4", "--", "true"), 2, "leave --fraction out"),
+        (("--priority", "high", "--", "true"), 2, "--priority is 'high'"),
+        (("--memory", "much", "--", "true"), 2, "'much'"),
+        (("--wait", "long", "--", "true"), 2, "'long'"),
+        (("--wait", "2h", "--", "true"), 2, "--wait is 2h; allowed: up to 1 h, or leave it out"),
+        (("--pool", "a/b", "--", "true"), 2, "'a/b' is not a pool's name"),
+        (("--pool", "nowhere", "--", "true"), 1, "there is no pool 'nowhere'"),
+        (("--memory", "2TiB", "--", "true"), 1, "memory of 2048 GiB was asked"),
+        (("--", "no-such-program"), 127, "no-such-program cannot be run: No such file or directory"),
+        (("--", "/etc/passwd"), 126, "/etc/passwd cannot be run: Permission denied"),
+    ],
+)
+def test_bad_input_gets_one_clear_error_and_takes_no_lease(
+    shared: World, words: tuple[str, ...], status: int, says: str
+) -> None:
+    if shared.broker_pid() is None:
+        shared.start_broker()
+    done = shared.command("run", *words)
+    assert (done.returncode, says in done.stderr, done.stderr.count("\n")) == (status, True, 1), done.stderr
+    assert shared.status().leases == []

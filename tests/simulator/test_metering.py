@@ -1,0 +1,264 @@
+"""The meter in simulations: it changes nothing, adds up over whole days, and comes close to what was really drawn."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fractional_gpu.core.arbiter import Arbiter
+from fractional_gpu.core.effects import Effect, StateChanged
+from fractional_gpu.core.events import Event
+from fractional_gpu.core.metering.tariffs import Basis, PriceBand, Tariff
+from fractional_gpu.core.metering.usage import HOUR_MS, Usage, UsageRow
+from fractional_gpu.core.model import DeviceSpec, PoolSpec, ReserveBy
+from fractional_gpu.reports.rows_file import read as read_rows
+from fractional_gpu.reports.rows_file import rows_of
+from fractional_gpu.simulator import SimulationError
+from fractional_gpu.simulator.load import Habit, Load, synthetic_sessions
+from fractional_gpu.simulator.load.groups import Group, in_groups
+from fractional_gpu.simulator.machine import Host
+from fractional_gpu.simulator.metering.run_meter import BEGINS_MS, DAY_MS, HostMeter, Metering, Power, RunMeter
+from fractional_gpu.simulator.metering.usage_file import write_usage
+from fractional_gpu.simulator.record import EventLog, replay
+from fractional_gpu.simulator.result import Result
+from fractional_gpu.simulator.simulation import simulate
+from fractional_gpu.simulator.traces import Cell, Session, read_sessions, write_sessions
+from tests.simulator.audit.__main__ import main as audit
+from tests.simulator.loads import BUSY
+
+LARGE = Tariff(currency="EUR", price_milli=2400, bands=(PriceBand(spans=((480, 1080),), price_milli=3600),))
+SMALL = Tariff(currency="EUR", price_milli=900, basis=Basis.RESERVED, credit_milli=800)
+GROUPS = (Group("physics", 2), Group("biology"), Group("teaching", 1, "small"))
+USE = Load(habit=Habit.BUILDERS, ask_error_percent=30, failed_swaps_percent=5)
+
+
+def machine(large: int = 2, small: int = 1, **about: Any) -> Host:  # noqa: ANN401 - fields of a host
+    names = tuple(f"d{number}" for number in range(large + small))
+    devices = tuple(DeviceSpec(device_id=name, name="simulated", memory_mib=81_920) for name in names)
+    pools = (PoolSpec(name="large", devices=names[:large]), PoolSpec(name="small", devices=names[large:]))
+    return Host(devices=devices, pools=pools if small else pools[:1], **about)
+
+
+def by_use(host: Host) -> Host:
+    pools = tuple(replace(pool, reserve_by=ReserveBy.USE, headroom_mib=1024) for pool in host.pools)
+    return replace(host, pools=pools, request_percent=50, patience_ms=5_000, failed_swaps_percent=5)
+
+
+def trace_of(seed: int, load: Load = BUSY, users: int = 12, days: int = 1) -> list[Session]:
+    return in_groups(synthetic_sessions(users, days, seed, load), GROUPS)
+
+
+def metered(*, noise: int = 0, measured: int = 100, seed: int = 1) -> RunMeter:
+    tariffs = {"large": LARGE, "small": SMALL}
+    settings = Metering(tariffs=tariffs, noise_percent=noise, measured_percent=measured, seed=seed)
+    return RunMeter(settings, keep_truth=True)
+
+
+def summed(rows: Iterable[UsageRow]) -> Usage:
+    total = Usage()
+    for row in rows:
+        total.add(row.usage)
+    return total
+
+
+def figures(result: Result) -> dict[str, object]:
+    return {name: value for name, value in result.as_json().items() if name != "wall_s"}
+
+
+RUNS = [
+    pytest.param(machine(), BUSY, id="caps"),
+    pytest.param(by_use(machine()), USE, id="by-use"),
+]
+
+
+@pytest.mark.parametrize(("host", "load"), RUNS)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_meter_changes_no_byte_of_the_run(host: Host, load: Load, seed: int, tmp_path: Path) -> None:
+    trace, files, results = trace_of(seed, load), [tmp_path / "without.log", tmp_path / "with.log"], []
+    for file, meter in zip(files, [None, metered(noise=20, measured=50)], strict=True):
+        with EventLog(file, host, trace) as log:
+            results.append(simulate(host, trace, record=log, meter=meter))
+    assert figures(results[0]) == figures(results[1])
+    assert results[0].suspends
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize(("host", "load"), RUNS)
+@pytest.mark.parametrize(("seed", "noise"), [(1, 0), (2, 20), (3, 5)])
+def test_sums_equal_devices_times_time_and_the_energy_drawn(host: Host, load: Load, seed: int, noise: int) -> None:
+    trace, meter = trace_of(seed, load, days=2), metered(noise=noise, measured=50, seed=seed)
+    closed_ms: dict[str, int] = {}
+
+    def watch(event: Event, _effects: object) -> None:
+        if type(event).__name__ == "LeaseReleased":
+            closed_ms[event.lease_id] = event.at_ms  # type: ignore[attr-defined]
+
+    result = simulate(host, trace, meter=meter, watch=watch)
+    rows, days = meter.rows(), meter.ended_ms // DAY_MS
+    assert meter.ended_ms == days * DAY_MS >= max(closed_ms.values())
+    hours = days * 24
+    for device in host.devices:
+        mine = [row for row in rows if row.key.device_id == device.device_id]
+        for number in range(hours):
+            begins_s = BEGINS_MS // 1000 + number * 3600
+            hour = summed(row for row in mine if row.key.hour_s == begins_s)
+            assert hour.occupied_us == HOUR_MS * 1000
+        drawn_uj = meter.hosts[0].drawn_uj(device.device_id)
+        assert summed(mine).energy_mj == drawn_uj // 1000
+        idle_mj = meter.ended_ms * Power().idle_mw // 1000
+        assert drawn_uj // 1000 > idle_mj * (1 - noise / 100)
+    opened = {session.session_id: session.open_ms for session in trace}
+    assert closed_ms.keys() == opened.keys()
+    for lease_id, open_ms in opened.items():
+        usage = summed(row for row in rows if row.key.lease_id == lease_id)
+        assert usage.reserved_ms == closed_ms[lease_id] - open_ms
+        assert usage.held_ms + usage.suspended_ms <= usage.reserved_ms
+    total = summed(rows)
+    assert total.moved_mib == result.moved_mib > 0
+    assert total.charge_milli <= total.resident_milli <= total.whole_milli
+    assert meter.truth is not None
+    drawn_nj = sum(meter.truth.work.values()) + sum(meter.truth.idle_by_share.values())
+    assert abs(drawn_nj // 10**6 - total.energy_mj) <= len(host.devices) * days
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_what_the_meter_knows_of_each_lease_is_what_the_arbiter_says_after_every_event(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, others, saw = 0, 0, HostMeter.saw
+
+    def checked(self: HostMeter, at_ms: int, arbiter: Arbiter, event: Event, effects: Iterable[Effect]) -> None:
+        nonlocal seen, others
+        saw(self, at_ms, arbiter, event, effects)
+        are = {view.spec.lease_id: arbiter.holding(view.spec.lease_id) for view in arbiter.leases()}
+        told = {lease_id: lease.holding for lease_id, lease in self.meter._leases.items()}
+        assert told == {lease_id: holding for lease_id, holding in are.items() if holding is not None}
+        seen += 1
+        about = getattr(event, "lease_id", None)
+        others += any(isinstance(effect, StateChanged) and effect.lease_id != about for effect in effects)
+
+    monkeypatch.setattr(HostMeter, "saw", checked)
+    crowd = by_use(machine(1, 1)) if seed == 1 else machine(1, 1)
+    simulate(crowd, trace_of(seed, USE if seed == 1 else BUSY, users=14), meter=metered())
+    assert seen > 500
+    assert others > 20
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_without_noise_and_with_all_use_measured_the_division_is_nearly_the_truth(seed: int) -> None:
+    meter = metered(seed=seed)
+    simulate(machine(1, 1), trace_of(seed), meter=meter)
+    assert meter.truth is not None
+    true_mj: dict[str, int] = {}
+    for part in (meter.truth.work, meter.truth.idle_by_share):
+        for (_, lease_id), energy_nj in part.items():
+            true_mj[lease_id] = true_mj.get(lease_id, 0) + energy_nj // 10**6
+    given_mj: dict[str, int] = {}
+    for row in meter.rows():
+        given_mj[row.key.lease_id] = given_mj.get(row.key.lease_id, 0) + row.usage.energy_mj
+    off_mj = sum(abs(given_mj.get(one, 0) - true_mj.get(one, 0)) for one in given_mj.keys() | true_mj.keys())
+    assert 0 < off_mj < sum(true_mj.values()) * 0.01
+
+
+# -- by hand -----------------------------------------------------------------------------------------------------------
+
+
+def session(name: str, *cells: Cell, opens: int = 0, closes: int, gpus: int = 1, pool: str = "") -> Session:
+    return Session(name, name, opens, closes, gpus, 40_000, cells, group="staff", pool=pool)
+
+
+def test_one_lease_by_hand() -> None:
+    """Half a device from 7:00 to 9:00, at work from 7:30 to 8:30 with 40 % of the device; dearer from 8:00 on."""
+    cell = Cell(7 * HOUR_MS + HOUR_MS // 2, HOUR_MS, 1, 40_000, 40)
+    meter = metered()
+    simulate(machine(1, 0), [session("a", cell, opens=7 * HOUR_MS, closes=9 * HOUR_MS)], meter=meter)
+    rows = [row for row in meter.rows() if row.key.lease_id]
+    assert {row.key.hour_s * 1000 - BEGINS_MS for row in rows} == {7 * HOUR_MS, 8 * HOUR_MS}
+    assert meter.totals()["large"][1].occupied_us == DAY_MS * 1000
+    total = summed(rows)
+    assert (total.reserved_ms, total.held_ms, total.busy_ms) == (2 * HOUR_MS, HOUR_MS * 3 // 2, HOUR_MS)
+    assert total.charge_milli == 2400 // 2 // 2 + 3600 // 2
+    assert total.device_mib_ms == 40_000 * total.held_ms
+    work_mj = HOUR_MS * 625_000 * 40 // 100 // 1000
+    assert total.energy_mj == work_mj + 75 * 3_600_000 * 3 // 2
+    assert {row.party.group for row in rows} == {"staff"}
+
+
+def test_a_cell_on_several_devices_draws_on_each() -> None:
+    cell = Cell(HOUR_MS, HOUR_MS, 2, 40_000, 100)
+    meter = metered()
+    simulate(machine(2, 0), [session("a", cell, closes=3 * HOUR_MS, gpus=2)], meter=meter)
+    drawn_mj = {
+        row.key.device_id: row.usage.energy_mj for row in meter.rows() if row.key.lease_id and row.usage.busy_share
+    }
+    assert drawn_mj == {"d0": 700 * 3_600_000, "d1": 700 * 3_600_000}
+
+
+def test_devices_of_several_hosts_are_named_apart() -> None:
+    hosts, meter = (machine(1, 1), machine(1, 1)), metered()
+    simulate(hosts, trace_of(1), meter=meter)
+    names = {row.key.device_id for row in meter.rows() if row.key.device_id}
+    assert names == {"host-0/d0", "host-0/d1", "host-1/d0", "host-1/d1"}
+    assert summed(meter.rows()).occupied_us == 4 * meter.ended_ms * 1000
+
+
+# -- pools, groups, weekends -------------------------------------------------------------------------------------------
+
+
+def test_sessions_run_in_the_pool_of_their_group() -> None:
+    meter, trace = metered(), trace_of(1)
+    simulate(machine(), trace, meter=meter)
+    found = {(row.party.group, row.party.pool) for row in meter.rows() if row.key.lease_id}
+    assert found == {("physics", "large"), ("biology", "large"), ("teaching", "small")}
+    users = {session.user: session.group for session in trace}
+    assert sorted(users.values()) == ["biology"] * 3 + ["physics"] * 6 + ["teaching"] * 3
+    teaching = {row.key.device_id for row in meter.rows() if row.party.group == "teaching"}
+    assert teaching <= {"d2", ""}
+
+
+def test_an_unknown_pool_is_named() -> None:
+    trace = [session("a", closes=HOUR_MS, pool="huge")]
+    with pytest.raises(SimulationError, match=r"pool 'huge', which does not exist; the pools are large, small"):
+        simulate(machine(), trace)
+
+
+def test_a_record_of_several_pools_replays_and_passes_the_audit(tmp_path: Path) -> None:
+    file, hosts, trace = tmp_path / "run.log", (machine(1, 1), machine(2, 1)), trace_of(3, users=16)
+    with EventLog(file, hosts, trace) as log:
+        simulate(hosts, trace, record=log)
+    events, _ = replay(file)
+    assert events > 100
+    assert audit([str(file)]) == 0
+
+
+def test_groups_and_pools_outlive_files(tmp_path: Path) -> None:
+    trace, files = trace_of(1), (tmp_path / "sessions.csv", tmp_path / "cells.csv")
+    write_sessions(trace, *files)
+    assert read_sessions(*files) == trace
+
+
+def test_few_users_work_on_weekends() -> None:
+    weekdays = synthetic_sessions(60, 7, 1, Load(weekends=True))
+    some = synthetic_sessions(60, 7, 1, Load(weekends=True, weekend_percent=10))
+    assert [one for one in some if "-d5-" not in one.session_id and "-d6-" not in one.session_id] == weekdays
+    at_weekend = {one.user for one in some} & {one.user for one in some if "-d5-" in one.session_id}
+    assert 1 <= len(at_weekend) <= 15
+    assert {one.session_id.split("-")[1] for one in weekdays} == {"d0", "d1", "d2", "d3", "d4"}
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_file_has_all_rows_and_the_same_bytes_each_time(tmp_path: Path) -> None:
+    files = [tmp_path / "one.json", tmp_path / "two.json"]
+    for file in files:
+        meter = metered(noise=5)
+        simulate(machine(), trace_of(1), meter=meter)
+        write_usage(file, meter, (machine(),))
+    assert files[0].read_bytes() == files[1].read_bytes()
+    read = rows_of(read_rows(files[0].read_bytes(), str(files[0])))
+    assert [(row.key, row.party, row.usage) for row in read] == [
+        (row.key, row.party, row.usage) for row in meter.rows()
+    ]
