@@ -12,6 +12,8 @@ OPEN_TO_ALL = {
     "GET /v1/metrics",
     "GET /v1/status",
     "GET /v1/events",
+    "GET /v1/usage",
+    "GET /v1/budgets",
     "POST /v1/leases",
 }  # what they show, or give, is one's own
 TOKEN_ONLY = {"attach", "detach", "acquire", "follow", "gate", "answer"}

@@ -2,6 +2,7 @@
 
 from fractional_gpu.core.events import LeaseMeasured, LeaseReleased, LeaseRequested, ProcessExited, SuspendOutcome
 from fractional_gpu.core.metering.meter import Holding, Meter
+from fractional_gpu.core.metering.observed import tell
 from fractional_gpu.core.metering.usage import Party, Usage
 from fractional_gpu.core.model import LeaseSpec, LeaseState
 from tests.core.driving import Hand, device, pool
