@@ -41,6 +41,8 @@ def test_commands_options_and_what_the_broker_knows_are_proposed(broker: OwnBrok
     assert words(f"jupyter gpu pin {lease_id[:3]}", tmp_path) == [lease_id[:8]]
     assert {"15m", "30m", "--json"} <= set(words("jupyter gpu pin x ", tmp_path))
     assert words("jupyter gpu kernels ins", tmp_path) == ["install"]
+    assert words("jupyter gpu report --since th", tmp_path) == ["this-week", "this-month"]
+    assert words("jupyter gpu report --by user,d", tmp_path) == ["user,day", "user,device"]
 
 
 def test_values_that_are_no_files_are_not_completed_to_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,14 @@ from fractional_gpu.core.events import Event
 from fractional_gpu.core.metering.tariffs import Basis, PriceBand, Tariff
 from fractional_gpu.core.metering.usage import HOUR_MS, Usage, UsageRow
 from fractional_gpu.core.model import DeviceSpec, PoolSpec, ReserveBy
-from fractional_gpu.simulator import SimulationError, TraceError
+from fractional_gpu.reports.rows_file import read as read_rows
+from fractional_gpu.reports.rows_file import rows_of
+from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.load import Habit, Load, synthetic_sessions
 from fractional_gpu.simulator.load.groups import Group, in_groups
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.metering.run_meter import BEGINS_MS, DAY_MS, HostMeter, Metering, Power, RunMeter
-from fractional_gpu.simulator.metering.usage_file import read_usage, write_usage
+from fractional_gpu.simulator.metering.usage_file import write_usage
 from fractional_gpu.simulator.record import EventLog, replay
 from fractional_gpu.simulator.result import Result
 from fractional_gpu.simulator.simulation import simulate
@@ -256,24 +258,7 @@ def test_the_file_has_all_rows_and_the_same_bytes_each_time(tmp_path: Path) -> N
         simulate(machine(), trace_of(1), meter=meter)
         write_usage(file, meter, (machine(),))
     assert files[0].read_bytes() == files[1].read_bytes()
-    read = read_usage(files[0])
+    read = rows_of(read_rows(files[0].read_bytes(), str(files[0])))
     assert [(row.key, row.party, row.usage) for row in read] == [
         (row.key, row.party, row.usage) for row in meter.rows()
     ]
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("{", "is not JSON"),
-        ("[]", "is not a jupyter-gpu-usage file of version 1"),
-        ('{"format": "jupyter-gpu-usage", "version": 1, "rows": [{"key": {}}]}', "has a row that cannot be read"),
-    ],
-)
-def test_a_file_of_another_kind_is_refused(text: str, says: str, tmp_path: Path) -> None:
-    file = tmp_path / "usage.json"
-    file.write_text(text)
-    with pytest.raises(TraceError, match=says):
-        read_usage(file)
-    with pytest.raises(TraceError, match="cannot be read"):
-        read_usage(tmp_path / "none.json")

@@ -7,20 +7,12 @@ from html.parser import HTMLParser
 import pytest
 
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
+from fractional_gpu.pages import round_step
 from fractional_gpu.simulator.baselines import run_baseline
 from fractional_gpu.simulator.felt import Spread
 from fractional_gpu.simulator.load import synthetic_sessions
 from fractional_gpu.simulator.machine import Host
-from fractional_gpu.simulator.picture import (
-    About,
-    count_axis,
-    headline,
-    picture,
-    round_step,
-    share_axis,
-    time_axis,
-    wait_axis,
-)
+from fractional_gpu.simulator.picture import About, count_axis, headline, picture, share_axis, time_axis, wait_axis
 from fractional_gpu.simulator.result import Result, Timeline
 from fractional_gpu.simulator.simulation import simulate
 from tests.simulator.loads import BUSY

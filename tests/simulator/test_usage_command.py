@@ -8,8 +8,9 @@ import pytest
 
 from fractional_gpu.commands.main import main
 from fractional_gpu.core.metering.usage import SHARE_HOUR
+from fractional_gpu.reports.rows_file import read as read_rows
+from fractional_gpu.reports.rows_file import rows_of
 from fractional_gpu.simulator.metering.run_meter import DAY_MS
-from fractional_gpu.simulator.metering.usage_file import read_usage
 
 PRICES = """\
 c.GPUBroker.pools = {
@@ -58,7 +59,7 @@ def test_a_week_of_three_groups_in_two_pools(prices: str, tmp_path: Path, capsys
     assert (days in (7, 8), rest) == (True, 0)
     assert head["pools"]["large"]["devices"] == ["simulated-0", "simulated-1"]
     assert head["pools"]["small"]["tariff"]["basis"] == "reserved"
-    rows = read_usage(file)
+    rows = rows_of(read_rows(file.read_bytes(), str(file)))
     assert {row.party.group for row in rows} == {"", "physics", "biology", "teaching"}
     for pool, devices in (("large", 2), ("small", 1)):
         mine = [row for row in rows if row.party.pool == pool]

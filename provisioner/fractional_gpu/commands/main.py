@@ -55,6 +55,7 @@ COMMANDS: dict[str, _Entry] = {
     "move": _Entry(_LEASES, "have an idle kernel go to another GPU (administrators)"),
     "evict": _Entry(_LEASES, "end a kernel; its state is lost (administrators)"),
     "end": _Entry(_LEASES, "end processes that a kernel left on a GPU when it ended"),
+    "report": _Entry("fractional_gpu.commands.report", "what kernels used of the GPUs, and what it costs"),
     "audit": _Entry("fractional_gpu.commands.audit", "what administrators did, when, and for whom (administrators)"),
     "seats": _Entry("fractional_gpu.commands.seats", "the seats of hub servers, and ending one (administrators)"),
     "pool": _Entry("fractional_gpu.commands.pool", "what the pools are, and changing them while the broker runs"),

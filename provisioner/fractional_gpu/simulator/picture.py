@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from math import log10
 
+from fractional_gpu.pages import begin_page, end_page, round_step
 from fractional_gpu.simulator.result import Result, Timeline
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 900, 240, 60, 20, 12, 44
@@ -64,16 +65,14 @@ def picture(results: Sequence[Result], about: About) -> str:
         ("Cells and sessions that wait", lambda timeline: timeline.waiting),
     ]
     parts = [
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width,initial-scale=1"><meta name="color-scheme" content="light dark">',
-        f"<title>Simulated notebook GPUs</title><style>{_style(len(results))}</style></head><body>",
+        _begin(len(results)),
         f'<h1>Simulated notebook GPUs</h1><p class="result">{escape(headline(results[0], about))}</p>',
         _table(results),
         *(f"<h2>{title}</h2>{_over_time(results, column, title, about)}" for title, column in columns),
         f"<h2>Waits: the share of GPU cells that waited at most so long</h2>{_waits(results)}",
         _inputs(about),
     ]
-    return "".join([*parts, "</body></html>\n"])
+    return "".join([*parts, end_page()])
 
 
 def headline(result: Result, about: About) -> str:
@@ -108,26 +107,16 @@ def _duration(time_ms: int) -> str:
     return f"{round(time_ms / _HOUR_MS, 1):g} h"
 
 
-def _style(runs: int) -> str:
-    def colours(palette: Sequence[str]) -> str:
-        return "".join(f"--run{number}:{palette[number % len(palette)]};" for number in range(runs))
+def _begin(runs: int) -> str:
+    def colours(palette: Sequence[str]) -> dict[str, str]:
+        return {f"run{number}": palette[number % len(palette)] for number in range(runs)}
 
     lines = "".join(
         f".run{number}{{stroke:var(--run{number});stroke-dasharray:{_DASHES[number % len(_DASHES)]}}}"
         for number in range(runs)
     )
-    return (
-        f":root{{color-scheme:light dark;--page:#ffffff;--text:#1f2937;--faint:#4b5563;--grid:#d1d5db;{colours(_LIGHT)}}}"
-        f"@media(prefers-color-scheme:dark){{:root{{--page:#14171c;--text:#e5e7eb;--faint:#a8b0bd;--grid:#3b424d;{colours(_DARK)}}}}}"
-        "body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:var(--text);background:var(--page)}"
-        "h1{font-size:1.5em}h2{font-size:1.1em;margin:1.6em 0 .3em}.result{font-size:1.15em}"
-        ".wide{overflow-x:auto}table{border-collapse:collapse}td,th{padding:.2em .7em;text-align:right;white-space:nowrap}"
-        "th{font-weight:600;border-bottom:1px solid var(--grid)}th:first-child,td:first-child{text-align:left}"
-        "svg{width:100%;height:auto}svg.swatch{width:2.2em;height:.8em;margin-right:.5em}"
-        "text{font-size:12px;fill:var(--faint)}.grid{stroke:var(--grid)}polyline,.swatch line{fill:none;stroke-width:1.8}"
-        "pre{white-space:pre-wrap;overflow-wrap:anywhere;border:1px solid var(--grid);padding:.6em;font-size:13px}"
-        + lines
-    )
+    style = "svg.swatch{width:2.2em;height:.8em;margin-right:.5em}polyline,.swatch line{fill:none;stroke-width:1.8}"
+    return begin_page("Simulated notebook GPUs", style + lines, light=colours(_LIGHT), dark=colours(_DARK))
 
 
 def _table(results: Sequence[Result]) -> str:
@@ -242,16 +231,6 @@ def count_axis(most: int) -> tuple[_Axis, int]:
     step = round_step(most / 4)
     top = max(step, -(-most // step) * step)
     return _Axis("", [(at / top, f"{at:,}") for at in range(0, top + 1, step)]), top
-
-
-def round_step(least: float) -> int:
-    """Return the smallest of 1, 2, 5, 10, 20, 50 ... that is at least so large."""
-    power = 1
-    while True:
-        for digit in (1, 2, 5):
-            if digit * power >= least:
-                return digit * power
-        power *= 10
 
 
 # -- the distribution of waits --------------------------------------------------------------------------------------------

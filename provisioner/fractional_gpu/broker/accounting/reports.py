@@ -8,28 +8,22 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from fractional_gpu.broker.accounting.metering import Metering
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.config import carbon
 from fractional_gpu.config.carbon import Carbon
-from fractional_gpu.core.metering.usage import Usage
 from fractional_gpu.protocol.accounts import UsageEntry
+from fractional_gpu.reports.sums import TIMES, summed
 
 _FRESH_S: Final = 5.0  # figures for a reader are at most so old
+_HIDDEN: Final = "You may not see these figures: c.GPUBroker.usage_visible says whose figures users see."
 _PRIVATE: Final = frozenset({"notebook", "lease"})
-_TIMES: Final[Mapping[str, Callable[[int], str]]] = {
-    "hour": lambda hour_s: time.strftime("%Y-%m-%dT%H:%M%z", time.localtime(hour_s)),
-    "day": lambda hour_s: time.strftime("%Y-%m-%d", time.localtime(hour_s)),
-    "month": lambda hour_s: time.strftime("%Y-%m", time.localtime(hour_s)),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +72,25 @@ class UsageReports:
         Cancelled: nothing is lost; figures that were to be written are.
         """
         await self._refresh()
-        only = dict(question.only) | self._own(reader, self.scope(reader, question.by))
+        own = self._own(reader, self.scope(reader, question.by))
+        if any(question.only.get(name, value) != value for name, value in own.items()):
+            return [], None, _HIDDEN
+        only = dict(question.only) | own
         found, note = None, ""
         if self._carbon is not None:
             try:
                 found = await asyncio.to_thread(carbon.read, self._carbon)
             except ValueError as error:
                 note = f"The carbon figures are missing: {error}"
-        times = [one for one in question.by if one in _TIMES]
+        times = [one for one in question.by if one in TIMES]
         by_hour = bool(times) or (found is not None and found.changes)
-        columns = [*(one for one in question.by if one not in _TIMES), "currency", *(["hour"] if by_hour else [])]
+        columns = [*(one for one in question.by if one not in TIMES), "currency", *(["hour"] if by_hour else [])]
         rows = await self._writer.read(
             partial(self._writer.ledger.metered, columns, question.since_s, question.until_s, only)
         )
-        return _summed(rows, question.by, found), found, note
+        # A year of a busy host is hundreds of thousands of rows: not on the loop, which kernels wait for.
+        entries = await asyncio.to_thread(summed, rows, question.by, found.mg if found is not None else None)
+        return entries, found, note
 
     async def _refresh(self) -> None:
         """Write what was counted, unless that has just been done: readers cannot keep the disk busy."""
@@ -104,27 +103,3 @@ class UsageReports:
         if scope == "own":
             return {"user": reader.owner, "seated": int(reader.seated)}
         return {"group": reader.group} if scope == "group" else {}
-
-
-def _summed(
-    rows: Sequence[tuple[dict[str, str | int], Usage]], by: Sequence[str], found: Carbon | None
-) -> list[UsageEntry]:
-    """Add up the rows by what is asked, with local days and months in place of hours."""
-    sums: dict[tuple[str, ...], UsageEntry] = {}
-    for key, usage in rows:
-        hour_s = int(key.get("hour", 0))
-        values = [_TIMES[one](hour_s) if one in _TIMES else str(key[one]) for one in by]
-        currency = str(key["currency"])
-        carbon_mg = found.mg(usage.energy_mj, hour_s) if found is not None else 0
-        known = sums.get((*values, currency))
-        if known is None:
-            of = dict(zip(by, values, strict=True))
-            sums[(*values, currency)] = UsageEntry(of=of, currency=currency, usage=usage, carbon_mg=carbon_mg)
-        else:
-            known.usage.add(usage)
-            sums[(*values, currency)] = _with_carbon(known, carbon_mg)
-    return [sums[key] for key in sorted(sums)]
-
-
-def _with_carbon(entry: UsageEntry, more_mg: int) -> UsageEntry:
-    return msgspec.structs.replace(entry, carbon_mg=entry.carbon_mg + more_mg)

@@ -19,7 +19,7 @@ from fractional_gpu.protocol.limits import MAX_NAME
 
 _LEASE: Final = r"/v1/leases/([0-9a-zA-Z_-]{1,64})"
 _SECONDS: Final = re.compile(r"\d{1,12}", re.ASCII)
-_EVER_S: Final = 10**12
+_EVER_S: Final = 10**12 - 1
 
 
 def reader_of(handler: Handler) -> Reader:

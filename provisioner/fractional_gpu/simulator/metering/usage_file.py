@@ -3,6 +3,7 @@
 One object: `format`, `version`, `begins_s` and `ends_s` (wall clock, seconds since 1970), `pools` (of each its devices and its tariff, as
 `core.metering.tariffs.Tariff` has it), and `rows`, one on each line of the file. A row has `key` (hour_s, lease_id, device_id,
 currency), `party` (pool, owner, group, label, seated) and `figures`, without those that are 0; `core.metering.usage` says what each is.
+`fractional_gpu.reports.rows_file` reads it.
 """
 
 import json
@@ -12,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fractional_gpu.core.metering.tariffs import Tariff
-from fractional_gpu.core.metering.usage import FIGURES, Party, Usage, UsageKey, UsageRow
-from fractional_gpu.simulator import TraceError
+from fractional_gpu.core.metering.usage import FIGURES, UsageRow
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.metering.run_meter import BEGINS_MS, RunMeter
 
@@ -33,33 +33,10 @@ def write_usage(path: Path, meter: RunMeter, hosts: Sequence[Host]) -> None:
     path.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{rows}\n]}}\n', encoding="utf-8")
 
 
-def read_usage(path: Path) -> list[UsageRow]:
-    """Return the rows of such a file. Raises TraceError for a file that cannot be read, or is of another kind."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise TraceError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise TraceError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict) or (found.get("format"), found.get("version")) != (_FORMAT, _VERSION):
-        raise TraceError(
-            f"{path} is not a {_FORMAT} file of version {_VERSION}; `jupyter gpu simulate --usage` writes one"
-        )
-    try:
-        return [row_from_json(one) for one in found["rows"]]
-    except (KeyError, TypeError) as error:
-        raise TraceError(f"{path} has a row that cannot be read: {error}") from error
-
-
 def row_as_json(row: UsageRow) -> dict[str, object]:
     """Return the row as plain data; figures that are 0 are left out."""
     figures = {name: value for name in FIGURES if (value := getattr(row.usage, name))}
     return {"key": row.key._asdict(), "party": asdict(row.party), "figures": figures}
-
-
-def row_from_json(plain: dict[str, Any]) -> UsageRow:
-    """Return the row that `row_as_json` made plain. Raises KeyError or TypeError for anything else."""
-    return UsageRow(UsageKey(**plain["key"]), Party(**plain["party"]), Usage(**plain["figures"]))
 
 
 def _pools(meter: RunMeter, hosts: Sequence[Host]) -> dict[str, dict[str, Any]]:

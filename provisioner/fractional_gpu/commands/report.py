@@ -1,0 +1,257 @@
+"""`jupyter gpu report`: what leases used and what it costs, from the broker or from a file of metered rows.
+
+The broker is asked once, at the finest grain that the form needs, and all that is shown is summed from that answer: so tables, pictures
+and totals of one report agree, while kernels go on.
+"""
+
+import argparse
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import tzinfo
+from itertools import chain
+from pathlib import Path
+
+from fractional_gpu import __version__
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.commands.status import terminal_width
+from fractional_gpu.commands.terminal.completers import DEVICES, POOLS, set_completer
+from fractional_gpu.commands.terminal.connection import RUN_ONE, add_socket_argument, running_broker, say_if_slow
+from fractional_gpu.commands.terminal.errors import CommandError, UsageError
+from fractional_gpu.commands.terminal.render import table, wrap_lines
+from fractional_gpu.protocol.accounts import USAGE_BY, UsageReport
+from fractional_gpu.reports import rows_file
+from fractional_gpu.reports.as_json import as_json
+from fractional_gpu.reports.chargeback import as_csv, grain
+from fractional_gpu.reports.columns import Table, scope_text, tabulated
+from fractional_gpu.reports.page import page, period_text
+from fractional_gpu.reports.periods import DEFAULT, WORDS, period
+
+_ONLY = ("user", "group", "pool", "device")
+_WITHOUT_BROKER = f"and it has the figures; {RUN_ONE}, or name a file of metered rows with --from"
+_MEANING = (
+    "Hours are GPU hours: a whole GPU for an hour, or half of one for two. busy %: of the hours held. "
+    "docs/costs.md says what each figure is; --html and --json have all of them."
+)
+EPILOG = """\
+examples:
+  jupyter gpu report                                    your use of this month; for administrators, everybody's
+  jupyter gpu report --by notebook --since 7d           what each of your notebooks used in the last seven days
+  jupyter gpu report --by group,pool --since last-month --until last-month
+  jupyter gpu report --by day --html --output use.html  one page with a picture, for people
+  jupyter gpu report --csv --since last-month --until last-month --output october.csv
+                                                        rows for chargeback systems (FOCUS 1.2), one for each day
+  jupyter gpu report --from usage.json                  of a simulated week (`jupyter gpu simulate --usage usage.json`)
+
+A word or a date is a whole period: --until yesterday includes yesterday. Hours that begin within the time count. What users see of
+others is what the broker's `usage_visible` says; what others' notebooks are called is never shown to them.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """What is asked for: by what, of whom, and in which form."""
+
+    by: tuple[str, ...]
+    only: Mapping[str, str]
+    form: str  # text, csv, json or html
+    command: str
+
+    @property
+    def grain(self) -> tuple[str, ...]:
+        """By what the figures are needed, so that all that the form shows can be summed from them."""
+        match self.form:
+            case "csv":
+                more = grain(self.by)
+            case "html":
+                more = ["day", "user", "group", "pool"]
+            case _:
+                more = ["user"]
+        return tuple(dict.fromkeys([*self.by, *more]))
+
+    @property
+    def whole(self) -> bool:
+        """Whether the report is of all that the devices were used for."""
+        return not set(self.only) & {"user", "group"}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and add its arguments."""
+    parser.description = "Show what kernels used of the GPUs, and what it costs."
+    parser.epilog = EPILOG
+    by = parser.add_argument(
+        "--by",
+        default="user",
+        metavar="WHAT,...",
+        help=f"what to sum by, several with commas: {', '.join(USAGE_BY)} (default: user)",
+    )
+    set_completer(by, _propose_by)
+    for name, default, says in (
+        ("since", None, f"from when on: {', '.join(WORDS)}, 7d, 12h, a date or a time (default: {DEFAULT})"),
+        ("until", None, "until when, likewise (default: now)"),
+    ):
+        set_completer(parser.add_argument(f"--{name}", default=default, metavar="WHEN", help=says), WORDS)
+    parser.add_argument("--user", help="only of this user")
+    parser.add_argument("--group", help="only of users of this group")
+    set_completer(parser.add_argument("--pool", help="only of this pool"), POOLS)
+    device = parser.add_argument("--device", help="only of this device: its number, or its id or the beginning of it")
+    set_completer(device, DEVICES)
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--csv", action="store_true", help="print rows for chargeback systems, as FOCUS 1.2 names them")
+    form.add_argument("--json", action="store_true", help="print all figures as JSON, integers with units")
+    form.add_argument("--html", action="store_true", help="print a page with tables and a picture")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write it there instead")
+    parser.add_argument(
+        "--from", dest="rows", type=Path, metavar="FILE", help="report on the rows of this file; no broker is asked"
+    )
+    add_socket_argument(parser)
+
+
+def _propose_by(prefix: str, **_: object) -> list[str]:
+    """Propose what may follow in a list with commas."""
+    before, comma, _word = prefix.rpartition(",")
+    return [f"{before}{comma}{name}" for name in USAGE_BY if name not in before.split(",")]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print or write the report. Raises UsageError, CommandError."""
+    ask = _ask(options)
+    zone: tzinfo | None = None
+    if options.rows is not None:
+        zone = rows_file.ZONE
+        report, provider = _from_file(options, ask), "simulation"
+    else:
+        report, provider = _from_broker(options, ask), socket.gethostname()
+    text = _formed(report, ask, zone, provider, None if options.output else terminal_width(sys.stdout))
+    if options.output is None:
+        sys.stdout.write(text)
+    else:
+        _write(options.output, text)
+    if report.note and ask.form != "text":
+        print(f"note: {report.note}", file=sys.stderr)
+    return 0
+
+
+def _ask(options: argparse.Namespace) -> _Ask:
+    by = tuple(part.strip() for part in options.by.split(","))
+    if not set(by) <= set(USAGE_BY) or len(set(by)) < len(by):
+        raise UsageError(
+            f"--by {options.by[:60]!r} is not allowed; allowed: each of {', '.join(USAGE_BY)} at most once, with commas"
+        )
+    only = {name: value for name in _ONLY if (value := getattr(options, name)) is not None}
+    if empty := [name for name, value in only.items() if not value]:
+        raise UsageError(f"--{empty[0]} is empty; name one, or leave it out for all")
+    form = next((one for one in ("csv", "json", "html") if getattr(options, one)), "text")
+    shown = {name: getattr(options, name) for name in ("since", "until", *_ONLY)}
+    words = [f"--by {options.by}", *(f"--{name} {shlex.quote(value)}" for name, value in shown.items() if value)]
+    if options.rows is not None:
+        words.append(f"--from {shlex.quote(options.rows.name)}")
+    return _Ask(by, only, form, f"jupyter gpu report {' '.join(words)}")
+
+
+def _period(options: argparse.Namespace, now_s: int, zone: tzinfo | None = None) -> tuple[int, int]:
+    try:
+        return period(options.since if options.since is not None else DEFAULT, options.until, now_s, zone)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _from_broker(options: argparse.Namespace, ask: _Ask) -> UsageReport:
+    since_s, until_s = _period(options, int(time.time()))
+    with closing(running_broker(options.socket, without=_WITHOUT_BROKER)) as client:
+        only = dict(ask.only)
+        if "device" in only:
+            only["device"] = _device(client, only["device"])
+        with say_if_slow("The broker adds up the figures ...", sys.stderr):
+            return client.usage(ask.grain, since_s, until_s, only)
+
+
+def _device(client: BrokerClient, word: str) -> str:
+    """Return the id of a device that the broker has; of one that it had, the word as it is."""
+    devices = client.status().devices
+    found = [one.device_id for one in devices if word in (str(one.index), one.device_id)]
+    found = found or [one.device_id for one in devices if one.device_id.startswith(word)]
+    if len(found) > 1:
+        raise CommandError(f"--device {word[:60]!r} fits {', '.join(found)}; name one of them")
+    return found[0] if found else word
+
+
+def _from_file(options: argparse.Namespace, ask: _Ask) -> UsageReport:
+    if options.socket is not None:
+        raise UsageError("--from reads a file and --socket names a broker; leave one of the two out")
+    path: Path = options.rows
+    try:
+        with say_if_slow(f"{path} is read and added up ...", sys.stderr):
+            file = rows_file.read(path.read_bytes(), str(path))
+            since_s, until_s = file.begins_s, file.ends_s
+            if options.since is not None or options.until is not None:
+                begin = options.since or _utc_text(file.begins_s)
+                since_s, until_s = _period(
+                    argparse.Namespace(since=begin, until=options.until), file.ends_s, rows_file.ZONE
+                )
+            return rows_file.report_of(file, ask.grain, since_s, until_s, ask.only)
+    except OSError as error:
+        raise CommandError(f"{path} cannot be read: {error.strerror or error}; check --from") from None
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+
+
+def _utc_text(at_s: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at_s))
+
+
+def _formed(report: UsageReport, ask: _Ask, zone: tzinfo | None, provider: str, width: int | None) -> str:
+    match ask.form:
+        case "csv":
+            return as_csv(report, ask.by, provider=provider, zone=zone)
+        case "json":
+            return as_json(report, ask.by) + "\n"
+        case "html":
+            made_by = f"jupyter-fractional-gpu {__version__}: {ask.command}"
+            return page(report, ask.by, made_by=made_by, whole=ask.whole, zone=zone)
+        case _:
+            return as_text(report, ask.by, width=width, zone=zone)
+
+
+def as_text(report: UsageReport, by: Sequence[str], *, width: int | None = None, zone: tzinfo | None = None) -> str:
+    """Return the report for a terminal of so many characters: a table, or two where one would be too wide."""
+    lines = [f"Use of GPUs from {period_text(report, zone)}. {scope_text(report)}", ""]
+    if not report.entries:
+        lines.append("Nothing was used in this time, or nothing that you may see.")
+    else:
+        tables = [_drawn(tabulated(report, by), None)]
+        if width is not None and max(map(len, tables[0])) > width:
+            time_table = tabulated(report, by, only=lambda one: not one.resource)
+            rest_table = tabulated(report, by, only=lambda one: one.resource)
+            tables = [_drawn(time_table, width), [""], _drawn(rest_table, width)]
+        lines += [*chain.from_iterable(tables), "", *wrap_lines([_MEANING], width)]
+    lines += wrap_lines([text for text in (report.carbon, report.note) if text], width)
+    return "\n".join(lines) + "\n"
+
+
+def _drawn(found: Table, width: int | None) -> list[str]:
+    """Return the table's lines, names to the left and figures to the right."""
+    header = [*(one.upper() for one in found.by), *(_heading(one.name) for one in found.columns)]
+    rows = [[*line.names, *line.cells] for line in found.lines]
+    for index in range(len(found.by), len(header)):
+        most = max(len(row[index]) for row in [header, *rows])
+        for row in [header, *rows]:
+            row[index] = row[index].rjust(most)
+    return table(header, rows, width=width)
+
+
+def _heading(name: str) -> str:
+    """Return `MEMORY GiB h`: units stay as they are."""
+    first, _, unit = name.partition(" ")
+    return f"{first.upper()} {unit}".rstrip()
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8", newline="")
+    except OSError as error:
+        raise CommandError(f"{path} cannot be written: {error.strerror or error}; check --output") from None

@@ -1,0 +1,41 @@
+"""A report as JSON: complete, in integers with their units in their names, the totals beside their parts."""
+
+import json
+from collections.abc import Sequence
+from typing import Any, Final
+
+from fractional_gpu.core.metering.usage import FIGURES
+from fractional_gpu.protocol.accounts import UsageEntry, UsageReport
+from fractional_gpu.reports.sums import of_leases, of_no_lease, rolled_up
+
+FORMAT: Final = "jupyter-gpu-report"
+VERSION: Final = 1
+
+
+def as_json(report: UsageReport, by: Sequence[str]) -> str:
+    """Return the report by what is asked, one JSON object. The report is by user and more.
+
+    `entries` are of leases, `no_lease` is what no lease held, `totals` the sum of both; in each, one for each currency at least.
+    """
+    finer = rolled_up(report.entries, list(dict.fromkeys([*by, "user"])))
+    found = {
+        "format": FORMAT,
+        "version": VERSION,
+        "by": list(by),
+        "since_s": report.since_s,
+        "until_s": report.until_s,
+        "scope": report.scope,
+        "simulated": report.simulated,
+        "carbon": report.carbon,
+        "note": report.note,
+        "devices": report.devices,
+        "entries": [_plain(one) for one in rolled_up(of_leases(finer), by)],
+        "no_lease": [_plain(one) for one in rolled_up(of_no_lease(finer), [])],
+        "totals": [_plain(one) for one in rolled_up(report.entries, [])],
+    }
+    return json.dumps(found, ensure_ascii=False, indent=1)
+
+
+def _plain(entry: UsageEntry) -> dict[str, Any]:
+    figures = {name.replace("_share", "_milli_gpu_ms"): getattr(entry.usage, name) for name in FIGURES}
+    return {"of": entry.of, "currency": entry.currency, **figures, "carbon_mg": entry.carbon_mg}

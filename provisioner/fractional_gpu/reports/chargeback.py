@@ -1,0 +1,176 @@
+"""A report as rows for chargeback systems: CSV by the FinOps Open Cost and Usage Specification (FOCUS), version 1.2.
+
+One row for each hour or day, user, group, pool, currency, and what else is asked. All 21 columns that FOCUS 1.2 makes mandatory are there,
+and those of its others that have a meaning here (sub account, resource, consumption, tags); docs/costs.md says which are left out and why.
+Columns that begin with `x_` are our own. No number passes through a float: the sum of `BilledCost` is the report's total exactly.
+"""
+
+import csv
+import io
+import json
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, tzinfo
+from typing import Final
+
+from fractional_gpu.core.metering.usage import MJ_PER_KWH, SHARE_HOUR
+from fractional_gpu.protocol.accounts import UsageEntry, UsageReport
+from fractional_gpu.reports.columns import decimals
+from fractional_gpu.reports.periods import bounds
+from fractional_gpu.reports.sums import rolled_up
+
+FOCUS_VERSION: Final = "1.2"
+NO_CURRENCY: Final = "XXX"
+"""ISO 4217's code for no currency: FOCUS allows no empty one."""
+PUBLISHER: Final = "jupyter-fractional-gpu"
+PARTY: Final = ("user", "group", "pool")
+_HOURS: Final = "GPU-Hours"
+_PLACES: Final = 6
+_GRAM: Final = 1000  # mg
+_FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
+COLUMNS: Final = (
+    *(
+        "BilledCost",
+        "BillingAccountId",
+        "BillingAccountName",
+        "BillingAccountType",
+        "BillingCurrency",
+        "BillingPeriodEnd",
+    ),
+    *("BillingPeriodStart", "ChargeCategory", "ChargeClass", "ChargeDescription", "ChargeFrequency", "ChargePeriodEnd"),
+    *(
+        "ChargePeriodStart",
+        "ConsumedQuantity",
+        "ConsumedUnit",
+        "ContractedCost",
+        "EffectiveCost",
+        "InvoiceIssuerName",
+        "ListCost",
+    ),
+    *("PricingQuantity", "PricingUnit", "ProviderName", "PublisherName", "ResourceId", "ResourceName", "ResourceType"),
+    *("ServiceCategory", "ServiceName", "SubAccountId", "SubAccountName", "Tags"),
+    *("x_ReservedGpuHours", "x_BusyGpuHours", "x_SuspendedGpuHours", "x_EnergyKwh", "x_CarbonGrams"),
+    *("x_CostIfResident", "x_CostOfWholeGpus", "x_Simulated"),
+)
+_Figure = Callable[[UsageEntry], int]
+_MEASURED: Final[dict[str, tuple[_Figure, int]]] = {
+    "ConsumedQuantity": (lambda one: one.usage.held_share, SHARE_HOUR),
+    "PricingQuantity": (lambda one: one.usage.charged_share, SHARE_HOUR),
+    "x_ReservedGpuHours": (lambda one: one.usage.reserved_share, SHARE_HOUR),
+    "x_BusyGpuHours": (lambda one: one.usage.busy_share, SHARE_HOUR),
+    "x_SuspendedGpuHours": (lambda one: one.usage.suspended_share, SHARE_HOUR),
+    "x_EnergyKwh": (lambda one: one.usage.energy_mj, MJ_PER_KWH),
+    "x_CarbonGrams": (lambda one: one.carbon_mg, _GRAM),
+}
+
+
+def grain(by: Sequence[str]) -> list[str]:
+    """Return by what the rows are: the hour or the day, the party, and what else is asked but for coarser times."""
+    time = "hour" if "hour" in by else "day"
+    more = [one for one in ("device", "notebook", "lease") if one in by]
+    return [time, *PARTY, *more]
+
+
+def as_csv(report: UsageReport, by: Sequence[str], *, provider: str, zone: tzinfo | None = None) -> str:
+    """Return the rows, with a header. The report is at least as fine as `grain(by)`. `provider`: who bills, such as the machine.
+
+    `zone`: in which days and months begin; none: the machine's.
+    """
+    entries = rolled_up(report.entries, grain(by))
+    measured = {
+        name: [text.replace(",", "") for text in decimals([value(one) for one in entries], unit, _PLACES)]
+        for name, (value, unit) in _MEASURED.items()
+    }
+    out = io.StringIO()
+    writer = csv.DictWriter(out, COLUMNS, lineterminator="\r\n")
+    writer.writeheader()
+    for number, entry in enumerate(entries):
+        writer.writerow(_row(report, entry, provider, zone) | {name: texts[number] for name, texts in measured.items()})
+    return out.getvalue()
+
+
+def _row(report: UsageReport, entry: UsageEntry, provider: str, zone: tzinfo | None) -> dict[str, str]:
+    of = entry.of
+    when = of.get("hour") or of["day"]
+    begin_s, end_s = bounds(when, zone)
+    month_s, next_month_s = bounds(when[:7], zone)
+    account_type, account = _account(of)
+    cost = cost_text(entry.usage.charge_milli)
+    user = of["user"]
+    return {
+        "BilledCost": cost,
+        "BillingAccountId": f"{account_type.lower()}/{account}",
+        "BillingAccountName": _name(account),
+        "BillingAccountType": account_type,
+        "BillingCurrency": entry.currency or NO_CURRENCY,
+        "BillingPeriodEnd": _moment(next_month_s),
+        "BillingPeriodStart": _moment(month_s),
+        "ChargeCategory": "Usage",
+        "ChargeClass": "",
+        "ChargeDescription": _description(report, entry),
+        "ChargeFrequency": "Usage-Based",
+        "ChargePeriodEnd": _moment(end_s),
+        "ChargePeriodStart": _moment(begin_s),
+        "ConsumedUnit": _HOURS,
+        "ContractedCost": cost,
+        "EffectiveCost": cost,
+        "InvoiceIssuerName": provider,
+        "ListCost": cost,
+        "PricingUnit": _HOURS,
+        "ProviderName": provider,
+        "PublisherName": PUBLISHER,
+        **_resource(report, of),
+        "ServiceCategory": "Compute",
+        "ServiceName": "GPU notebooks",
+        "SubAccountId": f"user/{user}" if user else "",
+        "SubAccountName": _name(user),
+        "Tags": _tags(of),
+        "x_CostIfResident": cost_text(entry.usage.resident_milli),
+        "x_CostOfWholeGpus": cost_text(entry.usage.whole_milli),
+        "x_Simulated": "true" if report.simulated else "false",
+    }
+
+
+def cost_text(milli: int) -> str:
+    """Return an amount in thousandths as exact decimal text."""
+    return f"{milli // 1000}.{milli % 1000:03}"
+
+
+def _account(of: dict[str, str]) -> tuple[str, str]:
+    """Return who is billed: the group, a user without one, or the pool for what no lease held."""
+    if not of["user"]:
+        return "Pool", of["pool"]
+    return ("Group", of["group"]) if of["group"] else ("User", of["user"])
+
+
+def _resource(report: UsageReport, of: dict[str, str]) -> dict[str, str]:
+    """Return the finest thing that the row is of."""
+    lease, device = of.get("lease", ""), of.get("device", "")
+    name = of.get("notebook", "") if lease else report.devices.get(device, "")
+    if lease:
+        kind, identity = "Kernel", f"lease/{lease}" + (f"/device/{device}" if device else "")
+    elif device:
+        kind, identity = "GPU", f"device/{device}"
+    else:
+        kind, identity = "GPU pool", f"pool/{of['pool']}"
+    return {"ResourceId": identity, "ResourceName": _name(name), "ResourceType": kind}
+
+
+def _tags(of: dict[str, str]) -> str:
+    """Return what the row is of as the JSON object that FOCUS wants."""
+    return json.dumps(
+        {name: value for name, value in of.items() if name not in ("hour", "day") and value}, ensure_ascii=False
+    )
+
+
+def _description(report: UsageReport, entry: UsageEntry) -> str:
+    what = "GPU time of notebook kernels" if entry.of["user"] else "GPU time that no lease held"
+    return f"{what}, pool {entry.of['pool']}{' (simulated)' if report.simulated else ''}"
+
+
+def _name(text: str) -> str:
+    """Return a name that no spreadsheet takes for a formula."""
+    return f"'{text}" if text.startswith(_FORMULA) else text
+
+
+def _moment(at_s: int) -> str:
+    return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

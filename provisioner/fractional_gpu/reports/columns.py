@@ -1,0 +1,175 @@
+"""The columns of a report's tables, for terminals and pages alike: names, texts of figures, rows and totals.
+
+The parts that a column shows add up to the total that it shows: amounts are exact, and other figures are rounded as running sums, so that
+a part may differ from its own rounding by one in the last digit.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from fractional_gpu.core.metering.usage import MJ_PER_KWH, SHARE_HOUR
+from fractional_gpu.protocol.accounts import UsageEntry, UsageReport
+from fractional_gpu.reports.sums import of_leases, of_no_lease, rolled_up
+
+SHORT_ID: Final = 8
+NO_LEASE: Final = "no lease"
+TOTAL: Final = "total"
+ALL: Final = "all kernels"
+SCOPES: Final = {
+    "own": "Your own figures",
+    "group": "The figures of your group",
+    "all": "The figures of all users",
+}
+_US_PER_HOUR: Final = 3_600_000_000
+_GIB_HOUR: Final = 1024 * 3_600_000
+_MG_PER_KG: Final = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A figure. `unit`: how much of it is one of what is shown; 0: an amount, shown exactly. `resource`: in the second of two tables."""
+
+    name: str
+    value: Callable[[UsageEntry], int]
+    unit: int
+    says: str
+    resource: bool = False
+    decimals: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a table: what it is of, and a text for each column."""
+
+    names: tuple[str, ...]
+    cells: tuple[str, ...]
+    kind: str = ""  # `rest`: what no lease held; `total`
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What people read: names of the first columns, the columns, lines of parts, and a total for each currency."""
+
+    by: tuple[str, ...]
+    columns: tuple[Column, ...]
+    lines: tuple[Line, ...]
+
+
+HOURS: Final = (
+    Column("reserved", lambda one: one.usage.reserved_share, SHARE_HOUR, "GPU hours while kernels existed"),
+    Column("held", lambda one: one.usage.held_share, SHARE_HOUR, "GPU hours with a reservation on a GPU"),
+    Column("busy", lambda one: one.usage.busy_share, SHARE_HOUR, "GPU hours in which cells ran on a GPU"),
+    Column("suspended", lambda one: one.usage.suspended_share, SHARE_HOUR, "GPU hours in host memory, on no GPU"),
+    Column("charged", lambda one: one.usage.charged_share, SHARE_HOUR, "GPU hours that the pool's terms charge"),
+)
+BUSY_PERCENT: Final = Column("busy %", lambda one: one.usage.busy_share, -1, "busy GPU hours, of those held")
+AMOUNT: Final = Column("amount", lambda one: one.usage.charge_milli, 0, "what is charged")
+RESOURCES: Final = (
+    Column(
+        "devices h",
+        lambda one: one.usage.occupied_us,
+        _US_PER_HOUR,
+        "hours of devices, each divided among its holders",
+        resource=True,
+    ),
+    Column(
+        "memory GiB h", lambda one: one.usage.device_mib_ms, _GIB_HOUR, "device memory in use, over time", resource=True
+    ),
+    Column(
+        "saved GiB h",
+        lambda one: one.usage.host_mib_ms,
+        _GIB_HOUR,
+        "host memory of suspended kernels, over time",
+        resource=True,
+    ),
+    Column("moved GiB", lambda one: one.usage.moved_mib, 1024, "moved by suspends and resumes", resource=True),
+    Column(
+        "energy kWh", lambda one: one.usage.energy_mj, MJ_PER_KWH, "what the devices drew", resource=True, decimals=3
+    ),
+)
+CARBON: Final = Column(
+    "CO2 kg", lambda one: one.carbon_mg, _MG_PER_KG, "for the energy, by the figures that are configured", resource=True, decimals=3
+)  # fmt: skip
+
+
+def tabulated(report: UsageReport, by: Sequence[str], *, only: Callable[[Column], bool] | None = None) -> Table:
+    """Return the report's sums by what is asked: those of leases, what no lease held, and the totals. The report is by user and more.
+
+    Amounts are left out where nothing has a price, and CO2 where none is configured.
+    """
+    finer = rolled_up(report.entries, list(dict.fromkeys([*by, "user"])))
+    parts, rest = rolled_up(of_leases(finer), by), rolled_up(of_no_lease(finer), [])
+    totals = rolled_up(report.entries, [])
+    columns = tuple(one for one in _columns(report, totals) if only is None or only(one))
+    lines: list[Line] = []
+    closing: list[Line] = []
+    for total in totals:
+        mine = [one for one in (*parts, *rest) if one.currency == total.currency]
+        cells = [_shown(column, mine, total) for column in columns]
+        for number, entry in enumerate(mine):
+            shown = tuple(texts[number] for texts in cells)
+            if entry in rest:
+                lines.append(Line(_first(NO_LEASE, by), shown, "rest"))
+            else:
+                lines.append(Line(tuple(name_text(report, one, entry.of[one]) for one in by) or (ALL,), shown))
+        closing.append(Line(_first(TOTAL, by), tuple(texts[-1] for texts in cells), "total"))
+    return Table(tuple(by) or ("",), columns, (*lines, *closing))
+
+
+def _first(name: str, by: Sequence[str]) -> tuple[str, ...]:
+    return (name, *([""] * (len(by) - 1)))
+
+
+def _columns(report: UsageReport, totals: Sequence[UsageEntry]) -> tuple[Column, ...]:
+    priced = any(one.currency for one in totals)
+    return (*HOURS, BUSY_PERCENT, *((AMOUNT,) if priced else ()), *RESOURCES, *((CARBON,) if report.carbon else ()))
+
+
+def _shown(column: Column, parts: Sequence[UsageEntry], total: UsageEntry) -> list[str]:
+    """Return the texts of a column: of the parts, then of their sum."""
+    if column.unit == 0:
+        return [amount_text(column.value(one), one.currency) for one in (*parts, total)]
+    if column.unit < 0:
+        return [percent_text(one.usage.busy_share, one.usage.held_share) for one in (*parts, total)]
+    values = [column.value(one) for one in parts]
+    return [*decimals(values, column.unit, column.decimals), *decimals([sum(values)], column.unit, column.decimals)]
+
+
+def decimals(values: Sequence[int], unit: int, places: int) -> list[str]:
+    """Return the values in such units with decimals, rounded so that they add up to their sum, rounded (half up)."""
+    step, shown, before, running = 10**places, [], 0, 0
+    for value in values:
+        running += value
+        until = (2 * running * step + unit) // (2 * unit)
+        whole, rest = divmod(until - before, step)
+        shown.append(f"{whole:,}.{rest:0{places}}")
+        before = until
+    return shown
+
+
+def amount_text(milli: int, currency: str = "") -> str:
+    """Return an amount in thousandths, exactly: `1,234.500 EUR`. Without a currency and an amount: `-`."""
+    if not currency:
+        return "-"
+    return f"{milli // 1000:,}.{milli % 1000:03} {currency}"
+
+
+def percent_text(share: int, of: int) -> str:
+    """Return a share in whole percent; `-` where there is nothing to have a share of."""
+    return f"{(200 * share + of) // (2 * of)} %" if of else "-"
+
+
+def name_text(report: UsageReport, column: str, value: str) -> str:
+    """Return a value of a column for people: names of devices, short ids of leases; `-` for none."""
+    if not value:
+        return "on no device" if column == "device" else "-"
+    if column == "device":
+        return f"{report.devices[value]} ({value})" if report.devices.get(value) else value
+    return value[:SHORT_ID] if column == "lease" else value
+
+
+def scope_text(report: UsageReport) -> str:
+    """Return whose figures these are, and whether they are of simulated devices: a sentence."""
+    said = SCOPES.get(report.scope, report.scope)
+    return f"{said}; simulated: no real GPU was used." if report.simulated else f"{said}."

@@ -1,0 +1,102 @@
+"""Which time a report is of: `this-month`, `7d`, `2026-11-24` and their like, as seconds since 1970.
+
+A word or a date names a whole period: as a beginning it means the period's first moment, as an end its last one. So `yesterday` to
+`yesterday` is yesterday. Figures are kept by the hour: a beginning within an hour is moved to that of the hour.
+"""
+
+import re
+from datetime import UTC, datetime, time, timedelta, tzinfo
+from typing import Final
+
+from fractional_gpu.core.units import parse_duration_ms
+
+WORDS: Final = ("today", "yesterday", "this-week", "this-month", "last-month")
+DEFAULT: Final = "this-month"
+ALLOWED: Final = f"allowed: {', '.join(WORDS)}, a duration back such as 7d or 12h, or a date or time such as 2026-11-24 or 2026-11-24T08:00"
+_DURATION: Final = re.compile(r"\d{1,7}(?:\.\d{1,3})?(?:m|h|d)", re.ASCII | re.IGNORECASE)
+_SHOWN: Final = 60
+_DAY: Final = timedelta(days=1)
+_LONGEST_DATE: Final = 10  # characters: more are a time
+
+
+def period(since: str, until: str | None, now_s: int, zone: tzinfo | None = None) -> tuple[int, int]:
+    """Return the beginning and the end (exclusive), seconds since 1970. No `until`: now. No zone: the machine's.
+
+    Raises ValueError with what is wrong, what is allowed, and what to do.
+    """
+    begin_s = _moment("--since", since, now_s, zone, end=False)
+    end_s = max(now_s, begin_s + 1) if until is None else _moment("--until", until, now_s, zone, end=True)
+    if end_s <= begin_s:
+        raise ValueError(
+            f"--since {since[:_SHOWN]} --until {(until or '')[:_SHOWN]} is no time: it ends "
+            f"({moment_text(end_s, zone)}) before it begins ({moment_text(begin_s, zone)}); give a later --until"
+        )
+    return max(0, begin_s), max(1, end_s)
+
+
+def moment_text(at_s: int, zone: tzinfo | None = None) -> str:
+    """Return a moment for people: `2026-11-24 08:00`."""
+    return datetime.fromtimestamp(at_s, UTC).astimezone(zone).strftime("%Y-%m-%d %H:%M")
+
+
+def bounds(text: str, zone: tzinfo | None = None) -> tuple[int, int]:
+    """Return the beginning and the end of an hour, day or month as reports write them, seconds since 1970. Raises ValueError."""
+    if "T" in text:
+        begin_s = int(datetime.strptime(text, "%Y-%m-%dT%H:%M%z").timestamp())
+        return begin_s, begin_s + 3600
+    if text.count("-") == 1:
+        first = datetime.strptime(text, "%Y-%m")  # noqa: DTZ007 - local time, made so below
+        return _seconds(first, zone), _seconds(_next_month(first), zone)
+    day = datetime.strptime(text, "%Y-%m-%d")  # noqa: DTZ007 - as above
+    return _seconds(day, zone), _seconds(day + _DAY, zone)
+
+
+def _moment(option: str, text: str, now_s: int, zone: tzinfo | None, *, end: bool) -> int:
+    """Return the moment that a text names. Raises ValueError."""
+    word = text.strip()
+    now = datetime.fromtimestamp(now_s, UTC).astimezone(zone).replace(tzinfo=None)
+    try:
+        if word in WORDS:
+            return _seconds(_period_of(word, now)[end], zone)
+        if _DURATION.fullmatch(word):
+            at = datetime.fromtimestamp(now_s - parse_duration_ms(word) // 1000, UTC)
+            return int(at.timestamp()) if end else _hour_of(at, zone)
+        at = datetime.fromisoformat(word)
+        if len(word) <= _LONGEST_DATE:
+            return _seconds(at + _DAY if end else at, zone)
+        at = at if at.tzinfo is not None else at.replace(tzinfo=zone)
+        return int(at.timestamp()) if end else _hour_of(at.astimezone(zone), zone)
+    except (ValueError, OverflowError, OSError):
+        raise ValueError(f"{option} {text[:_SHOWN]!r} is not a time; {ALLOWED}") from None
+
+
+def _period_of(word: str, now: datetime) -> tuple[datetime, datetime]:
+    """Return the beginning and the end of the period that a word names, local time."""
+    today = datetime.combine(now.date(), time())
+    month = today.replace(day=1)
+    match word:
+        case "today":
+            return today, today + _DAY
+        case "yesterday":
+            return today - _DAY, today
+        case "this-week":
+            monday = today - timedelta(days=today.weekday())
+            return monday, monday + timedelta(days=7)
+        case "last-month":
+            return (month - _DAY).replace(day=1), month
+        case _:
+            return month, _next_month(month)
+
+
+def _next_month(first: datetime) -> datetime:
+    return (first + timedelta(days=32)).replace(day=1)
+
+
+def _hour_of(at: datetime, zone: tzinfo | None) -> int:
+    """Return the beginning of the local hour in which the moment is."""
+    local = at.astimezone(zone)
+    return int(local.timestamp()) - local.minute * 60 - local.second
+
+
+def _seconds(local: datetime, zone: tzinfo | None) -> int:
+    return int(local.replace(tzinfo=zone).timestamp())

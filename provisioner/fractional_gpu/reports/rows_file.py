@@ -1,0 +1,103 @@
+"""A file of metered rows, as `jupyter gpu simulate --usage FILE` writes it, as a report: summed as the broker sums its ledger.
+
+The file is JSON: `format`, `version`, `begins_s` and `ends_s` (seconds since 1970), `pools`, and `rows`, each with `key`, `party` and
+`figures`, without those that are 0. Its hours, days and months are those of UTC.
+"""
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC
+from typing import Final
+
+import msgspec
+
+from fractional_gpu.core.metering.usage import FIGURES, Party, Usage, UsageKey, UsageRow
+from fractional_gpu.protocol.accounts import UsageReport
+from fractional_gpu.reports.sums import columns_of, summed
+
+FORMAT: Final = "jupyter-gpu-usage"
+VERSION: Final = 1
+ZONE: Final = UTC
+_WRITES: Final = "`jupyter gpu simulate ... --usage FILE` writes one"
+
+
+class _Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    hour_s: int
+    lease_id: str
+    device_id: str
+    currency: str
+
+
+class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    key: _Key
+    party: Party
+    figures: dict[str, int]
+
+
+class RowsFile(msgspec.Struct, frozen=True):
+    """A file's rows, and the time that it is of, seconds since 1970."""
+
+    format: str
+    version: int
+    begins_s: int
+    ends_s: int
+    rows: list[_Row]
+
+
+class _Head(msgspec.Struct, frozen=True):
+    format: str = ""
+    version: int = 0
+
+
+def read(content: bytes, name: str) -> RowsFile:
+    """Return what the file has. `name`: of the file, for errors. Raises ValueError with what is wrong and what to do."""
+    try:
+        head = msgspec.json.decode(content, type=_Head)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{name} is not a file of metered rows ({error}); {_WRITES}") from None
+    if (head.format, head.version) != (FORMAT, VERSION):
+        raise ValueError(
+            f"{name} has format {head.format[:40]!r} version {head.version}, and this command reads {FORMAT!r} version {VERSION}; {_WRITES}"
+        )
+    try:
+        found = msgspec.json.decode(content, type=RowsFile)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{name} is damaged: {error}; write it again ({_WRITES})") from None
+    for row in found.rows:
+        if unknown := sorted(set(row.figures) - set(FIGURES)):
+            raise ValueError(
+                f"{name} has a figure {unknown[0][:40]!r}; known are {', '.join(FIGURES)}: it is of another version"
+            )
+    return found
+
+
+def rows_of(file: RowsFile) -> list[UsageRow]:
+    """Return the file's rows as the meter has them."""
+    return [
+        UsageRow(
+            UsageKey(one.key.hour_s, one.key.lease_id, one.key.device_id, one.key.currency),
+            one.party,
+            Usage(**one.figures),
+        )
+        for one in file.rows
+    ]
+
+
+def report_of(
+    file: RowsFile, by: Sequence[str], since_s: int, until_s: int, only: Mapping[str, str | int] | None = None
+) -> UsageReport:
+    """Return the sums of the hours that begin within the time. `only`: values that columns must have. Simulated, and of all users."""
+    columns = ((columns_of(row), row.usage) for row in rows_of(file))
+    wanted = only or {}
+    chosen = [
+        (key, usage)
+        for key, usage in columns
+        if since_s <= int(key["hour"]) < until_s and all(key[name] == value for name, value in wanted.items())
+    ]
+    return UsageReport(
+        by=list(by),
+        since_s=since_s,
+        until_s=until_s,
+        entries=summed(chosen, by, zone=ZONE),
+        simulated=True,
+        scope="all",
+    )

@@ -1,0 +1,118 @@
+"""Sums of what leases used, by what is asked: the same function for the broker's ledger and for files of rows.
+
+A sum of a finer report's entries (`rolled_up`) is what the coarser report says, to the last unit: all figures are integers that add up.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime, tzinfo
+from functools import lru_cache
+from operator import attrgetter
+from typing import Final
+
+from msgspec.structs import replace
+
+from fractional_gpu.core.metering.usage import FIGURES, Usage, UsageRow
+from fractional_gpu.protocol.accounts import UsageEntry, UsageReport
+
+CarbonOf = Callable[[int, int], int]
+"""Returns the milligrams of CO2 for energy (mJ) that was drawn in an hour (its beginning, seconds since 1970)."""
+TIMES: Final = ("hour", "day", "month")
+_SHAPES: Final = {"hour": "%Y-%m-%dT%H:%M%z", "day": "%Y-%m-%d", "month": "%Y-%m"}
+_figures_of = attrgetter(*FIGURES)
+_LENGTHS: Final = {"day": 10, "month": 7}  # characters of a longer time that say the day, the month
+
+
+def time_text(name: str, hour_s: int, zone: tzinfo | None = None) -> str:
+    """Return an hour, or its day or month, as text: `2026-11-24T08:00+0100`, `2026-11-24`, `2026-11`. No zone: the machine's."""
+    at = datetime.fromtimestamp(hour_s, UTC).astimezone(zone)
+    return at.strftime(_SHAPES[name])
+
+
+def summed(
+    rows: Iterable[tuple[Mapping[str, str | int], Usage]],
+    by: Sequence[str],
+    carbon_of: CarbonOf | None = None,
+    zone: tzinfo | None = None,
+) -> list[UsageEntry]:
+    """Return the sums by what is asked and by currency, sorted. Rows have the columns that `by` names, `currency`, and `hour` for times."""
+    sums = _Sums(by)
+    text = lru_cache(maxsize=None)(time_text)  # rows are many, and hours few
+    for key, usage in rows:
+        hour_s = int(key.get("hour", 0))
+        values = tuple(text(one, hour_s, zone) if one in TIMES else str(key[one]) for one in by)
+        sums.add(
+            values, str(key["currency"]), usage, carbon_of(usage.energy_mj, hour_s) if carbon_of is not None else 0
+        )
+    return sums.entries()
+
+
+def columns_of(row: UsageRow) -> dict[str, str | int]:
+    """Return a row's columns by the names that questions have for them."""
+    key, party = row.key, row.party
+    return {
+        "hour": key.hour_s,
+        "lease": key.lease_id,
+        "device": key.device_id,
+        "currency": key.currency,
+        "pool": party.pool,
+        "user": party.owner,
+        "group": party.group,
+        "notebook": party.label,
+        "seated": int(party.seated),
+    }
+
+
+def rolled_up(entries: Iterable[UsageEntry], by: Sequence[str]) -> list[UsageEntry]:
+    """Return the sums of a finer report's entries. Days are found in hours, months in both. Raises KeyError if they are not as fine."""
+    sums = _Sums(by)
+    for entry in entries:
+        sums.add(tuple(_value(entry.of, name) for name in by), entry.currency, entry.usage, entry.carbon_mg)
+    return sums.entries()
+
+
+def part(report: UsageReport, by: Sequence[str]) -> UsageReport:
+    """Return the coarser report with the same totals. Raises KeyError as `rolled_up` does."""
+    return replace(report, by=list(by), entries=rolled_up(report.entries, by))
+
+
+def of_leases(entries: Iterable[UsageEntry]) -> list[UsageEntry]:
+    """Return the entries of leases, of entries by user and more. Every lease has a user."""
+    return [entry for entry in entries if entry.of["user"]]
+
+
+def of_no_lease(entries: Iterable[UsageEntry]) -> list[UsageEntry]:
+    """Return the pools' own entries: the time of devices that no lease held, and what they drew then."""
+    return [entry for entry in entries if not entry.of["user"]]
+
+
+def _value(of: Mapping[str, str], name: str) -> str:
+    if name in of or name not in _LENGTHS:
+        return of[name]
+    return next(of[finer] for finer in TIMES if finer in of)[: _LENGTHS[name]]
+
+
+class _Sums:
+    """Adds up, and returns entries in the order of their values."""
+
+    def __init__(self, by: Sequence[str]) -> None:
+        self._by = tuple(by)
+        self._figures: dict[tuple[str, ...], list[int]] = {}  # those of FIGURES, then the carbon, mg
+
+    def add(self, values: tuple[str, ...], currency: str, usage: Usage, carbon_mg: int) -> None:
+        key = (*values, currency)
+        more = (*_figures_of(usage), carbon_mg)
+        known = self._figures.get(key)
+        self._figures[key] = (
+            list(more) if known is None else [one + other for one, other in zip(known, more, strict=True)]
+        )
+
+    def entries(self) -> list[UsageEntry]:
+        return [
+            UsageEntry(
+                of=dict(zip(self._by, key[:-1], strict=True)),
+                currency=key[-1],
+                usage=Usage(**dict(zip(FIGURES, figures, strict=False))),
+                carbon_mg=figures[-1],
+            )
+            for key, figures in sorted(self._figures.items())
+        ]

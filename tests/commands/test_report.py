@@ -1,0 +1,267 @@
+"""`jupyter gpu report`: one report as text, CSV, JSON and HTML, from a broker and from a file, and what is refused."""
+
+import csv
+import io
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fractional_gpu.commands.main import main
+from fractional_gpu.commands.report import as_text
+from fractional_gpu.core.metering.usage import FIGURES, SHARE_HOUR, Party, Usage, UsageKey, UsageRow
+from fractional_gpu.reports.rows_file import FORMAT, VERSION, report_of, rows_of
+from fractional_gpu.reports.rows_file import read as read_rows
+from tests.broker.live import LiveBroker, live_broker
+
+HOUR_S = 1_795_503_600  # 2026-11-24T07:00Z, a Tuesday
+Said = Callable[..., str]
+ADA = Party("large", "ada", "physics", "train.ipynb")
+ROWS = (
+    ("a1", "gpu-0", "EUR", ADA, Usage(held_share=SHARE_HOUR // 3, busy_share=1, charge_milli=333)),
+    ("a1", "", "EUR", ADA, Usage(suspended_share=SHARE_HOUR, moved_mib=2048, charge_milli=1)),
+    ("g1", "gpu-1", "EUR", Party("large", "grace", "", "=2+3"), Usage(held_share=SHARE_HOUR // 3, energy_mj=10**9, charge_milli=667)),
+    ("m1", "gpu-2", "USD", Party("small", "mary", "biology", "m.ipynb"), Usage(held_share=SHARE_HOUR // 3, charge_milli=5)),
+    ("", "gpu-0", "EUR", Party("large"), Usage(occupied_us=3_600_000_000)),
+)  # fmt: skip
+
+
+def rows() -> list[UsageRow]:
+    """Four kernels of three users and what no lease held, over two days."""
+    return [
+        UsageRow(UsageKey(HOUR_S + 40_000 * number // 3600 * 3600, lease, device, currency), party, usage)
+        for number, (lease, device, currency, party, usage) in enumerate(ROWS)
+    ]
+
+
+def plain(row: UsageRow) -> dict[str, Any]:
+    figures = {name: getattr(row.usage, name) for name in FIGURES if getattr(row.usage, name)}
+    return {"key": row.key._asdict(), "party": asdict(row.party), "figures": figures}
+
+
+def file_of(path: Path, found: Sequence[dict[str, Any]], **more: Any) -> Path:  # noqa: ANN401
+    head = {"format": FORMAT, "version": VERSION, "begins_s": HOUR_S - 3600, "ends_s": HOUR_S + 172_800, "pools": {}}
+    path.write_text(json.dumps(head | {"rows": found} | more))
+    return path
+
+
+@pytest.fixture
+def usage(tmp_path: Path) -> Path:
+    return file_of(tmp_path / "usage.json", [plain(row) for row in rows()])
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Said:
+    def run(*arguments: object, code: int = 0) -> str:
+        found = main(["report", *map(str, arguments)])
+        out, err = capsys.readouterr()
+        assert found == code, err
+        return out if code == 0 else err
+
+    return run
+
+
+def test_a_file_that_is_written_is_read_back(usage: Path) -> None:
+    assert rows_of(read_rows(usage.read_bytes(), "usage.json")) == rows()
+
+
+def test_text_has_parts_what_no_lease_held_and_a_total_for_each_currency(usage: Path, said: Said) -> None:
+    lines = said("--from", usage, "--by", "user,pool").splitlines()
+    assert lines[0] == (
+        "Use of GPUs from 2026-11-24 06:00 to 2026-11-26 07:00. The figures of all users; simulated: no real GPU was used."
+    )
+    table = [line.split() for line in lines[2:9]]
+    assert table[0][:4] == ["USER", "POOL", "RESERVED", "HELD"]
+    assert [(row[0], row[3]) for row in table[1:3]] == [("ada", "0.33"), ("grace", "0.34")]
+    assert table[3][:4] == ["no", "lease", "0.00", "0.00"]
+    assert [row[0] for row in table[4:]] == ["mary", "total", "total"]
+    assert [re.findall(r"[\d.]+ [A-Z]{3}", line) for line in lines[3:9]] == [
+        ["0.334 EUR"],
+        ["0.667 EUR"],
+        ["0.000 EUR"],
+        ["0.005 USD"],
+        ["1.001 EUR"],
+        ["0.005 USD"],
+    ]
+
+
+def test_on_a_narrow_terminal_one_table_becomes_two_and_no_line_is_too_wide(usage: Path) -> None:
+    file = read_rows(usage.read_bytes(), "usage.json")
+    report = report_of(file, ["user"], file.begins_s, file.ends_s)
+    wide, narrow = as_text(report, ["user"]), as_text(report, ["user"], width=80)
+    assert max(map(len, wide.splitlines()[:6])) > 80
+    assert max(map(len, narrow.splitlines()[2:])) <= 80
+    assert narrow.count("USER") == 2
+    assert set(re.findall(r"\d+\.\d\d", wide)) == set(re.findall(r"\d+\.\d\d", narrow))
+
+
+def test_the_forms_of_a_report_agree(usage: Path, said: Said, tmp_path: Path) -> None:
+    found = json.loads(said("--from", usage, "--by", "notebook", "--json"))
+    assert {one["currency"]: one["charge_milli"] for one in found["totals"]} == {"EUR": 1001, "USD": 5}
+    assert {one["of"]["notebook"]: one["charge_milli"] for one in found["entries"]} == {
+        "=2+3": 667,
+        "m.ipynb": 5,
+        "train.ipynb": 334,
+    }
+    csv_rows = list(csv.DictReader(io.StringIO(said("--from", usage, "--by", "lease,notebook", "--csv"))))
+    assert sum(Decimal(row["BilledCost"]) for row in csv_rows if row["BillingCurrency"] == "EUR") == Decimal("1.001")
+    page = tmp_path / "use.html"
+    assert said("--from", usage, "--by", "notebook", "--html", "--output", page) == ""
+    text = page.read_text()
+    assert "1.001 EUR" in text
+    assert "0.005 USD" in text
+    assert "(simulated)" in text
+    assert not re.search(r"<script|https?://|@import|url\(", text)
+
+
+def test_chargeback_rows_are_what_focus_wants(usage: Path, said: Said) -> None:
+    (first,) = list(
+        csv.DictReader(io.StringIO(said("--from", usage, "--by", "lease,notebook", "--user", "ada", "--csv")))
+    )
+    assert {name: first[name] for name in ("BilledCost", "BillingCurrency", "BillingAccountId", "SubAccountId")} == {
+        "BilledCost": "0.334",
+        "BillingCurrency": "EUR",
+        "BillingAccountId": "group/physics",
+        "SubAccountId": "user/ada",
+    }
+    assert (first["ChargePeriodStart"], first["ChargePeriodEnd"]) == ("2026-11-24T00:00:00Z", "2026-11-25T00:00:00Z")
+    assert (first["BillingPeriodStart"], first["BillingPeriodEnd"]) == ("2026-11-01T00:00:00Z", "2026-12-01T00:00:00Z")
+    assert (first["ConsumedQuantity"], first["ConsumedUnit"]) == ("0.333333", "GPU-Hours")
+    assert json.loads(first["Tags"]) == {
+        "user": "ada",
+        "group": "physics",
+        "pool": "large",
+        "notebook": "train.ipynb",
+        "lease": "a1",
+    }
+
+
+def test_a_notebook_is_no_formula_for_a_spreadsheet_and_no_html_for_a_browser(tmp_path: Path, said: Said) -> None:
+    row = plain(rows()[2])
+    row["party"] |= {"label": "=2+3", "owner": "<img src=x onerror=alert(1)>"}
+    usage = file_of(tmp_path / "usage.json", [row])
+    (found,) = csv.DictReader(io.StringIO(said("--from", usage, "--by", "lease,notebook", "--csv")))
+    assert found["ResourceName"] == "'=2+3"
+    assert "<img" not in said("--from", usage, "--html")
+
+
+def test_by_hour_there_is_a_row_for_each_hour(usage: Path, said: Said) -> None:
+    found = list(csv.DictReader(io.StringIO(said("--from", usage, "--by", "hour", "--csv"))))
+    assert {row["ChargePeriodStart"][11:] for row in found} >= {"07:00:00Z", "18:00:00Z"}
+    assert all(row["ChargePeriodStart"] < row["ChargePeriodEnd"] for row in found)
+
+
+def test_filters_and_times_leave_what_fits(usage: Path, said: Said) -> None:
+    def users(*arguments: str) -> list[str]:
+        return [one["of"]["user"] for one in json.loads(said("--from", usage, "--json", *arguments))["entries"]]
+
+    assert users() == ["ada", "grace", "mary"]
+    assert users("--pool", "small") == ["mary"]
+    assert users("--group", "physics") == ["ada"]
+    assert users("--device", "gpu-1") == ["grace"]
+    assert users("--user", "nobody") == []
+    assert users("--since", "2026-11-25") == ["grace", "mary"]
+    assert users("--until", "2026-11-24T08:00") == ["ada"]
+
+
+def test_a_report_of_nothing_says_so_and_has_a_header(usage: Path, said: Said) -> None:
+    assert "Nothing was used in this time" in said("--from", usage, "--user", "nobody")
+    assert said("--from", usage, "--user", "nobody", "--csv").startswith("BilledCost,BillingAccountId,")
+    assert "No kernel used a GPU in this time" in said("--from", usage, "--user", "nobody", "--html")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (("--by", "colour"), 2, "--by 'colour' is not allowed; allowed: each of hour, day,"),
+        (("--by", "user,user"), 2, "--by 'user,user' is not allowed"),
+        (("--by", ""), 2, "--by '' is not allowed"),
+        (("--since", "soon"), 2, "--since 'soon' is not a time; allowed: today, yesterday"),
+        (("--since", "today", "--until", "2026-01-01"), 2, "give a later --until"),
+        (("--user", ""), 2, "--user is empty; name one, or leave it out for all"),
+        (("--socket", "/nowhere"), 2, "leave one of the two out"),
+        (("--output", "/nowhere/use.txt"), 1, "/nowhere/use.txt cannot be written: No such file or directory"),
+    ],
+)
+def test_wrong_arguments_get_one_clear_sentence(
+    usage: Path, said: Said, arguments: tuple[str, ...], code: int, says: str
+) -> None:
+    found = said("--from", usage, *arguments, code=code)
+    assert says in found
+    assert found.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("no JSON", "is not a file of metered rows"),
+        ("[]", "is not a file of metered rows"),
+        ("{}", "has format '' version 0, and this command reads 'jupyter-gpu-usage' version 1"),
+        (json.dumps({"format": FORMAT, "version": 2}), "version 2, and this command reads"),
+        (json.dumps({"format": FORMAT, "version": VERSION}), "is damaged: "),
+        (json.dumps({"format": FORMAT, "version": VERSION, "begins_s": 1, "ends_s": 2, "rows": [{}]}), "is damaged: "),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, said: Said, content: str, says: str) -> None:
+    file = tmp_path / "x.json"
+    file.write_text(content)
+    found = said("--from", file, code=1)
+    assert says in found
+    assert "jupyter gpu simulate" in found
+    assert "No such file" in said("--from", tmp_path / "gone.json", code=1)
+
+
+def test_a_figure_of_another_version_is_refused(tmp_path: Path, said: Said) -> None:
+    row = plain(rows()[0])
+    row["figures"]["watts"] = 3
+    assert "has a figure 'watts'; known are reserved_ms" in said("--from", file_of(tmp_path / "x.json", [row]), code=1)
+
+
+@pytest.fixture
+def live() -> Any:  # noqa: ANN401 - a context manager's value
+    with live_broker(devices="2x1GiB") as live:
+
+        async def add() -> None:
+            kept = [
+                *rows(),
+                *(
+                    UsageRow(UsageKey(HOUR_S, "", one, ""), Party("p"), Usage(occupied_us=1))
+                    for one in live.broker.devices
+                ),
+            ]
+            await live.broker.writer.submit(lambda: live.disk.add_metered(kept, "{}"))
+
+        live.on_loop(add)
+        yield live
+
+
+def test_the_broker_and_a_file_of_the_same_rows_give_the_same_report(
+    live: LiveBroker, usage: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    time = ("--since", "2026-11-24T06:00Z", "--until", "2026-11-26T07:00Z", "--by", "user,day", "--pool", "large")
+    of_broker = json.loads(said("--socket", live.socket, "--json", *time))
+    of_file = json.loads(said("--from", usage, "--json", *time))
+    assert of_broker.pop("devices").keys() == live.broker.devices.keys()
+    of_file.pop("devices")
+    assert of_broker == of_file
+
+
+def test_a_device_is_named_by_its_number_or_a_beginning_of_its_id_that_fits_one(live: LiveBroker, said: Said) -> None:
+    first, second = live.broker.devices
+    arguments = ("--socket", live.socket, "--csv", "--since", "2026-11-24", "--by", "device", "--device")
+    for word in ("1", second, second[:12]):
+        (found,) = csv.DictReader(io.StringIO(said(*arguments, word)))
+        assert (found["ResourceId"], found["ResourceName"]) == (f"device/{second}", live.broker.devices[second].name)
+    assert f"fits {first}, {second}; name one of them" in said(*arguments, "SIM-", code=1)
+
+
+def test_without_a_broker_it_says_what_to_do(tmp_path: Path, said: Said) -> None:
+    found = said("--socket", tmp_path / "none.sock", code=1)
+    assert "no broker is running on" in found
+    assert "--from" in found

@@ -1,0 +1,139 @@
+"""The page in a real browser and by its colours: readable at 320 pixels, in light and dark, and loading nothing."""
+
+import re
+from collections.abc import Iterator
+from datetime import UTC
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser
+
+from fractional_gpu.core.metering.usage import SHARE_HOUR, Party, Usage, UsageKey, UsageRow
+from fractional_gpu.protocol.accounts import UsageReport
+from fractional_gpu.reports.days import PARTS, day_bars
+from fractional_gpu.reports.page import DARK, LIGHT, bars, page
+from tests.e2e.browser import opened_browser
+from tests.reports.made import BEGINS_S, report_of
+
+PAGES = {"light": "#ffffff", "dark": "#14171c"}
+H = SHARE_HOUR
+
+
+def week(users: int = 25, days: int = 7) -> UsageReport:
+    """A report of a week of users with long names in two groups."""
+    rows = [
+        UsageRow(
+            UsageKey(BEGINS_S + day * 86_400 + 36_000, f"lease-{user}", "gpu-0", "EUR"),
+            Party("large", f"a-user-with-a-rather-long-name-{user}", ("physics", "biology")[user % 2], "a.ipynb"),
+            Usage(
+                reserved_share=3 * H, held_share=2 * H, busy_share=H, suspended_share=H, occupied_us=2 * H,
+                charge_milli=1_234_567 * (user + 1), resident_milli=10**10, energy_mj=10**9,
+            ),
+        )
+        for day in range(days)
+        for user in range(users)
+    ]  # fmt: skip
+    rows.append(UsageRow(UsageKey(BEGINS_S, "", "gpu-0", "EUR"), Party("large"), Usage(occupied_us=50 * H)))
+    return report_of(rows)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with opened_browser() as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(320, "light"), (1100, "dark")])
+def test_the_page_fits_its_window_and_loads_nothing(browser: Browser, tmp_path: Path, width: int, scheme: str) -> None:
+    file = tmp_path / "use.html"
+    file.write_text(page(week(), ["user", "day"], made_by="jupyter gpu report --by user,day", zone=UTC))
+    opened = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)  # type: ignore[arg-type]
+    asked: list[str] = []
+    complaints: list[str] = []
+    opened.on("request", lambda request: asked.append(request.url))
+    opened.on("console", lambda message: complaints.append(message.text))
+    opened.goto(file.as_uri())
+    assert opened.evaluate("document.documentElement.scrollWidth") <= width
+    assert asked == [file.as_uri()]
+    assert complaints == []
+    assert (
+        opened.evaluate("getComputedStyle(document.body).backgroundColor")
+        == {
+            "light": "rgb(255, 255, 255)",
+            "dark": "rgb(20, 23, 28)",
+        }[scheme]
+    )
+    smallest = opened.evaluate(
+        "Math.min(...[...document.querySelectorAll('svg.days text')].map(e => e.getBoundingClientRect().height))"
+    )
+    assert smallest >= 10
+    opened.close()
+
+
+def test_the_page_prints(browser: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "use.html"
+    file.write_text(page(week(3), ["user"], made_by="a test", zone=UTC))
+    opened = browser.new_page(color_scheme="dark")
+    opened.goto(file.as_uri())
+    opened.emulate_media(media="print")
+    assert opened.evaluate("getComputedStyle(document.querySelector('.wide')).overflowX") == "visible"
+    assert opened.pdf(format="A4").startswith(b"%PDF")
+    opened.close()
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    lighter, darker = sorted((luminance(one), luminance(other)), reverse=True)
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+@pytest.mark.parametrize(("scheme", "colours"), [("light", LIGHT), ("dark", DARK)])
+def test_what_is_drawn_stands_out_from_the_page(scheme: str, colours: dict[str, str]) -> None:
+    drawn = [name for name in (*PARTS, "bar") if name != "free"]  # what is free has a border in the colour of texts
+    assert {name: contrast(colours[name], PAGES[scheme]) >= 3 for name in drawn} == dict.fromkeys(drawn, True)
+    text = {"light": "#4b5563", "dark": "#a8b0bd"}[scheme]
+    assert contrast(text, PAGES[scheme]) >= 4.5
+    assert contrast(text, colours["stripe"]) >= 4.5
+
+
+def test_what_is_drawn_is_also_said() -> None:
+    text = page(week(3, 2), ["user"], made_by="a test", zone=UTC)
+    assert "2026-01-05: busy 3.00, held idle 3.00, free 50.00, suspended 3.00 (GPU hours)" in text
+    assert re.search(r'<svg class="days" role="img"[^>]*><title>', text)
+    assert text.count("<caption>") == text.count("<table>")
+
+
+def test_free_is_shown_of_whole_devices_alone() -> None:
+    assert [one.free for one in day_bars(week(3, 2), whole=True)] == [50 * H, 0]
+    assert [one.free for one in day_bars(week(3, 2), whole=False)] == [0, 0]
+
+
+def test_days_without_use_are_there_and_many_days_become_months() -> None:
+    def on(*days: int) -> UsageReport:
+        return report_of([
+            UsageRow(UsageKey(BEGINS_S + day * 86_400, "a", "", "EUR"), Party("large", "ada"), Usage(suspended_share=H))
+            for day in days
+        ])  # fmt: skip
+
+    assert [(one.when, one.suspended // H) for one in day_bars(on(0, 2), whole=True)] == [
+        ("2026-01-05", 1),
+        ("2026-01-06", 0),
+        ("2026-01-07", 1),
+    ]
+    assert [(one.when, one.suspended // H) for one in day_bars(on(0, 1, 80), whole=True)] == [
+        ("2026-01", 2),
+        ("2026-02", 0),
+        ("2026-03", 1),
+    ]
+
+
+def test_beyond_twenty_users_the_rest_is_one_line() -> None:
+    text = bars(week(25), "user")
+    assert text.count("<tr>") == 21
+    assert "5 others" in text
+    assert text.index("long-name-24<") < text.index("long-name-23<")
