@@ -16,6 +16,7 @@ from functools import partial
 
 import zmq.asyncio
 
+from fractional_gpu.broker.accounting.counters import UsageCounters
 from fractional_gpu.broker.accounting.metering import Metering
 from fractional_gpu.broker.clock import DeadlineClock, now_ms, time_of_day, wall_ms
 from fractional_gpu.broker.kernels.connection import connection_from_json
@@ -101,6 +102,7 @@ class Broker:
         self.metrics = Metrics(arbiter)
         self.kernels: dict[str, Kernel] = {}
         self.metering = Metering(arbiter, writer, self.kernels)
+        self.usage_counters = UsageCounters(self.metering, arbiter.pools)
         self.devices = dict(devices or {})
         self.queue_changed = asyncio.Event()
         # Set at the next event: anything may have changed. Take it before looking at the state, then wait for it.

@@ -3,7 +3,9 @@
 - The table `COUNTED` names every metric here, `metrics_routes.BOOK_METRICS` those that are read from the books at each scrape.
   docs/metrics.md is written from both.
 - Base units: seconds and bytes. No label is a user, a lease, a kernel or a path; labels come from the configuration (pools, devices) and
-  from sets in the code, and values beyond the first `_MOST_VALUES` of a label become `other`.
+  from sets in the code, and values beyond the first `_MOST_VALUES` of a label become `other`. Metrics with users in their labels are in
+  `full_registry` only (`accounting.counters`).
+- Counters whose labels are known beforehand are there with 0 from the start: Prometheus sees no increase in a counter that appears with 1.
 - A wait lasts from the first request for the GPU to the grant; a kernel that is on its device waits 0 s, which is counted, too. Times are
   the broker's own clock: what an earlier broker began is not in them.
 """
@@ -31,6 +33,7 @@ from fractional_gpu.core.effects import (
 )
 from fractional_gpu.core.events import (
     Event,
+    PoolConfigured,
     ProcessExited,
     ResumeFinished,
     ResumeOutcome,
@@ -39,7 +42,7 @@ from fractional_gpu.core.events import (
     Unwanted,
     Wanted,
 )
-from fractional_gpu.core.model import LeaseState
+from fractional_gpu.core.model import Breach, LeaseState
 
 PREFIX = "jupyter_gpu_"
 _MIB = 2**20
@@ -49,6 +52,9 @@ _WAITS_S = (0.0, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 
 _SWAPS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _WRITES_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 _LAGS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+_NOT_SAVED = tuple(one for one in SuspendOutcome if one is not SuspendOutcome.SAVED)
+_NOT_RESTORED = tuple(one for one in ResumeOutcome if one is not ResumeOutcome.RESTORED)
+_SWAP_FAILURES = {"suspend": _NOT_SAVED, "resume": _NOT_RESTORED, "move": _NOT_RESTORED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,7 @@ COUNTED = (
     Metric("counter", "grants", "Times a kernel was let onto its GPU", ("pool",)),
     Metric("counter", "declined", "Requests about leases that were declined: what was asked, and why", ("about", "reason")),
     Metric("histogram", "wait_seconds", "From the wish for the GPU to the grant; 0 where nothing was in the way", ("pool",), _WAITS_S),
+    Metric("counter", "waits_over_target", "Waits that took longer than the pool's wait_target", ("pool",)),
     Metric("counter", "waits_abandoned", "Waits that were given up before the grant", ("pool",)),
     Metric("histogram", "swap_seconds", "Suspends, resumes and moves (resumes on another device) that were done", ("kind",), _SWAPS_S),
     Metric("counter", "swap_bytes", "Device memory that they moved", ("kind",)),
@@ -82,10 +89,18 @@ COUNTED = (
 
 
 class Metrics:
-    """The counters of one broker, and their registry. Everything runs on the broker's loop."""
+    """The counters of one broker, and their registry. Everything runs on the broker's loop.
+
+    `registry` is for everyone; `full_registry` has what is in it, and what only administrators and the configured address get.
+    """
 
     def __init__(self, arbiter: Arbiter) -> None:
         self.registry = CollectorRegistry()
+        self.full_registry = CollectorRegistry()
+        self.full_registry.register(self.registry)
+        self.wait_target_ms: Callable[[str], int | None] = lambda _pool: (
+            None
+        )  # the pool's, as it is now; None: it has none
         self._arbiter = arbiter
         self._metrics: dict[str, Any] = {metric.name: self._create(metric) for metric in COUNTED}
         self._values: dict[tuple[str, str], set[str]] = {}
@@ -104,6 +119,9 @@ class Metrics:
             StateChanged: self._state_changed,
             CapBreached: lambda effect, _: self._count("cap_breaches", action=effect.action.value),
         }
+        self._begin_swaps()
+        for action in Breach:
+            self._of("cap_breaches", action=action.value)
 
     def saw(self, event: Event, effects: Sequence[Effect]) -> None:
         """Count an event and the effects that the arbiter returned. Costs a dictionary lookup for each."""
@@ -119,6 +137,10 @@ class Metrics:
                 )
             case ResumeFinished():
                 self._finished(event.operation_id, event.outcome, event.outcome is ResumeOutcome.RESTORED, None, now_s)
+            case PoolConfigured(pool=pool):
+                for metric in COUNTED:
+                    if metric.labels == ("pool",):
+                        self._of(metric.name, pool=pool.name)
             case _:
                 pass
         for effect in effects:
@@ -141,6 +163,13 @@ class Metrics:
         if metric.kind == "counter":
             return Counter(name, metric.help, metric.labels, registry=self.registry)
         return Histogram(name, metric.help, metric.labels, registry=self.registry, buckets=metric.buckets)
+
+    def _begin_swaps(self) -> None:
+        for kind, failures in _SWAP_FAILURES.items():
+            self._of("swap_seconds", kind=kind)
+            self._of("swap_bytes", kind=kind)
+            for outcome in failures:
+                self._of("swap_failures", kind=kind, outcome=str(outcome))
 
     def _of(self, metric: str, **labels: str) -> Any:  # noqa: ANN401 - a Counter or a Histogram
         key = (metric, *labels.values())
@@ -185,7 +214,10 @@ class Metrics:
         self._count("grants", pool=pool)
         since_s = self._wanted_s.pop(effect.lease_id, None)
         if since_s is not None:
-            self._of("wait_seconds", pool=pool).observe(now_s - since_s)
+            waited_s, target_ms = now_s - since_s, self.wait_target_ms(pool)
+            self._of("wait_seconds", pool=pool).observe(waited_s)
+            if target_ms is not None and waited_s * 1000 > target_ms:
+                self._count("waits_over_target", pool=pool)
 
     def _abandoned(self, lease_id: str) -> None:
         if self._wanted_s.pop(lease_id, None) is not None:

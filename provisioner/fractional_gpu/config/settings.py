@@ -67,6 +67,7 @@ class Settings:
     metrics_address: tuple[str, int] | None = None  # IP address and port; None: no listener
     metrics_public: bool = False
     budgets: tuple[Budget, ...] = ()
+    metrics_users: bool = False
     carbon: float | Path | None = None  # grams for each kWh, or a file of them; None: not known
     usage_visible: str = "own"  # whose use users may see: own, group or all
 
@@ -182,6 +183,7 @@ def translate(traits: GPUBroker, where: Callable[[str], str], files: tuple[Path,
         metrics_address=_metrics_address(traits, plain["metrics_address"], where("metrics_address")),
         metrics_public=traits.metrics_public,
         budgets=parse_budgets(where("budgets"), traits.budgets),
+        metrics_users=traits.metrics_users,
         carbon=plain["carbon"],
         usage_visible=plain["usage_visible"],
     )

@@ -134,6 +134,11 @@ class GPUBroker(Configurable):
         '40 GPU hours', '100 EUR' or '12 kWh', 'per': 'day', 'week' or 'month' of the calendar, 'hour' (the last 60 minutes), or
         'rolling 30d', and 'pools': those that count (all, if left out)}. What follows when one is used up: the pool's over_budget.""",
     ).tag(config=True, example=[{"user": "*", "limit": "40 GPU hours", "per": "month"}])
+    metrics_users = Bool(
+        default_value=False,
+        help="""Also count what each user uses and is charged. Users' names are personal data: every program that reaches metrics_address
+        can read them. On the broker's socket only administrators can. In each pool 256 users are named, the others are one sum.""",
+    ).tag(config=True, example=True)
     carbon: "Union" = Union(
         [Unicode(), Float()],
         default_value=None,

@@ -59,9 +59,20 @@ from fractional_gpu.core.handlers.overrides import set_priority
 from fractional_gpu.core.invariants import check_devices, validate
 from fractional_gpu.core.metering.meter import Holding
 from fractional_gpu.core.metering.observed import Observer
-from fractional_gpu.core.model import DeviceView, LeaseSpec, LeaseState, LeaseView, PoolSpec, Slowdown, Span, TicketView
+from fractional_gpu.core.model import (
+    DeviceView,
+    LeaseSpec,
+    LeaseState,
+    LeaseView,
+    PoolSpec,
+    QueueDelay,
+    Slowdown,
+    Span,
+    TicketView,
+)
 from fractional_gpu.core.rules.admission import refusal
 from fractional_gpu.core.rules.eligibility import update_all_suspendability
+from fractional_gpu.core.rules.fairness import queue_delay
 from fractional_gpu.core.rules.likelihood import likelihood_milli
 from fractional_gpu.core.rules.slowdowns import describe_slowdown
 from fractional_gpu.core.rules.wait_reasons import FormatTime, wait_reason
@@ -311,6 +322,15 @@ class Arbiter:
             if lease.ticket is not None:
                 lengths[lease.spec.pool] -= 1
         return lengths
+
+    def queue_delays(self, at_ms: int) -> dict[str, QueueDelay]:
+        """Return how long the tickets of each pool have waited, as of `at_ms`."""
+        books, event_ms = self._books, self._books.now_ms
+        books.now_ms = max(event_ms, at_ms)
+        try:
+            return {pool: queue_delay(books, pool) for pool in books.pools}
+        finally:
+            books.now_ms = event_ms
 
     def devices(self) -> list[DeviceView]:
         """Return every device."""

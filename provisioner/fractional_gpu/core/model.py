@@ -278,6 +278,14 @@ class DeviceView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QueueDelay:
+    """How long the tickets of a pool have waited. `over_bound`: how many of them longer than the pool's turns explain."""
+
+    longest_ms: int = 0  # of the one that has waited longest
+    over_bound: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TicketView:
     """A place in the queue. `position` counts from 1 within the pool; tickets whose lease is being resumed are not counted before it."""
 

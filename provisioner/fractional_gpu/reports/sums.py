@@ -5,17 +5,20 @@ A sum of a finer report's entries (`rolled_up`) is what the coarser report says,
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, tzinfo
+from functools import lru_cache
+from operator import attrgetter
 from typing import Final
 
 from msgspec.structs import replace
 
-from fractional_gpu.core.metering.usage import Usage, UsageRow
+from fractional_gpu.core.metering.usage import FIGURES, Usage, UsageRow
 from fractional_gpu.protocol.accounts import UsageEntry, UsageReport
 
 CarbonOf = Callable[[int, int], int]
 """Returns the milligrams of CO2 for energy (mJ) that was drawn in an hour (its beginning, seconds since 1970)."""
 TIMES: Final = ("hour", "day", "month")
 _SHAPES: Final = {"hour": "%Y-%m-%dT%H:%M%z", "day": "%Y-%m-%d", "month": "%Y-%m"}
+_figures_of = attrgetter(*FIGURES)
 _LENGTHS: Final = {"day": 10, "month": 7}  # characters of a longer time that say the day, the month
 
 
@@ -33,9 +36,10 @@ def summed(
 ) -> list[UsageEntry]:
     """Return the sums by what is asked and by currency, sorted. Rows have the columns that `by` names, `currency`, and `hour` for times."""
     sums = _Sums(by)
+    text = lru_cache(maxsize=None)(time_text)  # rows are many, and hours few
     for key, usage in rows:
         hour_s = int(key.get("hour", 0))
-        values = tuple(time_text(one, hour_s, zone) if one in TIMES else str(key[one]) for one in by)
+        values = tuple(text(one, hour_s, zone) if one in TIMES else str(key[one]) for one in by)
         sums.add(
             values, str(key["currency"]), usage, carbon_of(usage.energy_mj, hour_s) if carbon_of is not None else 0
         )
@@ -92,21 +96,23 @@ class _Sums:
 
     def __init__(self, by: Sequence[str]) -> None:
         self._by = tuple(by)
-        self._usages: dict[tuple[str, ...], Usage] = {}
-        self._carbon: dict[tuple[str, ...], int] = {}
+        self._figures: dict[tuple[str, ...], list[int]] = {}  # those of FIGURES, then the carbon, mg
 
     def add(self, values: tuple[str, ...], currency: str, usage: Usage, carbon_mg: int) -> None:
         key = (*values, currency)
-        self._usages.setdefault(key, Usage()).add(usage)
-        self._carbon[key] = self._carbon.get(key, 0) + carbon_mg
+        more = (*_figures_of(usage), carbon_mg)
+        known = self._figures.get(key)
+        self._figures[key] = (
+            list(more) if known is None else [one + other for one, other in zip(known, more, strict=True)]
+        )
 
     def entries(self) -> list[UsageEntry]:
         return [
             UsageEntry(
                 of=dict(zip(self._by, key[:-1], strict=True)),
                 currency=key[-1],
-                usage=self._usages[key],
-                carbon_mg=self._carbon[key],
+                usage=Usage(**dict(zip(FIGURES, figures, strict=False))),
+                carbon_mg=figures[-1],
             )
-            for key in sorted(self._usages)
+            for key, figures in sorted(self._figures.items())
         ]

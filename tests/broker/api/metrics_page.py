@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from fractional_gpu.broker.accounting.counters import POOL_METRICS, USER_METRICS
 from fractional_gpu.broker.api.metrics_routes import BOOK_METRICS
 from fractional_gpu.broker.metrics import COUNTED, PREFIX, Metric
 from fractional_gpu_hub.seats import HUB_METRICS
@@ -12,6 +13,8 @@ __all__ = ["PAGE", "names", "written"]
 PAGE = ROOT / "docs" / "metrics.md"
 _TABLES = {
     "broker": (*COUNTED, *BOOK_METRICS),
+    "usage": POOL_METRICS,
+    "users": USER_METRICS,
     "hub": tuple(
         Metric(kind, name.removeprefix(PREFIX).removesuffix("_total"), text, labels)
         for kind, name, labels, text in HUB_METRICS

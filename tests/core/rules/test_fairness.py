@@ -12,10 +12,11 @@ from functools import cache
 import pytest
 
 from fractional_gpu.core.books.records import Bucket, Lease
-from fractional_gpu.core.model import LeaseSpec
+from fractional_gpu.core.events import Checkpointable
+from fractional_gpu.core.model import LeaseSpec, QueueDelay
 from fractional_gpu.core.scheduler.queue_pass import QueuePass
 from tests.benchmarks.decision_time import Crowd
-from tests.core.driving import device, pool
+from tests.core.driving import Hand, device, pool
 from tests.core.theatre import FOR_EVER, Actor, Theatre
 
 HOUR_MS = 3_600_000
@@ -192,3 +193,31 @@ def test_equals_do_not_preempt_each_other_where_the_pool_does_not_say_so() -> No
     ]
     play.run(HOUR_MS)
     assert [play.ran_ms(kernel) for kernel in kernels] == [HOUR_MS, 0]
+
+
+def test_no_ticket_is_over_its_bound_while_equals_take_turns() -> None:
+    play = Theatre([device("d0")], [pool(preempt_equals=True)], swap_ms=lambda _: 200)
+    for name in ("a", "b", "c"):
+        what = LeaseSpec(lease_id=name, pool="p", owner=name, fraction_milli=1000, reserve_mib=1000)
+        play.enter(Actor(what, lambda: FOR_EVER))
+    longest_ms = 0
+    for second in range(1, 3600):
+        play.run(1000 * second)
+        delay = play.arbiter.queue_delays(1000 * second)["p"]
+        assert delay.over_bound == 0, delay
+        longest_ms = max(longest_ms, delay.longest_ms)
+    assert longest_ms > 10_000, "they wait for each other's turns"
+
+
+@pytest.mark.parametrize(("fair", "over"), [(True, 1), (False, 0)])
+def test_a_ticket_beside_a_lease_that_cannot_be_suspended_is_over_its_bound(fair: bool, over: int) -> None:
+    hand = Hand(pools=[pool(preempt_equals=fair)])
+    hand.run("a")
+    hand.send(Checkpointable(at_ms=hand.now, lease_id="a", why_not="it has managed memory"))
+    hand.start("b")
+    hand.want("b")
+    assert hand.arbiter.queue_delays(hand.now + 10_000)["p"] == QueueDelay(longest_ms=10_000)
+    hand.wait(600_000)
+    assert hand.arbiter.queue_delays(hand.now)["p"] == QueueDelay(longest_ms=600_000, over_bound=over)
+    hand.give_up("b")
+    assert hand.arbiter.queue_delays(hand.now)["p"] == QueueDelay()

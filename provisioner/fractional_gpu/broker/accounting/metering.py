@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -166,6 +166,11 @@ class Metering:
 
     def _wall_at(self, at_ms: int) -> int:
         return self._clocks.wall() - (self._clocks.now() - at_ms)
+
+    def uncollected(self) -> Iterable[UsageRow]:
+        """Return what was counted until now and not yet given to the followers: to read at once, not to keep."""
+        self.meter.count(self._clocks.now(), self._clocks.wall())
+        return self.meter.rows()
 
     # -- the ledger --------------------------------------------------------------------------------------------------------
 

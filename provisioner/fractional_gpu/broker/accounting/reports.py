@@ -88,7 +88,9 @@ class UsageReports:
         rows = await self._writer.read(
             partial(self._writer.ledger.metered, columns, question.since_s, question.until_s, only)
         )
-        return summed(rows, question.by, found.mg if found is not None else None), found, note
+        # A year of a busy host is hundreds of thousands of rows: not on the loop, which kernels wait for.
+        entries = await asyncio.to_thread(summed, rows, question.by, found.mg if found is not None else None)
+        return entries, found, note
 
     async def _refresh(self) -> None:
         """Write what was counted, unless that has just been done: readers cannot keep the disk busy."""

@@ -1,10 +1,12 @@
 """The metrics for Prometheus: on the broker's socket, and by TCP where an administrator configured an address.
 
 Any process that may connect to the socket may call `GET /v1/metrics`, any host that reaches the address `GET /metrics`. Both return
-totals without user names. The TCP listener has this one route, accepts few connections and closes silent ones. If its address is not
-available, the broker logs that and serves without it.
+totals without user names. With `c.GPUBroker.metrics_users` the address and administrators on the socket get sums by user, too. The TCP
+listener has this one route, accepts few connections and closes silent ones. If its address is not available, the broker logs that and
+serves without it.
 
-`BooksCollector` reads devices, leases, seats and forecasts from the arbiter at each scrape; the counters of `broker.metrics` are kept.
+`BooksCollector` reads devices, leases, seats and forecasts at each scrape, `accounting.counters` reads the meter; the counters of
+`broker.metrics` are kept.
 """
 
 import asyncio
@@ -26,6 +28,7 @@ from fractional_gpu import __version__
 from fractional_gpu.broker.api.handler import Handler
 from fractional_gpu.broker.api.lease_service import LeaseService
 from fractional_gpu.broker.api.server import PausingListener, Server
+from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.metrics import PREFIX, Metric
 from fractional_gpu.core.model import LeaseState
 
@@ -53,11 +56,16 @@ BOOK_METRICS = (
     Metric("gauge", "device_over_committed", "1 while reservations and strangers exceed what may be leased", _DEVICE),
     Metric("gauge", "leases", "Leases", ("pool", "state")),
     Metric("gauge", "queue_length", "Kernels that wait for the GPU", ("pool",)),
+    Metric("gauge", "queue_longest_wait_seconds", "How long the one of them has waited that has waited longest", ("pool",)),
+    Metric("gauge", "queue_over_bound", "How many of them have waited longer than the pool's turns explain", ("pool",)),
+    Metric("gauge", "pool_wait_target_seconds", "The pool's wait_target: how long a cell should wait at most", ("pool",)),
+    Metric("gauge", "pool_wait_bound_ratio", "The pool's wait_bound: the share of cells that may wait longer", ("pool",)),
     Metric("gauge", "seats", "Seats of hub servers", ("pool",)),
     Metric("gauge", "seats_waiting", "Hub servers that wait for a seat", ("pool",)),
     Metric("gauge", "host_saved_bytes", "Host memory that suspended kernels take"),
     Metric("gauge", "host_reserved_bytes", "Host memory reserved for suspends under way"),
     Metric("gauge", "host_budget_bytes", "Host memory that both together may take"),
+    Metric("gauge", "ledger_trouble", "1 while the broker cannot write its ledger"),
     Metric("gauge", "connections", "Connections to the broker's socket", ("peer",)),
     Metric("counter", "forecasts", "Forecasts that were compared with what happened", ("what",)),
     Metric("gauge", "forecast_error_ratio", "Median error of the last 256, as a share of what happened", ("what",)),
@@ -66,16 +74,21 @@ BOOK_METRICS = (
 
 
 def register_collectors(service: LeaseService, server: Server) -> None:
-    """Add the books and the broker's process to its registry."""
-    registry = service.broker.metrics.registry
-    registry.register(BooksCollector(service, server.connections))
-    ProcessCollector(registry=registry)
+    """Add the books, the meter and the broker's process to its registry, and where it is configured users to the full one."""
+    metrics, counters, terms = service.broker.metrics, service.broker.usage_counters, service.seats.forecasts.hub
+    metrics.wait_target_ms = lambda pool: terms(pool).wait_target_ms
+    metrics.registry.register(BooksCollector(service, server.connections))
+    metrics.registry.register(counters.pools)
+    ProcessCollector(registry=metrics.registry)
+    if service.settings.metrics_users:
+        metrics.full_registry.register(counters.users)
 
 
 class _Metrics(Handler):
     def get(self) -> None:
         encode, content_type = choose_encoder(self.request.headers.get("Accept", ""))
-        self.reply_with(encode(self.service.broker.metrics.registry), content_type)
+        metrics = self.service.broker.metrics
+        self.reply_with(encode(metrics.full_registry if self.peer.admin else metrics.registry), content_type)
 
 
 METRICS_ROUTES: tuple[tuple[str, type[Handler]], ...] = (("/v1/metrics", _Metrics),)
@@ -186,6 +199,7 @@ class BooksCollector(Collector):
             "host_saved_bytes": [((), arbiter.host_saved_mib * _MIB)],
             "host_reserved_bytes": [((), arbiter.host_reserved_mib * _MIB)],
             "host_budget_bytes": [((), arbiter.host_budget_mib * _MIB)],
+            "ledger_trouble": [((), int(bool(self._service.broker.writer.trouble)))],
             "connections": [(("user",), users), (("administrator",), administrators)],
         }
 
@@ -221,13 +235,18 @@ class BooksCollector(Collector):
     def _leases(self) -> dict[str, list[_Sample]]:
         broker, pools = self._service.broker, sorted(self._service.broker.arbiter.pools())
         states = Counter((view.spec.pool, view.state) for view in broker.arbiter.leases())
-        waiting = broker.arbiter.queue_lengths()
+        waiting, delays = broker.arbiter.queue_lengths(), broker.arbiter.queue_delays(now_ms())
         seats = self._service.seats.waiting()
         taken = Counter(seat.pool for seat in self._service.seats.live())
+        terms = {pool: self._service.seats.forecasts.hub(pool) for pool in pools}
         living = [state for state in LeaseState if state is not LeaseState.ENDED]
         return {
             "leases": [((pool, state.value), states[pool, state]) for pool in pools for state in living],
             "queue_length": [((pool,), waiting.get(pool, 0)) for pool in pools],
+            "queue_longest_wait_seconds": [((pool,), delays[pool].longest_ms / 1000) for pool in pools],
+            "queue_over_bound": [((pool,), delays[pool].over_bound) for pool in pools],
+            "pool_wait_target_seconds": [((pool,), terms[pool].wait_target_ms / 1000) for pool in pools],
+            "pool_wait_bound_ratio": [((pool,), terms[pool].wait_bound_milli / 1000) for pool in pools],
             "seats": [((pool,), taken[pool]) for pool in pools],
             "seats_waiting": [((pool,), seats.get(pool, 0)) for pool in pools],
         }

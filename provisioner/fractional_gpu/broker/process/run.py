@@ -166,7 +166,7 @@ class BrokerRun:
         parts = await self._make_parts()
         parts.own_files.serve()
         address = self._settings.metrics_address
-        metrics_server = listen(parts.broker.metrics.registry, address) if address is not None else None
+        metrics_server = listen(parts.broker.metrics.full_registry, address) if address is not None else None
         self._report_ready()
         tasks = [asyncio.create_task(work) for work in self._background_work(parts)]
         try:

@@ -190,12 +190,16 @@ class Meter:
 
     def take(self, at_ms: int, wall_ms: int) -> list[UsageRow]:
         """Count everything until now, and return what was added up since the last call, by hour, lease and device."""
+        self.count(at_ms, wall_ms)
+        rows, self._rows = self._rows, {}
+        return [row for _, row in sorted(rows.items()) if not row.usage.is_empty()]
+
+    def count(self, at_ms: int, wall_ms: int) -> None:
+        """Count everything until now, as each event does for its own lease: `rows` are complete then."""
         for lease_id, lease in self._leases.items():
             self._count(lease_id, lease, at_ms, wall_ms)
         for device_id in self._devices:
             self._advance(device_id, at_ms, wall_ms)
-        rows, self._rows = self._rows, {}
-        return [row for _, row in sorted(rows.items()) if not row.usage.is_empty()]
 
     def rows(self) -> Iterable[UsageRow]:
         """Return what was added up since the last `take`, as counted so far."""

@@ -20,7 +20,7 @@ from heapq import heapify
 from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import Bucket, Lease, Ticket
 from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND
-from fractional_gpu.core.model import LeaseState
+from fractional_gpu.core.model import LeaseState, QueueDelay
 from fractional_gpu.core.rules.eligibility import lacks_device
 
 _TOGETHER_MS = 1_000  # at least so long a cell waits at its gate for other leases that have to leave, too
@@ -60,6 +60,25 @@ def patience_ms(books: Books, lease: Lease) -> int:
     owners, own = books.accounts.contending_weights(lease)
     account = books.accounts.of(lease)
     return -(-_PATIENCE * turn_ms * owners * own // (max(1, account.weight) * max(1, lease.spec.weight)))
+
+
+def queue_delay(books: Books, pool_name: str) -> QueueDelay:
+    """Return how long the pool's tickets have waited, as of `books.now_ms`. Leases that are being resumed wait no more.
+
+    A ticket is over its bound if it has waited longer than its patience and then a turn and a swap for each lease of the pool that has a
+    device or wants one. Pools that do not share by virtual time bound no wait, so none of their tickets is over it.
+    """
+    line = [
+        (lease, books.now_ms - lease.ticket.asked_ms)
+        for lease in books.queue.lines.get(pool_name, ())
+        if lease.ticket is not None and lease.state is not LeaseState.RESUMING
+    ]
+    pool, over = books.pools.get(pool_name), 0
+    if line and pool is not None and pool.preempt_equals:
+        contend = [one for one in books.leases.values() if one.spec.pool == pool_name and (one.held_mib or one.ticket)]
+        turns_ms = sum(residency_ms(books, one) + swap_ms(books, one) for one in contend)
+        over = sum(waited_ms > turns_ms + patience_ms(books, lease) for lease, waited_ms in line)
+    return QueueDelay(longest_ms=max((waited_ms for _, waited_ms in line), default=0), over_bound=over)
 
 
 def preemptible_from_ms(books: Books, lease: Lease) -> int | None:

@@ -1,0 +1,169 @@
+"""What the meter counts, as counters for Prometheus: by pool, and by user and pool where the administrator wants that.
+
+- A scrape has the meter count until that moment, so that a counter is never late; it writes nothing. Figures only grow, so the counters do.
+- They begin at 0 with the broker, and include the time between two brokers that this one's meter counts.
+- Counted in whole units of the meter (milli-GPU milliseconds and the like), and converted at the scrape: rounding never adds up.
+- Users' names are personal data: `users` is a collector of its own, which only administrators and the configured address are given.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from fractional_gpu.broker.accounting.metering import Metering
+from fractional_gpu.broker.metrics import PREFIX, Metric
+from fractional_gpu.core.metering.usage import UsageRow
+
+_MOST_USERS: Final = 256  # in each pool; the others are added up as `other`
+_SHARE_S: Final = 1_000_000  # a whole device for a second, in milli-GPU milliseconds
+_OTHER: Final = ("", "other")
+
+
+@dataclass(frozen=True, slots=True)
+class _Figure:
+    """A counter, which figure of the meter it counts, and how many of the meter's units are one of the counter's."""
+
+    name: str
+    help: str
+    field: str
+    per_unit: float
+    in_money: bool = False  # it has a currency
+    of_leases: bool = True  # of leases alone, so by user, too; else also what no lease had
+
+    def of(self, row: UsageRow) -> int:
+        """Return what is counted of a row, in the meter's units."""
+        figure: int = getattr(row.usage, self.field)
+        return figure if row.key.lease_id or not self.of_leases else 0
+
+
+_FIGURES: Final = (
+    _Figure("reserved_gpu_seconds", "GPU time of leases with a process, by shares: 4 s of 1/4 GPU are 1 s", "reserved_share", _SHARE_S),
+    _Figure("held_gpu_seconds", "GPU time of leases with room on a device, by shares", "held_share", _SHARE_S),
+    _Figure("busy_gpu_seconds", "GPU time of leases that ran a cell on a device, by shares", "busy_share", _SHARE_S),
+    _Figure("suspended_gpu_seconds", "GPU time that suspended leases left to others, by shares", "suspended_share", _SHARE_S),
+    _Figure("charged_gpu_seconds", "GPU time that counts by the pool's terms, by shares", "charged_share", _SHARE_S),
+    _Figure("occupied_device_seconds", "Time for which leases held devices, divided among them by their shares", "occupied_us", 1e6),
+    _Figure("device_seconds", "Time of devices in all", "occupied_us", 1e6, of_leases=False),
+    _Figure("lease_energy_joules", "Energy that leases drew, with their part of the idle draw", "energy_mj", 1e3),
+    _Figure("energy_joules", "Energy that devices drew in all", "energy_mj", 1e3, of_leases=False),
+    _Figure("moved_bytes", "Device memory that suspends and resumes of leases moved", "moved_mib", 1 / 2**20),
+    _Figure("charged_amount", "What leases are charged, in units of the currency", "charge_milli", 1e3, in_money=True),
+    _Figure("resident_amount", "What they would be charged if none had been suspended", "resident_milli", 1e3, in_money=True),
+)  # fmt: skip
+
+
+def _metrics(labels: tuple[str, ...], *, by_user: bool) -> tuple[Metric, ...]:
+    return tuple(
+        Metric(
+            "counter",
+            f"user_{one.name}" if by_user else one.name,
+            f"{one.help}, by user" if by_user else one.help,
+            (*labels, "currency") if one.in_money else labels,
+        )
+        for one in _FIGURES
+        if one.of_leases or not by_user
+    )
+
+
+POOL_METRICS = _metrics(("pool",), by_user=False)
+USER_METRICS = _metrics(("pool", "account", "user"), by_user=True)
+_Key = tuple[str, ...]  # the values of the labels, and the currency last
+_Sums = dict[_Key, list[int]]  # the figures in their order
+
+
+class UsageCounters:
+    """The counters of one broker's meter, from now on. For the broker's loop only.
+
+    `pools`: the collector of `POOL_METRICS`, without names; `users`: that of `USER_METRICS`.
+    """
+
+    def __init__(self, metering: Metering, pools: Callable[[], Iterable[str]]) -> None:
+        """`pools`: the names of the pools that are configured. They have their counters before anything is counted."""
+        self._metering = metering
+        self._pools = pools
+        self._users: dict[str, set[tuple[str, str]]] = {}  # by pool: those who are named
+        self._taken: tuple[_Sums, _Sums] = ({}, {})  # what the meter has given away, by pool and by user
+        self._shown: tuple[_Sums, _Sums] = ({}, {})  # at the last scrape
+        self.pools = _Counters(POOL_METRICS, lambda: self._until_now()[0])
+        self.users = _Counters(USER_METRICS, lambda: self._until_now()[1])
+        metering.followers.append(self._take)
+
+    def _take(self, rows: Sequence[UsageRow]) -> None:
+        self._add(self._taken, rows)
+
+    def _until_now(self) -> tuple[_Sums, _Sums]:
+        """Return the sums by pool and by user as of now, none less than at the last scrape.
+
+        The meter books what a row has so far for another pool where a device changes its pool within the minute. Prometheus would take a
+        counter that falls for one that began anew, and count all of it again.
+        """
+        sums = (dict(self._taken[0]), dict(self._taken[1]))
+        for pool in self._pools():
+            sums[0].setdefault((pool, ""), [0] * len(_FIGURES))
+        self._add(sums, self._metering.uncollected())
+        for now, shown in zip(sums, self._shown, strict=True):
+            for key, figures in shown.items():
+                now[key] = [max(pair) for pair in zip(figures, now.get(key, figures), strict=True)]
+        self._shown = sums
+        return sums
+
+    def _add(self, sums: tuple[_Sums, _Sums], rows: Iterable[UsageRow]) -> None:
+        for row in rows:
+            figures = [one.of(row) for one in _FIGURES]
+            pool, currency = row.party.pool, row.key.currency
+            _add_up(sums[0], (pool, currency), figures)
+            if row.key.lease_id:
+                _add_up(sums[1], (pool, *self._named(row), currency), figures)
+
+    def _named(self, row: UsageRow) -> tuple[str, str]:
+        """Return the user of a row: whose account it is, a hub's or the machine's, and the name. `_MOST_USERS` are named in each pool."""
+        user = ("hub" if row.party.seated else "machine", row.party.owner)
+        named = self._users.setdefault(row.party.pool, set())
+        if user not in named and len(named) >= _MOST_USERS:
+            return _OTHER
+        named.add(user)
+        return user
+
+
+def _add_up(sums: _Sums, key: _Key, figures: list[int]) -> None:
+    known = sums.get(key)
+    sums[key] = figures if known is None else [one + more for one, more in zip(known, figures, strict=True)]
+
+
+class _Counters(Collector):
+    """Collects the metrics from sums by their labels and the currency."""
+
+    def __init__(self, metrics: tuple[Metric, ...], sums: Callable[[], _Sums]) -> None:
+        self._metrics = {metric.name.removeprefix("user_"): metric for metric in metrics}
+        self._sums = sums
+
+    def describe(self) -> Iterable[Family]:
+        """Return the metrics without samples."""
+        return [CounterMetricFamily(PREFIX + one.name, one.help, labels=one.labels) for one in self._metrics.values()]
+
+    def collect(self) -> Iterator[Family]:
+        """Yield the metrics with their present values."""
+        sums = self._sums()
+        for index, figure in enumerate(_FIGURES):
+            metric = self._metrics.get(figure.name)
+            if metric is None:
+                continue
+            family = CounterMetricFamily(PREFIX + metric.name, metric.help, labels=metric.labels)
+            for key, value in _by_labels(sums, index, in_money=figure.in_money).items():
+                family.add_metric(key, value / figure.per_unit)
+            yield family
+
+
+def _by_labels(sums: _Sums, index: int, *, in_money: bool) -> dict[_Key, int]:
+    """Return one figure by its labels: amounts where there is a currency, the others over all currencies."""
+    found: dict[_Key, int] = {}
+    for key, figures in sums.items():
+        if in_money and not key[-1]:
+            continue
+        labels = key if in_money else key[:-1]
+        found[labels] = found.get(labels, 0) + figures[index]
+    return found
