@@ -83,6 +83,7 @@ def test_the_panel_does_what_it_says_and_what_jupyterlab_hides_becomes_a_notific
         world.kill_broker()
         expect(lab.item).to_be_hidden()
         slowness_is_told(lab, state)
+        a_budget_is_told_once_and_once_more_when_it_is_used_up(lab, state)
         the_panel_does_not_come_back_with_the_item(lab, state)
         a_kernel_without_a_gpu_is_told_of(world, lab)
 
@@ -158,6 +159,16 @@ def slowness_is_told(lab: Lab, state: State) -> None:
     expect(lab.panel).to_contain_text("runs beside eval.ipynb, about 1.4 times as long as alone (an estimate)")
     needed = "busy kernels need about 140 % of its compute, so they slow each other down"
     expect(lab.panel.get_by_role("listitem")).to_contain_text(needed)
+
+
+def a_budget_is_told_once_and_once_more_when_it_is_used_up(lab: Lab, state: State) -> None:
+    alerts = lab.page.get_by_role("alert").filter(has_text="Your budget of")
+    for spent, used_up, told in ((80, False, 1), (90, False, 1), (100, True, 2), (101, True, 2)):
+        sentence = f"Your budget of 1.00 EUR per day: {spent} % are spent"
+        state["kernels"][0] |= {"budget": sentence, "budget_used_up": used_up}
+        tell(lab, state)
+        expect(lab.panel).to_contain_text(sentence)
+        expect(alerts).to_have_count(told)
 
 
 def the_panel_does_not_come_back_with_the_item(lab: Lab, state: State) -> None:

@@ -116,6 +116,8 @@ _KERNEL_FIELDS = (
     "pinned_ms",
     "slowdown_brief",
     "foresight",
+    "budget",
+    "budget_used_up",
 )
 _DEVICE_FIELDS = (
     "index",
@@ -137,6 +139,8 @@ _TYPES: Mapping[str, Mapping[str, Any]] = {
     "name": {"type": "string"},
     "reason": {"type": "string"},
     "foresight": {"type": "string"},
+    "budget": {"type": "string"},
+    "budget_used_up": {"type": "boolean"},
     "sentence": {"type": "string"},
     "slowdown_brief": {"type": "string"},
     "simulated": {"type": "boolean"},

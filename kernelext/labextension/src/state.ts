@@ -29,6 +29,9 @@ export interface IKernel {
   pinned_ms: number;
   /** Who slows its cell down, and by how much; empty: nobody. */
   slowdown_brief: string;
+  /** That most of a budget that it counts for is spent, or all of it; empty: neither. */
+  budget: string;
+  budget_used_up: boolean;
   foresight: string; // what its pool does for an expected cell: off, free, displace
 }
 

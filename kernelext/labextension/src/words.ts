@@ -97,6 +97,9 @@ export function facts(kernel: IKernel, pinnedUntil: Date | null): [string, strin
   if (kernel.position !== null && kernel.expected_ms !== null) {
     rows.push(['Wait', `about ${duration(kernel.expected_ms)} until it is on the GPU`]);
   }
+  if (kernel.budget) {
+    rows.push(['Budget', kernel.budget]);
+  }
   if (pinnedUntil !== null) {
     rows.push(['Pinned', `until ${pinnedUntil.toLocaleTimeString([], { hour: '2-digit', minute: '2-digit' })}`]);
   }

@@ -269,6 +269,7 @@ class LeaseStatus(Struct, frozen=True, kw_only=True):
     came_early: bool = False  # it was brought back for an expected cell, which has not come yet
     foresight: str = ""  # what its pool does for expected cells: off, free, displace
     budget: str = ""  # that most of a budget that it counts for is spent, or all of it, a sentence
+    budget_used_up: bool = False
     kind: str = KERNEL  # or COMMAND
 
 

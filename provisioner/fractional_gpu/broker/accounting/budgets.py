@@ -149,6 +149,7 @@ class BudgetKeeper:
             self._broker.records.save(kernel)
         warned = spent or [one for one in states if one.is_warned]
         kernel.budget = self._sentence(warned[0], spec.pool) if warned else ""
+        kernel.budget_used_up = bool(spent)
         self._warn(kernel, warned[0] if warned else None)
 
     def _warn(self, kernel: Kernel, state: BudgetState | None) -> None:

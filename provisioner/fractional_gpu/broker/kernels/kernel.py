@@ -173,6 +173,7 @@ class Kernel:
     link: GateLink | None = None
     notices: list[str] = field(default_factory=list)  # to be shown by the next extension that connects
     budget: str = ""  # that most of a budget it counts for is spent, or all, a sentence
+    budget_used_up: bool = False
     budget_told: object = (
         None  # which budget its notebook was last told of, in which window, and whether it was used up
     )

@@ -95,6 +95,7 @@ def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus
         ],
         demand_milli=view.demand_milli,
         budget=kernel.budget,
+        budget_used_up=kernel.budget_used_up,
         slowdown_milli=slowdown.milli,
         slowdown=slowdown.sentence,
         slowdown_brief=slowdown.brief,
