@@ -8,7 +8,7 @@ from fractional_gpu.core.model import LeaseState
 from tests.core.seeds import main, run_seed
 from tests.core.simulation import simulate
 
-SEEDS = 60
+SEEDS = 40
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, 10))

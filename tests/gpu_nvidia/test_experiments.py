@@ -212,17 +212,3 @@ def test_the_offload_probe_goes_on_with_an_arena_registered_anew_where_the_drive
     assert saw["round 1"]["refused"]["checkpoint"]["result"] == 801
     assert saw["registered anew: round 2"]["intact"] is True
     assert {"register", "unregister"} <= set(saw["registered anew: round 2"]["steps"])
-
-
-# ---- without a driver --------------------------------------------------------------------------------------------------------
-
-
-def test_what_needs_no_driver_runs_on_the_simulated_device(tmp_path: Path) -> None:
-    wanted = ("plain", "calls-while-locked", "stopped", "bindings")
-    status, rows = run("tests.gpu.questions", tmp_path, *(f"--only={name}" for name in wanted))
-    assert status == 0, rows
-    assert rows["plain"]["saw"]["intact"] is True
-    assert rows["calls-while-locked"]["saw"]["a call while saved"] == "waits"
-    assert rows["calls-while-locked"]["saw"]["then"] == {"intact": True}
-    assert rows["stopped"]["saw"]["intact"] is True
-    assert rows["bindings"]["why"] == "needs a driver, a simulated device has none"

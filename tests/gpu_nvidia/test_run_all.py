@@ -227,6 +227,12 @@ def test_on_a_simulated_device_the_steps_run_or_say_what_they_need(tmp_path: Pat
     assert "  plain: answered" in lines
     assert "    its memory: intact" in lines
     assert "  offload-16-huge: not here, needs a driver, a simulated device has none" in lines
+    rows = json.loads((tmp_path / "results.json").read_text())["questions"]["items"]
+    assert rows["plain"]["saw"]["intact"] is True
+    assert rows["calls-while-locked"]["saw"]["a call while saved"] == "waits"
+    assert rows["calls-while-locked"]["saw"]["then"] == {"intact": True}
+    assert rows["stopped"]["saw"]["intact"] is True
+    assert rows["bindings"]["why"] == "needs a driver, a simulated device has none"
 
 
 # ---- figures -----------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from tests.support.world import DEADLINE_S, Notebook, Reply, Server, World, unti
 
 __all__ = ["INJECTED", "Life", "Story", "points_of"]
 
-MIB = 64
+MIB = 16  # two pieces of a copy
 INJECTED = Path(__file__).with_name("injected")
 _ATTEMPTS = 3
 
