@@ -16,7 +16,7 @@ from typing import Any
 
 from fractional_gpu.client.seat import SeatClient
 from tests.support.ports import free_ports
-from tests.support.world import DEADLINE_S, Notebook, Server, World, until
+from tests.support.world import DEADLINE_S, NO_EXTENSIONS, Notebook, Server, World, until
 
 __all__ = ["HubServer", "HubWorld", "Refused", "new_hub"]
 
@@ -104,7 +104,7 @@ class HubWorld:
             "python": sys.executable,
             "arguments": [
                 "--allow-root",
-                "--ServerApp.jpserver_extensions={'jupyterlab': False, 'jupyter_lsp': False}",
+                f"--ServerApp.jpserver_extensions={NO_EXTENSIONS}",
                 # A notebook of a test hears pings only while it waits for a cell; others must not be hung up on.
                 "--ServerApp.tornado_settings={'ws_ping_interval': 0}",
             ],

@@ -35,11 +35,11 @@ from tests.support.paths import PYTHONPATH
 
 T = TypeVar("T")
 
-__all__ = ["Notebook", "Reply", "Server", "World", "new_world", "until"]
+__all__ = ["NO_EXTENSIONS", "Notebook", "Reply", "Server", "World", "new_world", "until"]
 
 # Nothing here looks at pages. JupyterLab's own extension starts a node process at each start of a server, and Notebook's imports
 # JupyterLab, which takes a fifth of the start.
-_NO_EXTENSIONS = dict.fromkeys(
+NO_EXTENSIONS = dict.fromkeys(
     ("jupyterlab", "jupyter_lsp", "jupyter_server_terminals", "notebook", "notebook_shim"), False
 )
 DEADLINE_S = 60.0
@@ -263,7 +263,7 @@ class Server:
         self,
         world: World,
         *arguments: str,
-        extensions: Mapping[str, bool] = _NO_EXTENSIONS,
+        extensions: Mapping[str, bool] = NO_EXTENSIONS,
         cwd: Path | None = None,
     ) -> None:
         self.world = world
