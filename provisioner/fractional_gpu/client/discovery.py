@@ -25,14 +25,17 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jupyter_core.paths import jupyter_runtime_dir
 
-from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.http import claim_holder, is_service_socket
 from fractional_gpu.client.state_folder import state_folder
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 from fractional_gpu.protocol.names import OWN, Version, refusal
+
+if TYPE_CHECKING:
+    from fractional_gpu.client.client import BrokerClient
 
 SYSTEM_SOCKET = "/run/jupyter-gpu/broker.sock"
 _LONGEST_PATH = 100  # bytes; Linux allows 107, and a broker puts temporary names beside its socket
@@ -84,7 +87,7 @@ def ensure_broker(
     answer_s: float | None = None,
     command: tuple[list[str], dict[str, str]] | None = None,
     simulate: str | None = None,
-) -> BrokerClient:
+) -> "BrokerClient":
     """Return a client of the broker on `socket` (default: `socket_path()`), after starting one if none serves there.
 
     `timeout_s` bounds, in seconds, the start as well as each of the client's calls; `answer_s` (default: the same) the
@@ -94,7 +97,7 @@ def ensure_broker(
     """
     path = socket if socket is not None else socket_path()
     _check_folder_if_there(path)
-    client = BrokerClient(path, token=token, timeout_s=timeout_s)
+    client = _new_client(path, token, timeout_s)
     try:
         if not _answers(client, timeout_s if answer_s is None else answer_s):
             if not _came_back(client, timeout_s):
@@ -109,17 +112,24 @@ def ensure_broker(
     return client
 
 
-def unstarted_broker(*, token: str | None = None, timeout_s: float = 30.0) -> BrokerClient:
+def unstarted_broker(*, token: str | None = None, timeout_s: float = 30.0) -> "BrokerClient":
     """Return a client of the broker on `socket_path()`, without connecting to it and without starting one.
 
     Raises BrokerUnavailableError for a socket that another user could have put there.
     """
     path = socket_path()
     check_folder(path)
+    return _new_client(path, token, timeout_s)
+
+
+def _new_client(path: str, token: str | None, timeout_s: float) -> "BrokerClient":
+    # Imported here: what starts a broker imports this module and needs no client, and a kernel's start waits for that.
+    from fractional_gpu.client.client import BrokerClient  # noqa: PLC0415
+
     return BrokerClient(path, token=token, timeout_s=timeout_s)
 
 
-def _answers(client: BrokerClient, answer_s: float) -> bool:
+def _answers(client: "BrokerClient", answer_s: float) -> bool:
     """Whether a broker serves that this client understands. False only if no broker listens.
 
     Raises BrokerUnavailableError for a broker that hangs, refuses this user or speaks another protocol.
@@ -145,7 +155,7 @@ def _check_folder_if_there(path: str) -> None:
             raise
 
 
-def _came_back(client: BrokerClient, timeout_s: float) -> bool:
+def _came_back(client: "BrokerClient", timeout_s: float) -> bool:
     """Wait for a broker that runs but cannot be reached, because it starts, ends, or restores its deleted socket.
 
     Returns False when there is none, or it has ended. Raises BrokerUnavailableError that names its process if it stays unreachable.
@@ -164,7 +174,7 @@ def _came_back(client: BrokerClient, timeout_s: float) -> bool:
     return False
 
 
-def _start_once(client: BrokerClient, timeout_s: float, command: tuple[list[str], dict[str, str]] | None) -> None:
+def _start_once(client: "BrokerClient", timeout_s: float, command: tuple[list[str], dict[str, str]] | None) -> None:
     """Start a broker, unless another thread or process starts one: then wait for that one.
 
     Of several brokers that start at once only one would serve, and the others would slow its start.
