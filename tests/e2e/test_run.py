@@ -322,6 +322,9 @@ def test_bad_input_gets_one_clear_error_and_takes_no_lease(
 ) -> None:
     if shared.broker_pid() is None:
         shared.start_broker()
+    before = {
+        lease.lease_id for lease in shared.status().leases
+    }  # what another test of this world leaves may still be ending
     done = shared.command("run", *words)
     assert (done.returncode, says in done.stderr, done.stderr.count("\n")) == (status, True, 1), done.stderr
-    assert shared.status().leases == []
+    assert {lease.lease_id for lease in shared.status().leases} <= before
