@@ -23,8 +23,8 @@ from tornado import web
 
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.core.metering.usage import SHARE_HOUR, Party, Usage, UsageKey, UsageRow
-from fractional_gpu.protocol.accounts import UsageEntry, UsageReport
-from fractional_gpu.protocol.errors import BadRequestError
+from fractional_gpu.protocol.accounts import BudgetList, UsageEntry, UsageReport
+from fractional_gpu.protocol.errors import BadRequestError, NotFoundError
 from fractional_gpu_hub.service import app, usage
 from fractional_gpu_hub.service.actions import Actions
 from fractional_gpu_hub.service.broker_follower import BrokerFollower
@@ -225,12 +225,40 @@ async def test_where_all_is_visible_users_see_each_users_sum_but_no_notebook(mon
             assert (await pages.get("usage/all", "left")).status == 403
 
 
+async def test_budgets_are_shown_to_whose_they_are_and_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets = [
+        {"user": "*", "limit": "1.20 EUR", "per": "month"},
+        {"group": "lab", "limit": "7 EUR", "per": "month"},
+        {"group": "other", "limit": "900 EUR", "per": "month"},
+    ]
+    with live_broker(budgets=budgets) as live:
+
+        async def count() -> None:
+            live.service.seats.budgets.counted([row for row in ROWS if row.party.seated])
+
+        live.on_loop(count)
+        async with service(live.socket, monkeypatch) as pages:
+            mine, left, everybody = [
+                await pages.get(*which) for which in (("usage",), ("usage", "left"), ("usage/all", "grace"))
+            ]
+    assert mine.body.count('role="status" class="problem"') == 2
+    assert "Your budget of 1.20 EUR per month is used up (1.23 EUR spent)" in mine.text
+    assert "The budget of the group 'lab' of 7.00 EUR per month: 6.24 EUR are spent (89 %)" in mine.text
+    assert not re.search(r"other|bob|eve", mine.body)
+    assert "Budgets" not in left.text
+    assert "User bob: 1.20 EUR per month: 5.00 EUR spent, used up" in everybody.text
+    assert "Group other: 900.00 EUR per month: 600.01 EUR spent, 299.99 EUR left" in everybody.text
+
+
 class _Careless:
     """A broker that answers with everything, whatever it is asked, and with a setting that this version does not know."""
 
     def __init__(self, visible: str) -> None:
         self.asked: list[Mapping[str, str] | None] = []
         self._visible = visible
+
+    def budgets(self) -> BudgetList:
+        raise NotFoundError("there is no such route")
 
     def usage(self, by: Any, since_s: int, until_s: int, only: Mapping[str, str] | None = None) -> UsageReport:  # noqa: ANN401
         self.asked.append(only)

@@ -6,7 +6,7 @@ For the broker this process is an administrator, whom it answers anything. So th
   another one. Entries of any other name are dropped, whatever the broker answers.
 - Of others, a user sees what the broker's setting `usage_visible` (in each reply) allows: nothing, the sums of each user of the groups that
   the user has at the hub now, or of every user. Never what their notebooks are called. A setting that is not known allows nothing.
-- All figures are for administrators alone; `Actions` checks that.
+- All figures are for administrators alone; `Actions` checks that. Budgets likewise: a user sees their own and those of their groups.
 """
 
 import platform
@@ -19,8 +19,8 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from fractional_gpu.client.seat import SeatClient
-from fractional_gpu.protocol.accounts import UsageReport
-from fractional_gpu.protocol.errors import BadRequestError
+from fractional_gpu.protocol.accounts import BudgetStatus, UsageReport
+from fractional_gpu.protocol.errors import BadRequestError, NotFoundError
 from fractional_gpu.reports.chargeback import as_csv
 from fractional_gpu.reports.columns import tabulated
 from fractional_gpu.reports.page import DARK, LIGHT, STYLE, bars, body, html_table, meaning, period_text
@@ -53,6 +53,7 @@ _OVER: Final = frozenset({"yesterday", "last-month"})
 _PARTY: Final = ("day", "user", "group", "pool")
 _MOST_DAYS: Final = {True: 93, False: 400}  # of all users, of one
 _MOST_GROUPS: Final = 20
+_MOST_BUDGETS: Final = 200
 _DAY_S: Final = 86_400
 
 
@@ -82,6 +83,7 @@ class Figures:
     by: tuple[str, ...]
     others: Mapping[str, UsageReport] = field(default_factory=dict)
     note: str = ""
+    budgets: tuple[BudgetStatus, ...] = ()
 
 
 def chosen(arguments: Mapping[str, str], *, everybody: bool, now_s: int | None = None) -> Chosen:
@@ -123,7 +125,19 @@ def own_figures(client: SeatClient, viewer: Viewer, asked: Chosen) -> Figures:
     if report.visible == "all":
         found["All users"] = client.usage(_PARTY, asked.since_s, asked.until_s)
     note = f"Only {_MOST_GROUPS} of your {len(groups)} groups are shown." if len(groups) > _MOST_GROUPS else ""
-    return Figures(report=replace(report, entries=own, scope="own"), by=("notebook",), others=found, note=note)
+    budgets = [one for one in _budgets(client) if one.name == viewer.name or one.kind == "group"]
+    budgets = [one for one in budgets if one.kind == "user" or one.name in viewer.groups]
+    own_report = replace(report, entries=own, scope="own")
+    return Figures(report=own_report, by=("notebook",), others=found, note=note, budgets=tuple(budgets))
+
+
+def _budgets(client: SeatClient) -> list[BudgetStatus]:
+    """Return all budgets, those of which the largest part is spent first; none of a broker that does not know them."""
+    try:
+        found = client.budgets().budgets
+    except NotFoundError:
+        return []
+    return sorted(found, key=lambda one: (-one.spent * 1000 // max(1, one.amount), one.kind, one.name, one.text))
 
 
 def _checked(report: UsageReport, group: str) -> UsageReport:
@@ -135,7 +149,8 @@ def all_figures(client: SeatClient, asked: Chosen) -> Figures:
     """Return the figures of all users, of the hub and of the machine. Raises FractionalGPUError."""
     by = tuple(asked.by.split(","))
     columns = tuple(dict.fromkeys((*_PARTY, *by)))
-    return Figures(report=client.usage(columns, asked.since_s, asked.until_s), by=by)
+    report = client.usage(columns, asked.since_s, asked.until_s)
+    return Figures(report=report, by=by, budgets=tuple(_budgets(client)[:_MOST_BUDGETS]))
 
 
 # -- what is sent ------------------------------------------------------------------------------------------------------
@@ -143,17 +158,25 @@ def all_figures(client: SeatClient, asked: Chosen) -> Figures:
 
 def shown(figures: Figures) -> dict[str, Any]:
     """Return what the page's template needs of the figures: sentences, and parts that are HTML already."""
-    report = figures.report
+    report, own = figures.report, figures.report.scope == "own"
     parts = [body(report, figures.by, whole=report.scope == "all")]
     for heading, other in figures.others.items():
         parts.append(_of_others(heading, other))
     return {
         "time": period_text(report),
-        "privacy": PRIVACY.get(report.visible, PRIVACY["own"]) if report.scope == "own" else "",
+        "privacy": PRIVACY.get(report.visible, PRIVACY["own"]) if own else "",
         "note": figures.note,
         "simulated": report.simulated,
+        "budgets": [
+            {"text": one.sentence if own else _budget_text(one), "warned": one.warned} for one in figures.budgets
+        ],
         "parts": "".join(parts) + meaning(report),
     }
+
+
+def _budget_text(budget: BudgetStatus) -> str:
+    left = "used up" if budget.used_up else f"{budget.left_text} left"
+    return f"{budget.kind.capitalize()} {budget.name}: {budget.text}: {budget.spent_text} spent, {left}"
 
 
 def _of_others(heading: str, report: UsageReport) -> str:
