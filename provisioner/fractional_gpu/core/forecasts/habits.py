@@ -1,0 +1,174 @@
+"""What notebooks and seats used of their shares, day by day: the record from which advice about shares is made.
+
+A `ShareDay` is one day of one notebook (or of one hub server's seat) with one share: the peak of its device memory, how long it held
+memory on a device, how long it ran cells, and two histograms: the memory over the time that it was on a device, and the part of a device
+that it used while it ran cells. It is told samples (`UseRecorder.observe`); what happens between two samples is not seen.
+
+Pure, integers only. Memory in MiB on each device, times in milliseconds, shares and use in thousandths of a device, days since 1970 (UTC).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+USE_STEP_MILLI = 50
+"""The width of the bins of use."""
+WINDOW_DAYS = 28
+"""Days that advice is made from."""
+MOST_LABELS = 200  # notebooks of one user in one pool that are told apart
+_FULL_PERCENT = 95
+_LONGEST_SAMPLE_MS = 60_000  # a gap between samples that is longer says nothing of the time within it
+
+
+class HabitKind(StrEnum):
+    """What a record is of. The values are in ledgers."""
+
+    NOTEBOOK = "notebook"
+    SEAT = "seat"  # all kernels of one hub server together
+
+
+class HabitKey(NamedTuple):
+    """Whose record it is. `seated`: a user of the hub; `label`: the notebook, empty for a seat."""
+
+    pool: str
+    owner: str
+    seated: bool
+    kind: HabitKind
+    label: str
+
+
+class Share(NamedTuple):
+    """A share of a device: thousandths of it, and the memory that comes with it, MiB."""
+
+    milli: int
+    memory_mib: int
+
+
+@dataclass(slots=True)
+class ShareDay:
+    """One day with one share. `memory` and `use`: milliseconds by bin (`memory_bin`, `USE_STEP_MILLI`)."""
+
+    day: int
+    share: Share
+    peak_mib: int = 0
+    held_ms: int = 0  # with memory on a device
+    busy_ms: int = 0  # of that, while it ran cells
+    gaps: int = 0  # how often it went idle
+    memory: dict[int, int] = field(default_factory=dict)
+    use: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it came to the end of its memory, so that it may have needed more than its peak says."""
+        return self.peak_mib * 100 >= self.share.memory_mib * _FULL_PERCENT
+
+
+def memory_bin(mib: int) -> int:
+    """Return the bin of a memory size: four of equal width between a power of two and the next one."""
+    bits = max(mib, 4).bit_length()
+    return 4 * bits + (max(mib, 4) >> (bits - 3)) - 4
+
+
+def bin_top_mib(number: int) -> int:
+    """Return the largest size in a bin, MiB."""
+    bits, quarter = divmod(number, 4)
+    return ((quarter + 5) << (bits - 3)) - 1
+
+
+class Sample(NamedTuple):
+    """What is true of a notebook or seat at a sample. `use_milli`: of a device while it runs a cell; None: not known."""
+
+    share: Share
+    used_mib: int
+    busy: bool
+    use_milli: int | None = None
+
+
+@dataclass(slots=True)
+class _Last:
+    at_ms: int
+    sample: Sample
+
+
+class UseRecorder:
+    """Keeps the days of all notebooks and seats within the window, and says which have changed since they were last taken."""
+
+    def __init__(self) -> None:
+        self._days: dict[HabitKey, dict[tuple[int, Share], ShareDay]] = {}
+        self._last: dict[str, _Last] = {}  # by lease or seat
+        self._changed: dict[tuple[HabitKey, int, Share], ShareDay] = {}
+        self._labels: dict[tuple[str, str, bool], set[str]] = {}
+
+    def load(self, key: HabitKey, day: ShareDay) -> None:
+        """Take up a day that an earlier recorder kept."""
+        self._days.setdefault(key, {})[day.day, day.share] = day
+        self._labels.setdefault(key[:3], set()).add(key.label)
+
+    def key(self, pool: str, owner: str, label: str, *, seated: bool) -> HabitKey:
+        """Return the key of a notebook. A user's notebooks beyond the first `MOST_LABELS` share the key without a name."""
+        known = self._labels.setdefault((pool, owner, seated), set())
+        if label not in known and len(known) >= MOST_LABELS:
+            label = ""
+        return HabitKey(pool, owner, seated, HabitKind.NOTEBOOK, label)
+
+    def observe(self, at_ms: int, day: int, holder: str, key: HabitKey, sample: Sample | None) -> None:
+        """Take note of a sample of a lease or seat; None: it holds no memory on a device, or has ended.
+
+        The time since its last sample counts as what that one said: busy until now, with the use that is known now.
+        """
+        last = self._last.pop(holder, None)
+        if last is not None and 0 < at_ms - last.at_ms <= _LONGEST_SAMPLE_MS:
+            now = last.sample if sample is None or sample.share != last.sample.share else sample
+            self._count(key, day, last.sample, now, at_ms - last.at_ms)
+        if sample is None:
+            return
+        self._last[holder] = _Last(at_ms, sample)
+        if sample.used_mib > (one := self._day(key, day, sample.share)).peak_mib:
+            one.peak_mib = sample.used_mib
+            self._changed[key, day, sample.share] = one
+
+    def _count(self, key: HabitKey, day: int, before: Sample, now: Sample, passed_ms: int) -> None:
+        one = self._day(key, day, before.share)
+        one.held_ms += passed_ms
+        number = memory_bin(before.used_mib)
+        one.memory[number] = one.memory.get(number, 0) + passed_ms
+        if before.busy:
+            one.busy_ms += passed_ms
+            use = before.use_milli if now.use_milli is None else now.use_milli
+            if use is not None:
+                step = min(use, 1000) // USE_STEP_MILLI
+                one.use[step] = one.use.get(step, 0) + passed_ms
+            one.gaps += not now.busy
+        self._changed[key, day, before.share] = one
+
+    def _day(self, key: HabitKey, day: int, share: Share) -> ShareDay:
+        days = self._days.setdefault(key, {})
+        one = days.get((day, share))
+        if one is None:
+            one = days[day, share] = ShareDay(day, share)
+            self._labels.setdefault(key[:3], set()).add(key.label)
+        return one
+
+    def forget(self, before_day: int) -> None:
+        """Drop days before that one."""
+        for key in list(self._days):
+            days = {name: one for name, one in self._days[key].items() if one.day >= before_day}
+            if days:
+                self._days[key] = days
+            else:
+                del self._days[key]
+                self._labels[key[:3]].discard(key.label)
+
+    def take_changed(self) -> list[tuple[HabitKey, ShareDay]]:
+        """Return the days that changed since the last call, whole."""
+        changed, self._changed = self._changed, {}
+        return [(key, one) for (key, _, _), one in changed.items()]
+
+    def days(self, key: HabitKey) -> list[ShareDay]:
+        """Return the days of one notebook or seat, oldest first."""
+        return sorted(self._days.get(key, {}).values(), key=lambda one: (one.day, one.share))
+
+    def keys(self) -> Iterator[HabitKey]:
+        """Yield whose days are known."""
+        yield from self._days
