@@ -145,6 +145,8 @@ def _pool(pool: PoolOffer, checked: str) -> str:
         lines.append(f"<p>{escape(pool.terms)}</p>")
     if pool.budget:
         lines.append(f"<p>Budget: {escape(pool.budget)}.</p>")
+    if pool.advice:
+        lines.append(f"<p>By what your servers have used: {escape(pool.advice)}.</p>")
     if pool.why_not:
         lines.append(f"<p><strong>Not available:</strong> {escape(pool.why_not)}.</p>")
     lines += [_fraction(pool, one, checked) for one in pool.fractions]

@@ -3,7 +3,10 @@
 import csv
 import io
 import json
+import os
+import pwd
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from decimal import Decimal
@@ -14,6 +17,7 @@ import pytest
 
 from fractional_gpu.commands.main import main
 from fractional_gpu.commands.report import as_text
+from fractional_gpu.core.forecasts.habits import HabitKey, HabitKind, Share, ShareDay
 from fractional_gpu.core.metering.usage import FIGURES, SHARE_HOUR, Party, Usage, UsageKey, UsageRow
 from fractional_gpu.reports.rows_file import FORMAT, VERSION, report_of, rows_of
 from fractional_gpu.reports.rows_file import read as read_rows
@@ -250,6 +254,31 @@ def test_the_broker_and_a_file_of_the_same_rows_give_the_same_report(
     assert of_broker.pop("devices").keys() == live.broker.devices.keys()
     of_file.pop("devices")
     assert of_broker == of_file
+
+
+def test_notebooks_for_which_another_share_is_suggested_are_listed_below_the_table(
+    live: LiveBroker, said: Said
+) -> None:
+    today, whole = int(time.time()) // 86_400, Share(1000, 1024)
+    me = pwd.getpwuid(os.getuid()).pw_name
+
+    async def work() -> None:
+        for owner in (me, "other"):
+            key = HabitKey("default", owner, False, HabitKind.NOTEBOOK, "train.ipynb")
+            for ago in range(10):
+                one = ShareDay(today - ago, whole, 100, 3_600_000, 1_800_000, 5, {23: 3_600_000}, {2: 1_800_000})
+                live.broker.habits.recorder.load(key, one)
+
+    live.on_loop(work)
+    text = said("--socket", live.socket, "--by", "notebook", "--user", me)
+    assert "Advice on shares" in text
+    assert "1/8 GPU" in text
+    assert "would have been short of memory on 0 of 10 days" in " ".join(text.split())
+    (advice,) = json.loads(said("--socket", live.socket, "--json", "--by", "notebook", "--user", me))["advice"]
+    assert (advice["notebook"], advice["verdict"], advice["suggested"]["milli"]) == ("train.ipynb", "smaller", 125)
+    assert "Advice" not in said("--socket", live.socket, "--by", "user"), (
+        "notebooks' names are shown where they are asked for"
+    )
 
 
 def test_a_device_is_named_by_its_number_or_a_beginning_of_its_id_that_fits_one(live: LiveBroker, said: Said) -> None:

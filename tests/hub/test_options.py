@@ -24,6 +24,7 @@ POOL = PoolOffer(
     ],
     terms="A whole GPU costs 0.80 EUR per hour, 1.20 Mon-Fri 08:00-18:00; suspended time costs nothing.",
     budget="6 GPU hours of 40 GPU hours per month left",
+    advice="1/4 GPU (20 GiB) would have been enough on 12 of 12 days",
 )
 
 
@@ -39,9 +40,18 @@ def test_a_pool_says_once_what_it_charges_and_what_is_left_of_the_budget() -> No
 
 
 def test_a_pool_without_price_and_budget_says_nothing_of_them() -> None:
-    html = form(replace(POOL, terms="", budget=""))
+    html = form(replace(POOL, terms="", budget="", advice=""))
     assert "Budget" not in html
+    assert "your servers have used" not in html
     assert "costs" not in html
+
+
+def test_a_pool_says_in_one_line_which_share_would_have_been_enough() -> None:
+    line = "<p>By what your servers have used: 1/4 GPU (20 GiB) would have been enough on 12 of 12 days.</p>"
+    assert form(POOL).count(line) == 1
+    assert "<script>" not in gpu_form(
+        Offers(pools=[replace(POOL, advice="<script>")]), chosen=None, without=False, allow_without=False
+    )
 
 
 def test_nothing_of_it_becomes_markup() -> None:

@@ -1,10 +1,13 @@
 """Samples of what a broker says, for tests of what is shown."""
 
+from msgspec.structs import replace
+
 from fractional_gpu.core.metering.usage import HOUR_MS, SHARE_HOUR, Usage
 from fractional_gpu.protocol.accounts import BudgetStatus, Cost, UsageEntry
+from fractional_gpu.protocol.advice import ShareAdvice, ShareRisk
 from fractional_gpu.protocol.messages import DeviceStatus, HostStatus, LeaseStatus, Neighbour, UsagePoint
 
-__all__ = ["COST", "DEVICE", "EVIL", "LEASE", "NOW_MS", "UNPRICED", "host", "points"]
+__all__ = ["ADVICE", "COST", "DEVICE", "EVIL", "LEASE", "NOW_MS", "UNPRICED", "host", "points"]
 
 EVIL = "<script>alert('x')</script>"
 NOW_MS = 1_790_000_000_000
@@ -36,6 +39,25 @@ LEASE = LeaseStatus(
         Neighbour(fraction_milli=500, reserved_mib=40960, state="resident", busy=True),
         Neighbour(fraction_milli=125, reserved_mib=10240, state="resident", busy=False, label="eval.ipynb"),
     ],
+)
+
+_RISK = ShareRisk(milli=125, memory_mib=10240, short_days=0, unknown_days=0, days=12, short_milli=71, slowed_milli=1000)
+ADVICE = ShareAdvice(
+    pool="default",
+    owner="me",
+    notebook="train.ipynb",
+    verdict="smaller",
+    present=replace(_RISK, milli=250, memory_mib=20480),
+    suggested=_RISK,
+    days=12,
+    peak_mib=8192,
+    busy_ms=3_600_000,
+    held_ms=7_200_000,
+    gaps=20,
+    use_milli=150,
+    growth_milli=0,
+    sentence="1/8 GPU (10 GiB) would suffice: at most 8 GiB of 20 GiB was used on 12 days",
+    brief="1/8 GPU (10 GiB) would have been enough on 12 of 12 days",
 )
 
 DEVICE = DeviceStatus(

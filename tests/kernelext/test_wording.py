@@ -14,7 +14,7 @@ from fractional_gpu_kernel.display.views import StatusView, StoryView, TopView
 from fractional_gpu_kernel.magics.arguments import BURST, COMMANDS
 from tests.kernelext.kernels import RunningKernel
 from tests.kernelext.scripted_broker import ScriptedBroker
-from tests.kernelext.statuses import COST, DEVICE, LEASE, NOW_MS, UNPRICED, host, points
+from tests.kernelext.statuses import ADVICE, COST, DEVICE, LEASE, NOW_MS, UNPRICED, host, points
 from tests.support.golden import check_wording
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -32,6 +32,7 @@ STATUSES: dict[str, LeaseStatus] = {
         slowdown_milli=1340,
         slowdown="its cell takes about 1.3 times as long as alone, beside eval.ipynb (60 % of it)",
     ),
+    "a smaller share is suggested": replace(LEASE, advice=ADVICE, neighbours=[]),
     "on two devices": replace(LEASE, device_ids=["GPU-0", "GPU-1"], neighbours=[]),
 }
 FORECAST = {"expected_ms": 40_000, "low_ms": 10_000, "high_ms": 60_000}

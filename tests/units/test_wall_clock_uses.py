@@ -50,6 +50,7 @@ ALLOWED = {
     "provisioner/fractional_gpu/commands/budget.py": "what to show, and until when more is given: an administrator's date",
     "provisioner/fractional_gpu/commands/lease_commands.py": "what to show",
     "provisioner/fractional_gpu/broker/accounting/budgets.py": "budgets run over days, weeks and months of the calendar",
+    "provisioner/fractional_gpu/broker/accounting/habits.py": "which day a sample of use belongs to, for advice",
     "provisioner/fractional_gpu/broker/accounting/metering.py": "as in the next one",
     "provisioner/fractional_gpu/broker/api/account_routes.py": "what to show: today and this month",
     "provisioner/fractional_gpu/commands/report.py": "what to show: which days `this-month` and its like are",

@@ -122,10 +122,17 @@ class StatusView:
             rows.append(("pinned", f"for {rough(status.pinned_ms)} more; %gpu unpin ends it"))
         if status.suspends or status.resumes:
             rows.append(("so far", f"suspended {_times(status.suspends)}, resumed {_times(status.resumes)}"))
+        return [*rows, *self._remarks()]
+
+    def _remarks(self) -> list[tuple[str, str]]:
+        """Return the rows about others, what is suggested, and what happened last."""
+        status, rows = self._status, []
         if status.neighbours:
             rows.append(("beside", "; ".join(_neighbour(each) for each in status.neighbours)))
         if status.slowdown:
             rows.append(("slowed", f"{status.slowdown} (an estimate)"))
+        if status.advice is not None and status.advice.sentence:
+            rows.append(("advice", f"{status.advice.sentence}."))
         if status.sentence:
             rows.append(("last", status.sentence))
         return rows

@@ -17,6 +17,7 @@ from functools import partial
 import zmq.asyncio
 
 from fractional_gpu.broker.accounting.counters import UsageCounters
+from fractional_gpu.broker.accounting.habits import ShareHabits
 from fractional_gpu.broker.accounting.metering import Metering
 from fractional_gpu.broker.clock import DeadlineClock, now_ms, time_of_day, wall_ms
 from fractional_gpu.broker.kernels.connection import connection_from_json
@@ -102,6 +103,8 @@ class Broker:
         self.metrics = Metrics(arbiter)
         self.kernels: dict[str, Kernel] = {}
         self.metering = Metering(arbiter, writer, self.kernels)
+        self.habits = ShareHabits(arbiter, writer, self.kernels)
+        self.metering.followers.append(lambda _rows: self.habits.write())
         self.usage_counters = UsageCounters(self.metering, arbiter.pools)
         self.devices = dict(devices or {})
         self.queue_changed = asyncio.Event()

@@ -24,6 +24,7 @@ from fractional_gpu.commands.terminal.connection import RUN_ONE, add_socket_argu
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError
 from fractional_gpu.commands.terminal.render import table, wrap_lines
 from fractional_gpu.protocol.accounts import USAGE_BY, UsageReport
+from fractional_gpu.protocol.advice import ShareAdvice
 from fractional_gpu.reports import rows_file
 from fractional_gpu.reports.as_json import as_json
 from fractional_gpu.reports.chargeback import as_csv, grain
@@ -229,8 +230,27 @@ def as_text(report: UsageReport, by: Sequence[str], *, width: int | None = None,
             rest_table = tabulated(report, by, only=lambda one: one.resource)
             tables = [_drawn(time_table, width), [""], _drawn(rest_table, width)]
         lines += [*chain.from_iterable(tables), "", *wrap_lines([_MEANING], width)]
+    lines += _advised(report, width)
     lines += wrap_lines([text for text in (report.carbon, report.note) if text], width)
     return "\n".join(lines) + "\n"
+
+
+def _advised(report: UsageReport, width: int | None) -> list[str]:
+    """Return the lines of what is suggested for notebooks' shares; none where nothing is."""
+    if not report.advice:
+        return []
+    several = len({one.owner for one in report.advice}) > 1
+    said = [f"{_notebook(one, several=several)}: {one.sentence}." for one in report.advice]
+    return [
+        "",
+        "Advice on shares, by the days that are recorded (docs/advice.md); nothing is changed by it:",
+        *wrap_lines(said, width),
+    ]
+
+
+def _notebook(advice: ShareAdvice, *, several: bool) -> str:
+    name = advice.notebook or "notebooks without a name"
+    return f"{advice.owner}, {name}" if several else name
 
 
 def _drawn(found: Table, width: int | None) -> list[str]:

@@ -23,6 +23,8 @@ from typing import Any, Final, Self
 
 import msgspec
 
+from fractional_gpu.core.forecasts.advice import Given
+from fractional_gpu.core.forecasts.habits import HabitKey, HabitKind, Share, ShareDay
 from fractional_gpu.core.metering.usage import FIGURES, Usage, UsageRow
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.ledger import opening
@@ -100,6 +102,14 @@ ON CONFLICT (hour_s, lease_id, device_id, currency) DO UPDATE SET
     seated = excluded.seated,
     {", ".join(f"{name} = {name} + excluded.{name}" for name in FIGURES)}
 """  # noqa: S608 - the names are constants
+_SAVE_SHARE_DAY = """
+INSERT OR REPLACE INTO share_days
+    (day, pool, owner, seated, kind, label, milli, share_mib, peak_mib, held_ms, busy_ms, gaps, memory, use)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+"""
+_SAVE_ADVISED = """
+INSERT OR REPLACE INTO advised (pool, owner, seated, kind, label, day, before_milli, milli) VALUES (?, ?, ?, ?, ?, ?, ?, ?)
+"""
 METERED_BY = {
     "hour": "hour_s",
     "lease": "lease_id",
@@ -119,6 +129,7 @@ WHERE pool = ? AND ended_ms IS NOT NULL ORDER BY ended_ms DESC LIMIT ?
 METER: Final = "meter"
 """The name of the meter's state among the kept texts."""
 ACCOUNT_DAYS: Final = 310
+_ADVISED_DAYS: Final = 60  # advice is kept so much longer than the days that it was made from
 _DAY_MS = 86_400_000
 _LOCK = ".lock"
 _FILES = ("", "-wal", "-shm", _LOCK)
@@ -377,6 +388,59 @@ class Ledger:
             for row in rows
             if row["reserved_ms"] is not None  # without columns there is always one row
         ]
+
+    # What notebooks used of their shares, and advice
+
+    def save_share_days(self, days: Sequence[tuple[HabitKey, ShareDay]], before_day: int) -> None:
+        """Save these days, each whole, and delete those before `before_day`, in one transaction."""
+        with self.transaction():
+            for key, one in days:
+                bins = (json.dumps(one.memory), json.dumps(one.use))
+                self._write(
+                    _SAVE_SHARE_DAY,
+                    (one.day, *key, *one.share, one.peak_mib, one.held_ms, one.busy_ms, one.gaps, *bins),
+                )
+            self._write("DELETE FROM share_days WHERE day < ?", (before_day,))
+            self._write("DELETE FROM advised WHERE day < ?", (before_day - _ADVISED_DAYS,))
+
+    def share_days(self, since_day: int) -> list[tuple[HabitKey, ShareDay]]:
+        """Return the days from that one on, oldest first. Raises LedgerError for a row that cannot be read."""
+        rows = self._read("SELECT * FROM share_days WHERE day >= ? ORDER BY day, pool, owner, label", (since_day,))
+        return [(self._habit_key(row), self._share_day(row)) for row in rows]
+
+    def save_given_advice(self, key: HabitKey, given: Given) -> None:
+        """Save the advice; it replaces an earlier one to the same notebook or seat."""
+        self._write(_SAVE_ADVISED, (*key, given.day, given.before_milli, given.milli))
+
+    def given_advice(self) -> dict[HabitKey, Given]:
+        """Return the last advice that each notebook or seat was given."""
+        return {
+            self._habit_key(row): Given(day=row["day"], before_milli=row["before_milli"], milli=row["milli"])
+            for row in self._read("SELECT * FROM advised")
+        }
+
+    def _habit_key(self, row: sqlite3.Row) -> HabitKey:
+        try:
+            kind = HabitKind(row["kind"])
+        except ValueError as error:
+            raise opening.ledger_error(self.path, f"has an unreadable record of a share: {error}") from error
+        return HabitKey(row["pool"], row["owner"], bool(row["seated"]), kind, row["label"])
+
+    def _share_day(self, row: sqlite3.Row) -> ShareDay:
+        try:
+            memory, use = (msgspec.json.decode(row[name], type=dict[int, int]) for name in ("memory", "use"))
+        except msgspec.DecodeError as error:
+            raise opening.ledger_error(self.path, f"has an unreadable day of a share: {error}") from error
+        return ShareDay(
+            day=row["day"],
+            share=Share(row["milli"], row["share_mib"]),
+            peak_mib=row["peak_mib"],
+            held_ms=row["held_ms"],
+            busy_ms=row["busy_ms"],
+            gaps=row["gaps"],
+            memory=memory,
+            use=use,
+        )
 
     # Stories
 

@@ -214,6 +214,40 @@ OPTIONAL_TABLES: tuple[str, ...] = (
     )
     """,
     "CREATE INDEX IF NOT EXISTS metered_by_lease ON metered (lease_id)",
+    # what notebooks and seats used of their shares, by day, for advice; `memory`, `use`: milliseconds by bin, JSON
+    """
+    CREATE TABLE IF NOT EXISTS share_days (
+        day       INTEGER NOT NULL,
+        pool      TEXT NOT NULL,
+        owner     TEXT NOT NULL,
+        seated    INTEGER NOT NULL,
+        kind      TEXT NOT NULL,
+        label     TEXT NOT NULL,
+        milli     INTEGER NOT NULL,
+        share_mib INTEGER NOT NULL,
+        peak_mib  INTEGER NOT NULL,
+        held_ms   INTEGER NOT NULL,
+        busy_ms   INTEGER NOT NULL,
+        gaps      INTEGER NOT NULL,
+        memory    TEXT NOT NULL,
+        use       TEXT NOT NULL,
+        PRIMARY KEY (day, pool, owner, seated, kind, label, milli, share_mib)
+    )
+    """,
+    # advice that was given, the last one for each of them
+    """
+    CREATE TABLE IF NOT EXISTS advised (
+        pool         TEXT NOT NULL,
+        owner        TEXT NOT NULL,
+        seated       INTEGER NOT NULL,
+        kind         TEXT NOT NULL,
+        label        TEXT NOT NULL,
+        day          INTEGER NOT NULL,
+        before_milli INTEGER NOT NULL,
+        milli        INTEGER NOT NULL,
+        PRIMARY KEY (pool, owner, seated, kind, label)
+    )
+    """,
 )
 """Tables that were added without a new version, for the same reason."""
 

@@ -17,6 +17,7 @@ from typing import Final
 from msgspec import Struct
 
 from fractional_gpu.core.metering.usage import Usage
+from fractional_gpu.protocol.advice import ShareAdvice
 
 USAGE_BY: Final = ("hour", "day", "month", "user", "group", "pool", "device", "notebook", "lease")
 USAGE_ONLY: Final = ("user", "group", "pool", "device", "lease", "seated")
@@ -43,6 +44,9 @@ class UsageReport(Struct, frozen=True, kw_only=True):
     devices: dict[str, str] = {}  # names, by id, of those that the broker has now
     carbon: str = ""  # where the carbon figures come from, a sentence; empty: there are none
     note: str = ""  # what is missing, a sentence
+    advice: list[
+        ShareAdvice
+    ] = []  # with sums by notebook: what is suggested for those of the reader, for administrators for all
     visible: str = "own"  # whose figures users may see by the broker's setting `usage_visible`: `own`, `group` or `all`
 
 

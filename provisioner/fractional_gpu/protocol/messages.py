@@ -42,6 +42,8 @@ from typing import Any
 
 from msgspec import Struct
 
+from fractional_gpu.protocol.advice import ShareAdvice
+
 _SECRET_FIELDS = frozenset({"token", "connection"})
 
 
@@ -271,6 +273,7 @@ class LeaseStatus(Struct, frozen=True, kw_only=True):
     budget: str = ""  # that most of a budget that it counts for is spent, or all of it, a sentence
     budget_used_up: bool = False
     kind: str = KERNEL  # or COMMAND
+    advice: ShareAdvice | None = None  # about its share, with one lease only; None: none can be given
 
 
 class AcquireRequest(Struct, frozen=True, kw_only=True):

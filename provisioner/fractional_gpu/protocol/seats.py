@@ -56,6 +56,7 @@ class PoolOffer(Struct, frozen=True, kw_only=True):
     fractions: list[FractionOffer] = []
     terms: str = ""  # the prices of a whole GPU and what is charged, a sentence; empty: no price
     budget: str = ""  # what is left of the user's budgets, for people
+    advice: str = ""  # which share is suggested by what the user's servers have used, a few words; empty: none
 
 
 class Offers(Struct, frozen=True, kw_only=True):

@@ -4,6 +4,8 @@ import json
 from collections.abc import Sequence
 from typing import Any, Final
 
+from msgspec import to_builtins
+
 from fractional_gpu.core.metering.usage import FIGURES
 from fractional_gpu.protocol.accounts import UsageEntry, UsageReport
 from fractional_gpu.reports.sums import of_leases, of_no_lease, rolled_up
@@ -33,6 +35,8 @@ def as_json(report: UsageReport, by: Sequence[str]) -> str:
         "no_lease": [_plain(one) for one in rolled_up(of_no_lease(finer), [])],
         "totals": [_plain(one) for one in rolled_up(report.entries, [])],
     }
+    if report.advice:
+        found["advice"] = to_builtins(report.advice)
     return json.dumps(found, ensure_ascii=False, indent=1)
 
 

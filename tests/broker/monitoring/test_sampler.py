@@ -46,6 +46,7 @@ class World:
         self.survivors = Survivors(cast("Broker", self), cast("ProcessInspector", SimpleNamespace()))
         self.oom_kills = OomKills()
         self.metering = self
+        self.habits = self
         self.used_mib: dict[str, int] = {}
         self.events: list[Event] = []
         self.saved: list[frozenset[ProcessIdentity]] = []
@@ -61,6 +62,9 @@ class World:
 
     def read_energy(self, sensors: dict[str, DeviceSensors], utilisation: dict[str, int]) -> None:
         """Divide nothing: no test here asks for energy."""
+
+    def sampled(self, utilisation: dict[str, int]) -> None:
+        """Record nothing: no test here asks for habits."""
 
     def lease(self, lease_id: str) -> LeaseView | None:
         return self.view if lease_id == LEASE else None

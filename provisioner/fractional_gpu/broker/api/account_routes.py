@@ -15,6 +15,7 @@ from fractional_gpu.core.metering.budgets import Subject
 from fractional_gpu.core.metering.tariffs import Tariff
 from fractional_gpu.core.model import LeaseView
 from fractional_gpu.protocol.accounts import USAGE_BY, USAGE_ONLY, BudgetExtension, BudgetList, Cost, UsageReport
+from fractional_gpu.protocol.advice import ShareAdvice
 from fractional_gpu.protocol.errors import BadRequestError, ForbiddenError, NotFoundError
 from fractional_gpu.protocol.limits import MAX_NAME
 
@@ -50,8 +51,21 @@ class _Usage(Handler):
                 devices={one.device_id: one.name for one in broker.devices.values()},
                 carbon=carbon.text if carbon is not None else "",
                 note=note,
+                advice=self._advice(reader, question) if "notebook" in question.by else [],
                 visible=self.service.usage.visible,
             )
+        )
+
+    def _advice(self, reader: Reader, question: Question) -> list[ShareAdvice]:
+        """Return what is suggested for the notebooks that the reader sees, of the user and pool that are asked for."""
+        only = question.only
+        owner = str(only["user"]) if "user" in only else None
+        if not reader.administrator and owner not in (None, reader.owner):
+            return []
+        return self.service.broker.habits.of_notebooks(
+            str(only["pool"]) if "pool" in only else None,
+            owner if reader.administrator else reader.owner,
+            seated=None if reader.administrator else reader.seated,
         )
 
     def _question(self) -> Question:

@@ -196,6 +196,7 @@ class Sampler:
         broker.metering.read_energy(sample.sensors, utilisation)
         for kernel in [one for one in broker.kernels.values() if one in unchanged]:
             self._report_lease(kernel, used.get(kernel.lease_id, {}), utilisation.get(kernel.lease_id))
+        broker.habits.sampled(utilisation)
         self._note_processes(sample.uses, owners)
         for device_id, use in sample.uses.items():
             if use is not None:

@@ -320,6 +320,7 @@ class BrokerRun:
             if device_id in self._specs:
                 broker.dispatch(DeviceDrained(at_ms=now_ms(), device_id=device_id, evict_busy=evict_busy))
         broker.metering.begin(self._ledger, {pool.name: pool.hub.tariff for pool in self._settings.pools})
+        broker.habits.begin(self._ledger)
 
     def _bind(self) -> socket_module.socket:
         service = is_service_socket(self._socket)

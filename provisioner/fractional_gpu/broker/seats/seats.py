@@ -42,6 +42,7 @@ from fractional_gpu.broker.seats.rules import (
 from fractional_gpu.config.hub import GroupTerms, HubPool
 from fractional_gpu.config.pools import PoolSettings
 from fractional_gpu.config.settings import Settings
+from fractional_gpu.core.forecasts.habits import Share
 from fractional_gpu.core.metering.usage import Party
 from fractional_gpu.core.model import LeaseView, PoolSpec
 from fractional_gpu.core.seat_packing import SeatLoad
@@ -93,6 +94,7 @@ class Seats:
         self.forecasts = PoolForecasts(broker, settings)
         self.budgets = BudgetKeeper(broker, broker.writer, settings.budgets, self.forecasts.hub)
         broker.metering.followers.append(self.budgets.counted)
+        broker.habits.seat_share = self._share
         self._usage_recorder = UsageRecorder(broker, self.forecasts)
         self.revocations = Revocations(broker)
         self.pools = PoolEditor(broker, settings, self._pool_changed, self.forecasts.unshared)
@@ -200,7 +202,19 @@ class Seats:
         waiting = {pool: len(line) for pool, line in self._waiting.items()}
         kept = {pool for pool in waiting if not self._lets_pass(pool)}
         offers = self.forecasts.offers(request, self.live(), waiting, kept)
-        return structs.replace(offers, pools=[self._with_budget(request, one) for one in offers.pools])
+        return structs.replace(
+            offers, pools=[self._with_advice(request, self._with_budget(request, one)) for one in offers.pools]
+        )
+
+    def _share(self, seat_id: str) -> Share | None:
+        """Return the share of a seat; None: it is unknown, or has several devices."""
+        seat = self._seats.get(seat_id)
+        return Share(seat.fraction_milli, seat.memory_mib) if seat is not None and seat.devices == 1 else None
+
+    def _with_advice(self, request: OfferRequest, offer: PoolOffer) -> PoolOffer:
+        """Return the offer with what is suggested for the user's servers by what they have used."""
+        advice = self._broker.habits.of_seats(offer.pool, request.owner)
+        return offer if advice is None else structs.replace(offer, advice=advice.brief)
 
     def _with_budget(self, request: OfferRequest, offer: PoolOffer) -> PoolOffer:
         """Return the offer with what is left of the user's budgets; with none left, it may be none."""

@@ -118,7 +118,9 @@ def view_of(broker: Broker, kernel: Kernel) -> LeaseView:
 def full_lease_status(broker: Broker, kernel: Kernel) -> LeaseStatus:
     """Return the lease as it is now, with its neighbours on the device. Raises NotFoundError when it is over."""
     view = view_of(broker, kernel)
-    return replace(lease_status(broker, kernel, view), neighbours=neighbours(broker, view))
+    return replace(
+        lease_status(broker, kernel, view), neighbours=neighbours(broker, view), advice=broker.habits.of_lease(view)
+    )
 
 
 def revoked_sentence(view: LeaseView) -> str:

@@ -1,0 +1,235 @@
+"""Keeps what notebooks and seats use of their shares, day by day, and advises on it. The decisions are in `core.forecasts.advice`.
+
+- Leases are read with each sample of the devices, every second or two while kernels live; a peak between two samples is not seen.
+- Days are written whole, once a minute, and kept for `WINDOW_DAYS`. A broker that is killed loses at most a minute.
+- Advice is worked out once a minute for each notebook at most. When it was first given is written down, so that it can be followed up.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from fractional_gpu.broker.clock import now_ms, wall_ms
+from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
+from fractional_gpu.core.arbiter import Arbiter
+from fractional_gpu.core.forecasts.advice import Advice, Given, Risk, Verdict, advise
+from fractional_gpu.core.forecasts.advice_words import brief, sentence
+from fractional_gpu.core.forecasts.habits import WINDOW_DAYS, HabitKey, HabitKind, Sample, Share, ShareDay, UseRecorder
+from fractional_gpu.core.model import LeaseState, LeaseView, PoolSpec, Sharing
+from fractional_gpu.ledger.ledger import Ledger
+from fractional_gpu.protocol.advice import ShareAdvice, ShareRisk
+
+log = logging.getLogger(__name__)
+
+_DAY_MS: Final = 86_400_000
+_FRESH_MS: Final = 60_000
+_ANY_FRACTIONS: Final = (125, 250, 500, 750, 1000)  # of a pool that gives any
+_NOTHING: Final[Mapping[str, int]] = {}
+
+
+def offered_shares(arbiter: Arbiter, pool: PoolSpec) -> list[Share]:
+    """Return the shares of a device that the pool offers, by the smallest device that it has now; none without a device."""
+    sizes = [one.leasable_mib for one in arbiter.devices() if one.device_id in pool.devices and not one.lost]
+    if not sizes:
+        return []
+    return [Share(milli, max(1, min(sizes) * milli // 1000)) for milli in pool.fractions_milli or _ANY_FRACTIONS]
+
+
+@dataclass(slots=True)
+class _Told:
+    """Advice that was worked out, for which share and when."""
+
+    share: Share
+    at_ms: int
+    advice: ShareAdvice | None
+
+
+class ShareHabits:
+    """The habits of one broker's notebooks; for its loop. `kernels`: every living lease's, by lease."""
+
+    def __init__(
+        self,
+        arbiter: Arbiter,
+        writer: LedgerWriter,
+        kernels: Mapping[str, Kernel],
+        *,
+        now: Callable[[], int] = now_ms,
+        wall: Callable[[], int] = wall_ms,
+    ) -> None:
+        self.recorder = UseRecorder()
+        self.seat_share: Callable[[str], Share | None] = lambda _seat: None  # set by what knows seats
+        self._arbiter = arbiter
+        self._writer = writer
+        self._kernels = kernels
+        self._now = now
+        self._wall = wall
+        self._holders: dict[str, HabitKey] = {}  # leases and seats at the last sample
+        self._given: dict[HabitKey, Given] = {}
+        self._told: dict[HabitKey, _Told] = {}
+        self._unwritten: dict[tuple[HabitKey, int, Share], ShareDay] = {}
+
+    def begin(self, ledger: Ledger) -> None:
+        """Take up what earlier brokers kept. Raises LedgerError."""
+        for key, day in ledger.share_days(self._today() - WINDOW_DAYS):
+            self.recorder.load(key, day)
+        self._given = ledger.given_advice()
+
+    def sampled(self, utilisation: Mapping[str, int] = _NOTHING) -> None:
+        """Take note of what leases are at a sample. `utilisation`: of those that ran a cell all the time, thousandths of a device."""
+        holders: dict[str, HabitKey] = {}
+        seats: dict[str, list[Sample]] = {}
+        for lease_id in self._kernels:
+            view = self._arbiter.lease(lease_id)
+            if view is None or view.state is not LeaseState.RESIDENT or not view.used_mib:
+                continue
+            spec = view.spec
+            sample = _sample(view, utilisation.get(lease_id))
+            if spec.seat:
+                seats.setdefault(spec.seat, []).append(sample)
+            holders[lease_id] = key = self._key(view)
+            self.recorder.observe(self._now(), self._today(), lease_id, key, sample)
+        for seat, samples in seats.items():
+            share = self.seat_share(seat)
+            view = next(one for one in self._views() if one.spec.seat == seat)
+            if share is not None:
+                key = HabitKey(view.spec.pool, view.spec.owner, True, HabitKind.SEAT, "")
+                holders[seat] = key
+                self.recorder.observe(self._now(), self._today(), seat, key, _together(share, samples))
+        for holder, key in self._holders.items():
+            if holder not in holders:
+                self.recorder.observe(self._now(), self._today(), holder, key, None)
+        self._holders = holders
+
+    def write(self) -> None:
+        """Write the days that changed, and forget those beyond the window."""
+        self.recorder.forget(self._today() - WINDOW_DAYS)
+        for key, day in self.recorder.take_changed():
+            self._unwritten[key, day.day, day.share] = day
+        if self._unwritten:
+            rows, self._unwritten = [(key, day) for (key, _, _), day in self._unwritten.items()], {}
+            add = partial(self._writer.ledger.save_share_days, rows, self._today() - WINDOW_DAYS)
+            self._writer.submit(add, unwritten=partial(self._keep, rows))
+
+    def _keep(self, rows: list[tuple[HabitKey, ShareDay]]) -> None:
+        """Write these again with the next ones."""
+        for key, day in rows:
+            self._unwritten[key, day.day, day.share] = day
+
+    # -- advice ----------------------------------------------------------------------------------------------------------
+
+    def of_lease(self, view: LeaseView) -> ShareAdvice | None:
+        """Return the advice for a lease's notebook; None: none can be given for such a lease."""
+        return self._advice(self._key(view), _share(view)) if view.spec.devices == 1 else None
+
+    def of_seats(self, pool: str, owner: str) -> ShareAdvice | None:
+        """Return the advice for the servers of a hub's user, by the share that they had last; None: no record."""
+        key = HabitKey(pool, owner, True, HabitKind.SEAT, "")
+        days = self.recorder.days(key)
+        return self._advice(key, days[-1].share) if days else None
+
+    def of_notebooks(self, pool: str | None, owner: str | None, *, seated: bool | None = None) -> list[ShareAdvice]:
+        """Return the advice for all notebooks of a user and a pool (None: of all) for which something is suggested or followed up."""
+        found = []
+        for key in sorted(self.recorder.keys()):
+            wanted = (pool in (None, key.pool)) and (owner in (None, key.owner)) and (seated in (None, key.seated))
+            if wanted and key.kind is HabitKind.NOTEBOOK:
+                advice = self._advice(key, self.recorder.days(key)[-1].share)
+                if advice is not None and advice.sentence:
+                    found.append(advice)
+        return found
+
+    def _advice(self, key: HabitKey, share: Share) -> ShareAdvice | None:
+        told = self._told.get(key)
+        if told is None or told.share != share or self._now() - told.at_ms >= _FRESH_MS:
+            told = self._told[key] = _Told(share, self._now(), self._worked_out(key, share))
+        return told.advice
+
+    def _worked_out(self, key: HabitKey, share: Share) -> ShareAdvice | None:
+        pool = self._arbiter.pools().get(key.pool)
+        if pool is None or pool.sharing is Sharing.MIG:
+            return None  # an instance is whole
+        bounded = pool.sharing is Sharing.MPS
+        offers = offered_shares(self._arbiter, pool)
+        days = self.recorder.days(key)
+        advice = advise(days, share, offers, bounded=bounded, given=self._given.get(key))
+        if advice.verdict in (Verdict.SMALLER, Verdict.LARGER):
+            self._give(key, share.milli, advice.risk.share.milli)
+        return _message(key, advice)
+
+    def _give(self, key: HabitKey, before_milli: int, milli: int) -> None:
+        """Write down that this was suggested, unless it was already."""
+        known = self._given.get(key)
+        if known is None or (known.before_milli, known.milli) != (before_milli, milli):
+            given = self._given[key] = Given(day=self._today(), before_milli=before_milli, milli=milli)
+            self._writer.submit(partial(self._writer.ledger.save_given_advice, key, given))
+
+    def _key(self, view: LeaseView) -> HabitKey:
+        spec = view.spec
+        return self.recorder.key(spec.pool, spec.owner, spec.label, seated=bool(spec.seat))
+
+    def _views(self) -> list[LeaseView]:
+        return [view for lease_id in self._kernels if (view := self._arbiter.lease(lease_id)) is not None]
+
+    def _today(self) -> int:
+        return self._wall() // _DAY_MS
+
+
+def _message(key: HabitKey, advice: Advice) -> ShareAdvice:
+    followed = advice.follow_up
+    return ShareAdvice(
+        pool=key.pool,
+        owner=key.owner,
+        notebook=key.label,
+        verdict=advice.verdict.value,
+        present=_risk(advice.present),
+        suggested=_risk(advice.risk),
+        smaller=_risk(advice.smaller) if advice.smaller is not None else None,
+        days=advice.days,
+        peak_mib=advice.peak_mib,
+        busy_ms=advice.busy_ms,
+        held_ms=advice.held_ms,
+        gaps=advice.gaps,
+        use_milli=advice.use_milli,
+        growth_milli=advice.growth_milli,
+        taken_days=followed.days if followed is not None else 0,
+        taken_full_days=followed.full_days if followed is not None else 0,
+        sentence=sentence(advice),
+        brief=brief(advice),
+    )
+
+
+def _risk(risk: Risk) -> ShareRisk:
+    return ShareRisk(
+        milli=risk.share.milli,
+        memory_mib=risk.share.memory_mib,
+        short_days=risk.short_days,
+        unknown_days=risk.unknown_days,
+        days=risk.days,
+        short_milli=risk.short_milli,
+        slowed_milli=risk.slowed_milli,
+    )
+
+
+def _share(view: LeaseView) -> Share:
+    return Share(view.spec.fraction_milli, view.spec.reserve_mib)
+
+
+def _sample(view: LeaseView, use_milli: int | None) -> Sample:
+    """Return what a lease is. Memory of several devices is their mean; a use that was not measured is what was learnt of the lease."""
+    count = max(1, view.spec.devices)
+    learnt = view.demand_milli or None
+    return Sample(_share(view), -(-view.used_mib // count), view.busy, use_milli if use_milli is not None else learnt)
+
+
+def _together(share: Share, samples: list[Sample]) -> Sample:
+    """Return what the kernels of a seat are together."""
+    uses = [one.use_milli for one in samples if one.busy and one.use_milli is not None]
+    return Sample(
+        share,
+        sum(one.used_mib for one in samples),
+        any(one.busy for one in samples),
+        min(1000, sum(uses)) if uses else None,
+    )

@@ -1,0 +1,175 @@
+"""What the broker keeps of shares and advises: written whole, taken up by the next broker, followed up, and shown to its user only."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from fractional_gpu.broker.accounting.habits import ShareHabits, offered_shares
+from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.core.events import LeaseMeasured
+from fractional_gpu.core.forecasts.habits import HabitKey, HabitKind, Sample, Share
+from fractional_gpu.ledger import Ledger, LedgerError
+from fractional_gpu.protocol.advice import ShareAdvice
+from tests.core.driving import Hand
+
+DAY_MS = 86_400_000
+KEPT = Share(250, 250)  # what `Hand` asks for, of a device of 1000 MiB
+
+
+class Writer:
+    """Writes at once, or fails as a full disk does."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.full = False
+
+    def submit(self, act: Callable[[], None], unwritten: Callable[[], None] | None = None) -> None:
+        if not self.full:
+            act()
+        elif unwritten is not None:
+            unwritten()
+
+
+@dataclass
+class World:
+    """An arbiter with a lease, its habits over a ledger, and a wall clock of the test's own."""
+
+    ledger: Ledger
+    wall_ms: int = 20_000 * DAY_MS
+    kernels: dict[str, Kernel] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.hand = Hand()
+        self.begin()
+        self.kernels["a"] = Kernel(lease_id="a", uid=0, token_sha256="", created_ms=self.wall_ms)
+        self.hand.run("a")
+
+    def begin(self) -> None:
+        """Start the next broker's habits."""
+        self.writer = Writer(self.ledger)
+        self.habits = ShareHabits(
+            self.hand.arbiter,
+            cast("Any", self.writer),
+            self.kernels,
+            now=lambda: self.hand.now,
+            wall=lambda: self.wall_ms,
+        )
+        self.habits.begin(self.ledger)
+
+    def work(self, days: int, used_mib: int, use_milli: int = 100) -> None:
+        """Run a cell for 20 minutes on each of so many days."""
+        for _ in range(days):
+            self.hand.send(LeaseMeasured(at_ms=self.hand.now, lease_id="a", used_mib=used_mib, util_milli=use_milli))
+            for _ in range(20):
+                self.habits.sampled({"a": use_milli})
+                self.hand.now += 60_000
+                self.wall_ms += 60_000
+            self.habits.sampled({"a": use_milli})
+            self.hand.now += DAY_MS - 20 * 60_000
+            self.wall_ms += DAY_MS - 20 * 60_000
+            self.habits.write()
+
+    def advice(self) -> ShareAdvice:
+        view = self.hand.arbiter.lease("a")
+        assert view is not None
+        found = self.habits.of_lease(view)
+        assert found is not None
+        return found
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    with Ledger.open(tmp_path / "state" / "ledger.sqlite") as ledger:
+        yield World(ledger)
+
+
+def test_a_notebook_that_uses_little_is_told_which_share_would_do(world: World) -> None:
+    world.work(8, 60)
+    advice = world.advice()
+    assert (advice.verdict, advice.suggested.milli, advice.peak_mib, advice.days) == ("smaller", 125, 60, 8)
+    assert (advice.held_ms, advice.busy_ms) == (8 * 20 * 60_000,) * 2
+    assert advice.sentence.startswith("1/8 GPU (125 MiB) would suffice")
+    assert world.hand.arbiter.lease("a").spec.fraction_milli == KEPT.milli, "nothing is changed by it"  # type: ignore[union-attr]
+
+
+def test_the_next_broker_knows_the_days_and_the_advice(world: World) -> None:
+    world.work(8, 60)
+    before = world.advice()
+    world.begin()
+    assert world.advice() == before
+    (given,) = world.ledger.given_advice().values()
+    assert (given.before_milli, given.milli) == (250, 125)
+
+
+def test_days_that_a_full_disk_refused_are_written_with_the_next_ones(world: World) -> None:
+    world.writer.full = True
+    world.work(2, 60)
+    assert not world.ledger.share_days(0)
+    world.writer.full = False
+    world.work(1, 60)
+    assert len(world.ledger.share_days(0)) == 3
+
+
+def test_days_beyond_the_window_are_forgotten_on_disk_too(world: World) -> None:
+    world.work(40, 60)
+    days = [one.day for _, one in world.ledger.share_days(0)]
+    assert len(days) == len(set(days)) == 28
+    assert len(world.habits.recorder.days(world.ledger.share_days(0)[0][0])) <= 29
+
+
+def test_a_share_that_is_full_gets_a_larger_one(world: World) -> None:
+    world.work(4, 590)  # of 600
+    advice = world.advice()
+    assert (advice.verdict, advice.suggested.milli, advice.suggested.unknown_days) == ("larger", 1000, 4)
+
+
+def test_a_suspended_lease_holds_nothing(world: World) -> None:
+    world.work(1, 60)
+    world.kernels["b"] = Kernel(lease_id="b", uid=0, token_sha256="", created_ms=world.wall_ms)
+    world.habits.sampled()
+    world.hand.now += 30_000
+    del world.kernels["a"]
+    world.habits.sampled()
+    world.hand.now += 30_000
+    world.habits.sampled()
+    (one,) = [one for one in world.habits.recorder.days(next(world.habits.recorder.keys())) if one.held_ms < 1_200_000]
+    assert one.held_ms == 30_000
+
+
+def test_a_record_that_cannot_be_read_is_an_error_that_names_the_ledger(world: World) -> None:
+    world.work(1, 60)
+    world.ledger._write("UPDATE share_days SET use = '{'", ())
+    with pytest.raises(LedgerError, match=r"ledger\.sqlite has an unreadable day of a share"):
+        world.begin()
+
+
+def test_whose_notebooks_are_shown(world: World) -> None:
+    world.work(8, 60)
+    owner = world.hand.arbiter.lease("a").spec.owner  # type: ignore[union-attr]
+    assert [one.owner for one in world.habits.of_notebooks(None, owner, seated=False)] == [owner]
+    assert not world.habits.of_notebooks(None, owner, seated=True), "a hub's user with the same name is another one"
+    assert not world.habits.of_notebooks(None, "other")
+    assert not world.habits.of_notebooks("other", None)
+    assert len(world.habits.of_notebooks(None, None)) == 1
+
+
+def test_a_pool_that_gives_any_share_offers_the_usual_ones(world: World) -> None:
+    pool = world.hand.arbiter.pools()["p"]
+    assert offered_shares(world.hand.arbiter, pool)[:2] == [Share(125, 125), Share(250, 250)]
+
+
+def test_a_servers_kernels_count_together(world: World) -> None:
+    key = HabitKey("p", "me", True, HabitKind.SEAT, "")
+    assert world.habits.of_seats("p", "me") is None
+    for number in range(8):
+        one = world.habits.recorder
+        for minute in range(31):
+            sample = Sample(Share(1000, 1000), 100, busy=True, use_milli=100)
+            one.observe(minute * 60_000 + number * DAY_MS, number, "s", key, sample)
+    advice = world.habits.of_seats("p", "me")
+    assert advice is not None
+    assert (advice.verdict, advice.suggested.milli) == ("smaller", 125)
+    assert advice.brief == "1/8 GPU (125 MiB) would have been enough on 8 of 8 days"
