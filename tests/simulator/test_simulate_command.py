@@ -277,7 +277,7 @@ def test_a_recorded_run_can_be_replayed(capsys: pytest.CaptureFixture[str], tmp_
         (
             ["--sessions", "a.csv", "--cells", "b.csv", "--habit", "builders"],
             2,
-            "--habit builders is not allowed with --sessions, whose sessions are as the files say; leave it out",
+            "--habit builders is not allowed with sessions of files or of a ledger, which are as recorded; leave it out",
         ),
         (["--placement"], 2, "--placement needs --nodes FILE and --pods FILE"),
     ],

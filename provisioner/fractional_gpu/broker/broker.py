@@ -19,6 +19,7 @@ import zmq.asyncio
 from fractional_gpu.broker.accounting.counters import UsageCounters
 from fractional_gpu.broker.accounting.habits import ShareHabits
 from fractional_gpu.broker.accounting.metering import Metering
+from fractional_gpu.broker.accounting.turns import Turns
 from fractional_gpu.broker.clock import DeadlineClock, now_ms, time_of_day, wall_ms
 from fractional_gpu.broker.kernels.connection import connection_from_json
 from fractional_gpu.broker.kernels.iopub import IOPubWatch
@@ -104,7 +105,8 @@ class Broker:
         self.kernels: dict[str, Kernel] = {}
         self.metering = Metering(arbiter, writer, self.kernels)
         self.habits = ShareHabits(arbiter, writer, self.kernels)
-        self.metering.followers.append(lambda _rows: self.habits.write())
+        self.turns = Turns(arbiter, writer)
+        self.metering.followers += [lambda _rows: self.habits.write(), lambda _rows: self.turns.write()]
         self.usage_counters = UsageCounters(self.metering, arbiter.pools)
         self.devices = dict(devices or {})
         self.queue_changed = asyncio.Event()
@@ -166,6 +168,7 @@ class Broker:
         for effect in effects:
             self._carry_out(effect)
         self.metering.saw(event, effects)
+        self.turns.saw(event, effects)
         self.arbiter.run_deferred_work()
         if isinstance(event, LeaseMeasured) and (view := self.arbiter.lease(event.lease_id)) is not None:
             self.history.note(view)

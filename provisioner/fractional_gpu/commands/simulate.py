@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from fractional_gpu import __version__
 from fractional_gpu.commands.simulation.load import MADE_UP, configure_load, percent, read_trace, usual_load
@@ -25,6 +26,7 @@ from fractional_gpu.commands.simulation.machine import (
     read_machine,
     usual_machine,
 )
+from fractional_gpu.commands.simulation.own_history import compared, compared_text, read_history, recorded_waits
 from fractional_gpu.commands.simulation.usage import (
     NO_INPUT,
     check_pools,
@@ -63,6 +65,8 @@ examples:
   jupyter gpu simulate --sessions sessions.csv --cells cells.csv --policy jupyter_gpu_config.py --json
   jupyter gpu simulate --users 10000 --several-gpus 0 --hosts '100x(8x80GiB)' --place use --foresight 20s
   jupyter gpu simulate --users 60 --days 7 --weekends --policy prices.py --groups 'physics:2,teaching:1@small' --usage usage.json
+  jupyter gpu simulate --from-ledger --devices 4x80GiB --policy jupyter_gpu_config.py
+  jupyter gpu simulate --from-ledger --devices 8x80GiB --find-devices --baseline static-fraction
   jupyter gpu simulate --users 20 --record run.log && jupyter gpu simulate --replay run.log
   jupyter gpu simulate --placement --nodes nodes.csv --pods pods.csv --policy fgd --seeds 42-51 --json
 
@@ -160,19 +164,31 @@ def _run(options: argparse.Namespace) -> int:
     usage = usage_figures(meter) if meter is not None else {}
     if meter is not None and options.usage is not None:
         _writing(options.usage, lambda: write_usage(options.usage, meter, hosts))
-    if options.json:
-        shown = result.as_json() | ({"usage": usage} if usage else {})
-        if baselines:
-            shown["baselines"] = {baseline.name: baseline.as_json() for baseline in baselines}
-        print(json.dumps(shown))
-    else:
-        sys.stdout.write(_table([result, *baselines]) + (f"\n{usage_table(usage)}" if usage else ""))
+    _print(options, result, baselines, usage)
     if not machine.several and result.devices > MOST_IN_A_HOST:
         print(
             f"note: all {result.devices} devices are in one host, and no host has so many; --hosts simulates several",
             file=sys.stderr,
         )
     return 0
+
+
+def _print(
+    options: argparse.Namespace, result: Result, baselines: Sequence[Result], usage: dict[str, dict[str, Any]]
+) -> None:
+    """Print the figures; those of a ledger's sessions beside what was recorded."""
+    recorded = recorded_waits(read_history(options.from_ledger)) if options.from_ledger is not None else None
+    if options.json:
+        shown = result.as_json() | ({"usage": usage} if usage else {})
+        if recorded is not None:
+            shown["recorded"] = compared(recorded, result.waits)
+        if baselines:
+            shown["baselines"] = {baseline.name: baseline.as_json() for baseline in baselines}
+        print(json.dumps(shown))
+        return
+    sys.stdout.write(_table([result, *baselines]) + (f"\n{usage_table(usage)}" if usage else ""))
+    if recorded is not None:
+        sys.stdout.write("\n" + compared_text(recorded, result.waits))
 
 
 def _fewest(

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from os import PathLike, close, lstat
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +25,7 @@ import msgspec
 
 from fractional_gpu.core.forecasts.advice import Given
 from fractional_gpu.core.forecasts.habits import HabitKey, HabitKind, Share, ShareDay
+from fractional_gpu.core.metering.turns import Turn
 from fractional_gpu.core.metering.usage import FIGURES, Usage, UsageRow
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.ledger import opening
@@ -389,6 +390,12 @@ class Ledger:
             if row["reserved_ms"] is not None  # without columns there is always one row
         ]
 
+    def add_turns(self, turns: Sequence[Turn]) -> None:
+        """Add turns of leases on their devices, in one transaction. Times are dates, milliseconds since 1970."""
+        with self.transaction():
+            for one in turns:
+                self._write("INSERT INTO turns VALUES (?, ?, ?, ?, ?, ?, ?)", astuple(one))
+
     # What notebooks used of their shares, and advice
 
     def save_share_days(self, days: Sequence[tuple[HabitKey, ShareDay]], before_day: int) -> None:
@@ -504,6 +511,7 @@ class Ledger:
             self._write("DELETE FROM operations WHERE finished_ms < ?", (before_ms,))
             self._write("DELETE FROM story WHERE at_ms < ?", (before_ms,))
             self._write("DELETE FROM points WHERE at_ms < ?", (before_ms,))
+            self._write("DELETE FROM turns WHERE ended_ms < ?", (before_ms,))
             self._write("DELETE FROM seats WHERE ended_ms < ?", (before_ms,))
             self._write("DELETE FROM usage WHERE day < ?", (before_ms // _DAY_MS,))
         self._read("PRAGMA incremental_vacuum")

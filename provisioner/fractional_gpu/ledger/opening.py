@@ -234,6 +234,19 @@ OPTIONAL_TABLES: tuple[str, ...] = (
         PRIMARY KEY (day, pool, owner, seated, kind, label, milli, share_mib)
     )
     """,
+    # when cells asked for their device, ran there, and ended; used again by `jupyter gpu simulate --from-ledger`
+    """
+    CREATE TABLE IF NOT EXISTS turns (
+        lease_id  TEXT NOT NULL,
+        asked_ms  INTEGER NOT NULL,
+        begun_ms  INTEGER NOT NULL,
+        ended_ms  INTEGER NOT NULL,
+        used_mib  INTEGER NOT NULL,
+        use_milli INTEGER NOT NULL,
+        continues INTEGER NOT NULL
+    )
+    """,
+    "CREATE INDEX IF NOT EXISTS turns_by_time ON turns (ended_ms)",
     # advice that was given, the last one for each of them
     """
     CREATE TABLE IF NOT EXISTS advised (

@@ -5,6 +5,7 @@ import re
 import sys
 from pathlib import Path
 
+from fractional_gpu.commands.simulation.own_history import read_history, sessions_of
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.core.units import parse_duration_ms
@@ -40,6 +41,13 @@ def configure_load(parser: argparse.ArgumentParser) -> None:
     who = parser.add_argument_group("sessions, from files or made up")
     who.add_argument("--sessions", type=Path, metavar="FILE", help="CSV of sessions (with --cells)")
     who.add_argument("--cells", type=Path, metavar="FILE", help="CSV of executed cells (with --sessions)")
+    who.add_argument(
+        "--from-ledger",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="the kernels and cells that this machine's broker recorded, in its ledger or in this one",
+    )
     who.add_argument("--users", type=positive, metavar="N", help="so many synthetic build-phase users")
     who.add_argument("--days", type=positive, default=1, metavar="D", help="for so many days (default: 1)")
     who.add_argument("--seed", type=int, default=1, metavar="S", help="which of the synthetic traces (default: 1)")
@@ -200,16 +208,20 @@ def read_trace(options: argparse.Namespace) -> list[Session]:
         raise UsageError(
             "--sessions and --cells belong together: one file says when sessions were open, one what ran in them"
         )
-    if (options.users is None) == (options.sessions is None):
-        raise UsageError("say whose sessions to simulate: either --users N, or --sessions FILE --cells FILE")
+    if [options.users, options.sessions, options.from_ledger].count(None) != 2:
+        raise UsageError(
+            "say whose sessions to simulate: either --users N, or --sessions FILE --cells FILE, or --from-ledger"
+        )
     if options.users is None and options.habit is not None:
         raise UsageError(
-            f"--habit {options.habit} is not allowed with --sessions, whose sessions are as the files say; "
+            f"--habit {options.habit} is not allowed with sessions of files or of a ledger, which are as recorded; "
             "leave it out, or make users up with --users N"
         )
     if options.users is not None:
         progress = Progress("synthetic users", "user-days made up")
         trace = synthetic_sessions(options.users, options.days, options.seed, read_load(options), progress)
+    elif options.from_ledger is not None:
+        trace = sessions_of(read_history(options.from_ledger), pools=options.policy is not None)
     else:
         trace = read_sessions(options.sessions, options.cells)
     if options.groups is not None:

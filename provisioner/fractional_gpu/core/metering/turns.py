@@ -1,0 +1,58 @@
+"""The turns of leases on their devices: when each cell asked for its device, when it ran there, and until when.
+
+A turn begins when the lease runs on its device as the meter counts it (`observed`), so after its wait and its resume, and ends with the
+cell or when the lease has to leave. A cell that is preempted is two turns: the second one asks when the first one ends, and continues it.
+Cells that follow each other without a pause may be one turn. Pure; `at_ms` never goes back.
+"""
+
+from dataclasses import dataclass
+
+from fractional_gpu.core.metering.meter import Holding
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn, milliseconds; memory on each device, MiB; the part of a device that the lease is known to use, thousandths, 0: unknown."""
+
+    lease_id: str
+    asked_ms: int
+    begun_ms: int
+    ended_ms: int
+    used_mib: int
+    use_milli: int
+    continues: bool = False  # the cell of the turn before, which had to leave
+
+
+class TurnRecorder:
+    """Follows leases event by event."""
+
+    def __init__(self) -> None:
+        self._asked: dict[str, int] = {}
+        self._begun: dict[str, tuple[int, int, bool]] = {}  # when it asked and began, and whether it continues a cell
+        self._preempted: set[str] = set()  # leases whose cell waits to go on
+        self.turns: list[Turn] = []  # that have ended; the reader empties it
+
+    def saw(
+        self, at_ms: int, lease_id: str, holding: Holding | None, *, asks: bool = False, busy: bool, use_milli: int = 0
+    ) -> None:
+        """Take note of what a lease is after an event.
+
+        `asks`: the event says that a cell needs the device; `busy`: one runs or waits now; `use_milli`: what is learnt of the lease's use.
+        """
+        if asks and lease_id not in self._begun:
+            self._asked.setdefault(lease_id, at_ms)
+        if holding is not None and holding.working:
+            if lease_id not in self._begun:
+                self._begun[lease_id] = self._asked.pop(lease_id, at_ms), at_ms, lease_id in self._preempted
+                self._preempted.discard(lease_id)
+            return
+        if (begun := self._begun.pop(lease_id, None)) is not None:
+            used = holding.device_mib // max(1, holding.count) if holding is not None else 0
+            asked_ms, begun_ms, continues = begun
+            self.turns.append(Turn(lease_id, asked_ms, begun_ms, at_ms, used, use_milli, continues))
+            if busy and holding is not None:
+                self._asked[lease_id] = at_ms  # it had to leave and waits again
+                self._preempted.add(lease_id)
+        if holding is None or not (busy or asks):
+            self._asked.pop(lease_id, None)
+            self._preempted.discard(lease_id)

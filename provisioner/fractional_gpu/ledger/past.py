@@ -1,0 +1,55 @@
+"""What a ledger recorded of leases and their turns, read without a broker, or beside one: the file is opened to read only."""
+
+import sqlite3
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from fractional_gpu.core.metering.turns import Turn
+from fractional_gpu.core.model import LeaseSpec
+from fractional_gpu.ledger.opening import APPLICATION_ID, ledger_error
+
+
+@dataclass(slots=True)
+class PastLease:
+    """A lease with its turns, oldest first. Milliseconds since 1970; `ended_ms` None: it lives."""
+
+    spec: LeaseSpec
+    created_ms: int
+    ended_ms: int | None
+    turns: list[Turn] = field(default_factory=list)
+
+
+def read_past(path: Path) -> list[PastLease]:
+    """Return the leases that the ledger has, oldest first. Raises LedgerError, also for a ledger of before turns were recorded."""
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as reader:
+            (application,) = reader.execute("PRAGMA application_id").fetchone()
+            if application != APPLICATION_ID:
+                raise ledger_error(
+                    path, "is no ledger of this program", "name the file ledger.sqlite of a broker's folder"
+                )
+            if not reader.execute("SELECT 1 FROM sqlite_master WHERE name = 'turns'").fetchone():
+                raise ledger_error(
+                    path, "has no record of cells", "let a broker of this version serve for some days first"
+                )
+            leases = {
+                str(lease_id): PastLease(msgspec.json.decode(spec, type=LeaseSpec), created_ms, ended_ms)
+                for lease_id, spec, created_ms, ended_ms in reader.execute(
+                    "SELECT lease_id, spec, created_ms, ended_ms FROM leases ORDER BY created_ms, lease_id"
+                )
+            }
+            for lease_id, *times, continues in reader.execute(
+                "SELECT lease_id, asked_ms, begun_ms, ended_ms, used_mib, use_milli, continues FROM turns ORDER BY asked_ms"
+            ):
+                if lease_id in leases:
+                    asked_ms, begun_ms, ended_ms, used_mib, use_milli = times
+                    turn = Turn(lease_id, asked_ms, begun_ms, ended_ms, used_mib, use_milli, bool(continues))
+                    leases[lease_id].turns.append(turn)
+    except sqlite3.Error as error:
+        raise ledger_error(path, f"cannot be read: {error}", "check the path and that it may be read") from error
+    except msgspec.DecodeError as error:
+        raise ledger_error(path, f"has an unreadable lease: {error}") from error
+    return list(leases.values())

@@ -1,0 +1,137 @@
+"""`jupyter gpu simulate --from-ledger`: a run's own record, run again, gives that run's waits; and what is refused."""
+
+import json
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from fractional_gpu.broker.accounting.turns import Turns
+from fractional_gpu.commands.main import main
+from fractional_gpu.commands.simulation.own_history import read_history, recorded_waits, sessions_of
+from fractional_gpu.core.arbiter import Arbiter
+from fractional_gpu.core.events import LeaseRequested
+from fractional_gpu.core.model import LeaseSpec, LeaseState
+from fractional_gpu.ledger import Ledger
+from fractional_gpu.ledger.records import LeaseRecord
+from fractional_gpu.simulator.record import _event
+
+WALL_MS = 1_790_000_000_000
+MACHINE = "--devices 4x80GiB"
+LOAD = "--users 24 --several-gpus 0 --pace short"
+
+
+class Writer:
+    """Writes at once."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+
+    def submit(self, act: Callable[[], None], unwritten: Callable[[], None] | None = None) -> None:
+        assert unwritten is not None
+        act()
+
+
+def lease(spec: LeaseSpec, at_ms: int) -> LeaseRecord:
+    """Return a lease as a broker writes it down."""
+    return LeaseRecord(
+        spec=spec, state=LeaseState.UNATTACHED, generation=1, device_id=None, saved_mib=0, uid=1000, kernel_id="",
+        token_sha256="", boot_id="", pid=None, start_time=None, connection="", language="python", ipykernel=True,
+        created_ms=at_ms, suspends=0, resumes=0,
+    )  # fmt: skip
+
+
+def ledger_of(run: Path, path: Path) -> Path:
+    """Write the ledger that a broker would have written of a recorded run."""
+    now = [0]
+    arbiter = Arbiter()
+    with closing(Ledger.open(path)) as ledger:
+        turns = Turns(arbiter, cast("Any", Writer(ledger)), now=lambda: now[0], wall=lambda: WALL_MS + now[0])
+        known = set()
+        for number, line in enumerate(run.read_text().splitlines()[1:], 2):
+            entry = json.loads(line)
+            if "event" not in entry:
+                continue
+            event = _event(run, number, entry)
+            now[0] = event.at_ms
+            turns.saw(event, arbiter.handle(event))
+            if isinstance(event, LeaseRequested):
+                ledger.save_lease(lease(event.spec, WALL_MS + event.at_ms))
+                known.add(event.spec.lease_id)
+            for lease_id in [one for one in known if arbiter.lease(one) is None]:
+                ledger.end_lease(lease_id, WALL_MS + event.at_ms, "ended")
+                known.discard(lease_id)
+        turns.write()
+    return path
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """A run of a day, its figures and the ledger of it."""
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        printed: list[str] = []
+        patch.setattr("builtins.print", lambda *words, **_: printed.append(" ".join(map(str, words))))
+        command = ["simulate", *LOAD.split(), *MACHINE.split(), "--json", "--record", str(folder / "run.log")]
+        assert main(command) == 0
+    (folder / "state").mkdir(mode=0o700)
+    figures = json.loads(next(one for one in printed if one.startswith("{")))
+    return figures, ledger_of(folder / "run.log", folder / "state" / "ledger.sqlite")
+
+
+def test_the_record_has_the_runs_own_waits(recorded: tuple[dict[str, Any], Path]) -> None:
+    figures, path = recorded
+    waits = recorded_waits(read_history(str(path))).nonzero().summary()
+    for name in ("p50", "p90", "p95", "p99"):
+        assert waits[name] == pytest.approx(figures["nonzero_wait_s"][name], rel=0.05, abs=0.5), name
+    assert figures["wait_s"]["p99"] > 1, "cells waited in this run"
+
+
+def test_the_record_run_again_gives_the_same_waits_within_the_stated_error(
+    recorded: tuple[dict[str, Any], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures, path = recorded
+    assert main(["simulate", "--from-ledger", str(path), *MACHINE.split(), "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["gpu_cells"] == pytest.approx(figures["gpu_cells"], rel=0.01)
+    assert again["recorded"]["mean_error_s"] < 0.3
+    assert again["wait_s"]["p95"] == pytest.approx(figures["wait_s"]["p95"], rel=0.2)
+    assert again["waited_percent"] == pytest.approx(figures["waited_percent"], abs=3)
+
+
+def test_other_devices_give_other_waits(
+    recorded: tuple[dict[str, Any], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, path = recorded
+    assert main(["simulate", "--from-ledger", str(path), "--devices", "12x80GiB", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["wait_s"]["p99"] < again["recorded"]["wait_s"]["p99"]
+
+
+def test_sessions_are_whole_and_in_order(recorded: tuple[dict[str, Any], Path]) -> None:
+    sessions = sessions_of(read_history(str(recorded[1])), pools=False)
+    assert min(one.open_ms for one in sessions) == 0
+    for one in sessions:
+        ends = one.open_ms
+        for cell in one.cells:
+            assert cell.start_ms >= ends
+            ends = cell.start_ms + cell.duration_ms
+        assert one.close_ms >= ends
+
+
+def test_what_is_no_ledger_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, content, says in (("missing", None, "cannot be read"), ("text", b"hello" * 500, "cannot be read")):
+        path = tmp_path / name
+        if content is not None:
+            path.write_bytes(content)
+        assert main(["simulate", "--from-ledger", str(path)]) != 0
+        assert says in capsys.readouterr().err
+    (tmp_path / "state").mkdir(mode=0o700)
+    empty = tmp_path / "state" / "ledger.sqlite"
+    Ledger.open(empty).close()
+    assert main(["simulate", "--from-ledger", str(empty)]) != 0
+    assert "has recorded no cell on a GPU yet" in capsys.readouterr().err
+    assert main(["simulate", "--from-ledger", str(empty), "--users", "3"]) != 0
+    assert "say whose sessions to simulate" in capsys.readouterr().err
