@@ -38,7 +38,7 @@ from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.result import Result
 from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Session
-from tests.benchmarks.curves import Panel, Series, curves
+from fractional_gpu.curves import Panel, Series, curves
 from tests.benchmarks.pods import GPU_MIB, Run, read_days, sessions_of
 from tests.benchmarks.simulated import (
     DEVICE_MIB,

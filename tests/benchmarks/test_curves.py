@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from tests.benchmarks.curves import Panel, Series, curves, ticks
+from fractional_gpu.curves import Panel, Series, curves, ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -19,6 +19,7 @@ _STYLE = (
     ".line.a{stroke:var(--a)}.line.b{stroke:var(--b)}.line.c{stroke:var(--c)}"
     ".dot.a,text.a{fill:var(--a)}.dot.b,text.b{fill:var(--b)}.dot.c,text.c{fill:var(--c)}"
 )
+LOWER_LEFT = "Lower and further left is better; the axes begin where the figures do."
 _KINDS = "abc"  # the classes of the style, a colour each
 
 
@@ -47,15 +48,15 @@ def ticks(low: float, high: float, intervals: int = _INTERVALS) -> list[float]:
     return [number * step for number in range(first, max(last, first + 1) + 1)]
 
 
-def curves(rows: Sequence[Sequence[Panel]], *, across: str, up: str) -> str:
-    """Return the picture. `across` and `up` name the axes of all panels."""
+def curves(rows: Sequence[Sequence[Panel]], *, across: str, up: str, note: str = LOWER_LEFT) -> str:
+    """Return the picture. `across` and `up` name the axes of all panels; `note` is the sentence after them."""
     columns = max(len(row) for row in rows)
     width, height = columns * _WIDTH, _HEAD + len(rows) * _HEIGHT
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
         f"<title>{escape(up)} against {escape(across)}</title><style>{_STYLE}</style>",
         f'<rect class="paper" width="{width}" height="{height}"/>',
-        _legend(rows[0][0].series, across, up),
+        _legend(rows[0][0].series, across, up, note),
     ]
     for row, panels in enumerate(rows):
         for column, panel in enumerate(panels):
@@ -64,13 +65,13 @@ def curves(rows: Sequence[Sequence[Panel]], *, across: str, up: str) -> str:
     return "".join([*parts, "</svg>\n"])
 
 
-def _legend(series: Sequence[Series], across: str, up: str) -> str:
+def _legend(series: Sequence[Series], across: str, up: str, note: str) -> str:
     parts, at = [], 14.0
     for kind, one in zip(_KINDS, series, strict=False):
         parts.append(_dot(kind, at, 22, large=len(one.points) == 1))
         parts.append(f'<text class="title" x="{at + 10:.0f}" y="26">{escape(one.name)}</text>')
         at += 34 + 6.6 * len(one.name)
-    axes = f"across: {across}; up: {up}. Lower and further left is better; the axes begin where the figures do."
+    axes = f"across: {across}; up: {up}. {note}"
     return "".join([*parts, f'<text x="10" y="46">{escape(axes)}</text>'])
 
 
