@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
+from fractional_gpu.curves import Panel, Series, curves
 from fractional_gpu.simulator import TraceError
 from fractional_gpu.simulator.baselines import run_baseline
 from fractional_gpu.simulator.load import Habit, Load, synthetic_sessions
@@ -38,7 +39,6 @@ from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.result import Result
 from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Session
-from fractional_gpu.curves import Panel, Series, curves
 from tests.benchmarks.pods import GPU_MIB, Run, read_days, sessions_of
 from tests.benchmarks.simulated import (
     DEVICE_MIB,

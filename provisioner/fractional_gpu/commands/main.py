@@ -43,6 +43,9 @@ COMMANDS: dict[str, _Entry] = {
     "demo": _Entry("fractional_gpu.commands.demo.demo", "two notebooks take turns on one GPU, and nothing is lost"),
     "lab": _Entry("fractional_gpu.commands.lab", "JupyterLab with kernels on fractions of a GPU", passes_on=True),
     "run": _Entry("fractional_gpu.commands.run.run", "a script or a model server on a share of a GPU, as a kernel is"),
+    "measure": _Entry(
+        "fractional_gpu.commands.measuring.measure", "which share of a GPU suffices for a program, and how sure that is"
+    ),
     "status": _Entry("fractional_gpu.commands.status", "the GPUs, and which kernels hold them or wait"),
     "suspend": _Entry(_LEASES, "save a kernel's GPU memory on the host and free the GPU"),
     "resume": _Entry(_LEASES, "bring a suspended kernel back onto a GPU"),

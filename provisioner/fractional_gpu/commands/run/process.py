@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import IO, Final
 
 from fractional_gpu.commands.terminal.errors import CommandError
 
@@ -36,17 +37,38 @@ class CannotRunError(CommandError):
         super().__init__(f"{program} cannot be run: {os.strerror(error)}")
 
 
-class HeldCommand:
-    """A command that waits in its stub. `environment` must have the lease's id: the broker looks for it."""
+def check_program(command: Sequence[str]) -> None:
+    """Raise CannotRunError for a program that is not there, before a lease is taken for it."""
+    program = command[0]
+    if shutil.which(program) is None:
+        exists = os.sep in program and Path(program).exists()
+        raise CannotRunError(program, errno.EACCES if exists else errno.ENOENT)
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+
+class HeldCommand:
+    """A command that waits in its stub. `environment` must have the lease's id: the broker looks for it.
+
+    `output`: the file that its output and its complaints go to, and it gets no input; None: it has our input and outputs.
+    """
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], output: "IO[bytes] | None" = None
+    ) -> None:
         """Start the stub. Raises OSError. To be called in the main thread: the command ends with the thread that starts it."""
         self._program = command[0]
         source, self._to_stub = os.pipe()
         self._from_stub, sink = os.pipe()
         try:
             stub = [sys.executable, "-I", "-S", os.fspath(_STUB), str(os.getpid()), str(source), str(sink), *command]
-            self._child = subprocess.Popen(stub, env=dict(environment), pass_fds=(source, sink), process_group=0)
+            self._child = subprocess.Popen(
+                stub,
+                env=dict(environment),
+                pass_fds=(source, sink),
+                process_group=0,
+                stdin=None if output is None else subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
         except OSError:
             os.close(self._to_stub)
             os.close(self._from_stub)
@@ -99,7 +121,7 @@ class RunningCommand:
         handlers[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # it may change the terminal's group
         try:
             self._give_terminal()
-            while (status := self._poll()) is None:
+            while (status := self.poll()) is None:
                 select.select([wake_in], [], [])
                 with suppress(BlockingIOError):
                     os.read(wake_in, 4096)
@@ -138,8 +160,10 @@ class RunningCommand:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
-    def _poll(self) -> int | None:
-        """Return the exit status, None while the command lives; follow it where it was stopped."""
+    def poll(self) -> int | None:
+        """Return the exit status as `wait` does, None while the command lives; follow it where it was stopped."""
+        if self._child.returncode is not None:
+            return _shell_status(self._child.returncode)
         while True:
             pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED)
             if not pid:
@@ -148,7 +172,29 @@ class RunningCommand:
                 self._stop_too(os.WSTOPSIG(status))
                 continue
             self._child.returncode = os.waitstatus_to_exitcode(status)
-            return self._child.returncode if self._child.returncode >= 0 else 128 - self._child.returncode
+            return _shell_status(self._child.returncode)
+
+    def has_ended(self) -> bool:
+        """Whether the command has ended. Its exit status is kept for `end`, and so is its group."""
+        return (
+            self._child.returncode is not None
+            or os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        )
+
+    def end(self, patience_s: float) -> int:
+        """Ask the command's group to end, kill what is left of it after so many seconds, and return the command's exit status."""
+        if self._child.returncode is None:
+            self._signal(signal.SIGTERM)
+            pidfd = os.pidfd_open(self.pid)
+            try:
+                select.select([pidfd], [], [], patience_s)
+            finally:
+                os.close(pidfd)
+            self._signal(signal.SIGKILL)  # the command's process is not reaped yet, so that the group is still its own
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        while (status := self.poll()) is None:
+            pass  # it was stopped before it ended
+        return status
 
     # -- the terminal ---------------------------------------------------------------------------------------------------------
 
@@ -175,6 +221,10 @@ class RunningCommand:
             with suppress(OSError, termios.error):
                 if os.tcgetpgrp(self._terminal) == self.pid:
                     os.tcsetpgrp(self._terminal, os.getpgrp())
+
+
+def _shell_status(code: int) -> int:
+    return code if code >= 0 else 128 - code
 
 
 def _own_terminal() -> int | None:

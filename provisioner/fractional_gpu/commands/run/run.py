@@ -5,49 +5,36 @@ becomes the command; the lease is kept (`supervisor`) until the command ends, wh
 """
 
 import argparse
-import errno
 import os
-import shutil
 import signal
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Final
 
-from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.client.discovery import ensure_broker
-from fractional_gpu.commands.run.process import ENDING, CannotRunError, HeldCommand, RunningCommand
+from fractional_gpu.commands.run.process import ENDING, HeldCommand, RunningCommand, check_program
+from fractional_gpu.commands.run.start import (
+    TIMEOUT_S,
+    EndedError,
+    attach,
+    command_environment,
+    signals_raise,
+    wait_for_gpu,
+)
 from fractional_gpu.commands.run.supervisor import Supervisor, say
 from fractional_gpu.commands.terminal.completers import DURATIONS, FRACTIONS, set_completer
-from fractional_gpu.commands.terminal.connection import watch_silence
-from fractional_gpu.commands.terminal.errors import CommandError, UsageError, parse_argument
-from fractional_gpu.commands.terminal.progress import WaitLine
+from fractional_gpu.commands.terminal.errors import UsageError, parse_argument
 from fractional_gpu.core.units import format_duration, parse_duration_ms, parse_fraction_milli, parse_memory_mib
 from fractional_gpu.jupyter.kernel_command import check_pool_name
 from fractional_gpu.jupyter.kernel_lease import KernelLease, environment_with, take_lease
-from fractional_gpu.jupyter.kernel_process import identity_of
-from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
+from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.limits import MAX_NAME, MAX_WAIT_S
-from fractional_gpu.protocol.messages import (
-    COMMAND,
-    AcquireRequest,
-    AttachRequest,
-    LeaseRequest,
-    Progress,
-    ProgressKind,
-)
-from fractional_gpu_kernel.memory.limits import CONTEXT, CONTEXT_MIB, DEVICE, MEMORY, MemoryLimits, framework_mib
+from fractional_gpu.protocol.messages import COMMAND, LeaseRequest
 
-TIMEOUT_S: Final = 30.0
-_LEAST_WAIT_MS: Final = 1000  # the ledger has to be written, too
-_ATTEMPTS: Final = 3  # to reach a broker that ends while the command waits
 _PORTS: Final = range(1, 65_536)
 _DEVICES: Final = range(1, 9)
 _PRIORITIES: Final = range(-1000, 1001)
 _SIGNALLED: Final = 128
-_TORCH: Final = "JUPYTER_GPU_MEMORY_FRACTION"
 _DESCRIPTION: Final = (
     "Run a program on a share of a GPU, suspended while it is idle: a script, a training, a model server."
 )
@@ -101,11 +88,11 @@ def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status. Raises UsageError, CommandError and FractionalGPUError before it runs."""
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     request, ports, wait_ms = _request(options, command), _ports(options.serve), _wait_ms(options.wait)
-    _check_program(command)
+    check_program(command)
     try:
-        with _signals_raise():
+        with signals_raise():
             lease, running = _start(command, request, wait_ms, served=bool(ports))
-    except _EndedError as ended:
+    except EndedError as ended:
         return _SIGNALLED + ended.number
     supervisor = Supervisor(lease, running.pid, ports)
     supervisor.start()
@@ -175,39 +162,7 @@ def _number(option: str, text: str, allowed: range) -> int:
     return number
 
 
-def _check_program(command: Sequence[str]) -> None:
-    """Raise CannotRunError for a program that is not there, before a lease is taken for it."""
-    program = command[0]
-    if shutil.which(program) is None:
-        exists = os.sep in program and Path(program).exists()
-        raise CannotRunError(program, errno.EACCES if exists else errno.ENOENT)
-
-
-# -- the start ---------------------------------------------------------------------------------------------------------
-
-
-class _EndedError(Exception):
-    """A signal ended the wait."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
-@contextmanager
-def _signals_raise() -> Iterator[None]:
-    """Let the signals that end a program raise _EndedError in the main thread, unless they are ignored."""
-
-    def end(number: int, _frame: FrameType | None) -> None:
-        raise _EndedError(number)
-
-    numbers = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
-    handlers = {number: signal.signal(number, end) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+# -- the start -----------------------------------------------------------------------------------------------------------
 
 
 def _start(
@@ -218,9 +173,9 @@ def _start(
     held: HeldCommand | None = None
     try:
         held = HeldCommand(command, environment_with(lease, {**os.environ, "JUPYTER_GPU_KIND": COMMAND}))
-        _attach(lease, held.pid, served=served)
-        granted = _wait_for_gpu(lease, wait_ms)
-        running, held = held.go(_environment(lease, granted)), None
+        attach(lease, held.pid, served=served)
+        granted = wait_for_gpu(lease, wait_ms, say)
+        running, held = held.go(command_environment(lease, granted)), None
     except BaseException:
         with suppress(FractionalGPUError):
             lease.release()
@@ -228,60 +183,3 @@ def _start(
             held.give_up()
         raise
     return lease, running
-
-
-def _attach(lease: KernelLease, pid: int, *, served: bool) -> None:
-    lease.attach(
-        AttachRequest(**identity_of(pid), connection={}, language="", ipykernel=False, kind=COMMAND, served=served)
-    )
-
-
-def _environment(lease: KernelLease, granted: Mapping[str, str]) -> dict[str, str]:
-    """Return what the command gets: a kernel's variables, hints for frameworks that read some, and a fraction for those that do not."""
-    environment = {**environment_with(lease, os.environ), **granted, "JUPYTER_GPU_KIND": COMMAND}
-    MemoryLimits(environment).bind({})
-    device_mib = int(environment.get(DEVICE, "0"))
-    if device_mib:
-        mib = framework_mib(int(environment[MEMORY]), int(environment.get(CONTEXT, CONTEXT_MIB)))
-        environment[_TORCH] = f"{min(1.0, mib / device_mib):.4f}"
-    return environment
-
-
-def _wait_for_gpu(lease: KernelLease, wait_ms: int | None) -> Mapping[str, str]:
-    """Return the variables that bind the command to its device, as soon as it has one.
-
-    Raises CommandError with the reason when it is refused, and BrokerUnavailableError when no broker can be reached.
-    """
-    line = WaitLine(lambda text: say(f"waiting for the GPU: {text}"))
-    for attempt in range(_ATTEMPTS):
-        try:
-            with ensure_broker(lease.socket, token=lease.token, timeout_s=TIMEOUT_S) as client:
-                last = _last_progress(client, lease, wait_ms, line)
-                break
-        except BrokerUnavailableError:
-            if attempt == _ATTEMPTS - 1:
-                raise
-        finally:
-            line.stop()
-    if last.kind != ProgressKind.GRANTED:
-        raise CommandError(last.sentence)
-    return last.environment
-
-
-def _last_progress(client: BrokerClient, lease: KernelLease, wait_ms: int | None, line: WaitLine) -> Progress:
-    """Return the grant or the refusal, and tell of the wait meanwhile, and of a broker that does not answer."""
-    if wait_ms is None:
-        lines = client.hold(lease.lease_id, AcquireRequest())
-    else:
-        lines = client.acquire(lease.lease_id, AcquireRequest(wait_ms=max(wait_ms, _LEAST_WAIT_MS)))
-    silence = watch_silence(client, sys.stderr)
-    last = Progress(kind=ProgressKind.REFUSED)
-    try:
-        with closing(lines):
-            for last in lines:
-                if last.kind != ProgressKind.WAITING:
-                    break
-                line.update(last)
-    finally:
-        silence.stop()
-    return last

@@ -1,0 +1,377 @@
+"""`jupyter gpu measure`: which share of a GPU suffices for a program, measured beside others, with how sure that is.
+
+The order: a trial run finds out whether the program reports units of work or is one by itself; then rounds of steps (`study`), each a few
+seconds with fresh processes under leases (`tenants`, `step`), until every interval is narrow enough or the time is over.
+"""
+
+import argparse
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.client.discovery import ensure_broker
+from fractional_gpu.client.seat import own_seat
+from fractional_gpu.commands.measuring import answer
+from fractional_gpu.commands.measuring.step import DisturbedError, SilentError, Step, TooSlowError
+from fractional_gpu.commands.measuring.study import Sample, Setting, Study, settings_of_copies, settings_of_fractions
+from fractional_gpu.commands.measuring.tenants import NoSpareRoomError, Places, TenantError
+from fractional_gpu.commands.measuring.ticks import TickError
+from fractional_gpu.commands.run.process import check_program
+from fractional_gpu.commands.run.start import TIMEOUT_S, EndedError, signals_raise
+from fractional_gpu.commands.terminal.completers import DURATIONS, FRACTIONS, POOLS, set_completer
+from fractional_gpu.commands.terminal.errors import CommandError, UsageError, parse_argument
+from fractional_gpu.core.units import (
+    format_duration,
+    format_fraction,
+    parse_duration_ms,
+    parse_fraction_milli,
+    parse_memory_mib,
+)
+from fractional_gpu.jupyter.kernel_command import check_pool_name
+from fractional_gpu.protocol.errors import BadRequestError, FractionalGPUError
+from fractional_gpu.protocol.messages import HostStatus
+
+_SIGNALLED: Final = 128
+_REPEAT: Final = Path(__file__).with_name("repeat.py")
+_NOTEBOOK: Final = "import sys; from nbclient.cli import main; sys.argv[0] = 'jupyter-execute'; main()"
+_TRIAL_PART: Final = 3  # the trial may take a third of the time
+_RETRY_S: Final = 0.5
+_LEAST_MS: Final = 1000
+_MOST_COPIES: Final = 63
+_DESCRIPTION: Final = "Measure which share of a GPU suffices for a program: alone, and beside others on one device."
+_EPILOG: Final = """\
+examples:
+  jupyter gpu measure -- python train.py
+  jupyter gpu measure --copies 1,2,3 --within 10m --picture tenants.svg -- python serve_batch.py
+  jupyter gpu measure --beside "python other.py" --beside "python third.py" -- python train.py
+
+The program says when a unit of work is done: `from fractional_gpu_kernel.measure import tick`, and `tick()` after each batch. A program
+that never does, and ends, is a unit of work by itself, and so is a notebook (NAME.ipynb). The program is started many times, and ended
+after some seconds: it should have no effects that add up. Units of 50 ms and more are measured well. Only spare room of the pool is used,
+unless --may-wait. The exit status is 0 if something could be compared, else 1.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and add its arguments."""
+    parser.description, parser.epilog = _DESCRIPTION, _EPILOG
+    pool = os.environ.get("JUPYTER_GPU_DEFAULT_POOL") or "default"
+    set_completer(parser.add_argument("--pool", metavar="POOL", default=pool, help="the pool of devices"), POOLS)
+    shares = parser.add_argument(
+        "--fractions", metavar="F,...", help="shares, each on a device full of such tenants (default: all on offer)"
+    )
+    set_completer(shares, FRACTIONS)
+    parser.add_argument(
+        "--copies", metavar="N,...", help="instead: beside so many copies, each with the largest share that fits"
+    )
+    parser.add_argument(
+        "--beside",
+        metavar="COMMAND",
+        action="append",
+        default=[],
+        help="beside this program instead of copies; repeatable",
+    )
+    parser.add_argument("--memory", metavar="SIZE", help="device memory of each (default: the fraction's share)")
+    set_completer(
+        parser.add_argument("--within", metavar="DURATION", default="5m", help="how long at most (5m)"), DURATIONS
+    )
+    parser.add_argument("--interval", metavar="PERCENT", default="5%", help="how wide an interval may be (5%%)")
+    parser.add_argument(
+        "--at-most", metavar="PERCENT", default="10%", help="how much slower a share may be that suffices (10%%)"
+    )
+    parser.add_argument(
+        "--may-wait", action="store_true", help="wait for room as other programs do, not in spare room only"
+    )
+    parser.add_argument("--json", action="store_true", help="print all figures as JSON")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="write an SVG picture, over the number of tenants")
+    parser.add_argument("command", metavar="COMMAND", nargs=argparse.REMAINDER, help="the program, and its arguments")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, and print what came out. Raises UsageError, CommandError and FractionalGPUError."""
+    plan = _plan(options)
+    try:
+        with signals_raise(), tempfile.TemporaryDirectory(prefix="jupyter-gpu-measure-") as folder:
+            seat = own_seat()
+            with closing(ensure_broker(timeout_s=TIMEOUT_S, token=seat.token if seat is not None else None)) as client:
+                measurement = Measurement(plan, client, Path(folder))
+                measurement.run()
+    except EndedError as ended:
+        return _SIGNALLED + ended.number
+    findings = measurement.study.findings()
+    if options.json:
+        print(answer.as_json(findings, plan.most_slower, measurement.about()), end="")
+    else:
+        lines = [*answer.sentences(findings, plan.most_slower), "", *answer.figures(findings)]
+        print("\n".join([*measurement.remarks(), *lines]))
+    if options.picture is not None:
+        _write(options.picture, answer.picture(findings))
+    return 0 if any(one.slower is not None for one in findings[1:]) else 1
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is to be measured. `fractions_milli` and `copies`: None where they were left out."""
+
+    command: Sequence[str]
+    pool: str
+    fractions_milli: Sequence[int] | None
+    copies: Sequence[int] | None
+    beside: Sequence[Sequence[str]]
+    memory_mib: int | None
+    within_s: float
+    interval: float
+    most_slower: float
+    may_wait: bool
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
+        raise UsageError("say what to measure after --, for example: jupyter gpu measure -- python train.py")
+    if options.fractions is not None and options.copies is not None:
+        raise UsageError("--fractions and --copies both say how many tenants a device has; leave one of the two out")
+    command = _notebook(command)
+    beside = [_words(text) for text in options.beside]
+    for one in [command, *beside]:
+        check_program(one)
+    try:
+        pool = check_pool_name(options.pool)
+    except FractionalGPUError as error:
+        raise UsageError(f"--pool: {error}") from None
+    within_ms = parse_argument(parse_duration_ms, options.within)
+    if within_ms < _LEAST_MS:
+        raise UsageError(f"--within is {options.within}; allowed: a second or more")
+    return Plan(
+        command=command,
+        pool=pool,
+        fractions_milli=_listed(options.fractions, lambda text: parse_argument(parse_fraction_milli, text)),
+        copies=_listed(options.copies, _copies) or ([len(beside)] if beside and options.fractions is None else None),
+        beside=beside,
+        memory_mib=parse_argument(parse_memory_mib, options.memory) if options.memory is not None else None,
+        within_s=within_ms / 1000,
+        interval=_percentage("--interval", options.interval),
+        most_slower=1 + _percentage("--at-most", options.at_most),
+        may_wait=options.may_wait,
+    )
+
+
+def _notebook(command: Sequence[str]) -> list[str]:
+    """Return what runs a notebook, and any other command as it is."""
+    if not command[0].endswith(".ipynb"):
+        return list(command)
+    if not Path(command[0]).is_file():
+        raise UsageError(f"there is no notebook {command[0]}; check its path")
+    if find_spec("nbclient") is None:
+        raise CommandError(
+            "notebooks are run by nbclient, which is not installed here; install nbclient, or measure a script"
+        )
+    # The kernel belongs to the measured program's lease: one of ours would take another.
+    return [sys.executable, "-c", _NOTEBOOK, "--kernel_name=python3", *command]
+
+
+def _words(text: str) -> list[str]:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"--beside {text[:60]!r} is not a command: {error}; quote it as for a shell") from None
+    if not words:
+        raise UsageError("--beside is empty; give a command, for example --beside 'python other.py'")
+    return words
+
+
+def _listed(text: str | None, parse: Callable[[str], int]) -> list[int] | None:
+    return None if text is None else [parse(part.strip()) for part in text.split(",")]
+
+
+def _copies(text: str) -> int:
+    if not text.isdigit() or len(text) > 2 or not 1 <= int(text) <= _MOST_COPIES:
+        raise UsageError(f"--copies has {text[:20]!r}; allowed: whole numbers from 1 to {_MOST_COPIES}, with commas")
+    return int(text)
+
+
+def _percentage(option: str, text: str) -> float:
+    try:
+        value = float(text.removesuffix("%").strip())
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= 1000:
+        raise UsageError(f"{option} is {text[:20]!r}; allowed: a percentage above 0, such as 5%")
+    return value / 100
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"{path} cannot be written: {error.strerror or error}; check --picture") from None
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def say(sentence: str) -> None:
+    """Print how far the measurement is on standard error."""
+    print(f"jupyter gpu measure: {sentence}", file=sys.stderr, flush=True)
+
+
+@dataclass(slots=True)
+class Measurement:
+    """One measurement, from its trial to its end. For the main thread: programs end with the thread that starts them."""
+
+    plan: Plan
+    client: BrokerClient
+    folder: Path
+    study: Study = field(init=False)
+    disturbed: dict[str, int] = field(default_factory=dict)  # how often, by reason
+    _places: Places = field(init=False)
+    _host: HostStatus = field(init=False)
+    _began_s: float = field(default_factory=time.monotonic)
+    _trial_s: float = 0.0
+    _repeats: bool = False
+
+    def __post_init__(self) -> None:
+        self._host = self.client.status()
+        baseline, *others = self._settings()
+        self.study = Study(baseline, [baseline, *others], self.plan.interval)
+        plan = self.plan
+        self._places = Places(self.client, plan.pool, plan.memory_mib, self.folder, say, plan.may_wait)
+
+    @property
+    def until_s(self) -> float:
+        """When the time is over, by `time.monotonic`."""
+        return self._began_s + self.plan.within_s
+
+    def run(self) -> None:
+        """Measure until everything is known or the time is over. Raises CommandError where not even a trial succeeds."""
+        self._trial()
+        while (steps := self.study.next_round()) and time.monotonic() < self.until_s:
+            found = {}
+            for setting in steps:
+                if setting not in self.study.failed and (sample := self._attempt(setting)) is not None:
+                    found[setting] = sample
+            self.study.add(found)
+            self._report()
+
+    def about(self) -> dict[str, object]:
+        """Return what a reader of the figures has to know."""
+        return {
+            "command": shlex.join(self.plan.command),
+            "pool": self.plan.pool,
+            "simulated": self._host.simulated,
+            "seconds": round(time.monotonic() - self._began_s, 1),
+            "rounds": self.study.rounds,
+            "unit_is_whole_run": self._repeats,
+            "disturbed": self.disturbed,
+        }
+
+    def remarks(self) -> list[str]:
+        """Return what is said before the figures."""
+        lines = ["on a simulated device"] if self._host.simulated else []
+        if self._repeats:
+            lines.append("a unit of work is a whole run of the program, as it reports none")
+        if self.disturbed:
+            often = sum(self.disturbed.values())
+            reason = max(self.disturbed, key=lambda one: self.disturbed[one])
+            lines.append(f"{often} step{'s' * (often > 1)} left out as others came between, most often: {reason}")
+        return lines
+
+    def _settings(self) -> list[Setting]:
+        offered = self._host.pools.get(self.plan.pool)
+        if offered is None:
+            raise CommandError(
+                f"there is no pool {self.plan.pool}; choose from {', '.join(sorted(self._host.pools))} with --pool"
+            )
+        if self.plan.copies is None:
+            return settings_of_fractions(self.plan.fractions_milli or offered)
+        try:
+            return settings_of_copies(self.plan.copies, offered)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+
+    def _trial(self) -> None:
+        """Find out what a unit of work is, and how long a step takes."""
+        limit_s = self._began_s + self.plan.within_s / _TRIAL_PART
+        say(f"a trial on {format_fraction(self.study.baseline.fraction_milli)}, to see what a unit of work is")
+        while True:
+            began_s = time.monotonic()
+            try:
+                self._step(self.study.baseline, limit_s)
+            except SilentError:
+                if self._repeats:
+                    raise
+                self._repeats = True
+            except (NoSpareRoomError, DisturbedError) as error:
+                if time.monotonic() >= limit_s:
+                    raise CommandError(
+                        f"nothing could be measured: {error}; try again later, with smaller --fractions, or with --may-wait"
+                    ) from None
+                time.sleep(_RETRY_S)
+            except TooSlowError as error:
+                raise CommandError(f"{error}; give more time with --within, or smaller units of work") from None
+            except TickError as error:
+                raise CommandError(str(error)) from None
+            else:
+                self._trial_s = time.monotonic() - began_s
+                return
+
+    def _attempt(self, setting: Setting) -> Sample | None:
+        """Return what a step measured, None if it could not be: then the study knows why."""
+        while (now_s := time.monotonic()) < self.until_s:
+            limit_s = now_s + 10 + 3 * self._trial_s * setting.tenants
+            try:
+                return self._step(setting, min(limit_s, self.until_s))
+            except (DisturbedError, NoSpareRoomError) as error:
+                why = str(error)
+                self.disturbed[why] = self.disturbed.get(why, 0) + 1
+                self.study.trouble[setting] = why
+                if time.monotonic() >= limit_s:
+                    return None
+                time.sleep(_RETRY_S)
+            except TooSlowError as error:
+                if time.monotonic() < self.until_s:
+                    self.study.fail(setting, str(error))
+                return None
+            except (TenantError, SilentError, TickError, BadRequestError) as error:
+                self.study.fail(setting, str(error))
+                return None
+        return None
+
+    def _step(self, setting: Setting, limit_s: float) -> Sample:
+        plan = self.plan
+        command = [*self._repeat(), *plan.command] if self._repeats else plan.command
+        commands = [command] * setting.tenants
+        if plan.beside:
+            mix = [[*self._repeat(), *one] for one in plan.beside]
+            commands = [command, *(mix[number % len(mix)] for number in range(setting.tenants - 1))]
+        measured = 1 if plan.beside else setting.tenants
+        with self._places.tenants(commands, setting.fraction_milli, limit_s) as tenants:
+            return Step(self.client, plan.pool, tenants, measured, limit_s).run()
+
+    @staticmethod
+    def _repeat() -> list[str]:
+        return [sys.executable, "-I", "-S", os.fspath(_REPEAT)]
+
+    def _report(self) -> None:
+        """Say what is known after a round."""
+        parts = []
+        for setting in self.study.settings:
+            if quotients := self.study.quotients.get(setting):
+                so_far = answer.percent_slower(quotients)
+                sure = "sure enough" if self.study.is_narrow(setting) else f"{len(quotients)} rounds"
+                parts.append(f"{format_fraction(setting.fraction_milli)} x {setting.tenants}: {so_far} ({sure})")
+        spent = format_duration(round((time.monotonic() - self._began_s) * 1000))
+        limit = format_duration(round(self.plan.within_s * 1000))
+        say(f"round {self.study.rounds}, {spent} of at most {limit}: {', '.join(parts) or 'nothing to compare yet'}")

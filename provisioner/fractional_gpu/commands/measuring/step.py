@@ -1,0 +1,149 @@
+"""One step: tenants are started on one device, work side by side for a while, and are ended; what they did in that time is the sample."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.commands.measuring.study import Sample
+from fractional_gpu.commands.measuring.tenants import Tenant, disturbance, others_mib
+from fractional_gpu.commands.measuring.ticks import Tick, overlap, pace, read_ticks, units_between
+from fractional_gpu.commands.terminal.errors import CommandError
+from fractional_gpu.protocol.messages import DeviceStatus
+
+ENOUGH_UNITS: Final = 12  # reports of each tenant, and the shortest time of a step
+SHORTEST_S: Final = 1.0
+LONG_S: Final = 10.0  # a step that has taken so long needs only one unit of each tenant
+_LOOK_S: Final = 0.05
+_STATUS_S: Final = 0.5
+
+
+class DisturbedError(CommandError):
+    """Something else used the device, or waited for it, so the step says nothing."""
+
+
+class TooSlowError(CommandError):
+    """The step's time was over before there was a unit of work to measure."""
+
+
+class SilentError(CommandError):
+    """The program ended successfully and reported nothing: its whole run is the unit of work."""
+
+
+@dataclass(slots=True)
+class Step:
+    """Tenants that have their places, of which the first `measured` ones count. One use."""
+
+    client: BrokerClient
+    pool: str
+    tenants: Sequence[Tenant]
+    measured: int
+    limit_s: float  # by `time.monotonic`
+    _looks: list[tuple[int, DeviceStatus]] = field(default_factory=list)
+    _memory_mib: int = 0
+    _others_mib: int | None = None
+    _using: set[str] = field(default_factory=set)
+
+    def run(self) -> Sample:
+        """Run the step.
+
+        Raises TenantError if a program fails, SilentError, DisturbedError, TooSlowError, TickError, and the errors of the protocol.
+        """
+        self._look()
+        for tenant in self.tenants:
+            tenant.go()
+        status_s = time.monotonic()
+        while not (is_over := any(self._has_ended(tenant) for tenant in self.tenants)) and not self._is_enough():
+            now_s = time.monotonic()
+            if now_s >= self.limit_s:
+                break
+            if now_s - status_s >= _STATUS_S:
+                self._look()
+                status_s = time.monotonic()
+            time.sleep(_LOOK_S)
+        if not is_over:
+            self._look()
+        return self._sample(is_over=is_over)
+
+    def _has_ended(self, tenant: Tenant) -> bool:
+        """Whether its program has ended well. Raises TenantError if it has failed."""
+        if tenant.running is None or not tenant.running.has_ended():
+            return False
+        if tenant.running.end(0):
+            raise tenant.failure()
+        return True
+
+    def _ticks(self) -> list[list[Tick]]:
+        return [read_ticks(tenant.ticks) for tenant in self.tenants[: self.measured]]
+
+    def _span(self, ticks: Sequence[Sequence[Tick]]) -> tuple[int, int] | None:
+        """Return when all tenants work, ns; None if one of them has not begun."""
+        others = self.tenants[self.measured :]
+        if not all(ticks) or not all(one.lease.lease_id in self._using for one in others):
+            return None
+        since_ns, until_ns = overlap(ticks)
+        return since_ns, until_ns
+
+    def _is_enough(self) -> bool:
+        ticks = self._ticks()
+        span = self._span(ticks)
+        if span is None:
+            return False
+        seconds = (span[1] - span[0]) / 1e9
+        least = 1 if seconds >= LONG_S else ENOUGH_UNITS
+        inside = (sum(span[0] < one.at_ns <= span[1] for one in each) for each in ticks)
+        return seconds >= SHORTEST_S and min(inside) >= least
+
+    def _look(self) -> None:
+        """Note what the broker says of the device now. Raises DisturbedError if that is not of the tenants alone."""
+        status = self.client.status(fresh=True)
+        device_id = self.tenants[0].device_id
+        if why := disturbance(status, self.tenants, device_id, self.pool):
+            raise DisturbedError(why)
+        mib = others_mib(status, self.tenants, device_id)
+        if self._others_mib not in (None, mib):
+            raise DisturbedError("other leases on the device came, went or changed")
+        self._others_mib = mib
+        self._looks.append((time.monotonic_ns(), next(one for one in status.devices if one.device_id == device_id)))
+        measured = {one.lease.lease_id for one in self.tenants[: self.measured]}
+        for lease in status.leases:
+            if lease.lease_id in measured:
+                self._memory_mib = max(self._memory_mib, lease.used_mib)
+            if lease.used_mib:
+                self._using.add(lease.lease_id)
+
+    def _sample(self, *, is_over: bool) -> Sample:
+        ticks = self._ticks()
+        if is_over and not all(ticks):
+            raise SilentError("the program ended and reported no unit of work")
+        span = self._span(ticks)
+        paces = [pace(each, *span) for each in ticks] if span is not None else []
+        known = [one for one in paces if one is not None]
+        if len(known) < self.measured:
+            what = "ended" if is_over else "had reported too little when the step's time was over"
+            raise TooSlowError(f"a program {what} before two units of work were done beside the others")
+        cost = self.tenants[0].cost()
+        busy = [one.busy_percent for at_ns, one in self._looks if span and at_ns >= span[0]]
+        percents = [one for one in busy if one is not None]
+        return Sample(
+            unit_s=self.measured / sum(1 / one.unit_s for one in known),
+            latencies_s=[time_s for one in known for time_s in one.latencies_s],
+            measured=self.measured,
+            memory_mib=self._memory_mib or None,
+            busy_percent=sum(percents) / len(percents) if percents else None,
+            unit_mj=self._unit_mj(ticks, span[0] if span else 0),
+            hour_milli=cost.now_milli,
+            currency=cost.currency,
+        )
+
+    def _unit_mj(self, ticks: Sequence[Sequence[Tick]], since_ns: int) -> float | None:
+        """Return the device's energy between the first and the last look within the span, for each unit; None where it is unknown."""
+        inside = [(at_ns, one.energy_mj) for at_ns, one in self._looks if at_ns >= since_ns]
+        if len(inside) < 2:
+            return None
+        (from_ns, before_mj), (to_ns, after_mj) = inside[0], inside[-1]
+        units = sum(units_between(each, from_ns, to_ns) for each in ticks)
+        if before_mj is None or after_mj is None or not units:
+            return None
+        return (after_mj - before_mj) / units

@@ -1,0 +1,202 @@
+"""What is measured, in which order, until when, and what follows from it. Samples in, findings out; no I/O and no clock.
+
+The method:
+
+- A setting is a share and how many tenants the device has. One of them, the baseline, is a single tenant of the largest share: alone.
+- Settings are measured in rounds, one step of each. Every other round goes backwards (A B B A), so that what drifts steadily cancels.
+- A step's time of a unit of work is compared with that of the baseline in the same round only. The finding is the median of these
+  quotients over the rounds, its interval that of the sign test (`fractional_gpu.stats`): it needs six rounds at least, and assumes nothing
+  about the noise but that rounds are independent.
+- A setting whose interval is narrow enough is measured no more. What other tenants disturbed is left out, not averaged in.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from fractional_gpu.stats import Estimate, median, median_estimate, percentile
+
+WHOLE_MILLI: Final = 1000
+LEAST_ROUNDS: Final = 6
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Setting:
+    """A share, milli-GPU, and how many tenants the device has, the measured one included."""
+
+    fraction_milli: int
+    tenants: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What one step measured. Times in seconds; None: not known."""
+
+    unit_s: float  # for a unit of work of one tenant, the mean over the step
+    latencies_s: Sequence[float]  # each time between two reports of a tenant
+    measured: int = 1  # tenants that reported units: all copies, or the first one of a mix
+    memory_mib: int | None = None  # the most that a measured tenant used
+    busy_percent: float | None = None
+    unit_mj: float | None = None  # the device's energy for a unit of work, all tenants' units counted
+    hour_milli: int = 0  # price of an hour of the share, thousandths of the currency; 0: none
+    currency: str = ""
+
+    @property
+    def device_units_s(self) -> float:
+        """Units of work in a second, of all measured tenants."""
+        return self.measured / self.unit_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What is known of a setting. Times in seconds, None: unknown."""
+
+    setting: Setting
+    rounds: int
+    why_not: str = ""  # why it cannot be known, a sentence
+    slower: Estimate | None = None  # how many times as long as alone a unit takes; exactly 1 for the baseline
+    unit_s: float = math.nan
+    median_s: float = math.nan  # latency
+    p95_s: float = math.nan
+    device_units_s: float = math.nan
+    memory_mib: int | None = None
+    busy_percent: float | None = None
+    unit_mj: float | None = None
+    unit_gpu_s: float = math.nan  # GPU seconds for a unit: the share times its time
+    unit_price: float | None = None  # in the currency
+    currency: str = ""
+    cost: float | None = None  # of a unit, as a part of what it costs alone
+
+    def suffices(self, most_slower: float) -> bool | None:
+        """Whether a unit takes at most so many times as long as alone (1.1); None: cannot be said."""
+        if self.slower is None:
+            return None
+        if self.slower.high <= most_slower:
+            return True
+        return False if self.slower.low > most_slower else None
+
+
+@dataclass(slots=True)
+class Study:
+    """The settings under study. `baseline` is one of them. `interval`: how wide an interval may be, as a part of its value."""
+
+    baseline: Setting
+    settings: Sequence[Setting]
+    interval: float
+    samples: dict[Setting, list[Sample]] = field(default_factory=dict)
+    quotients: dict[Setting, list[float]] = field(default_factory=dict)
+    failed: dict[Setting, str] = field(default_factory=dict)
+    trouble: dict[Setting, str] = field(default_factory=dict)  # why its last step that failed did
+    rounds: int = 0
+
+    def next_round(self) -> list[Setting]:
+        """Return the steps of the next round in their order; none if everything is known that can be."""
+        open_ones = [
+            one for one in self.settings if one != self.baseline and one not in self.failed and not self.is_narrow(one)
+        ]
+        if self.baseline in self.failed or (not open_ones and self.rounds):
+            return []
+        steps = [self.baseline, *open_ones]
+        return steps[::-1] if self.rounds % 2 else steps
+
+    def add(self, found: Mapping[Setting, Sample]) -> None:
+        """Take a round. Settings may be missing; without the baseline nothing is compared."""
+        self.rounds += 1
+        alone = found.get(self.baseline)
+        for setting, sample in found.items():
+            self.samples.setdefault(setting, []).append(sample)
+            if alone is not None and setting != self.baseline:
+                self.quotients.setdefault(setting, []).append(sample.unit_s / alone.unit_s)
+
+    def fail(self, setting: Setting, why: str) -> None:
+        """Measure a setting no more. `why`: a sentence."""
+        self.failed[setting] = why
+
+    def is_narrow(self, setting: Setting) -> bool:
+        """Whether the setting's interval is narrow enough."""
+        quotients = self.quotients.get(setting, ())
+        if len(quotients) < LEAST_ROUNDS:
+            return False
+        found = median_estimate(quotients)
+        return found.high - found.low <= self.interval * found.value
+
+    def findings(self) -> list[Finding]:
+        """Return what is known of each setting, in the order of the settings."""
+        return [self._finding(setting) for setting in self.settings]
+
+    def _finding(self, setting: Setting) -> Finding:
+        samples = self.samples.get(setting, [])
+        quotients = self.quotients.get(setting, [])
+        rounds = len(samples if setting == self.baseline else quotients)
+        if setting in self.failed or not samples:
+            why = self.failed.get(setting) or self.trouble.get(setting, "the time was over before it was measured")
+            return Finding(setting=setting, rounds=rounds, why_not=why)
+        slower: Estimate | None = Estimate(1.0, 1.0, 1.0)
+        why = ""
+        if setting != self.baseline:
+            slower = median_estimate(quotients) if len(quotients) >= LEAST_ROUNDS else None
+            if slower is None:
+                why = f"{rounds} of the {LEAST_ROUNDS} rounds that it takes at least could be measured"
+                why += f"; {self.trouble[setting]}" if setting in self.trouble else ""
+        unit_s = median([one.unit_s for one in samples])
+        alone = self.samples.get(self.baseline)
+        hour_milli = samples[-1].hour_milli
+        return Finding(
+            setting=setting,
+            rounds=rounds,
+            why_not=why,
+            slower=slower,
+            unit_s=unit_s,
+            median_s=median([percentile(one.latencies_s, 50) for one in samples]),
+            p95_s=median([percentile(one.latencies_s, 95) for one in samples]),
+            device_units_s=median([one.device_units_s for one in samples]),
+            memory_mib=max((one.memory_mib for one in samples if one.memory_mib is not None), default=None),
+            busy_percent=_middle([one.busy_percent for one in samples]),
+            unit_mj=_middle([one.unit_mj for one in samples]),
+            unit_gpu_s=unit_s * setting.fraction_milli / WHOLE_MILLI,
+            unit_price=unit_s * hour_milli / 3_600_000 if hour_milli else None,
+            currency=samples[-1].currency,
+            cost=_cost(setting, self.baseline, slower) if alone and slower is not None else None,
+        )
+
+
+def _cost(setting: Setting, baseline: Setting, slower: Estimate) -> float:
+    """Return what a unit costs as a part of what it costs alone: a pool charges by share and time."""
+    return slower.value * setting.fraction_milli / baseline.fraction_milli
+
+
+def _middle(values: Sequence[float | None]) -> float | None:
+    known = [one for one in values if one is not None]
+    return median(known) if known else None
+
+
+def settings_of_fractions(fractions_milli: Sequence[int]) -> list[Setting]:
+    """Return the baseline, the largest share alone, and each share on a device that is full of its tenants; largest first."""
+    largest = max(fractions_milli)
+    full = {Setting(one, WHOLE_MILLI // one) for one in fractions_milli}
+    return [Setting(largest, 1), *sorted(full - {Setting(largest, 1)}, reverse=True)]
+
+
+def settings_of_copies(copies: Sequence[int], offered_milli: Sequence[int]) -> list[Setting]:
+    """Return the baseline and, for each number of copies beside the measured one, the largest offered share of which so many fit.
+
+    Raises ValueError where no share on offer is small enough.
+    """
+    found = [Setting(max(offered_milli), 1)]
+    for number in sorted(set(copies)):
+        fitting = [one for one in offered_milli if one * (number + 1) <= WHOLE_MILLI]
+        if not fitting:
+            least = min(offered_milli)
+            raise ValueError(
+                f"{number} copies beside the measured one do not fit on a device: the smallest share on offer is {least / 1000:g}; "
+                f"allowed: up to {WHOLE_MILLI // least - 1} copies"
+            )
+        found.append(Setting(max(fitting), number + 1))
+    return found
+
+
+def right_share(findings: Sequence[Finding], most_slower: float) -> Finding | None:
+    """Return the smallest share that is known to suffice on a full device, None if there is none besides the baseline."""
+    known = [one for one in findings if one.suffices(most_slower)]
+    return min(known, key=lambda one: (one.setting.fraction_milli, -one.setting.tenants), default=None)

@@ -1,0 +1,233 @@
+"""Tenants: programs under leases of their own, on one device together.
+
+A program waits in its stub until all tenants have their places on the same device. Brokers choose devices, so stubs that got places
+elsewhere give them back. Unless waiting is allowed, places come from spare room only: nothing is suspended for them, and nothing that
+waits for a GPU is overtaken.
+"""
+
+import os
+import time
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.commands.run.process import HeldCommand, RunningCommand
+from fractional_gpu.commands.run.start import TIMEOUT_S, attach, command_environment, wait_for_gpu
+from fractional_gpu.commands.terminal.errors import CommandError
+from fractional_gpu.jupyter.kernel_lease import KernelLease, environment_with, take_lease
+from fractional_gpu.protocol.accounts import Cost
+from fractional_gpu.protocol.errors import FractionalGPUError
+from fractional_gpu.protocol.messages import COMMAND, AcquireRequest, HostStatus, LeaseRequest, Progress
+from fractional_gpu_kernel.measure import FILE
+
+PATIENCE_S: Final = 2.0  # for a program to end when asked to
+_LEAST_WAIT_MS: Final = 1000
+_TAIL: Final = 2000
+_MOST_ELSEWHERE: Final = 64
+
+
+class NoSpareRoomError(CommandError):
+    """The pool has no spare room for a step now."""
+
+
+class TenantError(CommandError):
+    """A tenant's program failed."""
+
+
+@dataclass(slots=True, eq=False)
+class Tenant:
+    """A program and its lease, from its stub to its end. `folder` has its reports and what it printed."""
+
+    command: Sequence[str]
+    lease: KernelLease
+    folder: Path
+    granted: Mapping[str, str] = field(default_factory=dict)
+    device_id: str = ""  # once it has its place
+    held: HeldCommand | None = None
+    running: RunningCommand | None = None
+    _client: BrokerClient | None = None
+    _hold: Generator[Progress, None, None] | None = None
+
+    @property
+    def ticks(self) -> Path:
+        """The file of its reports."""
+        return self.folder / "ticks"
+
+    def place(self, wait_ms: int, say: Callable[[str], None]) -> None:
+        """Have its place on a device: the stub waits there. Raises CommandError, FractionalGPUError."""
+        environment = environment_with(self.lease, {**os.environ, "JUPYTER_GPU_KIND": COMMAND})
+        self.ticks.touch()
+        with (self.folder / "output").open("wb") as output:
+            self.held = HeldCommand(self.command, environment, output)
+        attach(self.lease, self.held.pid)
+        self.granted = wait_for_gpu(self.lease, max(wait_ms, _LEAST_WAIT_MS), say)
+        # In use from now on, so that a pause does not make it one of those that may be suspended.
+        self._client = BrokerClient(self.lease.socket, token=self.lease.token)
+        self._hold = self._client.hold(self.lease.lease_id, AcquireRequest())
+        next(self._hold, None)
+        self.device_id = self._client.lease(self.lease.lease_id).device_id or ""
+
+    def go(self) -> None:
+        """Begin the program. Raises CannotRunError."""
+        assert self.held is not None  # noqa: S101 - the order of calls is this room's
+        environment = {**command_environment(self.lease, self.granted), FILE: os.fspath(self.ticks)}
+        held, self.held = self.held, None
+        self.running = held.go(environment)
+
+    def cost(self) -> Cost:
+        """Return what its lease costs now. Raises the errors of the protocol."""
+        with BrokerClient(self.lease.socket, token=self.lease.token) as client:
+            return client.cost(self.lease.lease_id)
+
+    def end(self) -> None:
+        """End whatever there is of it, and its lease. Idempotent."""
+        if self.held is not None:
+            self.held.give_up()
+            self.held = None
+        if self.running is not None:
+            self.running.end(PATIENCE_S)
+        if self._hold is not None:
+            self._hold.close()
+            self._hold = None
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        with suppress(FractionalGPUError):
+            self.lease.release()
+
+    def failure(self) -> TenantError:
+        """Return what to say of a program that has ended too early, with the end of what it printed."""
+        status = self.running.end(PATIENCE_S) if self.running is not None else 0
+        printed = (self.folder / "output").read_bytes()[-_TAIL:].decode("utf-8", "replace").strip().splitlines()
+        said = f'; the last that it printed: "{printed[-1][:200]}"' if printed else ""
+        return TenantError(f"the program ended with exit status {status}{said}")
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """How tenants get their places."""
+
+    client: BrokerClient
+    pool: str
+    memory_mib: int | None
+    folder: Path  # for the tenants' files
+    say: Callable[[str], None]
+    may_wait: bool
+
+    @contextmanager
+    def tenants(
+        self, commands: Sequence[Sequence[str]], fraction_milli: int, until_s: float
+    ) -> Iterator[Sequence[Tenant]]:
+        """Yield stubs of the commands, in their order, on one device. They and what became of them end with the block.
+
+        `until_s`: how long to wait for room, by `time.monotonic`. Raises NoSpareRoomError, FractionalGPUError.
+        """
+        with ExitStack() as stack:
+            placed: list[Tenant] = []
+            elsewhere: list[Tenant] = []
+            while len(placed) < len(commands):
+                device_id = placed[0].device_id if placed else ""
+                wanted = len(commands) - len(placed)
+                tenant = self._tenant(commands[len(placed)], fraction_milli, wanted, device_id, until_s)
+                stack.callback(tenant.end)
+                tenant.place(self._wait_ms(until_s), self.say)
+                if tenant.device_id == device_id or (not placed and self._has_room(tenant, wanted - 1)):
+                    placed.append(tenant)
+                    continue
+                elsewhere.append(tenant)  # it keeps its place for the moment, so that the next one does not get it, too
+                if len(elsewhere) >= _MOST_ELSEWHERE:
+                    raise NoSpareRoomError(f"the pool {self.pool} gave {_MOST_ELSEWHERE} places on other devices")
+            for tenant in elsewhere:
+                tenant.end()
+            yield placed
+
+    def _has_room(self, tenant: Tenant, wanted: int) -> bool:
+        """Whether the device that a first tenant got has room for all the others."""
+        if self.may_wait or not wanted:
+            return True
+        status = self.client.status(fresh=True)
+        return not no_spare_room(status, self.pool, tenant.lease.reserve_mib, wanted, tenant.device_id)
+
+    def _wait_ms(self, until_s: float) -> int:
+        return round((until_s - time.monotonic()) * 1000) if self.may_wait else 0
+
+    def _tenant(
+        self, command: Sequence[str], fraction_milli: int, wanted: int, device_id: str, until_s: float
+    ) -> Tenant:
+        request = LeaseRequest(
+            fraction_milli=fraction_milli,
+            pool=self.pool,
+            memory_mib=self.memory_mib,
+            label=f"measure {Path(command[0]).name}",
+            gated=False,
+            kind=COMMAND,
+        )
+        lease = take_lease(request, timeout_s=TIMEOUT_S)
+        try:
+            if not self.may_wait:
+                self._check_spare(lease.reserve_mib, wanted, device_id, until_s)
+            folder = self.folder / lease.lease_id
+            folder.mkdir()
+        except BaseException:
+            with suppress(FractionalGPUError):
+                lease.release()
+            raise
+        return Tenant(command, lease, folder)
+
+    def _check_spare(self, reserve_mib: int, wanted: int, device_id: str, until_s: float) -> None:
+        """Raise NoSpareRoomError where no device has spare room for so many, for a moment at least; a lease may be about to end."""
+        limit_s = min(until_s, time.monotonic() + PATIENCE_S)
+        while True:
+            status = self.client.status(fresh=True)
+            why = no_spare_room(status, self.pool, reserve_mib, wanted, device_id)
+            if not why:
+                return
+            if time.monotonic() >= limit_s:
+                raise NoSpareRoomError(why)
+            time.sleep(0.1)
+
+
+def no_spare_room(status: HostStatus, pool: str, reserve_mib: int, wanted: int, device_id: str = "") -> str:
+    """Return why the pool (or its one device) has no room for so many leases that nothing else uses or waits for; empty if it has."""
+    if waiting := next((one for one in status.leases if one.pool == pool and one.position is not None), None):
+        return f"{waiting.label or waiting.lease_id} waits for a GPU of the pool {pool}"
+    devices = [
+        one
+        for one in status.devices
+        if one.pool == pool and not one.lost and not one.draining and device_id in ("", one.device_id)
+    ]
+    spare_mib = max((one.leasable_mib - max(one.reserved_mib, one.used_mib) for one in devices), default=0)
+    if spare_mib >= reserve_mib * wanted:
+        return ""
+    return (
+        f"no device of the pool {pool} has {reserve_mib * wanted} MiB that nothing has reserved, for {wanted} more of such a share; "
+        f"the most is {max(0, spare_mib)} MiB"
+    )
+
+
+def disturbance(status: HostStatus, tenants: Iterable[Tenant], device_id: str, pool: str) -> str:
+    """Return what else happens on the device or waits for it, or that a tenant is not on it, a sentence; empty: nothing."""
+    ours = {tenant.lease.lease_id for tenant in tenants}
+    for lease in status.leases:
+        if lease.lease_id in ours:
+            if lease.state != "resident":
+                return f"a tenant was {lease.state}"
+        elif lease.pool == pool and lease.position is not None:
+            return f"{lease.label or lease.lease_id} waits for a GPU"
+        elif device_id in (lease.device_id, *lease.device_ids) and (lease.busy or lease.working):
+            return f"{lease.label or lease.lease_id} worked on the device"
+    return ""
+
+
+def others_mib(status: HostStatus, tenants: Collection[Tenant], device_id: str) -> int:
+    """Return how much of the device is reserved or used by what is not a tenant, MiB, other users' leases included."""
+    ours = {tenant.lease.lease_id for tenant in tenants}
+    device = next(one for one in status.devices if one.device_id == device_id)
+    return (
+        device.reserved_mib
+        + device.stranger_mib
+        - sum(one.reserved_mib for one in status.leases if one.lease_id in ours)
+    )
