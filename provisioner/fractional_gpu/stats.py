@@ -42,6 +42,16 @@ def percentile(samples: Sequence[float], percent: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
+def midmean(samples: Sequence[float]) -> float:
+    """Return the mean of the middle half of the samples: what is typical, whatever a quarter at each end does. Raises ValueError."""
+    ordered = sorted(samples)
+    cut = len(ordered) // 4
+    middle = ordered[cut : len(ordered) - cut]
+    if not middle:
+        raise ValueError("there are no samples, so no middle of them")
+    return math.fsum(middle) / len(middle)
+
+
 def median_estimate(samples: Sequence[float]) -> Estimate:
     """Return the median and its sign-test interval. The samples must be independent. Raises ValueError without any."""
     ordered = sorted(samples)

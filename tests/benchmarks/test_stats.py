@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fractional_gpu.stats import midmean
 from tests.benchmarks.stats import CONFIDENCE, compare_percentiles, median, median_estimate, percentile
 
 SAMPLES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60)
@@ -34,6 +35,22 @@ def test_a_percentile_between_two_samples_is_interpolated() -> None:
 def test_a_percentile_that_makes_no_sense_is_refused(samples: list[float], percent: float) -> None:
     with pytest.raises(ValueError, match=r"no samples|not a percentage"):
         percentile(samples, percent)
+
+
+@given(SAMPLES, st.floats(1, 1e9))
+def test_the_middle_lies_between_the_quartiles_and_ignores_how_far_off_the_others_are(
+    samples: list[float], far: float
+) -> None:
+    ordered = sorted(samples)
+    cut = len(ordered) // 4
+    assert ordered[cut] - 1e-6 <= midmean(samples) <= ordered[-1 - cut] + 1e-6
+    outliers = [one - far for one in ordered[:cut]] + ordered[cut : len(ordered) - cut]
+    assert midmean([*outliers, *(one + far for one in ordered[len(ordered) - cut :])]) == midmean(samples)
+
+
+def test_nothing_has_no_middle() -> None:
+    with pytest.raises(ValueError, match="no middle"):
+        midmean([])
 
 
 @given(SAMPLES)

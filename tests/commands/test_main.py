@@ -42,7 +42,10 @@ def test_an_unknown_command_names_those_there_are(capsys: pytest.CaptureFixture[
         main(["statsu"])
     assert ended.value.code == 2
     said = capsys.readouterr().err
-    assert "there is no command 'statsu'; did you mean `jupyter gpu status`? choose from demo, lab, run, status" in said
+    assert (
+        "there is no command 'statsu'; did you mean `jupyter gpu status`? choose from demo, lab, run, measure, status"
+        in said
+    )
     with pytest.raises(SystemExit):
         main(["frobnicate"])
     assert "there is no command 'frobnicate'; choose from demo" in capsys.readouterr().err

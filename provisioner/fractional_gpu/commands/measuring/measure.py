@@ -37,7 +37,7 @@ from fractional_gpu.core.units import (
     parse_memory_mib,
 )
 from fractional_gpu.jupyter.kernel_command import check_pool_name
-from fractional_gpu.protocol.errors import BadRequestError, FractionalGPUError
+from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
 from fractional_gpu.protocol.messages import HostStatus
 
 _SIGNALLED: Final = 128
@@ -344,7 +344,9 @@ class Measurement:
                 if time.monotonic() < self.until_s:
                     self.study.fail(setting, str(error))
                 return None
-            except (TenantError, SilentError, TickError, BadRequestError) as error:
+            except BrokerUnavailableError:
+                raise
+            except (TenantError, SilentError, TickError, FractionalGPUError) as error:  # such as what a seat refuses
                 self.study.fail(setting, str(error))
                 return None
         return None

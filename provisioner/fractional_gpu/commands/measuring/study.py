@@ -4,9 +4,10 @@ The method:
 
 - A setting is a share and how many tenants the device has. One of them, the baseline, is a single tenant of the largest share: alone.
 - Settings are measured in rounds, one step of each. Every other round goes backwards (A B B A), so that what drifts steadily cancels.
-- A step's time of a unit of work is compared with that of the baseline in the same round only. The finding is the median of these
-  quotients over the rounds, its interval that of the sign test (`fractional_gpu.stats`): it needs six rounds at least, and assumes nothing
-  about the noise but that rounds are independent.
+- A step's typical time of a unit of work (the mean of the middle half: a host that stalls now and then makes some units much longer, on
+  any share) is compared with that of the baseline in the same round only. The finding is the median of these quotients over the rounds,
+  its interval that of the sign test (`fractional_gpu.stats`): it needs six rounds at least, and assumes nothing about the noise but that
+  rounds are independent.
 - A setting whose interval is narrow enough is measured no more. What other tenants disturbed is left out, not averaged in.
 """
 
@@ -15,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from fractional_gpu.stats import Estimate, median, median_estimate, percentile
+from fractional_gpu.stats import Estimate, median, median_estimate, midmean, percentile
 
 WHOLE_MILLI: Final = 1000
 LEAST_ROUNDS: Final = 6
@@ -34,13 +35,18 @@ class Sample:
     """What one step measured. Times in seconds; None: not known."""
 
     unit_s: float  # for a unit of work of one tenant, the mean over the step
-    latencies_s: Sequence[float]  # each time between two reports of a tenant
+    latencies_s: Sequence[float]  # each time between two reports of a tenant, for a unit
     measured: int = 1  # tenants that reported units: all copies, or the first one of a mix
     memory_mib: int | None = None  # the most that a measured tenant used
     busy_percent: float | None = None
     unit_mj: float | None = None  # the device's energy for a unit of work, all tenants' units counted
     hour_milli: int = 0  # price of an hour of the share, thousandths of the currency; 0: none
     currency: str = ""
+
+    @property
+    def typical_s(self) -> float:
+        """What a unit of work typically takes."""
+        return midmean(self.latencies_s)
 
     @property
     def device_units_s(self) -> float:
@@ -55,8 +61,8 @@ class Finding:
     setting: Setting
     rounds: int
     why_not: str = ""  # why it cannot be known, a sentence
-    slower: Estimate | None = None  # how many times as long as alone a unit takes; exactly 1 for the baseline
-    unit_s: float = math.nan
+    slower: Estimate | None = None  # how many times as long as alone a unit typically takes; exactly 1 for the baseline
+    unit_s: float = math.nan  # the mean, pauses and stalls included: what throughput and cost follow from
     median_s: float = math.nan  # latency
     p95_s: float = math.nan
     device_units_s: float = math.nan
@@ -107,7 +113,7 @@ class Study:
         for setting, sample in found.items():
             self.samples.setdefault(setting, []).append(sample)
             if alone is not None and setting != self.baseline:
-                self.quotients.setdefault(setting, []).append(sample.unit_s / alone.unit_s)
+                self.quotients.setdefault(setting, []).append(sample.typical_s / alone.typical_s)
 
     def fail(self, setting: Setting, why: str) -> None:
         """Measure a setting no more. `why`: a sentence."""

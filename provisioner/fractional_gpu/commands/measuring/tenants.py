@@ -57,13 +57,16 @@ class Tenant:
         return self.folder / "ticks"
 
     def place(self, wait_ms: int, say: Callable[[str], None]) -> None:
-        """Have its place on a device: the stub waits there. Raises CommandError, FractionalGPUError."""
+        """Have its place on a device: the stub waits there. Raises NoSpareRoomError, FractionalGPUError."""
         environment = environment_with(self.lease, {**os.environ, "JUPYTER_GPU_KIND": COMMAND})
         self.ticks.touch()
         with (self.folder / "output").open("wb") as output:
             self.held = HeldCommand(self.command, environment, output)
         attach(self.lease, self.held.pid)
-        self.granted = wait_for_gpu(self.lease, max(wait_ms, _LEAST_WAIT_MS), say)
+        try:
+            self.granted = wait_for_gpu(self.lease, max(wait_ms, _LEAST_WAIT_MS), say)
+        except CommandError as error:
+            raise NoSpareRoomError(str(error)) from None
         # In use from now on, so that a pause does not make it one of those that may be suspended.
         self._client = BrokerClient(self.lease.socket, token=self.lease.token)
         self._hold = self._client.hold(self.lease.lease_id, AcquireRequest())

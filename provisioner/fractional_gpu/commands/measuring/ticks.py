@@ -24,7 +24,7 @@ class Tick:
 class Pace:
     """What one tenant did within a span. Times in seconds."""
 
-    latencies_s: list[float]
+    latencies_s: list[float]  # from report to report, for a unit
     unit_s: float
     units: int
 
@@ -61,7 +61,7 @@ def pace(ticks: Sequence[Tick], since_ns: int, until_ns: int) -> Pace | None:
     if len(inside) < 2 or inside[-1].at_ns == inside[0].at_ns:
         return None
     units = sum(one.units for one in inside[1:])
-    times = [(after.at_ns - before.at_ns) / 1e9 for before, after in pairwise(inside)]
+    times = [(after.at_ns - before.at_ns) / 1e9 / after.units for before, after in pairwise(inside)]
     return Pace(times, (inside[-1].at_ns - inside[0].at_ns) / 1e9 / units, units)
 
 

@@ -1,0 +1,138 @@
+"""`jupyter gpu measure` in real processes on the simulated device, whose slowdown is known.
+
+    python -m tests.benchmarks.measuring seeds [--seeds 20] [--within 90s]   how often the right share, and the truth in the interval
+    python -m tests.benchmarks.measuring tenants [--within 3m] --svg FILE    n models on one device against n devices
+
+A model is a program whose units of work take some 60 ms alone, with noise, and use a part of the device meanwhile.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fractional_gpu.core.time_slicing import slowed_milli, stretch_milli
+from fractional_gpu.curves import Panel, Series, curves
+from tests.support.world import World, new_world
+
+MODEL = """
+import random, sys
+from fractional_gpu.gpu.simulated import cuda
+from fractional_gpu_kernel.measure import tick
+draw = random.Random()
+buffer = cuda.allocate(16 << 20)
+while True:
+    cuda.launch(0.06 * draw.lognormvariate(0, 0.1), float(sys.argv[1]))
+    tick()
+"""
+USES_MILLI = (200, 400, 800)
+RIGHT_MILLI = {200: 250, 400: 500, 800: None}
+"""Which of 1/4, 1/2 and 1 suffices for a model that uses so much of the device alone."""
+
+
+def truth(tenants: int, use_milli: int) -> float:
+    """How many times as long as alone a unit takes beside equals on the simulated device."""
+    return slowed_milli(use_milli, stretch_milli([use_milli] * tenants)) / 1000
+
+
+def measured(world: World, use_milli: int, *options: str) -> dict[str, Any]:
+    """What `jupyter gpu measure --json` says of a model."""
+    command = [sys.executable, "-m", "fractional_gpu.commands.main", "measure", "--json", *options, "--"]
+    model = [sys.executable, "-c", MODEL, str(use_milli / 1000)]
+    ran = subprocess.run(
+        [*command, *model], env=world.environment, cwd=world.notebooks, stdout=subprocess.PIPE, text=True, check=False
+    )
+    if not ran.stdout:
+        raise SystemExit(f"jupyter gpu measure ended with {ran.returncode} and said nothing")
+    found: dict[str, Any] = json.loads(ran.stdout)
+    return found
+
+
+def seeds(options: argparse.Namespace) -> None:
+    """Measure models again and again; print how often that was right."""
+    right = wrong = inside = intervals = unknown = 0
+    with new_world() as world:
+        world.start_broker()
+        for number in range(options.seeds):
+            use_milli = USES_MILLI[number % len(USES_MILLI)]
+            found = measured(world, use_milli, "--within", options.within, "--fractions", "1/4,1/2,1")
+            right += found["suffices_milli"] == RIGHT_MILLI[use_milli]
+            wrong += found["suffices_milli"] not in (None, RIGHT_MILLI[use_milli])
+            for one in found["settings"][1:]:
+                if one["slower"] is None:
+                    unknown += 1
+                    continue
+                intervals += 1
+                true = truth(one["setting"]["tenants"], use_milli)
+                inside += one["slower"]["low"] <= true <= one["slower"]["high"]
+                print(use_milli, one["setting"], one["slower"], "truth", true, flush=True)
+            print(
+                f"{number + 1} runs: {right} right shares, {wrong} wrong; {inside} of {intervals} intervals, {unknown} unknown"
+            )
+
+
+def tenants(options: argparse.Namespace) -> None:
+    """Print the table of n models on one device against n devices, and write the picture."""
+    rows: list[Panel] = []
+    print(
+        "| model uses | models | units/s, one device | n devices | median | p95 | slower than alone | GPU s for a unit |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    with new_world() as world:
+        world.start_broker()
+        for use_milli in USES_MILLI:
+            found = measured(world, use_milli, "--within", options.within, "--copies", "1,3")
+            alone, *_ = known = [one for one in found["settings"] if one["unit_s"] is not None]
+            for one in known:
+                print(_row(use_milli, one, alone))
+            rows.append(_panel(f"a model that uses {use_milli / 10:g} % alone", known, alone))
+    if options.svg is not None:
+        text = curves([rows], across="models", up="units of work in a second, all models", note="Higher is better.")
+        options.svg.write_text(text, encoding="utf-8")
+
+
+def _row(use_milli: int, one: dict[str, Any], alone: dict[str, Any]) -> str:
+    models = one["setting"]["tenants"]
+    slower = one["slower"]
+    how = f"{slower['value']:.2f} ({slower['low']:.2f} to {slower['high']:.2f})" if slower is not None else "unknown"
+    cells = [
+        f"{use_milli / 10:g} %",
+        str(models),
+        f"{one['device_units_s']:.1f}",
+        f"{models / alone['unit_s']:.1f}",
+        f"{one['median_s'] * 1000:.0f} ms",
+        f"{one['p95_s'] * 1000:.0f} ms",
+        how if models > 1 else "1",
+        f"{one['unit_gpu_s']:.3f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _panel(title: str, known: Sequence[dict[str, Any]], alone: dict[str, Any]) -> Panel:
+    models = [one["setting"]["tenants"] for one in known]
+    ours = [("", float(count), one["device_units_s"]) for count, one in zip(models, known, strict=True)]
+    apart = [("", float(count), count / alone["unit_s"]) for count in models]
+    return Panel(title, [Series("on one device", ours), Series("on a device each", apart)])
+
+
+def main() -> None:
+    """Run the command that is named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    one = commands.add_parser("seeds")
+    one.add_argument("--seeds", type=int, default=20)
+    one.add_argument("--within", default="90s")
+    one.set_defaults(run=seeds)
+    other = commands.add_parser("tenants")
+    other.add_argument("--within", default="3m")
+    other.add_argument("--svg", type=Path)
+    other.set_defaults(run=tenants)
+    options = parser.parse_args()
+    options.run(options)
+
+
+if __name__ == "__main__":
+    main()

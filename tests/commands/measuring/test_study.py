@@ -1,0 +1,180 @@
+"""What a study measures, when it stops, and that its intervals contain the truth as often as they say, with noise and beside others."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fractional_gpu.commands.measuring.study import (
+    LEAST_ROUNDS,
+    Finding,
+    Sample,
+    Setting,
+    Study,
+    right_share,
+    settings_of_copies,
+    settings_of_fractions,
+)
+from fractional_gpu.core.time_slicing import slowed_milli, stretch_milli
+from fractional_gpu.stats import Estimate
+
+OFFERED = [125, 250, 500, 1000]
+MOST_SLOWER = 1.1
+MOST_ROUNDS = 60  # a time limit
+
+
+def truth(setting: Setting, use_milli: int) -> float:
+    """How many times as long as alone a unit takes beside equals, by the model of the simulated device."""
+    return slowed_milli(use_milli, stretch_milli([use_milli] * setting.tenants)) / 1000
+
+
+class Machine:
+    """A simulated device with noise: of each step, of each unit, with a drift, and with other tenants that come and go."""
+
+    def __init__(self, seed: int, use_milli: int, *, others: bool = False, noise: float = 0.03) -> None:
+        self.draw = random.Random(seed)
+        self.use_milli, self.others, self.noise = use_milli, others, noise
+        self.drift = 1.0
+        self.slow_steps = 0  # left of the time in which another tenant works here
+
+    def step(self, setting: Setting) -> Sample:
+        self.drift *= 1 + self.draw.gauss(0, 0.01)
+        if self.others and not self.slow_steps and self.draw.random() < 0.06:
+            self.slow_steps = self.draw.randint(1, 4)
+        self.slow_steps = max(0, self.slow_steps - 1)
+        slow = 1.3 if self.slow_steps else 1.0
+        middle_s = 0.05 * truth(setting, self.use_milli) * self.drift * slow * math.exp(self.draw.gauss(0, self.noise))
+        times_s = [middle_s * math.exp(self.draw.gauss(0, 0.1)) for _ in range(12)]
+        return Sample(unit_s=sum(times_s) / len(times_s), latencies_s=times_s, measured=setting.tenants)
+
+
+def studied(machine: Machine, *, interval: float = 0.05, rounds: int = MOST_ROUNDS) -> Study:
+    baseline, *others = settings_of_fractions(OFFERED)
+    study = Study(baseline, [baseline, *others], interval)
+    while (steps := study.next_round()) and study.rounds < rounds:
+        study.add({setting: machine.step(setting) for setting in steps})
+    return study
+
+
+def answers(study: Study) -> list[Finding]:
+    return [one for one in study.findings()[1:] if one.slower is not None]
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["noise", "others come and go"])
+@pytest.mark.parametrize("use_milli", [100, 300, 600, 1000])
+def test_the_interval_contains_the_truth_in_nine_of_ten_cases_although_it_stops_when_narrow(
+    use_milli: int, others: bool
+) -> None:
+    inside = total = 0
+    for seed in range(100):
+        for found in answers(studied(Machine(seed, use_milli, others=others))):
+            assert found.slower is not None
+            total += 1
+            inside += found.slower.low <= truth(found.setting, use_milli) <= found.slower.high
+    assert total >= 250
+    assert inside >= 0.9 * total, f"{inside} of {total}"
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["noise", "others come and go"])
+@pytest.mark.parametrize(("use_milli", "right_milli"), [(100, 125), (200, 250), (400, 500), (800, None)])
+def test_the_right_share_is_found_in_19_of_20_seeds(use_milli: int, right_milli: int | None, others: bool) -> None:
+    right = 0
+    for seed in range(100):
+        best = right_share(studied(Machine(seed, use_milli, others=others)).findings()[1:], MOST_SLOWER)
+        right += (best.setting.fraction_milli if best is not None else None) == right_milli
+    assert right >= 95
+
+
+def test_what_is_too_noisy_is_not_known_and_no_wrong_share_is_named() -> None:
+    for seed in range(30):
+        study = studied(Machine(seed, 450, noise=0.6), rounds=8)
+        assert right_share(study.findings()[1:], MOST_SLOWER) is None
+
+
+def test_fewer_rounds_than_six_say_nothing() -> None:
+    for found in studied(Machine(1, 300), rounds=LEAST_ROUNDS - 1).findings()[1:]:
+        assert (found.slower, found.cost) == (None, None)
+        assert "5 of the 6 rounds" in found.why_not
+
+
+def test_it_stops_when_all_is_narrow_enough_and_measures_no_longer_what_is() -> None:
+    study = studied(Machine(3, 100, noise=0.001))
+    assert study.rounds < MOST_ROUNDS
+    assert study.next_round() == []
+    baseline, *others = study.settings
+    study = Study(baseline, [baseline, *others], 0.05)
+    steady = Sample(unit_s=0.05, latencies_s=[0.05])
+    for _ in range(LEAST_ROUNDS):
+        study.add({**dict.fromkeys([baseline, others[0]], steady)})
+    assert set(study.next_round()) == {baseline, *others[1:]}
+
+
+def test_every_other_round_goes_backwards() -> None:
+    study = Study(Setting(1000, 1), [Setting(1000, 1), Setting(500, 2)], 0.05)
+    first = study.next_round()
+    study.add({})
+    assert study.next_round() == first[::-1]
+
+
+def test_a_round_without_its_baseline_compares_nothing() -> None:
+    study = Study(Setting(1000, 1), [Setting(1000, 1), Setting(500, 2)], 0.05)
+    study.add({Setting(500, 2): Sample(unit_s=0.05, latencies_s=[0.05])})
+    assert study.quotients == {}
+
+
+def test_a_share_that_fails_is_measured_no_more_and_says_why() -> None:
+    study = Study(Setting(1000, 1), [Setting(1000, 1), Setting(500, 2), Setting(250, 4)], 0.05)
+    study.fail(Setting(250, 4), "out of memory")
+    assert Setting(250, 4) not in study.next_round()
+    assert study.findings()[2].why_not == "out of memory"
+    assert study.findings()[2].suffices(MOST_SLOWER) is None
+
+
+def test_a_share_s_cost_is_its_part_times_how_much_longer_it_takes() -> None:
+    study = Study(Setting(1000, 1), [Setting(1000, 1), Setting(250, 4)], 0.05)
+    for _ in range(LEAST_ROUNDS):
+        alone = Sample(unit_s=0.1, latencies_s=[0.1], hour_milli=36_000, currency="EUR")
+        study.add(
+            {
+                Setting(1000, 1): alone,
+                Setting(250, 4): Sample(unit_s=0.12, latencies_s=[0.12], measured=4, hour_milli=9_000, currency="EUR"),
+            }
+        )
+    found = study.findings()[1]
+    assert found.cost == pytest.approx(0.3)
+    assert found.unit_price == pytest.approx(0.12 * 9 / 3600)
+    assert found.device_units_s == pytest.approx(4 / 0.12)
+    assert found.unit_gpu_s == pytest.approx(0.03)
+
+
+@given(st.sets(st.integers(1, 1000), min_size=1))
+def test_tenants_of_a_share_fill_a_device_and_never_exceed_it(fractions_milli: set[int]) -> None:
+    baseline, *others = settings_of_fractions(sorted(fractions_milli))
+    assert baseline == Setting(max(fractions_milli), 1)
+    assert len({baseline, *others}) == 1 + len(others)
+    for one in others:
+        assert one.fraction_milli * one.tenants <= 1000 < one.fraction_milli * (one.tenants + 1)
+
+
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=5))
+def test_copies_get_the_largest_share_that_fits(copies: list[int]) -> None:
+    for one in settings_of_copies(copies, OFFERED)[1:]:
+        assert one.tenants - 1 in copies
+        larger = [other for other in OFFERED if other > one.fraction_milli]
+        assert one.fraction_milli * one.tenants <= 1000
+        assert all(other * one.tenants > 1000 for other in larger)
+
+
+def test_too_many_copies_are_refused_with_what_fits() -> None:
+    with pytest.raises(ValueError, match="up to 7 copies"):
+        settings_of_copies([8], OFFERED)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"), [(1.0, 1.09, True), (1.05, 1.2, None), (1.11, 1.3, False), (0.9, 1.1, True)]
+)
+def test_a_share_suffices_if_all_of_its_interval_does(low: float, high: float, said: bool | None) -> None:
+    found = Finding(setting=Setting(250, 4), rounds=9, slower=Estimate((low + high) / 2, low, high))
+    assert found.suffices(MOST_SLOWER) is said

@@ -1,0 +1,82 @@
+"""Units of work: how a program reports them, what is read, and what tenants did side by side."""
+
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fractional_gpu.commands.measuring.ticks import Tick, TickError, overlap, pace, read_ticks, units_between
+from fractional_gpu_kernel.measure import FILE, tick
+
+S = 1_000_000_000
+
+
+def evenly(since_s: float, every_s: float, count: int, units: int = 1) -> list[Tick]:
+    return [Tick(round((since_s + number * every_s) * S), units) for number in range(count)]
+
+
+def test_what_a_program_reports_is_read_with_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "ticks"
+    file.touch()
+    monkeypatch.setenv(FILE, str(file))
+    before_ns = time.monotonic_ns()
+    tick()
+    tick(32)
+    one, other = read_ticks(file)
+    assert (one.units, other.units) == (1, 32)
+    assert before_ns <= one.at_ns <= other.at_ns <= time.monotonic_ns()
+
+
+def test_outside_of_a_measurement_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FILE, raising=False)
+    tick()
+
+
+@pytest.mark.parametrize("units", [0, -1, True, 1.5, 2_000_000_000])
+def test_what_is_no_number_of_units_is_refused(units: int) -> None:
+    with pytest.raises(ValueError, match="give a whole number from 1"):
+        tick(units)
+
+
+def test_a_line_that_is_being_written_is_read_later(tmp_path: Path) -> None:
+    file = tmp_path / "ticks"
+    file.write_bytes(b"100 1\n200")
+    assert read_ticks(file) == [Tick(100, 1)]
+
+
+@pytest.mark.parametrize("line", [b"", b"now 1", b"1", b"1 2 3", b"1 0", b"-1 1", b"1 " + b"9" * 30, b"\xff \xff"])
+def test_what_is_no_report_is_refused_with_what_is_allowed(tmp_path: Path, line: bytes) -> None:
+    file = tmp_path / "ticks"
+    file.write_bytes(line + b"\n")
+    with pytest.raises(TickError, match="allowed: NANOSECONDS UNITS"):
+        read_ticks(file)
+
+
+def test_tenants_overlap_from_the_last_beginning_to_the_first_end() -> None:
+    assert overlap([evenly(1, 1, 5), evenly(2.5, 1, 9)]) == (2.5 * S, 5 * S)
+
+
+@given(st.integers(2, 50), st.integers(1, 100), st.floats(0.001, 10))
+def test_a_steady_program_has_its_own_pace(count: int, units: int, every_s: float) -> None:
+    found = pace(evenly(3, every_s, count, units), 0, 10**15)
+    assert found is not None
+    assert found.units == (count - 1) * units
+    assert found.unit_s == pytest.approx(every_s / units, rel=1e-3)
+    assert found.latencies_s == pytest.approx([every_s / units] * (count - 1), rel=1e-3)
+
+
+def test_what_lies_outside_of_the_span_does_not_count() -> None:
+    found = pace([Tick(0, 1), *evenly(10, 1, 3), Tick(50 * S, 1)], 10 * S, 12 * S)
+    assert found is not None
+    assert (found.units, found.unit_s) == (2, 1.0)
+
+
+@pytest.mark.parametrize("ticks", [[], [Tick(5, 1)], [Tick(5, 1), Tick(5, 1)]])
+def test_fewer_than_two_reports_have_no_pace(ticks: list[Tick]) -> None:
+    assert pace(ticks, 0, 10) is None
+
+
+def test_units_are_counted_after_the_one_time_and_up_to_the_other() -> None:
+    assert units_between(evenly(1, 1, 4, units=10), 1 * S, 3 * S) == 20

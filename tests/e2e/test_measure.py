@@ -1,0 +1,141 @@
+"""`jupyter gpu measure` in real processes on the simulated device, whose slowdown is known."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.runs import READER, Run
+from tests.support.world import DEADLINE_S, World, new_world, until
+
+QUICK = "c.GPUBroker.pools = {'default': {'idle_after': 'on-demand'}}"
+WORKS = """
+import sys
+from fractional_gpu.gpu.simulated import cuda
+from fractional_gpu_kernel.measure import tick
+buffer = cuda.allocate(int(sys.argv[1]) << 20)
+while True:
+    cuda.launch(0.06, float(sys.argv[2]))
+    tick()
+"""
+RUNS_ONCE = "from fractional_gpu.gpu.simulated import cuda; cuda.launch(0.1, 0.2)"
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[World]:
+    with new_world() as world:
+        world.configure(QUICK)
+        world.start_broker()
+        yield world
+
+
+def start(world: World, *words: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "fractional_gpu.commands.main", "measure", *words],
+        env=world.environment,
+        cwd=world.notebooks,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def measure(world: World, *words: str) -> tuple[int, dict[str, Any], str]:
+    with start(world, "--json", *words) as process:
+        printed, complaint = process.communicate(timeout=240)
+    return process.returncode, json.loads(printed) if printed else {}, complaint
+
+
+def assert_nothing_left(world: World) -> None:
+    until(lambda: not world.status().leases, "all leases end")
+
+
+def test_a_full_device_slows_down_as_the_device_does_and_a_share_without_the_memory_says_so(shared: World) -> None:
+    picture = shared.folder / "tenants.svg"
+    options = ("--fractions", "1/4,1/2,1", "--within", "150s", "--interval", "60%", "--picture", str(picture))
+    status, found, complaint = measure(shared, *options, "--", sys.executable, "-c", WORKS, "300", "1.0")
+    assert status == 0, complaint
+    alone, half, quarter = found["settings"]
+    assert (alone["setting"]["tenants"], half["setting"]["tenants"], half["rounds"] >= 6) == (1, 2, True)
+    assert 1.5 < half["slower"]["value"] < 2.6, "two that use the whole device take twice as long each"
+    assert alone["memory_mib"] >= 300
+    assert (alone["busy_percent"] or 0) > 30
+    assert "exit status 1" in quarter["why_not"]
+    assert "OutOfMemory" in quarter["why_not"]
+    assert found["suffices_milli"] is None
+    assert found["simulated"]
+    assert "<svg" in picture.read_text(encoding="utf-8")
+    assert_nothing_left(shared)
+
+
+def test_a_program_that_reports_nothing_is_one_unit_of_work(shared: World) -> None:
+    options = ("--fractions", "1/2,1", "--within", "20s")
+    _, found, complaint = measure(shared, *options, "--", sys.executable, "-c", RUNS_ONCE)
+    assert found["unit_is_whole_run"], complaint
+    assert found["settings"][0]["unit_s"] >= 0.1
+    assert_nothing_left(shared)
+
+
+def test_it_runs_beside_the_program_that_it_is_given(shared: World) -> None:
+    other = f"{sys.executable} -c 'from fractional_gpu.gpu.simulated import cuda; cuda.launch(0.3, 1.0)'"
+    options = ("--beside", other, "--within", "20s")
+    _, found, complaint = measure(shared, *options, "--", sys.executable, "-c", WORKS, "8", "0.3")
+    assert [one["setting"] for one in found["settings"]] == [
+        {"fraction_milli": 1000, "tenants": 1},
+        {"fraction_milli": 500, "tenants": 2},
+    ], complaint
+    assert found["settings"][0]["rounds"] >= 1
+    assert_nothing_left(shared)
+
+
+def test_it_takes_spare_room_only_and_disturbs_nothing(shared: World) -> None:
+    with Run.python(shared, "holds", READER, options=("--fraction", "1/2")) as holds:
+        options = ("--fractions", "1/2,1", "--within", "6s")
+        status, _, complaint = measure(shared, *options, "--", sys.executable, "-c", WORKS, "8", "0.3")
+        assert status == 1
+        assert "nothing could be measured: no device of the pool default has" in complaint
+        lease = holds.lease()
+        assert lease is not None
+        assert (lease.state, lease.suspends) == ("resident", 0)
+    assert_nothing_left(shared)
+
+
+def test_a_program_that_fails_is_told_with_the_last_that_it_printed(shared: World) -> None:
+    program = "import sys; print('no such data', file=sys.stderr); sys.exit(3)"
+    status, _, complaint = measure(shared, "--fractions", "1", "--", sys.executable, "-c", program)
+    assert status == 1
+    assert 'the program ended with exit status 3; the last that it printed: "no such data"' in complaint
+    assert_nothing_left(shared)
+
+
+def test_an_interrupt_ends_all_programs_and_leases(shared: World) -> None:
+    with start(shared, "--fractions", "1/2,1", "--", sys.executable, "-c", WORKS, "8", "0.3") as process:
+        until(lambda: any(one.used_mib for one in shared.status().leases), "the program works")
+        pids = [one.pid for one in shared.status().leases]
+        process.send_signal(signal.SIGINT)
+        _, complaint = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, "Traceback" in complaint) == (130, False)
+    assert pids
+    assert_nothing_left(shared)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "say what to measure after --"),
+        (("--fractions", "1/2", "--copies", "1", "--", "true"), "leave one of the two out"),
+        (("--copies", "0", "--", "true"), "allowed: whole numbers from 1 to 63"),
+        (("--interval", "wide", "--", "true"), "allowed: a percentage above 0"),
+        (("--within", "1h30", "--", "true"), "is not a duration"),
+        (("--beside", "'", "--", "true"), "quote it as for a shell"),
+        (("--", "missing.ipynb"), "there is no notebook missing.ipynb"),
+    ],
+)
+def test_wrong_words_are_told_before_anything_runs(shared: World, words: tuple[str, ...], said: str) -> None:
+    status, _, complaint = measure(shared, *words)
+    assert (status, said in complaint) == (2, True), complaint
+    assert len(complaint.splitlines()) == 1
