@@ -104,6 +104,29 @@ def test_it_takes_spare_room_only_and_disturbs_nothing(shared: World) -> None:
     assert_nothing_left(shared)
 
 
+def test_where_another_lease_works_on_the_device_it_says_that_nothing_can_be_known(shared: World) -> None:
+    busy = (
+        'print("ready", flush=True)\nfrom fractional_gpu.gpu.simulated import cuda\nwhile True: cuda.launch(1.0, 0.5)'
+    )
+    with Run.python(shared, "busy", busy, options=("--fraction", "1/4")) as run:
+        until(lambda: (lease := run.lease()) is not None and lease.working, "its work is seen")
+        options = ("--fractions", "1/2", "--within", "12s")
+        status, _, complaint = measure(shared, *options, "--", sys.executable, "-c", WORKS, "8", "0.3")
+        assert (status, "nothing could be measured: busy worked on the device" in complaint) == (1, True), complaint
+    assert_nothing_left(shared)
+
+
+def test_tenants_are_on_one_device_although_the_pool_has_two() -> None:
+    with new_world("2x1GiB") as world:
+        world.configure(QUICK)
+        world.start_broker()
+        options = ("--fractions", "1/2,1", "--within", "100s", "--interval", "60%")
+        _, found, complaint = measure(world, *options, "--", sys.executable, "-c", WORKS, "8", "1.0")
+        assert found["settings"][1]["slower"] is not None, complaint
+        assert found["settings"][1]["slower"]["value"] > 1.5
+        assert_nothing_left(world)
+
+
 def test_a_program_that_fails_is_told_with_the_last_that_it_printed(shared: World) -> None:
     program = "import sys; print('no such data', file=sys.stderr); sys.exit(3)"
     status, _, complaint = measure(shared, "--fractions", "1", "--", sys.executable, "-c", program)

@@ -1,0 +1,122 @@
+"""What counts as spare room, and what disturbs a step."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from fractional_gpu.commands.measuring.tenants import Tenant, disturbance, no_spare_room, others_mib
+from fractional_gpu.jupyter.kernel_lease import KernelLease
+from fractional_gpu.protocol.messages import DeviceStatus, HostStatus, LeaseStatus
+
+DEVICE = DeviceStatus(
+    device_id="gpu-0",
+    index=0,
+    name="GPU",
+    pool="default",
+    memory_mib=1000,
+    leasable_mib=1000,
+    used_mib=0,
+    reserved_mib=0,
+    stranger_mib=0,
+    over_committed=False,
+    lost=False,
+)
+LEASE = LeaseStatus(
+    lease_id="other",
+    state="resident",
+    pool="default",
+    owner="ada",
+    label="ada.ipynb",
+    kernel_id="",
+    pid=1,
+    fraction_milli=250,
+    reserve_mib=250,
+    used_mib=0,
+    saved_mib=0,
+    device_id="gpu-0",
+    device_name="GPU",
+    simulated=True,
+    busy=False,
+    gated=True,
+    age_ms=0,
+    reason="",
+    sentence="",
+    reserved_mib=250,
+)
+OURS = structs.replace(LEASE, lease_id="ours", label="measure python", busy=True, working=True)
+
+
+def host(*leases: LeaseStatus, **device: Any) -> HostStatus:  # noqa: ANN401 - fields of a device
+    return HostStatus(
+        version="1",
+        pid=1,
+        simulated=True,
+        socket="",
+        host_budget_mib=0,
+        host_saved_mib=0,
+        devices=[structs.replace(DEVICE, **device)],
+        leases=list(leases),
+    )
+
+
+@pytest.fixture
+def tenant(tmp_path: Path) -> Tenant:
+    lease = KernelLease(
+        lease_id="ours",
+        token="",
+        token_file=tmp_path / "token",
+        socket="",
+        reserve_mib=250,
+        gated=False,
+        environment={},
+    )
+    return Tenant(["program"], lease, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        {"reserved_mib": 501},
+        {"used_mib": 501},
+        {"lost": True},
+        {"draining": True},
+        {"pool": "night"},
+        {"device_id": "gpu-1"},
+    ],
+)
+def test_what_is_reserved_used_or_not_to_be_had_is_no_spare_room(device: dict[str, Any]) -> None:
+    assert no_spare_room(host(), "default", 250, 4, "gpu-0") == ""
+    assert no_spare_room(host(reserved_mib=500), "default", 250, 2, "gpu-0") == ""
+    assert "has 500 MiB that nothing has reserved" in no_spare_room(host(**device), "default", 250, 2, "gpu-0")
+
+
+def test_room_that_a_lease_of_the_pool_waits_for_is_not_spare() -> None:
+    waits = structs.replace(LEASE, state="suspended", device_id=None, position=1)
+    assert no_spare_room(host(waits), "default", 250, 1) == "ada.ipynb waits for a GPU of the pool default"
+    assert no_spare_room(host(structs.replace(waits, pool="night")), "default", 250, 1) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, ""),
+        ({"busy": True}, "ada.ipynb worked on the device"),
+        ({"working": True}, "ada.ipynb worked on the device"),
+        ({"busy": True, "device_id": "gpu-1"}, ""),
+        ({"state": "suspended", "device_id": None, "position": 3}, "ada.ipynb waits for a GPU"),
+        ({"pool": "night", "device_id": None, "position": 3}, ""),
+    ],
+)
+def test_other_leases_disturb_when_they_work_there_or_wait(tenant: Tenant, changes: dict[str, Any], said: str) -> None:
+    assert disturbance(host(OURS, structs.replace(LEASE, **changes)), [tenant], "gpu-0", "default") == said
+
+
+def test_a_tenant_that_left_its_device_disturbs(tenant: Tenant) -> None:
+    suspended = structs.replace(OURS, state="suspending")
+    assert disturbance(host(suspended), [tenant], "gpu-0", "default") == "a tenant was suspending"
+
+
+def test_what_others_have_counts_those_whose_leases_are_not_visible(tenant: Tenant) -> None:
+    assert others_mib(host(OURS, reserved_mib=850, stranger_mib=7), [tenant], "gpu-0") == 607
