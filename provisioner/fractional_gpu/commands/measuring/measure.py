@@ -21,7 +21,14 @@ from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import ensure_broker
 from fractional_gpu.client.seat import own_seat
 from fractional_gpu.commands.measuring import answer
-from fractional_gpu.commands.measuring.step import DisturbedError, SilentError, Step, TooSlowError
+from fractional_gpu.commands.measuring.step import (
+    LONGEST_S,
+    SHORTEST_S,
+    DisturbedError,
+    SilentError,
+    Step,
+    TooSlowError,
+)
 from fractional_gpu.commands.measuring.study import Sample, Setting, Study, settings_of_copies, settings_of_fractions
 from fractional_gpu.commands.measuring.tenants import NoSpareRoomError, Places, TenantError
 from fractional_gpu.commands.measuring.ticks import TickError
@@ -47,6 +54,7 @@ _TRIAL_PART: Final = 3  # the trial may take a third of the time
 _RETRY_S: Final = 0.5
 _LEAST_MS: Final = 1000
 _MOST_COPIES: Final = 63
+_ROUNDS_WANTED: Final = 10
 _DESCRIPTION: Final = "Measure which share of a GPU suffices for a program: alone, and beside others on one device."
 _EPILOG: Final = """\
 examples:
@@ -360,7 +368,13 @@ class Measurement:
             commands = [command, *(mix[number % len(mix)] for number in range(setting.tenants - 1))]
         measured = 1 if plan.beside else setting.tenants
         with self._places.tenants(commands, setting.fraction_milli, limit_s) as tenants:
-            return Step(self.client, plan.pool, tenants, measured, limit_s).run()
+            return Step(self.client, plan.pool, tenants, measured, limit_s, self._long_s).run()
+
+    @property
+    def _long_s(self) -> float:
+        """How long tenants with long units work together in a step, so that enough rounds fit into the time."""
+        share_s = self.plan.within_s / (len(self.study.settings) * _ROUNDS_WANTED)
+        return min(LONGEST_S, max(SHORTEST_S, share_s))
 
     @staticmethod
     def _repeat() -> list[str]:

@@ -14,7 +14,7 @@ from fractional_gpu.protocol.messages import DeviceStatus
 
 ENOUGH_UNITS: Final = 12  # reports of each tenant, and the shortest time of a step
 SHORTEST_S: Final = 1.0
-LONG_S: Final = 10.0  # a step that has taken so long needs only one unit of each tenant
+LONGEST_S: Final = 10.0  # a step in which tenants have worked together for so long needs only one unit of each
 _LOOK_S: Final = 0.05
 _STATUS_S: Final = 0.5
 _CHANGE_PARTS: Final = 100  # what others have may change by so small a part of the device: a desktop redraws itself
@@ -41,6 +41,7 @@ class Step:
     tenants: Sequence[Tenant]
     measured: int
     limit_s: float  # by `time.monotonic`
+    long_s: float = LONGEST_S
     _looks: list[tuple[int, DeviceStatus]] = field(default_factory=list)
     _memory_mib: int = 0
     _others_mib: int | None = None
@@ -92,9 +93,9 @@ class Step:
         if span is None:
             return False
         seconds = (span[1] - span[0]) / 1e9
-        least = 1 if seconds >= LONG_S else ENOUGH_UNITS
-        inside = (sum(span[0] < one.at_ns <= span[1] for one in each) for each in ticks)
-        return seconds >= SHORTEST_S and min(inside) >= least
+        least = 1 if seconds >= self.long_s else ENOUGH_UNITS
+        inside = (sum(span[0] <= one.at_ns <= span[1] for one in each) for each in ticks)
+        return seconds >= SHORTEST_S and min(inside) > least
 
     def _look(self) -> None:
         """Note what the broker says of the device now. Raises DisturbedError if that is not of the tenants alone."""
