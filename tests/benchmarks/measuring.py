@@ -80,7 +80,7 @@ def seeds(options: argparse.Namespace) -> None:
 
 def tenants(options: argparse.Namespace) -> None:
     """Print the table of n models on one device against n devices, and write the picture."""
-    rows: list[Panel] = []
+    columns: list[list[Panel]] = []
     print(
         "| model uses | models | units/s, one device | n devices | median | p95 | slower than alone | GPU s for a unit |"
     )
@@ -92,9 +92,10 @@ def tenants(options: argparse.Namespace) -> None:
             alone, *_ = known = [one for one in found["settings"] if one["unit_s"] is not None]
             for one in known:
                 print(_row(use_milli, one, alone))
-            rows.append(_panel(f"a model that uses {use_milli / 10:g} % alone", known, alone))
+            columns.append(_panels(f"uses {use_milli / 10:g} % alone", known, alone))
     if options.svg is not None:
-        text = curves([rows], across="models", up="units of work in a second, all models", note="Higher is better.")
+        rows = [list(row) for row in zip(*columns, strict=True)]
+        text = curves(rows, across="models", up="see each panel", note="")
         options.svg.write_text(text, encoding="utf-8")
 
 
@@ -115,11 +116,25 @@ def _row(use_milli: int, one: dict[str, Any], alone: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _panel(title: str, known: Sequence[dict[str, Any]], alone: dict[str, Any]) -> Panel:
+def _panels(title: str, known: Sequence[dict[str, Any]], alone: dict[str, Any]) -> list[Panel]:
+    """Throughput, latency and cost of one model over their number."""
     models = [one["setting"]["tenants"] for one in known]
-    ours = [("", float(count), one["device_units_s"]) for count, one in zip(models, known, strict=True)]
-    apart = [("", float(count), count / alone["unit_s"]) for count in models]
-    return Panel(title, [Series("on one device", ours), Series("on a device each", apart)])
+
+    def panel(what: str, ours: Sequence[float], apart: Sequence[float]) -> Panel:
+        def points(values: Sequence[float]) -> list[tuple[str, float, float]]:
+            return [("", float(count), value) for count, value in zip(models, values, strict=True)]
+
+        return Panel(
+            f"{title}: {what}", [Series("on one device", points(ours)), Series("a device each", points(apart))]
+        )
+
+    return [
+        panel(
+            "units/s of all", [one["device_units_s"] for one in known], [count / alone["unit_s"] for count in models]
+        ),
+        panel("p95 latency, ms", [one["p95_s"] * 1000 for one in known], [alone["p95_s"] * 1000 for _ in known]),
+        panel("GPU s for a unit", [one["unit_gpu_s"] for one in known], [alone["unit_gpu_s"] for _ in known]),
+    ]
 
 
 def main() -> None:

@@ -8,57 +8,16 @@ from msgspec import structs
 
 from fractional_gpu.commands.measuring.tenants import Tenant, disturbance, no_spare_room, others_mib
 from fractional_gpu.jupyter.kernel_lease import KernelLease
-from fractional_gpu.protocol.messages import DeviceStatus, HostStatus, LeaseStatus
+from fractional_gpu.protocol.messages import HostStatus, LeaseStatus
+from tests.commands.pictures import a_device, a_host, a_lease
 
-DEVICE = DeviceStatus(
-    device_id="gpu-0",
-    index=0,
-    name="GPU",
-    pool="default",
-    memory_mib=1000,
-    leasable_mib=1000,
-    used_mib=0,
-    reserved_mib=0,
-    stranger_mib=0,
-    over_committed=False,
-    lost=False,
-)
-LEASE = LeaseStatus(
-    lease_id="other",
-    state="resident",
-    pool="default",
-    owner="ada",
-    label="ada.ipynb",
-    kernel_id="",
-    pid=1,
-    fraction_milli=250,
-    reserve_mib=250,
-    used_mib=0,
-    saved_mib=0,
-    device_id="gpu-0",
-    device_name="GPU",
-    simulated=True,
-    busy=False,
-    gated=True,
-    age_ms=0,
-    reason="",
-    sentence="",
-    reserved_mib=250,
-)
+DEVICE = a_device(device_id="gpu-0", memory_mib=1000, leasable_mib=1000)
+LEASE = a_lease(lease_id="other", label="ada.ipynb", device_id="gpu-0", reserved_mib=250)
 OURS = structs.replace(LEASE, lease_id="ours", label="measure python", busy=True, working=True)
 
 
 def host(*leases: LeaseStatus, **device: Any) -> HostStatus:  # noqa: ANN401 - fields of a device
-    return HostStatus(
-        version="1",
-        pid=1,
-        simulated=True,
-        socket="",
-        host_budget_mib=0,
-        host_saved_mib=0,
-        devices=[structs.replace(DEVICE, **device)],
-        leases=list(leases),
-    )
+    return a_host(devices=[structs.replace(DEVICE, **device)], leases=list(leases))
 
 
 @pytest.fixture

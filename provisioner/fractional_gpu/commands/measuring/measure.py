@@ -116,6 +116,10 @@ def run(options: argparse.Namespace) -> int:
     except EndedError as ended:
         return _SIGNALLED + ended.number
     findings = measurement.study.findings()
+    if findings[0].slower is None:
+        raise CommandError(
+            f"nothing could be measured alone: {findings[0].why_not}; try again later, or with more time (--within)"
+        )
     if options.json:
         print(answer.as_json(findings, plan.most_slower, measurement.about()), end="")
     else:
