@@ -1,5 +1,8 @@
 """Units of work: how a program reports them, what is read, and what tenants did side by side."""
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -7,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fractional_gpu.commands.measuring import repeat as repeat_script
 from fractional_gpu.commands.measuring.ticks import Tick, TickError, overlap, pace, read_ticks, units_between
 from fractional_gpu_kernel.measure import FILE, tick
 
@@ -80,3 +84,18 @@ def test_fewer_than_two_reports_have_no_pace(ticks: list[Tick]) -> None:
 
 def test_units_are_counted_after_the_one_time_and_up_to_the_other() -> None:
     assert units_between(evenly(1, 1, 4, units=10), 1 * S, 3 * S) == 20
+
+
+def test_a_whole_run_is_a_unit_and_the_first_that_fails_ends_the_repetition(tmp_path: Path) -> None:
+    file, count = tmp_path / "ticks", tmp_path / "count"
+    file.touch()
+    program = f"""
+from pathlib import Path
+count = Path({str(count)!r})
+number = len(count.read_text()) if count.exists() else 0
+count.write_text("x" * (number + 1))
+raise SystemExit(5 if number == 3 else 0)
+"""
+    repeat = [sys.executable, "-I", "-S", repeat_script.__file__, sys.executable, "-c", program]
+    ended = subprocess.run(repeat, env={**os.environ, FILE: str(file)}, check=False)
+    assert (ended.returncode, len(read_ticks(file)), count.read_text()) == (5, 4, "xxxx")

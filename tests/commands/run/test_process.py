@@ -1,0 +1,63 @@
+"""A command with its output in a file, ended by its runner."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from fractional_gpu.commands.run.process import HeldCommand, RunningCommand
+from tests.support.world import until
+
+STUBBORN = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork(): print(os.getpid(), flush=True)
+else: print(os.getpid(), flush=True)
+while True: time.sleep(60)
+"""
+
+
+def start(program: str, output: Path) -> RunningCommand:
+    with output.open("wb") as file:
+        return HeldCommand([sys.executable, "-c", program], os.environ, file).go(os.environ)
+
+
+def test_one_that_ignores_it_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    running = start(STUBBORN, output)
+    until(lambda: len(output.read_text().split()) == 2, "both have begun")
+    assert not running.has_ended()
+    assert running.end(0.1) == 128 + 9
+    for pid in map(int, output.read_text().split()):
+        until(lambda pid=pid: not is_running(pid), "it is gone")  # type: ignore[misc]
+
+
+def is_running(pid: int) -> bool:
+    """Whether it runs: a killed child of a killed process may wait for a parent that reaps it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_one_that_ends_by_itself_keeps_its_status_however_often_it_is_asked_for(tmp_path: Path) -> None:
+    running = start("print('done'); raise SystemExit(7)", tmp_path / "output")
+    until(running.has_ended, "it ends")
+    assert [running.end(1), running.end(1), running.poll()] == [7, 7, 7]
+    assert running.has_ended()
+    assert (tmp_path / "output").read_text() == "done\n"
+
+
+def test_it_has_no_input_where_its_output_goes_to_a_file(tmp_path: Path) -> None:
+    running = start("import sys; raise SystemExit(len(sys.stdin.read()))", tmp_path / "output")
+    until(running.has_ended, "it ends")
+    assert running.end(1) == 0
+
+
+@pytest.mark.parametrize("patience_s", [0, 1])
+def test_one_that_ends_when_asked_to_has_the_status_of_the_signal(tmp_path: Path, patience_s: float) -> None:
+    output = tmp_path / "output"
+    running = start("print('ready', flush=True)\nimport time\ntime.sleep(600)", output)
+    until(output.read_text, "it has begun")
+    assert running.end(patience_s) in (128 + 15, 128 + 9)
