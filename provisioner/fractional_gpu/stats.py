@@ -52,22 +52,22 @@ def midmean(samples: Sequence[float]) -> float:
     return math.fsum(middle) / len(middle)
 
 
-def median_estimate(samples: Sequence[float]) -> Estimate:
+def median_estimate(samples: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
     """Return the median and its sign-test interval. The samples must be independent. Raises ValueError without any."""
     ordered = sorted(samples)
-    skipped = _skipped(len(ordered))
+    skipped = _skipped(len(ordered), confidence)
     if skipped is None:
         return Estimate(median(ordered), -math.inf, math.inf)
     return Estimate(median(ordered), ordered[skipped], ordered[-1 - skipped])
 
 
-def _skipped(count: int) -> int | None:
+def _skipped(count: int, confidence: float) -> int | None:
     """Return how many samples to leave out at each end, at most; None if even all of them are too few.
 
     Each sample is below the median with probability 1/2, so the number of those that are is binomial: the median lies outside the
     interval when at most `skipped` are on one side.
     """
-    allowed = (1 - CONFIDENCE) / 2
+    allowed = (1 - confidence) / 2
     skipped, tail = -1, 0.0
     while (tail := tail + math.comb(count, skipped + 1) / 2**count) <= allowed:
         skipped += 1

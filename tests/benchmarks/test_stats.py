@@ -72,6 +72,11 @@ def test_the_interval_ends_at_the_sign_test_s_order_statistics(count: int, skipp
     assert (found.low, found.high) == (skipped, count - 1 - skipped)
 
 
+@pytest.mark.parametrize(("count", "bounded"), [(6, False), (7, True)])
+def test_an_interval_that_is_surer_takes_more_samples(count: int, bounded: bool) -> None:
+    assert math.isfinite(median_estimate(list(range(count)), 0.98).low) == bounded
+
+
 def test_the_interval_of_a_skewed_distribution_contains_its_median_as_often_as_it_says() -> None:
     draw, truth = random.Random(7), math.log(2)
     found = [median_estimate([draw.expovariate(1) for _ in range(40)]) for _ in range(2000)]

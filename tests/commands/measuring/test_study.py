@@ -63,18 +63,19 @@ def answers(study: Study) -> list[Finding]:
 
 
 @pytest.mark.parametrize("others", [False, True], ids=["noise", "others come and go"])
-@pytest.mark.parametrize("use_milli", [100, 300, 600, 1000])
-def test_the_interval_contains_the_truth_in_nine_of_ten_cases_although_it_stops_when_narrow(
-    use_milli: int, others: bool
+@pytest.mark.parametrize("noise", [0.003, 0.03, 0.1])
+def test_the_interval_contains_the_truth_in_95_of_100_cases_although_it_stops_when_narrow(
+    noise: float, others: bool
 ) -> None:
     inside = total = 0
     for seed in range(100):
-        for found in answers(studied(Machine(seed, use_milli, others=others))):
+        use_milli = 1 + seed * 10
+        for found in answers(studied(Machine(seed, use_milli, others=others, noise=noise))):
             assert found.slower is not None
             total += 1
             inside += found.slower.low <= truth(found.setting, use_milli) <= found.slower.high
-    assert total >= 250
-    assert inside >= 0.9 * total, f"{inside} of {total}"
+    assert total == 300
+    assert inside >= 0.95 * total, f"{inside} of {total}"
 
 
 @pytest.mark.parametrize("others", [False, True], ids=["noise", "others come and go"])
@@ -93,10 +94,10 @@ def test_what_is_too_noisy_is_not_known_and_no_wrong_share_is_named() -> None:
         assert right_share(study.findings()[1:], MOST_SLOWER) is None
 
 
-def test_fewer_rounds_than_six_say_nothing() -> None:
+def test_fewer_rounds_than_seven_say_nothing() -> None:
     for found in studied(Machine(1, 300), rounds=LEAST_ROUNDS - 1).findings()[1:]:
         assert (found.slower, found.cost) == (None, None)
-        assert "5 of the 6 rounds" in found.why_not
+        assert "6 of the 7 rounds" in found.why_not
 
 
 def test_it_stops_when_all_is_narrow_enough_and_measures_no_longer_what_is() -> None:

@@ -6,8 +6,8 @@ The method:
 - Settings are measured in rounds, one step of each. Every other round goes backwards (A B B A), so that what drifts steadily cancels.
 - A step's typical time of a unit of work (the mean of the middle half: a host that stalls now and then makes some units much longer, on
   any share) is compared with that of the baseline in the same round only. The finding is the median of these quotients over the rounds,
-  its interval that of the sign test (`fractional_gpu.stats`): it needs six rounds at least, and assumes nothing about the noise but that
-  rounds are independent.
+  its interval that of the sign test (`fractional_gpu.stats`): it needs seven rounds at least, and assumes nothing about the noise but that
+  rounds are independent. Each look at it is at 98 %, so that the one at which measuring stops is at 95 % still.
 - A setting whose interval is narrow enough is measured no more. What other tenants disturbed is left out, not averaged in.
 """
 
@@ -19,7 +19,9 @@ from typing import Final
 from fractional_gpu.stats import Estimate, median, median_estimate, midmean, percentile
 
 WHOLE_MILLI: Final = 1000
-LEAST_ROUNDS: Final = 6
+LOOK_CONFIDENCE: Final = 0.98
+"""Of the interval at each look. Measuring stops at the first narrow one, which is too narrow more often than one that was not chosen so."""
+LEAST_ROUNDS: Final = 7  # fewer have no such interval
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -124,7 +126,7 @@ class Study:
         quotients = self.quotients.get(setting, ())
         if len(quotients) < LEAST_ROUNDS:
             return False
-        found = median_estimate(quotients)
+        found = median_estimate(quotients, LOOK_CONFIDENCE)
         return found.high - found.low <= self.interval * found.value
 
     def findings(self) -> list[Finding]:
@@ -141,7 +143,7 @@ class Study:
         slower: Estimate | None = Estimate(1.0, 1.0, 1.0)
         why = ""
         if setting != self.baseline:
-            slower = median_estimate(quotients) if len(quotients) >= LEAST_ROUNDS else None
+            slower = median_estimate(quotients, LOOK_CONFIDENCE) if len(quotients) >= LEAST_ROUNDS else None
             if slower is None:
                 why = f"{rounds} of the {LEAST_ROUNDS} rounds that it takes at least could be measured"
                 why += f"; {self.trouble[setting]}" if setting in self.trouble else ""
