@@ -441,7 +441,9 @@ class Arbiter:
                 if event.device_id in books.devices:
                     books.devices[event.device_id].lost = True
             case DeviceDrained():
-                self._scheduler.drains.begin(event.device_id, evict_busy=event.evict_busy)
+                self._scheduler.drains.begin(
+                    event.device_id, evict_busy=event.evict_busy, deadline_ms=event.deadline_ms
+                )
             case DeviceUndrained():
                 self._scheduler.drains.end(event.device_id)
             case PoolConfigured():
