@@ -268,7 +268,7 @@ class Broker:
                 self._announce(kernel, at_ms)
             case UserTold(sentence=sentence):
                 if kernel.link is not None:
-                    kernel.link.send(GateVerb.NOTICE, sentence=sentence)
+                    kernel.link.send(GateVerb.NOTICE, sentence=sentence, urgent=True)
         kernel.notify()
 
     @staticmethod

@@ -181,6 +181,7 @@ def device_views(books: Books) -> list[DeviceView]:
             draining=device.draining,
             why_not=device.spec.why_not,
             demand_milli=device.demand_milli,
+            deadline_ms=device.deadline_ms,
         )
         for device in books.devices.values()
     ]

@@ -316,9 +316,14 @@ class BrokerRun:
             broker.dispatch(event)
         for spec in managed:
             log.info("device %s: %s, %s", spec.device_id, spec.name, format_memory(spec.memory_mib))
+        deadlines, ahead_ms = self._ledger.drain_deadlines(), now_ms() - broker.deadlines.now_ms()
         for device_id, evict_busy in self._ledger.drained().items():
             if device_id in self._specs:
-                broker.dispatch(DeviceDrained(at_ms=now_ms(), device_id=device_id, evict_busy=evict_busy))
+                deadline_ms = deadlines[device_id] + ahead_ms if device_id in deadlines else None
+                event = DeviceDrained(
+                    at_ms=now_ms(), device_id=device_id, evict_busy=evict_busy, deadline_ms=deadline_ms
+                )
+                broker.dispatch(event)
         broker.metering.begin(self._ledger, {pool.name: pool.hub.tariff for pool in self._settings.pools})
 
     def _bind(self) -> socket_module.socket:
