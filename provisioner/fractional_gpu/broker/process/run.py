@@ -44,6 +44,7 @@ from fractional_gpu.broker.process.restarting import RestartFiles, make_socket_f
 from fractional_gpu.broker.recovery.lost_leases import LostLeases
 from fractional_gpu.broker.recovery.recovery import recover
 from fractional_gpu.broker.services.empty_devices import EmptyDevices
+from fractional_gpu.broker.services.revocation_notice import RevocationNotice
 from fractional_gpu.broker.supervision.survivors import AbandonedLeases
 from fractional_gpu.broker.swap.checkpointability import Checkpointability
 from fractional_gpu.broker.swap.steps import SwapTimes
@@ -259,6 +260,7 @@ class BrokerRun:
             save_forecasts_periodically(broker.arbiter, broker.contexts.sizes, broker.writer),
             broker.metrics.watch_loop(),
             *self._watch_of_empty_devices(broker),
+            *self._watch_of_revocation(broker),
         )
 
     def _watch_of_empty_devices(self, broker: Broker) -> tuple[Coroutine[Any, Any, None], ...]:
@@ -268,6 +270,12 @@ class BrokerRun:
         after_s = self._settings.empty_after_ms / 1000
         watch = EmptyDevices(program, after_s, devices=broker.arbiter.devices, changed=lambda: broker.anything_changed)
         return (watch.run(),)
+
+    def _watch_of_revocation(self, broker: Broker) -> tuple[Coroutine[Any, Any, None], ...]:
+        source = self._settings.revocation_notice
+        if source is None:
+            return ()
+        return (RevocationNotice(broker, source, self._settings.revocation_deadline_ms).run(),)
 
     @staticmethod
     async def _shut_down(parts: _Parts, metrics_server: HTTPServer | None, tasks: Sequence[asyncio.Task[None]]) -> bool:
