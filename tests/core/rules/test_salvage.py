@@ -110,6 +110,12 @@ def test_idle_ones_go_first_and_busy_ones_as_late_as_they_can() -> None:
     assert plan.latest_ms == {"idle": 600, "busy": 700}
 
 
+def test_where_there_is_time_the_latest_time_is_cautious() -> None:
+    busy = Candidate(lease_id="busy", value=1, swap_ms=300, cautious_ms=500, deadline_ms=1_000, busy=True)
+    assert plan_saving([busy], free_ms=[0], host_left_mib=0).latest_ms == {"busy": 500}
+    assert plan_saving([busy], free_ms=[650], host_left_mib=0).latest_ms == {"busy": 500}, "it begins at once"
+
+
 def test_what_is_worth_most_for_its_time_goes_first_among_equals() -> None:
     rows = [("a", 10, 100), ("b", 30, 100), ("c", 30, 50)]
     plan = plan_saving(

@@ -10,8 +10,10 @@ the best set of what the ones before it have left.
 to ten steps. Whether a user has written results to a disk meanwhile is not known, so it does not count.
 
 **Order.** Idle leases go first, at once: that interrupts nothing. Busy ones follow as late as their swaps allow, since a cell that ends
-before needs no interruption. Among equals the most value for each millisecond goes first: if swaps take longer than predicted, the least
-is lost. A lease that cannot be saved in time is not begun: under a suspend its user could not save anything to a disk either.
+before needs no interruption; but a cell that is interrupted goes on later, while a lease that is late is lost, so that the latest time
+counts with durations that are hardly ever exceeded. Among equals the most value for each millisecond goes first: if swaps take longer than
+predicted, the least is lost. A lease that cannot be saved in time is not begun: under a suspend its user could not save anything to a
+disk either.
 
 **Exactness.** The work is bounded: with many leases the time is divided into coarser slots, durations are rounded up to them, and what the
 rounding left out is added where it fits. Host memory is a second limit. Where the chosen set needs more of it than there is left, the
@@ -34,6 +36,9 @@ class Candidate:
     value: int  # 1 or more
     swap_ms: int  # how long its suspend is predicted to take
     deadline_ms: int  # when it has to be saved
+    cautious_ms: int = (
+        0  # what its suspend hardly ever takes longer than: how early it begins at the latest, where there is time
+    )
     host_mib: int = 0
     busy: bool = False  # its suspend interrupts a cell
 
@@ -169,7 +174,7 @@ def _latest(channel: Sequence[Candidate]) -> dict[str, int]:
     found, after_ms = dict[str, int](), None
     for one in reversed(channel):
         ends_ms = one.deadline_ms if after_ms is None else min(one.deadline_ms, after_ms)
-        found[one.lease_id] = after_ms = ends_ms - one.swap_ms
+        found[one.lease_id] = after_ms = ends_ms - max(one.swap_ms, one.cautious_ms)
     return found
 
 
