@@ -94,3 +94,26 @@ def test_a_notice_that_is_withdrawn_leaves_a_running_cell_alone_and_says_so(slow
     assert notebook.wait(cell).status == "ok"
     assert slow.lease(notebook.kernel_id).suspends == 0
     assert "revocation.withdrawn" in slow.command("explain", lease_id).stdout
+
+
+def test_a_broker_that_starts_anew_goes_on_with_the_deadline(world: World) -> None:
+    world.start_broker("2x1GiB")
+    assert world.command("drain", "0", "--deadline", "10m").returncode == 0
+    (before,) = [one.goes_away_in_ms for one in world.status().devices if one.draining]
+    world.kill_broker()
+    world.start_broker()
+    (after,) = [one.goes_away_in_ms for one in world.status().devices if one.draining]
+    assert before is not None
+    assert after is not None
+    assert 0 < after <= before
+    assert "it goes away in" in world.command("status").stdout
+
+
+def test_a_notice_in_a_file_drains_the_devices_and_gives_them_back(world: World) -> None:
+    path = world.folder / "revoked"
+    world.configure(f"c.GPUBroker.revocation_notice = {str(path)!r}")
+    world.start_broker("2x1GiB")
+    path.touch()
+    until(lambda: all(one.goes_away_in_ms is not None for one in world.status().devices), "both go away")
+    path.unlink()
+    until(lambda: not any(one.draining for one in world.status().devices), "both are given back")
