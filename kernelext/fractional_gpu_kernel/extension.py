@@ -49,6 +49,7 @@ class LeasedKernel:
             managed=lambda: self._blockers.seen,
             inputs=lambda: self._inputs.waiting,
             examine=self._examine_cells,
+            urgent_notice=self._notices.add_urgent,
         )
         self._barrier: Barrier | None = None  # made when the broker first wants the room while a cell runs
         self._inputs = InputRequests(shell, self.gate, self._acquirer, self._channel.report_inputs)

@@ -157,6 +157,29 @@ def test_a_device_is_drained_and_undrained(broker: OwnBroker, capsys: pytest.Cap
     assert json.loads(capsys.readouterr().out)["device_id"] == "GPU-0"
 
 
+def test_a_device_that_goes_away_is_drained_by_its_deadline(
+    broker: OwnBroker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broker.device = replace(broker.device, goes_away_in_ms=120_000)
+    assert main(["drain", "0", "--deadline", "2m"]) == 0
+    assert broker.calls[-1].body == {"deadline_in_ms": 120_000}
+    assert capsys.readouterr().out.endswith("512 MiB are still held there; it goes away in 2 min\n")
+
+
+def test_all_devices_are_drained_and_undrained_together(broker: OwnBroker, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("drain", "undrain"):
+        broker.devices = [broker.device]
+        assert main([command, "--all", "--json"]) == 0
+        assert [call.lease_id for call in broker.calls if call.route == command] == ["GPU-0"]
+        assert [one["device_id"] for one in json.loads(capsys.readouterr().out)] == ["GPU-0"]
+
+
+@pytest.mark.parametrize("arguments", [["drain"], ["drain", "0", "--all"], ["undrain"], ["undrain", "0", "--all"]])
+def test_one_device_is_named_or_all_are_meant(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) != 0
+    assert "name one GPU, for example 0, or say --all" in capsys.readouterr().err
+
+
 def test_whoever_waits_returns_when_the_device_is_empty(broker: OwnBroker, capsys: pytest.CaptureFixture[str]) -> None:
     broker.devices = [replace(broker.device, reserved_mib=mib) for mib in (512, 0)]
     assert main(["drain", "0", "--wait", "1h"]) == 0

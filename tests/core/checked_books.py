@@ -58,6 +58,7 @@ class Seen:
     sent_away: bool = False  # its last suspend was asked for
     early: bool = False  # it came back for an expected cell, and none has run
     passed: int = 0
+    told: str = ""  # reason of what its user was told of its device, as long as it is there
     resizes: list[ResizeRequested] = field(default_factory=list)  # asked for and perhaps not answered yet
 
     @property
@@ -116,6 +117,7 @@ class World:
     strangers: dict[str, int] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
     draining: dict[str, bool] = field(default_factory=dict)  # busy ones too?
+    deadlines: dict[str, int] = field(default_factory=dict)  # when devices go away
     whole: set[str] = field(default_factory=set)  # one lease has all of it
     budget: int = 0
     leases: dict[str, Seen] = field(default_factory=dict)
@@ -182,6 +184,11 @@ class World:
     def open(self, device: str) -> bool:
         """Whether a device admits anybody."""
         return device in self.leasable and device not in self.lost and device not in self.draining
+
+    def deadline(self, seen: Seen) -> int | None:
+        """Return when the first device of a lease goes away, if that is still to come."""
+        times = [self.deadlines[one] for one in seen.devices if self.deadlines.get(one, 0) > self.now]
+        return min(times, default=None) if seen.held else None
 
     def allowed(self, seen: Seen) -> list[str]:
         """Return the devices that the lease may go to now, each by itself."""

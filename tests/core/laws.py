@@ -3,7 +3,17 @@
 from collections.abc import Sequence
 
 from fractional_gpu.core.arbiter import Arbiter
-from fractional_gpu.core.effects import Declined, Effect, Granted, Pinned, Recorded, Resized, Suspend, SuspendAnnounced
+from fractional_gpu.core.effects import (
+    Declined,
+    Effect,
+    Granted,
+    Pinned,
+    Recorded,
+    Resized,
+    Suspend,
+    SuspendAnnounced,
+    UserTold,
+)
 from fractional_gpu.core.events import Event, PinRequested
 from fractional_gpu.core.model import Compute, LeaseSpec, LeaseState, TicketView
 from tests.core.checked_books import Seen, World, law
@@ -53,6 +63,8 @@ class Laws:
                 ):
                     continue
                 fits = seen.save_at_least <= left
+                if world.deadline(seen) is not None:
+                    fits = fits and seen.told != "revocation.lost" and not seen.busy
                 law(
                     0,
                     seen.pauses_until > world.now or not fits,
@@ -62,6 +74,43 @@ class Laws:
                     "which is emptied:",
                     view.sentence,
                 )
+
+    def _leaves_drained(self, seen: Seen) -> None:
+        """A lease leaves a device that is emptied: a busy one only where the administrator says so, or for a deadline."""
+        evict = [self._world.draining[device] for device in seen.devices if device in self._world.draining]
+        law(5, evict, seen.lease_id, "is suspended, but no device is emptied for that")
+        if seen.works and not any(evict):
+            self._interrupts(seen)
+
+    def _interrupts(self, seen: Seen) -> None:
+        """A cell is interrupted for a deadline as late as the saves allow: about when all that is there just fits before it."""
+        deadline = self._world.deadline(seen)
+        law(5, deadline is not None, seen.lease_id, "is busy and leaves, and its device stays")
+        there = [one for one in self._world.leases.values() if self._world.deadline(one) is not None]
+        most = sum(self._most_ms(one) for one in there)
+        law(5, deadline is None or self._world.now >= deadline - 2 * most - 2_000, seen, "is interrupted too soon")
+
+    def _most_ms(self, seen: Seen) -> int:
+        """Return how long saving it may take, as forecast."""
+        mib = max(seen.save_at_least, seen.used, seen.held * len(seen.devices))
+        name = self._world.names.get(seen.devices[0], "")
+        return self._arbiter.forecasts.swap_span("suspend", name, mib).high_ms
+
+    def told(self, seen: Seen, effect: UserTold) -> None:
+        """A user is told that the device goes away while it does and the kernel is there, and that it stays when it does."""
+        goes = self._world.deadline(seen) is not None
+        if effect.reason == "revocation.withdrawn":
+            law(0, seen.told and not goes, effect, "is told to one whose device goes away, or who was told nothing")
+            seen.told = ""
+            return
+        law(0, goes and seen.state is S.RESIDENT, effect, "is told to one whose device stays")
+        law(0, seen.told not in {effect.reason, "revocation.lost"}, effect, "is told again:", seen.told)
+        seen.told = effect.reason
+
+    def keeps_channels(self, kept: int) -> None:
+        """Swap channels are kept for leases on a device that goes away, and for nothing else."""
+        there = [one for one in self._world.leases.values() if self._world.deadline(one) is not None]
+        law(7, kept <= sum(one.state is S.RESIDENT for one in there), kept, "swap channels are kept for", there)
 
     # -- seats -------------------------------------------------------------------------------------------------------------------
 
@@ -126,7 +175,9 @@ class Laws:
 
     def see(self, event: Event, effect: Effect) -> None:
         """Any other effect."""
-        if isinstance(effect, SuspendAnnounced):
+        if isinstance(effect, UserTold):
+            self.told(self._world.leases[effect.lease_id], effect)
+        elif isinstance(effect, SuspendAnnounced):
             law(0, effect.at_ms >= self._world.now, effect, "announces the past")
         elif isinstance(effect, Pinned):
             self.pins.pinned(event, self._world.leases[effect.lease_id], effect)
@@ -158,13 +209,7 @@ class Laws:
         lost = [device for device in seen.devices if device in self._world.lost or device not in self._world.leasable]
         law(2, not lost, seen.lease_id, "is suspended, but nothing can be saved from", lost, why)
         if why.reason == "suspend.drain":
-            evict = [self._world.draining[device] for device in seen.devices if device in self._world.draining]
-            law(
-                5,
-                evict and (any(evict) or not seen.works),
-                seen.lease_id,
-                "is suspended, but no device is emptied for that",
-            )
+            self._leaves_drained(seen)
             return
         if why.reason == "suspend.seat-ended":
             law(0, seen.revoked, seen.lease_id, "is suspended for the end of its seat, which has not ended")

@@ -109,7 +109,9 @@ class Observer:
                 self._note_tickets(pool)
                 self._compare_tickets(pool)
             self._compare()
-            self.laws.check(channel_free=len(self.operations) < self.parallel_swaps)
+            kept = self.arbiter._changes.kept_channels
+            self.laws.keeps_channels(kept)
+            self.laws.check(channel_free=len(self.operations) < self.parallel_swaps - kept)
             self.arbiter.validate()
 
     # -- the world ---------------------------------------------------------------------------------------------------------------
@@ -128,8 +130,10 @@ class Observer:
                 world.lost.add(device_id)
             case DeviceDrained(device_id=device_id, evict_busy=evict_busy) if device_id in world.leasable:
                 world.draining[device_id] = evict_busy
+                world.deadlines[device_id] = event.deadline_ms or 0
             case DeviceUndrained(device_id=device_id):
                 world.draining.pop(device_id, None)
+                world.deadlines.pop(device_id, None)
             case PoolConfigured(pool=pool):
                 world.pools[pool.name] = pool
                 pools = world.pools.values()
@@ -315,6 +319,7 @@ class Observer:
     def _moved(self, event: Event, change: StateChanged) -> None:
         seen = self.leases[change.lease_id]
         old, new = seen.state, change.new
+        seen.told = seen.told if new in {S.RESIDENT, S.SUSPENDING} else ""
         law(6, change.old == old, change.lease_id, "was", old, "and is said to have been", change.old)
         causes = MOVES[old].get(new) if old in MOVES else None
         law(6, causes and isinstance(event, causes), change.lease_id, old, "->", new, "because of", event)

@@ -435,7 +435,13 @@ def _configured(world: World, at_ms: int) -> Event:
 
 def _drained(world: World, at_ms: int) -> Event:
     device = world.random.choice(world.devices)
-    return DeviceDrained(at_ms=at_ms, device_id=device.device_id, evict_busy=world.random.random() < 0.5)
+    after_ms = world.random.choice((None, None, 0, 1_000, 5_000, 60_000))
+    return DeviceDrained(
+        at_ms=at_ms,
+        device_id=device.device_id,
+        evict_busy=world.random.random() < 0.5,
+        deadline_ms=None if after_ms is None else at_ms + after_ms,
+    )
 
 
 def _busy_changed(world: World, at_ms: int, name: str) -> Event:

@@ -171,9 +171,10 @@ class ArbiterMachine(RuleBasedStateMachine):
     def device_lost(self, name: str) -> None:
         self.send(DeviceLost, device_id=name)
 
-    @rule(name=devices, evict=st.booleans())
-    def device_drained(self, name: str, evict: bool) -> None:
-        self.send(DeviceDrained, device_id=name, evict_busy=evict)
+    @rule(name=devices, evict=st.booleans(), after_ms=st.sampled_from([None, None, -1, 500, 2_000, 60_000]))
+    def device_drained(self, name: str, evict: bool, after_ms: int | None) -> None:
+        deadline_ms = None if after_ms is None else self.now + after_ms
+        self.send(DeviceDrained, device_id=name, evict_busy=evict, deadline_ms=deadline_ms)
 
     @rule(name=devices)
     def device_undrained(self, name: str) -> None:

@@ -43,6 +43,11 @@ def test_a_device_that_is_being_emptied_is_so_after_a_restart(path: Path) -> Non
         ledger.set_undrained("GPU-2")
         ledger.set_undrained("GPU-7")
         assert ledger.drained() == {"GPU-1": True}
+        ledger.set_drained("GPU-3", evict_busy=False, deadline_ms=7_000)
+        assert ledger.drain_deadlines() == {"GPU-3": 7_000}
+        ledger.set_drained("GPU-3", evict_busy=False)
+        assert ledger.drain_deadlines() == {}, "a drain without a deadline replaces one with it"
+        ledger.set_undrained("GPU-3")
 
 
 def test_what_was_learnt_is_kept_by_name(path: Path) -> None:

@@ -43,6 +43,7 @@ ALLOWED = {
     "provisioner/fractional_gpu/broker/process/run.py": "which ended leases are older than the 90 days for which they are remembered",
     "provisioner/fractional_gpu/broker/seats/offers.py": "an administrator's opening hours are hours of the wall clock",
     "provisioner/fractional_gpu/broker/seats/rules.py": "as above",
+    "provisioner/fractional_gpu/broker/services/revocation_notice.py": "a cloud gives the time of a revocation as a time of day",
     "provisioner/fractional_gpu/broker/seats/seats.py": "as above, and dates of seats",
     "provisioner/fractional_gpu/broker/api/lease_service.py": "dates of leases",
     "provisioner/fractional_gpu/broker/monitoring/watchdog.py": "the date of a line of the log",

@@ -176,7 +176,8 @@ def _left(expected_ms: int | None, low_ms: int | None, high_ms: int | None, pass
 # -- notices -----------------------------------------------------------------------------------------------------------
 # Notices: sentences for the user of this kernel, from the broker and from the extension.
 #
-# Before the first cell a notice is kept and shown once above that cell's output; while a cell runs, it is kept and shown beneath it. While
+# Before the first cell a notice is kept and shown once above that cell's output; while a cell runs, it is kept and shown beneath it, or
+# at once in its output if it is urgent (the GPU goes away: after the cell would be too late to save something to a disk). While
 # the kernel idles, it is shown at once beneath the last cell (a warning before an idle suspension would come too late otherwise) and
 # blanked when the next cell begins. A notice is output, not a request: it does not make the kernel busy.
 #
@@ -193,6 +194,7 @@ class Notices:
         self._lock = threading.Lock()
         self._kept = [first] if first else []
         self._last_cell: contextvars.Context | None = None  # while the kernel idles: the cell to show it beneath
+        self._running_cell: contextvars.Context | None = None
         self._shown: list[LiveLine] = []
 
     def install(self) -> None:
@@ -222,11 +224,24 @@ class Notices:
             else:
                 self._shown.append(line)
 
+    def add_urgent(self, sentence: str) -> None:
+        """Show a sentence now, also in the output of a cell that runs, where it stays."""
+        with self._lock:
+            cell = self._running_cell
+        if cell is None or not sentence:
+            self.add(sentence)
+            return
+        try:
+            cell.copy().run(self._publish, [sentence])
+        except _failures():  # as in `add`
+            self.add(sentence)
+
     def _before_cell(self, info: Any) -> None:  # noqa: ANN401 - IPython is untyped
         """`pre_run_cell`, which IPython does not fire for silent requests."""
-        if not info.store_history or (self._last_cell is None and not self._kept):
+        if not info.store_history:
             return
         with self._lock:
+            self._running_cell = contextvars.copy_context()
             cell, self._last_cell = self._last_cell, None
             shown, self._shown = self._shown, []
             kept, self._kept = self._kept, []
@@ -241,7 +256,7 @@ class Notices:
         if result is not None and not result.info.store_history:
             return
         with self._lock:
-            self._last_cell = contextvars.copy_context()
+            self._last_cell, self._running_cell = contextvars.copy_context(), None
             kept, self._kept = self._kept, []
         if kept:
             self._publish(kept)

@@ -53,6 +53,7 @@ from fractional_gpu.core.effects import (
     Suspend,
     SuspendAnnounced,
     TicketsChanged,
+    UserTold,
     WakeAt,
 )
 from fractional_gpu.core.events import (
@@ -200,7 +201,7 @@ class Broker:
                     self._operations.start(effect)
             case Declined():
                 self._declined(effect)
-            case Resized() | Pinned() | SuspendAnnounced():
+            case Resized() | Pinned() | SuspendAnnounced() | UserTold():
                 self._pass_on(effect)
             case CapBreached():
                 self._breached(effect)
@@ -259,7 +260,7 @@ class Broker:
             kernel.requests.resize.declined = (refusal.reason, refusal.sentence)
         kernel.notify()
 
-    def _pass_on(self, effect: Resized | Pinned | SuspendAnnounced) -> None:
+    def _pass_on(self, effect: Resized | Pinned | SuspendAnnounced | UserTold) -> None:
         """Save or announce what changes for a kernel that stays where it is."""
         kernel = self.kernels.get(effect.lease_id)
         if kernel is None:
@@ -271,6 +272,9 @@ class Broker:
                 self.records.save(kernel)
             case SuspendAnnounced(at_ms=at_ms):
                 self._announce(kernel, at_ms)
+            case UserTold(sentence=sentence):
+                if kernel.link is not None:
+                    kernel.link.send(GateVerb.NOTICE, sentence=sentence, urgent=True)
         kernel.notify()
 
     @staticmethod

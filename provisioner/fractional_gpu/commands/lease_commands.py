@@ -198,7 +198,7 @@ class BulkCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceCommand:
-    """A command about one device. `request` is as in `LeaseCommand`; `check` raises CommandError about the device after the output."""
+    """A command about one device, or all of them. `request` is as in `LeaseCommand`; `check` raises CommandError after the output."""
 
     description: str
     epilog: str
@@ -211,8 +211,10 @@ class DeviceCommand:
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Describe the command and add its arguments."""
         parser.description, parser.epilog = self.description, self.epilog
-        _argument("device", metavar="DEVICE", by=DEVICES, help=_DEVICE_HELP)(parser)
-        parser.add_argument("--json", action="store_true", help="print the device as JSON")
+        # Not required for argparse, so that its absence gets a sentence with an example.
+        _argument("device", metavar="DEVICE", nargs="?", by=DEVICES, help=_DEVICE_HELP)(parser)
+        parser.add_argument("--all", action="store_true", help="all GPUs of this broker")
+        parser.add_argument("--json", action="store_true", help="print the device as JSON; with --all, a list")
         add_socket_argument(parser)
         for add in self.arguments:
             add(parser)
@@ -220,10 +222,19 @@ class DeviceCommand:
     def run(self, options: argparse.Namespace) -> int:
         """Call the broker and print the device. Raises what `request` and `check` raise."""
         request = self.request(options)
+        if (options.device is None) != options.all:
+            given = f"{options.device!r} and --all" if options.all else "no GPU"
+            raise UsageError(f"{given} was given; name one GPU, for example 0, or say --all")
         with running_broker(options.socket, without=_NO_DEVICES) as client:
-            device = self.call(client, options.device, request)
-        print(json.dumps(to_builtins(device)) if options.json else self.success(device))
-        self.check(device, request)
+            names = [one.device_id for one in client.status().devices] if options.all else [options.device]
+            devices = [self.call(client, name, request) for name in names]
+        if options.json:
+            print(json.dumps(to_builtins(devices if options.all else devices[0])))
+        else:
+            for device in devices:
+                print(self.success(device))
+        for device in devices:
+            self.check(device, request)
         return 0
 
 
@@ -351,7 +362,8 @@ class _Drain:
 
 def _drain_request(options: argparse.Namespace) -> _Drain:
     wait_ms = None if options.wait is None else parse_argument(parse_duration_ms, options.wait)
-    return _Drain(DrainRequest(evict_busy=options.evict_busy), wait_ms)
+    deadline_ms = None if options.deadline is None else parse_argument(parse_duration_ms, options.deadline)
+    return _Drain(DrainRequest(evict_busy=options.evict_busy, deadline_in_ms=deadline_ms), wait_ms)
 
 
 def _drain(client: BrokerClient, name: str, drain: _Drain) -> DeviceStatus:
@@ -384,6 +396,8 @@ def _say_drained(device: DeviceStatus) -> str:
         if device.reserved_mib
         else "no kernel holds memory there"
     )
+    if device.goes_away_in_ms is not None:
+        left += f"; it goes away in {format_duration(device.goes_away_in_ms)}"
     return f"GPU {device.index} ({device.name}): draining, {left}"
 
 
@@ -508,12 +522,19 @@ examples:
   jupyter gpu drain 0                   no kernel comes to GPU 0 any more; idle ones leave it now, busy ones after their cell
   jupyter gpu drain 0 --evict-busy      busy ones leave it at once, in the middle of their cell, and go on elsewhere or later
   jupyter gpu drain 0 --wait 10m        return when no kernel is left; exit code 1 if one is after ten minutes
-  jupyter gpu undrain 0                 the GPU takes part again
+  jupyter gpu drain 0 --deadline 2m     the GPU goes away in two minutes: the most valuable kernels are saved before, the users of
+                                        the others are told at once
+  jupyter gpu drain --all --deadline 2m all GPUs of this host go away
+  jupyter gpu undrain 0                 the GPU takes part again; a deadline is withdrawn
 
-Nothing is lost: what leaves is saved in host memory. It stays drained, over restarts of the broker too. For administrators.
+Without a deadline nothing is lost: what leaves is saved in host memory. Host memory is lost with its host (docs/revocation.md). It stays
+drained, over restarts of the broker too. For administrators.
 """,
         arguments=(
             _argument("--evict-busy", action="store_true", help="do not wait for the cells that run there"),
+            _argument(
+                "--deadline", metavar="DURATION", by=DURATIONS, help="the GPU goes away in so long, for example 2m"
+            ),
             _argument("--wait", metavar="DURATION", help="return when the GPU is empty, after so long at the latest"),
         ),
         request=_drain_request,
@@ -526,6 +547,7 @@ Nothing is lost: what leaves is saved in host memory. It stays drained, over res
         epilog="""\
 examples:
   jupyter gpu undrain 0                 kernels may come to GPU 0 again
+  jupyter gpu undrain --all             and to all others
 
 A GPU that is not drained is no error. For administrators.
 """,

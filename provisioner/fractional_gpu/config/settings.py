@@ -64,6 +64,8 @@ class Settings:
     audit_required: bool = True
     on_empty: Path | None = None  # a program that is told of empty devices
     empty_after_ms: int = 300_000
+    revocation_notice: Path | str | None = None  # a file, or a URL
+    revocation_deadline_ms: int = 30_000
     metrics_address: tuple[str, int] | None = None  # IP address and port; None: no listener
     metrics_public: bool = False
     budgets: tuple[Budget, ...] = ()
@@ -132,6 +134,8 @@ _PARSERS: Mapping[str, Callable[[object], Any]] = {
     "audit_keep": values.duration(least_ms=3_600_000, word="forever"),
     "on_empty": values.program,
     "empty_after": values.duration(),
+    "revocation_notice": values.notice_source,
+    "revocation_deadline": values.duration(least_ms=1000),
     "metrics_address": values.metrics_address,
     "carbon": carbon.parse_setting,
     "usage_visible": values.usage_visible,
@@ -180,6 +184,8 @@ def translate(traits: GPUBroker, where: Callable[[str], str], files: tuple[Path,
         audit_required=traits.audit_required,
         on_empty=plain["on_empty"],
         empty_after_ms=plain["empty_after"],
+        revocation_notice=plain["revocation_notice"],
+        revocation_deadline_ms=plain["revocation_deadline"],
         metrics_address=_metrics_address(traits, plain["metrics_address"], where("metrics_address")),
         metrics_public=traits.metrics_public,
         budgets=parse_budgets(where("budgets"), traits.budgets),

@@ -119,6 +119,17 @@ class GPUBroker(Configurable):
         "5m",
         help="""How long nothing must have been on a device before on_empty is called.""",
     ).tag(config=True, example="30m")
+    revocation_notice = Unicode(
+        "",
+        help="""Where a notice appears that this host goes away: the absolute path of a file, or a URL on 169.254.169.254, the address of
+        clouds' metadata services (AWS: http://169.254.169.254/latest/meta-data/spot/instance-action; Google:
+        http://169.254.169.254/computeMetadata/v1/instance/preempted). It is read every 2 s. When there is a notice, all devices are drained
+        by its deadline and every user is told; when it disappears, that is undone. Empty: nothing is read.""",
+    ).tag(config=True, example="/run/revoked")
+    revocation_deadline = _text_or_number(
+        "30s",
+        help="""How long after a notice that names no time the host is expected to go away.""",
+    ).tag(config=True, example="2m")
     metrics_address = Unicode(
         "",
         help="""An IP address and a port at which Prometheus can read the metrics. Empty: none; the broker's socket always has them.

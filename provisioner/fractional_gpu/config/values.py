@@ -11,6 +11,7 @@ from fractions import Fraction
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from fractional_gpu.core.model import Compute, Foresight, Limits, ReserveBy
 from fractional_gpu.core.units import format_duration, parse_duration_ms, parse_fraction_milli, parse_memory_mib
@@ -298,6 +299,26 @@ def _absolute(value: object, examples: str) -> Path | None:
     if not path.is_absolute():
         raise ValueError(allowed)
     return path
+
+
+def notice_source(value: object) -> Path | str | None:
+    """Return a file's path, or a URL on the link-local address of clouds' metadata services or the loopback one; None for none."""
+    if not isinstance(value, str) or "://" not in value:
+        return _absolute(value, "'/run/revoked', or a URL on 169.254.169.254")
+    allowed = (
+        "allowed: an absolute path, or a URL such as 'http://169.254.169.254/latest/meta-data/spot/instance-action': http, on "
+        "169.254.169.254 or a loopback address"
+    )
+    url = urlsplit(value)
+    try:
+        host, _ = ip_address(url.hostname or ""), url.port
+    except ValueError:
+        raise ValueError(allowed) from None
+    known = host.is_loopback or str(host) == "169.254.169.254"
+    plain = value.isascii() and value.isprintable() and " " not in value
+    if url.scheme != "http" or not known or url.username is not None or not plain:
+        raise ValueError(allowed)
+    return value
 
 
 def audit_size(value: object) -> int:

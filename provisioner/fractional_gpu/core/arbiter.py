@@ -181,6 +181,7 @@ def device_views(books: Books) -> list[DeviceView]:
             draining=device.draining,
             why_not=device.spec.why_not,
             demand_milli=device.demand_milli,
+            deadline_ms=device.deadline_ms,
         )
         for device in books.devices.values()
     ]
@@ -441,7 +442,9 @@ class Arbiter:
                 if event.device_id in books.devices:
                     books.devices[event.device_id].lost = True
             case DeviceDrained():
-                self._scheduler.drains.begin(event.device_id, evict_busy=event.evict_busy)
+                self._scheduler.drains.begin(
+                    event.device_id, evict_busy=event.evict_busy, deadline_ms=event.deadline_ms
+                )
             case DeviceUndrained():
                 self._scheduler.drains.end(event.device_id)
             case PoolConfigured():

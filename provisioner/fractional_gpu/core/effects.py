@@ -135,6 +135,15 @@ class SuspendAnnounced(Effect):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UserTold(Effect):
+    """Tell the lease's user something at once, in the notebook: its device goes away, or does not after all. It is in its story, too."""
+
+    lease_id: str
+    reason: str
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LookAgain(Effect):
     """The lease is quarantined: find out the truth and answer with `TruthFound` when it is known."""
 

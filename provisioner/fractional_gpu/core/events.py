@@ -34,15 +34,20 @@ class DeviceLost(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceDrained(Event):
-    """An administrator drains a device: it admits no lease, and leases on it are suspended; with `evict_busy` busy ones too."""
+    """An administrator drains a device: it admits no lease, and leases on it are suspended; with `evict_busy` busy ones too.
+
+    `deadline_ms`: the device goes away then (`salvage`). What can be saved before is saved, in the middle of a cell if need be, and the
+    users of the rest are told (`UserTold`). From the deadline on it is drained like any other. Sent again, it replaces what was said.
+    """
 
     device_id: str
     evict_busy: bool = False
+    deadline_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceUndrained(Event):
-    """The device takes part again."""
+    """The device takes part again; it does not go away."""
 
     device_id: str
 

@@ -275,6 +275,7 @@ class DeviceView:
     draining: bool = False  # admits no lease; its leases leave as soon as possible
     why_not: str = ""  # why leases there cannot be suspended, a sentence
     demand_milli: int = 0  # what the leases that are busy there need together, thousandths of the device
+    deadline_ms: int | None = None  # while it is drained: when it goes away
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -477,9 +477,10 @@ class Ledger:
 
     # Drained devices, and named texts such as forecasts
 
-    def set_drained(self, device_id: str, *, evict_busy: bool) -> None:
-        """Record that the device is being drained."""
-        self._write("INSERT OR REPLACE INTO drained (device_id, evict_busy) VALUES (?, ?)", (device_id, evict_busy))
+    def set_drained(self, device_id: str, *, evict_busy: bool, deadline_ms: int = 0) -> None:
+        """Record that the device is being drained. `deadline_ms`: it goes away then, by `DeadlineClock`; 0: it does not."""
+        statement = "INSERT OR REPLACE INTO drained (device_id, evict_busy, deadline_ms) VALUES (?, ?, ?)"
+        self._write(statement, (device_id, evict_busy, deadline_ms))
 
     def set_undrained(self, device_id: str) -> None:
         """Record that the device is no longer being drained."""
@@ -490,6 +491,11 @@ class Ledger:
         return {
             row["device_id"]: bool(row["evict_busy"]) for row in self._read("SELECT * FROM drained ORDER BY device_id")
         }
+
+    def drain_deadlines(self) -> dict[str, int]:
+        """Return when devices that are being drained go away, ms by `DeadlineClock`, for those that do."""
+        rows = self._read("SELECT device_id, deadline_ms FROM drained WHERE deadline_ms > 0 ORDER BY device_id")
+        return {row["device_id"]: int(row["deadline_ms"]) for row in rows}
 
     def keep(self, name: str, value: str) -> None:
         """Store a text under a name; it replaces an earlier one."""

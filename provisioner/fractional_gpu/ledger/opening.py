@@ -191,6 +191,8 @@ OPTIONAL_COLUMNS: dict[str, dict[str, str]] = {
     },
     # several hubs at one broker
     "seats": {"hub": "TEXT NOT NULL DEFAULT ''"},
+    # devices that go away; 0: those that stay
+    "drained": {"deadline_ms": "INTEGER NOT NULL DEFAULT 0"},
 }
 """Columns by table that were added without a new version. An earlier program of the same version ignores them and can open the file, so
 that a downgrade keeps every kernel; rows that it writes have the defaults."""

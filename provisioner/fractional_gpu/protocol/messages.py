@@ -160,10 +160,11 @@ class EvictRequest(Struct, frozen=True, kw_only=True):
     why: str = ""  # for the kernel's user, whose next kernel shows it
 
 
-class DrainRequest(Struct, frozen=True, kw_only=True):
-    """Empty a device; `evict_busy`: suspend also kernels that run a cell."""
+class DrainRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Empty a device; `evict_busy`: suspend also kernels that run a cell. `deadline_in_ms`: the device goes away so long from now."""
 
     evict_busy: bool = False
+    deadline_in_ms: int | None = None
 
 
 class StoryLine(Struct, frozen=True, kw_only=True):
@@ -352,6 +353,7 @@ class GateVerb(StrEnum):
 class GateCommand(Struct, frozen=True, kw_only=True):
     """A line of the gate stream. The answer to a command repeats its `number` (0: no answer); an empty verb is a keep-alive.
 
+    `urgent`: show the sentence of a notice now, also while a cell runs; older extensions show it when the cell has ended.
     `hears`, in any line: the broker itself detects whether this stream is read, so the extension need not pulse.
     """
 
@@ -360,6 +362,7 @@ class GateCommand(Struct, frozen=True, kw_only=True):
     sentence: str = ""
     environment: dict[str, str] = {}
     hears: bool = False
+    urgent: bool = False
 
 
 class GateHello(Struct, frozen=True, kw_only=True):
@@ -410,6 +413,7 @@ class DeviceStatus(Struct, frozen=True, kw_only=True):
     over_committed: bool
     lost: bool
     draining: bool = False
+    goes_away_in_ms: int | None = None  # while it is drained by a deadline; 0: that has passed
     why_not: str = ""  # why kernels on it cannot be suspended, a sentence; empty: they can
     demand_milli: int = (
         0  # what its busy kernels need of it together, thousandths: beyond 1000 they slow each other down

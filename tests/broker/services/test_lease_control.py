@@ -292,6 +292,23 @@ def test_nobody_comes_to_a_device_that_is_emptied_and_all_do_afterwards(
         assert told[-1].startswith("granted: ")
 
 
+def test_a_device_goes_away_at_a_deadline_until_that_is_withdrawn(live: LiveBroker) -> None:
+    answer = live.call("POST", "/v1/devices/0/drain", {"deadline_in_ms": 120_000})
+    assert 0 < answer.body["goes_away_in_ms"] <= 120_000
+    deadlines = live.broker.writer.ledger.drain_deadlines()
+    assert 0 < deadlines[answer.body["device_id"]] - live.broker.deadlines.now_ms() <= 120_000
+    answer = live.call("POST", "/v1/devices/0/undrain", {})
+    assert answer.body.get("goes_away_in_ms") is None
+    assert live.broker.writer.ledger.drain_deadlines() == {}
+
+
+@pytest.mark.parametrize("deadline_in_ms", [0, -1, 7 * 86_400_000 + 1])
+def test_a_deadline_lies_within_a_week(live: LiveBroker, deadline_in_ms: int) -> None:
+    answer = live.call("POST", "/v1/devices/0/drain", {"deadline_in_ms": deadline_in_ms})
+    assert (answer.status, live.broker.writer.ledger.drained()) == (400, {})
+    assert f"deadline_in_ms is {deadline_in_ms}; allowed: 1 to 604800000" in answer.error["message"]
+
+
 @pytest.mark.parametrize(("device", "says"), [("7", "'7' is no device of this broker; there are: 0 "), ("", "")])
 def test_a_device_that_is_not_there_is_named_with_those_that_are(live: LiveBroker, device: str, says: str) -> None:
     answer = live.call("POST", f"/v1/devices/{device}/drain", {})

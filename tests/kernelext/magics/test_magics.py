@@ -324,6 +324,22 @@ def test_a_notice_that_comes_while_a_cell_runs_is_shown_beneath_it_and_stays(
     assert kernel.run("2").shown == []
 
 
+def test_an_urgent_notice_is_shown_while_the_cell_runs_and_stays(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    broker.grant_at_once = True
+    gate = broker.stream("gate")
+    request = kernel.send("print(input())", allow_stdin=True)
+    kernel.client.get_stdin_msg(timeout=DEADLINE_S)
+    sentence = "The GPU of this kernel goes away in 2 min."
+    gate.send(GateCommand(verb=GateVerb.NOTICE, number=1, sentence=sentence, urgent=True))
+    kernel.until_shown(request, sentence)
+    kernel.client.input("typed")
+    outcome = kernel.finish(request)
+    assert outcome.printed == "typed\n", "the cell ran on"
+    kinds = [message["msg_type"] for message in kernel.until_published(request, lambda _: True)]
+    assert "update_display_data" not in kinds, "it stays"
+    assert kernel.run("2").shown == []
+
+
 @pytest.mark.parametrize(
     "cell", ["%%capture\nprint(input())", "get_ipython().run_cell('1')\nprint(input())"], ids=["captured", "nested"]
 )

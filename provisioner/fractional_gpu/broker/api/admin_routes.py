@@ -104,7 +104,9 @@ class _Drain(Handler):
     async def post(self, device: str) -> None:
         request = self.decode_body(DrainRequest)
         async with self.audited("drain", device, **to_builtins(request)):
-            status = await self.service.lease_control.drain(self.peer, device, evict_busy=request.evict_busy)
+            status = await self.service.lease_control.drain(
+                self.peer, device, evict_busy=request.evict_busy, deadline_in_ms=request.deadline_in_ms
+            )
         self.reply(status)
 
 

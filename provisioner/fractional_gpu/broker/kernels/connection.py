@@ -218,9 +218,16 @@ class GateLink:
         self._queue: asyncio.Queue[GateCommand | None] = asyncio.Queue(_QUEUE)
         self._answers: dict[int, asyncio.Future[str]] = {}
 
-    def send(self, verb: GateVerb, *, sentence: str = "", environment: Mapping[str, str] | None = None) -> None:
-        """Send a command that needs no answer; dropped when the line is lost."""
-        self._put(GateCommand(verb=verb, sentence=sentence, environment=dict(environment or {})))
+    def send(
+        self,
+        verb: GateVerb,
+        *,
+        sentence: str = "",
+        environment: Mapping[str, str] | None = None,
+        urgent: bool = False,
+    ) -> None:
+        """Send a command that needs no answer; dropped when the line is lost. `urgent`: show the sentence now."""
+        self._put(GateCommand(verb=verb, sentence=sentence, environment=dict(environment or {}), urgent=urgent))
 
     async def ask(self, verb: GateVerb, timeout_s: float) -> str:
         """Send a command and return the extension's word, or "" if none came in time or the line broke. Cancellation drops the answer."""

@@ -44,6 +44,7 @@ from fractional_gpu.broker.process.restarting import RestartFiles, make_socket_f
 from fractional_gpu.broker.recovery.lost_leases import LostLeases
 from fractional_gpu.broker.recovery.recovery import recover
 from fractional_gpu.broker.services.empty_devices import EmptyDevices
+from fractional_gpu.broker.services.revocation_notice import RevocationNotice
 from fractional_gpu.broker.supervision.survivors import AbandonedLeases
 from fractional_gpu.broker.swap.checkpointability import Checkpointability
 from fractional_gpu.broker.swap.steps import SwapTimes
@@ -259,6 +260,7 @@ class BrokerRun:
             save_forecasts_periodically(broker.arbiter, broker.contexts.sizes, broker.writer),
             broker.metrics.watch_loop(),
             *self._watch_of_empty_devices(broker),
+            *self._watch_of_revocation(broker),
         )
 
     def _watch_of_empty_devices(self, broker: Broker) -> tuple[Coroutine[Any, Any, None], ...]:
@@ -268,6 +270,12 @@ class BrokerRun:
         after_s = self._settings.empty_after_ms / 1000
         watch = EmptyDevices(program, after_s, devices=broker.arbiter.devices, changed=lambda: broker.anything_changed)
         return (watch.run(),)
+
+    def _watch_of_revocation(self, broker: Broker) -> tuple[Coroutine[Any, Any, None], ...]:
+        source = self._settings.revocation_notice
+        if source is None:
+            return ()
+        return (RevocationNotice(broker, source, self._settings.revocation_deadline_ms).run(),)
 
     @staticmethod
     async def _shut_down(parts: _Parts, metrics_server: HTTPServer | None, tasks: Sequence[asyncio.Task[None]]) -> bool:
@@ -316,9 +324,14 @@ class BrokerRun:
             broker.dispatch(event)
         for spec in managed:
             log.info("device %s: %s, %s", spec.device_id, spec.name, format_memory(spec.memory_mib))
+        deadlines, ahead_ms = self._ledger.drain_deadlines(), now_ms() - broker.deadlines.now_ms()
         for device_id, evict_busy in self._ledger.drained().items():
             if device_id in self._specs:
-                broker.dispatch(DeviceDrained(at_ms=now_ms(), device_id=device_id, evict_busy=evict_busy))
+                deadline_ms = deadlines[device_id] + ahead_ms if device_id in deadlines else None
+                event = DeviceDrained(
+                    at_ms=now_ms(), device_id=device_id, evict_busy=evict_busy, deadline_ms=deadline_ms
+                )
+                broker.dispatch(event)
         broker.metering.begin(self._ledger, {pool.name: pool.hub.tariff for pool in self._settings.pools})
         broker.habits.begin(self._ledger)
 

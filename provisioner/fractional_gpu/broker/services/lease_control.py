@@ -33,6 +33,29 @@ _LINES = 200
 _LONGEST_SIGN_MS = 600_000
 _SIGNS = frozenset(str(sign) for sign in Sign if sign is not Sign.RHYTHM)  # the arbiter finds a rhythm itself
 _POINTS = 1000
+LONGEST_DEADLINE_MS = 7 * 86_400_000
+"""A device that goes away later than that is not drained yet."""
+
+
+async def begin_drain(broker: Broker, device_id: str, *, evict_busy: bool, deadline_in_ms: int | None) -> None:
+    """Drain a device, through restarts too. Raises LedgerError. Cancelled: the arbiter may not know yet what the ledger has."""
+    at_ms = now_ms()
+    deadline_ms = 0 if deadline_in_ms is None else broker.deadlines.now_ms() + deadline_in_ms
+    write = partial(broker.writer.ledger.set_drained, device_id, evict_busy=evict_busy, deadline_ms=deadline_ms)
+    await broker.writer.run(write)
+    event = DeviceDrained(
+        at_ms=now_ms(),
+        device_id=device_id,
+        evict_busy=evict_busy,
+        deadline_ms=None if deadline_in_ms is None else at_ms + deadline_in_ms,
+    )
+    broker.dispatch(event)
+
+
+async def end_drain(broker: Broker, device_id: str) -> None:
+    """Stop draining a device. Raises LedgerError. Cancelled: as in `begin_drain`."""
+    await broker.writer.run(partial(broker.writer.ledger.set_undrained, device_id))
+    broker.dispatch(DeviceUndrained(at_ms=now_ms(), device_id=device_id))
 
 
 class LeaseControl:
@@ -219,19 +242,25 @@ class LeaseControl:
 
     # -- devices ------------------------------------------------------------------------------------------------------------
 
-    async def drain(self, peer: Peer, device: str, *, evict_busy: bool) -> DeviceStatus:
-        """Begin to drain a device, through restarts too, until `undrain`. Raises ForbiddenError or NotFoundError."""
+    async def drain(
+        self, peer: Peer, device: str, *, evict_busy: bool, deadline_in_ms: int | None = None
+    ) -> DeviceStatus:
+        """Begin to drain a device, through restarts too, until `undrain`. `deadline_in_ms`: it goes away so long from now.
+
+        Raises ForbiddenError, NotFoundError or BadRequestError.
+        """
         device_id = self.device(peer, device)
-        ledger = self._broker.writer.ledger
-        await self._broker.writer.run(partial(ledger.set_drained, device_id, evict_busy=evict_busy))
-        self._broker.dispatch(DeviceDrained(at_ms=now_ms(), device_id=device_id, evict_busy=evict_busy))
+        if deadline_in_ms is not None and not 1 <= deadline_in_ms <= LONGEST_DEADLINE_MS:
+            raise BadRequestError(
+                f"deadline_in_ms is {deadline_in_ms}; allowed: 1 to {LONGEST_DEADLINE_MS} (a week), or none at all"
+            )
+        await begin_drain(self._broker, device_id, evict_busy=evict_busy, deadline_in_ms=deadline_in_ms)
         return device_status(self._broker, device_id)
 
     async def undrain(self, peer: Peer, device: str) -> DeviceStatus:
         """Stop draining a device. Raises ForbiddenError or NotFoundError."""
         device_id = self.device(peer, device)
-        await self._broker.writer.run(partial(self._broker.writer.ledger.set_undrained, device_id))
-        self._broker.dispatch(DeviceUndrained(at_ms=now_ms(), device_id=device_id))
+        await end_drain(self._broker, device_id)
         return device_status(self._broker, device_id)
 
     @staticmethod

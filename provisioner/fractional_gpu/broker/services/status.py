@@ -165,6 +165,7 @@ def host_status(
             strangers=broker.enforcement.strangers.get(view.device_id, []),
             **asdict(broker.sensors.get(view.device_id, DeviceSensors())),
             draining=view.draining,
+            goes_away_in_ms=None if view.deadline_ms is None else max(0, view.deadline_ms - now_ms()),
         )
         for view in broker.arbiter.devices()
         if view.device_id in broker.devices

@@ -145,7 +145,8 @@ def _device_lines(device: DeviceStatus, *, simulated: bool) -> list[str]:
     if device.lost:
         lines.append("     lost: the device does not answer; it admits no kernel until it does")
     elif device.draining:
-        lines.append("     draining: it admits no kernel, and those on it are suspended")
+        when = "" if device.goes_away_in_ms is None else f"; it goes away in {format_duration(device.goes_away_in_ms)}"
+        lines.append(f"     draining: it admits no kernel, and those on it are suspended{when}")
     elif device.over_committed:
         lines.append("     over-committed: more is held than fits; it admits no kernel until that changes")
     return lines

@@ -493,6 +493,8 @@ class Books:
         else:
             footing = OccupancyKind.SUSPENDING if lease.state is LeaseState.SUSPENDING else OccupancyKind.FIXED
         ids = lease.device_ids if footing else ()
+        if (footing is OccupancyKind.BUSY) != (lease.works_since_ms is not None):
+            lease.set_working(self.now_ms, works=footing is OccupancyKind.BUSY)
         milli, resting = _counted_milli(lease, footing), resting_milli(lease, footing)
         if (footing, lease.held_mib, ids, milli, resting) != (
             lease.occupancy,
@@ -533,6 +535,13 @@ class Books:
     def host_left_mib(self) -> int:
         """Host memory that a further suspend may reserve."""
         return self.host_budget_mib - self.host_saved_mib - self.host_reserved_mib
+
+    def goes_away(self, lease: Lease, *, later: bool = False) -> bool:
+        """Return whether a device of the lease is drained by a deadline; `later`: by one that is still to come."""
+        if not self.draining:
+            return False
+        times = [self.draining[one].deadline_ms for one in lease.device_ids if one in self.draining]
+        return any(at_ms is not None and (not later or at_ms > self.now_ms) for at_ms in times)
 
     def share(self, lease: Lease) -> tuple[int, int]:
         """Return the virtual time of the lease's owner and its own."""

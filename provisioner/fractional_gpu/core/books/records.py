@@ -275,6 +275,8 @@ class Lease:
     seen_milli: int | None = None  # the last sample of that since it became busy
     cell_milli: int | None = None  # what the cell that runs needs, by the samples since it began
     last_active_ms: int = 0
+    worked_ms: int = 0  # how long its cells have run on a device since its process began ...
+    works_since_ms: int | None = None  # ... and since when one runs there now
     expectation: Expectation | None = None  # of its next cell
     rhythm_ms: int | None = None  # while it is suspended: when its own rhythm makes a cell likely
     sent_away: bool = False  # its user, or an administrator, asked for its last suspend
@@ -312,6 +314,16 @@ class Lease:
     def __post_init__(self) -> None:
         """Derive what never changes."""
         self.lease_id = self.spec.lease_id
+
+    def set_working(self, now_ms: int, *, works: bool) -> None:
+        """Note whether a cell runs on its devices from now on."""
+        if self.works_since_ms is not None:
+            self.worked_ms += now_ms - self.works_since_ms
+        self.works_since_ms = now_ms if works else None
+
+    def work_ms(self, now_ms: int) -> int:
+        """Return how long its cells have run on a device since its process began, ms."""
+        return self.worked_ms + (0 if self.works_since_ms is None else now_ms - self.works_since_ms)
 
     def forget_shrinking(self) -> None:
         """Forget what was found out about its memory while it was idle."""
@@ -464,6 +476,7 @@ class Device:
     lost: bool = False
     draining: bool = False
     evict_busy: bool = False
+    deadline_ms: int | None = None  # while it is drained: when it goes away
     reserved_mib: int = 0
     is_exclusive: bool = False  # one lease has all of it
     holders: dict[str, Lease] = field(default_factory=dict)

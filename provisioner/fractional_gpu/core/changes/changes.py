@@ -52,7 +52,8 @@ class Changes:
         self.requeued: set[str] = set()  # pools whose queue changed
         self._next_operation = first_operation_id
         self._next_order = 1
-        self._parallel_swaps = parallel_swaps
+        self.parallel_swaps = parallel_swaps
+        self.kept_channels = 0  # for suspends before a deadline, which `DeviceDrains` begins
 
     @property
     def now_ms(self) -> int:
@@ -162,6 +163,7 @@ class Changes:
         self.set_host_pressure(lease, pressed=False)
         self.books.set_reservation(lease, ())
         self.books.set_host_memory(lease)
+        lease.worked_ms = 0
 
     def set_host_pressure(self, lease: Lease, *, pressed: bool) -> None:
         """Note whether host memory is short where the lease's saved state lies."""
@@ -287,8 +289,8 @@ class Changes:
 
     @property
     def channel_free(self) -> bool:
-        """Whether an operation may begin."""
-        return len(self.operations) < self._parallel_swaps
+        """Whether an operation may begin. Channels that are kept for leases on a device that goes away are not free for others."""
+        return len(self.operations) < self.parallel_swaps - self.kept_channels
 
     def grant(self, lease: Lease, device_ids: Sequence[str]) -> None:
         """Reserve room for a ticket: a saved lease is resumed, any other one becomes resident at once."""

@@ -411,6 +411,7 @@ class Lifecycle:
         self._changes.forecast_recorder.busy_changed(lease, busy=busy)
         counted = lease.suspend_requested or lease.lease_id in self._books.expected_victims
         counted = counted or lease.gate.closed or self._eases_host_memory(lease, need_mib)
+        counted = counted or self._books.goes_away(lease)
         if busy and not counted and not self._books.shares_by_time(lease):
             return False  # a lease that begins to work frees nothing
         return lease.state is LeaseState.RESIDENT
@@ -429,6 +430,8 @@ class Lifecycle:
         breaches = self._memory_caps.measured(lease)
         matters = breaches or lease.is_unsuspendable != stayed or self._eases_host_memory(lease, need_mib)
         matters |= self._resizer.measured(lease)
+        if used_mib != used and self._books.goes_away(lease):
+            matters = True  # so does the plan of what is saved before a deadline
         if used_mib != used and lease.busy and self._books.waiting:
             matters = True  # its use decides how long its swap takes, and so from when on it may be preempted
         if matters:

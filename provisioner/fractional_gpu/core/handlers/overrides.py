@@ -21,7 +21,7 @@ from fractional_gpu.core.units import format_duration
 # Draining a device: its leases leave as soon as possible. Pins do not protect from it, nor does minimum residency.
 #
 # Idle leases are suspended at once. Busy ones follow when they become idle, or at once where the administrator says so. What cannot be
-# saved (its process, its device, host memory) stays until it can.
+# saved (its process, its device, host memory) stays until it can. Before a deadline `salvaging` decides instead.
 
 
 class DeviceDrains:
@@ -32,12 +32,12 @@ class DeviceDrains:
         self._books = changes.books
         self.recheck_ms: int | None = None
 
-    def begin(self, device_id: str, *, evict_busy: bool) -> None:
-        """Begin to drain a device."""
+    def begin(self, device_id: str, *, evict_busy: bool, deadline_ms: int | None = None) -> None:
+        """Begin to drain a device. `deadline_ms`: it goes away then."""
         device = self._books.devices.get(device_id)
         if device is None:
             return
-        device.draining, device.evict_busy = True, evict_busy
+        device.draining, device.evict_busy, device.deadline_ms = True, evict_busy, deadline_ms
         self._books.draining[device_id] = device
         for lease in list(device.holders.values()):
             self._record_begun(lease, device)
@@ -46,25 +46,31 @@ class DeviceDrains:
         """End the drain of a device."""
         device = self._books.draining.pop(device_id, None)
         if device is not None:
-            device.draining = device.evict_busy = False
+            device.draining, device.evict_busy, device.deadline_ms = False, False, None
 
     def _record_begun(self, lease: Lease, device: Device) -> None:
         when = "at once" if device.evict_busy or not lease.busy else "when its cell has ended"
         if lease.is_unsuspendable:
             when = f"when it can be: {lease.unsuspendable_reason}"
-        sentence = f"an administrator empties device {device.spec.device_id}: the kernel is suspended {when}"
+        device_id = device.spec.device_id
+        sentence = f"an administrator empties device {device_id}: the kernel is suspended {when}"
+        if device.deadline_ms is not None:
+            left = format_duration(max(0, device.deadline_ms - self._changes.now_ms))
+            sentence = f"device {device_id} goes away in {left}: what can be saved before is saved in host memory"
         self._changes.record(lease.lease_id, "drain.begun", sentence)
 
     def suspend_ready(self) -> None:
         """Begin the suspends that can begin now."""
         self.recheck_ms = None
         for device in list(self._books.draining.values()):
+            if device.deadline_ms is not None and device.deadline_ms > self._changes.now_ms:
+                continue  # `salvaging` decides
             for lease in list(device.holders.values()):
                 if not self._changes.channel_free:
                     return
                 if lease.host_need_mib > self._books.host_left_mib:
                     self._changes.ask_to_shrink(lease)
-                if self._may_leave(lease, device):
+                if self._may_leave(lease, device) and not self._books.goes_away(lease, later=True):
                     what = "an administrator empties its device"
                     self._changes.begin_suspend(lease, "suspend.drain", what)
 

@@ -1,8 +1,9 @@
 """After every event, the scheduler serves the waiting leases as far as possible.
 
-In this order: leases whose time is over end; suspends begin that were requested, or that a breached cap, a drained device or an ended
-seat demands; tickets are served; host memory is relieved; leases whose cells are expected come back; devices are relieved whose busy
-leases slow each other down; leases that were idle for long enough are suspended; idle ones move together. All share the swap channels.
+In this order: leases whose time is over end; leases are saved whose device goes away; suspends begin that were requested, or that a
+breached cap, a drained device or an ended seat demands; tickets are served; host memory is relieved; leases whose cells are expected come
+back; devices are relieved whose busy leases slow each other down; leases that were idle for long enough are suspended; idle ones move
+together. All share the swap channels.
 """
 
 from fractional_gpu.core.books.records import Lease, Reason
@@ -12,6 +13,7 @@ from fractional_gpu.core.handlers.expectations import Expectations
 from fractional_gpu.core.handlers.lifecycle import StartReservations
 from fractional_gpu.core.handlers.overrides import DeviceDrains, Pins, Revocations
 from fractional_gpu.core.handlers.resize import MemoryCaps, Resizer
+from fractional_gpu.core.handlers.salvaging import Salvage
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.rules.admission import over_limit
 from fractional_gpu.core.rules.eligibility import eligible_devices, lacks_device
@@ -94,6 +96,7 @@ class Scheduler:
         self._recheck_ms: int | None = None  # when the last pass asked to be repeated
         self.memory_caps = MemoryCaps(changes)
         self.drains = DeviceDrains(changes)
+        self.salvage = Salvage(changes)
         self.pins = Pins(changes)
         self.resizer = Resizer(changes)
         self.revocations = Revocations(changes)
@@ -109,6 +112,7 @@ class Scheduler:
         self._changes.idle_costs.review()
         self._deadlines.refresh()
         self._take_due()
+        self.salvage.save()
         self._suspend_asked()
         self._suspend_breaching()
         if self._books.draining:
@@ -169,6 +173,7 @@ class Scheduler:
             self._changes.idle_costs.recheck_ms,
             self._packing.recheck_ms,
             self.drains.recheck_ms,
+            self.salvage.recheck_ms,
             self.revocations.recheck_ms,
             self.memory_caps.due_ms(),
         )

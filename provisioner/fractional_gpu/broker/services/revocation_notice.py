@@ -1,0 +1,236 @@
+"""Follows a notice that this host, with its devices, goes away (`c.GPUBroker.revocation_notice`): a file, or a cloud's metadata URL.
+
+Every two seconds the source is read. When there is a notice, all devices are drained by its deadline, and every kernel's user is told to
+save to disk: the host's memory, and what is saved there, goes with the host. When the notice has disappeared, the devices that were
+drained for it are given back as they were. A source that cannot be read says nothing: neither that there is a notice nor that there is
+none. A notice that is there already when the broker starts is followed; what an earlier broker drained for one is in the ledger.
+
+- A file: its being there is the notice. It may be empty, or hold the JSON of a URL.
+- A URL: 404 says that there is none, as AWS does; 200 says that there is one, except where its text says `FALSE`, as on Google's cloud, or
+  is JSON with an empty list of `Events`, as on Azure. `time` (AWS), or the earliest `NotBefore` of an event that takes the host away
+  (Azure), is the deadline; without one, `c.GPUBroker.revocation_deadline` after the notice was seen.
+"""
+
+import asyncio
+import http.client
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from functools import partial
+from pathlib import Path
+from urllib.parse import SplitResult, urlsplit
+
+from fractional_gpu.broker.broker import Broker
+from fractional_gpu.broker.clock import wall_ms
+from fractional_gpu.broker.services.lease_control import LONGEST_DEADLINE_MS, begin_drain, end_drain
+from fractional_gpu.core.units import format_duration
+from fractional_gpu.protocol.messages import GateVerb
+
+log = logging.getLogger(__name__)
+
+_PERIOD_S = 2.0
+_TIMEOUT_S = 1.5
+_MOST_BYTES = 65_536
+_KEPT = "revocation_notice"  # in the ledger: the devices that were drained for a notice, and what they were before
+_MOVED_MS = 1_000  # a deadline that moves by less is the same
+_LEAVES = frozenset({"Preempt", "Terminate", "Redeploy", "Reboot"})  # Azure's events after which the memory is lost
+_METADATA = {"Metadata-Flavor": "Google", "Metadata": "true"}
+_AWS_PREFIX = "/latest/"
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """This host goes away. `deadline_ms`: when, wall-clock ms; None: the notice does not say."""
+
+    deadline_ms: int | None = None
+
+
+class UnreadableNoticeError(Exception):
+    """The source says neither that there is a notice nor that there is none: a sentence."""
+
+
+# -- reading it --------------------------------------------------------------------------------------------------------
+
+
+def read_notice(source: Path | str) -> Notice | None:
+    """Read a file or a URL, in at most a few seconds; None: there is no notice. Raises UnreadableNoticeError."""
+    text = _read_file(source) if isinstance(source, Path) else _read_url(urlsplit(source))
+    return None if text is None else parse_notice(text)
+
+
+def parse_notice(text: str) -> Notice | None:
+    """Return the notice in the text of a source that is there; None: it says that there is none."""
+    if text.strip().upper() == "FALSE":
+        return None
+    try:
+        data = json.loads(text)
+    except ValueError:
+        return Notice()
+    if not isinstance(data, dict):
+        return Notice()
+    events = data.get("Events")
+    if not isinstance(events, list):
+        return Notice(_moment_ms(data.get("time")))
+    leaving = [event for event in events if isinstance(event, dict) and event.get("EventType") in _LEAVES]
+    times = [at_ms for event in leaving if (at_ms := _moment_ms(event.get("NotBefore"))) is not None]
+    return Notice(min(times, default=None)) if leaving else None
+
+
+def _moment_ms(text: object) -> int | None:
+    """Return a time as wall-clock ms: ISO 8601 as AWS writes it, or that of an HTTP header, as Azure does; None for anything else."""
+    if not isinstance(text, str):
+        return None
+    for parse in (datetime.fromisoformat, parsedate_to_datetime):
+        try:
+            at = parse(text)
+        except ValueError:
+            continue
+        return int((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() * 1000)
+    return None
+
+
+def _read_file(path: Path) -> str | None:
+    try:
+        with path.open("rb") as file:
+            return file.read(_MOST_BYTES).decode(errors="replace")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UnreadableNoticeError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _read_url(url: SplitResult) -> str | None:
+    """Ask for the URL, without proxies and redirects."""
+    headers = dict(_METADATA)
+    try:
+        if url.path.startswith(_AWS_PREFIX):  # AWS may demand a token; where it does not know them, none is needed
+            asked = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
+            status, token = _ask(url, "PUT", "/latest/api/token", asked)
+            if status == http.HTTPStatus.OK and token.isascii() and token.isprintable():
+                headers = {"X-aws-ec2-metadata-token": token}
+        status, text = _ask(url, "GET", f"{url.path or '/'}{f'?{url.query}' if url.query else ''}", headers)
+    except (OSError, http.client.HTTPException) as error:
+        raise UnreadableNoticeError(f"{url.geturl()} does not answer: {error or type(error).__name__}") from error
+    if status == http.HTTPStatus.NOT_FOUND:
+        return None
+    if status != http.HTTPStatus.OK:
+        raise UnreadableNoticeError(f"{url.geturl()} answers with status {status}")
+    return text
+
+
+def _ask(url: SplitResult, method: str, target: str, headers: Mapping[str, str]) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(url.hostname or "", url.port or 80, timeout=_TIMEOUT_S)
+    try:
+        connection.request(method, target, headers=dict(headers))
+        answer = connection.getresponse()
+        return answer.status, answer.read(_MOST_BYTES).decode(errors="replace")
+    finally:
+        connection.close()
+
+
+# -- following it ------------------------------------------------------------------------------------------------------
+
+
+class RevocationNotice:
+    """Drains all devices while there is a notice. `default_ms`: the time that is left where a notice says none."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        source: Path | str,
+        default_ms: int,
+        *,
+        read: Callable[[Path | str], Notice | None] = read_notice,
+    ) -> None:
+        self._broker = broker
+        self._source = source
+        self._default_ms = default_ms
+        self._read = read
+        self._deadline_ms: int | None = None  # wall-clock ms, of the notice that is followed
+        self._drained: dict[str, bool | None] | None = None  # as in the ledger; None: not read yet
+        self._problem = ""
+
+    async def run(self) -> None:
+        """Follow the source until cancelled. Raises LedgerError."""
+        while True:
+            await self.look()
+            await asyncio.sleep(_PERIOD_S)
+
+    async def look(self) -> None:
+        """Read the source once, and do what follows. Raises LedgerError. Cancelled: the next look, of the next broker too, goes on."""
+        try:
+            notice = await asyncio.to_thread(self._read, self._source)
+        except UnreadableNoticeError as error:
+            if str(error) != self._problem:
+                log.warning("notice of revocation: %s; what was known of it stays", error)
+            self._problem = str(error)
+            return
+        self._problem = ""
+        if self._drained is None:
+            self._drained = await self._remembered()
+        if notice is None:
+            self._deadline_ms = None
+            if self._drained:
+                await self._give_back(self._drained)
+            return
+        deadline_ms = notice.deadline_ms
+        if deadline_ms is None:
+            deadline_ms = self._deadline_ms or wall_ms() + self._default_ms
+        if self._deadline_ms is None or abs(deadline_ms - self._deadline_ms) >= _MOVED_MS:
+            self._deadline_ms = deadline_ms
+            await self._drain(self._drained, deadline_ms)
+
+    async def _remembered(self) -> dict[str, bool | None]:
+        """Return the devices that were drained for a notice: whether busy kernels had to leave each before; None: it was not drained."""
+        text = await self._broker.writer.read(partial(self._broker.writer.ledger.kept, _KEPT))
+        try:
+            found = json.loads(text or "{}")
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    async def _remember(self, drained: dict[str, bool | None]) -> None:
+        self._drained = drained
+        await self._broker.writer.run(partial(self._broker.writer.ledger.keep, _KEPT, json.dumps(drained)))
+
+    async def _drain(self, before: Mapping[str, bool | None], deadline_ms: int) -> None:
+        broker = self._broker
+        left_ms = max(1, min(LONGEST_DEADLINE_MS, deadline_ms - wall_ms()))
+        log.warning(
+            "this host goes away in %s, says %s: all its devices are drained", format_duration(left_ms), self._source
+        )
+        evicting = await broker.writer.read(broker.writer.ledger.drained)
+        names = [view.device_id for view in broker.arbiter.devices() if view.device_id in broker.devices]
+        # First what is to be undone, so that a broker that dies between the two gives back too much rather than too little.
+        await self._remember({name: before.get(name, evicting.get(name)) for name in names})
+        for name in names:
+            await begin_drain(broker, name, evict_busy=bool(evicting.get(name)), deadline_in_ms=left_ms)
+        self._tell(
+            "revocation.host",
+            f"The host of this kernel goes away in {format_duration(left_ms)}, and its memory with it, also what is saved there. Save to a "
+            "disk that outlives it now what must not be lost: results, models, tables, and the notebook if it lies on this host.",
+        )
+
+    async def _give_back(self, drained: Mapping[str, bool | None]) -> None:
+        log.warning("the notice that this host goes away has been withdrawn: its devices are given back")
+        for name, evict_busy in drained.items():
+            if name not in self._broker.devices:
+                continue
+            if evict_busy is None:
+                await end_drain(self._broker, name)
+            else:
+                await begin_drain(self._broker, name, evict_busy=evict_busy, deadline_in_ms=None)
+        await self._remember({})
+        self._tell(
+            "revocation.host-stays", "The host of this kernel does not go away after all: the notice was withdrawn."
+        )
+
+    def _tell(self, reason: str, sentence: str) -> None:
+        """Tell every kernel's user, in the notebook and in the kernel's story."""
+        for lease_id, kernel in self._broker.kernels.items():
+            self._broker.record_line(lease_id, reason, sentence)
+            if kernel.link is not None:
+                kernel.link.send(GateVerb.NOTICE, sentence=sentence, urgent=True)

@@ -1,0 +1,119 @@
+"""A device that goes away, with real kernels on a simulated device whose bandwidth is known: what is saved in time, and what users see."""
+
+import time
+
+import pytest
+
+from fractional_gpu.gpu.simulated.store import Store
+from tests.e2e.test_policies import CHECK, FILL, begin_work
+from tests.support.world import Notebook, Server, World, until
+
+MIB_S = 64
+
+
+@pytest.fixture
+def slow(world: World) -> World:
+    """A world with one device, that saves so slowly that it matters."""
+    world.start_broker("1x1GiB")
+    store = Store(world.simulated_folder)
+    store.configure(checkpoint_mib_s=MIB_S)
+    store.close()
+    return world
+
+
+def _filled(world: World, server: Server, name: str, seed: int) -> tuple[Notebook, str]:
+    notebook = server.start(name)
+    notebook.must(FILL.format(seed=seed, mib=64))
+    return notebook, world.lease(notebook.kernel_id).lease_id
+
+
+def _saves_s(world: World, notebook: Notebook, lease_id: str) -> float:
+    """Suspend the kernel and bring it back, so that the broker learns how long that takes; return how long the suspend took."""
+    until(lambda: not world.lease(notebook.kernel_id).busy, "the kernel idles")
+    began_s = time.monotonic()
+    assert world.command("suspend", lease_id).returncode == 0
+    took_s = time.monotonic() - began_s
+    notebook.must(CHECK)
+    return took_s
+
+
+def _told(notebook: Notebook, cell: str) -> str:
+    """Return what the running cell's output shows first."""
+    for message in notebook.messages(cell):
+        if message["header"]["msg_type"] == "display_data":
+            return str(message["content"]["data"]["text/plain"])
+    raise AssertionError("the cell ended without a word")
+
+
+def test_a_deadline_too_short_for_both_saves_the_one_that_worked_and_tells_the_other_in_its_running_cell(
+    slow: World, server: Server
+) -> None:
+    (name,) = slow.install(250)
+    worked, worked_id = _filled(slow, server, name, 1)
+    fresh, fresh_id = _filled(slow, server, name, 2)
+    saves_s = [_saves_s(slow, *one) for one in ((worked, worked_id), (fresh, fresh_id)) for _ in range(3)]
+    end = slow.folder / "worked"
+    cell = begin_work(slow, worked, end)
+    enough_s = time.monotonic() + 8
+    until(lambda: time.monotonic() > enough_s, "it has worked for longer than the other")
+    end.touch()
+    assert worked.wait(cell).status == "ok"
+    until(lambda: not slow.lease(worked.kernel_id).busy, "the kernel idles")
+    end = slow.folder / "fresh"
+    cell = begin_work(slow, fresh, end)
+
+    deadline_ms = round(500 + 1800 * max(saves_s))
+    drained = slow.command("drain", "--all", "--deadline", f"{deadline_ms}ms")
+    began_s = time.monotonic()
+    assert drained.returncode == 0, drained.stderr
+    assert "goes away in" in drained.stdout
+    assert "Save to disk now what must not be lost" in _told(fresh, cell)
+    slow.await_state(worked.kernel_id, "suspended")
+    assert (time.monotonic() - began_s) * 1000 <= deadline_ms
+    assert slow.lease(fresh.kernel_id).state == "resident", "left to its user, who may save to a disk"
+    assert "revocation.lost" in slow.command("explain", fresh_id).stdout
+
+    assert slow.command("undrain", "--all").returncode == 0
+    end.touch()
+    assert fresh.wait(cell).status == "ok"
+    for notebook in (worked, fresh):
+        notebook.must(CHECK)
+    assert "suspend.drain" in slow.command("explain", worked_id).stdout
+
+
+def test_a_notice_that_is_withdrawn_leaves_a_running_cell_alone_and_says_so(slow: World, server: Server) -> None:
+    (name,) = slow.install(250)
+    notebook, lease_id = _filled(slow, server, name, 1)
+    end = slow.folder / "end"
+    cell = begin_work(slow, notebook, end)
+    assert slow.command("drain", "0", "--deadline", "10m").returncode == 0
+    assert "the cell is interrupted" in _told(notebook, cell)
+    assert slow.command("undrain", "0").returncode == 0
+    assert "the notice was withdrawn" in _told(notebook, cell)
+    end.touch()
+    assert notebook.wait(cell).status == "ok"
+    assert slow.lease(notebook.kernel_id).suspends == 0
+    assert "revocation.withdrawn" in slow.command("explain", lease_id).stdout
+
+
+def test_a_broker_that_starts_anew_goes_on_with_the_deadline(world: World) -> None:
+    world.start_broker("2x1GiB")
+    assert world.command("drain", "0", "--deadline", "10m").returncode == 0
+    (before,) = [one.goes_away_in_ms for one in world.status().devices if one.draining]
+    world.kill_broker()
+    world.start_broker()
+    (after,) = [one.goes_away_in_ms for one in world.status().devices if one.draining]
+    assert before is not None
+    assert after is not None
+    assert 0 < after <= before
+    assert "it goes away in" in world.command("status").stdout
+
+
+def test_a_notice_in_a_file_drains_the_devices_and_gives_them_back(world: World) -> None:
+    path = world.folder / "revoked"
+    world.configure(f"c.GPUBroker.revocation_notice = {str(path)!r}")
+    world.start_broker("2x1GiB")
+    path.touch()
+    until(lambda: all(one.goes_away_in_ms is not None for one in world.status().devices), "both go away")
+    path.unlink()
+    until(lambda: not any(one.draining for one in world.status().devices), "both are given back")
