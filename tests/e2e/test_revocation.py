@@ -111,7 +111,7 @@ def test_a_broker_that_starts_anew_goes_on_with_the_deadline(world: World) -> No
 
 def test_a_notice_in_a_file_drains_the_devices_and_gives_them_back(world: World) -> None:
     path = world.folder / "revoked"
-    world.configure(f"c.GPUBroker.revocation_notice = {str(path)!r}")
+    world.configure(f"c.GPUBroker.revocation_notice = {str(path)!r}\nc.GPUBroker.revocation_drains = True")
     world.start_broker("2x1GiB")
     path.touch()
     until(lambda: all(one.goes_away_in_ms is not None for one in world.status().devices), "both go away")

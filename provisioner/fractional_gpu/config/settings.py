@@ -66,6 +66,7 @@ class Settings:
     empty_after_ms: int = 300_000
     revocation_notice: Path | str | None = None  # a file, or a URL
     revocation_deadline_ms: int = 30_000
+    revocation_drains: bool = False
     metrics_address: tuple[str, int] | None = None  # IP address and port; None: no listener
     metrics_public: bool = False
     budgets: tuple[Budget, ...] = ()
@@ -186,6 +187,7 @@ def translate(traits: GPUBroker, where: Callable[[str], str], files: tuple[Path,
         empty_after_ms=plain["empty_after"],
         revocation_notice=plain["revocation_notice"],
         revocation_deadline_ms=plain["revocation_deadline"],
+        revocation_drains=traits.revocation_drains,
         metrics_address=_metrics_address(traits, plain["metrics_address"], where("metrics_address")),
         metrics_public=traits.metrics_public,
         budgets=parse_budgets(where("budgets"), traits.budgets),

@@ -123,9 +123,15 @@ class GPUBroker(Configurable):
         "",
         help="""Where a notice appears that this host goes away: the absolute path of a file, or a URL on 169.254.169.254, the address of
         clouds' metadata services (AWS: http://169.254.169.254/latest/meta-data/spot/instance-action; Google:
-        http://169.254.169.254/computeMetadata/v1/instance/preempted). It is read every 2 s. When there is a notice, all devices are drained
-        by its deadline and every user is told; when it disappears, that is undone. Empty: nothing is read.""",
+        http://169.254.169.254/computeMetadata/v1/instance/preempted). It is read every 2 s. When there is a notice, every user is told to
+        save to disk; when it disappears, that it was withdrawn. Empty: nothing is read.""",
     ).tag(config=True, example="/run/revoked")
+    revocation_drains = Bool(
+        default_value=False,
+        help="""With revocation_notice: also suspend what can be suspended by the deadline, as `jupyter gpu drain --all --deadline`
+        does. For hosts whose memory is saved when they go away (hibernation, snapshots). Elsewhere a suspended kernel is lost with the
+        host, and cannot write to a disk any more, while one on its GPU can.""",
+    ).tag(config=True, example=True)
     revocation_deadline = _text_or_number(
         "30s",
         help="""How long after a notice that names no time the host is expected to go away.""",

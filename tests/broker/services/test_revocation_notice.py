@@ -148,7 +148,7 @@ def test_all_devices_are_drained_by_the_deadline_of_a_notice_and_given_back_as_t
     two.call("POST", "/v1/devices/1/drain", {"evict_busy": True})
     lease = two.lease()
     path = tmp_path / "revoked"
-    notice = RevocationNotice(two.broker, path, 30_000)
+    notice = RevocationNotice(two.broker, path, 30_000, drains=True)
     assert [one.get("draining", False) for one in _look(two, notice)] == [False, True]
     at = datetime.fromtimestamp(wall_ms() / 1000 + 90, UTC)
     path.write_text(json.dumps({"time": at.isoformat()}))
@@ -158,7 +158,7 @@ def test_all_devices_are_drained_by_the_deadline_of_a_notice_and_given_back_as_t
     story = two.call("GET", f"/v1/leases/{lease.lease_id}/story", token=lease.token).body["lines"]
     assert "Save to a disk that outlives it now" in story[-1]["sentence"]
     path.unlink()
-    later = RevocationNotice(two.broker, path, 30_000)  # as a broker that starts meanwhile
+    later = RevocationNotice(two.broker, path, 30_000, drains=True)  # as a broker that starts meanwhile
     devices = _look(two, later)
     assert [one.get("draining", False) for one in devices] == [False, True]
     assert [one.get("goes_away_in_ms") for one in devices] == [None, None]
@@ -170,7 +170,7 @@ def test_a_notice_without_a_time_has_the_deadline_that_is_configured_and_keeps_i
 ) -> None:
     path = tmp_path / "revoked"
     path.touch()
-    notice = RevocationNotice(two.broker, path, 600_000)
+    notice = RevocationNotice(two.broker, path, 600_000, drains=True)
     _look(two, notice)
     deadlines = two.broker.writer.ledger.drain_deadlines()
     assert len(deadlines) == 2
@@ -186,7 +186,7 @@ def test_a_source_that_cannot_be_read_withdraws_nothing(two: LiveBroker, tmp_pat
             raise UnreadableNoticeError("it does not answer")
         return answers.pop()
 
-    notice = RevocationNotice(two.broker, tmp_path, 600_000, read=read)
+    notice = RevocationNotice(two.broker, tmp_path, 600_000, drains=True, read=read)
     _look(two, notice)
     assert all(one["draining"] for one in _look(two, notice))
     answers.append(None)
@@ -195,7 +195,26 @@ def test_a_source_that_cannot_be_read_withdraws_nothing(two: LiveBroker, tmp_pat
 
 def test_an_administrator_who_lets_a_device_take_part_again_has_the_last_word(two: LiveBroker, tmp_path: Path) -> None:
     (tmp_path / "revoked").touch()
-    notice = RevocationNotice(two.broker, tmp_path / "revoked", 600_000)
+    notice = RevocationNotice(two.broker, tmp_path / "revoked", 600_000, drains=True)
     _look(two, notice)
     two.call("POST", "/v1/devices/0/undrain", {})
     assert [one.get("draining", False) for one in _look(two, notice)] == [False, True]
+
+
+def test_by_itself_a_notice_only_tells_so_that_kernels_can_still_save(two: LiveBroker, tmp_path: Path) -> None:
+    lease, path = two.lease(), tmp_path / "revoked"
+    notice = RevocationNotice(two.broker, path, 600_000, drains=False)
+
+    def told() -> list[str]:
+        lines = two.call("GET", f"/v1/leases/{lease.lease_id}/story", token=lease.token).body["lines"]
+        return [line["reason"] for line in lines if line["reason"].startswith("revocation.")]
+
+    assert told() == []
+    path.touch()
+    for _ in range(2):
+        assert not any(one.get("draining") for one in _look(two, notice))
+    assert told() == ["revocation.host"]
+    path.unlink()
+    for _ in range(2):
+        _look(two, notice)
+    assert told() == ["revocation.host", "revocation.host-stays"]

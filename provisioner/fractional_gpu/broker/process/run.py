@@ -275,7 +275,10 @@ class BrokerRun:
         source = self._settings.revocation_notice
         if source is None:
             return ()
-        return (RevocationNotice(broker, source, self._settings.revocation_deadline_ms).run(),)
+        notice = RevocationNotice(
+            broker, source, self._settings.revocation_deadline_ms, drains=self._settings.revocation_drains
+        )
+        return (notice.run(),)
 
     @staticmethod
     async def _shut_down(parts: _Parts, metrics_server: HTTPServer | None, tasks: Sequence[asyncio.Task[None]]) -> bool:

@@ -135,7 +135,10 @@ def _ask(url: SplitResult, method: str, target: str, headers: Mapping[str, str])
 
 
 class RevocationNotice:
-    """Drains all devices while there is a notice. `default_ms`: the time that is left where a notice says none."""
+    """Tells every user while there is a notice; with `drains` all devices are drained, too.
+
+    `default_ms`: the time that is left where a notice says none.
+    """
 
     def __init__(
         self,
@@ -143,11 +146,13 @@ class RevocationNotice:
         source: Path | str,
         default_ms: int,
         *,
+        drains: bool,
         read: Callable[[Path | str], Notice | None] = read_notice,
     ) -> None:
         self._broker = broker
         self._source = source
         self._default_ms = default_ms
+        self._drains = drains
         self._read = read
         self._deadline_ms: int | None = None  # wall-clock ms, of the notice that is followed
         self._drained: dict[str, bool | None] | None = None  # as in the ledger; None: not read yet
@@ -172,16 +177,22 @@ class RevocationNotice:
         if self._drained is None:
             self._drained = await self._remembered()
         if notice is None:
-            self._deadline_ms = None
+            was_there, self._deadline_ms = self._deadline_ms is not None or bool(self._drained), None
             if self._drained:
                 await self._give_back(self._drained)
+            if was_there:
+                self._tell_of_withdrawal()
             return
         deadline_ms = notice.deadline_ms
         if deadline_ms is None:
             deadline_ms = self._deadline_ms or wall_ms() + self._default_ms
         if self._deadline_ms is None or abs(deadline_ms - self._deadline_ms) >= _MOVED_MS:
             self._deadline_ms = deadline_ms
-            await self._drain(self._drained, deadline_ms)
+            left_ms = max(1, min(LONGEST_DEADLINE_MS, deadline_ms - wall_ms()))
+            log.warning("this host goes away in %s, says %s", format_duration(left_ms), self._source)
+            if self._drains:
+                await self._drain(self._drained, left_ms)
+            self._tell_of_end(left_ms)
 
     async def _remembered(self) -> dict[str, bool | None]:
         """Return the devices that were drained for a notice: whether busy kernels had to leave each before; None: it was not drained."""
@@ -196,18 +207,16 @@ class RevocationNotice:
         self._drained = drained
         await self._broker.writer.run(partial(self._broker.writer.ledger.keep, _KEPT, json.dumps(drained)))
 
-    async def _drain(self, before: Mapping[str, bool | None], deadline_ms: int) -> None:
+    async def _drain(self, before: Mapping[str, bool | None], left_ms: int) -> None:
         broker = self._broker
-        left_ms = max(1, min(LONGEST_DEADLINE_MS, deadline_ms - wall_ms()))
-        log.warning(
-            "this host goes away in %s, says %s: all its devices are drained", format_duration(left_ms), self._source
-        )
         evicting = await broker.writer.read(broker.writer.ledger.drained)
         names = [view.device_id for view in broker.arbiter.devices() if view.device_id in broker.devices]
         # First what is to be undone, so that a broker that dies between the two gives back too much rather than too little.
         await self._remember({name: before.get(name, evicting.get(name)) for name in names})
         for name in names:
             await begin_drain(broker, name, evict_busy=bool(evicting.get(name)), deadline_in_ms=left_ms)
+
+    def _tell_of_end(self, left_ms: int) -> None:
         self._tell(
             "revocation.host",
             f"The host of this kernel goes away in {format_duration(left_ms)}, and its memory with it, also what is saved there. Save to a "
@@ -224,6 +233,8 @@ class RevocationNotice:
             else:
                 await begin_drain(self._broker, name, evict_busy=evict_busy, deadline_in_ms=None)
         await self._remember({})
+
+    def _tell_of_withdrawal(self) -> None:
         self._tell(
             "revocation.host-stays", "The host of this kernel does not go away after all: the notice was withdrawn."
         )
