@@ -95,10 +95,8 @@ class ScriptedBroker(FakeBroker):
         self.streams: list[Stream] = []
         self.grant_at_once = False
 
-    def start(self) -> None:
-        super().start()
-        assert self._server is not None
-        self._server.RequestHandlerClass = _ScriptedHandler
+    def handler(self) -> type[_Handler]:
+        return _ScriptedHandler
 
     def add(self, stream: Stream) -> None:
         with self._changed:

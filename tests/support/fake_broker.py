@@ -122,9 +122,14 @@ class FakeBroker:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    def handler(self) -> "type[_Handler]":
+        """What answers the requests, from the first one on."""
+        return _Handler
+
     def start(self) -> None:
         """Serve."""
         self._server = _Server(self)
+        self._server.RequestHandlerClass = self.handler()
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
         self._thread.start()
 
