@@ -15,8 +15,8 @@ import signal
 import subprocess
 import sys
 import termios
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import IO, Final
@@ -97,6 +97,19 @@ class HeldCommand:
         self._child.wait()
 
 
+@contextmanager
+def noted_signals() -> Iterator[list[int]]:
+    """Note the signals that are to be passed on before there is a command to pass them to, in place of ending for them."""
+    noted: list[int] = []
+    numbers = [number for number in PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
+    handlers = {number: signal.signal(number, lambda got, _frame: noted.append(got)) for number in numbers}
+    try:
+        yield noted
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
 class RunningCommand:
     """The command from its start to its end. For the main thread."""
 
@@ -108,8 +121,8 @@ class RunningCommand:
         self._pending: list[int] = []
         self._terminal = _own_terminal()
 
-    def wait(self, *, passed_on: Callable[[int], None], continued: Callable[[], None]) -> int:
-        """Return the command's exit status as a shell gives it: 128 + N for a signal.
+    def wait(self, *, noted: list[int], passed_on: Callable[[int], None], continued: Callable[[], None]) -> int:
+        """Return the command's exit status as a shell gives it: 128 + N for a signal. Signals `noted` before are passed on first.
 
         `passed_on` is called with the number of each signal after it was passed on, `continued` when the runner gets SIGCONT.
         """
@@ -121,6 +134,8 @@ class RunningCommand:
         handlers[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # it may change the terminal's group
         try:
             self._give_terminal()
+            self._pending[:0] = noted
+            self._handle_signals(passed_on, continued)
             while (status := self.poll()) is None:
                 select.select([wake_in], [], [])
                 with suppress(BlockingIOError):

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from fractional_gpu.commands.run.process import ENDING, HeldCommand, RunningCommand, check_program
+from fractional_gpu.commands.run.process import ENDING, HeldCommand, RunningCommand, check_program, noted_signals
 from fractional_gpu.commands.run.start import (
     TIMEOUT_S,
     EndedError,
@@ -89,14 +89,19 @@ def run(options: argparse.Namespace) -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     request, ports, wait_ms = _request(options, command), _ports(options.serve), _wait_ms(options.wait)
     check_program(command)
-    try:
-        with signals_raise():
-            lease, running = _start(command, request, wait_ms, served=bool(ports))
-    except EndedError as ended:
-        return _SIGNALLED + ended.number
-    supervisor = Supervisor(lease, running.pid, ports)
-    supervisor.start()
-    status = running.wait(passed_on=lambda number: supervisor.wake(ending=number in ENDING), continued=supervisor.wake)
+    with noted_signals() as noted:  # one that comes just when the command begins is the command's
+        try:
+            with signals_raise():
+                lease, running = _start(command, request, wait_ms, served=bool(ports))
+        except EndedError as ended:
+            return _SIGNALLED + ended.number
+        supervisor = Supervisor(lease, running.pid, ports)
+        supervisor.start()
+        status = running.wait(
+            noted=noted,
+            passed_on=lambda number: supervisor.wake(ending=number in ENDING),
+            continued=supervisor.wake,
+        )
     killed = status in (_SIGNALLED + signal.SIGKILL, _SIGNALLED + signal.SIGTERM) and not running.killed_by_us
     supervisor.close(was_killed=killed)
     with suppress(FractionalGPUError):  # the broker sees by itself that the command has ended
