@@ -58,11 +58,13 @@ COMMANDS: dict[str, _Entry] = {
     "move": _Entry(_LEASES, "have an idle kernel go to another GPU (administrators)"),
     "evict": _Entry(_LEASES, "end a kernel; its state is lost (administrators)"),
     "end": _Entry(_LEASES, "end processes that a kernel left on a GPU when it ended"),
-    "report": _Entry("fractional_gpu.commands.report", "what kernels used of the GPUs, and what it costs"),
+    "report": _Entry("fractional_gpu.commands.costs.report", "what kernels used of the GPUs, and what it costs"),
     "audit": _Entry("fractional_gpu.commands.audit", "what administrators did, when, and for whom (administrators)"),
     "seats": _Entry("fractional_gpu.commands.seats", "the seats of hub servers, and ending one (administrators)"),
     "pool": _Entry("fractional_gpu.commands.pool", "what the pools are, and changing them while the broker runs"),
-    "budget": _Entry("fractional_gpu.commands.budget", "what is left of budgets, and giving a user or group more"),
+    "budget": _Entry(
+        "fractional_gpu.commands.costs.budget", "what is left of budgets, and giving a user or group more"
+    ),
     "kernels": _Entry(
         "fractional_gpu.commands.kernels", "install, list and remove the kernels that the launcher offers"
     ),

@@ -33,9 +33,11 @@ def test_what_a_program_reports_is_read_with_its_time(tmp_path: Path, monkeypatc
     assert before_ns <= one.at_ns <= other.at_ns <= time.monotonic_ns()
 
 
-def test_outside_of_a_measurement_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_of_a_measurement_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(FILE, raising=False)
+    monkeypatch.chdir(tmp_path)
     tick()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("units", [0, -1, True, 1.5, 2_000_000_000])

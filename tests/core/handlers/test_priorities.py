@@ -71,7 +71,7 @@ def test_the_same_priority_again_is_no_change() -> None:
     effects = hand.send(PriorityChanged(at_ms=hand.now, lease_id="a", priority=-1, sentence="again"))
     assert hand.reasons(effects, "a") == []
     effects = hand.send(PriorityChanged(at_ms=hand.now, lease_id="a", priority=0, sentence="its own"))
-    assert hand.reasons(effects, "a") == ["budget.over"]
+    assert hand.reasons(effects, "a") == ["budget.own-priority"]
     assert hand.view("a").spec.own_priority is None
 
 

@@ -38,7 +38,12 @@ MADE_UP = frozenset(
 
 def configure_load(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that say whose sessions to run."""
-    who = parser.add_argument_group("sessions, from files or made up")
+    _configure_sessions(parser.add_argument_group("sessions, from files or made up"))
+    _configure_synthetic(parser.add_argument_group("what synthetic users do; by default what a published trace shows"))
+
+
+def _configure_sessions(who: argparse._ArgumentGroup) -> None:
+    """Add the arguments about where sessions come from, and which of them run."""
     who.add_argument("--sessions", type=Path, metavar="FILE", help="CSV of sessions (with --cells)")
     who.add_argument("--cells", type=Path, metavar="FILE", help="CSV of executed cells (with --sessions)")
     who.add_argument(
@@ -61,7 +66,10 @@ def configure_load(parser: argparse.ArgumentParser) -> None:
     who.add_argument(
         "--write-trace", type=Path, nargs=2, metavar=("SESSIONS", "CELLS"), help="write the sessions there"
     )
-    load = parser.add_argument_group("what synthetic users do; by default what a published trace shows")
+
+
+def _configure_synthetic(load: argparse._ArgumentGroup) -> None:
+    """Add the arguments about what synthetic users do."""
     load.add_argument(
         "--habit",
         choices=[habit.value for habit in Habit],

@@ -186,7 +186,7 @@ def set_priority(changes: Changes, lease: Lease, priority: int | None, sentence:
         return False
     changes.books.set_priority(lease, spec)
     changes.requeued.add(spec.pool)
-    changes.record(lease.lease_id, "budget.priority" if wanted != own else "budget.over", sentence)
+    changes.record(lease.lease_id, "budget.lower-priority" if wanted != own else "budget.own-priority", sentence)
     return True
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from fractional_gpu.commands.costs.report import as_text
 from fractional_gpu.commands.main import main
-from fractional_gpu.commands.report import as_text
 from fractional_gpu.core.forecasts.habits import HabitKey, HabitKind, Share, ShareDay
 from fractional_gpu.core.metering.usage import FIGURES, SHARE_HOUR, Party, Usage, UsageKey, UsageRow
 from fractional_gpu.reports.rows_file import FORMAT, VERSION, report_of, rows_of
