@@ -240,6 +240,20 @@ def test_figures_and_state_are_written_together_or_not_at_all(world: World, monk
     assert world.ledger.kept(METER) is None
 
 
+def test_a_write_needs_no_descriptor_beside_the_ledgers(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: object) -> str:
+        raise OSError(24, "Too many open files")
+
+    world.kernel("a")
+    world.hand.run("a")
+    world.wait(MINUTE)
+    for opens in ("builtins.open", "os.open", "pathlib.Path.read_text", "pathlib.Path.open"):
+        monkeypatch.setattr(opens, none_left)
+    world.metering.write()
+    monkeypatch.undo()
+    assert world.written("a").busy_ms == MINUTE
+
+
 def test_followers_are_told_of_each_write(world: World) -> None:
     told: list[int] = []
     world.metering.followers.append(lambda rows: told.append(sum(row.usage.busy_ms for row in rows)))

@@ -1,5 +1,6 @@
 """A notice that the host goes away drains all its devices, and gives them back when it is withdrawn."""
 
+import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -7,7 +8,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -19,6 +20,7 @@ from fractional_gpu.broker.services.revocation_notice import (
     parse_notice,
     read_notice,
 )
+from fractional_gpu.ledger.records import LedgerError
 from tests.broker.live import LiveBroker, live_broker
 
 AWS = "/latest/meta-data/spot/instance-action"
@@ -218,3 +220,43 @@ def test_by_itself_a_notice_only_tells_so_that_kernels_can_still_save(two: LiveB
     for _ in range(2):
         _look(two, notice)
     assert told() == ["revocation.host", "revocation.host-stays"]
+
+
+def test_a_full_disk_keeps_nobody_from_being_told_and_the_rest_is_done_when_it_has_room(
+    two: LiveBroker, tmp_path: Path
+) -> None:
+    lease, path = two.lease(), tmp_path / "revoked"
+    notice = RevocationNotice(two.broker, path, 600_000, drains=True)
+    path.touch()
+    two.disk.full = True
+    try:
+        with pytest.raises(LedgerError):
+            _look(two, notice)
+    finally:
+        two.disk.full = False
+    assert all(one["draining"] for one in _look(two, notice))
+    path.unlink()
+    assert not any(one.get("draining") for one in _look(two, notice))
+    lines = two.call("GET", f"/v1/leases/{lease.lease_id}/story", token=lease.token).body["lines"]
+    assert [line["reason"] for line in lines if line["reason"].startswith("revocation.host")][
+        -1
+    ] == "revocation.host-stays"
+
+
+async def test_a_ledger_that_cannot_be_written_ends_no_broker(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks = 0
+
+    async def look(_: RevocationNotice) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 4:
+            raise asyncio.CancelledError
+        raise LedgerError("the disk is full")
+
+    monkeypatch.setattr(RevocationNotice, "look", look)
+    monkeypatch.setattr("fractional_gpu.broker.services.revocation_notice._PERIOD_S", 0)
+    with pytest.raises(asyncio.CancelledError):
+        await RevocationNotice(cast("Any", None), tmp_path, 1, drains=True).run()
+    assert caplog.text.count("the disk is full") == 1

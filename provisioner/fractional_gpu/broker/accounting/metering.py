@@ -82,6 +82,7 @@ class Metering:
         self._kernels = kernels
         self._clocks = clocks or Clocks()
         self._began_ms = self._clocks.now()
+        self._boot_id = boot_id()  # read once: later the broker may have no descriptor left
         self._saved_mib: dict[str, int] = {}  # of leases that are suspended
         self._unwritten: dict[UsageKey, UsageRow] = {}
         self._writes = 0
@@ -92,7 +93,7 @@ class Metering:
     def begin(self, ledger: Ledger, tariffs: Mapping[str, Tariff]) -> None:
         """Go on from the last write of the broker before, once devices and pools are known. Raises LedgerError."""
         state = _read_state(ledger)
-        same_boot = state.boot_id == boot_id()
+        same_boot = state.boot_id == self._boot_id
         if same_boot:
             self._began_ms -= max(0, self._clocks.boot() - state.written_ms)
         wall = self._wall_at(self._began_ms)
@@ -193,7 +194,7 @@ class Metering:
         self._keep(fresh)
         rows, self._unwritten = list(self._unwritten.values()), {}
         state = _State(
-            boot_id=boot_id(),
+            boot_id=self._boot_id,
             written_ms=self._clocks.boot(),
             counters=self.meter.counters(),
             idle_mw=self.meter.idle_draws(),

@@ -27,6 +27,7 @@ from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import wall_ms
 from fractional_gpu.broker.services.lease_control import LONGEST_DEADLINE_MS, begin_drain, end_drain
 from fractional_gpu.core.units import format_duration
+from fractional_gpu.ledger.records import LedgerError
 from fractional_gpu.protocol.messages import GateVerb
 
 log = logging.getLogger(__name__)
@@ -155,13 +156,17 @@ class RevocationNotice:
         self._drains = drains
         self._read = read
         self._deadline_ms: int | None = None  # wall-clock ms, of the notice that is followed
+        self._must_drain = False  # what the notice demands of devices was not done yet
         self._drained: dict[str, bool | None] | None = None  # as in the ledger; None: not read yet
         self._problem = ""
 
     async def run(self) -> None:
-        """Follow the source until cancelled. Raises LedgerError."""
+        """Follow the source until cancelled. Where the ledger cannot be written, the next look tries again."""
         while True:
-            await self.look()
+            try:
+                await self.look()
+            except LedgerError as error:
+                self._complain(f"what follows from it cannot be done yet: {error}")
             await asyncio.sleep(_PERIOD_S)
 
     async def look(self) -> None:
@@ -169,43 +174,55 @@ class RevocationNotice:
         try:
             notice = await asyncio.to_thread(self._read, self._source)
         except UnreadableNoticeError as error:
-            if str(error) != self._problem:
-                log.warning("notice of revocation: %s; what was known of it stays", error)
-            self._problem = str(error)
+            self._complain(f"{error}; what was known of it stays")
             return
-        self._problem = ""
-        if self._drained is None:
-            self._drained = await self._remembered()
         if notice is None:
-            was_there, self._deadline_ms = self._deadline_ms is not None or bool(self._drained), None
-            if self._drained:
-                await self._give_back(self._drained)
-            if was_there:
-                self._tell_of_withdrawal()
-            return
+            await self._withdrawn()
+        else:
+            await self._there(notice)
+        self._problem = ""
+
+    async def _there(self, notice: Notice) -> None:
         deadline_ms = notice.deadline_ms
         if deadline_ms is None:
             deadline_ms = self._deadline_ms or wall_ms() + self._default_ms
+        left_ms = max(1, min(LONGEST_DEADLINE_MS, deadline_ms - wall_ms()))
         if self._deadline_ms is None or abs(deadline_ms - self._deadline_ms) >= _MOVED_MS:
-            self._deadline_ms = deadline_ms
-            left_ms = max(1, min(LONGEST_DEADLINE_MS, deadline_ms - wall_ms()))
             log.warning("this host goes away in %s, says %s", format_duration(left_ms), self._source)
-            if self._drains:
-                await self._drain(self._drained, left_ms)
+            self._deadline_ms, self._must_drain = deadline_ms, self._drains
             self._tell_of_end(left_ms)
+        if self._must_drain:
+            await self._drain(await self._remembered(), left_ms)
+            self._must_drain = False
+
+    async def _withdrawn(self) -> None:
+        before = await self._remembered()
+        if before:
+            await self._give_back(before)
+        if before or self._deadline_ms is not None:
+            self._tell_of_withdrawal()
+        self._deadline_ms, self._must_drain = None, False
+
+    def _complain(self, problem: str) -> None:
+        """Log what is wrong, once until something else is."""
+        if problem != self._problem:
+            log.warning("notice of revocation: %s", problem)
+        self._problem = problem
 
     async def _remembered(self) -> dict[str, bool | None]:
         """Return the devices that were drained for a notice: whether busy kernels had to leave each before; None: it was not drained."""
-        text = await self._broker.writer.read(partial(self._broker.writer.ledger.kept, _KEPT))
-        try:
-            found = json.loads(text or "{}")
-        except ValueError:
-            return {}
-        return found if isinstance(found, dict) else {}
+        if self._drained is None:
+            text = await self._broker.writer.read(partial(self._broker.writer.ledger.kept, _KEPT))
+            try:
+                found = json.loads(text or "{}")
+            except ValueError:
+                found = {}
+            self._drained = found if isinstance(found, dict) else {}
+        return self._drained
 
     async def _remember(self, drained: dict[str, bool | None]) -> None:
-        self._drained = drained
         await self._broker.writer.run(partial(self._broker.writer.ledger.keep, _KEPT, json.dumps(drained)))
+        self._drained = drained
 
     async def _drain(self, before: Mapping[str, bool | None], left_ms: int) -> None:
         broker = self._broker
