@@ -71,6 +71,7 @@ COMMANDS: dict[str, _Entry] = {
     "doctor": _Entry(
         "fractional_gpu.commands.doctor.doctor", "examine the machine, the driver, the broker and Jupyter"
     ),
+    "logs": _Entry("fractional_gpu.commands.logs", "what the broker wrote into its log, and follow it"),
     "simulate": _Entry(
         "fractional_gpu.commands.simulate", "how many GPUs a group of notebook users needs, in virtual time"
     ),
