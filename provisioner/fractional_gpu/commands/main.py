@@ -76,6 +76,7 @@ COMMANDS: dict[str, _Entry] = {
         "fractional_gpu.commands.simulate", "how many GPUs a group of notebook users needs, in virtual time"
     ),
     "rescue": _Entry("fractional_gpu.commands.rescue", "bring suspended kernels back when no broker can run any more"),
+    "uninstall": _Entry("fractional_gpu.commands.uninstall", "remove kernelspecs, state and settings of this user"),
     "completion": _Entry(
         "fractional_gpu.commands.completion", "what bash, zsh or fish needs to complete `jupyter gpu`"
     ),
