@@ -22,7 +22,7 @@ SPANS = st.lists(st.integers(0, 10**7), min_size=3, max_size=3).map(
 )
 LEVELS = st.integers(LEAST_LEVEL, 900)
 SIDES = st.builds(Side, LEVELS, st.integers(0, MOST_DOUBLINGS))
-BANDS = st.builds(Band, SIDES, SIDES, st.sampled_from([0, 50]))
+BANDS = st.builds(Band, SIDES, SIDES, st.sampled_from([1, 50]))
 OUTCOMES = st.integers(0, 10**9)
 
 
@@ -278,3 +278,11 @@ def test_levels_beyond_the_range_are_brought_into_it() -> None:
     stated = Forecasts.from_state(state).swap_span(RESUME, "H100", 4_000)
     assert stated.low_ms == 0
     assert stated.high_ms >= stated.expected_ms
+
+
+def test_where_state_is_at_stake_bounds_are_never_narrower_than_estimated() -> None:
+    forecasts = Forecasts()
+    for _ in range(400):
+        forecasts.swap_finished(RESUME, "calm", 4_000, 1_000)
+    stated, widest = forecasts.swap_span(RESUME, "calm", 4_000), forecasts.widest_swap_span(RESUME, "calm", 4_000)
+    assert widest.low_ms <= stated.low_ms <= stated.high_ms < widest.high_ms

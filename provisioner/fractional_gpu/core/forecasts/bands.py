@@ -81,7 +81,7 @@ _AS_ESTIMATED = Side()
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """What one kind of forecast has learnt about its bounds. `even`: added to values before factors, so that tiny ones do not matter."""
+    """What one kind of forecast has learnt about its bounds. `even`: added to values before factors, at least 1."""
 
     low: Side = _AS_ESTIMATED
     high: Side = _AS_ESTIMATED

@@ -14,7 +14,8 @@
 - Seats: the time until a hub's server gets a seat, which the broker computes.
 
 **Bounds.** The bounds of all of these are moved by a band for each kind of forecast and of device (`bands`), so that four of five outcomes
-lie between them whatever the estimators leave out. What decisions are made by (`swap_ms` and other single values) is not moved.
+lie between them whatever the estimators leave out. Decisions go by expected values, which are not moved; what is saved before a device
+goes away, where too short a time costs state, goes by the wider one of both bounds (`widest_swap_span`).
 
 Every forecast that was stated is later compared with what happened (`errors`). Memory is bounded: a lease costs a few kilobytes from its
 first cell until `forget`. Times are the arbiter's, in ms; there is no clock here. The same calls give the same results on every machine, so
@@ -80,7 +81,7 @@ WAIT, CELL, REST, SLOWDOWN, SEAT = "wait", "cell", "rest", "slowdown", "seat"
 _FIRST_KINDS = (WAIT, SUSPEND, RESUME, CELL)  # earlier releases refuse a state with other kinds in its part "accuracy"
 _LATER_KINDS = (REST, SLOWDOWN, SEAT)
 _KINDS = (*_FIRST_KINDS, *_LATER_KINDS)
-_EVEN = {SLOWDOWN: 0}  # thousandths; all others are in ms
+_EVEN = {SLOWDOWN: 1}  # thousandths, of 1000 and more; all others are in ms
 _WHOLE_MILLI = 1000  # as long as alone
 _MOST_BANDS = 512
 _MOST_ENDED = 64  # cells that await their judgement
@@ -105,9 +106,20 @@ class Company(NamedTuple):
     stated: Span | None  # None: it began alone
 
 
+class Judged(NamedTuple):
+    """A stated forecast and what happened; ms, of slowdowns thousandths. `lease_id`: empty where the estimator knows of no lease."""
+
+    kind: str
+    name: str  # what its bounds are learnt for: a kind of device; of waits, what decides them and that
+    lease_id: str
+    stated: Span
+    happened: int
+
+
 class _EndedCell(NamedTuple):
     """A cell that is over, and what was known of the durations of its lease's cells while it ran."""
 
+    lease_id: str
     totals: Sequence[int]
     device_name: str
     lasted_ms: int
@@ -146,6 +158,7 @@ class Forecasts:
         self._bands: dict[tuple[str, str], Band] = {}  # by kind of forecast and of device; of seats, by pool
         self._ended: list[_EndedCell] = []
         self._accuracy = {what: Accuracy(what) for what in _KINDS}
+        self.watch: Callable[[Judged], None] | None = None  # sees every forecast that is compared with what happened
 
     def errors(self) -> tuple[ErrorView, ...]:
         """Return how accurate each kind of forecast was lately."""
@@ -266,8 +279,17 @@ class Forecasts:
         """Return an estimator's forecast with the bounds that are stated."""
         return self._band(kind, name).spread(span)
 
-    def _happened(self, kind: str, name: str, span: Span, happened: int) -> None:
-        """Learn about the bounds of an estimator's forecast."""
+    def _judge(
+        self, kind: str, name: str, span: Span, happened: int, *, lease_id: str = "", stated: Span | None = None
+    ) -> None:
+        """Compare a forecast with what happened, and learn about its bounds.
+
+        `span`: as estimated; `stated`: as it was stated, where that was some time ago.
+        """
+        stated = stated or self._stated(kind, name, span)
+        self._accuracy[kind].compare(stated, happened)
+        if self.watch is not None:
+            self.watch(Judged(kind, name, lease_id, stated, happened))
         self._keep_band(kind, name, self._band(kind, name).learnt(span, happened))
 
     def _keep_band(self, kind: str, name: str, band: Band) -> None:
@@ -281,9 +303,7 @@ class Forecasts:
         """Learn from a successful `SUSPEND` or `RESUME` of so many MiB."""
         line = self._line(kind, device_name)
         self.swaps_learnt += 1
-        span = _span(line, mib)
-        self._accuracy[kind].compare(self._stated(kind, device_name, span), took_ms)
-        self._happened(kind, device_name, span, took_ms)
+        self._judge(kind, device_name, _span(line, mib), took_ms)
         line.learn(mib, took_ms)
         if (kind, device_name) not in self._swaps:
             if len(self._swaps) >= _MOST_LINES:
@@ -300,8 +320,17 @@ class Forecasts:
 
     def swap_span(self, kind: str, device_name: str, mib: int) -> Span:
         """Return how long a swap is expected to take, with its bounds."""
-        span = _span(self._swaps.get((kind, device_name)) or _PRIOR_LINES[kind], mib)
-        return self._stated(kind, device_name, span)
+        return self._stated(kind, device_name, self._estimated_swap(kind, device_name, mib))
+
+    def widest_swap_span(self, kind: str, device_name: str, mib: int) -> Span:
+        """Return the same with the wider one of the estimated and the stated bounds on each side: where too short a time costs state."""
+        span = self._estimated_swap(kind, device_name, mib)
+        stated = self._stated(kind, device_name, span)
+        low, high = min(span.low_ms, stated.low_ms), max(span.high_ms, stated.high_ms)
+        return Span(expected_ms=span.expected_ms, low_ms=low, high_ms=high)
+
+    def _estimated_swap(self, kind: str, device_name: str, mib: int) -> Span:
+        return _span(self._swaps.get((kind, device_name)) or _PRIOR_LINES[kind], mib)
 
     def _line(self, kind: str, device_name: str) -> SwapTimes:
         return self._swaps.get((kind, device_name)) or _prior_line(kind)
@@ -330,7 +359,7 @@ class Forecasts:
             return
         lasted_ms = max(0, at_ms - lease.began_ms)
         # The totals are replaced, never changed, so the judgement can wait until the effects of the event are out.
-        self._ended.append(_EndedCell(self._cell_totals(lease), lease.device_name, lasted_ms))
+        self._ended.append(_EndedCell(lease_id, self._cell_totals(lease), lease.device_name, lasted_ms))
         if len(self._ended) >= _MOST_ENDED:
             self.settle()
         lease.cells = lease.cells or LeaseDurations(self._cells)
@@ -344,16 +373,12 @@ class Forecasts:
         which is known when the cell begins; a shorter cell is not judged.
         """
         ended, self._ended = self._ended, []
-        for totals, device_name, lasted_ms in ended:
+        for lease_id, totals, device_name, lasted_ms in ended:
             whole = _cell_span(totals, 0)
-            self._judge(CELL, device_name, whole, lasted_ms)
+            self._judge(CELL, device_name, whole, lasted_ms, lease_id=lease_id)
             half_ms = whole.expected_ms // 2
             if lasted_ms > half_ms:
-                self._judge(REST, device_name, _cell_span(totals, half_ms), lasted_ms - half_ms)
-
-    def _judge(self, kind: str, name: str, span: Span, happened: int) -> None:
-        self._accuracy[kind].compare(self._stated(kind, name, span), happened)
-        self._happened(kind, name, span, happened)
+                self._judge(REST, device_name, _cell_span(totals, half_ms), lasted_ms - half_ms, lease_id=lease_id)
 
     def gap_left_ms(self, lease_id: str, now_ms: int) -> int:
         """Return the time until the lease's next cell that half of such gaps take, ms; 0 while one runs.
@@ -442,8 +467,8 @@ class Forecasts:
         outcome = self._slowdowns.outcome(lease_id, lasted_ms)
         if outcome is None:
             return
-        self._accuracy[SLOWDOWN].compare(company.stated, outcome)
-        self._happened(SLOWDOWN, name, self._slowdowns.span(lease_id, name, others, model_milli), outcome)
+        span = self._slowdowns.span(lease_id, name, others, model_milli)
+        self._judge(SLOWDOWN, name, span, outcome, lease_id=lease_id, stated=company.stated)
         self._slowdowns.ran_beside(lease_id, name, others, model_milli, lasted_ms)
 
     # -- seats ----------------------------------------------------------------------------------------------------------
@@ -454,8 +479,7 @@ class Forecasts:
 
     def seat_given(self, pool: str, worked_out: Span, stated: Span, waited_ms: int) -> None:
         """Learn from a wait for a seat that ended in one; both forecasts are those of its beginning."""
-        self._accuracy[SEAT].compare(stated, waited_ms)
-        self._happened(SEAT, pool, worked_out, waited_ms)
+        self._judge(SEAT, pool, worked_out, waited_ms, stated=stated)
 
     # -- demands --------------------------------------------------------------------------------------------------------
 
@@ -590,11 +614,12 @@ class Forecasts:
 
         `waited_ms` counts from the moment of the forecast. Leave out waits that were given up: see `wait_given_up`.
         """
-        self._accuracy[WAIT].compare(expected, waited_ms)
-        if isinstance(expected, WaitSpan):
-            span = self._corrected(expected.kind, expected.basis_ms)
-            self._happened(WAIT, f"{expected.kind} {expected.device_name}", span, waited_ms)
-            self._correct(expected, waited_ms)
+        if not isinstance(expected, WaitSpan):
+            self._accuracy[WAIT].compare(expected, waited_ms)
+            return
+        span = self._corrected(expected.kind, expected.basis_ms)
+        self._judge(WAIT, f"{expected.kind} {expected.device_name}", span, waited_ms, stated=expected)
+        self._correct(expected, waited_ms)
 
     def wait_given_up(self, expected: Span, waited_ms: int) -> None:
         """Learn from a wait that was given up after it had outlasted its forecast: it would have been longer still.
