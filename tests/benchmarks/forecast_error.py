@@ -28,7 +28,8 @@ from pathlib import Path
 from random import Random
 from statistics import median
 
-from fractional_gpu.core.forecasts.forecasts import CELL, REST, RESUME, SLOWDOWN, SUSPEND, WAIT, Forecasts, Judged
+from fractional_gpu.core.forecasts.forecasts import Forecasts
+from fractional_gpu.core.forecasts.track_record import CELL, REST, RESUME, SLOWDOWN, SUSPEND, WAIT, Judged
 from fractional_gpu.core.model import Span
 from fractional_gpu.simulator import TraceError
 from fractional_gpu.simulator.load import Habit, Load, synthetic_sessions
@@ -192,7 +193,7 @@ def of_swaps(seed: int) -> dict[str, Judge]:
     found = {}
     for name, factor in kinds.items():
         random, forecasts, judge = Random(seed), Forecasts(), Judge()
-        forecasts.watch = judge
+        forecasts.record.watch = judge
         for number in range(_SWAPS):
             judge.counts = number >= _SWAPS // 2
             mib = random.choice([500, 2_300, 4_600, 12_000, 38_000])

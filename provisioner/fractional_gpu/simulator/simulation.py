@@ -54,7 +54,7 @@ from fractional_gpu.core.events import (
     Wanted,
 )
 from fractional_gpu.core.forecasts.estimators import ErrorView
-from fractional_gpu.core.forecasts.forecasts import Judged
+from fractional_gpu.core.forecasts.track_record import Judged
 from fractional_gpu.core.model import HOLDING, LeaseSpec, LeaseState, Sign
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.felt import Felt, Goal
@@ -267,7 +267,7 @@ class _Run:
 
     def show_forecasts(self, judged: Callable[[Judged], None] | None) -> None:
         """Have this host's forecasts seen that are compared with what happened."""
-        self._arbiter.forecasts.watch = judged
+        self._arbiter.forecasts.record.watch = judged
 
     def forecast_errors(self) -> Sequence[ErrorView]:
         """Return how far off this host's forecasts were."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
-from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, Sign, Span
+from fractional_gpu.core.forecasts.forecasts import WaitSpan
+from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, Sign
 from fractional_gpu.core.time_slicing import WHOLE_MILLI, most_wanted_milli
 
 HOST_MARGIN_MIB = 64
@@ -80,7 +81,7 @@ class Ticket:
     preempted: bool = False  # filed for a busy lease that was preempted: withdrawn only when the lease ends
     due_ms: int = 0  # estimate of when the ticket becomes due; 0: not computed yet
     is_due: bool = False  # it precedes the other tickets of its priority, in a pool that shares by virtual time
-    expected: Span | None = None  # the wait, as forecast when the ticket was filed
+    expected: WaitSpan | None = None  # the wait, as forecast when the ticket was filed
     shown: ShownForecast | None = None
     reason: str = "wait.new"  # code that the lease's story has of this wait
     wait: Reason | None = None  # why it waits, from the last pass that visited it by itself

@@ -10,6 +10,7 @@ among themselves is taken from its own cells. Values are thousandths of the time
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from fractional_gpu.core.forecasts.estimators import ONE, RATIOS, STEP, Histogram, ratio, value_at
 from fractional_gpu.core.forecasts.snapshot import ForecastState, StateReader, sparse
@@ -30,6 +31,15 @@ _MEMORY = 32
 _MOST_LINES = 256
 _START = [8 * STEP if place == RATIOS.bucket(ONE) else 0 for place in range(RATIOS.size)]
 _START_TOTALS = Histogram(RATIOS, memory=1, weights=_START).totals()
+
+
+class Company(NamedTuple):
+    """How a cell began on a device: the busy neighbours, what the model makes of them, and the forecast that was stated."""
+
+    device_name: str
+    others: int
+    model_milli: int
+    stated: Span | None  # None: it began alone
 
 
 class Slowdowns:

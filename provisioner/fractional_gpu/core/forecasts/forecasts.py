@@ -28,8 +28,7 @@ from itertools import chain
 from typing import NamedTuple, Self
 
 from fractional_gpu.core.forecasts.asks import NO_ASKS, AskMix
-from fractional_gpu.core.forecasts.bands import Band
-from fractional_gpu.core.forecasts.company import ALONE_MILLI, LEAST_MS, Slowdowns
+from fractional_gpu.core.forecasts.company import ALONE_MILLI, LEAST_MS, Company, Slowdowns
 from fractional_gpu.core.forecasts.estimators import (
     DURATIONS,
     FIRST_DEMAND_MILLI,
@@ -39,7 +38,6 @@ from fractional_gpu.core.forecasts.estimators import (
     POOL_SAMPLES,
     RATE_BITS,
     RATIOS,
-    Accuracy,
     CommonDurations,
     DecayedMean,
     ErrorView,
@@ -57,9 +55,21 @@ from fractional_gpu.core.forecasts.estimators import (
     value_at,
 )
 from fractional_gpu.core.forecasts.snapshot import ForecastState, StateReader, sparse
+from fractional_gpu.core.forecasts.track_record import (
+    CELL,
+    EVEN_MS,
+    REST,
+    RESUME,
+    SEAT,
+    SLOWDOWN,
+    SUSPEND,
+    WAIT,
+    TrackRecord,
+)
 from fractional_gpu.core.model import Sign, Span
 
-SUSPEND, RESUME = "suspend", "resume"
+__all__ = ["RESUME", "SUSPEND", "Company", "Forecasts", "WaitSpan"]
+
 _VERSION = 1
 _PRIOR_SWAPS = {SUSPEND: (300, 1_800), RESUME: (300, 4_000)}  # fixed ms, MiB a second
 _MOST_LINES = 64
@@ -76,14 +86,7 @@ _CELLS = (
 _GAPS = ((5_000, 0), (60_000, 250), (180_000, 500), (480_000, 750), (2_460_000, 900), (9_000_000, 960))
 _NEVER_MS = 1 << 40
 _WAIT_MEMORY = 32
-_EVEN_MS = 50  # added to both sides of a ratio of waits, so that shorter ones do not matter
-WAIT, CELL, REST, SLOWDOWN, SEAT = "wait", "cell", "rest", "slowdown", "seat"
-_FIRST_KINDS = (WAIT, SUSPEND, RESUME, CELL)  # earlier releases refuse a state with other kinds in its part "accuracy"
-_LATER_KINDS = (REST, SLOWDOWN, SEAT)
-_KINDS = (*_FIRST_KINDS, *_LATER_KINDS)
-_EVEN = {SLOWDOWN: 1}  # thousandths, of 1000 and more; all others are in ms
 _WHOLE_MILLI = 1000  # as long as alone
-_MOST_BANDS = 512
 _MOST_ENDED = 64  # cells that await their judgement
 _WAITS = shaped_weights(RATIOS, ((64, 0), (300, 100), (ONE, 500), (2600, 900), (12_000, 1000)), 8 * 1024)
 
@@ -95,25 +98,6 @@ class WaitSpan(Span):
     kind: str  # what decides it: "swap" or "busy"
     basis_ms: int  # as computed by `queue_wait`
     device_name: str = ""  # the kind of device that the ticket is expected to get
-
-
-class Company(NamedTuple):
-    """How a cell began on a device: the busy neighbours, what the model makes of them, and the forecast that was stated."""
-
-    device_name: str
-    others: int
-    model_milli: int
-    stated: Span | None  # None: it began alone
-
-
-class Judged(NamedTuple):
-    """A stated forecast and what happened; ms, of slowdowns thousandths. `lease_id`: empty where the estimator knows of no lease."""
-
-    kind: str
-    name: str  # what its bounds are learnt for: a kind of device; of waits, what decides them and that
-    lease_id: str
-    stated: Span
-    happened: int
 
 
 class _EndedCell(NamedTuple):
@@ -155,15 +139,13 @@ class Forecasts:
         self._waits: dict[tuple[str, int], Histogram] = {}
         self._wait_totals: dict[tuple[str, int], Sequence[int]] = {}
         self._slowdowns = Slowdowns()
-        self._bands: dict[tuple[str, str], Band] = {}  # by kind of forecast and of device; of seats, by pool
         self._ended: list[_EndedCell] = []
-        self._accuracy = {what: Accuracy(what) for what in _KINDS}
-        self.watch: Callable[[Judged], None] | None = None  # sees every forecast that is compared with what happened
+        self.record = TrackRecord()
 
     def errors(self) -> tuple[ErrorView, ...]:
         """Return how accurate each kind of forecast was lately."""
         self.settle()
-        return tuple(accuracy.view() for accuracy in self._accuracy.values())
+        return self.record.errors()
 
     def state(self) -> ForecastState:
         """Return what was learnt as plain data (JSON can hold it): the cells and gaps under way are not in it."""
@@ -198,11 +180,7 @@ class Forecasts:
                 for sign, one in own.items()
             },
             "waits": {f"{kind} {length}": [sparse(one.weights)] for (kind, length), one in self._waits.items()},
-            "accuracy": {what: [self._accuracy[what].count, self._accuracy[what].recent] for what in _FIRST_KINDS},
-            "later_accuracy": {
-                what: [self._accuracy[what].count, self._accuracy[what].recent] for what in _LATER_KINDS
-            },
-            "bands": {f"{kind} {name}": band.state() for (kind, name), band in self._bands.items()},
+            **self.record.state(),
             **self._slowdowns.state(),
         }
 
@@ -239,9 +217,7 @@ class Forecasts:
             corrected = Histogram(RATIOS, memory=_WAIT_MEMORY, weights=read.weights(ratios, RATIOS))
             self._waits[kind, read.whole(length)] = corrected
             self._wait_totals[kind, read.whole(length)] = corrected.totals()
-        for what, (count, recent) in chain(read.named("accuracy", 2), read.later("later_accuracy", 2)):
-            read.known(what, self._accuracy)
-            self._accuracy[what] = Accuracy(what, count=read.whole(count), recent=read.wholes(recent))
+        self.record.take_state(read)
 
     def _take_later_parts(self, read: StateReader) -> None:
         """Take what earlier releases did not write."""
@@ -264,38 +240,7 @@ class Forecasts:
             own = self._lease_signs.setdefault(lease_id, {})
             own[sign] = DecayedMean(memory=LEASE_SAMPLES).restore(read.whole(count), read.whole(fine))
 
-        for name, levels in read.later("bands", 4):
-            kind, _, device_name = name.partition(" ")
-            read.known(kind, self._accuracy)
-            self._bands[kind, device_name] = Band.from_state(read.wholes(levels), _EVEN.get(kind, _EVEN_MS))
         self._slowdowns.take_state(read)
-
-    # -- bounds -------------------------------------------------------------------------------------------------------
-
-    def _band(self, kind: str, name: str) -> Band:
-        return self._bands.get((kind, name)) or _FIRST_BANDS[kind]
-
-    def _stated(self, kind: str, name: str, span: Span) -> Span:
-        """Return an estimator's forecast with the bounds that are stated."""
-        return self._band(kind, name).spread(span)
-
-    def _judge(
-        self, kind: str, name: str, span: Span, happened: int, *, lease_id: str = "", stated: Span | None = None
-    ) -> None:
-        """Compare a forecast with what happened, and learn about its bounds.
-
-        `span`: as estimated; `stated`: as it was stated, where that was some time ago.
-        """
-        stated = stated or self._stated(kind, name, span)
-        self._accuracy[kind].compare(stated, happened)
-        if self.watch is not None:
-            self.watch(Judged(kind, name, lease_id, stated, happened))
-        self._keep_band(kind, name, self._band(kind, name).learnt(span, happened))
-
-    def _keep_band(self, kind: str, name: str, band: Band) -> None:
-        if (kind, name) not in self._bands and len(self._bands) >= _MOST_BANDS:
-            del self._bands[next(iter(self._bands))]
-        self._bands[kind, name] = band
 
     # -- swaps --------------------------------------------------------------------------------------------------------
 
@@ -303,7 +248,7 @@ class Forecasts:
         """Learn from a successful `SUSPEND` or `RESUME` of so many MiB."""
         line = self._line(kind, device_name)
         self.swaps_learnt += 1
-        self._judge(kind, device_name, _span(line, mib), took_ms)
+        self.record.judge(kind, device_name, _span(line, mib), took_ms)
         line.learn(mib, took_ms)
         if (kind, device_name) not in self._swaps:
             if len(self._swaps) >= _MOST_LINES:
@@ -320,12 +265,12 @@ class Forecasts:
 
     def swap_span(self, kind: str, device_name: str, mib: int) -> Span:
         """Return how long a swap is expected to take, with its bounds."""
-        return self._stated(kind, device_name, self._estimated_swap(kind, device_name, mib))
+        return self.record.stated(kind, device_name, self._estimated_swap(kind, device_name, mib))
 
     def widest_swap_span(self, kind: str, device_name: str, mib: int) -> Span:
         """Return the same with the wider one of the estimated and the stated bounds on each side: where too short a time costs state."""
         span = self._estimated_swap(kind, device_name, mib)
-        stated = self._stated(kind, device_name, span)
+        stated = self.record.stated(kind, device_name, span)
         low, high = min(span.low_ms, stated.low_ms), max(span.high_ms, stated.high_ms)
         return Span(expected_ms=span.expected_ms, low_ms=low, high_ms=high)
 
@@ -375,10 +320,12 @@ class Forecasts:
         ended, self._ended = self._ended, []
         for lease_id, totals, device_name, lasted_ms in ended:
             whole = _cell_span(totals, 0)
-            self._judge(CELL, device_name, whole, lasted_ms, lease_id=lease_id)
+            self.record.judge(CELL, device_name, whole, lasted_ms, lease_id=lease_id)
             half_ms = whole.expected_ms // 2
             if lasted_ms > half_ms:
-                self._judge(REST, device_name, _cell_span(totals, half_ms), lasted_ms - half_ms, lease_id=lease_id)
+                self.record.judge(
+                    REST, device_name, _cell_span(totals, half_ms), lasted_ms - half_ms, lease_id=lease_id
+                )
 
     def gap_left_ms(self, lease_id: str, now_ms: int) -> int:
         """Return the time until the lease's next cell that half of such gaps take, ms; 0 while one runs.
@@ -420,12 +367,12 @@ class Forecasts:
         if lease is None or lease.began_ms is None:
             return Span(expected_ms=0, low_ms=0, high_ms=0)
         span = _cell_span(self._cell_totals(lease), max(0, now_ms - lease.began_ms))
-        return self._stated(REST, lease.device_name, span)
+        return self.record.stated(REST, lease.device_name, span)
 
     def next_cell(self, lease_id: str) -> Span:
         """Return how long a cell of the lease takes."""
         lease = self._leases.get(lease_id, _UNKNOWN_LEASE)
-        return self._stated(CELL, lease.device_name, _cell_span(self._cell_totals(lease), 0))
+        return self.record.stated(CELL, lease.device_name, _cell_span(self._cell_totals(lease), 0))
 
     def next_cell_ms(self, lease_id: str) -> int:
         """Return the median length of the lease's cells, ms."""
@@ -451,7 +398,7 @@ class Forecasts:
         `model_milli`: what `rules.contention` makes of the neighbours.
         """
         span = self._slowdowns.span(lease_id, device_name, others, model_milli)
-        stated = self._stated(SLOWDOWN, device_name, span)
+        stated = self.record.stated(SLOWDOWN, device_name, span)
         low, high = max(_WHOLE_MILLI, stated.low_ms), max(_WHOLE_MILLI, stated.high_ms)
         return Span(expected_ms=max(low, min(high, stated.expected_ms)), low_ms=low, high_ms=high)
 
@@ -468,18 +415,18 @@ class Forecasts:
         if outcome is None:
             return
         span = self._slowdowns.span(lease_id, name, others, model_milli)
-        self._judge(SLOWDOWN, name, span, outcome, lease_id=lease_id, stated=company.stated)
+        self.record.judge(SLOWDOWN, name, span, outcome, lease_id=lease_id, stated=company.stated)
         self._slowdowns.ran_beside(lease_id, name, others, model_milli, lasted_ms)
 
     # -- seats ----------------------------------------------------------------------------------------------------------
 
     def seat_span(self, pool: str, worked_out: Span) -> Span:
         """Return the wait for a seat of the pool, which was worked out from the seats that ended, with the bounds that are stated."""
-        return self._stated(SEAT, pool, worked_out)
+        return self.record.stated(SEAT, pool, worked_out)
 
     def seat_given(self, pool: str, worked_out: Span, stated: Span, waited_ms: int) -> None:
         """Learn from a wait for a seat that ended in one; both forecasts are those of its beginning."""
-        self._judge(SEAT, pool, worked_out, waited_ms, stated=stated)
+        self.record.judge(SEAT, pool, worked_out, waited_ms, stated=stated)
 
     # -- demands --------------------------------------------------------------------------------------------------------
 
@@ -591,7 +538,7 @@ class Forecasts:
 
     def wait_span(self, kind: str, basis_ms: int, device_name: str = "") -> WaitSpan:
         """Return a wait that was worked out as `basis_ms`, corrected by how waits of the kind and about that length turned out."""
-        span = self._stated(WAIT, f"{kind} {device_name}", self._corrected(kind, basis_ms))
+        span = self.record.stated(WAIT, f"{kind} {device_name}", self._corrected(kind, basis_ms))
         return WaitSpan(
             expected_ms=span.expected_ms,
             low_ms=span.low_ms,
@@ -604,42 +551,38 @@ class Forecasts:
     def _corrected(self, kind: str, basis_ms: int) -> Span:
         totals = self._wait_totals.get((kind, _octaves(basis_ms)), _WAIT_TOTALS)
         low, middle, high = (
-            max(0, value_at(RATIOS, totals, totals[-1] * permille // 1000) * (basis_ms + _EVEN_MS) // ONE - _EVEN_MS)
+            max(0, value_at(RATIOS, totals, totals[-1] * permille // 1000) * (basis_ms + EVEN_MS) // ONE - EVEN_MS)
             for permille in (100, 500, 900)
         )
         return Span(expected_ms=middle, low_ms=low, high_ms=high)
 
-    def wait_ended(self, expected: Span, waited_ms: int) -> None:
+    def wait_ended(self, expected: WaitSpan, waited_ms: int) -> None:
         """Learn from a wait that ended in what was waited for, and take the forecast's error down.
 
         `waited_ms` counts from the moment of the forecast. Leave out waits that were given up: see `wait_given_up`.
         """
-        if not isinstance(expected, WaitSpan):
-            self._accuracy[WAIT].compare(expected, waited_ms)
-            return
         span = self._corrected(expected.kind, expected.basis_ms)
-        self._judge(WAIT, f"{expected.kind} {expected.device_name}", span, waited_ms, stated=expected)
+        self.record.judge(WAIT, f"{expected.kind} {expected.device_name}", span, waited_ms, stated=expected)
         self._correct(expected, waited_ms)
 
-    def wait_given_up(self, expected: Span, waited_ms: int) -> None:
+    def wait_given_up(self, expected: WaitSpan, waited_ms: int) -> None:
         """Learn from a wait that was given up after it had outlasted its forecast: it would have been longer still.
 
         If only waits that end were learnt from, the forecasts of a pool in which some hardly ever end would stay short.
         """
-        if waited_ms > expected.high_ms and isinstance(expected, WaitSpan):
+        if waited_ms > expected.high_ms:
             name, span = f"{expected.kind} {expected.device_name}", self._corrected(expected.kind, expected.basis_ms)
-            self._keep_band(WAIT, name, self._band(WAIT, name).outlasted(span, waited_ms))
+            self.record.outlasted(WAIT, name, span, waited_ms)
             self._correct(expected, waited_ms)
 
     def _correct(self, expected: WaitSpan, waited_ms: int) -> None:
         key = (expected.kind, _octaves(expected.basis_ms))
         if key not in self._waits:
             self._waits[key] = Histogram(RATIOS, memory=_WAIT_MEMORY, weights=_WAITS)
-        self._waits[key].add(ratio(waited_ms + _EVEN_MS, expected.basis_ms + _EVEN_MS))
+        self._waits[key].add(ratio(waited_ms + EVEN_MS, expected.basis_ms + EVEN_MS))
         self._wait_totals[key] = self._waits[key].totals()
 
 
-_FIRST_BANDS = {kind: Band(even=_EVEN.get(kind, _EVEN_MS)) for kind in _KINDS}
 _SIGNS = {str(sign): sign for sign in Sign}
 _UNKNOWN_LEASE = _Lease()
 _WAIT_TOTALS = Histogram(RATIOS, memory=1, weights=_WAITS).totals()
