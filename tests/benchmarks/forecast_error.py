@@ -1,6 +1,6 @@
 """How far off forecasts are, and how many outcomes their bounds cover, beside naive predictors.
 
-    python -m tests.benchmarks.forecast_error [--users 24] [--days 4] [--seed 1] [--pods FILE] [--json FILE]
+    python -m tests.benchmarks.forecast_error [--users 24] [--days 4] [--seed 1] [--pods FILE]... [--json FILE]
 
 Users of each habit of `simulator.load.habits` share too few devices, so that cells wait; the simulator runs them, and every forecast that
 the arbiter states is seen with what happened. So are the sessions made of a public list of pods (`tests.benchmarks.pods`), if a file is
@@ -235,7 +235,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("--users", type=int, default=24, metavar="N", help="of each habit (default: 24)")
     made.add_argument("--days", type=int, default=4, metavar="N", help="that they work, 2 or more (default: 4)")
     made.add_argument("--seed", type=int, default=1, metavar="S", help="of what is drawn (default: 1)")
-    made.add_argument("--pods", type=Path, metavar="FILE", help="the public list of pods, openb_pod_list_default.csv")
+    made.add_argument(
+        "--pods",
+        type=Path,
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="a public list of pods; also several times",
+    )
     made.add_argument("--pod-days", type=int, default=8, metavar="N", help="of the list, 2 or more (default: 8)")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     options = made.parse_args(arguments)
@@ -245,10 +252,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for habit in HABITS:
         sys.stderr.write(f"{habit} ...\n")
         found[str(habit)] = of_habit(habit, options.users, options.days, options.seed).figures()
-    if options.pods is not None:
-        sys.stderr.write("pods ...\n")
+    for file in options.pods:
+        sys.stderr.write(f"{file.name} ...\n")
         try:
-            found["pods"] = of_pods(options.pods, options.pod_days).figures()
+            found[file.stem] = of_pods(file, options.pod_days).figures()
         except TraceError as error:
             made.error(str(error))
     found |= {name: judge.figures() for name, judge in of_swaps(options.seed).items()}
