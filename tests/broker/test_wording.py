@@ -302,6 +302,9 @@ def accounts(said: dict[str, str], reasons: set[str]) -> None:
             "of a name that is too long": f"user={'x' * 300}",
         }.items():
             note.of(f"usage, {what}", live.call("GET", f"/v1/usage?{query}"))
+        others = f"/v1/leases/{live.lease().lease_id}/others"
+        note.of("what others use, of too long a time", live.call("GET", f"{others}?last_ms=60001"))
+        note.of("what others use, too many leases named", live.call("GET", f"{others}?with={','.join('a' * 65)}"))
         more = {"kind": "user", "name": "ada", "amount": "10 GPU hours"}
         note.post("a budget, no amount", "/v1/budgets/extend", {**more, "amount": "much"})
         note.post("a budget, until the past", "/v1/budgets/extend", {**more, "until_s": 1})

@@ -7,8 +7,10 @@ seconds with fresh processes under leases (`tenants`, `step`), until every inter
 import argparse
 import os
 import shlex
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -101,30 +103,55 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="write an SVG picture, over the number of tenants")
+    parser.add_argument("--end-with-input", action="store_true", help=argparse.SUPPRESS)  # for %%gpu measure
     parser.add_argument("command", metavar="COMMAND", nargs=argparse.REMAINDER, help="the program, and its arguments")
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, and print what came out. Raises UsageError, CommandError and FractionalGPUError."""
     plan = _plan(options)
+    if options.end_with_input:
+        _end_with_input()
+    measurement, ended = None, 0
     try:
         with signals_raise(), tempfile.TemporaryDirectory(prefix="jupyter-gpu-measure-") as folder:
             seat = own_seat()
             with closing(ensure_broker(timeout_s=TIMEOUT_S, token=seat.token if seat is not None else None)) as client:
                 measurement = Measurement(plan, client, Path(folder))
                 measurement.run()
-    except EndedError as ended:
-        return _SIGNALLED + ended.number
-    findings = measurement.study.findings()
+    except EndedError as error:
+        ended = error.number
+    if measurement is None or (ended and (ended != signal.SIGINT or not measurement.study.samples)):
+        return _SIGNALLED + ended
+    status = _show(options, measurement, interrupted=bool(ended))
+    return _SIGNALLED + ended if ended else status
+
+
+def _end_with_input() -> None:
+    """End this process when its standard input ends: a notebook's kernel that dies takes its measurement along."""
+
+    def wait() -> None:
+        while os.read(sys.stdin.fileno(), 1):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="measure-input", daemon=True).start()
+
+
+def _show(options: argparse.Namespace, measurement: "Measurement", *, interrupted: bool) -> int:
+    """Print what is known, and return the exit status. Raises CommandError if that is nothing."""
+    plan, findings = measurement.plan, measurement.study.findings()
     if findings[0].slower is None:
         raise CommandError(
             f"nothing could be measured alone: {findings[0].why_not}; try again later, or with more time (--within)"
         )
     if options.json:
-        print(answer.as_json(findings, plan.most_slower, measurement.about()), end="")
+        about = {**measurement.about(), "interrupted": interrupted, "remarks": measurement.remarks()}
+        print(answer.as_json(findings, plan.most_slower, about), end="")
     else:
+        remarks = [*(["interrupted; this is known so far"] if interrupted else []), *measurement.remarks()]
         lines = [*answer.sentences(findings, plan.most_slower), "", *answer.figures(findings)]
-        print("\n".join([*measurement.remarks(), *lines]))
+        print("\n".join([*remarks, *lines]))
     if options.picture is not None:
         _write(options.picture, answer.picture(findings))
     return 0 if any(one.slower is not None for one in findings[1:]) else 1
@@ -252,6 +279,7 @@ class Measurement:
     _host: HostStatus = field(init=False)
     _began_s: float = field(default_factory=time.monotonic)
     _trial_s: float = 0.0
+    _has_failed: set[Setting] = field(default_factory=set)  # once
     _repeats: bool = False
 
     def __post_init__(self) -> None:
@@ -274,8 +302,11 @@ class Measurement:
             for setting in steps:
                 if setting not in self.study.failed and (sample := self._attempt(setting)) is not None:
                     found[setting] = sample
-            self.study.add(found)
-            self._report()
+                elif setting == self.study.baseline and not found:
+                    break  # nothing of this round could be compared
+            if found:
+                self.study.add(found)
+                self._report()
 
     def about(self) -> dict[str, object]:
         """Return what a reader of the figures has to know."""
@@ -294,6 +325,11 @@ class Measurement:
         lines = ["on a simulated device"] if self._host.simulated else []
         if self._repeats:
             lines.append("a unit of work is a whole run of the program, as it reports none")
+        samples = [one for each in self.study.samples.values() for one in each]
+        if any(one.is_company_unknown for one in samples):
+            lines.append(
+                "others were on the device, which does not tell whether they worked: if they did all the time, that is part of the figures"
+            )
         if self.disturbed:
             often = sum(self.disturbed.values())
             reason = max(self.disturbed, key=lambda one: self.disturbed[one])
@@ -358,7 +394,13 @@ class Measurement:
                 return None
             except BrokerUnavailableError:
                 raise
-            except (TenantError, SilentError, TickError, FractionalGPUError) as error:  # such as what a seat refuses
+            except TenantError as error:
+                # Another process may have taken the memory that a tenant was about to: once is no proof of the share's fault.
+                if setting in self._has_failed:
+                    self.study.fail(setting, str(error))
+                    return None
+                self._has_failed.add(setting)
+            except (SilentError, TickError, FractionalGPUError) as error:  # such as what a seat refuses
                 self.study.fail(setting, str(error))
                 return None
         return None

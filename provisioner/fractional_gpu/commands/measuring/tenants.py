@@ -27,6 +27,9 @@ PATIENCE_S: Final = 2.0  # for a program to end when asked to
 _LEAST_WAIT_MS: Final = 1000
 _TAIL: Final = 2000
 _MOST_ELSEWHERE: Final = 64
+OTHERS_MILLI: Final = (
+    20  # others' use from which on a step is disturbed: less slows tenants down by less than an interval's width
+)
 
 
 class NoSpareRoomError(CommandError):
@@ -212,7 +215,7 @@ def no_spare_room(status: HostStatus, pool: str, reserve_mib: int, wanted: int, 
 
 
 def disturbance(status: HostStatus, tenants: Iterable[Tenant], device_id: str, pool: str) -> str:
-    """Return what else happens on the device or waits for it, or that a tenant is not on it, a sentence; empty: nothing."""
+    """Return what is wrong on the device besides others' work, a sentence: a lease waits, or a tenant is not on it; empty: nothing."""
     ours = {tenant.lease.lease_id for tenant in tenants}
     for lease in status.leases:
         if lease.lease_id in ours:
@@ -220,9 +223,35 @@ def disturbance(status: HostStatus, tenants: Iterable[Tenant], device_id: str, p
                 return f"a tenant was {lease.state}"
         elif lease.pool == pool and lease.position is not None:
             return f"{lease.label or lease.lease_id} waits for a GPU"
-        elif device_id in (lease.device_id, *lease.device_ids) and (lease.busy or lease.working):
-            return f"{lease.label or lease.lease_id} worked on the device"
+    if not any(one.device_id == device_id and not one.lost for one in status.devices):
+        return "the device was lost"
     return ""
+
+
+def others_work(
+    status: HostStatus, tenants: Collection[Tenant], device_id: str, used_milli: int | None, busy_neighbours: int = 0
+) -> str:
+    """Return who else worked on the device, a sentence; empty: nothing that is known.
+
+    `used_milli`: what others used of it, where the device counts that. Otherwise leases count as at work while their cells run:
+    the visible ones, and the `busy_neighbours` (other users' leases among them), of which all tenants but one are.
+    """
+    ours = {tenant.lease.lease_id for tenant in tenants}
+    here = [
+        one
+        for one in status.leases
+        if one.lease_id not in ours and device_id in (one.device_id, *one.device_ids) and (one.busy or one.working)
+    ]
+    if used_milli is not None and used_milli < OTHERS_MILLI:
+        return ""
+    if here:
+        return f"{here[0].label or here[0].lease_id} worked on the device"
+    if used_milli is None:
+        return "a kernel of another user worked on the device" if busy_neighbours >= len(tenants) else ""
+    device = next((one for one in status.devices if one.device_id == device_id), None)
+    if device is not None and device.strangers:
+        return "a process without a lease worked on the device"
+    return "a kernel of another user worked on the device"
 
 
 def others_mib(status: HostStatus, tenants: Collection[Tenant], device_id: str) -> int:
