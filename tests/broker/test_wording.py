@@ -139,6 +139,8 @@ def kernels(note: Refusals, monkeypatch: pytest.MonkeyPatch) -> None:
     target = f"/v1/leases/{lease.lease_id}"
     note.of("a lease that is not there", live.call("GET", "/v1/leases/nothing"))
     note.post("an attach without a token", f"{target}/attach", {})
+    note.of("what others use, of too long a time", live.call("GET", f"{target}/others?last_ms=60001"))
+    note.of("what others use, too many leases named", live.call("GET", f"{target}/others?with={','.join('a' * 65)}"))
     note.post("an attach with another lease's token", f"{target}/attach", {}, token=other.token)
     note.of("a token that is not a bearer's", live.call("GET", target, Authorization="Basic YQ=="))
     note.of("another version", live.call("GET", "/v1/status", **{VERSION_HEADER: "99.0.0; protocol=99"}))
@@ -302,9 +304,6 @@ def accounts(said: dict[str, str], reasons: set[str]) -> None:
             "of a name that is too long": f"user={'x' * 300}",
         }.items():
             note.of(f"usage, {what}", live.call("GET", f"/v1/usage?{query}"))
-        others = f"/v1/leases/{live.lease().lease_id}/others"
-        note.of("what others use, of too long a time", live.call("GET", f"{others}?last_ms=60001"))
-        note.of("what others use, too many leases named", live.call("GET", f"{others}?with={','.join('a' * 65)}"))
         more = {"kind": "user", "name": "ada", "amount": "10 GPU hours"}
         note.post("a budget, no amount", "/v1/budgets/extend", {**more, "amount": "much"})
         note.post("a budget, until the past", "/v1/budgets/extend", {**more, "until_s": 1})
