@@ -8,7 +8,7 @@ from typing import Any
 
 from IPython.core.inputtransformer2 import cell_magic, leading_empty_lines
 
-from fractional_gpu_kernel.cells.gate import make_cell_transform
+from fractional_gpu_kernel.cells.gate import is_measure, make_cell_transform
 from fractional_gpu_kernel.display.lines import Notices, Sentence, publish
 from fractional_gpu_kernel.registrations import Registrations
 
@@ -16,6 +16,7 @@ NO_LEASE = (
     "This kernel has no share of a GPU. Pick a kernel with one, such as “Python 3 · 1/4 GPU”, in the launcher or the kernel menu; "
     "`jupyter gpu kernels install` makes them."
 )
+MEASURE_RUNS = "This cell runs once and is not measured."
 BURST_RUNS = "This cell runs without the larger share that %%gpu asks for."
 
 
@@ -52,7 +53,11 @@ class UnleasedKernel:
         print(f"{self._notice} {NO_LEASE}".strip())  # noqa: T201 - a magic prints
 
     def burst(self, line: str, cell: str) -> None:
-        """Run the cell; a notebook's `%%gpu` never comes here: it is taken off the cell's text before. This serves `run_cell_magic`."""
+        """Run the cell, measured or not. A notebook's `%%gpu FRACTION` never comes here: it is taken off the cell's text before."""
+        if is_measure(line):  # its line stays: it is a cell magic as any other
+            publish(self._shell, Sentence(f"{MEASURE_RUNS} {NO_LEASE}"))
+            self._shell.run_cell(cell).raise_error()
+            return
         self._shell.run_cell(f"%%gpu {line}\n{cell}").raise_error()
 
     def cpu(self, line: str, cell: str) -> None:
@@ -62,5 +67,5 @@ class UnleasedKernel:
 
     def _before_cell(self, info: Any) -> None:  # noqa: ANN401 - IPython is untyped
         first = info.raw_cell.lstrip().partition("\n")[0].split() if isinstance(info.raw_cell, str) else []
-        if first[:1] == ["%%gpu"]:
+        if first[:1] == ["%%gpu"] and not is_measure(" ".join(first[1:])):
             publish(self._shell, Sentence(f"{BURST_RUNS} {NO_LEASE}"))

@@ -38,15 +38,9 @@ from fractional_gpu.commands.run.process import check_program
 from fractional_gpu.commands.run.start import TIMEOUT_S, EndedError, signals_raise
 from fractional_gpu.commands.terminal.completers import DURATIONS, FRACTIONS, POOLS, set_completer
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError, parse_argument
-from fractional_gpu.core.units import (
-    format_duration,
-    format_fraction,
-    parse_duration_ms,
-    parse_fraction_milli,
-    parse_memory_mib,
-)
+from fractional_gpu.core.units import format_fraction, parse_duration_ms, parse_fraction_milli, parse_memory_mib
 from fractional_gpu.jupyter.kernel_command import check_pool_name
-from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
+from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError, NoRoomError
 from fractional_gpu.protocol.messages import HostStatus
 
 _SIGNALLED: Final = 128
@@ -361,7 +355,7 @@ class Measurement:
                 if self._repeats:
                     raise
                 self._repeats = True
-            except (NoSpareRoomError, DisturbedError) as error:
+            except (DisturbedError, NoSpareRoomError, NoRoomError) as error:
                 if time.monotonic() >= limit_s:
                     raise CommandError(
                         f"nothing could be measured: {error}; try again later, with smaller --fractions, or with --may-wait"
@@ -381,7 +375,11 @@ class Measurement:
             limit_s = now_s + 10 + 3 * self._trial_s * setting.tenants
             try:
                 return self._step(setting, min(limit_s, self.until_s))
-            except (DisturbedError, NoSpareRoomError) as error:
+            except (
+                DisturbedError,
+                NoSpareRoomError,
+                NoRoomError,
+            ) as error:  # NoRoomError: of a seat or a limit that is full now
                 why = str(error)
                 self.disturbed[why] = self.disturbed.get(why, 0) + 1
                 self.study.trouble[setting] = why
@@ -434,6 +432,6 @@ class Measurement:
                 so_far = answer.percent_slower(quotients)
                 sure = "sure enough" if self.study.is_narrow(setting) else f"{len(quotients)} rounds"
                 parts.append(f"{format_fraction(setting.fraction_milli)} x {setting.tenants}: {so_far} ({sure})")
-        spent = format_duration(round((time.monotonic() - self._began_s) * 1000))
-        limit = format_duration(round(self.plan.within_s * 1000))
-        say(f"round {self.study.rounds}, {spent} of at most {limit}: {', '.join(parts) or 'nothing to compare yet'}")
+        spent_s = time.monotonic() - self._began_s
+        spent = f"{spent_s:.0f} s of at most {self.plan.within_s:.0f} s"
+        say(f"round {self.study.rounds}, {spent}: {', '.join(parts) or 'nothing to compare yet'}")

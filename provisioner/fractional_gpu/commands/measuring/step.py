@@ -56,7 +56,7 @@ class Step:
 
         Raises TenantError if a program fails, SilentError, DisturbedError, TooSlowError, TickError, and the errors of the protocol.
         """
-        if why := self._look():
+        if why := self._look(fresh=False):  # the places were found by a fresh sample
             raise DisturbedError(why)
         for tenant in self.tenants:
             tenant.go()
@@ -106,9 +106,9 @@ class Step:
         inside = (sum(span[0] <= one.at_ns <= span[1] for one in each) for each in ticks)
         return seconds >= SHORTEST_S and min(inside) > least
 
-    def _look(self) -> str:
+    def _look(self, *, fresh: bool = True) -> str:
         """Note what the broker says of the device now; return what disturbs the tenants there, a sentence, or nothing."""
-        status = self.client.status(fresh=True)
+        status = self.client.status(fresh=fresh)
         seen_ns, device_id = time.monotonic_ns(), self.tenants[0].device_id
         if why := disturbance(status, self.tenants, device_id, self.pool) or self._others_work(status, device_id):
             return why

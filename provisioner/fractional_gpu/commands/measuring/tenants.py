@@ -154,7 +154,7 @@ class Places:
         """Whether the device that a first tenant got has room for all the others."""
         if self.may_wait or not wanted:
             return True
-        status = self.client.status(fresh=True)
+        status = self.client.status()
         return not no_spare_room(status, self.pool, tenant.lease.reserve_mib, wanted, tenant.device_id)
 
     def _wait_ms(self, until_s: float) -> int:
@@ -184,10 +184,14 @@ class Places:
         return Tenant(command, lease, folder)
 
     def _check_spare(self, reserve_mib: int, wanted: int, device_id: str, until_s: float) -> None:
-        """Raise NoSpareRoomError where no device has spare room for so many, for a moment at least; a lease may be about to end."""
+        """Raise NoSpareRoomError where no device has spare room for so many, for a moment at least; a lease may be about to end.
+
+        Only the first tenant of a step has the devices sampled: the broker makes others wait for that, and knows its leases without it.
+        """
         limit_s = min(until_s, time.monotonic() + PATIENCE_S)
+        is_fresh = not device_id
         while True:
-            status = self.client.status(fresh=True)
+            status, is_fresh = self.client.status(fresh=is_fresh), True
             why = no_spare_room(status, self.pool, reserve_mib, wanted, device_id)
             if not why:
                 return
