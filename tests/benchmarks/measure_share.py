@@ -1,6 +1,6 @@
 """Whether `jupyter gpu measure` names the right share while others come and go: real processes on the simulated device.
 
-    python -m tests.benchmarks.measure_share [--seeds 20] [--jobs 3] [--within 110s] [--json]
+    python -m tests.benchmarks.measure_share [--seeds 20] [--jobs 3] [--within 120s] [--json]
 
 For each seed a load whose units of work take 150 ms alone, with a noise of 5 %, and use a known part of the device meanwhile: how much
 slower it is on each share follows from the model of the device. Meanwhile visitors come and go, as the seed says: leases of the same user,
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -30,13 +30,13 @@ from fractional_gpu.core.time_slicing import slowed_milli, stretch_milli
 from fractional_gpu.protocol.seats import SeatRequest
 from tests.support.world import World, new_world
 
-__all__ = ["Outcome", "Visit", "judged", "load_of", "measured", "seated_world", "visits_of"]
+__all__ = ["Outcome", "Visit", "judged", "load_of", "measured", "seated_world", "visitor", "visits_of"]
 
 UNIT_S: Final = 0.15
 MOST_SLOWER: Final = 1.1
 _SHARES: Final = "1/3,1/2,1"
 _DEVICES: Final = "1x2GiB"
-_MEMORY: Final = "128MiB"  # of each lease: so small that visitors find room beside a full set of tenants
+MEMORY: Final = "128MiB"  # of each lease: so small that visitors find room beside a full set of tenants
 _POOL: Final = "{'idle_after': 'on-demand', 'oversubscription': 4, 'fractions': ['1/8', '1/3', '1/2', '1']}"
 _CONFIG: Final = f"c.GPUBroker.pools = {{'default': {_POOL}}}"
 _LOAD: Final = """
@@ -105,14 +105,14 @@ def load_of(seed: int) -> tuple[int, int]:
 
 
 def visits_of(seed: int) -> Iterator[Visit]:
-    """Yield the seed's visitors, one after the other: present for about a third of the time."""
+    """Yield the seed's visitors, one after the other: present for about a quarter of the time."""
     draw = random.Random(f"visits {seed}")
     total_s = 0.0
     while total_s < _SPAN_S:
         one = Visit(
             kind=draw.choice(("mine", "hidden", "stranger")),
-            after_s=draw.uniform(4, 20),
-            stays_s=draw.uniform(1, 10),
+            after_s=draw.uniform(6, 22),
+            stays_s=draw.uniform(1, 8),
             use=draw.choice((0.0, 0.3, 0.5, 0.8)),
         )
         total_s += one.after_s + one.stays_s
@@ -176,6 +176,30 @@ def seated_world() -> Iterator[tuple[World, dict[str, str]]]:
         yield world, {**world.environment, SEAT_FILE_VARIABLE: str(file)}
 
 
+def visitor(world: World, seated: Mapping[str, str], visit: Visit) -> "subprocess.Popen[bytes]":
+    """Start a visitor; SIGTERM ends it. `seated`: the environment of the user who measures."""
+    program = [sys.executable, "-P", "-c", _VISITOR, str(visit.use)]
+    environment: Mapping[str, str] = seated if visit.kind == "mine" else world.environment
+    if visit.kind == "stranger":
+        device_id = world.status().devices[0].device_id
+        places = {
+            "JUPYTER_GPU_SIMULATED_DIR": str(world.simulated_folder),
+            "JUPYTER_GPU_SIMULATED_DEVICE": device_id,
+        }
+        environment = {**environment, **places}
+    else:
+        command = [sys.executable, "-m", "fractional_gpu.commands.main", "run", "--fraction", "1/8"]
+        program = [*command, "--memory", MEMORY, "--name", "visitor", "--", *program]
+    return subprocess.Popen(
+        program,
+        env=environment,
+        cwd=world.notebooks,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
 class Visitors:
     """Lets a schedule's visitors come and go in a thread, from `start` to `stop`."""
 
@@ -198,32 +222,10 @@ class Visitors:
         for visit in self._visits:
             if self._over.wait(visit.after_s):
                 return
-            with self._process(visit) as process:
+            with visitor(self._world, self._seated, visit) as process:
                 self.count += 1
                 self._over.wait(visit.stays_s)
                 process.terminate()
-
-    def _process(self, visit: Visit) -> "subprocess.Popen[bytes]":
-        program = [sys.executable, "-P", "-c", _VISITOR, str(visit.use)]
-        environment = self._seated if visit.kind == "mine" else self._world.environment
-        if visit.kind == "stranger":
-            device = self._world.status().devices[0].device_id
-            places = {
-                "JUPYTER_GPU_SIMULATED_DIR": str(self._world.simulated_folder),
-                "JUPYTER_GPU_SIMULATED_DEVICE": device,
-            }
-            environment = {**environment, **places}
-        else:
-            command = [sys.executable, "-m", "fractional_gpu.commands.main", "run", "--fraction", "1/8"]
-            program = [*command, "--memory", _MEMORY, "--name", "visitor", "--", *program]
-        return subprocess.Popen(
-            program,
-            env=environment,
-            cwd=self._world.notebooks,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
 
 
 def measured(seed: int, within: str, options: Sequence[str] = ("--fractions", _SHARES)) -> Outcome:
@@ -236,7 +238,7 @@ def measured(seed: int, within: str, options: Sequence[str] = ("--fractions", _S
         visitors.start()
         try:
             ran = subprocess.run(
-                [*command, "--memory", _MEMORY, *options, "--", *load],
+                [*command, "--memory", MEMORY, *options, "--", *load],
                 env=seated,
                 cwd=world.notebooks,
                 stdin=subprocess.DEVNULL,
@@ -286,7 +288,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=20, metavar="N", help="how many (20)")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="the first one (0)")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many at a time (1)")
-    parser.add_argument("--within", default="110s", metavar="DURATION", help="of each measurement (110s)")
+    parser.add_argument("--within", default="120s", metavar="DURATION", help="of each measurement (120s)")
     parser.add_argument("--json", action="store_true", help="print all outcomes as JSON")
     options = parser.parse_args()
     begun_s = time.monotonic()

@@ -47,6 +47,7 @@ _SIGNALLED: Final = 128
 _REPEAT: Final = Path(__file__).with_name("repeat.py")
 _NOTEBOOK: Final = "import sys; from nbclient.cli import main; sys.argv[0] = 'jupyter-execute'; main()"
 _TRIAL_PART: Final = 3  # the trial may take a third of the time
+_PASSING: Final = (DisturbedError, NoSpareRoomError, NoRoomError)  # NoRoomError: a seat, or a limit, is full now
 _RETRY_S: Final = 0.5
 _LEAST_MS: Final = 1000
 _MOST_COPIES: Final = 63
@@ -273,6 +274,7 @@ class Measurement:
     _host: HostStatus = field(init=False)
     _began_s: float = field(default_factory=time.monotonic)
     _trial_s: float = 0.0
+    _told: str = ""  # why the last attempt was in vain
     _has_failed: set[Setting] = field(default_factory=set)  # once
     _repeats: bool = False
 
@@ -355,7 +357,7 @@ class Measurement:
                 if self._repeats:
                     raise
                 self._repeats = True
-            except (DisturbedError, NoSpareRoomError, NoRoomError) as error:
+            except _PASSING as error:
                 if time.monotonic() >= limit_s:
                     raise CommandError(
                         f"nothing could be measured: {error}; try again later, with smaller --fractions, or with --may-wait"
@@ -371,19 +373,15 @@ class Measurement:
 
     def _attempt(self, setting: Setting) -> Sample | None:
         """Return what a step measured, None if it could not be: then the study knows why."""
+        self._told = ""
+        patience_s = 10 + 3 * self._trial_s * setting.tenants
+        give_up_s = time.monotonic() + patience_s
         while (now_s := time.monotonic()) < self.until_s:
-            limit_s = now_s + 10 + 3 * self._trial_s * setting.tenants
             try:
-                return self._step(setting, min(limit_s, self.until_s))
-            except (
-                DisturbedError,
-                NoSpareRoomError,
-                NoRoomError,
-            ) as error:  # NoRoomError: of a seat or a limit that is full now
-                why = str(error)
-                self.disturbed[why] = self.disturbed.get(why, 0) + 1
-                self.study.trouble[setting] = why
-                if time.monotonic() >= limit_s:
+                return self._step(setting, min(now_s + patience_s, self.until_s))
+            except _PASSING as error:
+                self._leave_out(setting, str(error))
+                if time.monotonic() >= give_up_s:
                     return None
                 time.sleep(_RETRY_S)
             except TooSlowError as error:
@@ -402,6 +400,13 @@ class Measurement:
                 self.study.fail(setting, str(error))
                 return None
         return None
+
+    def _leave_out(self, setting: Setting, why: str) -> None:
+        if why != self._told:
+            say(f"a step is left out and will be repeated: {why}")
+        self._told = why
+        self.disturbed[why] = self.disturbed.get(why, 0) + 1
+        self.study.trouble[setting] = why
 
     def _step(self, setting: Setting, limit_s: float) -> Sample:
         plan = self.plan

@@ -12,7 +12,8 @@ from fractional_gpu.commands.measuring.ticks import Tick, overlap, pace, read_ti
 from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.protocol.messages import DeviceStatus, HostStatus
 
-ENOUGH_UNITS: Final = 12  # reports of each tenant, and the shortest time of a step
+ENOUGH_UNITS: Final = 12  # reports of all measured tenants, of which each has
+LEAST_UNITS: Final = 4  # at least, and the shortest time of a step
 SHORTEST_S: Final = 1.0
 LONGEST_S: Final = 10.0  # a step in which tenants have worked together for so long needs only one unit of each
 _LOOK_S: Final = 0.05
@@ -102,7 +103,7 @@ class Step:
         if span is None:
             return False
         seconds = (span[1] - span[0]) / 1e9
-        least = 1 if seconds >= self.long_s else ENOUGH_UNITS
+        least = 1 if seconds >= self.long_s else max(LEAST_UNITS, -(-ENOUGH_UNITS // self.measured))
         inside = (sum(span[0] <= one.at_ns <= span[1] for one in each) for each in ticks)
         return seconds >= SHORTEST_S and min(inside) > least
 
