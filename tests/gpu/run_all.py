@@ -123,12 +123,12 @@ STEPS: Final = {
         double=None,
         json="--json",
     ),
-    "measure": Step(arguments=(*_PYTEST, _MEASURE), longest_s=420, part=6, double=None),
     "tests": Step(
         arguments=(*_PYTEST, "tests/gpu", *(f"--ignore={file}" for file in (*_WITH_TORCH, _MANAGED, _MEASURE))),
         longest_s=540,
         part=5,
     ),
+    "measure": Step(arguments=(*_PYTEST, _MEASURE), longest_s=420, part=6, double=None),
     "spoilers": Step(
         arguments=("-P", "-m", "tests.gpu.spoilers"),
         longest_s=400,

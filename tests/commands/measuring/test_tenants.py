@@ -99,6 +99,22 @@ def test_others_disturb_when_they_work_as_the_device_counts_or_else_as_their_cel
     assert others_work(status, [tenant], "gpu-0", used_milli, neighbours) == said
 
 
+@pytest.mark.parametrize(
+    ("used_milli", "neighbours", "said"),
+    [
+        (None, 1, ""),
+        (None, 2, "a kernel of another user worked on the device"),
+        (5, 1, ""),
+        (300, 1, "this kernel itself, or one of another user, worked on the device"),
+    ],
+)
+def test_the_kernel_whose_cell_measures_is_busy_and_does_no_work(
+    tenant: Tenant, used_milli: int | None, neighbours: int, said: str
+) -> None:
+    status = host(OURS, structs.replace(LEASE, busy=True))
+    assert others_work(status, [tenant], "gpu-0", used_milli, neighbours, bystander="other") == said
+
+
 def test_a_process_without_a_lease_is_named_where_no_lease_can_have_worked(tenant: Tenant) -> None:
     said = others_work(host(OURS, strangers=[STRANGER]), [tenant], "gpu-0", 300)
     assert said == "a process without a lease worked on the device"

@@ -20,7 +20,7 @@ from fractional_gpu.broker.services.others_use import others_use_milli
 from fractional_gpu.broker.services.status import StatusStream, full_lease_status, host_status
 from fractional_gpu.host.peers import detects_unread, unread
 from fractional_gpu.protocol.errors import BadRequestError, NotFoundError
-from fractional_gpu.protocol.limits import BODY_S, IDLE_S, MAX_BODY_BYTES, MAX_NAME
+from fractional_gpu.protocol.limits import BODY_S, IDLE_S, MAX_BODY_BYTES, MAX_LAST_MS, MAX_LEASES_NAMED, MAX_NAME
 from fractional_gpu.protocol.messages import (
     AcquireRequest,
     AttachRequest,
@@ -34,8 +34,6 @@ from fractional_gpu.protocol.messages import (
 
 log = logging.getLogger(__name__)
 _LEASE = r"/v1/leases/([0-9a-zA-Z_-]{1,64})"
-_MOST_LAST_MS = 60_000
-_MOST_BESIDE = 64
 _KEEP_ALIVE = msgspec.json.encode(GateCommand()) + b"\n"
 
 
@@ -96,15 +94,15 @@ class _Lease(Handler):
 class _Others(Handler):
     async def get(self, lease_id: str) -> None:
         text = self.get_query_argument("last_ms", "1000")
-        if not (text.isascii() and text.isdigit() and len(text) <= 5 and 1 <= int(text) <= _MOST_LAST_MS):
+        if not (text.isascii() and text.isdigit() and len(text) <= 5 and 1 <= int(text) <= MAX_LAST_MS):
             raise BadRequestError(
-                f"last_ms={text[:MAX_NAME]!r} is not allowed: give whole milliseconds from 1 to {_MOST_LAST_MS}",
+                f"last_ms={text[:MAX_NAME]!r} is not allowed: give whole milliseconds from 1 to {MAX_LAST_MS}",
                 reason="bad-period",
             )
         beside = [one for one in self.get_query_argument("with", "").split(",") if one]
-        if len(beside) > _MOST_BESIDE:
+        if len(beside) > MAX_LEASES_NAMED:
             raise BadRequestError(
-                f"with= names {len(beside)} leases; allowed: {_MOST_BESIDE} at most", reason="too-many-leases-named"
+                f"with= names {len(beside)} leases; allowed: {MAX_LEASES_NAMED} at most", reason="too-many-leases-named"
             )
         kernels = [self.find(one) for one in (lease_id, *beside)]
         self.reply(OthersUse(used_milli=await others_use_milli(self.service.broker, kernels, int(text))))

@@ -417,7 +417,8 @@ class Measurement:
             commands = [command, *(mix[number % len(mix)] for number in range(setting.tenants - 1))]
         measured = 1 if plan.beside else setting.tenants
         with self._places.tenants(commands, setting.fraction_milli, limit_s) as tenants:
-            return Step(self.client, plan.pool, tenants, measured, limit_s, self._long_s).run()
+            bystander = os.environ.get("JUPYTER_GPU_LEASE", "")
+            return Step(self.client, plan.pool, tenants, measured, limit_s, self._long_s, bystander).run()
 
     @property
     def _long_s(self) -> float:

@@ -10,6 +10,7 @@ from fractional_gpu.commands.measuring.study import Sample
 from fractional_gpu.commands.measuring.tenants import Tenant, disturbance, others_mib, others_work
 from fractional_gpu.commands.measuring.ticks import Tick, overlap, pace, read_ticks, units_between
 from fractional_gpu.commands.terminal.errors import CommandError
+from fractional_gpu.protocol.limits import MAX_LAST_MS
 from fractional_gpu.protocol.messages import DeviceStatus, HostStatus
 
 ENOUGH_UNITS: Final = 12  # reports of all measured tenants, of which each has
@@ -19,7 +20,6 @@ LONGEST_S: Final = 10.0  # a step in which tenants have worked together for so l
 _LOOK_S: Final = 0.05
 _STATUS_S: Final = 0.5
 _LEAST_LAST_MS: Final = 1000
-_MOST_LAST_MS: Final = 60_000
 _CHANGE_PARTS: Final = 100  # what others have may change by so small a part of the device: a desktop redraws itself
 
 
@@ -45,6 +45,7 @@ class Step:
     measured: int
     limit_s: float  # by `time.monotonic`
     long_s: float = LONGEST_S
+    bystander: str = ""  # the lease of the kernel whose cell measures
     _looks: list[tuple[int, DeviceStatus]] = field(default_factory=list)
     _memory_mib: int = 0
     _others_mib: int | None = None
@@ -130,7 +131,7 @@ class Step:
     def _others_work(self, status: HostStatus, device_id: str) -> str:
         """Return who else has worked on the device since the last look, for a second at least; empty: nothing that is known."""
         now_s = time.monotonic()
-        last_ms = min(_MOST_LAST_MS, max(_LEAST_LAST_MS, round((now_s - self._looked_s) * 1000)))
+        last_ms = min(MAX_LAST_MS, max(_LEAST_LAST_MS, round((now_s - self._looked_s) * 1000)))
         self._looked_s = now_s
         lease_id, *beside = (one.lease.lease_id for one in self.tenants)
         used_milli = self.client.others(lease_id, last_ms, beside).used_milli
@@ -138,7 +139,7 @@ class Step:
         if used_milli is None:  # what the device does not count, the leases' cells must say
             busy = sum(one.busy for one in self.client.lease(lease_id).neighbours)
             self._is_company_unknown |= others_mib(status, self.tenants, device_id) > 0
-        return others_work(status, self.tenants, device_id, used_milli, busy)
+        return others_work(status, self.tenants, device_id, used_milli, busy, bystander=self.bystander)
 
     def _sample(self, *, is_over: bool) -> Sample:
         ticks = self._ticks()

@@ -233,28 +233,39 @@ def disturbance(status: HostStatus, tenants: Iterable[Tenant], device_id: str, p
 
 
 def others_work(
-    status: HostStatus, tenants: Collection[Tenant], device_id: str, used_milli: int | None, busy_neighbours: int = 0
+    status: HostStatus,
+    tenants: Collection[Tenant],
+    device_id: str,
+    used_milli: int | None,
+    busy_neighbours: int = 0,
+    *,
+    bystander: str = "",
 ) -> str:
     """Return who else worked on the device, a sentence; empty: nothing that is known.
 
     `used_milli`: what others used of it, where the device counts that. Otherwise leases count as at work while their cells run:
-    the visible ones, and the `busy_neighbours` (other users' leases among them), of which all tenants but one are.
+    the visible ones, and the `busy_neighbours` (other users' leases among them), of which all tenants but one are. `bystander`: the lease
+    of the kernel whose cell measures. That cell runs all the time, and uses nothing.
     """
+    if used_milli is not None and used_milli < OTHERS_MILLI:
+        return ""
     ours = {tenant.lease.lease_id for tenant in tenants}
     here = [
         one
         for one in status.leases
         if one.lease_id not in ours and device_id in (one.device_id, *one.device_ids) and (one.busy or one.working)
     ]
-    if used_milli is not None and used_milli < OTHERS_MILLI:
-        return ""
-    if here:
-        return f"{here[0].label or here[0].lease_id} worked on the device"
+    stands_by = any(one.lease_id == bystander for one in here)
+    if named := [one for one in here if one.lease_id != bystander]:
+        return f"{named[0].label or named[0].lease_id} worked on the device"
     if used_milli is None:
-        return "a kernel of another user worked on the device" if busy_neighbours >= len(tenants) else ""
+        others = busy_neighbours - (len(tenants) - 1) - stands_by
+        return "a kernel of another user worked on the device" if others > 0 else ""
     device = next((one for one in status.devices if one.device_id == device_id), None)
     if device is not None and device.strangers:
         return "a process without a lease worked on the device"
+    if stands_by:
+        return "this kernel itself, or one of another user, worked on the device"
     return "a kernel of another user worked on the device"
 
 
