@@ -28,7 +28,7 @@ class UnleasedKernel:
         self._registrations = Registrations(shell)
         self._notice = notice
         self._notices = Notices(shell, notice)
-        self._cell_transform = make_cell_transform(cell_magic, leading_empty_lines)
+        self._cell_transform = make_cell_transform(cell_magic, leading_empty_lines, measures=False)
 
     def load(self) -> None:
         """Register the magic and the notice."""
@@ -53,11 +53,7 @@ class UnleasedKernel:
         print(f"{self._notice} {NO_LEASE}".strip())  # noqa: T201 - a magic prints
 
     def burst(self, line: str, cell: str) -> None:
-        """Run the cell, measured or not. A notebook's `%%gpu FRACTION` never comes here: it is taken off the cell's text before."""
-        if is_measure(line):  # its line stays: it is a cell magic as any other
-            publish(self._shell, Sentence(f"{MEASURE_RUNS} {NO_LEASE}"))
-            self._shell.run_cell(cell).raise_error()
-            return
+        """Run the cell; a notebook's `%%gpu` never comes here: it is taken off the cell's text before. This serves `run_cell_magic`."""
         self._shell.run_cell(f"%%gpu {line}\n{cell}").raise_error()
 
     def cpu(self, line: str, cell: str) -> None:
@@ -67,5 +63,6 @@ class UnleasedKernel:
 
     def _before_cell(self, info: Any) -> None:  # noqa: ANN401 - IPython is untyped
         first = info.raw_cell.lstrip().partition("\n")[0].split() if isinstance(info.raw_cell, str) else []
-        if first[:1] == ["%%gpu"] and not is_measure(" ".join(first[1:])):
-            publish(self._shell, Sentence(f"{BURST_RUNS} {NO_LEASE}"))
+        if first[:1] == ["%%gpu"]:
+            runs = MEASURE_RUNS if is_measure(" ".join(first[1:])) else BURST_RUNS
+            publish(self._shell, Sentence(f"{runs} {NO_LEASE}"))

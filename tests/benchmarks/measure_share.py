@@ -1,6 +1,6 @@
 """Whether `jupyter gpu measure` names the right share while others come and go: real processes on the simulated device.
 
-    python -m tests.benchmarks.measure_share [--seeds 20] [--jobs 3] [--within 120s] [--json]
+    python -m tests.benchmarks.measure_share [--seeds 20] [--jobs 3] [--within 115s] [--json]
 
 For each seed a load whose units of work take 150 ms alone, with a noise of 5 %, and use a known part of the device meanwhile: how much
 slower it is on each share follows from the model of the device. Meanwhile visitors come and go, as the seed says: leases of the same user,
@@ -288,7 +288,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=20, metavar="N", help="how many (20)")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="the first one (0)")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many at a time (1)")
-    parser.add_argument("--within", default="120s", metavar="DURATION", help="of each measurement (120s)")
+    parser.add_argument("--within", default="115s", metavar="DURATION", help="of each measurement (115s)")
     parser.add_argument("--json", action="store_true", help="print all outcomes as JSON")
     options = parser.parse_args()
     begun_s = time.monotonic()

@@ -310,14 +310,17 @@ def is_measure(line: str) -> bool:
     return line.split()[:1] == [_MEASURE]
 
 
-def make_cell_transform(cell_magic: LinesTransform, leading_empty_lines: LinesTransform) -> LinesTransform:
+def make_cell_transform(
+    cell_magic: LinesTransform, leading_empty_lines: LinesTransform, *, measures: bool = True
+) -> LinesTransform:
     """Return the line transformation that turns a leading `%%cpu` or `%%gpu ...` into its comment.
 
+    `%%gpu measure` stays a cell magic, unless the kernel never `measures`: then that cell runs as any other.
     It stands before IPython's `cell_magic` and calls it for what follows, so that ours may stand above another cell magic.
     """
 
     def own_cell(lines: list[str]) -> list[str]:
-        comment = _comment(lines[0]) if lines and lines[0].startswith("%%") else ""
+        comment = _comment(lines[0], measures=measures) if lines and lines[0].startswith("%%") else ""
         if not comment:  # nearly every cell
             return lines
         rest = lines[1:]
@@ -329,11 +332,11 @@ def make_cell_transform(cell_magic: LinesTransform, leading_empty_lines: LinesTr
     return own_cell
 
 
-def _comment(line: str) -> str:
+def _comment(line: str, *, measures: bool) -> str:
     """Return what takes the place of a cell's first line, "" if it is not ours."""
     if line.startswith("%%cpu") and line.strip() == "%%cpu":
         return SENTINEL
     name, _, arguments = line.rstrip().partition(" ")
-    if name != "%%gpu" or is_measure(arguments):  # a measurement is a cell magic as any other
+    if name != "%%gpu" or (measures and is_measure(arguments)):
         return ""
     return f"{BURST}{arguments}\n"
