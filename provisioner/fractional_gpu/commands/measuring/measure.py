@@ -274,7 +274,7 @@ class Measurement:
     _host: HostStatus = field(init=False)
     _began_s: float = field(default_factory=time.monotonic)
     _trial_s: float = 0.0
-    _told: str = ""  # why the last attempt was in vain
+    _told: str = ""  # of the last attempt that was in vain
     _has_failed: set[Setting] = field(default_factory=set)  # once
     _repeats: bool = False
 
@@ -362,6 +362,7 @@ class Measurement:
                     raise CommandError(
                         f"nothing could be measured: {error}; try again later, with smaller --fractions, or with --may-wait"
                     ) from None
+                self._tell(f"the trial waits: {error}")
                 time.sleep(_RETRY_S)
             except TooSlowError as error:
                 raise CommandError(f"{error}; give more time with --within, or smaller units of work") from None
@@ -401,10 +402,14 @@ class Measurement:
                 return None
         return None
 
+    def _tell(self, sentence: str) -> None:
+        """Say why an attempt was in vain, once for the attempts in a row."""
+        if sentence != self._told:
+            say(sentence)
+        self._told = sentence
+
     def _leave_out(self, setting: Setting, why: str) -> None:
-        if why != self._told:
-            say(f"a step is left out and will be repeated: {why}")
-        self._told = why
+        self._tell(f"a step is left out and will be repeated: {why}")
         self.disturbed[why] = self.disturbed.get(why, 0) + 1
         self.study.trouble[setting] = why
 
