@@ -13,7 +13,6 @@ share does, and wrong otherwise. Ends with 1 if fewer than 19 of 20 answers are 
 
 import argparse
 import json
-import os
 import random
 import subprocess
 import sys
@@ -250,8 +249,6 @@ def measured(seed: int, within: str, options: Sequence[str] = ("--fractions", _S
             visitors.stop()
     if not ran.stdout:
         raise RuntimeError(f"seed {seed}: jupyter gpu measure ended with {ran.returncode}: {ran.stderr[-2000:]}")
-    if os.environ.get("MEASURE_SHARE_SHOW"):
-        sys.stderr.write(ran.stderr + ran.stdout)
     return judged(seed, json.loads(ran.stdout), visitors.count)
 
 
