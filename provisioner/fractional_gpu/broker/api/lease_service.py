@@ -261,6 +261,7 @@ class LeaseService:
                 del broker.kernels[spec.lease_id]
                 raise NoRoomError(effect.sentence, reason=effect.reason)
         self.seats.budgets.lease_admitted(kernel)
+        self.seats.workloads.tell(spec.lease_id, spec.seat)
         record = broker.records.save_second_record(kernel)
         if record is not None:
             try:
@@ -337,7 +338,8 @@ class LeaseService:
     async def attach(self, peer: Peer, kernel: Kernel, request: AttachRequest) -> LeaseStatus:
         """Give the lease its kernel's process. Raises BadRequestError, ForbiddenError, NoRoomError or InternalBrokerError."""
         identity = await verified_process(peer, kernel, request)
-        connection = await self._checked_connection(kernel, request)
+        self.seats.draws.check_process(view_of(self.broker, kernel), identity.pid)
+        connection = await self._checked_connection(kernel, request, identity.pid)
         if kernel.identity is not None and kernel.identity != identity and not kernel.ending.survivors:
             self.broker.process_gone(kernel, kernel.identity)
         await self.broker.survivors.settled(kernel)
@@ -376,14 +378,14 @@ class LeaseService:
         return full_lease_status(self.broker, kernel)
 
     @staticmethod
-    async def _checked_connection(kernel: Kernel, request: AttachRequest) -> str:
+    async def _checked_connection(kernel: Kernel, request: AttachRequest, pid: int) -> str:
         """Return what the broker keeps of the process's connection, JSON. Raises BadRequestError."""
         check_kind(request.kind)
         if request.kind == COMMAND:
             return command_connection(served=request.served)
         try:
             connection = connection_from_json(request.connection)
-            await asyncio.to_thread(check_endpoints, connection, kernel.uid)
+            await asyncio.to_thread(check_endpoints, connection, kernel.uid, pid)
         except ValueError as error:
             raise BadRequestError(str(error), reason="bad-connection") from None
         return json.dumps(request.connection)

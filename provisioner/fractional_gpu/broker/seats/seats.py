@@ -26,6 +26,7 @@ from fractional_gpu.broker.accounting.budgets import BudgetKeeper
 from fractional_gpu.broker.broker import Broker, token_digest
 from fractional_gpu.broker.clock import now_ms, wall_ms
 from fractional_gpu.broker.persistence.lease_files import read_seat_files
+from fractional_gpu.broker.seats.capacity import HostCapacity
 from fractional_gpu.broker.seats.draws import SeatDraws, UsageRecorder
 from fractional_gpu.broker.seats.offers import PoolForecasts
 from fractional_gpu.broker.seats.revocation import Revocations
@@ -39,6 +40,7 @@ from fractional_gpu.broker.seats.rules import (
     counted_group,
     total_usage,
 )
+from fractional_gpu.broker.seats.workloads import Workloads
 from fractional_gpu.config.hub import GroupTerms, HubPool
 from fractional_gpu.config.pools import PoolSettings
 from fractional_gpu.config.settings import Settings
@@ -47,11 +49,13 @@ from fractional_gpu.core.metering.usage import Party
 from fractional_gpu.core.model import LeaseView, PoolSpec, Span
 from fractional_gpu.core.seat_packing import SeatLoad
 from fractional_gpu.core.units import format_fraction
+from fractional_gpu.host.process import boot_id
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import LedgerError, SeatRecord
+from fractional_gpu.protocol.capacity import Capacity
 from fractional_gpu.protocol.errors import BadRequestError, ForbiddenError, NoRoomError, NotFoundError
 from fractional_gpu.protocol.limits import MAX_NAME, PULSE_S
-from fractional_gpu.protocol.messages import ProgressKind, SeatStatus, SeatWait
+from fractional_gpu.protocol.messages import ProgressKind, SeatStatus, SeatWait, Workload
 from fractional_gpu.protocol.seats import OfferRequest, Offers, PoolOffer, SeatList, SeatProgress, SeatRequest
 
 log = logging.getLogger(__name__)
@@ -91,8 +95,10 @@ class Seats:
         self._waiting: dict[str, list[_Waiter]] = {}
         self._changed = asyncio.Event()
         self._unwritten: dict[str, Callable[[], None]] = {}  # by seat: the end that could not be written down
-        self.draws = SeatDraws(broker, self._seats, required=settings.seats_required)
+        self.workloads = Workloads(broker, self._seats, gone=self._workload_gone, changed=self._keep)
+        self.draws = SeatDraws(broker, self._seats, self.workloads.check, required=settings.seats_required)
         self.forecasts = PoolForecasts(broker, settings)
+        self._capacity = HostCapacity(broker, self.forecasts, default_milli=settings.default_fraction_milli)
         self.budgets = BudgetKeeper(broker, broker.writer, settings.budgets, self.forecasts.hub)
         broker.metering.followers.append(self.budgets.counted)
         broker.habits.seat_share = self._share
@@ -136,6 +142,10 @@ class Seats:
             seats=self.seen_by(None, None),
             waiting=self.waiting(),
         )
+
+    async def capacity(self) -> Capacity:
+        """Return what the host could still give. Cancelled: the forecast runs on, unused."""
+        return await self._capacity.now(self.live())
 
     def waiting(self) -> dict[str, int]:
         """Return the number of waiting requests of each pool that has any."""
@@ -202,6 +212,10 @@ class Seats:
             age_ms=max(0, wall_ms() - seat.created_ms),
             expires_ms=None if seat.expires_ms is None else max(0, seat.expires_ms - now),
             hub=seat.hub,
+            admitted=seat.admitted,
+            allowed_devices=list(seat.allowed_devices) or None,
+            workload=workload_of_seat(seat),
+            warning=self.workloads.warnings.get(seat.seat_id, ""),
         )
 
     def offers(self, request: OfferRequest) -> Offers:
@@ -252,7 +266,9 @@ class Seats:
             group, terms = check_terms(pool.name, hub, request.groups, wall_ms() / 1000)
             group = counted_group(group, request.groups, pool) or self.budgets.group_of(request.groups)
             self.budgets.check(Party(pool.name, request.owner, group))
-            memory_mib = self.forecasts.memory_mib(pool, request.fraction_milli, request.memory_mib)
+            memory_mib = self.forecasts.memory_mib(
+                pool, request.fraction_milli, request.memory_mib, request.allowed_devices
+            )
             check_limits(request, group, pool, self._others(request), self._revoked(request))
             self.forecasts.check_ever(request, pool, hub, memory_mib)
         except (ForbiddenError, NoRoomError) as error:
@@ -266,7 +282,7 @@ class Seats:
     async def _wait_in_line(self, waiter: _Waiter) -> AsyncGenerator[SeatProgress, None]:
         """Wait in the pool's line until the seat is reserved and in the ledger, or refused."""
         request, line = waiter.request, self._waiting.setdefault(waiter.request.pool, [])
-        line.insert(sum(other.terms.priority >= waiter.terms.priority for other in line), waiter)
+        line.insert(sum(_precedes(other, waiter) for other in line), waiter)
         deadline_ms = now_ms() + min(request.wait_ms, _LONGEST_WAIT_MS)
         told: SeatProgress | None = None
         try:
@@ -376,12 +392,15 @@ class Seats:
         load = self.forecasts.load(request.owner, pool, waiter.memory_mib)
         check_limits(request, waiter.group, pool, others, self._revoked(request))
         self.budgets.check(Party(pool.name, request.owner, waiter.group))
-        if len(others) == len(self._of_pool(request.pool)):  # it replaces no seat whose room would become free
+        comparable = not request.admitted and request.allowed_devices is None
+        if comparable and len(others) == len(
+            self._of_pool(request.pool)
+        ):  # it replaces no seat whose room would become free
             for mib, other, full in unplaced:
                 if waiter.memory_mib >= mib and load.mib >= other.mib and load.duty_milli >= other.duty_milli:
                     return full
         place = self.forecasts.full(request, pool, hub, waiter.memory_mib, others)
-        if isinstance(place, PoolFull):
+        if isinstance(place, PoolFull) and comparable:
             unplaced.append((waiter.memory_mib, load, place))
         return place
 
@@ -430,6 +449,12 @@ class Seats:
             created_ms=wall_ms(),
             expires_ms=self._broker.deadlines.now_ms() + min(request.ttl_ms, _LONGEST_TTL_MS),
             hub=request.hub,
+            admitted=request.admitted,
+            allowed_devices=tuple(request.allowed_devices or ()),
+            engine=request.workload.engine if request.workload is not None else "",
+            workload_id=request.workload.id if request.workload is not None else "",
+            control_group=request.workload.control_group if request.workload is not None else "",
+            boot_id=boot_id() if request.workload is not None else "",
         )
         for older in [one for one in self._seats.values() if (one.owner, one.server) == (seat.owner, seat.server)]:
             self._end(older, "replaced")
@@ -445,6 +470,7 @@ class Seats:
                 if self._seats.pop(seat.seat_id, None) is not None:
                     self._notify()
                 raise
+        warning = await self.workloads.warning(seat)
         if seat.seat_id not in self._seats:
             return SeatProgress(
                 kind=ProgressKind.REFUSED,
@@ -468,6 +494,7 @@ class Seats:
             memory_mib=seat.memory_mib,
             priority=seat.priority,
             sentence=f"{format_fraction(seat.fraction_milli)} GPU of pool {seat.pool!r}",
+            warning=warning,
         )
 
     async def confirm(self, seat_id: str) -> SeatStatus:
@@ -476,9 +503,13 @@ class Seats:
         if seat.expires_ms is not None:
             kept = replace(seat, expires_ms=None)
             await self._broker.writer.run(partial(self._broker.writer.ledger.save_seat, kept))
-            self._known(seat_id)  # it may have ended in the meantime
-            seat = self._seats[seat_id] = kept
-            self._save_second_record(seat)
+            now = self._known(seat_id)  # it may have ended in the meantime
+            if now is seat:
+                self._seats[seat_id] = kept
+                self._save_second_record(kept)
+            else:  # its workload's group became known, which was written with the expiry
+                self._keep(replace(now, expires_ms=None))
+            seat = self._seats[seat_id]
         return self.status(seat)
 
     def _save_second_record(self, seat: SeatRecord) -> None:
@@ -500,6 +531,17 @@ class Seats:
         """End the seat, if there is one of this id."""
         if (seat := self._seats.get(seat_id)) is not None:
             self._end(seat, "released")
+
+    def _keep(self, seat: SeatRecord) -> None:
+        """Keep a seat of which something became known."""
+        self._seats[seat.seat_id] = seat
+        self._broker.writer.submit(partial(self._broker.writer.ledger.save_seat, seat))
+        self._save_second_record(seat)
+
+    def _workload_gone(self, seat: SeatRecord) -> None:
+        """End the seat of a job or pod that is over, and its leases with it."""
+        self._end(seat, "workload-gone")
+        self.revocations.end_leases(seat.seat_id)
 
     def _end(self, seat: SeatRecord, reason: str) -> None:
         del self._seats[seat.seat_id]
@@ -529,6 +571,7 @@ class Seats:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._expire())
                 group.create_task(self._usage_recorder.run())
+                group.create_task(self.workloads.run())
         finally:
             self._write_ends()
             await self.revocations.close()
@@ -580,6 +623,20 @@ class Seats:
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _precedes(other: _Waiter, waiter: _Waiter) -> bool:
+    """Whether a request that is in the line already stays before a new one. The queue of an engine that has admitted one counts more."""
+    if waiter.request.admitted or other.request.admitted:
+        return other.request.admitted
+    return other.terms.priority >= waiter.terms.priority
+
+
+def workload_of_seat(seat: SeatRecord) -> Workload | None:
+    """Return the job or pod that the seat belongs to."""
+    if not seat.engine:
+        return None
+    return Workload(engine=seat.engine, id=seat.workload_id, control_group=seat.control_group)
 
 
 def _others_wait(count: int) -> str:
