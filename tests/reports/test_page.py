@@ -6,6 +6,7 @@ from datetime import UTC
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from playwright.sync_api import Browser
 
 from fractional_gpu.core.metering.usage import SHARE_HOUR, Party, Usage, UsageKey, UsageRow
@@ -13,6 +14,7 @@ from fractional_gpu.protocol.accounts import UsageReport
 from fractional_gpu.reports.days import PARTS, day_bars
 from fractional_gpu.reports.page import DARK, LIGHT, bars, page
 from tests.e2e.browser import opened_browser
+from tests.kernelext.statuses import ADVICE
 from tests.reports.made import BEGINS_S, report_of
 
 PAGES = {"light": "#ffffff", "dark": "#14171c"}
@@ -46,7 +48,8 @@ def browser() -> Iterator[Browser]:
 @pytest.mark.parametrize(("width", "scheme"), [(320, "light"), (1100, "dark")])
 def test_the_page_fits_its_window_and_loads_nothing(browser: Browser, tmp_path: Path, width: int, scheme: str) -> None:
     file = tmp_path / "use.html"
-    file.write_text(page(week(), ["user", "day"], made_by="jupyter gpu report --by user,day", zone=UTC))
+    report = replace(week(), advice=[replace(ADVICE, notebook="a-notebook-with-a-long-name" * 4 + ".ipynb")])
+    file.write_text(page(report, ["user", "day"], made_by="jupyter gpu report --by user,day", zone=UTC))
     opened = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)  # type: ignore[arg-type]
     asked: list[str] = []
     complaints: list[str] = []
@@ -106,6 +109,17 @@ def test_what_is_drawn_is_also_said() -> None:
     assert "2026-01-05: busy 3.00, held idle 3.00, free 50.00, suspended 3.00 (GPU hours)" in text
     assert re.search(r'<svg class="days" role="img"[^>]*><title>', text)
     assert text.count("<caption>") == text.count("<table>")
+
+
+def test_advice_is_a_list_that_names_users_where_there_are_several() -> None:
+    hers = replace(ADVICE, owner="ada", notebook="<b>.ipynb")
+    one = page(replace(week(3, 2), advice=[hers]), ["notebook"], made_by="a test", zone=UTC)
+    assert "<li><strong>&lt;b&gt;.ipynb</strong>: 1/8 GPU (10 GiB) would suffice: at most 8 GiB of 20 GiB" in one
+    both = page(replace(week(3, 2), advice=[hers, ADVICE]), ["notebook"], made_by="a test", zone=UTC)
+    assert "<strong>ada, &lt;b&gt;.ipynb</strong>" in both
+    assert "<strong>me, train.ipynb</strong>" in both
+    assert "Advice on shares" not in page(week(3, 2), ["notebook"], made_by="a test", zone=UTC)
+    assert "Advice on shares" in page(replace(week(0, 0), entries=[], advice=[hers]), [], made_by="a test", zone=UTC)
 
 
 def test_free_is_shown_of_whole_devices_alone() -> None:

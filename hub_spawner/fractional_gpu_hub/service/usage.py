@@ -6,6 +6,7 @@ For the broker this process is an administrator, whom it answers anything. So th
   another one. Entries of any other name are dropped, whatever the broker answers.
 - Of others, a user sees what the broker's setting `usage_visible` (in each reply) allows: nothing, the sums of each user of the groups that
   the user has at the hub now, or of every user. Never what their notebooks are called. A setting that is not known allows nothing.
+- Advice on shares: a user sees that on their own notebooks, administrators all of it, whatever `usage_visible` is.
 - All figures are for administrators alone; `Actions` checks that. Budgets likewise: a user sees their own and those of their groups.
 """
 
@@ -127,7 +128,9 @@ def own_figures(client: SeatClient, viewer: Viewer, asked: Chosen) -> Figures:
     note = f"Only {_MOST_GROUPS} of your {len(groups)} groups are shown." if len(groups) > _MOST_GROUPS else ""
     budgets = [one for one in _budgets(client) if one.name == viewer.name or one.kind == "group"]
     budgets = [one for one in budgets if one.kind == "user" or one.name in viewer.groups]
-    own_report = replace(report, entries=own, scope="own")
+    # A broker that does not say whose advice it is could answer with that for the machine's user of the same name.
+    advice = [one for one in report.advice if one.owner == viewer.name and one.seated]
+    own_report = replace(report, entries=own, scope="own", advice=advice)
     return Figures(report=own_report, by=("notebook",), others=found, note=note, budgets=tuple(budgets))
 
 
@@ -149,7 +152,7 @@ def all_figures(client: SeatClient, asked: Chosen) -> Figures:
     """Return the figures of all users, of the hub and of the machine. Raises FractionalGPUError."""
     by = tuple(asked.by.split(","))
     columns = tuple(dict.fromkeys((*_PARTY, *by)))
-    report = client.usage(columns, asked.since_s, asked.until_s)
+    report = client.usage(columns, asked.since_s, asked.until_s, advice=True)
     return Figures(report=report, by=by, budgets=tuple(_budgets(client)[:_MOST_BUDGETS]))
 
 

@@ -75,7 +75,7 @@ export function line(kernel: IKernel): string {
 }
 
 /** The rows of the panel about a kernel. */
-export function facts(kernel: IKernel, pinnedUntil: Date | null): [string, string][] {
+export function facts(kernel: IKernel, pinnedUntil: Date | null, advice: string): [string, string][] {
   const rows: [string, string][] = [
     ['Share', `${share(kernel.fraction_milli)} GPU` + (kernel.pool === 'default' ? '' : `, pool ${kernel.pool}`)],
     ['State', condition(kernel)],
@@ -102,6 +102,9 @@ export function facts(kernel: IKernel, pinnedUntil: Date | null): [string, strin
   }
   if (pinnedUntil !== null) {
     rows.push(['Pinned', `until ${pinnedUntil.toLocaleTimeString([], { hour: '2-digit', minute: '2-digit' })}`]);
+  }
+  if (advice) {
+    rows.push(['Advice', `${advice}.`]);
   }
   return rows;
 }

@@ -9,7 +9,8 @@ Routes (all under /v1; `L` is a lease id):
 
 `by`: what to sum by, any of `USAGE_BY`; nothing: one sum for each currency. `since_s`, `until_s`: seconds since 1970; hours that begin
 within them count. `user`, `group`, `pool`, `device`, `lease`: only of that one, by its exact name (empty: the pool's own part).
-`seated`: only of users of the hub (1), or of the machine (0): two with the same name are two.
+`seated`: only of users of the hub (1), or of the machine (0): two with the same name are two. `advice=1`: with advice on shares, which
+sums by notebook have anyway.
 """
 
 from typing import Final
@@ -46,7 +47,7 @@ class UsageReport(Struct, frozen=True, kw_only=True):
     note: str = ""  # what is missing, a sentence
     advice: list[
         ShareAdvice
-    ] = []  # with sums by notebook: what is suggested for those of the reader, for administrators for all
+    ] = []  # where it is asked for: what is suggested for the reader's notebooks, for administrators for all
     visible: str = "own"  # whose figures users may see by the broker's setting `usage_visible`: `own`, `group` or `all`
 
 

@@ -10,6 +10,7 @@ from typing import Final
 
 from fractional_gpu.core.metering.usage import MJ_PER_KWH, SHARE_HOUR
 from fractional_gpu.protocol.accounts import UsageEntry, UsageReport
+from fractional_gpu.protocol.advice import ShareAdvice
 from fractional_gpu.reports.sums import of_leases, of_no_lease, rolled_up
 
 SHORT_ID: Final = 8
@@ -21,6 +22,7 @@ SCOPES: Final = {
     "group": "The figures of your group",
     "all": "The figures of all users",
 }
+ADVICE_BASIS: Final = "By the days that are recorded (docs/advice.md); nothing is changed by it"
 _US_PER_HOUR: Final = 3_600_000_000
 _GIB_HOUR: Final = 1024 * 3_600_000
 _MG_PER_KG: Final = 1_000_000
@@ -167,6 +169,12 @@ def name_text(report: UsageReport, column: str, value: str) -> str:
     if column == "device":
         return f"{report.devices[value]} ({value})" if report.devices.get(value) else value
     return value[:SHORT_ID] if column == "lease" else value
+
+
+def advised_name(advice: ShareAdvice, *, several: bool) -> str:
+    """Return what a piece of advice is about: the notebook, with its user where a report has advice for several."""
+    name = advice.notebook or "notebooks without a name"
+    return f"{advice.owner}, {name}" if several else name
 
 
 def scope_text(report: UsageReport) -> str:

@@ -51,7 +51,7 @@ class _Usage(Handler):
                 devices={one.device_id: one.name for one in broker.devices.values()},
                 carbon=carbon.text if carbon is not None else "",
                 note=note,
-                advice=self._advice(reader, question) if "notebook" in question.by else [],
+                advice=self._advice(reader, question) if self._is_advised(question) else [],
                 visible=self.service.usage.visible,
             )
         )
@@ -59,14 +59,25 @@ class _Usage(Handler):
     def _advice(self, reader: Reader, question: Question) -> list[ShareAdvice]:
         """Return what is suggested for the notebooks that the reader sees, of the user and pool that are asked for."""
         only = question.only
+        seated = bool(only["seated"]) if "seated" in only else None
         owner = str(only["user"]) if "user" in only else None
-        if not reader.administrator and owner not in (None, reader.owner):
+        if not reader.administrator and (owner not in (None, reader.owner) or seated not in (None, reader.seated)):
             return []
         return self.service.broker.habits.of_notebooks(
             str(only["pool"]) if "pool" in only else None,
             owner if reader.administrator else reader.owner,
-            seated=None if reader.administrator else reader.seated,
+            seated=seated if reader.administrator else reader.seated,
         )
+
+    def _is_advised(self, question: Question) -> bool:
+        """Whether advice on shares is wanted: with sums by notebook, and where the query asks for it. Raises BadRequestError."""
+        text = self.get_query_argument("advice", "0")
+        if text not in {"0", "1"}:
+            raise BadRequestError(
+                f"advice={text[:MAX_NAME]!r} is not allowed: give 1 for advice on shares, or leave it out",
+                reason="bad-usage-query",
+            )
+        return text == "1" or "notebook" in question.by
 
     def _question(self) -> Question:
         """Return what the query asks. Raises BadRequestError with what is allowed."""

@@ -24,11 +24,10 @@ from fractional_gpu.commands.terminal.connection import RUN_ONE, add_socket_argu
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError
 from fractional_gpu.commands.terminal.render import table, wrap_lines
 from fractional_gpu.protocol.accounts import USAGE_BY, UsageReport
-from fractional_gpu.protocol.advice import ShareAdvice
 from fractional_gpu.reports import rows_file
 from fractional_gpu.reports.as_json import as_json
 from fractional_gpu.reports.chargeback import as_csv, grain
-from fractional_gpu.reports.columns import Table, scope_text, tabulated
+from fractional_gpu.reports.columns import ADVICE_BASIS, Table, advised_name, scope_text, tabulated
 from fractional_gpu.reports.page import page, period_text
 from fractional_gpu.reports.periods import DEFAULT, WORDS, period
 
@@ -239,18 +238,13 @@ def _advised(report: UsageReport, width: int | None) -> list[str]:
     """Return the lines of what is suggested for notebooks' shares; none where nothing is."""
     if not report.advice:
         return []
-    several = len({one.owner for one in report.advice}) > 1
-    said = [f"{_notebook(one, several=several)}: {one.sentence}." for one in report.advice]
+    several = len({(one.owner, one.seated) for one in report.advice}) > 1
+    said = [f"{advised_name(one, several=several)}: {one.sentence}." for one in report.advice]
     return [
         "",
-        "Advice on shares, by the days that are recorded (docs/advice.md); nothing is changed by it:",
+        f"Advice on shares, {ADVICE_BASIS[:1].lower()}{ADVICE_BASIS[1:]}:",
         *wrap_lines(said, width),
     ]
-
-
-def _notebook(advice: ShareAdvice, *, several: bool) -> str:
-    name = advice.notebook or "notebooks without a name"
-    return f"{advice.owner}, {name}" if several else name
 
 
 def _drawn(found: Table, width: int | None) -> list[str]:
