@@ -200,7 +200,8 @@ async def test_users_read_advice_on_their_own_notebooks_and_administrators_all_o
             refused = await pages.get("usage/all")
     peaks = [re.findall(r"at most (6\d) MiB", page.text) for page in (mine, left, everybody, refused)]
     assert peaks == [["60"], [], ["61", "60", "62"], []]
-    assert "ada, secret of ada.ipynb" in everybody.text
+    assert "ada (hub), secret of ada.ipynb" in everybody.text
+    assert "ada (machine), secret of ada.ipynb" in everybody.text
     assert "secret of bob" not in mine.body + left.body
 
 
@@ -216,6 +217,8 @@ async def test_an_administrator_reads_all_figures_and_has_a_page_of_their_own(pa
     page = await pages.get("usage/all?by=user", "grace")
     assert all(name in page.text for name in ("ada", "bob", "eve", "carol"))
     assert "7,646.252 EUR" in page.text
+    assert "ada (hub)" in page.text
+    assert "ada (machine)" in page.text
     file = await pages.get("usage/all.csv", "grace")
     assert file.headers["Content-Disposition"] == 'attachment; filename="gpu-usage.csv"'
     billed = [row["BilledCost"] for row in csv.DictReader(io.StringIO(file.body))]

@@ -1,5 +1,7 @@
 """The page in a real browser and by its colours: readable at 320 pixels, in light and dark, and loading nothing."""
 
+import csv
+import json
 import re
 from collections.abc import Iterator
 from datetime import UTC
@@ -11,6 +13,9 @@ from playwright.sync_api import Browser
 
 from fractional_gpu.core.metering.usage import SHARE_HOUR, Party, Usage, UsageKey, UsageRow
 from fractional_gpu.protocol.accounts import UsageReport
+from fractional_gpu.reports.as_json import as_json
+from fractional_gpu.reports.chargeback import as_csv
+from fractional_gpu.reports.columns import tabulated
 from fractional_gpu.reports.days import PARTS, day_bars
 from fractional_gpu.reports.page import DARK, LIGHT, bars, page
 from tests.e2e.browser import opened_browser
@@ -109,6 +114,26 @@ def test_what_is_drawn_is_also_said() -> None:
     assert "2026-01-05: busy 3.00, held idle 3.00, free 50.00, suspended 3.00 (GPU hours)" in text
     assert re.search(r'<svg class="days" role="img"[^>]*><title>', text)
     assert text.count("<caption>") == text.count("<table>")
+
+
+def test_a_hubs_user_and_one_of_the_machine_with_the_same_name_are_two_lines_two_bars_and_two_bills() -> None:
+    def used(hour: int, owner: str, amount: int, *, seated: bool) -> UsageRow:
+        party, key = Party("large", owner, seated=seated), UsageKey(BEGINS_S + 3600 * hour, "a", "gpu-0", "EUR")
+        return UsageRow(key, party, Usage(charge_milli=amount, held_share=H))
+
+    both = report_of([used(1, "ada", 1000, seated=True), used(2, "ada", 3, seated=False)])
+    assert [line.names for line in tabulated(both, ["user"]).lines] == [("ada (hub)",), ("ada (machine)",), ("total",)]
+    html = page(both, ["user"], made_by="a test", zone=UTC)
+    assert html.count('<td class="name">ada (hub)</td>') == html.count('<td class="name">ada (machine)</td>') == 3
+    billed = {
+        row["SubAccountId"]: row["BilledCost"]
+        for row in csv.DictReader(as_csv(both, ["user"], provider="p").splitlines())
+    }
+    assert billed == {"hub-user/ada": "1.000", "user/ada": "0.003"}
+    found = {one["of"]["account"]: one["charge_milli"] for one in json.loads(as_json(both, ["user"]))["entries"]}
+    assert found == {"hub": 1000, "machine": 3}
+    alone = report_of([used(1, "ada", 1000, seated=True), used(2, "bob", 1, seated=True)])
+    assert [line.names[0] for line in tabulated(alone, ["user"]).lines] == ["ada", "bob", "total"]
 
 
 def test_advice_is_a_list_that_names_users_where_there_are_several() -> None:

@@ -20,10 +20,10 @@ from fractional_gpu.reports.columns import (
     RESOURCES,
     Column,
     Table,
-    advised_name,
+    advice_names,
     amount_text,
     decimals,
-    name_text,
+    names_of,
     percent_text,
     scope_text,
     tabulated,
@@ -33,7 +33,7 @@ from fractional_gpu.reports.days import LIGHT as DAYS_LIGHT
 from fractional_gpu.reports.days import STYLE as DAYS_STYLE
 from fractional_gpu.reports.days import days_picture
 from fractional_gpu.reports.periods import moment_text
-from fractional_gpu.reports.sums import of_leases, rolled_up
+from fractional_gpu.reports.sums import ACCOUNT, of_leases, rolled_up
 
 MOST_BARS: Final = 20
 TITLES: Final[Mapping[str, str]] = {"hour": "hour", "lease": "kernel's lease"}
@@ -92,7 +92,7 @@ def body(report: UsageReport, by: Sequence[str], *, whole: bool = True) -> str:
     parts += ["<h2>Day by day</h2>", days_picture(report, whole=whole)]
     leases = of_leases(report.entries)
     for column in ("group", "user"):
-        if len({one.of[column] for one in leases}) > 1:
+        if len({(one.of[column], one.of.get(ACCOUNT) if column == "user" else "") for one in leases}) > 1:
             parts.append(bars(report, column))
     parts.append(f"<h2>By {escape(and_list([heading(one) for one in by]))}</h2>" if by else "<h2>In all</h2>")
     parts.append(both_tables(report, by))
@@ -107,11 +107,8 @@ def advised(report: UsageReport) -> str:
     """Return a list of what is suggested for notebooks' shares; items name their users where there are several. Empty: nothing is."""
     if not report.advice:
         return ""
-    several = len({(one.owner, one.seated) for one in report.advice}) > 1
-    items = "".join(
-        f"<li><strong>{escape(advised_name(one, several=several))}</strong>: {escape(one.sentence)}.</li>"
-        for one in report.advice
-    )
+    name = advice_names(report.advice)
+    items = "".join(f"<li><strong>{escape(name(one))}</strong>: {escape(one.sentence)}.</li>" for one in report.advice)
     return f'<h2>Advice on shares</h2><p>{escape(ADVICE_BASIS)}.</p><ul class="advice">{items}</ul>'
 
 
@@ -188,7 +185,8 @@ def bars(report: UsageReport, column: str) -> str:
 def _bar_rows(
     report: UsageReport, column: str, entries: Sequence[UsageEntry], value: Callable[[UsageEntry], int]
 ) -> str:
-    named = [(name_text(report, column, one.of[column]), one) for one in entries[:MOST_BARS]]
+    name_of = names_of(report)
+    named = [(name_of(column, one), one) for one in entries[:MOST_BARS]]
     most = max((value(one) for one in entries), default=0)
     named += [
         (f"{len(entries) - MOST_BARS} others", one) for one in rolled_up(entries[MOST_BARS:], [])
