@@ -57,12 +57,17 @@ def runtime_dir() -> Path:
 
     Raises BrokerUnavailableError if it belongs to another user.
     """
-    runtime = Path(jupyter_runtime_dir())
-    folder = runtime / (f"gpu-{node_name()}" if is_network(runtime) else "gpu")
+    folder = runtime_place()
     if _foreign_above(folder) is not None:  # the home belongs to another user: by sudo, or in a container
         return Path(_short_path(str(folder / "broker.sock"))).parent
     _make_private(folder)
     return folder
+
+
+def runtime_place() -> Path:
+    """Return the folder below Jupyter's runtime folder that is this host's, whether it exists or not, and whoever has it."""
+    runtime = Path(jupyter_runtime_dir())
+    return runtime / (f"gpu-{node_name()}" if is_network(runtime) else "gpu")
 
 
 def socket_path() -> str:
