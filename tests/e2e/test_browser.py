@@ -5,11 +5,13 @@ from pathlib import Path
 
 from playwright.sync_api import expect
 
+from fractional_gpu.core.forecasts.habits import Share
 from fractional_gpu.core.units import format_forecast
 from fractional_gpu.protocol.messages import ResizeRequest
 from fractional_gpu_kernel.server.app import STATE_ID
 from tests.e2e.browser import Lab, opened_lab
 from tests.labextension.conftest import State
+from tests.support.share_days import keep_days
 from tests.support.stories import CHECK, fill
 from tests.support.world import World
 
@@ -73,6 +75,7 @@ def test_two_notebooks_share_a_device_before_a_persons_eyes(world: World, tmp_pa
 
 def test_the_panel_does_what_it_says_and_what_jupyterlab_hides_becomes_a_notification(world: World) -> None:
     world.install(250)
+    keep_days(world.ledger, str(world.notebooks / "Untitled.ipynb"), Share(250, 256), 60)
     with opened_lab(world) as lab:
         lab.launch("Python 3 · 1/4 GPU")
         lab.run(fill(1, 32).strip() + '\nprint("there")')
@@ -98,6 +101,7 @@ def the_panels_buttons_act(lab: Lab) -> None:
         lab.panel.get_by_role("button", name=name) for name in ("Suspend", "Resume", "Keep for 30 min", "Unpin")
     )
     expect(lab.panel).to_be_focused()
+    the_panel_shows_the_advice(lab)
     suspend.click()
     expect(lab.panel.get_by_role("status")).to_contain_text("Suspend: done, ")
     expect(lab.item).to_contain_text("1/4 GPU · suspended (simulated)")
@@ -111,6 +115,14 @@ def the_panels_buttons_act(lab: Lab) -> None:
     lab.picture("panel")
     unpin.click()
     expect(lab.item).not_to_contain_text("pinned")
+
+
+def the_panel_shows_the_advice(lab: Lab) -> None:
+    """One row, with the figures and the risk; a narrow window does not cut it off."""
+    advice = lab.panel.locator("dt", has_text="Advice").locator("xpath=following-sibling::dd[1]")
+    expect(advice).to_contain_text("1/8 GPU (128 MiB) would suffice: at most 60 MiB of 256 MiB was used on 8 days")
+    expect(advice).to_contain_text("10 % of the days to come may be short")
+    assert advice.evaluate("row => row.scrollWidth <= row.clientWidth")
 
 
 def a_new_size_becomes_the_kernels_name(world: World, lab: Lab) -> None:
@@ -133,7 +145,7 @@ def the_panel_is_there_in_the_dark_and_goes_at_a_click_beside_it(lab: Lab) -> No
     lab.item.click()
     expect(lab.panel).to_be_visible()
     lab.picture("panel-dark")
-    lab.page.locator(".jp-NotebookPanel").click(position={"x": 300, "y": 300})
+    lab.page.locator(".jp-NotebookPanel").click(position={"x": 300, "y": 80})
     expect(lab.panel).to_be_hidden()
 
 

@@ -147,6 +147,20 @@ export class GPUState {
     return answer.sentence ?? '';
   }
 
+  /** What is suggested about the kernel's share, with its figures and its risk; empty: nothing, or it cannot be learnt now. */
+  async advice(kernelId: string): Promise<string> {
+    const path = URLExt.join(this._settings.baseUrl, ROOT, 'kernels', encodeURIComponent(kernelId), 'advice');
+    try {
+      const response = await ServerConnection.makeRequest(path + '?no_track_activity=1', {}, this._settings);
+      return response.ok ? ((await response.json()) as { sentence: string }).sentence : '';
+    } catch (error) {
+      if (!(error instanceof ServerConnection.NetworkError)) {
+        throw error;
+      }
+      return '';
+    }
+  }
+
   /** Tell a sign that the kernel's next cell is near; nothing of the cell is told. A server that cannot take it loses nothing. */
   async expect(kernelId: string, sign: string): Promise<void> {
     const path = URLExt.join(this._settings.baseUrl, ROOT, 'kernels', encodeURIComponent(kernelId), 'expect');

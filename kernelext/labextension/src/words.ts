@@ -141,7 +141,7 @@ export function line(kernel: IKernel, gpuGoes: Date | null, hostGoes: Date | nul
 }
 
 /** The rows of the panel about a kernel. */
-export function facts(kernel: IKernel, pinnedUntil: Date | null, deadline: string): [string, string][] {
+export function facts(kernel: IKernel, pinnedUntil: Date | null, deadline: string, advice: string): [string, string][] {
   const rows: [string, string][] = [
     ['Share', `${share(kernel.fraction_milli)} GPU` + (kernel.pool === 'default' ? '' : `, pool ${kernel.pool}`)],
     ['State', condition(kernel)],
@@ -171,6 +171,9 @@ export function facts(kernel: IKernel, pinnedUntil: Date | null, deadline: strin
   }
   if (pinnedUntil !== null) {
     rows.push(['Pinned', `until ${pinnedUntil.toLocaleTimeString([], { hour: '2-digit', minute: '2-digit' })}`]);
+  }
+  if (advice) {
+    rows.push(['Advice', `${advice}.`]);
   }
   return rows;
 }

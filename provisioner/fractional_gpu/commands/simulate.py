@@ -42,6 +42,7 @@ from fractional_gpu.config import ConfigError
 from fractional_gpu.core.units import format_memory, parse_duration_ms
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.baselines import BASELINES, CULL_AFTER_MS, MPS_FILL_PERCENT, WAITING, run_baseline
+from fractional_gpu.simulator.cluster import run_engine
 from fractional_gpu.simulator.felt import Goal
 from fractional_gpu.simulator.fleet.run import run as run_hosts
 from fractional_gpu.simulator.machine import Host
@@ -66,6 +67,7 @@ examples:
   jupyter gpu simulate --users 50 --hosts '?x(8x80GiB)' --find-devices --p95-wait 3s --baseline reservation --picture run.html
   jupyter gpu simulate --sessions sessions.csv --cells cells.csv --policy jupyter_gpu_config.py --json
   jupyter gpu simulate --users 10000 --several-gpus 0 --hosts '100x(8x80GiB)' --place use --foresight 20s
+  jupyter gpu simulate --users 80 --several-gpus 0 --hosts '4x(2x80GiB)' --door engine-count
   jupyter gpu simulate --users 60 --days 7 --weekends --policy prices.py --groups 'physics:2,teaching:1@small' --usage usage.json
   jupyter gpu simulate --from-ledger --devices 4x80GiB --policy jupyter_gpu_config.py
   jupyter gpu simulate --from-ledger --devices 8x80GiB --find-devices --baseline static-fraction
@@ -290,6 +292,19 @@ def _simulate(  # noqa: PLR0917 - as the run that it starts
 ) -> Result:
     said, record = _devices_of(hosts), machine.options.record
     placing, progress = Progress(said, "sessions placed"), Progress(said, "sessions")
+    if machine.engine is not None:
+        result = run_engine(
+            hosts,
+            trace,
+            machine.engine,
+            terms=machine.terms,
+            processes=machine.way.processes,
+            record=record,
+            progress=progress,
+            placing=Progress(said, "jobs of the engine"),
+        )
+        result.wall_s = progress.seconds
+        return result
     result = run_hosts(
         hosts,
         trace,

@@ -188,6 +188,7 @@ def device_views(books: Books) -> list[DeviceView]:
             lost=device.lost,
             draining=device.draining,
             why_not=device.spec.why_not,
+            why_no_move=device.spec.why_no_move,
             demand_milli=device.demand_milli,
             deadline_ms=device.deadline_ms,
         )

@@ -279,6 +279,7 @@ class DeviceView:
     lost: bool
     draining: bool = False  # admits no lease; its leases leave as soon as possible
     why_not: str = ""  # why leases there cannot be suspended, a sentence
+    why_no_move: str = ""  # why what is saved from it comes back on itself only, a sentence
     demand_milli: int = 0  # what the leases that are busy there need together, thousandths of the device
     deadline_ms: int | None = None  # while it is drained: when it goes away
 
