@@ -37,6 +37,7 @@ class PoolSummary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     wait_p95_ms: int = 0  # ... and 95 of 100
     fraction_milli: int = 0  # the default share
     fractions_milli: list[int] = []  # on offer; empty: any
+    device_mib: int = 0  # memory that leases may have of the pool's smallest device
     count: str = ""  # the name under which the engine counts the pool's thousandths: `jgpu` in Slurm
 
 
