@@ -6,7 +6,7 @@ from fractional_gpu_hub.engines.slurm_commands import NODES, Published, ServerJo
 from fractional_gpu_hub.service.cluster import Cluster, ClusterNode, ClusterServer
 
 _MAX_AGE_S = 2.0
-_COUNT = re.compile(r"([a-z][a-z0-9_]*):(\d{1,9})")
+_COUNT = re.compile(r"([a-z][a-z0-9_]*(?::[a-z][a-z0-9_]*)?):(\d{1,9})")
 
 
 async def read() -> Cluster:

@@ -470,7 +470,7 @@ def serve(broker: str, listener: socket.socket, *, hub: int, cluster: str = "") 
     asyncio.run(_serve(broker, listener, hub, cluster))
 
 
-async def _serve(broker: str, listener: socket.socket, hub: int, cluster: str) -> None:
+async def _serve(broker: str, listener: socket.socket, hub: int, cluster: str = "") -> None:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
