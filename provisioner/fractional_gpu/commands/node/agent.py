@@ -60,13 +60,15 @@ def run(options: argparse.Namespace) -> int:
     from fractional_gpu.engines.agent import Agent, AgentRules  # noqa: PLC0415 - not for help texts
     from fractional_gpu.engines.hooks import HookSettings  # noqa: PLC0415 - as above
     from fractional_gpu.engines.job_keeper import JobKeeper, KeeperRules  # noqa: PLC0415 - as above
-    from fractional_gpu.engines.slurm import Slurm  # noqa: PLC0415 - as above
+    from fractional_gpu.engines.job_seats import job_of  # noqa: PLC0415 - as above
+    from fractional_gpu.engines.slurm import OPEN, Slurm  # noqa: PLC0415 - as above
 
     node = options.node or socket_module.gethostname().partition(".")[0]
     counts = counts_of(options.pool)
     look_ms = max(_LEAST_LOOK_MS, _duration(options.look, "--look"))
     rules = AgentRules(
         counts=counts,
+        asked={pool: f"{count}:{OPEN}" for pool, count in counts.items()},
         pacing=PacingRules(
             floor_ms=_duration(options.floor, "--floor"), jitter_ms=_duration(options.jitter, "--jitter")
         ),
@@ -80,6 +82,7 @@ def run(options: argparse.Namespace) -> int:
         folder=seats_folder(options),
         pools={count: pool for pool, count in counts.items()},
         shard_pool=options.shards,
+        has_groups=not options.no_groups,
     )
     slurm = Slurm(node)
     keeper = JobKeeper(slurm, settings, KeeperRules(jobs_ms=2 * look_ms, young_ms=look_ms, comment_ms=comments), _say)
@@ -87,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
         slurm,
         lambda: SeatClient(options.socket, timeout_s=10),
         rules,
-        engine_of_seat=SLURM,
+        is_ours=lambda seat: job_of(seat) is not None,
         seed=zlib.crc32(node.encode()) << 16 ^ os.getpid(),
         say=_say,
         after_look=keeper.look,
