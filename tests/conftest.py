@@ -3,6 +3,7 @@
 tests/gpu needs a GPU and has its own command: docs/gpu-tests.md.
 """
 
+import gc
 import os
 import re
 import signal
@@ -102,6 +103,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
         return None
     config.option.loadscopereorder = False
     return Scheduling(config, log)
+
+
+# Collecting makes some million objects that all stay: the garbage collector would look at them again and again, in every process.
+
+
+def pytest_sessionstart() -> None:
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 # -- the end ---------------------------------------------------------------------------------------------------------------

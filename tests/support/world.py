@@ -455,10 +455,16 @@ class Notebook:
 
     def prompted(self) -> str:
         """Read on until a cell asks for input, and return its prompt."""
+        return str(self.await_message("input_request")["prompt"])
+
+    def await_message(self, kind: str, msg_id: str = "") -> dict[str, Any]:
+        """Read on until a message of this kind comes, such as `display_data`, about that one if given, and return its content."""
         while True:
             message = json.loads(self.socket.recv())
-            if message["header"]["msg_type"] == "input_request":
-                return str(message["content"]["prompt"])
+            parent = (message.get("parent_header") or {}).get("msg_id")
+            if message["header"]["msg_type"] == kind and msg_id in ("", parent):
+                content: dict[str, Any] = message["content"]
+                return content
 
     def answer(self, text: str) -> None:
         """Type what a cell asked for."""
