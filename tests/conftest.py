@@ -18,6 +18,9 @@ from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+from fractional_gpu.client.discovery import IN_WORKLOAD
+from fractional_gpu.host.workload import own_workload
+
 collect_ignore = [] if os.environ.get("JUPYTER_GPU_HARDWARE") else ["gpu"]
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -26,6 +29,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # The tests start some two thousand interpreters: without a cache each of them would compile the product again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+if own_workload(os.environ):
+    # A machine that runs the tests as a job or in a pod: brokers start by themselves there as elsewhere.
+    os.environ[IN_WORKLOAD] = "1"
 
 
 @pytest.fixture(scope="session", autouse=True)
