@@ -27,6 +27,10 @@ FILE_TIMES = {"st_mtime", "st_mtime_ns", "st_ctime", "st_ctime_ns", "st_atime", 
 OWN = {"wall_ms"}
 
 ALLOWED = {
+    "hub_spawner/fractional_gpu_hub/engines/slurm.py": "whether a job's expected start is today, for a sentence",
+    "hub_spawner/fractional_gpu_hub/engines/slurm_commands.py": "the form of a job's expected start, in a sentence",
+    "hub_spawner/fractional_gpu_hub/service/cluster.py": "the age of what another machine has published, for a sentence",
+    "hub_spawner/fractional_gpu_hub/engines/spawner.py": "the age of what another machine has published, for a sentence",
     "provisioner/fractional_gpu/broker/persistence/audit.py": "dates of lines and files; which files are older than the days that are kept",
     "provisioner/fractional_gpu/broker/broker.py": "dates of the ledger's lines",
     "provisioner/fractional_gpu/broker/clock.py": "the wall clock itself, for dates; the start of the deadlines' clock, once for each boot",
@@ -54,6 +58,7 @@ ALLOWED = {
     "provisioner/fractional_gpu/commands/audit.py": "what to show",
     "provisioner/fractional_gpu/commands/costs/budget.py": "what to show, and until when more is given: an administrator's date",
     "provisioner/fractional_gpu/commands/lease_commands.py": "what to show",
+    "provisioner/fractional_gpu/commands/logs.py": "what to show",
     "provisioner/fractional_gpu/broker/accounting/budgets.py": "budgets run over days, weeks and months of the calendar",
     "provisioner/fractional_gpu/broker/accounting/habits.py": "which day a sample of use belongs to, for advice",
     "provisioner/fractional_gpu/broker/accounting/metering.py": "which hour a stretch of time is booked in; what to show",
