@@ -133,8 +133,8 @@ def test_without_a_broker_jobs_start_and_are_told_and_get_their_seats_when_it_is
     slurm: Cluster, nodes: list[GPUNode]
 ) -> None:
     node = nodes[1]
+    before = until(lambda: slurm.node("n2").get("Extra"), "the agent has published a summary")
     node.stop_agent()
-    before = slurm.node("n2")["Extra"]
     node.start_agent("--patience", "1s")
     until(lambda: slurm.node("n2")["Extra"] != before, "the new agent has seen the broker")
     node.stop_broker()
