@@ -20,7 +20,7 @@ from tests.support.slurm import Cluster, new_cluster
 from tests.support.slurm_nodes import GPUNode, gpu_nodes, install_scripts
 from tests.support.world import Notebook, new_world, until
 
-__all__ = ["Story", "new_story"]
+__all__ = ["USERS", "Story", "new_story"]
 
 USERS = ("games", "backup")  # users of every Debian machine, with uids of their own
 DEVICE_MIB = 512
