@@ -10,7 +10,7 @@ SECTIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     "Run a hub": ("Many users on few GPUs: pools, seats, costs.", ("hub", "tljh", "policies", "costs")),
     "Operate": (
         "The broker, what it reports, and what happens when something goes away.",
-        ("broker", "workloads", "metrics", "revocation", "audit", "limits"),
+        ("broker", "workloads", "clusters", "metrics", "revocation", "audit", "limits"),
     ),
     "Understand": (
         "How it decides, what is promised, and what it costs and saves.",
