@@ -121,6 +121,7 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
                 ready=ready,
                 lock=lock,
                 restart=restart,
+                worker_socket=options.worker_socket,
             )
             leases_live = asyncio.run(run.main())
             if not leases_live:

@@ -52,6 +52,9 @@ class BrokerOptions:
     log_level: str | None = None
     settings: str | None = None  # JSON: settings by their names, which win over the files
     stand_by: bool = False  # if another broker serves, wait for its end and serve then
+    worker_socket: str | None = (
+        None  # of the service that starts the checkpoint worker; None: the broker starts it itself
+    )
 
 
 class RestartFiles:
@@ -139,6 +142,7 @@ def resolved(options: BrokerOptions) -> BrokerOptions:
         options,
         config_file=config_file,
         socket=options.socket or socket_path(),
+        worker_socket=str(Path(options.worker_socket).absolute()) if options.worker_socket else None,
         simulate=options.simulate or os.environ.get("JUPYTER_GPU_SIMULATE") or None,
     )
 

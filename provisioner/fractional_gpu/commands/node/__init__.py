@@ -1,0 +1,1 @@
+"""`jupyter gpu node`: what runs on the nodes of a cluster."""
