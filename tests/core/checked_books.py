@@ -193,10 +193,11 @@ class World:
     def allowed(self, seen: Seen) -> list[str]:
         """Return the devices that the lease may go to now, each by itself."""
         pool = self.pool(seen)
-        devices = [device for device in pool.devices if self.open(device)]
+        only = seen.spec.allowed_devices
+        devices = [device for device in pool.devices if self.open(device) and (not only or device in only)]
         if seen.state is not S.SUSPENDED:
             return devices
-        homes = [home for home in seen.home if self.open(home)]
+        homes = [home for home in seen.home if self.open(home) and (not only or home in only)]
         kinds = {self.names.get(home) for home in seen.home}
         moves = self.moves(seen) and len(kinds) == 1  # nothing is like devices of several kinds
         like = [d for d in devices if moves and d not in seen.home and self.names[d] in kinds]

@@ -383,7 +383,14 @@ def _spec(world: World) -> LeaseSpec:
         gated=random.random() < 0.7,
         owner_weight=random.choice((50, 100, 100, 300)),
         weight=random.choice((50, 100, 100, 300)),
+        allowed_devices=_some_devices(world) if random.random() < 0.2 else (),
     )
+
+
+def _some_devices(world: World) -> tuple[str, ...]:
+    """Devices that an engine gave to a job: some of either pool, or of both."""
+    ids = [device.device_id for device in world.devices]
+    return tuple(world.random.sample(ids, world.random.randint(1, len(ids))))
 
 
 def _requested(world: World, at_ms: int) -> Event:

@@ -14,11 +14,15 @@ from fractional_gpu.core.seat_packing import (
     SeatDevice,
     SeatLoad,
     Usage,
+    admissible_milli,
     choose_device,
     estimated_usage,
     late_chance_millionths,
+    least_waiting,
+    more_seats,
     still_waiting_milli,
     wait_chance_millionths,
+    wait_quantile_ms,
 )
 
 LOADS = st.builds(SeatLoad, mib=st.integers(1, 1000), duty_milli=st.integers(1, 1000))
@@ -141,3 +145,48 @@ def test_a_forecast_for_a_full_device_takes_little_time(seats: int) -> None:
     begun = time.process_time()
     wait_chance_millionths(crowd, 81_920)
     assert time.process_time() - begun < 2.0  # about 0.1 s; the bound only catches another order of growth
+
+
+@given(loads=st.lists(LOADS, max_size=8), load=LOADS, bound=st.integers(0, 1000))
+def test_one_device_takes_as_many_more_seats_as_it_does_one_by_one(
+    loads: list[SeatLoad], load: SeatLoad, bound: int
+) -> None:
+    most, counted = 12, 0
+    there = list(loads)
+    while counted < most:
+        place = SeatDevice(device_id="0", capacity_mib=1000, loads=tuple(there))
+        if choose_device(load, [place], target_ms=30_000, bound_milli=bound)[0] is None:
+            break
+        there.append(load)
+        counted += 1
+    found = more_seats(tuple(sorted(loads)), load, 1000, target_ms=30_000, bound_milli=bound, most=most)
+    assert abs(found - counted) <= 1, "the order of additions rounds by a hair"
+
+
+@given(counts=st.dictionaries(st.sampled_from([100, 125, 250, 300, 500, 1000]), st.integers(0, 40), min_size=1))
+def test_what_is_admissible_may_be_divided_into_any_fractions_on_offer(counts: dict[int, int]) -> None:
+    milli = admissible_milli(counts)
+    assert milli % min(counts) == 0
+    assert all(milli // fraction <= count for fraction, count in counts.items())
+    more = milli + min(counts)
+    assert any(more // fraction > count for fraction, count in counts.items()), "no more is"
+
+
+@given(waiting=st.integers(0, 1_000_000), milli=st.integers(1, 999))
+def test_so_many_cells_begin_within_the_quantile(waiting: int, milli: int) -> None:
+    wait_ms = wait_quantile_ms(waiting, milli)
+    late = -(-waiting * still_waiting_milli(wait_ms) // 1000)
+    assert late <= 1_000_000 - 1000 * milli
+    if wait_ms:
+        assert -(-waiting * still_waiting_milli(wait_ms - 1) // 1000) > 1_000_000 - 1000 * milli, "and not sooner"
+
+
+def test_a_seat_that_must_be_placed_goes_where_the_fewest_cells_wait() -> None:
+    load = SeatLoad(mib=600, duty_milli=500)
+    crowded, calm = (
+        SeatDevice(device_id=name, capacity_mib=1000, loads=(load,) * count) for name, count in (("a", 3), ("b", 1))
+    )
+    place, chance = least_waiting(load, [crowded, calm])
+    assert place is calm
+    assert chance == wait_chance_millionths([load, load], 1000)
+    assert least_waiting(SeatLoad(mib=1001, duty_milli=1), [crowded, calm]) == (None, 1_000_000)

@@ -11,6 +11,7 @@ OPEN_TO_ALL = {
     "GET /v1/ping",
     "GET /v1/metrics",
     "GET /v1/status",
+    "GET /v1/capacity",
     "GET /v1/events",
     "GET /v1/usage",
     "GET /v1/budgets",

@@ -69,6 +69,7 @@ from fractional_gpu.protocol.names import ACTING_FOR, OWN, encode_acting_for, hi
 
 if TYPE_CHECKING:
     from fractional_gpu.protocol.accounts import BudgetExtension, BudgetList, Cost, UsageReport
+    from fractional_gpu.protocol.capacity import Capacity
 
 Reply = TypeVar("Reply", bound=Struct)
 Line = TypeVar("Line", bound=WaitLine)
@@ -118,6 +119,12 @@ class BrokerClient:
     def status(self, *, fresh: bool = False) -> HostStatus:
         """Return devices, pools and the leases that this user may see. `fresh`: the broker samples the devices first."""
         return self._call(HostStatus, "GET", "/v1/status" + _FRESH * fresh)
+
+    def capacity(self) -> "Capacity":
+        """Return what the host could still give, by pool. Raises as every call; NotFoundError from a broker of an earlier version."""
+        from fractional_gpu.protocol.capacity import Capacity  # noqa: PLC0415 - kernels need it rarely
+
+        return self._call(Capacity, "GET", "/v1/capacity")
 
     def events(self) -> Iterator[HostStatus]:
         """Yield what `status` returns: at once, and again after each change, until the broker ends the stream.

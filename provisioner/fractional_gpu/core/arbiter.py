@@ -357,6 +357,11 @@ class Arbiter:
         return self._books.host_budget_mib
 
     @property
+    def host_left_mib(self) -> int:
+        """What saved state may still take of the budget, less what is reserved for suspends under way, MiB; may be negative."""
+        return self._books.host_left_mib
+
+    @property
     def host_saved_mib(self) -> int:
         """Host memory that suspended state takes."""
         return self._books.host_saved_mib

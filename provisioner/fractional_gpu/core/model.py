@@ -208,6 +208,7 @@ class LeaseSpec:
     owner_weight: int = 100  # the owner's share among owners, where the pool preempts equals
     weight: int = 100  # this lease's share among its owner's
     seat: str = ""  # the hub seat that it draws on; empty: none
+    allowed_devices: tuple[str, ...] = ()  # the only devices of the pool that it may go to; empty: all of them
     # Its priority but for a budget that is used up; None: `priority` is its own
     own_priority: int | None = None
 

@@ -26,7 +26,7 @@ assumption that breaks first, in a lesson where all users run the same cell at o
 Integers only: memory in MiB, time in milliseconds, chances in millionths; the same seats give the same forecast, in any order.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -157,6 +157,67 @@ def choose_device(
         return None, min(chance for chance, _ in forecasts)
     chance, best = max(within, key=lambda one: (one[0], _filled_milli(one[1])))
     return best.device_id, chance
+
+
+def least_waiting(load: SeatLoad, places: Sequence[SeatDevice]) -> tuple[SeatDevice | None, int]:
+    """Return the device on which the fewest cells find no room with one more seat, and that chance (millionths).
+
+    None where the seat is larger than every device.
+    """
+    chances = [
+        (_wait_chance(tuple(sorted(each.loads)), load, each.capacity_mib), number)
+        for number, each in enumerate(places)
+        if load.mib <= each.capacity_mib
+    ]
+    if not chances:
+        return None, 1_000_000
+    chance, number = min(chances)
+    return places[number], chance
+
+
+def wait_quantile_ms(wait_millionths: int, milli: int) -> int:
+    """Return the wait within which `milli` thousandths of the cells begin, ms, if so many cells find no room when they begin."""
+    late = 1_000_000 - 1000 * milli
+    if wait_millionths <= late:
+        return 0
+    low_ms, high_ms = 0, 10 * CELL_MEDIAN_MS
+    while high_ms - low_ms > 1:
+        middle_ms = (low_ms + high_ms) // 2
+        if _late_chance(wait_millionths, middle_ms) > late:
+            low_ms = middle_ms
+        else:
+            high_ms = middle_ms
+    return high_ms
+
+
+@lru_cache(maxsize=1024)
+def more_seats(
+    loads: tuple[SeatLoad, ...], load: SeatLoad, capacity_mib: int, *, target_ms: int, bound_milli: int, most: int
+) -> int:
+    """Return how many seats of this load a device takes beside the sorted `loads` within the bound; at most `most`. Cached."""
+    if load.mib > capacity_mib or not load.duty_milli:
+        return most if load.mib <= capacity_mib else 0
+    chance, active = (known.copy() for known in _distribution(loads, capacity_mib))
+    expected = sum(one.duty_milli for one in loads)
+    for count in range(most):
+        _add_seat(chance, active, load, capacity_mib)
+        expected += load.duty_milli
+        waiting = min(1_000_000, -(-active[-1] * 1000 * 1_000_000 // (expected * _WHOLE)))
+        if _late_chance(waiting, target_ms) > bound_milli * 1000:
+            return count
+    return most
+
+
+def admissible_milli(counts: Mapping[int, int]) -> int:
+    """Return how many thousandths may be asked for in any division into fractions of which so many seats each fit.
+
+    `counts`: how many seats of each fraction, milli-GPU, fit. With `m` admissible, `m // fraction` seats of each fraction fit.
+    """
+    if not counts:
+        return 0
+    below = min((count + 1) * fraction for fraction, count in counts.items()) - 1
+    smallest = min(counts)
+    return below // smallest * smallest
 
 
 def _filled_milli(device: SeatDevice) -> int:

@@ -64,6 +64,14 @@ def system_headroom(*, proc: Path = PROC) -> Headroom:
     return _room(total, available, "the system's memory")
 
 
+def machine_total_mib(*, proc: Path = PROC) -> int:
+    """Return the machine's memory, MiB. Raises OSError, and ValueError for an unexpected /proc/meminfo."""
+    told = dict(_TOLD.findall((proc / "meminfo").read_bytes()))
+    if b"MemTotal" not in told:
+        raise ValueError(f"{proc}/meminfo does not tell MemTotal in kB")
+    return int(told[b"MemTotal"]) // 1024
+
+
 def headroom(pid: int, *, proc: Path = PROC) -> Headroom:
     """Return how much more memory the process may take, MiB.
 

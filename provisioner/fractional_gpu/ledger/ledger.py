@@ -83,7 +83,8 @@ FROM (SELECT * FROM points WHERE lease_id = ? ORDER BY point_id DESC LIMIT ?) OR
 _SEAT_FIELDS = tuple(SeatRecord.__dataclass_fields__)
 _SAVE_SEAT = f"""
 INSERT INTO seats ({", ".join(_SEAT_FIELDS)}) VALUES ({", ".join(f":{name}" for name in _SEAT_FIELDS)})
-ON CONFLICT (seat_id) DO UPDATE SET expires_ms = excluded.expires_ms, device_id = excluded.device_id
+ON CONFLICT (seat_id) DO UPDATE SET expires_ms = excluded.expires_ms, device_id = excluded.device_id,
+    control_group = excluded.control_group
 WHERE seats.ended_ms IS NULL
 """  # noqa: S608 - the names are constants
 _END_SEAT = "UPDATE seats SET ended_ms = ?, end_reason = ?, token_sha256 = '' WHERE seat_id = ? AND ended_ms IS NULL"
@@ -329,13 +330,13 @@ class Ledger:
     # Seats
 
     def save_seat(self, record: SeatRecord) -> None:
-        """Insert the seat, or update its expiry and its device. Raises RecordError if it has ended."""
-        if self._write(_SAVE_SEAT, asdict(record)) == 0:
+        """Insert the seat, or update its expiry, device and control group. Raises RecordError if it has ended."""
+        if self._write(_SAVE_SEAT, asdict(record) | {"allowed_devices": json.dumps(record.allowed_devices)}) == 0:
             raise RecordError(f"seat {record.seat_id} has ended and cannot be saved again; take a new one")
 
     def live_seats(self) -> list[SeatRecord]:
         """Return the seats that have not ended, oldest first; some may have expired in the meantime."""
-        return [SeatRecord(**dict(row)) for row in self._read(_LIVE_SEATS)]
+        return [self._seat(row) for row in self._read(_LIVE_SEATS)]
 
     def has_seat(self, seat_id: str) -> bool:
         """Return whether the seat is recorded here, as live or as ended."""
@@ -554,6 +555,16 @@ class Ledger:
             cursor = self._require().cursor()
             cursor.row_factory = sqlite3.Row
             return cursor.execute(statement, values).fetchall()
+
+    def _seat(self, row: sqlite3.Row) -> SeatRecord:
+        values = dict(row) | {"admitted": bool(row["admitted"])}
+        try:
+            values["allowed_devices"] = msgspec.json.decode(row["allowed_devices"])
+            return msgspec.convert(values, SeatRecord)
+        except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
+            raise opening.ledger_error(
+                self.path, f"has an unreadable entry for seat {row['seat_id']}: {error}"
+            ) from error
 
     def _lease(self, row: sqlite3.Row) -> LeaseRecord:
         values = {name: row[name] for name in LeaseRecord.__dataclass_fields__}

@@ -190,7 +190,15 @@ OPTIONAL_COLUMNS: dict[str, dict[str, str]] = {
         "token_file": "TEXT NOT NULL DEFAULT ''",
     },
     # several hubs at one broker
-    "seats": {"hub": "TEXT NOT NULL DEFAULT ''"},
+    "seats": {
+        "hub": "TEXT NOT NULL DEFAULT ''",
+        # seats of jobs and pods
+        "admitted": "INTEGER NOT NULL DEFAULT 0",
+        "allowed_devices": "TEXT NOT NULL DEFAULT '[]'",
+        "engine": "TEXT NOT NULL DEFAULT ''",
+        "workload_id": "TEXT NOT NULL DEFAULT ''",
+        "control_group": "TEXT NOT NULL DEFAULT ''",
+    },
     # devices that go away; 0: those that stay
     "drained": {"deadline_ms": "INTEGER NOT NULL DEFAULT 0"},
 }

@@ -110,6 +110,12 @@ class SeatRecord:
     created_ms: int
     expires_ms: int | None  # None: confirmed, it stays until it is ended
     hub: str = ""  # the hub that took it, by the address of its API
+    admitted: bool = False  # its engine decided that it fits: no forecast was asked
+    allowed_devices: tuple[str, ...] = ()  # the only devices that its leases may use; empty: all of the pool
+    # The job or pod that it belongs to ("": none): `slurm` or `kubernetes`, its id there, its control group on this host once known
+    engine: str = ""
+    workload_id: str = ""
+    control_group: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

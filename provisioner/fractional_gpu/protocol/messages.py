@@ -29,6 +29,7 @@ Routes (all under /v1; `L` is a lease id; authorisation: peer uid, and `Authoriz
     GET    /v1/usage                       -> UsageReport         sums of what leases used (`protocol.accounts`)
     POST   /v1/leases/L/gate   GateHello   -> stream of GateCommand lines (NDJSON) for the kernel's extension, until it hangs up
     POST   /v1/leases/L/answer GateAnswer  -> Done                the extension's answer to one command, or a pulse
+    GET    /v1/capacity                    -> Capacity            what each pool could still give (`protocol.capacity`)
     GET    /v1/status                      -> HostStatus          with `?fresh=1`: devices are sampled first
     GET    /v1/events                      -> stream of HostStatus lines (NDJSON): the present one, then one after each change (a few a
                                               second at most); `{}` is a keep-alive. With `?changes=1` the lines after the
@@ -425,6 +426,20 @@ class DeviceStatus(Struct, frozen=True, kw_only=True):
     energy_mj: int | None = None  # since the driver was loaded
 
 
+SLURM, KUBERNETES = "slurm", "kubernetes"
+"""Engines whose jobs and pods hold seats."""
+
+
+class Workload(Struct, frozen=True, kw_only=True):
+    """The job or pod that a seat belongs to. Only processes of that workload draw on the seat, and the seat ends with it."""
+
+    engine: str  # SLURM or KUBERNETES
+    id: str  # a Slurm job's number, or a pod's UID
+    # Path of its control group on this node, below the mount of the hierarchy (`/slurm/uid_1000/job_12`). Empty: it is that of the first
+    # process of the workload that uses the seat
+    control_group: str = ""
+
+
 class SeatStatus(Struct, frozen=True, kw_only=True):
     """One seat, for people and programs. Memory in MiB, ages in milliseconds."""
 
@@ -446,6 +461,10 @@ class SeatStatus(Struct, frozen=True, kw_only=True):
     age_ms: int
     expires_ms: int | None  # from now; None: never
     hub: str = ""  # the address of the API of the hub that took it; empty: unknown
+    admitted: bool = False  # its engine decided that it fits: no forecast was asked
+    allowed_devices: list[str] | None = None  # UUIDs of the only devices its leases may use; None: all of the pool
+    workload: Workload | None = None  # the job or pod that it belongs to
+    warning: str = ""  # why its kernels may not be saved when they idle, a sentence; empty: no reason is known
 
 
 class SeatWait(Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from fractional_gpu.protocol.messages import HidesSecrets, SeatStatus, WaitLine
+from fractional_gpu.protocol.messages import HidesSecrets, SeatStatus, WaitLine, Workload
 
 
 class OfferRequest(Struct, frozen=True, kw_only=True):
@@ -81,6 +81,11 @@ class SeatRequest(Struct, frozen=True, kw_only=True):
     ttl_ms: int = 600_000  # it expires after so long unless it is confirmed
     wait_ms: int = 0  # how long to wait while the pool is full, where the pool has a queue
     hub: str = ""  # the address of the hub's API, by which a hub finds its own seats
+    # The engine (Slurm, Kubernetes) has decided that it fits: no forecast decides, and it does not wait behind others. What the pool may
+    # promise (`oversubscription`), its groups, hours, limits and budgets still count.
+    admitted: bool = False
+    allowed_devices: list[str] | None = None  # UUIDs of the only devices that its leases may use; None: all of the pool
+    workload: Workload | None = None  # only processes of this job or pod draw on the seat, and it ends with it
 
 
 class SeatProgress(HidesSecrets, WaitLine, frozen=True, kw_only=True):
@@ -90,6 +95,7 @@ class SeatProgress(HidesSecrets, WaitLine, frozen=True, kw_only=True):
     token: str = ""
     memory_mib: int = 0
     priority: int = 0
+    warning: str = ""  # with `granted`: why its kernels may not be saved when they idle, a sentence
 
 
 class SeatList(Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""The routes of seats and pools, for administrators only: the hub shows its users their seats."""
+"""The routes of seats and pools, for administrators only (the hub shows its users their seats); and of capacity, for any user."""
 
 import asyncio
 from contextlib import aclosing, nullcontext
@@ -25,6 +25,11 @@ class _AdminStream(StreamHandler):
     def prepare(self) -> None:
         super().prepare()
         require_admin(self)
+
+
+class _Capacity(Handler):
+    async def get(self) -> None:
+        self.reply(await self.service.seats.capacity())
 
 
 def require_admin(handler: Handler) -> None:
@@ -110,6 +115,7 @@ def _terms(request: SeatRequest) -> dict[str, object]:
 
 
 SEAT_ROUTES: tuple[tuple[str, type[Handler]], ...] = (
+    ("/v1/capacity", _Capacity),
     ("/v1/offers", _Offers),
     ("/v1/seats", _Seats),
     (_SEAT, _Seat),

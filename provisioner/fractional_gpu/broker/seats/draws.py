@@ -77,6 +77,7 @@ class SeatDraws:
         return replace(
             spec,
             seat=seat.seat_id,
+            allowed_devices=seat.allowed_devices,
             owner=seat.owner,
             group=seat.group_name,
             priority=min(spec.priority, seat.priority) if request.priority else seat.priority,
@@ -101,6 +102,8 @@ class SeatDraws:
         spec = view.spec
         if (seat.uid is not None and kernel.uid not in {seat.uid, 0}) or spec.group != seat.group_name:
             raise ForbiddenError("it was given on other terms", reason="seat-terms")
+        if spec.allowed_devices != seat.allowed_devices:
+            raise ForbiddenError("it was given other devices", reason="seat-devices")
         check_seat_usage(seat, spec.pool, spec.priority, self.lease_usage(kernel, spec), self.seat_usage(seat.seat_id))
 
     def of_token(self, token: str | None) -> str | None:

@@ -30,6 +30,7 @@ from fractional_gpu.core.seat_packing import (
     Usage,
     choose_device,
     estimated_usage,
+    least_waiting,
     wait_chance_millionths,
 )
 from fractional_gpu.core.units import format_duration, format_fraction, format_memory
@@ -39,7 +40,7 @@ from fractional_gpu.protocol.seats import FractionOffer, OfferRequest, Offers, P
 
 HISTORY_DAYS = 28
 _NEVER_SHARED = 1000  # oversubscription: what there is, once
-_ANY_FRACTIONS = (125, 250, 500, 750, 1000)  # what a page offers of a pool that gives any
+ANY_FRACTIONS = (125, 250, 500, 750, 1000)  # what a page offers of a pool that gives any
 
 
 class PoolForecasts:
@@ -78,9 +79,11 @@ class PoolForecasts:
 
     # -- room ----------------------------------------------------------------------------------------------------------------
 
-    def memory_mib(self, pool: PoolSpec, fraction_milli: int, asked_mib: int | None) -> int:
-        """Return the memory cap of a seat of this size, MiB. Raises NoRoomError if no device has so much."""
-        sizes = [device.leasable_mib for device in self._devices(pool)]
+    def memory_mib(
+        self, pool: PoolSpec, fraction_milli: int, asked_mib: int | None, allowed: Collection[str] | None = None
+    ) -> int:
+        """Return the memory cap of a seat of this size, MiB. Raises NoRoomError if no device (of the `allowed` ones) has so much."""
+        sizes = [device.leasable_mib for device in self.usable_devices(pool, allowed)]
         if not sizes:
             raise NoRoomError(f"pool {pool.name!r} has no device now; ask your administrator", reason="no-device")
         mib = max(1, min(sizes) * fraction_milli // 1000) if asked_mib is None else asked_mib
@@ -95,21 +98,24 @@ class PoolForecasts:
     def full(
         self, request: SeatRequest, pool: PoolSpec, hub: HubPool, memory_mib: int, seats: Sequence[SeatRecord]
     ) -> PoolFull | str | None:
-        """Return the device on which one more seat beside `seats` would be placed, or why the pool is full."""
-        devices = self._devices(pool)
+        """Return the device on which one more seat beside `seats` would be placed, or why the pool is full.
+
+        For a seat that its engine has admitted the forecast chooses a device, and refuses none.
+        """
+        devices = self.usable_devices(pool)
         promised = guaranteed_full(
             pool, memory_mib, sum(seat.memory_mib for seat in seats), sum(device.leasable_mib for device in devices)
         )
         if promised is not None:
             return promised
-        device_id, chance = choose_device(
-            self.load(request.owner, pool, memory_mib),
-            self._places(pool, devices, seats),
-            target_ms=hub.wait_target_ms,
-            bound_milli=hub.wait_bound_milli,
-        )
+        load, allowed = self.load(request.owner, pool, memory_mib), request.allowed_devices
+        places = [place for place in self.places(pool, devices, seats) if allowed is None or place.device_id in allowed]
+        device_id, chance = choose_device(load, places, target_ms=hub.wait_target_ms, bound_milli=hub.wait_bound_milli)
         if device_id is not None:
             return device_id
+        if request.admitted:
+            place, _ = least_waiting(load, places)
+            return place.device_id if place is not None else None
         there = f"{len(seats)} servers use it" if len(seats) != 1 else "1 server uses it"
         return PoolFull(
             "pool-full",
@@ -129,14 +135,14 @@ class PoolForecasts:
 
         It assumes users with the prior's habits. A pool without oversubscription is not meant to share: no sentence.
         """
-        hub, devices = self.hub(pool.name), self._devices(pool)
+        hub, devices = self.hub(pool.name), self.usable_devices(pool)
         if not devices or (pool.oversubscription_milli or _NEVER_SHARED + 1) <= _NEVER_SHARED:
             return ""
-        fractions = pool.fractions_milli or _ANY_FRACTIONS
+        fractions = pool.fractions_milli or ANY_FRACTIONS
         largest, smallest = (
             self.load("", pool, self.memory_mib(pool, milli, None)) for milli in (max(fractions), min(fractions))
         )
-        beside = [replace(empty, loads=(smallest,)) for empty in self._places(pool, devices, [])]
+        beside = [replace(empty, loads=(smallest,)) for empty in self.places(pool, devices, [])]
         device_id, chance = choose_device(
             largest, beside, target_ms=hub.wait_target_ms, bound_milli=hub.wait_bound_milli
         )
@@ -158,7 +164,8 @@ class PoolForecasts:
             mib = min(memory_mib, habits.active_mib + pool.headroom_mib)
         return SeatLoad(mib=mib, duty_milli=habits.duty_milli)
 
-    def _places(self, pool: PoolSpec, devices: Sequence[DeviceView], seats: Sequence[SeatRecord]) -> list[SeatDevice]:
+    def places(self, pool: PoolSpec, devices: Sequence[DeviceView], seats: Sequence[SeatRecord]) -> list[SeatDevice]:
+        """Return the devices with the loads of these seats."""
         loads: dict[str, list[SeatLoad]] = {device.device_id: [] for device in devices}
         for seat in seats:
             # Count a seat whose device is gone on the device with the fewest seats.
@@ -176,9 +183,16 @@ class PoolForecasts:
             for device in devices
         ]
 
-    def _devices(self, pool: PoolSpec) -> list[DeviceView]:
-        views = self._broker.arbiter.devices()
-        return [one for one in views if one.device_id in pool.devices and not one.lost and not one.draining]
+    def usable_devices(self, pool: PoolSpec, allowed: Collection[str] | None = None) -> list[DeviceView]:
+        """Return the pool's devices (of the `allowed` ones) that are neither lost nor being emptied."""
+        return [
+            one
+            for one in self._broker.arbiter.devices()
+            if one.device_id in pool.devices
+            and not one.lost
+            and not one.draining
+            and (allowed is None or one.device_id in allowed)
+        ]
 
     # -- what users see --------------------------------------------------------------------------------------------------
 
@@ -221,13 +235,13 @@ class PoolForecasts:
         *,
         kept: bool,
     ) -> PoolOffer:
-        devices, why_not = self._devices(pool), ""
+        devices, why_not = self.usable_devices(pool), ""
         try:
             check_terms(pool.name, hub, request.groups, wall_ms() / 1000)
             self.memory_mib(pool, 1, None)
         except FractionalGPUError as error:
             why_not = str(error)
-        fractions = () if not devices else pool.fractions_milli or _ANY_FRACTIONS
+        fractions = () if not devices else pool.fractions_milli or ANY_FRACTIONS
         return PoolOffer(
             pool=pool.name,
             why_not=why_not,
@@ -285,7 +299,7 @@ class PoolForecasts:
     ) -> int:
         """Return how many of a thousand cells would start without a wait, on the device where the seat would be."""
         load = self.load(request.owner, pool, memory_mib)
-        for one in self._places(pool, self._devices(pool), seats):
+        for one in self.places(pool, self.usable_devices(pool), seats):
             if one.device_id == device_id:
                 return 1000 - -(-wait_chance_millionths((*one.loads, load), one.capacity_mib) // 1000)
         return 0

@@ -7,9 +7,11 @@ Waiting does not help. `PoolFull` concerns the seats that exist: the request may
 """
 
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 from fractional_gpu.broker.broker import Broker
@@ -24,8 +26,17 @@ from fractional_gpu.core.units import format_fraction, format_memory
 from fractional_gpu.ledger.records import SeatRecord
 from fractional_gpu.protocol.errors import BadRequestError, ForbiddenError, NoRoomError, NotFoundError
 from fractional_gpu.protocol.limits import MAX_NAME
+from fractional_gpu.protocol.messages import KUBERNETES, SLURM
 from fractional_gpu.protocol.names import describe_unprintable
 from fractional_gpu.protocol.seats import PoolChange, PoolKeys, PoolList, SeatRequest
+
+_WORKLOAD_IDS = {
+    SLURM: (re.compile(r"[1-9][0-9]{0,18}", re.ASCII), "the number of a job, such as 1234"),
+    KUBERNETES: (
+        re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]{32}", re.ASCII),
+        "the UID of a pod, such as 0f2f5bd5-9ac2-4a4b-8e0e-2a4f8fd7a3a8 (of a static pod, 32 hexadecimal digits)",
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +87,36 @@ def check_request(request: SeatRequest, pool: PoolSpec) -> None:
     if request.ttl_ms < 1 or request.wait_ms < 0:
         raise BadRequestError(
             f"ttl_ms is {request.ttl_ms} and wait_ms is {request.wait_ms}; allowed: a ttl_ms of 1 or more, a wait_ms of 0 or more"
+        )
+    check_workload(request, pool)
+
+
+def check_workload(request: SeatRequest, pool: PoolSpec) -> None:
+    """Check what an engine says of a seat: its workload, and the devices that it was given. Raises BadRequestError."""
+    if (only := request.allowed_devices) is not None:
+        if not only:
+            raise BadRequestError("allowed_devices is empty; leave it out to allow all devices of the pool")
+        if unknown := [one for one in only if one not in pool.devices]:
+            there = ", ".join(pool.devices) or "none"
+            raise BadRequestError(
+                f"allowed_devices names {unknown[0][:MAX_NAME]!a}, which is no device of pool {pool.name!r}; its devices: {there}",
+                reason="unknown-device",
+            )
+    if (workload := request.workload) is None:
+        return
+    if workload.engine not in (SLURM, KUBERNETES):
+        raise BadRequestError(
+            f"workload.engine is {workload.engine[:MAX_NAME]!a}; allowed: {SLURM}, {KUBERNETES}", reason="bad-workload"
+        )
+    pattern, form = _WORKLOAD_IDS[workload.engine]
+    if pattern.fullmatch(workload.id) is None:
+        raise BadRequestError(f"workload.id is {workload.id[:MAX_NAME]!a}; allowed: {form}", reason="bad-workload")
+    parts = PurePosixPath(workload.control_group).parts
+    if workload.control_group and (parts[:1] != ("/",) or ".." in parts or not workload.control_group.isprintable()):
+        raise BadRequestError(
+            f"workload.control_group is {workload.control_group[:MAX_NAME]!a}; allowed: a path from the root of the hierarchy, such as "
+            "/slurm/uid_1000/job_12, without `..`",
+            reason="bad-workload",
         )
 
 

@@ -26,6 +26,7 @@ from fractional_gpu.broker.accounting.budgets import BudgetKeeper
 from fractional_gpu.broker.broker import Broker, token_digest
 from fractional_gpu.broker.clock import now_ms, wall_ms
 from fractional_gpu.broker.persistence.lease_files import read_seat_files
+from fractional_gpu.broker.seats.capacity import HostCapacity
 from fractional_gpu.broker.seats.draws import SeatDraws, UsageRecorder
 from fractional_gpu.broker.seats.offers import PoolForecasts
 from fractional_gpu.broker.seats.revocation import Revocations
@@ -49,9 +50,10 @@ from fractional_gpu.core.seat_packing import SeatLoad
 from fractional_gpu.core.units import format_fraction
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import LedgerError, SeatRecord
+from fractional_gpu.protocol.capacity import Capacity
 from fractional_gpu.protocol.errors import BadRequestError, ForbiddenError, NoRoomError, NotFoundError
 from fractional_gpu.protocol.limits import MAX_NAME, PULSE_S
-from fractional_gpu.protocol.messages import ProgressKind, SeatStatus, SeatWait
+from fractional_gpu.protocol.messages import ProgressKind, SeatStatus, SeatWait, Workload
 from fractional_gpu.protocol.seats import OfferRequest, Offers, PoolOffer, SeatList, SeatProgress, SeatRequest
 
 log = logging.getLogger(__name__)
@@ -92,6 +94,7 @@ class Seats:
         self._unwritten: dict[str, Callable[[], None]] = {}  # by seat: the end that could not be written down
         self.draws = SeatDraws(broker, self._seats, required=settings.seats_required)
         self.forecasts = PoolForecasts(broker, settings)
+        self._capacity = HostCapacity(broker, self.forecasts, default_milli=settings.default_fraction_milli)
         self.budgets = BudgetKeeper(broker, broker.writer, settings.budgets, self.forecasts.hub)
         broker.metering.followers.append(self.budgets.counted)
         broker.habits.seat_share = self._share
@@ -135,6 +138,10 @@ class Seats:
             seats=self.seen_by(None, None),
             waiting=self.waiting(),
         )
+
+    async def capacity(self) -> Capacity:
+        """Return what the host could still give. Cancelled: the forecast runs on, unused."""
+        return await self._capacity.now(self.live())
 
     def waiting(self) -> dict[str, int]:
         """Return the number of waiting requests of each pool that has any."""
@@ -195,6 +202,9 @@ class Seats:
             age_ms=max(0, wall_ms() - seat.created_ms),
             expires_ms=None if seat.expires_ms is None else max(0, seat.expires_ms - now),
             hub=seat.hub,
+            admitted=seat.admitted,
+            allowed_devices=list(seat.allowed_devices) or None,
+            workload=workload_of_seat(seat),
         )
 
     def offers(self, request: OfferRequest) -> Offers:
@@ -245,7 +255,9 @@ class Seats:
             group, terms = check_terms(pool.name, hub, request.groups, wall_ms() / 1000)
             group = counted_group(group, request.groups, pool) or self.budgets.group_of(request.groups)
             self.budgets.check(Party(pool.name, request.owner, group))
-            memory_mib = self.forecasts.memory_mib(pool, request.fraction_milli, request.memory_mib)
+            memory_mib = self.forecasts.memory_mib(
+                pool, request.fraction_milli, request.memory_mib, request.allowed_devices
+            )
             check_limits(request, group, pool, self._others(request), self._revoked(request))
             self.forecasts.check_ever(request, pool, hub, memory_mib)
         except (ForbiddenError, NoRoomError) as error:
@@ -259,7 +271,7 @@ class Seats:
     async def _wait_in_line(self, waiter: _Waiter) -> AsyncGenerator[SeatProgress, None]:
         """Wait in the pool's line until the seat is reserved and in the ledger, or refused."""
         request, line = waiter.request, self._waiting.setdefault(waiter.request.pool, [])
-        line.insert(sum(other.terms.priority >= waiter.terms.priority for other in line), waiter)
+        line.insert(sum(_precedes(other, waiter) for other in line), waiter)
         deadline_ms = now_ms() + min(request.wait_ms, _LONGEST_WAIT_MS)
         told: SeatProgress | None = None
         try:
@@ -354,12 +366,15 @@ class Seats:
         load = self.forecasts.load(request.owner, pool, waiter.memory_mib)
         check_limits(request, waiter.group, pool, others, self._revoked(request))
         self.budgets.check(Party(pool.name, request.owner, waiter.group))
-        if len(others) == len(self._of_pool(request.pool)):  # it replaces no seat whose room would become free
+        comparable = not request.admitted and request.allowed_devices is None
+        if comparable and len(others) == len(
+            self._of_pool(request.pool)
+        ):  # it replaces no seat whose room would become free
             for mib, other, full in unplaced:
                 if waiter.memory_mib >= mib and load.mib >= other.mib and load.duty_milli >= other.duty_milli:
                     return full
         place = self.forecasts.full(request, pool, hub, waiter.memory_mib, others)
-        if isinstance(place, PoolFull):
+        if isinstance(place, PoolFull) and comparable:
             unplaced.append((waiter.memory_mib, load, place))
         return place
 
@@ -408,6 +423,11 @@ class Seats:
             created_ms=wall_ms(),
             expires_ms=self._broker.deadlines.now_ms() + min(request.ttl_ms, _LONGEST_TTL_MS),
             hub=request.hub,
+            admitted=request.admitted,
+            allowed_devices=tuple(request.allowed_devices or ()),
+            engine=request.workload.engine if request.workload is not None else "",
+            workload_id=request.workload.id if request.workload is not None else "",
+            control_group=request.workload.control_group if request.workload is not None else "",
         )
         for older in [one for one in self._seats.values() if (one.owner, one.server) == (seat.owner, seat.server)]:
             self._end(older, "replaced")
@@ -558,6 +578,20 @@ class Seats:
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _precedes(other: _Waiter, waiter: _Waiter) -> bool:
+    """Whether a request that is in the line already stays before a new one. The queue of an engine that has admitted one counts more."""
+    if waiter.request.admitted or other.request.admitted:
+        return other.request.admitted
+    return other.terms.priority >= waiter.terms.priority
+
+
+def workload_of_seat(seat: SeatRecord) -> Workload | None:
+    """Return the job or pod that the seat belongs to."""
+    if not seat.engine:
+        return None
+    return Workload(engine=seat.engine, id=seat.workload_id, control_group=seat.control_group)
 
 
 def _others_wait(count: int) -> str:

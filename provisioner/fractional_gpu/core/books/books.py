@@ -190,7 +190,7 @@ class Queue:
         limited = _limited(pool, spec.group)
         return BucketKey(
             pool=spec.pool,
-            home=spec.lease_id if grows else lease.home_ids if saved else None,
+            home=_where(lease, grows=grows, saved=saved),
             accounts=(spec.owner, spec.group) if limited else (spec.owner,) if pool.preempt_equals else (),
             devices=lease.count,
             priority=spec.priority,
@@ -203,6 +203,16 @@ class Queue:
             targets=lease.target_ids if saved else (),
             due=ticket.is_due and pool.preempt_equals,
         )
+
+
+def _where(
+    lease: Lease, *, grows: bool, saved: bool
+) -> tuple[str, ...] | str | tuple[tuple[str, ...] | None, tuple[str, ...]] | None:
+    """Return `BucketKey.home`: leases that agree in it may go to the same devices of their pool."""
+    home = lease.home_ids if saved else None
+    if grows:
+        return lease.spec.lease_id
+    return (home, lease.spec.allowed_devices) if lease.spec.allowed_devices else home
 
 
 def _is_plain(key: BucketKey) -> bool:

@@ -93,7 +93,8 @@ class BucketKey(NamedTuple):
     """What the tickets of one bucket have in common."""
 
     pool: str
-    home: tuple[str, ...] | str | None  # devices they were saved from, id of the lease that grows in place, or anywhere
+    # Devices they were saved from, id of the lease that grows in place, or anywhere; with the only devices that they may go to, if not all
+    home: tuple[str, ...] | str | tuple[tuple[str, ...] | None, tuple[str, ...]] | None
     accounts: tuple[str, ...]  # owner (and group) whose limits or share decide, where any do
     devices: int
     priority: int

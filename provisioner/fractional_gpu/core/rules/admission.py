@@ -9,7 +9,7 @@ from fractional_gpu.core.books.accounts import guaranteed_mib
 from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import Account, Lease, OccupancyKind, Reason
 from fractional_gpu.core.model import LeaseSpec, LeaseState, Limits, PoolSpec
-from fractional_gpu.core.rules.eligibility import lacks_device, steps_aside, suspendable_from_ms
+from fractional_gpu.core.rules.eligibility import allowed_of, lacks_device, steps_aside, suspendable_from_ms
 from fractional_gpu.core.units import format_duration, format_fraction, format_memory
 
 # -- limits ------------------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def size_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None
 
 
 def _too_large(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None:
-    sizes = [books.devices[device_id].spec.leasable_mib for device_id in pool.devices if device_id in books.devices]
+    sizes = [books.devices[one].spec.leasable_mib for one in allowed_of(pool, spec) if one in books.devices]
     if spec.reserve_mib > max(sizes, default=0):
         return Reason(
             "larger-than-device",
@@ -242,7 +242,7 @@ def _too_many(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason | None:
             "too-many-devices",
             f"{spec.devices} devices were asked, pool {pool.name!r} gives one kernel at most {pool.max_devices}; ask for that or less",
         )
-    devices = [books.devices[device_id].spec for device_id in pool.devices if device_id in books.devices]
+    devices = [books.devices[one].spec for one in allowed_of(pool, spec) if one in books.devices]
     kinds = [device.name for device in devices if device.leasable_mib >= spec.reserve_mib]
     most = max(map(kinds.count, kinds), default=0)
     if spec.devices <= most:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import Lease
-from fractional_gpu.core.model import LeaseState, PoolSpec, Sharing
+from fractional_gpu.core.model import LeaseSpec, LeaseState, PoolSpec, Sharing
 
 
 def eligible_devices(books: Books, pool: PoolSpec, lease: Lease) -> tuple[str, ...]:
@@ -12,10 +12,11 @@ def eligible_devices(books: Books, pool: PoolSpec, lease: Lease) -> tuple[str, .
 
     Saved state goes home, even if its home has left the pool. Where the pool moves leases and has enough devices like its home, it may go
     to those, too, and its home comes first. State that was saved from devices of several kinds only goes home. A device that drains or
-    is lost admits no lease.
+    is lost admits no lease. None goes to a device that it is not allowed on, not even to its home.
     """
+    allowed = allowed_of(pool, lease.spec)
     if lease.state is not LeaseState.SUSPENDED:
-        return tuple(device_id for device_id in pool.devices if _admits(books, device_id))
+        return tuple(device_id for device_id in allowed if _admits(books, device_id))
     homes = tuple(device_id for device_id in lease.home_ids if device_id in books.devices)
     if not homes or len(homes) < len(lease.home_ids):
         return ()
@@ -23,10 +24,11 @@ def eligible_devices(books: Books, pool: PoolSpec, lease: Lease) -> tuple[str, .
     moves = pool.may_move and len(kinds) == 1 and not any(books.devices[home].spec.why_no_move for home in homes)
     like = tuple(
         device_id
-        for device_id in (pool.devices if moves else ())
+        for device_id in (allowed if moves else ())
         if device_id not in homes and _admits(books, device_id) and books.devices[device_id].spec.name in kinds
     )
-    home = tuple(device_id for device_id in homes if _admits(books, device_id))
+    only = lease.spec.allowed_devices
+    home = tuple(one for one in homes if _admits(books, one) and (not only or one in only))
     stays = tuple(device_id for device_id in home if device_id in pool.devices)
     return (*stays, *like) if like and len(stays) + len(like) >= lease.count else home
 
@@ -39,11 +41,18 @@ def other_devices(books: Books, lease: Lease) -> tuple[str, ...]:
         return ()
     return tuple(
         device_id
-        for device_id in pool.devices
+        for device_id in allowed_of(pool, lease.spec)
         if device_id not in lease.device_ids
         and _admits(books, device_id)
         and books.devices[device_id].spec.name == here.spec.name
     )
+
+
+def allowed_of(pool: PoolSpec, spec: LeaseSpec) -> tuple[str, ...]:
+    """Return the devices of the pool that the lease may ever go to, in the pool's order."""
+    if not spec.allowed_devices:
+        return pool.devices
+    return tuple(device_id for device_id in pool.devices if device_id in spec.allowed_devices)
 
 
 def _admits(books: Books, device_id: str) -> bool:

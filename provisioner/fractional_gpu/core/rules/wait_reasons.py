@@ -17,7 +17,7 @@ from itertools import islice
 from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import Lease, OccupancyKind, Reason, Ticket
 from fractional_gpu.core.model import FOUND_FAILED, LeaseState
-from fractional_gpu.core.rules.eligibility import eligible_devices, suspendable_from_ms
+from fractional_gpu.core.rules.eligibility import allowed_of, eligible_devices, suspendable_from_ms
 from fractional_gpu.core.units import format_duration, format_memory
 
 FormatTime = Callable[[int], str]
@@ -132,7 +132,7 @@ def reason_code(books: Books, lease: Lease, devices: Sequence[str], need_mib: in
 def _no_device_code(books: Books, lease: Lease) -> str:
     if lease.spec.pool not in books.pools:
         return "wait.no-pool"
-    possible = lease.home_ids or books.policy(lease).devices
+    possible = lease.home_ids or allowed_of(books.policy(lease), lease.spec)
     draining = [device_id for device_id in possible if device_id in books.devices and books.devices[device_id].draining]
     return "wait.device-draining" if draining else "wait.device-lost"
 

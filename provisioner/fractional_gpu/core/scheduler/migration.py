@@ -19,7 +19,7 @@ from fractional_gpu.core.changes.changes import Changes
 from fractional_gpu.core.handlers.overrides import REVOKED
 from fractional_gpu.core.model import LeaseSpec, LeaseState
 from fractional_gpu.core.rules.contention import least_full, spreads
-from fractional_gpu.core.rules.eligibility import other_devices
+from fractional_gpu.core.rules.eligibility import allowed_of, other_devices
 from fractional_gpu.core.rules.fairness import preemptible_from_ms, swap_ms
 from fractional_gpu.core.rules.fragmentation import device_choice
 from fractional_gpu.core.rules.wait_reasons import name_for
@@ -188,6 +188,10 @@ def _not_there(changes: Changes, lease: Lease, device_id: str) -> Reason:
         return Reason("there-already", "the kernel is on that device already")
     if device is None or device_id not in pool.devices:
         return Reason("other-pool", f"that device is not one of pool {pool.name!r}: choose one of the pool's")
+    if device_id not in allowed_of(pool, lease.spec):
+        return Reason(
+            "not-allowed", "the kernel's job or pod was given other devices: choose one of those (`jupyter gpu seats`)"
+        )
     if device.lost or device.draining:
         return Reason("device-closed", "that device is being emptied, or answers nothing: choose another one")
     return Reason("other-kind", "that device is of another kind, and saved state comes back on a like one only")

@@ -1,0 +1,151 @@
+"""What a host could still give: `GET /v1/capacity`, for node agents of Slurm and Kubernetes, and for people.
+
+How much is admissible follows from the forecast that places seats (`core.seat_packing`): for each fraction on offer it says how many more
+seats of users of unknown habits each device takes within the pool's `wait_bound`. The smallest of these answers counts, so that an engine
+may hand out what is admissible in any of the sizes on offer.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fractional_gpu import __version__
+from fractional_gpu.broker.broker import Broker
+from fractional_gpu.broker.seats.offers import ANY_FRACTIONS, PoolForecasts
+from fractional_gpu.config.hub import HubPool
+from fractional_gpu.core.model import PoolSpec
+from fractional_gpu.core.seat_packing import (
+    SeatDevice,
+    SeatLoad,
+    admissible_milli,
+    choose_device,
+    least_waiting,
+    more_seats,
+    wait_chance_millionths,
+    wait_quantile_ms,
+)
+from fractional_gpu.host.memory import machine_total_mib
+from fractional_gpu.ledger.records import SeatRecord
+from fractional_gpu.protocol.capacity import Capacity, PoolCapacity
+
+_MOST_ON_A_DEVICE_MILLI = 16_000  # more thousandths than that are not counted on one device
+_HALF_MILLI, _MOST_CELLS_MILLI = 500, 950
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pool:
+    """What the forecast of a pool is computed from; plain data, so that a thread can."""
+
+    spec: PoolSpec
+    hub: HubPool
+    places: list[SeatDevice]
+    loads: dict[int, SeatLoad]  # of a seat of each fraction on offer
+    usual_milli: int
+    held_milli: int
+    waiting: int
+    promised_left_mib: int | None  # None: no limit
+    memory_mib: dict[int, int]
+
+
+class HostCapacity:
+    """Answers what the host could still give. One per broker; for its loop."""
+
+    def __init__(self, broker: Broker, forecasts: PoolForecasts, *, default_milli: int) -> None:
+        self._broker = broker
+        self._forecasts = forecasts
+        self._default_milli = default_milli
+
+    async def now(self, seats: Sequence[SeatRecord]) -> Capacity:
+        """Return what the host could still give beside these seats. The forecast runs in a thread. Cancelled: it runs on, unused."""
+        broker, arbiter = self._broker, self._broker.arbiter
+        pools = [self._snapshot(pool, seats) for _, pool in sorted(arbiter.pools().items())]
+        left_mib = max(0, arbiter.host_left_mib)
+        answers = await asyncio.to_thread(lambda: [_capacity(pool) for pool in pools])
+        return Capacity(
+            version=__version__,
+            simulated=broker.monitor.kind == "simulated",
+            host_memory_total_mib=machine_total_mib(),
+            host_memory_left_mib=left_mib,
+            pools=answers,
+        )
+
+    def _snapshot(self, pool: PoolSpec, seats: Sequence[SeatRecord]) -> _Pool:
+        broker, forecasts = self._broker, self._forecasts
+        devices, there = forecasts.usable_devices(pool), [seat for seat in seats if seat.pool == pool.name]
+        fractions = pool.fractions_milli or ANY_FRACTIONS
+        memory = {milli: forecasts.memory_mib(pool, milli, None) for milli in fractions} if devices else {}
+        unseated = [
+            (kernel, view) for kernel, view in broker.views() if view.spec.pool == pool.name and not view.spec.seat
+        ]
+        left_mib = None
+        if pool.oversubscription_milli is not None:
+            limit_mib = sum(one.leasable_mib for one in devices) * pool.oversubscription_milli // 1000
+            left_mib = max(0, limit_mib - sum(seat.memory_mib for seat in there))
+        return _Pool(
+            spec=pool,
+            hub=forecasts.hub(pool.name),
+            places=forecasts.places(pool, devices, there),
+            loads={milli: forecasts.load("", pool, mib) for milli, mib in memory.items()},
+            usual_milli=self._default_milli if self._default_milli in fractions else min(fractions),
+            held_milli=sum(seat.fraction_milli * seat.devices for seat in there)
+            + sum(view.spec.fraction_milli * view.spec.devices for _, view in unseated),
+            waiting=sum(
+                broker.ticket(kernel.lease_id) is not None
+                for kernel, view in broker.views()
+                if view.spec.pool == pool.name
+            ),
+            promised_left_mib=left_mib,
+            memory_mib=memory,
+        )
+
+
+def _capacity(pool: _Pool) -> PoolCapacity:
+    """Return the forecast of one pool. Pure; up to some tenths of a second, for a host of unlike devices."""
+    counts = {milli: _count(pool, milli, load) for milli, load in pool.loads.items()}
+    waiting_millionths = _waiting_millionths(pool)
+    return PoolCapacity(
+        name=pool.spec.name,
+        devices=[place.device_id for place in pool.places],
+        total_milli=1000 * len(pool.places),
+        held_milli=pool.held_milli,
+        admissible_milli=admissible_milli(counts),
+        waiting=pool.waiting,
+        wait_p50_s=wait_quantile_ms(waiting_millionths, _HALF_MILLI) / 1000,
+        wait_p95_s=wait_quantile_ms(waiting_millionths, _MOST_CELLS_MILLI) / 1000,
+        fraction_milli=pool.usual_milli,
+        fractions_milli=list(pool.spec.fractions_milli),
+        wait_target_ms=pool.hub.wait_target_ms,
+        wait_bound_milli=pool.hub.wait_bound_milli,
+    )
+
+
+def _waiting_millionths(pool: _Pool) -> int:
+    """Return the chance that a cell finds no room on the device where one more seat of the usual size would be placed."""
+    load = pool.loads.get(pool.usual_milli)
+    if load is None:
+        return 1_000_000
+    device_id, _ = choose_device(
+        load, pool.places, target_ms=pool.hub.wait_target_ms, bound_milli=pool.hub.wait_bound_milli
+    )
+    for place in pool.places:
+        if place.device_id == device_id:
+            return wait_chance_millionths((*place.loads, load), place.capacity_mib)
+    return least_waiting(load, pool.places)[1]
+
+
+def _count(pool: _Pool, milli: int, load: SeatLoad) -> int:
+    """Return how many more seats of this fraction the pool takes."""
+    there = sum(
+        more_seats(
+            tuple(sorted(place.loads)),
+            load,
+            place.capacity_mib,
+            target_ms=pool.hub.wait_target_ms,
+            bound_milli=pool.hub.wait_bound_milli,
+            most=max(1, _MOST_ON_A_DEVICE_MILLI // milli),
+        )
+        for place in pool.places
+    )
+    if pool.promised_left_mib is None:
+        return there
+    return min(there, pool.promised_left_mib // pool.memory_mib[milli])

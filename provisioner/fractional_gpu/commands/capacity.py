@@ -1,0 +1,56 @@
+"""`jupyter gpu capacity`: what each pool of this host could still give, by the broker's forecast."""
+
+import argparse
+import json
+from contextlib import closing
+
+from msgspec import to_builtins
+
+from fractional_gpu.commands.terminal.connection import add_socket_argument, running_broker
+from fractional_gpu.core.units import format_duration, format_fraction, format_memory
+from fractional_gpu.protocol.capacity import Capacity, PoolCapacity
+
+EPILOG = """\
+examples:
+  jupyter gpu capacity                  each pool: what is held, what more is granted now, and how long cells would wait
+  jupyter gpu capacity --json           the same for programs: the fields of GET /v1/capacity
+
+What is granted now keeps the forecast wait within the pool's wait_bound, in any of the sizes on offer. Shares are thousandths of a GPU
+in JSON. Node agents of Slurm and Kubernetes read the same.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and add its arguments."""
+    parser.description = "Show what this host's pools could still give. Does not start a broker."
+    parser.epilog = EPILOG
+    parser.add_argument("--json", action="store_true", help="print JSON; the fields are those of GET /v1/capacity")
+    add_socket_argument(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the capacity. Raises CommandError where no broker runs."""
+    with closing(running_broker(options.socket)) as client:
+        capacity = client.capacity()
+    print(json.dumps(to_builtins(capacity)) if options.json else shown(capacity))
+    return 0
+
+
+def shown(capacity: Capacity) -> str:
+    """Return the capacity for people."""
+    simulated = " (simulated GPUs)" if capacity.simulated else ""
+    lines = [_pool(pool) + simulated for pool in capacity.pools] or ["this broker manages no devices"]
+    left, total = format_memory(capacity.host_memory_left_mib), format_memory(capacity.host_memory_total_mib)
+    return "\n".join([*lines, f"host memory: saved state may take {left} more, of {total}"])
+
+
+def _pool(pool: PoolCapacity) -> str:
+    wait_s = pool.wait_p95_s
+    wait = "start at once" if not wait_s else f"start within {format_duration(max(1, round(wait_s)) * 1000)}"
+    count = len(pool.devices)
+    queue = f"; {pool.waiting} waiting" if pool.waiting else ""
+    return (
+        f"pool {pool.name}: {count} GPU{'s' * (count != 1)}, {pool.held_milli / 1000:g} GPU held, "
+        f"{pool.admissible_milli / 1000:g} GPU more granted now; with one more seat of {format_fraction(pool.fraction_milli)} GPU "
+        f"95 % of the cells {wait}{queue}"
+    )
