@@ -1,0 +1,59 @@
+"""How many thousandths of a device an engine (Slurm, Kubernetes) may give away on a node.
+
+`count = seated + admissible`, never below what the engine has given away already:
+
+- `seated`: what jobs of the engine hold by their seats. Seats of others (a hub beside the engine, a user of the machine) are not the
+  engine's, and what they hold is already missing from `admissible`.
+- `admissible`: what the pool's forecast admits beside all seats.
+- A job to which the engine has given its share, and whose seat is not registered yet, is counted once, as part of `admissible`: its seat
+  moves its share from there to `seated`.
+
+Without a broker nothing is forecast. The last count stays for a while, since a broker restarts within seconds; after that only
+what is in use remains, so that no further job starts on a node that cannot serve it.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeShares:
+    """Shares of one pool of a node, in milli-GPU."""
+
+    seated_milli: int  # by seats of the engine's jobs
+    admissible_milli: int  # beside all seats
+    in_use_milli: int  # by the engine's own books
+
+
+def count_of(shares: NodeShares) -> int:
+    """Return the engine's count, milli-GPU."""
+    return max(shares.seated_milli + max(0, shares.admissible_milli), shares.in_use_milli, 0)
+
+
+def count_without_broker(last: int | None, in_use_milli: int, *, silent_ms: int, patience_ms: int) -> int:
+    """Return the count while no broker answers: the last one, or, after `patience_ms`, what is in use.
+
+    `last`: the count that was written last; None: none was.
+    """
+    if last is None or silent_ms >= patience_ms:
+        return max(0, in_use_milli)
+    return max(last, in_use_milli, 0)
+
+
+def rounded_wait_ms(wait_ms: int) -> int:
+    """Return the wait in steps of 1, 2 and 5 times a power of ten, rounded up, from 100 ms on: small changes are no news."""
+    if wait_ms <= 0:
+        return 0
+    step = 100
+    while True:
+        for factor in (1, 2, 5):
+            if wait_ms <= step * factor:
+                return step * factor
+        step *= 10
+
+
+def rounded_memory_mib(mib: int) -> int:
+    """Return the size rounded down to a sixteenth of its largest power of two, for the same reason."""
+    if mib < 16:
+        return max(0, mib)
+    step = 1 << (mib.bit_length() - 5)
+    return mib // step * step
