@@ -106,7 +106,9 @@ def share_of_shards(job: SlurmJob, node_gres: str, indexes: Sequence[int]) -> in
         return None
     counts = parse_gres(node_gres)
     if not counts.get("gpu") or counts.get(SHARD, 0) < counts["gpu"]:
-        raise EngineError(f"the node has {node_gres!r}: without gpu:N and at least N shards the share of one shard is unknown")
+        raise EngineError(
+            f"the node has {node_gres!r}: without gpu:N and at least N shards the share of one shard is unknown"
+        )
     if len(indexes) != 1:
         raise EngineError(
             f"job {job.job_id} has shards of {len(indexes)} GPUs, and a share is of one; ask for at most "

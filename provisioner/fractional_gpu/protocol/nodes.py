@@ -33,7 +33,9 @@ class PoolSummary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     held_milli: int  # by seats, and by leases without a seat
     free_milli: int  # how much more would be granted now
     waiting: int = 0  # kernels that wait for a device
-    wait_p50_ms: int = 0  # forecast for the cells of one more seat of the default share: half of them wait at most so long,
+    wait_p50_ms: int = (
+        0  # forecast for the cells of one more seat of the default share: half of them wait at most so long,
+    )
     wait_p95_ms: int = 0  # ... and 95 of 100
     fraction_milli: int = 0  # the default share
     fractions_milli: list[int] = []  # on offer; empty: any
@@ -108,8 +110,12 @@ def _check(summary: NodeSummary) -> None:
         _check_text("a pool's name", pool.name, MAX_NAME)
         _check_text("a pool's count", pool.count, MAX_NAME)
         if len(pool.fractions_milli) > _MOST_FRACTIONS:
-            raise ValueError(f"pool {pool.name!r} has {len(pool.fractions_milli)} fractions; allowed: {_MOST_FRACTIONS}")
-        numbers = [getattr(pool, name) for name in PoolSummary.__struct_fields__ if isinstance(getattr(pool, name), int)]
+            raise ValueError(
+                f"pool {pool.name!r} has {len(pool.fractions_milli)} fractions; allowed: {_MOST_FRACTIONS}"
+            )
+        numbers = [
+            getattr(pool, name) for name in PoolSummary.__struct_fields__ if isinstance(getattr(pool, name), int)
+        ]
         _check_numbers(f"pool {pool.name!r}", *numbers, *pool.fractions_milli)
 
 

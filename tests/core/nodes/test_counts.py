@@ -40,7 +40,9 @@ def test_without_a_broker_the_last_count_stays_for_a_while() -> None:
 
 
 @given(st.integers(-1000, 10**9), st.integers(-1000, 10**9))
-def test_a_rounded_wait_is_no_less_keeps_the_order_and_is_at_most_two_and_a_half_times_as_long(one: int, two: int) -> None:
+def test_a_rounded_wait_is_no_less_keeps_the_order_and_is_at_most_two_and_a_half_times_as_long(
+    one: int, two: int
+) -> None:
     assert max(0, one) <= rounded_wait_ms(one) <= max(100, 5 * one // 2)
     assert rounded_wait_ms(rounded_wait_ms(one)) == rounded_wait_ms(one)
     assert (one <= two) <= (rounded_wait_ms(one) <= rounded_wait_ms(two))
