@@ -1,11 +1,12 @@
 """A real control group with a limit of memory, version 1 or 2 as the machine has it. Making one takes root."""
 
+import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["JOIN", "memory_group", "set_limit", "used_mib"]
+__all__ = ["JOIN", "job_group", "memory_group", "set_limit", "used_mib"]
 
 MIB = 1 << 20
 _V1, _V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
@@ -28,10 +29,8 @@ def used_mib(group: Path) -> int:
 @contextmanager
 def memory_group(limit_mib: int) -> Iterator[Path]:
     """A group in which processes have so much memory, no swap, and are killed one by one where it runs out; removed with the block."""
-    version_1 = (_V1 / "memory.limit_in_bytes").exists()
-    group = (_V1 if version_1 else _V2) / f"jfg-{secrets.token_hex(4)}"
-    if not version_1:
-        (_V2 / "cgroup.subtree_control").write_text("+memory")
+    version_1, top = _hierarchy()
+    group = top / f"jfg-{secrets.token_hex(4)}"
     group.mkdir()
     try:
         set_limit(group, limit_mib)
@@ -41,3 +40,32 @@ def memory_group(limit_mib: int) -> Iterator[Path]:
         yield group
     finally:
         group.rmdir()
+
+
+@contextmanager
+def job_group(limit_mib: int | None = None) -> Iterator[tuple[str, Path]]:
+    """A job's number and its control group, where Slurm makes it; what of it is left is removed with the block."""
+    version_1, top = _hierarchy()
+    number = str(secrets.randbelow(10**9) + 10**9)
+    user = top / f"slurm_jfg{number}" / f"uid_{os.getuid()}"
+    group = user / f"job_{number}"
+    group.mkdir(parents=True)
+    if not version_1:
+        for above in (user.parent, user):
+            (above / "cgroup.subtree_control").write_text("+memory")
+    try:
+        if limit_mib is not None:
+            set_limit(group, limit_mib)
+        yield number, group
+    finally:
+        for folder in (group, user, user.parent):
+            if folder.exists():
+                folder.rmdir()
+
+
+def _hierarchy() -> tuple[bool, Path]:
+    """Whether memory is accounted by version 1, and the root of its hierarchy."""
+    if (_V1 / "memory.limit_in_bytes").exists():
+        return True, _V1
+    (_V2 / "cgroup.subtree_control").write_text("+memory")
+    return False, _V2

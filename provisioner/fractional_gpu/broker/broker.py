@@ -120,6 +120,7 @@ class Broker:
         self.history = History(writer)
         self.records = LeaseRecords(self, writer, self.deadlines, files)
         self._end_processes: Callable[[str], None] = lambda _: None  # of a revoked lease
+        self.exit_followers: list[Callable[[Kernel], None]] = []  # are told of each kernel whose process has ended
         writer.connect(wrote=self.metrics.wrote, trouble_changed=self._trouble_changed)
         self._inspector = swaps.inspector
         self._tickets: tuple[int, dict[str, TicketView]] | None = None  # when, and all of them
@@ -444,6 +445,8 @@ class Broker:
         if kernel.identity != identity:
             return
         log.info("lease %s: process %d ended", kernel.lease_id[:8], identity.pid)
+        for follower in self.exit_followers:
+            follower(kernel)
         if full := self.oom_kills.account_for(identity):
             self._ended_by_oom(kernel, full)
         kernel.forget_process()

@@ -11,8 +11,9 @@ from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.commands.terminal.connection import add_socket_argument, running_broker
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError
 from fractional_gpu.core.units import format_duration, format_fraction, format_memory
-from fractional_gpu.protocol.messages import SeatStatus
+from fractional_gpu.protocol.messages import KUBERNETES, SLURM, SeatStatus
 
+_WORKLOADS = {SLURM: "Slurm job", KUBERNETES: "pod"}
 _FEWEST = 4  # characters of a seat's id
 EPILOG = """\
 examples:
@@ -87,7 +88,9 @@ def _listed(seats: Sequence[SeatStatus], waiting: dict[str, int]) -> str:
     lines = [
         f"{seat.seat_id[:8]}  {_name(seat)}: {_share(seat)}; {seat.kernels} kernel{'s' * (seat.kernels != 1)} with "
         f"{seat.used_milli / 1000:g} GPU; for {format_duration(seat.age_ms // 1000 * 1000)}"
-        + ("" if seat.confirmed else "; not confirmed by the hub yet")
+        + ("" if seat.workload is None else f"; of {_WORKLOADS.get(seat.workload.engine, '')} {seat.workload.id}")
+        + ("" if seat.confirmed else "; not confirmed yet")
+        + (f"\n          {seat.warning}" if seat.warning else "")
         for seat in seats
     ]
     lines += [

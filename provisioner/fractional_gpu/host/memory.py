@@ -156,11 +156,50 @@ def smallest_limit(pid: int, *, proc: Path = PROC) -> Headroom:
         raise ValueError(f"{proc}/meminfo does not tell MemTotal in kB")
     limits = [Headroom(total // _MIB, "the system's memory")]
     for version, folders in memory_groups(pid, proc=proc).items():
-        for folder in folders:
-            limit = _bytes(folder / ("memory.max" if version == 2 else "memory.limit_in_bytes"))
-            if limit is not None and limit < total:
-                limits.append(Headroom(limit // _MIB, _limit_of(folder, limit)))
+        limits += [limit for folder in folders if (limit := _limit_in(version, folder, total)) is not None]
     return min(limits)
+
+
+def group_limit(group: str, *, proc: Path = PROC) -> Headroom | None:
+    """Return the smallest memory limit of the control group and those above it, MiB; None if none is less than the machine's memory.
+
+    `group`: its path below the root of its hierarchy. Raises OSError and ValueError for what cannot be read.
+    """
+    total = machine_total_mib(proc=proc) * _MIB
+    limits = [
+        limit
+        for version, own in _folders_of(group, proc)
+        for folder in (own, *own.parents)
+        if (limit := _limit_in(version, folder, total)) is not None
+    ]
+    return min(limits, default=None)
+
+
+def group_used_mib(group: str, *, proc: Path = PROC) -> int:
+    """Return what the control group's processes use, without caches that can be reclaimed, MiB; 0 where it has no such count.
+
+    Raises OSError and ValueError for what cannot be read.
+    """
+    used = 0
+    for version, folder in _folders_of(group, proc):
+        name, inactive = (
+            ("memory.current", "inactive_file") if version == 2 else ("memory.usage_in_bytes", "total_inactive_file")
+        )
+        used = max(used, (_bytes(folder / name) or 0) - _stat(folder / "memory.stat", inactive))
+    return used // _MIB
+
+
+def _folders_of(group: str, proc: Path) -> Iterator[tuple[int, Path]]:
+    path = PurePosixPath(group)
+    for mount in _mounts(proc):
+        if _shows(mount, path) and (folder := mount.point / path.relative_to(mount.root)).is_dir():
+            yield mount.version, folder
+
+
+def _limit_in(version: int, folder: Path, total: int) -> Headroom | None:
+    """Return the limit of one folder if it is less than `total` bytes."""
+    limit = _bytes(folder / ("memory.max" if version == 2 else "memory.limit_in_bytes"))
+    return Headroom(limit // _MIB, _limit_of(folder, limit)) if limit is not None and limit < total else None
 
 
 def _room(limit: int, left: int, name: str) -> Headroom:
@@ -203,13 +242,14 @@ def _mounts(proc: Path) -> list[_Mount]:
         kind, _source, options = (*after.split(" ", 2), "", "")[:3]
         version = {"cgroup2": 2, "cgroup": 1}.get(kind, 0) if separator else 0
         if version == 2 or (version == 1 and "memory" in options.split(",")):
-            root, point = (_unescape(field) for field in before.split(" ")[3:5])
+            root, point = (unescape(field) for field in before.split(" ")[3:5])
             mount = _Mount(version, PurePosixPath(root), Path(point))
             found.setdefault((version, mount.root), mount)
     return list(found.values())
 
 
-def _unescape(field: str) -> str:
+def unescape(field: str) -> str:
+    """Return a path of mountinfo as it is: blanks and the like are octal there."""
     return _OCTAL.sub(lambda match: chr(int(match[1], 8)), field)
 
 

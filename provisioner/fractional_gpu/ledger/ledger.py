@@ -84,7 +84,7 @@ _SEAT_FIELDS = tuple(SeatRecord.__dataclass_fields__)
 _SAVE_SEAT = f"""
 INSERT INTO seats ({", ".join(_SEAT_FIELDS)}) VALUES ({", ".join(f":{name}" for name in _SEAT_FIELDS)})
 ON CONFLICT (seat_id) DO UPDATE SET expires_ms = excluded.expires_ms, device_id = excluded.device_id,
-    control_group = excluded.control_group
+    control_group = excluded.control_group, group_seen = excluded.group_seen
 WHERE seats.ended_ms IS NULL
 """  # noqa: S608 - the names are constants
 _END_SEAT = "UPDATE seats SET ended_ms = ?, end_reason = ?, token_sha256 = '' WHERE seat_id = ? AND ended_ms IS NULL"
@@ -557,7 +557,7 @@ class Ledger:
             return cursor.execute(statement, values).fetchall()
 
     def _seat(self, row: sqlite3.Row) -> SeatRecord:
-        values = dict(row) | {"admitted": bool(row["admitted"])}
+        values = dict(row) | {name: bool(row[name]) for name in ("admitted", "group_seen")}
         try:
             values["allowed_devices"] = msgspec.json.decode(row["allowed_devices"])
             return msgspec.convert(values, SeatRecord)

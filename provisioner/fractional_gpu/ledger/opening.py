@@ -198,6 +198,8 @@ OPTIONAL_COLUMNS: dict[str, dict[str, str]] = {
         "engine": "TEXT NOT NULL DEFAULT ''",
         "workload_id": "TEXT NOT NULL DEFAULT ''",
         "control_group": "TEXT NOT NULL DEFAULT ''",
+        "group_seen": "INTEGER NOT NULL DEFAULT 0",
+        "boot_id": "TEXT NOT NULL DEFAULT ''",
     },
     # devices that go away; 0: those that stay
     "drained": {"deadline_ms": "INTEGER NOT NULL DEFAULT 0"},

@@ -116,6 +116,8 @@ class SeatRecord:
     engine: str = ""
     workload_id: str = ""
     control_group: str = ""
+    group_seen: bool = False  # that group was there: once it is gone, the workload is over
+    boot_id: str = ""  # of the machine when the workload got the seat: no workload outlives it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -261,6 +261,7 @@ class LeaseService:
                 del broker.kernels[spec.lease_id]
                 raise NoRoomError(effect.sentence, reason=effect.reason)
         self.seats.budgets.lease_admitted(kernel)
+        self.seats.workloads.tell(spec.lease_id, spec.seat)
         record = broker.records.save_second_record(kernel)
         if record is not None:
             try:
@@ -337,6 +338,7 @@ class LeaseService:
     async def attach(self, peer: Peer, kernel: Kernel, request: AttachRequest) -> LeaseStatus:
         """Give the lease its kernel's process. Raises BadRequestError, ForbiddenError, NoRoomError or InternalBrokerError."""
         identity = await verified_process(peer, kernel, request)
+        self.seats.draws.check_process(view_of(self.broker, kernel), identity.pid)
         connection = await self._checked_connection(kernel, request)
         if kernel.identity is not None and kernel.identity != identity and not kernel.ending.survivors:
             self.broker.process_gone(kernel, kernel.identity)

@@ -29,9 +29,17 @@ log = logging.getLogger(__name__)
 class SeatDraws:
     """Checks what leases draw on the `seats`, a live mapping by id. With `required`, no kernel starts without a seat."""
 
-    def __init__(self, broker: Broker, seats: Mapping[str, SeatRecord], *, required: bool) -> None:
+    def __init__(
+        self,
+        broker: Broker,
+        seats: Mapping[str, SeatRecord],
+        check_workload: Callable[[SeatRecord, int, str], None],
+        *,
+        required: bool,
+    ) -> None:
         self._broker = broker
         self._seats = seats
+        self._check_workload = check_workload
         self._required = required
 
     def apply_terms(self, peer: Peer, request: LeaseRequest, spec: LeaseSpec) -> LeaseSpec:
@@ -70,6 +78,7 @@ class SeatDraws:
             )
         if seat.uid is not None and peer.credentials.uid not in {seat.uid, 0}:
             raise ForbiddenError("this seat belongs to another user of the machine", reason="wrong-uid")
+        self._check_workload(seat, peer.credentials.pid, "the process that asks")
         asked = SeatUsage(fraction_milli=spec.fraction_milli * spec.devices, memory_mib=spec.reserve_mib * spec.devices)
         check_seat_usage(
             seat, spec.pool, request.priority, asked, self.seat_usage(seat.seat_id), earlier=self._earlier(seat)
@@ -83,6 +92,11 @@ class SeatDraws:
             priority=min(spec.priority, seat.priority) if request.priority else seat.priority,
             owner_weight=seat.weight,
         )
+
+    def check_process(self, view: LeaseView, pid: int) -> None:
+        """Check that a process belongs to the workload of its lease's seat. Raises ForbiddenError."""
+        if (seat := self._seats.get(view.spec.seat)) is not None:
+            self._check_workload(seat, pid, f"process {pid}")
 
     def check_resize(self, kernel: Kernel, fraction_milli: int, reserve_mib: int) -> None:
         """Check that the seat has room for another size of an existing lease. Raises NoRoomError or ForbiddenError."""
@@ -104,6 +118,8 @@ class SeatDraws:
             raise ForbiddenError("it was given on other terms", reason="seat-terms")
         if spec.allowed_devices != seat.allowed_devices:
             raise ForbiddenError("it was given other devices", reason="seat-devices")
+        if kernel.identity is not None:
+            self._check_workload(seat, kernel.identity.pid, "its kernel")
         check_seat_usage(seat, spec.pool, spec.priority, self.lease_usage(kernel, spec), self.seat_usage(seat.seat_id))
 
     def of_token(self, token: str | None) -> str | None:

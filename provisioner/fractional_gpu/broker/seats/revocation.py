@@ -70,6 +70,11 @@ class Revocations:
         since_ms = self._broker.deadlines.now_ms()
         self._revoke(seat.seat_id, _Ended(owner=seat.owner, server=seat.server, since_ms=since_ms))
 
+    def end_leases(self, seat_id: str) -> None:
+        """End what is left of the leases of a seat whose workload is over."""
+        for kernel, _ in self._by_seat().get(seat_id, []):
+            self._end_processes(kernel.lease_id)
+
     def take_over(self, seat: SeatRecord, check: Callable[[Kernel, LeaseView], None]) -> None:
         """Let a new seat take over the revoked leases of its server that it has room for, the oldest first.
 
@@ -156,8 +161,7 @@ class Revocations:
 
     async def _end(self, kernel: Kernel) -> None:
         log.warning(
-            "lease %s: its seat ended and no other seat took it over in time; ending its processes",
-            kernel.lease_id[:8],
+            "lease %s: its seat ended, and no other seat takes it over; ending its processes", kernel.lease_id[:8]
         )
         try:
             await self._admin.end_kernel(kernel)

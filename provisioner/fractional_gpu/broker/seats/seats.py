@@ -40,6 +40,7 @@ from fractional_gpu.broker.seats.rules import (
     counted_group,
     total_usage,
 )
+from fractional_gpu.broker.seats.workloads import Workloads
 from fractional_gpu.config.hub import GroupTerms, HubPool
 from fractional_gpu.config.pools import PoolSettings
 from fractional_gpu.config.settings import Settings
@@ -48,6 +49,7 @@ from fractional_gpu.core.metering.usage import Party
 from fractional_gpu.core.model import LeaseView, PoolSpec
 from fractional_gpu.core.seat_packing import SeatLoad
 from fractional_gpu.core.units import format_fraction
+from fractional_gpu.host.process import boot_id
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import LedgerError, SeatRecord
 from fractional_gpu.protocol.capacity import Capacity
@@ -92,7 +94,8 @@ class Seats:
         self._waiting: dict[str, list[_Waiter]] = {}
         self._changed = asyncio.Event()
         self._unwritten: dict[str, Callable[[], None]] = {}  # by seat: the end that could not be written down
-        self.draws = SeatDraws(broker, self._seats, required=settings.seats_required)
+        self.workloads = Workloads(broker, self._seats, gone=self._workload_gone, changed=self._keep)
+        self.draws = SeatDraws(broker, self._seats, self.workloads.check, required=settings.seats_required)
         self.forecasts = PoolForecasts(broker, settings)
         self._capacity = HostCapacity(broker, self.forecasts, default_milli=settings.default_fraction_milli)
         self.budgets = BudgetKeeper(broker, broker.writer, settings.budgets, self.forecasts.hub)
@@ -205,6 +208,7 @@ class Seats:
             admitted=seat.admitted,
             allowed_devices=list(seat.allowed_devices) or None,
             workload=workload_of_seat(seat),
+            warning=self.workloads.warnings.get(seat.seat_id, ""),
         )
 
     def offers(self, request: OfferRequest) -> Offers:
@@ -428,6 +432,7 @@ class Seats:
             engine=request.workload.engine if request.workload is not None else "",
             workload_id=request.workload.id if request.workload is not None else "",
             control_group=request.workload.control_group if request.workload is not None else "",
+            boot_id=boot_id() if request.workload is not None else "",
         )
         for older in [one for one in self._seats.values() if (one.owner, one.server) == (seat.owner, seat.server)]:
             self._end(older, "replaced")
@@ -443,6 +448,7 @@ class Seats:
                 if self._seats.pop(seat.seat_id, None) is not None:
                     self._notify()
                 raise
+        warning = await self.workloads.warning(seat)
         if seat.seat_id not in self._seats:
             return SeatProgress(
                 kind=ProgressKind.REFUSED,
@@ -466,6 +472,7 @@ class Seats:
             memory_mib=seat.memory_mib,
             priority=seat.priority,
             sentence=f"{format_fraction(seat.fraction_milli)} GPU of pool {seat.pool!r}",
+            warning=warning,
         )
 
     async def confirm(self, seat_id: str) -> SeatStatus:
@@ -474,9 +481,13 @@ class Seats:
         if seat.expires_ms is not None:
             kept = replace(seat, expires_ms=None)
             await self._broker.writer.run(partial(self._broker.writer.ledger.save_seat, kept))
-            self._known(seat_id)  # it may have ended in the meantime
-            seat = self._seats[seat_id] = kept
-            self._save_second_record(seat)
+            now = self._known(seat_id)  # it may have ended in the meantime
+            if now is seat:
+                self._seats[seat_id] = kept
+                self._save_second_record(kept)
+            else:  # its workload's group became known, which was written with the expiry
+                self._keep(replace(now, expires_ms=None))
+            seat = self._seats[seat_id]
         return self.status(seat)
 
     def _save_second_record(self, seat: SeatRecord) -> None:
@@ -498,6 +509,17 @@ class Seats:
         """End the seat, if there is one of this id."""
         if (seat := self._seats.get(seat_id)) is not None:
             self._end(seat, "released")
+
+    def _keep(self, seat: SeatRecord) -> None:
+        """Keep a seat of which something became known."""
+        self._seats[seat.seat_id] = seat
+        self._broker.writer.submit(partial(self._broker.writer.ledger.save_seat, seat))
+        self._save_second_record(seat)
+
+    def _workload_gone(self, seat: SeatRecord) -> None:
+        """End the seat of a job or pod that is over, and its leases with it."""
+        self._end(seat, "workload-gone")
+        self.revocations.end_leases(seat.seat_id)
 
     def _end(self, seat: SeatRecord, reason: str) -> None:
         del self._seats[seat.seat_id]
@@ -527,6 +549,7 @@ class Seats:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._expire())
                 group.create_task(self._usage_recorder.run())
+                group.create_task(self.workloads.run())
         finally:
             self._write_ends()
             await self.revocations.close()

@@ -1,0 +1,157 @@
+"""The jobs and pods that seats belong to: who may use such a seat, when it ends, and whether its memory holds what is saved.
+
+- A process uses a workload's seat only if its own control group is that workload's: two jobs of one user share a uid, and can read each
+  other's files.
+- A seat ends when the control group of its workload, which was there, is gone; and with the machine's boot. Before a job's first step its
+  group does not exist, so a group that was never there ends nothing: the engine's epilog or node agent releases such a seat.
+- Groups are looked at every `_EVERY_S`, and as soon as a process of such a seat has ended.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Final
+
+from fractional_gpu.broker.broker import Broker
+from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.host.process import boot_id
+from fractional_gpu.host.workload import find_group, group_exists, memory_warning, workload_name, workload_of
+from fractional_gpu.ledger.records import SeatRecord
+from fractional_gpu.protocol.errors import ForbiddenError
+
+log = logging.getLogger(__name__)
+
+_EVERY_S: Final = 2.0
+
+
+class Workloads:
+    """The workloads of one broker's seats; for its loop.
+
+    `seats`: a live mapping by id. `gone(seat)` ends a seat whose workload is over; `changed(seat)` saves one whose group became known.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        seats: Mapping[str, SeatRecord],
+        *,
+        gone: Callable[[SeatRecord], None],
+        changed: Callable[[SeatRecord], None],
+    ) -> None:
+        self._broker = broker
+        self._seats = seats
+        self._gone = gone
+        self._changed = changed
+        self._look_soon = asyncio.Event()
+        self.warnings: dict[str, str] = {}  # by seat: why its kernels may not be saved, a sentence
+        self._examined: set[str] = set()  # seats whose memory limit was read
+        broker.exit_followers.append(self._exited)
+
+    def check(self, seat: SeatRecord, pid: int, what: str) -> None:
+        """Check that the process belongs to the seat's workload. Raises ForbiddenError. `what`: the process, for people."""
+        if not seat.engine:
+            return
+        name = workload_name(seat.engine, seat.workload_id)
+        try:
+            found = workload_of(pid) if pid > 0 else None
+        except (ProcessLookupError, PermissionError):
+            found = None
+        if found is None or (found.engine, found.id) != (seat.engine, seat.workload_id):
+            where = f"runs in {found.name}" if found is not None else "is in no job's or pod's control group"
+            raise ForbiddenError(
+                f"this seat belongs to {name}, and {what} {where}; use the seat from within {name} only (JUPYTER_GPU_SEAT_FILE must be "
+                "the one that the engine set for this job or pod)",
+                reason="other-workload",
+            )
+        if found.group and not seat.group_seen:
+            self._changed(replace(seat, control_group=found.group, group_seen=True))
+            self._look_soon.set()
+
+    async def warning(self, seat: SeatRecord) -> str:
+        """Return why the seat's kernels may not be saved when they idle, a sentence; "": no reason is known.
+
+        Cancelled: nothing has changed.
+        """
+        if not seat.engine:
+            return ""
+        found = await asyncio.to_thread(_warning_of, seat)
+        if found is None or seat.seat_id not in self._seats:
+            return ""
+        self._examined.add(seat.seat_id)
+        if found and self.warnings.get(seat.seat_id) != found:
+            self.warnings[seat.seat_id] = found
+            log.warning("seat %s of %r: %s", seat.seat_id[:8], seat.owner, found)
+            for kernel, view in self._broker.views():
+                if view.spec.seat == seat.seat_id:
+                    self.tell(kernel.lease_id, seat.seat_id)
+        return found
+
+    def tell(self, lease_id: str, seat_id: str) -> None:
+        """Write the warning about its seat, if there is one, into a lease's story."""
+        if (found := self.warnings.get(seat_id)) is not None:
+            self._broker.record_line(lease_id, "seat.memory", found)
+
+    async def run(self) -> None:
+        """Look at the groups, at once and then again and again, until cancelled."""
+        while True:
+            self._look_soon.clear()
+            await self._look()
+            try:
+                async with asyncio.timeout(_EVERY_S):
+                    await self._look_soon.wait()
+            except TimeoutError:
+                continue
+
+    async def _look(self) -> None:
+        seats = [seat for seat in self._seats.values() if seat.engine]
+        for seat, group, there in await asyncio.to_thread(_states, seats) if seats else ():
+            if self._seats.get(seat.seat_id) is not seat:
+                continue  # it changed or ended meanwhile
+            if there is False:
+                self._gone(seat)
+                continue
+            if there and not seat.group_seen:
+                self._changed(replace(seat, control_group=group, group_seen=True))
+            if there and seat.seat_id not in self._examined:
+                await self.warning(self._seats[seat.seat_id])
+        self.warnings = {seat_id: text for seat_id, text in self.warnings.items() if seat_id in self._seats}
+        self._examined &= self._seats.keys()
+
+    def _exited(self, kernel: Kernel) -> None:
+        view = self._broker.arbiter.lease(kernel.lease_id)
+        seat = self._seats.get(view.spec.seat) if view is not None else None
+        if seat is not None and seat.engine:
+            self._look_soon.set()
+
+
+def _states(seats: list[SeatRecord]) -> list[tuple[SeatRecord, str, bool | None]]:
+    """Return each seat with its group and whether that is there; False: its workload is over, None: nothing is known."""
+    boot = boot_id()
+    found: list[tuple[SeatRecord, str, bool | None]] = []
+    for seat in seats:
+        if seat.boot_id and seat.boot_id != boot:
+            found.append((seat, seat.control_group, False))
+            continue
+        try:
+            if seat.group_seen:
+                found.append((seat, seat.control_group, group_exists(seat.control_group)))
+                continue
+            given = seat.control_group if seat.control_group and group_exists(seat.control_group) else ""
+            group = given or find_group(seat.engine, seat.workload_id)
+        except OSError as error:
+            log.warning("the control groups cannot be read: %s", error)
+            continue
+        found.append((seat, group, True if group else None))
+    return found
+
+
+def _warning_of(seat: SeatRecord) -> str | None:
+    """Return the warning, "" if there is none, None while the group is not known."""
+    try:
+        known = seat.control_group if seat.control_group and group_exists(seat.control_group) else ""
+        group = known or find_group(seat.engine, seat.workload_id)
+        return memory_warning(seat.engine, group, seat.memory_mib) if group else None
+    except (OSError, ValueError) as error:
+        log.warning("the memory limit of %s cannot be read: %s", workload_name(seat.engine, seat.workload_id), error)
+        return None

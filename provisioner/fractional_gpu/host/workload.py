@@ -1,0 +1,186 @@
+"""The Slurm job or the Kubernetes pod that a process belongs to, by its control group, and that group's memory limit and life.
+
+The rules:
+- Only root and the engine's own daemons move processes into these groups, and a process cannot leave its own: the group is the proof.
+- A path counts from the hierarchy's root. A user may make groups of any name below a group that was delegated to the user, so a name
+  deeper down proves nothing.
+- Known are Slurm's groups of version 1 (`/slurm/uid_1000/job_12/step_0`, with several daemons on a machine `/slurm_NODE/...`) and of
+  version 2 (`/system.slice/slurmstepd.scope/job_12/...`), and those of Kubernetes by systemd's driver and by cgroupfs', also within kind.
+- A reader in a cgroup namespace of its own sees the groups above its own as `/..`: such a path is read from there on.
+- A group that several hierarchies of version 1 have counts as existing as long as one of them has it.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+from fractional_gpu.host.memory import Headroom, group_limit, group_used_mib, unescape
+from fractional_gpu.host.process import PROC
+
+SLURM: Final = "slurm"
+KUBERNETES: Final = "kubernetes"
+
+_UP: Final = re.compile(r"(?:/\.\.)+(?=/|$)")
+_SLURM: Final = re.compile(
+    r"(?:/slurm(?:_[^/]+)?/uid_\d+|/system\.slice/(?:[^/]+_)?slurmstepd\.scope)/job_(\d+)(?=/|$)", re.ASCII
+)
+_UID: Final = r"[0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}|[0-9a-f]{32}"
+_POD: Final = re.compile(
+    r"(?:/kubelet\.slice)?/(?:kubelet-)?kubepods\.slice(?:/(?:kubelet-)?kubepods-(?:burstable|besteffort)\.slice)?"
+    rf"/(?:kubelet-)?kubepods(?:-burstable|-besteffort)?-pod({_UID})\.slice(?=/|$)"
+    rf"|(?:/kubelet)?/kubepods(?:/burstable|/besteffort)?/pod({_UID})(?=/|$)",
+    re.ASCII,
+)
+# The same as seen from within a group beside it: the first names are left out, as far as both have them in common.
+_POD_BESIDE: Final = re.compile(
+    r"(?:/(?:kubelet-)?kubepods\.slice)?(?:/(?:kubelet-)?kubepods-(?:burstable|besteffort)\.slice)?"
+    rf"/(?:kubelet-)?kubepods(?:-burstable|-besteffort)?-pod({_UID})\.slice(?=/|$)"
+    rf"|(?:/kubepods)?(?:/burstable|/besteffort)?/pod({_UID})(?=/|$)",
+    re.ASCII,
+)
+_PLACES: Final = {
+    SLURM: ("slurm*/uid_*/job_{id}", "system.slice/*slurmstepd.scope/job_{id}"),
+    KUBERNETES: (
+        "*kubepods.slice/*-pod{id_}.slice",
+        "*kubepods.slice/*/*-pod{id_}.slice",
+        "kubelet.slice/*kubepods.slice/*-pod{id_}.slice",
+        "kubelet.slice/*kubepods.slice/*/*-pod{id_}.slice",
+        "kubepods/pod{id}",
+        "kubepods/*/pod{id}",
+        "kubelet/kubepods/pod{id}",
+        "kubelet/kubepods/*/pod{id}",
+    ),
+}
+BASE_MIB: Final = 1024
+"""What the processes of a kernel take of host memory before anything is saved there, MiB: Python, a framework, the driver's part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A job or pod. `group`: the path of its control group, below the hierarchy's root as the reader sees it."""
+
+    engine: str  # SLURM or KUBERNETES
+    id: str  # the job's number, or the pod's UID with dashes
+    group: str
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        return workload_name(self.engine, self.id)
+
+
+def workload_name(engine: str, workload_id: str) -> str:
+    """Return what people call a job or pod."""
+    return f"Slurm job {workload_id}" if engine == SLURM else f"pod {workload_id}"
+
+
+def parse_workload(cgroup: bytes) -> Workload | None:
+    """Return the workload that the text of /proc/PID/cgroup says; None if it says none, or if its hierarchies contradict each other."""
+    found = {one.name: one for one in map(_of_path, _paths(cgroup)) if one is not None}
+    return next(iter(found.values())) if len(found) == 1 else None
+
+
+def workload_of(pid: int, *, proc: Path = PROC) -> Workload | None:
+    """Return the workload of the process, None without one. Raises ProcessLookupError where there is no such process, PermissionError."""
+    try:
+        return parse_workload((proc / str(pid) / "cgroup").read_bytes())
+    except (FileNotFoundError, ProcessLookupError):
+        raise ProcessLookupError(f"no process has the id {pid}") from None
+
+
+def own_workload(environment: Mapping[str, str], *, proc: Path = PROC) -> str:
+    """Return what people call the job or pod that this process runs in, "" for none. Never raises.
+
+    In a container the groups may be hidden: then the variables that the engines set decide.
+    """
+    try:
+        found = parse_workload((proc / "self" / "cgroup").read_bytes())
+    except OSError:
+        found = None
+    if found is not None:
+        return found.name
+    if job := environment.get("SLURM_JOB_ID", ""):
+        return workload_name(SLURM, job[:32])
+    return "a Kubernetes pod" if environment.get("KUBERNETES_SERVICE_HOST") else ""
+
+
+def _paths(cgroup: bytes) -> Iterator[str]:
+    for line in os.fsdecode(cgroup).splitlines():
+        _, _, rest = line.partition(":")
+        _, separator, path = rest.partition(":")
+        if separator and path.startswith("/"):
+            yield path
+
+
+def _of_path(path: str) -> Workload | None:
+    above = _UP.match(path)
+    start = above.end() if above is not None else 0
+    if (job := _SLURM.match(path, start)) is not None:
+        return Workload(engine=SLURM, id=job[1], group=job[0] if above is None else "")
+    pod = (_POD if above is None else _POD_BESIDE).match(path, start)
+    if pod is None:
+        return None
+    uid = (pod[1] or pod[2]).replace("_", "-")
+    return Workload(engine=KUBERNETES, id=uid, group=pod[0] if above is None else "")
+
+
+# -- the group -----------------------------------------------------------------------------------------------------------
+
+
+def find_group(engine: str, workload_id: str, *, proc: Path = PROC) -> str:
+    """Return the path of the workload's control group, "" if no hierarchy that is mounted here shows it. Raises OSError."""
+    forms = [place.format(id=workload_id, id_=workload_id.replace("-", "_")) for place in _PLACES.get(engine, ())]
+    for root, point in _hierarchies(proc):
+        if root != PurePosixPath("/"):
+            continue
+        for form in forms:
+            for folder in point.glob(form):
+                path = f"/{folder.relative_to(point)}"
+                found = _of_path(path)
+                if found is not None and (found.engine, found.id) == (engine, workload_id):
+                    return path
+    return ""
+
+
+def group_exists(group: str, *, proc: Path = PROC) -> bool | None:
+    """Return whether a hierarchy has this group; None where no mount here could show it. Raises OSError."""
+    path, shown = PurePosixPath(group), False
+    for root, point in _hierarchies(proc):
+        if not path.is_relative_to(root):
+            continue
+        shown = True
+        if (point / path.relative_to(root)).is_dir():
+            return True
+    return False if shown else None
+
+
+def memory_warning(engine: str, group: str, cap_mib: int, *, proc: Path = PROC) -> str:
+    """Return why a workload's memory may not hold what is saved of `cap_mib` of device memory, a sentence; "" if it can.
+
+    Raises OSError and ValueError for what cannot be read.
+    """
+    limit = group_limit(group, proc=proc)
+    base_mib = max(BASE_MIB, group_used_mib(group, proc=proc))
+    if limit is None or limit.mib >= base_mib + cap_mib:
+        return ""
+    return _warning(engine, limit, base_mib, cap_mib)
+
+
+def _warning(engine: str, limit: Headroom, base_mib: int, cap_mib: int) -> str:
+    remedy = "--mem" if engine == SLURM else "resources.limits.memory"
+    return (
+        f"{limit.limited_by} is less than the {base_mib} MiB that a kernel takes and the {cap_mib} MiB of GPU memory that are saved there "
+        f"while it idles: its kernels may not be suspended, and then keep others from the GPU; raise {remedy} to {base_mib + cap_mib} MiB"
+    )
+
+
+def _hierarchies(proc: Path) -> Iterator[tuple[PurePosixPath, Path]]:
+    """Yield root and mount point of each hierarchy of control groups that is mounted here."""
+    for line in os.fsdecode((proc / "self" / "mountinfo").read_bytes()).splitlines():
+        before, separator, after = line.partition(" - ")
+        if separator and after.split(" ", 1)[0] in ("cgroup", "cgroup2"):
+            root, point = (unescape(field) for field in before.split(" ")[3:5])
+            yield PurePosixPath(root), Path(point)
