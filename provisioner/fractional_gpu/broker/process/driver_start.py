@@ -33,6 +33,7 @@ from fractional_gpu.core.model import DeviceSpec
 from fractional_gpu.gpu.checkpoint_trial import try_checkpoint
 from fractional_gpu.gpu.interface import DeviceInfo, GPUError, GPUErrorCode, Monitor
 from fractional_gpu.gpu.open import open_monitor
+from fractional_gpu.gpu.simulated.device_memory import DeviceMemoryServer
 from fractional_gpu.gpu.simulated.host import choose_directory, create, destroy
 from fractional_gpu.gpu.simulated.store import SimulatedHostError
 from fractional_gpu.gpu.worker_link import WorkerLink
@@ -283,15 +284,18 @@ def open_backend(simulate: str | None, socket: str, *, patient: bool = False) ->
     else:
         folder = simulated_folder(socket)
         try:
-            create(folder, simulate)
+            create(folder, simulate, shared=os.geteuid() == 0)
         except (SimulatedHostError, ValueError) as error:
             raise BackendError(str(error)) from None
         name = f"simulated:{folder}"
     monitor = open_monitor(name)
+    memory = DeviceMemoryServer(folder) if folder is not None and os.geteuid() == 0 else None
     try:
         devices = _awaited(monitor) if patient and simulate is None else _found(monitor)
         yield Backend(name=name, monitor=monitor, devices=devices, folder=folder)
     finally:
+        if memory is not None:
+            memory.close()
         monitor.close()
 
 
