@@ -7,6 +7,7 @@
 """
 
 import os
+import pwd
 import re
 import shutil
 import signal
@@ -18,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from fractional_gpu.engines.slurm import parse_gres
 from tests.support.ports import free_ports
 from tests.support.world import World, until
 
@@ -84,14 +86,16 @@ class Node:
 class Cluster:
     """The daemons, and the commands that users and administrators type. Use `new_cluster`."""
 
-    def __init__(self, folder: Path, *, constrained: bool, scripts: Mapping[str, str], count: int, lines: str) -> None:
+    def __init__(
+        self, folder: Path, *, constrained: bool, scripts: Mapping[str, str], opened: int, closed: int, lines: str
+    ) -> None:
         missing = [name for name in _DAEMONS if shutil.which(name, path=_path()) is None]
         assert not missing, f"{', '.join(missing)} not found: `tests/run setup` installs Debian's slurm-wlm and munge"
         self.folder = folder
         self.conf = folder / "slurm.conf"
         self.nodes = [Node(name, folder / name) for name in ("n1", "n2")]
         self.scripts = dict(scripts)
-        self.count = count
+        self.opened, self.closed = opened, closed
         self._constrained = constrained
         self._lines = lines
         self._ports = free_ports(3)
@@ -126,11 +130,9 @@ class Cluster:
     def write(self) -> None:
         """Write slurm.conf, gres.conf and cgroup.conf."""
         host = socket.gethostname()
-        import pwd  # noqa: PLC0415 - here only
-
         places = [
             f"NodeName={node.name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=16 RealMemory=8000 "
-            f"Gres={GRES}:{self.count} State=UNKNOWN"
+            f"Gres={GRES}:open:{self.opened},{GRES}:closed:{self.closed} State=UNKNOWN"
             for node, port in zip(self.nodes, self._ports[1:], strict=True)
         ]
         kind = (_CONSTRAINED if self._constrained else _FREE).format(gres=GRES)
@@ -147,7 +149,12 @@ class Cluster:
                 names=names,
             )
         )
-        (self.folder / "gres.conf").write_text(f"NodeName={names} Name={GRES} Count={self.count} Flags=CountOnly\n")
+        (self.folder / "gres.conf").write_text(
+            "".join(
+                f"NodeName={names} Name={GRES} Type={kind} Count={count} Flags=CountOnly\n"
+                for kind, count in (("open", self.opened), ("closed", self.closed))
+            )
+        )
         version_1 = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes").exists()
         if self._constrained:
             (self.folder / "cgroup.conf").write_text(_CGROUP.format(plugin="cgroup/v1" if version_1 else "autodetect"))
@@ -167,9 +174,7 @@ class Cluster:
     def close(self) -> None:
         """End every job, then every daemon."""
         with suppress(AssertionError, subprocess.SubprocessError):
-            self.call("scancel", "--user", str(os.getuid()))
-            for user in {line for line in self.call("squeue", "-h", "-o", "%i").split()}:
-                self.call("scancel", "--signal=KILL", user)
+            self.cancel(*set(self.call("squeue", "-h", "-o", "%A").split()))
         for name in [*(f"slurmd.{node.name}.pid" for node in self.nodes), "slurmctld.pid", "munged.pid"]:
             self._end(name, signal.SIGTERM)
         for pid in self._left():
@@ -223,6 +228,10 @@ class Cluster:
     def node(self, name: str) -> dict[str, str]:
         """What the controller says of a node, by field."""
         return fields(self.call("scontrol", "show", "node", "-d", "-o", name))
+
+    def opened_milli(self, name: str) -> int:
+        """How many thousandths a node is open for."""
+        return parse_gres(self.node(name)["Gres"])[f"{GRES}:open"]
 
     def job(self, job_id: str) -> dict[str, str]:
         """What the controller says of a job, by field."""
@@ -283,12 +292,13 @@ def new_cluster(
     *,
     constrained: bool = False,
     scripts: Callable[[Sequence[Node]], Mapping[str, str]] | None = None,
-    count: int = 8000,
+    opened: int = 1000,
+    closed: int = 3000,
     lines: str = "",
 ) -> Iterator[Cluster]:
-    """A cluster that ends with the block. `scripts`: Prolog, Epilog and TaskProlog; `count`: of each node at its start."""
+    """A cluster that ends with the block. `scripts`: Prolog, Epilog and TaskProlog; `opened`, `closed`: each node's counts at its start."""
     folder = Path(tempfile.mkdtemp(prefix="jfg-slurm-"))
-    cluster = Cluster(folder, constrained=constrained, scripts={}, count=count, lines=lines)
+    cluster = Cluster(folder, constrained=constrained, scripts={}, opened=opened, closed=closed, lines=lines)
     if scripts is not None:
         cluster.scripts.update(scripts(cluster.nodes))
     try:

@@ -282,7 +282,9 @@ def give_share(pod: Any, has: Allocation, terms: PodTerms) -> None:  # noqa: ANN
     pod.spec.volumes.append(
         client.V1Volume(name=_VOLUME, host_path=client.V1HostPathVolumeSource(path=folder, type="Directory"))
     )
-    server.volume_mounts = [mount for mount in server.volume_mounts or () if _field(mount, "mount_path", "mountPath") != folder]
+    server.volume_mounts = [
+        mount for mount in server.volume_mounts or () if _field(mount, "mount_path", "mountPath") != folder
+    ]
     server.volume_mounts.append(client.V1VolumeMount(name=_VOLUME, mount_path=folder, read_only=True))
     if terms.runtime_class and not pod.spec.runtime_class_name:
         pod.spec.runtime_class_name = terms.runtime_class

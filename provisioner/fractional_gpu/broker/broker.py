@@ -24,6 +24,7 @@ from fractional_gpu.broker.clock import DeadlineClock, now_ms, time_of_day, wall
 from fractional_gpu.broker.kernels.connection import connection_from_json
 from fractional_gpu.broker.kernels.iopub import IOPubWatch
 from fractional_gpu.broker.kernels.kernel import Kernel, remove_books, sharing_environment
+from fractional_gpu.broker.kernels.networks import Networks
 from fractional_gpu.broker.kernels.process_inspector import stopped_sentence
 from fractional_gpu.broker.metrics import Metrics
 from fractional_gpu.broker.persistence.lease_files import LeaseFiles, TokenFiles
@@ -132,8 +133,7 @@ class Broker:
         self.survivors = Survivors(self, swaps.inspector)
         self.token_files = TokenFiles()
         swaps.connect(roots=self.roots, is_quiet=self.gpu_activity.is_quiet)
-        self._zmq = zmq.asyncio.Context()
-        self._zmq.set(zmq.MAX_SOCKETS, 8192)
+        self._networks = Networks()
         self._alarm: asyncio.TimerHandle | None = None
         self._operations = Operations(
             arbiter=arbiter,
@@ -337,6 +337,7 @@ class Broker:
         remove_books(lease_id)
         if kernel is not None:
             kernel.forget_process()
+            self._networks.forget(lease_id)
             kernel.notify()
             self.token_files.remove(lease_id, kernel.launch.token_file, kernel.uid)
         self.records.remove_second_record(lease_id)
@@ -406,14 +407,29 @@ class Broker:
         kernel.watch_process(identity, partial(self.process_gone, kernel, identity))
         self.oom_kills.follow(identity.pid, time.monotonic())
         kernel.connection = connection
-        kernel.iopub = IOPubWatch(
-            self._zmq,
-            checked,
-            ipykernel=kernel.launch.ipykernel,
-            changed=partial(self.sync_busy_state, kernel),
-            signed=partial(self.expect_cell, kernel),
-        )
+        context = self._context_for(kernel, identity)
+        if context is not None:
+            kernel.iopub = IOPubWatch(
+                context,
+                checked,
+                ipykernel=kernel.launch.ipykernel,
+                changed=partial(self.sync_busy_state, kernel),
+                signed=partial(self.expect_cell, kernel),
+            )
         self.dispatch(BusyChanged(at_ms=now_ms(), lease_id=kernel.lease_id, busy=kernel.busy))
+
+    def _context_for(self, kernel: Kernel, identity: ProcessIdentity) -> zmq.asyncio.Context | None:
+        """Return the context that reaches the kernel's sockets; None, with a line in its story, where the broker may not listen there."""
+        try:
+            return self._networks.context_for(kernel.lease_id, identity)
+        except PermissionError as error:
+            kernel.unheard = (
+                "the broker may not enter the network namespace of this kernel and cannot hear its messages "
+                f"({error.strerror}; it takes root): with the extension it counts as idle by the device's counters, without it as busy"
+            )
+            log.warning("lease %s: %s", kernel.lease_id[:8], kernel.unheard)
+            self.record_line(kernel.lease_id, "iopub.no-permission", kernel.unheard)
+            return None
 
     def _follow_command(self, kernel: Kernel, identity: ProcessIdentity, connection: str) -> None:
         kernel.watch_process(identity, partial(self.process_gone, kernel, identity))
@@ -450,6 +466,7 @@ class Broker:
         if full := self.oom_kills.account_for(identity):
             self._ended_by_oom(kernel, full)
         kernel.forget_process()
+        self._networks.forget(kernel.lease_id)
         kernel.checkpoint.needs_driver = False
         self.survivors.kernel_ended(kernel, identity)
 
@@ -600,7 +617,7 @@ class Broker:
         self._set_alarm(None)
         for kernel in self.kernels.values():
             kernel.forget_process()
-        self._zmq.destroy(linger=0)
+        self._networks.close()
         await self.records.close()
         await self.token_files.close()
         await self.writer.close()

@@ -26,8 +26,9 @@ class NodeRecord:
     """What the engine says of a node. Counts are in the engine's unit, by its name for it."""
 
     counts: Mapping[str, int]  # what it may give away
-    in_use: Mapping[str, int]  # what it has given away
-    text: str = ""  # the counts as the engine writes them
+    in_use: Mapping[str, int]  # what it has given away, by its books
+    most: Mapping[str, int]  # what the count may be set to
+    text: str = ""  # all resources of the node, as the engine writes them
     summary: str = ""  # what an agent has published
 
 

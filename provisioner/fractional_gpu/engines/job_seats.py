@@ -12,19 +12,19 @@ A share is a whole job's on one node: an array's tasks and the parts of a hetero
 nodes has a seat on each.
 """
 
+import grp
 import json
 import os
 import pwd
-import grp
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fractional_gpu.client.seat import Seat, SeatClient, write_seat
 from fractional_gpu.engines.engine import EngineError
-from fractional_gpu.engines.slurm import SHARD, SlurmJob, parse_gres
+from fractional_gpu.engines.slurm import OPEN, SHARD, SlurmJob, parse_gres, total_of
 from fractional_gpu.host.files import replace_file
 from fractional_gpu.protocol.errors import FractionalGPUError, NoRoomError, NotFoundError
 from fractional_gpu.protocol.messages import SLURM, ProgressKind, SeatStatus, Workload
@@ -78,22 +78,26 @@ def share_of_job(job: SlurmJob, pools: Mapping[str, str]) -> tuple[str, int] | N
 
     `pools`: the pool of each count, by its name in Slurm. Raises EngineError for a share that no seat can have.
     """
-    asked = [(pools[name], milli) for name, milli in job.gres.items() if name in pools and milli > 0]
+    asked = {key: milli for key, milli in job.gres.items() if key.partition(":")[0] in pools and milli > 0}
     if not asked:
         return None
     if len(asked) > 1:
         raise EngineError(
-            f"job {job.job_id} asks for shares of {len(asked)} pools ({', '.join(sorted(pool for pool, _ in asked))}), and a job has one "
-            "seat on a node; ask for one of them"
+            f"job {job.job_id} asks for {len(asked)} shares ({', '.join(sorted(asked))}), and a job has one seat on a node; "
+            "ask for one of them"
         )
-    pool, milli = asked[0]
-    if milli > WHOLE:
-        name = next(name for name, one in pools.items() if one == pool)
+    key, milli = next(iter(asked.items()))
+    name, _, kind = key.partition(":")
+    if kind != OPEN:
         raise EngineError(
-            f"job {job.job_id} asks for {milli} thousandths of a GPU ({name}:{milli}); a share is at most {name}:{WHOLE}, a whole GPU; "
+            f"job {job.job_id} asks for --gres={key}:{milli}, which goes past what the node admits; ask for --gres={name}:{OPEN}:{milli}"
+        )
+    if milli > WHOLE:
+        raise EngineError(
+            f"job {job.job_id} asks for {milli} thousandths of a GPU ({key}:{milli}); a share is at most {key}:{WHOLE}, a whole GPU; "
             "for several GPUs ask Slurm for whole ones (--gres=gpu:N) on nodes that have them"
         )
-    return pool, milli
+    return pools[name], milli
 
 
 def share_of_shards(job: SlurmJob, node_gres: str, indexes: Sequence[int]) -> int | None:
@@ -101,20 +105,21 @@ def share_of_shards(job: SlurmJob, node_gres: str, indexes: Sequence[int]) -> in
 
     `node_gres`: the node's GRES, which say how many shards a GPU has; `indexes`: the GPUs that Slurm chose. Raises EngineError.
     """
-    shards = job.gres.get(SHARD, 0)
+    shards = total_of(job.gres, SHARD)
     if not shards:
         return None
-    counts = parse_gres(node_gres)
-    if not counts.get("gpu") or counts.get(SHARD, 0) < counts["gpu"]:
+    there = parse_gres(node_gres)
+    gpus, parts = total_of(there, "gpu"), total_of(there, SHARD)
+    if not gpus or parts < gpus:
         raise EngineError(
             f"the node has {node_gres!r}: without gpu:N and at least N shards the share of one shard is unknown"
         )
     if len(indexes) != 1:
         raise EngineError(
             f"job {job.job_id} has shards of {len(indexes)} GPUs, and a share is of one; ask for at most "
-            f"{counts[SHARD] // counts['gpu']} shards"
+            f"{parts // gpus} shards"
         )
-    return min(WHOLE, shards * WHOLE * counts["gpu"] // counts[SHARD])
+    return min(WHOLE, shards * WHOLE * gpus // parts)
 
 
 class SeatFiles:
@@ -149,22 +154,21 @@ class SeatFiles:
 
         Raises NoRoomError with the reason where the broker refuses it, other FractionalGPUErrors, and OSError.
         """
-        with closing(client.take_seat(wanted.request())) as lines:
-            for line in lines:
-                if line.kind == ProgressKind.REFUSED:
-                    raise NoRoomError(line.sentence, reason=line.reason)
-                if line.kind != ProgressKind.GRANTED:
-                    continue
-                seat = Seat(
-                    seat_id=line.seat_id,
-                    token=line.token,
-                    pool=wanted.pool,
-                    fraction_milli=wanted.fraction_milli,
-                    memory_mib=line.memory_mib,
-                )
-                write_seat(seat, self.seat_path(wanted.job_id), uid=wanted.uid)
-                client.confirm_seat(line.seat_id)
-                return line.warning
+        for line in client.take_seat(wanted.request()):
+            if line.kind == ProgressKind.REFUSED:
+                raise NoRoomError(line.sentence, reason=line.reason)
+            if line.kind != ProgressKind.GRANTED:
+                continue
+            seat = Seat(
+                seat_id=line.seat_id,
+                token=line.token,
+                pool=wanted.pool,
+                fraction_milli=wanted.fraction_milli,
+                memory_mib=line.memory_mib,
+            )
+            write_seat(seat, self.seat_path(wanted.job_id), uid=wanted.uid)
+            client.confirm_seat(line.seat_id)
+            return line.warning
         raise NoRoomError("the broker ended the request for the seat without a reason; its log may say more")
 
     def write_environment(self, wanted: JobSeat, socket: str, lines: Sequence[str] = ()) -> None:
@@ -213,6 +217,11 @@ class SeatFiles:
                 os.close(descriptor)
         except (OSError, ValueError, TypeError):
             return None  # it has been removed meanwhile, or is none of ours
+
+    def knows(self, job_id: int) -> bool:
+        """Whether the job has any file here."""
+        paths = (self._wanted_path(job_id), self._environment_path(job_id), self.seat_path(job_id))
+        return any(path.exists() for path in paths)
 
     def has_seat(self, job_id: int) -> bool:
         """Whether the job's seat has a file."""

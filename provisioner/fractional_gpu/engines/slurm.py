@@ -3,6 +3,9 @@
 - Arguments go as a list; nothing goes through a shell.
 - A user controls names of jobs, comments and paths, line breaks included, and `scontrol show job` prints them before what we look for. So
   a job is read by `squeue` with named columns, none of which has a user's text. A node's record has administrators' texts only.
+- A pool's thousandths are one count-only GRES with two types, `jgpu:open:N,jgpu:closed:M`. Jobs ask for the open type, and the agent moves
+  thousandths between the two: their sum stays what gres.conf says. It must: when a node registers again, which each does about every
+  half hour, slurmctld drains it if jobs use a GRES whose sum has changed ("count changed and jobs are using them").
 - Every call ends within `timeout_s`: these commands wait for a controller that is down.
 """
 
@@ -14,7 +17,10 @@ from dataclasses import dataclass
 
 from fractional_gpu.engines.engine import EngineError, EngineUnavailableError, NodeRecord, NodeWrite
 
-__all__ = ["Slurm", "SlurmJob", "job_number", "parse_gres"]
+__all__ = ["CLOSED", "OPEN", "SHARD", "Slurm", "SlurmJob", "job_number", "parse_gres"]
+
+OPEN, CLOSED, SHARD = "open", "closed", "shard"
+"""The type that jobs ask for, the type that holds the rest, and Slurm's own GRES of parts of a GPU."""
 
 TIMEOUT_S = 10.0
 _SEPARATOR = "|"
@@ -38,7 +44,6 @@ _DOWN = (
     "in standby mode",
 )
 _LONGEST_COMMENT = 500
-SHARD = "shard"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +70,7 @@ def job_number(text: str) -> int:
 
 
 def parse_gres(text: str) -> dict[str, int]:
-    """Return the count of each GRES in a text such as `jgpu:250,gpu:a100:2(IDX:0-1)`, types added up; without a number it is 1.
+    """Return the counts in a text such as `jgpu:open:250,gpu:2(IDX:0-1)`, by `NAME:TYPE` or `NAME`; without a number it is 1.
 
     Raises EngineError for a text that is none.
     """
@@ -73,10 +78,15 @@ def parse_gres(text: str) -> dict[str, int]:
     for word in _words(text):
         match = _GRES.fullmatch(word)
         if match is None:
-            raise EngineError(f"Slurm's generic resources {text[:200]!r} are not of the form NAME:COUNT, ...")
-        count = int(match[2]) * _SUFFIX[match[3].lower()] if match[2] else 1
-        found[match[1]] = found.get(match[1], 0) + count
+            raise EngineError(f"Slurm's generic resources {text[:200]!r} are not of the form NAME:TYPE:COUNT, ...")
+        name = f"{match[1]}:{match[2]}" if match[2] else match[1]
+        found[name] = found.get(name, 0) + (int(match[3]) * _SUFFIX[match[4].lower()] if match[3] else 1)
     return found
+
+
+def total_of(gres: Mapping[str, int], name: str) -> int:
+    """Return the count of a GRES, its types added up."""
+    return sum(count for key, count in gres.items() if key.partition(":")[0] == name)
 
 
 def _words(text: str) -> list[str]:
@@ -101,12 +111,16 @@ class Slurm:
     # -- the node ----------------------------------------------------------------------------------------------------------
 
     def read_node(self) -> NodeRecord:
-        """Return the node's counts, what is in use of them, and the summary in `Extra`."""
+        """Return what jobs may have of each GRES with an open and a closed type, what they have, and the summary in `Extra`."""
         record = self.fields()
+        there, used = parse_gres(record.get("Gres", "")), parse_gres(record.get("GresUsed", ""))
+        names = sorted(name[: -len(OPEN) - 1] for name in there if name.endswith(f":{OPEN}"))
+        names = [name for name in names if f"{name}:{CLOSED}" in there and SHARD not in there]
         return NodeRecord(
-            counts=parse_gres(record.get("Gres", "")),
+            counts={name: there[f"{name}:{OPEN}"] for name in names},
+            in_use={name: used.get(f"{name}:{OPEN}", 0) for name in names},
+            most={name: total_of(there, name) for name in names},
             text=record.get("Gres", ""),
-            in_use=parse_gres(record.get("GresUsed", "")),
             summary=record.get("Extra", ""),
         )
 
@@ -124,13 +138,15 @@ class Slurm:
         """Write the counts and the summary.
 
         An update names all GRES of the node: those that it leaves out can no longer be allocated. Slurm refuses any that names shards, so
-        where the node has some, only the summary is written.
+        a node with shards has no counts of ours.
         """
         words = [f"nodename={self.node}"]
-        if write.counts and SHARD not in record.counts:
-            others = [word for word in _words(record.text) if not parse_gres(word).keys() & write.counts.keys()]
-            ours = [f"{name}:{count}" for name, count in sorted(write.counts.items())]
-            words.append("gres=" + ",".join([*(word.partition("(")[0] for word in others), *ours]))
+        if write.counts:
+            others = [word.partition("(")[0] for word in _words(record.text) if _name_of(word) not in write.counts]
+            for name, count in sorted(write.counts.items()):
+                most = record.most[name]
+                others += [f"{name}:{OPEN}:{min(count, most)}", f"{name}:{CLOSED}:{max(0, most - count)}"]
+            words.append("gres=" + ",".join(others))
         if write.summary:
             words.append(f"extra={write.summary}")
         self.call("scontrol", "update", *words)
@@ -209,6 +225,10 @@ class Slurm:
         if any(sign in said for sign in _DOWN):
             raise EngineUnavailableError(f"slurmctld does not answer: {said[:300]}")
         raise EngineError(f"`{' '.join(words[:3])[:120]}` failed: {said[:300]}")
+
+
+def _name_of(word: str) -> str:
+    return word.partition("(")[0].partition(":")[0]
 
 
 def _job(line: str) -> SlurmJob:

@@ -19,6 +19,7 @@ from typing import Any
 from jupyter_client.connect import KernelConnectionInfo, LocalPortCache, port_names
 from jupyter_client.localinterfaces import is_local_ip
 
+from fractional_gpu.host.namespaces import own_identity
 from fractional_gpu.host.process import PROC, ProcessIdentity, environment_value, identify, open_pidfd
 
 _EXIT_UNKNOWN = 255  # only a parent learns the exit code
@@ -31,7 +32,7 @@ class ProcessGoneError(Exception):
 def identity_of(pid: int) -> dict[str, Any]:
     """Return pid, start_time (clock ticks since boot) and boot_id. Raises ProcessGoneError."""
     try:
-        return identify(pid).to_dict()
+        return own_identity(pid, identify).to_dict()
     except OSError as error:
         raise ProcessGoneError(f"process {pid} is gone") from error
 

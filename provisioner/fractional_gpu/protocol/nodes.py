@@ -39,7 +39,9 @@ class PoolSummary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     wait_p95_ms: int = 0  # ... and 95 of 100
     fraction_milli: int = 0  # the default share
     fractions_milli: list[int] = []  # on offer; empty: any
-    count: str = ""  # the name under which the engine counts the pool's thousandths: `jgpu` in Slurm
+    count: str = (
+        ""  # the name by which a job asks the engine for thousandths: `jgpu:open` in Slurm (`--gres=jgpu:open:250`)
+    )
 
 
 class NodeSummary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

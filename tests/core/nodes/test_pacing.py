@@ -1,6 +1,7 @@
 """The pace of an agent's writes: the laws of `fractional_gpu.core.nodes.pacing`."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,7 +54,7 @@ def test_between_two_attempts_lies_the_floor_whatever_fails(
     run = Run(Pacing(rules, seed), fails)
     run.live(steps)
     times = [at for at, _ in run.attempts]
-    assert all(after - before >= rules.floor_ms for before, after in zip(times, times[1:], strict=False))
+    assert all(after - before >= rules.floor_ms for before, after in pairwise(times))
 
 
 @given(RULES, st.integers(0, 2**64), STEPS)
@@ -73,7 +74,7 @@ def test_what_the_engine_has_already_is_not_written(
     run = Run(Pacing(rules, seed))
     run.live(steps)
     states = [state for _, state in run.attempts]
-    assert all(before != after for before, after in zip(states, states[1:], strict=False))
+    assert all(before != after for before, after in pairwise(states))
 
 
 @given(RULES, st.integers(0, 2**64), st.integers(1, 20))
@@ -90,7 +91,7 @@ def test_failures_are_repeated_ever_more_rarely_and_end_with_the_state_of_their_
     assert run.written == 2
     assert run.pacing.failures == 0
     times = [at for at, _ in run.attempts]
-    pauses = [after - before for before, after in zip(times, times[1:], strict=False)][:failures]
+    pauses = [after - before for before, after in pairwise(times)][:failures]
     assert all(pause >= min(1000 << number, rules.longest_retry_ms) for number, pause in enumerate(pauses))
 
 

@@ -178,6 +178,7 @@ class Kernel:
         None  # which budget its notebook was last told of, in which window, and whether it was used up
     )
     unsaveable: str = ""  # why its process cannot be checkpointed, as its extension knows, a sentence
+    unheard: str = ""  # why the broker cannot listen to its messages, a sentence; empty: it can
     stopped: str = ""  # that its process is stopped, and what to do, a sentence; empty: it runs
     launch: Launch = field(default_factory=Launch)
     checkpoint: CheckpointState = field(default_factory=CheckpointState)
@@ -262,7 +263,7 @@ class Kernel:
             self.link = None
         self.identity = None
         self.connection = ""
-        self.unsaveable = self.stopped = ""
+        self.unsaveable = self.stopped = self.unheard = ""
         self.cell.executing_since_s, self.cell.ticket_by_broker = None, False
         self.gpu_work.clear()
 
@@ -303,7 +304,11 @@ class Kernel:
         if self.launch.command:
             # Before its first use it has nothing to save. Without its runner no process would bring it back: it stays until it ends.
             return not self.measurement.has_used or self.runner_gone
-        # Doubt counts as busy: a live kernel to whose messages the broker cannot listen may be running a cell.
+        # Doubt counts as busy: a live kernel to whose messages the broker cannot listen may be running a cell. Where the broker may never
+        # listen, the gate says whether a cell runs before anything is saved, and the counters say when to ask; without a gate nothing would
+        # bring the kernel back.
+        if self.unheard and self.link is not None:
+            return False
         return self.iopub is None or (self.iopub.busy and not self._only_waits_for_input)
 
     @property

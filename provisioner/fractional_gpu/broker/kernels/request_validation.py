@@ -13,6 +13,7 @@ from fractional_gpu.broker.kernels.process_inspector import LEASE_VARIABLE
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.model import LeaseSpec, PoolSpec, ReserveBy
 from fractional_gpu.core.units import format_fraction, format_memory
+from fractional_gpu.host.namespaces import pid_meant_by
 from fractional_gpu.host.peers import PeerCredentials
 from fractional_gpu.host.process import ProcessIdentity, boot_id, environment_value, identify, owner_uid
 from fractional_gpu.protocol.codec import printable
@@ -176,16 +177,17 @@ def guaranteed_mib(
 async def verified_process(peer: Peer, kernel: Kernel, request: AttachRequest) -> ProcessIdentity:
     """Return the process that the request states, if /proc agrees. Raises BadRequestError or ForbiddenError."""
     try:
-        identity = identify(request.pid)
-        uid = owner_uid(request.pid)
-        lease_id = await _environment_soon(request.pid, LEASE_VARIABLE, kernel.lease_id)
+        pid = _pid_here(peer, request.pid)
+        identity = identify(pid)
+        uid = owner_uid(pid)
+        lease_id = await _environment_soon(pid, LEASE_VARIABLE, kernel.lease_id)
     except (ProcessLookupError, ValueError) as error:
         raise BadRequestError(
             f"pid {request.pid} is not a process that can hold a lease: {error}", reason="no-process"
         ) from None
     except PermissionError:
         raise ForbiddenError(f"the broker may not look at process {request.pid}", reason="no-permission") from None
-    stated = ProcessIdentity(request.boot_id, request.pid, request.start_time)
+    stated = ProcessIdentity(request.boot_id, pid, request.start_time)
     if identity != stated or request.boot_id != boot_id():
         raise BadRequestError(
             f"pid {request.pid} is another process than the one stated (start time differs)",
@@ -196,6 +198,19 @@ async def verified_process(peer: Peer, kernel: Kernel, request: AttachRequest) -
     if lease_id != kernel.lease_id:
         raise ForbiddenError(f"process {request.pid} was not started for this lease", reason="wrong-lease")
     return identity
+
+
+def _pid_here(peer: Peer, pid: int) -> int:
+    """Return the pid here of the process that the peer names by its pid in the peer's own pid namespace.
+
+    Raises ProcessLookupError, also for a peer that is not visible here, PermissionError.
+    """
+    if peer.credentials.pid <= 0:
+        raise ProcessLookupError("the process that names it is in a pid namespace that the broker cannot see")
+    try:
+        return pid_meant_by(peer.credentials.pid, pid)
+    except PermissionError:
+        return pid  # the namespaces of other users' processes may not be read without root: it is verified as one of this namespace
 
 
 def server_of(peer: Peer) -> ProcessIdentity | None:

@@ -1,12 +1,14 @@
 """How many thousandths of a device an engine (Slurm, Kubernetes) may give away on a node.
 
-`count = seated + admissible`, never below what the engine has given away already:
+The engine gives away what its count leaves beside what is in use by its own books. So the count is
 
-- `seated`: what jobs of the engine hold by their seats. Seats of others (a hub beside the engine, a user of the machine) are not the
-  engine's, and what they hold is already missing from `admissible`.
-- `admissible`: what the pool's forecast admits beside all seats.
-- A job to which the engine has given its share, and whose seat is not registered yet, is counted once, as part of `admissible`: its seat
-  moves its share from there to `seated`.
+    what is in use by its books + what the pool's forecast admits - what is given away already and has no seat yet
+
+- Seats of others (a hub beside the engine, a user of the machine) are not in the engine's books; what they hold is missing from what is
+  admitted.
+- A job to which the engine has given its share, and whose seat is not registered yet, is in the books and not among the seats.
+- Books may say less than the seats: Slurm forgets part of what is in use when its configuration is read again. What counts is how much more
+  it would give away, so the books decide.
 
 Without a broker nothing is forecast. The last count stays for a while, since a broker restarts within seconds; after that only
 what is in use remains, so that no further job starts on a node that cannot serve it.
@@ -26,7 +28,8 @@ class NodeShares:
 
 def count_of(shares: NodeShares) -> int:
     """Return the engine's count, milli-GPU."""
-    return max(shares.seated_milli + max(0, shares.admissible_milli), shares.in_use_milli, 0)
+    unseated = max(0, shares.in_use_milli - shares.seated_milli)
+    return shares.in_use_milli + max(0, shares.admissible_milli - unseated)
 
 
 def count_without_broker(last: int | None, in_use_milli: int, *, silent_ms: int, patience_ms: int) -> int:

@@ -29,6 +29,14 @@ class PacingRules:
     longest_retry_ms: int = 120_000
 
 
+def spread(number: int, bound: int) -> int:
+    """Return a number of 0..bound that neighbouring numbers share by chance only (splitmix64: core has no `random`)."""
+    mixed = (number * 0x9E3779B97F4A7C15) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (mixed ^ (mixed >> 31)) % (bound + 1)
+
+
 class Pacing(Generic[State]):
     """The pace of one agent. `seed`: agents with different ones spread their writes."""
 
@@ -92,9 +100,5 @@ class Pacing(Generic[State]):
         return max(floor, min(first << min(self._failures - 1, 20), self._rules.longest_retry_ms))
 
     def _below(self, bound: int) -> int:
-        """Return a number of 0..bound (splitmix64: core has no `random`)."""
-        self._random = (self._random + 0x9E3779B97F4A7C15) & _MASK
-        mixed = self._random
-        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
-        return (mixed ^ (mixed >> 31)) % (bound + 1)
+        self._random = (self._random + 1) & _MASK
+        return spread(self._random, bound)

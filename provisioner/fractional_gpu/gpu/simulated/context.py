@@ -37,13 +37,13 @@ from fractional_gpu.gpu.simulated.store import (
     Process,
     SimulatedHostError,
     Store,
-    current_key,
     find_process,
     forget,
     lock_file,
     open_file,
     open_gate,
     operation_lock,
+    own_key,
     reap,
     settle_if_abandoned,
     write_gate,
@@ -311,15 +311,16 @@ class Context:
     def __init__(self) -> None:
         directory, wanted = _environment()
         self.pid = os.getpid()
-        key = current_key(self.pid)
-        if key is None:
-            raise SimulatedCudaError("this process cannot be found in /proc: the simulated GPU needs it mounted")
-        self.key = key
         self.lease = os.environ.get("JUPYTER_GPU_LEASE", "")
         try:
             self.store = Store(directory)
         except SimulatedHostError as error:
             raise SimulatedCudaError(str(error)) from error
+        key = own_key(self.store)
+        if key is None:
+            self.store.close()
+            raise SimulatedCudaError("this process cannot be found in /proc: the simulated GPU needs it mounted")
+        self.key = key
         self._begun = False
         try:
             device = self._find(wanted)

@@ -30,6 +30,7 @@ from fractional_gpu.gpu.simulated.store import (
     SimulatedHostError,
     Store,
     empty_trash,
+    own_namespace,
     processes_of,
     reap,
     write_gate,
@@ -138,6 +139,9 @@ def create(directory: str | Path, devices: str | Sequence[int], *, shared: bool 
             db.execute("INSERT OR IGNORE INTO meta VALUES ('version', ?)", (str(VERSION),))
             present = [row[0] for row in db.execute("SELECT memory_mib FROM devices ORDER BY idx")]
             living = [row[0] for row in db.execute("SELECT pid FROM processes")]
+            # The keys of living processes were made for the pid namespace that it has.
+            verb = "INSERT OR IGNORE" if living else "INSERT OR REPLACE"
+            db.execute(verb + " INTO meta VALUES ('namespace', ?)", (own_namespace(),))
             if present != sizes:
                 if living:
                     raise SimulatedHostError(_occupied(path, present, sizes, living))

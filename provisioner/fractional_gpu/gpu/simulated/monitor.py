@@ -27,7 +27,7 @@ from fractional_gpu.gpu.simulated.store import (
     Process,
     SimulatedHostError,
     Store,
-    current_key,
+    is_dead,
     reap,
     settle_if_abandoned,
     swapping,
@@ -195,11 +195,15 @@ class SimulatedMonitor:
         """Reap dead processes if one of these is dead, and every 10 s in any case; return whether that was done."""
         now_s = time.monotonic()
         due = now_s - self._reaped_s >= _REAP_S
-        if due or any(current_key(process.pid) != process.key for process in holding):
+        if due or any(is_dead(self._store, process.key, _recorded_pid(process.key)) for process in holding):
             self._reaped_s = now_s
             reap(self._store)
             return True
         return False
+
+
+def _recorded_pid(key: str) -> int:
+    return int(key.partition("-")[0])
 
 
 def _mib(n_bytes: int) -> int:

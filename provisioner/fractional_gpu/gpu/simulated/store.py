@@ -113,6 +113,7 @@ class Store:
         self.memory = self.directory / "memory"
         self.trash = self.directory / "trash"
         self._mutex = threading.Lock()
+        self._home: str | None = None
         if not create and not (self.directory / DATABASE).is_file():
             raise SimulatedHostError(
                 f"there is no simulated GPU host in {self.directory}: start a broker with --simulate, or create one"
@@ -197,6 +198,13 @@ class Store:
         rows = self.query("SELECT id, idx, name, memory_mib, lost FROM devices ORDER BY idx")
         return [Device(device_id=r[0], index=r[1], name=r[2], memory_mib=r[3], lost=bool(r[4])) for r in rows]
 
+    def home_namespace(self) -> str:
+        """Return the pid namespace in which the host was made, where keys need not name it."""
+        if self._home is None:
+            rows = self.query("SELECT value FROM meta WHERE name='namespace'")
+            self._home = rows[0][0] if rows else own_namespace()
+        return self._home
+
     def settings(self) -> Settings:
         """Return the settings in force now."""
         return _settings(self.query(_SETTINGS))
@@ -258,6 +266,8 @@ CLOSED: Final = b"C"  # locked, checkpointed or failed: held calls read why
 ON_DEVICE: Final = "? = CASE WHEN phase IN ('device', 'saving') THEN device WHEN phase = 'restoring' THEN target END"
 
 _POLL_S: Final = 0.002
+_WITHIN: Final = "@"
+_visible: dict[str, int] = {}  # pids here of processes in other pid namespaces, by key
 _STAT_BYTES: Final = 4096  # longer than any /proc/PID/stat
 
 
@@ -281,7 +291,14 @@ _COLUMNS: Final = "SELECT key, pid, lease, device, target, phase, bytes, fatal F
 def _process(row: tuple[str, int, str, str, str | None, str, int, str]) -> Process:
     key, pid, lease, device, target, phase, n_bytes, fatal = row
     return Process(
-        key=key, pid=pid, lease=lease, device=device, target=target, phase=phase, n_bytes=n_bytes, fatal=fatal
+        key=key,
+        pid=visible_pid(key, pid),
+        lease=lease,
+        device=device,
+        target=target,
+        phase=phase,
+        n_bytes=n_bytes,
+        fatal=fatal,
     )
 
 
@@ -295,7 +312,79 @@ def current_key(pid: int) -> str | None:
     # A leader that exited before its threads looks like a zombie, but its memory lives.
     if fields[0] in (b"Z", b"X", b"x") and int(fields[17]) <= 1:
         return None
-    return f"{pid}-{int(fields[19])}-{energy.boot()}"
+    namespace = _namespace(pid)
+    if namespace == own_namespace():
+        return f"{pid}-{int(fields[19])}-{energy.boot()}"
+    return f"{_inner_pid(pid)}-{int(fields[19])}-{energy.boot()}{_WITHIN}{namespace}"
+
+
+# A process in a pid namespace of its own knows its pid there only, and cannot see the processes outside. Its key names the namespace,
+# unless the simulated host was made in the same one; it is judged dead only by a process that sees it.
+
+
+def own_key(store: Store) -> str | None:
+    """Return this process's key in the store, None if /proc does not show it."""
+    try:
+        raw = _read("/proc/self/stat")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    start = int(raw[raw.rindex(b")") + 1 :].split()[19])
+    key = f"{os.getpid()}-{start}-{energy.boot()}"
+    return key if own_namespace() == store.home_namespace() else f"{key}{_WITHIN}{own_namespace()}"
+
+
+def is_dead(store: Store, key: str, pid: int) -> bool:
+    """Return whether a process that is recorded so is dead, as far as this process can see; `pid`: as it is recorded."""
+    _, _, within = key.partition(_WITHIN)
+    own, home = own_namespace(), store.home_namespace()
+    if (within or home) != own:
+        return own == home and visible_pid(key, pid) == 0
+    if _shown_as() != os.getpid():
+        return False  # /proc is another namespace's: it shows other processes under these pids
+    found = current_key(pid)
+    return found is None or found != key.partition(_WITHIN)[0]
+
+
+def visible_pid(key: str, pid: int) -> int:
+    """Return the pid that a recorded process has in /proc here; 0 for one of another namespace that is not to be seen."""
+    if key.partition(_WITHIN)[2] in ("", own_namespace()):
+        return pid
+    known = _visible.get(key)
+    if known is not None and current_key(known) == key:
+        return known
+    for name in os.listdir("/proc"):  # noqa: PTH208 - names are enough
+        if name.isdigit() and _inner_pid(int(name)) == pid and current_key(int(name)) == key:
+            _visible[key] = int(name)
+            return int(name)
+    _visible.pop(key, None)
+    return 0
+
+
+def _namespace(pid: int) -> str:
+    """Return what names the pid namespace of a process; our own where it may not be read."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/pid")[5:-1]  # noqa: PTH115
+    except OSError:
+        return own_namespace()
+
+
+def own_namespace() -> str:
+    """Return what names this process's pid namespace."""
+    return os.readlink("/proc/self/ns/pid")[5:-1]  # noqa: PTH115
+
+
+def _shown_as() -> int:
+    return int(os.readlink("/proc/self"))  # noqa: PTH115
+
+
+def _inner_pid(pid: int) -> int:
+    """Return the pid of a process in its own namespace, 0 if it has ended."""
+    try:
+        status = _read(f"/proc/{pid}/status")
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    found = [line for line in status.split(b"\n") if line.startswith(b"NSpid:")]
+    return int(found[0].split()[-1]) if found else pid
 
 
 def _read(path: str) -> bytes:
@@ -502,7 +591,7 @@ def _remove_tree(entry: Path) -> None:
 def reap(store: Store) -> None:
     """Release everything that dead processes hold."""
     recorded = store.query("SELECT key, pid FROM processes")
-    dead = [key for key, pid in recorded if current_key(pid) != key and _is_ours(store, key)]
+    dead = [key for key, pid in recorded if is_dead(store, key, pid) and _is_ours(store, key)]
     # Listed before the rows are read again inside the transaction of `forget`, which decides.
     known = {key for key, _ in recorded}
     orphans = [folder for folder in store.memory.iterdir() if folder.name not in known and store.may_tidy(folder)]

@@ -1,0 +1,81 @@
+"""ZeroMQ contexts in the network namespaces of kernels: a kernel in a container listens on a loopback interface of its own.
+
+A context opens its connections in its own threads, and these are in the namespace of the thread that creates the context's first socket.
+So a context for another namespace is made by a thread that enters it and then ends (`host.namespaces.in_network`). There is one for each
+namespace, for as long as a kernel in it is followed. Its threads keep the namespace alive until then, so its id is not reused.
+"""
+
+import os
+from dataclasses import dataclass, field
+
+import zmq
+import zmq.asyncio
+
+from fractional_gpu.host.namespaces import NamespaceId, in_network, open_network
+from fractional_gpu.host.process import ProcessIdentity
+
+_MOST_SOCKETS = 8192
+_MOST_HERE = 512  # in one namespace of kernels
+
+
+@dataclass(eq=False)
+class _Network:
+    context: zmq.Context[zmq.Socket[bytes]]
+    on_loop: zmq.asyncio.Context
+    users: set[str] = field(default_factory=set)  # leases
+
+
+class Networks:
+    """The contexts of one broker; for its loop."""
+
+    def __init__(self) -> None:
+        self._own = zmq.asyncio.Context()
+        self._own.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
+        self._others: dict[NamespaceId, _Network] = {}
+
+    def context_for(self, lease_id: str, identity: ProcessIdentity) -> zmq.asyncio.Context:
+        """Return the context that reaches the loopback interface of the process. Blocks for some milliseconds the first time.
+
+        Raises PermissionError where this process may not enter the network namespace, OSError where the system is short of something,
+        ProcessLookupError if the process has ended.
+        """
+        self.forget(lease_id)
+        try:
+            opened = open_network(identity)
+        except PermissionError:
+            return self._own  # whose namespaces may not be read, as those of other users; most are here
+        if opened is None:
+            return self._own
+        descriptor, namespace = opened
+        try:
+            network = self._others.get(namespace)
+            if network is None:
+                context = in_network(descriptor, _new_context)
+                network = self._others[namespace] = _Network(context, zmq.asyncio.Context(shadow=context))
+        finally:
+            os.close(descriptor)
+        network.users.add(lease_id)
+        return network.on_loop
+
+    def forget(self, lease_id: str) -> None:
+        """End the context that only this lease used. Its sockets must be closed."""
+        for namespace, network in list(self._others.items()):
+            network.users.discard(lease_id)
+            if not network.users:
+                del self._others[namespace]
+                network.context.destroy(linger=0)
+
+    def close(self) -> None:
+        """End all contexts and their sockets."""
+        for network in self._others.values():
+            network.context.destroy(linger=0)
+        self._others.clear()
+        self._own.destroy(linger=0)
+
+
+def _new_context() -> zmq.Context[zmq.Socket[bytes]]:
+    """Return a new context whose threads run: they start with its first socket."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, _MOST_HERE)
+    context.socket(zmq.PAIR).close(linger=0)
+    return context

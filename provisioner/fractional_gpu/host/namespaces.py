@@ -1,0 +1,164 @@
+"""Processes in namespaces of their own: which pid a process means, and work in another network namespace.
+
+The rules:
+- The operating system reports a socket's peer by the pid that it has here (SO_PEERCRED). A pid in a message counts in the peer's own pid
+  namespace: `NSpid` in /proc/PID/status has a process's pid in each namespace that it is in, from here inwards.
+- Two namespaces are the same if their files in /proc/PID/ns are (device and inode).
+- A thread that enters a network namespace stays in it, and so does each thread that it starts: `in_network_of` runs one function in a
+  thread of its own, which ends with it.
+- A namespace is opened before its process is identified: afterwards the pid may be reused, and the descriptor cannot.
+- Paths are never resolved below another process's root: a link there that begins with `/` leads into the caller's own files.
+"""
+
+import ctypes
+import fcntl
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, TypeVar
+
+from fractional_gpu.host.process import PROC, ProcessIdentity, is_alive, read_file
+
+T = TypeVar("T")
+
+_CLONE_NEWNET: Final = 0x40000000
+_NS_GET_PARENT: Final = 0xB702
+_DEEPEST: Final = 32  # pid namespaces within each other; Linux allows as many
+
+NamespaceId = tuple[int, int]
+"""Device and inode of a namespace's file."""
+
+
+def namespace_of(pid: int, kind: str, *, proc: Path = PROC) -> NamespaceId:
+    """Return the process's namespace of this kind (`pid`, `net`, `mnt`, `user`). Raises ProcessLookupError, PermissionError."""
+    try:
+        status = os.stat(proc / str(pid) / "ns" / kind)  # noqa: PTH116
+    except (FileNotFoundError, NotADirectoryError, ProcessLookupError):
+        raise ProcessLookupError(f"no process has the id {pid}") from None
+    return status.st_dev, status.st_ino
+
+
+def own_namespace(kind: str, *, proc: Path = PROC) -> NamespaceId:
+    """Return this thread's namespace of this kind. Raises OSError."""
+    status = os.stat(proc / "thread-self" / "ns" / kind)  # noqa: PTH116
+    return status.st_dev, status.st_ino
+
+
+def nested_pids(pid: int, *, proc: Path = PROC) -> list[int]:
+    """Return the process's pids, from the namespace of /proc to its own. Raises ProcessLookupError."""
+    try:
+        status = read_file(f"{proc}/{pid}/status")
+    except (FileNotFoundError, NotADirectoryError, ProcessLookupError):
+        raise ProcessLookupError(f"no process has the id {pid}") from None
+    for line in status.split(b"\n"):
+        name, _, value = line.partition(b":")
+        if name == b"NSpid":
+            return [int(one) for one in value.split()]
+    return [pid]  # a kernel without pid namespaces
+
+
+def pid_meant_by(peer: int, pid: int, *, proc: Path = PROC) -> int:
+    """Return the pid here of the process that has `pid` in the pid namespace of the process `peer` (a pid here).
+
+    Raises ProcessLookupError if that namespace has no such process, PermissionError if the peer's namespace may not be read.
+    """
+    theirs = namespace_of(peer, "pid", proc=proc)
+    if theirs == own_namespace("pid", proc=proc):
+        return pid
+    return _find(pid, theirs, len(nested_pids(peer, proc=proc)), proc)
+
+
+def own_identity(pid: int, identify: Callable[[int], ProcessIdentity], *, proc: Path = PROC) -> ProcessIdentity:
+    """Return the identity, by its pid in this process's namespace, of a process that /proc may show under another pid.
+
+    /proc is that of an outer namespace where a process has pids of its own and no mount of its own (`unshare --pid` alone).
+    Raises as `identify`, which reads the process that /proc shows under a pid.
+    """
+    try:
+        shown = int(os.readlink(proc / "self"))  # noqa: PTH115
+    except (OSError, ValueError):
+        return identify(pid)
+    if shown == os.getpid():
+        return identify(pid)
+    ours = namespace_of(shown, "pid", proc=proc)
+    there = identify(_find(pid, ours, len(nested_pids(shown, proc=proc)), proc))
+    return ProcessIdentity(there.boot_id, pid, there.start_time)
+
+
+def _find(pid: int, namespace: NamespaceId, depth: int, proc: Path) -> int:
+    """Return the pid in /proc of the process that has `pid` in this pid namespace, the `depth`th from that of /proc."""
+    for name in os.listdir(proc):  # noqa: PTH208 - names are enough
+        if name.isascii() and name.isdigit():
+            with suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it ended, or is out of sight
+                pids = nested_pids(int(name), proc=proc)
+                if (
+                    len(pids) >= depth
+                    and pids[depth - 1] == pid
+                    and _is_within(int(name), namespace, len(pids) - depth)
+                ):
+                    return int(name)
+    raise ProcessLookupError(f"no process has the pid {pid} in the pid namespace of the process that names it")
+
+
+def _is_within(pid: int, namespace: NamespaceId, up: int) -> bool:
+    """Whether the namespace is `up` levels above the process's own pid namespace."""
+    if not up:
+        return namespace_of(pid, "pid") == namespace
+    descriptor = os.open(PROC / str(pid) / "ns" / "pid", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for _ in range(min(up, _DEEPEST)):
+            above = fcntl.ioctl(descriptor, _NS_GET_PARENT)
+            os.close(descriptor)
+            descriptor = above
+        status = os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+    return (status.st_dev, status.st_ino) == namespace
+
+
+# -- network ---------------------------------------------------------------------------------------------------------------
+
+
+def open_network(identity: ProcessIdentity, *, proc: Path = PROC) -> tuple[int, NamespaceId] | None:
+    """Return a descriptor of the process's network namespace, which the caller closes, and its id; None if it is our own.
+
+    Raises ProcessLookupError if the process has ended, PermissionError if its namespaces may not be read.
+    """
+    try:
+        descriptor = os.open(proc / str(identity.pid) / "ns" / "net", os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, ProcessLookupError):
+        raise ProcessLookupError(f"process {identity.pid} has ended") from None
+    status = os.fstat(descriptor)
+    found = status.st_dev, status.st_ino
+    other = found != own_namespace("net", proc=proc)
+    alive = is_alive(identity, proc=proc)
+    if other and alive:
+        return descriptor, found
+    os.close(descriptor)
+    if not alive:
+        raise ProcessLookupError(f"process {identity.pid} has ended")
+    return None
+
+
+def in_network(descriptor: int, work: Callable[[], T]) -> T:
+    """Run `work` in a thread of its own within the network namespace, and return what it returns.
+
+    Threads that `work` starts stay in that namespace; no other thread is ever in it. Raises PermissionError where this process may not
+    enter (it takes CAP_SYS_ADMIN here and over that namespace), and what `work` raises.
+    """
+
+    def run() -> T:
+        _enter(descriptor)
+        return work()
+
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="in-network") as thread:  # it ends with the block
+        return thread.submit(run).result()
+
+
+def _enter(descriptor: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(descriptor, _CLONE_NEWNET) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
