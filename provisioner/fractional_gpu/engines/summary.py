@@ -42,5 +42,6 @@ def _pool(pool: PoolCapacity, count: str) -> PoolSummary:
         wait_p95_ms=rounded_wait_ms(round(pool.wait_p95_s * 1000)),
         fraction_milli=pool.fraction_milli,
         fractions_milli=list(pool.fractions_milli),
+        device_mib=pool.device_mib,
         count=count,
     )

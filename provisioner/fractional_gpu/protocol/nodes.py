@@ -39,6 +39,7 @@ class PoolSummary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     wait_p95_ms: int = 0  # ... and 95 of 100
     fraction_milli: int = 0  # the default share
     fractions_milli: list[int] = []  # on offer; empty: any
+    device_mib: int = 0  # memory that leases may have of the pool's smallest device
     count: str = (
         ""  # the name by which a job asks the engine for thousandths: `jgpu:open` in Slurm (`--gres=jgpu:open:250`)
     )

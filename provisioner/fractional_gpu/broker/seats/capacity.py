@@ -116,6 +116,7 @@ def _capacity(pool: _Pool) -> PoolCapacity:
         fractions_milli=list(pool.spec.fractions_milli),
         wait_target_ms=pool.hub.wait_target_ms,
         wait_bound_milli=pool.hub.wait_bound_milli,
+        device_mib=min((place.capacity_mib for place in pool.places), default=0),
     )
 
 
