@@ -1,6 +1,6 @@
 # The broker's settings on every node (jupyter gpu broker --generate-config prints all of them).
-c.FractionalGPU.seats_required = True  # no kernel without a pod that asked for a share
-c.FractionalGPU.idle_exit = "never"
-c.FractionalGPU.pools = {
+c.GPUBroker.seats_required = True  # no kernel without a pod that asked for a share
+c.GPUBroker.idle_exit = "never"
+c.GPUBroker.pools = {
     "default": {"fractions": ["1/8", "1/4", "1/2", "1"], "default_fraction": "1/4", "oversubscription": 4},
 }

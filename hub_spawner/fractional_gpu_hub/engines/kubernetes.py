@@ -200,7 +200,7 @@ def _unavailable(error: Exception) -> str:
             f"the hub may not list the cluster's nodes ({error.status}: {error.reason}); bind the ClusterRole jupyter-gpu-hub to its service "
             "account (examples/kubernetes/hub)"
         )
-    return f"the Kubernetes API does not list the nodes: {error or type(error).__name__}; try again in a moment"
+    return f"the Kubernetes API does not list the nodes: {str(error) or type(error).__name__}; try again in a moment"
 
 
 # -- nodes -----------------------------------------------------------------------------------------------------------------------
@@ -310,11 +310,14 @@ def _bytes(quantity: object) -> int:
 def _give_environment(server: Any, has: Allocation, terms: PodTerms) -> None:  # noqa: ANN401 - V1Container
     ours = {
         "JUPYTER_GPU_SOCKET": terms.socket,
+        "JUPYTER_GPU_POD_SHARE": f"{has.pool}/{has.fraction_milli}",  # which kernels the launcher shows
         "JUPYTER_GPU_DEFAULT_POOL": has.pool,
         "JUPYTER_GPU_DEFAULT_FRACTION": f"{has.fraction_milli}m",
         "CUDA_VISIBLE_DEVICES": "",
         "NVIDIA_VISIBLE_DEVICES": "all",  # the broker decides which one a kernel uses, and may change it
         "NVIDIA_DRIVER_CAPABILITIES": "compute,utility",
+        "MEM_LIMIT": server.resources.limits["memory"],
+        "MEM_GUARANTEE": server.resources.requests["memory"],
     }
     others = [variable for variable in server.env or () if _field(variable, "name") not in ours]
     server.env = others + [client.V1EnvVar(name=name, value=value) for name, value in ours.items()]
@@ -322,14 +325,13 @@ def _give_environment(server: Any, has: Allocation, terms: PodTerms) -> None:  #
 
 def _restrict(pod: Any, uid: int | None) -> None:  # noqa: ANN401 - V1Pod
     """Fit the server's container to Kubernetes' standard `restricted`, but for the host path: no privileges to gain."""
-    context = pod.spec.containers[0].security_context or client.V1SecurityContext()
-    context.allow_privilege_escalation = False
-    context.run_as_non_root = True
+    context = dict(pod.spec.containers[0].security_context or {})  # kubespawner makes it of configuration: a mapping
+    context["allowPrivilegeEscalation"] = False
+    context["runAsNonRoot"] = True
     if uid is not None:
-        context.run_as_user, context.run_as_group = uid, _USERS
-    context.capabilities = context.capabilities or client.V1Capabilities()
-    context.capabilities.drop = ["ALL"]
-    context.seccomp_profile = context.seccomp_profile or client.V1SeccompProfile(type="RuntimeDefault")
+        context["runAsUser"], context["runAsGroup"] = uid, _USERS
+    context["capabilities"] = {**(context.get("capabilities") or {}), "drop": ["ALL"]}
+    context.setdefault("seccompProfile", {"type": "RuntimeDefault"})
     pod.spec.containers[0].security_context = context
     if pod.spec.automount_service_account_token is None:
         pod.spec.automount_service_account_token = False

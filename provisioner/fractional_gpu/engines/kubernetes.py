@@ -109,7 +109,7 @@ async def _answer(call: Callable[[], Awaitable[Any]], use: str) -> dict[str, Any
             body = await response.read()
             status = response.status
     except (aiohttp.ClientError, OpenApiException, TimeoutError, OSError) as error:
-        raise EngineUnavailableError(f"the API server does not answer: {error or type(error).__name__}") from error
+        raise EngineUnavailableError(f"the API server does not answer: {str(error) or type(error).__name__}") from error
     if not 200 <= status < 300:
         raise _failure(status, _reason(body), use)
     try:
@@ -245,7 +245,7 @@ class PodWatch:
                     yield _event(line)
         except (aiohttp.ClientError, OpenApiException, TimeoutError, OSError) as error:
             raise EngineUnavailableError(
-                f"the watch of this node's pods broke: {error or type(error).__name__}"
+                f"the watch of this node's pods broke: {str(error) or type(error).__name__}"
             ) from error
         except ValueError as error:  # a line that is no JSON, or longer than an object can be
             raise EngineUnavailableError(f"the watch of this node's pods sent what is no event: {error}") from error
@@ -386,6 +386,7 @@ class KubernetesEngine:
         return NodeRecord(
             counts=counts,
             in_use={name: used.get(pool, 0) for pool, name in self._names.items()},
+            most={},
             text=", ".join(f"{name}: {count}" for name, count in sorted(counts.items())),
             summary=str(((node.get("metadata") or {}).get("annotations") or {}).get(pods.SUMMARY, "")),
         )

@@ -9,13 +9,15 @@ The rules:
   is `NAMESPACE/POD`. The groups of a seat are `kubernetes` and `kubernetes:NAMESPACE`, by which pools have terms.
 """
 
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
 from fractional_gpu.client.seat import SeatClient
-from fractional_gpu.engines.engine import EngineError
+from fractional_gpu.engines.accounting import JobFigures, figures_of, leases_by_seat, sentence_of
+from fractional_gpu.engines.engine import EngineError, EngineUnavailableError
 from fractional_gpu.protocol import pods
 from fractional_gpu.protocol.errors import (
     BadRequestError,
@@ -200,6 +202,71 @@ class PodSeats:
             self._say(f"pod {pod.namespace}/{pod.name}: {sentence}")
 
 
+# -- annotations -----------------------------------------------------------------------------------------------------------
+
+
+class PodNotes:
+    """Writes what became of each pod's seat, and what it used, into the pod's annotations, if the agent may.
+
+    `annotate(pod, annotations)` writes them; it raises EngineError. Without the right it is tried once, and said once.
+    """
+
+    def __init__(self, annotate: Callable[[Pod, Mapping[str, str]], None], say: Callable[[str], None]) -> None:
+        self._annotate = annotate
+        self._say = say
+        self._figures: dict[str, JobFigures] = {}
+        self._written: dict[str, dict[str, str]] = {}
+        self._may = True
+
+    def write(self, client: SeatClient, found: Iterable[Pod], outcomes: Mapping[str, str]) -> None:
+        """Write what has changed. Raises FractionalGPUError if the broker does not answer."""
+        if not self._may:
+            return
+        ours = {pod.uid: pod for pod in found if pod.is_ours}
+        usage = self._usage(client, ours.keys())
+        for uid, pod in ours.items():
+            values = {pods.SEAT: outcomes.get(uid, ""), pods.USAGE: usage.get(uid, "")}
+            wanted = {name: text for name, text in values.items() if text and pod.annotations.get(name) != text}
+            if wanted and self._written.get(uid) != wanted and not self._wrote(pod, wanted):
+                return
+        for gone in self._written.keys() - ours.keys():
+            del self._written[gone]
+
+    def _wrote(self, pod: Pod, wanted: dict[str, str]) -> bool:
+        try:
+            self._annotate(pod, wanted)
+        except EngineUnavailableError as error:
+            self._say(f"pod {pod.namespace}/{pod.name} is not annotated now: {error}")
+            return False
+        except EngineError as error:
+            self._may = False
+            self._say(
+                f"pods are not annotated, which changes nothing else: {error} (examples/kubernetes/usage gives this right)"
+            )
+            return False
+        self._written[pod.uid] = wanted
+        return True
+
+    def _usage(self, client: SeatClient, uids: Collection[str]) -> dict[str, str]:
+        """Return the meter's figures of each pod with a seat, as a sentence."""
+        seats = {
+            seat.seat_id: seat
+            for seat in client.seats().seats
+            if seat.workload is not None and seat.workload.engine == KUBERNETES and seat.workload.id in uids
+        }
+        for seat_id, leases in leases_by_seat(client, seats).items():
+            seat = seats[seat_id]
+            if leases and seat.workload is not None:
+                known = self._figures.setdefault(
+                    seat.workload.id, JobFigures(owner=seat.owner, since_s=int(time.time()))
+                )
+                known.leases |= leases
+        for gone in self._figures.keys() - set(uids):
+            del self._figures[gone]
+        sums = figures_of(client, self._figures)
+        return {uid: sentence_of(known, sums[uid]) for uid, known in self._figures.items()}
+
+
 def in_use(found: Iterable[Pod]) -> dict[str, int]:
     """Return the thousandths that the scheduler has given away on the node, by pool."""
     total: dict[str, int] = {}
@@ -209,4 +276,4 @@ def in_use(found: Iterable[Pod]) -> dict[str, int]:
     return total
 
 
-__all__ = ["Pod", "PodSeats", "in_use", "request_of"]
+__all__ = ["Pod", "PodNotes", "PodSeats", "in_use", "request_of"]

@@ -211,11 +211,18 @@ class WorkerService:
 def listen(path: str) -> socket.socket:
     """Return a listening socket of mode 0600 at the path, in place of one that nobody serves. Raises OSError.
 
-    The folder must belong to this user and be writable by no other: else another user could put a socket of its own there.
+    The folder, which is made where it is missing, must belong to this user and be writable by no other: else another user could put a
+    socket of its own there.
     """
     folder = Path(path).absolute().parent
-    status = folder.stat()
-    if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    if (
+        not stat.S_ISDIR(status.st_mode)
+        or status.st_uid != os.geteuid()
+        or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    ):
         raise PermissionError(
             errno.EPERM,
             f"the folder of the socket must belong to uid {os.geteuid()} and be writable by no other user; it belongs to uid "

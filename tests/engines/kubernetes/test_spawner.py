@@ -60,6 +60,13 @@ class Api:
         return SimpleNamespace(items=self.nodes)
 
 
+@pytest.fixture(autouse=True)
+def _no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the spawner from looking for a cluster's address while it is made."""
+    monkeypatch.setattr("kubespawner.spawner.load_config", lambda **_: None)
+    monkeypatch.setattr("kubespawner.spawner.shared_client", lambda _: None)
+
+
 @pytest.fixture
 def api() -> Api:
     return Api(node_of())
@@ -81,7 +88,7 @@ def spawner_of(api: Api, settings: dict[str, Any] | None = None) -> Any:  # noqa
         config=given,
         user=user,
         hub=hub,
-        orm_spawner=SimpleNamespace(name="", user_options={}),
+        orm_spawner=SimpleNamespace(state=None, user_options=None, name="", server=None),
         api_token="t",
     )
     spawner.api = api
