@@ -2,5 +2,5 @@
 c.GPUBroker.seats_required = True  # no kernel without a pod that asked for a share
 c.GPUBroker.idle_exit = "never"
 c.GPUBroker.pools = {
-    "default": {"fractions": ["1/8", "1/4", "1/2", "1"], "default_fraction": "1/4", "oversubscription": 4},
+    "default": {"fractions": ["1/8", "1/4", "1/2", "1"], "oversubscription": 4},
 }

@@ -1,4 +1,4 @@
-"""A broker whose checkpoint worker another process starts, as a container without privileges has it: either may be killed, and nothing is lost."""
+"""A broker whose checkpoint worker another process starts, as in a container without privileges: either may be killed; nothing is lost."""
 
 import json
 import os

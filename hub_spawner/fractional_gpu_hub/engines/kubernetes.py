@@ -2,10 +2,11 @@
 
 Rules:
 
-- The choice is `fractional-gpu.jupyter.org/POOL` in requests and limits (thousandths of a GPU), and a memory limit that holds the server and
-  all that can be saved of its share. The scheduler counts it, the node's agent registers it as a seat. Which device is the broker's business.
-- The pod is finished here, after `kubespawner` and its profiles have made it: no profile and no `extra_pod_config` takes a share that was not
-  chosen, or a privilege.
+- The choice is `fractional-gpu.jupyter.org/POOL` in requests and limits (thousandths of a GPU), and a memory limit that holds the server
+  and all that can be saved of its share. The scheduler counts it, the node's agent registers it as a seat, and the node's broker chooses
+  the device.
+- The pod is finished here, after `kubespawner` and its profiles have made it: no profile and no `extra_pod_config` takes a share that was
+  not chosen, or a privilege.
 - A pod with a share has no privileges: no root, no added capability, no host namespace. What would give it one stops the spawn, with the
   setting's name.
 - Into the pod goes the folder of the broker's socket, read-only. Nothing secret goes there: the broker knows the pod by its control group.
@@ -197,8 +198,8 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
 def _unavailable(error: Exception) -> str:
     if isinstance(error, ApiException) and error.status in (401, 403):
         return (
-            f"the hub may not list the cluster's nodes ({error.status}: {error.reason}); bind the ClusterRole jupyter-gpu-hub to its service "
-            "account (examples/kubernetes/hub)"
+            f"the hub may not list the cluster's nodes ({error.status}: {error.reason}); bind the ClusterRole jupyter-gpu-hub to its "
+            "service account (examples/kubernetes/hub)"
         )
     return f"the Kubernetes API does not list the nodes: {str(error) or type(error).__name__}; try again in a moment"
 

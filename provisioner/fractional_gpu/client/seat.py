@@ -52,7 +52,7 @@ def own_seat() -> Seat | None:
 
 
 def own_share() -> tuple[str, int] | None:
-    """Return pool and thousandths of this process's seat, for display; None without one. Raises FractionalGPUError for an unreadable file."""
+    """Return pool and thousandths of this process's seat, for display; None without one. Raises FractionalGPUError."""
     seat = own_seat()
     if seat is not None:
         return seat.pool, seat.fraction_milli

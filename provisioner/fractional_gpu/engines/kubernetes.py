@@ -1,8 +1,8 @@
 """Kubernetes for a node agent: the node's counts and summary, and the pods of the node, by `kubernetes_asyncio`.
 
 The rules:
-- Everything is one kind of write: a patch of the node's *status*, with the extended resources and the annotation of the summary. It needs no
-  right to change a node's spec, so the agent cannot taint, cordon or relabel for scheduling what is not in the status.
+- Everything is one kind of write: a patch of the node's *status*, with the extended resources and the annotation of the summary. It needs
+  no right to change a node's spec, so the agent can neither taint nor cordon a node.
 - Pods are listed once and then watched from the list's version on, with a field selector for the node. Bookmarks move the version on. The
   server ends a watch now and then: the next one begins where it ended. An expired version (410) begins with a list anew.
 - A list or a watch that fails is repeated after twice as long each time, up to a minute, with jitter. Meanwhile the pods known so far stay.
@@ -14,7 +14,7 @@ import asyncio
 import json
 import random
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing, suppress
 from typing import Any, Final, Self, TypeVar
 
@@ -58,7 +58,7 @@ def configuration(kubeconfig: str | None = None) -> client.Configuration:
     found = client.Configuration()
     try:
         if kubeconfig is None:
-            config.load_incluster_config(client_configuration=found)
+            config.load_incluster_config(client_configuration=found)  # type: ignore[no-untyped-call]
         else:
             asyncio.run(config.load_kube_config(kubeconfig, client_configuration=found, persist_config=False))
     except (ConfigException, OSError, ValueError) as error:
@@ -225,12 +225,12 @@ class PodWatch:
         self._changed()
         return str(metadata.get("resourceVersion") or "0")
 
-    async def _events(self, version: str) -> AsyncIterator[dict[str, Any]]:
+    async def _events(self, version: str) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the events since the version until the server ends the watch. Raises EngineError."""
         limit_s = random.randint(_WATCH_S, 2 * _WATCH_S)  # noqa: S311 - spreads requests
         times = aiohttp.ClientTimeout(sock_connect=_ANSWER_S, sock_read=limit_s + _ANSWER_S)
         try:
-            response = await self._api.list_pod_for_all_namespaces(
+            response: Any = await self._api.list_pod_for_all_namespaces(
                 field_selector=self._selector,
                 watch=True,
                 resource_version=version,
@@ -277,7 +277,7 @@ def _event(line: bytes) -> dict[str, Any]:
         or not isinstance(event.get("object"), dict)
         or not isinstance(event.get("type"), str)
     ):
-        raise ValueError(f"an event has type and object; got {line[:100]!r}")
+        raise ValueError(f"an event has type and object; got {line[:100]!r}")  # noqa: TRY004 - as for a line that is no JSON
     return event
 
 

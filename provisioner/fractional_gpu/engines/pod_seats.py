@@ -5,8 +5,8 @@ The rules:
 - A seat is for the pod's UID. Its kernels need no token: the broker finds the pod of a kernel by the kernel's control group.
 - A seat ends with its pod: when the pod is gone from the API server, or has ended. The broker ends it, too, when the control group is gone.
 - Until the pods have been listed, nothing ends: a missing pod may only be unknown.
-- Pods come from any user of the cluster. The owner that a pod states is believed in a hub's namespaces only; elsewhere the owner of the seat
-  is `NAMESPACE/POD`. The groups of a seat are `kubernetes` and `kubernetes:NAMESPACE`, by which pools have terms.
+- Pods come from any user of the cluster. The owner that a pod states is believed in a hub's namespaces only; elsewhere the owner of the
+  seat is `NAMESPACE/POD`. The groups of a seat are `kubernetes` and `kubernetes:NAMESPACE`, by which pools have terms.
 """
 
 import time
@@ -19,13 +19,7 @@ from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.engines.accounting import JobFigures, figures_of, leases_by_seat, sentence_of
 from fractional_gpu.engines.engine import EngineError, EngineUnavailableError
 from fractional_gpu.protocol import pods
-from fractional_gpu.protocol.errors import (
-    BadRequestError,
-    ForbiddenError,
-    FractionalGPUError,
-    NoRoomError,
-    NotFoundError,
-)
+from fractional_gpu.protocol.errors import BadRequestError, ForbiddenError, NoRoomError, NotFoundError
 from fractional_gpu.protocol.limits import MAX_NAME
 from fractional_gpu.protocol.messages import KUBERNETES, ProgressKind, SeatStatus, Workload
 from fractional_gpu.protocol.seats import SeatRequest
@@ -104,8 +98,8 @@ def _share(pod: Pod) -> tuple[str, int]:
         raise EngineError(f"its request for a share cannot be read: {pod.wrong}")
     if not pod.shares:
         raise EngineError(
-            f"it names a pool or a fraction but requests no share; add {pods.resource_of('POOL')} in thousandths to its container's requests "
-            "and limits"
+            f"it names a pool or a fraction but requests no share; add {pods.resource_of('POOL')} in thousandths to its container's "
+            "requests and limits"
         )
     if len(pod.shares) > 1:
         raise EngineError(
@@ -183,17 +177,16 @@ class PodSeats:
         """Take the pod's seat and return the sentence about it. Raises FractionalGPUError if the broker does not answer."""
         try:
             request = request_of(pod, self._hub_namespaces)
-            with closing(client.take_seat(request)) as lines:
-                for line in lines:
-                    if line.kind == ProgressKind.REFUSED:
-                        return f"refused: {line.sentence}"
-                    if line.kind == ProgressKind.GRANTED:
-                        client.confirm_seat(line.seat_id)
-                        share = f"granted: {request.fraction_milli} thousandths of a GPU of pool {request.pool}, {line.memory_mib} MiB"
-                        return f"{share}; warning: {line.warning}" if line.warning else share
+            last = None
+            for line in client.take_seat(request):
+                last = line
+            if last is not None and last.kind == ProgressKind.GRANTED:
+                client.confirm_seat(last.seat_id)
+                share = f"granted: {request.fraction_milli} thousandths of a GPU of pool {request.pool}, {last.memory_mib} MiB"
+                return f"{share}; warning: {last.warning}" if last.warning else share
         except (EngineError, BadRequestError, ForbiddenError, NoRoomError, NotFoundError) as error:
             return f"refused: {error}"
-        return "refused: the broker ended the request without a reason; its log may say more"
+        return f"refused: {last.sentence if last is not None else 'the broker ended the request without a reason; its log may say more'}"
 
     def _tell(self, pod: Pod, sentence: str) -> None:
         self.outcomes[pod.uid] = sentence

@@ -1,7 +1,7 @@
 """What a Kubernetes pod says to have a share of a GPU, and what the node's agent writes. Names of the domain `fractional-gpu.jupyter.org`.
 
-A pod asks for a share by an extended resource in requests and limits: `fractional-gpu.jupyter.org/POOL: "250"` is a quarter of a GPU of that
-pool, in thousandths. The scheduler counts it, and quotas may limit it. So the resource decides; annotations only explain:
+A pod asks for a share by an extended resource in requests and limits: `fractional-gpu.jupyter.org/POOL: "250"` is a quarter of a GPU of
+that pool, in thousandths. The scheduler counts it, and quotas may limit it. So the resource decides; annotations only explain:
 
 - `.../pool`, `.../fraction`: pool and share, for people. Where they are given, they must agree with the resource.
 - `.../owner`, `.../server`: the hub's user and server, believed in the namespaces that the agent is given as a hub's.

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from jsonschema import ValidationError
 from traitlets.config import Config
 
 from fractional_gpu.commands.main import _subcommand
@@ -124,3 +125,13 @@ def test_the_hubs_values_set_up_a_hub(tmp_path: Path) -> None:
     assert c.JupyterHub.spawner_class == "fractional-gpu-kubernetes"
     assert values["singleuser"]["image"]["name"]
     assert json.dumps(c).count(DOMAIN) == 0, "the domain's names are the spawner's business"
+
+
+def test_the_schemas_refuse_what_is_misspelt(base: list[dict[str, Any]]) -> None:
+    for found in base:
+        with pytest.raises(ValidationError):
+            validate({**found, "metdata": {}})
+    (daemons,) = [found for found in base if found["kind"] == "DaemonSet"]
+    wrong = json.loads(json.dumps(daemons).replace('"hostPID"', '"hostPid"'))
+    with pytest.raises(ValidationError):
+        validate(wrong)

@@ -46,7 +46,7 @@ def test_quantities_have_the_forms_of_kubernetes(text: object, number: int) -> N
 
 @pytest.mark.parametrize("text", ["", "250m", "-1", "1/4", "0.5", "1e99999", "٢", None, True, 2.5, "1 k"])
 def test_what_is_no_whole_number_is_refused(text: object) -> None:
-    with pytest.raises(ValueError, match="not a quantity|not a whole number"):
+    with pytest.raises(ValueError, match=r"not a quantity|not a whole number"):
         whole_quantity(text)
 
 
@@ -182,13 +182,13 @@ def test_a_refusal_is_said_once_and_tried_again(node: Node) -> None:
 
 
 @contextmanager
-def _kernel_in(live: LiveBroker, uid: str) -> Iterator[Client]:
+def kernel_in(live: LiveBroker, uid: str) -> Iterator[Client]:
     with pod_group(uid) as group, client_in(group, live) as client:
         yield client
 
 
-def _lease(client: Client, milli: int = 125, **headers: str) -> tuple[int, Any]:
-    body = to_builtins(LeaseRequest(fraction_milli=milli, **headers))
+def lease_in(client: Client, milli: int = 125) -> tuple[int, Any]:
+    body = to_builtins(LeaseRequest(fraction_milli=milli))
     return client.call("POST", "/v1/leases", "", body)
 
 
@@ -197,16 +197,16 @@ def test_a_kernel_is_known_by_its_pods_control_group(node: Node, live: LiveBroke
     uid, other = str(uuid4()), str(uuid4())
     pod = pod_of(1, annotations={OWNER: "ada"})
     pod["metadata"]["uid"] = uid
-    with _kernel_in(live, uid) as own, _kernel_in(live, other) as stranger:
-        assert _lease(own)[1]["error"]["reason"] == "no-seat", "before the agent has seen the pod"
+    with kernel_in(live, uid) as own, kernel_in(live, other) as stranger:
+        assert lease_in(own)[1]["error"]["reason"] == "no-seat", "before the agent has seen the pod"
         node.keep(pod)
-        status, lease = _lease(own)
+        status, lease = lease_in(own)
         assert status == 200, lease
         assert node.listed()[uid].used_milli == 125
-        status, refused = _lease(own, 250)
+        status, refused = lease_in(own, 250)
         assert (status, refused["error"]["reason"]) != (200, None)
         assert status != 200, "the pod's kernels share its seat"
-        assert _lease(stranger)[1]["error"]["reason"] == "no-seat"
+        assert lease_in(stranger)[1]["error"]["reason"] == "no-seat"
         outside = live.call("POST", "/v1/leases", to_builtins(LeaseRequest(fraction_milli=125)))
         assert outside.error["reason"] == "no-seat"
         forged = live.call(

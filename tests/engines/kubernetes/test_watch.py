@@ -1,6 +1,7 @@
 """The pods of the node, by the real client against a strict stand-in. No cluster was there: validated, never seen running."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -186,21 +187,19 @@ def test_a_missing_right_on_nodes_is_named(
     until_pods(cluster)
     engine = KubernetesEngine(cluster, NODE, ("default",))
     record = engine.read_node()
+    act = engine.read_node if use == "read" else partial(engine.write_node, NodeWrite(counts={DEFAULT: 1}), record)
     server.rules = [rule for rule in server.rules if resource not in rule["resources"]]
     with pytest.raises(
         EngineError, match=rf"with the verb '{verb}' on '{resource}' to the agent's service account"
     ) as caught:
-        if use == "read":
-            engine.read_node()
-        else:
-            engine.write_node(NodeWrite(counts={DEFAULT: 1}), record)
+        act()
     assert not isinstance(caught.value, EngineUnavailableError)
 
 
 def test_a_node_that_is_not_there_is_named(server: ApiServer, said: list[str]) -> None:
     with Cluster(settings_for(server), "mistyped", said.append) as cluster:
         until_pods(cluster)
-        with pytest.raises(EngineError, match='404: nodes "mistyped" not found.*is --node the node'):
+        with pytest.raises(EngineError, match=r'404: nodes "mistyped" not found.*is --node the node'):
             KubernetesEngine(cluster, "mistyped", ("default",)).read_node()
 
 
