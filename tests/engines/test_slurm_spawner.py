@@ -22,13 +22,13 @@ from tests.support.slurm import Cluster, new_cluster
 PATIENCE_S = 60
 POOL = PoolSummary(
     name="default", devices=1, total_milli=1000, held_milli=0, free_milli=1000, fraction_milli=250,
-    fractions_milli=[250, 500], device_mib=400, count="jgpu",
+    fractions_milli=[250, 500], device_mib=400, count="jgpu:open",
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def _cluster() -> Iterator[Cluster]:
-    with new_cluster(count=1000) as cluster:
+    with new_cluster(closed=0) as cluster:
         yield cluster
 
 
@@ -47,7 +47,7 @@ def publish(cluster: Cluster, node: str, **more: Any) -> None:  # noqa: ANN401 -
     import time  # noqa: PLC0415 - here only
 
     summary = NodeSummary(at_s=int(time.time()), simulated=True, pools=[POOL], **more)
-    cluster.call("scontrol", "update", f"nodename={node}", "gres=jgpu:1000", f"extra={encode_summary(summary)}")
+    cluster.call("scontrol", "update", f"nodename={node}", f"extra={encode_summary(summary)}")
 
 
 class Database:
@@ -93,7 +93,7 @@ async def test_a_choice_becomes_a_job_and_the_job_a_server(cluster: Cluster) -> 
     assert "1/4 GPU, 100 MiB" in form
     assert await spawner.start() == ("127.0.0.1", 4321), "the node's address, which is not its name"
     job = cluster.job(spawner.job_id)
-    assert (job["JobState"], job["Partition"], job["TresPerNode"]) == ("RUNNING", "gpu", "gres:jgpu:250")
+    assert (job["JobState"], job["Partition"], job["TresPerNode"]) == ("RUNNING", "gpu", "gres:jgpu:open:250")
     assert job["MinMemoryNode"] == "200M", "the server's own 100 MiB, and all that can be saved"
     assert job["Requeue"] == "0"
     assert spawner.orm_spawner.state["job_id"] == spawner.job_id
@@ -104,7 +104,7 @@ async def test_a_choice_becomes_a_job_and_the_job_a_server(cluster: Cluster) -> 
 
 
 async def test_the_wait_in_the_queue_is_shown_with_its_reason(cluster: Cluster) -> None:
-    holder = cluster.sbatch("sleep 600", "--gres=jgpu:1000", "--nodes=2", "--time=5")
+    holder = cluster.sbatch("sleep 600", "--gres=jgpu:open:1000", "--nodes=2", "--time=5")
     cluster.await_job(holder, "RUNNING")
     spawner = made(cluster)
     start = asyncio.create_task(spawner.start())

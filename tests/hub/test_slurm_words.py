@@ -50,7 +50,7 @@ def made(name: str = "ada", server: str = "", **traits: Any) -> Any:  # noqa: AN
 
 
 def test_the_request_of_a_share() -> None:
-    assert made().gpu_request(QUARTER) == ["--gres=jgpu:250", "--mem=3000M"]
+    assert made().gpu_request(QUARTER) == ["--gres=jgpu:open:250", "--mem=3000M"]
     assert made(gpu_partitions={"default": "gpu"}).gpu_request(QUARTER)[-1] == "--partition=gpu"
     assert made(gpu_gres="shard", gpu_shards_per_device=10).gpu_request(QUARTER)[0] == "--gres=shard:3", "rounded up"
     assert made(req_partition="cpu").gpu_request(None) == ["--mem=2048M", "--partition=cpu"]
@@ -67,7 +67,7 @@ def test_the_command_has_one_word_for_each_text_and_ours_stand_last() -> None:
     assert words[:5] == ["sudo", "-E", "-u", "ada", "sbatch"]
     assert "--export=A" in words, "what is no name of a variable goes nowhere"
     assert {"--account=lab", "--time=8:00", "--no-requeue", "--chdir=/home/ada", "--comment=two words"} <= set(words)
-    assert words[-2:] == ["--gres=jgpu:250", "--mem=3000M"]
+    assert words[-2:] == ["--gres=jgpu:open:250", "--mem=3000M"]
 
 
 @pytest.mark.parametrize("name", ["-x", "a b", "$(id)", "a;id", "a\nb", "", "x" * 65, "é"])
@@ -108,7 +108,7 @@ def test_two_servers_of_a_user_and_two_users_have_jobs_of_different_names() -> N
 
 
 @pytest.mark.parametrize(
-    "traits", [{"gpu_gres": "a b"}, {"gpu_gres": "jgpu:1"}, {"gpu_shards_per_device": 0}, {"gpu_base_memory": "x"}]
+    "traits", [{"gpu_gres": "a b"}, {"gpu_gres": "jgpu:1:2"}, {"gpu_shards_per_device": 0}, {"gpu_base_memory": "x"}]
 )
 def test_settings_that_cannot_be_are_refused(traits: dict[str, Any]) -> None:
     with pytest.raises(Exception, match="gpu_"):

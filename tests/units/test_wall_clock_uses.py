@@ -27,6 +27,7 @@ FILE_TIMES = {"st_mtime", "st_mtime_ns", "st_ctime", "st_ctime_ns", "st_atime", 
 OWN = {"wall_ms"}
 
 ALLOWED = {
+    "hub_spawner/fractional_gpu_hub/service/cluster.py": "the age of what another machine has published, for a sentence",
     "hub_spawner/fractional_gpu_hub/engines/spawner.py": "the age of what another machine has published, for a sentence",
     "provisioner/fractional_gpu/broker/persistence/audit.py": "dates of lines and files; which files are older than the days that are kept",
     "provisioner/fractional_gpu/broker/broker.py": "dates of the ledger's lines",

@@ -103,7 +103,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
     gpu_gres: Unicode[str, str | bytes] = Unicode(
         config=True,
         help="""The generic resource that shares are asked for with: the name of a count in thousandths of a GPU, or `shard`. Default: the
-        name that each pool's nodes publish, else `jgpu`.
+        name that each pool's nodes publish.
 
         Example: c.FractionalGPUSlurmSpawner.gpu_gres = "shard"
         """,
@@ -167,9 +167,9 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
     @validate("gpu_gres")
     def _gpu_check_gres(self, proposal: dict[str, Any]) -> str:
         value = str(proposal["value"])
-        if value and not re.fullmatch(r"[a-z][a-z0-9_]{0,31}", value):
+        if value and not re.fullmatch(r"[a-z][a-z0-9_]{0,31}(:[a-z][a-z0-9_]{0,31})?", value):
             raise TraitError(
-                f"c.FractionalGPUSlurmSpawner.gpu_gres = {value!r}: allowed: a name such as 'jgpu', or 'shard'"
+                f"c.FractionalGPUSlurmSpawner.gpu_gres = {value!r}: allowed: a name such as 'jgpu:open', or 'shard'"
             )
         return value
 
@@ -196,7 +196,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
             for there in one.summary.pools if one.summary is not None else ():
                 if there.name == pool and there.count:
                     return there.count
-        return "jgpu"
+        return "jgpu:open"
 
     # -- the request ---------------------------------------------------------------------------------------------------------
 

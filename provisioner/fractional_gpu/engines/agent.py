@@ -36,9 +36,13 @@ _LONGEST_LOOK_MS = 60_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentRules:
-    """The agent's times in milliseconds, and the engine's name for the thousandths of each pool."""
+    """The agent's times in milliseconds, and the engine's name for the thousandths of each pool.
+
+    `asked`: the names by which jobs ask for them, where those are other ones; by pool.
+    """
 
     counts: Mapping[str, str] = field(default_factory=lambda: {"default": "jgpu"})
+    asked: Mapping[str, str] = field(default_factory=dict)
     pacing: PacingRules = field(default_factory=PacingRules)
     look_ms: int = 30_000  # how often the engine's record is read
     heartbeat_ms: int = 300_000  # how often an unchanged summary is written anew
@@ -54,7 +58,7 @@ class Observation:
 
 
 class Agent:
-    """The agent of one node. `connect` returns a client of the broker; `engine_of_seat` is the engine's word in a seat's workload.
+    """The agent of one node. `connect` returns a client of the broker; `is_ours`: whether a seat is one of the engine's jobs.
 
     `say` is given a line for the log, once for each change. `after_look` is called after each good observation, at most once in
     `look_ms`, with the client: for what else the engine needs of the broker.
@@ -66,7 +70,7 @@ class Agent:
         connect: Callable[[], SeatClient],
         rules: AgentRules,
         *,
-        engine_of_seat: str,
+        is_ours: Callable[[SeatStatus], bool],
         seed: int,
         say: Callable[[str], None],
         after_look: Callable[[SeatClient, list[SeatStatus]], None] | None = None,
@@ -76,7 +80,7 @@ class Agent:
         self._engine = engine
         self._connect = connect
         self._rules = rules
-        self._engine_of_seat = engine_of_seat
+        self._is_ours = is_ours
         self._say = say
         self._after_look = after_look
         self._clock_ms = clock_ms
@@ -190,7 +194,7 @@ class Agent:
         return sum(
             seat.fraction_milli
             for seat in (self._seen.seats if self._seen is not None else ())
-            if seat.pool == pool and seat.workload is not None and seat.workload.engine == self._engine_of_seat
+            if seat.pool == pool and self._is_ours(seat)
         )
 
     def _wanted_summary(self, now: int) -> NodeSummary:
@@ -198,7 +202,7 @@ class Agent:
             return summary_without_broker(self._written, "the node's broker does not answer", self._wall_s())
         if self._seen is None:
             return summary_without_broker(self._written, "the node's broker has not answered yet", self._wall_s())
-        return summary_of(self._seen.capacity, self._rules.counts, self._wall_s())
+        return summary_of(self._seen.capacity, {**self._rules.counts, **self._rules.asked}, self._wall_s())
 
     # -- the engine --------------------------------------------------------------------------------------------------------
 

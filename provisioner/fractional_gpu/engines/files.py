@@ -105,7 +105,7 @@ NodeName={node} Gres={gres} ...
 SelectType=select/cons_tres
 ProctrackType=proctrack/cgroup
 TaskPlugin=task/cgroup
-PrologFlags=Alloc
+PrologFlags=Contain
 Prolog={folder}/prolog
 Epilog={folder}/epilog
 TaskProlog={folder}/taskprolog

@@ -34,12 +34,14 @@ class HookSettings:
     """What Prolog, Epilog and agent agree on.
 
     `pools`: the pool of each count, by its name in Slurm; `shard_pool`: that of shards, empty: shards are left alone.
+    `has_groups`: Slurm gives each job control groups of its own (`proctrack/cgroup`).
     """
 
     socket: str
     folder: Path
     pools: Mapping[str, str] = field(default_factory=lambda: {"jgpu": "default"})
     shard_pool: str = ""
+    has_groups: bool = True
     controller_s: float = CONTROLLER_S
     broker_s: float = BROKER_S
 
@@ -104,7 +106,7 @@ def _wanted(settings: HookSettings, slurm: Slurm, job: SlurmJob, environment: Ma
     share = share_of_job(job, settings.pools)
     if share is not None:
         pool, milli = share
-        return JobSeat(job_id=job.job_id, uid=job.uid, user=job.user, pool=pool, fraction_milli=milli)
+        return JobSeat(job_id=job.job_id, uid=job.uid, user=job.user, pool=pool, fraction_milli=milli, has_groups=settings.has_groups)
     if not settings.shard_pool or not total_of(job.gres, SHARD):
         return None
     indexes = [int(word) for word in environment.get("SLURM_JOB_GPUS", "").split(",") if word.isdecimal()]
@@ -118,6 +120,7 @@ def _wanted(settings: HookSettings, slurm: Slurm, job: SlurmJob, environment: Ma
         pool=settings.shard_pool,
         fraction_milli=milli_of_shards,
         devices=[_device(settings, indexes[0])],
+        has_groups=settings.has_groups,
     )
 
 

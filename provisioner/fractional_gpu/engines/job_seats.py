@@ -33,6 +33,7 @@ from fractional_gpu.protocol.seats import SeatRequest
 __all__ = ["JobSeat", "SeatFiles", "job_of", "share_of_job"]
 
 WHOLE = 1000
+_SERVER = "slurm-"
 _MOST_GROUPS = 200
 _TTL_MS = 60_000
 _WANTED = re.compile(r"job-([1-9][0-9]{0,9})\.wanted", re.ASCII)
@@ -49,6 +50,7 @@ class JobSeat:
     pool: str
     fraction_milli: int
     devices: list[str] | None = None
+    has_groups: bool = True  # Slurm gives each job control groups of its own, by which its processes are known
 
     def request(self) -> SeatRequest:
         """Return the request for the seat, which the broker grants without a forecast: Slurm has decided."""
@@ -57,20 +59,22 @@ class JobSeat:
             pool=self.pool,
             fraction_milli=self.fraction_milli,
             groups=_groups_of(self.user),
-            server=f"slurm-{self.job_id}",
+            server=f"{_SERVER}{self.job_id}",
             uid=self.uid,
             ttl_ms=_TTL_MS,
             admitted=True,
             allowed_devices=self.devices,
-            workload=Workload(engine=SLURM, id=str(self.job_id)),
+            workload=Workload(engine=SLURM, id=str(self.job_id)) if self.has_groups else None,
         )
 
 
 def job_of(seat: SeatStatus) -> int | None:
     """Return the number of the Slurm job that a seat belongs to; None: it is no job's."""
-    if seat.workload is None or seat.workload.engine != SLURM or not seat.workload.id.isdecimal():
-        return None
-    return int(seat.workload.id)
+    if seat.workload is not None:
+        return int(seat.workload.id) if seat.workload.engine == SLURM and seat.workload.id.isdecimal() else None
+    number = seat.server.removeprefix(_SERVER)
+    # A hub's user may give a server such a name; a hub's seats name the hub, and are not admitted by an engine.
+    return int(number) if seat.admitted and not seat.hub and seat.server != number and number.isdecimal() else None
 
 
 def share_of_job(job: SlurmJob, pools: Mapping[str, str]) -> tuple[str, int] | None:

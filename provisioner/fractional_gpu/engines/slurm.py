@@ -28,7 +28,7 @@ _COLUMNS = _SEPARATOR.join(("%A", "%U", "%u", "%T", "%b"))  # job id, uid, user,
 _JOB_ID = re.compile(r"[1-9][0-9]{0,9}", re.ASCII)
 _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 _GRES = re.compile(
-    r"(?:gres[:/])?([A-Za-z_][\w-]*)(?::[^:,()]*)*?(?:[:=](\d{1,12})([KMGTkmgt]?))?(?:\(.*\))?", re.ASCII
+    r"(?:gres[:/])?([A-Za-z_][\w-]*)(?::([A-Za-z_][\w.-]*))?(?:[:=](\d{1,12})([KMGTkmgt]?))?(?:\(.*\))?", re.ASCII
 )
 _COMMA = re.compile(r",(?![^(]*\))")
 _SUFFIX = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}

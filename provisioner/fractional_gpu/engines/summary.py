@@ -10,7 +10,7 @@ from fractional_gpu.protocol.nodes import NodeSummary, PoolSummary
 
 
 def summary_of(capacity: Capacity, counts: Mapping[str, str], at_s: int) -> NodeSummary:
-    """Return the summary of those pools that the engine counts; `counts`: the engine's name for each pool's thousandths."""
+    """Return the summary of those pools that the engine counts; `counts`: the name by which jobs ask for each pool's thousandths."""
     return NodeSummary(
         at_s=at_s,
         simulated=capacity.simulated,

@@ -10,6 +10,7 @@ import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fractional_gpu.commands.node.options import add_node_options, counts_of, seats_folder
@@ -89,11 +90,13 @@ def run(options: argparse.Namespace) -> int:
     from fractional_gpu.engines.agent import Agent  # noqa: PLC0415 - not for help texts
     from fractional_gpu.engines.hooks import HookSettings  # noqa: PLC0415 - as above
     from fractional_gpu.engines.job_keeper import JobKeeper, KeeperRules  # noqa: PLC0415 - as above
-    from fractional_gpu.engines.slurm import Slurm  # noqa: PLC0415 - as above
+    from fractional_gpu.engines.job_seats import job_of  # noqa: PLC0415 - as above
+    from fractional_gpu.engines.slurm import OPEN, Slurm  # noqa: PLC0415 - as above
 
     node = options.node or socket_module.gethostname().partition(".")[0]
     counts = counts_of(options.pool)
-    rules, every_ms = _rules(options, counts), _every_ms(options)
+    asked = {pool: f"{count}:{OPEN}" for pool, count in counts.items()}
+    rules, every_ms = replace(_rules(options, counts), asked=asked), _every_ms(options)
     look_ms = rules.look_ms
     comments = None if options.comment_every == "never" else _duration(options.comment_every, "--comment-every")
     settings = HookSettings(
@@ -101,6 +104,7 @@ def run(options: argparse.Namespace) -> int:
         folder=seats_folder(options),
         pools={count: pool for pool, count in counts.items()},
         shard_pool=options.shards,
+        has_groups=not options.no_groups,
     )
     slurm = Slurm(node)
     keeper = JobKeeper(slurm, settings, KeeperRules(jobs_ms=2 * look_ms, young_ms=look_ms, comment_ms=comments), _say)
@@ -108,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
         slurm,
         lambda: SeatClient(options.socket, timeout_s=10),
         rules,
-        engine_of_seat=SLURM,
+        is_ours=lambda seat: job_of(seat) is not None,
         seed=zlib.crc32(node.encode()) << 16 ^ os.getpid(),
         say=_say,
         after_look=keeper.look,

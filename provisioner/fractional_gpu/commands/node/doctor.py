@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from fractional_gpu.engines.slurm import Slurm
 
 _ROOT_ONLY = 0o022
-_ALLOC = {"alloc", "contain"}
 EPILOG = """\
 examples:
   jupyter gpu node doctor
@@ -98,13 +97,16 @@ def check_config(config: Mapping[str, str], counts: list[str], *, shards: bool) 
         yield problem(
             "select", f"SelectType is {select}: a job takes a whole node", "slurm.conf: SelectType=select/cons_tres"
         )
-    if _ALLOC & _words(config, "PrologFlags"):
-        yield ok("prolog flags", "the Prolog runs when a job is allocated")
+    flags = _words(config, "PrologFlags")
+    if "contain" in flags:
+        yield ok("prolog flags", "the Prolog runs when a job is allocated, and a job keeps its control groups between its steps")
     else:
         yield warning(
             "prolog flags",
-            f"PrologFlags is {config.get('PrologFlags', '(null)')}: the Prolog runs with a job's first step only, `salloc` without one",
-            "slurm.conf: PrologFlags=Alloc",
+            f"PrologFlags is {config.get('PrologFlags', '(null)')}: "
+            + ("" if "alloc" in flags else "the Prolog runs with a job's first step only, and ")
+            + "a job of `salloc` loses its control groups, and with them its share, between two steps",
+            "slurm.conf: PrologFlags=Contain",
         )
     yield from _check_groups(config)
     if "suspend" in config.get("PreemptMode", "").lower() or "gang" in config.get("PreemptMode", "").lower():

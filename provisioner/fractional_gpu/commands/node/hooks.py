@@ -35,6 +35,7 @@ class _Hook:
             folder=seats_folder(options),
             pools={count: pool for pool, count in counts_of(options.pool).items()},
             shard_pool=options.shards,
+            has_groups=not options.no_groups,
         )
         hook: Callable[[hooks.HookSettings, Mapping[str, str], Callable[[str], None]], None] = {
             "prolog": hooks.begin,

@@ -33,6 +33,12 @@ def add_node_options(parser: argparse.ArgumentParser) -> None:
         default="",
         help="Slurm's gres/shard is used too: a job's shards are a share of this pool, pinned to the GPU that Slurm chose",
     )
+    parser.add_argument(
+        "--no-groups",
+        action="store_true",
+        help="Slurm runs without proctrack/cgroup: a job's processes are then known by its user alone, and two jobs of one user are not told "
+        "apart",
+    )
 
 
 def seats_folder(options: argparse.Namespace) -> Path:
@@ -66,4 +72,5 @@ def words_of(options: argparse.Namespace) -> list[str]:
     words += [] if options.seats is None else ["--seats", str(options.seats)]
     for pool in options.pool or ():
         words += ["--pool", pool]
-    return words + (["--shards", options.shards] if options.shards else [])
+    words += ["--shards", options.shards] if options.shards else []
+    return words + (["--no-groups"] if options.no_groups else [])
