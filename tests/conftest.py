@@ -3,6 +3,7 @@
 tests/gpu needs a GPU and has its own command: docs/gpu-tests.md.
 """
 
+import gc
 import os
 import re
 import signal
@@ -17,6 +18,9 @@ from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+from fractional_gpu.client.discovery import IN_WORKLOAD
+from fractional_gpu.host.workload import own_workload
+
 collect_ignore = [] if os.environ.get("JUPYTER_GPU_HARDWARE") else ["gpu"]
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -25,6 +29,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # The tests start some two thousand interpreters: without a cache each of them would compile the product again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+if own_workload(os.environ):
+    # A machine that runs the tests as a job or in a pod: brokers start by themselves there as elsewhere.
+    os.environ[IN_WORKLOAD] = "1"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -102,6 +110,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
         return None
     config.option.loadscopereorder = False
     return Scheduling(config, log)
+
+
+# Collecting makes some million objects that all stay: the garbage collector would look at them again and again, in every process.
+
+
+def pytest_sessionstart() -> None:
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 # -- the end ---------------------------------------------------------------------------------------------------------------

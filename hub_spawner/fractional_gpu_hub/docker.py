@@ -1,9 +1,9 @@
 """Servers as Docker containers of this machine: the ready combination with `dockerspawner`, which is installed beside this package.
 
 - Each user's containers run with a uid of their own (`gpu_first_uid` plus the hub's number of the user): the uid keeps users from each
-  other's leases, and root in a container that shares the machine's processes would be the machine's administrator.
-- The broker must see the kernels' processes and read their IOPub on the loopback interface: the containers share the machine's processes
-  and network (`pid_mode`, `network_mode`), as servers without containers do. Their files are their own.
+  other's leases, and root in a container is root for the broker.
+- Processes, network and files of a container are its own, as Docker makes them: the broker, which runs as root on the machine, knows the
+  kernels' processes by the pids that they have there, and listens to them on the container's own loopback interface.
 - Into a container go the broker's socket and the seat's file, read-only, and the GPUs.
 - A container ends with its server: a container that is used again would have the environment of an earlier seat.
 """
@@ -30,6 +30,7 @@ class FractionalGPUDockerSpawner(FractionalGPUMixin, DockerSpawner):  # type: ig
     extra_host_config: Any
     read_only_volumes: Any
     host_ip: str
+    network_name: str
     port: int
 
     gpu_first_uid: Int[int, int] = Int(
@@ -51,18 +52,6 @@ class FractionalGPUDockerSpawner(FractionalGPUMixin, DockerSpawner):  # type: ig
         Example: c.FractionalGPUDockerSpawner.gpu_device_request = ""
         """,
     )
-
-    @default("network_name")
-    def _gpu_network_name_default(self) -> str:
-        return "host"
-
-    @default("use_internal_ip")
-    def _gpu_use_internal_ip_default(self) -> bool:
-        return True  # no port is mapped: the container listens on the machine's own loopback interface
-
-    @default("ip")
-    def _gpu_ip_default(self) -> str:
-        return "127.0.0.1"
 
     @default("remove")
     def _gpu_remove_default(self) -> bool:
@@ -92,7 +81,6 @@ class FractionalGPUDockerSpawner(FractionalGPUMixin, DockerSpawner):  # type: ig
         folder = str(Path(self.gpu_socket).parent)
         binds = {source: target for source, target in self.read_only_volumes.items() if target != _SEAT}
         binds[folder] = folder
-        host = {"pid_mode": "host", "network_mode": "host", **host}
         if self._gpu_seat is not None:
             binds[self._gpu_seat["file"]] = _SEAT
             if self.gpu_device_request:
@@ -100,8 +88,12 @@ class FractionalGPUDockerSpawner(FractionalGPUMixin, DockerSpawner):  # type: ig
                 host.setdefault("device_requests", [request])
         self.read_only_volumes = binds
         self.extra_host_config = host
-        if host["network_mode"] == "host":
-            self.port = random_port()  # all containers share the machine's ports
+        if self._shares_network():
+            self.port = random_port()  # an administrator's choice: all containers share the machine's ports
+
+    def _shares_network(self) -> bool:
+        """Whether an administrator gives the containers the machine's network; evaluated settings only."""
+        return bool(self.extra_host_config.get("network_mode", self.network_name) == "host")
 
     async def _evaluated(self, value: Any) -> dict[str, Any]:  # noqa: ANN401 - a dictionary, or a callable that returns one
         found = value(self) if callable(value) else value
@@ -109,7 +101,7 @@ class FractionalGPUDockerSpawner(FractionalGPUMixin, DockerSpawner):  # type: ig
 
     async def get_ip_and_port(self) -> tuple[str, int]:
         """Return where the server listens."""
-        if self.extra_host_config.get("network_mode") == "host":
+        if self._shares_network():
             return self.host_ip, self.port
         found: tuple[str, int] = await super().get_ip_and_port()
         return found

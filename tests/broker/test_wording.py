@@ -45,6 +45,7 @@ ELSEWHERE = frozenset(
         "not-measured",
         "not-permitted",
         "replaced",
+        "seat-devices",
         "seat-terms",
         "too-many-leases",
         "too-many-leases-of-a-user",
@@ -205,7 +206,7 @@ def connections() -> dict[str, str]:
     said = {}
     for what, info in fields.items():
         with pytest.raises(ValueError) as refused:  # noqa: PT011 - its sentence goes into the file
-            check_endpoints(connection_from_json(info), 0 if "folder" in what else NOBODY.pw_uid)
+            check_endpoints(connection_from_json(info), 0 if "folder" in what else NOBODY.pw_uid, os.getpid())
         said[f"a connection, {what}"] = str(refused.value)
     return said
 
@@ -225,6 +226,9 @@ def seats(note: Refusals) -> None:
         "too many groups": {"groups": [str(number) for number in range(5000)]},
         "more memory than a device has": {"memory_mib": 5000},
         "more than a user may have": {"fraction_milli": 1000},
+        "an engine that is not known": {"workload": {"engine": "pbs", "id": "12"}},
+        "a job's number that is none": {"workload": {"engine": "slurm", "id": "twelve"}},
+        "no device": {"allowed_devices": []},
     }
     for what, wish in wishes.items():
         note.post(f"a seat, {what}", "/v1/seats", {**SEAT, **wish})
@@ -252,6 +256,9 @@ def seats(note: Refusals) -> None:
         "/v1/seats",
         {**SEAT, "server": "third", "fraction_milli": 500},
     )
+    job = live.call("POST", "/v1/seats", {**SEAT, "owner": "job", "workload": {"engine": "slurm", "id": "12"}}).body
+    body = {"fraction_milli": 250, "seat": job["seat_id"]}
+    note.post("a lease on a job's seat, from outside of the job", "/v1/leases", body, token=job["token"])
     other = live.call("POST", "/v1/seats", {**SEAT, "owner": "eve", "uid": 12_345}).body
     with pytest.MonkeyPatch.context() as patch, as_another(patch):
         body = {"fraction_milli": 250, "seat": other["seat_id"]}

@@ -11,6 +11,7 @@ from fractional_gpu.commands import broker
 from fractional_gpu.commands.broker import Stopped, _render
 from fractional_gpu.commands.main import main
 from fractional_gpu.config import load
+from tests.support.paths import ROOT
 
 
 @pytest.fixture
@@ -76,3 +77,14 @@ def test_a_stop_tells_of_kernels_only_where_there_are_some() -> None:
     assert "No kernel had memory on a GPU or saved" in _render(done)
     assert "The kernels live on (1 resident, 0 suspended)" in _render(replace(done, resident=1))
     assert "The kernels live on: " in _render(replace(done, resident=None, suspended=None))
+
+
+def test_the_unit_of_the_examples_runs_a_service_with_options_that_there_are(ran: list[BrokerOptions]) -> None:
+    unit = (ROOT / "examples" / "systemd" / "jupyter-gpu.service").read_text(encoding="utf-8")
+    (start,) = [line for line in unit.splitlines() if line.startswith("ExecStart=")]
+    program, *words = start.removeprefix("ExecStart=").split()
+    assert program.endswith("/bin/jupyter-gpu")
+    assert main(words) == 3
+    (options,) = ran
+    assert options.service
+    assert (options.detach, options.idle_exit, options.state_dir) == (False, None, "/var/lib/jupyter-gpu")

@@ -1,13 +1,14 @@
 """`jupyter gpu kernels`: install, list, remove."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from fractional_gpu.commands.kernels import ANY_OFFERS_MILLI, install_offers
+from fractional_gpu.commands.kernels import ANY_OFFERS_MILLI, _where_they_appear, install_offers
 from fractional_gpu.commands.main import main
 from fractional_gpu.jupyter.kernelspecs import list_installed
 from tests.commands.conftest import OwnBroker
@@ -161,3 +162,32 @@ def test_a_private_folder_follows_what_is_offered(tmp_path: Path) -> None:
     install_offers({"default": [500, 750]}, directory=folder, simulated=True)
     now = [(spec.pool, spec.fraction_milli, spec.simulated) for spec in list_installed(directory=folder)]
     assert now == [("default", 500, True), ("default", 750, True)]
+
+
+# -- where they appear -----------------------------------------------------------------------------------------------------
+
+
+def test_whose_launchers_show_them_is_said(
+    broker: OwnBroker, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "data"))
+    assert main(["kernels", "install", "--fraction", "1/4", "--user"]) == 0
+    assert "in the launcher of each Jupyter server of yours" in capsys.readouterr().out
+    assert main(["kernels", "install", "--fraction", "1/4", "--prefix", str(tmp_path / "other")]) == 0
+    assert (
+        f"does not look there: start its server with JUPYTER_PATH={tmp_path}/other/share/jupyter"
+        in capsys.readouterr().out
+    )
+    assert not broker.calls
+
+
+def test_a_jupyterlab_of_another_environment_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Path(sys.prefix) / "share" / "jupyter" / "kernels"
+    assert f"of the environment {sys.prefix}" in _where_they_appear(place)
+    lab = tmp_path / "jupyter-lab"
+    lab.write_text("#!/bin/sh\n")
+    lab.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said = _where_they_appear(place)
+    assert f"the jupyter-lab on your PATH ({lab}) is of another environment" in said
+    assert "--user" in said

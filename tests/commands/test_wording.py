@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from fractional_gpu.commands.main import COMMANDS, _overview, _subcommand
+from fractional_gpu.commands.main import COMMANDS, _overview, subcommand
 from fractional_gpu.commands.terminal.render import render_status
 from fractional_gpu.protocol.messages import Stranger
 from tests.commands.pictures import a_device, a_host, a_lease
@@ -96,5 +96,5 @@ def described(parser: argparse.ArgumentParser) -> str:
 
 
 def test_the_words_of_the_help_are_as_they_were_read() -> None:
-    parsers = {"jupyter gpu": _overview(), **{name: _subcommand(name)[1] for name in COMMANDS}}
+    parsers = {"jupyter gpu": _overview(), **{name: subcommand(name)[1] for name in COMMANDS}}
     check_wording(GOLDEN / "help.txt", {name: described(parser) for name, parser in parsers.items()})

@@ -41,7 +41,8 @@ print(manager.provisioner.pid, flush=True)
 for line in sys.stdin:
     said = []
     client.execute_interactive(json.loads(line), output_hook=said.append, timeout=60)
-    print(json.dumps([one["content"].get("text") or one["content"].get("evalue") for one in said if one["msg_type"] in ("stream", "error")]), flush=True)
+    said = [one["content"] for one in said if one["msg_type"] in ("stream", "error")]
+    print(json.dumps([one.get("text") or one.get("evalue") for one in said]), flush=True)
 manager.shutdown_kernel(now=True)
 """
 
@@ -108,3 +109,21 @@ def test_a_kernel_in_namespaces_of_its_own_idles_is_suspended_and_comes_back_who
             story = [line.reason for line in client.story(lease.lease_id).lines]
         assert "iopub.no-permission" not in story
     until(lambda: not world.status().leases, "the lease ended with its kernel")
+
+
+def test_where_the_broker_may_not_enter_the_kernel_counts_as_idle_by_the_counters_alone(world: World) -> None:
+    world.configure(
+        'c.GPUBroker.pools = {"default": {"idle_after": "0s", "min_residency": "0s", "retry_refused": "0s"}}\n'
+    )
+    world.start_broker(through=["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin"])
+    (name,) = world.install(500)
+    with inside(world, FORMS["net"], name) as kernel:
+        assert kernel.run(fill(1)) == []
+        (lease,) = world.status().leases
+        with world.client() as client:
+            (said,) = [
+                line.sentence for line in client.story(lease.lease_id).lines if line.reason == "iopub.no-permission"
+            ]
+        assert "may not enter the network namespace" in said
+        until(lambda: world.status().leases[0].state == "suspended", "the counters are quiet and its gate is closed")
+        assert kernel.run(CHECK) == ["intact\n"]

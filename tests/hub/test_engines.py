@@ -137,6 +137,9 @@ class FakeDocker:
     def start(self, identity: str) -> None:
         self.started.append(identity)
 
+    def port(self, _identity: str, _port: int) -> list[dict[str, str]]:
+        return [{"HostIp": "127.0.0.1", "HostPort": "32768"}]
+
     def close(self) -> None:
         self._real.close()
 
@@ -168,14 +171,26 @@ async def test_a_container_has_a_uid_of_its_own_the_socket_the_seat_and_the_gpus
     source, _, rest = bind.partition(":")
     assert rest == f"{SEAT}:ro"
     assert Path(source).stat().st_uid == 200_007
-    assert (host["PidMode"], host["NetworkMode"]) == ("host", "host")
-    assert "PortBindings" not in host
+    assert host.get("PidMode", "") == ""
+    assert host["NetworkMode"] == "bridge", "processes and network are the container's own"
+    assert host["PortBindings"] == {"8888/tcp": [{"HostIp": "127.0.0.1", "HostPort": ""}]}
     assert host["DeviceRequests"][0]["Driver"] == "nvidia"
     assert host["ShmSize"] == 2**30
     environment = config["environment"]
     assert environment["JUPYTER_GPU_SEAT_FILE"] == SEAT
-    assert environment["JUPYTERHUB_SERVICE_URL"].startswith(f"http://127.0.0.1:{port}/")
-    assert (ip, seat_uid(live)) == ("127.0.0.1", 200_007)
+    assert environment["JUPYTERHUB_SERVICE_URL"].startswith("http://0.0.0.0:8888/")
+    assert (ip, port, seat_uid(live)) == ("127.0.0.1", 32768, 200_007)
+
+
+async def test_a_container_may_share_the_machines_network_where_an_administrator_says_so(
+    live: LiveBroker, daemon: FakeDocker
+) -> None:
+    spawner = container(live, network_name="host", use_internal_ip=True, ip="127.0.0.1")
+    ip, port = await spawner.start()
+    (config,) = daemon.created
+    assert config["host_config"]["NetworkMode"] == "host"
+    assert config["environment"]["JUPYTERHUB_SERVICE_URL"].startswith(f"http://127.0.0.1:{port}/")
+    assert (ip, config["host_config"].get("PidMode", "")) == ("127.0.0.1", "")
 
 
 async def test_a_container_without_a_gpu_gets_none(live: LiveBroker, daemon: FakeDocker) -> None:

@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -24,6 +24,7 @@ import websocket
 
 from fractional_gpu.broker.process.driver_start import simulated_folder
 from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.client.discovery import IN_WORKLOAD
 from fractional_gpu.client.state_folder import make_state_folder
 from fractional_gpu.commands.main import main
 from fractional_gpu.gpu.simulated.host import destroy
@@ -74,6 +75,7 @@ class World:
         }
         self.environment = {
             **kept,
+            **({IN_WORKLOAD: "1"} if IN_WORKLOAD in os.environ else {}),
             "HOME": str(folder / "home"),
             "IPYTHONDIR": str(folder / "ipython"),
             "JUPYTER_DATA_DIR": str(folder / "data"),
@@ -132,12 +134,23 @@ class World:
         finally:
             client.close()
 
-    def start_broker(self, simulate: str = "") -> None:
-        """Start a broker as a provisioner would, and return when it serves; `simulate` changes the devices of this world."""
+    def start_broker(self, simulate: str = "", *, through: Sequence[str] = ()) -> None:
+        """Start a broker as a provisioner would, and return when it serves; `simulate` changes the devices of this world.
+
+        `through`: a command that starts it, with fewer rights say.
+        """
         if simulate:
             self.environment["JUPYTER_GPU_SIMULATE"] = simulate
         subprocess.run(
-            [sys.executable, "-P", "-m", "fractional_gpu.broker", "--detach", json.dumps({"socket": self.socket})],
+            [
+                *through,
+                sys.executable,
+                "-P",
+                "-m",
+                "fractional_gpu.broker",
+                "--detach",
+                json.dumps({"socket": self.socket}),
+            ],
             env=self.environment,
             check=True,
         )
@@ -455,10 +468,16 @@ class Notebook:
 
     def prompted(self) -> str:
         """Read on until a cell asks for input, and return its prompt."""
+        return str(self.await_message("input_request")["prompt"])
+
+    def await_message(self, kind: str, msg_id: str = "") -> dict[str, Any]:
+        """Read on until a message of this kind comes, such as `display_data`, about that one if given, and return its content."""
         while True:
             message = json.loads(self.socket.recv())
-            if message["header"]["msg_type"] == "input_request":
-                return str(message["content"]["prompt"])
+            parent = (message.get("parent_header") or {}).get("msg_id")
+            if message["header"]["msg_type"] == kind and msg_id in ("", parent):
+                content: dict[str, Any] = message["content"]
+                return content
 
     def answer(self, text: str) -> None:
         """Type what a cell asked for."""

@@ -56,6 +56,7 @@ ALLOWED = {
     "provisioner/fractional_gpu/commands/audit.py": "what to show",
     "provisioner/fractional_gpu/commands/costs/budget.py": "what to show, and until when more is given: an administrator's date",
     "provisioner/fractional_gpu/commands/lease_commands.py": "what to show",
+    "provisioner/fractional_gpu/commands/logs.py": "what to show",
     "provisioner/fractional_gpu/broker/accounting/budgets.py": "budgets run over days, weeks and months of the calendar",
     "provisioner/fractional_gpu/broker/accounting/habits.py": "which day a sample of use belongs to, for advice",
     "provisioner/fractional_gpu/broker/accounting/metering.py": "which hour a stretch of time is booked in; what to show",

@@ -6,8 +6,8 @@ Rules:
   folder.
 - Clients send connection keys to the process that serves the socket, so its folder must belong to this user or root and no
   other user may write to it.
-- A missing broker is started, except on a system service's socket, where its administrator starts it. Two starters at once
-  are no conflict: each command succeeds when *a* broker serves.
+- A missing broker is started, except on a system service's socket, where its administrator starts it, and within a job or a pod,
+  with which it would end. Two starters at once are no conflict: each command succeeds when *a* broker serves.
 - The start command is the one that the last broker wrote into `broker.json` beside the socket, and again into its state
   folder: so a kernel in another environment starts the broker of the environment that installed it. Without such a file it is this
   interpreter's own.
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from fractional_gpu.client.client import BrokerClient
 
 SYSTEM_SOCKET = "/run/jupyter-gpu/broker.sock"
+IN_WORKLOAD = "JUPYTER_GPU_BROKER_IN_WORKLOAD"
+"""The variable that, as `1`, lets brokers start by themselves within a job or a pod."""
 _LONGEST_PATH = 100  # bytes; Linux allows 107, and a broker puts temporary names beside its socket
 _EVERY_UID = "4294967295"  # the number of uids in the map of the machine's initial user namespace
 _SIMULATE = "JUPYTER_GPU_SIMULATE"
@@ -101,6 +103,8 @@ def ensure_broker(
     try:
         if not _answers(client, timeout_s if answer_s is None else answer_s):
             if not _came_back(client, timeout_s):
+                if command is None:
+                    _check_may_start(path)
                 if simulate and command is None and not os.environ.get(_SIMULATE) and restart_command(path) is None:
                     command = _start_command(path)[0], {_SIMULATE: simulate}
                 _start_once(client, timeout_s, command)
@@ -127,6 +131,37 @@ def _new_client(path: str, token: str | None, timeout_s: float) -> "BrokerClient
     from fractional_gpu.client.client import BrokerClient  # noqa: PLC0415
 
     return BrokerClient(path, token=token, timeout_s=timeout_s)
+
+
+def _check_may_start(path: str) -> None:
+    """Raise BrokerUnavailableError where no broker is to start by itself: in a job or a pod, with which it would end in mid-suspend.
+
+    Nor on a socket that a service left, in a folder of root's.
+    """
+    if is_service_socket(path) or _is_roots(Path(path).absolute().parent):
+        raise BrokerUnavailableError(
+            f"the GPU broker at {path} is a system service and does not run; "
+            "an administrator starts it (systemctl status jupyter-gpu)"
+        )
+    if os.environ.get(IN_WORKLOAD) == "1":
+        return
+    from fractional_gpu.host.workload import own_workload  # noqa: PLC0415 - where none serves only
+
+    if name := own_workload(os.environ):
+        raise BrokerUnavailableError(
+            f"no GPU broker serves at {path}, and none is started within {name}: it would end with it, in the middle of a suspend, say. "
+            "The node's own broker serves all its jobs and pods: an administrator starts it (`jupyter gpu broker --service`), and "
+            f"JUPYTER_GPU_SOCKET names its socket. Where {name} has its GPUs to itself, {IN_WORKLOAD}=1 lets a broker start in it",
+            reason="in-workload",
+        )
+
+
+def _is_roots(folder: Path) -> bool:
+    """Whether the folder is root's and this process is another user's, which could not put a socket there."""
+    try:
+        return folder.stat().st_uid == 0 != os.geteuid()
+    except OSError:
+        return False
 
 
 def _answers(client: "BrokerClient", answer_s: float) -> bool:
@@ -209,11 +244,6 @@ def _is_locked(folder: int) -> bool:
 
 def _start(path: str, timeout_s: float, command: tuple[list[str], dict[str, str]] | None = None) -> None:
     """Run the start command, which ends when a broker serves. Raises BrokerUnavailableError."""
-    if is_service_socket(path):
-        raise BrokerUnavailableError(
-            f"the GPU broker at {path} is a system service and does not run; "
-            "an administrator starts it (systemctl status jupyter-gpu)"
-        )
     argv, environment = command or _start_command(path)
     with tempfile.TemporaryFile() as complaint:  # no pipe: the broker may keep its end open
         try:

@@ -101,6 +101,12 @@ def own_base(folder: Path) -> Path | None:
     return base if base in (_state_home(), _spare_base()) else None
 
 
+def own_host_folders() -> list[Path]:
+    """Return the existing folders of this user with the state of brokers of this host: of each broker a folder below."""
+    bases = [base for base in (_state_home(), _spare_base()) if base is not None]
+    return [base / _host() for base in bases if _is_ours(base) and (base / _host()).is_dir()]
+
+
 def filesystem_type(path: Path) -> str:
     """Return the type of the filesystem of the path, existing or not; "" where /proc does not list it."""
     try:

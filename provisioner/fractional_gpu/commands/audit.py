@@ -6,14 +6,13 @@ who runs the broker. Lines that cannot be parsed (a crash cut one short) are cou
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from fractional_gpu.broker.persistence.audit import FILE_NAME, finished_files
 from fractional_gpu.client.client import BrokerClient
@@ -21,12 +20,11 @@ from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.client.state_folder import find_state_file
 from fractional_gpu.commands.terminal.connection import add_socket_argument
 from fractional_gpu.commands.terminal.errors import CommandError, parse_argument
+from fractional_gpu.commands.terminal.growing_log import INTERVAL_S, GrowingLog
 from fractional_gpu.config import ConfigError, load
 from fractional_gpu.core.units import parse_duration_ms
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
-INTERVAL_S = 0.5
-_LONGEST_LINE = 1 << 20
 EPILOG = """\
 examples:
   jupyter gpu audit                     every act that is kept, oldest first
@@ -97,54 +95,20 @@ def _path(socket: str | None) -> Path:
 
 
 class _Log:
-    """Reads the log's files from the oldest line on, and new lines as they come. Raises OSError; a missing log is empty."""
+    """Reads the entries of the log, those that are there and then new ones. Raises OSError; a missing log is empty."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: BinaryIO | None = None
-        self._rest = b""
+        self._lines = GrowingLog(path, finished_files)
         self.torn = 0
 
     def close(self) -> None:
         """Close the open file. Idempotent."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._lines.close()
 
     def entries(self) -> Iterator[dict[str, Any]]:
         """Yield the entries since the last call, over rotations."""
-        if self._file is None:
-            for file in finished_files(self._path):
-                with file.open("rb") as finished:
-                    yield from self._read(finished)
-            self._open()
-        while self._file is not None:
-            yield from self._read(self._file)
-            if self._is_current(self._file):
-                return
-            yield from self._read(self._file)  # lines that were written just before it was renamed
-            self.close()
-            self._open()
-
-    def _open(self) -> None:
-        try:
-            self._file = self._path.open("rb")
-        except FileNotFoundError:
-            self._file = None
-
-    def _is_current(self, file: BinaryIO) -> bool:
-        try:
-            there = self._path.stat()
-        except FileNotFoundError:
-            return True
-        return os.path.samestat(there, os.fstat(file.fileno()))
-
-    def _read(self, file: BinaryIO) -> Iterator[dict[str, Any]]:
-        while line := file.readline(_LONGEST_LINE):
-            self._rest += line
-            if not self._rest.endswith(b"\n") and len(self._rest) < _LONGEST_LINE:
-                return  # its end may still come
-            entry, self._rest = _entry(self._rest), b""
+        for line in self._lines.lines():
+            entry = _entry(line)
             if entry is None:
                 self.torn += 1
             else:

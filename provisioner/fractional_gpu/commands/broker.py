@@ -32,12 +32,14 @@ examples:
   jupyter gpu broker --simulate 2x80GiB               two simulated GPUs instead of real ones
   jupyter gpu broker --generate-config > jupyter_gpu_config.py
   jupyter gpu broker --config jupyter_gpu_config.py   pools and policies of your own
+  jupyter gpu broker --service                        for all users of a node: what examples/systemd/jupyter-gpu.service runs
   jupyter gpu broker --restart                        end the one that runs and start it with the same options, in the background
   jupyter gpu broker --stop --json
 
-There is one broker for each machine or user. It starts by itself with the first kernel that wants a GPU, and stops by itself when
-it is no longer needed; it never stops while kernels hold or wait for a GPU. Ctrl-C, SIGTERM or --stop stops it: kernels live on without it.
-Resident ones work as before; suspended ones wait until a broker is started, which their next cell does by itself.
+There is one broker for each machine or user. It starts by itself with the first kernel that wants a GPU (not within a Slurm job or a
+Kubernetes pod, with which it would end), and stops by itself when it is no longer needed; it never stops while kernels hold or wait for
+a GPU. Ctrl-C, SIGTERM or --stop stops it: kernels live on without it. Resident ones work as before; suspended ones wait until a broker
+is started, which their next cell does by itself. With --service, an administrator starts it, and it stops when told to only.
 
 --stop and --restart find a broker that does not answer, too, and one whose socket was deleted. They send SIGTERM, and SIGKILL after
 30 s; neither loses anything of a kernel. What runs under a supervisor is restarted there: a system service with systemctl, the hub's
@@ -74,6 +76,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--settings", metavar="JSON", help="settings by their names, which win over the files: what a hub passes on"
+    )
+    parser.add_argument(
+        "--service",
+        action="store_true",
+        help="serve all users of the machine, for as long as it runs: as root, in no job or pod of its own (default socket: "
+        "$JUPYTER_GPU_SOCKET, else /run/jupyter-gpu/broker.sock)",
     )
     parser.add_argument(
         "--stand-by",
@@ -125,6 +133,7 @@ def _check_ending(options: argparse.Namespace) -> None:
         "--idle-exit": options.idle_exit,
         "--state-dir": options.state_dir,
         "--settings": options.settings,
+        "--service": options.service,
         "--stand-by": options.stand_by,
         "--worker-socket": options.worker_socket,
         "--log-level": options.log_level,
@@ -157,6 +166,7 @@ def run(options: argparse.Namespace) -> int:
         state_dir=options.state_dir,
         log_level=options.log_level,
         settings=options.settings,
+        service=options.service,
         stand_by=options.stand_by,
         worker_socket=options.worker_socket,
     )

@@ -3,10 +3,14 @@
 import argparse
 import json
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
+
+from jupyter_core.paths import jupyter_data_dir, jupyter_path
 
 from fractional_gpu.client.discovery import ensure_broker
 from fractional_gpu.commands.demo.demo import checked_simulate
@@ -127,21 +131,52 @@ def _install(options: argparse.Namespace) -> int:
     else:
         offers, status = _ask_broker(options.pool, must_simulate=bool(options.simulate))
         simulate, simulated = simulated_devices(status), status.simulated
+    how = {"base": options.base, "simulated": simulated, "simulate": simulate}
+    own = {"launcher": options.launcher, "name": options.name, "display_name": options.display_name}
+    specs: list[InstalledSpec] = []
     for pool, milli in offers.items():
-        wanted = milli or ANY_OFFERS_MILLI
-        how = {"base": options.base, "simulated": simulated, "simulate": simulate}
-        own = {"launcher": options.launcher, "name": options.name, "display_name": options.display_name}
-        for spec in install(pool, wanted, **how, **own, **_place(options)):
-            without = "" if spec.gated else "  (without our extension: it holds its share from its start)"
-            print(f"{'replaced' if spec.replaced else 'installed'} {spec.display_name}  {spec.folder}{without}")
-            if spec.obstacle:
-                print(f"note: {spec.obstacle}")
-            if spec.shadowed_by is not None:
-                print(
-                    f"note: Jupyter does not show it: {spec.shadowed_by} has the same name and is found first; remove that one, or "
-                    "give this one another --name"
-                )
+        for spec in install(pool, milli or ANY_OFFERS_MILLI, **how, **own, **_place(options)):
+            _say_installed(spec)
+            specs.append(spec)
+    if specs:
+        print(_where_they_appear(specs[0].folder.parent))
     return 0
+
+
+def _say_installed(spec: InstalledSpec) -> None:
+    without = "" if spec.gated else "  (without our extension: it holds its share from its start)"
+    print(f"{'replaced' if spec.replaced else 'installed'} {spec.display_name}  {spec.folder}{without}")
+    if spec.obstacle:
+        print(f"note: {spec.obstacle}")
+    if spec.shadowed_by is not None:
+        print(
+            f"note: Jupyter does not show it: {spec.shadowed_by} has the same name and is found first; remove that one, or give this one "
+            "another --name"
+        )
+
+
+def _where_they_appear(place: Path) -> str:
+    """Return the sentences about the launchers that show kernelspecs in this folder, and about one that does not."""
+    seen = [Path(folder) for folder in jupyter_path("kernels")]
+    if place not in seen:
+        return (
+            f"The Jupyter of this environment ({sys.prefix}) does not look there: start its server with JUPYTER_PATH={place.parent}, or "
+            "leave out --prefix."
+        )
+    if place == Path(jupyter_data_dir()) / "kernels":
+        where = "of yours, in every environment that has jupyter-fractional-gpu"
+    elif place.is_relative_to(sys.prefix):
+        where = f"of the environment {sys.prefix}"
+    else:
+        where = "of this machine whose environment has jupyter-fractional-gpu"
+    said = f"They are in the launcher of each Jupyter server {where}; where one is open, load its page again."
+    lab = shutil.which("jupyter-lab") or shutil.which("jupyter-notebook")
+    if lab is not None and place.is_relative_to(sys.prefix) and not Path(lab).is_relative_to(sys.prefix):
+        said += (
+            f"\nnote: the {Path(lab).name} on your PATH ({lab}) is of another environment and does not show them: install JupyterLab here, "
+            "or this package there and the kernels with --user"
+        )
+    return said
 
 
 def install_offers(

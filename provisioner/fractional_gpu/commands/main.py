@@ -72,10 +72,12 @@ COMMANDS: dict[str, _Entry] = {
     "doctor": _Entry(
         "fractional_gpu.commands.doctor.doctor", "examine the machine, the driver, the broker and Jupyter"
     ),
+    "logs": _Entry("fractional_gpu.commands.logs", "what the broker wrote into its log, and follow it"),
     "simulate": _Entry(
         "fractional_gpu.commands.simulate", "how many GPUs a group of notebook users needs, in virtual time"
     ),
     "rescue": _Entry("fractional_gpu.commands.rescue", "bring suspended kernels back when no broker can run any more"),
+    "uninstall": _Entry("fractional_gpu.commands.uninstall", "remove kernelspecs, state and settings of this user"),
     "completion": _Entry(
         "fractional_gpu.commands.completion", "what bash, zsh or fish needs to complete `jupyter gpu`"
     ),
@@ -131,24 +133,24 @@ def _dispatch(arguments: Sequence[str]) -> int:
     entry = COMMANDS.get(name)
     if entry is None:
         overview.error(_unknown_command(name))
-    subcommand, parser = _subcommand(name)
+    command, parser = subcommand(name)
     if entry.passes_on:
         options, others = parser.parse_known_args(arguments[1:])
         options.passed_on = others
     else:
         options = parser.parse_args(arguments[1:])
-    return subcommand.run(options)
+    return command.run(options)
 
 
-def _subcommand(name: str) -> tuple[_Subcommand, argparse.ArgumentParser]:
+def subcommand(name: str) -> tuple[_Subcommand, argparse.ArgumentParser]:
     """Import a subcommand; return it and its parser."""
     module = importlib.import_module(COMMANDS[name].module)
-    subcommand = cast("_Subcommand", getattr(module, "COMMANDS", {}).get(name, module))
+    command = cast("_Subcommand", getattr(module, "COMMANDS", {}).get(name, module))
     parser = argparse.ArgumentParser(
         prog=f"jupyter gpu {name}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    subcommand.configure(parser)
-    return subcommand, parser
+    command.configure(parser)
+    return command, parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -156,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None and _COMPLETING in os.environ:
         from fractional_gpu.commands.completion import complete  # noqa: PLC0415 - for shells only, when Tab is pressed
 
-        complete({name: entry.summary for name, entry in COMMANDS.items()}, lambda name: _subcommand(name)[1])
+        complete({name: entry.summary for name, entry in COMMANDS.items()}, lambda name: subcommand(name)[1])
     try:
         code = _dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()

@@ -7,7 +7,7 @@ The rules:
 - A thread that enters a network namespace stays in it, and so does each thread that it starts: `in_network_of` runs one function in a
   thread of its own, which ends with it.
 - A namespace is opened before its process is identified: afterwards the pid may be reused, and the descriptor cannot.
-- Paths are never resolved below another process's root: a link there that begins with `/` leads into the caller's own files.
+- No path is resolved below another process's root (/proc/PID/root): a link there that begins with `/` leads into the caller's own files.
 """
 
 import ctypes
@@ -116,6 +116,25 @@ def _is_within(pid: int, namespace: NamespaceId, up: int) -> bool:
     finally:
         os.close(descriptor)
     return (status.st_dev, status.st_ino) == namespace
+
+
+def shows_same_folder(pid: int, path: Path, *, proc: Path = PROC) -> bool:
+    """Return whether an absolute path leads the process to the same folder as us, and without a link where its mounts are not ours.
+
+    Raises OSError where the folder is not to be found on one of both sides.
+    """
+    if namespace_of(pid, "mnt", proc=proc) == own_namespace("mnt", proc=proc):
+        return True
+    # Step by step: a link below its root would be followed from ours.
+    folder = os.open(proc / str(pid) / "root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name in path.parts[1:]:
+            below = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            os.close(folder)
+            folder = below
+        return os.path.samestat(os.fstat(folder), path.stat())
+    finally:
+        os.close(folder)
 
 
 # -- network ---------------------------------------------------------------------------------------------------------------

@@ -107,6 +107,11 @@ def own_workload(environment: Mapping[str, str], *, proc: Path = PROC) -> str:
     return "a Kubernetes pod" if environment.get("KUBERNETES_SERVICE_HOST") else ""
 
 
+def serves_whole_host(*, proc: Path = PROC) -> bool:
+    """Return whether this process sees more of the machine than its own pod: process 1 is in another control group. Raises OSError."""
+    return (proc / "1" / "cgroup").read_bytes() != (proc / "self" / "cgroup").read_bytes()
+
+
 def _paths(cgroup: bytes) -> Iterator[str]:
     for line in os.fsdecode(cgroup).splitlines():
         _, _, rest = line.partition(":")

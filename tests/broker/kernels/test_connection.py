@@ -22,11 +22,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_folder_that_only_its_user_can_write_is_a_place_for_sockets(folder: Path, tmp_path: Path) -> None:
-    check_endpoints(ipc(folder), OWN)
+    check_endpoints(ipc(folder), OWN, os.getpid())
     folder.parent.chmod(0o1777)  # sticky: others may write there, but not exchange what is ours
-    check_endpoints(ipc(folder), OWN)
+    check_endpoints(ipc(folder), OWN, os.getpid())
     (tmp_path / "link").symlink_to(folder)
-    check_endpoints(ipc(tmp_path / "link"), OWN)
+    check_endpoints(ipc(tmp_path / "link"), OWN, os.getpid())
 
 
 @pytest.mark.parametrize(
@@ -42,23 +42,23 @@ def test_a_folder_that_others_can_write_or_exchange_is_none(folder: Path, own: i
     folder.parent.chmod(above)
     folder.chmod(own)
     with pytest.raises(ValueError, match=says):
-        check_endpoints(ipc(folder), OWN)
+        check_endpoints(ipc(folder), OWN, os.getpid())
 
 
 def test_another_users_folder_and_what_is_no_folder_are_none(folder: Path) -> None:
     with pytest.raises(ValueError, match=f"uid {OTHER}"):
-        check_endpoints(ipc(folder), OTHER)
+        check_endpoints(ipc(folder), OTHER, os.getpid())
     with pytest.raises(ValueError, match=r"/missing\b|No such file"):
-        check_endpoints(ipc(folder / "missing"), OWN)
+        check_endpoints(ipc(folder / "missing"), OWN, os.getpid())
     (folder / "file").touch()
     with pytest.raises(ValueError, match=r"is not a folder|Not a directory"):
-        check_endpoints(ipc(folder / "file"), OWN)
+        check_endpoints(ipc(folder / "file"), OWN, os.getpid())
 
 
 @pytest.mark.parametrize("name", ["iopub_port", "shell_port"])
 def test_a_systems_port_is_nobodys_but_roots(name: str) -> None:
     connection = connection_from_json({"ip": "::1", "iopub_port": 5000, "shell_port": 5001, name: 22})
     with pytest.raises(ValueError, match=r"22 .*1024"):
-        check_endpoints(connection, 1000)
-    check_endpoints(connection, 0)
-    check_endpoints(connection_from_json({"iopub_port": 1024, "shell_port": 65535}), 1000)
+        check_endpoints(connection, 1000, os.getpid())
+    check_endpoints(connection, 0, os.getpid())
+    check_endpoints(connection_from_json({"iopub_port": 1024, "shell_port": 65535}), 1000, os.getpid())

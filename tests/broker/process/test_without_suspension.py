@@ -56,6 +56,7 @@ async def serving(folder: Path, bindings: str, worker: str) -> AsyncIterator[Bro
         ready=ready,
         lock=BrokerLock(str(folder / "broker.sock")),
         restart=RestartFiles(BrokerOptions(), str(folder / "broker.sock")),
+        everyone=False,
     )
     serving = asyncio.create_task(run.main())
     serving.add_done_callback(lambda _: ready.close())  # one that fails at its start says nothing

@@ -1,10 +1,7 @@
 """Seats of jobs, with real control groups: only the job's own processes use its seat, and the seat ends with the job."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,24 +14,11 @@ from fractional_gpu.ledger.records import SeatRecord
 from fractional_gpu.protocol.messages import LeaseRequest, ProgressKind, SeatStatus, Workload
 from fractional_gpu.protocol.seats import SeatProgress, SeatRequest
 from tests.broker.live import BECOME_NOBODY, DEADLINE_S, LiveBroker, live_broker, started_for
+from tests.support.callers import Caller, caller
 from tests.support.control_group import JOIN, job_group
 from tests.support.world import until
 
 POOLS: dict[str, Any] = {"default": {"wait_bound": "100%", "kernels_per_seat": 8}}
-# A client within a job: it sends what its input says, a line for each request, and prints the replies.
-_CLIENT = """
-import json, http.client, socket, sys
-class Connection(http.client.HTTPConnection):
-    def connect(self):
-        self.sock = socket.socket(socket.AF_UNIX); self.sock.settimeout(60); self.sock.connect({socket!r})
-print("ready", flush=True)
-for line in sys.stdin:
-    method, path, token, body = json.loads(line)
-    connection = Connection("broker")
-    connection.request(method, path, json.dumps(body), {{"Authorization": "Bearer " + token}} if token else {{}})
-    reply = connection.getresponse()
-    print(json.dumps([reply.status, json.loads(reply.read())]), flush=True)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -71,51 +55,27 @@ def record_of(live: LiveBroker, seat: SeatProgress) -> SeatRecord:
     return next(one for one in live.service.seats.live() if one.seat_id == seat.seat_id)
 
 
-class Client:
-    """A process in a job's control group that calls the broker."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-
-    def call(self, method: str, path: str, token: str = "", body: object = None) -> tuple[int, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([method, path, token, body]) + "\n")
-        self._process.stdin.flush()
-        status, reply = json.loads(self._process.stdout.readline())
-        return status, reply
-
-    def lease(self, seat: SeatProgress) -> tuple[int, Any]:
-        body = to_builtins(LeaseRequest(fraction_milli=125, seat=seat.seat_id))
-        return self.call("POST", "/v1/leases", seat.token, body)
+def lease_on(caller: Caller, seat: SeatProgress) -> tuple[int, Any]:
+    body = to_builtins(LeaseRequest(fraction_milli=125, seat=seat.seat_id))
+    return caller.call("POST", "/v1/leases", seat.token, body)
 
 
-@contextmanager
-def client_in(group: Path, live: LiveBroker) -> Iterator[Client]:
-    program = JOIN.format(group=str(group)) + "\n" + _CLIENT.format(socket=live.socket)
-    with subprocess.Popen(
-        [sys.executable, "-S", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/"
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        try:
-            yield Client(process)
-        finally:
-            process.kill()
+def client_in(group: Path, live: LiveBroker) -> AbstractContextManager[Caller]:
+    return caller(live.socket, first=JOIN.format(group=str(group)))
 
 
 def test_only_the_jobs_own_processes_use_its_seat(live: LiveBroker) -> None:
     with job_group() as (job, group), job_group() as (other, elsewhere):
         seat = take(live, job)
         with client_in(elsewhere, live) as thief:
-            status, refused = thief.lease(seat)
+            status, refused = lease_on(thief, seat)
             assert (status, refused["error"]["reason"]) == (403, "other-workload")
             assert f"runs in Slurm job {other}" in refused["error"]["message"]
         outside = live.call("POST", "/v1/leases", {"fraction_milli": 125, "seat": seat.seat_id}, token=seat.token)
         assert outside.error["reason"] == "other-workload"
         assert "in no job" in outside.error["message"]
         with client_in(group, live) as own:
-            status, lease = own.lease(seat)
+            status, lease = lease_on(own, seat)
             assert status == 200, lease
             # The kernel's process must be one of the job, too, not only the one that asked for the lease.
             with started_for(lease["lease_id"], first=JOIN.format(group=str(elsewhere))) as foreign:
@@ -130,11 +90,11 @@ def test_a_seat_ends_with_its_jobs_group_and_its_leases_with_it(live: LiveBroker
     with job_group() as (job, group):
         seat = take(live, job)
         with client_in(group, live) as own:
-            _, lease = own.lease(seat)
+            _, lease = lease_on(own, seat)
             with started_for(lease["lease_id"], first=JOIN.format(group=str(group))) as kernel:
                 status, _ = own.call("POST", f"/v1/leases/{lease['lease_id']}/attach", lease["token"], kernel)
                 assert status == 200
-                _, waiting = own.lease(seat)
+                _, waiting = lease_on(own, seat)
         until(lambda: record_of(live, seat).group_seen, "the broker knows the group")
         until(lambda: not (group / "cgroup.procs").read_text(), "the job's processes have ended")
         assert seat_of(live, seat) is not None, "the group is there still"
@@ -182,7 +142,7 @@ def test_too_little_memory_is_said_with_the_seat_and_in_the_story_and_status(liv
         assert status is not None
         assert status.warning == seat.warning
         with client_in(group, live) as own:
-            _, lease = own.lease(seat)
+            _, lease = lease_on(own, seat)
             until(
                 lambda: any(
                     line["reason"] == "seat.memory"
@@ -196,15 +156,9 @@ def test_too_little_memory_is_said_with_the_seat_and_in_the_story_and_status(liv
 
 def test_users_cannot_claim_a_workload(live: LiveBroker) -> None:
     """Only the engine's side, which is root or an administrator, takes seats at all."""
-    program = BECOME_NOBODY + _CLIENT.format(socket=live.socket)
     request = SeatRequest(
         owner="ada", pool="default", fraction_milli=250, admitted=True, workload=Workload(engine="slurm", id="1")
     )
-    with subprocess.Popen(
-        [sys.executable, "-S", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/"
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        status, refused = Client(process).call("POST", "/v1/seats", "", to_builtins(request))
-        process.kill()
+    with caller(live.socket, first=BECOME_NOBODY) as user:
+        status, refused = user.call("POST", "/v1/seats", "", to_builtins(request))
     assert (status, refused["error"]["reason"]) == (403, "not-admin")

@@ -1,8 +1,14 @@
 """How findings are shown, and what they mean for the exit code."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
+import pytest
+
+from fractional_gpu.commands.doctor.doctor import next_step
 from fractional_gpu.commands.doctor.report import Finding, as_json, exit_code, note, ok, problem, render, warning
+from fractional_gpu.jupyter.kernelspecs import InstalledSpec
 
 GOOD = ok("versions", "all new")
 ODD = note("driver", "no GPU")
@@ -31,6 +37,42 @@ def test_the_conclusion_counts() -> None:
     assert render([WORST, WORST, BAD]).endswith("\n\n2 errors, 1 warning.\n")
 
 
+def test_what_to_do_now_is_the_last_line() -> None:
+    assert render([GOOD], "do this.").endswith("\n\nNothing to complain of.\nNext: do this.\n")
+
+
+SIMULATED, REAL = (
+    InstalledSpec(
+        name="x",
+        display_name=name,
+        folder=Path("/x"),
+        pool="default",
+        fraction_milli=250,
+        gated=True,
+        simulated=simulated,
+    )
+    for name, simulated in (("1/4 simulated", True), ("1/4 real", False))
+)
+HAS_GPU, NO_GPU = ok("driver", "580"), warning("driver", "no GPU was found: no driver", "install one")
+
+
+@pytest.mark.parametrize(
+    ("findings", "specs", "step"),
+    [
+        ([NO_GPU, WORST], [SIMULATED], "mend the error of the check `ledger`: put a backup in its place"),
+        ([NO_GPU], [], "`jupyter gpu demo`"),
+        ([NO_GPU], [REAL], "`jupyter gpu demo`"),
+        ([NO_GPU], [REAL, SIMULATED], "choose the kernel '1/4 simulated'"),
+        ([HAS_GPU, BAD], [], "`jupyter gpu kernels install`"),
+        ([HAS_GPU], [REAL], "choose the kernel '1/4 real'"),
+        ([HAS_GPU], [replace(REAL, launcher=True)], "start VS Code"),
+        ([HAS_GPU], [replace(REAL, shadowed_by=Path("/y"))], "`jupyter gpu kernels install`"),
+    ],
+)
+def test_the_next_step_is_one_that_can_be_made(findings: list[Finding], specs: list[InstalledSpec], step: str) -> None:
+    assert step in next_step(findings, specs)
+
+
 def test_long_findings_stay_within_the_screen_and_are_whole() -> None:
     words = [f"word{number}" for number in range(60)]
     shown = render([warning("driver", " ".join(words), " ".join(words))])
@@ -48,5 +90,6 @@ def test_json_has_everything_and_the_worst_severity() -> None:
         "finding": "damaged",
         "advice": "put a backup in its place",
     }
-    assert json.loads(as_json([ODD, BAD])) | {"findings": []} == {"ok": True, "worst": "warning", "findings": []}
+    left = {"ok": True, "worst": "warning", "findings": [], "next": "stop it"}
+    assert json.loads(as_json([ODD, BAD], "stop it")) | {"findings": []} == left
     assert json.loads(as_json([]))["worst"] == "ok"

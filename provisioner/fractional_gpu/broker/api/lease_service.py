@@ -339,7 +339,7 @@ class LeaseService:
         """Give the lease its kernel's process. Raises BadRequestError, ForbiddenError, NoRoomError or InternalBrokerError."""
         identity = await verified_process(peer, kernel, request)
         self.seats.draws.check_process(view_of(self.broker, kernel), identity.pid)
-        connection = await self._checked_connection(kernel, request)
+        connection = await self._checked_connection(kernel, request, identity.pid)
         if kernel.identity is not None and kernel.identity != identity and not kernel.ending.survivors:
             self.broker.process_gone(kernel, kernel.identity)
         await self.broker.survivors.settled(kernel)
@@ -378,14 +378,14 @@ class LeaseService:
         return full_lease_status(self.broker, kernel)
 
     @staticmethod
-    async def _checked_connection(kernel: Kernel, request: AttachRequest) -> str:
+    async def _checked_connection(kernel: Kernel, request: AttachRequest, pid: int) -> str:
         """Return what the broker keeps of the process's connection, JSON. Raises BadRequestError."""
         check_kind(request.kind)
         if request.kind == COMMAND:
             return command_connection(served=request.served)
         try:
             connection = connection_from_json(request.connection)
-            await asyncio.to_thread(check_endpoints, connection, kernel.uid)
+            await asyncio.to_thread(check_endpoints, connection, kernel.uid, pid)
         except ValueError as error:
             raise BadRequestError(str(error), reason="bad-connection") from None
         return json.dumps(request.connection)

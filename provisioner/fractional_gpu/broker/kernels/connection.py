@@ -22,6 +22,7 @@ from typing import Any, Final, Protocol
 
 from zmq.utils import z85
 
+from fractional_gpu.host.namespaces import shows_same_folder
 from fractional_gpu.protocol.limits import PULSE_S
 from fractional_gpu.protocol.messages import COMMAND, GateAnswer, GateCommand, GateVerb
 
@@ -93,12 +94,13 @@ def connection_from_json(info: object) -> Connection:
     )
 
 
-def check_endpoints(connection: Connection, uid: int) -> None:
-    """Check the endpoints of a kernel of this user. Blocks (folders may lie on a network). Raises ValueError, one sentence."""
+def check_endpoints(connection: Connection, uid: int, pid: int) -> None:
+    """Check the endpoints of a kernel with this user and pid. Blocks (folders may lie on a network). Raises ValueError, one sentence."""
     for endpoint in (connection.iopub, connection.shell):
         transport, _, address = endpoint.partition("://")
         if transport == "ipc":
             _check_folder(Path(address).parent, uid)
+            _check_mounts(Path(address).parent, pid)
         elif uid != 0 and int(address.rpartition(":")[2]) < _FIRST_PORT:
             raise ValueError(
                 f"the kernel's port {address.rpartition(':')[2]} is one of the system's; allowed: from {_FIRST_PORT} on"
@@ -130,6 +132,21 @@ def _check_folder(folder: Path, uid: int) -> None:
             raise ValueError(
                 f"others may exchange the folder of the kernel's sockets, {folder}, since they may write to {one}{advice}"
             )
+
+
+def _check_mounts(folder: Path, pid: int) -> None:
+    """Check that the folder of the kernel's sockets is the kernel's own, where it has mounts of its own."""
+    try:
+        same = shows_same_folder(pid, folder)
+    except PermissionError:
+        same = True  # whose namespaces may not be read, as those of other users: its folder is checked as any
+    except OSError:
+        same = False
+    if not same:
+        raise ValueError(
+            f"the kernel's sockets are in {folder} of its own mount namespace, which is another folder for the broker; start the kernel "
+            "with transport tcp"
+        )
 
 
 def _shown(value: object) -> str:

@@ -57,7 +57,9 @@ def run_broker(options: BrokerOptions) -> int:
     options = resolved(options)
     socket = options.socket or socket_path()
     try:
-        make_socket_folder(socket)  # before anything is written there: logs, locks and what starts the next broker
+        make_socket_folder(
+            socket, service=options.service
+        )  # before anything is written there: logs, locks and what starts the next broker
     except FractionalGPUError as error:
         sentence = str(error)
     except OSError as error:
@@ -103,7 +105,7 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
             set_up_logging(settings.log_level, socket, to_file=ready is not None)
             protect_this_process()
             # A service may start before the driver is loaded, so it waits. A process that waits for this start needs the reason instead.
-            patient = ready is None and is_service_socket(socket)
+            patient = ready is None and (options.service or is_service_socket(socket))
             backend = stack.enter_context(open_backend(options.simulate, socket, patient=patient))
             specs = device_specs(settings, backend)
             claims += [stack.enter_context(_claimed(spec.device_id)) for spec in specs]
@@ -122,6 +124,7 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
                 lock=lock,
                 restart=restart,
                 worker_socket=options.worker_socket,
+                everyone=options.service or is_service_socket(socket),
             )
             leases_live = asyncio.run(run.main())
             if not leases_live:
@@ -168,7 +171,8 @@ def _opened(path: Path, before: Path) -> Ledger:
 
 
 def _overrides(options: BrokerOptions) -> dict[str, object]:
-    given = {"idle_exit": options.idle_exit, "state_dir": options.state_dir, "log_level": options.log_level}
+    idle_exit = options.idle_exit or ("never" if options.service else None)
+    given = {"idle_exit": idle_exit, "state_dir": options.state_dir, "log_level": options.log_level}
     named = _named_settings(options.settings) if options.settings is not None else {}
     return {**named, **{name: value for name, value in given.items() if value is not None}}
 

@@ -6,6 +6,7 @@ The file is beside the socket, where clients of every version read it, and in th
 import json
 import logging
 import os
+import stat
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,11 +14,19 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from fractional_gpu.client.discovery import check_above, check_folder, restart_file, socket_path, spare_restart_file
+from fractional_gpu.client.discovery import (
+    SYSTEM_SOCKET,
+    check_above,
+    check_folder,
+    restart_file,
+    socket_path,
+    spare_restart_file,
+)
 from fractional_gpu.client.http import is_service_socket
 from fractional_gpu.client.state_folder import make_state_folder
 from fractional_gpu.gpu.driver_environment import PRELOAD, PRELOADED_FOR_US
 from fractional_gpu.host.files import open_own, replace_file
+from fractional_gpu.host.workload import own_workload, serves_whole_host
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
 
 log = logging.getLogger(__name__)
@@ -51,6 +60,7 @@ class BrokerOptions:
     state_dir: str | None = None
     log_level: str | None = None
     settings: str | None = None  # JSON: settings by their names, which win over the files
+    service: bool = False  # it serves all users of the machine, has no idle end, and runs in no job or pod of its own
     stand_by: bool = False  # if another broker serves, wait for its end and serve then
     worker_socket: str | None = (
         None  # of the service that starts the checkpoint worker; None: the broker starts it itself
@@ -141,7 +151,7 @@ def resolved(options: BrokerOptions) -> BrokerOptions:
     return replace(
         options,
         config_file=config_file,
-        socket=options.socket or socket_path(),
+        socket=options.socket or (_service_socket() if options.service else socket_path()),
         worker_socket=str(Path(options.worker_socket).absolute()) if options.worker_socket else None,
         simulate=options.simulate or os.environ.get("JUPYTER_GPU_SIMULATE") or None,
     )
@@ -149,14 +159,15 @@ def resolved(options: BrokerOptions) -> BrokerOptions:
 
 def start_detached(options: BrokerOptions) -> int:
     """Start a broker and return 0 once one serves on the socket; else 1, and stderr says why there is none."""
-    socket = options.socket or socket_path()
     try:
-        make_socket_folder(socket)  # before anything is written there
-        said, process = _started(replace(resolved(options), detach=False), socket)
+        options = resolved(options)
+        socket = options.socket or ""
+        make_socket_folder(socket, service=options.service)  # before anything is written there
+        said, process = _started(replace(options, detach=False), socket)
     except FractionalGPUError as error:
         return _failed(str(error))
     except OSError as error:
-        return _failed(cannot_run(socket, error))
+        return _failed(cannot_run(options.socket or "its socket", error))
     if said == "ready":
         process.returncode = (
             0  # it runs on; without a return code, Popen would warn about a process that is still running
@@ -167,17 +178,54 @@ def start_detached(options: BrokerOptions) -> int:
     return _failed(said or f"the broker ended at once; {where} may say why")
 
 
-def make_socket_folder(socket: str) -> None:
+def _service_socket() -> str:
+    return os.environ.get("JUPYTER_GPU_SOCKET") or SYSTEM_SOCKET
+
+
+def make_socket_folder(socket: str, *, service: bool = False) -> None:
     """Create the socket's folder if it is missing, and check that no other user could put files there.
 
-    Raises BrokerUnavailableError or OSError.
+    `service`: all users reach it; and no job or pod contains this process. Raises BrokerUnavailableError or OSError.
     """
+    if service:
+        _check_service()
     # All users share a system service; the other files in its folder are private by their own modes.
     if not is_service_socket(socket):
         check_above(Path(socket).absolute().parent)
-    mode = 0o755 if os.getuid() == 0 and Path(socket).parent == Path("/run/jupyter-gpu") else 0o700
-    Path(socket).parent.mkdir(mode=mode, parents=True, exist_ok=True)
+    folder = Path(socket).absolute().parent
+    everyone = service or (os.getuid() == 0 and folder == Path(SYSTEM_SOCKET).parent)
+    made = not folder.exists()
+    folder.mkdir(mode=0o755 if everyone else 0o700, parents=True, exist_ok=True)
+    if made and service:
+        folder.chmod(0o755)  # whatever the umask is
     check_folder(socket)
+    if service:
+        _check_reachable(folder)
+
+
+def _check_service() -> None:
+    """Check that this process may be a service. Raises BrokerUnavailableError."""
+    if os.geteuid() != 0:
+        raise BrokerUnavailableError(
+            f"a broker that serves all users of the machine runs as root, and this is uid {os.geteuid()}: start it by systemd "
+            "(examples/systemd), or leave --service out for a broker of your own"
+        )
+    name = own_workload(os.environ)
+    if name and (name.startswith("Slurm") or not serves_whole_host()):
+        raise BrokerUnavailableError(
+            f"this is {name}: a service of the node does not run in a job or pod of its own, with which it would end in the middle of a "
+            "suspend; start it outside (by systemd, examples/systemd), or in a DaemonSet's pod with hostPID"
+        )
+
+
+def _check_reachable(folder: Path) -> None:
+    """Check that users can reach the socket in this folder. Raises BrokerUnavailableError."""
+    for one in (folder, *folder.parents):
+        if not one.stat().st_mode & stat.S_IXOTH:
+            raise BrokerUnavailableError(
+                f"users cannot enter {one}, so they could not reach the service's socket in {folder}; choose another --socket, such as "
+                f"{SYSTEM_SOCKET}, or let them enter (chmod o+x {one})"
+            )
 
 
 def cannot_run(socket: str, error: OSError) -> str:

@@ -144,6 +144,7 @@ class BrokerRun:
         ready: TextIO | None,
         lock: BrokerLock,
         restart: RestartFiles,
+        everyone: bool,
         worker_socket: str | None = None,
     ) -> None:
         self._worker_socket = worker_socket
@@ -159,6 +160,7 @@ class BrokerRun:
         self._ready = ready
         self._lock = lock
         self._restart = restart
+        self._everyone = everyone
         self._stop = asyncio.Event()
 
     async def main(self) -> bool:
@@ -209,8 +211,7 @@ class BrokerRun:
         self._configure(broker)
 
         # Leases that live, whether the ledger knows them or not. A sample shows what they use before any request is answered.
-        everyone = is_service_socket(self._socket)
-        lost = LostLeases(broker, swaps, ledger, files, socket=self._socket, everyone=everyone)
+        lost = LostLeases(broker, swaps, ledger, files, socket=self._socket, everyone=self._everyone)
         await recover(broker, swaps, ledger, await lost.find())
         await sampler.sample()
 
@@ -341,9 +342,8 @@ class BrokerRun:
         broker.habits.begin(self._ledger)
 
     def _bind(self) -> socket_module.socket:
-        service = is_service_socket(self._socket)
         try:
-            mode = _SOCKET_MODE_SERVICE if service else _SOCKET_MODE_OWN
+            mode = _SOCKET_MODE_SERVICE if self._everyone else _SOCKET_MODE_OWN
             return PausingListener.of(bind_unix_socket(self._socket, mode=mode))
         except ValueError as error:
             raise BrokerUnavailableError(

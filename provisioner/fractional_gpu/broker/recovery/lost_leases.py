@@ -153,7 +153,7 @@ def command_of(one: Carrier) -> Command:
         )  # whether it serves is not known: idle ones shall not stay for ever
         return Command(connection=connection, is_kernel=True, label=printable(PurePath(words[0]).name)[:MAX_NAME])
     paths = [path for word in words if (path := word.rpartition("=")[2]).endswith(".json")]
-    connection = next((text for path in paths if (text := _connection(path, one.uid))), "")
+    connection = next((text for path in paths if (text := _connection(path, one.uid, pid))), "")
     named = next((PurePath(path).stem for path in paths if PurePath(path).name.startswith("kernel-")), "")
     return Command(
         connection=connection or UNKNOWN_CONNECTION,
@@ -165,7 +165,7 @@ def command_of(one: Carrier) -> Command:
     )
 
 
-def _connection(path: str, uid: int) -> str:
+def _connection(path: str, uid: int, pid: int) -> str:
     """Return the connection file's text if it is one, and the user's own; else ""."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC)
@@ -176,7 +176,7 @@ def _connection(path: str, uid: int) -> str:
         if not stat.S_ISREG(status.st_mode) or status.st_uid != uid:
             return ""
         connection = json.loads(os.read(descriptor, _LONGEST_FILE))
-        check_endpoints(connection_from_json(connection), uid)
+        check_endpoints(connection_from_json(connection), uid, pid)
     except (OSError, ValueError, RecursionError):
         return ""
     finally:

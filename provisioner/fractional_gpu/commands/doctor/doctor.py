@@ -8,7 +8,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -23,14 +23,15 @@ from fractional_gpu.commands.doctor.installation import (
 )
 from fractional_gpu.commands.doctor.jupyter import check_cullers, check_kernelspecs
 from fractional_gpu.commands.doctor.memory import check_huge_pages, check_memory, check_oom, check_swap
-from fractional_gpu.commands.doctor.nvidia import check_nvidia, check_pools
-from fractional_gpu.commands.doctor.report import Finding, as_json, exit_code, problem, render, write_bundle
+from fractional_gpu.commands.doctor.nvidia import NO_GPU, check_nvidia, check_pools
+from fractional_gpu.commands.doctor.report import Finding, Severity, as_json, exit_code, problem, render, write_bundle
 from fractional_gpu.commands.terminal.connection import add_socket_argument
 from fractional_gpu.gpu.interface import DeviceInfo
 from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor
 from fractional_gpu.gpu.simulated.host import create, destroy
 from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
 from fractional_gpu.gpu.simulated.store import SimulatedHostError
+from fractional_gpu.jupyter.kernelspecs import InstalledSpec, list_installed
 
 EPILOG = """\
 examples:
@@ -58,11 +59,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Examine everything, print it, and return 1 if something cannot work."""
     findings = list(examine(options.socket, try_it=not options.no_try))
-    sys.stdout.write(as_json(findings) if options.json else render(findings))
+    then = next_step(findings, list_installed())
+    sys.stdout.write(as_json(findings, then) if options.json else render(findings, then))
     if options.bundle is not None:
         names = write_bundle(options.bundle, findings, options.socket)
         print(f"{options.bundle}: {', '.join(names)}. Read it before you send it.", file=sys.stderr)
     return exit_code(findings)
+
+
+def next_step(findings: Sequence[Finding], specs: Sequence[InstalledSpec]) -> str:
+    """Return the one thing to do now: mend the first error, see it work, install kernels, or use one that can start."""
+    wrong = next((one for one in findings if one.severity is Severity.ERROR), None)
+    if wrong is not None:
+        return f"mend the error of the check `{wrong.check}`: {wrong.advice}; then run `jupyter gpu doctor` again."
+    has_gpu = not any(one.check == "driver" and one.finding.startswith(NO_GPU) for one in findings)
+    starts = [spec for spec in specs if (has_gpu or spec.simulated) and spec.shadowed_by is None]
+    if starts:
+        where = "VS Code or another program" if starts[0].launcher else "JupyterLab (`jupyter lab`) or Notebook"
+        return f"start {where} and choose the kernel {starts[0].display_name!r}; `jupyter gpu status --watch` shows who is on the GPU."
+    if has_gpu:
+        return "`jupyter gpu kernels install` puts the kernels into the launcher of this environment's JupyterLab."
+    return "`jupyter gpu demo` shows two notebooks take turns on a simulated GPU, and `jupyter gpu lab --simulate 1x2GiB` lets you try it."
 
 
 def examine(socket: str | None, *, try_it: bool) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor
 from fractional_gpu.gpu.nvidia.support import MOVING_CUDA_VERSION, driver_refusal, driver_warnings, why_no_bindings
 from fractional_gpu.host.process import PROC
 
+NO_GPU: Final = "no GPU was found"
 SIMULATE: Final = (
     "install NVIDIA's driver; to try things out without a GPU: jupyter gpu demo, or JUPYTER_GPU_SIMULATE=1x2GiB in the environment of "
     "the Jupyter server"
@@ -111,7 +112,7 @@ def mps_processes(proc: Path = PROC) -> list[int]:
 
 
 def _none(why: str, no_bindings: str) -> Iterator[Finding]:
-    yield warning("driver", f"no GPU was found: {why}; kernels with a share of a GPU do not start here", SIMULATE)
+    yield warning("driver", f"{NO_GPU}: {why}; kernels with a share of a real GPU do not start here", SIMULATE)
     if no_bindings:
         yield note("cuda-bindings", f"{no_bindings} (needed for real GPUs only)")
 

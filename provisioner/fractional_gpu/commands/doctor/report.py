@@ -96,16 +96,17 @@ def exit_code(findings: Sequence[Finding]) -> int:
     return int(any(finding.severity is Severity.ERROR for finding in findings))
 
 
-def as_json(findings: Sequence[Finding]) -> str:
-    """Return one JSON object and a newline. `worst` is the highest severity found."""
+def as_json(findings: Sequence[Finding], next_step: str = "") -> str:
+    """Return one JSON object and a newline. `worst` is the highest severity found, `next` the one thing to do now."""
     order = list(Severity)
     worst = max((finding.severity for finding in findings), key=order.index, default=Severity.OK)
-    content = {"ok": not exit_code(findings), "worst": worst, "findings": [asdict(finding) for finding in findings]}
+    listed = [asdict(finding) for finding in findings]
+    content = {"ok": not exit_code(findings), "worst": worst, "findings": listed, "next": next_step}
     return json.dumps(content, ensure_ascii=False) + "\n"
 
 
-def render(findings: Sequence[Finding]) -> str:
-    """Return the findings as text, a conclusion last, ending in a newline."""
+def render(findings: Sequence[Finding], next_step: str = "") -> str:
+    """Return the findings as text, a conclusion and what to do now last, ending in a newline."""
     lines = [line for finding in findings for line in _lines(finding)]
     counts = {severity: sum(one.severity is severity for one in findings) for severity in Severity}
     if counts[Severity.ERROR]:
@@ -114,7 +115,8 @@ def render(findings: Sequence[Finding]) -> str:
         conclusion = f"No errors, {_count(counts[Severity.WARNING], 'warning')}."
     else:
         conclusion = "Nothing to complain of."
-    return "\n".join([*lines, "", conclusion]) + "\n"
+    end = textwrap.wrap(f"Next: {next_step}", _WIDTH, break_on_hyphens=False) if next_step else []
+    return "\n".join([*lines, "", conclusion, *end]) + "\n"
 
 
 def _count(number: int, what: str) -> str:

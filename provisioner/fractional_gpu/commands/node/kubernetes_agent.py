@@ -60,7 +60,7 @@ def run_kubernetes(
             engine,
             connect,
             replace(rules, counts={pool: resource_of(pool) for pool in pools}),
-            engine_of_seat=KUBERNETES,
+            is_ours=lambda seat: seat.workload is not None and seat.workload.engine == KUBERNETES,
             seed=zlib.crc32(node.encode()) << 16 ^ os.getpid(),
             say=say,
         )

@@ -1,0 +1,25 @@
+"""Sphinx's configuration. Every warning is an error of the build; nothing is fetched."""
+
+from fractional_gpu import __version__
+
+project = "jupyter-fractional-gpu"
+author = "the authors of jupyter-fractional-gpu"
+version = release = __version__
+extensions = ["myst_parser"]
+myst_heading_anchors = 4
+myst_enable_extensions = ["colon_fence"]
+exclude_patterns = ["provisioner", "tests", "examples/**/*.md"]
+nitpicky = True
+html_theme = "pydata_sphinx_theme"
+html_title = project
+html_static_path: list[str] = []
+html_show_sourcelink = False
+html_copy_source = False
+html_theme_options = {
+    "navigation_with_keys": False,
+    "show_prev_next": True,
+    "header_links_before_dropdown": 7,
+    "footer_start": ["copyright"],
+    "footer_end": ["theme-version"],
+}
+copyright = "BSD 3-Clause"  # noqa: A001 - Sphinx's name

@@ -1,0 +1,22 @@
+"""Which page of docs/ is in which section of the site, in the order of reading. Every page is in exactly one; the build checks it."""
+
+from typing import Final
+
+SECTIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
+    "Use": (
+        "Notebooks, scripts and programs on a share of a GPU.",
+        ("magics", "clients", "measuring", "advice", "nvidia"),
+    ),
+    "Run a hub": ("Many users on few GPUs: pools, seats, costs.", ("hub", "policies", "costs")),
+    "Operate": (
+        "The broker, what it reports, and what happens when something goes away.",
+        ("broker", "metrics", "revocation", "audit", "limits"),
+    ),
+    "Understand": (
+        "How it decides, what is promised, and what it costs and saves.",
+        ("architecture", "lease-states", "promises", "simulator", "benchmarks", "driver-errors"),
+    ),
+    "Reference": ("Commands and configuration, from the code itself.", ("commands", "routes")),
+    "Change it": ("How it is tested.", ("arbiter-tests", "gpu-tests")),
+}
+"""Section -> a sentence about it, and its pages: names of files in docs/ without `.md`."""

@@ -1,0 +1,229 @@
+"""`jupyter gpu logs`: the broker's log, over its files and as it grows.
+
+It reads the files itself, so that it works without a broker. Only the user who runs the broker may read them, and root. A broker that runs
+in a terminal or as a service of systemd writes no files: the error says where its log is then.
+"""
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+from fractional_gpu.client.discovery import socket_path
+from fractional_gpu.commands.lease_commands import find_lease
+from fractional_gpu.commands.terminal.completers import LEASES, set_completer
+from fractional_gpu.commands.terminal.connection import add_socket_argument, broker_if_running
+from fractional_gpu.commands.terminal.errors import CommandError, UsageError, parse_argument
+from fractional_gpu.commands.terminal.growing_log import INTERVAL_S, GrowingLog
+from fractional_gpu.core.units import parse_duration_ms
+from fractional_gpu.protocol.errors import FractionalGPUError
+from fractional_gpu.protocol.messages import LeaseStatus
+
+EPILOG = """\
+examples:
+  jupyter gpu logs                      the last 100 entries
+  jupyter gpu logs --follow             and go on with each new one (Ctrl-C ends it)
+  jupyter gpu logs 4f2a                 those that name the lease whose id begins so
+  jupyter gpu logs --level warning --since 1h --lines all
+  jupyter gpu logs --json | jq 'select(.level == "ERROR")'
+
+For root and the user who runs the broker. `jupyter gpu explain LEASE` says why a kernel waited, was suspended or was refused something.
+"""
+LEVELS: Final = ("debug", "info", "warning", "error")
+_SEVERITY: Final = {"DEBUG": 0, "INFO": 1, "WARNING": 2, "ERROR": 3, "CRITICAL": 4}
+_LINES = 100
+_ALL = "all"
+_FILES = 9  # as many rotated files are looked for
+_SHORT_ID = 8  # so many characters of an id are written into the log
+_HEAD = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) ([A-Z]+) (.*)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """One entry: its time, in this machine's zone as in the log, its level, and its text, which may have several lines (a traceback)."""
+
+    time: datetime
+    level: str
+    text: str
+
+    def line(self) -> str:
+        """Return it for people. Nothing in it can control a terminal."""
+        return f"{self.time:%Y-%m-%d %H:%M:%S} {self.level:<7} {_harmless(self.text)}"
+
+    def json(self) -> str:
+        """Return it as one line of JSON; `time` is in ISO form with the offset from UTC."""
+        return json.dumps({"time": self.time.isoformat(), "level": self.level, "text": self.text})
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and add its arguments."""
+    parser.description = "Show what the broker wrote into its log."
+    parser.epilog = EPILOG
+    lease = parser.add_argument(
+        "lease", nargs="?", metavar="LEASE", help="only entries that name this lease: its id or the beginning of it"
+    )
+    set_completer(lease, LEASES)
+    parser.add_argument("--follow", action="store_true", help="go on with each entry as it is written")
+    parser.add_argument(
+        "--lines", metavar="N", default=str(_LINES), help=f"the last N entries, or `{_ALL}` (default: {_LINES})"
+    )
+    parser.add_argument("--since", metavar="DURATION", help="only what was written in this time until now, such as 2h")
+    parser.add_argument("--level", choices=LEVELS, default=LEVELS[0], help="only entries of this level and above")
+    parser.add_argument("--json", action="store_true", help="print each entry as a line of JSON")
+    add_socket_argument(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the log. Raises CommandError if there is none, or it may not be read."""
+    path = Path(options.socket or socket_path()).with_name("broker.log")
+    last = _number(options.lines)
+    since_ms = None if options.since is None else parse_argument(parse_duration_ms, options.since)
+    least = datetime.fromtimestamp(0 if since_ms is None else time.time() - since_ms / 1000, UTC)
+    wanted = _wanted(options.level, least, "" if options.lease is None else _short_id(options.lease, options.socket))
+    say = LogEntry.json if options.json else LogEntry.line
+    try:
+        with closing(LogReader(path)) as log:
+            there = deque((entry for entry in log.entries() if wanted(entry)), maxlen=last)
+            if not log.has_files:
+                raise CommandError(
+                    f"there is no log {path}: no broker has run here, or it writes to a terminal, or it is a service of systemd; "
+                    "for that one use `journalctl --unit jupyter-gpu`, or name another broker's socket with --socket"
+                )
+            for entry in there:
+                print(say(entry), flush=options.follow)
+            if options.follow:
+                for entry in filter(wanted, follow(log)):
+                    print(say(entry), flush=True)
+    except PermissionError as error:
+        raise CommandError(
+            f"you may not read the log {error.filename or path}: root and the user who runs the broker may; run this as one of them"
+        ) from None
+    except OSError as error:
+        raise CommandError(f"the log {path} cannot be read: {error.strerror or error}") from None
+    if not there:
+        print(f"no entry of {path} is of that kind", file=sys.stderr)
+    return 0
+
+
+def _number(text: str) -> int | None:
+    """Return how many entries are wanted; None: all. Raises UsageError."""
+    if text == _ALL:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise UsageError(f"--lines {text!r} is not a number of entries; give one, such as 500, or `{_ALL}`")
+    return int(text)
+
+
+def _short_id(name: str, socket: str | None) -> str:
+    """Return how the log writes a lease's id: from the broker, where it runs and knows the lease, else as it was given.
+
+    Raises CommandError for an ambiguous name, and UsageError for one that cannot be an id.
+    """
+    leases: list[LeaseStatus] = []
+    try:
+        client = broker_if_running(socket)
+        if client is not None:
+            with closing(client):
+                leases = client.status().leases
+    except FractionalGPUError:
+        pass  # the log is most needed where the broker does not answer
+    try:
+        return find_lease(name, leases).lease_id[:_SHORT_ID]
+    except CommandError:
+        if any(lease.lease_id.startswith(name) for lease in leases):  # of several
+            raise
+    if not re.fullmatch(r"[0-9a-f]{4,}", name):
+        raise UsageError(
+            f"there is no lease {name!r} now; of one that has ended give the id, or its first 4 to 8 characters"
+        )
+    return name[:_SHORT_ID]
+
+
+def _wanted(level: str, least: datetime, lease: str) -> Callable[[LogEntry], bool]:
+    severity = LEVELS.index(level)
+    named = re.compile(rf"\b{lease}") if lease else None
+
+    def is_wanted(entry: LogEntry) -> bool:
+        return (
+            _SEVERITY.get(entry.level, severity) >= severity
+            and entry.time >= least
+            and (named is None or named.search(entry.text) is not None)
+        )
+
+    return is_wanted
+
+
+class LogReader:
+    """Reads the entries of the log, those that are there and then new ones. Raises OSError."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines = GrowingLog(path, self._rotated)
+        self._older: list[Path] = []
+        self._last: LogEntry | None = None
+
+    @property
+    def has_files(self) -> bool:
+        """Whether there is a log at all."""
+        return bool(self._older) or self._path.exists()
+
+    def close(self) -> None:
+        """Close the open file. Idempotent."""
+        self._lines.close()
+
+    def entries(self) -> Iterator[LogEntry]:
+        """Yield the entries since the last call. What comes before the first whole entry is left out: its head was rotated away."""
+        entry: LogEntry | None = None
+        for line in self._lines.lines():
+            text = line.decode(errors="backslashreplace").rstrip("\n")
+            head = _head(text)
+            if head is not None:
+                if entry is not None:
+                    yield entry
+                entry = self._last = head
+            elif entry is not None:
+                entry = LogEntry(entry.time, entry.level, f"{entry.text}\n{text}")
+            elif self._last is not None:  # the end of an entry that was shown before it was whole
+                entry = LogEntry(self._last.time, self._last.level, text)
+        if entry is not None:
+            yield entry
+
+    def _rotated(self, path: Path) -> list[Path]:
+        numbered = (path.with_name(f"{path.name}.{number}") for number in range(_FILES, 0, -1))
+        self._older = [one for one in numbered if one.exists()]
+        return self._older
+
+
+def _head(line: str) -> LogEntry | None:
+    """Return the entry that the line begins; None: it goes on with the one before."""
+    match = _HEAD.fullmatch(line)
+    if match is None:
+        return None
+    second, thousandths, level, text = match.groups()
+    try:
+        at = datetime.fromisoformat(f"{second}.{thousandths}").astimezone()
+    except ValueError:
+        return None
+    return LogEntry(at, level, text)
+
+
+def follow(log: LogReader, pause: Callable[[float], None] = time.sleep) -> Iterator[LogEntry]:
+    """Yield each further entry as it comes, for ever."""
+    while True:
+        yield from log.entries()
+        pause(INTERVAL_S)
+
+
+def _harmless(text: str) -> str:
+    """Return the text with its line breaks indented, and every other character that is not printable as an escape."""
+    lines = text.split("\n")
+    shown = ("".join(one if one.isprintable() else ascii(one)[1:-1] for one in line) for line in lines)
+    return "\n    ".join(shown)

@@ -1,0 +1,299 @@
+"""`jupyter gpu uninstall`: removes what this package has put on the machine for this user, and says how to remove the package itself.
+
+1. `_find` looks for it: kernelspecs wherever Jupyter looks, the folders of sockets and of state on this host, the simulated GPUs of those
+   brokers, and what JupyterLab keeps of its extension's settings. Configuration files are the user's own and stay; they are named.
+2. Nothing is removed while a kernel has a lease: its state may be on the host only. The command says which kernels these are.
+3. After a question, brokers without leases are ended, and everything is removed. What cannot be removed does not keep the rest.
+"""
+
+import argparse
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Final
+
+from jupyter_core.paths import jupyter_config_dir, jupyter_config_path, jupyter_runtime_dir
+
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.client.discovery import SYSTEM_SOCKET, restart_command
+from fractional_gpu.client.http import claim_holder
+from fractional_gpu.client.state_folder import own_host_folders
+from fractional_gpu.commands.terminal.connection import kernels_of, say_if_slow
+from fractional_gpu.commands.terminal.errors import CommandError
+from fractional_gpu.config.settings import CONFIG_NAME
+from fractional_gpu.jupyter.kernelspecs import list_installed
+from fractional_gpu.protocol.errors import BrokerUnavailableError
+
+PACKAGE: Final = "jupyter-fractional-gpu"
+_END_S = 30.0
+_SOCKET_NAME = "broker.sock"
+
+EPILOG = """\
+examples:
+  jupyter gpu uninstall --dry-run       only show what would be removed
+  jupyter gpu uninstall                 ask, and remove it
+  jupyter gpu uninstall --yes --json    for scripts
+
+Shut down the kernels on the GPU first: nothing is removed while one has a lease. Usage records (the ledger) are removed, too:
+`jupyter gpu report --json` keeps them elsewhere. The package itself stays; the command that removes it is printed last.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Something to remove: a folder or file, and what it is."""
+
+    path: Path
+    what: str
+
+
+@dataclass(slots=True)
+class Findings:
+    """What is there: to remove, brokers to end first, and files that stay."""
+
+    items: list[Item] = field(default_factory=list)
+    sockets: list[str] = field(default_factory=list)
+    kept: list[Item] = field(default_factory=list)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the command and add its arguments."""
+    parser.description = "Remove kernelspecs, settings, state and logs of this user; the package itself stays."
+    parser.epilog = EPILOG
+    parser.add_argument("--dry-run", action="store_true", help="show what would be removed, and remove nothing")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one object: what was removed, what not and why, what stays (with --yes or --dry-run)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Find, ask, remove. Raises CommandError while kernels have leases, and where nobody can be asked."""
+    found = _find()
+    if options.dry_run:
+        _report(found, as_json=options.json, removed=[], failed={}, dry=True)
+        return 0
+    _check_no_leases(found.sockets)
+    if not options.yes:
+        if options.json or not sys.stdin.isatty():
+            raise CommandError(
+                "nobody can be asked here: say --yes to remove everything, or --dry-run to see what that is"
+            )
+        if not found.items or not _is_agreed(found):
+            print("Nothing was removed.")
+            return 0
+    for socket in found.sockets:
+        _end_broker(socket)
+    _check_no_leases(found.sockets)  # of kernels that were started meanwhile
+    removed, failed = _remove(found.items)
+    _report(found, as_json=options.json, removed=removed, failed=failed, dry=False)
+    return 1 if failed else 0
+
+
+# -- finding ---------------------------------------------------------------------------------------------------------------------------
+
+
+def _find() -> Findings:
+    found = Findings()
+    for spec in list_installed():
+        found.items.append(Item(spec.folder, f"kernel {spec.display_name!r}"))
+    runtime = Path(jupyter_runtime_dir()) / "gpu"
+    places = [runtime, *_short_folders()]
+    states = own_host_folders()
+    found.sockets = sorted({*_sockets_below(places), *_recorded_sockets(states)})
+    found.items += [Item(place, "sockets and logs") for place in places if _is_own_folder(place)]
+    found.items += [Item(state, "usage records and forecasts of this host") for state in states]
+    found.items += [
+        Item(folder, "simulated GPUs") for folder in map(_simulated_folder, found.sockets) if folder is not None
+    ]
+    settings = Path(jupyter_config_dir()) / "lab" / "user-settings" / PACKAGE
+    if _is_own_folder(settings):
+        found.items.append(Item(settings, "settings in JupyterLab"))
+    configs = (Path(folder) / CONFIG_NAME for folder in jupyter_config_path())
+    found.kept = [Item(path, "your configuration") for path in configs if path.exists()]
+    return found
+
+
+def _is_own_folder(path: Path) -> bool:
+    """Return whether it is a folder, no link, and of this user."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return path.is_dir() and not path.is_symlink() and status.st_uid == os.geteuid()
+
+
+def _short_folders() -> list[Path]:
+    """Return the folders of sockets whose usual path is too long for a socket (`fractional_gpu.client.discovery`)."""
+    found: list[Path] = []
+    for parent in {tempfile.gettempdir(), "/tmp"}:  # noqa: S108 - looked at only, and checked to be ours
+        found += [folder for folder in Path(parent).glob(f"jupyter-gpu-{os.geteuid()}-*") if _is_own_folder(folder)]
+    return found
+
+
+def _sockets_below(places: list[Path]) -> Iterator[str]:
+    """Yield the sockets of brokers that have left something in these folders: `jupyter gpu lab --simulate` has its own below."""
+    for place in places:
+        for folder in (place, *(sub for sub in _entries(place) if _is_own_folder(sub))):
+            if any(entry.name.startswith("broker.") for entry in _entries(folder)):
+                yield str(folder / _SOCKET_NAME)
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _recorded_sockets(states: list[Path]) -> Iterator[str]:
+    """Yield the sockets, wherever they are, of brokers that run or have crashed: they have written how to start them again."""
+    for state in states:
+        for folder in _entries(state):
+            with suppress(BrokerUnavailableError):
+                command = restart_command(str(folder / _SOCKET_NAME))
+                if command is not None:
+                    with suppress(ValueError, TypeError, KeyError):
+                        yield str(json.loads(command[0][-1])["socket"])
+
+
+def _simulated_folder(socket: str) -> Path | None:
+    from fractional_gpu.broker.process.driver_start import simulated_folder  # noqa: PLC0415 - heavy
+
+    folder = simulated_folder(socket)
+    return folder if _is_own_folder(folder) else None
+
+
+# -- what forbids it -------------------------------------------------------------------------------------------------------------------
+
+
+def _check_no_leases(sockets: list[str]) -> None:
+    """Raise CommandError if a kernel has a lease, or a broker does not tell."""
+    for socket in sockets:
+        named: list[str] = []
+        try:
+            with closing(BrokerClient(socket)) as client:
+                named = [lease.label or lease.lease_id for lease in client.status().leases]
+        except BrokerUnavailableError as error:
+            if claim_holder(socket) is not None:
+                raise CommandError(f"a broker runs and does not say whether kernels have leases: {error}") from None
+            named = [f"process {pid}" for pid in kernels_of(socket)]  # they start the broker again when they need it
+        if named:
+            raise CommandError(
+                f"kernels have a share of a GPU, and their state would be lost: {', '.join(sorted(named))} (broker {socket}); "
+                "shut them down, and try again"
+            )
+
+
+def _is_agreed(found: Findings) -> bool:
+    for item in found.items:
+        print(f"  {item.path}  ({item.what})")
+    answer = input("Remove all of this? [y/N] ")
+    return answer.strip().lower() in ("y", "yes")
+
+
+# -- removing --------------------------------------------------------------------------------------------------------------------------
+
+
+def _end_broker(socket: str) -> None:
+    """End the broker on this socket, which has no leases, and wait for its end. Raises CommandError if it does not end."""
+    pid = claim_holder(socket)
+    if pid is None or socket == SYSTEM_SOCKET:
+        return
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        if claim_holder(socket) != pid:  # it has ended, and the pid may be another process's
+            return
+        signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+        waiting = f"waiting for the broker on {socket} (process {pid}) to end"
+        with say_if_slow(waiting, sys.stderr), select.epoll() as ends:
+            ends.register(pidfd, select.EPOLLIN)
+            if not ends.poll(_END_S):
+                raise CommandError(
+                    f"the broker on {socket} (process {pid}) did not end within {_END_S:g} s; nothing was removed"
+                )
+    except PermissionError:
+        raise CommandError(f"the broker on {socket} (process {pid}) is another user's; nothing was removed") from None
+    finally:
+        os.close(pidfd)
+
+
+def _remove(items: list[Item]) -> tuple[list[Item], dict[Path, str]]:
+    """Remove them; return which were removed, and why others could not be."""
+    removed: list[Item] = []
+    failed: dict[Path, str] = {}
+    for item in items:
+        try:
+            shutil.rmtree(item.path)
+        except FileNotFoundError:
+            continue  # the broker has removed it at its end
+        except OSError as error:
+            failed[item.path] = error.strerror or str(error)
+        else:
+            removed.append(item)
+            _remove_if_empty(item.path.parent)
+    return removed, failed
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """Remove the folder that was only for ours: `.../jupyter-gpu`, above the folders of several hosts."""
+    if folder.name == "jupyter-gpu" or folder.name.startswith("jupyter-gpu-"):
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def package_command() -> str:
+    """Return the command that removes the package from this environment, by what installed it."""
+    try:
+        installer = (distribution(PACKAGE).read_text("INSTALLER") or "").strip()
+    except PackageNotFoundError:
+        installer = ""
+    parts = Path(sys.prefix).parts
+    if "pipx" in parts:
+        return f"pipx uninstall {PACKAGE}"
+    if installer == "uv":
+        in_tool = "tools" in parts and "uv" in parts
+        return f"uv tool uninstall {PACKAGE}" if in_tool else f"uv pip uninstall --python {sys.executable} {PACKAGE}"
+    if installer == "conda":
+        return f"conda remove --prefix {sys.prefix} {PACKAGE}"
+    return f"{sys.executable} -m pip uninstall {PACKAGE}"
+
+
+def _report(found: Findings, *, as_json: bool, removed: list[Item], failed: dict[Path, str], dry: bool) -> None:
+    command = package_command()
+    if as_json:
+        listed = found.items if dry else removed
+        print(
+            json.dumps(
+                {
+                    "would_remove" if dry else "removed": [{"path": str(one.path), "what": one.what} for one in listed],
+                    "failed": [{"path": str(path), "why": why} for path, why in failed.items()],
+                    "kept": [{"path": str(one.path), "what": one.what} for one in found.kept],
+                    "package": command,
+                }
+            )
+        )
+        return
+    for item in found.items if dry else removed:
+        print(f"{'would remove' if dry else 'removed'} {item.path}  ({item.what})")
+    for path, why in failed.items():
+        print(f"could not remove {path}: {why}")
+    for item in found.kept:
+        print(f"kept {item.path}  ({item.what})")
+    if not found.items:
+        print("There is nothing of this user to remove.")
+    print(f"The package itself is removed by: {command}")

@@ -1,0 +1,186 @@
+"""A broker as a node's service, on any socket; and where none may start: in a job or a pod, with which it would end."""
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fractional_gpu.broker.process import restarting
+from fractional_gpu.broker.process.app import _overrides
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.client.discovery import IN_WORKLOAD, ensure_broker
+from fractional_gpu.host.workload import serves_whole_host
+from fractional_gpu.protocol.errors import BrokerUnavailableError
+from tests.broker.live import BECOME_NOBODY, DEADLINE_S
+from tests.support.callers import caller
+from tests.support.control_group import JOIN, job_group
+from tests.support.paths import PYTHONPATH
+from tests.support.world import until
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder that all users may enter."""
+    made = Path(tempfile.mkdtemp(prefix="jfg-"))
+    made.chmod(0o755)
+    yield made
+    shutil.rmtree(made)
+
+
+def command(folder: Path, *words: str) -> list[str]:
+    serve = ["broker", "--service", "--socket", str(folder / "gpu" / "broker.sock"), "--simulate", "1x1GiB"]
+    return [sys.executable, "-m", "fractional_gpu.commands.main", *serve, "--state-dir", str(folder / "state"), *words]
+
+
+def environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("JUPYTER")}
+    return {**kept, "PYTHONPATH": PYTHONPATH}
+
+
+def answers(socket: str) -> bool | None:
+    try:
+        with BrokerClient(socket, timeout_s=DEADLINE_S) as client:
+            return client.ping().simulated
+    except BrokerUnavailableError:
+        return None
+
+
+def test_a_service_serves_every_user_on_any_socket_until_it_is_told_to_stop(folder: Path) -> None:
+    socket = folder / "gpu" / "broker.sock"
+    with subprocess.Popen(command(folder), env=environment(), umask=0o077) as service:
+        try:
+            until(lambda: answers(str(socket)), "it serves")
+            assert oct(socket.parent.stat().st_mode & 0o777) == "0o755"
+            assert oct(socket.stat().st_mode & 0o777) == "0o666"
+            with caller(str(socket), first=BECOME_NOBODY) as user:
+                status, status_of = user.call("GET", "/v1/status")
+                assert (status, status_of["simulated"]) == (200, True)
+                status, lease = user.call("POST", "/v1/leases", body={"fraction_milli": 250})
+                assert status == 200, lease
+                status, refused = user.call(
+                    "POST", "/v1/seats", body={"owner": "nobody", "pool": "default", "fraction_milli": 250}
+                )
+                assert (status, refused["error"]["reason"]) == (403, "not-admin")
+            private = [one.name for one in socket.parent.iterdir() if one != socket and one.stat().st_mode & 0o077]
+            assert not private, "its other files are its own"
+        finally:
+            service.send_signal(signal.SIGTERM)
+        assert service.wait(DEADLINE_S) == 0
+
+
+def test_a_service_has_no_idle_end_unless_one_is_given() -> None:
+    assert _overrides(restarting.BrokerOptions(service=True))["idle_exit"] == "never"
+    assert _overrides(restarting.BrokerOptions(service=True, idle_exit="5m"))["idle_exit"] == "5m"
+    assert "idle_exit" not in _overrides(restarting.BrokerOptions())
+
+
+def test_a_service_refuses_to_run_in_a_job(folder: Path) -> None:
+    with job_group() as (job, group):
+        join = f"{JOIN.format(group=str(group))}; import sys; os.execv(sys.argv[1], sys.argv[1:])"
+        done = subprocess.run(
+            [sys.executable, "-c", join, *command(folder)],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert f"this is Slurm job {job}" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_service_is_roots_and_where_users_reach_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = folder / "closed"
+    closed.mkdir(mode=0o700)
+    with pytest.raises(BrokerUnavailableError, match=f"users cannot enter {closed}"):
+        restarting.make_socket_folder(str(closed / "gpu" / "broker.sock"), service=True)
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    with pytest.raises(BrokerUnavailableError, match="runs as root, and this is uid 1234"):
+        restarting.make_socket_folder(str(folder / "gpu" / "broker.sock"), service=True)
+
+
+def test_a_daemon_sets_pod_that_sees_the_machine_may_serve_it(tmp_path: Path) -> None:
+    for name in ("1", "self"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "cgroup").write_text("0::/kubepods/podx/c\n")
+    assert not serves_whole_host(proc=tmp_path)
+    (tmp_path / "1" / "cgroup").write_text("0::/init.scope\n")
+    assert serves_whole_host(proc=tmp_path)
+
+
+# -- no broker by itself -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [("SLURM_JOB_ID", "4711", "Slurm job 4711"), ("KUBERNETES_SERVICE_HOST", "10.0.0.1", "a Kubernetes pod")],
+)
+def test_in_a_job_or_pod_no_broker_starts_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str
+) -> None:
+    monkeypatch.delenv(IN_WORKLOAD, raising=False)
+    monkeypatch.setenv(name, value)
+    socket = str(tmp_path / "broker.sock")
+    with pytest.raises(BrokerUnavailableError, match=f"none is started within {said}") as refused:
+        ensure_broker(socket)
+    assert refused.value.reason == "in-workload"
+    assert "jupyter gpu broker --service" in str(refused.value)
+    assert not list(tmp_path.iterdir()), "nothing was tried"
+
+
+def test_the_control_group_tells_a_job_too_and_a_job_may_be_allowed_its_own(folder: Path) -> None:
+    run = folder / "run"
+    run.mkdir(mode=0o700)
+    start = """
+import sys
+from fractional_gpu.client.discovery import ensure_broker
+from fractional_gpu.protocol.errors import BrokerUnavailableError
+try:
+    with ensure_broker(sys.argv[1]) as client:
+        print(client.ping().pid)
+except BrokerUnavailableError as error:
+    print(error.reason)
+"""
+    with job_group() as (_, group):
+        program = f"{JOIN.format(group=str(group))}\n{start}"
+        own = {**environment(), "JUPYTER_GPU_SIMULATE": "1x1GiB", "XDG_STATE_HOME": str(folder / "state")}
+
+        def ask(**more: str) -> str:
+            argv = [sys.executable, "-c", program, str(run / "broker.sock")]
+            done = subprocess.run(argv, env={**own, **more}, capture_output=True, text=True, timeout=60, check=True)
+            return done.stdout.strip()
+
+        assert ask() == "in-workload"
+        pid = int(ask(**{IN_WORKLOAD: "1"}))
+        os.kill(pid, signal.SIGTERM)
+        until(lambda: not Path(f"/proc/{pid}").exists() or None, "it ended")
+        until(lambda: not (group / "cgroup.procs").read_text() or None, "and with it what it started")
+
+
+def test_a_users_kernel_never_starts_a_broker_in_roots_folder(folder: Path) -> None:
+    """A service that does not run on a path of its own: its administrator starts it."""
+    socket = folder / f"gpu-{secrets.token_hex(4)}" / "broker.sock"
+    socket.parent.mkdir(mode=0o755)
+    ask = f"""
+import os, pwd, sys
+from fractional_gpu.client.discovery import ensure_broker
+from fractional_gpu.protocol.errors import BrokerUnavailableError
+import fractional_gpu.client.client, fractional_gpu.host.workload, encodings.idna
+{BECOME_NOBODY}
+try:
+    ensure_broker({str(socket)!r})
+except BrokerUnavailableError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", ask], env=environment(), capture_output=True, text=True, timeout=60, check=True, cwd="/"
+    )
+    assert "is a system service and does not run" in done.stdout

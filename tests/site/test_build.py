@@ -1,0 +1,56 @@
+"""The documentation's site is built from the pages without a warning, and a link that leads nowhere ends the build."""
+
+from pathlib import Path
+
+import pytest
+
+from docs._site import build, contents
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built once for this file."""
+    out = tmp_path_factory.mktemp("site") / "pages"
+    assert build.main([str(out)]) == 0
+    return out
+
+
+def test_every_page_is_there_in_a_section_and_from_the_code(site: Path) -> None:
+    for page in [*build.pages(), *build.GENERATED]:
+        assert (site / "docs" / f"{page}.html").is_file(), page
+    assert "jupyter gpu doctor" in (site / "docs" / "reference" / "commands.html").read_text()
+    assert "c.GPUBroker.pools" in (site / "docs" / "reference" / "settings.html").read_text()
+    first = (site / "index.html").read_text()
+    for title in contents.SECTIONS:
+        assert title in first, title
+
+
+def test_links_to_other_sites_are_listed(site: Path) -> None:
+    links = (site / "external-links.txt").read_text().splitlines()
+    assert links == sorted(set(links))
+    assert all(link.startswith("http") for link in links)
+
+
+def test_a_page_in_no_section_ends_the_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sections = dict(contents.SECTIONS)
+    sections.pop("Operate")
+    monkeypatch.setattr(build, "SECTIONS", sections)
+    assert build.main([str(tmp_path / "out")]) == 1
+    assert "docs/broker.md is in 0 sections" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_link_to_no_heading_ends_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "one.md").write_text("# One\n\n[there](two.md#no-such-heading)\n")
+    (docs / "two.md").write_text("# Two\n")
+    (tmp_path / "README.md").write_text("# Us\n")
+    monkeypatch.setattr(build, "ROOT", tmp_path)
+    monkeypatch.setattr(build, "GENERATED", {})
+    monkeypatch.setattr(build, "SECTIONS", {"All": ("Both.", ("one", "two"))})
+    assert build.main([str(tmp_path / "out")]) == 1
+    (docs / "one.md").write_text("# One\n\n[there](two.md#two)\n")
+    assert build.main([str(tmp_path / "out")]) == 0
