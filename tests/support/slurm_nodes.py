@@ -73,7 +73,13 @@ class GPUNode:
     def _start(self, command: Sequence[str], log: str) -> "subprocess.Popen[bytes]":
         with (self.node.run / log).open("ab") as out:
             return subprocess.Popen(
-                command, env=self.environment, cwd="/", stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+                command,
+                env=self.environment,
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
             )
 
     def stop_agent(self) -> int:
@@ -142,12 +148,16 @@ def install_scripts(nodes: Sequence[Node], environment: Mapping[str, str], *more
     folder = nodes[0].run.parent / "scripts"
     for node in nodes:
         command = [*_MAIN, "node", "install", "--folder", str(folder / node.name), "--node", node.name]
-        subprocess.run([*command, *options_of(node, *more)], env=dict(environment), check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [*command, *options_of(node, *more)], env=dict(environment), check=True, stdout=subprocess.DEVNULL
+        )
     named = {}
     for name in ("Prolog", "Epilog", "TaskProlog"):
         script = folder / name.lower()
         # slurmd gives its scripts a clean environment: an installed package needs none, a checkout does.
-        script.write_text(f'#!/bin/sh\nexport PYTHONPATH="{PYTHONPATH}"\nexec {folder}/"$SLURMD_NODENAME"/{name.lower()}\n')
+        script.write_text(
+            f'#!/bin/sh\nexport PYTHONPATH="{PYTHONPATH}"\nexec {folder}/"$SLURMD_NODENAME"/{name.lower()}\n'
+        )
         script.chmod(0o755)
         named[name] = str(script)
     return named
@@ -159,7 +169,8 @@ def gpu_nodes(
 ) -> Iterator[list[GPUNode]]:
     """The brokers and agents of a cluster's nodes, ended with the block."""
     made = [
-        GPUNode(cluster, node, simulate=simulate, words=options_of(node, *more), config=config) for node in cluster.nodes
+        GPUNode(cluster, node, simulate=simulate, words=options_of(node, *more), config=config)
+        for node in cluster.nodes
     ]
     try:
         for node in made:

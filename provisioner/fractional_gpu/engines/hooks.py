@@ -106,7 +106,14 @@ def _wanted(settings: HookSettings, slurm: Slurm, job: SlurmJob, environment: Ma
     share = share_of_job(job, settings.pools)
     if share is not None:
         pool, milli = share
-        return JobSeat(job_id=job.job_id, uid=job.uid, user=job.user, pool=pool, fraction_milli=milli, has_groups=settings.has_groups)
+        return JobSeat(
+            job_id=job.job_id,
+            uid=job.uid,
+            user=job.user,
+            pool=pool,
+            fraction_milli=milli,
+            has_groups=settings.has_groups,
+        )
     if not settings.shard_pool or not total_of(job.gres, SHARD):
         return None
     indexes = [int(word) for word in environment.get("SLURM_JOB_GPUS", "").split(",") if word.isdecimal()]

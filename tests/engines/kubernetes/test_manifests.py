@@ -10,7 +10,7 @@ import yaml
 from jsonschema import ValidationError
 from traitlets.config import Config
 
-from fractional_gpu.commands.main import _subcommand
+from fractional_gpu.commands.main import subcommand
 from fractional_gpu.config import load
 from fractional_gpu.protocol.pods import DOMAIN
 from tests.engines.kubernetes.api_server import validate
@@ -90,7 +90,7 @@ def test_broker_and_worker_meet_at_one_socket_that_only_they_have(
 def test_the_containers_commands_are_ours(containers: dict[str, dict[str, Any]]) -> None:
     for container in containers.values():
         words = [word.replace("$(NODE_NAME)", "gpu-1") for word in container["args"]]
-        _, parser = _subcommand(words[0])
+        _, parser = subcommand(words[0])
         parser.parse_args(words[1:])
 
 

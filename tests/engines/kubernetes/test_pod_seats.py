@@ -17,10 +17,10 @@ from fractional_gpu.engines.pod_seats import Pod, PodSeats, in_use, request_of
 from fractional_gpu.protocol.messages import LeaseRequest, SeatStatus
 from fractional_gpu.protocol.pods import shares_of, whole_quantity
 from tests.broker.live import DEADLINE_S, LiveBroker, live_broker
-from tests.broker.seats.test_workloads import Client, client_in
 from tests.engines.kubernetes.api_server import canonical
 from tests.engines.kubernetes.pods import pod_of, uid_of
-from tests.support.control_group import pod_group
+from tests.support.callers import Caller, caller
+from tests.support.control_group import JOIN, pod_group
 
 POOL = "fractional-gpu.jupyter.org/pool"
 FRACTION = "fractional-gpu.jupyter.org/fraction"
@@ -182,12 +182,12 @@ def test_a_refusal_is_said_once_and_tried_again(node: Node) -> None:
 
 
 @contextmanager
-def kernel_in(live: LiveBroker, uid: str) -> Iterator[Client]:
-    with pod_group(uid) as group, client_in(group, live) as client:
+def kernel_in(live: LiveBroker, uid: str) -> Iterator[Caller]:
+    with pod_group(uid) as group, caller(live.socket, first=JOIN.format(group=str(group))) as client:
         yield client
 
 
-def lease_in(client: Client, milli: int = 125) -> tuple[int, Any]:
+def lease_in(client: Caller, milli: int = 125) -> tuple[int, Any]:
     body = to_builtins(LeaseRequest(fraction_milli=milli))
     return client.call("POST", "/v1/leases", "", body)
 

@@ -99,7 +99,10 @@ def check_config(config: Mapping[str, str], counts: list[str], *, shards: bool) 
         )
     flags = _words(config, "PrologFlags")
     if "contain" in flags:
-        yield ok("prolog flags", "the Prolog runs when a job is allocated, and a job keeps its control groups between its steps")
+        yield ok(
+            "prolog flags",
+            "the Prolog runs when a job is allocated, and a job keeps its control groups between its steps",
+        )
     else:
         yield warning(
             "prolog flags",
