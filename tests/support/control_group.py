@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -75,9 +76,23 @@ def pod_group(uid: str) -> Iterator[Path]:
     try:
         yield group
     finally:
-        group.rmdir()
+        _remove(group)
         with suppress(OSError):
             group.parent.rmdir()
+
+
+def _remove(group: Path) -> None:
+    """Remove a group once the last of its processes, which has been killed, has left it; nothing signals that."""
+    end = time.monotonic() + 60
+    while True:
+        try:
+            group.rmdir()
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.01)
+        else:
+            return
 
 
 def _hierarchy() -> tuple[bool, Path]:
