@@ -28,9 +28,16 @@ from tests.support.world import World, new_world, until
 
 USER = 212_345
 _DAEMON_SET = Path(__file__).parents[2] / "examples" / "kubernetes" / "daemonset.yaml"
-_LOOPBACK = "import fcntl, socket, struct; fcntl.ioctl(socket.socket(socket.AF_INET, socket.SOCK_DGRAM), 0x8914, struct.pack('16sH14x', b'lo', 1))"
+_LOOPBACK = """
+import fcntl, socket, struct
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as up:
+    fcntl.ioctl(up, 0x8914, struct.pack("16sH14x", b"lo", 1))
+"""
 _AS_USER = "import os; os.setgroups([]); os.setgid(100); os.setuid({uid}); os.umask(0o22)"
-_POOLS = 'c.GPUBroker.pools = {"default": {"idle_after": "0s", "min_residency": "0s", "retry_refused": "0s"}}\nc.GPUBroker.seats_required = True\n'
+_POOLS = """
+c.GPUBroker.pools = {"default": {"idle_after": "0s", "min_residency": "0s", "retry_refused": "0s"}}
+c.GPUBroker.seats_required = True
+"""
 
 
 def _capabilities() -> list[str]:
@@ -146,7 +153,8 @@ def _pod(uid: str) -> Pod:
 
 
 def test_a_pods_kernel_idles_is_suspended_and_comes_back_whole(world: World) -> None:
-    uid, said = str(uuid4()), []
+    uid = str(uuid4())
+    said: list[str] = []
     (name,) = world.install(500)
     _give(world)
     worker_socket = str(world.folder / "worker" / "own.sock")

@@ -55,7 +55,7 @@ def test_the_worker_alone_is_privileged(containers: dict[str, dict[str, Any]]) -
         assert context["allowPrivilegeEscalation"] is False
         assert context["capabilities"]["drop"] == ["ALL"]
         assert context["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert containers["broker"]["securityContext"]["capabilities"]["add"] == ["SYS_PTRACE", "KILL"]
+    assert containers["broker"]["securityContext"]["capabilities"]["add"] == ["SYS_PTRACE", "DAC_READ_SEARCH", "KILL"]
     assert "add" not in containers["agent"]["securityContext"]["capabilities"]
     assert all(one["securityContext"]["readOnlyRootFilesystem"] for one in containers.values())
 
@@ -68,7 +68,8 @@ def test_the_agent_alone_has_a_token_and_the_worker_no_path_of_the_host(
     mounted = {name: {mount["name"] for mount in one["volumeMounts"]} for name, one in containers.items()}
     assert {name for name, mounts in mounted.items() if "token" in mounts} == {"agent"}
     of_host = {volume["name"] for volume in pod["volumes"] if "hostPath" in volume}
-    assert of_host == {"run", "state"}
+    assert of_host == {"run", "state", "cgroup"}
+    assert [mount["readOnly"] for mount in containers["broker"]["volumeMounts"] if mount["name"] == "cgroup"] == [True]
     assert mounted["worker"] & of_host == set()
     assert [mount["readOnly"] for mount in containers["agent"]["volumeMounts"] if mount["name"] == "run"] == [True]
 
