@@ -7,7 +7,7 @@ SECTIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
         "Notebooks, scripts and programs on a share of a GPU.",
         ("magics", "clients", "measuring", "advice", "nvidia"),
     ),
-    "Run a hub": ("Many users on few GPUs: pools, seats, costs.", ("hub", "policies", "costs")),
+    "Run a hub": ("Many users on few GPUs: pools, seats, costs.", ("hub", "tljh", "policies", "costs")),
     "Operate": (
         "The broker, what it reports, and what happens when something goes away.",
         ("broker", "metrics", "revocation", "audit", "limits"),
@@ -17,6 +17,6 @@ SECTIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
         ("architecture", "lease-states", "promises", "simulator", "benchmarks", "driver-errors"),
     ),
     "Reference": ("Commands and configuration, from the code itself.", ("commands", "routes")),
-    "Change it": ("How it is tested.", ("arbiter-tests", "gpu-tests")),
+    "Change it": ("Add to it, and how it is tested.", ("extending", "arbiter-tests", "gpu-tests")),
 }
 """Section -> a sentence about it, and its pages: names of files in docs/ without `.md`."""

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.client.state_folder import SERVICE_STATE, is_network
 from fractional_gpu.config import ConfigError, load
 from fractional_gpu.protocol.errors import FractionalGPUError
+from fractional_gpu_hub.mixin import FractionalGPUMixin
 from fractional_gpu_hub.seats import BROKER_SERVICE, start_with_hub
 
 SPAWNERS = ("fractional-gpu-local", "fractional-gpu-simple", "fractional-gpu-systemd", "fractional-gpu-docker")
@@ -51,14 +53,12 @@ def configure(
 ) -> None:
     """Set the hub up.
 
-    `spawner` is one of `SPAWNERS` or a class with the mixin; `pools` and other `settings` are those of the broker (as in
-    `jupyter_gpu_config.py`, whose values they replace); `broker` is `managed` (the hub runs it), `system` (it runs already) or
-    `auto`; `socket` is where it serves; `simulate` replaces the hardware, as in `2x80GiB`. Raises ConfigError.
+    `spawner` is one of `SPAWNERS`, the registered name of another one with the mixin, or such a class; `pools` and other `settings` are
+    those of the broker (as in `jupyter_gpu_config.py`, whose values they replace); `broker` is `managed` (the hub runs it), `system` (it
+    runs already) or `auto`; `socket` is where it serves; `simulate` replaces the hardware, as in `2x80GiB`. Raises ConfigError.
     """
     if isinstance(spawner, str) and spawner not in SPAWNERS:
-        raise ConfigError(
-            f"{_WHERE}: spawner = {spawner!r}: allowed: {', '.join(SPAWNERS)}, or a class with FractionalGPUMixin"
-        )
+        _check_registered(spawner)
     if broker not in {"auto", "managed", "system"}:
         raise ConfigError(f"{_WHERE}: broker = {broker!r}: allowed: 'auto', 'managed' or 'system'")
     path = socket or _socket(broker)
@@ -72,6 +72,27 @@ def configure(
     start_with_hub(path)
     c.FractionalGPUMixin.gpu_socket = path
     c.JupyterHub.spawner_class = spawner
+
+
+def _check_registered(name: str) -> None:
+    """Raise ConfigError unless another package has registered a spawner with the mixin under this name."""
+    registered = entry_points(group="jupyterhub.spawners")
+    if name not in registered.names:
+        raise ConfigError(
+            f"{_WHERE}: spawner = {name!r}: allowed: {', '.join(SPAWNERS)}, a class with FractionalGPUMixin, or the name under which a "
+            "package has registered one (entry points `jupyterhub.spawners`)"
+        )
+    try:
+        kind = registered[name].load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{_WHERE}: spawner = {name!r}: {registered[name].value} cannot be imported: {error}"
+        ) from None
+    if not (isinstance(kind, type) and issubclass(kind, FractionalGPUMixin)):
+        raise ConfigError(
+            f"{_WHERE}: spawner = {name!r}: {registered[name].value} has no FractionalGPUMixin; allowed: {', '.join(SPAWNERS)}, or a "
+            "spawner with it"
+        )
 
 
 def _socket(broker: str) -> str:

@@ -1,5 +1,9 @@
-"""Each test here runs twice: on the simulated device, and on NVIDIA's interface over the double of its driver."""
+"""Each test here runs on the simulated device, and on NVIDIA's interface over the double of its driver.
 
+Some also run on the kind of device that examples/device-kind adds; all of them with JUPYTER_GPU_ALL_KINDS=1.
+"""
+
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,10 +13,26 @@ import pytest
 from fractional_gpu.gpu.interface import Checkpointer, Monitor
 from tests.driver_double.double import DriverDouble
 from tests.driver_double.remote import Remote
-from tests.gpu_behaviour.hosts import DEVICE_MIB, DoubleHost, Host, SimulatedDevices
+from tests.gpu_behaviour.hosts import DEVICE_MIB, DoubleHost, Host, OutsideDevices, SimulatedDevices
 from tests.gpu_sim.kernels import KernelProcess
+from tests.support.outside import as_installed
 
 MakeHost = Callable[[tuple[int, ...]], Host]
+_OUTSIDE_TOO = ("test_states.py", "test_worker.py")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what the example of a kind shares with the simulated device, unless all of it is asked for."""
+    if os.environ.get("JUPYTER_GPU_ALL_KINDS"):
+        return
+    here = Path(__file__).parent
+    out = [
+        item
+        for item in items
+        if item.path.parent == here and item.path.name not in _OUTSIDE_TOO and "outside" in item.name
+    ]
+    config.hook.pytest_deselected(items=out)
+    items[:] = [item for item in items if item not in set(out)]
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +42,7 @@ def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
         yield remote
 
 
-@pytest.fixture(params=["simulated", "double"])
+@pytest.fixture(params=["simulated", "double", "outside"])
 def make_host(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeHost]:
     """Make a host with devices of these sizes, MiB."""
     with ExitStack() as stack:
@@ -30,6 +50,9 @@ def make_host(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeHo
         def make(sizes: tuple[int, ...]) -> Host:
             if request.param == "simulated":
                 made: Host = SimulatedDevices(tmp_path / "host", sizes)
+            elif request.param == "outside":
+                path = stack.enter_context(as_installed("device-kind", tmp_path / "site"))
+                made = OutsideDevices(tmp_path / "host", sizes, path)
             else:
                 double = DoubleHost.make_double(tmp_path / "host", sizes)
                 made = DoubleHost(double, request.getfixturevalue("remote"))

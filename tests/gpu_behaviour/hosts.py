@@ -1,4 +1,7 @@
-"""What the tests of a device's behaviour run against: the simulated device, and the product's NVIDIA classes over the driver's double."""
+"""What the tests of a device's behaviour run against.
+
+The simulated device, the product's NVIDIA classes over the driver's double, and a kind of device that another package offers.
+"""
 
 import os
 from abc import ABC, abstractmethod
@@ -8,8 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
 from typing import Final
+from unittest.mock import patch
 
 from fractional_gpu.gpu.interface import Checkpointer, GPUErrorCode, Monitor, ProcessState
+from fractional_gpu.gpu.open import open_checkpointer, open_monitor
 from fractional_gpu.gpu.simulated import faults, host
 from fractional_gpu.gpu.simulated.checkpointer import SimulatedCheckpointer
 from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
@@ -19,7 +24,7 @@ from tests.driver_double.remote import Remote
 from tests.gpu_sim.kernels import MIB, KernelProcess, backend_worker, eventually, in_flight, worker_process
 from tests.gpu_sim.kernels import Kernel as SimulatedKernel
 
-__all__ = ["CONTEXT_MIB", "DEVICE_MIB", "DoubleHost", "Host", "SimulatedDevices"]
+__all__ = ["CONTEXT_MIB", "DEVICE_MIB", "DoubleHost", "Host", "OutsideDevices", "SimulatedDevices"]
 
 DEVICE_MIB: Final = 256
 CONTEXT_MIB: Final = 32
@@ -142,7 +147,7 @@ class SimulatedDevices(Host):
         self.simulated = host.create(folder, ",".join(f"1x{size}MiB" for size in sizes))
         self.devices = [device.device_id for device in self.simulated.devices]
         self.backend = f"simulated:{folder}"
-        self.checkpointer = self._checkpointer = SimulatedCheckpointer(folder)
+        self.checkpointer = SimulatedCheckpointer(folder)
         self.monitor = SimulatedMonitor(folder)
         self._folder = folder
         self._store = Store(folder)
@@ -210,10 +215,30 @@ class SimulatedDevices(Host):
     def end_faults(self) -> None:
         faults.clear(self._folder)
 
-    def close(self) -> None:
-        self._checkpointer.close()
+    def close_drivers(self) -> None:
+        """Close what reads and drives the devices."""
+        assert isinstance(self.checkpointer, SimulatedCheckpointer)
+        self.checkpointer.close()
         self.monitor.close()
+
+    def close(self) -> None:
+        self.close_drivers()
         self._store.close()
+
+
+class OutsideDevices(SimulatedDevices):
+    """The kind of device of examples/device-kind, opened by its entry point as the broker and its worker do."""
+
+    def __init__(self, folder: Path, sizes: tuple[int, ...], path: str) -> None:
+        super().__init__(folder, sizes)
+        super().close_drivers()
+        self.backend = "kind:example"
+        self._environment = {"EXAMPLE_DEVICES": str(folder), "PYTHONPATH": path}
+        with patch.dict(os.environ, self._environment):
+            self.checkpointer, self.monitor = open_checkpointer(self.backend), open_monitor(self.backend)
+
+    def worker(self) -> AbstractContextManager[Popen[bytes]]:
+        return backend_worker(self.backend, self._environment)
 
 
 class DoubleHost(Host):

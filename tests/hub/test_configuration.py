@@ -118,7 +118,8 @@ def test_a_hub_that_does_not_keeps_to_its_own_folder(monkeypatch: pytest.MonkeyP
         ({"idle_exit": "soon"}, "idle_exit = 'soon'"),
         ({"pools": {"default": {"fractions": {1, 2}}}}, "expected a list such as"),
         ({"socket": "/srv/" + "x" * 120}, "longer than 100 bytes; pass a shorter path as socket"),
-        ({"spawner": "docker"}, "allowed: fractional-gpu-local, fractional-gpu-simple"),
+        ({"spawner": "dockr"}, "allowed: fractional-gpu-local, fractional-gpu-simple"),
+        ({"spawner": "docker"}, "has no FractionalGPUMixin"),
         ({"broker": "mine"}, "allowed: 'auto', 'managed' or 'system'"),
     ],
 )

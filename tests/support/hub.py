@@ -30,7 +30,10 @@ from tests.support.ports import free_ports
 jupyterhub.spawner.random_port = lambda: free_ports(1)[0]
 given = json.loads(os.environ["TEST_HUB"])
 c = get_config()
-configure(c, spawner=given["spawner"], socket=given["socket"], simulate=given["simulate"], **given["settings"])
+if given["before"]:
+    exec(given["before"])
+else:
+    configure(c, spawner=given["spawner"], socket=given["socket"], simulate=given["simulate"], **given["settings"])
 c.JupyterHub.bind_url = given["url"]
 c.JupyterHub.hub_port = given["hub_port"]
 c.ConfigurableHTTPProxy.api_url = given["proxy_api"]
@@ -110,6 +113,7 @@ class HubWorld:
             ],
             "wait": 60,
             "cleanup": False,  # whether a hub that ends takes its users' servers along, as it does by default
+            "before": "",  # statements that configure the spawner and the broker in place of `configure`
             "page": None,  # what `add_page` is given, the port aside; None: no page about the GPUs
             "environment": {name: world.environment[name] for name in kept},
             **more,

@@ -55,6 +55,7 @@ class Settings:
     devices_where: str  # the key of `devices`, for errors that depend on the devices
     pools: tuple[PoolSettings, ...]
     seats_required: bool = False
+    device_kind: str = ""  # "": NVIDIA's
     admin_group: str = ""
     admin_group_where: str = ""  # its key, for an error that depends on the host
     audit_file: Path | None = None  # None: where the ledger is
@@ -176,6 +177,7 @@ def translate(traits: GPUBroker, where: Callable[[str], str], files: tuple[Path,
         devices_where=where("devices"),
         pools=configured,
         seats_required=traits.seats_required,
+        device_kind=traits.device_kind,
         admin_group=traits.admin_group,
         admin_group_where=where("admin_group"),
         audit_file=plain["audit_file"],

@@ -77,6 +77,11 @@ class GPUBroker(Configurable):
         help="""The devices that this broker manages: 'all', or a list of numbers, UUIDs or beginnings of UUIDs. It does not touch
         other devices.""",
     ).tag(config=True, example=[0, 1])
+    device_kind = Unicode(
+        "",
+        help="""The kind of device that this broker manages. Empty: NVIDIA's GPUs. Else a kind that an installed package offers
+        (docs/extending.md).""",
+    ).tag(config=True, example="example")
     admin_group = Unicode(
         "",
         help="""A group of the operating system whose members are administrators, like root and the broker's own user: they may see and

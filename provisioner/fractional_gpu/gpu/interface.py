@@ -136,7 +136,7 @@ class Monitor(Protocol):
 
     @property
     def kind(self) -> str:
-        """`simulated` or `nvidia`."""
+        """`simulated`, `nvidia`, or the name of another package's kind. Of `simulated` ones every screen says so."""
 
     def devices(self) -> list[DeviceInfo]:
         """Return the devices; an empty list is an ordinary result. Raises GPUError."""

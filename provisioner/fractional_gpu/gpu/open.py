@@ -1,10 +1,33 @@
-"""Opening a backend by name: `nvidia`, or `simulated:DIRECTORY`. Only the named backend is imported."""
+"""Opening devices by the name of their backend: `nvidia`, `simulated:DIRECTORY`, or `kind:NAME` of another package.
 
-from typing import Final
+Another package offers a kind of device by an entry point of the group `fractional_gpu.devices`, whose name is the kind's and which leads to
+a `DeviceKind`. Only the named backend is imported.
+"""
+
+from importlib.metadata import entry_points
+from typing import Final, Protocol
 
 from fractional_gpu.gpu.interface import Checkpointer, GPUError, GPUErrorCode, Monitor
 
+NVIDIA: Final = "nvidia"
+GROUP: Final = "fractional_gpu.devices"
 _SIMULATED: Final = "simulated:"
+_KIND: Final = "kind:"
+
+
+class DeviceKind(Protocol):
+    """What the entry point of another package leads to: a module, a class or an object with these two functions."""
+
+    def open_monitor(self) -> Monitor:
+        """Return what reads the devices, for the broker. Raises GPUError."""
+
+    def open_checkpointer(self) -> Checkpointer:
+        """Return what saves and restores other processes' state, for the checkpoint worker alone. Raises GPUError."""
+
+
+def backend_name(device_kind: str) -> str:
+    """Return the backend's name for the setting `device_kind`; "" and `nvidia` are NVIDIA's devices."""
+    return NVIDIA if device_kind in ("", NVIDIA) else f"{_KIND}{device_kind}"
 
 
 def open_monitor(backend: str) -> Monitor:
@@ -13,11 +36,11 @@ def open_monitor(backend: str) -> Monitor:
         from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor  # noqa: PLC0415 (see above)
 
         return SimulatedMonitor(_directory(backend))
-    if backend == "nvidia":
+    if backend == NVIDIA:
         from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor  # noqa: PLC0415 (see above)
 
         return NvidiaMonitor()
-    raise _unknown(backend)
+    return _kind(backend).open_monitor()
 
 
 def open_checkpointer(backend: str) -> Checkpointer:
@@ -26,11 +49,11 @@ def open_checkpointer(backend: str) -> Checkpointer:
         from fractional_gpu.gpu.simulated.checkpointer import SimulatedCheckpointer  # noqa: PLC0415 (see above)
 
         return SimulatedCheckpointer(_directory(backend))
-    if backend == "nvidia":
+    if backend == NVIDIA:
         from fractional_gpu.gpu.nvidia.checkpointer import NvidiaCheckpointer  # noqa: PLC0415 (see above)
 
         return NvidiaCheckpointer()
-    raise _unknown(backend)
+    return _kind(backend).open_checkpointer()
 
 
 def _directory(backend: str) -> str:
@@ -40,8 +63,31 @@ def _directory(backend: str) -> str:
     return directory
 
 
+def _kind(backend: str) -> DeviceKind:
+    """Import the kind from its package. Raises GPUError NOT_SUPPORTED: there is none of this name, or it cannot be imported."""
+    if not backend.startswith(_KIND):
+        raise _unknown(backend)
+    name = backend.removeprefix(_KIND)
+    found = entry_points(group=GROUP)
+    if name not in found.names:
+        there = ", ".join(repr(one) for one in sorted({NVIDIA, *found.names}))
+        raise GPUError(
+            GPUErrorCode.NOT_SUPPORTED,
+            f"there is no kind of device {name!r} (c.GPUBroker.device_kind); in this Python environment there is {there}; install the "
+            "package that has it, or name another kind",
+        )
+    try:
+        kind: DeviceKind = found[name].load()
+    except (ImportError, AttributeError) as error:
+        raise GPUError(
+            GPUErrorCode.NOT_SUPPORTED,
+            f"the kind of device {name!r} cannot be imported from {found[name].value}: {error}; mend or remove that package",
+        ) from error
+    return kind
+
+
 def _unknown(backend: str) -> GPUError:
     return GPUError(
         GPUErrorCode.NOT_SUPPORTED,
-        f"there is no GPU backend {backend!r}; allowed: 'nvidia', or 'simulated:DIRECTORY' with the folder of a simulated host",
+        f"there is no GPU backend {backend!r}; allowed: 'nvidia', 'kind:NAME', or 'simulated:DIRECTORY' (of a simulated host)",
     )

@@ -106,7 +106,9 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
             protect_this_process()
             # A service may start before the driver is loaded, so it waits. A process that waits for this start needs the reason instead.
             patient = ready is None and (options.service or is_service_socket(socket))
-            backend = stack.enter_context(open_backend(options.simulate, socket, patient=patient))
+            backend = stack.enter_context(
+                open_backend(options.simulate, socket, patient=patient, device_kind=settings.device_kind)
+            )
             specs = device_specs(settings, backend)
             claims += [stack.enter_context(_claimed(spec.device_id)) for spec in specs]
             folder = make_state_folder(socket, settings.state_dir)

@@ -32,7 +32,7 @@ from fractional_gpu.core.events import Checkpointable, DeviceSeen
 from fractional_gpu.core.model import DeviceSpec
 from fractional_gpu.gpu.checkpoint_trial import try_checkpoint
 from fractional_gpu.gpu.interface import DeviceInfo, GPUError, GPUErrorCode, Monitor
-from fractional_gpu.gpu.open import open_monitor
+from fractional_gpu.gpu.open import NVIDIA, backend_name, open_monitor
 from fractional_gpu.gpu.simulated.device_memory import DeviceMemoryServer
 from fractional_gpu.gpu.simulated.host import choose_directory, create, destroy
 from fractional_gpu.gpu.simulated.store import SimulatedHostError
@@ -141,13 +141,13 @@ class DriverStart:
         return self.off
 
     async def run(self, broker: Broker, swaps: Swaps) -> None:
-        """Try until the driver works or refuses for good, then run the self-test on real devices. Returns only by cancellation."""
+        """Try until the driver works or refuses for good, then run the self-test on NVIDIA's devices. Returns only by cancellation."""
         while self._pending:
             await self._pause()
             before = self.off
             await self._attempt()
             self._publish(broker, swaps, before)
-        if not self.off and broker.monitor.kind != "simulated":
+        if not self.off and broker.monitor.kind == NVIDIA:
             log.info("%s", await SelfTest(broker, swaps, self._worker, self._specs).run())
         await asyncio.Event().wait()  # a service of the broker: its end would end the broker
 
@@ -254,7 +254,7 @@ class NoDeviceError(BackendError):
 class Backend:
     """An open monitor, its devices, and the name under which a checkpoint worker opens the same."""
 
-    name: str  # "nvidia" or "simulated:DIR"
+    name: str  # "nvidia", "simulated:DIR" or "kind:NAME"
     monitor: Monitor
     devices: tuple[DeviceInfo, ...]
     folder: Path | None  # of the simulated host
@@ -274,13 +274,17 @@ class Backend:
 
 
 @contextmanager
-def open_backend(simulate: str | None, socket: str, *, patient: bool = False) -> Iterator[Backend]:
+def open_backend(
+    simulate: str | None, socket: str, *, patient: bool = False, device_kind: str = ""
+) -> Iterator[Backend]:
     """Open the devices. Raises BackendError, ValueError (a bad `simulate`) or GPUError.
+
+    `device_kind` is the setting of this name; simulated devices go before it.
 
     With `patient`, block until the machine has a device, for as long as it takes: a system service may start before the driver is loaded.
     """
     if simulate is None:
-        name, folder = "nvidia", None
+        name, folder = backend_name(device_kind), None
     else:
         folder = simulated_folder(socket)
         try:

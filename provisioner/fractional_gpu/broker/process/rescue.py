@@ -92,7 +92,7 @@ def rescue(options: BrokerOptions) -> Rescue:
         simulate = options.simulate
         if simulate is None and simulated_folder(socket).exists():
             raise ConflictError(f"the broker on {socket} had simulated devices: say which, with --simulate")
-        backend = stack.enter_context(open_backend(simulate, socket))
+        backend = stack.enter_context(open_backend(simulate, socket, device_kind=settings.device_kind))
         for device in backend.devices:
             stack.enter_context(DeviceClaim.claim(device.device_id))
         path = find_ledger(socket, settings.state_dir, simulated=backend.simulated)

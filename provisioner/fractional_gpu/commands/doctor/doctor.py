@@ -24,10 +24,21 @@ from fractional_gpu.commands.doctor.installation import (
 from fractional_gpu.commands.doctor.jupyter import check_cullers, check_kernelspecs
 from fractional_gpu.commands.doctor.memory import check_huge_pages, check_memory, check_oom, check_swap
 from fractional_gpu.commands.doctor.nvidia import NO_GPU, check_nvidia, check_pools
-from fractional_gpu.commands.doctor.report import Finding, Severity, as_json, exit_code, problem, render, write_bundle
+from fractional_gpu.commands.doctor.report import (
+    Finding,
+    Severity,
+    as_json,
+    exit_code,
+    ok,
+    problem,
+    render,
+    write_bundle,
+)
 from fractional_gpu.commands.terminal.connection import add_socket_argument
-from fractional_gpu.gpu.interface import DeviceInfo
+from fractional_gpu.core.units import format_memory
+from fractional_gpu.gpu.interface import DeviceInfo, GPUError
 from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor
+from fractional_gpu.gpu.open import NVIDIA, backend_name, open_monitor
 from fractional_gpu.gpu.simulated.host import create, destroy
 from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
 from fractional_gpu.gpu.simulated.store import SimulatedHostError
@@ -94,6 +105,9 @@ def examine(socket: str | None, *, try_it: bool) -> Iterator[Finding]:
         devices: tuple[DeviceInfo, ...] = ()
         if exit_code(simulation) == 0:
             yield from _try_simulated() if try_it else ()
+    elif settings is not None and settings.device_kind not in ("", NVIDIA):
+        devices = ()
+        yield _check_kind(settings.device_kind)
     else:
         nvidia = check_nvidia()
         devices = nvidia.devices
@@ -113,9 +127,20 @@ def examine(socket: str | None, *, try_it: bool) -> Iterator[Finding]:
     yield from check_cullers()
 
 
+def _check_kind(name: str) -> Finding:
+    """Open the devices of another package's kind. Checkpointing is not tried: only a program of that kind could be its subject."""
+    try:
+        with closing(open_monitor(backend_name(name))) as monitor:
+            devices = monitor.devices()
+    except GPUError as error:
+        return problem("devices", str(error), "mend that: no broker starts before")
+    listed = ", ".join(f"{device.name} ({format_memory(device.memory_mib)})" for device in devices)
+    return ok("devices", f"of the kind {name!r}: {listed or 'none'}; whether they can be checkpointed was not tried")
+
+
 def _try_real(devices: tuple[DeviceInfo, ...]) -> list[Finding]:
     with closing(NvidiaMonitor()) as monitor:
-        return findings_of(claim_and_try("nvidia", monitor, devices), kind=monitor.kind)
+        return findings_of(claim_and_try(NVIDIA, monitor, devices), kind=monitor.kind)
 
 
 def _try_simulated() -> list[Finding]:

@@ -1,0 +1,150 @@
+"""A plugin for The Littlest JupyterHub: packages, the broker as a service of the machine, the hub's configuration, and the kernels.
+
+TLJH's installer finds it by the entry point `tljh` (`--plugin jupyter-fractional-gpu`). What it does comes from the section
+`fractional_gpu` of TLJH's config.yaml, whose keys are those of `fractional_gpu_hub.configure`.
+
+TLJH's hub runs in a unit that sees no devices (`PrivateDevices`), so the broker cannot be a service that the hub manages: it is a unit of
+its own, written and started after the installation. Servers run as system users that TLJH makes at their first start; the spawner here has
+them made before the seat is taken, because a seat belongs to a uid.
+"""
+
+import pwd
+import subprocess
+import sys
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any, Final
+
+import pluggy
+from traitlets.config import Config
+
+from fractional_gpu import __version__
+from fractional_gpu.config import ConfigError, load
+from fractional_gpu.core.units import format_fraction
+from fractional_gpu_hub.configuration import configure
+from fractional_gpu_hub.mixin import FractionalGPUMixin
+
+SECTION: Final = "fractional_gpu"
+PACKAGE: Final = "jupyter-fractional-gpu"
+UNIT: Final = Path("/etc/systemd/system/jupyter-gpu.service")
+CONFIG: Final = Path("/etc/jupyter/jupyter_gpu_config.py")
+_FRACTIONS: Final = ("1/8", "1/4", "1/2", "1")
+
+
+hookimpl = pluggy.HookimplMarker("tljh")  # as TLJH's own marker
+
+
+@hookimpl
+def tljh_extra_user_pip_packages() -> list[str]:
+    """Return what users' servers and kernels need."""
+    return [f"{PACKAGE}[lab,cuda]=={__version__}"]
+
+
+@hookimpl
+def tljh_extra_hub_pip_packages() -> list[str]:
+    """Return what the hub needs; the broker runs in its environment, too."""
+    return [f"{PACKAGE}[hub,cuda]=={__version__}"]
+
+
+@hookimpl
+def tljh_config_post_install(config: MutableMapping[str, Any]) -> None:
+    """Add a section with one pool to config.yaml, unless there is one."""
+    config.setdefault(SECTION, {"pools": {"default": {"fractions": list(_FRACTIONS)}}})
+
+
+@hookimpl
+def tljh_custom_jupyterhub_config(c: Config) -> None:
+    """Configure the hub: TLJH's spawner with shares of GPUs, and the broker of the machine. Raises ConfigError."""
+    section = _section()
+    section.pop("pools", None)  # these are the broker's: `tljh_post_install` has written them into its own file
+    configure(c, spawner=spawner_class(c.JupyterHub.spawner_class), **{"broker": "system", **section})
+
+
+@hookimpl
+def tljh_post_install() -> None:
+    """Write the broker's configuration and unit, start it, and put the kernels into the users' environment.
+
+    Raises ConfigError for a wrong section, CalledProcessError where systemd or the installation of kernels fails.
+    """
+    from tljh.config import USER_ENV_PREFIX  # noqa: PLC0415 - TLJH's own; there only
+
+    pools = _section().get("pools", {"default": {}})
+    settings = load(None, {"pools": pools})  # what is wrong is said now, not by a broker that does not start
+    CONFIG.parent.mkdir(parents=True, exist_ok=True)
+    CONFIG.write_text(
+        f"# Written by the plugin for The Littlest JupyterHub from the section {SECTION} of its config.yaml.\n"
+        f"c.GPUBroker.pools = {pools!r}\nc.GPUBroker.seats_required = True\nc.GPUBroker.idle_exit = 'never'\n"
+    )
+    UNIT.write_text(_unit())
+    for command in (("daemon-reload",), ("enable", UNIT.name), ("restart", UNIT.name)):
+        subprocess.run(["systemctl", *command], check=True)
+    for pool in settings.pools:
+        fractions = [format_fraction(milli) for milli in pool.fractions_milli] or list(_FRACTIONS)
+        program = str(Path(USER_ENV_PREFIX, "bin", "jupyter-gpu"))
+        install = [program, "kernels", "install", "--sys-prefix", "--pool", pool.name, "--fraction", *fractions]
+        subprocess.run(install, check=True)
+
+
+def spawner_class(base: type) -> type:
+    """Return TLJH's spawner with shares of GPUs."""
+    from systemdspawner import SystemdSpawner  # noqa: PLC0415 - TLJH brings it
+
+    from fractional_gpu_hub.systemd import FractionalGPUSystemdSpawner  # noqa: PLC0415
+
+    ours = FractionalGPUSystemdSpawner if issubclass(base, SystemdSpawner) else FractionalGPUMixin
+    return type("FractionalGPUTLJHSpawner", (_SystemUser, ours, base), {})
+
+
+class _SystemUser(FractionalGPUMixin):
+    """Has the server's system user made before the seat is taken."""
+
+    def gpu_user_ids(self) -> tuple[int, int] | None:
+        """Return the ids of the server's system user."""
+        user = pwd.getpwnam(self._system_name())
+        return user.pw_uid, user.pw_gid
+
+    async def start(self) -> Any:  # noqa: ANN401 - the spawner's own answer
+        """Make the user, take a seat and start the server."""
+        from tljh import user  # noqa: PLC0415 - TLJH's own; there only
+
+        user.ensure_user(self._system_name())
+        return await super().start()
+
+    def _system_name(self) -> str:
+        from tljh.normalize import generate_system_username  # noqa: PLC0415 - as above
+
+        name: str = generate_system_username(f"jupyter-{self.user.name}")
+        return name
+
+
+def _section() -> dict[str, Any]:
+    from tljh.configurer import load_config  # noqa: PLC0415 - TLJH's own; there only
+
+    section = load_config().get(SECTION, {})
+    if not isinstance(section, dict):
+        raise ConfigError(f"config.yaml: {SECTION} is {section!r}; allowed: keys such as `pools: {{default: {{}}}}`")
+    return dict(section)
+
+
+def _unit() -> str:
+    program = Path(sys.prefix, "bin", "jupyter-gpu")
+    return f"""\
+[Unit]
+Description=Shares GPUs among Jupyter kernels
+After=nvidia-persistenced.service
+Before=jupyterhub.service
+
+[Service]
+ExecStart={program} broker --socket /run/jupyter-gpu/broker.sock --config {CONFIG} --state-dir /var/lib/jupyter-gpu --idle-exit never
+RuntimeDirectory=jupyter-gpu
+RuntimeDirectoryMode=0755
+RuntimeDirectoryPreserve=yes
+StateDirectory=jupyter-gpu
+StateDirectoryMode=0700
+KillMode=process
+Restart=on-failure
+LimitNOFILE=65536
+
+[Install]
+WantedBy=multi-user.target
+"""

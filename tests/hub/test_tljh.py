@@ -1,0 +1,166 @@
+"""The plugin for The Littlest JupyterHub, called as TLJH's plugin manager calls it, and its configuration run by a real hub.
+
+TLJH itself is not installed: a stand-in has the hook specifications (names and arguments as in tljh/hooks.py) and the few functions of its
+modules that the plugin calls. Its installer, systemd and traefik are not run.
+"""
+
+import sys
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pluggy
+import pytest
+from jupyterhub.spawner import SimpleLocalProcessSpawner
+from systemdspawner import SystemdSpawner
+from traitlets.config import Config
+
+from fractional_gpu.config import ConfigError, load
+from fractional_gpu_hub import tljh_plugin
+from fractional_gpu_hub.mixin import FractionalGPUMixin
+from fractional_gpu_hub.systemd import FractionalGPUSystemdSpawner
+from tests.support.hub import new_hub
+from tests.support.stories import CHECK, fill
+from tests.support.world import new_world
+
+hookspec = pluggy.HookspecMarker("tljh")
+STAND_IN = {
+    "__init__.py": "",
+    "config.py": "import os\nUSER_ENV_PREFIX = os.environ['TLJH_USER']\n",
+    "configurer.py": "import json, os\ndef load_config():\n    return json.loads(os.environ['TLJH_CONFIG'])\n",
+    "normalize.py": "import getpass\ndef generate_system_username(name):\n    return getpass.getuser()\n",
+    "user.py": "made = []\ndef ensure_user(name):\n    made.append(name)\n",
+}
+
+
+class Specifications:
+    """TLJH's hooks."""
+
+    @hookspec
+    def tljh_extra_user_conda_packages(self) -> None: ...
+
+    @hookspec
+    def tljh_extra_user_pip_packages(self) -> None: ...
+
+    @hookspec
+    def tljh_extra_hub_pip_packages(self) -> None: ...
+
+    @hookspec
+    def tljh_extra_apt_packages(self) -> None: ...
+
+    @hookspec
+    def tljh_custom_jupyterhub_config(self, c: Config) -> None: ...
+
+    @hookspec
+    def tljh_config_post_install(self, config: dict[str, Any]) -> None: ...
+
+    @hookspec
+    def tljh_post_install(self) -> None: ...
+
+    @hookspec
+    def tljh_new_user_create(self, username: str) -> None: ...
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package `tljh` that can be imported; its folder's parent."""
+    package = tmp_path / "tljh"
+    package.mkdir()
+    for name, text in STAND_IN.items():
+        (package / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("TLJH_USER", str(tmp_path / "user"))
+    monkeypatch.setenv("TLJH_CONFIG", "{}")
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tljh"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def tljh() -> pluggy.PluginManager:
+    """A plugin manager as TLJH makes it, with the plugin that the entry point names."""
+    manager = pluggy.PluginManager("tljh")
+    manager.add_hookspecs(Specifications)
+    (point,) = [one for one in entry_points(group="tljh") if one.value == "fractional_gpu_hub.tljh_plugin"]
+    manager.register(point.load())
+    manager.check_pending()
+    return manager
+
+
+def test_hub_and_users_get_the_packages_of_this_version(tljh: pluggy.PluginManager) -> None:
+    for hook in (tljh.hook.tljh_extra_hub_pip_packages, tljh.hook.tljh_extra_user_pip_packages):
+        ((package,),) = hook()
+        assert package.startswith("jupyter-fractional-gpu[")
+        assert "==" in package
+
+
+def test_a_section_that_is_there_stays(tljh: pluggy.PluginManager) -> None:
+    config: dict[str, Any] = {}
+    tljh.hook.tljh_config_post_install(config=config)
+    assert load(None, config["fractional_gpu"]).pools[0].name == "default"
+    mine = {"fractional_gpu": {"pools": {"teaching": {}}}, "users": {"admin": ["grace"]}}
+    tljh.hook.tljh_config_post_install(config=mine)
+    assert mine == {"fractional_gpu": {"pools": {"teaching": {}}}, "users": {"admin": ["grace"]}}
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_after_the_installation_broker_unit_and_kernels_are_there(
+    tljh: pluggy.PluginManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[list[str]] = []
+    monkeypatch.setattr(tljh_plugin, "UNIT", tmp_path / "jupyter-gpu.service")
+    monkeypatch.setattr(tljh_plugin, "CONFIG", tmp_path / "etc" / "jupyter_gpu_config.py")
+    monkeypatch.setattr("subprocess.run", lambda command, *, check: done.append(command) if check else None)
+    monkeypatch.setenv("TLJH_CONFIG", '{"fractional_gpu": {"pools": {"teaching": {"fractions": ["1/4", "1/2"]}}}}')
+    tljh.hook.tljh_post_install()
+    assert [command[:2] for command in done[:-1]] == [
+        ["systemctl", word] for word in ("daemon-reload", "enable", "restart")
+    ]
+    assert done[-1][1:] == ["kernels", "install", "--sys-prefix", "--pool", "teaching", "--fraction", "1/4", "1/2"]
+    settings = load(str(tmp_path / "etc" / "jupyter_gpu_config.py"))
+    assert settings.seats_required
+    assert settings.idle_exit_ms is None
+    assert [pool.name for pool in settings.pools] == ["teaching"]
+    assert f"--config {tmp_path}/etc/jupyter_gpu_config.py" in (tmp_path / "jupyter-gpu.service").read_text()
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("section", ['["pools"]', '{"pools": {"Big One": {}}}'])
+def test_a_wrong_section_is_named_before_anything_is_written(
+    tljh: pluggy.PluginManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str
+) -> None:
+    monkeypatch.setattr(tljh_plugin, "CONFIG", tmp_path / "config.py")
+    monkeypatch.setenv("TLJH_CONFIG", f'{{"fractional_gpu": {section}}}')
+    with pytest.raises(ConfigError):
+        tljh.hook.tljh_post_install()
+    assert not (tmp_path / "config.py").exists()
+
+
+def test_its_spawner_is_tljhs_with_seats() -> None:
+    kind = tljh_plugin.spawner_class(type("UserCreatingSpawner", (SystemdSpawner,), {}))
+    assert issubclass(kind, FractionalGPUSystemdSpawner)
+    assert [one.__name__ for one in kind.__mro__].index("UserCreatingSpawner") > [
+        one.__name__ for one in kind.__mro__
+    ].index("FractionalGPUMixin")
+    assert issubclass(tljh_plugin.spawner_class(SimpleLocalProcessSpawner), FractionalGPUMixin)
+
+
+def test_a_real_hub_runs_with_its_configuration(stand_in: Path) -> None:
+    with new_world("1x256MiB") as world:
+        world.install(500)
+        world.environment["PYTHONPATH"] = f"{stand_in}:{world.environment['PYTHONPATH']}"
+        before = (
+            "import os\nfrom jupyterhub.spawner import SimpleLocalProcessSpawner\n"
+            "from fractional_gpu_hub.tljh_plugin import tljh_custom_jupyterhub_config\n"
+            "section = {'broker': 'managed', 'socket': given['socket'], 'simulate': given['simulate']}\n"
+            "os.environ['TLJH_CONFIG'] = json.dumps({'fractional_gpu': section})\n"
+            "c.JupyterHub.spawner_class = SimpleLocalProcessSpawner\n"
+            "tljh_custom_jupyterhub_config(c)\n"
+        )
+        with new_hub(world, before=before) as hub:
+            server = hub.server("ada", fraction="1/2")
+            notebook = server.start("fractional-gpu-default-500")
+            notebook.must(fill(1))
+            notebook.must("%gpu suspend")
+            assert notebook.must(CHECK).text == "intact\n"
