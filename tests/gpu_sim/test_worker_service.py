@@ -322,6 +322,8 @@ def _request(**changes: object) -> dict[str, object]:
         (_request(pid=1), "not-supported", "hostPID: true"),
         (_request(backend="nvidia"), "not-supported", "'nvidia', and this service drives simulated"),
         (_request(backend=None), "not-supported", "this service drives simulated"),
+        (_request(backend="simulated"), "not-supported", "this service drives simulated"),
+        (_request(backend="kind:other"), "not-supported", "'kind:other', and this service drives simulated"),
         (_request(), "not-permitted", "sent no claim"),
     ],
 )
@@ -435,5 +437,3 @@ def test_the_socket_replaces_a_dead_one_only() -> None:
 def test_a_link_to_a_service_needs_a_claim() -> None:
     with pytest.raises(ValueError, match="starts none without a claim"):
         WorkerLink("nvidia", service="/somewhere")
-    with pytest.raises(ValueError, match="allowed: nvidia, simulated"):
-        worker_service.WorkerService("/somewhere", "cuda")

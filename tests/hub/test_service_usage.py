@@ -28,6 +28,7 @@ from fractional_gpu.protocol.errors import BadRequestError, NotFoundError
 from fractional_gpu_hub.service import app, usage
 from fractional_gpu_hub.service.actions import Actions
 from fractional_gpu_hub.service.broker_follower import BrokerFollower
+from fractional_gpu_hub.service.cluster import ClusterFollower
 from fractional_gpu_hub.service.configuration import ADMIN_SCOPE, READ_SCOPE
 from fractional_gpu_hub.service.views import Viewer
 from tests.broker.live import LiveBroker, live_broker
@@ -120,7 +121,9 @@ class Service:
 
 
 @asynccontextmanager
-async def service(socket: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Service]:
+async def service(
+    socket: str, monkeypatch: pytest.MonkeyPatch, cluster: ClusterFollower | None = None
+) -> AsyncIterator[Service]:
     monkeypatch.setenv("JUPYTERHUB_OAUTH_ACCESS_SCOPES", json.dumps([ACCESS]))
     monkeypatch.setenv("JUPYTERHUB_SERVICE_PREFIX", PREFIX)
     monkeypatch.setenv("JUPYTERHUB_CLIENT_ID", "service-gpu")
@@ -130,7 +133,7 @@ async def service(socket: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
         monkeypatch.setattr(app._Base, "hub_auth", auth)
         actions = Actions(socket)
         follower = BrokerFollower(socket)
-        async with serving(app._application(follower, actions)) as port:
+        async with serving(app._application(cluster or follower, actions)) as port:
             yield Service(port)
         actions.close()
         follower._stopping.set()

@@ -3,6 +3,7 @@
 import json
 import shlex
 import subprocess
+import tomllib
 from datetime import datetime
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jupyterhub.apihandlers import default_handlers
 from tornado import web
+from traitlets.config import Config
 
 from fractional_gpu.protocol.nodes import NodeSummary, PoolSummary, encode_summary
 from fractional_gpu_hub.engines import Allocation, slurm_commands
@@ -30,6 +32,7 @@ from fractional_gpu_hub.engines.slurm_commands import (
     published,
     waiting_sentence,
 )
+from tests.support.paths import ROOT
 
 QUARTER = Allocation(pool="default", fraction_milli=250, memory_mib=1000, host_memory_mib=3000)
 NOW = datetime(2026, 11, 24, 18, 0)  # noqa: DTZ001 - as Slurm prints it
@@ -282,3 +285,24 @@ def test_the_port_is_set_and_the_hub_has_this_route_only() -> None:
     assert (spawner.port, other.port, posted.code) == (8888, 1, 201)
     assert json.loads(posted.sent[0])
     assert [handler for route, handler in default_handlers if "batchspawner" in route] == [_PortHandler]
+
+
+# -- the example -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_examples_configuration_is_one_of_this_spawner() -> None:
+    text = (ROOT / "examples" / "slurm" / "jupyterhub_config.py").read_text()
+    c = Config()
+    exec(compile(text, "jupyterhub_config.py", "exec"), {"get_config": lambda: c})  # noqa: S102 - as the hub does
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = project["entry-points"]["jupyterhub.spawners"][c.JupyterHub.spawner_class]
+    assert named == f"{FractionalGPUSlurmSpawner.__module__}:{FractionalGPUSlurmSpawner.__name__}"
+    for kind in set(c) - {"JupyterHub"}:
+        (there,) = [one for one in FractionalGPUSlurmSpawner.__mro__ if one.__name__ == kind]
+        assert set(c[kind]) <= set(there.class_trait_names(config=True)), f"{kind}: names of settings"
+    spawner = made(config=c)
+    assert spawner.start_timeout == 960
+    assert spawner.gpu_request(QUARTER)[-1] == "--partition=gpu"
+    assert spawner._gpu_prefix() == ["sudo", "-E", "-u", "ada"]
+    (page,) = c.JupyterHub.services.get_value([])
+    assert page["command"][-2:] == ["--cluster", "slurm"]

@@ -60,8 +60,10 @@ COMMANDS: dict[str, _Entry] = {
     "end": _Entry(_LEASES, "end processes that a kernel left on a GPU when it ended"),
     "report": _Entry("fractional_gpu.commands.costs.report", "what kernels used of the GPUs, and what it costs"),
     "audit": _Entry("fractional_gpu.commands.audit", "what administrators did, when, and for whom (administrators)"),
-    "capacity": _Entry("fractional_gpu.commands.capacity", "what each pool could still give, by the forecast of waits"),
-    "seats": _Entry("fractional_gpu.commands.seats", "the seats of hub servers, and ending one (administrators)"),
+    "capacity": _Entry(
+        "fractional_gpu.commands.seats.capacity", "what each pool could still give, by the forecast of waits"
+    ),
+    "seats": _Entry("fractional_gpu.commands.seats.seats", "the seats of hub servers, and ending one (administrators)"),
     "pool": _Entry("fractional_gpu.commands.pool", "what the pools are, and changing them while the broker runs"),
     "budget": _Entry(
         "fractional_gpu.commands.costs.budget", "what is left of budgets, and giving a user or group more"

@@ -35,6 +35,7 @@ from typing import Any, Final
 from fractional_gpu import __version__
 from fractional_gpu.gpu import driver_environment
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode
+from fractional_gpu.gpu.open import backend_name
 from fractional_gpu.host.peers import peer_credentials
 
 log = logging.getLogger(__name__)
@@ -45,15 +46,13 @@ MAX_DESCRIPTORS: Final = 4
 _BACKLOG: Final = 16
 _REQUEST_S: Final = 10.0  # for a peer that connects and sends nothing
 _KILL_S: Final = 5.0
-KINDS: Final = ("nvidia", "simulated")
+SIMULATED: Final = "simulated"
 
 
 class WorkerService:
-    """The supervisor. `kind` is what it drives: `nvidia`, or `simulated` for the simulated devices of the broker that connects."""
+    """The supervisor. `kind`: the kind of device that it drives, or `simulated` for the simulated ones of the broker that connects."""
 
     def __init__(self, path: str, kind: str = "nvidia", *, python: str = sys.executable) -> None:
-        if kind not in KINDS:
-            raise ValueError(f"there is no backend {kind!r} for a worker; allowed: {', '.join(KINDS)}")
         self.path = path
         self._kind = kind
         self._python = python
@@ -144,11 +143,13 @@ class WorkerService:
                 "hostPID: true for the pod of both containers",
             )
         backend = request.get("backend")
-        if not isinstance(backend, str) or backend.partition(":")[0] != self._kind:
+        wanted = SIMULATED if isinstance(backend, str) and backend.startswith(f"{SIMULATED}:") else backend
+        ours = self._kind if self._kind == SIMULATED else backend_name(self._kind)
+        if not isinstance(backend, str) or wanted != ours:
             raise GPUError(
                 GPUErrorCode.NOT_SUPPORTED,
                 f"the broker's devices are {str(backend)[:100]!r}, and this service drives {self._kind}: start it with "
-                "--backend nvidia or --backend simulated as the broker's devices are",
+                "--backend NAME as the broker's devices are",
             )
         return backend
 

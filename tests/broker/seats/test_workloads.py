@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from msgspec import to_builtins
 
+from fractional_gpu.broker.seats.seats import Seats
 from fractional_gpu.client.seat import SeatClient
+from fractional_gpu.commands.terminal.render import render_status
 from fractional_gpu.ledger.records import SeatRecord
 from fractional_gpu.protocol.messages import LeaseRequest, ProgressKind, SeatStatus, Workload
 from fractional_gpu.protocol.seats import SeatProgress, SeatRequest
@@ -134,6 +136,27 @@ def test_no_workload_outlives_the_machines_boot(live: LiveBroker) -> None:
         assert seat_of(live, seat) is None
 
 
+def test_a_broker_that_starts_ends_the_seats_of_workloads_that_ended_meanwhile() -> None:
+    with job_group() as (job, group), job_group() as (other, _), live_broker(pools=POOLS) as live:
+        gone, lives = take(live, job), take(live, other)
+        for seat in (gone, lives):
+            until(lambda seat=seat: record_of(live, seat).group_seen, "its group is known")  # type: ignore[misc]
+        live.on_loop(live.stop_seats)
+        group.rmdir()
+
+        async def started_again() -> list[str]:
+            ledger = live.broker.writer.ledger
+            until(lambda: all(one.group_seen for one in ledger.live_seats()), "the ledger has it")
+            seats = live.service.seats = Seats(live.broker, live.service.settings)
+            seats.recover(ledger)
+            there = {one.seat_id for one in seats.live()}
+            assert there == {gone.seat_id, lives.seat_id}
+            await seats.workloads._look()
+            return [one.seat_id for one in seats.live()]
+
+        assert live.on_loop(started_again) == [lives.seat_id]
+
+
 def test_too_little_memory_is_said_with_the_seat_and_in_the_story_and_status(live: LiveBroker) -> None:
     with job_group(limit_mib=700) as (job, group):
         seat = take(live, job)
@@ -141,6 +164,8 @@ def test_too_little_memory_is_said_with_the_seat_and_in_the_story_and_status(liv
         status = seat_of(live, seat)
         assert status is not None
         assert status.warning == seat.warning
+        with SeatClient(live.socket, timeout_s=DEADLINE_S) as client:
+            assert seat.warning in render_status(client.status())
         with client_in(group, live) as own:
             _, lease = lease_on(own, seat)
             until(

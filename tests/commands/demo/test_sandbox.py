@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.client.discovery import socket_path
+from fractional_gpu.client.discovery import IN_WORKLOAD, socket_path
 from fractional_gpu.commands.demo import demo
 from fractional_gpu.commands.demo.sandbox import (
     EXAMPLES,
@@ -33,7 +33,7 @@ def test_the_environment_forgets_other_kernels_and_brokers() -> None:
     }
     inside = sandbox_environment(Path("/sandbox"), outside)
     assert inside["PATH"] == "/bin"
-    assert [name for name in inside if name.startswith("JUPYTER_GPU_")] == ["JUPYTER_GPU_SOCKET"]
+    assert {name for name in inside if name.startswith("JUPYTER_GPU_")} == {"JUPYTER_GPU_SOCKET", IN_WORKLOAD}
     assert "/theirs" not in inside.values()
 
 

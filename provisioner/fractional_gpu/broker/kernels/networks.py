@@ -20,8 +20,7 @@ _MOST_HERE = 512  # in one namespace of kernels
 
 @dataclass(eq=False)
 class _Network:
-    context: zmq.Context[zmq.Socket[bytes]]
-    on_loop: zmq.asyncio.Context
+    context: zmq.asyncio.Context
     users: set[str] = field(default_factory=set)  # leases
 
 
@@ -50,15 +49,14 @@ class Networks:
         try:
             network = self._others.get(namespace)
             if network is None:
-                context = in_network(descriptor, _new_context)
-                network = self._others[namespace] = _Network(context, zmq.asyncio.Context(shadow=context))
+                network = self._others[namespace] = _Network(in_network(descriptor, _new_context))
         finally:
             os.close(descriptor)
         network.users.add(lease_id)
-        return network.on_loop
+        return network.context
 
     def forget(self, lease_id: str) -> None:
-        """End the context that only this lease used. Its sockets must be closed."""
+        """End the context that only this lease used, with its sockets."""
         for namespace, network in list(self._others.items()):
             network.users.discard(lease_id)
             if not network.users:
@@ -73,9 +71,9 @@ class Networks:
         self._own.destroy(linger=0)
 
 
-def _new_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """Return a new context whose threads run: they start with its first socket."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+def _new_context() -> zmq.asyncio.Context:
+    """Return a new context whose threads run: they start with its first socket. That one belongs to no loop."""
+    context = zmq.asyncio.Context()
     context.set(zmq.MAX_SOCKETS, _MOST_HERE)
-    context.socket(zmq.PAIR).close(linger=0)
+    zmq.Context.socket(context, zmq.PAIR, socket_class=zmq.Socket).close(linger=0)
     return context

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from fractional_gpu.broker.process.driver_start import simulated_folder
 from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.client.discovery import IN_WORKLOAD
 from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.gpu.simulated.host import destroy
 from fractional_gpu.gpu.simulated.store import SimulatedHostError
@@ -58,6 +59,7 @@ def sandbox_environment(root: Path, outside: Mapping[str, str]) -> dict[str, str
         "JUPYTER_CONFIG_DIR": str(root / "config"),
         "IPYTHONDIR": str(root / "ipython"),
         "JUPYTER_GPU_SOCKET": str(root / "broker.sock"),
+        IN_WORKLOAD: "1",  # its broker is for nobody else, and ends with it
         "XDG_STATE_HOME": str(root / "state"),  # the broker's ledger
     }
     return environment

@@ -26,9 +26,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--socket", metavar="PATH", required=True, help="where the broker connects")
     parser.add_argument(
         "--backend",
-        choices=("nvidia", "simulated"),
+        metavar="KIND",
         default="nvidia",
-        help="the devices: NVIDIA's, or the simulated ones of the broker that connects (default: nvidia)",
+        help="the devices: nvidia, simulated (those of the broker that connects), or the kind of another package, as the broker's "
+        "device_kind (default: nvidia)",
     )
 
 

@@ -204,6 +204,7 @@ def render_seats(status: HostStatus, width: int | None = None) -> list[str]:
         for seat in status.seats
     ]
     lines = table(("SERVER", "POOL", "GPU", "MEMORY", "KERNELS", "SINCE"), rows, width=width) if rows else []
+    lines += [f"  {_server(seat.owner, seat.server)}: {seat.warning}" for seat in status.seats if seat.warning]
     for pool in dict.fromkeys(wait.pool for wait in status.seat_queue):
         lines.append(f"  waiting for a seat of pool {pool}:")
         lines += [_seat_wait(wait) for wait in status.seat_queue if wait.pool == pool]

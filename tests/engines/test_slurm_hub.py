@@ -1,0 +1,38 @@
+"""A real hub in front of a real Slurm, as root: two users' servers are jobs on one node, and their kernels take turns on its device.
+
+The jobs have control groups with the memory that the hub asked for: resident bytes of the simulated device are not charged to them, saved
+ones are. `python -m tests.engines.hub_story` plays ten turns and more.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.engines.hub_story import Story, new_story
+from tests.hub.pages import Visitor
+from tests.support.world import until
+
+
+@pytest.fixture(scope="module")
+def story() -> Iterator[Story]:
+    with new_story() as story:
+        yield story
+
+
+@pytest.mark.timeout(600)
+def test_two_users_share_a_nodes_device_and_no_byte_is_wrong(story: Story) -> None:
+    page = Visitor(story.hub, story.readers[0].name).get("hub/spawn")
+    assert "2 nodes with 2 GPUs" in page.text
+    assert "default/750" in page.choices
+    story.begin()
+    jobs = story.jobs()
+    assert {job["UserId"].partition("(")[0] for job in jobs} == {reader.name for reader in story.readers}
+    assert {job["NodeList"] for job in jobs} == {"n1"}
+    assert {job["TresPerNode"] for job in jobs} == {"gres:jgpu:open:750"}
+    for _ in range(2):
+        story.turn()
+    story.check()
+    for reader in story.readers:
+        story.hub.stop(reader.name)
+    until(lambda: not story.jobs(), "no job is left")
+    until(lambda: not story.nodes[0].status().leases, "no lease is left")
