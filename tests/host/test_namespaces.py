@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from fractional_gpu.host.namespaces import (
     shows_same_folder,
 )
 from fractional_gpu.host.process import identify
+from tests.support.world import until
 
 CHILD = "import os; print(os.getpid(), flush=True); open(0).read()"
 
@@ -78,6 +79,7 @@ import os, sys
 sys.path[:0] = sys.argv[1:]
 from fractional_gpu.host.namespaces import own_identity
 from fractional_gpu.host.process import identify
+from tests.support.world import until
 found = own_identity(os.getpid(), identify)
 print(found.pid, found.start_time, flush=True)
 open(0).read()
@@ -101,18 +103,21 @@ def test_what_runs_in_another_network_leaves_every_other_thread_where_it_was() -
         assert seen == namespace == namespace_of(pid, "net")
         assert [name for _, name in interfaces] == ["lo"]
         assert own_namespace("net") == before
-        tasks = {namespace_of_task(task) for task in Path("/proc/self/task").iterdir()}
-        assert tasks == {before}
         assert threading.active_count() == threads
+        until(lambda: namespaces_of_threads() == {before}, "the thread is gone for the system, too")
         with pytest.raises(ZeroDivisionError):
             in_network(descriptor, lambda: 1 // 0)
         os.close(descriptor)
     assert open_network(identify(os.getpid())) is None
 
 
-def namespace_of_task(task: Path) -> tuple[int, int]:
-    status = (task / "ns" / "net").stat()
-    return status.st_dev, status.st_ino
+def namespaces_of_threads() -> set[tuple[int, int]]:
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            status = (task / "ns" / "net").stat()
+            found.add((status.st_dev, status.st_ino))
+    return found
 
 
 def test_without_the_right_to_enter_it_says_so() -> None:
@@ -122,6 +127,7 @@ import os, sys
 sys.path[:0] = sys.argv[2:]
 from fractional_gpu.host.namespaces import in_network, open_network
 from fractional_gpu.host.process import identify
+from tests.support.world import until
 descriptor, _ = open_network(identify(int(sys.argv[1])))
 try:
     in_network(descriptor, lambda: None)

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -43,8 +43,9 @@ def threads_in(namespace: tuple[int, int]) -> int:
     """How many threads of this process are in a network namespace."""
     found = 0
     for task in Path("/proc/self/task").iterdir():
-        status = (task / "ns" / "net").stat()
-        found += (status.st_dev, status.st_ino) == namespace
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            status = (task / "ns" / "net").stat()
+            found += (status.st_dev, status.st_ino) == namespace
     return found
 
 
