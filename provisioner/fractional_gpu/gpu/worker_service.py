@@ -143,15 +143,18 @@ class WorkerService:
                 "hostPID: true for the pod of both containers",
             )
         backend = request.get("backend")
-        wanted = SIMULATED if isinstance(backend, str) and backend.startswith(f"{SIMULATED}:") else backend
-        ours = self._kind if self._kind == SIMULATED else backend_name(self._kind)
-        if not isinstance(backend, str) or wanted != ours:
+        if not isinstance(backend, str) or not self._drives(backend):
             raise GPUError(
                 GPUErrorCode.NOT_SUPPORTED,
                 f"the broker's devices are {str(backend)[:100]!r}, and this service drives {self._kind}: start it with "
                 "--backend NAME as the broker's devices are",
             )
         return backend
+
+    def _drives(self, backend: str) -> bool:
+        if self._kind == SIMULATED:
+            return backend.startswith(f"{SIMULATED}:")
+        return backend == backend_name(self._kind)
 
     async def _start(
         self, connection: socket.socket, backend: str, descriptors: list[int], pid: int
