@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -87,7 +88,15 @@ class Cluster:
     """The daemons, and the commands that users and administrators type. Use `new_cluster`."""
 
     def __init__(
-        self, folder: Path, *, constrained: bool, scripts: Mapping[str, str], opened: int, closed: int, lines: str
+        self,
+        folder: Path,
+        *,
+        constrained: bool,
+        scripts: Mapping[str, str],
+        opened: int,
+        closed: int,
+        node_gres: str,
+        gres: Mapping[str, str],
     ) -> None:
         missing = [name for name in _DAEMONS if shutil.which(name, path=_path()) is None]
         assert not missing, f"{', '.join(missing)} not found: `tests/run setup` installs Debian's slurm-wlm and munge"
@@ -97,7 +106,8 @@ class Cluster:
         self.scripts = dict(scripts)
         self.opened, self.closed = opened, closed
         self._constrained = constrained
-        self._lines = lines
+        self._node_gres = node_gres or f"{GRES}:open:{opened},{GRES}:closed:{closed}"
+        self._gres = dict(gres)
         self._ports = free_ports(3)
         self.environment = {**os.environ, "SLURM_CONF": str(self.conf), "PATH": _path()}
         folder.chmod(0o755)
@@ -132,12 +142,12 @@ class Cluster:
         host = socket.gethostname()
         places = [
             f"NodeName={node.name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=16 RealMemory=8000 "
-            f"Gres={GRES}:open:{self.opened},{GRES}:closed:{self.closed} State=UNKNOWN"
+            f"Gres={self._node_gres} State=UNKNOWN"
             for node, port in zip(self.nodes, self._ports[1:], strict=True)
         ]
-        kind = (_CONSTRAINED if self._constrained else _FREE).format(gres=GRES)
+        kind = (_CONSTRAINED if self._constrained else _FREE).format(gres=",".join([GRES, *self._gres]))
         scripts = [f"{name}={path}" for name, path in self.scripts.items()]
-        lines = [kind, *scripts, *places, *([self._lines] if self._lines else [])]
+        lines = [kind, *scripts, *places]
         names = ",".join(node.name for node in self.nodes)
         self.conf.write_text(
             _CONFIG.format(
@@ -149,12 +159,10 @@ class Cluster:
                 names=names,
             )
         )
-        (self.folder / "gres.conf").write_text(
-            "".join(
-                f"NodeName={names} Name={GRES} Type={kind} Count={count} Flags=CountOnly\n"
-                for kind, count in (("open", self.opened), ("closed", self.closed))
-            )
-        )
+        kinds = (("open", self.opened), ("closed", self.closed))
+        ours = [f"Name={GRES} Type={kind} Count={count} Flags=CountOnly" for kind, count in kinds]
+        lines = [f"NodeName={names} {line}\n" for line in (self._gres.values() or ours)]
+        (self.folder / "gres.conf").write_text("".join(lines))
         version_1 = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes").exists()
         if self._constrained:
             (self.folder / "cgroup.conf").write_text(_CGROUP.format(plugin="cgroup/v1" if version_1 else "autodetect"))
@@ -166,6 +174,14 @@ class Cluster:
     def start_node(self, node: Node) -> None:
         """Start a node's slurmd."""
         self.call("slurmd", "-N", node.name)
+
+    def restart_node(self, node: Node) -> None:
+        """End a node's slurmd and start it again; its jobs live on. Returns when it has registered."""
+        before = self.node(node.name)["SlurmdStartTime"]
+        until(lambda: time.strftime("%Y-%m-%dT%H:%M:%S") > before, "the next second: a start is known by it")
+        self._end(f"slurmd.{node.name}.pid", signal.SIGTERM)
+        self.start_node(node)
+        until(lambda: self.node(node.name)["SlurmdStartTime"] != before, f"{node.name} has registered again")
 
     def stop_controller(self, number: int = signal.SIGTERM) -> None:
         """End slurmctld."""
@@ -267,6 +283,10 @@ class Cluster:
             error.add_note(self.call("scontrol", "show", "job", job_id) + self.output(job_id))
             raise
 
+    def await_end(self, *job_ids: str) -> None:
+        """Wait until jobs, or the tasks of arrays, have ended."""
+        until(lambda: not self.call("squeue", "-h", "-j", ",".join(job_ids), "-o", "%A").split(), "the jobs have ended")
+
     def cancel(self, *job_ids: str) -> None:
         """Cancel jobs and wait until they have left their nodes."""
         if job_ids:
@@ -294,11 +314,17 @@ def new_cluster(
     scripts: Callable[[Sequence[Node]], Mapping[str, str]] | None = None,
     opened: int = 1000,
     closed: int = 3000,
-    lines: str = "",
+    node_gres: str = "",
+    gres: Mapping[str, str] | None = None,
 ) -> Iterator[Cluster]:
-    """A cluster that ends with the block. `scripts`: Prolog, Epilog and TaskProlog; `opened`, `closed`: each node's counts at its start."""
+    """A cluster that ends with the block. `scripts`: Prolog, Epilog and TaskProlog; `opened`, `closed`: each node's counts at its start.
+
+    `node_gres`, `gres`: other GRES in their place, the node's and, by name, the rest of the lines of gres.conf.
+    """
     folder = Path(tempfile.mkdtemp(prefix="jfg-slurm-"))
-    cluster = Cluster(folder, constrained=constrained, scripts={}, opened=opened, closed=closed, lines=lines)
+    cluster = Cluster(
+        folder, constrained=constrained, scripts={}, opened=opened, closed=closed, node_gres=node_gres, gres=gres or {}
+    )
     if scripts is not None:
         cluster.scripts.update(scripts(cluster.nodes))
     try:

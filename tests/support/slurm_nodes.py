@@ -45,6 +45,11 @@ class GPUNode:
         }
 
     @property
+    def main(self) -> list[str]:
+        """The beginning of a command line of `jupyter gpu`."""
+        return list(_MAIN)
+
+    @property
     def seats(self) -> Path:
         """Where the files of jobs' seats lie."""
         return self.node.run / "seats"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.engines.engine import EngineError
-from fractional_gpu.engines.job_seats import JobSeat, SeatFiles, share_of_job, share_of_shards, told_of
+from fractional_gpu.engines.job_seats import JobSeat, SeatFiles, job_of, share_of_job, share_of_shards, told_of
 from fractional_gpu.engines.slurm import SHARD, Slurm, SlurmJob, job_number, total_of
 from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableError, ForbiddenError, FractionalGPUError
 
@@ -60,9 +60,9 @@ def begin(settings: HookSettings, environment: Mapping[str, str], log: Callable[
         if wanted is None:
             return
         files.prepare()
-        files.write_wanted(wanted)
-        told = _register(settings, files, wanted, log)
-        files.write_environment(wanted, settings.socket, told)
+        with files.writing_wanted(wanted):
+            told = _register(settings, files, wanted, log)
+            files.write_environment(wanted, settings.socket, told)
     except (FractionalGPUError, OSError) as error:
         log(f"job {environment.get('SLURM_JOB_ID', '?')[:20]!a}: no seat: {error}")
         if number is not None:
@@ -92,8 +92,11 @@ def register_late(settings: HookSettings, client: SeatClient, wanted: JobSeat, l
     """Register the seat of a running job that has none; return whether it has one now."""
     files = SeatFiles(settings.folder)
     try:
-        warning = files.register(client, wanted)
-        files.write_environment(wanted, settings.socket, [warning] if warning else [])
+        with files.claimed(wanted.job_id) as free:
+            if not free or any(job_of(seat) == wanted.job_id for seat in client.seats().seats):
+                return False
+            warning = files.register(client, wanted)
+            files.write_environment(wanted, settings.socket, [warning] if warning else [])
     except (FractionalGPUError, OSError) as error:
         log(f"job {wanted.job_id}: still without a seat: {error}")
         return False

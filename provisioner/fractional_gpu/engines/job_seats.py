@@ -12,13 +12,14 @@ A share is a whole job's on one node: an array's tasks and the parts of a hetero
 nodes has a seat on each.
 """
 
+import fcntl
 import grp
 import json
 import os
 import pwd
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -198,9 +199,37 @@ class SeatFiles:
             self._environment_path(job_id), text.encode(), prepare=lambda descriptor: os.fchmod(descriptor, 0o644)
         )
 
-    def write_wanted(self, wanted: JobSeat) -> None:
-        """Keep the request. Raises OSError."""
-        replace_file(self._wanted_path(wanted.job_id), json.dumps(asdict(wanted)).encode())
+    @contextmanager
+    def writing_wanted(self, wanted: JobSeat) -> Iterator[None]:
+        """Keep the request; while the block runs no other process registers it (`claimed`). Raises OSError."""
+
+        def lock(descriptor: int) -> None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+        content = json.dumps(asdict(wanted)).encode()
+        descriptor = replace_file(self._wanted_path(wanted.job_id), content, prepare=lock, keep=True)
+        try:
+            yield
+        finally:
+            os.close(descriptor)
+
+    @contextmanager
+    def claimed(self, job_id: int) -> Iterator[bool]:
+        """Yield whether this process alone may register the job's request while the block runs: its Prolog does not at the moment."""
+        try:
+            descriptor = os.open(self._wanted_path(job_id), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            yield False  # the job has ended
+            return
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                free = True
+            except OSError:
+                free = False
+            yield free
+        finally:
+            os.close(descriptor)
 
     def wanted(self) -> Iterator[JobSeat]:
         """Yield the requests of jobs that have not ended by their Epilog."""

@@ -44,6 +44,7 @@ _DOWN = (
     "in standby mode",
 )
 _LONGEST_COMMENT = 500
+_LIVING = {"RUNNING", "SUSPENDED", "CONFIGURING", "SIGNALING", "STOPPED", "PENDING", "COMPLETING", "STAGE_OUT"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +59,8 @@ class SlurmJob:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its processes are gone, or about to be."""
-        return self.state not in {"RUNNING", "SUSPENDED", "CONFIGURING", "SIGNALING", "STOPPED", "PENDING"}
+        """Whether its Epilog has run, or will not."""
+        return self.state not in _LIVING
 
 
 def job_number(text: str) -> int:

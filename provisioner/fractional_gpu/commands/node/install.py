@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.folder.is_absolute():
         raise UsageError(f"--folder {options.folder}: Slurm needs an absolute path, such as {FOLDER}")
     files = NodeFiles(
-        command=[sys.executable, "-P", "-m", "fractional_gpu.commands.main"],
+        command=_command(),
         seats=seats_folder(options),
         words=words_of(options),
         node=options.node or "",
@@ -75,6 +75,12 @@ def run(options: argparse.Namespace) -> int:
             "jupyter-gpu-agent`. Then `scontrol reconfigure`, and `jupyter gpu node doctor` here."
         )
     return 0
+
+
+def _command() -> list[str]:
+    """Return how this installation's `jupyter gpu` is run."""
+    script = Path(sys.executable).with_name("jupyter-gpu")
+    return [str(script)] if script.is_file() else [sys.executable, "-P", "-m", "fractional_gpu.commands.main"]
 
 
 def _write(path: Path, text: str, *, executable: bool) -> None:
