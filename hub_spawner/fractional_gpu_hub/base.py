@@ -69,7 +69,7 @@ class GPUChoiceMixin(_Spawner):
         config=True,
         help="""Whether servers may be started without a GPU.
 
-        Example: c.FractionalGPUMixin.gpu_allow_without = False
+        Example: c.GPUChoiceMixin.gpu_allow_without = False
         """,
     )
     gpu_filter_kernels: Bool[bool, bool | int] = Bool(
@@ -77,7 +77,7 @@ class GPUChoiceMixin(_Spawner):
         config=True,
         help="""Whether the launcher shows only kernels that fit into the server's share of a GPU.
 
-        Example: c.FractionalGPUMixin.gpu_filter_kernels = False
+        Example: c.GPUChoiceMixin.gpu_filter_kernels = False
         """,
     )
 

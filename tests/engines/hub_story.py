@@ -6,6 +6,7 @@ A command, too: `python -m tests.engines.hub_story --turns 10`, as root.
 import argparse
 import os
 import pwd
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -106,6 +107,17 @@ class Story:
         for reader in self.readers:
             reader.step()
 
+    def restart_hub(self) -> None:
+        """The hub is killed; the next one knows the servers, and their jobs have gone on."""
+        before = sorted(job["JobId"] for job in self.jobs())
+        self.hub.stop_hub(signal.SIGKILL)
+        self.hub.start_hub()
+        until(lambda: len(self._ready()) == len(self.readers), "the hub has found its servers")
+        assert sorted(job["JobId"] for job in self.jobs()) == before
+
+    def _ready(self) -> list[str]:
+        return [user["name"] for user in self.hub.api("GET", "users") if (user["servers"].get("") or {}).get("ready")]
+
     def jobs(self) -> list[dict[str, str]]:
         """The jobs that have not ended."""
         return [self.cluster.job(job_id) for job_id in self.cluster.call("squeue", "-h", "-o", "%A").split()]
@@ -152,7 +164,7 @@ def new_story(**more: Any) -> Iterator[Story]:  # noqa: ANN401 - for the hub
         hub = stack.enter_context(
             new_hub(
                 world, cluster=_HUB, wrapper=str(scripts / "batchspawner-singleuser"), command=[str(scripts / "jupyterhub-singleuser")],
-                environment={"PYTHONPATH": PYTHONPATH, "JUPYTER_PATH": str(world.folder / "data")}, cleanup=True, **more,
+                environment={"PYTHONPATH": PYTHONPATH, "JUPYTER_PATH": str(world.folder / "data")}, cleanup=False, **more,
             )
         )  # fmt: skip
         hub.homes.chmod(0o755)
@@ -184,6 +196,9 @@ def main() -> int:
             story.turn()
             sys.stdout.write(f"{time.monotonic() - begun_s:6.1f} s  turn {turn + 1}: 0 wrong bytes\n")
             sys.stdout.flush()
+        story.restart_hub()
+        story.turn()
+        sys.stdout.write(f"{time.monotonic() - begun_s:6.1f} s  the hub was killed and is back: 0 wrong bytes\n")
         story.check()
         suspends = sum(lease.suspends for lease in story.nodes[0].status().leases)
         sys.stdout.write(f"{time.monotonic() - begun_s:6.1f} s  {suspends} suspends\n")

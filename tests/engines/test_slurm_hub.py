@@ -20,7 +20,7 @@ def story() -> Iterator[Story]:
 
 
 @pytest.mark.timeout(600)
-def test_two_users_share_a_nodes_device_and_no_byte_is_wrong(story: Story) -> None:
+def test_two_users_share_a_nodes_device_and_no_byte_is_wrong_nor_does_a_killed_hub_change_that(story: Story) -> None:
     page = Visitor(story.hub, story.readers[0].name).get("hub/spawn")
     assert "2 nodes with 2 GPUs" in page.text
     assert "default/750" in page.choices
@@ -29,8 +29,9 @@ def test_two_users_share_a_nodes_device_and_no_byte_is_wrong(story: Story) -> No
     assert {job["UserId"].partition("(")[0] for job in jobs} == {reader.name for reader in story.readers}
     assert {job["NodeList"] for job in jobs} == {"n1"}
     assert {job["TresPerNode"] for job in jobs} == {"gres:jgpu:open:750"}
-    for _ in range(2):
-        story.turn()
+    story.turn()
+    story.restart_hub()
+    story.turn()
     story.check()
     for reader in story.readers:
         story.hub.stop(reader.name)

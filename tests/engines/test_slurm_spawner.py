@@ -186,17 +186,25 @@ async def test_a_request_that_slurm_refuses_is_told_in_slurms_words(cluster: Clu
     assert await spawner.poll() == 1
 
 
-async def test_a_server_that_dies_at_once_says_why(cluster: Cluster) -> None:
+@pytest.mark.parametrize("how", ["at once", "after a while"])
+async def test_a_server_that_dies_before_it_serves_says_so_at_once(cluster: Cluster, how: str) -> None:
     spawner = made(cluster)
-    spawner.cmd = ["nonsense"]
+    if how == "at once":
+        spawner.cmd = ["nonsense"]
     del spawner.mock_port  # the port never comes
     start = asyncio.create_task(spawner.start())
-    await until_true(lambda: bool(spawner.job_id))
-    cluster.await_job(spawner.job_id, "FAILED")
+    if how != "at once":
+        await until_true(lambda: any("runs on n" in text for text in messages(spawner)))
+        cluster.call("scancel", spawner.job_id)
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(web.HTTPError) as refusal:
+            await start
+    assert "its log is in your home folder" in message_of(refusal.value)
     assert await spawner.poll() == 1
-    start.cancel()
-    with suppress(asyncio.CancelledError, web.HTTPError):
-        await start
+
+
+def message_of(error: Any) -> str:  # noqa: ANN401 - of JupyterHub 5 or 6
+    return str(error.jupyterhub_message)
 
 
 async def test_nodes_that_take_nothing_are_named(cluster: Cluster) -> None:

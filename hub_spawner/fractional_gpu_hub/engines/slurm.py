@@ -305,13 +305,30 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
     # -- start, poll, stop -----------------------------------------------------------------------------------------------------
 
     async def _gpu_start_server(self) -> Any:  # noqa: ANN401 - as the spawner below
+        start = asyncio.ensure_future(super()._gpu_start_server())
+        end = asyncio.ensure_future(self._gpu_until_ended())
         try:
-            return await super()._gpu_start_server()
+            await asyncio.wait({start, end}, return_when=asyncio.FIRST_COMPLETED)
+            if start.done():
+                return start.result()
+            raise self._gpu_ended()
         except RuntimeError:  # batchspawner's word for a job that is gone
-            job = self._gpu_job
-            raise spawn_error(
-                ended_sentence(job, job.job_id if job is not None else self.job_id), reason="slurm-job"
-            ) from None
+            raise self._gpu_ended() from None
+        finally:
+            for task in (start, end):
+                task.cancel()
+            await asyncio.wait({start, end})
+
+    def _gpu_ended(self) -> web.HTTPError:
+        job = self._gpu_job
+        return spawn_error(ended_sentence(job, job.job_id if job is not None else self.job_id), reason="slurm-job")
+
+    async def _gpu_until_ended(self) -> None:
+        """Return when a job that has started has ended. batchspawner waits for its server's port, however long, without asking Slurm."""
+        while True:
+            await asyncio.sleep(self.startup_poll_interval)
+            if self._gpu_job is not None and self._gpu_job.runs and await self.query_job_status() == JobStatus.NOTFOUND:
+                return
 
     async def query_job_status(self) -> JobStatus:
         """Ask Slurm about the job. Only what Slurm says of it ends a server: everything else is `UNKNOWN`."""

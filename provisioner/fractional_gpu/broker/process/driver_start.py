@@ -293,7 +293,7 @@ def open_backend(
             raise BackendError(str(error)) from None
         name = f"simulated:{folder}"
     monitor = open_monitor(name)
-    memory = DeviceMemoryServer(folder) if folder is not None and os.geteuid() == 0 else None
+    memory = _memory_server(folder) if folder is not None and os.geteuid() == 0 else None
     try:
         devices = _awaited(monitor) if patient and simulate is None else _found(monitor)
         yield Backend(name=name, monitor=monitor, devices=devices, folder=folder)
@@ -301,6 +301,15 @@ def open_backend(
         if memory is not None:
             memory.close()
         monitor.close()
+
+
+def _memory_server(folder: Path) -> DeviceMemoryServer | None:
+    """Begin to reserve device memory for the users of a shared host; None where that cannot be: it is charged to their processes then."""
+    try:
+        return DeviceMemoryServer(folder)
+    except OSError as error:
+        log.warning("simulated device memory is charged to the processes that use it: %s cannot serve (%s)", folder, error)
+        return None
 
 
 def _found(monitor: Monitor) -> tuple[DeviceInfo, ...]:
