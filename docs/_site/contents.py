@@ -7,7 +7,10 @@ SECTIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
         "Notebooks, scripts and programs on a share of a GPU.",
         ("magics", "clients", "measuring", "advice", "nvidia"),
     ),
-    "Run a hub": ("Many users on few GPUs: pools, seats, costs.", ("hub", "tljh", "kubernetes", "policies", "costs")),
+    "Run a hub": (
+        "Many users on few GPUs: pools, seats, costs.",
+        ("hub", "tljh", "clusters", "kubernetes", "policies", "costs"),
+    ),
     "Operate": (
         "The broker, what it reports, and what happens when something goes away.",
         ("broker", "workloads", "metrics", "revocation", "audit", "limits"),

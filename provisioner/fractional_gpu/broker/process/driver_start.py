@@ -308,7 +308,9 @@ def _memory_server(folder: Path) -> DeviceMemoryServer | None:
     try:
         return DeviceMemoryServer(folder)
     except OSError as error:
-        log.warning("simulated device memory is charged to the processes that use it: %s cannot serve (%s)", folder, error)
+        log.warning(
+            "simulated device memory is charged to the processes that use it: %s cannot serve (%s)", folder, error
+        )
         return None
 
 
