@@ -13,6 +13,7 @@ Rules:
 - Each user's pods run with a uid of their own: lease by lease the broker tells users apart by it, too.
 """
 
+import contextlib
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
     api: Any
     namespace: str
     pod_name: str
+    _start_future: Any
 
     gpu_socket: Unicode[str, str | bytes] = Unicode(
         "/run/jupyter-gpu/broker.sock",
@@ -158,15 +160,22 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
 
     async def start(self) -> Any:  # noqa: ANN401 - as the spawner below
         """Start the server, with the GPU of its profile where profiles decide."""
+        self._start_future = None  # of an earlier start: `kubespawner`'s progress would end with that
         if self.gpu_in_profiles:
             await self.load_user_options()
         return await super().start()
 
     async def gpu_queue(self) -> AsyncGenerator[str, None]:
-        """Yield nothing: `kubespawner`'s own progress shows the scheduler's events, with its reasons."""
-        nothing: tuple[str, ...] = ()
-        for sentence in nothing:
-            yield sentence
+        """Yield the events of the pod while it starts; what the scheduler says of a share that no node has, in our words."""
+        async with contextlib.aclosing(KubeSpawner.progress(self)) as events:
+            async for event in events:
+                yield waiting_sentence(str(event.get("message", "")), self._gpu_words())
+
+    async def progress(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the events of the start, to each viewer. Those of `kubespawner` are among them (`gpu_queue`)."""
+        async with contextlib.aclosing(self._gpu_progress.follow()) as events:
+            async for event in events:
+                yield event
 
     # -- the pod -----------------------------------------------------------------------------------------------------------------
 
@@ -193,6 +202,15 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
                 reason="configuration",
             )
         return pod
+
+
+def waiting_sentence(message: str, wanted: str) -> str:
+    """Return what an event of a pod means for its user. `wanted`: what the pod asks for."""
+    if f"Insufficient {pods.DOMAIN}/" not in message:
+        return message
+    return (
+        f"No node has {wanted} free now: your server waits in the cluster's queue, and starts when one has ({message})"
+    )
 
 
 def _unavailable(error: Exception) -> str:

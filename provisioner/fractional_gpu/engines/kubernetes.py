@@ -311,11 +311,18 @@ class Cluster:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        self.run(self._open())
+        try:
+            self.run(self._open())
+        except BaseException:
+            self._end_thread()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
         self.run(self._close())
+        self._end_thread()
+
+    def _end_thread(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

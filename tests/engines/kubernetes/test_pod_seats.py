@@ -1,6 +1,6 @@
 """The seats of pods: what a pod may ask for, and a real broker whose peers are in real control groups of pods."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from msgspec import to_builtins
 
 from fractional_gpu.client.seat import SeatClient
-from fractional_gpu.engines.engine import EngineError
-from fractional_gpu.engines.pod_seats import Pod, PodSeats, in_use, request_of
+from fractional_gpu.engines.engine import EngineError, EngineUnavailableError
+from fractional_gpu.engines.pod_seats import Pod, PodNotes, PodSeats, in_use, request_of
 from fractional_gpu.protocol.messages import LeaseRequest, SeatStatus
 from fractional_gpu.protocol.pods import shares_of, whole_quantity
 from tests.broker.live import DEADLINE_S, LiveBroker, live_broker
@@ -213,6 +213,56 @@ def test_a_kernel_is_known_by_its_pods_control_group(node: Node, live: LiveBroke
             "POST", "/v1/leases", to_builtins(LeaseRequest(fraction_milli=125, seat=node.listed()[uid].seat_id))
         )
         assert forged.error["reason"] == "foreign-seat", "a seat's id is no token"
+
+
+class Notes:
+    """The annotations that were written; `error` is raised instead."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[str, dict[str, str]]] = []
+        self.error: EngineError | None = None
+
+    def annotate(self, pod: Pod, annotations: Mapping[str, str]) -> None:
+        if self.error is not None:
+            raise self.error
+        self.written.append((pod.name, dict(annotations)))
+
+
+def test_a_pod_is_told_of_its_seat_and_of_what_it_used_once_for_each_change(node: Node, live: LiveBroker) -> None:
+    uid, notes, said = str(uuid4()), Notes(), []  # type: tuple[str, Notes, list[str]]
+    annotator = PodNotes(notes.annotate, said.append)
+    pod = pod_of(1, annotations={OWNER: "ada"})
+    pod["metadata"]["uid"] = uid
+    node.keep(pod)
+
+    def write() -> None:
+        with node.client() as client:
+            annotator.write(client, [Pod.of(pod), Pod.of(pod_of(2, None))], node.seats.outcomes)
+
+    write()
+    write()
+    ((name, first),) = notes.written
+    assert (name, list(first)) == ("jupyter-1", ["fractional-gpu.jupyter.org/seat"])
+    with kernel_in(live, uid) as kernel:
+        assert lease_in(kernel)[0] == 200
+        write()
+    assert notes.written[-1][1]["fractional-gpu.jupyter.org/usage"].startswith("jupyter-gpu: kernels=1 reserved=")
+    assert said == []
+
+
+def test_without_the_right_pods_are_annotated_never_and_that_is_said_once(node: Node) -> None:
+    notes, said = Notes(), []  # type: tuple[Notes, list[str]]
+    annotator = PodNotes(notes.annotate, said.append)
+    node.keep(pod_of(1))
+    for error in (EngineUnavailableError("busy"), EngineError("no right"), None):
+        notes.error = error
+        with node.client() as client:
+            annotator.write(client, [Pod.of(pod_of(1))], node.seats.outcomes)
+    assert notes.written == []
+    assert [sentence.partition(":")[0] for sentence in said] == [
+        "pod jhub/jupyter-1 is not annotated now",
+        "pods are not annotated, which changes nothing else",
+    ]
 
 
 def test_what_the_scheduler_gave_away_is_counted_by_pool() -> None:

@@ -1,5 +1,6 @@
 """The pods that the spawner makes: golden manifests, valid for two versions of Kubernetes, and without privileges. No cluster was there."""
 
+import asyncio
 import copy
 import json
 from pathlib import Path
@@ -284,3 +285,25 @@ async def test_one_list_of_nodes_serves_many_pages(api: Api) -> None:
     for _ in range(3):
         await spawner.gpu_nodes()
     assert len(api.asked) == 1
+
+
+async def test_the_schedulers_reason_is_shown_while_a_pod_waits(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = [
+        {"message": "0/3 nodes are available: 3 Insufficient fractional-gpu.jupyter.org/default.", "type": "Warning"},
+        {"message": "Pulling image", "type": "Normal"},
+    ]
+    told = [{**event, "lastTimestamp": f"12:0{number}", "eventTime": None} for number, event in enumerate(events)]
+    monkeypatch.setattr(FractionalGPUKubeSpawner, "events", told)
+    spawner = spawner_of(api)
+
+    async def watching() -> None:
+        """Stand in for the watch of events."""
+
+    spawner._start_watching_events = watching
+    spawner._start_future = asyncio.get_running_loop().create_future()
+    spawner._start_future.set_result(None)
+    await spawner.gpu_take(spawner.gpu_choice({"pool": "default", "fraction": "1/4"}))
+    first, second = [sentence async for sentence in spawner.gpu_queue()]
+    assert first.startswith("No node has 1/4 GPU of pool default free now: your server waits in the cluster's queue")
+    assert "Insufficient fractional-gpu.jupyter.org/default" in first
+    assert second.endswith("[Normal] Pulling image")
