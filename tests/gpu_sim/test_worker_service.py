@@ -235,7 +235,8 @@ async def test_a_worker_that_outlives_its_service_keeps_every_other_worker_out(
     async with asyncio.timeout(60):
         while link._unkillable is None or link._unkillable.returncode is None:  # noqa: ASYNC110 - nothing signals it
             await asyncio.sleep(0.01)
-    assert _is_gone(orphan)
+    # Its pipe closes a moment before it is gone; it does nothing in between.
+    await asyncio.to_thread(eventually, lambda: _is_gone(orphan), "the orphan is gone")
     assert await link.state(target) in (S.CHECKPOINTED, S.LOCKED)
 
 
@@ -368,6 +369,20 @@ def test_a_second_broker_is_refused_while_the_first_has_a_worker(
         for descriptor in descriptors:
             os.close(descriptor)
         assert json.loads(first.recv(4096)) == {"ended": 0}
+
+
+async def test_a_worker_that_nobody_waits_for_any_more_ends_and_makes_room(
+    link: WorkerLink, service: Service, simulated: host.SimulatedHost, target: ProcessIdentity, tmp_path: Path
+) -> None:
+    """A broker that is killed right after its request: the pipe that is on its way to it closes with the connection."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as given_up, (tmp_path / "a").open("w") as claim:
+        given_up.connect(service.path)
+        request = json.dumps(_request(backend=f"simulated:{simulated.directory}")).encode()
+        socket.send_fds(given_up, [request], [claim.fileno()])
+        await asyncio.to_thread(service.until, "the checkpoint worker is process")
+    ended = await asyncio.to_thread(service.until, "ended with status")
+    assert "status 0" in ended
+    assert await link.state(target) is S.RUNNING
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")

@@ -45,7 +45,7 @@ MAX_MESSAGE: Final = 4096
 MAX_DESCRIPTORS: Final = 4
 _BACKLOG: Final = 16
 _REQUEST_S: Final = 10.0  # for a peer that connects and sends nothing
-_KILL_S: Final = 5.0
+_REAP_S: Final = 0.5
 SIMULATED: Final = "simulated"
 
 
@@ -160,14 +160,14 @@ class WorkerService:
         self, connection: socket.socket, backend: str, descriptors: list[int], pid: int
     ) -> asyncio.subprocess.Process:
         """Start a worker that inherits the descriptors, and send the broker its pipe. Raises GPUError, OSError."""
-        if self._worker is not None and self._worker.returncode is None:
+        _take_claim(descriptors)
+        if self._worker is not None and not await _has_ended(self._worker):
             raise GPUError(
                 GPUErrorCode.WORKER_BUSY,
                 f"the checkpoint worker {self._worker.pid} of an earlier connection still runs",
             )
         if self._stop.is_set():
             raise GPUError(GPUErrorCode.WORKER_DIED, "the checkpoint worker's service is stopping")
-        _take_claim(descriptors)
         ours, theirs = socket.socketpair()
         with contextlib.closing(theirs):
             try:
@@ -210,6 +210,16 @@ class WorkerService:
                 if request.get("kill") is True and process.returncode is None:
                     log.warning("the broker has the checkpoint worker %d killed", process.pid)
                     process.kill()
+
+
+async def _has_ended(worker: asyncio.subprocess.Process) -> bool:
+    """Return whether the worker has ended, or does so in a moment: its claim is free before this process knows of its end."""
+    try:
+        async with asyncio.timeout(_REAP_S):
+            await worker.wait()
+    except TimeoutError:
+        return False
+    return True
 
 
 def listen(path: str) -> socket.socket:
