@@ -13,11 +13,11 @@ SECTIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     ),
     "Operate": (
         "The broker, what it reports, and what happens when something goes away.",
-        ("broker", "workloads", "metrics", "revocation", "audit", "limits"),
+        ("broker", "workloads", "clusters", "metrics", "revocation", "audit", "limits"),
     ),
     "Understand": (
         "How it decides, what is promised, and what it costs and saves.",
-        ("architecture", "lease-states", "promises", "simulator", "benchmarks", "driver-errors"),
+        ("architecture", "lease-states", "promises", "forecasts", "simulator", "benchmarks", "driver-errors"),
     ),
     "Reference": ("Commands and configuration, from the code itself.", ("commands", "routes")),
     "Change it": ("Add to it, and how it is tested.", ("extending", "arbiter-tests", "gpu-tests")),

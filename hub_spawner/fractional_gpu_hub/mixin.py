@@ -23,7 +23,7 @@ from traitlets import Float, Unicode, default
 
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.client.seat import SEAT_FILE_VARIABLE, Seat, write_seat
-from fractional_gpu.core.units import format_duration, format_fraction
+from fractional_gpu.core.units import format_forecast, format_fraction
 from fractional_gpu.protocol.errors import FractionalGPUError, NotFoundError
 from fractional_gpu.protocol.messages import ProgressKind
 from fractional_gpu.protocol.seats import OfferRequest, Offers, SeatProgress, SeatRequest
@@ -303,7 +303,9 @@ def _waiting(line: SeatProgress) -> str:
     words = f"{line.sentence[:1].upper()}{line.sentence[1:]}."
     if line.position is not None:
         words += f" You are number {line.position} in the queue"
-        words += f", about {format_duration(line.expected_ms)} to wait." if line.expected_ms is not None else "."
+        if line.expected_ms is not None:
+            words += f"; {format_forecast(line.expected_ms, line.low_ms, line.high_ms)} to wait"
+        words += "."
     return words
 
 

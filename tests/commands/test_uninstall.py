@@ -4,12 +4,14 @@ import json
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
+from fractional_gpu.client import state_folder
 from fractional_gpu.client.state_folder import make_state_folder
 from fractional_gpu.commands import uninstall
 from fractional_gpu.commands.main import main
@@ -18,8 +20,11 @@ from tests.support.world import World, new_world
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    """A user of Jupyter who is there already: nothing but what our product makes may go."""
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """A user of Jupyter who is there already: nothing but what our product makes may go. Other tests have the machine's own folders."""
+    monkeypatch.setattr(uninstall, "_TEMPORARY", (str(tmp_path),))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(state_folder, "_VAR_TMP", tmp_path)
     with new_world() as made:
         made.environment.pop("JUPYTER_GPU_SOCKET")  # as a person has it: the socket is in Jupyter's runtime folder
         made.socket = str(made.folder / "run" / "gpu" / "broker.sock")
@@ -75,6 +80,16 @@ def test_nothing_is_removed_while_a_kernel_has_a_lease(world: World, broker: Own
     assert "thesis.ipynb" in said.stderr
     assert "shut them down" in said.stderr
     assert len(list(world.kernels_dir.iterdir())) == 1
+
+
+def test_folders_for_sockets_with_a_long_path_go_too(world: World, tmp_path: Path) -> None:
+    short, foreign = tmp_path / f"jupyter-gpu-{os.geteuid()}-0123456789ab", tmp_path / "jupyter-gpu-77-0123456789ab"
+    for folder in (short, foreign):
+        folder.mkdir()
+        (folder / "broker.log").write_text("")
+    assert world.command("uninstall", "--yes").returncode == 0
+    assert not short.exists()
+    assert foreign.exists()
 
 
 def test_where_nobody_can_be_asked_it_says_what_to_do(world: World) -> None:

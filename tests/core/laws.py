@@ -94,7 +94,7 @@ class Laws:
         """Return how long saving it may take, as forecast."""
         mib = max(seen.save_at_least, seen.used, seen.held * len(seen.devices))
         name = self._world.names.get(seen.devices[0], "")
-        return self._arbiter.forecasts.swap_span("suspend", name, mib).high_ms
+        return self._arbiter.forecasts.widest_swap_span("suspend", name, mib).high_ms
 
     def told(self, seen: Seen, effect: UserTold) -> None:
         """A user is told that the device goes away while it does and the kernel is there, and that it stays when it does."""

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from fractional_gpu.core.units import (
     format_duration,
+    format_forecast,
     format_fraction,
     format_memory,
+    format_rough,
     parse_duration_ms,
     parse_fraction_milli,
     parse_memory_mib,
@@ -127,3 +129,57 @@ def test_a_duration_is_printed_without_a_fraction_of_a_millisecond(ms: int) -> N
     assert printed.endswith((" ms", " s", " min", " h"))
     if ms < 60_000:
         assert abs(parse_duration_ms(printed.replace(" ", "")) - ms) <= 50
+
+
+# -- forecasts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ms", "text"),
+    [
+        (-5, "under 1 s"),
+        (999, "under 1 s"),
+        (4_400, "4 s"),
+        (43_000, "45 s"),
+        (58_000, "1 min"),
+        (150_000, "2 min"),
+        (3_600_000, "1 h"),
+        (4_400_000, "1 h 10 min"),
+    ],
+)
+def test_durations_are_said_as_people_do(ms: int, text: str) -> None:
+    assert format_rough(ms) == text
+
+
+@given(st.integers(0, 10**9))
+def test_a_countdown_changes_its_words_rarely(ms: int) -> None:
+    words = {format_rough(left) for left in range(ms, max(0, ms - 20_000), -500)}
+    assert len(words) <= 13
+
+
+@pytest.mark.parametrize(
+    ("span_ms", "text"),
+    [
+        ((8_000, 5_000, 14_000), "about 8 s (5 to 15)"),
+        ((40_000, 10_000, 120_000), "about 40 s (10 s to 2 min)"),
+        ((60_000, 40_000, 300_000), "about 1 min (40 s to 5 min)"),
+        ((5_400_000, 3_600_000, 7_200_000), "about 1 h 30 min (1 h to 2 h)"),
+        ((8_000, 200, 14_000), "about 8 s (up to 15)"),
+        ((300, 100, 5_000), "under 1 s (up to 5 s)"),
+        ((300, 100, 500), "under 1 s"),
+        ((40_000, 40_000, 40_100), "about 40 s"),
+        ((40_000, None, None), "about 40 s"),
+    ],
+)
+def test_a_forecast_is_said_with_its_interval(span_ms: tuple[int, int | None, int | None], text: str) -> None:
+    assert format_forecast(*span_ms) == text
+    about, bracket, interval = text.partition(" (")
+    assert format_forecast(*span_ms, more=True) == f"{about} more{bracket}{interval}"
+
+
+@given(st.lists(st.integers(-10_000, 10**9), min_size=3, max_size=3))
+def test_any_forecast_is_said_in_one_line_with_at_most_three_durations(values: list[int]) -> None:
+    low, expected, high = sorted(values)
+    said = format_forecast(expected, low, high)
+    assert format_rough(expected) in said
+    assert ("(" in said) == (format_rough(low) != format_rough(high))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from playwright.sync_api import expect
 
+from fractional_gpu.core.units import format_forecast
 from fractional_gpu.protocol.messages import ResizeRequest
 from fractional_gpu_kernel.server.app import STATE_ID
 from tests.e2e.browser import Lab, opened_lab
@@ -83,6 +84,7 @@ def test_the_panel_does_what_it_says_and_what_jupyterlab_hides_becomes_a_notific
         world.kill_broker()
         expect(lab.item).to_be_hidden()
         slowness_is_told(lab, state)
+        waits_are_forecast_with_bounds(lab, state)
         a_budget_is_told_once_and_once_more_when_it_is_used_up(lab, state)
         the_panel_does_not_come_back_with_the_item(lab, state)
         a_kernel_without_a_gpu_is_told_of(world, lab)
@@ -151,14 +153,32 @@ def doubt_is_an_alert(lab: Lab) -> State:
 
 
 def slowness_is_told(lab: Lab, state: State) -> None:
-    slowed = {"state": "resident", "slowdown_brief": "runs beside eval.ipynb, about 1.4 times as long as alone"}
+    slowed = {
+        "state": "resident",
+        "slowdown_brief": "runs beside eval.ipynb, about 1.4 times as long as alone (1.2 to 1.9)",
+    }
     state["kernels"][0] |= slowed
     state["devices"][0] |= {"demand_percent": 140}
     tell(lab, state)
     lab.item.click()
-    expect(lab.panel).to_contain_text("runs beside eval.ipynb, about 1.4 times as long as alone (an estimate)")
+    expect(lab.panel).to_contain_text("runs beside eval.ipynb, about 1.4 times as long as alone (1.2 to 1.9)")
     needed = "busy kernels need about 140 % of its compute, so they slow each other down"
     expect(lab.panel.get_by_role("listitem")).to_contain_text(needed)
+
+
+def waits_are_forecast_with_bounds(lab: Lab, state: State) -> None:
+    """Needs the panel open. The words are those of `format_forecast`."""
+    for span_ms in (
+        (40_000, 10_000, 120_000),
+        (8_000, 5_000, 14_000),
+        (8_000, 200, 14_000),
+        (5_400_000, 3_600_000, 7_200_000),
+    ):
+        expected_ms, low_ms, high_ms = span_ms
+        waits = {"position": 1, "expected_ms": expected_ms, "low_ms": low_ms, "high_ms": high_ms}
+        state["kernels"][0] |= {"state": "suspended", **waits}
+        tell(lab, state)
+        expect(lab.panel).to_contain_text(f"{format_forecast(*span_ms)} until it is on the GPU")
 
 
 def a_budget_is_told_once_and_once_more_when_it_is_used_up(lab: Lab, state: State) -> None:

@@ -163,7 +163,7 @@ def new_story(**more: Any) -> Iterator[Story]:  # noqa: ANN401 - for the hub
         until(lambda: all(_has_published(cluster, node.name) for node in cluster.nodes), "the agents have published")
         hub = stack.enter_context(
             new_hub(
-                world, cluster=_HUB, wrapper=str(scripts / "batchspawner-singleuser"), command=[str(scripts / "jupyterhub-singleuser")],
+                world, before=_HUB, wrapper=str(scripts / "batchspawner-singleuser"), command=[str(scripts / "jupyterhub-singleuser")],
                 environment={"PYTHONPATH": PYTHONPATH, "JUPYTER_PATH": str(world.folder / "data")}, cleanup=False, **more,
             )
         )  # fmt: skip

@@ -21,7 +21,7 @@ from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.config import hub, values
 from fractional_gpu.core.forecasts.forecasts import Forecasts
 from fractional_gpu.gpu import worker, worker_link
-from fractional_gpu.host import claims, files, process
+from fractional_gpu.host import claims, files, process, workload
 from fractional_gpu.jupyter.kernel_command import parse_kernel_config
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import LeaseRecord, LedgerError
@@ -332,6 +332,9 @@ def proc(data: bytes) -> None:
     named = b"7 (" + data.replace(b"\0", b"") + b") S 1 2 3 0 -1 4194304 0 0 0 0 0 0 0 0 20 0 1 0 99 0"
     stat = process.parse_stat(named)
     assert (stat.pid, stat.ppid, stat.session, stat.start_time) == (7, 1, 3, 99)
+    workload.parse_workload(data)
+    below = b"0::/user.slice/user-7.slice/" + data.replace(b"\n", b"") + b"\n"
+    assert workload.parse_workload(below) is None, "users name the groups below one that was delegated to them"
 
 
 def names(data: bytes) -> None:
@@ -393,4 +396,5 @@ def seeds() -> Iterator[tuple[str, bytes]]:
     yield "kernelspec", b'{"pool":"p","fraction":"1/4","memory":"20GiB","devices":1,"priority":0}'
     yield "headers", b"0.1.0; protocol=1"
     yield "names", b"ledger.begin.before 2 kill"
+    yield "proc", b"0::/system.slice/slurmstepd.scope/job_12/step_0"
     yield "proc", b"7 (x) S 1 2 3 0 -1 4194304 0 0 0 0 0 0 0 0 20 0 1 0 99 0"

@@ -127,7 +127,7 @@ def test_why_somebody_waits_is_a_sentence_with_its_forecast() -> None:
         device_ids=[], reserved_mib=0,
     )  # fmt: skip
     (row,) = view_of(snapshot(waits), ADA)["kernels"]
-    assert row["note"] == "Idle kernels make room. About 12 s more (4 s to 1 min)."
+    assert row["note"] == "Idle kernels make room. About 10 s more (4 s to 1 min)."
 
 
 def test_who_waits_comes_first_in_their_order() -> None:

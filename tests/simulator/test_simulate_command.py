@@ -82,6 +82,9 @@ def test_baselines_stand_beside_the_run(capsys: pytest.CaptureFixture[str], tmp_
     cells = next(line.split() for line in table if line.startswith("cell forecast off by"))
     assert cells[4].isdecimal()
     assert cells[5:] == ["%", "-", "-"]
+    counted = [line.split() for line in table if line.startswith("cell forecasts  ")]
+    assert [(line[2].replace(",", "").isdecimal(), line[3:]) for line in counted] == [(True, ["-", "-"])]
+    assert not any(line.startswith("seat") for line in table), "the simulator has no seats"
 
 
 def test_a_written_trace_gives_the_same_figures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ from tests.support.ports import free_ports
 jupyterhub.spawner.random_port = lambda: free_ports(1)[0]
 given = json.loads(os.environ["TEST_HUB"])
 c = get_config()
-if given["before"] or given["cluster"]:
-    exec(given["before"] or given["cluster"])
+if given["before"]:
+    exec(given["before"])
 else:
     configure(c, spawner=given["spawner"], socket=given["socket"], simulate=given["simulate"], **given["settings"])
 c.JupyterHub.bind_url = given["url"]
@@ -115,7 +115,6 @@ class HubWorld:
             "wait": 60,
             "cleanup": False,  # whether a hub that ends takes its users' servers along, as it does by default
             "before": "",  # statements that configure the spawner and the broker in place of `configure`
-            "cluster": None,  # lines of a configuration in place of `configure`: the hub of a cluster runs no broker
             "page": None,  # what `add_page` is given, the port aside; None: no page about the GPUs
             "environment": {name: world.environment[name] for name in kept},
             **more,

@@ -191,7 +191,11 @@ class Cluster:
         """End every job, then every daemon."""
         with suppress(AssertionError, subprocess.SubprocessError):
             self.cancel(*set(self.call("squeue", "-h", "-o", "%A").split()))
-        for name in [*(f"slurmd.{node.name}.pid" for node in self.nodes), "slurmctld.pid", "munged.pid"]:
+        for node in self.nodes:
+            self._end(
+                f"slurmd.{node.name}.pid", signal.SIGKILL
+            )  # one that is reading its configuration forgets a SIGTERM
+        for name in ("slurmctld.pid", "munged.pid"):
             self._end(name, signal.SIGTERM)
         for pid in self._left():
             World.end(pid, signal.SIGKILL)

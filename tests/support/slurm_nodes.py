@@ -161,7 +161,7 @@ def install_scripts(nodes: Sequence[Node], environment: Mapping[str, str], *more
         script = folder / name.lower()
         # slurmd gives its scripts a clean environment: an installed package needs none, a checkout does.
         script.write_text(
-            f'#!/bin/sh\nexport PYTHONPATH="{PYTHONPATH}"\nexec {folder}/"$SLURMD_NODENAME"/{name.lower()}\n'
+            f'#!/bin/sh\n# calls what `jupyter gpu node install` wrote for each node\nexport PYTHONPATH="{PYTHONPATH}"\nexec {folder}/"$SLURMD_NODENAME"/{name.lower()}\n'
         )
         script.chmod(0o755)
         named[name] = str(script)

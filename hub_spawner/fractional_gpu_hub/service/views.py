@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from fractional_gpu.core.units import format_duration, format_fraction, format_memory
+from fractional_gpu.core.units import format_duration, format_forecast, format_fraction, format_memory
 from fractional_gpu.protocol.messages import DeviceStatus, HostStatus, LeaseStatus, SeatStatus
 from fractional_gpu.protocol.names import state_words
 from fractional_gpu.protocol.seats import PoolKeys
@@ -178,11 +178,9 @@ def _why(lease: LeaseStatus) -> str:
     """Return the reason of the kernel's state as a sentence, with the forecast if there is one."""
     sentence = lease.sentence[:1].upper() + lease.sentence[1:] if lease.sentence else ""
     parts = [sentence] if sentence else []
-    if lease.position is not None and None not in (lease.expected_ms, lease.low_ms, lease.high_ms):
-        expected, low, high = (
-            format_duration(_whole(ms or 0)) for ms in (lease.expected_ms, lease.low_ms, lease.high_ms)
-        )
-        parts.append(f"About {expected} more ({low} to {high})")
+    if lease.position is not None and lease.expected_ms is not None:
+        left = format_forecast(lease.expected_ms, lease.low_ms, lease.high_ms, more=True)
+        parts.append(left[:1].upper() + left[1:])
     if lease.stays:
         parts.append(f"Cannot be suspended: {lease.stays}")
     return ". ".join(part.rstrip(".") for part in parts) + ("." if parts else "")

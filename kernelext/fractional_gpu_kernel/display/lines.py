@@ -9,6 +9,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
+from fractional_gpu.core.units import format_forecast, format_rough
 from fractional_gpu_kernel.registrations import Registrations
 
 if TYPE_CHECKING:
@@ -118,11 +119,11 @@ def wait_text(progress: "Progress", *, waited_s: float, age_s: float) -> str:
     if forecast:
         facts.append(forecast)
     elif waited_s >= 10:
-        facts.append(f"{rough(int(waited_s * 1000))} so far")
-    about = f" ({'; '.join(facts)})" if facts else ""
+        facts.append(f"{format_rough(int(waited_s * 1000))} so far")
+    about = "".join(f", {fact}" for fact in facts)
     why = (progress.sentence or "the GPU is in use").rstrip(".")
     after = f" {_NEXT[progress.reason]}." if progress.reason in _NEXT else ""
-    beside = f" It {progress.slowdown_brief} (an estimate)." if progress.slowdown_brief else ""
+    beside = f" It {progress.slowdown_brief}." if progress.slowdown_brief else ""
     return f"This cell waits for the GPU{about}: {why}.{after}{beside} Interrupt the kernel to stop waiting."
 
 
@@ -130,31 +131,12 @@ def resizing(status: "LeaseStatus") -> str:
     """Return the line of a kernel that waits for a larger share."""
     left = _left(status.expected_ms, status.low_ms, status.high_ms, 0)
     place = f"place {status.position} in the queue" if status.position is not None else ""
-    about = "; ".join(fact for fact in (place, left) if fact)
+    about = "".join(f", {fact}" for fact in (place, left) if fact)
     why = f": {status.sentence.rstrip('.')}" if status.position is not None and status.sentence else ""
     return (
-        f"This kernel waits for its new share{f' ({about})' if about else ''}{why}. "
+        f"This kernel waits for its new share{about}{why}. "
         "Idle neighbours step aside. Interrupt the kernel to stop waiting."
     )
-
-
-def rough(ms: int) -> str:
-    """Return a duration in coarse steps.
-
-    A forecast is less exact than `format_duration`, and a line that counts down in coarse steps changes rarely.
-    """
-    seconds = max(0, ms) / 1000
-    if seconds < 1:
-        return "under 1 s"
-    if seconds < 10:
-        return f"{seconds:.0f} s"
-    if seconds < 57.5:
-        return f"{5 * round(seconds / 5)} s"
-    minutes = round(seconds / 60)
-    if minutes < 60:
-        return f"{max(1, minutes)} min"
-    hours, minutes = divmod(round(seconds / 600) * 10, 60)
-    return f"{hours} h" + (f" {minutes} min" if minutes else "")
 
 
 def _left(expected_ms: int | None, low_ms: int | None, high_ms: int | None, passed_ms: int) -> str:
@@ -164,13 +146,9 @@ def _left(expected_ms: int | None, low_ms: int | None, high_ms: int | None, pass
     if expected_ms <= passed_ms:
         late = "longer than expected"
         left_ms = 0 if high_ms is None else high_ms - passed_ms
-        return f"{late}, likely up to {rough(left_ms)} more" if left_ms >= 1000 else late
-    about = rough(expected_ms - passed_ms)
-    text = f"{'' if about.startswith('under') else 'about '}{about} more"
-    if low_ms is None or high_ms is None:
-        return text
-    low, high = rough(low_ms - passed_ms), rough(high_ms - passed_ms)
-    return text if low == high else f"{text}, likely {low} to {high}"
+        return f"{late}, up to {format_rough(left_ms)} more" if left_ms >= 1000 else late
+    low, high = (None if one is None else one - passed_ms for one in (low_ms, high_ms))
+    return format_forecast(expected_ms - passed_ms, low, high, more=True)
 
 
 # -- notices -----------------------------------------------------------------------------------------------------------

@@ -5,10 +5,10 @@ import time
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 
-from fractional_gpu.core.units import format_duration, format_fraction, format_memory
+from fractional_gpu.core.units import format_duration, format_forecast, format_fraction, format_memory, format_rough
 from fractional_gpu.protocol.messages import DeviceStatus, HostStatus, LeaseStatus, Neighbour, Story
 from fractional_gpu.protocol.names import state_meaning, state_words
-from fractional_gpu_kernel.display.lines import Bundle, rough
+from fractional_gpu_kernel.display.lines import Bundle
 
 # -- html --------------------------------------------------------------------------------------------------------------
 # Small pieces of HTML that are readable in light and dark themes.
@@ -115,11 +115,12 @@ class StatusView:
         if status.saved_mib:
             rows.append(("saved", f"{format_memory(status.saved_mib)} held in host memory"))
         if status.resume_ms is not None:
-            rows.append(("resume", f"takes {_about(status.resume_ms)} once there is room"))
+            takes = format_forecast(status.resume_ms, status.resume_low_ms, status.resume_high_ms)
+            rows.append(("resume", f"takes {takes} once there is room"))
         if status.position is not None:
             rows.append(("queue", f"place {status.position}" + _expected(status)))
         if status.pinned_ms:
-            rows.append(("pinned", f"for {rough(status.pinned_ms)} more; %gpu unpin ends it"))
+            rows.append(("pinned", f"for {format_rough(status.pinned_ms)} more; %gpu unpin ends it"))
         if status.suspends or status.resumes:
             rows.append(("so far", f"suspended {_times(status.suspends)}, resumed {_times(status.resumes)}"))
         return [*rows, *self._remarks()]
@@ -130,7 +131,7 @@ class StatusView:
         if status.neighbours:
             rows.append(("beside", "; ".join(_neighbour(each) for each in status.neighbours)))
         if status.slowdown:
-            rows.append(("slowed", f"{status.slowdown} (an estimate)"))
+            rows.append(("slowed", status.slowdown))
         if status.advice is not None and status.advice.sentence:
             rows.append(("advice", f"{status.advice.sentence}."))
         if status.sentence:
@@ -279,7 +280,7 @@ class StoryView:
         omitted = (
             f"{self._omitted} older lines are left out; %gpu explain --lines N shows more." if self._omitted else ""
         )
-        slowed = f"Slowed down: {self._slowdown} (an estimate)." if self._slowdown else ""
+        slowed = f"Slowed down: {self._slowdown}." if self._slowdown else ""
         return " ".join(filter(None, [omitted, slowed]))
 
 
@@ -311,7 +312,7 @@ def _doing(lease: LeaseStatus, *, is_own: bool) -> str:
     if lease.position is not None:
         words.append(f"waits at place {lease.position}" + _expected(lease))
     if lease.pinned_ms:
-        words.append(f"pinned for {rough(lease.pinned_ms)}")
+        words.append(f"pinned for {format_rough(lease.pinned_ms)}")
     return ", ".join(words)
 
 
@@ -326,15 +327,7 @@ def _neighbour(neighbour: Neighbour) -> str:
 def _expected(status: LeaseStatus) -> str:
     if status.expected_ms is None:
         return ""
-    span = ""
-    if status.low_ms is not None and status.high_ms is not None:
-        span = f", likely {rough(status.low_ms)} to {rough(status.high_ms)}"
-    return f" ({_about(status.expected_ms)} more{span})"
-
-
-def _about(ms: int) -> str:
-    text = rough(ms)
-    return text if text.startswith("under") else f"about {text}"
+    return f"; {format_forecast(status.expected_ms, status.low_ms, status.high_ms, more=True)}"
 
 
 def _times(count: int) -> str:

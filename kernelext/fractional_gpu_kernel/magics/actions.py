@@ -14,13 +14,13 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fractional_gpu.core.units import format_fraction, format_memory
+from fractional_gpu.core.units import format_fraction, format_memory, format_rough
 from fractional_gpu.protocol.errors import BrokerUnavailableError, ConflictError, FractionalGPUError, NotFoundError
 from fractional_gpu.protocol.messages import LeaseStatus, PinRequest, ResizeRequest
 from fractional_gpu_kernel.cells.acquire import Acquirer, RefusedError
 from fractional_gpu_kernel.cells.gate import Gate
 from fractional_gpu_kernel.display.chart import HistoryView
-from fractional_gpu_kernel.display.lines import LiveLine, Sentence, publish, resizing, rough
+from fractional_gpu_kernel.display.lines import LiveLine, Sentence, publish, resizing
 from fractional_gpu_kernel.display.views import StatusView, StoryView, TopView
 from fractional_gpu_kernel.magics.arguments import (
     ALWAYS,
@@ -470,7 +470,7 @@ class Actions:
         publish(
             self._shell,
             Sentence(
-                f"Pinned for {rough(status.pinned_ms)}{more}: not suspended for others or for being idle. "
+                f"Pinned for {format_rough(status.pinned_ms)}{more}: not suspended for others or for being idle. "
                 f"%gpu unpin ends it.{where}"
             ),
         )

@@ -112,7 +112,11 @@ _KERNEL_FIELDS = (
     "sentence",
     "position",
     "expected_ms",
+    "low_ms",
+    "high_ms",
     "resume_ms",
+    "resume_low_ms",
+    "resume_high_ms",
     "pinned_ms",
     "slowdown_brief",
     "foresight",
@@ -150,7 +154,11 @@ _TYPES: Mapping[str, Mapping[str, Any]] = {
     "draining": {"type": "boolean"},
     "position": {"type": ["integer", "null"]},
     "expected_ms": {"type": ["integer", "null"]},
+    "low_ms": {"type": ["integer", "null"]},
+    "high_ms": {"type": ["integer", "null"]},
     "resume_ms": {"type": ["integer", "null"]},
+    "resume_low_ms": {"type": ["integer", "null"]},
+    "resume_high_ms": {"type": ["integer", "null"]},
 }
 
 

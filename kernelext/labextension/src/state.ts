@@ -25,7 +25,11 @@ export interface IKernel {
   sentence: string;
   position: number | null;
   expected_ms: number | null;
+  low_ms: number | null;
+  high_ms: number | null;
   resume_ms: number | null;
+  resume_low_ms: number | null;
+  resume_high_ms: number | null;
   pinned_ms: number;
   /** Who slows its cell down, and by how much; empty: nobody. */
   slowdown_brief: string;

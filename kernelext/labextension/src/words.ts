@@ -33,14 +33,38 @@ export function memory(mib: number): string {
   return mib < 1024 ? `${mib} MiB` : `${+(mib / 1024).toFixed(1)} GiB`;
 }
 
-/** 90000 -> "2 min". */
-export function duration(ms: number): string {
-  const seconds = Math.ceil(ms / 1000);
-  if (seconds < 90) {
-    return `${seconds} s`;
+const UNDER = 'under 1 s';
+
+/** A duration in coarse steps, as `format_rough` in `fractional_gpu/core/units.py` has it. */
+function rough(ms: number): string {
+  const seconds = Math.max(0, ms) / 1000;
+  if (seconds < 1) {
+    return UNDER;
+  }
+  if (seconds < 57.5) {
+    return `${seconds < 10 ? Math.round(seconds) : 5 * Math.round(seconds / 5)} s`;
   }
   const minutes = Math.round(seconds / 60);
-  return minutes < 90 ? `${minutes} min` : `${+(minutes / 60).toFixed(1)} h`;
+  if (minutes < 60) {
+    return `${Math.max(1, minutes)} min`;
+  }
+  const tens = Math.round(seconds / 600);
+  return `${Math.floor(tens / 6)} h` + (tens % 6 ? ` ${10 * (tens % 6)} min` : '');
+}
+
+/** A forecast with the bounds of four outcomes of five, as `format_forecast` there has it: "about 8 s (5 to 9)". */
+export function forecast(expected: number, low: number | null, high: number | null): string {
+  const about = rough(expected);
+  const text = about === UNDER ? about : `about ${about}`;
+  if (low === null || high === null || rough(low) === rough(high)) {
+    return text;
+  }
+  const unit = about.slice(about.indexOf(' '));
+  const bounds = [rough(low), rough(high)].filter(bound => bound !== UNDER);
+  const once = about !== UNDER && bounds.every(bound => bound.slice(bound.indexOf(' ')) === unit);
+  const from = once && rough(low) !== UNDER ? rough(low).slice(0, -unit.length) : rough(low);
+  const to = once ? rough(high).slice(0, -unit.length) : rough(high);
+  return from === UNDER ? `${text} (up to ${to})` : `${text} (${from} to ${to})`;
 }
 
 export function mood(kernel: IKernel): Mood {
@@ -85,17 +109,17 @@ export function facts(kernel: IKernel, pinnedUntil: Date | null): [string, strin
   ];
   if (kernel.saved_mib > 0) {
     // How long the kernel waits for room is another matter: that is the row "Wait".
-    const back = kernel.resume_ms === null ? '' : `; bringing it back takes about ${duration(kernel.resume_ms)} once there is room`;
+    const back = kernel.resume_ms === null ? '' : `; bringing it back takes ${forecast(kernel.resume_ms, kernel.resume_low_ms, kernel.resume_high_ms)} once there is room`;
     rows.push(['Saved', `${memory(kernel.saved_mib)} in the host's memory${back}`]);
   }
   if (kernel.device_name && mood(kernel) === 'here') {
     rows.push(['Device', kernel.device_name]);
   }
   if (kernel.slowdown_brief) {
-    rows.push(['Speed', `${kernel.slowdown_brief} (an estimate)`]);
+    rows.push(['Speed', kernel.slowdown_brief]);
   }
   if (kernel.position !== null && kernel.expected_ms !== null) {
-    rows.push(['Wait', `about ${duration(kernel.expected_ms)} until it is on the GPU`]);
+    rows.push(['Wait', `${forecast(kernel.expected_ms, kernel.low_ms, kernel.high_ms)} until it is on the GPU`]);
   }
   if (kernel.budget) {
     rows.push(['Budget', kernel.budget]);

@@ -306,7 +306,7 @@ def render_story(lease: LeaseStatus, story: Story, now_ms: int) -> str:
     now = f"{lease_name(lease)}: {describe_state(lease)}"
     if lease.position is not None:
         now += f"; waits at place {lease.position}: {lease.sentence}{expected_wait(lease)}"
-    slowed = [f"slowed down: {story.slowdown} (an estimate)"] if story.slowdown else []
+    slowed = [f"slowed down: {story.slowdown}"] if story.slowdown else []
     return "\n".join([*lines, now, *slowed])
 
 

@@ -369,9 +369,13 @@ def _table(results: Sequence[Result]) -> str:
 
 
 def _errors(results: Sequence[Result]) -> list[list[str]]:
-    """Return the rows about forecasts; baselines make none."""
+    """Return the rows about the kinds of forecasts that any run made; baselines make none."""
     rows = []
     for what in results[0].forecast_error:
+        counts = [result.forecast_error.get(what, {}).get("count", 0) for result in results]
+        if not any(counts):
+            continue
+        rows.append([f"{what} forecasts", *(_shown(count) if count else "-" for count in counts)])
         for figure, words in (("median_relative", "forecast off by"), ("within_bounds", "forecasts within bounds")):
             errors = [result.forecast_error.get(what) for result in results]
             shown = [f"{100 * error[figure]:.0f} %" if error and error["count"] else "-" for error in errors]

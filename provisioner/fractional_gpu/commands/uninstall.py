@@ -35,6 +35,7 @@ from fractional_gpu.protocol.errors import BrokerUnavailableError
 
 PACKAGE: Final = "jupyter-fractional-gpu"
 _END_S = 30.0
+_TEMPORARY = ("/tmp",)  # noqa: S108 - looked at, and what is found there is checked to be ours
 _SOCKET_NAME = "broker.sock"
 
 EPILOG = """\
@@ -137,7 +138,7 @@ def _is_own_folder(path: Path) -> bool:
 def _short_folders() -> list[Path]:
     """Return the folders of sockets whose usual path is too long for a socket (`fractional_gpu.client.discovery`)."""
     found: list[Path] = []
-    for parent in {tempfile.gettempdir(), "/tmp"}:  # noqa: S108 - looked at only, and checked to be ours
+    for parent in {tempfile.gettempdir(), *_TEMPORARY}:
         found += [folder for folder in Path(parent).glob(f"jupyter-gpu-{os.geteuid()}-*") if _is_own_folder(folder)]
     return found
 

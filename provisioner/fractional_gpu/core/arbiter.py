@@ -108,7 +108,7 @@ def lease_view(lease: Lease, foresight: ForecastRecorder) -> LeaseView:
         left_behind=lease.left_behind,
         revoked=lease.revoked,
         ends_ms=lease.ends_ms,
-        resume_ms=foresight.resume_ms(lease),
+        resume=foresight.resume_span(lease),
         gate_closed=lease.gate.closed,
         at_gate=lease.gate.ticket is not None,
         demand_milli=lease.demand_milli,

@@ -75,6 +75,8 @@ def _totals(books: Books) -> list[str]:
         if demands != (device.demand_milli, device.coming_milli, device.resting_milli):
             kept = f"{device.demand_milli}, {device.coming_milli} and {device.resting_milli}"
             broken.append(f"device {device_id}: demands of {kept} thousandths are kept, sums are {demands}")
+        if len(busy) != device.busy_time.leases:
+            broken.append(f"device {device_id}: {device.busy_time.leases} leases are counted as busy, {len(busy)} are")
         if total != device.reserved_mib:
             broken.append(f"device {device_id}: running total {device.reserved_mib} MiB, sum {total} MiB")
     saved = sum(lease.saved_mib for lease in books.leases.values())

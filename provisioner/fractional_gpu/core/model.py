@@ -234,7 +234,7 @@ class LeaseView:
     suspend_requested: bool = False  # its suspend was requested, and waits for the swap channel
     device_ids: tuple[str, ...] = ()  # all its devices, `device_id` first
     pinned_until_ms: int = 0  # not suspended for others, nor for being idle, before this
-    resume_ms: int | None = None  # predicted time to bring it back, for one that is suspended
+    resume: Span | None = None  # the time to bring it back, for one that is suspended
     # Why it cannot be suspended for as long as it is resident, a sentence; empty: it can
     unsuspendable_reason: str = ""
     gate_closed: bool = False  # its gate is closed for an older ticket: its next cell asks before it runs
@@ -254,6 +254,8 @@ class Slowdown:
     """How many times as long as alone a lease's cell takes, thousandths, and why, for people; empty: it is not slowed down."""
 
     milli: int = 1000
+    low_milli: int = 1000  # the bounds that four of five cells lie between
+    high_milli: int = 1000
     sentence: str = ""
     brief: str = (
         ""  # the same in few words, without its subject: "runs beside eval.ipynb, about 1.4 times as long as alone"

@@ -14,6 +14,7 @@ _RATIO = re.compile(r"(\d{1,20})/(\d{1,20})", re.ASCII)
 _MILLI = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)m", re.ASCII)
 _LONGEST = 64
 _LEAST_MARGIN_MIB, _MARGIN_PARTS = 256, 50  # 2 %
+_UNDER = "under"
 _LARGEST = 10**18  # whole numbers past this are not sizes or durations, and Python may refuse to print them
 
 
@@ -105,6 +106,44 @@ def format_duration(ms: int) -> str:
     minutes = ms // 60_000
     hours, minutes = divmod(minutes, 60)
     return f"{minutes} min" if not hours else f"{hours} h" + (f" {minutes} min" if minutes else "")
+
+
+def format_rough(ms: int) -> str:
+    """Return a duration in coarse steps.
+
+    A forecast is less exact than `format_duration`, and a line that counts down in coarse steps changes rarely.
+    """
+    seconds = max(0, ms) / 1000
+    if seconds < 1:
+        return f"{_UNDER} 1 s"
+    if seconds < 10:
+        return f"{seconds:.0f} s"
+    if seconds < 57.5:
+        return f"{5 * round(seconds / 5)} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{max(1, minutes)} min"
+    hours, minutes = divmod(round(seconds / 600) * 10, 60)
+    return f"{hours} h" + (f" {minutes} min" if minutes else "")
+
+
+def format_forecast(expected_ms: int, low_ms: int | None, high_ms: int | None, *, more: bool = False) -> str:
+    """Return a forecast with the interval that four of five outcomes lie in: `about 8 s (5 to 9)`, `about 40 s (10 s to 2 min)`.
+
+    `more`: `about 8 s more (5 to 9)`, of something under way. Every forecast of a duration that people read is written by this.
+    """
+    about = format_rough(expected_ms)
+    text = (about if about.startswith(_UNDER) else f"about {about}") + (" more" if more else "")
+    if low_ms is None or high_ms is None:
+        return text
+    low, high = format_rough(low_ms), format_rough(high_ms)
+    if low == high:
+        return text
+    units = {one.split(" ", 1)[1] for one in (about, low, high) if not one.startswith(_UNDER)}
+    if len(units) == 1 and not about.startswith(_UNDER):  # said once: about 8 s (5 to 9)
+        unit = f" {units.pop()}"
+        low, high = low.removesuffix(unit), high.removesuffix(unit)
+    return f"{text} (up to {high})" if low.startswith(_UNDER) else f"{text} ({low} to {high})"
 
 
 def format_fraction(milli: int) -> str:

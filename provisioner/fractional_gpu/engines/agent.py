@@ -23,7 +23,7 @@ from fractional_gpu.core.nodes.counts import NodeShares, count_of, count_without
 from fractional_gpu.core.nodes.pacing import Pacing, PacingRules, spread
 from fractional_gpu.engines.engine import Engine, EngineError, NodeRecord, NodeWrite
 from fractional_gpu.engines.summary import says_the_same, summary_of, summary_without_broker
-from fractional_gpu.protocol.capacity import Capacity
+from fractional_gpu.protocol.capacity import Capacity, PoolCapacity
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.messages import SeatStatus
 from fractional_gpu.protocol.nodes import NodeSummary, encode_summary
@@ -32,6 +32,7 @@ __all__ = ["Agent", "AgentRules", "Observation"]
 
 _MS = 1_000_000  # nanoseconds
 _LONGEST_LOOK_MS = 60_000
+_WHOLE = 1000  # milli-GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,9 @@ class AgentRules:
     pacing: PacingRules = field(default_factory=PacingRules)
     look_ms: int = 30_000  # how often the engine's record is read
     heartbeat_ms: int = 300_000  # how often an unchanged summary is written anew
+    refuses_beyond: bool = (
+        True  # the engine refuses requests that no node's count covers, in place of letting them wait
+    )
     patience_ms: int = 120_000  # how long the last count stays without a broker
 
 
@@ -168,7 +172,11 @@ class Agent:
                 silent_ms = now - (self._silent_since_ms if self._silent_since_ms is not None else now)
                 last = self._counts.get(name)
                 counts[name] = count_without_broker(
-                    last, in_use, silent_ms=silent_ms, patience_ms=self._rules.patience_ms
+                    last,
+                    in_use,
+                    silent_ms=silent_ms,
+                    patience_ms=self._rules.patience_ms,
+                    least_milli=self._least(pools.get(pool)),
                 )
                 continue
             there = pools.get(pool)
@@ -180,8 +188,14 @@ class Agent:
                 admissible_milli=there.admissible_milli if there is not None else 0,
                 in_use_milli=in_use,
             )
-            counts[name] = count_of(shares) if there is not None else in_use
+            counts[name] = count_of(shares, least_milli=self._least(there)) if there is not None else in_use
         return {name: min(count, record.most.get(name, count)) for name, count in counts.items()}
+
+    def _least(self, pool: PoolCapacity | None) -> int:
+        """Return the largest share on offer where the engine refuses what no count covers, else 0. milli-GPU."""
+        if not self._rules.refuses_beyond:
+            return 0
+        return max(pool.fractions_milli) if pool is not None and pool.fractions_milli else _WHOLE
 
     def _about_missing(self, names: list[str]) -> str:
         return (

@@ -183,6 +183,8 @@ class Story(Struct, frozen=True, kw_only=True):
     lines: list[StoryLine] = []
     omitted: int = 0
     slowdown_milli: int = 1000  # as in LeaseStatus, now
+    slowdown_low_milli: int = 1000
+    slowdown_high_milli: int = 1000
     slowdown: str = ""
 
 
@@ -253,7 +255,9 @@ class LeaseStatus(Struct, frozen=True, kw_only=True):
     expected_ms: int | None = None  # forecast of the rest of its wait, and the bounds of four outcomes of five
     low_ms: int | None = None
     high_ms: int | None = None
-    resume_ms: int | None = None  # forecast of its resume, for one that is suspended
+    resume_ms: int | None = None  # forecast of its resume, for one that is suspended, and its bounds
+    resume_low_ms: int | None = None
+    resume_high_ms: int | None = None
     neighbours: list[Neighbour] = []  # with one lease only, not in listings
     seat: str = ""  # the hub seat that it draws on
     revoked: bool = False  # its seat has ended: it is suspended until a new seat takes it over
@@ -263,10 +267,14 @@ class LeaseStatus(Struct, frozen=True, kw_only=True):
     left: list[LeftProcess] = []  # processes with device memory that its ended kernel left
     demand_milli: int = 0  # learnt: what it uses of each of its devices while it runs cells, thousandths
     slowdown_milli: int = (
-        1000  # how many times as long as alone its cell takes beside busy neighbours, or would: an estimate
+        1000  # how many times as long as alone its cell takes beside busy neighbours, or would: a forecast
     )
+    slowdown_low_milli: int = 1000  # the bounds of four cells of five
+    slowdown_high_milli: int = 1000
     slowdown: str = ""  # the same as a sentence, with the neighbours; empty: it is not slowed down
-    slowdown_brief: str = ""  # the same in few words: "runs beside eval.ipynb, about 1.4 times as long as alone"
+    slowdown_brief: str = (
+        ""  # the same in few words: "runs beside a.ipynb, about 1.4 times as long as alone (1.2 to 1.9)"
+    )
     next_cell_ms: int | None = None  # its next cell is expected within so long; None: there is no sign of one
     next_cell_sign: str = ""  # what says so
     next_cell_milli: int = 0  # how likely that is, thousandths
@@ -315,7 +323,9 @@ class WaitLine(Struct, frozen=True, kw_only=True):
     reason: str = ""
     sentence: str = ""
     position: int | None = None  # in the queue, from 1
-    expected_ms: int | None = None  # forecast of the rest of the wait
+    expected_ms: int | None = None  # forecast of the rest of the wait, and the bounds of four outcomes of five
+    low_ms: int | None = None
+    high_ms: int | None = None
 
 
 class Progress(WaitLine, frozen=True, kw_only=True):
@@ -325,12 +335,12 @@ class Progress(WaitLine, frozen=True, kw_only=True):
     blocks in its first call of the device until the state is back. The caller reads on until `granted`.
     """
 
-    low_ms: int | None = None  # the bounds of four outcomes of five around `expected_ms`
-    high_ms: int | None = None
     device_id: str | None = None
     environment: dict[str, str] = {}
     overlap: bool = False
-    slowdown_milli: int = 1000  # as in LeaseStatus, where the cell would run: an estimate
+    slowdown_milli: int = 1000  # as in LeaseStatus, where the cell would run: a forecast, and its bounds
+    slowdown_low_milli: int = 1000
+    slowdown_high_milli: int = 1000
     slowdown_brief: str = ""
 
 
@@ -477,8 +487,20 @@ class SeatWait(Struct, frozen=True, kw_only=True):
     fraction_milli: int
     memory_mib: int
     waited_ms: int
-    expected_ms: int | None = None  # from now; None: unknown
+    expected_ms: int | None = None  # from now, with the bounds of four outcomes of five; None: unknown
+    low_ms: int | None = None
+    high_ms: int | None = None
     passed_over: int = 0  # how many later requests got a seat before it
+
+
+class ForecastError(Struct, frozen=True, kw_only=True):
+    """How far off one kind of forecast was lately, of this user and all others. `stated_permille`: what its bounds promise to cover."""
+
+    what: str  # wait, suspend, resume, cell, rest (of a running cell), slowdown or seat
+    count: int  # forecasts that were compared with what happened, ever
+    median_error_permille: int  # of the last 256: the error as a share of what happened
+    covered_permille: int  # of the last 256: how many lay between their bounds
+    stated_permille: int = 800
 
 
 class HostStatus(Struct, frozen=True, kw_only=True):
@@ -497,6 +519,7 @@ class HostStatus(Struct, frozen=True, kw_only=True):
     trouble: str = ""  # why the broker cannot write now, and what to do; it recovers by itself
     seats: list[SeatStatus] = []  # not in `/v1/events`
     seat_queue: list[SeatWait] = []  # by pool and position; not in `/v1/events`
+    forecasts: list[ForecastError] = []  # not in `/v1/events`
 
 
 class HostChange(Struct, frozen=True, kw_only=True):

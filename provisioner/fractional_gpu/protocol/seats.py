@@ -37,7 +37,9 @@ class FractionOffer(Struct, frozen=True, kw_only=True):
     price: str  # for people, such as `0.20 EUR per hour`, or its span over the week; empty: none
     free: bool  # a seat of this size is granted at once
     sentence: str  # what to expect, for people
-    expected_ms: int | None = None  # the wait for a seat; None: unknown
+    expected_ms: int | None = None  # the wait for a seat, with the bounds of four outcomes of five; None: unknown
+    low_ms: int | None = None
+    high_ms: int | None = None
     why_not: str = ""  # why this user cannot have it, however full the pool is; empty: the user can
     at_once_milli: int = 1000  # how many of a thousand cells find room when they begin
 

@@ -54,6 +54,7 @@ from fractional_gpu.core.events import (
     Wanted,
 )
 from fractional_gpu.core.forecasts.estimators import ErrorView
+from fractional_gpu.core.forecasts.track_record import Judged
 from fractional_gpu.core.model import HOLDING, LeaseSpec, LeaseState, Sign
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.felt import Felt, Goal
@@ -118,11 +119,12 @@ def simulate(
     progress: Progress | None = None,
     goal: Goal | None = None,
     meter: RunMeter | None = None,
+    judged: Callable[[Judged], None] | None = None,
 ) -> Result:
     """Run the trace on one host or on several, among which `door` chooses; or `chosen` has the host of each session of the trace.
 
-    `watch` sees every event and its effects; `progress` the sessions that ended, and all. `meter` counts what the leases use, and
-    changes no decision.
+    `watch` sees every event and its effects; `progress` the sessions that ended, and all; `judged` every forecast with what happened.
+    `meter` counts what the leases use, and changes no decision.
 
     A run that cannot reach the `goal` any more is given up there.
     Raises SimulationError for a session that no host can serve at all, or that cannot run on the host that was chosen for it.
@@ -130,6 +132,7 @@ def simulate(
     hosts = hosts_of(machine)
     gate = Door(hosts, trace, door) if chosen is None else Chosen(hosts, trace, chosen)
     cluster = _Cluster(hosts, trace, goal, door=gate, watch=watch, record=record, progress=progress, meter=meter)
+    cluster.show_forecasts(judged)
     return finished(cluster.run(), trace)
 
 
@@ -190,6 +193,11 @@ class _Cluster:
         if meter is not None:
             meter.begin(hosts)
         self._runs = [_Run(number, host, self._shared) for number, host in enumerate(hosts)]
+
+    def show_forecasts(self, judged: Callable[[Judged], None] | None) -> None:
+        """Have every forecast seen that is compared with what happened."""
+        for run in self._runs:
+            run.show_forecasts(judged)
 
     def run(self) -> Part:
         """Run to the end."""
@@ -256,6 +264,10 @@ class _Run:
     def validate(self) -> None:
         """Check the whole state of the arbiter."""
         self._arbiter.validate()
+
+    def show_forecasts(self, judged: Callable[[Judged], None] | None) -> None:
+        """Have this host's forecasts seen that are compared with what happened."""
+        self._arbiter.forecasts.record.watch = judged
 
     def forecast_errors(self) -> Sequence[ErrorView]:
         """Return how far off this host's forecasts were."""

@@ -292,6 +292,22 @@ def test_a_full_pool_lets_wait_first_come_first_served(live: LiveBroker) -> None
     assert live.is_alive()
 
 
+def test_the_wait_for_a_seat_is_forecast_with_bounds_and_compared_with_what_happened() -> None:
+    with live_broker(pools={"default": {"oversubscription": 1, "wait_bound": "100%"}}) as live:
+        seats: Seats = live.service.seats
+        seats.forecasts.lasted_ms["default"] = [60_000 * minutes for minutes in range(1, 21)]
+        holder = take(live, fraction_milli=1000)
+        with waiting_for(live, "bob", 1000) as lines, client_of(live) as client:
+            (wait,) = client.status().seat_queue
+            assert (wait.low_ms, wait.expected_ms, wait.high_ms) == (180_000, 630_000, 1_080_000)
+            assert "; about 10 min more (3 to 18)" in render_status(client.status())
+            client.release_seat(holder.seat_id)
+            assert next(lines).kind == ProgressKind.GRANTED
+            (error,) = [one for one in client.status().forecasts if one.what == "seat"]
+            assert (error.count, error.covered_permille) == (1, 0), "it was given within a moment"
+        assert seats.forecasts.expected("default", 1, 1) != seats.forecasts.worked_out("default", 1, 1), "that widens"
+
+
 @contextmanager
 def waiting_for(live: LiveBroker, owner: str, fraction_milli: int) -> Iterator[Iterator[SeatProgress]]:
     """A request for a seat in the pool's line; what it is told further."""

@@ -13,12 +13,14 @@ from fractional_gpu.commands.doctor.installation import (
     check_settings,
     check_simulation,
     check_versions,
+    forecast_findings,
 )
 from fractional_gpu.commands.doctor.memory import check_memory
 from fractional_gpu.commands.doctor.report import Finding, Severity
 from fractional_gpu.gpu.interface import DeviceInfo
 from fractional_gpu.host.memory import Headroom
 from fractional_gpu.ledger.ledger import Ledger
+from fractional_gpu.protocol.messages import ForecastError
 from tests.support.fake_broker import FakeBroker
 
 
@@ -49,6 +51,27 @@ def test_a_broker_that_serves_is_named(tmp_path: Path) -> None:
     assert path == broker.path
     assert found[0].check == "broker"
     assert f"serves on {broker.path}: 0 leases" in found[0].finding
+
+
+@pytest.mark.parametrize(
+    ("covered_permille", "severity", "words"),
+    [
+        (640, Severity.WARNING, "64 % of the last 256 outcomes lay within the bounds of wait forecasts; 80 % is what"),
+        (800, Severity.OK, "wait 80 %"),
+        (651, Severity.OK, "wait 65 %"),
+        (960, Severity.NOTE, "wider than they need to be"),
+    ],
+)
+def test_bounds_of_forecasts_that_do_not_hold_are_found(covered_permille: int, severity: Severity, words: str) -> None:
+    error = ForecastError(what="wait", count=300, median_error_permille=100, covered_permille=covered_permille)
+    found = the(list(forecast_findings([error])))
+    assert (found.check, found.severity) == ("forecasts", severity)
+    assert words in found.finding
+
+
+def test_few_forecasts_say_nothing_of_their_bounds() -> None:
+    few = ForecastError(what="wait", count=63, median_error_permille=100, covered_permille=100)
+    assert not list(forecast_findings([few]))
 
 
 def test_a_folder_that_is_not_there_means_no_broker_and_a_file_in_its_place_is_an_error(tmp_path: Path) -> None:

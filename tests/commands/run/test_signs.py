@@ -182,7 +182,8 @@ def test_a_connection_counts_before_it_is_accepted_and_until_both_sides_have_clo
 def test_other_ports_and_connections_from_the_command_do_not_count(listener: socket.socket) -> None:
     with socket.create_connection(listener.getsockname()[:2]) as client:
         assert Ports(os.getpid(), [1]).open(0) == 0
-        assert Ports(os.getpid(), [client.getsockname()[1]]).open(0) == 1, "the table has both ends of a local one"
+        # The table has both ends of a local one; a connection of another program to elsewhere may have the same port.
+        assert Ports(os.getpid(), [client.getsockname()[1]]).open(0) >= 1
 
 
 def test_the_connections_of_another_network_namespace_are_read_from_its_table() -> None:

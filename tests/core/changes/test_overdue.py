@@ -18,8 +18,8 @@ SLACK_MS = 1_000
 STEP_MS = 500
 
 
-def span(high_ms: int) -> Span:
-    return Span(expected_ms=high_ms // 2, low_ms=high_ms // 4, high_ms=high_ms)
+def span(high_ms: int) -> WaitSpan:
+    return WaitSpan(expected_ms=high_ms // 2, low_ms=high_ms // 4, high_ms=high_ms, kind="busy", basis_ms=high_ms // 2)
 
 
 class Law:

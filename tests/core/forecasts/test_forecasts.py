@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from fractional_gpu.core.forecasts.estimators import DURATIONS, RATIOS, ErrorView, Scale, rest_ms
-from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND, Forecasts
+from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND, Forecasts, WaitSpan
 from fractional_gpu.core.model import Span
 
 MINUTE = 60_000
@@ -236,7 +236,7 @@ def test_waits_are_corrected_by_how_earlier_ones_turned_out(bias: float, spread:
 
 def test_the_error_is_that_of_the_last_forecasts() -> None:
     forecasts = Forecasts()
-    span = Span(expected_ms=1_000, low_ms=500, high_ms=2_000)
+    span = WaitSpan(expected_ms=1_000, low_ms=500, high_ms=2_000, kind="busy", basis_ms=1_000)
     for _ in range(600):
         forecasts.wait_ended(span, 4_000)
     assert error(forecasts, "wait") == ErrorView(what="wait", count=600, median_error_permille=750, covered_permille=0)

@@ -39,6 +39,15 @@ def test_books_that_forgot_what_is_in_use_admit_no_more(seated: int, admissible:
     assert count_of(right) - seated == count_of(wrong) - seated // 2 == admissible
 
 
+@given(SHARES, SHARES, SHARES, SHARES)
+def test_a_count_is_never_below_the_largest_share_on_offer(
+    seated: int, admissible: int, in_use: int, least: int
+) -> None:
+    shares = NodeShares(seated_milli=seated, admissible_milli=admissible, in_use_milli=in_use)
+    assert count_of(shares, least_milli=least) == max(least, count_of(shares))
+    assert count_without_broker(None, in_use, silent_ms=0, patience_ms=1, least_milli=least) == max(least, in_use)
+
+
 def test_without_a_broker_the_last_count_stays_for_a_while() -> None:
     assert count_without_broker(3000, 500, silent_ms=0, patience_ms=60_000) == 3000
     assert count_without_broker(3000, 500, silent_ms=59_999, patience_ms=60_000) == 3000

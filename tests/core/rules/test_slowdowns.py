@@ -31,17 +31,20 @@ def described(*demands_milli: int, state: LeaseState = LeaseState.RESIDENT) -> S
 def test_the_neighbours_are_said_with_what_they_need_and_only_ones_own_by_name() -> None:
     assert described(600, 500, 700) == Slowdown(
         milli=1792,
+        low_milli=1396,
+        high_milli=2188,
         sentence=(
-            "its cell takes about 1.8 times as long as alone, beside another user's kernel (70 % of it) and /home/ada/1.ipynb (50 % of it)"
+            "its cell takes about 1.8 times as long as alone (1.4 to 2.2), beside another user's kernel (70 % of it) "
+            "and /home/ada/1.ipynb (50 % of it)"
         ),
-        brief="runs beside another user's kernel and 1 more, about 1.8 times as long as alone",
+        brief="runs beside another user's kernel and 1 more, about 1.8 times as long as alone (1.4 to 2.2)",
     )
 
 
 def test_many_neighbours_are_counted() -> None:
     found = described(600, *[300] * 5)
     assert found.sentence.endswith(" and 2 more")
-    assert found.brief == "runs beside 1.ipynb and 4 more, about 2.8 times as long as alone"
+    assert found.brief == "runs beside 1.ipynb and 4 more, about 2.8 times as long as alone (1.9 to 3.7)"
 
 
 def test_nothing_is_said_of_a_cell_that_is_not_slowed_down() -> None:
@@ -80,7 +83,7 @@ def test_a_kernel_that_is_being_resumed_for_a_cell_is_told_of_the_device_to_whic
     assert found.sentence.startswith(
         "on the GPU to which it comes, its cell would take about 1.4 times as long as alone"
     )
-    assert found.brief == "would run beside 1.ipynb, about 1.4 times as long as alone"
+    assert found.brief == "would run beside 1.ipynb, about 1.4 times as long as alone (1.2 to 1.6)"
     assert described(600, 300, state=LeaseState.RESUMING) == Slowdown()
 
 

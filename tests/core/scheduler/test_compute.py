@@ -12,8 +12,8 @@ from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import Device, Lease
 from fractional_gpu.core.events import LeaseMeasured, PoolConfigured, SuspendRequested
 from fractional_gpu.core.forecasts.forecasts import Forecasts
-from fractional_gpu.core.model import Compute, LeaseState
-from fractional_gpu.core.rules.contention import slowdown
+from fractional_gpu.core.model import Compute, LeaseState, Slowdown
+from fractional_gpu.core.rules.slowdowns import describe_slowdown
 from fractional_gpu.core.time_slicing import slowed_milli, stretch_milli
 from tests.core.driving import Hand, device, pool, spec
 from tests.core.simulation import simulate
@@ -335,9 +335,11 @@ def test_the_slowdown_of_a_cell_names_the_neighbours_that_cause_it() -> None:
         books.set_reservation(lease, ("d0",), SMALL)
     leases = list(books.leases.values())
     # All three need 1.2 devices: what they do there takes 1.437 times as long, so a cell that needs 0.6 takes 0.4 + 0.6 * 1.437.
-    assert slowdown(books, leases[0]) == (1263, (leases[2], leases[1]))
+    found = describe_slowdown(books, leases[0])
+    assert found.milli == 1263
+    assert 0 < found.sentence.find("(40 % of it)") < found.sentence.find("(20 % of it)"), "the larger one first"
     books.set_busy(leases[1], busy=False)
-    assert slowdown(books, leases[0]) == (1000, ())
+    assert describe_slowdown(books, leases[0]) == Slowdown()
 
 
 def test_demands_survive_in_the_state_and_an_older_state_has_none() -> None:

@@ -2,12 +2,8 @@
 
 import re
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
 from fractional_gpu.protocol.messages import Progress
-from fractional_gpu_kernel.display.lines import resizing, rough, wait_text
+from fractional_gpu_kernel.display.lines import resizing, wait_text
 from tests.kernelext.statuses import LEASE
 
 
@@ -31,7 +27,7 @@ def test_place_forecast_reason_and_what_comes_next_are_said() -> None:
 
 def test_a_forecast_counts_down_and_admits_that_it_was_wrong() -> None:
     forecast = {"expected_ms": 40_000, "low_ms": 10_000, "high_ms": 60_000}
-    assert re.findall(r"\d+ s", text(20, **forecast)) == ["20 s", "1 s", "40 s"]
+    assert "about 20 s more (up to 40)" in text(20, **forecast)
     assert re.findall(r"longer|\d+ s", text(50, **forecast)) == ["longer", "10 s"]
     assert re.findall(r"longer|\d+ s", text(70, **forecast)) == ["longer"]
 
@@ -47,26 +43,3 @@ def test_a_narrow_span_is_not_said_twice() -> None:
 
 def test_a_larger_share_that_is_waited_for_says_so() -> None:
     assert "share" in resizing(LEASE)
-
-
-@pytest.mark.parametrize(
-    ("ms", "text"),
-    [
-        (-5, "under 1 s"),
-        (999, "under 1 s"),
-        (4_400, "4 s"),
-        (43_000, "45 s"),
-        (58_000, "1 min"),
-        (150_000, "2 min"),
-        (3_600_000, "1 h"),
-        (4_400_000, "1 h 10 min"),
-    ],
-)
-def test_durations_are_said_as_people_do(ms: int, text: str) -> None:
-    assert rough(ms) == text
-
-
-@given(st.integers(0, 10**9))
-def test_a_countdown_changes_its_words_rarely(ms: int) -> None:
-    words = {rough(left) for left in range(ms, max(0, ms - 20_000), -500)}
-    assert len(words) <= 13

@@ -255,7 +255,7 @@ def test_a_resize_that_waits_can_be_interrupted_and_hangs_up(kernel: RunningKern
     follower.send(waits)
     kernel.until_shown(
         request,
-        "waits for its new share (place 2 in the queue; about 30 s more, likely 20 s to 2 min): 10 GiB are needed.",
+        "waits for its new share, place 2 in the queue, about 30 s more (20 s to 2 min): 10 GiB are needed.",
     )
     kernel.interrupt()
     assert kernel.finish(request).error[0] == "KeyboardInterrupt"

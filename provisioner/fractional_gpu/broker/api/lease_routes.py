@@ -16,7 +16,7 @@ from fractional_gpu.broker.api.handler import Handler, RateLimiter, StreamHandle
 from fractional_gpu.broker.api.lease_service import LeaseService
 from fractional_gpu.broker.api.metrics_routes import METRICS_ROUTES, register_collectors
 from fractional_gpu.broker.api.server import DISCARDED_BYTES, DISCARDED_HEADER_BYTES, Server
-from fractional_gpu.broker.services.status import StatusStream, full_lease_status, host_status
+from fractional_gpu.broker.services.status import StatusStream, forecast_errors, full_lease_status, host_status
 from fractional_gpu.host.peers import detects_unread, unread
 from fractional_gpu.protocol.errors import NotFoundError
 from fractional_gpu.protocol.limits import BODY_S, IDLE_S, MAX_BODY_BYTES
@@ -62,6 +62,7 @@ class _Status(Handler):
             host_status(self.service.broker, self.socket_path, uid, seat=seat, owner=seats.draws.owner_of(seat)),
             seats=seats.seen_by(uid, seat),
             seat_queue=seats.queue_seen_by(uid, seat),
+            forecasts=forecast_errors(self.service.broker),
         )
         self.reply(replace(status, audit_file=str(self.service.audit.path)) if self.peer.admin else status)
 

@@ -22,7 +22,7 @@ from fractional_gpu.broker.seats.rules import (
 from fractional_gpu.config.hub import HubPool
 from fractional_gpu.config.pools import PoolSettings
 from fractional_gpu.config.settings import Settings
-from fractional_gpu.core.model import DeviceView, PoolSpec, ReserveBy
+from fractional_gpu.core.model import DeviceView, PoolSpec, ReserveBy, Span
 from fractional_gpu.core.seat_packing import (
     PRIOR_USAGE,
     SeatDevice,
@@ -33,7 +33,7 @@ from fractional_gpu.core.seat_packing import (
     least_waiting,
     wait_chance_millionths,
 )
-from fractional_gpu.core.units import format_duration, format_fraction, format_memory
+from fractional_gpu.core.units import format_duration, format_forecast, format_fraction, format_memory
 from fractional_gpu.ledger.records import SeatRecord, UsageRecord
 from fractional_gpu.protocol.errors import FractionalGPUError, NoRoomError
 from fractional_gpu.protocol.seats import FractionOffer, OfferRequest, Offers, PoolOffer, SeatRequest
@@ -196,12 +196,20 @@ class PoolForecasts:
 
     # -- what users see --------------------------------------------------------------------------------------------------
 
-    def expected_ms(self, pool: str, position: int, seats: int) -> int | None:
-        """Return the expected wait of the request at this position: that many seats must end, at the pace of the last ones."""
-        lasted = self.lasted_ms.get(pool) or []
+    def expected(self, pool: str, position: int, seats: int) -> Span | None:
+        """Return the wait of the request at this position, with its bounds: `worked_out`, as such forecasts turned out before."""
+        found = self.worked_out(pool, position, seats)
+        return None if found is None else self._broker.arbiter.forecasts.seat_span(pool, found)
+
+    def worked_out(self, pool: str, position: int, seats: int) -> Span | None:
+        """Return what that wait would be if so many seats had to end at the pace of the last ones, or of the shorter or longer ones."""
+        lasted = sorted(self.lasted_ms.get(pool) or ())
         if not lasted or not seats:
             return None
-        return position * (sum(lasted) // len(lasted)) // seats
+        tenth = len(lasted) // 10
+        paces = (sum(lasted) // len(lasted), lasted[tenth], lasted[-1 - tenth])
+        expected, low, high = (position * pace // seats for pace in paces)
+        return Span(expected_ms=expected, low_ms=min(low, expected), high_ms=max(high, expected))
 
     def offers(
         self, request: OfferRequest, seats: Sequence[SeatRecord], waiting: Mapping[str, int], kept: Collection[str]
@@ -279,7 +287,7 @@ class PoolForecasts:
         where = self.full(request, pool, hub, memory_mib, seats)
         why_not = _over_limit(request, pool, hub, seats)
         free = not isinstance(where, PoolFull) and not kept and not why_not
-        expected_ms = None if free else self.expected_ms(pool.name, waiting + 1, len(seats))
+        expected = None if free else self.expected(pool.name, waiting + 1, len(seats))
         offer = FractionOffer(
             fraction_milli=milli,
             memory_mib=memory_mib,
@@ -287,7 +295,9 @@ class PoolForecasts:
             free=free,
             sentence="",
             why_not=why_not,
-            expected_ms=expected_ms,
+            expected_ms=None if expected is None else expected.expected_ms,
+            low_ms=None if expected is None else expected.low_ms,
+            high_ms=None if expected is None else expected.high_ms,
             at_once_milli=0
             if isinstance(where, PoolFull)
             else self._at_once_milli(request, pool, memory_mib, seats, where),
@@ -346,4 +356,4 @@ def _expectation(offer: FractionOffer, hub: HubPool) -> str:
         return "full now"
     if offer.expected_ms is None:
         return "full now; your server would wait for a place"
-    return f"full now; a place is expected in {format_duration(offer.expected_ms)}"
+    return f"full now; a place is expected in {format_forecast(offer.expected_ms, offer.low_ms, offer.high_ms)}"

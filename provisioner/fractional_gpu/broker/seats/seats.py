@@ -46,7 +46,7 @@ from fractional_gpu.config.pools import PoolSettings
 from fractional_gpu.config.settings import Settings
 from fractional_gpu.core.forecasts.habits import Share
 from fractional_gpu.core.metering.usage import Party
-from fractional_gpu.core.model import LeaseView, PoolSpec
+from fractional_gpu.core.model import LeaseView, PoolSpec, Span
 from fractional_gpu.core.seat_packing import SeatLoad
 from fractional_gpu.core.units import format_fraction
 from fractional_gpu.host.process import boot_id
@@ -81,6 +81,7 @@ class _Waiter:
         self.given = False  # the caller has received the seat
         self.since_ms = now_ms()
         self.passed_over = 0  # how many later requests got a seat before this one
+        self.forecast: tuple[Span, Span] | None = None  # of its wait, at its beginning: as worked out, and as stated
         self.refused: NoRoomError | None = None  # a limit that its owner or group reached while it waited
 
 
@@ -168,21 +169,27 @@ class Seats:
     def queue_seen_by(self, uid: int | None, seat_id: str | None) -> list[SeatWait]:
         """Return the waiting requests that a peer may see, by pool and position; a seat's token shows none."""
         return [
-            SeatWait(
-                pool=pool,
-                position=position,
-                owner=waiter.request.owner,
-                server=waiter.request.server,
-                fraction_milli=waiter.request.fraction_milli,
-                memory_mib=waiter.memory_mib,
-                waited_ms=now_ms() - waiter.since_ms,
-                expected_ms=self.forecasts.expected_ms(pool, position, len(self._of_pool(pool))),
-                passed_over=waiter.passed_over,
-            )
-            for pool, line in sorted(self._waiting.items())
+            self._seat_wait(waiter, position)
+            for _, line in sorted(self._waiting.items())
             for position, waiter in enumerate(line, start=1)
             if seat_id is None and (uid is None or waiter.request.uid == uid)
         ]
+
+    def _seat_wait(self, waiter: _Waiter, position: int) -> SeatWait:
+        expected = self._expected(waiter, position, first=False)
+        return SeatWait(
+            pool=waiter.request.pool,
+            position=position,
+            owner=waiter.request.owner,
+            server=waiter.request.server,
+            fraction_milli=waiter.request.fraction_milli,
+            memory_mib=waiter.memory_mib,
+            waited_ms=now_ms() - waiter.since_ms,
+            expected_ms=None if expected is None else expected.expected_ms,
+            low_ms=None if expected is None else expected.low_ms,
+            high_ms=None if expected is None else expected.high_ms,
+            passed_over=waiter.passed_over,
+        )
 
     def status(self, seat: SeatRecord, held: SeatUsage | None = None) -> SeatStatus:
         """Return one seat as a message. `held`: what its kernels have, if the caller knows it."""
@@ -303,12 +310,15 @@ class Seats:
                 if last_look or not hub.waits_when_full:
                     yield self._refused(request, hub, full)
                     return
+                expected = self._expected(waiter, position, first=told is None)
                 progress = SeatProgress(
                     kind=ProgressKind.WAITING,
                     reason=full.reason,
                     sentence=full.sentence,
                     position=position,
-                    expected_ms=self.forecasts.expected_ms(request.pool, position, len(self._of_pool(request.pool))),
+                    expected_ms=None if expected is None else expected.expected_ms,
+                    low_ms=None if expected is None else expected.low_ms,
+                    high_ms=None if expected is None else expected.high_ms,
                 )
                 if progress != told:
                     yield progress
@@ -323,6 +333,15 @@ class Seats:
                 self._notify()
             elif waiter.seat is not None and not waiter.given and waiter.seat.seat_id in self._seats:
                 self._end(waiter.seat, "abandoned")
+
+    def _expected(self, waiter: _Waiter, position: int, *, first: bool) -> Span | None:
+        """Return the forecast of the request's wait at this position; the first one is compared later with what happened."""
+        pool, seats = waiter.request.pool, len(self._of_pool(waiter.request.pool))
+        stated = self.forecasts.expected(pool, position, seats)
+        if first and stated is not None:
+            worked_out = self.forecasts.worked_out(pool, position, seats)
+            waiter.forecast = None if worked_out is None else (worked_out, stated)
+        return stated
 
     def _serve(self, pool_name: str) -> PoolFull | None:
         """Reserve seats for the requests in the pool's line that fit, in order; return why the first remaining one does not fit.
@@ -351,6 +370,9 @@ class Seats:
                 for one in passed:
                     one.passed_over += 1
                 self._reserve(waiter, hub, place)
+                if waiter.forecast is not None:
+                    waited_ms = now_ms() - waiter.since_ms
+                    self._broker.arbiter.forecasts.seat_given(pool_name, *waiter.forecast, waited_ms)
                 line.remove(waiter)
                 left = True
             if any(self._is_kept_for(one, pool, hub) for one in passed):

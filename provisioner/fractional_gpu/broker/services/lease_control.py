@@ -221,6 +221,8 @@ class LeaseControl:
                 lines=[StoryLine(at_ms=line.at_ms, reason=line.reason, sentence=line.sentence) for line in lines],
                 omitted=ledger.story_length(kernel.lease_id) - len(lines),
                 slowdown_milli=slowdown.milli,
+                slowdown_low_milli=slowdown.low_milli,
+                slowdown_high_milli=slowdown.high_milli,
                 slowdown=slowdown.sentence,
             )
 

@@ -129,6 +129,8 @@ class Residency:
             low_ms=expected.low_ms if expected is not None else None,
             high_ms=expected.high_ms if expected is not None else None,
             slowdown_milli=slowdown.milli,
+            slowdown_low_milli=slowdown.low_milli,
+            slowdown_high_milli=slowdown.high_milli,
             slowdown_brief=slowdown.brief,
         )
 

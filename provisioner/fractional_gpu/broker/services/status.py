@@ -26,6 +26,7 @@ from fractional_gpu.protocol.messages import (
     COMMAND,
     KERNEL,
     DeviceStatus,
+    ForecastError,
     HostChange,
     HostStatus,
     LeaseStatus,
@@ -80,7 +81,9 @@ def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus
         expected_ms=expected.expected_ms if expected is not None else None,
         low_ms=expected.low_ms if expected is not None else None,
         high_ms=expected.high_ms if expected is not None else None,
-        resume_ms=view.resume_ms,
+        resume_ms=None if view.resume is None else view.resume.expected_ms,
+        resume_low_ms=None if view.resume is None else view.resume.low_ms,
+        resume_high_ms=None if view.resume is None else view.resume.high_ms,
         suspends=kernel.suspends,
         resumes=kernel.resumes,
         stays=view.unsuspendable_reason,
@@ -97,6 +100,8 @@ def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus
         budget=kernel.budget,
         budget_used_up=kernel.budget_used_up,
         slowdown_milli=slowdown.milli,
+        slowdown_low_milli=slowdown.low_milli,
+        slowdown_high_milli=slowdown.high_milli,
         slowdown=slowdown.sentence,
         slowdown_brief=slowdown.brief,
         next_cell_ms=max(0, view.expected_until_ms - now_ms()) if view.expected_until_ms else None,
@@ -186,6 +191,19 @@ def host_status(
         trouble=broker.writer.trouble,
         pools={name: list(pool.fractions_milli) for name, pool in sorted(broker.arbiter.pools().items())},
     )
+
+
+def forecast_errors(broker: Broker) -> list[ForecastError]:
+    """Return how far off each kind of forecast was lately, of all leases; it names none of them."""
+    return [
+        ForecastError(
+            what=one.what,
+            count=one.count,
+            median_error_permille=one.median_error_permille,
+            covered_permille=one.covered_permille,
+        )
+        for one in broker.arbiter.forecasts.errors()
+    ]
 
 
 def device_status(broker: Broker, device_id: str) -> DeviceStatus:

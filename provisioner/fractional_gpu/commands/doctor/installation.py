@@ -2,7 +2,7 @@
 
 import platform
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +21,7 @@ from fractional_gpu.gpu.simulated.store import SimulatedHostError
 from fractional_gpu.ledger.opening import APPLICATION_ID, newest_version, set_aside_command
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.limits import PROTOCOL_VERSION
-from fractional_gpu.protocol.messages import Pong
+from fractional_gpu.protocol.messages import ForecastError, Pong
 
 _PACKAGES: Final = ("jupyter_client", "ipykernel", "jupyterlab", "jupyterhub", "nvidia-ml-py", "cuda-bindings")
 _LOAD: Final = "no kernelspec of ours can start"
@@ -76,6 +76,8 @@ def check_settings() -> tuple[Settings | None, list[Finding]]:
 # Nothing is changed: no first broker is started, and the ledger is opened for reading only, without its lock.
 
 
+_LEAST_FORECASTS: Final = 64
+_FAR_PERMILLE: Final = 150  # of 64 outcomes, three times the error of chance
 _KEEP: Final = "no broker starts with it: put a backup in its place, or set it aside with `{}`; the next broker takes living kernels back"
 
 
@@ -138,12 +140,41 @@ def _check_answers(client: BrokerClient, path: str) -> Iterator[Finding]:
                 f"device {device.index} {wrong} and admits no kernel",
                 "`jupyter gpu status` shows which processes hold its memory",
             )
+    yield from forecast_findings(status.forecasts)
     for why_not in dict.fromkeys(device.why_not for device in status.devices if device.why_not):
         which = ", ".join(str(device.index) for device in status.devices if device.why_not == why_not)
         yield warning(
             "broker",
             f"kernels on device {which} cannot be suspended now: {why_not}",
             "they stay on it; where the broker tries again it says when, else mend the reason and restart it (kernels outlive that)",
+        )
+
+
+def forecast_findings(errors: Iterable[ForecastError]) -> Iterator[Finding]:
+    """Return a finding for each kind of forecast whose bounds cover far more or fewer outcomes than they promise; else one that all hold.
+
+    Kinds with fewer than `_LEAST_FORECASTS` comparisons are left out: the share of so few says little.
+    """
+    known = [one for one in errors if one.count >= _LEAST_FORECASTS]
+    for one in known:
+        off = one.covered_permille - one.stated_permille
+        said = f"{one.covered_permille // 10} % of the last {min(one.count, 256)} outcomes lay within the bounds of {one.what} forecasts"
+        promised = f"{one.stated_permille // 10} % is what these promise"
+        if off < -_FAR_PERMILLE:
+            yield warning(
+                "forecasts",
+                f"{said}; {promised}",
+                "take those bounds as too narrow: they widen by themselves with each miss",
+            )
+        elif off > _FAR_PERMILLE:
+            yield note(
+                "forecasts", f"{said}; {promised}: they are wider than they need to be, and narrow by themselves"
+            )
+    if known and all(abs(one.covered_permille - one.stated_permille) <= _FAR_PERMILLE for one in known):
+        shown = ", ".join(f"{one.what} {one.covered_permille // 10} %" for one in known)
+        yield ok(
+            "forecasts",
+            f"their bounds hold as many outcomes as they promise ({known[0].stated_permille // 10} %): {shown}",
         )
 
 

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from time import perf_counter
 
-from fractional_gpu.core.units import format_duration
+from fractional_gpu.core.units import format_forecast
 from fractional_gpu.protocol.messages import WaitLine as Line
 
 _QUIET_S = 2.0
@@ -70,6 +70,5 @@ class WaitLine:
 def describe_wait(line: Line) -> str:
     """Return the reason of a wait with the place in the queue and the forecast, where they are known."""
     place = f"; place {line.position} in the queue" if line.position is not None else ""
-    seconds = -(-line.expected_ms // 1000) if line.expected_ms is not None else None
-    expected = f"; about {format_duration(max(1, seconds) * 1000)} more" if seconds is not None else ""
-    return f"{line.sentence}{place}{expected}"
+    left = "" if line.expected_ms is None else format_forecast(line.expected_ms, line.low_ms, line.high_ms, more=True)
+    return f"{line.sentence}{place}{f'; {left}' if left else ''}"

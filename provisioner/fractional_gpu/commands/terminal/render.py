@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
-from fractional_gpu.core.units import format_duration, format_fraction, format_memory
+from fractional_gpu.core.units import format_duration, format_forecast, format_fraction, format_memory
 from fractional_gpu.protocol.messages import COMMAND, DeviceStatus, HostStatus, LeaseStatus, SeatWait
 from fractional_gpu.protocol.names import state_words
 
@@ -49,10 +49,7 @@ def expected_wait(lease: LeaseStatus) -> str:
     """Return how long the lease is expected to wait, as the end of a sentence; empty if there is no forecast."""
     if lease.expected_ms is None or lease.low_ms is None or lease.high_ms is None:
         return ""
-    expected, low, high = (
-        format_duration(max(1, -(-ms // 1000)) * 1000) for ms in (lease.expected_ms, lease.low_ms, lease.high_ms)
-    )
-    return f"; about {expected} ({low} to {high})"
+    return f"; {format_forecast(lease.expected_ms, lease.low_ms, lease.high_ms)}"
 
 
 def bar(device: DeviceStatus, cells: int = BAR_CELLS) -> str:
@@ -213,7 +210,8 @@ def render_seats(status: HostStatus, width: int | None = None) -> list[str]:
 
 def _seat_wait(wait: SeatWait) -> str:
     asked = f"{format_fraction(wait.fraction_milli)} GPU, {format_memory(wait.memory_mib)}"
-    expected = f"; about {format_duration(wait.expected_ms)} more" if wait.expected_ms is not None else ""
+    left = "" if wait.expected_ms is None else format_forecast(wait.expected_ms, wait.low_ms, wait.high_ms, more=True)
+    expected = f"; {left}" if left else ""
     passed = f"; {wait.passed_over} smaller ones were given before it" if wait.passed_over else ""
     return f"    {wait.position}. {_server(wait.owner, wait.server)}: {asked}, for {format_duration(wait.waited_ms)}{expected}{passed}"
 

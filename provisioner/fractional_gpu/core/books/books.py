@@ -532,6 +532,8 @@ class Books:
         device.free_mib -= mib
         if lease.occupancy is OccupancyKind.IDLE:
             self.idle_holds.setdefault(lease.spec.pool, IdleHold()).add(mib, self.now_ms)
+        elif lease.occupancy is OccupancyKind.BUSY:
+            device.busy_time.add(sign, self.now_ms)
         device.add_demand(lease.occupancy, sign * lease.counted_milli, sign * lease.resting_milli)
         if device.lost or device.is_exclusive:
             device.recompute_free()

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
-from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, Sign, Span
+from fractional_gpu.core.forecasts.forecasts import WaitSpan
+from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, Sign
 from fractional_gpu.core.time_slicing import WHOLE_MILLI, most_wanted_milli
 
 HOST_MARGIN_MIB = 64
@@ -80,7 +81,7 @@ class Ticket:
     preempted: bool = False  # filed for a busy lease that was preempted: withdrawn only when the lease ends
     due_ms: int = 0  # estimate of when the ticket becomes due; 0: not computed yet
     is_due: bool = False  # it precedes the other tickets of its priority, in a pool that shares by virtual time
-    expected: Span | None = None  # the wait, as forecast when the ticket was filed
+    expected: WaitSpan | None = None  # the wait, as forecast when the ticket was filed
     shown: ShownForecast | None = None
     reason: str = "wait.new"  # code that the lease's story has of this wait
     wait: Reason | None = None  # why it waits, from the last pass that visited it by itself
@@ -468,6 +469,24 @@ class VictimRanking:
     last_used_ms: int = 0
 
 
+@dataclass(slots=True)
+class BusyTime:
+    """The time for which leases were busy on a device: ms, added up over the leases."""
+
+    leases: int = 0  # that are busy now
+    as_of_ms: int = 0
+    _total_ms: int = 0
+
+    def add(self, leases: int, now_ms: int) -> None:
+        """Count so many more leases, or fewer, from now on."""
+        self._total_ms, self.as_of_ms = self.at(now_ms), now_ms
+        self.leases += leases
+
+    def at(self, now_ms: int) -> int:
+        """Return the time up to now."""
+        return self._total_ms + self.leases * (now_ms - self.as_of_ms)
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Device:
     """One device and the running totals of its reservations, MiB."""
@@ -490,6 +509,7 @@ class Device:
     coming_milli: int = 0  # what those need that were let in for a cell that has not begun
     resting_milli: int = 0  # what idle leases here are expected to need
     stakes: list["Stake"] = field(default_factory=list)  # of the last hour, oldest first (`foresight`)
+    busy_time: BusyTime = field(default_factory=BusyTime)
 
     def mark_stale(self, lease: Lease) -> None:
         """Note that a lease that is, or was, on the device changed: its place among the victims is computed anew."""

@@ -21,11 +21,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heapreplace
 from itertools import islice
+from typing import NamedTuple
 
 from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import Lease, OccupancyKind, ShownForecast, Ticket
-from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND, Forecasts, WaitSpan
+from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND, Company, Forecasts, WaitSpan
 from fractional_gpu.core.model import LeaseState, Span
+from fractional_gpu.core.rules.contention import beside, busy_others
 from fractional_gpu.core.rules.eligibility import suspendable_from_ms
 from fractional_gpu.core.rules.fairness import gate_opens_ms, goes_before_from_ms, preemptible_from_ms
 from fractional_gpu.core.rules.wait_reasons import allowed_devices
@@ -35,9 +37,18 @@ MOST_DEVICES = 3
 MOST_HOLDERS = 16
 _FRESH_MS = 1_000
 _NEVER_MS = 1 << 40
-_LATER = ("", -1)
 _UNPREDICTABLE = frozenset({"wait.user-limit", "wait.group-limit"})  # it is unknown when a user's own kernels make room
 
+
+class _Wait(NamedTuple):
+    """A wait as it is worked out: what decides it, its length, and the kind of device that the ticket gets."""
+
+    kind: str  # "swap" or "busy"
+    ms: int
+    device_name: str
+
+
+_LATER = _Wait("", -1, "")
 _Return = tuple[int, int, int]
 """What a lease gives back: in how many ms, MiB, and how many ms its suspend takes.
 
@@ -91,7 +102,7 @@ class QueueWaitForecast:
         found = self._play(last)[-1]
         if found is None:
             return None
-        return self._forecasts.wait_span(found[0], found[1] * (place + 1) // len(last))
+        return self._forecasts.wait_span(found.kind, found.ms * (place + 1) // len(last), found.device_name)
 
     def waits_of_pool(self, pool: str) -> list[WaitSpan | None]:
         """Return the waits of a pool's queue, in order; those far back in proportion to the last one that was played."""
@@ -99,11 +110,11 @@ class QueueWaitForecast:
         played = line[: MOST_AHEAD + 1]
         found = self._play(played)
         waits = [None if one is None else self._forecasts.wait_span(*one) for one in found]
-        known = [one[1] for one in found if one is not None]
+        known = [one for one in found if one is not None]
         for place, lease in enumerate(line[len(played) :], len(played)):
             predictable = bool(known) and _is_predictable(lease)
-            basis_ms = known[-1] * (place + 1) // len(played) if predictable else 0
-            waits.append(self._forecasts.wait_span("busy", basis_ms) if predictable else None)
+            basis_ms = known[-1].ms * (place + 1) // len(played) if predictable else 0
+            waits.append(self._forecasts.wait_span("busy", basis_ms, known[-1].device_name) if predictable else None)
         return waits
 
     def gate_wait(self, lease: Lease) -> Span | None:
@@ -118,7 +129,7 @@ class QueueWaitForecast:
         left_ms = max(0, opens_ms, _Play(self._books, self._forecasts, self._known, self._parallel_swaps).channel_ms)
         return Span(expected_ms=left_ms, low_ms=0, high_ms=left_ms)
 
-    def _play(self, line: Sequence[Lease]) -> list[tuple[str, int] | None]:
+    def _play(self, line: Sequence[Lease]) -> list[_Wait | None]:
         return _Play(self._books, self._forecasts, self._known, self._parallel_swaps).play(line)
 
 
@@ -142,12 +153,12 @@ class _Play:
         """When the first swap channel is free."""
         return self._channels[0]
 
-    def play(self, line: Sequence[Lease]) -> list[tuple[str, int] | None]:
-        """Serve the tickets; return for each what decides its wait, and its length, ms; None where it cannot be forecast.
+    def play(self, line: Sequence[Lease]) -> list[_Wait | None]:
+        """Serve the tickets; return the wait of each; None where it cannot be forecast.
 
         First, in order, those that need nothing of a busy lease, and those for which room is kept; then the others, in order.
         """
-        found: dict[int, tuple[str, int] | None] = {}
+        found: dict[int, _Wait | None] = {}
         for patient in (False, True):
             for place, lease in enumerate(line):
                 if place not in found:
@@ -156,11 +167,11 @@ class _Play:
                         found[place] = served
         return [found[place] for place in range(len(line))]
 
-    def _serve(self, lease: Lease, *, patient: bool) -> tuple[str, int] | None:
-        """Bring the lease in; return what decides its wait, and its length, ms. `_LATER`: it is the turn of patient tickets only."""
+    def _serve(self, lease: Lease, *, patient: bool) -> _Wait | None:
+        """Bring the lease in; return its wait. `_LATER`: it is the turn of patient tickets only."""
         ticket = lease.ticket
         if lease.state is LeaseState.RESUMING:
-            return ("swap", self._swap_left_ms(lease))
+            return _Wait("swap", self._swap_left_ms(lease), self._name(lease.device_id))
         if ticket is None or not _is_predictable(lease):
             return None
         devices = self._richest(lease)
@@ -182,7 +193,7 @@ class _Play:
         ready_ms = self._swap(ways, lease)
         for way in ways:
             self._take(way, lease, need_mib, ready_ms)
-        return ("busy" if busy else "swap", ready_ms)
+        return _Wait("busy" if busy else "swap", ready_ms, self._name(ways[0].device_id))
 
     def _takes_ms(self, way: _Way) -> tuple[int, int]:
         """Return about when a way lets its ticket in, to choose between several."""
@@ -399,6 +410,15 @@ def _is_predictable(lease: Lease) -> bool:
 # All of this is about display and decides nothing.
 
 
+class _Begun(NamedTuple):
+    """A cell that runs on one device: since when, and for how long leases had been busy there until then (`BusyTime`)."""
+
+    device_id: str
+    at_ms: int
+    busy_ms: int
+    company: Company
+
+
 class ForecastRecorder:
     """The forecasts, and the deferred work on them."""
 
@@ -408,18 +428,53 @@ class ForecastRecorder:
         self._books = books
         self._filed: list[Lease] = []
         self._swaps: list[tuple[str, str, int, int]] = []  # arguments of `Forecasts.swap_finished`, deferred
+        self._begun: dict[str, _Begun] = {}  # by lease
+        self._beginning: list[Lease] = []  # leases whose company is not worked out yet
+        self._in_company: list[tuple[str, Company, int, int]] = []  # arguments of `Forecasts.cell_in_company`, deferred
 
     def busy_changed(self, lease: Lease, *, busy: bool) -> None:
         """Note that the lease began, or ended, to run something."""
         if busy:
-            self.forecasts.cell_began(lease.lease_id, self._books.now_ms)
+            self._cell_began(lease)
         else:
             self.forecasts.cell_ended(lease.lease_id, self._books.now_ms)
+            self._company_ended(lease)
 
     def became_resident(self, lease: Lease) -> None:
         """Note that the lease is resident: a cell that waited for that begins now."""
         if lease.busy:
-            self.forecasts.cell_began(lease.lease_id, self._books.now_ms)
+            self._cell_began(lease)
+
+    def _cell_began(self, lease: Lease) -> None:
+        books = self._books
+        device = books.devices.get(lease.device_id or "")
+        self.forecasts.cell_began(lease.lease_id, books.now_ms, "" if device is None else device.spec.name)
+        # A cell that goes on after it was preempted says nothing of slowdowns.
+        if self._begun.pop(lease.lease_id, None) is None:
+            self._beginning.append(lease)
+
+    def _company_ended(self, lease: Lease) -> None:
+        """Note how long a cell took, and how many busy neighbours it had on average."""
+        begun = self._begun.pop(lease.lease_id, None)
+        device = None if begun is None else self._books.devices.get(begun.device_id)
+        if begun is None or device is None:
+            return
+        lasted_ms = self._books.now_ms - begun.at_ms
+        others_ms = device.busy_time.at(self._books.now_ms) - begun.busy_ms - lasted_ms
+        mean_milli = max(0, others_ms) * 1000 // max(1, lasted_ms)
+        self._in_company.append((lease.lease_id, begun.company, lasted_ms, mean_milli))
+
+    def _find_company(self, lease: Lease) -> None:
+        """Forecast how much the neighbours slow a cell down that has just begun on a device; on several, too much differs."""
+        device = self._books.devices.get(lease.device_id or "")
+        if device is None or lease.occupancy is not OccupancyKind.BUSY or lease.count > 1:
+            return
+        name, now_ms, others = device.spec.name, self._books.now_ms, busy_others(device, lease)
+        model_milli, stated = beside(lease.busy_milli, others), None
+        if others:
+            stated = self.forecasts.slowdown_span(lease.lease_id, name, len(others), model_milli)
+        company = Company(name, len(others), model_milli, stated)
+        self._begun[lease.lease_id] = _Begun(device.spec.device_id, now_ms, device.busy_time.at(now_ms), company)
 
     def swap_finished(self, kind: str, lease: Lease, mib: int, took_ms: int) -> None:
         """Note that an operation of the lease succeeded, moving `mib` in `took_ms`."""
@@ -450,6 +505,7 @@ class ForecastRecorder:
 
     def lease_ended(self, lease: Lease) -> None:
         """Forget a lease that is over."""
+        self._begun.pop(lease.lease_id, None)
         self.forecasts.forget(lease.lease_id)
 
     def run_deferred_work(self) -> bool:
@@ -462,14 +518,21 @@ class ForecastRecorder:
             if lease.ticket is not None and lease.ticket.expected is None:
                 lease.ticket.expected = self.queue_waits.wait_of(lease)
         self._filed.clear()
+        for cell in self._in_company:
+            self.forecasts.cell_in_company(*cell)
+        self._in_company.clear()
+        for lease in self._beginning:
+            self._find_company(lease)
+        self._beginning.clear()
+        self.forecasts.settle()
         return learns
 
-    def resume_ms(self, lease: Lease) -> int | None:
-        """Return how long the resume of a suspended lease is expected to take, ms; None for any other."""
+    def resume_span(self, lease: Lease) -> Span | None:
+        """Return how long the resume of a suspended lease is expected to take; None for any other."""
         device = self._books.devices.get(lease.home_id or "")
         if device is None or not lease.saved_mib:
             return None
-        return self.forecasts.swap_ms("resume", device.spec.name, lease.saved_mib)
+        return self.forecasts.swap_span(RESUME, device.spec.name, lease.saved_mib)
 
     def ticket_wait(self, lease: Lease) -> Span | None:
         """Return how long the lease's ticket will still wait."""

@@ -9,20 +9,26 @@
 - Memory that idle leases hold: what cells lose by it, per pool (`HoldCosts`).
 - Signs of a coming cell: how often each kind was right, for each lease. A new lease starts from the mean of all.
 - Asks: which sizes the leases of a pool ask for (`asks`).
-- Waits: `queue_wait` computes a wait from the queue and the devices. It is corrected here by how earlier ones turned out, so that four
-  of five waits lie between the bounds whatever that computation leaves out.
+- Waits: `queue_wait` computes a wait from the queue and the devices. It is corrected here by how earlier ones turned out.
+- Slowdowns: how many times as long as alone cells take beside neighbours (`company`).
+- Seats: the time until a hub's server gets a seat, which the broker computes.
 
-Every forecast is later compared with what happened (`errors`). Memory is bounded: a lease costs a few kilobytes from its first cell until
-`forget`. Times are the arbiter's, in ms; there is no clock here. The same calls give the same results on every machine, so the arbiter may
-decide by them.
+**Bounds.** The bounds of all of these are moved by a band for each kind of forecast and of device (`bands`), so that four of five outcomes
+lie between them whatever the estimators leave out. Decisions go by expected values, which are not moved; what is saved before a device
+goes away, where too short a time costs state, goes by the wider one of both bounds (`widest_swap_span`).
+
+Every forecast that was stated is later compared with what happened (`errors`). Memory is bounded: a lease costs a few kilobytes from its
+first cell until `forget`. Times are the arbiter's, in ms; there is no clock here. The same calls give the same results on every machine, so
+the arbiter may decide by them.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Self, TypeVar
+from typing import NamedTuple, Self
 
-from fractional_gpu.core.forecasts.asks import MOST_SIZES, NO_ASKS, AskMix
+from fractional_gpu.core.forecasts.asks import NO_ASKS, AskMix
+from fractional_gpu.core.forecasts.company import ALONE_MILLI, LEAST_MS, Company, Slowdowns
 from fractional_gpu.core.forecasts.estimators import (
     DURATIONS,
     FIRST_DEMAND_MILLI,
@@ -32,7 +38,6 @@ from fractional_gpu.core.forecasts.estimators import (
     POOL_SAMPLES,
     RATE_BITS,
     RATIOS,
-    Accuracy,
     CommonDurations,
     DecayedMean,
     ErrorView,
@@ -40,7 +45,6 @@ from fractional_gpu.core.forecasts.estimators import (
     HoldCosts,
     LeaseDurations,
     Rhythm,
-    Scale,
     SwapTimes,
     chance_milli,
     leave_after_ms,
@@ -50,113 +54,22 @@ from fractional_gpu.core.forecasts.estimators import (
     shaped_weights,
     value_at,
 )
+from fractional_gpu.core.forecasts.snapshot import ForecastState, StateReader, sparse
+from fractional_gpu.core.forecasts.track_record import (
+    CELL,
+    EVEN_MS,
+    REST,
+    RESUME,
+    SEAT,
+    SLOWDOWN,
+    SUSPEND,
+    WAIT,
+    TrackRecord,
+)
 from fractional_gpu.core.model import Sign, Span
 
-# -- snapshot ----------------------------------------------------------------------------------------------------------
-# Forecasts as plain data, and back. Only data of the right shape is accepted, so that a damaged file cannot influence decisions.
+__all__ = ["RESUME", "SUSPEND", "Company", "Forecasts", "WaitSpan"]
 
-
-ForecastState = dict[str, object]
-_Known = TypeVar("_Known")
-_LARGEST = 1 << 53  # JSON readers elsewhere keep whole numbers up to here
-_MOST_ITEMS = 100_000
-
-
-def sparse(weights: Sequence[int]) -> list[int]:
-    """Return what is not 0 as place, weight, place, weight ..."""
-    return list(chain.from_iterable((place, weight) for place, weight in enumerate(weights) if weight))
-
-
-class StateReader:
-    """Reads one such state. Every method raises ValueError for data that `state` would not have written."""
-
-    def __init__(self, state: object, version: int) -> None:
-        self._state = self._mapping(state)
-        if self._state.get("version") != version:
-            raise ValueError(f"forecasts of version {self._state.get('version')!r} were given; allowed: {version}")
-
-    def part(self, name: str) -> object:
-        """Return a part by its name."""
-        return self._state.get(name)
-
-    def named(self, name: str, length: int) -> Iterator[tuple[str, list[object]]]:
-        """Yield the items of a part, lists of that length, with their names."""
-        for key, value in self._mapping(self._state.get(name)).items():
-            yield key, self._items(value, length)
-
-    def later(self, name: str, length: int) -> Iterator[tuple[str, list[object]]]:
-        """Yield the same of a part that earlier releases did not write: nothing where it is missing."""
-        if self._state.get(name) is not None:
-            yield from self.named(name, length)
-
-    def whole(self, value: object) -> int:
-        """Return a whole number from 0 up; text of one, too."""
-        if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 18:
-            value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _LARGEST:
-            raise ValueError(f"{value!r:.60} was given; allowed: a whole number from 0 to {_LARGEST}")
-        return value
-
-    def wholes(self, value: object) -> list[int]:
-        """Return whole numbers."""
-        return [self.whole(item) for item in self._items(value, None)]
-
-    def numbers(self, value: object, length: int) -> list[float]:
-        """Return so many numbers from 0 up."""
-        found = []
-        for item in self._items(value, length):
-            if not isinstance(item, (int, float)) or isinstance(item, bool) or not 0 <= item <= _LARGEST:
-                raise ValueError(f"{item!r:.60} was given; allowed: a number from 0 to {_LARGEST}")
-            found.append(float(item))
-        return found
-
-    def couples(self, value: object) -> list[tuple[int, int]]:
-        """Return whole numbers, two by two."""
-        given = self.wholes(value)
-        if len(given) % 2:
-            raise ValueError(f"{len(given)} numbers were given; allowed: an even count")
-        return list(zip(given[::2], given[1::2], strict=True))
-
-    def sizes(self, value: object) -> dict[tuple[int, int], int]:
-        """Return the weights of sizes: MiB, devices and weight, three by three."""
-        given = self.wholes(value)
-        if len(given) % 3 or not all(given) or len(given) > 3 * MOST_SIZES:
-            raise ValueError(
-                f"{given!r:.60} was given; allowed: at most {MOST_SIZES} sizes, three numbers from 1 up for each"
-            )
-        return {(mib, devices): weight for mib, devices, weight in zip(*[iter(given)] * 3, strict=True)}
-
-    def weights(self, value: object, scale: Scale) -> list[int]:
-        """Return what `sparse` made of weights on the scale."""
-        found = [0] * scale.size
-        for place, weight in self.couples(value):
-            if place >= scale.size:
-                raise ValueError(f"place {place} of a histogram was given; allowed: 0 to {scale.size - 1}")
-            found[place] = weight
-        return found
-
-    def known(self, name: str, allowed: Mapping[str, _Known]) -> _Known:
-        """Return the value of an allowed name."""
-        if name not in allowed:
-            raise ValueError(f"{name!r:.60} was given; allowed: {', '.join(allowed)}")
-        return allowed[name]
-
-    def _mapping(self, value: object) -> Mapping[str, object]:
-        if not isinstance(value, dict) or len(value) > _MOST_ITEMS or not all(isinstance(key, str) for key in value):
-            raise ValueError(f"{value!r:.60} was given; allowed: an object such as the state of forecasts has there")
-        return value
-
-    def _items(self, value: object, length: int | None) -> list[object]:
-        if not isinstance(value, list) or len(value) > _MOST_ITEMS or length not in (None, len(value)):
-            allowed = "a list" if length is None else f"a list of {length}"
-            raise ValueError(f"{value!r:.60} was given; allowed: {allowed}")
-        return value
-
-
-# -- forecasts ---------------------------------------------------------------------------------------------------------
-
-
-SUSPEND, RESUME = "suspend", "resume"
 _VERSION = 1
 _PRIOR_SWAPS = {SUSPEND: (300, 1_800), RESUME: (300, 4_000)}  # fixed ms, MiB a second
 _MOST_LINES = 64
@@ -173,7 +86,8 @@ _CELLS = (
 _GAPS = ((5_000, 0), (60_000, 250), (180_000, 500), (480_000, 750), (2_460_000, 900), (9_000_000, 960))
 _NEVER_MS = 1 << 40
 _WAIT_MEMORY = 32
-_EVEN_MS = 50  # added to both sides of a ratio of waits, so that shorter ones do not matter
+_WHOLE_MILLI = 1000  # as long as alone
+_MOST_ENDED = 64  # cells that await their judgement
 _WAITS = shaped_weights(RATIOS, ((64, 0), (300, 100), (ONE, 500), (2600, 900), (12_000, 1000)), 8 * 1024)
 
 
@@ -183,6 +97,16 @@ class WaitSpan(Span):
 
     kind: str  # what decides it: "swap" or "busy"
     basis_ms: int  # as computed by `queue_wait`
+    device_name: str = ""  # the kind of device that the ticket is expected to get
+
+
+class _EndedCell(NamedTuple):
+    """A cell that is over, and what was known of the durations of its lease's cells while it ran."""
+
+    lease_id: str
+    totals: Sequence[int]
+    device_name: str
+    lasted_ms: int
 
 
 @dataclass(slots=True)
@@ -193,6 +117,7 @@ class _Lease:
     ended_ms: int | None = None  # of the last cell
     ends_ms: int = 0  # when the cell that runs is expected to end ...
     known_until_ms: int = -1  # ... which is good enough until then
+    device_name: str = ""  # the kind of device where it runs
     cells: LeaseDurations | None = None
     gaps: LeaseDurations | None = None
 
@@ -213,14 +138,18 @@ class Forecasts:
         self._lease_signs: dict[str, dict[str, DecayedMean]] = {}  # by lease and kind
         self._waits: dict[tuple[str, int], Histogram] = {}
         self._wait_totals: dict[tuple[str, int], Sequence[int]] = {}
-        self._accuracy = {what: Accuracy(what) for what in ("wait", SUSPEND, RESUME, "cell")}
+        self._slowdowns = Slowdowns()
+        self._ended: list[_EndedCell] = []
+        self.record = TrackRecord()
 
     def errors(self) -> tuple[ErrorView, ...]:
         """Return how accurate each kind of forecast was lately."""
-        return tuple(accuracy.view() for accuracy in self._accuracy.values())
+        self.settle()
+        return self.record.errors()
 
     def state(self) -> ForecastState:
         """Return what was learnt as plain data (JSON can hold it): the cells and gaps under way are not in it."""
+        self.settle()
         return {
             "version": _VERSION,
             "swaps": {
@@ -251,7 +180,8 @@ class Forecasts:
                 for sign, one in own.items()
             },
             "waits": {f"{kind} {length}": [sparse(one.weights)] for (kind, length), one in self._waits.items()},
-            "accuracy": {what: [one.count, one.recent] for what, one in self._accuracy.items()},
+            **self.record.state(),
+            **self._slowdowns.state(),
         }
 
     @classmethod
@@ -287,9 +217,7 @@ class Forecasts:
             corrected = Histogram(RATIOS, memory=_WAIT_MEMORY, weights=read.weights(ratios, RATIOS))
             self._waits[kind, read.whole(length)] = corrected
             self._wait_totals[kind, read.whole(length)] = corrected.totals()
-        for what, (count, recent) in read.named("accuracy", 2):
-            read.known(what, self._accuracy)
-            self._accuracy[what] = Accuracy(what, count=read.whole(count), recent=read.wholes(recent))
+        self.record.take_state(read)
 
     def _take_later_parts(self, read: StateReader) -> None:
         """Take what earlier releases did not write."""
@@ -312,13 +240,15 @@ class Forecasts:
             own = self._lease_signs.setdefault(lease_id, {})
             own[sign] = DecayedMean(memory=LEASE_SAMPLES).restore(read.whole(count), read.whole(fine))
 
+        self._slowdowns.take_state(read)
+
     # -- swaps --------------------------------------------------------------------------------------------------------
 
     def swap_finished(self, kind: str, device_name: str, mib: int, took_ms: int) -> None:
         """Learn from a successful `SUSPEND` or `RESUME` of so many MiB."""
         line = self._line(kind, device_name)
         self.swaps_learnt += 1
-        self._accuracy[kind].compare(_span(line, mib), took_ms)
+        self.record.judge(kind, device_name, _span(line, mib), took_ms)
         line.learn(mib, took_ms)
         if (kind, device_name) not in self._swaps:
             if len(self._swaps) >= _MOST_LINES:
@@ -335,6 +265,16 @@ class Forecasts:
 
     def swap_span(self, kind: str, device_name: str, mib: int) -> Span:
         """Return how long a swap is expected to take, with its bounds."""
+        return self.record.stated(kind, device_name, self._estimated_swap(kind, device_name, mib))
+
+    def widest_swap_span(self, kind: str, device_name: str, mib: int) -> Span:
+        """Return the same with the wider one of the estimated and the stated bounds on each side: where too short a time costs state."""
+        span = self._estimated_swap(kind, device_name, mib)
+        stated = self.record.stated(kind, device_name, span)
+        low, high = min(span.low_ms, stated.low_ms), max(span.high_ms, stated.high_ms)
+        return Span(expected_ms=span.expected_ms, low_ms=low, high_ms=high)
+
+    def _estimated_swap(self, kind: str, device_name: str, mib: int) -> Span:
         return _span(self._swaps.get((kind, device_name)) or _PRIOR_LINES[kind], mib)
 
     def _line(self, kind: str, device_name: str) -> SwapTimes:
@@ -342,8 +282,8 @@ class Forecasts:
 
     # -- cells and gaps -------------------------------------------------------------------------------------------------
 
-    def cell_began(self, lease_id: str, at_ms: int) -> None:
-        """Note that a cell of the lease began, which ends the gap before it.
+    def cell_began(self, lease_id: str, at_ms: int, device_name: str = "") -> None:
+        """Note that a cell of the lease began on a device of this kind, which ends the gap before it.
 
         Called again before the cell's end (the lease was let in after a wait, or brought back after it was preempted), it only
         sets the beginning anew: a wait is no part of a cell.
@@ -355,6 +295,7 @@ class Forecasts:
             lease.gaps = lease.gaps or LeaseDurations(self._gaps)
             lease.gaps.add(max(0, at_ms - lease.ended_ms))
         lease.began_ms, lease.ended_ms, lease.known_until_ms = at_ms, None, -1
+        lease.device_name = device_name
 
     def cell_ended(self, lease_id: str, at_ms: int) -> None:
         """Note that the lease is idle again."""
@@ -362,10 +303,29 @@ class Forecasts:
         if lease is None or lease.began_ms is None:
             return
         lasted_ms = max(0, at_ms - lease.began_ms)
-        self._accuracy["cell"].compare(self._cell(lease, 0), lasted_ms)
+        # The totals are replaced, never changed, so the judgement can wait until the effects of the event are out.
+        self._ended.append(_EndedCell(lease_id, self._cell_totals(lease), lease.device_name, lasted_ms))
+        if len(self._ended) >= _MOST_ENDED:
+            self.settle()
         lease.cells = lease.cells or LeaseDurations(self._cells)
         lease.cells.add(lasted_ms)
         lease.began_ms, lease.ended_ms = None, at_ms
+
+    def settle(self) -> None:
+        """Compare the cells that have ended with their forecasts.
+
+        The rest of a running cell is forecast over and over. What counts is the moment at which it had run for half of the expected time,
+        which is known when the cell begins; a shorter cell is not judged.
+        """
+        ended, self._ended = self._ended, []
+        for lease_id, totals, device_name, lasted_ms in ended:
+            whole = _cell_span(totals, 0)
+            self.record.judge(CELL, device_name, whole, lasted_ms, lease_id=lease_id)
+            half_ms = whole.expected_ms // 2
+            if lasted_ms > half_ms:
+                self.record.judge(
+                    REST, device_name, _cell_span(totals, half_ms), lasted_ms - half_ms, lease_id=lease_id
+                )
 
     def gap_left_ms(self, lease_id: str, now_ms: int) -> int:
         """Return the time until the lease's next cell that half of such gaps take, ms; 0 while one runs.
@@ -397,8 +357,7 @@ class Forecasts:
             return 0
         if now_ms >= lease.known_until_ms:
             elapsed_ms = max(0, now_ms - lease.began_ms)
-            totals = self._cells.totals if lease.cells is None else lease.cells.totals
-            lease.ends_ms = now_ms + rest_ms(totals, elapsed_ms, 500)
+            lease.ends_ms = now_ms + rest_ms(self._cell_totals(lease), elapsed_ms, 500)
             lease.known_until_ms = now_ms + max(1_000, elapsed_ms >> 3)
         return max(0, lease.ends_ms - now_ms)
 
@@ -407,30 +366,67 @@ class Forecasts:
         lease = self._leases.get(lease_id)
         if lease is None or lease.began_ms is None:
             return Span(expected_ms=0, low_ms=0, high_ms=0)
-        return self._cell(lease, max(0, now_ms - lease.began_ms))
+        span = _cell_span(self._cell_totals(lease), max(0, now_ms - lease.began_ms))
+        return self.record.stated(REST, lease.device_name, span)
 
     def next_cell(self, lease_id: str) -> Span:
         """Return how long a cell of the lease takes."""
-        return self._cell(self._leases.get(lease_id, _UNKNOWN_LEASE), 0)
+        lease = self._leases.get(lease_id, _UNKNOWN_LEASE)
+        return self.record.stated(CELL, lease.device_name, _cell_span(self._cell_totals(lease), 0))
 
     def next_cell_ms(self, lease_id: str) -> int:
         """Return the median length of the lease's cells, ms."""
-        lease = self._leases.get(lease_id)
-        totals = self._cells.totals if lease is None or lease.cells is None else lease.cells.totals
-        return rest_ms(totals, 0, 500)
+        return rest_ms(self._cell_totals(self._leases.get(lease_id, _UNKNOWN_LEASE)), 0, 500)
 
     def forget(self, lease_id: str) -> None:
         """Forget a lease that is over. If it idled, its last gap never ended."""
         self._demands.pop(lease_id, None)
         self._lease_signs.pop(lease_id, None)
+        self._slowdowns.forget(lease_id)
         lease = self._leases.pop(lease_id, None)
         if lease is not None and lease.ended_ms is not None:
             self._gaps.add(_NEVER_MS)
 
-    def _cell(self, lease: _Lease, elapsed_ms: int) -> Span:
-        totals = self._cells.totals if lease.cells is None else lease.cells.totals
-        low, middle, high = (rest_ms(totals, elapsed_ms, permille) for permille in (100, 500, 900))
-        return Span(expected_ms=middle, low_ms=low, high_ms=high)
+    def _cell_totals(self, lease: _Lease) -> Sequence[int]:
+        return self._cells.totals if lease.cells is None else lease.cells.totals
+
+    # -- slowdowns ------------------------------------------------------------------------------------------------------
+
+    def slowdown_span(self, lease_id: str, device_name: str, others: int, model_milli: int) -> Span:
+        """Return how many times as long as alone a cell takes beside so many busy neighbours, thousandths (also those of the span).
+
+        `model_milli`: what `rules.contention` makes of the neighbours.
+        """
+        span = self._slowdowns.span(lease_id, device_name, others, model_milli)
+        stated = self.record.stated(SLOWDOWN, device_name, span)
+        low, high = max(_WHOLE_MILLI, stated.low_ms), max(_WHOLE_MILLI, stated.high_ms)
+        return Span(expected_ms=max(low, min(high, stated.expected_ms)), low_ms=low, high_ms=high)
+
+    def cell_in_company(self, lease_id: str, company: Company, lasted_ms: int, mean_others_milli: int) -> None:
+        """Learn from a cell that began in this company, and had so many busy neighbours on average, thousandths of one."""
+        if lasted_ms < LEAST_MS:
+            return
+        if company.stated is None:
+            if mean_others_milli <= ALONE_MILLI:
+                self._slowdowns.ran_alone(lease_id, lasted_ms)
+            return
+        name, others, model_milli = company.device_name, company.others, company.model_milli
+        outcome = self._slowdowns.outcome(lease_id, lasted_ms)
+        if outcome is None:
+            return
+        span = self._slowdowns.span(lease_id, name, others, model_milli)
+        self.record.judge(SLOWDOWN, name, span, outcome, lease_id=lease_id, stated=company.stated)
+        self._slowdowns.ran_beside(lease_id, name, others, model_milli, lasted_ms)
+
+    # -- seats ----------------------------------------------------------------------------------------------------------
+
+    def seat_span(self, pool: str, worked_out: Span) -> Span:
+        """Return the wait for a seat of the pool, which was worked out from the seats that ended, with the bounds that are stated."""
+        return self.record.stated(SEAT, pool, worked_out)
+
+    def seat_given(self, pool: str, worked_out: Span, stated: Span, waited_ms: int) -> None:
+        """Learn from a wait for a seat that ended in one; both forecasts are those of its beginning."""
+        self.record.judge(SEAT, pool, worked_out, waited_ms, stated=stated)
 
     # -- demands --------------------------------------------------------------------------------------------------------
 
@@ -540,38 +536,50 @@ class Forecasts:
 
     # -- waits ------------------------------------------------------------------------------------------------------------
 
-    def wait_span(self, kind: str, basis_ms: int) -> WaitSpan:
+    def wait_span(self, kind: str, basis_ms: int, device_name: str = "") -> WaitSpan:
         """Return a wait that was worked out as `basis_ms`, corrected by how waits of the kind and about that length turned out."""
+        span = self.record.stated(WAIT, f"{kind} {device_name}", self._corrected(kind, basis_ms))
+        return WaitSpan(
+            expected_ms=span.expected_ms,
+            low_ms=span.low_ms,
+            high_ms=span.high_ms,
+            kind=kind,
+            basis_ms=basis_ms,
+            device_name=device_name,
+        )
+
+    def _corrected(self, kind: str, basis_ms: int) -> Span:
         totals = self._wait_totals.get((kind, _octaves(basis_ms)), _WAIT_TOTALS)
         low, middle, high = (
-            max(0, value_at(RATIOS, totals, totals[-1] * permille // 1000) * (basis_ms + _EVEN_MS) // ONE - _EVEN_MS)
+            max(0, value_at(RATIOS, totals, totals[-1] * permille // 1000) * (basis_ms + EVEN_MS) // ONE - EVEN_MS)
             for permille in (100, 500, 900)
         )
-        return WaitSpan(expected_ms=middle, low_ms=low, high_ms=high, kind=kind, basis_ms=basis_ms)
+        return Span(expected_ms=middle, low_ms=low, high_ms=high)
 
-    def wait_ended(self, expected: Span, waited_ms: int) -> None:
+    def wait_ended(self, expected: WaitSpan, waited_ms: int) -> None:
         """Learn from a wait that ended in what was waited for, and take the forecast's error down.
 
         `waited_ms` counts from the moment of the forecast. Leave out waits that were given up: see `wait_given_up`.
         """
-        self._accuracy["wait"].compare(expected, waited_ms)
+        span = self._corrected(expected.kind, expected.basis_ms)
+        self.record.judge(WAIT, f"{expected.kind} {expected.device_name}", span, waited_ms, stated=expected)
         self._correct(expected, waited_ms)
 
-    def wait_given_up(self, expected: Span, waited_ms: int) -> None:
+    def wait_given_up(self, expected: WaitSpan, waited_ms: int) -> None:
         """Learn from a wait that was given up after it had outlasted its forecast: it would have been longer still.
 
         If only waits that end were learnt from, the forecasts of a pool in which some hardly ever end would stay short.
         """
         if waited_ms > expected.high_ms:
+            name, span = f"{expected.kind} {expected.device_name}", self._corrected(expected.kind, expected.basis_ms)
+            self.record.outlasted(WAIT, name, span, waited_ms)
             self._correct(expected, waited_ms)
 
-    def _correct(self, expected: Span, waited_ms: int) -> None:
-        if not isinstance(expected, WaitSpan):
-            return
+    def _correct(self, expected: WaitSpan, waited_ms: int) -> None:
         key = (expected.kind, _octaves(expected.basis_ms))
         if key not in self._waits:
             self._waits[key] = Histogram(RATIOS, memory=_WAIT_MEMORY, weights=_WAITS)
-        self._waits[key].add(ratio(waited_ms + _EVEN_MS, expected.basis_ms + _EVEN_MS))
+        self._waits[key].add(ratio(waited_ms + EVEN_MS, expected.basis_ms + EVEN_MS))
         self._wait_totals[key] = self._waits[key].totals()
 
 
@@ -586,6 +594,12 @@ def _prior_line(kind: str) -> SwapTimes:
 
 
 _PRIOR_LINES = {kind: _prior_line(kind) for kind in _PRIOR_SWAPS}
+
+
+def _cell_span(totals: Sequence[int], elapsed_ms: int) -> Span:
+    """Return what is left of a cell that has run for so long."""
+    low, middle, high = (rest_ms(totals, elapsed_ms, permille) for permille in (100, 500, 900))
+    return Span(expected_ms=middle, low_ms=low, high_ms=high)
 
 
 def _octaves(basis_ms: int) -> int:

@@ -19,7 +19,7 @@ from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND
 from fractional_gpu.core.model import LeaseState, Span
 from fractional_gpu.core.rules.eligibility import lacks_device
 from fractional_gpu.core.rules.salvage import Candidate, Plan, plan_saving, value_of
-from fractional_gpu.core.units import format_duration, format_memory
+from fractional_gpu.core.units import format_duration, format_forecast, format_memory
 
 MARGIN_MS = 500
 """Kept free before each deadline: what is between the end of a suspend and the news of it, and the like."""
@@ -116,7 +116,7 @@ class Salvage:
     def _span(self, lease: Lease, kind: str) -> Span:
         device = self._books.devices.get(lease.device_id or lease.home_id or "")
         mib = lease.saved_mib if kind == RESUME else lease.host_need_mib
-        return self._books.forecasts.swap_span(kind, device.spec.name if device is not None else "", mib)
+        return self._books.forecasts.widest_swap_span(kind, device.spec.name if device is not None else "", mib)
 
     def _ends_ms(self, lease_id: str, kind: str, began_ms: int) -> int:
         lease, now_ms = self._books.leases.get(lease_id), self._changes.now_ms
@@ -198,7 +198,8 @@ class Salvage:
         if plan.lost.get(lease.lease_id) == "host-memory":
             left = format_memory(max(0, self._books.host_left_mib))
             return f"it takes {need} of host memory, of which {left} are left, and what is worth more is saved first"
-        took = format_duration(self._swap_ms(lease, SUSPEND))
+        span = self._span(lease, SUSPEND)
+        took = format_forecast(span.expected_ms, span.low_ms, span.high_ms)
         return (
             f"saving {need} is expected to take {took}, and the time is needed for what is worth more, or is too short"
         )

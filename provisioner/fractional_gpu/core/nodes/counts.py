@@ -10,6 +10,9 @@ The engine gives away what its count leaves beside what is in use by its own boo
 - Books may say less than the seats: Slurm forgets part of what is in use when its configuration is read again. What counts is how much more
   it would give away, so the books decide.
 
+Slurm refuses a job that asks for more than the count of any node, and holds one that waits already, for good. So the count is never below
+`least_milli`, the largest share on offer: where less is in use, one job may start that is not admitted. What the pool may promise bounds it.
+
 Without a broker nothing is forecast. The last count stays for a while, since a broker restarts within seconds; after that only
 what is in use remains, so that no further job starts on a node that cannot serve it.
 """
@@ -26,20 +29,22 @@ class NodeShares:
     in_use_milli: int  # by the engine's own books
 
 
-def count_of(shares: NodeShares) -> int:
-    """Return the engine's count, milli-GPU."""
+def count_of(shares: NodeShares, *, least_milli: int = 0) -> int:
+    """Return the engine's count, milli-GPU, at least `least_milli`."""
     unseated = max(0, shares.in_use_milli - shares.seated_milli)
-    return shares.in_use_milli + max(0, shares.admissible_milli - unseated)
+    return max(least_milli, shares.in_use_milli + max(0, shares.admissible_milli - unseated))
 
 
-def count_without_broker(last: int | None, in_use_milli: int, *, silent_ms: int, patience_ms: int) -> int:
-    """Return the count while no broker answers: the last one, or, after `patience_ms`, what is in use.
+def count_without_broker(
+    last: int | None, in_use_milli: int, *, silent_ms: int, patience_ms: int, least_milli: int = 0
+) -> int:
+    """Return the count while no broker answers: the last one, or, after `patience_ms`, what is in use; at least `least_milli`.
 
     `last`: the count that was written last; None: none was.
     """
     if last is None or silent_ms >= patience_ms:
-        return max(0, in_use_milli)
-    return max(last, in_use_milli, 0)
+        return max(least_milli, in_use_milli, 0)
+    return max(least_milli, last, in_use_milli, 0)
 
 
 def rounded_wait_ms(wait_ms: int) -> int:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import Device, Lease, OccupancyKind
-from fractional_gpu.core.model import Compute, LeaseState
+from fractional_gpu.core.model import Compute
 from fractional_gpu.core.rules.eligibility import other_devices
 from fractional_gpu.core.time_slicing import WHOLE_MILLI, slowed_milli, stretch_milli
 
@@ -89,25 +89,6 @@ def _expected_milli(books: Books, device: Device, newcomer: Lease) -> int:
         # Without a forecast (a cell that has not begun, processes that outlived their kernel) it counts in full.
         total_milli += other.counted_milli * min(left_ms or cell_ms, cell_ms) // cell_ms
     return total_milli
-
-
-def slowdown(books: Books, lease: Lease) -> tuple[int, tuple[Lease, ...]]:
-    """Return how many times as long as alone the lease's cell takes now, thousandths, and the busy neighbours that cause it.
-
-    Those that need most come first. 1000 and no neighbours: it runs no cell on a device, or is not slowed down.
-    """
-    slowest: tuple[int, tuple[Lease, ...]] = (WHOLE_MILLI, ())
-    if lease.state is not LeaseState.RESIDENT or not lease.is_working:
-        return slowest
-    for device_id in lease.occupied_ids:
-        device = books.devices.get(device_id)
-        if device is None or device.demand_milli <= WHOLE_MILLI:
-            continue
-        others = busy_others(device, lease)
-        milli = beside(lease.busy_milli, others)
-        if milli > slowest[0]:
-            slowest = milli, tuple(sorted(others, key=lambda one: (-one.busy_milli, one.number)))
-    return slowest
 
 
 def busy_others(device: Device, lease: Lease) -> list[Lease]:

@@ -1,4 +1,7 @@
-"""How much neighbours slow a lease's cells down, for people: an estimate from what each lease was learnt to need while it is busy.
+"""How much neighbours slow a lease's cells down, for people: a forecast with its bounds.
+
+It begins with what each lease was learnt to need while it is busy (`contention`), and is corrected by what cells took with and without
+neighbours (`forecasts.company`).
 
 For a lease that waits, the estimate is of the device that busy leases leave most of, of those that it may come to, and of the leases that
 can stay there: where it needs the memory of others, the largest leave. For one that is being resumed for a cell, it is of the device to
@@ -8,11 +11,10 @@ which it comes. Kernels of other owners are not named (`wait_reasons.name_for`).
 from collections.abc import Sequence
 
 from fractional_gpu.core.books.books import Books
-from fractional_gpu.core.books.records import Device, Lease
+from fractional_gpu.core.books.records import Device, Lease, OccupancyKind
 from fractional_gpu.core.model import LeaseState, Slowdown
-from fractional_gpu.core.rules.contention import beside, busy_others, slowdown
+from fractional_gpu.core.rules.contention import beside, busy_others
 from fractional_gpu.core.rules.wait_reasons import allowed_devices, name_for
-from fractional_gpu.core.time_slicing import WHOLE_MILLI
 
 _MOST_NAMED = 3
 _WAITING = (LeaseState.SUSPENDED, LeaseState.NO_CONTEXT)
@@ -20,26 +22,24 @@ _WAITING = (LeaseState.SUSPENDED, LeaseState.NO_CONTEXT)
 
 def describe_slowdown(books: Books, lease: Lease) -> Slowdown:
     """Return how many times as long as alone the lease's cell takes, or would take where it waits to go, and beside whom."""
+    devices = books.devices
     if lease.state is LeaseState.RESUMING and lease.let_in:
-        milli, others = _expected(
-            lease, [busy_others(books.devices[one], lease) for one in lease.occupied_ids if one in books.devices]
-        )
-        return _described(lease, milli, others, "on the GPU to which it comes, its cell would take", "would run")
-    if lease.ticket is not None and lease.state in _WAITING:
-        milli, others = _expected(lease, [_staying(books.devices[one], lease) for one in allowed_devices(books, lease)])
-        return _described(
-            lease, milli, others, "on the least busy GPU that it may use, its cell would take", "would run"
-        )
-    milli, others = slowdown(books, lease)
-    return _described(lease, milli, others, "its cell takes", "runs")
-
-
-def _expected(lease: Lease, neighbours: Sequence[Sequence[Lease]]) -> tuple[int, Sequence[Lease]]:
-    """Return the slowdown and its causes on the devices that the lease gets: those with least of these neighbours."""
-    if len(neighbours) < lease.count:
-        return WHOLE_MILLI, ()
-    others = sorted(neighbours, key=lambda there: sum(one.busy_milli for one in there))[lease.count - 1]
-    return beside(lease.demand_milli, others), sorted(others, key=lambda one: (-one.demand_milli, one.number))
+        there = [(devices[one], busy_others(devices[one], lease)) for one in lease.occupied_ids if one in devices]
+        place = "on the GPU to which it comes, "
+    elif lease.ticket is not None and lease.state in _WAITING:
+        there = [(devices[one], _staying(devices[one], lease)) for one in allowed_devices(books, lease)]
+        place = "on the least busy GPU that it may use, "
+    elif lease.occupancy is OccupancyKind.BUSY:
+        there = [(devices[one], busy_others(devices[one], lease)) for one in lease.occupied_ids if one in devices]
+        worst = max(there, key=lambda one: beside(lease.busy_milli, one[1]), default=None)
+        return Slowdown() if worst is None else _described(books, lease, lease.busy_milli, worst)
+    else:
+        return Slowdown()
+    if len(there) < lease.count:
+        return Slowdown()
+    # Of the devices that the lease gets, the one with most of these neighbours; it gets those with least.
+    worst = sorted(there, key=lambda one: sum(other.busy_milli for other in one[1]))[lease.count - 1]
+    return _described(books, lease, lease.demand_milli, worst, place)
 
 
 def _staying(device: Device, lease: Lease) -> list[Lease]:
@@ -53,19 +53,36 @@ def _staying(device: Device, lease: Lease) -> list[Lease]:
     return staying
 
 
-def _described(lease: Lease, milli: int, others: Sequence[Lease], says: str, runs: str) -> Slowdown:
-    tenths = (milli + 50) // 100
-    if tenths <= 10 or not others:
+def _described(
+    books: Books, lease: Lease, want_milli: int, where: tuple[Device, Sequence[Lease]], place: str = ""
+) -> Slowdown:
+    """Return the forecast for a cell that needs so much of the device, with its neighbours there; `place`: where it will run."""
+    device, others = where
+    if not others:
         return Slowdown()
+    span = books.forecasts.slowdown_span(
+        lease.lease_id, device.spec.name, len(others), beside(want_milli, list(others))
+    )
+    if _tenths(span.expected_ms) <= 10:
+        return Slowdown()
+    others = sorted(others, key=lambda one: (-one.busy_milli, one.number))
     named = [f"{name_for(lease, other)} ({other.demand_milli // 10} % of it)" for other in others[:_MOST_NAMED]]
     if len(others) > _MOST_NAMED:
         named.append(f"{len(others) - _MOST_NAMED} more")
     first = name_for(lease, others[0])
     short = first.rpartition("/")[2] if first.startswith("/") else first  # of a path, the notebook
-    times = f"about {tenths // 10}.{tenths % 10} times as long as alone"
+    expected, low, high = (f"{_tenths(one) / 10}" for one in (span.expected_ms, span.low_ms, span.high_ms))
+    times = f"about {expected} times as long as alone" + (f" ({low} to {high})" if low != high else "")
     more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+    takes, runs = ("its cell would take", "would run") if place else ("its cell takes", "runs")
     return Slowdown(
-        milli=milli,
-        sentence=f"{says} {times}, beside {' and '.join(named)}",
+        milli=span.expected_ms,
+        low_milli=span.low_ms,
+        high_milli=span.high_ms,
+        sentence=f"{place}{takes} {times}, beside {' and '.join(named)}",
         brief=f"{runs} beside {short}{more}, {times}",
     )
+
+
+def _tenths(milli: int) -> int:
+    return (milli + 50) // 100

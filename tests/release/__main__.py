@@ -1,0 +1,239 @@
+"""`tests/run release`: everything that has to hold before a release, as one table. Ends with status 1 if anything does not.
+
+- The version is the same in the package, in JupyterLab's extension and at the head of the changelog.
+- Wheel and sdist are built; both have the licence, and the wheel that is built from the sdist has the same files.
+- The extension's prebuilt files are those of its sources, and name the licence of everything in them.
+- The documentation's site has no warning.
+- The wheel is installed into an empty environment of each supported Python that the machine has, with the newest dependencies, and with
+  the oldest that are declared. There the core of the suite passes, on the installed package: configuration, ledger, client, commands,
+  kernel extension. Commands for Pythons that are missing are named.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Final, NamedTuple
+
+from tests.support.paths import ROOT
+
+LEFT_OUT: Final = ("tests/kernelext/cells/test_msgspec.py",)  # has an environment of its own, which tests/run sets up
+CORE: Final = ("tests/config", "tests/ledger", "tests/client", "tests/commands", "tests/kernelext")
+_TEST_PACKAGES: Final = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis", "websocket-client")
+_EXTRAS: Final = "[lab,hub]"
+_PYPROJECT: Final = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+class Failure(Exception):  # noqa: N818 - a finding of a check
+    """What does not hold; a sentence."""
+
+
+class Result(NamedTuple):
+    """One line of the table."""
+
+    check: str
+    holds: bool
+    finding: str
+    seconds: float
+
+
+# -- checks that need no environment ----------------------------------------------------------------------------------------
+
+
+def check_version() -> str:
+    """Return the version, which is the same everywhere."""
+    text = (ROOT / "provisioner" / "fractional_gpu" / "__init__.py").read_text()
+    version: str = re.findall(r'^__version__ = "([^"]+)"', text, re.MULTILINE)[0]
+    extension: str = json.loads((ROOT / "kernelext" / "labextension" / "package.json").read_text())["version"]
+    if extension != version:
+        raise Failure(f"the package is {version}, and kernelext/labextension/package.json says {extension}")
+    heads = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    if heads[:1] != [version]:
+        raise Failure(f"the package is {version}, and CHANGELOG.md begins with {heads[:1]}")
+    return version
+
+
+def check_pythons_of_the_metadata() -> str:
+    """Return the supported Pythons: each is a classifier."""
+    found = supported()
+    lowest = _PYPROJECT["project"]["requires-python"]
+    if lowest != f">={found[0]}":
+        raise Failure(f"requires-python is {lowest}, and the lowest classifier is {found[0]}")
+    return ", ".join(found)
+
+
+def supported() -> list[str]:
+    """Return the Pythons that the metadata name, lowest first."""
+    names = "\n".join(_PYPROJECT["project"]["classifiers"])
+    return sorted(re.findall(r"Python :: (3\.\d+)", names), key=lambda one: int(one.partition(".")[2]))
+
+
+def check_builds(out: Path) -> str:
+    """Build wheel and sdist into the folder; return what they have."""
+    _run([sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-t", "wheel", "-d", str(out)])
+    names = wheel_names(_only(out, "*.whl"))
+    if not any(name.endswith("licenses/LICENSE") for name in names):
+        raise Failure("the wheel has no LICENSE")
+    if foreign := {name.partition("/")[0] for name in names} - _tops():
+        raise Failure(f"the wheel would install {', '.join(sorted(foreign))}")
+    again = out / "again"
+    (out / "unpacked").mkdir()
+    _run(["tar", "-xzf", str(_only(out, "*.tar.gz")), "-C", str(out / "unpacked")])
+    (source,) = (out / "unpacked").iterdir()
+    if not (source / "LICENSE").is_file():
+        raise Failure("the sdist has no LICENSE")
+    _run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(again)], cwd=source)
+    if names != wheel_names(_only(again, "*.whl")):
+        raise Failure("the wheel that is built from the sdist has other files than the one of the checkout")
+    return f"{len(names)} files, {_only(out, '*.whl').stat().st_size >> 10} KiB; the sdist makes the same wheel"
+
+
+def _tops() -> set[str]:
+    version = check_version()
+    name = f"jupyter_fractional_gpu-{version}"
+    return {"fractional_gpu", "fractional_gpu_kernel", "fractional_gpu_hub", f"{name}.data", f"{name}.dist-info"}
+
+
+def wheel_names(wheel: Path) -> list[str]:
+    """Return the names of the files in a wheel, sorted."""
+    with zipfile.ZipFile(wheel) as archive:
+        return sorted(archive.namelist())
+
+
+def check_extension() -> str:
+    """Build JupyterLab's extension anew and compare; return whose licences it has."""
+    _run([sys.executable, "-m", "tests.labextension.rebuild", "--check"])
+    (file,) = (ROOT / "kernelext" / "labextension" / "prebuilt" / "static").glob("third-party-licenses.json")
+    packages = json.loads(file.read_text())["packages"]
+    if missing := [one["name"] for one in packages if not one.get("licenseId")]:
+        raise Failure(f"no licence is known of {', '.join(missing)}, which the prebuilt extension has in it")
+    kinds = sorted({one["licenseId"] for one in packages})
+    return f"as built from its sources; {len(packages)} packages of others in it ({', '.join(kinds) or 'none'})"
+
+
+def check_site(out: Path) -> str:
+    """Build the site; return its size."""
+    return _run([sys.executable, "-m", "docs._site.build", str(out / "site")]).splitlines()[-1].partition(": ")[2]
+
+
+# -- environments -------------------------------------------------------------------------------------------------------------
+
+
+def check_environment(python: str, wheel: Path, folder: Path, *, oldest: bool) -> str:
+    """Install the wheel into an empty environment of that Python, and run the core of the suite; return its last line."""
+    _run(["uv", "venv", "--quiet", "--python", python, str(folder)])
+    inner = str(folder / "bin" / "python")
+    install = ["uv", "pip", "install", "--quiet", "--python", inner]
+    resolution = ["--resolution", "lowest-direct"] if oldest else []
+    _run([*install, *resolution, f"{wheel}{_EXTRAS}"])
+    _run([*install, *_TEST_PACKAGES])
+    where = _run([inner, "-I", "-c", "import fractional_gpu; print(fractional_gpu.__file__)"]).strip()
+    if not Path(where).is_relative_to(folder):
+        raise Failure(f"{inner} imports {where}, not the wheel")
+    # Warnings of old dependencies about themselves say nothing about this package.
+    options = [
+        "-q",
+        "-n",
+        "2",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "pythonpath=. tests/support/quick",
+        *(["-W", "default"] if oldest else []),
+    ]
+    left_out = [f"--ignore={file}" for file in LEFT_OUT]
+    output = _run([inner, "-m", "pytest", *options, *left_out, *CORE])
+    return re.sub(r"^=*\s*|\s*=*$", "", output.strip().splitlines()[-1])
+
+
+def find_python(version: str) -> str | None:
+    """Return the path of such an interpreter, None if the machine has none."""
+    found = subprocess.run(
+        ["uv", "python", "find", "--no-project", "--no-python-downloads", version],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    pyenv = Path(
+        os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions"
+    )  # its shims refuse versions that are not chosen
+    others = sorted(pyenv.glob(f"{version}.*/bin/python"))
+    return found.stdout.strip() or next(map(str, others), None)
+
+
+# -- the table ----------------------------------------------------------------------------------------------------------------
+
+
+def _run(command: Sequence[str], *, cwd: Path = ROOT) -> str:
+    """Run the command and return what it printed. Raises Failure with the end of it if it fails."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    done = subprocess.run(command, cwd=cwd, env=kept, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])
+        raise Failure(f"`{' '.join(map(str, command[:6]))} ...` ended with {done.returncode}:\n{tail}")
+    return done.stdout
+
+
+def _only(folder: Path, pattern: str) -> Path:
+    (found,) = folder.glob(pattern)
+    return found
+
+
+def _tried(check: str, make: Callable[[], str]) -> Result:
+    print(f"{check} ...", file=sys.stderr, flush=True)
+    begun = perf_counter()
+    try:
+        holds, finding = True, make()
+    except Failure as failure:
+        holds, finding = False, str(failure)
+    return Result(check, holds, finding, perf_counter() - begun)
+
+
+def results(scratch: Path, versions: Sequence[str]) -> Iterator[Result]:
+    """Make every check, one after another."""
+    yield _tried("version", check_version)
+    yield _tried("Pythons", check_pythons_of_the_metadata)
+    yield _tried("JupyterLab's extension", check_extension)
+    yield _tried("site", lambda: check_site(scratch))
+    built = _tried("wheel and sdist", lambda: check_builds(scratch / "dist"))
+    yield built
+    if not built.holds:
+        return
+    wheel = _only(scratch / "dist", "*.whl")
+    for version in versions:
+        python = find_python(version)
+        if python is None:
+            print(f"Python {version}: not here; `uv python install {version}` adds it", file=sys.stderr)
+            continue
+        for oldest in (True, False) if version == versions[0] else (False,):
+            name = f"Python {version}, {'oldest' if oldest else 'newest'} dependencies"
+            place = scratch / f"{version}-{'oldest' if oldest else 'newest'}"
+            yield _tried(name, partial(check_environment, python, wheel, place, oldest=oldest))
+
+
+def main() -> int:
+    """Make every check, print the table, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="tests/run release", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--python", nargs="+", default=supported(), metavar="X.Y", help="these Pythons only")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="jfg-release-") as folder:
+        made = list(results(Path(folder), options.python))
+    width = max(len(one.check) for one in made)
+    for one in made:
+        print(f"{'ok  ' if one.holds else 'FAIL'}  {one.check:<{width}}  {one.seconds:6.1f} s  {one.finding}")
+    return int(not all(one.holds for one in made))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
