@@ -9,11 +9,11 @@ SECTIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     ),
     "Run a hub": (
         "Many users on few GPUs: pools, seats, costs.",
-        ("hub", "tljh", "clusters", "kubernetes", "policies", "costs"),
+        ("hub", "tljh", "policies", "costs"),
     ),
     "Operate": (
         "The broker, what it reports, and what happens when something goes away.",
-        ("broker", "workloads", "clusters", "metrics", "revocation", "audit", "limits"),
+        ("broker", "workloads", "clusters", "kubernetes", "metrics", "revocation", "audit", "limits"),
     ),
     "Understand": (
         "How it decides, what is promised, and what it costs and saves.",

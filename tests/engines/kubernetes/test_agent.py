@@ -12,7 +12,9 @@ from uuid import uuid4
 import pytest
 
 from fractional_gpu.commands.main import main
+from fractional_gpu.protocol.messages import ProgressKind
 from fractional_gpu.protocol.nodes import parse_summary
+from fractional_gpu.protocol.seats import SeatRequest
 from tests.broker.live import LiveBroker, live_broker
 from tests.engines.kubernetes.api_server import TOKEN, ApiServer
 from tests.engines.kubernetes.conftest import NODE, rules_of
@@ -77,6 +79,19 @@ def test_once_registers_the_pods_and_writes_the_counts(
     assert main(words(live, kubeconfig, "--remove")) == 0
     assert capacity(server) is None
     assert Node(live).listed(), "a pod that runs keeps its seat"
+
+
+def test_a_node_that_is_full_of_others_servers_admits_no_pod(
+    live: LiveBroker, server: ApiServer, kubeconfig: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A hub beside Kubernetes may have seats at the same broker. A pod then waits in the scheduler's queue."""
+    with Node(live).client() as client:
+        for number in range(2):
+            request = SeatRequest(owner=f"user-{number}", pool="default", fraction_milli=1000)
+            assert [line.kind for line in client.take_seat(request)][-1] == ProgressKind.GRANTED
+    assert main(words(live, kubeconfig, "--once")) == 0
+    assert capsys.readouterr().out == f"node {NODE}: {RESOURCE}: 0\n"
+    assert capacity(server) == "0"
 
 
 def test_an_agent_lives_with_its_pods_and_ends_in_order(

@@ -59,7 +59,8 @@ def run_kubernetes(
         agent = Agent(
             engine,
             connect,
-            replace(rules, counts={pool: resource_of(pool) for pool in pools}),
+            # A pod that no node's count covers waits in the scheduler's queue: no count has to be open for it.
+            replace(rules, counts={pool: resource_of(pool) for pool in pools}, refuses_beyond=False),
             is_ours=lambda seat: seat.workload is not None and seat.workload.engine == KUBERNETES,
             seed=zlib.crc32(node.encode()) << 16 ^ os.getpid(),
             say=say,
