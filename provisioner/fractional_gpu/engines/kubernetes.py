@@ -254,8 +254,11 @@ class PodWatch:
         """Apply an event, and return the version after it. Raises EngineError."""
         kind, found = event["type"], event["object"]
         if kind == "ERROR":
-            raise _failure(int(found.get("code") or 500), str(found.get("message"))[:_LONGEST_TEXT], "watch")
-        version: str | None = (found.get("metadata") or {}).get("resourceVersion")
+            code = found.get("code")
+            raise _failure(code if type(code) is int else 500, str(found.get("message"))[:_LONGEST_TEXT], "watch")
+        metadata = found.get("metadata")
+        seen = metadata.get("resourceVersion") if isinstance(metadata, dict) else None
+        version = seen if isinstance(seen, str) else None
         if kind == "BOOKMARK":
             return version
         pod = Pod.of(found)

@@ -15,6 +15,9 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
+from msgspec import Struct
+
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.engines.accounting import JobFigures, figures_of, leases_by_seat, sentence_of
 from fractional_gpu.engines.engine import EngineError, EngineUnavailableError
@@ -27,6 +30,40 @@ from fractional_gpu.protocol.seats import SeatRequest
 WHOLE: Final = 1000
 _TTL_MS: Final = 60_000
 _ENDED: Final = ("Succeeded", "Failed")
+
+
+class _Metadata(Struct):
+    uid: str
+    namespace: str
+    name: str
+    annotations: dict[str, str] | None = None
+
+
+class _Resources(Struct):
+    limits: dict[str, str | int | float] | None = None
+    requests: dict[str, str | int | float] | None = None
+
+
+class _Container(Struct, rename="camel"):
+    resources: _Resources | None = None
+    restart_policy: str | None = None
+
+
+class _Spec(Struct, rename="camel"):
+    containers: list[_Container] | None = None
+    init_containers: list[_Container] | None = None
+
+
+class _Status(Struct):
+    phase: str | None = None
+
+
+class _Object(Struct):
+    """A pod of the API, as far as it is read here."""
+
+    metadata: _Metadata
+    spec: _Spec | None = None
+    status: _Status | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,27 +81,27 @@ class Pod:
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> "Pod":
         """Return the pod of an object of the API. Raises EngineError for an object that is none."""
-        metadata = found.get("metadata")
-        if not isinstance(metadata, Mapping) or not all(
-            isinstance(metadata.get(name), str) for name in ("uid", "namespace", "name")
-        ):
-            raise EngineError("the API server sent a pod without UID, namespace or name")
+        try:
+            read = msgspec.convert(found, _Object)
+        except msgspec.ValidationError as error:
+            raise EngineError(f"the API server sent what is no pod: {error}") from error
+        metadata = read.metadata
         shares, wrong = {}, ""
         try:
-            shares = pods.shares_of(found.get("spec") or {})
+            shares = pods.shares_of(found.get("spec") or {})  # checked: it is as `_Spec` says
         except ValueError as error:
             wrong = str(error)
         return cls(
-            uid=metadata["uid"],
-            namespace=metadata["namespace"],
-            name=metadata["name"],
+            uid=metadata.uid,
+            namespace=metadata.namespace,
+            name=metadata.name,
             shares=shares,
             annotations={
-                name: str(value)
-                for name, value in (metadata.get("annotations") or {}).items()
+                name: value
+                for name, value in (metadata.annotations or {}).items()
                 if name.startswith(f"{pods.DOMAIN}/")
             },
-            ended=(found.get("status") or {}).get("phase") in _ENDED,
+            ended=read.status is not None and read.status.phase in _ENDED,
             wrong=wrong,
         )
 

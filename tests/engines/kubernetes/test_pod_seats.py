@@ -105,7 +105,7 @@ def test_a_pod_has_one_pool() -> None:
     found["spec"]["containers"][0]["resources"]["requests"] = {}
     with pytest.raises(EngineError, match=r"shares of 2 pools \(a, b\)"):
         request_of(Pod.of(found))
-    with pytest.raises(EngineError, match="without UID"):
+    with pytest.raises(EngineError, match="what is no pod: Object missing required field `uid`"):
         Pod.of({"metadata": {"name": "x"}})
     found["spec"]["containers"][0]["resources"]["limits"] = {"fractional-gpu.jupyter.org/a": "half"}
     with pytest.raises(EngineError, match="'half' is not a quantity"):
