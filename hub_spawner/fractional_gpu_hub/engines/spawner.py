@@ -20,6 +20,7 @@ from traitlets import Float, TraitError, Unicode, default, validate
 
 from fractional_gpu.core.units import format_fraction, format_memory, parse_memory_mib
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
+from fractional_gpu.protocol.nodes import STALE_S
 from fractional_gpu.protocol.seats import Offers
 from fractional_gpu_hub.base import GPUChoiceMixin, free_fractions
 from fractional_gpu_hub.engines.offers import NodePool, Terms, host_memory_mib, offers_of, on_offer
@@ -70,7 +71,7 @@ class EngineGPUMixin(GPUChoiceMixin):
         """,
     )
     gpu_stale_after: Float[float, int | float] = Float(
-        900.0,
+        float(STALE_S),
         config=True,
         help="""When what a node published counts as old, seconds: the spawn page then says so, and counts nothing there as free.
 

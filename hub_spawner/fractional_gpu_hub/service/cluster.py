@@ -16,13 +16,13 @@ from typing import Any, cast
 
 from fractional_gpu.core.units import format_duration, format_fraction, format_memory
 from fractional_gpu.protocol.errors import FractionalGPUError
+from fractional_gpu.protocol.nodes import STALE_S
 from fractional_gpu_hub.engines.offers import WHOLE, NodePool, Terms
 from fractional_gpu_hub.service.views import Viewer
 
 log = logging.getLogger(__name__)
 
 EVERY_S, LINGER_S = 10.0, 60.0
-STALE_S = 900.0
 ENGINES = {"slurm": "fractional_gpu_hub.engines.slurm_cluster"}
 """The module of each engine whose `read()` returns the cluster."""
 
