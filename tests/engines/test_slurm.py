@@ -45,7 +45,7 @@ def nodes(slurm: Cluster) -> Iterator[list[GPUNode]]:
 def _no_jobs_left(slurm: Cluster, nodes: list[GPUNode]) -> Iterator[None]:
     assert len(nodes) == len(slurm.nodes)
     yield
-    slurm.cancel(*slurm.call("squeue", "-h", "-o", "%A").split())
+    slurm.cancel_all()
     assert not [state for state in slurm.states().values() if "drain" in state or "down" in state], slurm.call(
         "sinfo", "-R"
     )
@@ -133,12 +133,14 @@ def test_without_a_broker_jobs_start_and_are_told_and_get_their_seats_when_it_is
     slurm: Cluster, nodes: list[GPUNode]
 ) -> None:
     node = nodes[1]
+    before = until(lambda: slurm.node("n2").get("Extra"), "the agent has published a summary")
     node.stop_agent()
     node.start_agent("--patience", "1s")
-    await_open(slurm, 1000, "n2")
+    until(lambda: slurm.node("n2")["Extra"] != before, "the new agent has seen the broker")
     node.stop_broker()
     kernel = JobKernel(slurm.folder / "without")
-    job = slurm.sbatch(kernel.command, QUARTER, "-w", "n2", "--mem=900")
+    patient = f'until test -e "$JUPYTER_GPU_SEAT_FILE"; do sleep 0.1; done; {kernel.command}'
+    job = slurm.sbatch(patient, QUARTER, "-w", "n2", "--mem=900")
     slurm.await_job(job, "RUNNING")
     until(lambda: "no GPU share yet" in slurm.output(job), "the job is told")
     await_open(

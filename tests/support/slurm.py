@@ -8,6 +8,7 @@
 
 import os
 import pwd
+import random
 import re
 import shutil
 import signal
@@ -45,6 +46,7 @@ MpiDefault=none
 SwitchType=switch/none
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
+FirstJobId={first}
 ReturnToService=2
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
@@ -109,6 +111,8 @@ class Cluster:
         self._node_gres = node_gres or f"{GRES}:open:{opened},{GRES}:closed:{closed}"
         self._gres = dict(gres)
         self._ports = free_ports(3)
+        # Nodes of several clusters on a machine share the names of control groups: their jobs must differ in their numbers.
+        self.first_job = random.SystemRandom().randrange(1_000, 60_000_000, 1_000)
         self.environment = {**os.environ, "SLURM_CONF": str(self.conf), "PATH": _path()}
         folder.chmod(0o755)
         for node in self.nodes:
@@ -155,6 +159,7 @@ class Cluster:
                 user=pwd.getpwuid(os.getuid()).pw_name,
                 folder=self.folder,
                 port=self._ports[0],
+                first=self.first_job,
                 lines="\n".join(lines),
                 names=names,
             )
@@ -190,7 +195,7 @@ class Cluster:
     def close(self) -> None:
         """End every job, then every daemon."""
         with suppress(AssertionError, subprocess.SubprocessError):
-            self.cancel(*set(self.call("squeue", "-h", "-o", "%A").split()))
+            self.cancel_all()
         for node in self.nodes:
             self._end(
                 f"slurmd.{node.name}.pid", signal.SIGKILL
@@ -296,6 +301,11 @@ class Cluster:
         if job_ids:
             self.call("scancel", *job_ids)
             until(lambda: not self.call("squeue", "-h", "-j", ",".join(job_ids), "-o", "%i").split(), "they are gone")
+
+    def cancel_all(self) -> None:
+        """Cancel every job and wait until all have left their nodes."""
+        jobs = {re.split("[+_]", job)[0] for job in self.call("squeue", "-h", "-o", "%i").split()}
+        self.cancel(*jobs)
 
     def logs(self) -> dict[str, str]:
         """The end of every log."""
