@@ -8,7 +8,7 @@ from typing import Any
 
 from IPython.core.inputtransformer2 import cell_magic, leading_empty_lines
 
-from fractional_gpu_kernel.cells.gate import make_cell_transform
+from fractional_gpu_kernel.cells.gate import is_measure, make_cell_transform
 from fractional_gpu_kernel.display.lines import Notices, Sentence, publish
 from fractional_gpu_kernel.registrations import Registrations
 
@@ -16,6 +16,7 @@ NO_LEASE = (
     "This kernel has no share of a GPU. Pick a kernel with one, such as “Python 3 · 1/4 GPU”, in the launcher or the kernel menu; "
     "`jupyter gpu kernels install` makes them."
 )
+MEASURE_RUNS = "This cell runs once and is not measured."
 BURST_RUNS = "This cell runs without the larger share that %%gpu asks for."
 
 
@@ -27,7 +28,7 @@ class UnleasedKernel:
         self._registrations = Registrations(shell)
         self._notice = notice
         self._notices = Notices(shell, notice)
-        self._cell_transform = make_cell_transform(cell_magic, leading_empty_lines)
+        self._cell_transform = make_cell_transform(cell_magic, leading_empty_lines, measures=False)
 
     def load(self) -> None:
         """Register the magic and the notice."""
@@ -63,4 +64,5 @@ class UnleasedKernel:
     def _before_cell(self, info: Any) -> None:  # noqa: ANN401 - IPython is untyped
         first = info.raw_cell.lstrip().partition("\n")[0].split() if isinstance(info.raw_cell, str) else []
         if first[:1] == ["%%gpu"]:
-            publish(self._shell, Sentence(f"{BURST_RUNS} {NO_LEASE}"))
+            runs = MEASURE_RUNS if is_measure(" ".join(first[1:])) else BURST_RUNS
+            publish(self._shell, Sentence(f"{runs} {NO_LEASE}"))

@@ -3,13 +3,22 @@
 Times of programs have long tails and drift with the machine's load. So: medians, never means, and the interval of a median is that of the
 sign test: the order statistics between which the true median lies with the stated probability, whatever the distribution. With fewer than
 six samples nothing can be said, so the interval is infinite.
+
+Samples that scatter symmetrically about their middle say more: `centre_estimate` has the interval of Wilcoxon's signed-rank test (Hodges
+and Lehmann, 1963; Hollander, Wolfe and Chicken, Nonparametric Statistical Methods, section 3.3). For normal noise it is narrower by about
+a fifth.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, combinations_with_replacement
+from statistics import NormalDist
 
 CONFIDENCE = 0.95
+_MOST_EXACT = 50  # samples: beyond, the rank sum is so close to normal that counting is not worth its time
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +81,49 @@ def _skipped(count: int, confidence: float) -> int | None:
     while (tail := tail + math.comb(count, skipped + 1) / 2**count) <= allowed:
         skipped += 1
     return skipped if skipped >= 0 else None
+
+
+# -- Wilcoxon's signed-rank test ---------------------------------------------------------------------------------------
+
+
+def centre_estimate(samples: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
+    """Return the centre of samples that scatter symmetrically about it, with its interval. Raises ValueError without any.
+
+    The value is that of Hodges and Lehmann, the median of the averages of all pairs (each sample with itself, too), and the interval is
+    that of Wilcoxon's signed-rank test: averages between which the true centre lies with the stated probability. Ties make it more likely.
+    Samples that are far off widen this interval, but hardly that of the sign test: the narrower one counts, the latter with the median.
+    The samples must be independent, and their distribution symmetric; that of differences of two alike quantities is.
+    """
+    by_sign = median_estimate(samples, confidence)
+    averages = sorted((one + other) / 2 for one, other in combinations_with_replacement(sorted(samples), 2))
+    skipped = _skipped_averages(len(samples), confidence)
+    if skipped is None:
+        return by_sign
+    by_rank = Estimate(median(averages), averages[skipped], averages[-1 - skipped])
+    return by_rank if by_rank.high - by_rank.low <= by_sign.high - by_sign.low else by_sign
+
+
+@lru_cache(maxsize=256)
+def _skipped_averages(count: int, confidence: float) -> int | None:
+    """Return how many averages of pairs to leave out at each end, at most; None if even all of them are too few.
+
+    As many averages lie below the true centre as the ranks of the samples below it add up to. Each rank is below with probability 1/2, so
+    that sum is distributed as that of a random part of 1 to `count`: the centre lies outside when the sum is at most `skipped`.
+    """
+    allowed = (1 - confidence) / 2
+    if count <= _MOST_EXACT:
+        return bisect_right(_rank_sums(count), allowed * 2**count) - 1 if allowed * 2**count >= 1 else None
+    mean, spread = count * (count + 1) / 4, math.sqrt(count * (count + 1) * (2 * count + 1) / 24)
+    return math.floor(NormalDist(mean, spread).inv_cdf(allowed) - 0.5)  # half a rank: the sum is a whole number
+
+
+@lru_cache(maxsize=64)
+def _rank_sums(count: int) -> list[int]:
+    """Return, for each sum, how many parts of the numbers 1 to `count` add up to no more than it."""
+    parts = [1]
+    for rank in range(1, count + 1):
+        parts = [
+            (parts[total] if total < len(parts) else 0) + (parts[total - rank] if total >= rank else 0)
+            for total in range(len(parts) + rank)
+        ]
+    return list(accumulate(parts))

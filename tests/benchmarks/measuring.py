@@ -1,7 +1,7 @@
 """`jupyter gpu measure` in real processes on the simulated device, whose slowdown is known.
 
-    python -m tests.benchmarks.measuring seeds [--seeds 20] [--within 90s]   how often the right share, and the truth in the interval
     python -m tests.benchmarks.measuring tenants [--within 3m] --svg FILE    n models on one device against n devices
+    python -m tests.benchmarks.measuring intervals [--seeds 400]             how often intervals hold the truth, in pure simulation
 
 A model is a program whose units of work take some 60 ms alone, with noise, and use a part of the device meanwhile.
 """
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fractional_gpu.core.time_slicing import slowed_milli, stretch_milli
 from fractional_gpu.curves import Panel, Series, curves
+from tests.commands.measuring.test_study import holding
 from tests.support.world import World, new_world
 
 MODEL = """
@@ -29,17 +29,6 @@ while True:
     tick()
 """
 USES_MILLI = (200, 400, 800)
-RIGHT_MILLI = {200: 250, 400: 500, 800: None}
-"""Which of 1/4, 1/2 and 1 suffices for a model that uses so much of the device alone."""
-
-
-def truth(tenants: int, use_milli: int, alone_s: float) -> float:
-    """How many times as long as alone a unit takes beside equals on the simulated device.
-
-    A model leaves the device idle for a moment between its units, which take `alone_s` and not the 60 ms of the launch.
-    """
-    use_milli = min(1000, round(use_milli * 0.06 / alone_s))
-    return slowed_milli(use_milli, stretch_milli([use_milli] * tenants)) / 1000
 
 
 def measured(world: World, use_milli: int, *options: str) -> dict[str, Any]:
@@ -55,27 +44,19 @@ def measured(world: World, use_milli: int, *options: str) -> dict[str, Any]:
     return found
 
 
-def seeds(options: argparse.Namespace) -> None:
-    """Measure models again and again; print how often that was right."""
-    right = wrong = inside = intervals = unknown = 0
-    with new_world() as world:
-        world.start_broker()
-        for number in range(options.seeds):
-            use_milli = USES_MILLI[number % len(USES_MILLI)]
-            found = measured(world, use_milli, "--within", options.within, "--fractions", "1/4,1/2,1")
-            right += found["suffices_milli"] == RIGHT_MILLI[use_milli]
-            wrong += found["suffices_milli"] not in (None, RIGHT_MILLI[use_milli])
-            for one in found["settings"][1:]:
-                if one["slower"] is None:
-                    unknown += 1
-                    continue
-                intervals += 1
-                true = truth(one["setting"]["tenants"], use_milli, found["settings"][0]["median_s"])
-                inside += one["slower"]["low"] <= true <= one["slower"]["high"]
-                print(use_milli, one["setting"], one["slower"], "truth", true, flush=True)
-            print(
-                f"{number + 1} runs: {right} right shares, {wrong} wrong; {inside} of {intervals} intervals, {unknown} unknown"
-            )
+def intervals(options: argparse.Namespace) -> None:
+    """Print how often the stated intervals hold the truth, by kind of noise."""
+    print("| noise of a step | nobody else | others come and go, unnoticed |")
+    print("|---|---|---|")
+    for skewed in ("", "skewed", "beside others only"):
+        for noise in (0.003, 0.01, 0.03, 0.06):
+            cells = [
+                f"{noise:.1%}{', skewed' if skewed else ''}{' and beside others only' if 'only' in skewed else ''}"
+            ]
+            for others in (False, True):
+                inside, total = holding(noise=noise, others=others, skewed=skewed, seeds=options.seeds)
+                cells.append(f"{inside / total:.1%} of {total}")
+            print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def tenants(options: argparse.Namespace) -> None:
@@ -141,14 +122,13 @@ def main() -> None:
     """Run the command that is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    one = commands.add_parser("seeds")
-    one.add_argument("--seeds", type=int, default=20)
-    one.add_argument("--within", default="90s")
-    one.set_defaults(run=seeds)
     other = commands.add_parser("tenants")
     other.add_argument("--within", default="3m")
     other.add_argument("--svg", type=Path)
     other.set_defaults(run=tenants)
+    third = commands.add_parser("intervals")
+    third.add_argument("--seeds", type=int, default=400)
+    third.set_defaults(run=intervals)
     options = parser.parse_args()
     options.run(options)
 

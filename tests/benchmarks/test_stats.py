@@ -1,14 +1,16 @@
 """The benchmarks' intervals contain the truth as often as they say, and say nothing where too little was measured."""
 
+import itertools
 import math
 import random
 import statistics
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fractional_gpu.stats import midmean
+from fractional_gpu.stats import Estimate, _skipped_averages, centre_estimate, midmean
 from tests.benchmarks.stats import CONFIDENCE, compare_percentiles, median, median_estimate, percentile
 
 SAMPLES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60)
@@ -104,3 +106,88 @@ def test_a_quotient_is_the_same_for_the_same_samples() -> None:
 def test_nothing_is_compared_with_zero() -> None:
     with pytest.raises(ValueError, match="zero"):
         compare_percentiles([1.0], [0.0], 50)
+
+
+# -- the centre of symmetric samples -----------------------------------------------------------------------------------
+
+FEW = st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=9)
+
+
+def by_enumeration(samples: list[float], confidence: float) -> tuple[float, float]:
+    """The interval by its definition: every assignment of signs is as likely as any other."""
+    count = len(samples)
+    sums = sorted(sum(rank + 1 for rank in range(count) if signs >> rank & 1) for signs in range(2**count))
+    allowed = (1 - confidence) / 2 * len(sums)
+    skipped = max((one for one in set(sums) if sum(other <= one for other in sums) <= allowed), default=None)
+    if skipped is None:
+        return -math.inf, math.inf
+    averages = sorted((samples[one] + samples[other]) / 2 for one in range(count) for other in range(one + 1))
+    return averages[skipped], averages[-1 - skipped]
+
+
+@given(FEW, st.sampled_from([0.8, 0.95, 0.98]))
+def test_the_centre_s_interval_is_the_narrower_of_signed_rank_by_enumeration_and_sign_test(
+    samples: list[float], confidence: float
+) -> None:
+    found = centre_estimate(samples, confidence)
+    low, high = by_enumeration(samples, confidence)
+    sign = median_estimate(samples, confidence)
+    assert found.high - found.low == pytest.approx(min(high - low, sign.high - sign.low)) or found.high == math.inf
+    assert (found.low, found.high) in ((pytest.approx(low), pytest.approx(high)), (sign.low, sign.high))
+
+
+@given(FEW, st.floats(-100, 100))
+def test_the_centre_moves_with_the_samples_and_turns_with_them(samples: list[float], shift: float) -> None:
+    found, moved = centre_estimate(samples), centre_estimate([one + shift for one in samples])
+    turned = centre_estimate([-one for one in samples])
+    assert found.low <= found.value <= found.high
+    if math.isfinite(found.low):
+        assert moved.high - moved.low == pytest.approx(found.high - found.low, abs=1e-9)
+        assert turned.high - turned.low == pytest.approx(found.high - found.low, abs=1e-9)
+
+
+@pytest.mark.parametrize(("count", "skipped"), [(6, 0), (7, 2), (8, 3), (10, 8), (20, 52), (30, 137), (50, 434)])
+def test_the_signed_rank_interval_skips_what_the_tables_say(count: int, skipped: int) -> None:
+    # Critical values at 5 %, two-sided (Wilcoxon and Wilcox, Some Rapid Approximate Statistical Procedures, 1964).
+    samples = [float(2**number) if count < 11 else number**1.5 for number in range(count)]
+    averages = sorted((one + other) / 2 for at, one in enumerate(samples) for other in samples[: at + 1])
+    sign = median_estimate(samples)
+    found = centre_estimate(samples)
+    low, high = averages[skipped], averages[-1 - skipped]
+    assert (found.low, found.high) == ((low, high) if high - low <= sign.high - sign.low else (sign.low, sign.high))
+
+
+def test_counting_and_the_normal_approximation_meet() -> None:
+    averages = [_skipped_averages(count, 0.98) for count in (49, 50, 51, 52)]
+    steps = [after - before for before, after in itertools.pairwise(one or 0 for one in averages)]
+    assert max(steps) - min(steps) <= 2
+
+
+def test_equal_samples_have_an_interval_of_no_width() -> None:
+    assert centre_estimate([3.0] * 8) == Estimate(3.0, 3.0, 3.0)
+
+
+def test_a_sample_that_is_far_off_leaves_the_sign_test_s_interval() -> None:
+    samples = [0.98, 0.99, 0.995, 1.0, 1.0, 1.0, 1.005, 1.01, 1.015, 1.02, 1.02, 400.0]
+    found = centre_estimate(samples)
+    assert (found.low, found.high) == (0.995, 1.02)
+
+
+@pytest.mark.parametrize("noise", ["normal", "fat-tailed", "uniform", "difference of skewed ones"])
+def test_the_centre_s_interval_contains_it_as_often_as_it_says_and_is_mostly_narrower(noise: str) -> None:
+    draw = random.Random(5)
+    samplers: dict[str, Callable[[], float]] = {
+        "normal": lambda: draw.gauss(0, 1),
+        "fat-tailed": lambda: draw.gauss(0, 1) / max(0.1, abs(draw.gauss(0, 1))),
+        "uniform": lambda: draw.uniform(-1, 1),
+        "difference of skewed ones": lambda: draw.expovariate(1) - draw.expovariate(1),
+    }
+    sample = samplers[noise]
+    covered = narrower = 0
+    for _ in range(600):
+        samples = [sample() for _ in range(12)]
+        found, sign = centre_estimate(samples, 0.985), median_estimate(samples, 0.985)
+        covered += found.low <= 0 <= found.high
+        narrower += found.high - found.low < sign.high - sign.low
+    assert covered >= CONFIDENCE * 600
+    assert narrower >= 0.5 * 600

@@ -4,11 +4,12 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 
+from tests.benchmarks.measure_share import MEMORY, Visit, seated_world, visitor
 from tests.support.runs import READER, Run
 from tests.support.world import DEADLINE_S, World, new_world, until
 
@@ -33,10 +34,10 @@ def shared() -> Iterator[World]:
         yield world
 
 
-def start(world: World, *words: str) -> "subprocess.Popen[str]":
+def start(world: World, *words: str, environment: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, "-m", "fractional_gpu.commands.main", "measure", *words],
-        env=world.environment,
+        env=environment or world.environment,
         cwd=world.notebooks,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -114,6 +115,37 @@ def test_where_another_lease_works_on_the_device_it_says_that_nothing_can_be_kno
         status, _, complaint = measure(shared, *options, "--", sys.executable, "-c", WORKS, "8", "0.3")
         assert (status, "nothing could be measured: busy worked on the device" in complaint) == (1, True), complaint
     assert_nothing_left(shared)
+
+
+def read_until(process: "subprocess.Popen[str]", text: str) -> None:
+    assert process.stderr is not None
+    for line in process.stderr:
+        if text in line:
+            return
+    pytest.fail(f"it ended before it said {text!r}")
+
+
+def test_others_who_come_while_it_measures_are_noticed_by_their_work_and_their_steps_repeated() -> None:
+    """Also those that stay for whole steps, and those whose leases the measuring user cannot see."""
+    with seated_world() as (world, seated):
+        options = ("--json", "--fractions", "1/3,1", "--memory", MEMORY, "--within", "170s")
+        load = (sys.executable, "-c", WORKS, "8", "0.2")
+        with start(world, *options, "--", *load, environment=seated) as process:
+            read_until(process, "round 1,")
+            said = ("a process without a lease worked on the device", "a kernel of another user worked on the device")
+            for kind, why in zip(("stranger", "hidden"), said, strict=True):
+                with visitor(world, seated, Visit(kind, 0, 0, 0.8)) as other:
+                    read_until(process, why)
+                    other.terminate()
+                read_until(process, "round ")
+            process.send_signal(signal.SIGINT)
+            printed, complaint = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 130, complaint
+        found = json.loads(printed)
+        assert found["interrupted"]
+        assert set(said) <= set(found["disturbed"])
+        assert found["settings"][0]["rounds"] >= 2
+        assert_nothing_left(world)
 
 
 def test_tenants_are_on_one_device_although_the_pool_has_two() -> None:

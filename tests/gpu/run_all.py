@@ -43,6 +43,7 @@ _PYTEST: Final = (
 )
 _WITH_TORCH: Final = ("tests/gpu/test_torch_state.py", "tests/gpu/test_torch_variants.py")
 _MANAGED: Final = "tests/gpu/test_torch_managed.py"
+_MEASURE: Final = "tests/gpu/test_measure.py"  # many starts of torch: too long for the step of all other tests
 _KILL_S: Final = 30.0
 _KILLED_S: Final = 10.0
 _LOOK_S: Final = 90.0
@@ -123,19 +124,20 @@ STEPS: Final = {
         json="--json",
     ),
     "tests": Step(
-        arguments=(*_PYTEST, "tests/gpu", *(f"--ignore={file}" for file in (*_WITH_TORCH, _MANAGED))),
+        arguments=(*_PYTEST, "tests/gpu", *(f"--ignore={file}" for file in (*_WITH_TORCH, _MANAGED, _MEASURE))),
         longest_s=540,
         part=5,
     ),
+    "measure": Step(arguments=(*_PYTEST, _MEASURE), longest_s=420, part=6, double=None),
     "spoilers": Step(
         arguments=("-P", "-m", "tests.gpu.spoilers"),
         longest_s=400,
-        part=6,
+        part=7,
         simulated=("--simulated",),
         double=("--small",),
         json="--json",
     ),
-    "managed": Step(arguments=(*_PYTEST, _MANAGED), longest_s=180, part=6, simulated=None, double=None),
+    "managed": Step(arguments=(*_PYTEST, _MANAGED), longest_s=180, part=7, simulated=None, double=None),
 }
 PARTS: Final = sorted({step.part for step in STEPS.values()})
 

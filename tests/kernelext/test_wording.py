@@ -11,7 +11,7 @@ from fractional_gpu_kernel.display.chart import HistoryView
 from fractional_gpu_kernel.display.cost import CostView
 from fractional_gpu_kernel.display.lines import resizing, wait_text
 from fractional_gpu_kernel.display.views import StatusView, StoryView, TopView
-from fractional_gpu_kernel.magics.arguments import BURST, COMMANDS
+from fractional_gpu_kernel.magics.arguments import BURST, COMMANDS, MEASURE
 from tests.kernelext.kernels import RunningKernel
 from tests.kernelext.scripted_broker import ScriptedBroker
 from tests.kernelext.statuses import ADVICE, COST, DEVICE, LEASE, NOW_MS, UNPRICED, host, points
@@ -127,6 +127,12 @@ SLIPS = (
     "%gpu explain --lines all",
     "%gpu help pim",
     "%gpu pin '30m",
+    "%gpu measure",
+    "%%gpu measure --setup one\n1",
+    "%%gpu measure --setup 900\n1",
+    "%%gpu measure --fast\n1",
+    "%%gpu measure --within soon\n1",
+    "%%gpu measure\n# nothing",
     "get_ipython().run_cell_magic('cpu', 'quiet', '1')",
 )
 
@@ -142,12 +148,13 @@ def test_what_the_magics_answer_is_as_it_was_read(kernel: RunningKernel, broker:
     broker.grant_at_once = True
     said = dict[str, str]()
     for line in SLIPS:
-        kind, said[line] = kernel.run(line).error
+        kind, said[line.replace("\n", " / ")] = kernel.run(line).error
         assert kind == "UsageError", line
     assert not {"pin", "resize"} & set(broker.routes()), "a slip asks the broker nothing"
     said["%gpu help"] = kernel.run("%gpu help").printed
     said |= {f"%gpu help {name}": one.details for name, one in COMMANDS.items() if one.details}
     said["%%gpu --help"] = BURST.details
+    said["%gpu help measure"] = MEASURE.details
     broker.extra = {"pinned_ms": 1_800_000, "state": "resident"}
     said["%gpu pin"] = "\n".join(kernel.run("%gpu pin").shown)
     broker.extra = {"pinned_ms": 7_200_000, "state": "suspended"}

@@ -230,9 +230,9 @@ class Gate:
 # -- needs gpu ---------------------------------------------------------------------------------------------------------
 # Which cells need the GPU, decided from their text.
 #
-# A cell runs without the GPU in three cases only: all its statements are `%gpu` lines (or help about our magics), it begins with `%%cpu`,
-# or it has only comments. Every other cell needs it, in doubt too: an unnecessary wait costs seconds, while a cell that runs without the
-# GPU it needs blocks its kernel.
+# A cell runs without the GPU in three cases only: all its statements are `%gpu` lines (or help about our magics) or `%%gpu measure`, whose
+# code runs in other processes; it begins with `%%cpu`; or it has only comments. Every other cell needs it, in doubt too: an unnecessary
+# wait costs seconds, while a cell that runs without the GPU it needs blocks its kernel.
 #
 # The decision is made on the text *after* IPython's transformations, where `%gpu`, automagic `gpu`, indentation and pasted prompts all
 # have one form. `%%cpu` becomes a comment (`SENTINEL`) in that text, so the rest of such a cell is an ordinary cell: top-level `await`,
@@ -241,7 +241,8 @@ class Gate:
 
 SENTINEL = "#%%cpu: this cell runs without waiting for the GPU\n"
 BURST = "#%%gpu "
-_OWN_MAGIC = re.compile(r"run_line_magic\('(?:gpu|pinfo2?)'")
+_OWN_MAGIC = re.compile(r"run_(?:line_magic\('(?:gpu|pinfo2?)'|cell_magic\('gpu')")
+_MEASURE = "measure"
 _COMMENT_MAY_BEGIN = ("#", " ", "\t")
 _HELP_TOPICS = ("%gpu", "%%gpu", "%%cpu")
 
@@ -271,7 +272,7 @@ def _is_comment(transformed: str) -> bool:
 
 
 def _is_own_magic(node: ast.expr) -> bool:
-    """Whether the expression is `get_ipython().run_line_magic('gpu', TEXT)` (or help about it) and evaluates nothing else."""
+    """Whether the expression is `get_ipython().run_line_magic('gpu', TEXT)`, help about it, or a measurement, and nothing else."""
     match node:
         case ast.Call(
             func=ast.Attribute(
@@ -281,6 +282,14 @@ def _is_own_magic(node: ast.expr) -> bool:
             keywords=[],
         ):
             pass
+        case ast.Call(
+            func=ast.Attribute(
+                value=ast.Call(func=ast.Name(id="get_ipython"), args=[], keywords=[]), attr="run_cell_magic"
+            ),
+            args=[ast.Constant(value="gpu"), ast.Constant(value=str(line)), ast.Constant(value=str())],
+            keywords=[],
+        ):
+            return is_measure(line) and "{" not in line and "$" not in line
         case _:
             return False
     if name in ("pinfo", "pinfo2"):
@@ -296,14 +305,22 @@ def burst_of(transformed: str) -> str | None:
     return transformed.partition("\n")[0].removeprefix(BURST).strip()
 
 
-def make_cell_transform(cell_magic: LinesTransform, leading_empty_lines: LinesTransform) -> LinesTransform:
+def is_measure(line: str) -> bool:
+    """Return whether what stands behind `%%gpu` makes the cell a measurement."""
+    return line.split()[:1] == [_MEASURE]
+
+
+def make_cell_transform(
+    cell_magic: LinesTransform, leading_empty_lines: LinesTransform, *, measures: bool = True
+) -> LinesTransform:
     """Return the line transformation that turns a leading `%%cpu` or `%%gpu ...` into its comment.
 
+    `%%gpu measure` stays a cell magic, unless the kernel never `measures`: then that cell runs as any other.
     It stands before IPython's `cell_magic` and calls it for what follows, so that ours may stand above another cell magic.
     """
 
     def own_cell(lines: list[str]) -> list[str]:
-        comment = _comment(lines[0]) if lines and lines[0].startswith("%%") else ""
+        comment = _comment(lines[0], measures=measures) if lines and lines[0].startswith("%%") else ""
         if not comment:  # nearly every cell
             return lines
         rest = lines[1:]
@@ -315,9 +332,11 @@ def make_cell_transform(cell_magic: LinesTransform, leading_empty_lines: LinesTr
     return own_cell
 
 
-def _comment(line: str) -> str:
+def _comment(line: str, *, measures: bool) -> str:
     """Return what takes the place of a cell's first line, "" if it is not ours."""
     if line.startswith("%%cpu") and line.strip() == "%%cpu":
         return SENTINEL
     name, _, arguments = line.rstrip().partition(" ")
-    return f"{BURST}{arguments}\n" if name == "%%gpu" else ""
+    if name != "%%gpu" or (measures and is_measure(arguments)):
+        return ""
+    return f"{BURST}{arguments}\n"

@@ -1,1 +1,1 @@
-"""`%gpu`, `%%gpu` and `%%cpu`: their commands, arguments, completion and actions."""
+"""`%gpu`, `%%gpu`, `%%gpu measure` and `%%cpu`: their commands, arguments, completion and actions."""

@@ -41,6 +41,7 @@ class Argument(NamedTuple):
     values: tuple[str, ...] = ()
     kind: str = ""  # "memory", "fraction", "pool" or "command"
     required: bool = False
+    repeatable: bool = False
 
     @property
     def is_option(self) -> bool:
@@ -142,6 +143,39 @@ BURST = Command(
 )
 
 
+MEASURE = Command(
+    "measure",
+    "measure which share of a GPU suffices for this cell",
+    (
+        Argument(
+            "--setup", "CELLS", "run these earlier cells first, once in each process: their numbers, such as 1-3,5"
+        ),
+        Argument("--from-start", "", "the process's start and the setup count, too: a unit of work is all of it"),
+        Argument("--within", "DURATION", "how long at most (default: 5m)", ("2m", "5m", "10m")),
+        Argument(
+            "--fractions",
+            "F,...",
+            "shares, each on a device full of such tenants (default: all on offer)",
+            (),
+            "fraction",
+        ),
+        Argument(
+            "--copies", "N,...", "instead: beside so many copies, each with the largest share that fits", ("1", "1,2,3")
+        ),
+        Argument("--beside", "COMMAND", "beside this program instead of copies; repeatable", repeatable=True),
+        _MEMORY,
+        Argument("--pool", "NAME", "the pool of devices (default: this kernel's)", (), "pool"),
+        Argument("--interval", "PERCENT", "how wide an interval may be (default: 5%)"),
+        Argument("--at-most", "PERCENT", "how much slower a share may be that suffices (default: 10%)"),
+        Argument("--may-wait", "", "wait for room as other programs do, not in spare room only"),
+    ),
+    "The cell runs again and again in processes of its own, each with its own share, never in this kernel: it finds no variables of the "
+    "notebook but those of the cells that --setup names. Each run is a unit of work, unless the cell reports units itself: from "
+    "fractional_gpu_kernel.measure import tick. Interrupt the kernel to stop; what is known by then is shown.",
+)
+MEASURE_NAME = "%%gpu measure"
+
+
 class ArgumentsError(Exception):
     """The arguments are not understood; the text names what is allowed."""
 
@@ -166,9 +200,16 @@ def parse(line: str) -> argparse.Namespace:
     name = words[0] if words else "status"
     if name in ("-h", "--help"):
         raise HelpRequested(overview())
+    if name == MEASURE.name:  # the cell magic without a cell
+        _measure_parser().parse_args(words[1:])
+        raise ArgumentsError(
+            "%gpu measure needs a cell: write %%gpu measure as the first line of the cell to be measured"
+        )
     if name not in COMMANDS:
         raise ArgumentsError(_unknown(name))
     found = _parser(f"%gpu {name}", COMMANDS[name]).parse_args(words[1:])
+    if name == "help" and found.command == MEASURE.name:
+        _measure_parser().print_help()
     if name == "help" and found.command:
         if found.command not in COMMANDS:
             raise ArgumentsError(_unknown(found.command))
@@ -183,6 +224,15 @@ def parse_burst(line: str) -> argparse.Namespace:
     if words and words[0] in COMMANDS:
         raise ArgumentsError(f"%%gpu takes a share for one cell, as %%gpu 1; for the command write %gpu {words[0]}")
     return _parser(_BURST_NAME, BURST).parse_args(words)
+
+
+def parse_measure(line: str) -> argparse.Namespace:
+    """Return the options of a `%%gpu measure` line. Raises ArgumentsError or HelpRequested."""
+    return _measure_parser().parse_args(_words(MEASURE_NAME, line)[1:])
+
+
+def _measure_parser() -> _Parser:
+    return _parser(MEASURE_NAME, MEASURE)
 
 
 def size(prog: str, fraction: str | None, memory: str | None) -> tuple[int | None, int | None]:
@@ -219,6 +269,7 @@ def overview() -> str:
         [
             *lines,
             f"{'%%gpu FRACTION':<{width + 5}}  {BURST.summary}",
+            f"{MEASURE_NAME + ' [OPTIONS]':<{width + 5}}  {MEASURE.summary}",
             f"{'%%cpu':<{width + 5}}  run this cell without waiting for the GPU (it must not use it)",
             "",
             "%gpu COMMAND --help says more about one.",
@@ -245,7 +296,8 @@ def _parser(prog: str, command: Command) -> _Parser:
         if argument.is_flag:
             parser.add_argument(argument.name, action="store_true", help=text)
         elif argument.is_option:
-            parser.add_argument(argument.name, metavar=argument.metavar, help=text)
+            action = "append" if argument.repeatable else "store"
+            parser.add_argument(argument.name, metavar=argument.metavar, help=text, action=action)
         else:
             count = None if argument.required else "?"
             parser.add_argument(argument.name, metavar=argument.metavar, nargs=count, help=text)
@@ -301,7 +353,10 @@ class Completer:
             return None
         *words, fragment = match[2].split(" ")
         words = [word for word in words if word]
-        if match[1] == "%%":
+        if match[1] == "%%" and words[:1] == [MEASURE.name]:
+            command = MEASURE
+            words = words[1:]
+        elif match[1] == "%%":
             command = BURST
         elif not words:
             return Completions(fragment, [name for name in COMMANDS if name.startswith(fragment)])
@@ -315,17 +370,18 @@ class Completer:
         options = {argument.name: argument for argument in command.arguments if argument.is_option}
         if words and words[-1] in options and not options[words[-1]].is_flag:
             return self._values(options[words[-1]])
-        names = [name for name in options if name not in words]
+        names = [name for name, option in options.items() if option.repeatable or name not in words]
         if fragment.startswith("-"):
             return [*names, "--help"]
         given = _positionals(words, options)
         places = [argument for argument in command.arguments if not argument.is_option]
-        return (self._values(places[given]) if given < len(places) else []) + names
+        values = self._values(places[given]) if given < len(places) else []
+        return [*values, *([MEASURE.name] if command is BURST and not words else []), *names]
 
     def _values(self, argument: Argument) -> list[str]:
         match argument.kind:
             case "command":
-                return list(COMMANDS)
+                return [*COMMANDS, MEASURE.name]
             case "fraction":
                 return self._fractions()
             case "memory":

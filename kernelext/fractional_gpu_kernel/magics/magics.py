@@ -3,13 +3,14 @@
 A cell made of `%gpu` lines never waits for the GPU and is never marked as running, so the gate can be shut beneath it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.completer import SimpleCompletion, context_matcher
 
 from fractional_gpu_kernel.cells.acquire import Acquirer, RefusedError
-from fractional_gpu_kernel.cells.gate import Gate
+from fractional_gpu_kernel.cells.gate import Gate, is_measure
 from fractional_gpu_kernel.display.lines import rendered
 from fractional_gpu_kernel.memory.limits import MemoryLimits
 from fractional_gpu_kernel.registrations import Registrations
@@ -72,33 +73,40 @@ class Magics:
         %gpu history | explain   memory over time | why everything happened
         %gpu cost                what this kernel costs, and all your kernels today and this month
         %gpu help                all commands; %gpu COMMAND --help says more about one
+
+        %%gpu 1                  run this cell with a larger share
+        %%gpu measure            which share suffices for this cell; %gpu help measure
         """
-        from fractional_gpu.protocol.errors import FractionalGPUError  # noqa: PLC0415 - as above
-        from fractional_gpu_kernel.magics.arguments import ArgumentsError, HelpRequested, parse  # noqa: PLC0415 - off the kernel's start
+        from fractional_gpu_kernel.magics.arguments import parse  # noqa: PLC0415 - off the kernel's start
 
         if self._gate.is_inert:
             raise _usage_error(
                 "This is a forked child of the kernel: the GPU share is the parent's. Use %gpu in the notebook."
             )
-        try:
+        with _told():
             self._made_actions().run(parse(line))
-        except HelpRequested as text:
-            print(text)  # noqa: T201 - a magic prints
-        except ArgumentsError as error:
-            raise _usage_error(str(error)) from None
-        except RefusedError as error:
-            raise rendered(GPURequestError(str(error))) from None
-        except FractionalGPUError as error:
-            raise rendered(GPURequestError(explain(error))) from None
 
     def burst(self, line: str, cell: str) -> None:
         """Run this cell with a larger share of the GPU, and give it back at the cell's end: %%gpu FRACTION [--memory SIZE].
 
         The cell waits until its share is there, as for the GPU. The share is given back also if the cell fails or is interrupted.
+        %%gpu measure finds out which share suffices for the cell instead, in processes of its own; %gpu help measure says more.
 
-        A notebook's `%%gpu` never comes here: it is taken off the cell's text before. This serves `run_cell_magic`.
+        A notebook's `%%gpu FRACTION` never comes here: it is taken off the cell's text before. This serves `run_cell_magic`.
         """
+        if is_measure(line):
+            self._measure(line, cell)
+            return
         self._shell.run_cell(f"%%gpu {line}\n{cell}").raise_error()
+
+    def _measure(self, line: str, cell: str) -> None:
+        from fractional_gpu_kernel.magics.arguments import parse_measure  # noqa: PLC0415 - off the kernel's start
+        from fractional_gpu_kernel.magics.measure_cell import measure_cell  # noqa: PLC0415 - as above
+
+        if self._gate.is_inert:
+            raise _usage_error("This is a forked child of the kernel: measure in the notebook.")
+        with _told():
+            measure_cell(self._shell, self._settings, parse_measure(line), cell)
 
     def cpu(self, line: str, cell: str) -> None:
         """Run this cell without waiting for the GPU (it must not use it).
@@ -146,6 +154,24 @@ class Magics:
                 self._shell, self._settings, self._gate, self._acquirer, resizer=self._made_resizer(), pins=pins
             )
         return self._actions
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Print the help that was asked for, and raise what IPython shows as one sentence."""
+    from fractional_gpu.protocol.errors import FractionalGPUError  # noqa: PLC0415 - off the kernel's start
+    from fractional_gpu_kernel.magics.arguments import ArgumentsError, HelpRequested  # noqa: PLC0415 - as above
+
+    try:
+        yield
+    except HelpRequested as text:
+        print(text)  # noqa: T201 - a magic prints
+    except ArgumentsError as error:
+        raise _usage_error(str(error)) from None
+    except RefusedError as error:
+        raise rendered(GPURequestError(str(error))) from None
+    except FractionalGPUError as error:
+        raise rendered(GPURequestError(explain(error))) from None
 
 
 def _usage_error(message: str) -> Exception:

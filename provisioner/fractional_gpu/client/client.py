@@ -57,6 +57,7 @@ from fractional_gpu.protocol.messages import (
     LeaseRequest,
     LeaseStatus,
     MoveRequest,
+    OthersUse,
     PinRequest,
     Pong,
     Progress,
@@ -233,6 +234,14 @@ class BrokerClient:
         from fractional_gpu.protocol.accounts import Cost  # noqa: PLC0415 - few kernels ask
 
         return self._call(Cost, "GET", _route(lease_id, "cost"))
+
+    def others(self, lease_id: str, last_ms: int, beside: Sequence[str] = ()) -> OthersUse:
+        """Return what others used of the lease's device in the last milliseconds (a minute at most). Leases `beside` it are no others.
+
+        Raises NotFoundError, BadRequestError.
+        """
+        query = urlencode({"last_ms": last_ms, **({"with": ",".join(beside)} if beside else {})})
+        return self._call(OthersUse, "GET", f"{_route(lease_id, 'others')}?{query}")
 
     def usage(
         self, by: Sequence[str], since_s: int, until_s: int, only: Mapping[str, str] | None = None

@@ -26,6 +26,8 @@ Routes (all under /v1; `L` is a lease id; authorisation: peer uid, and `Authoriz
     GET    /v1/leases/L/story              -> Story               why everything happened to it
     GET    /v1/leases/L/history            -> History             its memory and state over time
     GET    /v1/leases/L/cost               -> Cost                what it and its user used (`protocol.accounts`)
+    GET    /v1/leases/L/others             -> OthersUse           what others used of its device in the last `?last_ms=N`, at most a minute;
+                                              `&with=L,L`: leases that are no others (at most 64)
     GET    /v1/usage                       -> UsageReport         sums of what leases used (`protocol.accounts`)
     POST   /v1/leases/L/gate   GateHello   -> stream of GateCommand lines (NDJSON) for the kernel's extension, until it hangs up
     POST   /v1/leases/L/answer GateAnswer  -> Done                the extension's answer to one command, or a pulse
@@ -213,6 +215,12 @@ class Neighbour(Struct, frozen=True, kw_only=True):
     state: str
     busy: bool
     label: str = ""
+
+
+class OthersUse(Struct, frozen=True, kw_only=True):
+    """What others used of a lease's device, the mean over a period in thousandths of it; None: the device does not count by process."""
+
+    used_milli: int | None
 
 
 class LeftProcess(Struct, frozen=True, kw_only=True):

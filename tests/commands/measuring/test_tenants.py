@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from fractional_gpu.commands.measuring.tenants import Tenant, disturbance, no_spare_room, others_mib
+from fractional_gpu.commands.measuring.tenants import Tenant, disturbance, no_spare_room, others_mib, others_work
 from fractional_gpu.jupyter.kernel_lease import KernelLease
-from fractional_gpu.protocol.messages import HostStatus, LeaseStatus
+from fractional_gpu.protocol.messages import HostStatus, LeaseStatus, Stranger
 from tests.commands.pictures import a_device, a_host, a_lease
 
 DEVICE = a_device(device_id="gpu-0", memory_mib=1000, leasable_mib=1000)
@@ -61,15 +61,63 @@ def test_room_that_a_lease_of_the_pool_waits_for_is_not_spare() -> None:
     ("changes", "said"),
     [
         ({}, ""),
-        ({"busy": True}, "ada.ipynb worked on the device"),
-        ({"working": True}, "ada.ipynb worked on the device"),
-        ({"busy": True, "device_id": "gpu-1"}, ""),
+        ({"busy": True}, ""),
         ({"state": "suspended", "device_id": None, "position": 3}, "ada.ipynb waits for a GPU"),
         ({"pool": "night", "device_id": None, "position": 3}, ""),
     ],
 )
-def test_other_leases_disturb_when_they_work_there_or_wait(tenant: Tenant, changes: dict[str, Any], said: str) -> None:
+def test_other_leases_disturb_when_they_wait(tenant: Tenant, changes: dict[str, Any], said: str) -> None:
     assert disturbance(host(OURS, structs.replace(LEASE, **changes)), [tenant], "gpu-0", "default") == said
+
+
+def test_a_device_that_is_lost_disturbs(tenant: Tenant) -> None:
+    assert disturbance(host(OURS, lost=True), [tenant], "gpu-0", "default") == "the device was lost"
+    assert disturbance(host(OURS, device_id="gpu-1"), [tenant], "gpu-0", "default") == "the device was lost"
+
+
+STRANGER = Stranger(pid=7, user="eve", used_mib=5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "used_milli", "neighbours", "said"),
+    [
+        ({"busy": True}, 300, 0, "ada.ipynb worked on the device"),
+        ({"busy": True}, 19, 9, ""),  # its cell runs, and does not use the device
+        ({}, 300, 0, "a kernel of another user worked on the device"),
+        ({"device_id": "gpu-1", "busy": True}, 300, 0, "a kernel of another user worked on the device"),
+        ({"busy": True}, None, 0, "ada.ipynb worked on the device"),
+        ({"working": True}, None, 0, "ada.ipynb worked on the device"),
+        ({"busy": True, "device_id": "gpu-1"}, None, 0, ""),
+        ({}, None, 0, ""),
+        ({}, None, 1, "a kernel of another user worked on the device"),
+    ],
+)
+def test_others_disturb_when_they_work_as_the_device_counts_or_else_as_their_cells_say(
+    tenant: Tenant, changes: dict[str, Any], used_milli: int | None, neighbours: int, said: str
+) -> None:
+    status = host(OURS, structs.replace(LEASE, **changes))
+    assert others_work(status, [tenant], "gpu-0", used_milli, neighbours) == said
+
+
+@pytest.mark.parametrize(
+    ("used_milli", "neighbours", "said"),
+    [
+        (None, 1, ""),
+        (None, 2, "a kernel of another user worked on the device"),
+        (5, 1, ""),
+        (300, 1, "this kernel itself, or one of another user, worked on the device"),
+    ],
+)
+def test_the_kernel_whose_cell_measures_is_busy_and_does_no_work(
+    tenant: Tenant, used_milli: int | None, neighbours: int, said: str
+) -> None:
+    status = host(OURS, structs.replace(LEASE, busy=True))
+    assert others_work(status, [tenant], "gpu-0", used_milli, neighbours, bystander="other") == said
+
+
+def test_a_process_without_a_lease_is_named_where_no_lease_can_have_worked(tenant: Tenant) -> None:
+    said = others_work(host(OURS, strangers=[STRANGER]), [tenant], "gpu-0", 300)
+    assert said == "a process without a lease worked on the device"
 
 
 def test_a_tenant_that_left_its_device_disturbs(tenant: Tenant) -> None:

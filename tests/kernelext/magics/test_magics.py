@@ -416,6 +416,9 @@ def test_a_notebook_for_a_share_runs_to_its_end_on_a_kernel_without_one(folder: 
         assert note.startswith(
             "[gpu] This cell runs without the larger share that %%gpu asks for. This kernel has no share"
         )
+        outcome = kernel.run(f"%%gpu measure --setup 1-3\n{cell}")
+        assert (outcome.status, outcome.printed) == ("ok", "42\n")
+        assert outcome.shown[0].startswith("[gpu] This cell runs once and is not measured. This kernel has no share")
         assert "44" in kernel.run("%%gpu 1\n%%time\nprint(44)").printed
         assert kernel.run("get_ipython().run_cell_magic('gpu', '1', 'print(45)')").printed == "45\n"
         assert kernel.run(f"%%cpu\n{cell}").printed == "42\n"

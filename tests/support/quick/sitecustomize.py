@@ -5,6 +5,7 @@ The processes of tests/jupyter and of the benchmarks have it. Our own processes 
 """
 
 import atexit
+import itertools
 import os
 import sys
 
@@ -20,7 +21,7 @@ def _end() -> None:
 if not _JUPYTER.isdisjoint(sys.orig_argv[1:4]):
     atexit.register(_end)  # the first that is registered is the last that runs
 
-if any(word.startswith("fractional_gpu.") for word in sys.orig_argv[1:5]):
+if any(option == "-m" and name.startswith("fractional_gpu.") for option, name in itertools.pairwise(sys.orig_argv[1:5])):
     import kept_dataclasses  # type: ignore[import-not-found]  # beside this file
 
     kept_dataclasses.use()

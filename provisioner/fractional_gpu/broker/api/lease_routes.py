@@ -16,10 +16,11 @@ from fractional_gpu.broker.api.handler import Handler, RateLimiter, StreamHandle
 from fractional_gpu.broker.api.lease_service import LeaseService
 from fractional_gpu.broker.api.metrics_routes import METRICS_ROUTES, register_collectors
 from fractional_gpu.broker.api.server import DISCARDED_BYTES, DISCARDED_HEADER_BYTES, Server
+from fractional_gpu.broker.services.others_use import others_use_milli
 from fractional_gpu.broker.services.status import StatusStream, forecast_errors, full_lease_status, host_status
 from fractional_gpu.host.peers import detects_unread, unread
-from fractional_gpu.protocol.errors import NotFoundError
-from fractional_gpu.protocol.limits import BODY_S, IDLE_S, MAX_BODY_BYTES
+from fractional_gpu.protocol.errors import BadRequestError, NotFoundError
+from fractional_gpu.protocol.limits import BODY_S, IDLE_S, MAX_BODY_BYTES, MAX_LAST_MS, MAX_LEASES_NAMED, MAX_NAME
 from fractional_gpu.protocol.messages import (
     AcquireRequest,
     AttachRequest,
@@ -28,6 +29,7 @@ from fractional_gpu.protocol.messages import (
     GateCommand,
     GateHello,
     LeaseRequest,
+    OthersUse,
 )
 
 log = logging.getLogger(__name__)
@@ -88,6 +90,23 @@ class _Lease(Handler):
             async with self.audited_for_lease("release", kernel):
                 await self.service.release(kernel)
         self.reply(Done())
+
+
+class _Others(Handler):
+    async def get(self, lease_id: str) -> None:
+        text = self.get_query_argument("last_ms", "1000")
+        if not (text.isascii() and text.isdigit() and len(text) <= 5 and 1 <= int(text) <= MAX_LAST_MS):
+            raise BadRequestError(
+                f"last_ms={text[:MAX_NAME]!r} is not allowed: give whole milliseconds from 1 to {MAX_LAST_MS}",
+                reason="bad-period",
+            )
+        beside = [one for one in self.get_query_argument("with", "").split(",") if one]
+        if len(beside) > MAX_LEASES_NAMED:
+            raise BadRequestError(
+                f"with= names {len(beside)} leases; allowed: {MAX_LEASES_NAMED} at most", reason="too-many-leases-named"
+            )
+        kernels = [self.find(one) for one in (lease_id, *beside)]
+        self.reply(OthersUse(used_milli=await others_use_milli(self.service.broker, kernels, int(text))))
 
 
 class _Attach(Handler):
@@ -228,6 +247,7 @@ def make_server(service: LeaseService, socket_path: str, *, more: Sequence[tuple
             ("/v1/events", _Events, shared),
             ("/v1/leases", _Leases, shared),
             (_LEASE, _Lease, shared),
+            (_LEASE + "/others", _Others, shared),
             (_LEASE + "/attach", _Attach, shared),
             (_LEASE + "/detach", _Detach, shared),
             (_LEASE + "/acquire", _Acquire, shared),

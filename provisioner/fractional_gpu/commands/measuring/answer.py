@@ -159,6 +159,7 @@ def as_json(findings: Sequence[Finding], most_slower: float, about: Mapping[str,
         "suffices_milli": best.setting.fraction_milli if best is not None else None,
         "settings": [_plain(asdict(one)) for one in findings],
         "sentences": sentences(findings, most_slower),
+        "table": figures(findings),
     }
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 

@@ -7,8 +7,10 @@ seconds with fresh processes under leases (`tenants`, `step`), until every inter
 import argparse
 import os
 import shlex
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -36,21 +38,16 @@ from fractional_gpu.commands.run.process import check_program
 from fractional_gpu.commands.run.start import TIMEOUT_S, EndedError, signals_raise
 from fractional_gpu.commands.terminal.completers import DURATIONS, FRACTIONS, POOLS, set_completer
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError, parse_argument
-from fractional_gpu.core.units import (
-    format_duration,
-    format_fraction,
-    parse_duration_ms,
-    parse_fraction_milli,
-    parse_memory_mib,
-)
+from fractional_gpu.core.units import format_fraction, parse_duration_ms, parse_fraction_milli, parse_memory_mib
 from fractional_gpu.jupyter.kernel_command import check_pool_name
-from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
+from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError, NoRoomError
 from fractional_gpu.protocol.messages import HostStatus
 
 _SIGNALLED: Final = 128
 _REPEAT: Final = Path(__file__).with_name("repeat.py")
 _NOTEBOOK: Final = "import sys; from nbclient.cli import main; sys.argv[0] = 'jupyter-execute'; main()"
 _TRIAL_PART: Final = 3  # the trial may take a third of the time
+_PASSING: Final = (DisturbedError, NoSpareRoomError, NoRoomError)  # NoRoomError: a seat, or a limit, is full now
 _RETRY_S: Final = 0.5
 _LEAST_MS: Final = 1000
 _MOST_COPIES: Final = 63
@@ -101,30 +98,55 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="write an SVG picture, over the number of tenants")
+    parser.add_argument("--end-with-input", action="store_true", help=argparse.SUPPRESS)  # for %%gpu measure
     parser.add_argument("command", metavar="COMMAND", nargs=argparse.REMAINDER, help="the program, and its arguments")
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, and print what came out. Raises UsageError, CommandError and FractionalGPUError."""
     plan = _plan(options)
+    if options.end_with_input:
+        _end_with_input()
+    measurement, ended = None, 0
     try:
         with signals_raise(), tempfile.TemporaryDirectory(prefix="jupyter-gpu-measure-") as folder:
             seat = own_seat()
             with closing(ensure_broker(timeout_s=TIMEOUT_S, token=seat.token if seat is not None else None)) as client:
                 measurement = Measurement(plan, client, Path(folder))
                 measurement.run()
-    except EndedError as ended:
-        return _SIGNALLED + ended.number
-    findings = measurement.study.findings()
+    except EndedError as error:
+        ended = error.number
+    if measurement is None or (ended and (ended != signal.SIGINT or not measurement.study.samples)):
+        return _SIGNALLED + ended
+    status = _show(options, measurement, interrupted=bool(ended))
+    return _SIGNALLED + ended if ended else status
+
+
+def _end_with_input() -> None:
+    """End this process when its standard input ends: a notebook's kernel that dies takes its measurement along."""
+
+    def wait() -> None:
+        while os.read(sys.stdin.fileno(), 1):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="measure-input", daemon=True).start()
+
+
+def _show(options: argparse.Namespace, measurement: "Measurement", *, interrupted: bool) -> int:
+    """Print what is known, and return the exit status. Raises CommandError if that is nothing."""
+    plan, findings = measurement.plan, measurement.study.findings()
     if findings[0].slower is None:
         raise CommandError(
             f"nothing could be measured alone: {findings[0].why_not}; try again later, or with more time (--within)"
         )
     if options.json:
-        print(answer.as_json(findings, plan.most_slower, measurement.about()), end="")
+        about = {**measurement.about(), "interrupted": interrupted, "remarks": measurement.remarks()}
+        print(answer.as_json(findings, plan.most_slower, about), end="")
     else:
+        remarks = [*(["interrupted; this is known so far"] if interrupted else []), *measurement.remarks()]
         lines = [*answer.sentences(findings, plan.most_slower), "", *answer.figures(findings)]
-        print("\n".join([*measurement.remarks(), *lines]))
+        print("\n".join([*remarks, *lines]))
     if options.picture is not None:
         _write(options.picture, answer.picture(findings))
     return 0 if any(one.slower is not None for one in findings[1:]) else 1
@@ -252,6 +274,8 @@ class Measurement:
     _host: HostStatus = field(init=False)
     _began_s: float = field(default_factory=time.monotonic)
     _trial_s: float = 0.0
+    _told: str = ""  # of the last attempt that was in vain
+    _has_failed: set[Setting] = field(default_factory=set)  # once
     _repeats: bool = False
 
     def __post_init__(self) -> None:
@@ -274,8 +298,11 @@ class Measurement:
             for setting in steps:
                 if setting not in self.study.failed and (sample := self._attempt(setting)) is not None:
                     found[setting] = sample
-            self.study.add(found)
-            self._report()
+                elif setting == self.study.baseline and not found:
+                    break  # nothing of this round could be compared
+            if found:
+                self.study.add(found)
+                self._report()
 
     def about(self) -> dict[str, object]:
         """Return what a reader of the figures has to know."""
@@ -294,6 +321,11 @@ class Measurement:
         lines = ["on a simulated device"] if self._host.simulated else []
         if self._repeats:
             lines.append("a unit of work is a whole run of the program, as it reports none")
+        samples = [one for each in self.study.samples.values() for one in each]
+        if any(one.is_company_unknown for one in samples):
+            lines.append(
+                "others were on the device, which does not tell whether they worked: if they did all the time, that is part of the figures"
+            )
         if self.disturbed:
             often = sum(self.disturbed.values())
             reason = max(self.disturbed, key=lambda one: self.disturbed[one])
@@ -325,11 +357,12 @@ class Measurement:
                 if self._repeats:
                     raise
                 self._repeats = True
-            except (NoSpareRoomError, DisturbedError) as error:
+            except _PASSING as error:
                 if time.monotonic() >= limit_s:
                     raise CommandError(
                         f"nothing could be measured: {error}; try again later, with smaller --fractions, or with --may-wait"
                     ) from None
+                self._tell(f"the trial waits: {error}")
                 time.sleep(_RETRY_S)
             except TooSlowError as error:
                 raise CommandError(f"{error}; give more time with --within, or smaller units of work") from None
@@ -341,15 +374,15 @@ class Measurement:
 
     def _attempt(self, setting: Setting) -> Sample | None:
         """Return what a step measured, None if it could not be: then the study knows why."""
+        self._told = ""
+        patience_s = 10 + 3 * self._trial_s * setting.tenants
+        give_up_s = time.monotonic() + patience_s
         while (now_s := time.monotonic()) < self.until_s:
-            limit_s = now_s + 10 + 3 * self._trial_s * setting.tenants
             try:
-                return self._step(setting, min(limit_s, self.until_s))
-            except (DisturbedError, NoSpareRoomError) as error:
-                why = str(error)
-                self.disturbed[why] = self.disturbed.get(why, 0) + 1
-                self.study.trouble[setting] = why
-                if time.monotonic() >= limit_s:
+                return self._step(setting, min(now_s + patience_s, self.until_s))
+            except _PASSING as error:
+                self._leave_out(setting, str(error))
+                if time.monotonic() >= give_up_s:
                     return None
                 time.sleep(_RETRY_S)
             except TooSlowError as error:
@@ -358,10 +391,27 @@ class Measurement:
                 return None
             except BrokerUnavailableError:
                 raise
-            except (TenantError, SilentError, TickError, FractionalGPUError) as error:  # such as what a seat refuses
+            except TenantError as error:
+                # Another process may have taken the memory that a tenant was about to: once is no proof of the share's fault.
+                if setting in self._has_failed:
+                    self.study.fail(setting, str(error))
+                    return None
+                self._has_failed.add(setting)
+            except (SilentError, TickError, FractionalGPUError) as error:  # such as what a seat refuses
                 self.study.fail(setting, str(error))
                 return None
         return None
+
+    def _tell(self, sentence: str) -> None:
+        """Say why an attempt was in vain, once for the attempts in a row."""
+        if sentence != self._told:
+            say(sentence)
+        self._told = sentence
+
+    def _leave_out(self, setting: Setting, why: str) -> None:
+        self._tell(f"a step is left out and will be repeated: {why}")
+        self.disturbed[why] = self.disturbed.get(why, 0) + 1
+        self.study.trouble[setting] = why
 
     def _step(self, setting: Setting, limit_s: float) -> Sample:
         plan = self.plan
@@ -372,7 +422,8 @@ class Measurement:
             commands = [command, *(mix[number % len(mix)] for number in range(setting.tenants - 1))]
         measured = 1 if plan.beside else setting.tenants
         with self._places.tenants(commands, setting.fraction_milli, limit_s) as tenants:
-            return Step(self.client, plan.pool, tenants, measured, limit_s, self._long_s).run()
+            bystander = os.environ.get("JUPYTER_GPU_LEASE", "")
+            return Step(self.client, plan.pool, tenants, measured, limit_s, self._long_s, bystander).run()
 
     @property
     def _long_s(self) -> float:
@@ -392,6 +443,6 @@ class Measurement:
                 so_far = answer.percent_slower(quotients)
                 sure = "sure enough" if self.study.is_narrow(setting) else f"{len(quotients)} rounds"
                 parts.append(f"{format_fraction(setting.fraction_milli)} x {setting.tenants}: {so_far} ({sure})")
-        spent = format_duration(round((time.monotonic() - self._began_s) * 1000))
-        limit = format_duration(round(self.plan.within_s * 1000))
-        say(f"round {self.study.rounds}, {spent} of at most {limit}: {', '.join(parts) or 'nothing to compare yet'}")
+        spent_s = time.monotonic() - self._began_s
+        spent = f"{spent_s:.0f} s of at most {self.plan.within_s:.0f} s"
+        say(f"round {self.study.rounds}, {spent}: {', '.join(parts) or 'nothing to compare yet'}")

@@ -5,9 +5,11 @@ The method:
 - A setting is a share and how many tenants the device has. One of them, the baseline, is a single tenant of the largest share: alone.
 - Settings are measured in rounds, one step of each. Every other round goes backwards (A B B A), so that what drifts steadily cancels.
 - A step's typical time of a unit of work (the mean of the middle half: a host that stalls now and then makes some units much longer, on
-  any share) is compared with that of the baseline in the same round only. The finding is the median of these quotients over the rounds,
-  its interval that of the sign test (`fractional_gpu.stats`): it needs seven rounds at least, and assumes nothing about the noise but that
-  rounds are independent. Each look at it is at 98 %, so that the one at which measuring stops is at 95 % still.
+  any share) is compared with that of the baseline in the same round only. The finding is the centre of these quotients over the rounds,
+  its interval the narrower one of the signed-rank test and the sign test (`fractional_gpu.stats`): it needs eight rounds at least.
+- The test is made of the quotients' logarithms. A logarithm is the difference of two steps' logarithms: where noise multiplies the times of
+  both alike, skewed as it may be, the difference scatters symmetrically, which is what the signed-rank test assumes.
+- Each look at the interval is at 98.5 %, so that the one at which measuring stops is at 95 % still.
 - A setting whose interval is narrow enough is measured no more. What other tenants disturbed is left out, not averaged in.
 """
 
@@ -16,12 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from fractional_gpu.stats import Estimate, median, median_estimate, midmean, percentile
+from fractional_gpu.stats import Estimate, centre_estimate, median, midmean, percentile
 
 WHOLE_MILLI: Final = 1000
-LOOK_CONFIDENCE: Final = 0.98
+LOOK_CONFIDENCE: Final = 0.985
 """Of the interval at each look. Measuring stops at the first narrow one, which is too narrow more often than one that was not chosen so."""
-LEAST_ROUNDS: Final = 7  # fewer have no such interval
+LEAST_ROUNDS: Final = 8  # fewer have no such interval
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -44,6 +46,7 @@ class Sample:
     unit_mj: float | None = None  # the device's energy for a unit of work, all tenants' units counted
     hour_milli: int = 0  # price of an hour of the share, thousandths of the currency; 0: none
     currency: str = ""
+    is_company_unknown: bool = False  # others were on the device, which does not tell whether they worked
 
     @property
     def typical_s(self) -> float:
@@ -126,7 +129,7 @@ class Study:
         quotients = self.quotients.get(setting, ())
         if len(quotients) < LEAST_ROUNDS:
             return False
-        found = median_estimate(quotients, LOOK_CONFIDENCE)
+        found = quotient_estimate(quotients)
         return found.high - found.low <= self.interval * found.value
 
     def findings(self) -> list[Finding]:
@@ -143,7 +146,7 @@ class Study:
         slower: Estimate | None = Estimate(1.0, 1.0, 1.0)
         why = ""
         if setting != self.baseline:
-            slower = median_estimate(quotients, LOOK_CONFIDENCE) if len(quotients) >= LEAST_ROUNDS else None
+            slower = quotient_estimate(quotients) if len(quotients) >= LEAST_ROUNDS else None
             if slower is None:
                 why = f"{rounds} of the {LEAST_ROUNDS} rounds that it takes at least could be measured"
                 why += f"; {self.trouble[setting]}" if setting in self.trouble else ""
@@ -167,6 +170,12 @@ class Study:
             currency=samples[-1].currency,
             cost=_cost(setting, self.baseline, slower) if alone and slower is not None else None,
         )
+
+
+def quotient_estimate(quotients: Sequence[float]) -> Estimate:
+    """Return the centre of quotients, and its interval at LOOK_CONFIDENCE. Raises ValueError without any."""
+    found = centre_estimate([math.log(one) for one in quotients], LOOK_CONFIDENCE)
+    return Estimate(math.exp(found.value), math.exp(found.low), math.exp(found.high))
 
 
 def _cost(setting: Setting, baseline: Setting, slower: Estimate) -> float:

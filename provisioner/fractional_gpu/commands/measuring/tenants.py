@@ -27,6 +27,9 @@ PATIENCE_S: Final = 2.0  # for a program to end when asked to
 _LEAST_WAIT_MS: Final = 1000
 _TAIL: Final = 2000
 _MOST_ELSEWHERE: Final = 64
+OTHERS_MILLI: Final = (
+    20  # others' use from which on a step is disturbed: less slows tenants down by less than an interval's width
+)
 
 
 class NoSpareRoomError(CommandError):
@@ -151,7 +154,7 @@ class Places:
         """Whether the device that a first tenant got has room for all the others."""
         if self.may_wait or not wanted:
             return True
-        status = self.client.status(fresh=True)
+        status = self.client.status()
         return not no_spare_room(status, self.pool, tenant.lease.reserve_mib, wanted, tenant.device_id)
 
     def _wait_ms(self, until_s: float) -> int:
@@ -181,10 +184,14 @@ class Places:
         return Tenant(command, lease, folder)
 
     def _check_spare(self, reserve_mib: int, wanted: int, device_id: str, until_s: float) -> None:
-        """Raise NoSpareRoomError where no device has spare room for so many, for a moment at least; a lease may be about to end."""
+        """Raise NoSpareRoomError where no device has spare room for so many, for a moment at least; a lease may be about to end.
+
+        Only the first tenant of a step has the devices sampled: the broker makes others wait for that, and knows its leases without it.
+        """
         limit_s = min(until_s, time.monotonic() + PATIENCE_S)
+        is_fresh = not device_id
         while True:
-            status = self.client.status(fresh=True)
+            status, is_fresh = self.client.status(fresh=is_fresh), True
             why = no_spare_room(status, self.pool, reserve_mib, wanted, device_id)
             if not why:
                 return
@@ -212,7 +219,7 @@ def no_spare_room(status: HostStatus, pool: str, reserve_mib: int, wanted: int, 
 
 
 def disturbance(status: HostStatus, tenants: Iterable[Tenant], device_id: str, pool: str) -> str:
-    """Return what else happens on the device or waits for it, or that a tenant is not on it, a sentence; empty: nothing."""
+    """Return what is wrong on the device besides others' work, a sentence: a lease waits, or a tenant is not on it; empty: nothing."""
     ours = {tenant.lease.lease_id for tenant in tenants}
     for lease in status.leases:
         if lease.lease_id in ours:
@@ -220,9 +227,46 @@ def disturbance(status: HostStatus, tenants: Iterable[Tenant], device_id: str, p
                 return f"a tenant was {lease.state}"
         elif lease.pool == pool and lease.position is not None:
             return f"{lease.label or lease.lease_id} waits for a GPU"
-        elif device_id in (lease.device_id, *lease.device_ids) and (lease.busy or lease.working):
-            return f"{lease.label or lease.lease_id} worked on the device"
+    if not any(one.device_id == device_id and not one.lost for one in status.devices):
+        return "the device was lost"
     return ""
+
+
+def others_work(
+    status: HostStatus,
+    tenants: Collection[Tenant],
+    device_id: str,
+    used_milli: int | None,
+    busy_neighbours: int = 0,
+    *,
+    bystander: str = "",
+) -> str:
+    """Return who else worked on the device, a sentence; empty: nothing that is known.
+
+    `used_milli`: what others used of it, where the device counts that. Otherwise leases count as at work while their cells run:
+    the visible ones, and the `busy_neighbours` (other users' leases among them), of which all tenants but one are. `bystander`: the lease
+    of the kernel whose cell measures. That cell runs all the time, and uses nothing.
+    """
+    if used_milli is not None and used_milli < OTHERS_MILLI:
+        return ""
+    ours = {tenant.lease.lease_id for tenant in tenants}
+    here = [
+        one
+        for one in status.leases
+        if one.lease_id not in ours and device_id in (one.device_id, *one.device_ids) and (one.busy or one.working)
+    ]
+    stands_by = any(one.lease_id == bystander for one in here)
+    if named := [one for one in here if one.lease_id != bystander]:
+        return f"{named[0].label or named[0].lease_id} worked on the device"
+    if used_milli is None:
+        others = busy_neighbours - (len(tenants) - 1) - stands_by
+        return "a kernel of another user worked on the device" if others > 0 else ""
+    device = next((one for one in status.devices if one.device_id == device_id), None)
+    if device is not None and device.strangers:
+        return "a process without a lease worked on the device"
+    if stands_by:
+        return "this kernel itself, or one of another user, worked on the device"
+    return "a kernel of another user worked on the device"
 
 
 def others_mib(status: HostStatus, tenants: Collection[Tenant], device_id: str) -> int:

@@ -1,0 +1,123 @@
+"""Runs the code of `%%gpu measure` in a process of its own: a script, of which a measurement starts one for each tenant and step.
+
+    python -P cell_runner.py JOB
+
+JOB is a file of JSON: `setup`, a list of names and sources, `cell`, a source, and `from_start`. Sources are plain Python, as IPython
+makes it of a cell's text.
+
+- The setup runs once, then the cell again and again. Each run of it but the first is a unit of work (the first one warms up), reported by
+  `fractional_gpu_kernel.measure.tick`, after what torch and CuPy have submitted is done. A cell that reports units by itself is left to it.
+- With `from_start` the setup and the cell run once and nothing is reported: the whole process is the unit of work.
+- What the code prints is dropped, but for its complaints. `get_ipython()` is there for code that uses it, with magics of `%gpu` that do
+  nothing: the process has its own lease.
+"""
+
+import ast
+import asyncio
+import builtins
+import inspect
+import json
+import linecache
+import os
+import sys
+import traceback
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from fractional_gpu_kernel.measure import FILE, tick
+
+SETUP_HINT = "is not defined in the measured process, which knows only its own code: name the cells that define it, such as --setup 1-3"
+
+
+def main(arguments: list[str]) -> int:
+    """Run the job until the process is ended; return the exit status of a job that ends by itself."""
+    job = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.path.insert(0, "")  # as in a kernel
+    os.environ["MPLBACKEND"] = "Agg"
+    reports = os.environ.pop(FILE, "")  # only the cell's own reports count
+    module = ModuleType("__main__")
+    sys.modules["__main__"] = module  # what the code defines can be pickled
+    setattr(builtins, "display", lambda *_, **__: None)  # noqa: B010 - IPython's kernels have it there
+    sources = [*job["setup"], ("the cell", job["cell"])]
+    if any("get_ipython" in source for _, source in sources):
+        _make_shell(module)
+    *setup, cell = [_compiled(name, source) for name, source in sources]
+    with asyncio.Runner() as loop:
+        try:
+            for part in setup:
+                _run(part, module, loop)
+            if job["from_start"]:
+                _run(cell, module, loop)
+                _wait_for_device()
+            else:
+                _repeat(cell, module, loop, reports)
+        except NameError as error:
+            traceback.print_exc()
+            print(f"{error.name or 'a name'!r} {SETUP_HINT}", file=sys.stderr)  # noqa: T201 - its last line is quoted
+            return 1
+        except Exception:  # noqa: BLE001 - the user's code raised it
+            traceback.print_exc()
+            return 1
+    return 0
+
+
+def _repeat(cell: CodeType, module: ModuleType, loop: "asyncio.Runner", reports: str) -> None:
+    """Run the cell until something ends this process."""
+    if reports:
+        os.environ[FILE] = reports
+    before = _size(reports)
+    _run(cell, module, loop)
+    _wait_for_device()
+    reports_itself = _size(reports) > before
+    while True:
+        if not reports_itself:
+            tick()
+        _run(cell, module, loop)
+        _wait_for_device()
+
+
+def _size(reports: str) -> int:
+    return Path(reports).stat().st_size if reports else 0
+
+
+def _compiled(name: str, source: str) -> CodeType:
+    file = f"<{name}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    code: CodeType = compile(source, file, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    return code
+
+
+def _run(code: CodeType, module: ModuleType, loop: "asyncio.Runner") -> None:
+    result = eval(code, module.__dict__)  # noqa: S307 - the user's own code; `exec` drops the coroutine of a top-level await
+    if code.co_flags & inspect.CO_COROUTINE:
+        loop.run(result)
+
+
+def _wait_for_device() -> None:
+    """Wait until the device has done what was submitted to it, in frameworks that can be asked for that."""
+    torch, cupy = (sys.modules.get(name) for name in ("torch", "cupy"))
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    if cupy is not None:
+        cupy.cuda.runtime.deviceSynchronize()
+
+
+def _make_shell(module: ModuleType) -> None:
+    """Make IPython's shell for code that uses magics, `!commands` or `get_ipython()`."""
+    from IPython.core.interactiveshell import InteractiveShell  # noqa: PLC0415 - most code needs none of it
+    from traitlets.config import Config  # noqa: PLC0415 - as above
+
+    config = Config()
+    config.HistoryManager.enabled = False
+    shell: Any = InteractiveShell.instance(config=config, user_module=module, user_ns=module.__dict__)
+    shell.register_magic_function(lambda _line: None, "line", "gpu")
+    # A burst, too: the share of a measured process is that of the measurement.
+    for name in ("gpu", "cpu"):
+        shell.register_magic_function(lambda _line, cell: shell.run_cell(cell).raise_error(), "cell", name)
+    sys.modules["__main__"] = module
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

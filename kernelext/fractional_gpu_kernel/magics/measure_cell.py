@@ -1,0 +1,248 @@
+"""`%%gpu measure`: which share of a GPU suffices for the code of a cell. Imported for the first one.
+
+The code runs in processes of their own, under leases of their own, as `jupyter gpu measure` makes them: copies need a process each. So it
+never runs in this kernel, and finds none of its variables; `--setup` names the cells that make them, by their execution numbers.
+
+The measurement is a child in a session of its own: an interrupt of the kernel reaches it through here only, and it ends when its standard
+input does, with the kernel. The kernel's own lease is not used, and its cell counts as one that needs no GPU; but what that lease holds
+of a device is no spare room.
+"""
+
+import argparse
+import ast
+import contextvars
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Final
+
+from fractional_gpu.core.units import format_memory
+from fractional_gpu.protocol.errors import FractionalGPUError
+from fractional_gpu.protocol.messages import LeaseStatus
+from fractional_gpu_kernel.cells.acquire import RefusedError
+from fractional_gpu_kernel.display.lines import SIMULATED, Bundle, LiveLine, publish
+from fractional_gpu_kernel.magics.arguments import MEASURE, Argument, ArgumentsError
+from fractional_gpu_kernel.settings import Settings
+
+_RUNNER: Final = Path(__file__).with_name("cell_runner.py")
+_SPEAKER: Final = re.compile(r"^jupyter gpu(?: measure)?: ")
+_PART: Final = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
+_OWN: Final = re.compile(r"\s*%%gpu\s+measure\b")
+_NO_MEASUREMENT: Final = "Nothing was measured: "
+_END_S: Final = 30.0  # for programs and leases to end after an interrupt
+_KEPT_LINES: Final = 3
+_WRONG_WORDS, _INTERRUPTED = 2, 128 + signal.SIGINT
+
+
+class MeasurementView:
+    """What a measurement found: remarks and sentences, and the table of all figures."""
+
+    def __init__(self, found: Mapping[str, Any]) -> None:
+        self._sentences = [*found["remarks"], *found["sentences"]]
+        self._table = list(found["table"])
+
+    def __repr__(self) -> str:
+        return "\n".join([*self._sentences, "", *self._table]).rstrip()
+
+    def bundle(self) -> Bundle:
+        """Return text and HTML."""
+        import html  # noqa: PLC0415 - off the kernel's start
+
+        lines = "".join(f"<div>{html.escape(one)}</div>" for one in self._sentences)
+        table = html.escape("\n".join(self._table))
+        return {"text/plain": repr(self), "text/html": f'{lines}<pre style="font-size:90%">{table}</pre>'}
+
+
+def measure_cell(shell: Any, settings: Settings, arguments: argparse.Namespace, cell: str) -> None:  # noqa: ANN401 - IPython is untyped
+    """Measure the cell's code and show what came out, with progress meanwhile.
+
+    Raises ArgumentsError, RefusedError if nothing could be measured, SyntaxError, and KeyboardInterrupt after an interrupt: everything that
+    was started has ended then, and what is known by then is shown.
+    """
+    job = {
+        "setup": _setup(shell, arguments.setup),
+        "cell": _source(shell, "the cell", cell),
+        "from_start": arguments.from_start,
+    }
+    lease = _own_lease(settings)
+    with tempfile.TemporaryDirectory(prefix="gpu-measure-cell-") as folder:
+        file = Path(folder) / "job.json"
+        file.write_text(json.dumps(job), encoding="utf-8")
+        measurement = _Measurement(
+            shell, [*_options(arguments, lease), "--", sys.executable, "-P", str(_RUNNER), str(file)]
+        )
+        measurement.run()
+    measurement.show(lease)
+
+
+def _own_lease(settings: Settings) -> LeaseStatus | None:
+    """Return the kernel's lease; None where the broker does not answer: the measurement starts it again, or says why not."""
+    try:
+        with settings.connect() as client:
+            return client.lease(settings.lease_id)
+    except FractionalGPUError:
+        return None
+
+
+def _options(arguments: argparse.Namespace, lease: LeaseStatus | None) -> list[str]:
+    """Return the options of `jupyter gpu measure`. The pool is the kernel's own where none is named."""
+    found = ["--json", "--end-with-input"]
+    if arguments.pool is None and lease is not None:
+        found += ["--pool", lease.pool]
+    for one in MEASURE.arguments:
+        if one.name not in ("--setup", "--from-start"):
+            found += _given(one, getattr(arguments, one.name.removeprefix("--").replace("-", "_")))
+    return found
+
+
+def _given(option: Argument, value: Any) -> list[str]:  # noqa: ANN401 - argparse's
+    if option.is_flag:
+        return [option.name] if value else []
+    return [f"{option.name}={one}" for one in ([value] if isinstance(value, str) else value or [])]
+
+
+# -- the code ----------------------------------------------------------------------------------------------------------
+
+
+def _source(shell: Any, name: str, text: str) -> str:  # noqa: ANN401 - as above
+    """Return plain Python for a cell's text. Raises SyntaxError, and ArgumentsError for no code at all."""
+    source: str = shell.transform_cell(text)
+    tree = compile(source, f"<{name}>", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    if name == "the cell" and isinstance(tree, ast.Module) and not tree.body:
+        raise ArgumentsError("%%gpu measure: the cell has no code; put what is to be measured below the line")
+    return source
+
+
+def _setup(shell: Any, text: str | None) -> list[tuple[str, str]]:  # noqa: ANN401 - as above
+    """Return name and source of the cells that `--setup` names, in its order. Raises ArgumentsError, SyntaxError."""
+    history: Sequence[str] = shell.history_manager.input_hist_raw
+    found = []
+    for number in setup_numbers(text, last=shell.execution_count - 1) if text is not None else ():
+        raw = history[number] if number < len(history) else ""
+        if not _OWN.match(raw):  # what it ran has left nothing behind in this kernel either
+            found.append((f"cell {number}", _source(shell, f"cell {number}", raw)))
+    return found
+
+
+def setup_numbers(text: str, *, last: int) -> list[int]:
+    """Return the execution numbers that `1-3,5` names, in its order. `last`: that of the newest cell. Raises ArgumentsError."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        match = _PART.fullmatch(part.strip())
+        if match is None:
+            raise ArgumentsError(
+                f"%%gpu measure: --setup is {text[:60]!r}; allowed: execution numbers of cells and ranges of them, such as 1-3,5"
+            )
+        first, final = int(match[1]), int(match[2] or match[1])
+        if not 1 <= first <= final <= last:
+            known = (
+                f"the cells of this session have the numbers 1 to {last}" if last else "no cell has run in this session"
+            )
+            raise ArgumentsError(f"%%gpu measure: --setup names {part.strip()}, but {known}")
+        numbers += range(first, final + 1)
+    return numbers
+
+
+# -- the measurement ---------------------------------------------------------------------------------------------------
+
+
+class _Measurement:
+    """One `jupyter gpu measure` for this cell. One use."""
+
+    def __init__(self, shell: Any, options: Sequence[str]) -> None:  # noqa: ANN401 - as above
+        self._shell = shell
+        self._options = options
+        self._line = LiveLine(shell)
+        self._printed = b""
+        self._complaints: list[str] = []
+        self._status = 0
+
+    def run(self) -> None:
+        """Return when everything has ended, after an interrupt, too; a second one kills it."""
+        self._line.show("The measurement begins. Interrupt the kernel to stop it; what is known by then is shown.")
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "measure", *self._options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert process.stdin is not None  # noqa: S101 - pipes were asked for
+        assert process.stdout is not None  # noqa: S101 - as above
+        assert process.stderr is not None  # noqa: S101 - as above
+        context = contextvars.copy_context()  # so that the progress lands in this cell
+        readers = [
+            threading.Thread(target=self._read_output, args=(process.stdout,), name="gpu-measure-output", daemon=True),
+            threading.Thread(
+                target=context.run, args=(self._read_progress, process.stderr), name="gpu-measure-progress", daemon=True
+            ),
+        ]
+        with process.stdin, process.stdout, process.stderr:
+            try:
+                for reader in readers:
+                    reader.start()
+                self._status = _ended(process, self._line)
+            finally:
+                if process.poll() is None:
+                    process.kill()  # its programs get SIGTERM from the system, and the broker ends their leases
+                    process.wait()
+                for reader in readers:
+                    reader.join()
+                self._line.blank()
+
+    def show(self, lease: LeaseStatus | None) -> None:
+        """Show what was found. Raises ArgumentsError, RefusedError, KeyboardInterrupt."""
+        if self._printed.strip():
+            publish(self._shell, MeasurementView(json.loads(self._printed)))
+        if self._status == _INTERRUPTED:
+            known = "what was known by then is shown" if self._printed.strip() else "nothing was known by then"
+            raise KeyboardInterrupt(f"the measurement was stopped, its programs and leases have ended; {known}")
+        if self._printed.strip():
+            return
+        why = self._complaints[-1] if self._complaints else f"it ended with status {self._status}"
+        if self._status == _WRONG_WORDS:
+            raise ArgumentsError(f"%%gpu measure: {why}")
+        raise RefusedError(f"{_NO_MEASUREMENT}{why}.{_held(lease)}")
+
+    def _read_output(self, pipe: IO[bytes]) -> None:
+        self._printed = pipe.read()
+
+    def _read_progress(self, pipe: IO[bytes]) -> None:
+        for line in pipe:
+            text = _SPEAKER.sub("", line.decode("utf-8", "replace").strip())
+            if text:
+                self._complaints = [*self._complaints[-_KEPT_LINES:], text]
+                self._line.show(f"Measuring: {text}. Interrupt the kernel to stop; what is known by then is shown.")
+
+
+def _ended(process: "subprocess.Popen[bytes]", line: LiveLine) -> int:
+    """Return the process's exit status; an interrupt is passed on to it."""
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGINT)
+        line.show("The measurement stops: its programs and leases end.")
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        return _INTERRUPTED  # the caller kills it
+    # It may have ended by itself just before: the user has interrupted the cell all the same.
+    return _INTERRUPTED
+
+
+def _held(lease: LeaseStatus | None) -> str:
+    """Return what this kernel itself holds, which is no spare room for the measurement; empty: nothing."""
+    if lease is None or not lease.reserved_mib or lease.device_id is None:
+        return ""
+    held = f"{'simulated ' if os.environ.get(SIMULATED) else ''}{lease.device_name or 'device'}"
+    return (
+        f" This kernel itself holds {format_memory(lease.reserved_mib)} of the {held}, which the measurement cannot use: %gpu release in a "
+        "cell before this one frees it until a cell needs it again."
+    )

@@ -1,0 +1,118 @@
+"""When a step is tried again, and when its share is given up."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import pytest
+from msgspec import structs
+
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.commands.measuring import measure as measure_module
+from fractional_gpu.commands.measuring.measure import Measurement, Plan
+from fractional_gpu.commands.measuring.step import DisturbedError, TooSlowError
+from fractional_gpu.commands.measuring.study import LEAST_ROUNDS, Sample, Setting
+from fractional_gpu.commands.measuring.tenants import TenantError
+from fractional_gpu.protocol.errors import ForbiddenError, NoRoomError
+from fractional_gpu.protocol.messages import HostStatus
+from tests.commands.pictures import a_host
+
+ALONE, HALF, QUARTER = Setting(1000, 1), Setting(500, 2), Setting(250, 4)
+PLAN = Plan(
+    command=["program"],
+    pool="default",
+    fractions_milli=None,
+    copies=None,
+    beside=[],
+    memory_mib=None,
+    within_s=1000.0,
+    interval=0.05,
+    most_slower=1.1,
+    may_wait=False,
+)
+Outcome = Callable[[Setting, int], Exception | None]
+
+
+class World:
+    """Clock, broker and steps: `outcome` says what the n-th attempt of a setting raises."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        self.now_s = 0.0
+        self.attempts: list[Setting] = []
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def status(self) -> HostStatus:
+        return structs.replace(a_host(), pools={"default": [1000, 500, 250]})
+
+    def step(self, setting: Setting, limit_s: float) -> Sample:
+        assert limit_s <= PLAN.within_s
+        self.now_s += 2.0
+        self.attempts.append(setting)
+        if error := self.outcome(setting, self.attempts.count(setting)):
+            raise error
+        return Sample(unit_s=0.1, latencies_s=[0.1], measured=setting.tenants)
+
+
+Measure = Callable[[Outcome], tuple[Measurement, World]]
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measure:
+    def run(outcome: Outcome) -> tuple[Measurement, World]:
+        world = World(outcome)
+        monkeypatch.setattr(measure_module, "time", world)
+        monkeypatch.setattr(Measurement, "_step", world.step)
+        measurement = Measurement(PLAN, cast("BrokerClient", world), tmp_path, _began_s=0.0)
+        measurement.run()
+        return measurement, world
+
+    return run
+
+
+def known(measurement: Measurement) -> list[Setting]:
+    return [one.setting for one in measurement.study.findings() if one.slower is not None]
+
+
+def test_undisturbed_rounds_end_when_all_is_known(measured: Measure) -> None:
+    measurement, world = measured(lambda _setting, _count: None)
+    assert known(measurement) == [ALONE, HALF, QUARTER]
+    assert len(world.attempts) == 1 + 3 * LEAST_ROUNDS
+
+
+@pytest.mark.parametrize(
+    "error", [DisturbedError("ada worked"), NoRoomError("the seat is full"), TenantError("status 1")]
+)
+def test_what_may_pass_is_tried_again_at_once(measured: Measure, error: Exception) -> None:
+    measurement, world = measured(lambda setting, count: error if (setting, count) == (HALF, 3) else None)
+    assert known(measurement) == [ALONE, HALF, QUARTER]
+    assert world.attempts.count(HALF) == LEAST_ROUNDS + 1
+    assert measurement.disturbed == ({} if isinstance(error, TenantError) else {str(error): 1})
+
+
+@pytest.mark.parametrize("error", [TenantError("out of memory"), ForbiddenError("not for you"), TooSlowError("slow")])
+def test_what_does_not_pass_leaves_its_share_unknown_and_the_others_known(measured: Measure, error: Exception) -> None:
+    measurement, world = measured(lambda setting, _: error if setting == QUARTER else None)
+    assert known(measurement) == [ALONE, HALF]
+    assert measurement.study.findings()[2].why_not == str(error)
+    assert world.attempts.count(QUARTER) == (2 if isinstance(error, TenantError) else 1)
+
+
+def test_a_share_for_which_there_is_never_room_does_not_keep_the_others_waiting(measured: Measure) -> None:
+    measurement, _ = measured(lambda setting, _: DisturbedError("no room") if setting == QUARTER else None)
+    assert known(measurement) == [ALONE, HALF]
+    assert "no room" in measurement.study.findings()[2].why_not
+
+
+def test_where_nothing_is_measured_alone_no_other_step_is_made_in_vain(measured: Measure) -> None:
+    def outcome(setting: Setting, count: int) -> Exception | None:
+        return DisturbedError("ada worked") if setting == ALONE and 1 < count < 60 else None
+
+    measurement, world = measured(outcome)
+    assert set(world.attempts[:60]) == {ALONE}
+    assert known(measurement) == [ALONE, HALF, QUARTER]
