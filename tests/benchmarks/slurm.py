@@ -1,4 +1,4 @@
-"""How many of 30 jobs of a quarter of a GPU run at once on a real Slurm of two nodes with one simulated GPU each, with and without the agent.
+"""How many of 30 jobs of a quarter of a GPU run at once on a real Slurm of two one-GPU nodes, with and without the agent.
 
     python -m tests.benchmarks.slurm [--jobs 30] [--json]
 

