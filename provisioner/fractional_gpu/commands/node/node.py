@@ -34,6 +34,11 @@ ACTIONS: dict[str, _Entry] = {
 }
 
 EPILOG = """\
+examples:
+  jupyter gpu node install --devices 4      write Slurm's scripts and the agent's unit, and say what to add to slurm.conf
+  jupyter gpu node doctor                   what is wrong on this node, and what to change
+  jupyter gpu node agent --engine slurm     what the unit runs
+
 An administrator's guide, line by line: docs/clusters.md. `jupyter gpu node ACTION --help` explains an action.
 """
 
