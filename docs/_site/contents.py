@@ -7,10 +7,13 @@ SECTIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
         "Notebooks, scripts and programs on a share of a GPU.",
         ("magics", "clients", "measuring", "advice", "nvidia"),
     ),
-    "Run a hub": ("Many users on few GPUs: pools, seats, costs.", ("hub", "tljh", "policies", "costs")),
+    "Run a hub": (
+        "Many users on few GPUs: pools, seats, costs.",
+        ("hub", "tljh", "policies", "costs"),
+    ),
     "Operate": (
         "The broker, what it reports, and what happens when something goes away.",
-        ("broker", "workloads", "clusters", "metrics", "revocation", "audit", "limits"),
+        ("broker", "workloads", "clusters", "kubernetes", "metrics", "revocation", "audit", "limits"),
     ),
     "Understand": (
         "How it decides, what is promised, and what it costs and saves.",

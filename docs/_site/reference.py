@@ -11,6 +11,7 @@ from fractional_gpu.commands.main import COMMANDS, subcommand
 from fractional_gpu.config.traits import GPUBroker
 from fractional_gpu_hub.base import GPUChoiceMixin
 from fractional_gpu_hub.engines import EngineGPUMixin
+from fractional_gpu_hub.engines.kubernetes import FractionalGPUKubeSpawner
 from fractional_gpu_hub.engines.slurm import FractionalGPUSlurmSpawner
 from fractional_gpu_hub.mixin import FractionalGPUMixin
 
@@ -86,6 +87,7 @@ def settings() -> str:
         ("Spawners of one machine", FractionalGPUMixin),
         ("Spawners of a cluster's engine", EngineGPUMixin),
         ("Slurm's spawner", FractionalGPUSlurmSpawner),
+        ("Kubernetes' spawner", FractionalGPUKubeSpawner),
     ):
         parts += [f"## {title}\n", *_traits(kind)]
     return "\n".join(parts)

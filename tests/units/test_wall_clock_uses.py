@@ -51,6 +51,7 @@ ALLOWED = {
     "provisioner/fractional_gpu/broker/seats/seats.py": "as above, and dates of seats",
     "provisioner/fractional_gpu/broker/api/lease_service.py": "dates of leases",
     "provisioner/fractional_gpu/broker/monitoring/watchdog.py": "the date of a line of the log",
+    "provisioner/fractional_gpu/engines/pod_seats.py": "from which day on the meter is asked what a pod used",
     "provisioner/fractional_gpu/engines/agent.py": "the date in a node's summary, by which its readers know an old one",
     "provisioner/fractional_gpu/engines/accounting.py": "which hours of the meter a job's figures may lie in",
     "provisioner/fractional_gpu/engines/job_keeper.py": "as above",

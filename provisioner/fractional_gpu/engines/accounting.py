@@ -6,12 +6,14 @@ Slurm takes a comment on a job that runs. Once the job has ended only the accoun
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.core.metering.usage import MJ_PER_KWH, SHARE_HOUR, Usage
 
 __all__ = ["JobFigures", "figures_of", "sentence_of"]
 
+Job = TypeVar("Job")
 _DAY_S = 86_400
 
 
@@ -25,9 +27,9 @@ class JobFigures:
     written: str = ""
 
 
-def figures_of(client: SeatClient, jobs: Mapping[int, JobFigures]) -> dict[int, dict[str, Usage]]:
-    """Return the figures of each job, by currency. One question for each user. Raises FractionalGPUError."""
-    sums: dict[int, dict[str, Usage]] = {job: {} for job in jobs}
+def figures_of(client: SeatClient, jobs: Mapping[Job, JobFigures]) -> dict[Job, dict[str, Usage]]:
+    """Return the figures of each job or pod, by currency. One question for each user. Raises FractionalGPUError."""
+    sums: dict[Job, dict[str, Usage]] = {job: {} for job in jobs}
     for owner in sorted({one.owner for one in jobs.values()}):
         of = {lease: job for job, one in jobs.items() if one.owner == owner for lease in one.leases}
         if not of:

@@ -96,7 +96,9 @@ class Seats:
         self._changed = asyncio.Event()
         self._unwritten: dict[str, Callable[[], None]] = {}  # by seat: the end that could not be written down
         self.workloads = Workloads(broker, self._seats, gone=self._workload_gone, changed=self._keep)
-        self.draws = SeatDraws(broker, self._seats, self.workloads.check, required=settings.seats_required)
+        self.draws = SeatDraws(
+            broker, self._seats, self.workloads.check, self.workloads.of_pod, required=settings.seats_required
+        )
         self.forecasts = PoolForecasts(broker, settings)
         self._capacity = HostCapacity(broker, self.forecasts, default_milli=settings.default_fraction_milli)
         self.budgets = BudgetKeeper(broker, broker.writer, settings.budgets, self.forecasts.hub)

@@ -22,6 +22,9 @@ ACTIONS: dict[str, _Entry] = {
     "agent": _Entry(f"{_FOLDER}.agent", "give the cluster's engine the numbers of this node's broker, as a service"),
     "prolog": _Entry(f"{_FOLDER}.hooks", "Slurm's Prolog: register a job's share as a seat"),
     "epilog": _Entry(f"{_FOLDER}.hooks", "Slurm's Epilog: end the job's seat"),
+    "worker": _Entry(
+        f"{_FOLDER}.worker", "the checkpoint worker as a service, for a broker in a container without privileges"
+    ),
     "install": _Entry(
         f"{_FOLDER}.install", "write or print the files for a node, and the lines for Slurm's configuration"
     ),
@@ -31,6 +34,11 @@ ACTIONS: dict[str, _Entry] = {
 }
 
 EPILOG = """\
+examples:
+  jupyter gpu node install --devices 4      write Slurm's scripts and the agent's unit, and say what to add to slurm.conf
+  jupyter gpu node doctor                   what is wrong on this node, and what to change
+  jupyter gpu node agent --engine slurm     what the unit runs
+
 An administrator's guide, line by line: docs/clusters.md. `jupyter gpu node ACTION --help` explains an action.
 """
 
