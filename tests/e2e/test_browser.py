@@ -86,6 +86,7 @@ def test_the_panel_does_what_it_says_and_what_jupyterlab_hides_becomes_a_notific
         slowness_is_told(lab, state)
         waits_are_forecast_with_bounds(lab, state)
         a_budget_is_told_once_and_once_more_when_it_is_used_up(lab, state)
+        a_deadline_is_told_and_taken_back(lab, state)
         the_panel_does_not_come_back_with_the_item(lab, state)
         a_kernel_without_a_gpu_is_told_of(world, lab)
 
@@ -189,6 +190,31 @@ def a_budget_is_told_once_and_once_more_when_it_is_used_up(lab: Lab, state: Stat
         tell(lab, state)
         expect(lab.panel).to_contain_text(sentence)
         expect(alerts).to_have_count(told)
+
+
+def a_deadline_is_told_and_taken_back(lab: Lab, state: State) -> None:
+    alerts = lab.page.get_by_role("alert").filter(has_text="goes away at")
+    plain = dict(state["kernels"][0])
+    state["kernels"][0] |= {"goes_away_in_ms": 600_000}
+    state["devices"][0] |= {"draining": True, "goes_away_in_ms": 600_000, "leases_saved": 1}
+    tell(lab, state)
+    expect(alerts).to_have_text(re.compile("Its GPU goes away at .*, and it is saved before"))
+    expect(lab.item).to_contain_text("saved before GPU goes away at")
+    expect(lab.panel).to_contain_text(re.compile("goes away at .*: 1 of its kernels will be saved, 0 cannot be"))
+    state["kernels"][0] |= {"goes_away_in_ms": 500_000, "lost_because": "it is too large"}
+    tell(lab, state)
+    expect(alerts).to_have_text(re.compile("cannot be saved before: save to disk now. Why: it is too large"))
+    expect(lab.item).to_contain_text("cannot be saved, GPU goes away at")
+    lab.picture("deadline")
+    state["kernels"][0] |= {"host_goes_away_in_ms": 30_000}
+    tell(lab, state)
+    expect(alerts).to_have_text(re.compile("Its host goes away at .* with all of its memory: save to a disk"))
+    state["kernels"][0] = plain
+    state["devices"][0] |= {"draining": False, "goes_away_in_ms": None, "leases_saved": 0}
+    tell(lab, state)
+    expect(alerts).to_have_count(0)
+    expect(lab.item).to_contain_text("1/4 GPU · 0 MiB of" if not plain["used_mib"] else "of 256 MiB")
+    expect(lab.panel).not_to_contain_text("Deadline")
 
 
 def the_panel_does_not_come_back_with_the_item(lab: Lab, state: State) -> None:

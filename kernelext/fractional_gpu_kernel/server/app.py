@@ -122,6 +122,9 @@ _KERNEL_FIELDS = (
     "foresight",
     "budget",
     "budget_used_up",
+    "goes_away_in_ms",
+    "lost_because",
+    "host_goes_away_in_ms",
 )
 _DEVICE_FIELDS = (
     "index",
@@ -133,6 +136,9 @@ _DEVICE_FIELDS = (
     "over_committed",
     "lost",
     "draining",
+    "goes_away_in_ms",
+    "leases_saved",
+    "leases_lost",
 )
 _STEP_PERCENT = 5  # of the demand on a device: not each measurement is to be an event
 _TYPES: Mapping[str, Mapping[str, Any]] = {
@@ -152,7 +158,10 @@ _TYPES: Mapping[str, Mapping[str, Any]] = {
     "over_committed": {"type": "boolean"},
     "lost": {"type": "boolean"},
     "draining": {"type": "boolean"},
+    "lost_because": {"type": "string"},
     "position": {"type": ["integer", "null"]},
+    "goes_away_in_ms": {"type": ["integer", "null"]},
+    "host_goes_away_in_ms": {"type": ["integer", "null"]},
     "expected_ms": {"type": ["integer", "null"]},
     "low_ms": {"type": ["integer", "null"]},
     "high_ms": {"type": ["integer", "null"]},

@@ -5,7 +5,7 @@ import { Widget } from '@lumino/widgets';
 
 import { element } from './dom';
 import { GPUState, IDevice } from './state';
-import { deviceLine, facts, hostTitle, possible } from './words';
+import { deadlines, deviceLine, facts, hostTitle, possible } from './words';
 
 const PIN_MINUTES = 30;
 
@@ -72,10 +72,15 @@ export class Panel extends Widget {
       button.disabled = !can[action];
     }
     this._sentence.textContent = kernel.sentence;
-    const rows = facts(kernel, this._state.pinnedUntil(kernel));
+    const deadline = deadlines(
+      kernel,
+      this._state.deadline(kernel.goes_away_in_ms),
+      this._state.deadline(kernel.host_goes_away_in_ms)
+    );
+    const rows = facts(kernel, this._state.pinnedUntil(kernel), deadline);
     this._facts.replaceChildren(...rows.flatMap(([name, value]) => [element('dt', {}, name), element('dd', {}, value)]));
     this._title.textContent = hostTitle(this._state.now);
-    this._devices.replaceChildren(...this._state.now.devices.map(drawn));
+    this._devices.replaceChildren(...this._state.now.devices.map(device => drawn(device, this._state.deadline(device.goes_away_in_ms))));
   }
 
   private _state: GPUState;
@@ -88,8 +93,8 @@ export class Panel extends Widget {
   private _devices = element('ul');
 }
 
-function drawn(device: IDevice): HTMLElement {
-  const text = deviceLine(device);
+function drawn(device: IDevice, goes: Date | null): HTMLElement {
+  const text = deviceLine(device, goes);
   const bar = element('div', { class: 'jp-FractionalGPU-bar', 'aria-hidden': 'true' });
   for (const [kind, mib] of [
     ['reserved', device.reserved_mib],

@@ -247,6 +247,8 @@ class LeaseView:
     expected_by: str = ""  # the sign that says so (`Sign`)
     expected_milli: int = 0  # how likely that cell is, thousandths
     came_early: bool = False  # it was brought back for a cell that was expected, and none has run yet
+    deadline_ms: int | None = None  # the first of its devices goes away then, which is still to come
+    lost_because: str = ""  # why it cannot be saved before, a sentence; empty: it will be
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
