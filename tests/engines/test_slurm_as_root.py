@@ -1,6 +1,5 @@
 """A real Slurm with control groups, as root: whose seat it is, what a job may reach, and what is left when it ends in any way."""
 
-import json
 import os
 import pwd
 import signal
@@ -13,6 +12,7 @@ import pytest
 
 from fractional_gpu.protocol.errors import ConflictError
 from fractional_gpu.protocol.messages import LeaseStatus
+from fractional_gpu.protocol.nodes import parse_summary
 from tests.support.paths import PYTHONPATH, ROOT
 from tests.support.slurm import GRES, Cluster, new_cluster
 from tests.support.slurm_job import JobKernel
@@ -217,7 +217,10 @@ def test_shards_are_pinned_to_the_gpu_that_slurm_chose(tmp_path: Path) -> None:
             assert len(allowed) == 1, said
             assert "Operation not permitted" in said
             assert seat.allowed_devices == [devices[allowed[0]]]
-            until(lambda: "pools" in slurm.node("n1").get("Extra", ""), "the summary is published")
+
+            def published() -> bool:
+                text = slurm.node("n1").get("Extra", "")
+                return bool(text) and parse_summary(text).pools[0].held_milli == 500
+
+            until(published, "the summary has the seat")
             assert "shard:8" in slurm.node("n1")["Gres"]
-            summary = json.loads(slurm.node("n1")["Extra"])
-            assert summary["pools"][0]["held_milli"] == 500
