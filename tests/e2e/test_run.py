@@ -170,7 +170,7 @@ def test_a_server_is_suspended_without_connections_and_back_at_the_first_one(sha
         assert run.await_state("suspended").suspends > lease.suspends
         run.process.send_signal(signal.SIGINT)
         status, complaint = run.end()
-        assert (status, "KeyboardInterrupt" in complaint) == (130, True)
+        assert (status, "KeyboardInterrupt" in complaint) == (130, True), complaint
 
 
 # -- deaths ------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ The notebook's side (`reserve`) needs the standard library only.
 
 import errno
 import os
+import select
 import socket
 import stat
 import struct
@@ -31,6 +32,7 @@ _MOST_ERROR: Final = 300
 _ANSWER_S: Final = 60.0  # reserving takes about a second for each 2 GiB
 _REQUEST_S: Final = 5.0
 _MOST_AT_ONCE: Final = 32
+_PAUSE_S: Final = 0.5  # without a free descriptor
 _PEER: Final = struct.Struct("3i")  # pid, uid, gid
 
 # -- the notebook's side -------------------------------------------------------------------------------------------------
@@ -77,11 +79,14 @@ class DeviceMemoryServer:
         self._listener.bind(str(self._path))
         self._path.chmod(0o666)
         self._listener.listen(_MOST_AT_ONCE)
+        self._listener.setblocking(False)
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="simulated-device-memory", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """End the service; returns when its thread has ended."""
+        self._ended.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
         self._thread.join()
@@ -90,11 +95,20 @@ class DeviceMemoryServer:
         self._store.close()
 
     def _serve(self) -> None:
-        while True:
+        # An `accept` that waits would hold a descriptor meanwhile, and one without a free descriptor must not end this service.
+        ready = select.poll()
+        ready.register(self._listener, select.POLLIN)
+        while not self._ended.is_set():
+            ready.poll()
             try:
                 peer, _ = self._listener.accept()
-            except OSError:
-                return
+            except BlockingIOError:
+                continue  # the peer has gone
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    return  # it was shut down
+                self._ended.wait(_PAUSE_S)
+                continue
             if self._free.acquire(blocking=False):
                 threading.Thread(target=self._answer, args=(peer,), daemon=True).start()
             else:

@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import re
+import shutil  # not at a process's end: imports there make Python forget that an interrupt ended it, and its exit status
 import sqlite3
 import stat
 import threading
@@ -579,8 +580,6 @@ def empty_trash(store: Store) -> None:
 
 def _remove_tree(entry: Path) -> None:
     """Remove what a user's process left, links as links. What cannot be removed now is left to the next one."""
-    import shutil  # noqa: PLC0415 - notebooks import this module
-
     with suppress(FileNotFoundError):
         if entry.is_symlink() or not entry.is_dir():
             entry.unlink()
