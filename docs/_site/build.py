@@ -102,7 +102,9 @@ def write_source(source: Path) -> None:
 def _copy(path: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".md":
-        target.write_text(_for_the_site(path))
+        # A page outside of docs/ is reached by links alone.
+        orphan = "" if path.parent == ROOT / "docs" else "---\norphan: true\n---\n\n"
+        target.write_text(orphan + _for_the_site(path))
     else:
         shutil.copyfile(path, target)
 

@@ -19,7 +19,7 @@ __all__ = ["QUIET", "REASONS", "RUN", "Block", "blocks", "commands", "pages"]
 RUN = ("bash", "python", "ipython", "json", "yaml", "toml", "ini")
 QUIET = ("text", "mermaid")
 """Pictures and output: nothing in them is to be typed."""
-REASONS = ("needs a GPU", "needs a cluster", "needs root", "needs the network", "needs results from a GPU", "takes ")
+REASONS = ("needs a GPU", "needs a cluster", "needs root", "needs the network", "takes ", "tests/")
 _FENCE = re.compile(r"(?P<indent>[ >]*)(?P<fence>```+)(?P<language>\S*)")
 _COMMENT = re.compile(r"<!-- (?:not run: (?P<reason>.+)|(?P<prints>prints)) -->")
 

@@ -166,7 +166,10 @@ class Desk:
             return self._shell(line)
         if "--from-ledger" in words:
             self._compute()
-        with _inside(self.folder), patch("sys.prefix", str(self.world.folder / "prefix")):  # where kernels are installed
+        with (
+            _inside(self.folder),
+            patch("sys.prefix", str(self.world.folder / "prefix")),
+        ):  # where kernels are installed
             done = self.world.command(*words[2:])
         assert done.returncode == 0 or words[2] == "doctor", f"{line}: {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout
@@ -229,7 +232,7 @@ class Desk:
         return printed.getvalue()
 
     def _check_configuration(self, text: str) -> str:
-        file = self.folder / "jupyter_gpu_config.py"
+        file = self.world.folder / "snippet.py"
         file.write_text(text)
         with as_installed("device-kind", self.world.folder / f"kind-{abs(hash(text))}"):
             load(file)
