@@ -21,7 +21,13 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = ROOT / "docs" / "_site"
 _LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)|<img src=\"([^\"]+)\"")
 _EXTERNAL = re.compile(r"https?://[^\s)>\"`]+")
-GENERATED = {"reference/commands": reference.commands, "reference/settings": reference.settings}
+GENERATED = {
+    "reference/commands": reference.commands,
+    "reference/settings": reference.settings,
+    "reference/pools": reference.pools,
+    "reference/errors": reference.errors,
+    "reference/events": reference.events,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

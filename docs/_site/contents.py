@@ -32,7 +32,10 @@ SECTIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
             "driver-errors",
         ),
     ),
-    "Reference": ("Commands and configuration, from the code itself.", ("commands", "routes")),
+    "Reference": (
+        "Commands, settings, pools, errors, events and routes, from the code itself; metrics are in metrics.md.",
+        ("commands", "routes"),
+    ),
     "Change it": ("Add to it, and how it is tested.", ("contributing", "extending", "arbiter-tests", "gpu-tests")),
     "Questions": ("Short answers, and what words mean here.", ("faq", "glossary")),
 }

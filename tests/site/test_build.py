@@ -20,6 +20,9 @@ def test_every_page_is_there_in_a_section_and_from_the_code(site: Path) -> None:
         assert (site / "docs" / f"{page}.html").is_file(), page
     assert "jupyter gpu doctor" in (site / "docs" / "reference" / "commands.html").read_text()
     assert "c.GPUBroker.pools" in (site / "docs" / "reference" / "settings.html").read_text()
+    assert "slowdown_bound" in (site / "docs" / "reference" / "pools.html").read_text()
+    assert "too-many" in (site / "docs" / "reference" / "errors.html").read_text()
+    assert "DeviceDrained" in (site / "docs" / "reference" / "events.html").read_text()
     first = (site / "index.html").read_text()
     for title in contents.SECTIONS:
         assert title in first, title
