@@ -92,7 +92,7 @@ def write_source(source: Path) -> None:
     for name, make in GENERATED.items():
         page = docs / f"{name}.md"
         page.parent.mkdir(exist_ok=True)
-        page.write_text(make())
+        page.write_text(_titled(make()))
     for linked in sorted(_linked_files()):
         target = source / linked.relative_to(ROOT)
         if linked.is_dir():
@@ -116,13 +116,23 @@ def _copy(path: Path, target: Path) -> None:
 
 
 def _for_the_site(path: Path) -> str:
-    """Return the page without links to folders, of which a site has no listing, and with diagrams as text."""
+    """Return the page for readers of a site.
+
+    Links to folders are plain text, because a site has no listing of them; links that are called by their file have the page's title;
+    diagrams are text.
+    """
 
     def plain(match: re.Match[str]) -> str:
         place = path.parent / match[2]
         return match[1] if place.is_dir() else match[0]
 
-    return re.sub(r"\[([^\]]+)\]\(([^)#\s]+)\)", plain, path.read_text()).replace("```mermaid", "```text")
+    text = re.sub(r"\[([^\]]+)\]\(([^)#\s]+)\)", plain, path.read_text()).replace("```mermaid", "```text")
+    return _titled(text)
+
+
+def _titled(text: str) -> str:
+    """Return the text with empty words in links that are called by their file: Sphinx puts the page's title there."""
+    return re.sub(r"\[`?(?:docs/)?[\w-]+\.md`?\]\(((?:docs/|\.\./)?[\w-]+\.md(?:#[\w-]+)?)\)", r"[](\1)", text)
 
 
 def _linked_files() -> set[Path]:
@@ -144,7 +154,7 @@ def _index() -> str:
     body = re.sub(
         r"\[([^\]]+)\]\(([^)#\s]+)\)", lambda match: match[1] if (ROOT / match[2]).is_dir() else match[0], body
     )
-    return f"{body}\n\n```{{toctree}}\n:hidden:\n:maxdepth: 2\n\n{sections}\n```\n"
+    return f"{_titled(body)}\n\n```{{toctree}}\n:hidden:\n:maxdepth: 2\n\n{sections}\n```\n"
 
 
 def _slug(title: str) -> str:

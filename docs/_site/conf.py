@@ -22,4 +22,4 @@ html_theme_options = {
     "footer_start": ["copyright"],
     "footer_end": ["theme-version"],
 }
-copyright = "BSD 3-Clause"  # noqa: A001 - Sphinx's name
+copyright = "the authors, under the BSD 3-Clause licence"  # noqa: A001 - Sphinx's name

@@ -4,6 +4,7 @@ import argparse
 import inspect
 import json
 import re
+import textwrap
 from collections.abc import Iterator
 from types import ModuleType
 from typing import TypeVar
@@ -61,7 +62,8 @@ def _parser(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def _usage(parser: argparse.ArgumentParser) -> str:
-    return re.sub(r"\s+", " ", parser.format_usage()).removeprefix("usage: ").strip()
+    words = re.sub(r"\s+", " ", parser.format_usage()).removeprefix("usage: ").strip()
+    return textwrap.fill(words, 72, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
 def _name(action: argparse.Action) -> str:
