@@ -1,6 +1,5 @@
 """A real Slurm with control groups, as root: whose seat it is, what a job may reach, and what is left when it ends in any way."""
 
-import json
 import os
 import pwd
 import signal
@@ -13,6 +12,7 @@ import pytest
 
 from fractional_gpu.protocol.errors import ConflictError
 from fractional_gpu.protocol.messages import LeaseStatus
+from fractional_gpu.protocol.nodes import parse_summary
 from tests.support.paths import PYTHONPATH, ROOT
 from tests.support.slurm import GRES, Cluster, new_cluster
 from tests.support.slurm_job import JobKernel
@@ -116,8 +116,10 @@ def test_a_jobs_seat_is_for_its_user_and_others_cannot_read_it(slurm: Cluster, n
 
 
 def test_two_jobs_of_one_user_cannot_use_each_others_seat(slurm: Cluster, nodes: list[GPUNode]) -> None:
-    _, first = started(slurm, "own")
+    first = slurm.sbatch("exec sleep 600", HALF, "-w", "n1")
+    slurm.await_job(first, "RUNNING")
     file = nodes[0].seats / f"job-{first}.json"
+    until(file.exists, "the first job has its seat")
     other = JobKernel(slurm.folder / "foreign")
     job = slurm.sbatch(f"export JUPYTER_GPU_SEAT_FILE={file}; {other.command}", HALF, "-w", "n1", "--mem=900")
     slurm.await_job(job, "RUNNING")
@@ -128,7 +130,7 @@ def test_two_jobs_of_one_user_cannot_use_each_others_seat(slurm: Cluster, nodes:
     assert {lease.seat for lease in nodes[0].status().leases} <= {seat_of(nodes[0], first)}
 
 
-def test_a_memory_limit_that_is_too_small_is_named_at_the_start_and_at_the_refusal(
+def test_a_memory_limit_that_is_too_small_is_named_and_a_job_that_it_kills_leaves_nothing(
     slurm: Cluster, nodes: list[GPUNode]
 ) -> None:
     kernel, job = started(slurm, "small", "400")
@@ -140,11 +142,6 @@ def test_a_memory_limit_that_is_too_small_is_named_at_the_start_and_at_the_refus
         with pytest.raises(ConflictError, match=f"job_{job}"):
             client.suspend(lease.lease_id)
     assert kernel.cell(CHECK) == "0\n"
-
-
-def test_a_job_that_its_control_group_kills_leaves_nothing(slurm: Cluster, nodes: list[GPUNode]) -> None:
-    kernel, job = started(slurm, "greedy", "700")
-    assert kernel.cell(FILL.format(seed=2, mib=64)) == "0\n"
     kernel.start_cell("hoard = bytearray(1 << 30); hoard[::4096] = b'x' * len(hoard[::4096])")
     until(lambda: only_lease(nodes[0]).pid is None, "the kernel is killed")
     slurm.cancel(job)
@@ -220,7 +217,10 @@ def test_shards_are_pinned_to_the_gpu_that_slurm_chose(tmp_path: Path) -> None:
             assert len(allowed) == 1, said
             assert "Operation not permitted" in said
             assert seat.allowed_devices == [devices[allowed[0]]]
-            until(lambda: "pools" in slurm.node("n1").get("Extra", ""), "the summary is published")
+
+            def published() -> bool:
+                text = slurm.node("n1").get("Extra", "")
+                return bool(text) and parse_summary(text).pools[0].held_milli == 500
+
+            until(published, "the summary has the seat")
             assert "shard:8" in slurm.node("n1")["Gres"]
-            summary = json.loads(slurm.node("n1")["Extra"])
-            assert summary["pools"][0]["held_milli"] == 500

@@ -71,7 +71,7 @@ class GPUNode:
 
     def start_agent(self, *more: str) -> None:
         """Start the agent, quicker than by default."""
-        words = ["--every", "100ms", "--floor", "200ms", "--jitter", "0", "--look", "500ms", "--comment-every", "1s"]
+        words = ["--every", "500ms", "--floor", "200ms", "--jitter", "0", "--look", "1s", "--comment-every", "2s"]
         command = [*_MAIN, "node", "agent", "--engine", "slurm", "--node", self.node.name, *words, *self.words, *more]
         self.agent = self._start(command, "agent.out")
 

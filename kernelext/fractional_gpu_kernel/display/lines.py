@@ -9,7 +9,6 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fractional_gpu.core.units import format_forecast, format_rough
 from fractional_gpu_kernel.registrations import Registrations
 
 if TYPE_CHECKING:
@@ -114,6 +113,8 @@ def wait_text(progress: "Progress", *, waited_s: float, age_s: float) -> str:
 
     `waited_s` is the time since the wait began, `age_s` the time since the broker sent `progress`.
     """
+    from fractional_gpu.core.units import format_rough  # noqa: PLC0415 - off the kernel's start
+
     facts = [f"place {progress.position} in the queue"] if progress.position is not None else []
     forecast = _left(progress.expected_ms, progress.low_ms, progress.high_ms, int(age_s * 1000))
     if forecast:
@@ -141,6 +142,8 @@ def resizing(status: "LeaseStatus") -> str:
 
 def _left(expected_ms: int | None, low_ms: int | None, high_ms: int | None, passed_ms: int) -> str:
     """Return what is left of a forecast that was made `passed_ms` ago; "" without one."""
+    from fractional_gpu.core.units import format_forecast, format_rough  # noqa: PLC0415 - off the kernel's start
+
     if expected_ms is None:
         return ""
     if expected_ms <= passed_ms:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import quote, unquote
 
 from fractional_gpu import __version__
-from fractional_gpu.core.units import format_duration
 from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableError
 from fractional_gpu.protocol.limits import PROTOCOL_VERSION
 
@@ -123,16 +122,14 @@ def device_deadline(device: "DeviceStatus") -> str:
         for count, what in ((device.leases_saved, "will be saved before"), (device.leases_lost, "cannot be saved"))
         if count
     ]
-    return f"goes away in {format_duration(_seconds(device.goes_away_in_ms))}" + (
-        f": {', '.join(found)}" if found else ""
-    )
+    return f"goes away in {_duration(device.goes_away_in_ms)}" + (f": {', '.join(found)}" if found else "")
 
 
 def gpu_deadline(lease: "LeaseStatus") -> str:
     """Return that a kernel's GPU goes away, when, and what becomes of the kernel's state; empty: it does not."""
     if lease.goes_away_in_ms is None:
         return ""
-    when = f"its GPU goes away in {format_duration(_seconds(lease.goes_away_in_ms))}"
+    when = f"its GPU goes away in {_duration(lease.goes_away_in_ms)}"
     if not lease.lost_because:
         return f"{when}, and it is saved before"
     return f"{when}, and it cannot be saved before: {lease.lost_because}; save to disk now what must not be lost"
@@ -147,13 +144,15 @@ def lease_deadline(lease: "LeaseStatus") -> str:
 
 def host_deadline(left_ms: int) -> str:
     """Return that the host goes away in so long, and what that means."""
-    left = f"goes away in {format_duration(_seconds(left_ms))}" if left_ms else "was to go away by now"
+    left = f"goes away in {_duration(left_ms)}" if left_ms else "was to go away by now"
     return f"its host {left}, with all of its memory: save to a disk that outlives it"
 
 
-def _seconds(ms: int) -> int:
-    """Round up to whole seconds."""
-    return -(-ms // 1000) * 1000
+def _duration(ms: int) -> str:
+    """Return the time in words, rounded up to whole seconds."""
+    from fractional_gpu.core.units import format_duration  # noqa: PLC0415 - kernels load this module at their start
+
+    return format_duration(-(-ms // 1000) * 1000)
 
 
 # -- versions ----------------------------------------------------------------------------------------------------------
