@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.commands.main import COMMANDS
+from fractional_gpu.config import ConfigError
+from fractional_gpu.protocol.errors import FractionalGPUError
 from tests.site.blocks import QUIET, REASONS, RUN, Block, blocks, commands, pages
 from tests.site.desk import Desk, check_arguments, open_desk, says
 from tests.support.paths import ROOT
@@ -98,6 +100,32 @@ def test_a_block_runs(block: Block, desk: Desk) -> None:
     printed = desk.run(block)
     if block in PRINTED:
         assert says(PRINTED[block].text, printed), f"{PRINTED[block]}: the block before it printed\n{printed}"
+
+
+@pytest.mark.parametrize(
+    ("language", "text"),
+    [
+        ("bash", "jupyter gpu pin\n"),
+        ("bash", "jupyter gpu status --nonsense\n"),
+        ("bash", "jupyter gpu status | grep nonsense\n"),
+        ("bash", "jupyter gpu audit --nonsense --follow\n"),
+        ("bash", "jupyter lab --ServerApp.port=nonsense\n"),
+        ("python", "c.GPUBroker.nonsense = 1\n"),
+        ("python", "from fractional_gpu_hub import nonsense\n"),
+        ("ipython", "%gpu nonsense\n"),
+        (
+            "json",
+            '{"metadata": {"kernel_provisioner": {"provisioner_name": "fractional-gpu-provisioner", "config": {"fraction": 7}}}}',
+        ),
+        ("toml", '[project.entry-points."fractional_gpu.devices"]\nother = "nonsense"\n'),
+        ("yaml", "fractional_gpu:\n  pools:\n    one: {nonsense: 1}\n"),
+        ("ini", "[Service]\nExecStart=/opt/jupyter-gpu broker --nonsense-x y --idle-exit\n"),
+    ],
+)
+def test_a_block_that_is_wrong_fails(language: str, text: str, desk: Desk) -> None:
+    desk.prepare()
+    with pytest.raises((AssertionError, FractionalGPUError, ConfigError, ImportError, SystemExit)):
+        desk.run(Block(page="wrong.md", line=1, language=language, text=text))
 
 
 def test_output_is_compared_loosely() -> None:
