@@ -131,8 +131,14 @@ def _for_the_site(path: Path) -> str:
 
 
 def _titled(text: str) -> str:
-    """Return the text with empty words in links that are called by their file: Sphinx puts the page's title there."""
-    return re.sub(r"\[`?(?:docs/)?[\w-]+\.md`?\]\(((?:docs/|\.\./)?[\w-]+\.md(?:#[\w-]+)?)\)", r"[](\1)", text)
+    """Return the text with a page's title in links that are called by their file."""
+
+    def title(match: re.Match[str]) -> str:
+        page = ROOT / "docs" / Path(match[1].partition("#")[0]).name
+        first = page.read_text().partition("\n")[0] if page.is_file() else ""
+        return f"[{first.removeprefix('# ')}]({match[1]})" if first.startswith("# ") else match[0]
+
+    return re.sub(r"\[`?(?:docs/)?[\w-]+\.md`?\]\(((?:docs/|\.\./)?[\w-]+\.md(?:#[\w-]+)?)\)", title, text)
 
 
 def _linked_files() -> set[Path]:

@@ -130,17 +130,12 @@ def pools() -> str:
     ]
     ours = {name: key for name, key in KEYS.items() if name not in HUB_KEYS}
     for title, keys in (("Kernels and devices", ours), ("On a hub", HUB_KEYS)):
-        parts += [f"## {title}\n", "| key | default | example | what it says |\n|---|---|---|---|"]
-        rows = [
-            f"| `{name}` | `{_literal(key.default)}` | `{_literal(key.example)}` | {_cell(key.help)} |"
-            for name, key in keys.items()
-        ]
-        parts.append("\n".join(rows) + "\n")
+        parts.append(f"## {title}\n")
+        for name, key in keys.items():
+            parts.append(f"### {name}\n")
+            parts.append(f"Default: `{json.dumps(key.default)}`; example: `{json.dumps(key.example)}`\n")
+            parts.append(f"{_paragraphs(key.help)}\n")
     return "\n".join(parts)
-
-
-def _literal(value: object) -> str:
-    return _cell(json.dumps(value))
 
 
 def errors() -> str:
@@ -171,10 +166,10 @@ def events() -> str:
         ("Events: what can happen", core_events, core_events.Event),
         ("Effects: what the arbiter asks for", core_effects, core_effects.Effect),
     ):
-        parts += [f"## {title}\n", "| name | fields | meaning |\n|---|---|---|"]
+        parts += [f"## {title}\n", "| name | meaning, and fields |\n|---|---|"]
         for name, kind in _classes(module, base):
             fields = ", ".join(f"`{field}`" for field in inspect.signature(kind).parameters if field != "at_ms")
-            parts.append(f"| `{name}` | {fields} | {_cell(_doc(kind))} |")
+            parts.append(f"| `{name}` | {_cell(_doc(kind))} {f'Fields: {fields}.' if fields else ''} |")
         parts.append("")
     return "\n".join(parts)
 
