@@ -21,7 +21,13 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = ROOT / "docs" / "_site"
 _LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)|<img src=\"([^\"]+)\"")
 _EXTERNAL = re.compile(r"https?://[^\s)>\"`]+")
-GENERATED = {"reference/commands": reference.commands, "reference/settings": reference.settings}
+GENERATED = {
+    "reference/commands": reference.commands,
+    "reference/settings": reference.settings,
+    "reference/pools": reference.pools,
+    "reference/errors": reference.errors,
+    "reference/events": reference.events,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,7 +92,7 @@ def write_source(source: Path) -> None:
     for name, make in GENERATED.items():
         page = docs / f"{name}.md"
         page.parent.mkdir(exist_ok=True)
-        page.write_text(make())
+        page.write_text(_titled(make()))
     for linked in sorted(_linked_files()):
         target = source / linked.relative_to(ROOT)
         if linked.is_dir():
@@ -102,19 +108,37 @@ def write_source(source: Path) -> None:
 def _copy(path: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".md":
-        target.write_text(_for_the_site(path))
+        # A page outside of docs/ is reached by links alone.
+        orphan = "" if path.parent == ROOT / "docs" else "---\norphan: true\n---\n\n"
+        target.write_text(orphan + _for_the_site(path))
     else:
         shutil.copyfile(path, target)
 
 
 def _for_the_site(path: Path) -> str:
-    """Return the page without links to folders, of which a site has no listing, and with diagrams as text."""
+    """Return the page for readers of a site.
+
+    Links to folders are plain text, because a site has no listing of them; links that are called by their file have the page's title;
+    diagrams are text.
+    """
 
     def plain(match: re.Match[str]) -> str:
         place = path.parent / match[2]
         return match[1] if place.is_dir() else match[0]
 
-    return re.sub(r"\[([^\]]+)\]\(([^)#\s]+)\)", plain, path.read_text()).replace("```mermaid", "```text")
+    text = re.sub(r"\[([^\]]+)\]\(([^)#\s]+)\)", plain, path.read_text()).replace("```mermaid", "```text")
+    return _titled(text)
+
+
+def _titled(text: str) -> str:
+    """Return the text with a page's title in links that are called by their file."""
+
+    def title(match: re.Match[str]) -> str:
+        page = ROOT / "docs" / Path(match[1].partition("#")[0]).name
+        first = page.read_text().partition("\n")[0] if page.is_file() else ""
+        return f"[{first.removeprefix('# ')}]({match[1]})" if first.startswith("# ") else match[0]
+
+    return re.sub(r"\[`?(?:docs/)?[\w-]+\.md`?\]\(((?:docs/|\.\./)?[\w-]+\.md(?:#[\w-]+)?)\)", title, text)
 
 
 def _linked_files() -> set[Path]:
@@ -136,7 +160,7 @@ def _index() -> str:
     body = re.sub(
         r"\[([^\]]+)\]\(([^)#\s]+)\)", lambda match: match[1] if (ROOT / match[2]).is_dir() else match[0], body
     )
-    return f"{body}\n\n```{{toctree}}\n:hidden:\n:maxdepth: 2\n\n{sections}\n```\n"
+    return f"{_titled(body)}\n\n```{{toctree}}\n:hidden:\n:maxdepth: 2\n\n{sections}\n```\n"
 
 
 def _slug(title: str) -> str:

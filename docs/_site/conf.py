@@ -12,7 +12,8 @@ exclude_patterns = ["provisioner", "tests", "examples/**/*.md"]
 nitpicky = True
 html_theme = "pydata_sphinx_theme"
 html_title = project
-html_static_path: list[str] = []
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_show_sourcelink = False
 html_copy_source = False
 html_theme_options = {
@@ -22,4 +23,4 @@ html_theme_options = {
     "footer_start": ["copyright"],
     "footer_end": ["theme-version"],
 }
-copyright = "BSD 3-Clause"  # noqa: A001 - Sphinx's name
+copyright = "the authors, under the BSD 3-Clause licence"  # noqa: A001 - Sphinx's name

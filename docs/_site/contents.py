@@ -3,17 +3,22 @@
 from typing import Final
 
 SECTIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
+    "Start": ("Five minutes on your own machine, with or without a GPU.", ("start", "environments")),
     "Use": (
         "Notebooks, scripts and programs on a share of a GPU.",
-        ("magics", "clients", "measuring", "advice", "nvidia"),
+        ("using", "frameworks", "magics", "clients", "measuring", "advice"),
     ),
     "Run a hub": (
         "Many users on few GPUs: pools, seats, costs.",
         ("hub", "tljh", "policies", "costs"),
     ),
+    "Run a cluster": (
+        "Shares of GPUs for the jobs of Slurm and the pods of Kubernetes.",
+        ("clusters", "kubernetes", "workloads", "cluster-simulation"),
+    ),
     "Operate": (
-        "The broker, what it reports, and what happens when something goes away.",
-        ("broker", "workloads", "clusters", "kubernetes", "metrics", "revocation", "audit", "limits"),
+        "Install, look after and mend it; what happens when something goes away.",
+        ("operating", "troubleshooting", "broker", "nvidia", "metrics", "revocation", "audit", "limits"),
     ),
     "Understand": (
         "How it decides, what is promised, and what it costs and saves.",
@@ -23,12 +28,15 @@ SECTIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
             "promises",
             "forecasts",
             "simulator",
-            "cluster-simulation",
             "benchmarks",
             "driver-errors",
         ),
     ),
-    "Reference": ("Commands and configuration, from the code itself.", ("commands", "routes")),
-    "Change it": ("Add to it, and how it is tested.", ("extending", "arbiter-tests", "gpu-tests")),
+    "Reference": (
+        "Commands, settings, pools, errors, events and routes, from the code itself; metrics are in metrics.md.",
+        ("commands", "routes"),
+    ),
+    "Change it": ("Add to it, and how it is tested.", ("contributing", "extending", "arbiter-tests", "gpu-tests")),
+    "Questions": ("Short answers, and what words mean here.", ("faq", "glossary")),
 }
 """Section -> a sentence about it, and its pages: names of files in docs/ without `.md`."""

@@ -1,19 +1,31 @@
-"""The pages of the reference that are made from the code: commands from their parsers, settings from their help."""
+"""The pages of the reference that are made from the code: parsers of commands, help of settings, classes of errors and events."""
 
 import argparse
+import inspect
+import json
 import re
+import textwrap
 from collections.abc import Iterator
+from types import ModuleType
+from typing import TypeVar
 
 from traitlets import Undefined
 from traitlets.config import Configurable
 
 from fractional_gpu.commands.main import COMMANDS, subcommand
+from fractional_gpu.config.hub import HUB_KEYS
+from fractional_gpu.config.pools import KEYS
 from fractional_gpu.config.traits import GPUBroker
+from fractional_gpu.core import effects as core_effects
+from fractional_gpu.core import events as core_events
+from fractional_gpu.protocol import errors as protocol_errors
 from fractional_gpu_hub.base import GPUChoiceMixin
 from fractional_gpu_hub.engines import EngineGPUMixin
 from fractional_gpu_hub.engines.kubernetes import FractionalGPUKubeSpawner
 from fractional_gpu_hub.engines.slurm import FractionalGPUSlurmSpawner
 from fractional_gpu_hub.mixin import FractionalGPUMixin
+
+T = TypeVar("T")
 
 
 def commands() -> str:
@@ -50,7 +62,8 @@ def _parser(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def _usage(parser: argparse.ArgumentParser) -> str:
-    return re.sub(r"\s+", " ", parser.format_usage()).removeprefix("usage: ").strip()
+    words = re.sub(r"\s+", " ", parser.format_usage()).removeprefix("usage: ").strip()
+    return textwrap.fill(words, 72, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
 def _name(action: argparse.Action) -> str:
@@ -107,6 +120,73 @@ def _traits(kind: type[Configurable]) -> Iterator[str]:
         yield f"### c.{kind.__name__}.{name}\n"
         yield f"{type(trait).__name__}; default: `{default}`\n"
         yield f"{_paragraphs(trait.help)}\n"
+
+
+def pools() -> str:
+    """Return the page of all keys of a pool, from the table that parses them."""
+    parts = [
+        "# Every key of a pool\n",
+        "`c.GPUBroker.pools = {'NAME': {KEY: VALUE}}`. [policies.md](../policies.md) says what the keys are for.\n",
+    ]
+    ours = {name: key for name, key in KEYS.items() if name not in HUB_KEYS}
+    for title, keys in (("Kernels and devices", ours), ("On a hub", HUB_KEYS)):
+        parts.append(f"## {title}\n")
+        for name, key in keys.items():
+            parts.append(f"### {name}\n")
+            parts.append(f"Default: `{json.dumps(key.default)}`; example: `{json.dumps(key.example)}`\n")
+            parts.append(f"{_paragraphs(key.help)}\n")
+    return "\n".join(parts)
+
+
+def errors() -> str:
+    """Return the page of all error codes."""
+    kinds = [kind for _, kind in _classes(protocol_errors, protocol_errors.FractionalGPUError)]
+    rows = [f"| `{kind.code}` | {kind.status} | `{kind.__name__}` | {_cell(_doc(kind))} |" for kind in kinds]
+    parts = [
+        "# Every error code\n",
+        (
+            'A refusal of the broker is `{"error": {"code", "reason", "message"}}` with an HTTP status. The message is for people; a '
+            "program goes by the code, and by the reason where it refines the code. In Python they are classes of "
+            "`fractional_gpu.protocol.errors`.\n"
+        ),
+        "| code | status | class | meaning |\n|---|---|---|---|",
+        *rows,
+        "\n[limits.md](../limits.md) has each limit with its answer, [routes.md](../routes.md) who may ask what.\n",
+    ]
+    return "\n".join(parts)
+
+
+def events() -> str:
+    """Return the page of the arbiter's events and effects."""
+    parts = [
+        "# Every event and effect\n",
+        "The arbiter is one function from an event to a list of effects, without a clock. A recorded log has these names and fields.\n",
+    ]
+    for title, module, base in (
+        ("Events: what can happen", core_events, core_events.Event),
+        ("Effects: what the arbiter asks for", core_effects, core_effects.Effect),
+    ):
+        parts += [f"## {title}\n", "| name | meaning, and fields |\n|---|---|"]
+        for name, kind in _classes(module, base):
+            fields = ", ".join(f"`{field}`" for field in inspect.signature(kind).parameters if field != "at_ms")
+            parts.append(f"| `{name}` | {_cell(_doc(kind))} {f'Fields: {fields}.' if fields else ''} |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _classes(module: ModuleType, base: type[T]) -> list[tuple[str, type[T]]]:
+    """Return the module's own subclasses, in the order of the source."""
+    found = [
+        (name, kind)
+        for name, kind in vars(module).items()
+        if isinstance(kind, type) and issubclass(kind, base) and kind is not base and kind.__module__ == module.__name__
+    ]
+    return sorted(found, key=lambda pair: inspect.getsourcelines(pair[1])[1])
+
+
+def _doc(kind: type) -> str:
+    """Return the class's documentation in one line."""
+    return " ".join((inspect.getdoc(kind) or "").split())
 
 
 def _paragraphs(text: str) -> str:

@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 
 from docs._site import build, contents
+from docs._site.pictures import floors, pictures
+from fractional_gpu.core.model import LeaseState
+from tests.support.paths import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +23,9 @@ def test_every_page_is_there_in_a_section_and_from_the_code(site: Path) -> None:
         assert (site / "docs" / f"{page}.html").is_file(), page
     assert "jupyter gpu doctor" in (site / "docs" / "reference" / "commands.html").read_text()
     assert "c.GPUBroker.pools" in (site / "docs" / "reference" / "settings.html").read_text()
+    assert "slowdown_bound" in (site / "docs" / "reference" / "pools.html").read_text()
+    assert "too-many" in (site / "docs" / "reference" / "errors.html").read_text()
+    assert "DeviceDrained" in (site / "docs" / "reference" / "events.html").read_text()
     first = (site / "index.html").read_text()
     for title in contents.SECTIONS:
         assert title in first, title
@@ -54,3 +60,17 @@ def test_a_link_to_no_heading_ends_the_build(tmp_path: Path, monkeypatch: pytest
     assert build.main([str(tmp_path / "out")]) == 1
     (docs / "one.md").write_text("# One\n\n[there](two.md#two)\n")
     assert build.main([str(tmp_path / "out")]) == 0
+
+
+@pytest.mark.parametrize("name", pictures())
+def test_a_picture_is_what_it_is_drawn_from(name: str) -> None:
+    assert (ROOT / "docs" / name).read_text() == pictures()[name], "`python -m docs._site.pictures` draws it anew"
+
+
+def test_pictures_show_every_room_and_state() -> None:
+    drawn = pictures()
+    for room in [room for floor in floors() for room in floor]:
+        assert f">{room}</text>" in drawn["house.svg"]
+    for state in set(LeaseState) - {LeaseState.ENDED}:
+        assert f">{state.value}</text>" in drawn["states.svg"]
+    assert "prefers-reduced-motion" in drawn["taking-turns.svg"]
