@@ -231,6 +231,9 @@ class Desk:
         with (
             _inside(self.folder),
             patch.dict(os.environ, {**self.world.environment, "JUPYTER_GPU_MEMORY_FRACTION": "0.2266"}, clear=True),
+            patch(
+                "sys.meta_path", [*sys.meta_path]
+            ),  # a block may watch imports; another test's watcher must not meet that one
             redirect_stdout(printed),
             as_installed("spawner", Path(self.world.folder, f"spawner-{block.line}")),
         ):
