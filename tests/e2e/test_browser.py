@@ -10,10 +10,12 @@ from fractional_gpu.protocol.messages import ResizeRequest
 from fractional_gpu_kernel.server.app import STATE_ID
 from tests.e2e.browser import Lab, opened_lab
 from tests.labextension.conftest import State
+from tests.support.axe import SMALL_PX, assert_accessible
 from tests.support.stories import CHECK, fill
 from tests.support.world import World
 
 KERNEL = "Python 3 · 3/4 GPU"
+OURS = ".jp-FractionalGPU-item, .jp-FractionalGPU-panel"
 BUSY = """
 import pathlib, time
 while not pathlib.Path({go!r}).exists():
@@ -97,10 +99,12 @@ def the_panels_buttons_act(lab: Lab) -> None:
         lab.panel.get_by_role("button", name=name) for name in ("Suspend", "Resume", "Keep for 30 min", "Unpin")
     )
     expect(lab.panel).to_be_focused()
-    suspend.click()
+    suspend.focus()
+    lab.page.keyboard.press("Enter")
     expect(lab.panel.get_by_role("status")).to_contain_text("Suspend: done, ")
     expect(lab.item).to_contain_text("1/4 GPU · suspended (simulated)")
     expect(suspend).to_be_disabled()
+    expect(lab.panel).to_be_focused()
     resume.click()
     expect(lab.panel.get_by_role("status")).to_contain_text("Resume: done, ")
     expect(lab.item).to_contain_text("of 256 MiB")
@@ -108,8 +112,28 @@ def the_panels_buttons_act(lab: Lab) -> None:
     expect(lab.item).to_contain_text("pinned (simulated)")
     expect(lab.panel).to_contain_text("until ")
     lab.picture("panel")
+    assert_accessible(lab.page, OURS)
+    the_panel_fits_a_small_screen(lab)
     unpin.click()
     expect(lab.item).not_to_contain_text("pinned")
+
+
+def the_panel_fits_a_small_screen(lab: Lab) -> None:
+    """The item is beyond the screen's edge, where JupyterLab has no room for it; the keyboard reaches it."""
+    size = lab.page.viewport_size
+    assert size is not None
+    lab.page.keyboard.press("Escape")
+    expect(lab.panel).to_be_hidden()
+    lab.page.set_viewport_size({"width": SMALL_PX, "height": size["height"]})
+    lab.item.focus()
+    lab.page.keyboard.press("Enter")
+    expect(lab.panel).to_be_focused()
+    box = lab.panel.bounding_box()
+    assert box is not None
+    assert 0 <= box["x"] <= box["x"] + box["width"] <= SMALL_PX, box
+    assert not lab.panel.evaluate("panel => panel.scrollWidth > panel.clientWidth"), "only lines go beyond the panel"
+    assert_accessible(lab.page, OURS)
+    lab.page.set_viewport_size(size)
 
 
 def a_new_size_becomes_the_kernels_name(world: World, lab: Lab) -> None:
@@ -132,6 +156,7 @@ def the_panel_is_there_in_the_dark_and_goes_at_a_click_beside_it(lab: Lab) -> No
     lab.item.click()
     expect(lab.panel).to_be_visible()
     lab.picture("panel-dark")
+    assert_accessible(lab.page, OURS)
     lab.page.locator(".jp-NotebookPanel").click(position={"x": 300, "y": 300})
     expect(lab.panel).to_be_hidden()
 
