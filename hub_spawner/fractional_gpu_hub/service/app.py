@@ -29,6 +29,7 @@ from fractional_gpu.protocol.errors import BadRequestError, FractionalGPUError
 from fractional_gpu_hub.service.actions import Actions
 from fractional_gpu_hub.service.broker_follower import BrokerFollower
 from fractional_gpu_hub.service.configuration import ADMIN_SCOPE, READ_SCOPE
+from fractional_gpu_hub.service.pool_settings import pool_settings
 from fractional_gpu_hub.service.usage import BY, DATES, PERIODS, Chosen, Figures, chosen, csv_of, shown, stylesheet
 from fractional_gpu_hub.service.views import Viewer, view_of
 
@@ -183,7 +184,10 @@ class _Html(_Base):
 class _Page(_Html):
     def get(self) -> None:
         xsrf = self.xsrf_token
-        self.show("page.html", view=self.view(), xsrf=xsrf.decode() if isinstance(xsrf, bytes) else xsrf)
+        self.show(
+            "page.html", view=self.view(), xsrf=xsrf.decode() if isinstance(xsrf, bytes) else xsrf,
+            settings=pool_settings() if self.viewer.admin else None,
+        )  # fmt: skip
 
 
 class _OwnUsage(_Html):
