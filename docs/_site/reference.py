@@ -9,6 +9,10 @@ from traitlets.config import Configurable
 
 from fractional_gpu.commands.main import COMMANDS, subcommand
 from fractional_gpu.config.traits import GPUBroker
+from fractional_gpu_hub.base import GPUChoiceMixin
+from fractional_gpu_hub.engines import EngineGPUMixin
+from fractional_gpu_hub.engines.kubernetes import FractionalGPUKubeSpawner
+from fractional_gpu_hub.engines.slurm import FractionalGPUSlurmSpawner
 from fractional_gpu_hub.mixin import FractionalGPUMixin
 
 
@@ -79,7 +83,11 @@ def settings() -> str:
     ]
     for title, kind in (
         ("The broker, in `jupyter_gpu_config.py`", GPUBroker),
-        ("Spawners, in `jupyterhub_config.py`", FractionalGPUMixin),
+        ("All spawners, in `jupyterhub_config.py`", GPUChoiceMixin),
+        ("Spawners of one machine", FractionalGPUMixin),
+        ("Spawners of a cluster's engine", EngineGPUMixin),
+        ("Slurm's spawner", FractionalGPUSlurmSpawner),
+        ("Kubernetes' spawner", FractionalGPUKubeSpawner),
     ):
         parts += [f"## {title}\n", *_traits(kind)]
     return "\n".join(parts)

@@ -26,6 +26,7 @@ from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.client.state_folder import SERVICE_STATE, is_network
 from fractional_gpu.config import ConfigError, load
 from fractional_gpu.protocol.errors import FractionalGPUError
+from fractional_gpu_hub.engines import EngineGPUMixin
 from fractional_gpu_hub.mixin import FractionalGPUMixin
 from fractional_gpu_hub.seats import BROKER_SERVICE, start_with_hub
 
@@ -59,6 +60,8 @@ def configure(
     """
     if isinstance(spawner, str) and spawner not in SPAWNERS:
         _check_registered(spawner)
+    elif isinstance(spawner, type):
+        _check_needs_broker(spawner, spawner.__name__)
     if broker not in {"auto", "managed", "system"}:
         raise ConfigError(f"{_WHERE}: broker = {broker!r}: allowed: 'auto', 'managed' or 'system'")
     path = socket or _socket(broker)
@@ -88,10 +91,21 @@ def _check_registered(name: str) -> None:
         raise ConfigError(
             f"{_WHERE}: spawner = {name!r}: {registered[name].value} cannot be imported: {error}"
         ) from None
+    if isinstance(kind, type):
+        _check_needs_broker(kind, name)
     if not (isinstance(kind, type) and issubclass(kind, FractionalGPUMixin)):
         raise ConfigError(
             f"{_WHERE}: spawner = {name!r}: {registered[name].value} has no FractionalGPUMixin; allowed: {', '.join(SPAWNERS)}, or a "
             "spawner with it"
+        )
+
+
+def _check_needs_broker(kind: type, name: str) -> None:
+    """Raise ConfigError for a spawner of a cluster's engine: its hub has no broker to set up."""
+    if issubclass(kind, EngineGPUMixin):
+        raise ConfigError(
+            f"{_WHERE}: spawner = {name!r}: its servers get their GPUs from the cluster's nodes, and the hub runs no broker for it; leave "
+            f"configure(...) out, and set c.JupyterHub.spawner_class = {name!r} and its own settings (docs/hub.md, A cluster)"
         )
 
 

@@ -15,12 +15,11 @@ import hashlib
 import inspect
 import os
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from traitlets import Bool, Float, Unicode, default
-from traitlets.config import Configurable, LoggingConfigurable
+from traitlets import Float, Unicode, default
 
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.client.seat import SEAT_FILE_VARIABLE, Seat, write_seat
@@ -28,58 +27,24 @@ from fractional_gpu.core.units import format_forecast, format_fraction
 from fractional_gpu.protocol.errors import FractionalGPUError, NotFoundError
 from fractional_gpu.protocol.messages import ProgressKind
 from fractional_gpu.protocol.seats import OfferRequest, Offers, SeatProgress, SeatRequest
-from fractional_gpu_hub.options import FIELD, KEYS, Choice, OptionsError, gpu_form, options_of_form, parse_options
+from fractional_gpu_hub.base import GPUChoiceMixin, free_fractions
+from fractional_gpu_hub.options import Choice
 from fractional_gpu_hub.seats import (
     SEAT_WAIT,
     AsyncSeatClient,
-    ProgressLog,
     prepare_seat_folder,
-    spawn_ended,
     spawn_error,
     spawn_error_of,
-    spawn_failed,
     start_reconciling,
 )
-
-if TYPE_CHECKING:
-
-    class _Spawner(LoggingConfigurable):
-        """JupyterHub's Spawner for the type checker, as far as the mixin uses it; JupyterHub documents each attribute."""
-
-        user: Any
-        hub: Any
-        orm_spawner: Any
-        name: str
-        options_form: Any
-        apply_user_options: Any
-        user_options: dict[str, Any]
-        start_timeout: int
-        http_timeout: int
-        _log_name: str
-
-        async def get_options_form(self) -> str: ...
-        def run_options_from_form(self, form_data: Mapping[str, list[str]]) -> dict[str, Any]: ...
-        def options_from_query(self, query_data: Mapping[str, list[str]]) -> dict[str, Any]: ...
-        async def start(self) -> Any: ...  # noqa: ANN401
-        async def poll(self) -> int | None: ...
-        def run_post_stop_hook(self) -> Any: ...  # noqa: ANN401
-        def get_state(self) -> dict[str, Any]: ...
-        def load_state(self, state: dict[str, Any]) -> None: ...
-        def clear_state(self) -> None: ...
-        def get_env(self) -> dict[str, str]: ...
-        def get_args(self) -> list[str]: ...
-        def progress(self) -> AsyncGenerator[dict[str, Any], None]: ...
-else:
-    _Spawner = Configurable  # at run time the spawner's own class stands behind the mixin
 
 _STATE = "gpu_seat"
 _SERVER_START_S = 60  # for the server itself, once it has its seat
 _RELEASE_S = 5.0  # for a broker that does not answer when a server ends; a seat that is left is given back later
 _TTL_MS = 600_000  # beyond the start: until the hub has saved its state
-_SPEC_MANAGER = "fractional_gpu.SeatKernelSpecManager"
 
 
-class FractionalGPUMixin(_Spawner):
+class FractionalGPUMixin(GPUChoiceMixin):
     """Adds a choice of GPU, a seat and its file to a spawner. Put it before the spawner's class."""
 
     gpu_socket: Unicode[str, str | bytes] = Unicode(
@@ -113,29 +78,12 @@ class FractionalGPUMixin(_Spawner):
         Example: c.FractionalGPUMixin.gpu_broker_patience = 60
         """,
     )
-    gpu_allow_without: Bool[bool, bool | int] = Bool(
-        default_value=True,
-        config=True,
-        help="""Whether servers may be started without a GPU.
-
-        Example: c.FractionalGPUMixin.gpu_allow_without = False
-        """,
-    )
-    gpu_filter_kernels: Bool[bool, bool | int] = Bool(
-        default_value=True,
-        config=True,
-        help="""Whether the launcher shows only kernels that fit into the server's share of a GPU.
-
-        Example: c.FractionalGPUMixin.gpu_filter_kernels = False
-        """,
-    )
 
     def __init__(self, **kwargs: Any) -> None:  # noqa: ANN401 - the spawner's
         super().__init__(**kwargs)
         self._gpu_seat: dict[str, Any] | None = None
         self._gpu_confirmed = False
         self._gpu_over: list[dict[str, Any]] = []  # seats to give back
-        self._gpu_progress = ProgressLog()
 
     @default("gpu_socket")
     def _gpu_socket_default(self) -> str:
@@ -148,10 +96,6 @@ class FractionalGPUMixin(_Spawner):
     @default("start_timeout")
     def _gpu_start_timeout_default(self) -> int:
         return int(self.gpu_wait) + _SERVER_START_S
-
-    @default("apply_user_options")
-    def _gpu_apply_user_options_default(self) -> Any:  # noqa: ANN401 - a hook of JupyterHub's
-        return check_options
 
     # -- for the spawner of each engine to override -----------------------------------------------------------------------------
 
@@ -172,11 +116,6 @@ class FractionalGPUMixin(_Spawner):
         ids = self.gpu_user_ids()
         return os.getuid() if ids is None else ids[0]
 
-    async def gpu_prepare(self) -> None:
-        """Fit the spawner's settings to the seat, if there is one: called right before the server is started."""
-
-    # -- options -------------------------------------------------------------------------------------------------------------
-
     @property
     def gpu_seat(self) -> Mapping[str, Any] | None:
         """The seat of the server that runs: its id, pool, fraction and file; None: it has none."""
@@ -186,91 +125,17 @@ class FractionalGPUMixin(_Spawner):
     def _gpu_client(self) -> AsyncSeatClient:
         return AsyncSeatClient(self.gpu_socket, patience_s=self.gpu_broker_patience)
 
-    def _gpu_groups(self) -> list[str]:
-        return sorted(group.name for group in self.user.groups)
-
-    def gpu_choice(self, options: object) -> Choice:
-        """Return what was chosen. Raises the error that stops the spawn, and logs the user and the reason."""
-        # With a form or a hook of its own, the spawner below has options of its own, which are not checked here.
-        hook = getattr(self, "apply_user_options", None)  # new in JupyterHub 5.3
-        has_others = bool(self.options_form) or hook not in {None, check_options}
-        try:
-            choice = parse_options(options, others=None if has_others else ())
-        except OptionsError as error:
-            self.log.warning("User options of %s were refused: %s", self._log_name, error)
-            raise spawn_error(str(error), reason="gpu-options") from None
-        if choice.without and not self.gpu_allow_without:
-            raise spawn_error(
-                "a server without a GPU was chosen, and this hub does not offer one; choose a fraction",
-                reason="gpu-options",
-            )
-        return choice
-
-    async def get_options_form(self) -> str:
-        """Return the form of the spawner below, if it has one, and the choice of a GPU."""
-        below = await super().get_options_form() or ""
-        last = self.orm_spawner.user_options if self.orm_spawner is not None else None
-        chosen, without = None, False
-        with contextlib.suppress(OptionsError):
-            choice = parse_options(last or {}, others=None)
-            without = choice.without
-            if choice.pool is not None and choice.fraction_milli is not None:
-                chosen = (choice.pool, choice.fraction_milli)
-        offers, problem = None, ""
-        try:
-            offers = await self._gpu_offers()
-        except FractionalGPUError as error:
-            self.log.warning("The spawn page has no GPUs to offer: %s", error)
-            problem = "No GPU can be chosen now: the GPU broker does not answer. Try again in a moment."
-        form = gpu_form(offers, chosen=chosen, without=without, allow_without=self.gpu_allow_without, problem=problem)
-        return f"{below}\n{form}" if below else form
-
-    async def _gpu_offers(self) -> Offers:
+    async def gpu_offers(self) -> Offers:
+        """Return what the broker offers this user. Raises FractionalGPUError. Cancelled: the call ends by itself."""
         return await self._gpu_client.offers(self._gpu_offer_request())
 
     def _gpu_offer_request(self) -> OfferRequest:
         return OfferRequest(owner=self.user.name, groups=self._gpu_groups(), server=self.name)
 
-    def run_options_from_form(self, form_data: Mapping[str, list[str]]) -> dict[str, Any]:
-        """Read our field of the form; the rest is the spawner's below."""
-        rest = {name: values for name, values in form_data.items() if name not in {FIELD, "_xsrf"}}
-        below = super().run_options_from_form(rest) if rest else {}
-        return {**below, **self._gpu_options_of(form_data)}
-
-    def options_from_query(self, query_data: Mapping[str, list[str]]) -> dict[str, Any]:
-        """Read our part of a link such as `/hub/spawn?opt-gpu=default/250`."""
-        rest = {name: values for name, values in query_data.items() if name not in {FIELD, *KEYS}}
-        below = super().options_from_query(rest) if rest else {}
-        return {**below, **self._gpu_options_of(query_data)}
-
-    def _gpu_options_of(self, form_data: Mapping[str, list[str]]) -> dict[str, Any]:
-        try:
-            return options_of_form(form_data)
-        except OptionsError as error:
-            self.log.warning("The form of %s was refused: %s", self._log_name, error)
-            raise spawn_error(str(error), reason="gpu-options") from None
-
     # -- the seat ------------------------------------------------------------------------------------------------------------
 
-    async def start(self) -> Any:  # noqa: ANN401 - as the spawner below
-        """Take a seat, then start the server. After a failure or a cancellation the hub's clean-up gives the seat back."""
-        try:
-            choice = self.gpu_choice(self.user_options)
-            if not choice.without:
-                await self._gpu_take(choice)
-            await self.gpu_prepare()
-            self._gpu_progress.add(80, "Starting the server")
-            started = await super().start()
-        except BaseException as error:
-            spawn_failed(error)
-            raise
-        else:
-            spawn_ended("without" if choice.without else "gpu")
-            return started
-        finally:
-            self._gpu_progress.close()
-
-    async def _gpu_take(self, choice: Choice) -> None:
+    async def gpu_take(self, choice: Choice) -> None:
+        """Take a seat. After a failure or a cancellation the hub's clean-up gives it back."""
         request = await self._gpu_request(choice)
         wanted = f"{format_fraction(request.fraction_milli)} GPU of pool {request.pool}"
         self._gpu_progress.add(5, f"Asking for {wanted}")
@@ -302,13 +167,10 @@ class FractionalGPUMixin(_Spawner):
         pool, milli = choice.pool, choice.fraction_milli
         if pool is None or milli is None:
             try:
-                offers = await self._gpu_offers()
+                offers = await self.gpu_offers()
             except FractionalGPUError as error:
                 raise spawn_error_of(error) from error
-            pool, milli = pool or offers.default_pool, milli or offers.default_fraction_milli
-            if not pool:
-                why = "; ".join(offer.why_not for offer in offers.pools) or "there is no pool of GPUs for you"
-                raise spawn_error(f"{why}; choose a server without a GPU (fraction 'none')", reason="no-pool")
+            pool, milli = self.gpu_wanted(choice, offers)
         patience_s = max(0.0, min(self.gpu_wait, self.start_timeout - _SERVER_START_S / 2))
         return SeatRequest(
             owner=self.user.name,
@@ -329,14 +191,7 @@ class FractionalGPUMixin(_Spawner):
             offers = await AsyncSeatClient(self.gpu_socket, patience_s=0).offers(self._gpu_offer_request())
         except FractionalGPUError:
             return ""
-        free = [
-            f"{format_fraction(one.fraction_milli)} GPU of pool {pool.pool}"
-            for pool in offers.pools
-            if not pool.why_not
-            for one in pool.fractions
-            if one.free
-        ]
-        return f"What you can have now: {', '.join(free)}." if free else ""
+        return free_fractions(offers)
 
     def _gpu_keep(self, request: SeatRequest, granted: SeatProgress) -> None:
         """Write the seat's file for the server."""
@@ -432,34 +287,16 @@ class FractionalGPUMixin(_Spawner):
         if self._gpu_seat is not None:
             self._gpu_over.append(self._gpu_seat)
         self._gpu_seat, self._gpu_confirmed = None, False
-        self._gpu_progress.begin()  # the hub clears the state before it starts a server
 
     def get_env(self) -> dict[str, str]:
-        """Return the server's environment: the path of its seat's file, and no visible GPU."""
+        """Return the server's environment: the path of its seat's file."""
         environment: dict[str, str] = super().get_env()
-        environment["CUDA_VISIBLE_DEVICES"] = ""
         environment["JUPYTER_GPU_SOCKET"] = self.gpu_socket_path()
         if self._gpu_seat is not None:
             environment[SEAT_FILE_VARIABLE] = self.gpu_seat_path(Path(self._gpu_seat["file"]))
             environment["JUPYTER_GPU_DEFAULT_POOL"] = self._gpu_seat["pool"]
             environment["JUPYTER_GPU_DEFAULT_FRACTION"] = f"{self._gpu_seat['fraction_milli']}m"
         return environment
-
-    def get_args(self) -> list[str]:
-        """Return the server's arguments: its launcher shows the kernels that fit into its seat."""
-        arguments: list[str] = list(super().get_args())
-        if self.gpu_filter_kernels:
-            arguments.append(f"--ServerApp.kernel_spec_manager_class={_SPEC_MANAGER}")
-        return arguments
-
-    async def progress(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield this mixin's events from the beginning, to each viewer, then the spawner's own."""
-        async with contextlib.aclosing(self._gpu_progress.follow()) as events:
-            async for event in events:
-                yield event
-        async with contextlib.aclosing(super().progress()) as events:
-            async for event in events:
-                yield event
 
 
 def _waiting(line: SeatProgress) -> str:
@@ -470,11 +307,6 @@ def _waiting(line: SeatProgress) -> str:
             words += f"; {format_forecast(line.expected_ms, line.low_ms, line.high_ms)} to wait"
         words += "."
     return words
-
-
-def check_options(spawner: FractionalGPUMixin, options: object) -> None:
-    """JupyterHub's hook for user options: raises the error that stops the spawn."""
-    spawner.gpu_choice(options)
 
 
 def _remove(file: str) -> None:

@@ -24,6 +24,12 @@ WITHOUT = "none"
 _SHOWN = 80
 
 
+class ClusterPoolOffer(PoolOffer, frozen=True, kw_only=True):
+    """A pool on the nodes of a cluster. `facts`, a sentence without its full stop, stands in place of one machine's figures."""
+
+    facts: str
+
+
 class OptionsError(ValueError):
     """The options are not understood; the text says what was given, what is allowed and what to do."""
 
@@ -128,18 +134,9 @@ def _checked(offers: Offers | None, chosen: tuple[str, int] | None, *, without: 
 
 
 def _pool(pool: PoolOffer, checked: str) -> str:
-    devices = "1 GPU" if pool.devices == 1 else f"{pool.devices} GPUs"
-    facts = [
-        f"{devices}, {format_memory(pool.free_mib)} of {format_memory(pool.capacity_mib)} not in use now",
-        {0: "no server has a place", 1: "1 server has a place"}.get(pool.seats, f"{pool.seats} servers have a place"),
-    ]
-    if pool.waiting:
-        facts.append("1 server waits for a place" if pool.waiting == 1 else f"{pool.waiting} servers wait for a place")
-    if pool.hours:
-        facts.append(f"open {pool.hours}")
     lines = [
         f"<fieldset><legend>Pool {escape(pool.pool)}</legend>",
-        f"<p>{escape('; '.join(facts))}.</p>",
+        f"<p>{escape(pool.facts if isinstance(pool, ClusterPoolOffer) else _facts(pool))}.</p>",
     ]
     if pool.terms:
         lines.append(f"<p>{escape(pool.terms)}</p>")
@@ -152,6 +149,19 @@ def _pool(pool: PoolOffer, checked: str) -> str:
     lines += [_fraction(pool, one, checked) for one in pool.fractions]
     lines.append("</fieldset>")
     return "\n".join(lines)
+
+
+def _facts(pool: PoolOffer) -> str:
+    devices = "1 GPU" if pool.devices == 1 else f"{pool.devices} GPUs"
+    facts = [
+        f"{devices}, {format_memory(pool.free_mib)} of {format_memory(pool.capacity_mib)} not in use now",
+        {0: "no server has a place", 1: "1 server has a place"}.get(pool.seats, f"{pool.seats} servers have a place"),
+    ]
+    if pool.waiting:
+        facts.append("1 server waits for a place" if pool.waiting == 1 else f"{pool.waiting} servers wait for a place")
+    if pool.hours:
+        facts.append(f"open {pool.hours}")
+    return "; ".join(facts)
 
 
 def _fraction(pool: PoolOffer, one: FractionOffer, checked: str) -> str:

@@ -58,6 +58,8 @@ _STATUS = {
     "seat-queue": 503,
     "no-device": 503,
     "broker": 503,
+    "engine-unavailable": 503,
+    "slurm-unavailable": 503,
 }
 
 
@@ -85,7 +87,7 @@ def spawn_error(sentence: str, *, reason: str, hint: str = "") -> web.HTTPError:
 
 def spawn_error_of(error: FractionalGPUError) -> web.HTTPError:
     """Return the error that stops a spawn because of the broker's answer, or because it gave none."""
-    reason = "broker" if error.status >= 500 else error.reason
+    reason = "broker" if error.status >= 500 and error.reason not in _STATUS else error.reason
     return spawn_error(str(error), reason=reason)
 
 

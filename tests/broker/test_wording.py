@@ -313,6 +313,7 @@ def accounts(said: dict[str, str], reasons: set[str]) -> None:
             note.of(f"usage, {what}", live.call("GET", f"/v1/usage?{query}"))
         more = {"kind": "user", "name": "ada", "amount": "10 GPU hours"}
         note.post("a budget, no amount", "/v1/budgets/extend", {**more, "amount": "much"})
+        note.post("a budget, of no such account", "/v1/budgets/extend", {**more, "account": "cloud"})
         note.post("a budget, until the past", "/v1/budgets/extend", {**more, "until_s": 1})
         note.post("a budget that is not there", "/v1/budgets/extend", {**more, "amount": "10 EUR"})
         with pytest.MonkeyPatch.context() as patch, as_another(patch):

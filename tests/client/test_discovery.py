@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.client import discovery
+from fractional_gpu.client import discovery, state_folder
 from fractional_gpu.client.discovery import ensure_broker, runtime_dir, socket_path, unstarted_broker
 from fractional_gpu.client.http import is_service_socket
 from fractional_gpu.protocol.errors import BrokerUnavailableError, ForbiddenError
@@ -97,6 +97,25 @@ def test_a_users_own_socket_is_in_a_private_folder(home: Path) -> None:
     assert (home / "rt" / "gpu").stat().st_mode & 0o777 == 0o700
     (home / "rt" / "gpu").chmod(0o755)
     assert runtime_dir().stat().st_mode & 0o777 == 0o700
+
+
+def test_in_a_home_that_hosts_share_each_host_has_a_folder_of_its_own(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_folder, "_MOUNTS", home / "mountinfo")
+    (home / "mountinfo").write_text(f"1 0 8:1 / / rw - ext4 d rw\n2 1 0:5 / {home} rw - nfs server:/home rw\n")
+    (home / "machine-id").write_text("0123\n")
+    monkeypatch.setattr(state_folder, "_MACHINE_ID", home / "machine-id")
+    found = set()
+    for host in ("node-a", "node-b"):
+        monkeypatch.setattr("socket.gethostname", lambda host=host: host)
+        assert socket_path() == socket_path()
+        found.add(socket_path())
+        assert runtime_dir().parent == home / "rt"
+        assert runtime_dir().stat().st_mode & 0o777 == 0o700
+    assert len(found) == 2
+    (home / "mountinfo").write_text("1 0 8:1 / / rw - ext4 d rw\n")
+    assert socket_path() == str(home / "rt" / "gpu" / "broker.sock")
 
 
 def test_a_path_too_long_for_a_socket_gets_a_short_private_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,36 @@ def mounted(tmp_path: Path, *mounts: tuple[str, str]) -> None:
     (tmp_path / "mountinfo").write_text("".join(lines))
 
 
+def test_a_folder_that_is_configured_on_a_network_filesystem_is_one_for_each_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "shared"
+    mounted(tmp_path, ("/", "ext4"), (str(shared), "nfs4"))
+    folders = set()
+    for machine_id in ("0123\n", "uninitialized\n", ""):
+        for host in ("node-a", "node-b"):
+            (tmp_path / "machine-id").write_text(machine_id)
+            monkeypatch.setattr("socket.gethostname", lambda host=host: host)
+            folders.add(state_folder(SOCKET, shared))
+            assert state_folder(SOCKET, tmp_path / "local") == tmp_path / "local"
+    assert {folder.parent for folder in folders} == {shared}
+    assert len(folders) == 4, "an id that is not made yet is none, and of nodes with one id the names count"
+    shared.mkdir()
+    (shared / "ledger.sqlite").touch()
+    assert state_folder(SOCKET, shared) == shared, "what an earlier version has there is found"
+
+
+def test_an_image_without_an_id_of_its_own_tells_hosts_apart_by_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "machine-id").write_text("uninitialized\n")
+    found = []
+    for host in ("node-a", "node-b"):
+        monkeypatch.setattr("socket.gethostname", lambda host=host: host)
+        found.append(state_folder(SOCKET))
+    assert found[0] != found[1]
+
+
 def spare(tmp_path: Path) -> Path:
     return tmp_path / "vartmp" / f"jupyter-gpu-{os.geteuid()}"
 

@@ -25,6 +25,11 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(uninstall, "_TEMPORARY", (str(tmp_path),))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(state_folder, "_VAR_TMP", tmp_path)
+    for places in (
+        "ENV_JUPYTER_PATH",
+        "SYSTEM_JUPYTER_PATH",
+    ):  # or kernelspecs of this environment and machine would go
+        monkeypatch.setattr(f"jupyter_core.paths.{places}", [str(tmp_path / places)])
     with new_world() as made:
         made.environment.pop("JUPYTER_GPU_SOCKET")  # as a person has it: the socket is in Jupyter's runtime folder
         made.socket = str(made.folder / "run" / "gpu" / "broker.sock")

@@ -55,6 +55,17 @@ HOSTS = {
         ],
         leases=[a_lease(label="a.ipynb", stays="MPS")],
     ),
+    "a device and a host that go away": a_host(
+        devices=[
+            a_device(draining=True, goes_away_in_ms=30_000, leases_saved=1, leases_lost=1, reserved_mib=12_000),
+            a_device(index=1, draining=True, goes_away_in_ms=0),
+        ],
+        leases=[
+            a_lease(label="a.ipynb", goes_away_in_ms=30_000),
+            a_lease(label="b.ipynb", goes_away_in_ms=30_000, lost_because="MPS"),
+        ],
+        goes_away_in_ms=0,
+    ),
     "compute: needed, and more than there is": a_host(
         devices=[a_device(demand_milli=450), a_device(demand_milli=1340)], leases=[a_lease(label="a.ipynb", busy=True)]
     ),

@@ -56,6 +56,7 @@ from fractional_gpu.core.events import (
     Unwanted,
     Wanted,
 )
+from fractional_gpu.core.handlers.salvaging import LEAST_RETRY_MS
 from fractional_gpu.core.model import HOLDING, LeaseState, ReserveBy, Sharing
 from tests.core.checked_books import LawBrokenError, Seen, World, law
 from tests.core.laws import Laws
@@ -116,7 +117,7 @@ class Observer:
 
     # -- the world ---------------------------------------------------------------------------------------------------------------
 
-    def _take(self, event: Event) -> None:  # noqa: C901 - one case per event
+    def _take(self, event: Event) -> None:  # noqa: C901, PLR0912 - one case per event
         self._answer = None
         world = self.world
         match event:
@@ -131,6 +132,8 @@ class Observer:
             case DeviceDrained(device_id=device_id, evict_busy=evict_busy) if device_id in world.leasable:
                 world.draining[device_id] = evict_busy
                 world.deadlines[device_id] = event.deadline_ms or 0
+                for there in world.on(device_id):
+                    self._hastened(there)
             case DeviceUndrained(device_id=device_id):
                 world.draining.pop(device_id, None)
                 world.deadlines.pop(device_id, None)
@@ -260,8 +263,16 @@ class Observer:
         ms = self.world.pool(seen).retry_refused_ms
         seen.alone_until = self.now + (min(ms, 1_000) if outcome is SuspendOutcome.ABORTED else ms)
         seen.pauses_until = self.now + ms
+        self._hastened(seen)
         if outcome is SuspendOutcome.IMPOSSIBLE:
             seen.why_not = str(outcome)
+
+    def _hastened(self, seen: Seen) -> None:
+        """Before a deadline the next attempt follows within half of the time that is left, and in no less than `LEAST_RETRY_MS`."""
+        deadline = self.world.deadline(seen)
+        if deadline is not None and seen.state in {S.RESIDENT, S.SUSPENDING}:
+            seen.alone_until = min(seen.alone_until, self.now + LEAST_RETRY_MS)
+            seen.pauses_until = min(seen.pauses_until, self.now + max(LEAST_RETRY_MS, (deadline - self.now) // 2))
 
     # -- what the arbiter did ----------------------------------------------------------------------------------------------------
 
@@ -348,6 +359,8 @@ class Observer:
             seen.why_not = ""
         seen.closed, seen.at_gate = False, -1
         seen.since = self.now
+        if new is S.RESIDENT:
+            self._hastened(seen)
         self.counts[new] += 1
 
     def _hold(self, event: Event, seen: Seen, old: LeaseState | None, change: StateChanged) -> None:  # noqa: C901, PLR0912 - one case per state

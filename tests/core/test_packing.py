@@ -3,6 +3,7 @@
 import time
 from fractions import Fraction
 from itertools import product
+from math import comb
 
 import pytest
 from hypothesis import given
@@ -20,8 +21,10 @@ from fractional_gpu.core.seat_packing import (
     late_chance_millionths,
     least_waiting,
     more_seats,
+    more_seats_in,
     still_waiting_milli,
     wait_chance_millionths,
+    wait_chance_with,
     wait_quantile_ms,
 )
 
@@ -190,3 +193,53 @@ def test_a_seat_that_must_be_placed_goes_where_the_fewest_cells_wait() -> None:
     assert place is calm
     assert chance == wait_chance_millionths([load, load], 1000)
     assert least_waiting(SeatLoad(mib=1001, duty_milli=1), [crowded, calm]) == (None, 1_000_000)
+
+
+def like(*loads: tuple[SeatLoad, ...], kind: str = "gpu", mib: int = 1000) -> list[SeatDevice]:
+    return [SeatDevice(device_id=str(at), capacity_mib=mib, loads=there, kind=kind) for at, there in enumerate(loads)]
+
+
+@given(duty=st.integers(1, 1000), count=st.integers(0, 6), devices=st.integers(2, 3))
+def test_whole_seats_on_like_devices_wait_as_enumeration_says(duty: int, count: int, devices: int) -> None:
+    load = SeatLoad(mib=1000, duty_milli=duty)
+    places = like((load,) * count, *[()] * (devices - 1))
+    chance, active = Fraction(duty, 1000), count + 1
+    counted = sum(
+        one * comb(active, one) * chance**one * (1 - chance) ** (active - one) for one in range(devices + 1, active + 1)
+    )
+    expected = counted / (active * chance)
+    found = Fraction(wait_chance_with(load, places, "0"), 1_000_000)
+    assert 0 <= found - expected <= Fraction(1, 100_000)
+
+
+@given(mib=st.integers(1, 1000), bound=st.integers(0, 500), devices=st.integers(1, 3))
+def test_a_share_that_does_not_divide_a_device_counts_as_one_that_does(mib: int, bound: int, devices: int) -> None:
+    sizes = {mib, 1000 // (1000 // mib)}
+    counts = {
+        more_seats_in(like(*[()] * devices), SeatLoad(mib=one, duty_milli=300), target_ms=0, bound_milli=bound, most=4)
+        for one in sizes
+    }
+    assert len(counts) == 1 or devices == 1
+    assert min(counts) >= min(4, 1000 // mib) * devices - devices, "those that always fit, but for the width of a bin"
+
+
+def test_devices_of_no_kind_are_forecast_one_by_one_and_those_of_a_kind_together() -> None:
+    load = SeatLoad(mib=1000, duty_milli=250)
+    apart, together = (like(*[(load,)] * 4, kind=kind) for kind in ("", "gpu"))
+    asked = {"target_ms": 30_000, "bound_milli": 50}
+    assert choose_device(load, apart, **asked)[0] is None
+    device_id, chance = choose_device(load, together, **asked)
+    assert device_id == "0"
+    assert chance <= 50_000
+    more = {"most": 8, **asked}
+    assert more_seats_in(apart, load, **more) == 0
+    assert more_seats_in(together, load, **more) > 0
+
+
+def test_among_like_devices_a_seat_goes_to_the_emptiest_that_is_large_enough() -> None:
+    load = SeatLoad(mib=600, duty_milli=100)
+    places = [*like((load,), ()), SeatDevice(device_id="small", capacity_mib=500, loads=(), kind="gpu")]
+    assert choose_device(load, places, target_ms=0, bound_milli=1000)[0] == "1"
+    assert (
+        choose_device(SeatLoad(mib=400, duty_milli=1), like((load,), kind=""), target_ms=0, bound_milli=1000)[0] == "0"
+    )

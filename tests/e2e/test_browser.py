@@ -5,12 +5,14 @@ from pathlib import Path
 
 from playwright.sync_api import expect
 
+from fractional_gpu.core.forecasts.habits import Share
 from fractional_gpu.core.units import format_forecast
 from fractional_gpu.protocol.messages import ResizeRequest
 from fractional_gpu_kernel.server.app import STATE_ID
 from tests.e2e.browser import Lab, opened_lab
 from tests.labextension.conftest import State
 from tests.support.axe import SMALL_PX, assert_accessible
+from tests.support.share_days import keep_days
 from tests.support.stories import CHECK, fill
 from tests.support.world import World
 
@@ -46,7 +48,7 @@ def test_two_notebooks_share_a_device_before_a_persons_eyes(world: World, tmp_pa
         lab.turn_to("Untitled.ipynb")
         expect(lab.item).to_contain_text("3/4 GPU · suspended (simulated)")
         lab.item.click()
-        expect(lab.panel).to_contain_text("in the host's memory; bringing it back takes about ")
+        expect(lab.panel).to_contain_text(re.compile("in the host's memory; bringing it back takes (about|under|up to) "))
         expect(lab.panel).to_contain_text("once there is room")
         expect(lab.panel.get_by_role("button", name="Resume")).to_be_enabled()
         lab.picture("suspended")
@@ -75,6 +77,7 @@ def test_two_notebooks_share_a_device_before_a_persons_eyes(world: World, tmp_pa
 
 def test_the_panel_does_what_it_says_and_what_jupyterlab_hides_becomes_a_notification(world: World) -> None:
     world.install(250)
+    keep_days(world.ledger, str(world.notebooks / "Untitled.ipynb"), Share(250, 256), 60)
     with opened_lab(world) as lab:
         lab.launch("Python 3 · 1/4 GPU")
         lab.run(fill(1, 32).strip() + '\nprint("there")')
@@ -88,6 +91,7 @@ def test_the_panel_does_what_it_says_and_what_jupyterlab_hides_becomes_a_notific
         slowness_is_told(lab, state)
         waits_are_forecast_with_bounds(lab, state)
         a_budget_is_told_once_and_once_more_when_it_is_used_up(lab, state)
+        a_deadline_is_told_and_taken_back(lab, state)
         the_panel_does_not_come_back_with_the_item(lab, state)
         a_kernel_without_a_gpu_is_told_of(world, lab)
 
@@ -99,6 +103,7 @@ def the_panels_buttons_act(lab: Lab) -> None:
         lab.panel.get_by_role("button", name=name) for name in ("Suspend", "Resume", "Keep for 30 min", "Unpin")
     )
     expect(lab.panel).to_be_focused()
+    the_panel_shows_the_advice(lab)
     suspend.focus()
     lab.page.keyboard.press("Enter")
     expect(lab.panel.get_by_role("status")).to_contain_text("Suspend: done, ")
@@ -136,6 +141,14 @@ def the_panel_fits_a_small_screen(lab: Lab) -> None:
     lab.page.set_viewport_size(size)
 
 
+def the_panel_shows_the_advice(lab: Lab) -> None:
+    """One row, with the figures and the risk; a narrow window does not cut it off."""
+    advice = lab.panel.locator("dt", has_text="Advice").locator("xpath=following-sibling::dd[1]")
+    expect(advice).to_contain_text("1/8 GPU (128 MiB) would suffice: at most 60 MiB of 256 MiB was used on 8 days")
+    expect(advice).to_contain_text("10 % of the days to come may be short")
+    assert advice.evaluate("row => row.scrollWidth <= row.clientWidth")
+
+
 def a_new_size_becomes_the_kernels_name(world: World, lab: Lab) -> None:
     """Whether the notebook asks for it or another program does."""
     name = lab.page.locator(".jp-NotebookPanel .jp-KernelName")
@@ -157,7 +170,7 @@ def the_panel_is_there_in_the_dark_and_goes_at_a_click_beside_it(lab: Lab) -> No
     expect(lab.panel).to_be_visible()
     lab.picture("panel-dark")
     assert_accessible(lab.page, OURS)
-    lab.page.locator(".jp-NotebookPanel").click(position={"x": 300, "y": 300})
+    lab.page.locator(".jp-NotebookPanel").click(position={"x": 300, "y": 80})
     expect(lab.panel).to_be_hidden()
 
 
@@ -214,6 +227,31 @@ def a_budget_is_told_once_and_once_more_when_it_is_used_up(lab: Lab, state: Stat
         tell(lab, state)
         expect(lab.panel).to_contain_text(sentence)
         expect(alerts).to_have_count(told)
+
+
+def a_deadline_is_told_and_taken_back(lab: Lab, state: State) -> None:
+    alerts = lab.page.get_by_role("alert").filter(has_text="goes away at")
+    plain = dict(state["kernels"][0])
+    state["kernels"][0] |= {"goes_away_in_ms": 600_000}
+    state["devices"][0] |= {"draining": True, "goes_away_in_ms": 600_000, "leases_saved": 1}
+    tell(lab, state)
+    expect(alerts).to_have_text(re.compile("Its GPU goes away at .*, and it is saved before"))
+    expect(lab.item).to_contain_text("saved before GPU goes away at")
+    expect(lab.panel).to_contain_text(re.compile("goes away at .*: 1 of its kernels will be saved, 0 cannot be"))
+    state["kernels"][0] |= {"goes_away_in_ms": 500_000, "lost_because": "it is too large"}
+    tell(lab, state)
+    expect(alerts).to_have_text(re.compile("cannot be saved before: save to disk now. Why: it is too large"))
+    expect(lab.item).to_contain_text("cannot be saved, GPU goes away at")
+    lab.picture("deadline")
+    state["kernels"][0] |= {"host_goes_away_in_ms": 30_000}
+    tell(lab, state)
+    expect(alerts).to_have_text(re.compile("Its host goes away at .* with all of its memory: save to a disk"))
+    state["kernels"][0] = plain
+    state["devices"][0] |= {"draining": False, "goes_away_in_ms": None, "leases_saved": 0}
+    tell(lab, state)
+    expect(alerts).to_have_count(0)
+    expect(lab.item).to_contain_text("1/4 GPU · 0 MiB of" if not plain["used_mib"] else "of 256 MiB")
+    expect(lab.panel).not_to_contain_text("Deadline")
 
 
 def the_panel_does_not_come_back_with_the_item(lab: Lab, state: State) -> None:

@@ -1,6 +1,8 @@
 """A device that goes away, with real kernels on a simulated device whose bandwidth is known: what is saved in time, and what users see."""
 
+import json
 import time
+from typing import Any
 
 import pytest
 
@@ -68,6 +70,10 @@ def test_a_deadline_too_short_for_both_saves_the_one_that_worked_and_tells_the_o
     assert drained.returncode == 0, drained.stderr
     assert "goes away in" in drained.stdout
     assert "Save to disk now what must not be lost" in _told(fresh, cell)
+    left = slow.lease(fresh.kernel_id)
+    assert 0 < (left.goes_away_in_ms or 0) <= deadline_ms
+    assert "is expected to take" in left.lost_because
+    assert "and it cannot be saved before" in slow.command("status").stdout
     slow.await_state(worked.kernel_id, "suspended")
     assert (time.monotonic() - began_s) * 1000 <= deadline_ms
     assert slow.lease(fresh.kernel_id).state == "resident", "left to its user, who may save to a disk"
@@ -81,19 +87,72 @@ def test_a_deadline_too_short_for_both_saves_the_one_that_worked_and_tells_the_o
     assert "suspend.drain" in slow.command("explain", worked_id).stdout
 
 
-def test_a_notice_that_is_withdrawn_leaves_a_running_cell_alone_and_says_so(slow: World, server: Server) -> None:
+def test_a_notice_that_is_withdrawn_leaves_a_running_cell_alone_and_all_is_as_before(
+    slow: World, server: Server
+) -> None:
     (name,) = slow.install(250)
     notebook, lease_id = _filled(slow, server, name, 1)
+    idle, _ = _filled(slow, server, name, 2)
+    until(lambda: not slow.lease(idle.kernel_id).busy, "the kernel idles")
     end = slow.folder / "end"
     cell = begin_work(slow, notebook, end)
     assert slow.command("drain", "0", "--deadline", "10m").returncode == 0
     assert "the cell is interrupted" in _told(notebook, cell)
+    slow.await_state(idle.kernel_id, "suspended")
+    during = slow.lease(notebook.kernel_id)
+    assert (during.goes_away_in_ms is None, during.lost_because) == (False, "")
+    (device,) = slow.status().devices
+    assert (device.leases_saved, device.leases_lost) == (1, 0)
     assert slow.command("undrain", "0").returncode == 0
     assert "the notice was withdrawn" in _told(notebook, cell)
     end.touch()
     assert notebook.wait(cell).status == "ok"
-    assert slow.lease(notebook.kernel_id).suspends == 0
+    after = slow.lease(notebook.kernel_id)
+    assert (after.suspends, after.goes_away_in_ms) == (0, None)
+    (device,) = slow.status().devices
+    assert (device.draining, device.goes_away_in_ms, device.leases_saved) == (False, None, 0)
     assert "revocation.withdrawn" in slow.command("explain", lease_id).stdout
+    idle.must(CHECK)
+    assert slow.lease(idle.kernel_id).state == "resident", "it came back with its next cell"
+    assert "goes away" not in slow.command("status").stdout
+
+
+def _next_with(notebook: Notebook, text: str) -> dict[str, Any]:
+    """Return the next message that has the text; no cell runs meanwhile."""
+    while text not in (message := str(notebook.socket.recv())):
+        pass
+    found: dict[str, Any] = json.loads(message)
+    return found
+
+
+def test_a_hosts_notice_is_told_beneath_the_last_cell_and_taken_back_there(world: World, server: Server) -> None:
+    path = world.folder / "revoked"
+    world.configure(f"c.GPUBroker.revocation_notice = {str(path)!r}")
+    world.start_broker("1x1GiB")
+    (name,) = world.install(250)
+    notebook, lease_id = _filled(world, server, name, 1)
+    notebook.must(CHECK)
+    until(lambda: not world.lease(notebook.kernel_id).busy, "the kernel idles")
+    path.write_text("TRUE")
+    shown = _next_with(notebook, "goes away in")
+    assert "Save to a disk that outlives it now" in str(shown["content"])
+    assert world.status().goes_away_in_ms is not None
+    assert world.command("status").stdout.count("This machine is revoked") == 1
+    path.unlink()
+    taken_back = _next_with(notebook, "does not go away after all")
+    assert (shown["msg_type"], taken_back["msg_type"]) == ("display_data", "update_display_data")
+    assert shown["content"]["transient"] == taken_back["content"]["transient"], "in the place of the warning"
+    assert world.status().goes_away_in_ms is None
+    path.write_text("TRUE")
+    _next_with(notebook, "goes away in")
+    assert "its host goes away in" in str(notebook.must("%gpu").data)
+    path.unlink()
+    until(lambda: world.status().goes_away_in_ms is None, "the notice is withdrawn")
+    assert "goes away" not in str(notebook.must("%gpu").data)
+    assert (world.lease(notebook.kernel_id).suspends, world.lease(notebook.kernel_id).state) == (0, "resident")
+    story = world.command("explain", lease_id).stdout
+    assert "revocation.host" in story
+    assert "revocation.host-stays" in story
 
 
 def test_a_broker_that_starts_anew_goes_on_with_the_deadline(world: World) -> None:

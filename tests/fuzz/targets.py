@@ -20,7 +20,12 @@ from fractional_gpu.client import http
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.config import hub, values
 from fractional_gpu.core.forecasts.forecasts import Forecasts
-from fractional_gpu.gpu import worker, worker_link
+from fractional_gpu.engines import kubernetes
+from fractional_gpu.engines.engine import EngineError
+from fractional_gpu.engines.kubernetes import PodWatch
+from fractional_gpu.engines.pod_seats import request_of
+from fractional_gpu.gpu import worker, worker_link, worker_remote, worker_service
+from fractional_gpu.gpu.interface import GPUError
 from fractional_gpu.host import claims, files, process, workload
 from fractional_gpu.jupyter.kernel_command import parse_kernel_config
 from fractional_gpu.ledger.ledger import Ledger
@@ -252,6 +257,38 @@ def worker_reply(data: bytes) -> None:
         str(worker_link._error(payload["error"]))
 
 
+def service_request(data: bytes) -> None:
+    """A broker's message to the service of the checkpoint worker."""
+    service = worker_service.WorkerService("/nowhere/s", "simulated")
+    try:
+        request = worker_service._message(data, 0)
+        service._checked(request, 1)
+    except (GPUError, ConnectionResetError) as error:
+        str(error)
+
+
+def service_reply(data: bytes) -> None:
+    """The reply of that service."""
+    try:
+        worker_remote._started("/nowhere/s", data, 1)
+    except (GPUError, ConnectionResetError) as error:
+        str(error)
+
+
+def pod(data: bytes) -> None:
+    """A line of a watch of pods."""
+    watch = PodWatch(cast("Any", None), "n", lambda _: None, lambda: None)
+    try:
+        watch._take(kubernetes._event(data))
+    except (EngineError, ValueError):
+        return
+    for one in watch._pods.values():
+        try:
+            request_of(one)
+        except EngineError as error:
+            str(error)
+
+
 GOOD_ROW: Mapping[str, Any] = {
     **dict.fromkeys(LeaseRecord.__dataclass_fields__, ""),
     "lease_id": "a",
@@ -355,7 +392,7 @@ TARGETS: Mapping[str, Callable[[bytes], None]] = {
     function.__name__: function
     for function in (
         request, reply, stream, status, iopub, connection, worker_request, worker_reply, ledger, learnt, settings, kernelspec,
-        headers, proc, names,
+        headers, proc, names, service_request, service_reply, pod,
     )
 }  # fmt: skip
 
@@ -388,6 +425,22 @@ def seeds() -> Iterator[tuple[str, bytes]]:
         "worker_request",
         b'{"id":1,"op":"lock","target":{"boot_id":"b","pid":999999999,"start_time":3},"timeout_ms":5,"deadline_s":1}',
     )
+    yield "service_request", b'{"protocol":1,"version":"1","backend":"simulated:/x","pid":1}'
+    yield "service_reply", b'{"started":{"pid":1,"version":"1"}}'
+    yield "service_reply", b'{"fatal":{"code":"worker-busy","message":"m"}}'
+    yield "pod", b'{"type":"BOOKMARK","object":{"metadata":{"resourceVersion":"7"}}}'
+    yield "pod", b'{"type":"ERROR","object":{"code":410,"message":"old"}}'
+    added = {
+        "metadata": {
+            "uid": "u",
+            "namespace": "n",
+            "name": "p",
+            "annotations": {"fractional-gpu.jupyter.org/pool": "a"},
+        },
+        "spec": {"containers": [{"resources": {"limits": {"fractional-gpu.jupyter.org/a": "1k"}}}]},
+        "status": {"phase": "Running"},
+    }
+    yield "pod", json.dumps({"type": "ADDED", "object": added}).encode()
     yield "worker_reply", b'{"id":1,"ok":false,"state":null,"elapsed_us":1,"error":{"code":"x","message":"y"}}'
     yield "ledger", b'{"state":"suspended","device_ids":"[\\"a\\"]","pid":3}'
     yield "learnt", json.dumps(Forecasts().state()).encode()

@@ -42,13 +42,16 @@ class KernelError(Exception):
 class KernelProcess:
     """A process on a device. A cell that starts with `!` is statements, others have a value. `module` is what cells know as `cuda`."""
 
-    def __init__(self, module: str, environment: dict[str, str]) -> None:
+    def __init__(self, module: str, environment: dict[str, str], *, uid: int | None = None) -> None:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("JUPYTER_GPU_")}
         self.process = subprocess.Popen(
             [sys.executable, "-P", str(CHILD), module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**inherited, **environment, "PYTHONPATH": PYTHONPATH},
+            user=uid,
+            group=uid,
+            extra_groups=None if uid is None else [],
         )
         self.pid = self.process.pid
         self._pending = b""

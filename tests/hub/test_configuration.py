@@ -17,6 +17,7 @@ from fractional_gpu.client.discovery import SYSTEM_SOCKET
 from fractional_gpu.config import ConfigError
 from fractional_gpu_hub import configuration, configure
 from fractional_gpu_hub.configuration import SPAWNERS
+from fractional_gpu_hub.engines.slurm import FractionalGPUSlurmSpawner
 from fractional_gpu_hub.mixin import FractionalGPUMixin
 from tests.broker.live import live_broker
 
@@ -180,3 +181,8 @@ def test_every_ready_spawner_is_registered_and_has_the_mixin() -> None:
     registered = {point.name: point for point in entry_points(group="jupyterhub.spawners")}
     for name in SPAWNERS:
         assert issubclass(registered[name].load(), FractionalGPUMixin)
+
+
+def test_a_hub_of_a_cluster_is_told_to_leave_configure_out() -> None:
+    with pytest.raises(ConfigError, match=r"runs no broker for it; leave configure\(\.\.\.\) out"):
+        configure(Config(), spawner=FractionalGPUSlurmSpawner)

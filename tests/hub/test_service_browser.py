@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect
 
+from fractional_gpu.broker.accounting.habits import offered_shares
+from fractional_gpu.core.forecasts.habits import HabitKey, HabitKind
 from tests.e2e.browser import SCREENSHOTS, new_page, opened_browser
 from tests.hub.month_of_use import month_of_use
 from tests.hub.test_service_usage import broker, service
 from tests.support.axe import SMALL_PX, assert_accessible, looks
 from tests.support.hub import HubWorld, new_hub
 from tests.support.service_page import PAGE, Member
+from tests.support.share_days import days_of_little_use
 from tests.support.stories import CHECK, fill
 from tests.support.world import new_world, until
 
@@ -210,6 +213,15 @@ def test_a_person_picks_a_fraction_and_an_administrator_watches_kernels_take_tur
 async def test_weeks_of_use_can_be_read_on_any_screen(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = list(month_of_use(int(time.time())))
     with broker("own", rows) as live:
+
+        async def load() -> None:
+            for user in ("ada", "bob"):
+                key = HabitKey("default", user, True, HabitKind.NOTEBOOK, f"a-long-name-of-a-notebook-of-{user}.ipynb")
+                whole = offered_shares(live.broker.arbiter, live.broker.arbiter.pools()["default"])[-1]
+                for day in days_of_little_use(whole, 50):
+                    live.broker.habits.recorder.load(key, day)
+
+        live.on_loop(load)
         async with service(live.socket, monkeypatch) as pages:
             await asyncio.to_thread(_look_at_weeks, f"http://127.0.0.1:{pages.port}/services/gpu/usage")
 
@@ -230,6 +242,7 @@ def _look_at_weeks(address: str) -> None:
             page.goto(f"{address}{path}")
             expect(page.get_by_role("heading", name=by, exact=True)).to_be_visible()
             expect(page.locator("svg.days rect.busy").first).to_be_visible()
+            expect(page.locator("ul.advice > li")).to_have_count({"grace": 2, "ada": 1}[user])
             if user == "grace":
                 snapshot(page, "hub-usage")
             accessible_in_any_look(page)

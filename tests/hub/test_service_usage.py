@@ -19,19 +19,25 @@ from typing import Any, cast
 import jinja2
 import pytest
 from jupyterhub.services.auth import HubOAuth
+from msgspec.structs import replace
 from tornado import web
 
+from fractional_gpu.broker.accounting.habits import offered_shares
 from fractional_gpu.client.seat import SeatClient
+from fractional_gpu.core.forecasts.habits import HabitKey, HabitKind
 from fractional_gpu.core.metering.usage import SHARE_HOUR, Party, Usage, UsageKey, UsageRow
 from fractional_gpu.protocol.accounts import BudgetList, UsageEntry, UsageReport
 from fractional_gpu.protocol.errors import BadRequestError, NotFoundError
 from fractional_gpu_hub.service import app, usage
 from fractional_gpu_hub.service.actions import Actions
 from fractional_gpu_hub.service.broker_follower import BrokerFollower
+from fractional_gpu_hub.service.cluster import ClusterFollower
 from fractional_gpu_hub.service.configuration import ADMIN_SCOPE, READ_SCOPE
 from fractional_gpu_hub.service.views import Viewer
 from tests.broker.live import LiveBroker, live_broker
 from tests.hub.test_service_trust import ACCESS, serving
+from tests.kernelext.statuses import ADVICE
+from tests.support.share_days import days_of_little_use
 
 PREFIX = "/services/gpu/"
 OTHERS = re.compile(r"bob|eve|carol|secret")
@@ -120,7 +126,9 @@ class Service:
 
 
 @asynccontextmanager
-async def service(socket: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Service]:
+async def service(
+    socket: str, monkeypatch: pytest.MonkeyPatch, cluster: ClusterFollower | None = None
+) -> AsyncIterator[Service]:
     monkeypatch.setenv("JUPYTERHUB_OAUTH_ACCESS_SCOPES", json.dumps([ACCESS]))
     monkeypatch.setenv("JUPYTERHUB_SERVICE_PREFIX", PREFIX)
     monkeypatch.setenv("JUPYTERHUB_CLIENT_ID", "service-gpu")
@@ -130,7 +138,7 @@ async def service(socket: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
         monkeypatch.setattr(app._Base, "hub_auth", auth)
         actions = Actions(socket)
         follower = BrokerFollower(socket)
-        async with serving(app._application(follower, actions)) as port:
+        async with serving(app._application(cluster or follower, actions)) as port:
             yield Service(port)
         actions.close()
         follower._stopping.set()
@@ -171,6 +179,35 @@ async def test_a_user_reads_their_own_figures_as_a_user_of_the_hub_whatever_is_a
     assert "Only you and the administrators of the GPUs see these figures." in page.text
 
 
+ADVISED = {("ada", True): 60, ("ada", False): 61, ("bob", True): 62}
+"""Whose notebooks have a record of little use, and the peaks of these, MiB."""
+
+
+@pytest.mark.parametrize("visible", ["own", "all"])
+async def test_users_read_advice_on_their_own_notebooks_and_administrators_all_of_it(
+    monkeypatch: pytest.MonkeyPatch, visible: str
+) -> None:
+    with broker(visible) as live:
+
+        async def load() -> None:
+            whole = offered_shares(live.broker.arbiter, live.broker.arbiter.pools()["default"])[-1]
+            for (owner, seated), peak_mib in ADVISED.items():
+                key = HabitKey("default", owner, seated, HabitKind.NOTEBOOK, f"secret of {owner}.ipynb")
+                for day in days_of_little_use(whole, peak_mib):
+                    live.broker.habits.recorder.load(key, day)
+
+        live.on_loop(load)
+        async with service(live.socket, monkeypatch) as pages:
+            mine, left = await pages.get("usage"), await pages.get("usage", "left")
+            everybody = await pages.get("usage/all", "grace")
+            refused = await pages.get("usage/all")
+    peaks = [re.findall(r"at most (6\d) MiB", page.text) for page in (mine, left, everybody, refused)]
+    assert peaks == [["60"], [], ["61", "60", "62"], []]
+    assert "ada (hub), secret of ada.ipynb" in everybody.text
+    assert "ada (machine), secret of ada.ipynb" in everybody.text
+    assert "secret of bob" not in mine.body + left.body
+
+
 @pytest.mark.parametrize("path", ["usage/all", "usage/all.csv", "usage/all?by=user", "usage/all?user=ada"])
 async def test_figures_of_all_are_for_administrators(pages: Service, path: str) -> None:
     refused = await pages.get(path)
@@ -183,6 +220,8 @@ async def test_an_administrator_reads_all_figures_and_has_a_page_of_their_own(pa
     page = await pages.get("usage/all?by=user", "grace")
     assert all(name in page.text for name in ("ada", "bob", "eve", "carol"))
     assert "7,646.252 EUR" in page.text
+    assert "ada (hub)" in page.text
+    assert "ada (machine)" in page.text
     file = await pages.get("usage/all.csv", "grace")
     assert file.headers["Content-Disposition"] == 'attachment; filename="gpu-usage.csv"'
     billed = [row["BilledCost"] for row in csv.DictReader(io.StringIO(file.body))]
@@ -261,6 +300,7 @@ class _Careless:
         raise NotFoundError("there is no such route")
 
     def usage(self, by: Any, since_s: int, until_s: int, only: Mapping[str, str] | None = None) -> UsageReport:  # noqa: ANN401
+        advice = [replace(ADVICE, owner=name, seated=seated) for name in ("ada", "bob") for seated in (True, False)]
         self.asked.append(only)
         entries = [
             UsageEntry(
@@ -272,7 +312,7 @@ class _Careless:
         ]
         return UsageReport(
             by=list(by), since_s=since_s, until_s=until_s, entries=entries, simulated=False, scope="all",
-            visible=self._visible,
+            visible=self._visible, advice=advice,
         )  # fmt: skip
 
 
@@ -284,6 +324,7 @@ def test_a_setting_that_is_not_known_shows_nothing_of_others(visible: str) -> No
     careless = _Careless(visible)
     figures = usage.own_figures(cast("SeatClient", careless), ADA, usage.chosen({}, everybody=False))
     assert {entry.of["user"] for entry in figures.report.entries} == {"ada"}
+    assert [(one.owner, one.seated) for one in figures.report.advice] == [("ada", True)]
     assert figures.others == {}
     assert careless.asked == [{"user": "ada", "seated": "1"}]
     assert figures.report.scope == "own"

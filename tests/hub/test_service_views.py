@@ -63,6 +63,24 @@ def test_a_user_sees_their_own_and_of_others_only_a_sum() -> None:
     assert [row["actions"] for row in view_of(snapshot(), GRACE)["seats"]] == [["release"], ["release"]]
 
 
+def test_a_deadline_is_shown_with_what_becomes_of_each_kernel() -> None:
+    made = snapshot(
+        lease("aaaa", "ada", goes_away_in_ms=30_000, lost_because="it uses MPS"),
+        lease("bbbb", "ada", goes_away_in_ms=30_000),
+    )
+    assert made.status is not None
+    going = structs.replace(DEVICE, draining=True, goes_away_in_ms=30_000, leases_saved=1, leases_lost=1)
+    status = structs.replace(made.status, devices=[going], goes_away_in_ms=60_000)
+    shown = view_of(replace(made, status=status), ADA)
+    (device,) = shown["devices"]
+    assert device["state"] == "going away"
+    assert "it goes away in 30 s: 1 kernel on it will be saved before, 1 kernel on it cannot be saved" in device["note"]
+    notes = {row["id"]: row["note"] for row in shown["kernels"]}
+    assert "cannot be saved before: it uses MPS; save to disk now" in notes["aaaa" * 6]
+    assert notes["bbbb" * 6].endswith("and it is saved before.")
+    assert "this machine is revoked: its host goes away in 1 min" in shown["summary"]
+
+
 @pytest.mark.parametrize(
     ("demand_milli", "compute", "note", "level"),
     [

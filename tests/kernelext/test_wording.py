@@ -44,6 +44,14 @@ STATUSES: dict[str, LeaseStatus] = {
         slowdown="its cell takes about 1.3 times as long as alone (1.1 to 1.7), beside eval.ipynb (60 % of it)",
     ),
     "a smaller share is suggested": replace(LEASE, advice=ADVICE, neighbours=[]),
+    "its GPU goes away, and it is saved": replace(LEASE, goes_away_in_ms=61_000, neighbours=[]),
+    "its GPU goes away, and it cannot be saved": replace(
+        LEASE,
+        goes_away_in_ms=29_500,
+        lost_because="saving 512 MiB is expected to take 40 s, and the time is needed for what is worth more, or is too short",
+        neighbours=[],
+    ),
+    "its host goes away": replace(LEASE, host_goes_away_in_ms=30_000, neighbours=[]),
     "on two devices": replace(LEASE, device_ids=["GPU-0", "GPU-1"], neighbours=[]),
 }
 FORECAST = {"expected_ms": 40_000, "low_ms": 10_000, "high_ms": 60_000}
@@ -74,6 +82,16 @@ def tops() -> dict[str, TopView]:
     empty = replace(DEVICE, device_id="GPU-1", index=1, used_mib=0, reserved_mib=0, stranger_mib=0, draining=True)
     return {
         "%gpu top": TopView(host(LEASE, mine, waiting, devices=(DEVICE, empty)), "lease-1"),
+        "%gpu top, a device that goes away": TopView(
+            replace(
+                host(
+                    replace(LEASE, goes_away_in_ms=30_000, lost_because="it is too large"),
+                    devices=(replace(DEVICE, draining=True, goes_away_in_ms=30_000, leases_saved=2, leases_lost=1),),
+                ),
+                goes_away_in_ms=90_000,
+            ),
+            "lease-1",
+        ),
         "%gpu top, no device": TopView(host(devices=()), "lease-1"),
     }
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from fractional_gpu.core.forecasts.habits import Share
 from fractional_gpu.protocol.messages import EvictRequest
 from tests.labextension.conftest import Page, State, enable, page_of
+from tests.support.share_days import keep_days
 from tests.support.stories import fill
 from tests.support.world import Server, World, new_world, until
 
@@ -27,6 +29,11 @@ def refusal(server: Server, kernel_id: str, action: str, body: dict[str, Any] | 
         act(server, kernel_id, action, body)
     with refused.value as reply:
         return reply.code, json.loads(reply.read())
+
+
+def advice(server: Server, kernel_id: str) -> State:
+    reply: State = server.request("GET", f"jupyter-fractional-gpu/kernels/{kernel_id}/advice?no_track_activity=1")
+    return reply
 
 
 def test_without_a_broker_it_says_so_and_starts_none(world: World, server: Server) -> None:
@@ -74,6 +81,21 @@ def test_a_broker_that_dies_is_gone_and_comes_back(world: World, server: Server,
     assert (status, said["reason"]) == (409, "no-lease")
     world.start_broker()
     page.until_kernel(notebook.kernel_id, "unarmed")
+
+
+def test_a_page_is_told_what_is_suggested_for_its_servers_kernels_alone(
+    world: World, server: Server, page: Page
+) -> None:
+    keep_days(world.ledger, "Python 3 · 1/4 GPU (simulated)", Share(250, 256), 60)
+    (name,) = world.install(250)
+    mine = server.start(name)
+    page.until_kernel(mine.kernel_id, "unarmed")
+    assert advice(server, mine.kernel_id)["sentence"].startswith("1/8 GPU (128 MiB) would suffice: at most 60 MiB of")
+    with Server(world) as other:
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            advice(other, mine.kernel_id)
+        with refused.value as reply:
+            assert (reply.code, json.loads(reply.read())["reason"]) == (404, "unknown-kernel")
 
 
 def last_activity(server: Server, kernel_id: str) -> tuple[str, str, str]:

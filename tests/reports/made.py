@@ -32,10 +32,11 @@ def rows(draw: st.DrawFn) -> UsageRow:
         if owner
         else ("", "", "")
     )
+    seated = bool(owner) and draw(st.booleans())
     if not POOLS[pool]:
         usage.charge_milli = usage.resident_milli = usage.whole_milli = 0
     key = UsageKey(BEGINS_S + 3600 * hour, lease, device, POOLS[pool])
-    return UsageRow(key, Party(pool=pool, owner=owner, group=group, label=label), usage)
+    return UsageRow(key, Party(pool=pool, owner=owner, group=group, label=label, seated=seated), usage)
 
 
 def report_of(found: list[UsageRow], by: tuple[str, ...] = FINEST) -> UsageReport:

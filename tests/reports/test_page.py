@@ -1,18 +1,25 @@
 """The page in a real browser and by its colours: readable at 320 pixels, in light and dark, and loading nothing."""
 
+import csv
+import json
 import re
 from collections.abc import Iterator
 from datetime import UTC
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from playwright.sync_api import Browser
 
 from fractional_gpu.core.metering.usage import SHARE_HOUR, Party, Usage, UsageKey, UsageRow
 from fractional_gpu.protocol.accounts import UsageReport
+from fractional_gpu.reports.as_json import as_json
+from fractional_gpu.reports.chargeback import as_csv
+from fractional_gpu.reports.columns import tabulated
 from fractional_gpu.reports.days import PARTS, day_bars
 from fractional_gpu.reports.page import DARK, LIGHT, bars, page
 from tests.e2e.browser import opened_browser
+from tests.kernelext.statuses import ADVICE
 from tests.reports.made import BEGINS_S, report_of
 from tests.support.axe import assert_accessible, looks, violations
 
@@ -47,7 +54,8 @@ def browser() -> Iterator[Browser]:
 @pytest.mark.parametrize(("width", "scheme"), [(320, "light"), (1100, "dark")])
 def test_the_page_fits_its_window_and_loads_nothing(browser: Browser, tmp_path: Path, width: int, scheme: str) -> None:
     file = tmp_path / "use.html"
-    file.write_text(page(week(), ["user", "day"], made_by="jupyter gpu report --by user,day", zone=UTC))
+    report = replace(week(), advice=[replace(ADVICE, notebook="a-notebook-with-a-long-name" * 4 + ".ipynb")])
+    file.write_text(page(report, ["user", "day"], made_by="jupyter gpu report --by user,day", zone=UTC))
     opened = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)  # type: ignore[arg-type]
     asked: list[str] = []
     complaints: list[str] = []
@@ -137,6 +145,37 @@ def test_what_is_drawn_is_also_said() -> None:
     assert "2026-01-05: busy 3.00, held idle 3.00, free 50.00, suspended 3.00 (GPU hours)" in text
     assert re.search(r'<svg class="days" role="img"[^>]*><title>', text)
     assert text.count("<caption>") == text.count("<table>")
+
+
+def test_a_hubs_user_and_one_of_the_machine_with_the_same_name_are_two_lines_two_bars_and_two_bills() -> None:
+    def used(hour: int, owner: str, amount: int, *, seated: bool) -> UsageRow:
+        party, key = Party("large", owner, seated=seated), UsageKey(BEGINS_S + 3600 * hour, "a", "gpu-0", "EUR")
+        return UsageRow(key, party, Usage(charge_milli=amount, held_share=H))
+
+    both = report_of([used(1, "ada", 1000, seated=True), used(2, "ada", 3, seated=False)])
+    assert [line.names for line in tabulated(both, ["user"]).lines] == [("ada (hub)",), ("ada (machine)",), ("total",)]
+    html = page(both, ["user"], made_by="a test", zone=UTC)
+    assert html.count('<td class="name">ada (hub)</td>') == html.count('<td class="name">ada (machine)</td>') == 3
+    billed = {
+        row["SubAccountId"]: row["BilledCost"]
+        for row in csv.DictReader(as_csv(both, ["user"], provider="p").splitlines())
+    }
+    assert billed == {"hub-user/ada": "1.000", "user/ada": "0.003"}
+    found = {one["of"]["account"]: one["charge_milli"] for one in json.loads(as_json(both, ["user"]))["entries"]}
+    assert found == {"hub": 1000, "machine": 3}
+    alone = report_of([used(1, "ada", 1000, seated=True), used(2, "bob", 1, seated=True)])
+    assert [line.names[0] for line in tabulated(alone, ["user"]).lines] == ["ada", "bob", "total"]
+
+
+def test_advice_is_a_list_that_names_users_where_there_are_several() -> None:
+    hers = replace(ADVICE, owner="ada", notebook="<b>.ipynb")
+    one = page(replace(week(3, 2), advice=[hers]), ["notebook"], made_by="a test", zone=UTC)
+    assert "<li><strong>&lt;b&gt;.ipynb</strong>: 1/8 GPU (10 GiB) would suffice: at most 8 GiB of 20 GiB" in one
+    both = page(replace(week(3, 2), advice=[hers, ADVICE]), ["notebook"], made_by="a test", zone=UTC)
+    assert "<strong>ada, &lt;b&gt;.ipynb</strong>" in both
+    assert "<strong>me, train.ipynb</strong>" in both
+    assert "Advice on shares" not in page(week(3, 2), ["notebook"], made_by="a test", zone=UTC)
+    assert "Advice on shares" in page(replace(week(0, 0), entries=[], advice=[hers]), [], made_by="a test", zone=UTC)
 
 
 def test_free_is_shown_of_whole_devices_alone() -> None:

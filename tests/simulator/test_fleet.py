@@ -87,6 +87,7 @@ def test_every_figure_of_a_result_is_added_up_or_found_anew() -> None:
     anew = {
         *("name", "sessions", "cells", "gpu_cells", "devices", "hosts", "reserved"),  # of the trace and the machine
         *("waits", "host_p95_ms", "doors", "lateness", "hopeless"),  # of what was felt
+        "revocation",  # of hosts on one clock only
         *("peak_devices_held", "owned", "host_peak_mib", "timeline", "forecast_error", "wall_s"),
     }
     assert {field.name for field in dataclasses.fields(Result)} == anew | set(SUMS)

@@ -2,11 +2,12 @@
 
 import os
 import secrets
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["JOIN", "job_group", "memory_group", "set_limit", "used_mib"]
+__all__ = ["JOIN", "job_group", "memory_group", "pod_group", "set_limit", "used_mib"]
 
 MIB = 1 << 20
 _V1, _V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
@@ -61,6 +62,37 @@ def job_group(limit_mib: int | None = None) -> Iterator[tuple[str, Path]]:
         for folder in (group, user, user.parent):
             if folder.exists():
                 folder.rmdir()
+
+
+@contextmanager
+def pod_group(uid: str) -> Iterator[Path]:
+    """A pod's control group, where the kubelet makes it with the driver cgroupfs; removed with the block.
+
+    The group above it stays while another test has a pod there.
+    """
+    _, top = _hierarchy()
+    group = top / "kubepods" / f"pod{uid}"
+    group.mkdir(parents=True)
+    try:
+        yield group
+    finally:
+        _remove(group)
+        with suppress(OSError):
+            group.parent.rmdir()
+
+
+def _remove(group: Path) -> None:
+    """Remove a group once the last of its processes, which has been killed, has left it; nothing signals that."""
+    end = time.monotonic() + 60
+    while True:
+        try:
+            group.rmdir()
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.01)
+        else:
+            return
 
 
 def _hierarchy() -> tuple[bool, Path]:

@@ -9,14 +9,18 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["check_wording"]
+__all__ = ["check_golden", "check_wording"]
 
 _WRITE = bool(os.environ.get("JUPYTER_GPU_WRITE_GOLDEN"))
 
 
 def check_wording(file: Path, passages: Mapping[str, str]) -> None:
     """Compare what a surface says, by heading, with its golden file; write the file instead where that was asked for."""
-    text = "\n".join(f"==== {heading}\n{passage.rstrip()}\n" for heading, passage in passages.items())
+    check_golden(file, "\n".join(f"==== {heading}\n{passage.rstrip()}\n" for heading, passage in passages.items()))
+
+
+def check_golden(file: Path, text: str) -> None:
+    """Compare a text with its golden file; write the file instead where that was asked for."""
     if _WRITE:
         file.parent.mkdir(exist_ok=True)
         file.write_text(text, encoding="utf-8")

@@ -55,7 +55,7 @@ c.JupyterHub.load_roles = [
 ]
 c.SimpleLocalProcessSpawner.home_dir_template = given["homes"] + "/{username}"
 c.Spawner.environment = given["environment"]
-c.Spawner.cmd = [given["python"], "-m", "jupyterhub.singleuser"]
+c.Spawner.cmd = given["command"] or [given["python"], "-m", "jupyterhub.singleuser"]
 c.Spawner.args = given["arguments"]
 c.Spawner.poll_interval = 1
 c.Spawner.http_timeout = 120
@@ -105,6 +105,7 @@ class HubWorld:
             "password": self.password,
             "token": self.token,
             "python": sys.executable,
+            "command": None,  # of a server; None: JupyterHub's own
             "arguments": [
                 "--allow-root",
                 f"--ServerApp.jpserver_extensions={NO_EXTENSIONS}",

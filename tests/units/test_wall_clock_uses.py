@@ -27,6 +27,10 @@ FILE_TIMES = {"st_mtime", "st_mtime_ns", "st_ctime", "st_ctime_ns", "st_atime", 
 OWN = {"wall_ms"}
 
 ALLOWED = {
+    "hub_spawner/fractional_gpu_hub/engines/slurm.py": "whether a job's expected start is today, for a sentence",
+    "hub_spawner/fractional_gpu_hub/engines/slurm_commands.py": "the form of a job's expected start, in a sentence",
+    "hub_spawner/fractional_gpu_hub/service/cluster.py": "the age of what another machine has published, for a sentence",
+    "hub_spawner/fractional_gpu_hub/engines/spawner.py": "the age of what another machine has published, for a sentence",
     "provisioner/fractional_gpu/broker/persistence/audit.py": "dates of lines and files; which files are older than the days that are kept",
     "provisioner/fractional_gpu/broker/broker.py": "dates of the ledger's lines",
     "provisioner/fractional_gpu/broker/clock.py": "the wall clock itself, for dates; the start of the deadlines' clock, once for each boot",
@@ -47,6 +51,11 @@ ALLOWED = {
     "provisioner/fractional_gpu/broker/seats/seats.py": "as above, and dates of seats",
     "provisioner/fractional_gpu/broker/api/lease_service.py": "dates of leases",
     "provisioner/fractional_gpu/broker/monitoring/watchdog.py": "the date of a line of the log",
+    "provisioner/fractional_gpu/engines/pod_seats.py": "from which day on the meter is asked what a pod used",
+    "provisioner/fractional_gpu/engines/agent.py": "the date in a node's summary, by which its readers know an old one",
+    "provisioner/fractional_gpu/engines/accounting.py": "which hours of the meter a job's figures may lie in",
+    "provisioner/fractional_gpu/engines/job_keeper.py": "as above",
+    "provisioner/fractional_gpu/commands/node/hooks.py": "dates of lines of the log",
     "provisioner/fractional_gpu/commands/audit.py": "what to show",
     "provisioner/fractional_gpu/commands/costs/budget.py": "what to show, and until when more is given: an administrator's date",
     "provisioner/fractional_gpu/commands/lease_commands.py": "what to show",

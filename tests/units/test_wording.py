@@ -17,7 +17,9 @@ PUBLIC: Final = {
     "fractional_gpu.gpu.open": ("DeviceKind",),
     "fractional_gpu_hub": ("configure",),
     "fractional_gpu_hub.service": ("add_page",),
+    "fractional_gpu_hub.base": ("GPUChoiceMixin",),
     "fractional_gpu_hub.mixin": ("FractionalGPUMixin",),
+    "fractional_gpu_hub.engines": ("Allocation", "EngineGPUMixin", "NodePool"),
     "fractional_gpu_kernel.measure": ("tick",),
 }
 """Module -> its public names; None: all that are defined there."""

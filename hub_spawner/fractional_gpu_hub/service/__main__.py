@@ -6,6 +6,7 @@ import sys
 
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu_hub.service.broker_follower import StartupPlaceholder
+from fractional_gpu_hub.service.configuration import CLUSTERS
 
 _NEEDED = ("JUPYTERHUB_SERVICE_PREFIX", "JUPYTERHUB_SERVICE_URL", "JUPYTERHUB_API_TOKEN")
 
@@ -18,6 +19,9 @@ def main(argv: list[str] | None = None) -> int:
         description="The hub's page about its GPUs. JupyterHub starts it: see fractional_gpu_hub.service.add_page.",
     )
     parser.add_argument("--socket", help="the GPU broker's socket (default: where `jupyter gpu` finds it)")
+    parser.add_argument(
+        "--cluster", choices=CLUSTERS, help="show the nodes of this engine in place of one broker's devices"
+    )
     options = parser.parse_args(argv)
     if missing := [name for name in _NEEDED if not os.environ.get(name)]:
         sys.stderr.write(
@@ -33,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     from fractional_gpu_hub.service.app import serve  # noqa: PLC0415 - takes seconds on a busy machine
 
-    serve(options.socket or socket_path(), placeholder.hand_over(), hub=hub)
+    serve(options.socket or socket_path(), placeholder.hand_over(), hub=hub, cluster=options.cluster or "")
     return 0
 
 

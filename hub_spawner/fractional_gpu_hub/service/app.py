@@ -28,6 +28,7 @@ from tornado.log import enable_pretty_logging
 from fractional_gpu.protocol.errors import BadRequestError, FractionalGPUError
 from fractional_gpu_hub.service.actions import Actions
 from fractional_gpu_hub.service.broker_follower import BrokerFollower
+from fractional_gpu_hub.service.cluster import ClusterFollower, ClusterSnapshot, cluster_view, reader_of
 from fractional_gpu_hub.service.configuration import ADMIN_SCOPE, READ_SCOPE
 from fractional_gpu_hub.service.pool_settings import pool_settings
 from fractional_gpu_hub.service.usage import BY, DATES, PERIODS, Chosen, Figures, chosen, csv_of, shown, stylesheet
@@ -46,6 +47,8 @@ from fractional_gpu_hub.service.views import Viewer, view_of
 #     POST api/devices/D/ACTION           drain {"evict_busy": false}, undrain
 #     POST api/seats/S/release            {"confirm": true}
 #     POST api/pools/P                    {"keys": {"idle_after": "2m"}}
+#
+# Of a cluster: the page (nodes, and users' servers on them), api/status and api/events only.
 #
 # Rules:
 #
@@ -84,7 +87,7 @@ class _Base(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc] # unty
     viewer: Viewer
     _cached_hub_user: dict[str, Any] | None  # of the hub's library: the user of this cookie or token
 
-    def initialize(self, follower: BrokerFollower, actions: Actions, streams: Counter[str]) -> None:
+    def initialize(self, follower: Any, actions: Actions, streams: Counter[str]) -> None:  # noqa: ANN401 - of a broker or a cluster
         """Take what tornado passes to every handler."""
         self.follower, self.actions, self.streams = follower, actions, streams
 
@@ -116,7 +119,8 @@ class _Base(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc] # unty
 
     def view(self) -> dict[str, Any]:
         """Return what this user may see now."""
-        return view_of(self.follower.snapshot, self.viewer)
+        found = self.follower.snapshot
+        return cluster_view(found, self.viewer) if isinstance(found, ClusterSnapshot) else view_of(found, self.viewer)
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:  # noqa: ANN401 - tornado's own
         """Turn any failure into one JSON shape, that of the broker."""
@@ -182,12 +186,20 @@ class _Html(_Base):
 
 
 class _Page(_Html):
+    template = "page.html"
+
     def get(self) -> None:
         xsrf = self.xsrf_token
         self.show(
-            "page.html", view=self.view(), xsrf=xsrf.decode() if isinstance(xsrf, bytes) else xsrf,
+            self.template, view=self.view(), xsrf=xsrf.decode() if isinstance(xsrf, bytes) else xsrf,
             settings=pool_settings() if self.viewer.admin else None,
         )  # fmt: skip
+
+
+class _ClusterPage(_Page):
+    """The page of a cluster, in place of that of one machine."""
+
+    template = "cluster.html"
 
 
 class _OwnUsage(_Html):
@@ -409,6 +421,18 @@ def _refuse_other_sites(request: Any) -> None:  # noqa: ANN401 - tornado's own
         raise web.HTTPError(403, "caused by another site")
 
 
+def cluster_routes(prefix: str, follower: ClusterFollower, actions: Actions, static: str) -> list[Any]:
+    """Return the routes of a cluster's page, which acts on nothing."""
+    shared = {"follower": follower, "actions": actions, "streams": Counter[str]()}
+    return [
+        (prefix, _ClusterPage, shared),
+        (prefix + "oauth_callback", _Callback),
+        (prefix + "api/status", _Status, shared),
+        (prefix + "api/events", _Events, shared),
+        (prefix + r"static/(page\.js|page\.css)", _Static, {"path": static}),
+    ]
+
+
 def routes(prefix: str, follower: BrokerFollower, actions: Actions, static: str) -> list[Any]:
     """Return the routes under the prefix, which ends in a slash."""
     shared = {"follower": follower, "actions": actions, "streams": Counter[str]()}
@@ -441,21 +465,24 @@ _BODY_S = 10.0
 _IDLE_S = 60.0
 
 
-def serve(broker: str, listener: socket.socket, *, hub: int) -> None:
+def serve(broker: str, listener: socket.socket, *, hub: int, cluster: str = "") -> None:
     """Serve on the listening socket until SIGTERM or SIGINT, or until `hub`, the process that started this one, is gone.
 
-    `broker` is the GPU broker's socket.
+    `broker` is the GPU broker's socket; `cluster` an engine's name, whose nodes are shown in place of a broker's devices.
     """
     enable_pretty_logging()
-    asyncio.run(_serve(broker, listener, hub))
+    asyncio.run(_serve(broker, listener, hub, cluster))
 
 
-async def _serve(broker: str, listener: socket.socket, hub: int) -> None:
+async def _serve(broker: str, listener: socket.socket, hub: int, cluster: str = "") -> None:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     HubOAuth.instance(cache_max_age=TRUST_S)
-    follower, actions = BrokerFollower(broker), Actions(broker)
+    follower: BrokerFollower | ClusterFollower = (
+        ClusterFollower(reader_of(cluster)) if cluster else BrokerFollower(broker)
+    )
+    actions = Actions(broker)
     server = HTTPServer(
         _application(follower, actions),
         xheaders=True,
@@ -476,16 +503,21 @@ async def _serve(broker: str, listener: socket.socket, hub: int) -> None:
         server.stop()
         actions.close()
         await server.close_all_connections()
-        await asyncio.to_thread(follower.stop)
+        if isinstance(follower, ClusterFollower):
+            await follower.close()
+        else:
+            await asyncio.to_thread(follower.stop)
 
 
-def _application(follower: BrokerFollower, actions: Actions) -> web.Application:
+def _application(follower: BrokerFollower | ClusterFollower, actions: Actions) -> web.Application:
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE / "templates"), autoescape=True, undefined=jinja2.StrictUndefined
     )
-    prefix = os.environ["JUPYTERHUB_SERVICE_PREFIX"]
+    prefix, static = os.environ["JUPYTERHUB_SERVICE_PREFIX"], str(_HERE / "static")
     return web.Application(
-        routes(prefix, follower, actions, str(_HERE / "static")),
+        cluster_routes(prefix, follower, actions, static)
+        if isinstance(follower, ClusterFollower)
+        else routes(prefix, follower, actions, static),
         cookie_secret=secrets.token_bytes(32),  # new for each process: a browser that is logged in gets a new cookie
         templates=templates,
         default_handler_class=Missing,

@@ -7,6 +7,7 @@ scope: administrators of the hub do not have it by themselves.
 The names of the page's scopes at the hub.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from fractional_gpu.config import ConfigError
 
 READ_SCOPE = "custom:fractional-gpu:read"
 ADMIN_SCOPE = "custom:fractional-gpu:admin"
+CLUSTERS = ("slurm",)
 _WHERE = "jupyterhub_config.py"
 _SCOPES = {
     READ_SCOPE: {"description": "See the GPUs and one's own kernels on them, and suspend, resume and pin these"},
@@ -37,19 +39,25 @@ def add_page(
     socket: str | None = None,
     name: str = "gpu",
     port: int = 10190,
+    cluster: str = "",
 ) -> None:
     """Add the page at `/services/NAME/`.
 
     `admins` and `admin_groups` (users and groups of the hub) control everything; `everybody`: all users see their own kernels; `socket` is
-    the broker's (default: that of `configure`); `port` is where the service listens on the loopback. Raises ConfigError.
+    the broker's (default: that of `configure`); `port` is where the service listens on the loopback; `cluster`, such as `slurm`: the page
+    shows that engine's nodes and on which of them users' servers run, in place of one broker's devices. Raises ConfigError.
     """
     for key, value in (("admins", admins), ("admin_groups", admin_groups)):
         if isinstance(value, str):
             raise ConfigError(f"{_WHERE}: add_page({key}={value!r}): allowed: a list of names, such as [{value!r}]")
     if not 1 <= port <= 65535:
         raise ConfigError(f"{_WHERE}: add_page(port={port}): allowed: 1 to 65535; choose one that nothing listens on")
+    if cluster not in {"", *CLUSTERS}:
+        raise ConfigError(f"{_WHERE}: add_page(cluster={cluster!r}): allowed: {', '.join(CLUSTERS)}, or leave it out")
     access = f"access:services!service={name}"
-    c.JupyterHub.services.append(_service(name, port, socket or _socket(c)))
+    service = _service(name, port, ["--cluster", cluster] if cluster else ["--socket", socket or _socket(c)])
+    kept = {variable: os.environ[variable] for variable in ("SLURM_CONF",) if variable in os.environ}
+    c.JupyterHub.services.append({**service, **({"environment": kept} if cluster and kept else {})})
     c.JupyterHub.custom_scopes.update(_SCOPES)
     roles: list[dict[str, Any]] = [
         {
@@ -80,11 +88,11 @@ def _for_everybody(c: Config, access: str) -> list[dict[str, Any]]:
     return [{"name": "user", "scopes": [*user["scopes"], READ_SCOPE, access]}]
 
 
-def _service(name: str, port: int, socket: str) -> dict[str, Any]:
+def _service(name: str, port: int, options: list[str]) -> dict[str, Any]:
     return {
         "name": name,
         "url": f"http://127.0.0.1:{port}",
-        "command": [sys.executable, "-P", "-m", "fractional_gpu_hub.service", "--socket", socket],
+        "command": [sys.executable, "-P", "-m", "fractional_gpu_hub.service", *options],
         "oauth_client_allowed_scopes": [READ_SCOPE, ADMIN_SCOPE],
         "oauth_no_confirm": True,  # it is a part of the hub, and asks only for the user's identity
         "display": True,

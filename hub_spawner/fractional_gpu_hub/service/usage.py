@@ -6,6 +6,7 @@ For the broker this process is an administrator, whom it answers anything. So th
   another one. Entries of any other name are dropped, whatever the broker answers.
 - Of others, a user sees what the broker's setting `usage_visible` (in each reply) allows: nothing, the sums of each user of the groups that
   the user has at the hub now, or of every user. Never what their notebooks are called. A setting that is not known allows nothing.
+- Advice on shares: a user sees that on their own notebooks, administrators all of it, whatever `usage_visible` is.
 - All figures are for administrators alone; `Actions` checks that. Budgets likewise: a user sees their own and those of their groups.
 """
 
@@ -22,7 +23,7 @@ from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.protocol.accounts import BudgetStatus, UsageReport
 from fractional_gpu.protocol.errors import BadRequestError, NotFoundError
 from fractional_gpu.reports.chargeback import as_csv
-from fractional_gpu.reports.columns import tabulated
+from fractional_gpu.reports.columns import budget_names, tabulated
 from fractional_gpu.reports.page import DARK, LIGHT, STYLE, bars, body, html_table, meaning, period_text
 from fractional_gpu.reports.periods import period
 from fractional_gpu_hub.service.views import Viewer
@@ -125,10 +126,18 @@ def own_figures(client: SeatClient, viewer: Viewer, asked: Chosen) -> Figures:
     if report.visible == "all":
         found["All users"] = client.usage(_PARTY, asked.since_s, asked.until_s)
     note = f"Only {_MOST_GROUPS} of your {len(groups)} groups are shown." if len(groups) > _MOST_GROUPS else ""
-    budgets = [one for one in _budgets(client) if one.name == viewer.name or one.kind == "group"]
-    budgets = [one for one in budgets if one.kind == "user" or one.name in viewer.groups]
-    own_report = replace(report, entries=own, scope="own")
+    budgets = [one for one in _budgets(client) if _is_own(one, viewer)]
+    # A broker that does not say whose advice it is could answer with that for the machine's user of the same name.
+    advice = [one for one in report.advice if one.owner == viewer.name and one.seated]
+    own_report = replace(report, entries=own, scope="own", advice=advice)
     return Figures(report=own_report, by=("notebook",), others=found, note=note, budgets=tuple(budgets))
+
+
+def _is_own(budget: BudgetStatus, viewer: Viewer) -> bool:
+    """Whether a budget is the viewer's, as a user of the hub, or of a group of theirs."""
+    if budget.kind == "group":
+        return budget.name in viewer.groups
+    return budget.name == viewer.name and budget.account != "machine"
 
 
 def _budgets(client: SeatClient) -> list[BudgetStatus]:
@@ -149,7 +158,7 @@ def all_figures(client: SeatClient, asked: Chosen) -> Figures:
     """Return the figures of all users, of the hub and of the machine. Raises FractionalGPUError."""
     by = tuple(asked.by.split(","))
     columns = tuple(dict.fromkeys((*_PARTY, *by)))
-    report = client.usage(columns, asked.since_s, asked.until_s)
+    report = client.usage(columns, asked.since_s, asked.until_s, advice=True)
     return Figures(report=report, by=by, budgets=tuple(_budgets(client)[:_MOST_BUDGETS]))
 
 
@@ -159,6 +168,7 @@ def all_figures(client: SeatClient, asked: Chosen) -> Figures:
 def shown(figures: Figures) -> dict[str, Any]:
     """Return what the page's template needs of the figures: sentences, and parts that are HTML already."""
     report, own = figures.report, figures.report.scope == "own"
+    names = budget_names(figures.budgets)
     parts = [body(report, figures.by, whole=report.scope == "all")]
     for heading, other in figures.others.items():
         parts.append(_of_others(heading, other))
@@ -168,15 +178,16 @@ def shown(figures: Figures) -> dict[str, Any]:
         "note": figures.note,
         "simulated": report.simulated,
         "budgets": [
-            {"text": one.sentence if own else _budget_text(one), "warned": one.warned} for one in figures.budgets
+            {"text": one.sentence if own else _budget_text(one, names(one)), "warned": one.warned}
+            for one in figures.budgets
         ],
         "parts": "".join(parts) + meaning(report),
     }
 
 
-def _budget_text(budget: BudgetStatus) -> str:
+def _budget_text(budget: BudgetStatus, whose: str) -> str:
     left = "used up" if budget.used_up else f"{budget.left_text} left"
-    return f"{budget.kind.capitalize()} {budget.name}: {budget.text}: {budget.spent_text} spent, {left}"
+    return f"{whose[:1].upper()}{whose[1:]}: {budget.text}: {budget.spent_text} spent, {left}"
 
 
 def _of_others(heading: str, report: UsageReport) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fractional_gpu.core.units import format_duration, format_forecast, format_fraction, format_memory
 from fractional_gpu.protocol.messages import DeviceStatus, HostStatus, LeaseStatus, SeatStatus
-from fractional_gpu.protocol.names import state_words
+from fractional_gpu.protocol.names import device_deadline, host_deadline, lease_deadline, state_words
 from fractional_gpu.protocol.seats import PoolKeys
 from fractional_gpu_hub.service.broker_follower import Snapshot
 
@@ -63,6 +63,8 @@ def _summary(status: HostStatus, shown: list[LeaseStatus], viewer: Viewer) -> st
         f"{suspended} suspended",
         f"{format_memory(status.host_saved_mib)} of {format_memory(status.host_budget_mib)} host memory hold suspended state",
     ]
+    if status.goes_away_in_ms is not None:
+        parts.append(f"this machine is revoked: {host_deadline(status.goes_away_in_ms)}")
     return ", ".join(parts)
 
 
@@ -110,6 +112,8 @@ def _kernels_there(there: list[LeaseStatus], viewer: Viewer) -> str:
 def _device_state(device: DeviceStatus) -> str:
     if device.lost:
         return "lost"
+    if device.goes_away_in_ms and device.reserved_mib:
+        return "going away"
     if device.draining:
         return "emptied" if not device.reserved_mib else "being emptied"
     return "over-committed" if device.over_committed else "in service"
@@ -117,6 +121,8 @@ def _device_state(device: DeviceStatus) -> str:
 
 def _device_notes(device: DeviceStatus, viewer: Viewer) -> list[str]:
     notes = []
+    if deadline := device_deadline(device):
+        notes.append(f"it {deadline}")
     if device.lost:
         notes.append("it does not answer, and no kernel gets onto it until it does")
     if device.stranger_mib:
@@ -181,6 +187,8 @@ def _why(lease: LeaseStatus) -> str:
     if lease.position is not None and lease.expected_ms is not None:
         left = format_forecast(lease.expected_ms, lease.low_ms, lease.high_ms, more=True)
         parts.append(left[:1].upper() + left[1:])
+    if deadline := lease_deadline(lease):
+        parts.append(deadline[:1].upper() + deadline[1:])
     if lease.stays:
         parts.append(f"Cannot be suspended: {lease.stays}")
     return ". ".join(part.rstrip(".") for part in parts) + ("." if parts else "")

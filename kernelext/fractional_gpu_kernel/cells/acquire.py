@@ -196,7 +196,9 @@ class Acquirer:
 
     def _acquire(self, ticket: _Ticket) -> RefusedError | None:
         """Call the broker until it has answered. None: granted (the gate is open) or withdrawn."""
-        from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError  # noqa: PLC0415 - off the kernel's start
+        # The first is for the wait's line: a later wait may have no descriptor left to import it with.
+        from fractional_gpu.core import units  # noqa: F401, PLC0415 - off the kernel's start
+        from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError  # noqa: PLC0415 - as above
 
         while not ticket.withdrawn.is_set():
             try:

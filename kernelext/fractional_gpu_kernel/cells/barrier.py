@@ -67,7 +67,7 @@ _WAIT_NEEDS = (
     "fractional_gpu.client.http",
     "fractional_gpu.client.client",
     "fractional_gpu.client.discovery",
-    "fractional_gpu.client.client",
+    "fractional_gpu.core.units",
 )
 _OWN_THREADS = "gpu-"  # how the names of this extension's threads begin
 _SERVICES = ("control_thread", "shell_channel_thread")  # of the kernel; neither runs cells

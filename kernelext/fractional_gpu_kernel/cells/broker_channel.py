@@ -59,13 +59,13 @@ class BrokerChannel:
         managed: Callable[[], str] = str,
         inputs: Callable[[], list[str]] = list,
         examine: Callable[[], bool] = bool,
-        urgent_notice: Callable[[str], None] | None = None,
+        urgent_notice: Callable[[str, str], None] | None = None,
     ) -> None:
         self._settings = settings
         self._gate = gate
         self._shrinker = shrinker
         self._notice = notice
-        self._urgent_notice = urgent_notice or notice
+        self._urgent_notice = urgent_notice or (lambda sentence, _topic: notice(sentence))
         self._resize = resize
         self._managed = managed
         self._inputs = inputs
@@ -209,7 +209,10 @@ class BrokerChannel:
             case GateVerb.SHRINK:
                 self._shrinker.shrink(lambda word, detail: self._answer(number, word, detail))
             case GateVerb.NOTICE:
-                (self._urgent_notice if command.urgent else self._notice)(command.sentence)
+                if command.urgent:
+                    self._urgent_notice(command.sentence, command.topic)
+                else:
+                    self._notice(command.sentence)
                 self._answer(number, "done")
             case _:
                 self._answer(number, "busy", f"this kernel's extension does not know the command {command.verb[:50]!r}")

@@ -9,7 +9,6 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fractional_gpu.core.units import format_forecast, format_rough
 from fractional_gpu_kernel.registrations import Registrations
 
 if TYPE_CHECKING:
@@ -114,6 +113,8 @@ def wait_text(progress: "Progress", *, waited_s: float, age_s: float) -> str:
 
     `waited_s` is the time since the wait began, `age_s` the time since the broker sent `progress`.
     """
+    from fractional_gpu.core.units import format_rough  # noqa: PLC0415 - off the kernel's start
+
     facts = [f"place {progress.position} in the queue"] if progress.position is not None else []
     forecast = _left(progress.expected_ms, progress.low_ms, progress.high_ms, int(age_s * 1000))
     if forecast:
@@ -141,6 +142,8 @@ def resizing(status: "LeaseStatus") -> str:
 
 def _left(expected_ms: int | None, low_ms: int | None, high_ms: int | None, passed_ms: int) -> str:
     """Return what is left of a forecast that was made `passed_ms` ago; "" without one."""
+    from fractional_gpu.core.units import format_forecast, format_rough  # noqa: PLC0415 - off the kernel's start
+
     if expected_ms is None:
         return ""
     if expected_ms <= passed_ms:
@@ -174,6 +177,9 @@ class Notices:
         self._last_cell: contextvars.Context | None = None  # while the kernel idles: the cell to show it beneath
         self._running_cell: contextvars.Context | None = None
         self._shown: list[LiveLine] = []
+        self._topics: dict[str, str] = {}  # the sentences with a topic that are kept
+        self._lines: dict[str, LiveLine] = {}  # and those that are shown beneath the last cell
+        # A topic's line is forgotten, like the others, when the next cell begins.
 
     def install(self) -> None:
         """Show from now on."""
@@ -184,35 +190,48 @@ class Notices:
         """Leave the shell as it was."""
         self._registrations.undo()
 
-    def add(self, sentence: str) -> None:
-        """Show a sentence now beneath the last cell, or keep it until the running one ends or the first one begins."""
+    def add(self, sentence: str, topic: str = "") -> None:
+        """Show a sentence now beneath the last cell, or keep it until the running one ends or the first one begins.
+
+        With a `topic` it takes the place of an earlier one with this topic that is still kept, or stands beneath the last cell.
+        """
         if not sentence:
             return
         with self._lock:
+            if topic and (before := self._topics.pop(topic, None)) is not None:
+                self._kept = [one for one in self._kept if one != before]
             cell = self._last_cell
             if cell is None:
-                if sentence not in self._kept:
-                    self._kept.append(sentence)
+                self._keep(sentence, topic)
                 return
-            line = LiveLine(self._shell)
+            line = self._lines.get(topic) or LiveLine(self._shell)
             try:
                 cell.copy().run(line.show, sentence)
             except _failures():  # this thread can open no socket of its own: the main thread shows it later
-                self._kept.append(sentence)
-            else:
+                self._keep(sentence, topic)
+                return
+            if topic:
+                self._lines[topic] = line
+            if line not in self._shown:
                 self._shown.append(line)
 
-    def add_urgent(self, sentence: str) -> None:
-        """Show a sentence now, also in the output of a cell that runs, where it stays."""
+    def _keep(self, sentence: str, topic: str) -> None:
+        if topic:
+            self._topics[topic] = sentence
+        if sentence not in self._kept:
+            self._kept.append(sentence)
+
+    def add_urgent(self, sentence: str, topic: str = "") -> None:
+        """Show a sentence now, also in the output of a cell that runs, where it stays. `topic`: see `add`."""
         with self._lock:
             cell = self._running_cell
         if cell is None or not sentence:
-            self.add(sentence)
+            self.add(sentence, topic)
             return
         try:
             cell.copy().run(self._publish, [sentence])
         except _failures():  # as in `add`
-            self.add(sentence)
+            self.add(sentence, topic)
 
     def _before_cell(self, info: Any) -> None:  # noqa: ANN401 - IPython is untyped
         """`pre_run_cell`, which IPython does not fire for silent requests."""
@@ -223,6 +242,8 @@ class Notices:
             cell, self._last_cell = self._last_cell, None
             shown, self._shown = self._shown, []
             kept, self._kept = self._kept, []
+            self._lines.clear()
+            self._topics.clear()
         if cell is not None:
             for line in shown:
                 cell.copy().run(line.blank)
@@ -236,6 +257,7 @@ class Notices:
         with self._lock:
             self._last_cell, self._running_cell = contextvars.copy_context(), None
             kept, self._kept = self._kept, []
+            self._topics.clear()
         if kept:
             self._publish(kept)
 

@@ -7,7 +7,7 @@ from datetime import datetime
 
 from fractional_gpu.core.units import format_duration, format_forecast, format_fraction, format_memory, format_rough
 from fractional_gpu.protocol.messages import DeviceStatus, HostStatus, LeaseStatus, Neighbour, Story
-from fractional_gpu.protocol.names import state_meaning, state_words
+from fractional_gpu.protocol.names import device_deadline, host_deadline, lease_deadline, state_meaning, state_words
 from fractional_gpu_kernel.display.lines import Bundle
 
 # -- html --------------------------------------------------------------------------------------------------------------
@@ -110,6 +110,8 @@ class StatusView:
             ("device", _device(status)),
             ("memory", f"{format_memory(status.used_mib)} of {format_memory(status.reserve_mib)} used"),
         ]
+        if deadline := lease_deadline(status):
+            rows.append(("deadline", deadline))
         if status.stays:
             rows.append(("stays", f"it is not suspended: {status.stays}"))
         if status.saved_mib:
@@ -200,7 +202,7 @@ class TopView:
             lines += _columns(self.tenants(device))
         if rest := self.elsewhere():
             lines += ["on no GPU", *_columns(rest)]
-        return "\n".join([*lines, _LEGEND if self._host.devices else _NO_DEVICES])
+        return "\n".join([*lines, *self._deadline(), _LEGEND if self._host.devices else _NO_DEVICES])
 
     def bundle(self) -> Bundle:
         """Return text and HTML."""
@@ -218,15 +220,20 @@ class TopView:
         if rest := self.elsewhere():
             inner = table([[escape(cell) for cell in row] for row in rest], ("share", "who", "state"))
             parts.append(f'<div style="margin-top:6px"><b>On no GPU</b></div>{inner}')
+        parts += [f'<div style="margin-top:6px">{escape(sentence)}</div>' for sentence in self._deadline()]
         note = _LEGEND_HTML if self._host.devices else _NO_DEVICES
         return {"text/plain": repr(self), "text/html": box("GPUs of this machine", *parts, note=note)}
+
+    def _deadline(self) -> list[str]:
+        left_ms = self._host.goes_away_in_ms
+        return [] if left_ms is None else [f"This machine is revoked: {host_deadline(left_ms)}."]
 
     def _heading(self, device: DeviceStatus) -> str:
         marks = [
             name
             for name, is_so in (
                 ("simulated", self._host.simulated),
-                ("draining", device.draining),
+                (device_deadline(device) or "draining", device.draining),
                 ("lost", device.lost),
                 ("over-committed", device.over_committed),
             )
@@ -313,6 +320,10 @@ def _doing(lease: LeaseStatus, *, is_own: bool) -> str:
         words.append(f"waits at place {lease.position}" + _expected(lease))
     if lease.pinned_ms:
         words.append(f"pinned for {format_rough(lease.pinned_ms)}")
+    if lease.goes_away_in_ms is not None:
+        words.append(
+            "cannot be saved before its GPU goes away" if lease.lost_because else "saved before its GPU goes away"
+        )
     return ", ".join(words)
 
 

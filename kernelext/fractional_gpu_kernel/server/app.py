@@ -122,6 +122,9 @@ _KERNEL_FIELDS = (
     "foresight",
     "budget",
     "budget_used_up",
+    "goes_away_in_ms",
+    "lost_because",
+    "host_goes_away_in_ms",
 )
 _DEVICE_FIELDS = (
     "index",
@@ -133,6 +136,9 @@ _DEVICE_FIELDS = (
     "over_committed",
     "lost",
     "draining",
+    "goes_away_in_ms",
+    "leases_saved",
+    "leases_lost",
 )
 _STEP_PERCENT = 5  # of the demand on a device: not each measurement is to be an event
 _TYPES: Mapping[str, Mapping[str, Any]] = {
@@ -152,7 +158,10 @@ _TYPES: Mapping[str, Mapping[str, Any]] = {
     "over_committed": {"type": "boolean"},
     "lost": {"type": "boolean"},
     "draining": {"type": "boolean"},
+    "lost_because": {"type": "string"},
     "position": {"type": ["integer", "null"]},
+    "goes_away_in_ms": {"type": ["integer", "null"]},
+    "host_goes_away_in_ms": {"type": ["integer", "null"]},
     "expected_ms": {"type": ["integer", "null"]},
     "low_ms": {"type": ["integer", "null"]},
     "high_ms": {"type": ["integer", "null"]},
@@ -223,6 +232,7 @@ def _fields_of(message: LeaseStatus | DeviceStatus, fields: tuple[str, ...]) -> 
 # The routes, below the server's base URL:
 #
 #     GET  /jupyter-fractional-gpu/state                     the last state of the event stream, for a page that was just opened
+#     GET  /jupyter-fractional-gpu/kernels/KERNEL/advice     what is suggested about its share, for a panel that opens
 #     POST /jupyter-fractional-gpu/kernels/KERNEL/ACTION     suspend, resume, pin {"minutes": 30}, unpin: as `%gpu` does
 #     POST /jupyter-fractional-gpu/kernels/KERNEL/expect     {"sign": "typing"}: its next cell is near; of the cell nothing is told
 #
@@ -234,6 +244,7 @@ def _fields_of(message: LeaseStatus | DeviceStatus, fields: tuple[str, ...]) -> 
 _MOST_ACTIONS = 16  # under way at once: each holds a thread
 _LONGEST_PIN_MIN = 7 * 24 * 60
 _SIGN_MS = 60_000
+_KERNEL = r"/jupyter-fractional-gpu/kernels/(?P<kernel_id>[\w-]{1,200})/"
 
 Action = Callable[[BrokerClient, str], LeaseStatus | None]
 
@@ -243,7 +254,8 @@ def handlers(app: "FractionalGPUApp") -> list[tuple[str, type[APIHandler], dict[
     shared = {"app": app}
     return [
         (r"/jupyter-fractional-gpu/state", _State, shared),
-        (r"/jupyter-fractional-gpu/kernels/(?P<kernel_id>[\w-]{1,200})/(?P<action>[a-z]{1,20})", _Action, shared),
+        (_KERNEL + "advice", _Advice, shared),
+        (_KERNEL + "(?P<action>[a-z]{1,20})", _Action, shared),
     ]
 
 
@@ -262,39 +274,57 @@ class _State(_Handler):
         await self.finish(json.dumps(self.app.state()))
 
 
-class _Action(_Handler):
-    under_way = 0
-    _client: BrokerClient | None = None
+class _Call(_Handler):
+    """A call to the broker about one kernel."""
 
-    @web.authenticated
-    @authorized
-    async def post(self, kernel_id: str, action: str) -> None:
-        try:
-            lease = await self._call(kernel_id, action)
-        except FractionalGPUError as error:
-            self.set_status(error.status)
-            await self.finish(json.dumps({"message": str(error), "reason": error.reason}))
-        else:
-            shown = {} if lease is None else {"state": lease.state, "sentence": lease.sentence}
-            await self.finish(json.dumps(shown))
+    under_way = 0  # of all requests
+    _client: BrokerClient | None = None
 
     def on_connection_close(self) -> None:
         if self._client is not None:
             self._client.close()
         super().on_connection_close()
 
+    async def _answer(self, kernel_id: str, name: str) -> LeaseStatus | None:
+        """Make the call and return what it returned; None, with the refusal sent, where it was refused."""
+        try:
+            return await self._call(kernel_id, name)
+        except FractionalGPUError as error:
+            self.set_status(error.status)
+            await self.finish(json.dumps({"message": str(error), "reason": error.reason}))
+            return None
+
     async def _call(self, kernel_id: str, name: str) -> LeaseStatus | None:
-        action = _action(name, self.get_json_body() or {})
+        action = BrokerClient.lease if name == "advice" else _action(name, self.get_json_body() or {})
         lease = self.app.lease_of(kernel_id)
-        if _Action.under_way >= _MOST_ACTIONS:
+        if _Call.under_way >= _MOST_ACTIONS:
             raise ConflictError(f"{_MOST_ACTIONS} actions are under way on this server; wait for one to end")
         self._client = unstarted_broker(token=self.app.token_of(kernel_id))
-        _Action.under_way += 1
+        _Call.under_way += 1
         try:
             with self._client as client:
                 return await asyncio.to_thread(action, client, lease.lease_id)
         finally:
-            _Action.under_way -= 1
+            _Call.under_way -= 1
+
+
+class _Action(_Call):
+    @web.authenticated
+    @authorized
+    async def post(self, kernel_id: str, action: str) -> None:
+        lease = await self._answer(kernel_id, action)
+        if not self._finished:
+            await self.finish(json.dumps({} if lease is None else {"state": lease.state, "sentence": lease.sentence}))
+
+
+class _Advice(_Call):
+    @web.authenticated
+    @authorized
+    async def get(self, kernel_id: str) -> None:
+        lease = await self._answer(kernel_id, "advice")
+        if not self._finished:
+            advice = lease.advice if lease is not None else None
+            await self.finish(json.dumps({"sentence": advice.sentence if advice is not None else ""}))
 
 
 def _action(name: str, body: object) -> Action:

@@ -8,7 +8,7 @@ import { Widget } from '@lumino/widgets';
 import { element, pie } from './dom';
 import { Panel } from './panel';
 import { GPUState, IKernel } from './state';
-import { condition, line, mood } from './words';
+import { condition, deadlines, line, mood } from './words';
 
 export class StatusItem extends Widget {
   constructor(state: GPUState) {
@@ -66,8 +66,10 @@ export class StatusItem extends Widget {
     const appears = (kernel === undefined) !== (this._kernel === undefined);
     this._kernel = kernel;
     if (kernel !== undefined) {
-      this._button.replaceChildren(pie(kernel.fraction_milli), element('span', {}, line(kernel)));
-      this._button.title = kernel.sentence;
+      const gpuGoes = this._state.deadline(kernel.goes_away_in_ms);
+      const hostGoes = this._state.deadline(kernel.host_goes_away_in_ms);
+      this._button.replaceChildren(pie(kernel.fraction_milli), element('span', {}, line(kernel, gpuGoes, hostGoes)));
+      this._button.title = deadlines(kernel, gpuGoes, hostGoes) || kernel.sentence;
       this.node.dataset.mood = mood(kernel);
       const spoken = `GPU: ${condition(kernel)}`;
       if (this._spoken.textContent !== spoken) {

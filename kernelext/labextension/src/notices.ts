@@ -1,15 +1,35 @@
 /**
- * Notifications that JupyterLab itself does not show: a kernel that restarted without a GPU or not at all, one whose GPU state is unknown, and a
- * budget of which most is spent, once, or all, once more.
+ * Notifications that JupyterLab itself does not show: a kernel that restarted without a GPU or not at all, one whose GPU state is unknown, a
+ * budget of which most is spent, once, or all, once more, and a GPU or host that goes away, until it has gone or stays after all.
  */
 import { Notification } from '@jupyterlab/apputils';
 import { ServiceManager } from '@jupyterlab/services';
 
-import { GPUState } from './state';
+import { GPUState, IKernel } from './state';
+import { deadlines, isAtRisk } from './words';
 
 export function showNotices(state: GPUState, services: ServiceManager.IManager): void {
   const broken = new Set<string>();
   const budgets = new Map<string, number>(); // by kernel: 1 it was warned, 2 nothing is left
+  const going = new Map<string, [fate: string, notification: string]>(); // by kernel
+  const showDeadline = (kernel: IKernel): void => {
+    const gpuGoes = state.deadline(kernel.goes_away_in_ms);
+    const hostGoes = state.deadline(kernel.host_goes_away_in_ms);
+    const text = deadlines(kernel, gpuGoes, hostGoes);
+    const fate = text ? `${gpuGoes !== null} ${hostGoes !== null} ${kernel.lost_because !== ''}` : '';
+    const [before, shown] = going.get(kernel.kernel_id) ?? ['', ''];
+    if (fate === before) {
+      return;
+    }
+    if (shown) {
+      Notification.dismiss(shown);
+    }
+    going.delete(kernel.kernel_id);
+    if (text) {
+      const show = isAtRisk(kernel) ? Notification.error : Notification.warning;
+      going.set(kernel.kernel_id, [fate, show(`${name(kernel.kernel_id)}: ${text}`, { autoClose: false })]);
+    }
+  };
   const name = (kernelId: string): string => {
     for (const session of services.sessions.running()) {
       if (session.kernel?.id === kernelId) {
@@ -22,7 +42,15 @@ export function showNotices(state: GPUState, services: ServiceManager.IManager):
     Notification.warning(`${name(notice.kernel_id)}: ${notice.sentence}`, { autoClose: false });
   });
   state.changed.connect(() => {
+    const here = new Set(state.now.kernels.map(kernel => kernel.kernel_id));
+    for (const [kernelId, [, shown]] of going) {
+      if (!here.has(kernelId)) {
+        Notification.dismiss(shown);
+        going.delete(kernelId);
+      }
+    }
     for (const kernel of state.now.kernels) {
+      showDeadline(kernel);
       const spent = kernel.budget ? (kernel.budget_used_up ? 2 : 1) : 0;
       if (spent > (budgets.get(kernel.kernel_id) ?? 0)) {
         Notification.warning(`${name(kernel.kernel_id)}: ${kernel.budget}`, { autoClose: false });

@@ -5,7 +5,7 @@ import { Widget } from '@lumino/widgets';
 
 import { element } from './dom';
 import { GPUState, IDevice } from './state';
-import { deviceLine, facts, hostTitle, possible } from './words';
+import { deadlines, deviceLine, facts, hostTitle, possible } from './words';
 
 const PIN_MINUTES = 30;
 
@@ -36,6 +36,7 @@ export class Panel extends Widget {
     this.node.append(this._sentence, this._facts, bar, this._answer, this._title, this._devices);
     state.changed.connect(this._render, this);
     this._render();
+    void this._advise();
   }
 
   dispose(): void {
@@ -58,6 +59,14 @@ export class Panel extends Widget {
     }
   }
 
+  /** Read the advice once: it changes from day to day. */
+  private async _advise(): Promise<void> {
+    this._advice = await this._state.advice(this._kernelId);
+    if (!this.isDisposed && this._advice) {
+      this._render();
+    }
+  }
+
   private _show(text: string): void {
     this._answer.textContent = text;
   }
@@ -76,14 +85,20 @@ export class Panel extends Widget {
       }
     }
     this._sentence.textContent = kernel.sentence;
-    const rows = facts(kernel, this._state.pinnedUntil(kernel));
+    const deadline = deadlines(
+      kernel,
+      this._state.deadline(kernel.goes_away_in_ms),
+      this._state.deadline(kernel.host_goes_away_in_ms)
+    );
+    const rows = facts(kernel, this._state.pinnedUntil(kernel), deadline, this._advice);
     this._facts.replaceChildren(...rows.flatMap(([name, value]) => [element('dt', {}, name), element('dd', {}, value)]));
     this._title.textContent = hostTitle(this._state.now);
-    this._devices.replaceChildren(...this._state.now.devices.map(drawn));
+    this._devices.replaceChildren(...this._state.now.devices.map(device => drawn(device, this._state.deadline(device.goes_away_in_ms))));
   }
 
   private _state: GPUState;
   private _kernelId: string;
+  private _advice = '';
   private _buttons = new Map<Action, HTMLButtonElement>();
   private _sentence = element('p', { class: 'jp-FractionalGPU-sentence' });
   private _facts = element('dl');
@@ -92,8 +107,8 @@ export class Panel extends Widget {
   private _devices = element('ul');
 }
 
-function drawn(device: IDevice): HTMLElement {
-  const text = deviceLine(device);
+function drawn(device: IDevice, goes: Date | null): HTMLElement {
+  const text = deviceLine(device, goes);
   const bar = element('div', { class: 'jp-FractionalGPU-bar', 'aria-hidden': 'true' });
   for (const [kind, mib] of [
     ['reserved', device.reserved_mib],

@@ -36,6 +36,11 @@ export interface IKernel {
   /** That most of a budget that it counts for is spent, or all of it; empty: neither. */
   budget: string;
   budget_used_up: boolean;
+  /** The first of its devices goes away in so long; null: none does. Without a reason why it is lost, it is saved before. */
+  goes_away_in_ms: number | null;
+  lost_because: string;
+  /** The host goes away in so long, with its memory; null: it does not. */
+  host_goes_away_in_ms: number | null;
   foresight: string; // what its pool does for an expected cell: off, free, displace
 }
 
@@ -50,6 +55,10 @@ export interface IDevice {
   over_committed: boolean;
   lost: boolean;
   draining: boolean;
+  /** While it is drained by a deadline; 0: that has passed. And how many kernels on it will be saved before, and cannot be. */
+  goes_away_in_ms: number | null;
+  leases_saved: number;
+  leases_lost: number;
   /** What the kernels that are busy on it need of it together. */
   demand_percent: number;
 }
@@ -105,6 +114,11 @@ export class GPUState {
     return kernel.pinned_ms > 0 ? new Date(this._heardAt + kernel.pinned_ms) : null;
   }
 
+  /** When something goes away, by what was heard last: a deadline comes closer without events. */
+  deadline(leftMs: number | null | undefined): Date | null {
+    return leftMs === null || leftMs === undefined ? null : new Date(this._heardAt + leftMs);
+  }
+
   /** Read the state once. A server without our extension has none, and that is no error. */
   async refresh(): Promise<void> {
     const events = this._events;
@@ -131,6 +145,20 @@ export class GPUState {
       throw new Error(answer.message ?? `the server answered ${response.status}`);
     }
     return answer.sentence ?? '';
+  }
+
+  /** What is suggested about the kernel's share, with its figures and its risk; empty: nothing, or it cannot be learnt now. */
+  async advice(kernelId: string): Promise<string> {
+    const path = URLExt.join(this._settings.baseUrl, ROOT, 'kernels', encodeURIComponent(kernelId), 'advice');
+    try {
+      const response = await ServerConnection.makeRequest(path + '?no_track_activity=1', {}, this._settings);
+      return response.ok ? ((await response.json()) as { sentence: string }).sentence : '';
+    } catch (error) {
+      if (!(error instanceof ServerConnection.NetworkError)) {
+        throw error;
+      }
+      return '';
+    }
   }
 
   /** Tell a sign that the kernel's next cell is near; nothing of the cell is told. A server that cannot take it loses nothing. */

@@ -67,7 +67,44 @@ export function forecast(expected: number, low: number | null, high: number | nu
   return from === UNDER ? `${text} (up to ${to})` : `${text} (${from} to ${to})`;
 }
 
+/** Whether what is in the kernel's memory is lost at a deadline, as far as is known: a host takes all of it along. */
+export function isAtRisk(kernel: IKernel): boolean {
+  return typeof kernel.host_goes_away_in_ms === 'number' || Boolean(kernel.lost_because);
+}
+
+/** 14:05:09: a deadline is near, so its seconds count. */
+function clock(at: Date): string {
+  return at.toLocaleTimeString([], { hour: '2-digit', minute: '2-digit', second: '2-digit' });
+}
+
+/**
+ * That the kernel's GPU or host goes away, what to do, and why; empty: neither does. What matters most is said first: JupyterLab shows the
+ * beginning of a notification.
+ */
+export function deadlines(kernel: IKernel, gpuGoes: Date | null, hostGoes: Date | null): string {
+  const parts: string[] = [];
+  if (hostGoes !== null) {
+    parts.push(`Its host goes away at ${clock(hostGoes)} with all of its memory: save to a disk that outlives it.`);
+  }
+  if (gpuGoes !== null) {
+    parts.push(
+      kernel.lost_because
+        ? `Its GPU goes away at ${clock(gpuGoes)}, and it cannot be saved before: save to disk now. Why: ${kernel.lost_because}.`
+        : `Its GPU goes away at ${clock(gpuGoes)}, and it is saved before.`
+    );
+  }
+  return parts.join(' ');
+}
+
 export function mood(kernel: IKernel): Mood {
+  if (isAtRisk(kernel)) {
+    return 'broken';
+  }
+  return place(kernel);
+}
+
+/** The mood by the kernel's place alone. */
+function place(kernel: IKernel): Mood {
   if (kernel.position !== null && kernel.state !== 'resident') {
     return 'waiting';
   }
@@ -76,18 +113,23 @@ export function mood(kernel: IKernel): Mood {
 
 /** The kernel's state without numbers that change all the time: the text for screen readers. */
 export function condition(kernel: IKernel): string {
+  const risk = isAtRisk(kernel) ? ', its memory will be lost' : typeof kernel.goes_away_in_ms === 'number' ? ', its GPU goes away' : '';
   if (kernel.position !== null && kernel.state !== 'resident') {
-    return `waiting for the GPU, place ${kernel.position}`;
+    return `waiting for the GPU, place ${kernel.position}${risk}`;
   }
-  return kernel.state === 'resident' ? 'on the GPU' : STATES[kernel.state]?.[1] ?? kernel.state;
+  return (kernel.state === 'resident' ? 'on the GPU' : STATES[kernel.state]?.[1] ?? kernel.state) + risk;
 }
 
 /** The line in the status bar. */
-export function line(kernel: IKernel): string {
+export function line(kernel: IKernel, gpuGoes: Date | null, hostGoes: Date | null): string {
   const words = [`${share(kernel.fraction_milli)} GPU`];
-  if (mood(kernel) === 'here') {
+  const goes = hostGoes ?? gpuGoes;
+  if (goes !== null) {
+    const what = hostGoes !== null ? 'host goes away' : kernel.lost_because ? 'cannot be saved, GPU goes away' : 'saved before GPU goes away';
+    words.push(`${what} at ${clock(goes)}`);
+  } else if (place(kernel) === 'here') {
     words.push(`${memory(kernel.used_mib)} of ${memory(kernel.reserve_mib)}`);
-  } else if (mood(kernel) === 'waiting') {
+  } else if (place(kernel) === 'waiting') {
     words.push(`waiting, place ${kernel.position}`);
   } else {
     words.push(condition(kernel));
@@ -99,11 +141,11 @@ export function line(kernel: IKernel): string {
 }
 
 /** The rows of the panel about a kernel. */
-export function facts(kernel: IKernel, pinnedUntil: Date | null): [string, string][] {
+export function facts(kernel: IKernel, pinnedUntil: Date | null, deadline: string, advice: string): [string, string][] {
   const rows: [string, string][] = [
     ['Share', `${share(kernel.fraction_milli)} GPU` + (kernel.pool === 'default' ? '' : `, pool ${kernel.pool}`)],
     ['State', condition(kernel)],
-    mood(kernel) === 'here'
+    place(kernel) === 'here'
       ? ['Memory', `${memory(kernel.used_mib)} of ${memory(kernel.reserve_mib)}`]
       : ['Memory', `up to ${memory(kernel.reserve_mib)}`]
   ];
@@ -112,7 +154,10 @@ export function facts(kernel: IKernel, pinnedUntil: Date | null): [string, strin
     const back = kernel.resume_ms === null ? '' : `; bringing it back takes ${forecast(kernel.resume_ms, kernel.resume_low_ms, kernel.resume_high_ms)} once there is room`;
     rows.push(['Saved', `${memory(kernel.saved_mib)} in the host's memory${back}`]);
   }
-  if (kernel.device_name && mood(kernel) === 'here') {
+  if (deadline) {
+    rows.push(['Deadline', deadline]);
+  }
+  if (kernel.device_name && place(kernel) === 'here') {
     rows.push(['Device', kernel.device_name]);
   }
   if (kernel.slowdown_brief) {
@@ -127,6 +172,9 @@ export function facts(kernel: IKernel, pinnedUntil: Date | null): [string, strin
   if (pinnedUntil !== null) {
     rows.push(['Pinned', `until ${pinnedUntil.toLocaleTimeString([], { hour: '2-digit', minute: '2-digit' })}`]);
   }
+  if (advice) {
+    rows.push(['Advice', `${advice}.`]);
+  }
   return rows;
 }
 
@@ -140,15 +188,17 @@ function demand(device: IDevice): string {
 }
 
 /** A line about a device. */
-export function deviceLine(device: IDevice): string {
+export function deviceLine(device: IDevice, goes: Date | null): string {
   const sizes = `${memory(device.reserved_mib)} of ${memory(device.memory_mib)} reserved, ${memory(device.used_mib)} used`;
   const trouble = device.lost
     ? 'lost'
     : device.over_committed
       ? 'over-committed'
-      : device.draining
-        ? 'being emptied'
-        : '';
+      : device.draining && device.goes_away_in_ms && goes !== null
+        ? `goes away at ${clock(goes)}: ${device.leases_saved} of its kernels will be saved, ${device.leases_lost} cannot be`
+        : device.draining
+          ? 'being emptied'
+          : '';
   return [sizes, demand(device), trouble].filter(text => text).join(' · ');
 }
 

@@ -117,6 +117,7 @@ class Broker:
         self.last_use_s = time.monotonic()
         self.stopping = False
         self.used_mib: dict[str, int] = {}  # by device, as last measured
+        self.host_deadline_ms: int | None = None  # the host goes away then, says a cloud's notice, as by `now_ms`
         self.changes = 0  # state changes so far: a measurement that one overtook is stale
         self.history = History(writer)
         self.records = LeaseRecords(self, writer, self.deadlines, files)
@@ -175,7 +176,7 @@ class Broker:
         if isinstance(event, LeaseMeasured) and (view := self.arbiter.lease(event.lease_id)) is not None:
             self.history.note(view)
         files.reach(f"{point}.after")
-        self._wake_followers()
+        self.note_change()
         return effects
 
     def _failpoint(self, event: Event) -> str:
@@ -274,9 +275,17 @@ class Broker:
             case SuspendAnnounced(at_ms=at_ms):
                 self._announce(kernel, at_ms)
             case UserTold(sentence=sentence):
-                if kernel.link is not None:
-                    kernel.link.send(GateVerb.NOTICE, sentence=sentence, urgent=True)
+                self.tell_of_deadline(kernel, sentence)
         kernel.notify()
+
+    @staticmethod
+    def tell_of_deadline(kernel: Kernel, sentence: str) -> None:
+        """Tell the user of a kernel, in the notebook, or of a command, that its GPU or host goes away, or that it stays after all."""
+        if kernel.link is not None:
+            kernel.link.send(GateVerb.NOTICE, sentence=sentence, urgent=True, topic="deadline")
+        elif kernel.launch.command:
+            kernel.notices.append(sentence)  # its runner prints it
+            kernel.notify()
 
     @staticmethod
     def _announce(kernel: Kernel, at_ms: int) -> None:
@@ -347,9 +356,10 @@ class Broker:
     def _trouble_changed(self) -> None:
         """Wake all that wait or follow: the ledger can be written again, or cannot be written any more."""
         self._wake_queue()
-        self._wake_followers()
+        self.note_change()
 
-    def _wake_followers(self) -> None:
+    def note_change(self) -> None:
+        """Wake all that follow the status: something that it shows has changed."""
         self.anything_changed.set()
         self.anything_changed = asyncio.Event()
 

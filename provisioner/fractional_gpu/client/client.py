@@ -244,15 +244,23 @@ class BrokerClient:
         return self._call(OthersUse, "GET", f"{_route(lease_id, 'others')}?{query}")
 
     def usage(
-        self, by: Sequence[str], since_s: int, until_s: int, only: Mapping[str, str] | None = None
+        self,
+        by: Sequence[str],
+        since_s: int,
+        until_s: int,
+        only: Mapping[str, str] | None = None,
+        *,
+        advice: bool = False,
     ) -> "UsageReport":
         """Return sums of what leases used in the hours that begin within the time (seconds since 1970), of what this user may see.
 
-        `by`: any of `USAGE_BY`; `only`: names of `USAGE_ONLY` with the one value that counts. Raises BadRequestError.
+        `by`: any of `USAGE_BY`; `only`: names of `USAGE_ONLY` with the one value that counts; `advice`: with advice on shares, which
+        sums by notebook have anyway. Raises BadRequestError.
         """
         from fractional_gpu.protocol.accounts import UsageReport  # noqa: PLC0415 - few kernels ask
 
-        query = urlencode({"by": ",".join(by), "since_s": since_s, "until_s": until_s, **(only or {})})
+        more = {"advice": "1"} if advice else {}
+        query = urlencode({"by": ",".join(by), "since_s": since_s, "until_s": until_s, **(only or {}), **more})
         return self._call(UsageReport, "GET", f"/v1/usage?{query}")
 
     def budgets(self) -> "BudgetList":

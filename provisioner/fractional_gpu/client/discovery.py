@@ -3,7 +3,8 @@
 Rules:
 
 - The socket: `$JUPYTER_GPU_SOCKET`, else the system service's if it exists, else one in the user's Jupyter runtime
-  folder.
+  folder. Where that is on a network filesystem, which several hosts may share (a home on NFS), it is a folder for each host: a socket there
+  is of one host, and a broker of another one would put its own in its place.
 - Clients send connection keys to the process that serves the socket, so its folder must belong to this user or root and no
   other user may write to it.
 - A missing broker is started, except on a system service's socket, where its administrator starts it, and within a job or a pod,
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING
 from jupyter_core.paths import jupyter_runtime_dir
 
 from fractional_gpu.client.http import claim_holder, is_service_socket
-from fractional_gpu.client.state_folder import state_folder
+from fractional_gpu.client.state_folder import is_network, node_name, state_folder
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 from fractional_gpu.protocol.names import OWN, Version, refusal
 
@@ -54,15 +55,21 @@ _LONGEST_SETTINGS = 64 * 1024  # bytes
 
 
 def runtime_dir() -> Path:
-    """Return the folder for sockets and token files, created with mode 0700.
+    """Return the folder for sockets, token files and records of kernels, created with mode 0700; of this host where hosts share it.
 
     Raises BrokerUnavailableError if it belongs to another user.
     """
-    folder = Path(jupyter_runtime_dir()) / "gpu"
+    folder = runtime_place()
     if _foreign_above(folder) is not None:  # the home belongs to another user: by sudo, or in a container
         return Path(_short_path(str(folder / "broker.sock"))).parent
     _make_private(folder)
     return folder
+
+
+def runtime_place() -> Path:
+    """Return the folder below Jupyter's runtime folder that is this host's, whether it exists or not, and whoever has it."""
+    runtime = Path(jupyter_runtime_dir())
+    return runtime / (f"gpu-{node_name()}" if is_network(runtime) else "gpu")
 
 
 def socket_path() -> str:

@@ -29,6 +29,8 @@ from fractional_gpu.protocol.seats import (
 )
 
 SEAT_FILE_VARIABLE = "JUPYTER_GPU_SEAT_FILE"
+POD_SHARE_VARIABLE = "JUPYTER_GPU_POD_SHARE"
+"""POOL/THOUSANDTHS of a pod's seat, for display: nothing can be put into a pod, so its seat has no file."""
 _LONGEST = 16 * 1024  # bytes
 
 
@@ -47,6 +49,15 @@ def own_seat() -> Seat | None:
     """Return this process's seat, None without one. Raises FractionalGPUError for an unreadable file."""
     path = os.environ.get(SEAT_FILE_VARIABLE)
     return read_seat(path) if path else None
+
+
+def own_share() -> tuple[str, int] | None:
+    """Return pool and thousandths of this process's seat, for display; None without one. Raises FractionalGPUError."""
+    seat = own_seat()
+    if seat is not None:
+        return seat.pool, seat.fraction_milli
+    pool, _, milli = os.environ.get(POD_SHARE_VARIABLE, "").rpartition("/")
+    return (pool, int(milli)) if pool and milli.isascii() and milli.isdecimal() and len(milli) < 5 else None
 
 
 def read_seat(path: str) -> Seat:

@@ -6,7 +6,8 @@ host and each broker's socket has a state folder, on a local disk:
 - for a system service `/var/lib/jupyter-gpu`;
 - for a user `$XDG_STATE_HOME/jupyter-gpu/HOST/SOCKET` (`~/.local/state` by default), or, where that is on a network filesystem or cannot
   be written, `/var/tmp/jupyter-gpu-UID/HOST/SOCKET`. HOST is derived from the machine's id, SOCKET from the path of the socket;
-- the folder in the setting `state_dir`, if there is one.
+- the folder in the setting `state_dir`, if there is one; on a network filesystem a folder below it for each node (`node_name`), unless a
+  ledger lies in it already.
 
 Of the user's two folders, the existing one is taken, so that a broker finds its ledger after a mount has changed.
 Earlier versions kept the state beside the socket: `find_ledger` searches there, too.
@@ -46,7 +47,8 @@ def ledger_name(*, simulated: bool) -> str:
 def state_folder(socket: str, configured: Path | None = None) -> Path:
     """Return the folder of the broker on this socket, existing or not; `configured`: the setting `state_dir`."""
     if configured is not None:
-        return configured
+        has_ledger = any(os.path.lexists(configured / name) for name in LEDGER_NAMES)
+        return configured / node_name() if is_network(configured) and not has_ledger else configured
     if os.geteuid() == 0 and Path(socket).parent == _SERVICE_FOLDER:
         return SERVICE_STATE
     # Links are not followed: a link in the place of a deleted folder must not lead a broker away from its ledger.
@@ -148,14 +150,31 @@ def _spare_base() -> Path:
     return _VAR_TMP / f"jupyter-gpu-{os.geteuid()}"
 
 
+def node_name() -> str:
+    """Return a name for this host among those that share a network filesystem: constant over reboots.
+
+    Of nodes that boot one image, all may have the same machine's id; so the host's name counts, too.
+    """
+    return _hashed(f"jupyter-gpu {_machine_id()} {socket_module.gethostname()}")
+
+
 def _host() -> str:
     """Return a name for this host: constant over reboots, and different for each host that shares the home."""
+    return _hashed(f"jupyter-gpu {_machine_id() or socket_module.gethostname()}")
+
+
+def _machine_id() -> str:
+    """Return the machine's id; empty where it has none, or none yet (machine-id(5): `uninitialized` in images)."""
     try:
         identity = _MACHINE_ID.read_text(encoding="ascii").strip()
     except (OSError, ValueError):
-        identity = ""
-    # machine-id(5): do not expose the machine's id unhashed.
-    return hashlib.sha256(f"jupyter-gpu {identity or socket_module.gethostname()}".encode()).hexdigest()[:12]
+        return ""
+    return "" if identity == "uninitialized" else identity
+
+
+def _hashed(text: str) -> str:
+    """Return a name for a folder. machine-id(5): do not expose the machine's id unhashed."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _is_ours(folder: Path) -> bool:

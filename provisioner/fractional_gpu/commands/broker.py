@@ -88,6 +88,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="where another broker serves on the socket, wait until it ends and serve then (for a service)",
     )
+    parser.add_argument(
+        "--worker-socket",
+        metavar="PATH",
+        help="have the service on this socket start the checkpoint worker (`jupyter gpu node worker`), for containers: this process then "
+        "needs no privileges",
+    )
     ending = parser.add_mutually_exclusive_group()
     ending.add_argument("--stop", action="store_true", help="end the broker that runs on the socket; kernels live on")
     ending.add_argument(
@@ -129,6 +135,7 @@ def _check_ending(options: argparse.Namespace) -> None:
         "--settings": options.settings,
         "--service": options.service,
         "--stand-by": options.stand_by,
+        "--worker-socket": options.worker_socket,
         "--log-level": options.log_level,
     }
     if given := [name for name, value in others.items() if value]:
@@ -161,6 +168,7 @@ def run(options: argparse.Namespace) -> int:
         settings=options.settings,
         service=options.service,
         stand_by=options.stand_by,
+        worker_socket=options.worker_socket,
     )
     if options.detach:
         return start_detached(given)

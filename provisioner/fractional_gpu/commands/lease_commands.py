@@ -43,6 +43,7 @@ from fractional_gpu.protocol.messages import (
     ResizeRequest,
     Story,
 )
+from fractional_gpu.protocol.names import device_deadline
 
 _POLL_S: Final = 0.5
 _LEASE_HELP: Final = "a lease id, the beginning of one, or a Jupyter kernel id (see `jupyter gpu status`)"
@@ -396,8 +397,8 @@ def _say_drained(device: DeviceStatus) -> str:
         if device.reserved_mib
         else "no kernel holds memory there"
     )
-    if device.goes_away_in_ms is not None:
-        left += f"; it goes away in {format_duration(device.goes_away_in_ms)}"
+    if deadline := device_deadline(device):
+        left += f"; it {deadline}"
     return f"GPU {device.index} ({device.name}): draining, {left}"
 
 

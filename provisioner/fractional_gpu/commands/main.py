@@ -83,6 +83,9 @@ COMMANDS: dict[str, _Entry] = {
     "completion": _Entry(
         "fractional_gpu.commands.completion", "what bash, zsh or fish needs to complete `jupyter gpu`"
     ),
+    "node": _Entry(
+        "fractional_gpu.commands.node.node", "what a cluster's node runs beside the broker (administrators)"
+    ),
     "broker": _Entry("fractional_gpu.commands.broker", "run the broker (it starts by itself where it is needed)"),
 }
 

@@ -27,6 +27,7 @@ from fractional_gpu.commands.simulation.machine import (
     usual_machine,
 )
 from fractional_gpu.commands.simulation.own_history import compared, compared_text, read_history, recorded_waits
+from fractional_gpu.commands.simulation.revocation import configure_revocation, read_revocation, revocation_text
 from fractional_gpu.commands.simulation.usage import (
     NO_INPUT,
     check_pools,
@@ -41,6 +42,7 @@ from fractional_gpu.config import ConfigError
 from fractional_gpu.core.units import format_memory, parse_duration_ms
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.baselines import BASELINES, CULL_AFTER_MS, MPS_FILL_PERCENT, WAITING, run_baseline
+from fractional_gpu.simulator.cluster import run_engine
 from fractional_gpu.simulator.felt import Goal
 from fractional_gpu.simulator.fleet.run import run as run_hosts
 from fractional_gpu.simulator.machine import Host
@@ -51,6 +53,7 @@ from fractional_gpu.simulator.placement import NodeShape, Outcome, PodKind, plac
 from fractional_gpu.simulator.policies import POLICIES
 from fractional_gpu.simulator.record import replay
 from fractional_gpu.simulator.result import Result
+from fractional_gpu.simulator.revocation.revocations import Revocation
 from fractional_gpu.simulator.search import devices_for_cells, devices_for_sessions, fewest, gpus_reserved_at_once
 from fractional_gpu.simulator.traces import Session, write_sessions
 from fractional_gpu.simulator.tuning import Step, tune
@@ -64,9 +67,11 @@ examples:
   jupyter gpu simulate --users 50 --hosts '?x(8x80GiB)' --find-devices --p95-wait 3s --baseline reservation --picture run.html
   jupyter gpu simulate --sessions sessions.csv --cells cells.csv --policy jupyter_gpu_config.py --json
   jupyter gpu simulate --users 10000 --several-gpus 0 --hosts '100x(8x80GiB)' --place use --foresight 20s
+  jupyter gpu simulate --users 80 --several-gpus 0 --hosts '4x(2x80GiB)' --door engine-count
   jupyter gpu simulate --users 60 --days 7 --weekends --policy prices.py --groups 'physics:2,teaching:1@small' --usage usage.json
   jupyter gpu simulate --from-ledger --devices 4x80GiB --policy jupyter_gpu_config.py
   jupyter gpu simulate --from-ledger --devices 8x80GiB --find-devices --baseline static-fraction
+  jupyter gpu simulate --users 60 --days 7 --revoke v100/us-west1
   jupyter gpu simulate --users 20 --record run.log && jupyter gpu simulate --replay run.log
   jupyter gpu simulate --placement --nodes nodes.csv --pods pods.csv --policy fgd --seeds 42-51 --json
 
@@ -81,6 +86,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     configure_load(parser)
     configure_machine(parser)
     configure_usage(parser)
+    configure_revocation(parser)
     _configure_output(parser)
     _configure_placement(parser)
 
@@ -141,7 +147,7 @@ def _run(options: argparse.Namespace) -> int:
     machine = read_machine(options)
     trace = read_trace(options)
     check_pools(options, trace)
-    meter = read_meter(options, machine)
+    meter, revocation = read_meter(options, machine), read_revocation(options)
     if options.write_trace:
         _writing(options.write_trace[0], lambda: write_sessions(trace, *options.write_trace))
     goal = _goal(options)
@@ -150,7 +156,7 @@ def _run(options: argparse.Namespace) -> int:
             raise UsageError("--record takes down one run, and --find-devices makes several; find first, then record")
         result = _fewest("fractional", machine, trace, goal, lambda hosts: _simulate(hosts, trace, machine, goal))
     else:
-        result = _simulate(machine.hosts(), trace, machine, None, meter)
+        result = _simulate(machine.hosts(), trace, machine, None, meter, revocation)
     hosts = (
         machine.hosts(result.hosts if machine.several else result.devices) if options.find_devices else machine.hosts()
     )
@@ -180,6 +186,8 @@ def _print(
     recorded = recorded_waits(read_history(options.from_ledger)) if options.from_ledger is not None else None
     if options.json:
         shown = result.as_json() | ({"usage": usage} if usage else {})
+        if result.revocation is not None:
+            shown["revocation"] = result.revocation.as_json()
         if recorded is not None:
             shown["recorded"] = compared(recorded, result.waits)
         if baselines:
@@ -187,6 +195,8 @@ def _print(
         print(json.dumps(shown))
         return
     sys.stdout.write(_table([result, *baselines]) + (f"\n{usage_table(usage)}" if usage else ""))
+    if result.revocation is not None:
+        sys.stdout.write("\n" + revocation_text(result.revocation.as_json()))
     if recorded is not None:
         sys.stdout.write("\n" + compared_text(recorded, result.waits))
 
@@ -272,17 +282,39 @@ def _start(name: str, trace: Sequence[Session], host: Host) -> int:
             return devices_for_cells(trace, host)
 
 
-def _simulate(
+def _simulate(  # noqa: PLR0917 - as the run that it starts
     hosts: Sequence[Host],
     trace: Sequence[Session],
     machine: MachineOptions,
     goal: Goal | None,
     meter: RunMeter | None = None,
+    revocation: Revocation | None = None,
 ) -> Result:
     said, record = _devices_of(hosts), machine.options.record
     placing, progress = Progress(said, "sessions placed"), Progress(said, "sessions")
+    if machine.engine is not None:
+        result = run_engine(
+            hosts,
+            trace,
+            machine.engine,
+            terms=machine.terms,
+            processes=machine.way.processes,
+            record=record,
+            progress=progress,
+            placing=Progress(said, "jobs of the engine"),
+        )
+        result.wall_s = progress.seconds
+        return result
     result = run_hosts(
-        hosts, trace, machine.way, record=record, goal=goal, progress=progress, placing=placing, meter=meter
+        hosts,
+        trace,
+        machine.way,
+        record=record,
+        goal=goal,
+        progress=progress,
+        placing=placing,
+        meter=meter,
+        revocation=revocation,
     )
     result.wall_s = progress.seconds
     return result

@@ -21,10 +21,10 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Final
 
-from jupyter_core.paths import jupyter_config_dir, jupyter_config_path, jupyter_runtime_dir
+from jupyter_core.paths import jupyter_config_dir, jupyter_config_path
 
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.client.discovery import SYSTEM_SOCKET, restart_command
+from fractional_gpu.client.discovery import SYSTEM_SOCKET, restart_command, runtime_place
 from fractional_gpu.client.http import claim_holder
 from fractional_gpu.client.state_folder import own_host_folders
 from fractional_gpu.commands.terminal.connection import kernels_of, say_if_slow
@@ -109,8 +109,7 @@ def _find() -> Findings:
     found = Findings()
     for spec in list_installed():
         found.items.append(Item(spec.folder, f"kernel {spec.display_name!r}"))
-    runtime = Path(jupyter_runtime_dir()) / "gpu"
-    places = [runtime, *_short_folders()]
+    places = [runtime_place(), *_short_folders()]
     states = own_host_folders()
     found.sockets = sorted({*_sockets_below(places), *_recorded_sockets(states)})
     found.items += [Item(place, "sockets and logs") for place in places if _is_own_folder(place)]

@@ -83,7 +83,7 @@ from fractional_gpu.core.scheduler.scheduler import Scheduler
 # Read-only views of the books, for status, for the ledger and for waiting cells.
 
 
-def lease_view(lease: Lease, foresight: ForecastRecorder) -> LeaseView:
+def lease_view(books: Books, lease: Lease, foresight: ForecastRecorder) -> LeaseView:
     """Return the view of a lease."""
     known = lease.expectation
     return LeaseView(
@@ -116,7 +116,15 @@ def lease_view(lease: Lease, foresight: ForecastRecorder) -> LeaseView:
         expected_by=known.best if known is not None else "",
         expected_milli=likelihood_milli(lease),
         came_early=lease.came_early,
+        deadline_ms=books.deadline_ms(lease),
+        lost_because=_lost_because(books, lease),
     )
+
+
+def _lost_because(books: Books, lease: Lease) -> str:
+    if lease.state is LeaseState.QUARANTINED and books.deadline_ms(lease) is not None:
+        return "the state of its GPU memory is unknown"
+    return books.unsaved.get(lease.lease_id, "")
 
 
 def ticket_view(
@@ -180,6 +188,7 @@ def device_views(books: Books) -> list[DeviceView]:
             lost=device.lost,
             draining=device.draining,
             why_not=device.spec.why_not,
+            why_no_move=device.spec.why_no_move,
             demand_milli=device.demand_milli,
             deadline_ms=device.deadline_ms,
         )
@@ -271,7 +280,7 @@ class Arbiter:
     def _view(self, lease: Lease) -> LeaseView:
         view = self._views.get(lease.lease_id)
         if view is None:
-            view = self._views[lease.lease_id] = lease_view(lease, self._changes.forecast_recorder)
+            view = self._views[lease.lease_id] = lease_view(self._books, lease, self._changes.forecast_recorder)
         return view
 
     def holding(self, lease_id: str) -> Holding | None:

@@ -247,6 +247,8 @@ class LeaseView:
     expected_by: str = ""  # the sign that says so (`Sign`)
     expected_milli: int = 0  # how likely that cell is, thousandths
     came_early: bool = False  # it was brought back for a cell that was expected, and none has run yet
+    deadline_ms: int | None = None  # the first of its devices goes away then, which is still to come
+    lost_because: str = ""  # why it cannot be saved before, a sentence; empty: it will be
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,6 +279,7 @@ class DeviceView:
     lost: bool
     draining: bool = False  # admits no lease; its leases leave as soon as possible
     why_not: str = ""  # why leases there cannot be suspended, a sentence
+    why_no_move: str = ""  # why what is saved from it comes back on itself only, a sentence
     demand_milli: int = 0  # what the leases that are busy there need together, thousandths of the device
     deadline_ms: int | None = None  # while it is drained: when it goes away
 

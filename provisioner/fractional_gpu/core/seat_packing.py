@@ -13,6 +13,12 @@ of one another), so it finds no room with probability P(S > C | i active), S the
 each seat's in proportion to its activity, that is E[N; S > C] / E[N], N the number of active seats. So two sums are carried through
 the convolution: P(S = s) and E[N; S = s].
 
+**Like devices.** A suspended kernel may resume on another device of the same kind, where the driver and the pool allow that. Then a cell
+waits only if none of these devices has room, so they are forecast as one device of their common size (`SeatDevice.kind`). A share that
+does not divide a device counts as the next larger one that does (3/4 as a whole), because what is left beside it on several devices is no
+room for another of its size. Forecast one by one, eight devices would be called full although a cell on them never waits
+(docs/cluster-simulation.md has the figures).
+
 **How long it then waits.** A cell of another seat has to end first. Cells that use a GPU last two minutes in the median (a 48-hour
 excerpt of an industrial notebook platform's trace: median 2 min, third quartile 5 min); taken as memoryless, half of them are over after
 each further two minutes. That several are active, so that the first ends sooner, and that the arbiter preempts, is left out: it makes
@@ -32,6 +38,16 @@ from functools import lru_cache
 
 CELL_MEDIAN_MS = 120_000
 _BINS = 1000  # thousandths of the device
+_BINS_OF_LIKE_DEVICES = (
+    420,
+    360,
+    240,
+    120,
+    60,
+    24,
+    12,
+)  # of each of several, whose common shares are whole numbers of them
+_MOST_BINS = 1080
 _WHOLE = 10**12  # probability 1, while it is computed
 _PRIOR_LIVE_MS = 8 * 3_600_000  # the prior counts as much as this experience: a working day with a server
 _PRIOR_BUSY_MS = 30 * 60_000  # and for memory as much as this busy time
@@ -58,11 +74,72 @@ class SeatLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeatDevice:
-    """A device that seats may be placed on: what leases may have of it, and the seats on it."""
+    """A device that seats may be placed on: what leases may have of it, and the seats on it.
+
+    `kind`: suspended kernels may resume on any device of that kind; empty: on this one only.
+    """
 
     device_id: str
     capacity_mib: int
     loads: tuple[SeatLoad, ...]
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """Devices that are forecast together, and the seats there, each with the memory that it counts as."""
+
+    places: tuple[SeatDevice, ...]
+    capacity_mib: int
+    loads: tuple[SeatLoad, ...]  # sorted
+    bins: int
+
+    @classmethod
+    def of(cls, places: Sequence[SeatDevice]) -> "_Group":
+        """Return the group of these devices, of one kind if there are several."""
+        loads = [_counted(load, places) for place in places for load in place.loads]
+        return cls(
+            places=tuple(places),
+            capacity_mib=sum(one.capacity_mib for one in places),
+            loads=tuple(sorted(loads)),
+            bins=_bins_of(len(places)),
+        )
+
+    def takes(self, load: SeatLoad) -> bool:
+        """Whether one of its devices is large enough for the seat."""
+        return any(load.mib <= one.capacity_mib for one in self.places)
+
+    def wait_chance(self, load: SeatLoad) -> int:
+        """Return the chance (millionths) that a cell finds no room with one more seat."""
+        return _wait_chance(self.loads, _counted(load, self.places), self.capacity_mib, self.bins)
+
+    def emptiest(self, load: SeatLoad) -> SeatDevice:
+        """Return the device of those large enough on which least is needed on average."""
+        return min((one for one in self.places if load.mib <= one.capacity_mib), key=_filled_milli)
+
+
+def _bins_of(devices: int) -> int:
+    """Return into how many bins so many devices together are divided: each into as many, so that what fills one fills its bins."""
+    if devices == 1:
+        return _BINS
+    each = next((bins for bins in _BINS_OF_LIKE_DEVICES if bins * devices <= _MOST_BINS), _BINS_OF_LIKE_DEVICES[-1])
+    return each * devices
+
+
+def _counted(load: SeatLoad, places: Sequence[SeatDevice]) -> SeatLoad:
+    """Return the load as it counts among several like devices: as the next larger share that divides a device."""
+    device_mib = min(place.capacity_mib for place in places)
+    if len(places) == 1 or not 0 < load.mib <= device_mib:
+        return load
+    return SeatLoad(mib=device_mib // (device_mib // load.mib), duty_milli=load.duty_milli)
+
+
+def _groups(places: Sequence[SeatDevice]) -> list[_Group]:
+    """Return the groups of devices that are forecast together, in the order of their first devices."""
+    found: dict[tuple[str, str], list[SeatDevice]] = {}
+    for place in places:
+        found.setdefault((place.kind, "" if place.kind else place.device_id), []).append(place)
+    return [_Group.of(like) for like in found.values()]
 
 
 def estimated_usage(*, live_ms: int, busy_ms: int, busy_mib_ms: int, prior: Usage = PRIOR_USAGE) -> Usage:
@@ -78,14 +155,14 @@ def wait_chance_millionths(loads: Iterable[SeatLoad], capacity_mib: int) -> int:
     return _wait_chance(tuple(sorted(loads)), None, capacity_mib)
 
 
-def _wait_chance(loads: tuple[SeatLoad, ...], more: SeatLoad | None, capacity_mib: int) -> int:
+def _wait_chance(loads: tuple[SeatLoad, ...], more: SeatLoad | None, capacity_mib: int, bins: int = _BINS) -> int:
     """Return the chance with one more seat. `loads` are sorted: rounding depends on the order by a hair, the forecast must not."""
     expected = sum(load.duty_milli for load in loads) + (more.duty_milli if more is not None else 0)
     if not expected:
         return 0
     if capacity_mib < 1:
         return 1_000_000
-    chance, active = _distribution(loads, capacity_mib)
+    chance, active = _distribution(loads, capacity_mib, bins)
     if more is not None:
         active = active.copy()
         _add_seat(chance.copy(), active, more, capacity_mib)
@@ -93,9 +170,9 @@ def _wait_chance(loads: tuple[SeatLoad, ...], more: SeatLoad | None, capacity_mi
 
 
 @lru_cache(maxsize=64)
-def _distribution(loads: tuple[SeatLoad, ...], capacity_mib: int) -> tuple[list[int], list[int]]:
+def _distribution(loads: tuple[SeatLoad, ...], capacity_mib: int, bins: int) -> tuple[list[int], list[int]]:
     """Return P(S = s) and E[N; S = s] by need s; the last bin is everything beyond the device. Cached: callers must not change it."""
-    chance, active = [0] * (_BINS + 2), [0] * (_BINS + 2)
+    chance, active = [0] * (bins + 2), [0] * (bins + 2)
     chance[0] = _WHOLE
     for load in loads:
         _add_seat(chance, active, load, capacity_mib)
@@ -104,8 +181,8 @@ def _distribution(loads: tuple[SeatLoad, ...], capacity_mib: int) -> tuple[list[
 
 def _add_seat(chance: list[int], active: list[int], load: SeatLoad, capacity_mib: int) -> None:
     """Add one seat to the distribution in place, from the largest need down, so that no need is counted twice."""
-    shift, duty = -(-load.mib * _BINS // capacity_mib), load.duty_milli
     last = len(chance) - 1
+    shift, duty = -(-load.mib * (last - 1) // capacity_mib), load.duty_milli
     for need in range(last, -1, -1):
         moved = -(-chance[need] * duty // 1000)
         if not moved and not active[need]:
@@ -143,20 +220,26 @@ def choose_device(
     """Return the device for one more seat and the chance there (millionths) that a cell waits longer than the target.
 
     Of the devices that stay within the bound the fullest one is taken, so that what is left stays whole for larger seats; where none
-    does, None and the smallest chance there is. Ties go to the first device.
+    does, None and the smallest chance there is. Ties go to the first device. Among like devices, whose chance is one, it is the emptiest.
     """
     forecasts = [
-        (_late_chance(_wait_chance(tuple(sorted(each.loads)), load, each.capacity_mib), target_ms), each)
-        for each in places
-        if load.mib <= each.capacity_mib
+        (_late_chance(each.wait_chance(load), target_ms), each) for each in _groups(places) if each.takes(load)
     ]
     if not forecasts:
         return None, 1_000_000
     within = [(chance, each) for chance, each in forecasts if chance <= bound_milli * 1000]
     if not within:
         return None, min(chance for chance, _ in forecasts)
-    chance, best = max(within, key=lambda one: (one[0], _filled_milli(one[1])))
-    return best.device_id, chance
+    chance, best = max(within, key=lambda one: (one[0], sum(map(_filled_milli, one[1].places)) // len(one[1].places)))
+    return best.emptiest(load).device_id, chance
+
+
+def wait_chance_with(load: SeatLoad, places: Sequence[SeatDevice], device_id: str) -> int:
+    """Return the chance (millionths) that a cell finds no room with one more seat on that device, or among those like it."""
+    for group in _groups(places):
+        if any(place.device_id == device_id for place in group.places):
+            return group.wait_chance(load)
+    return 1_000_000
 
 
 def least_waiting(load: SeatLoad, places: Sequence[SeatDevice]) -> tuple[SeatDevice | None, int]:
@@ -164,15 +247,12 @@ def least_waiting(load: SeatLoad, places: Sequence[SeatDevice]) -> tuple[SeatDev
 
     None where the seat is larger than every device.
     """
-    chances = [
-        (_wait_chance(tuple(sorted(each.loads)), load, each.capacity_mib), number)
-        for number, each in enumerate(places)
-        if load.mib <= each.capacity_mib
-    ]
+    groups = [each for each in _groups(places) if each.takes(load)]
+    chances = [(each.wait_chance(load), number) for number, each in enumerate(groups)]
     if not chances:
         return None, 1_000_000
     chance, number = min(chances)
-    return places[number], chance
+    return groups[number].emptiest(load), chance
 
 
 def wait_quantile_ms(wait_millionths: int, milli: int) -> int:
@@ -192,12 +272,19 @@ def wait_quantile_ms(wait_millionths: int, milli: int) -> int:
 
 @lru_cache(maxsize=1024)
 def more_seats(
-    loads: tuple[SeatLoad, ...], load: SeatLoad, capacity_mib: int, *, target_ms: int, bound_milli: int, most: int
+    loads: tuple[SeatLoad, ...],
+    load: SeatLoad,
+    capacity_mib: int,
+    *,
+    target_ms: int,
+    bound_milli: int,
+    most: int,
+    bins: int = _BINS,
 ) -> int:
     """Return how many seats of this load a device takes beside the sorted `loads` within the bound; at most `most`. Cached."""
     if load.mib > capacity_mib or not load.duty_milli:
         return most if load.mib <= capacity_mib else 0
-    chance, active = (known.copy() for known in _distribution(loads, capacity_mib))
+    chance, active = (known.copy() for known in _distribution(loads, capacity_mib, bins))
     expected = sum(one.duty_milli for one in loads)
     for count in range(most):
         _add_seat(chance, active, load, capacity_mib)
@@ -206,6 +293,23 @@ def more_seats(
         if _late_chance(waiting, target_ms) > bound_milli * 1000:
             return count
     return most
+
+
+def more_seats_in(places: Sequence[SeatDevice], load: SeatLoad, *, target_ms: int, bound_milli: int, most: int) -> int:
+    """Return how many seats of this load these devices take beside those that are there within the bound; at most `most` on each."""
+    return sum(
+        more_seats(
+            group.loads,
+            _counted(load, group.places),
+            group.capacity_mib,
+            target_ms=target_ms,
+            bound_milli=bound_milli,
+            most=most * len(group.places),
+            bins=group.bins,
+        )
+        for group in _groups(places)
+        if group.takes(load)
+    )
 
 
 def admissible_milli(counts: Mapping[int, int]) -> int:

@@ -53,8 +53,8 @@ def main(arguments: list[str]) -> int:
         _send(replies, {"hello": {"protocol": PROTOCOL, "backend": arguments[1], "pid": os.getpid()}})
         while line := sys.stdin.buffer.readline(MAX_LINE):
             _send(replies, _answer(backend, line))
-    except BrokenPipeError:
-        return 0  # the broker has ended; the operation is done
+    except (BrokenPipeError, ConnectionResetError):
+        return 0  # the broker has ended; the operation is done. A pipe breaks, a socket (a service's worker has one) is reset
     return 0
 
 

@@ -10,6 +10,7 @@ The rules:
 - After any other failure in a call the worker is killed and the call raises WORKER_DIED: no call waits for ever.
 - With a claim, no worker is started before the claim is held, and every worker inherits it: calls raise GPUError WORKER_BUSY
   while the worker of an earlier broker still runs.
+- With `service`, a socket, the worker is started by the service that listens there, in another container: `worker_remote`.
 - The worker is in a session of its own, so an interrupt at the terminal does not reach it. It inherits no variable
   that changes CUDA's driver (`driver_environment`).
 """
@@ -31,6 +32,7 @@ from typing import Any, Final, Self
 from fractional_gpu.gpu import driver_environment
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
 from fractional_gpu.gpu.worker import MAX_LINE, PROTOCOL
+from fractional_gpu.gpu.worker_remote import WorkerProcess, connect
 from fractional_gpu.host import files
 from fractional_gpu.host.claims import NameClaim
 from fractional_gpu.host.files import open_own
@@ -142,6 +144,7 @@ class WorkerLink:
 
     `answer_s` limits quick operations (state, unlock), and a lock beyond its own timeout; `start_s` limits the opening of the backend.
     Both in seconds. The caller closes `claim`, after the link.
+    `service`: the socket of the service that starts the worker; it needs a claim.
     """
 
     def __init__(
@@ -152,14 +155,18 @@ class WorkerLink:
         answer_s: float = 10.0,
         start_s: float = START_S,
         claim: WorkerClaim | None = None,
+        service: str | None = None,
     ) -> None:
+        if service is not None and claim is None:
+            raise ValueError("the service of a checkpoint worker starts none without a claim; pass one")
         self.backend = backend
+        self._service = service
         self._claim = claim
         self._python = python
         self._answer_s = answer_s
         self._start_s = start_s
-        self._process: asyncio.subprocess.Process | None = None
-        self._unkillable: asyncio.subprocess.Process | None = None
+        self._process: WorkerProcess | None = None
+        self._unkillable: WorkerProcess | None = None
         self._waiting: deque[_Call] = deque()
         self._more = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
@@ -303,7 +310,7 @@ class WorkerLink:
             raise GPUError(GPUErrorCode.WORKER_DIED, f"the checkpoint worker answered another request than {call.what}")
         return reply
 
-    async def _begin(self) -> asyncio.subprocess.Process:
+    async def _begin(self) -> WorkerProcess:
         if self._unkillable is not None and self._unkillable.returncode is None:
             # Two workers could act on the same process. One operation at a time is the safe rule.
             raise GPUError(
@@ -316,18 +323,7 @@ class WorkerLink:
                 GPUErrorCode.WORKER_BUSY,
                 f"the checkpoint worker of {self._claim.holder()} is still at work: nothing is suspended or resumed before it is done",
             )
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                *(self._python, "-P", "-m", "fractional_gpu.gpu.worker", "--backend", self.backend),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                limit=MAX_LINE,
-                start_new_session=True,
-                env=driver_environment.cleaned(os.environ),
-                pass_fds=() if self._claim is None else self._claim.descriptors(),
-            )
-        except (OSError, RuntimeError) as error:  # RuntimeError: there is no thread to watch it
-            raise GPUError(GPUErrorCode.WORKER_DIED, f"the checkpoint worker cannot be started: {error}") from error
+        self._process = await self._started()
         greeting = await self._exchange(self._process, b"", self._start_s, f"opening {self.backend}")
         if "fatal" in greeting:
             await self._kill()
@@ -341,9 +337,25 @@ class WorkerLink:
             )
         return self._process
 
-    async def _exchange(
-        self, process: asyncio.subprocess.Process, line: bytes, deadline_s: float, what: str
-    ) -> dict[str, Any]:
+    async def _started(self) -> WorkerProcess:
+        """Start a worker, or have the service start one. Raises GPUError."""
+        descriptors = () if self._claim is None else self._claim.descriptors()
+        if self._service is not None:
+            return await connect(self._service, self.backend, descriptors, patience_s=self._answer_s)
+        try:
+            return await asyncio.create_subprocess_exec(
+                *(self._python, "-P", "-m", "fractional_gpu.gpu.worker", "--backend", self.backend),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=MAX_LINE,
+                start_new_session=True,
+                env=driver_environment.cleaned(os.environ),
+                pass_fds=descriptors,
+            )
+        except (OSError, RuntimeError) as error:  # RuntimeError: there is no thread to watch it
+            raise GPUError(GPUErrorCode.WORKER_DIED, f"the checkpoint worker cannot be started: {error}") from error
+
+    async def _exchange(self, process: WorkerProcess, line: bytes, deadline_s: float, what: str) -> dict[str, Any]:
         """Write the line and read one; kill the worker and raise GPUError if none comes in time or it is no reply."""
         if process.stdin is None or process.stdout is None:
             raise GPUError(GPUErrorCode.WORKER_DIED, "the checkpoint worker was started without pipes")
@@ -386,7 +398,7 @@ class WorkerLink:
         except TimeoutError:
             self._unkillable = process
 
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
+    async def _end(self, process: WorkerProcess) -> None:
         """Let the worker end by itself, so that its exit status is its own; kill it if it does not."""
         if process.stdin is not None:
             process.stdin.close()

@@ -8,6 +8,7 @@ The rules:
   room.
 - Version 1 and version 2 of control groups are read, also side by side. If the group's path is not visible below
   the mount (a container shows only a part of the hierarchy), the limit of the mounted part counts.
+- Within a control group namespace (a container's) the hierarchy is read whole where it is mounted whole, too (`control_groups`).
 - A limit that exists but cannot be read is an error, never "no limit".
 - Processes that take memory together share the room of each limit above them: their needs are added up, limit by limit.
 """
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final, NamedTuple
 
+from fractional_gpu.host.control_groups import ROOT, absolute, levels_up, own_group
 from fractional_gpu.host.process import PROC, ProcessIdentity, is_alive
 
 _MIB: Final = 1024 * 1024
@@ -52,6 +54,9 @@ class _Mount(NamedTuple):
     version: int
     root: PurePosixPath
     point: Path
+    own: PurePosixPath | None = (
+        None  # the host's path of this process's group, where a namespace hides it and it was found
+    )
 
 
 def system_headroom(*, proc: Path = PROC) -> Headroom:
@@ -215,8 +220,9 @@ def _group_headrooms(paths: dict[int, PurePosixPath], mounts: list[_Mount]) -> I
 
 def _group_folders(paths: dict[int, PurePosixPath], mounts: list[_Mount]) -> Iterator[tuple[int, Path]]:
     """Yield each folder once, with its version, from the groups themselves upwards."""
-    for version, path in paths.items():
+    for version, seen in paths.items():
         here = [mount for mount in mounts if mount.version == version]
+        path = next((absolute(seen, mount.own) for mount in here if mount.own is not None), seen)
         showing = [mount for mount in here if _shows(mount, path)]
         for folder in dict.fromkeys(folder for mount in showing or here for folder in _ancestors(mount, path)):
             yield version, folder
@@ -245,7 +251,28 @@ def _mounts(proc: Path) -> list[_Mount]:
             root, point = (unescape(field) for field in before.split(" ")[3:5])
             mount = _Mount(version, PurePosixPath(root), Path(point))
             found.setdefault((version, mount.root), mount)
-    return list(found.values())
+    return _of_host(list(found.values()))
+
+
+def _of_host(mounts: list[_Mount]) -> list[_Mount]:
+    """Return the mounts with the host's paths, where a control group namespace hides these and the whole hierarchy is mounted, too."""
+    owns = _own_groups(mounts)
+    return [
+        mount if (own := owns.get(mount.version)) is None else mount._replace(root=absolute(mount.root, own), own=own)
+        for mount in mounts
+    ]
+
+
+def _own_groups(mounts: list[_Mount]) -> dict[int, PurePosixPath]:
+    """Return the host's path of this process's own group by version, for those where its namespace hides it."""
+    found: dict[int, PurePosixPath] = {}
+    for whole in mounts:
+        for inside in mounts:
+            if (levels := levels_up(whole.root)) and (inside.version, inside.root) == (whole.version, ROOT):
+                own = own_group(whole.point, levels, inside.point)
+                if own is not None:
+                    found[whole.version] = own
+    return found
 
 
 def unescape(field: str) -> str:

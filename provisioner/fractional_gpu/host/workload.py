@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+from fractional_gpu.host.control_groups import ROOT, levels_up
 from fractional_gpu.host.memory import Headroom, group_limit, group_used_mib, unescape
 from fractional_gpu.host.process import PROC
 
@@ -183,9 +184,20 @@ def _warning(engine: str, limit: Headroom, base_mib: int, cap_mib: int) -> str:
 
 
 def _hierarchies(proc: Path) -> Iterator[tuple[PurePosixPath, Path]]:
-    """Yield root and mount point of each hierarchy of control groups that is mounted here."""
+    """Yield root and mount point of each hierarchy of control groups that is mounted here.
+
+    In a control group namespace with the whole hierarchy mounted, too, that mount alone has the host's paths.
+    """
+    found: list[tuple[str, PurePosixPath, Path]] = []
     for line in os.fsdecode((proc / "self" / "mountinfo").read_bytes()).splitlines():
         before, separator, after = line.partition(" - ")
-        if separator and after.split(" ", 1)[0] in ("cgroup", "cgroup2"):
-            root, point = (unescape(field) for field in before.split(" ")[3:5])
-            yield PurePosixPath(root), Path(point)
+        kind, _source, options = (*after.split(" ", 2), "", "")[:3]
+        if separator and kind in ("cgroup", "cgroup2"):
+            names = [unescape(field) for field in before.split(" ")[3:5]]
+            found.append((f"{kind} {options}", PurePosixPath(names[0]), Path(names[1])))
+    whole = {kind for kind, root, _ in found if levels_up(root)}
+    for kind, root, point in found:
+        if levels_up(root):
+            yield ROOT, point
+        elif kind not in whole:
+            yield root, point

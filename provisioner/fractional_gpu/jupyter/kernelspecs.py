@@ -29,7 +29,7 @@ from typing import Any
 from jupyter_client.kernelspec import KernelSpec, KernelSpecManager, NoSuchKernel
 from jupyter_core.paths import jupyter_path
 
-from fractional_gpu.client.seat import Seat, own_seat
+from fractional_gpu.client.seat import own_share
 from fractional_gpu.core.units import format_fraction, parse_fraction_milli
 from fractional_gpu.host.process import find_ipykernel, is_of_earlier_version
 from fractional_gpu.jupyter.kernel_command import KernelPlan, check_pool_name, find_interpreter, plan_kernel
@@ -184,14 +184,14 @@ class SeatKernelSpecManager(KernelSpecManager):
     def find_kernel_specs(self) -> dict[str, str]:
         """Return the kernelspecs to show, name to folder."""
         try:
-            seat = own_seat()
+            share = own_share()
         except FractionalGPUError as error:
             self.log.warning("No kernel with a GPU is shown: %s", error)
-            seat = None
+            share = None
         found: dict[str, str] = super().find_kernel_specs()
-        return {name: folder for name, folder in found.items() if self._is_shown(name, seat)}
+        return {name: folder for name, folder in found.items() if self._is_shown(name, share)}
 
-    def _is_shown(self, name: str, seat: Seat | None) -> bool:
+    def _is_shown(self, name: str, share: tuple[str, int] | None) -> bool:
         try:
             metadata: dict[str, Any] = self.get_kernel_spec(name).metadata or {}
         except NoSuchKernel:
@@ -200,10 +200,10 @@ class SeatKernelSpecManager(KernelSpecManager):
         if not isinstance(stanza, dict) or stanza.get("provisioner_name") != PROVISIONER_NAME:
             return True
         config = stanza.get("config") or {}
-        if seat is None or not isinstance(config, dict) or config.get("pool", seat.pool) != seat.pool:
+        if share is None or not isinstance(config, dict) or config.get("pool", share[0]) != share[0]:
             return False
         try:
-            return parse_fraction_milli(config.get("fraction", 0)) <= seat.fraction_milli
+            return parse_fraction_milli(config.get("fraction", 0)) <= share[1]
         except ValueError:
             return True  # it is refused with the reason when it is started
 

@@ -9,7 +9,8 @@ Routes (all under /v1; `L` is a lease id):
 
 `by`: what to sum by, any of `USAGE_BY`; nothing: one sum for each currency. `since_s`, `until_s`: seconds since 1970; hours that begin
 within them count. `user`, `group`, `pool`, `device`, `lease`: only of that one, by its exact name (empty: the pool's own part).
-`seated`: only of users of the hub (1), or of the machine (0): two with the same name are two.
+`seated`: only of users of the hub (1), or of the machine (0): two with the same name are two. `advice=1`: with advice on shares, which
+sums by notebook have anyway.
 """
 
 from typing import Final
@@ -24,7 +25,10 @@ USAGE_ONLY: Final = ("user", "group", "pool", "device", "lease", "seated")
 
 
 class UsageEntry(Struct, frozen=True, kw_only=True):
-    """A sum. `of`: what it is the sum of, by the names of `by`; times as text: `2026-11-24T08:00+0100`, `2026-11-24`, `2026-11`."""
+    """A sum. `of`: what it is the sum of, by the names of `by`; times as text: `2026-11-24T08:00+0100`, `2026-11-24`, `2026-11`.
+
+    With `user` it has `account`, too: `hub` or `machine`, for two with the same name are two; empty with no user.
+    """
 
     of: dict[str, str]
     currency: str  # of the amounts; empty: no price
@@ -46,7 +50,7 @@ class UsageReport(Struct, frozen=True, kw_only=True):
     note: str = ""  # what is missing, a sentence
     advice: list[
         ShareAdvice
-    ] = []  # with sums by notebook: what is suggested for those of the reader, for administrators for all
+    ] = []  # where it is asked for: what is suggested for the reader's notebooks, for administrators for all
     visible: str = "own"  # whose figures users may see by the broker's setting `usage_visible`: `own`, `group` or `all`
 
 
@@ -55,6 +59,7 @@ class BudgetStatus(Struct, frozen=True, kw_only=True):
 
     kind: str  # "user" or "group"
     name: str
+    account: str = ""  # of a user: `hub` or `machine`; empty: of a group
     text: str  # as configured: `40 GPU hours per month`
     unit: str  # "gpu-hours", "money" or "energy"
     currency: str
@@ -79,12 +84,16 @@ class BudgetList(Struct, frozen=True, kw_only=True):
 
 
 class BudgetExtension(Struct, frozen=True, kw_only=True):
-    """More for one user or group: an amount such as `10 GPU hours`, until then (None: until the budget begins anew)."""
+    """More for one user or group: an amount such as `10 GPU hours`, until then (None: until the budget begins anew).
+
+    `account`: only for the user of that name of the hub (`hub`) or of the machine (`machine`); empty: for each of the two.
+    """
 
     kind: str
     name: str
     amount: str
     until_s: int | None = None
+    account: str = ""
 
 
 class Cost(Struct, frozen=True, kw_only=True):

@@ -36,3 +36,4 @@ class ShareAdvice(Struct, frozen=True, kw_only=True):
     taken_full_days: int = 0
     sentence: str = ""  # all of that for people; empty: nothing is suggested
     brief: str = ""
+    seated: bool = False  # the owner is a hub's user, not one of the machine

@@ -26,6 +26,7 @@ class PoolCapacity(Struct, frozen=True, kw_only=True):
     fractions_milli: list[int]  # on offer; empty: any
     wait_target_ms: int  # what counts as waiting too long ...
     wait_bound_milli: int  # ... and how many of a thousand cells may
+    device_mib: int = 0  # memory that leases may have of the smallest of these devices
 
 
 class Capacity(Struct, frozen=True, kw_only=True):

@@ -291,6 +291,9 @@ class LeaseStatus(Struct, frozen=True, kw_only=True):
     budget: str = ""  # that most of a budget that it counts for is spent, or all of it, a sentence
     budget_used_up: bool = False
     kind: str = KERNEL  # or COMMAND
+    goes_away_in_ms: int | None = None  # the first of its devices goes away in so long, which is still to come
+    lost_because: str = ""  # why it cannot be saved before, a sentence; empty: it will be
+    host_goes_away_in_ms: int | None = None  # as in HostStatus
     advice: ShareAdvice | None = None  # about its share, with one lease only; None: none can be given
 
 
@@ -373,6 +376,7 @@ class GateCommand(Struct, frozen=True, kw_only=True):
     """A line of the gate stream. The answer to a command repeats its `number` (0: no answer); an empty verb is a keep-alive.
 
     `urgent`: show the sentence of a notice now, also while a cell runs; older extensions show it when the cell has ended.
+    `topic`: the sentence takes the place of an earlier one with this topic where that is not yet part of a cell's output.
     `hears`, in any line: the broker itself detects whether this stream is read, so the extension need not pulse.
     """
 
@@ -382,6 +386,7 @@ class GateCommand(Struct, frozen=True, kw_only=True):
     environment: dict[str, str] = {}
     hears: bool = False
     urgent: bool = False
+    topic: str = ""
 
 
 class GateHello(Struct, frozen=True, kw_only=True):
@@ -433,6 +438,8 @@ class DeviceStatus(Struct, frozen=True, kw_only=True):
     lost: bool
     draining: bool = False
     goes_away_in_ms: int | None = None  # while it is drained by a deadline; 0: that has passed
+    leases_saved: int = 0  # on it now, that are going to be saved before the deadline, as planned
+    leases_lost: int = 0  # on it now, that cannot be saved before
     why_not: str = ""  # why kernels on it cannot be suspended, a sentence; empty: they can
     demand_milli: int = (
         0  # what its busy kernels need of it together, thousandths: beyond 1000 they slow each other down
@@ -527,6 +534,7 @@ class HostStatus(Struct, frozen=True, kw_only=True):
     trouble: str = ""  # why the broker cannot write now, and what to do; it recovers by itself
     seats: list[SeatStatus] = []  # not in `/v1/events`
     seat_queue: list[SeatWait] = []  # by pool and position; not in `/v1/events`
+    goes_away_in_ms: int | None = None  # the host itself, with its memory, by a cloud's notice; 0: that has passed
     forecasts: list[ForecastError] = []  # not in `/v1/events`
 
 

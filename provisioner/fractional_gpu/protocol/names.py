@@ -9,12 +9,15 @@ gives no rights: its name goes into the audit log. The broker accepts it from ad
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 from urllib.parse import quote, unquote
 
 from fractional_gpu import __version__
 from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableError
 from fractional_gpu.protocol.limits import PROTOCOL_VERSION
+
+if TYPE_CHECKING:  # messages need msgspec, whose absence this module reports
+    from fractional_gpu.protocol.messages import DeviceStatus, LeaseStatus
 
 ACTING_FOR = "X-Acting-For"
 MAX_ACTING_FOR = 255  # characters
@@ -105,6 +108,51 @@ def state_words(state: str) -> str:
 def state_meaning(state: str) -> str:
     """Return what the state means for the kernel's user; a state of a newer broker as it is named."""
     return STATES[state].meaning if state in STATES else state
+
+
+# -- deadlines ---------------------------------------------------------------------------------------------------------
+
+
+def device_deadline(device: "DeviceStatus") -> str:
+    """Return that a device goes away, when, and what becomes of the kernels on it; empty: it does not, or that is past."""
+    if not device.goes_away_in_ms:
+        return ""
+    found = [
+        f"{count} {'kernel' if count == 1 else 'kernels'} on it {what}"
+        for count, what in ((device.leases_saved, "will be saved before"), (device.leases_lost, "cannot be saved"))
+        if count
+    ]
+    return f"goes away in {_duration(device.goes_away_in_ms)}" + (f": {', '.join(found)}" if found else "")
+
+
+def gpu_deadline(lease: "LeaseStatus") -> str:
+    """Return that a kernel's GPU goes away, when, and what becomes of the kernel's state; empty: it does not."""
+    if lease.goes_away_in_ms is None:
+        return ""
+    when = f"its GPU goes away in {_duration(lease.goes_away_in_ms)}"
+    if not lease.lost_because:
+        return f"{when}, and it is saved before"
+    return f"{when}, and it cannot be saved before: {lease.lost_because}; save to disk now what must not be lost"
+
+
+def lease_deadline(lease: "LeaseStatus") -> str:
+    """Return the same of a kernel's GPU and of its host; empty: neither goes away."""
+    left_ms = lease.host_goes_away_in_ms
+    parts = [gpu_deadline(lease), "" if left_ms is None else host_deadline(left_ms)]
+    return "; ".join(part for part in parts if part)
+
+
+def host_deadline(left_ms: int) -> str:
+    """Return that the host goes away in so long, and what that means."""
+    left = f"goes away in {_duration(left_ms)}" if left_ms else "was to go away by now"
+    return f"its host {left}, with all of its memory: save to a disk that outlives it"
+
+
+def _duration(ms: int) -> str:
+    """Return the time in words, rounded up to whole seconds."""
+    from fractional_gpu.core.units import format_duration  # noqa: PLC0415 - kernels load this module at their start
+
+    return format_duration(-(-ms // 1000) * 1000)
 
 
 # -- versions ----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,8 @@ VERSION: Final = 1
 def as_json(report: UsageReport, by: Sequence[str]) -> str:
     """Return the report by what is asked, one JSON object. The report is by user and more.
 
+    Entries by user say in `of` which `account` it is of, `hub` or `machine`: two with the same name are two.
+
     `entries` are of leases, `no_lease` is what no lease held, `totals` the sum of both; in each, one for each currency at least.
     """
     finer = rolled_up(report.entries, list(dict.fromkeys([*by, "user"])))

@@ -16,13 +16,15 @@ from fractional_gpu.core.metering.usage import MJ_PER_KWH, SHARE_HOUR
 from fractional_gpu.protocol.accounts import UsageEntry, UsageReport
 from fractional_gpu.reports.columns import decimals
 from fractional_gpu.reports.periods import bounds
-from fractional_gpu.reports.sums import rolled_up
+from fractional_gpu.reports.sums import ACCOUNT, rolled_up
 
 FOCUS_VERSION: Final = "1.2"
 NO_CURRENCY: Final = "XXX"
 """ISO 4217's code for no currency: FOCUS allows no empty one."""
 PUBLISHER: Final = "jupyter-fractional-gpu"
 PARTY: Final = ("user", "group", "pool")
+_USERS: Final = {"": "user", "machine": "user", "hub": "hub-user"}
+"""How the id of a user begins, by account: a hub's user and one of the machine with the same name are billed apart."""
 _HOURS: Final = "GPU-Hours"
 _PLACES: Final = 6
 _GRAM: Final = 1000  # mg
@@ -96,9 +98,10 @@ def _row(report: UsageReport, entry: UsageEntry, provider: str, zone: tzinfo | N
     account_type, account = _account(of)
     cost = cost_text(entry.usage.charge_milli)
     user = of["user"]
+    user_id = f"{_USERS[of.get(ACCOUNT, '')]}/{user}"
     return {
         "BilledCost": cost,
-        "BillingAccountId": f"{account_type.lower()}/{account}",
+        "BillingAccountId": user_id if account_type == "User" else f"{account_type.lower()}/{account}",
         "BillingAccountName": _name(account),
         "BillingAccountType": account_type,
         "BillingCurrency": entry.currency or NO_CURRENCY,
@@ -121,7 +124,7 @@ def _row(report: UsageReport, entry: UsageEntry, provider: str, zone: tzinfo | N
         **_resource(report, of),
         "ServiceCategory": "Compute",
         "ServiceName": "GPU notebooks",
-        "SubAccountId": f"user/{user}" if user else "",
+        "SubAccountId": user_id if user else "",
         "SubAccountName": _name(user),
         "Tags": _tags(of),
         "x_CostIfResident": cost_text(entry.usage.resident_milli),

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from fractional_gpu.core.metering.usage import MJ_PER_KWH, SHARE_HOUR
-from fractional_gpu.protocol.accounts import UsageEntry, UsageReport
-from fractional_gpu.reports.sums import of_leases, of_no_lease, rolled_up
+from fractional_gpu.core.metering.usage import ACCOUNTS, MJ_PER_KWH, SHARE_HOUR
+from fractional_gpu.protocol.accounts import BudgetStatus, UsageEntry, UsageReport
+from fractional_gpu.protocol.advice import ShareAdvice
+from fractional_gpu.reports.sums import ACCOUNT, of_leases, of_no_lease, rolled_up
 
 SHORT_ID: Final = 8
 NO_LEASE: Final = "no lease"
@@ -21,6 +22,7 @@ SCOPES: Final = {
     "group": "The figures of your group",
     "all": "The figures of all users",
 }
+ADVICE_BASIS: Final = "By the days that are recorded (docs/advice.md); nothing is changed by it"
 _US_PER_HOUR: Final = 3_600_000_000
 _GIB_HOUR: Final = 1024 * 3_600_000
 _MG_PER_KG: Final = 1_000_000
@@ -102,6 +104,7 @@ def tabulated(report: UsageReport, by: Sequence[str], *, only: Callable[[Column]
     parts, rest = rolled_up(of_leases(finer), by), rolled_up(of_no_lease(finer), [])
     totals = rolled_up(report.entries, [])
     columns = tuple(one for one in _columns(report, totals) if only is None or only(one))
+    named = names_of(report)
     lines: list[Line] = []
     closing: list[Line] = []
     for total in totals:
@@ -112,7 +115,7 @@ def tabulated(report: UsageReport, by: Sequence[str], *, only: Callable[[Column]
             if entry in rest:
                 lines.append(Line(_first(NO_LEASE, by), shown, "rest"))
             else:
-                lines.append(Line(tuple(name_text(report, one, entry.of[one]) for one in by) or (ALL,), shown))
+                lines.append(Line(tuple(named(one, entry) for one in by) or (ALL,), shown))
         closing.append(Line(_first(TOTAL, by), tuple(texts[-1] for texts in cells), "total"))
     return Table(tuple(by) or ("",), columns, (*lines, *closing))
 
@@ -160,6 +163,31 @@ def percent_text(share: int, of: int) -> str:
     return f"{(200 * share + of) // (2 * of)} %" if of else "-"
 
 
+def names_of(report: UsageReport) -> Callable[[str, UsageEntry], str]:
+    """Return what names an entry's value of a column for people.
+
+    A user's name says whether it is of the hub or of the machine where the report has users of both.
+    """
+    is_mixed = len({one.of.get(ACCOUNT, "") for one in report.entries if one.of.get("user")}) > 1
+
+    def name(column: str, entry: UsageEntry) -> str:
+        text, account = name_text(report, column, entry.of[column]), entry.of.get(ACCOUNT, "")
+        return f"{text} ({account})" if is_mixed and column == "user" and account else text
+
+    return name
+
+
+def budget_names(budgets: Sequence[BudgetStatus]) -> Callable[[BudgetStatus], str]:
+    """Return what names whose budget one of these is: `user ada`, and `user ada (hub)` where users of hub and machine are among them."""
+    is_mixed = len({one.account for one in budgets if one.kind == "user"}) > 1
+
+    def name(budget: BudgetStatus) -> str:
+        account = f" ({budget.account})" if is_mixed and budget.account else ""
+        return f"{budget.kind} {budget.name}{account}"
+
+    return name
+
+
 def name_text(report: UsageReport, column: str, value: str) -> str:
     """Return a value of a column for people: names of devices, short ids of leases; `-` for none."""
     if not value:
@@ -167,6 +195,19 @@ def name_text(report: UsageReport, column: str, value: str) -> str:
     if column == "device":
         return f"{report.devices[value]} ({value})" if report.devices.get(value) else value
     return value[:SHORT_ID] if column == "lease" else value
+
+
+def advice_names(advice: Sequence[ShareAdvice]) -> Callable[[ShareAdvice], str]:
+    """Return what names what a piece of advice is about: the notebook, and its user where there are several, of hub and machine apart."""
+    several = len({(one.owner, one.seated) for one in advice}) > 1
+    is_mixed = len({one.seated for one in advice}) > 1
+
+    def name(one: ShareAdvice) -> str:
+        notebook = one.notebook or "notebooks without a name"
+        account = f" ({ACCOUNTS[one.seated]})" if is_mixed else ""
+        return f"{one.owner}{account}, {notebook}" if several else notebook
+
+    return name
 
 
 def scope_text(report: UsageReport) -> str:

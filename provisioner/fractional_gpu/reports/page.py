@@ -12,6 +12,7 @@ from fractional_gpu.core.metering.usage import MJ_PER_KWH, SHARE_HOUR
 from fractional_gpu.pages import begin_page, end_page
 from fractional_gpu.protocol.accounts import UsageEntry, UsageReport
 from fractional_gpu.reports.columns import (
+    ADVICE_BASIS,
     AMOUNT,
     BUSY_PERCENT,
     CARBON,
@@ -19,9 +20,10 @@ from fractional_gpu.reports.columns import (
     RESOURCES,
     Column,
     Table,
+    advice_names,
     amount_text,
     decimals,
-    name_text,
+    names_of,
     percent_text,
     scope_text,
     tabulated,
@@ -31,7 +33,7 @@ from fractional_gpu.reports.days import LIGHT as DAYS_LIGHT
 from fractional_gpu.reports.days import STYLE as DAYS_STYLE
 from fractional_gpu.reports.days import days_picture
 from fractional_gpu.reports.periods import moment_text
-from fractional_gpu.reports.sums import of_leases, rolled_up
+from fractional_gpu.reports.sums import ACCOUNT, of_leases, rolled_up
 
 MOST_BARS: Final = 20
 TITLES: Final[Mapping[str, str]] = {"hour": "hour", "lease": "kernel's lease"}
@@ -53,6 +55,7 @@ STYLE: Final = DAYS_STYLE + (
     ".gpu-report .bars svg{display:block;height:.9em;width:100%}.gpu-report .bars rect{fill:var(--bar)}"
     ".gpu-report .meaning{display:grid;grid-template-columns:max-content 1fr;gap:.1em 1em}.gpu-report .meaning dd{margin:0}"
     ".gpu-report .faint{color:var(--faint)}"
+    ".gpu-report .advice{padding-left:1.2em;max-width:60em}.gpu-report .advice li{margin:.4em 0;overflow-wrap:anywhere}"
     "@media(max-width:40em){.gpu-report td,.gpu-report th{padding:.2em .45em}.gpu-report .bars td.bar{width:35%}"
     ".gpu-report .meaning{display:block}.gpu-report .meaning dt{font-weight:600}}"
     "@media print{body{max-width:none;margin:0}.gpu-report .wide{overflow:visible}.gpu-report tr,.gpu-report svg{break-inside:avoid}"
@@ -85,11 +88,11 @@ def body(report: UsageReport, by: Sequence[str], *, whole: bool = True) -> str:
     """Return the sums, the picture, the bars and the tables, as `page` has them."""
     parts = [summary(report)]
     if not report.entries:
-        return "".join([*parts, "<p>No kernel used a GPU in this time, or none that you may see.</p>"])
+        return "".join([*parts, "<p>No kernel used a GPU in this time, or none that you may see.</p>", advised(report)])
     parts += ["<h2>Day by day</h2>", days_picture(report, whole=whole)]
     leases = of_leases(report.entries)
     for column in ("group", "user"):
-        if len({one.of[column] for one in leases}) > 1:
+        if len({(one.of[column], one.of.get(ACCOUNT) if column == "user" else "") for one in leases}) > 1:
             parts.append(bars(report, column))
     parts.append(f"<h2>By {escape(and_list([heading(one) for one in by]))}</h2>" if by else "<h2>In all</h2>")
     parts.append(both_tables(report, by))
@@ -97,7 +100,16 @@ def body(report: UsageReport, by: Sequence[str], *, whole: bool = True) -> str:
         parts += ["<h2>By pool</h2>", both_tables(report, ["pool"])]
     if list(by) != ["day"]:
         parts += ["<h2>By day</h2>", html_table(tabulated(report, ["day"], only=lambda one: not one.resource))]
-    return "".join(parts)
+    return "".join([*parts, advised(report)])
+
+
+def advised(report: UsageReport) -> str:
+    """Return a list of what is suggested for notebooks' shares; items name their users where there are several. Empty: nothing is."""
+    if not report.advice:
+        return ""
+    name = advice_names(report.advice)
+    items = "".join(f"<li><strong>{escape(name(one))}</strong>: {escape(one.sentence)}.</li>" for one in report.advice)
+    return f'<h2>Advice on shares</h2><p>{escape(ADVICE_BASIS)}.</p><ul class="advice">{items}</ul>'
 
 
 def summary(report: UsageReport) -> str:
@@ -173,7 +185,8 @@ def bars(report: UsageReport, column: str) -> str:
 def _bar_rows(
     report: UsageReport, column: str, entries: Sequence[UsageEntry], value: Callable[[UsageEntry], int]
 ) -> str:
-    named = [(name_text(report, column, one.of[column]), one) for one in entries[:MOST_BARS]]
+    name_of = names_of(report)
+    named = [(name_of(column, one), one) for one in entries[:MOST_BARS]]
     most = max((value(one) for one in entries), default=0)
     named += [
         (f"{len(entries) - MOST_BARS} others", one) for one in rolled_up(entries[MOST_BARS:], [])

@@ -1,5 +1,8 @@
 """Sums of what leases used, by what is asked: the same function for the broker's ledger and for files of rows.
 
+Sums by user keep a hub's user apart from a user of the machine with the same name: their entries have an `account`, `hub` or `machine`,
+though no question names it. The pool's own part has none, nor have the entries of a broker of an earlier version, which adds the two up.
+
 A sum of a finer report's entries (`rolled_up`) is what the coarser report says, to the last unit: all figures are integers that add up.
 """
 
@@ -11,11 +14,12 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from fractional_gpu.core.metering.usage import FIGURES, Usage, UsageRow
+from fractional_gpu.core.metering.usage import ACCOUNTS, FIGURES, Usage, UsageRow
 from fractional_gpu.protocol.accounts import UsageEntry, UsageReport
 
 CarbonOf = Callable[[int, int], int]
 """Returns the milligrams of CO2 for energy (mJ) that was drawn in an hour (its beginning, seconds since 1970)."""
+ACCOUNT: Final = "account"
 TIMES: Final = ("hour", "day", "month")
 _SHAPES: Final = {"hour": "%Y-%m-%dT%H:%M%z", "day": "%Y-%m-%d", "month": "%Y-%m"}
 _figures_of = attrgetter(*FIGURES)
@@ -28,22 +32,42 @@ def time_text(name: str, hour_s: int, zone: tzinfo | None = None) -> str:
     return at.strftime(_SHAPES[name])
 
 
+def with_account(by: Sequence[str]) -> list[str]:
+    """Return by what entries are told apart that are summed by this: users by their account, too."""
+    return [*by, ACCOUNT] if "user" in by and ACCOUNT not in by else list(by)
+
+
+def columns_for(by: Sequence[str]) -> list[str]:
+    """Return the columns that rows need so that `summed` can sum them by this, but for the time and the currency."""
+    return ["seated" if one == ACCOUNT else one for one in with_account(by) if one not in TIMES]
+
+
 def summed(
     rows: Iterable[tuple[Mapping[str, str | int], Usage]],
     by: Sequence[str],
     carbon_of: CarbonOf | None = None,
     zone: tzinfo | None = None,
 ) -> list[UsageEntry]:
-    """Return the sums by what is asked and by currency, sorted. Rows have the columns that `by` names, `currency`, and `hour` for times."""
-    sums = _Sums(by)
+    """Return the sums by what is asked and by currency, sorted.
+
+    Rows have the columns of `columns_for(by)`, `currency`, and `hour` for times.
+    """
+    named = with_account(by)
+    sums = _Sums(named)
     text = lru_cache(maxsize=None)(time_text)  # rows are many, and hours few
     for key, usage in rows:
         hour_s = int(key.get("hour", 0))
-        values = tuple(text(one, hour_s, zone) if one in TIMES else str(key[one]) for one in by)
+        values = tuple(text(one, hour_s, zone) if one in TIMES else _column(key, one) for one in named)
         sums.add(
             values, str(key["currency"]), usage, carbon_of(usage.energy_mj, hour_s) if carbon_of is not None else 0
         )
     return sums.entries()
+
+
+def _column(key: Mapping[str, str | int], name: str) -> str:
+    if name == ACCOUNT:
+        return ACCOUNTS[int(key["seated"])] if key["user"] else ""
+    return str(key[name])
 
 
 def columns_of(row: UsageRow) -> dict[str, str | int]:
@@ -64,9 +88,10 @@ def columns_of(row: UsageRow) -> dict[str, str | int]:
 
 def rolled_up(entries: Iterable[UsageEntry], by: Sequence[str]) -> list[UsageEntry]:
     """Return the sums of a finer report's entries. Days are found in hours, months in both. Raises KeyError if they are not as fine."""
-    sums = _Sums(by)
+    named = with_account(by)
+    sums = _Sums(named)
     for entry in entries:
-        sums.add(tuple(_value(entry.of, name) for name in by), entry.currency, entry.usage, entry.carbon_mg)
+        sums.add(tuple(_value(entry.of, name) for name in named), entry.currency, entry.usage, entry.carbon_mg)
     return sums.entries()
 
 
@@ -86,6 +111,8 @@ def of_no_lease(entries: Iterable[UsageEntry]) -> list[UsageEntry]:
 
 
 def _value(of: Mapping[str, str], name: str) -> str:
+    if name == ACCOUNT:
+        return of.get(ACCOUNT, "")
     if name in of or name not in _LENGTHS:
         return of[name]
     return next(of[finer] for finer in TIMES if finer in of)[: _LENGTHS[name]]

@@ -15,10 +15,11 @@ The same run gives the same bytes.
   answered; hosts are counted from 0. The digest is the first 16 hexadecimal digits of the SHA-256 of the effects as canonical JSON; a
   replay compares it.
 - `{"world": KIND, "host": N, "at_ms": ..., "session": ID, ...}`: what no event carries. `placed`: the session opens, and this is its
-  host. `asked`, `begins`, `continues` (after a preemption), `preempted`, `short` (of memory: it waits for more), `failed` (out of memory)
-  and `ends` name the `cell`, counted from 0; those that run one name `device_ids` and `util_percent`. `memory` is `mib` more used on each
-  of `device_ids` (negative: given back). `saved` and `restored` are `mib` moved to host memory and back, `dropped` is `mib` of it given
-  up. `swap-fails` says that the `swap` that begins (`suspend`, `resume`) will change nothing.
+  host. `asked`, `begins`, `continues` (after a preemption), `preempted`, `short` (of memory: it waits for more), `failed` (out of memory,
+  or its process was lost with its device) and `ends` name the `cell`, counted from 0; those that run one name `device_ids` and
+  `util_percent`. `memory` is `mib` more used on each of `device_ids` (negative: given back). `saved` and `restored` are `mib` moved to host
+  memory and back, `dropped` is `mib` of it given up. `swap-fails` says that the `swap` that begins (`suspend`, `resume`) will change
+  nothing.
 - Baselines without the arbiter have no events. `comes`: the session is at the door (host 0 for want of a better one). `takes`: it has
   `device_ids` of a host with `mib` on each. `culled`: it is shut down for having been idle. `gives`: it has no devices any more. `closes`.
 

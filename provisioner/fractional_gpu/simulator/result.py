@@ -12,6 +12,7 @@ from itertools import chain
 from fractional_gpu.core.forecasts.estimators import ErrorView
 from fractional_gpu.simulator.felt import USERS_TOO_LATE, Felt, Goal, Lateness, Spread, nearest_rank, of_hosts, too_long
 from fractional_gpu.simulator.machine import Host
+from fractional_gpu.simulator.revocation.revocations import RevocationFigures
 from fractional_gpu.simulator.traces import Session
 
 
@@ -106,6 +107,7 @@ class Result:
     lost: int = 0
     wall_s: float = 0.0
     timeline: Timeline = field(default_factory=Timeline)
+    revocation: RevocationFigures | None = None  # what left meanwhile, and what was lost
     forecast_error: dict[str, dict[str, float]] = field(
         default_factory=dict
     )  # by kind of forecast; empty: there were none

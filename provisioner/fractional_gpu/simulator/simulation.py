@@ -35,7 +35,10 @@ from fractional_gpu.core.effects import (
 from fractional_gpu.core.events import (
     Attached,
     BusyChanged,
+    DeviceDrained,
+    DeviceLost,
     DeviceSeen,
+    DeviceUndrained,
     Event,
     Expected,
     HostMemoryNeeded,
@@ -56,6 +59,7 @@ from fractional_gpu.core.events import (
 from fractional_gpu.core.forecasts.estimators import ErrorView
 from fractional_gpu.core.forecasts.track_record import Judged
 from fractional_gpu.core.model import HOLDING, LeaseSpec, LeaseState, Sign
+from fractional_gpu.core.rules.salvage import value_of
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.felt import Felt, Goal
 from fractional_gpu.simulator.hosts import Chosen, Door, DoorRule, Machine, Moments, Recorder, hosts_of
@@ -63,6 +67,8 @@ from fractional_gpu.simulator.load import SIGN_MS
 from fractional_gpu.simulator.machine import UNSHARED, Host, Running, SharedDevice
 from fractional_gpu.simulator.metering.run_meter import RunMeter
 from fractional_gpu.simulator.result import Accounts, Part, Result, begin_result, finished
+from fractional_gpu.simulator.revocation.orders import Holder
+from fractional_gpu.simulator.revocation.revocations import HostRevocations, Revocation, RevocationFigures
 from fractional_gpu.simulator.traces import Cell, Session
 
 Watch = Callable[[Event, Sequence[Effect]], None]
@@ -93,6 +99,9 @@ class _Kernel:
     ran_ms: int = 0  # how long the last cell has run in all, up to when it was stopped
     swaps: int = 0
     resume_fails: bool = False  # the resume under way
+    swap_ends_ms: int = 0  # when the swap under way ends
+    worked_ms: int = 0  # for how long its cells have run since its process began
+    life: int = 0  # how many processes it has had before this one
     early_mib: int = 0  # what it was brought back with before a cell asked, until one does
     overdue: int = 0  # how many limits of the goal the wait of its cell exceeds
     over: bool = False
@@ -119,12 +128,14 @@ def simulate(
     progress: Progress | None = None,
     goal: Goal | None = None,
     meter: RunMeter | None = None,
+    revocation: Revocation | None = None,
     judged: Callable[[Judged], None] | None = None,
 ) -> Result:
     """Run the trace on one host or on several, among which `door` chooses; or `chosen` has the host of each session of the trace.
 
     `watch` sees every event and its effects; `progress` the sessions that ended, and all; `judged` every forecast with what happened.
-    `meter` counts what the leases use, and changes no decision.
+    `meter` counts what the leases use, and changes no decision. `revocation` takes devices or hosts away meanwhile; what was lost is in the
+    result.
 
     A run that cannot reach the `goal` any more is given up there.
     Raises SimulationError for a session that no host can serve at all, or that cannot run on the host that was chosen for it.
@@ -132,6 +143,8 @@ def simulate(
     hosts = hosts_of(machine)
     gate = Door(hosts, trace, door) if chosen is None else Chosen(hosts, trace, chosen)
     cluster = _Cluster(hosts, trace, goal, door=gate, watch=watch, record=record, progress=progress, meter=meter)
+    if revocation is not None:
+        cluster.revoke(revocation)
     cluster.show_forecasts(judged)
     return finished(cluster.run(), trace)
 
@@ -193,6 +206,17 @@ class _Cluster:
         if meter is not None:
             meter.begin(hosts)
         self._runs = [_Run(number, host, self._shared) for number, host in enumerate(hosts)]
+
+    def revoke(self, revocation: Revocation) -> None:
+        """Take devices away from the first session's opening on, until the last session has ended."""
+        figures = self._result.revocation = RevocationFigures(whole_hosts=revocation.whole_hosts)
+        begins_ms = min((session.open_ms for session in self._trace), default=0)
+        for number, run in enumerate(self._runs):
+            devices = HostRevocations(revocation, number, run, run.device_ids, figures, self._goes_on)
+            self._shared.moments.at(begins_ms, devices.begin)
+
+    def _goes_on(self) -> bool:
+        return sum(run.over for run in self._runs) < len(self._trace)
 
     def show_forecasts(self, judged: Callable[[Judged], None] | None) -> None:
         """Have every forecast seen that is compared with what happened."""
@@ -265,6 +289,99 @@ class _Run:
         """Check the whole state of the arbiter."""
         self._arbiter.validate()
 
+    # -- devices that go away (`revocation.revocations.Revocable`) -------------------------------------------------------
+
+    @property
+    def device_ids(self) -> tuple[str, ...]:
+        """All devices of this host."""
+        return tuple(device.device_id for device in self._host.devices)
+
+    def announce(self, device_ids: Sequence[str], deadline_ms: int) -> None:
+        """Let the arbiter know that the devices go away."""
+        for device_id in device_ids:
+            self._send(DeviceDrained(at_ms=self.now_ms, device_id=device_id, deadline_ms=deadline_ms))
+
+    def _there(self, device_ids: Sequence[str]) -> list[_Kernel]:
+        """Return the kernels that hold memory on one of the devices, or have it restored there."""
+        return [
+            kernel
+            for kernel in self._kernels.values()
+            if not kernel.over and kernel.state in HOLDING and not set(device_ids).isdisjoint(kernel.device_ids)
+        ]
+
+    def holders(self, device_ids: Sequence[str]) -> list[Holder]:
+        """Return the kernels that hold memory on the devices."""
+        return [self._holder(kernel) for kernel in self._there(device_ids) if kernel.memory_mib]
+
+    def _holder(self, kernel: _Kernel) -> Holder:
+        worked_ms = kernel.worked_ms + (self.now_ms - kernel.began_ms if kernel.running is not None else 0)
+        return Holder(
+            lease_id=kernel.spec.lease_id,
+            mib=kernel.total_mib,
+            swap_ms=self._host.swap.save_ms(kernel.total_mib),
+            work=worked_ms * kernel.spec.devices,
+            value=value_of(worked_ms, kernel.spec.priority),
+            under_way_until_ms=kernel.swap_ends_ms if kernel.state is LeaseState.SUSPENDING else None,
+        )
+
+    def swap_room(self) -> tuple[list[int], int]:
+        """Return when each swap channel is free, and how much host memory is left, MiB."""
+        moving = (LeaseState.SUSPENDING, LeaseState.RESUMING)
+        free_ms = [
+            kernel.swap_ends_ms for kernel in self._kernels.values() if kernel.state in moving and not kernel.over
+        ]
+        free_ms += [self.now_ms] * (self._host.parallel_swaps - len(free_ms))
+        arbiter = self._arbiter
+        return free_ms, arbiter.host_budget_mib - arbiter.host_saved_mib - arbiter.host_reserved_mib
+
+    def take_away(self, device_ids: Sequence[str], *, whole_host: bool) -> tuple[list[Holder], list[Holder]]:
+        """Take the devices away; return the kernels that were not saved, and those whose saved state was lost with the host."""
+        for device_id in device_ids:
+            self._send(DeviceLost(at_ms=self.now_ms, device_id=device_id))
+        lost = self._there(device_ids)
+        unsaved, saved = [self._holder(kernel) for kernel in lost if kernel.memory_mib], list[Holder]()
+        if whole_host:
+            asleep = [one for one in self._kernels.values() if not one.over and one.state is LeaseState.SUSPENDED]
+            saved = [self._holder(kernel) for kernel in asleep]
+            lost += asleep
+        for kernel in lost:
+            self._lose_process(kernel)
+        return unsaved, saved
+
+    def give_back(self, device_ids: Sequence[str]) -> None:
+        """Put other devices in their places."""
+        for device in self._host.devices:
+            if device.device_id in device_ids:
+                self._send(DeviceSeen(at_ms=self.now_ms, device=device))
+                self._send(DeviceUndrained(at_ms=self.now_ms, device_id=device.device_id))
+
+    def has_closed(self, lease_id: str) -> bool:
+        """Return whether its notebook was closed."""
+        return self._kernels[lease_id].over
+
+    def _lose_process(self, kernel: _Kernel) -> None:
+        """End a kernel's process, and begin another: a cell that had begun has failed; one that waits for its first turn waits on."""
+        lease_id, has_begun = kernel.spec.lease_id, kernel.growing or kernel.unfinished is not None
+        if kernel.running is not None:
+            self._stop(kernel)
+            has_begun = True
+        elif has_begun:
+            self._begins(kernel)
+        if has_begun:
+            kernel.unfinished, kernel.growing, kernel.waiting = None, False, False
+            self._note("failed", kernel, cell=kernel.next_cell)
+            self._send(BusyChanged(at_ms=self.now_ms, lease_id=lease_id, busy=False))
+        self._drop_memory(kernel)
+        self._leaves_in_vain(kernel)
+        kernel.memory_mib, kernel.worked_ms, kernel.life = 0, 0, kernel.life + 1
+        self._send(ProcessExited(at_ms=self.now_ms, lease_id=lease_id))
+        self._send(Attached(at_ms=self.now_ms, lease_id=lease_id, gated=True))
+        if has_begun:
+            self._done(kernel)
+        elif kernel.waiting:
+            self._send(BusyChanged(at_ms=self.now_ms, lease_id=lease_id, busy=True))
+            self._send(Wanted(at_ms=self.now_ms, lease_id=lease_id))
+
     def show_forecasts(self, judged: Callable[[Judged], None] | None) -> None:
         """Have this host's forecasts seen that are compared with what happened."""
         self._arbiter.forecasts.record.watch = judged
@@ -276,8 +393,17 @@ class _Run:
     # -- time ---------------------------------------------------------------------------------------------------------
 
     @property
+    def now_ms(self) -> int:
+        """The time of the run."""
+        return self._moments.now_ms
+
+    @property
     def _now_ms(self) -> int:
         return self._moments.now_ms
+
+    def plan(self, at_ms: int, act: Callable[[], None]) -> None:
+        """Plan what happens then."""
+        self._moments.at(at_ms, act)
 
     def _at(self, at_ms: int, act: Callable[[], None]) -> None:
         self._moments.at(at_ms, act)
@@ -440,10 +566,11 @@ class _Run:
                 kernel.unfinished = self._stop(kernel)
                 self._accounts.waiting += 1
             kernel.growing, kernel.waiting = False, True
-        device_ids, mib, total_mib = kernel.device_ids, kernel.memory_mib, kernel.total_mib
+        device_ids, mib, total_mib, life = kernel.device_ids, kernel.memory_mib, kernel.total_mib, kernel.life
+        kernel.swap_ends_ms = self._now_ms + self._host.swap.save_ms(total_mib)
 
         def saved() -> None:
-            if not kernel.over:
+            if not kernel.over and kernel.life == life:
                 self._use(kernel, device_ids, -mib)
                 self._accounts.save(self._number, total_mib)
                 self._note("saved", kernel, mib=total_mib)
@@ -451,7 +578,7 @@ class _Run:
             outcome = SuspendOutcome.NOTHING_TO_SAVE if mib == 0 else SuspendOutcome.SAVED
             self._suspended(effect, outcome, saved_mib=total_mib)
 
-        self._at(self._now_ms + self._host.swap.save_ms(total_mib), saved)
+        self._at(kernel.swap_ends_ms, saved)
 
     def _resume(self, kernel: _Kernel, effect: Resume) -> None:
         self._result.resumes += 1
@@ -461,20 +588,21 @@ class _Run:
             self._at(self._now_ms + self._host.swap.fixed_ms, partial(self._resumed, effect, ResumeOutcome.NOT_STARTED))
             return
         self._use(kernel, kernel.device_ids, kernel.memory_mib)
-        total_mib = kernel.total_mib
+        total_mib, life = kernel.total_mib, kernel.life
+        kernel.swap_ends_ms = self._now_ms + self._host.swap.restore_ms(total_mib)
         view = self._arbiter.lease(effect.lease_id)
         if view is not None and view.came_early:
             self._result.early_resumes += 1
             kernel.early_mib = total_mib
 
         def restored() -> None:
-            if not kernel.over:
+            if not kernel.over and kernel.life == life:
                 self._accounts.save(self._number, -total_mib)
                 self._note("restored", kernel, mib=total_mib)
                 self._count_moved(kernel, total_mib)
             self._resumed(effect, ResumeOutcome.RESTORED)
 
-        self._at(self._now_ms + self._host.swap.restore_ms(total_mib), restored)
+        self._at(kernel.swap_ends_ms, restored)
 
     def _count_moved(self, kernel: _Kernel, mib: int) -> None:
         if self._meter is not None:
@@ -676,6 +804,7 @@ class _Run:
         stopped, ends = self._shared[kernel.device_ids[0]].finish(kernel.spec.lease_id, self._now_ms)
         kernel.running = None
         kernel.ran_ms += self._now_ms - kernel.began_ms
+        kernel.worked_ms += self._now_ms - kernel.began_ms
         self._accounts.running_gpus -= kernel.cell.gpus
         self._plan(ends)
         self._count_work(kernel)
@@ -694,11 +823,15 @@ class _Run:
         self._is_over(kernel)
         self._leaves_in_vain(kernel)
         self.closed_ms = self._now_ms
+        self._drop_memory(kernel)
+        self._send(ProcessExited(at_ms=self._now_ms, lease_id=kernel.spec.lease_id))
+        self._send(LeaseReleased(at_ms=self._now_ms, lease_id=kernel.spec.lease_id))
+        kernel.ended()
+
+    def _drop_memory(self, kernel: _Kernel) -> None:
+        """Count no more what a kernel holds on devices and in the host's memory."""
         if kernel.state in HOLDING and not (kernel.state is LeaseState.RESUMING and kernel.resume_fails):
             self._use(kernel, kernel.device_ids, -kernel.memory_mib)
         if kernel.state is LeaseState.SUSPENDED or kernel.state is LeaseState.RESUMING:
             self._note("dropped", kernel, mib=kernel.total_mib)
             self._accounts.drop_saved(self._number, kernel.total_mib)
-        self._send(ProcessExited(at_ms=self._now_ms, lease_id=kernel.spec.lease_id))
-        self._send(LeaseReleased(at_ms=self._now_ms, lease_id=kernel.spec.lease_id))
-        kernel.ended()

@@ -151,6 +151,8 @@ def test_whose_notebooks_are_shown(world: World) -> None:
     owner = world.hand.arbiter.lease("a").spec.owner  # type: ignore[union-attr]
     assert [one.owner for one in world.habits.of_notebooks(None, owner, seated=False)] == [owner]
     assert not world.habits.of_notebooks(None, owner, seated=True), "a hub's user with the same name is another one"
+    assert not world.habits.of_notebooks(None, None, seated=True)
+    assert [one.seated for one in world.habits.of_notebooks(None, None)] == [False]
     assert not world.habits.of_notebooks(None, "other")
     assert not world.habits.of_notebooks("other", None)
     assert len(world.habits.of_notebooks(None, None)) == 1

@@ -68,9 +68,11 @@ class World:
     async def sums(
         self, reader: Reader, by: Sequence[str] = (), visible: str = "own", **only: str
     ) -> dict[tuple[str, ...], int]:
-        """What is charged, by what is asked."""
+        """What is charged, by what is asked; of a user of the hub, `hub` follows."""
         entries, _, _ = await self.reports(visible).answer(reader, Question(tuple(by), 0, EVER, only))
-        return {tuple(one.of.values()): one.usage.charge_milli for one in entries}
+        return {
+            tuple(value for value in one.of.values() if value != "machine"): one.usage.charge_milli for one in entries
+        }
 
 
 @pytest.fixture
@@ -102,13 +104,13 @@ async def test_a_user_sees_their_own_figures(busy: World) -> None:
 
 
 async def test_a_user_of_the_hub_and_one_of_the_machine_with_the_same_name_are_two(busy: World) -> None:
-    assert await busy.sums(HUB_ADA, ["user", "notebook"]) == {("ada", "hub.ipynb"): 4000}
+    assert await busy.sums(HUB_ADA, ["user", "notebook"]) == {("ada", "hub.ipynb", "hub"): 4000}
     assert await busy.sums(ADA, ["user", "notebook"]) == {("ada", "ada.ipynb"): 1}
 
 
 async def test_where_groups_are_visible_a_user_sees_each_of_the_group(busy: World) -> None:
     assert await busy.sums(ADA, ["user"], "group") == {("ada",): 1, ("grace",): 20}
-    assert await busy.sums(HUB_ADA, ["user"], "group") == {("ada",): 4000, ("mary",): 300}
+    assert await busy.sums(HUB_ADA, ["user"], "group") == {("ada", "hub"): 4000, ("mary",): 300}
 
 
 async def test_a_user_without_a_group_sees_their_own_where_groups_are_visible(busy: World) -> None:
@@ -138,6 +140,22 @@ async def test_to_ask_for_what_one_may_not_see_shows_nothing_and_says_so(busy: W
     assert await busy.sums(ADA, ["user"], "group", user="grace") == {("grace",): 20}
     _, _, note = await busy.reports().answer(ADA, Question((), 0, EVER, {"user": "grace"}))
     assert note.startswith("You may not see these figures")
+
+
+async def test_an_administrator_sees_the_two_of_the_same_name_apart(busy: World) -> None:
+    assert await busy.sums(ADMIN, ["user"]) == {
+        ("", ""): 0,
+        ("ada", "hub"): 4000,
+        ("ada",): 1,
+        ("grace",): 20,
+        ("mary",): 300,
+    }
+    assert await busy.sums(ADMIN, ["user"], user="ada") == {("ada", "hub"): 4000, ("ada",): 1}
+    entries, _, _ = await busy.reports().answer(ADMIN, Question(("user", "pool"), 0, EVER, {"user": "ada"}))
+    assert [one.of for one in entries] == [
+        {"user": "ada", "pool": "p", "account": "hub"},
+        {"user": "ada", "pool": "p", "account": "machine"},
+    ]
 
 
 async def test_an_administrator_sees_everything(busy: World) -> None:
@@ -209,7 +227,9 @@ async def test_carbon_of_a_file_counts_hour_by_hour_even_where_no_time_is_asked(
     file = tmp_path / "carbon.csv"
     file.write_text("time,g_per_kwh\n2026-11-24T07:00+00:00,100\n2026-11-24T08:00+00:00,300\n")
     entries, said, _ = await carbon_of(world, file)
-    assert [(one.of, one.carbon_mg) for one in entries] == [({"user": "ada"}, 100_000 + 2 * 300_000)]
+    assert [(one.of, one.carbon_mg) for one in entries] == [
+        ({"user": "ada", "account": "machine"}, 100_000 + 2 * 300_000)
+    ]
     assert "carbon.csv" in said
 
 

@@ -77,6 +77,8 @@ def test_its_runner_follows_its_state_and_reads_its_notices(live: LiveBroker) ->
         assert (last.kind, next(news).state) == ("granted", "resident")
         live.on_loop(lambda: notice(live, lease))
         assert next(news).notice == "it is over its cap"
+        live.on_loop(lambda: goes_away(live, lease))
+        assert next(news).notice == "its GPU goes away"
         with BrokerClient(live.socket, token=lease.token) as other:
             other.release(lease.lease_id)
         assert [line.notice for line in news] in ([], [""]), "at the end of the lease the stream ends"
@@ -85,6 +87,10 @@ def test_its_runner_follows_its_state_and_reads_its_notices(live: LiveBroker) ->
 async def notice(live: LiveBroker, lease: LeaseReply) -> None:
     kernel = live.broker.kernels[lease.lease_id]
     live.broker.enforcement._notify(kernel, "it is over its cap", after_restart=False)
+
+
+async def goes_away(live: LiveBroker, lease: LeaseReply) -> None:
+    live.broker.tell_of_deadline(live.broker.kernels[lease.lease_id], "its GPU goes away")
 
 
 def test_the_record_says_that_it_is_a_command(live: LiveBroker) -> None:

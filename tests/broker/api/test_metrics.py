@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fractional_gpu.broker.accounting.counters import POOL_METRICS, USER_METRICS
 from fractional_gpu.broker.api.metrics_routes import BOOK_METRICS, listen
+from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.metrics import COUNTED, PREFIX, Metrics
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.seat import SeatClient
@@ -133,6 +134,24 @@ def test_who_waits_is_in_the_queue_and_who_gives_up_is_counted(fresh: LiveBroker
     after = values_of(text_of(fresh))
     assert value(after, "waits_abandoned_total", pool="default") == 1
     assert value(after, "wait_seconds_count", pool="default") == 0
+
+
+def test_a_deadline_is_there_while_a_device_or_the_host_goes_away(fresh: LiveBroker) -> None:
+    absent = ("device_goes_away_seconds", "device_leases_saved_by_deadline", "device_leases_lost_at_deadline")
+    names = [f"jupyter_gpu_{name}{{" for name in absent] + ["\njupyter_gpu_host_goes_away_seconds "]
+    assert not any(name in text_of(fresh) for name in names)
+    fresh.call("POST", "/v1/devices/0/drain", {"deadline_in_ms": 600_000})
+    fresh.broker.host_deadline_ms = now_ms() + 30_000
+    during = values_of(text_of(fresh))
+    assert 0 < device(during, "device_goes_away_seconds") <= 600
+    assert (device(during, "device_leases_saved_by_deadline"), device(during, "device_leases_lost_at_deadline")) == (
+        0,
+        0,
+    )
+    assert 0 < value(during, "host_goes_away_seconds") <= 30
+    fresh.call("POST", "/v1/devices/0/undrain", {})
+    fresh.broker.host_deadline_ms = None
+    assert not any(name in text_of(fresh) for name in names)
 
 
 def test_seats_and_connections_are_counted(fresh: LiveBroker) -> None:

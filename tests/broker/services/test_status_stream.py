@@ -11,6 +11,7 @@ from queue import Queue
 import pytest
 from msgspec.structs import replace
 
+from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.services import status
 from fractional_gpu.broker.services.status import RATE_S, StatusStream, host_status
 from fractional_gpu.client.client import BrokerClient
@@ -138,6 +139,49 @@ def test_a_client_that_does_not_ask_for_changes_gets_whole_statuses(live: LiveBr
     for lease in (first, second):
         assert lease is not None
         live.call("DELETE", f"/v1/leases/{lease.lease_id}")
+
+
+@pytest.mark.parametrize(
+    ("left_ms", "shown_s"),
+    [(None, None), (0, 0), (1, 5), (5_000, 5), (5_001, 10), (120_000, 120), (120_001, 180), (600_000, 600)],
+)
+def test_what_is_left_before_a_deadline_is_news_in_coarse_steps(left_ms: int | None, shown_s: int | None) -> None:
+    assert status.coarse_s(left_ms) == shown_s
+
+
+def test_each_line_has_what_is_left_before_a_deadline(live: LiveBroker) -> None:
+    lease = live.lease()
+
+    async def story() -> None:
+        stream = StatusStream(live.broker, live.socket).follow(None, changes_only=True)
+
+        async def line() -> HostStatus | HostChange:
+            while (found := await anext(stream)) is None:
+                pass
+            return found
+
+        async with aclosing(stream):
+            assert isinstance(await line(), HostStatus)
+            live.broker.host_deadline_ms = now_ms() + 30_000
+            live.broker.note_change()
+            change = await line()
+            assert isinstance(change, HostChange)
+            assert 0 < (change.changed.goes_away_in_ms or 0) <= 30_000
+            assert [one.lease_id for one in change.changed.leases] == [lease.lease_id]
+            live.broker.host_deadline_ms = now_ms() + 10_000
+            live.broker.note_change()
+            change = await line()
+            assert isinstance(change, HostChange)
+            assert 0 < (change.changed.leases[0].host_goes_away_in_ms or 0) <= 10_000
+            live.broker.host_deadline_ms = None
+            live.broker.note_change()
+            change = await line()
+            assert isinstance(change, HostChange)
+            assert change.changed.goes_away_in_ms is None
+            assert [one.host_goes_away_in_ms for one in change.changed.leases] == [None]
+
+    live.on_loop(story)
+    live.call("DELETE", f"/v1/leases/{lease.lease_id}")
 
 
 def test_nobody_hears_of_another_users_leases(live: LiveBroker) -> None:

@@ -26,11 +26,14 @@ def live() -> Iterator[LiveBroker]:
         yield live
 
 
-def spend(live: LiveBroker, owner: str, hours: float) -> None:
+def spend(live: LiveBroker, owner: str, hours: float, *, seated: bool = False) -> None:
     """The meter has counted this much of a student."""
     share = int(hours * SHARE_HOUR)
     row = UsageRow.of(
-        int(time.time()) // 3600 * 3600, "", Party("default", owner, "students"), Usage(charged_share=share)
+        int(time.time()) // 3600 * 3600,
+        "",
+        Party("default", owner, "students", seated=seated),
+        Usage(charged_share=share),
     )
 
     async def count() -> None:
@@ -49,6 +52,27 @@ def take(live: LiveBroker, owner: str) -> str:
     with SeatClient(live.socket) as client:
         last = list(client.take_seat(request))[-1]
     return last.seat_id or last.reason
+
+
+def test_a_hubs_user_and_one_of_the_machine_with_the_same_name_are_added_to_apart(
+    live: LiveBroker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spend(live, "ada", 4)
+    spend(live, "ada", 40, seated=True)
+    budget(live, capsys, "--group", "students", "--add", "100 GPU hours")  # that budget is not the question here
+    assert main(["budget", "--user", "ada", "--socket", live.socket]) == 0
+    hub, machine = capsys.readouterr().out.splitlines()
+    assert hub.startswith("user ada (hub): 40.0 GPU hours per month: 40.0 GPU hours spent, used up")
+    assert machine.startswith("user ada (machine): 40.0 GPU hours per month: 4.0 GPU hours spent, 36.0 GPU hours left")
+    assert take(live, "ada") == "over-budget"
+    (more,) = budget(live, capsys, "--user", "ada", "--account", "machine", "--add", "10 GPU hours")
+    assert (more["account"], more["amount_text"]) == ("machine", "50.0 GPU hours")
+    assert take(live, "ada") == "over-budget"
+    budget(live, capsys, "--user", "ada", "--account", "hub", "--add", "10 GPU hours")
+    assert take(live, "ada") not in {"over-budget", "refused"}
+    assert len(budget(live, capsys, "--user", "ada", "--account", "hub")) == 1
+    assert main(["budget", "--group", "students", "--account", "hub", "--socket", live.socket]) == 2
+    assert "--account hub goes with --user NAME" in capsys.readouterr().err
 
 
 def test_what_is_left_is_listed(live: LiveBroker, capsys: pytest.CaptureFixture[str]) -> None:

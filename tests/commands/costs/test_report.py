@@ -138,6 +138,7 @@ def test_chargeback_rows_are_what_focus_wants(usage: Path, said: Said) -> None:
     assert (first["ConsumedQuantity"], first["ConsumedUnit"]) == ("0.333333", "GPU-Hours")
     assert json.loads(first["Tags"]) == {
         "user": "ada",
+        "account": "machine",
         "group": "physics",
         "pool": "large",
         "notebook": "train.ipynb",

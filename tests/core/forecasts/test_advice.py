@@ -91,14 +91,17 @@ def test_with_mps_a_share_is_a_bound_of_what_cells_use() -> None:
 
 def test_a_share_that_was_full_says_that_the_need_was_not_seen() -> None:
     advice = advise(days(*[10_000] * 5, share=EIGHTH), EIGHTH, OFFERS)
-    assert suggested(advice) == (Verdict.LARGER, 250)
+    assert suggested(advice) == (Verdict.LARGER, 750), "full on each day: of the need nothing is known but its least"
     assert (advice.present.short_days, advice.risk.short_days, advice.risk.unknown_days) == (5, 0, 5)
     assert advice.risk.short_milli == 6000 // 7
     assert "whether it suffices was not seen" in sentence(advice)
 
 
-def test_one_full_day_is_no_reason_for_more() -> None:
-    assert advise(days(5000, 5000, 10_000, share=EIGHTH), EIGHTH, OFFERS).verdict is Verdict.KEEP
+def test_one_full_day_is_followed_by_others() -> None:
+    advice = advise(days(5000, 5000, 10_000, share=EIGHTH), EIGHTH, OFFERS)
+    assert suggested(advice) == (Verdict.LARGER, 250)
+    rare = advise(days(*[4000] * 20, 10_000, share=EIGHTH), EIGHTH, OFFERS)
+    assert suggested(rare) == (Verdict.LARGER, 250), "the tail of the other days is short"
 
 
 def test_peaks_that_grow_are_expected_to_go_on() -> None:

@@ -2,7 +2,11 @@
 
 import dataclasses
 
-from fractional_gpu.core.effects import Effect, Suspend, UserTold
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fractional_gpu.core.effects import Effect, Suspend, UserTold, WakeAt
 from fractional_gpu.core.events import (
     Checkpointable,
     DeviceDrained,
@@ -13,7 +17,7 @@ from fractional_gpu.core.events import (
     SuspendOutcome,
     SuspendRequested,
 )
-from fractional_gpu.core.handlers.salvaging import MARGIN_MS
+from fractional_gpu.core.handlers.salvaging import LEAST_RETRY_MS, MARGIN_MS
 from fractional_gpu.core.model import LeaseState
 from tests.core.driving import Hand, device, pool
 
@@ -117,6 +121,34 @@ def test_a_kernel_that_cannot_be_saved_in_time_is_left_to_its_user_until_the_dea
     assert hand.suspends(hand.wait(1)) == ["a"], "by the alarm alone"
 
 
+def test_views_say_what_becomes_of_each_lease_until_the_notice_is_withdrawn() -> None:
+    hand = Hand()
+    hand.idle("fresh", 450)
+    hand.run("worked", 450)
+    hand.wait(3_600_000)
+    hand.rest("worked")
+    for name in ("fresh", "worked"):
+        _uses(hand, name, 450)
+    deadline_ms = hand.now + MARGIN_MS + _takes_ms(hand, 450) * 3 // 2
+    _revoked(hand, deadline_ms - hand.now)
+    assert [hand.view(name).deadline_ms for name in ("fresh", "worked")] == [deadline_ms] * 2
+    assert hand.view("worked").lost_because == "", "it is being saved"
+    assert "is expected to take" in hand.view("fresh").lost_because
+    hand.send(DeviceUndrained(at_ms=hand.now, device_id="d0"))
+    for name in ("fresh", "worked"):
+        assert (hand.view(name).deadline_ms, hand.view(name).lost_because) == (None, "")
+
+
+def test_a_lease_in_doubt_counts_as_lost_and_one_that_is_saved_has_no_deadline_any_more() -> None:
+    hand = Hand()
+    hand.idle("doubt", 300)
+    hand.idle("saved", 300)
+    effects = hand.saved(_revoked(hand, LONG), SuspendOutcome.UNKNOWN)
+    hand.saved(effects)
+    assert hand.view("doubt").lost_because == "the state of its GPU memory is unknown"
+    assert (hand.view("saved").deadline_ms, hand.view("saved").lost_because) == (None, "")
+
+
 def test_priority_goes_before_work() -> None:
     hand = Hand()
     hand.start("high", 450, priority=9)
@@ -192,13 +224,81 @@ def test_a_pin_does_not_hold_a_kernel_on_a_device_that_goes_away() -> None:
     assert hand.suspends(_revoked(hand, LONG)) == ["a"]
 
 
-def test_a_kernel_whose_suspend_failed_is_tried_again_in_its_time() -> None:
-    hand = Hand()
+@pytest.mark.parametrize("outcome", [SuspendOutcome.REFUSED, SuspendOutcome.ABORTED])
+def test_a_suspend_that_failed_is_tried_again_after_a_second_then_after_two_though_the_pool_would_wait_longer(
+    outcome: SuspendOutcome,
+) -> None:
+    hand = Hand(pools=[dataclasses.replace(pool(), retry_refused_ms=600_000)])
     hand.idle("a")
     _uses(hand, "a", 100)
-    effects = hand.saved(_revoked(hand, LONG), SuspendOutcome.REFUSED)
-    assert hand.suspends(effects) == []
-    assert hand.suspends(hand.wait(30_000)) == ["a"]
+    effects = hand.saved(_revoked(hand, LONG), outcome)
+    for pause_ms in (1_000, 2_000, 4_000):
+        assert (hand.suspends(effects), _told(effects)) == ([], [])
+        assert hand.suspends(hand.wait(pause_ms - 1)) == []
+        effects = hand.wait(1)
+        assert hand.suspends(effects) == ["a"], "by the alarm alone"
+        effects = hand.saved(effects, outcome)
+
+
+def test_the_last_attempt_comes_while_there_is_just_time_for_it_and_then_its_user_is_told() -> None:
+    hand = Hand(pools=[dataclasses.replace(pool(), retry_refused_ms=600_000)])
+    hand.idle("a")
+    _uses(hand, "a", 100)
+    after_ms = MARGIN_MS + _takes_ms(hand, 100) + 1_600
+    deadline_ms = hand.now + after_ms
+    effects, begun = _revoked(hand, after_ms), []
+    while hand.now < deadline_ms and not _told(effects):
+        if hand.suspends(effects):
+            begun.append(deadline_ms - hand.now)
+            effects = hand.saved(effects, SuspendOutcome.REFUSED)
+        else:
+            effects = hand.wait(1)
+    assert begun[:3] == [after_ms, after_ms - 800, after_ms - 1_200]
+    assert begun[-1] >= MARGIN_MS + _takes_ms(hand, 100), "none that cannot end in time"
+    assert begun[-1] - MARGIN_MS - _takes_ms(hand, 100) < 2 * LEAST_RETRY_MS
+    (told,) = [effect for effect in effects if isinstance(effect, UserTold)]
+    assert told.reason == "revocation.lost"
+    assert f"saving it failed {len(begun)} times" in told.sentence
+
+
+def test_a_pause_that_began_before_the_deadline_was_announced_is_cut_short() -> None:
+    hand = Hand(pools=[dataclasses.replace(pool(), retry_refused_ms=600_000)])
+    hand.idle("a")
+    _uses(hand, "a", 100)
+    hand.saved(hand.send(SuspendRequested(at_ms=hand.now, lease_id="a")), SuspendOutcome.REFUSED)
+    hand.wait(5_000)
+    assert hand.suspends(_revoked(hand, LONG)) == []
+    assert hand.suspends(hand.wait(1_000)) == ["a"]
+
+
+@given(
+    spare_ms=st.integers(0, 60_000),
+    refused=st.lists(st.sampled_from([SuspendOutcome.REFUSED, SuspendOutcome.ABORTED]), min_size=1, max_size=40),
+    takes_ms=st.integers(0, 2_000),
+)
+@settings(max_examples=40, deadline=None)
+def test_attempts_before_a_deadline_are_bounded_and_none_begins_that_cannot_end_in_time(
+    spare_ms: int, refused: list[SuspendOutcome], takes_ms: int
+) -> None:
+    hand = Hand(pools=[dataclasses.replace(pool(), retry_refused_ms=600_000)])
+    hand.idle("a")
+    _uses(hand, "a", 100)
+    need_ms = MARGIN_MS + _takes_ms(hand, 100)
+    deadline_ms = hand.now + need_ms + spare_ms
+    effects, attempts = _revoked(hand, need_ms + spare_ms), 0
+    for outcome in refused:
+        while not hand.suspends(effects) and not _told(effects):
+            at_ms = next(one.at_ms for one in reversed(effects) if isinstance(one, WakeAt) and one.at_ms is not None)
+            effects = hand.wait(at_ms - hand.now)
+        if _told(effects):
+            break
+        attempts += 1
+        assert hand.now + need_ms <= deadline_ms
+        hand.now += takes_ms
+        effects = hand.saved(effects, outcome)
+        if hand.now >= deadline_ms:
+            return
+    assert attempts <= 2 + (spare_ms // LEAST_RETRY_MS).bit_length() + (spare_ms // 1_000).bit_length()
 
 
 def test_a_saved_kernel_goes_on_elsewhere_but_not_while_the_channel_is_needed() -> None:

@@ -24,7 +24,7 @@ ANN = Party("lab", "ann", "staff")
 EACH = Budget(
     kind="user", name="*", unit=Unit.MONEY, amount=1000, currency="EUR", window=WindowKind.DAY, text="1 EUR per day"
 )
-ANN_S = Subject("user", "ann")
+ANN_S = Subject("user", "ann", "machine")
 
 
 def row(hour_s: int, amount: int, party: Party = ANN, currency: str = "EUR") -> UsageRow:
@@ -49,9 +49,22 @@ def test_each_user_has_a_budget_of_their_own_and_a_group_one_together() -> None:
     group = replace(EACH, kind="group", name="staff")
     spending = Spending((EACH, group))
     spending.add([row(0, 5), row(0, 7, bob)])
-    assert [spending.state(0, Subject("user", name), 0, HOUR).spent for name in ("ann", "bob")] == [5, 7]
+    assert [spending.state(0, Subject("user", name, "machine"), 0, HOUR).spent for name in ("ann", "bob")] == [5, 7]
     assert spending.state(1, Subject("group", "staff"), 0, HOUR).spent == 12
-    assert spending.subjects([]) == [(0, ANN_S), (0, Subject("user", "bob")), (1, Subject("group", "staff"))]
+    assert spending.subjects([]) == [(0, ANN_S), (0, Subject("user", "bob", "machine")), (1, Subject("group", "staff"))]
+
+
+def test_a_hubs_user_and_one_of_the_machine_with_the_same_name_have_a_budget_each() -> None:
+    hub = replace(ANN, seated=True)
+    hub_s = Subject("user", "ann", "hub")
+    spending = Spending((EACH,), [Extra(Subject("user", "ann"), EACH.text, 30, 10 * HOUR)])
+    spending.add([row(0, 5), row(0, 7, hub)])
+    assert (EACH.subject(ANN), EACH.subject(hub)) == (ANN_S, hub_s)
+    assert (spent(spending, 0, HOUR), spent(spending, 0, HOUR, hub_s)) == (5, 7)
+    assert spending.state(0, ANN_S, 0, HOUR).amount == spending.state(0, hub_s, 0, HOUR).amount == 1030, "for each"
+    spending.extras = [Extra(hub_s, EACH.text, 30, 10 * HOUR)]
+    assert spending.state(0, ANN_S, 0, HOUR).amount == 1000
+    assert replace(EACH, kind="group").subject(hub) == replace(EACH, kind="group").subject(ANN)
 
 
 def test_a_budget_names_whom_and_which_pools_count() -> None:
@@ -103,7 +116,7 @@ def test_what_was_added_counts_until_its_time_for_its_budget_and_subject_only() 
     assert (state.amount, state.left, state.is_used_up, state.is_warned) == (1500, 300, False, True)
     later = spending.state(0, ANN_S, 0, 10 * HOUR)
     assert (later.amount, later.left, later.is_used_up) == (1000, 0, True)
-    assert spending.state(0, Subject("user", "bob"), 0, HOUR).amount == 1000
+    assert spending.state(0, Subject("user", "bob", "machine"), 0, HOUR).amount == 1000
 
 
 @pytest.mark.parametrize(

@@ -252,7 +252,7 @@ STARTS = {
     "ctypes": "ctypes.CDLL(None)",
     "a program": "subprocess.run(['true'], check=True)",
     "a shell": "os.system('true')",
-    "a child": "os.fork() or os._exit(0); os.wait()",
+    "a child": "warnings.simplefilter('ignore'); os.fork() or os._exit(0); os.wait()",  # Python 3.12 warns of forks
     "multiprocessing": "p = multiprocessing.get_context('spawn').Process(target=int); p.start(); p.join()",
     "asyncio": "p = await asyncio.create_subprocess_exec('true'); await p.wait()",
     "a thread": "t = threading.Thread(target=os.system, args=('true',)); t.start(); t.join()",
@@ -286,7 +286,7 @@ def test_in_a_kernel_every_way_to_the_gpu_waits_and_can_be_interrupted(
     fifo = folder / "fifo"
     os.mkfifo(fifo)
     broker.grant_at_once = True
-    kernel.run(f"import asyncio, ctypes, multiprocessing, os, subprocess, threading; fifo = {str(fifo)!r}")
+    kernel.run(f"import asyncio, ctypes, multiprocessing, os, subprocess, threading, warnings; fifo = {str(fifo)!r}")
     broker.grant_at_once = False
     numbers, streams = iter(range(1, 1000)), broker.count("acquire")
     request = bar(kernel, broker, STARTS["an extension module"], numbers, fifo)

@@ -440,7 +440,8 @@ def test_a_forked_child_has_an_inert_gate(kernel: RunningKernel, broker: Scripte
     assert broker.answer_to(1) == "closed"
     code = (
         "%%cpu\n"
-        "import os\n"
+        "import os, warnings\n"
+        "warnings.simplefilter('ignore')  # Python 3.12 warns of a fork beside threads\n"
         "read, write = os.pipe()\n"
         "if (pid := os.fork()) == 0:\n"
         "    get_ipython().run_cell('x = 6 * 7', silent=True)\n"

@@ -340,6 +340,32 @@ def test_an_urgent_notice_is_shown_while_the_cell_runs_and_stays(kernel: Running
     assert kernel.run("2").shown == []
 
 
+def test_a_notice_takes_the_place_of_an_earlier_one_about_the_same(
+    kernel: RunningKernel, broker: ScriptedBroker
+) -> None:
+    """Kept before the first cell, and shown beneath the last one."""
+    broker.grant_at_once = True
+    gate = broker.stream("gate")
+
+    def told(number: int, sentence: str) -> None:
+        notice = GateCommand(verb=GateVerb.NOTICE, number=number, sentence=sentence, urgent=True, topic="deadline")
+        gate.send(notice)
+        assert broker.answer_to(number) == "done"
+
+    told(1, "The GPU of this kernel goes away in 2 min.")
+    told(2, "The GPU of this kernel does not go away after all.")
+    request = kernel.send("1")
+    assert kernel.finish(request).shown == ["[gpu] The GPU of this kernel does not go away after all."]
+    told(3, "The GPU of this kernel goes away in 3 min.")
+    told(4, "Now it stays.")
+    messages = kernel.until_published(
+        request, lambda published: any("Now it stays." in str(one["content"]) for one in published)
+    )
+    first, second = [one for one in messages if "in 3 min" in str(one["content"]) or "stays." in str(one["content"])]
+    assert (first["msg_type"], second["msg_type"]) == ("display_data", "update_display_data")
+    assert first["content"]["transient"] == second["content"]["transient"], "in the same line"
+
+
 @pytest.mark.parametrize(
     "cell", ["%%capture\nprint(input())", "get_ipython().run_cell('1')\nprint(input())"], ids=["captured", "nested"]
 )

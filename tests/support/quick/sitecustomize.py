@@ -21,7 +21,9 @@ def _end() -> None:
 if not _JUPYTER.isdisjoint(sys.orig_argv[1:4]):
     atexit.register(_end)  # the first that is registered is the last that runs
 
-if any(option == "-m" and name.startswith("fractional_gpu.") for option, name in itertools.pairwise(sys.orig_argv[1:5])):
+if any(
+    option == "-m" and name.startswith("fractional_gpu.") for option, name in itertools.pairwise(sys.orig_argv[1:5])
+):
     import kept_dataclasses  # type: ignore[import-not-found]  # beside this file
 
     kept_dataclasses.use()

@@ -81,7 +81,7 @@ function show(fresh) {
   byId("simulated").hidden = !view.simulated;
   setProblem(view.problem);
   setText(byId("summary"), view.summary);
-  for (const kind of ["devices", "kernels", "seats", "pools"]) fillTable(byId(kind), view[kind]);
+  for (const table of document.querySelectorAll("main table[id]")) fillTable(table, view[table.id] ?? []);
   if (told) say(told);
 }
 
@@ -294,8 +294,8 @@ async function ask(row, act) {
   };
 }
 
-byId("ask-no").addEventListener("click", () => byId("ask").close());
-byId("ask").addEventListener("keydown", (event) => {
+byId("ask-no")?.addEventListener("click", () => byId("ask").close());
+byId("ask")?.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && event.target.tagName === "INPUT") byId("ask-yes").click();
 });
 

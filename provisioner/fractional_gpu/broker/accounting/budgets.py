@@ -195,9 +195,9 @@ class BudgetKeeper:
         """Return the same as messages."""
         return [self._status(one, party.pool) for one in self.states(party)]
 
-    def seen_by(self, owner: str, group: str) -> list[BudgetStatus]:
-        """Return the budgets of a user and a group, in whatever pools they count."""
-        parties = [Party(pool, owner, group) for pool in sorted(self._broker.arbiter.pools())]
+    def seen_by(self, owner: str, group: str, *, seated: bool) -> list[BudgetStatus]:
+        """Return the budgets of a user (`seated`: of the hub) and a group, in whatever pools they count."""
+        parties = [Party(pool, owner, group, seated=seated) for pool in sorted(self._broker.arbiter.pools())]
         found = {(one.kind, one.text): one for party in parties for one in self.status(party)}
         return list(found.values())
 
@@ -241,6 +241,7 @@ class BudgetKeeper:
         return BudgetStatus(
             kind=state.subject.kind,
             name=state.subject.name,
+            account=state.subject.account,
             text=budget.text,
             unit=budget.unit.value,
             currency=currency,

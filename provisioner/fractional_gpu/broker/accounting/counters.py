@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from fractional_gpu.broker.accounting.metering import Metering
 from fractional_gpu.broker.metrics import PREFIX, Metric
-from fractional_gpu.core.metering.usage import UsageRow
+from fractional_gpu.core.metering.usage import ACCOUNTS, UsageRow
 
 _MOST_USERS: Final = 256  # in each pool; the others are added up as `other`
 _SHARE_S: Final = 1_000_000  # a whole device for a second, in milli-GPU milliseconds
@@ -121,7 +121,7 @@ class UsageCounters:
 
     def _named(self, row: UsageRow) -> tuple[str, str]:
         """Return the user of a row: whose account it is, a hub's or the machine's, and the name. `_MOST_USERS` are named in each pool."""
-        user = ("hub" if row.party.seated else "machine", row.party.owner)
+        user = (ACCOUNTS[row.party.seated], row.party.owner)
         named = self._users.setdefault(row.party.pool, set())
         if user not in named and len(named) >= _MOST_USERS:
             return _OTHER

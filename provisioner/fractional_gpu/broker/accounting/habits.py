@@ -182,6 +182,7 @@ def _message(key: HabitKey, advice: Advice) -> ShareAdvice:
     return ShareAdvice(
         pool=key.pool,
         owner=key.owner,
+        seated=key.seated,
         notebook=key.label,
         verdict=advice.verdict.value,
         present=_risk(advice.present),

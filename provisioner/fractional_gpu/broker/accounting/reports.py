@@ -19,7 +19,7 @@ from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.config import carbon
 from fractional_gpu.config.carbon import Carbon
 from fractional_gpu.protocol.accounts import UsageEntry
-from fractional_gpu.reports.sums import TIMES, summed
+from fractional_gpu.reports.sums import TIMES, columns_for, summed
 
 _FRESH_S: Final = 5.0  # figures for a reader are at most so old
 _HIDDEN: Final = "You may not see these figures: c.GPUBroker.usage_visible says whose figures users see."
@@ -84,7 +84,7 @@ class UsageReports:
                 note = f"The carbon figures are missing: {error}"
         times = [one for one in question.by if one in TIMES]
         by_hour = bool(times) or (found is not None and found.changes)
-        columns = [*(one for one in question.by if one not in TIMES), "currency", *(["hour"] if by_hour else [])]
+        columns = [*columns_for(question.by), "currency", *(["hour"] if by_hour else [])]
         rows = await self._writer.read(
             partial(self._writer.ledger.metered, columns, question.since_s, question.until_s, only)
         )

@@ -13,6 +13,7 @@ from fractional_gpu.broker.kernels.request_validation import user_name
 from fractional_gpu.config.budgets import parse_amount
 from fractional_gpu.core.metering.budgets import Subject
 from fractional_gpu.core.metering.tariffs import Tariff
+from fractional_gpu.core.metering.usage import ACCOUNTS
 from fractional_gpu.core.model import LeaseView
 from fractional_gpu.protocol.accounts import USAGE_BY, USAGE_ONLY, BudgetExtension, BudgetList, Cost, UsageReport
 from fractional_gpu.protocol.advice import ShareAdvice
@@ -51,7 +52,7 @@ class _Usage(Handler):
                 devices={one.device_id: one.name for one in broker.devices.values()},
                 carbon=carbon.text if carbon is not None else "",
                 note=note,
-                advice=self._advice(reader, question) if "notebook" in question.by else [],
+                advice=self._advice(reader, question) if self._is_advised(question) else [],
                 visible=self.service.usage.visible,
             )
         )
@@ -59,14 +60,25 @@ class _Usage(Handler):
     def _advice(self, reader: Reader, question: Question) -> list[ShareAdvice]:
         """Return what is suggested for the notebooks that the reader sees, of the user and pool that are asked for."""
         only = question.only
+        seated = bool(only["seated"]) if "seated" in only else None
         owner = str(only["user"]) if "user" in only else None
-        if not reader.administrator and owner not in (None, reader.owner):
+        if not reader.administrator and (owner not in (None, reader.owner) or seated not in (None, reader.seated)):
             return []
         return self.service.broker.habits.of_notebooks(
             str(only["pool"]) if "pool" in only else None,
             owner if reader.administrator else reader.owner,
-            seated=None if reader.administrator else reader.seated,
+            seated=seated if reader.administrator else reader.seated,
         )
+
+    def _is_advised(self, question: Question) -> bool:
+        """Whether advice on shares is wanted: with sums by notebook, and where the query asks for it. Raises BadRequestError."""
+        text = self.get_query_argument("advice", "0")
+        if text not in {"0", "1"}:
+            raise BadRequestError(
+                f"advice={text[:MAX_NAME]!r} is not allowed: give 1 for advice on shares, or leave it out",
+                reason="bad-usage-query",
+            )
+        return text == "1" or "notebook" in question.by
 
     def _question(self) -> Question:
         """Return what the query asks. Raises BadRequestError with what is allowed."""
@@ -142,7 +154,9 @@ class _Cost(Handler):
 class _Budgets(Handler):
     def get(self) -> None:
         budgets, reader = self.service.seats.budgets, reader_of(self)
-        seen = budgets.all() if reader.administrator else budgets.seen_by(reader.owner, reader.group)
+        seen = (
+            budgets.all() if reader.administrator else budgets.seen_by(reader.owner, reader.group, seated=reader.seated)
+        )
         self.reply(BudgetList(budgets=seen, scope="all" if reader.administrator else "own"))
 
 
@@ -154,7 +168,13 @@ class _Extend(Handler):
                 reason="not-admin",
             )
         request = self.decode_body(BudgetExtension)
-        keeper, subject = self.service.seats.budgets, Subject(request.kind, request.name)
+        keeper, subject = self.service.seats.budgets, Subject(request.kind, request.name, request.account)
+        if request.account not in ({"", *ACCOUNTS} if request.kind == "user" else {""}):
+            raise BadRequestError(
+                f"account={request.account[:MAX_NAME]!r} is not allowed: of a user it is {' or '.join(ACCOUNTS)}, or left out for both; "
+                "groups have none",
+                reason="bad-account",
+            )
         try:
             unit, amount, currency = parse_amount(request.amount)
         except ValueError as error:
@@ -171,10 +191,15 @@ class _Extend(Handler):
             raise BadRequestError(
                 "the time until which it is added has passed; give a later one, or none", reason="bad-amount"
             )
-        whose = f"{request.kind}/{request.name}"
+        whose = f"{request.kind}/{request.name}" + (f" ({request.account})" if request.account else "")
         async with self.audited("budget.extend", whose, amount=request.amount, until_s=request.until_s):
             await keeper.extend(subject, budgets, amount, request.until_s)
-        self.reply(BudgetList(budgets=[one for one in keeper.all() if (one.kind, one.name) == subject], scope="all"))
+        self.reply(
+            BudgetList(
+                budgets=[one for one in keeper.all() if subject.includes(Subject(one.kind, one.name, one.account))],
+                scope="all",
+            )
+        )
 
 
 def _beginnings() -> tuple[int, int]:

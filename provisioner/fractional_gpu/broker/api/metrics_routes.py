@@ -30,6 +30,7 @@ from fractional_gpu.broker.api.lease_service import LeaseService
 from fractional_gpu.broker.api.server import PausingListener, Server
 from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.metrics import PREFIX, Metric
+from fractional_gpu.broker.services.status import salvage_counts
 from fractional_gpu.core.model import LeaseState
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,9 @@ BOOK_METRICS = (
     Metric("gauge", "device_free_bytes", "What a lease can still reserve", _DEVICE),
     Metric("gauge", "device_demand_ratio", "What its busy kernels need of it together; above 1 they slow each other down", _DEVICE),
     Metric("gauge", "device_draining", "1 while an administrator has it emptied", _DEVICE),
+    Metric("gauge", "device_goes_away_seconds", "While it is drained by a deadline: what is left before that; 0: it has passed", _DEVICE),
+    Metric("gauge", "device_leases_saved_by_deadline", "Leases on it that are going to be saved before, as planned", _DEVICE),
+    Metric("gauge", "device_leases_lost_at_deadline", "Leases on it that cannot be saved before", _DEVICE),
     Metric("gauge", "device_lost", "1 while it does not answer", _DEVICE),
     Metric("gauge", "device_over_committed", "1 while reservations and strangers exceed what may be leased", _DEVICE),
     Metric("gauge", "leases", "Leases", ("pool", "state")),
@@ -65,6 +69,7 @@ BOOK_METRICS = (
     Metric("gauge", "host_saved_bytes", "Host memory that suspended kernels take"),
     Metric("gauge", "host_reserved_bytes", "Host memory reserved for suspends under way"),
     Metric("gauge", "host_budget_bytes", "Host memory that both together may take"),
+    Metric("gauge", "host_goes_away_seconds", "While a notice says that the host goes away: what is left before that; 0: it has passed"),
     Metric("gauge", "ledger_trouble", "1 while the broker cannot write its ledger"),
     Metric("gauge", "connections", "Connections to the broker's socket", ("peer",)),
     Metric("counter", "forecasts", "Forecasts that were compared with what happened", ("what",)),
@@ -199,6 +204,9 @@ class BooksCollector(Collector):
             "host_saved_bytes": [((), arbiter.host_saved_mib * _MIB)],
             "host_reserved_bytes": [((), arbiter.host_reserved_mib * _MIB)],
             "host_budget_bytes": [((), arbiter.host_budget_mib * _MIB)],
+            "host_goes_away_seconds": []
+            if (deadline_ms := self._service.broker.host_deadline_ms) is None
+            else [((), max(0, deadline_ms - now_ms()) / 1000)],
             "ledger_trouble": [((), int(bool(self._service.broker.writer.trouble)))],
             "connections": [(("user",), users), (("administrator",), administrators)],
         }
@@ -208,6 +216,7 @@ class BooksCollector(Collector):
             metric.name: [] for metric in BOOK_METRICS if metric.name.startswith("device_")
         }
         broker = self._service.broker
+        salvage = salvage_counts(broker)
         for view in broker.arbiter.devices():
             info = broker.devices.get(view.device_id)
             if info is None:
@@ -228,6 +237,10 @@ class BooksCollector(Collector):
                 "device_lost": int(view.lost),
                 "device_over_committed": int(view.over_committed),
             }
+            if view.deadline_ms is not None:
+                saved, lost = salvage.get(view.device_id, (0, 0))
+                values["device_goes_away_seconds"] = max(0, view.deadline_ms - now_ms()) / 1000
+                values["device_leases_saved_by_deadline"], values["device_leases_lost_at_deadline"] = saved, lost
             for name, value in values.items():
                 found[name].append((key, value))
         return found

@@ -242,9 +242,11 @@ class GateLink:
         sentence: str = "",
         environment: Mapping[str, str] | None = None,
         urgent: bool = False,
+        topic: str = "",
     ) -> None:
-        """Send a command that needs no answer; dropped when the line is lost. `urgent`: show the sentence now."""
-        self._put(GateCommand(verb=verb, sentence=sentence, environment=dict(environment or {}), urgent=urgent))
+        """Send a command that needs no answer; dropped when the line is lost. `urgent`, `topic`: see GateCommand."""
+        environment = dict(environment or {})
+        self._put(GateCommand(verb=verb, sentence=sentence, environment=environment, urgent=urgent, topic=topic))
 
     async def ask(self, verb: GateVerb, timeout_s: float) -> str:
         """Send a command and return the extension's word, or "" if none came in time or the line broke. Cancellation drops the answer."""

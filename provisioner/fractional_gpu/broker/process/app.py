@@ -125,6 +125,7 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
                 ready=ready,
                 lock=lock,
                 restart=restart,
+                worker_socket=options.worker_socket,
                 everyone=options.service or is_service_socket(socket),
             )
             leases_live = asyncio.run(run.main())

@@ -33,6 +33,7 @@ from fractional_gpu.core.model import DeviceSpec
 from fractional_gpu.gpu.checkpoint_trial import try_checkpoint
 from fractional_gpu.gpu.interface import DeviceInfo, GPUError, GPUErrorCode, Monitor
 from fractional_gpu.gpu.open import NVIDIA, backend_name, open_monitor
+from fractional_gpu.gpu.simulated.device_memory import DeviceMemoryServer
 from fractional_gpu.gpu.simulated.host import choose_directory, create, destroy
 from fractional_gpu.gpu.simulated.store import SimulatedHostError
 from fractional_gpu.gpu.worker_link import WorkerLink
@@ -287,16 +288,30 @@ def open_backend(
     else:
         folder = simulated_folder(socket)
         try:
-            create(folder, simulate)
+            create(folder, simulate, shared=os.geteuid() == 0)
         except (SimulatedHostError, ValueError) as error:
             raise BackendError(str(error)) from None
         name = f"simulated:{folder}"
     monitor = open_monitor(name)
+    memory = _memory_server(folder) if folder is not None and os.geteuid() == 0 else None
     try:
         devices = _awaited(monitor) if patient and simulate is None else _found(monitor)
         yield Backend(name=name, monitor=monitor, devices=devices, folder=folder)
     finally:
+        if memory is not None:
+            memory.close()
         monitor.close()
+
+
+def _memory_server(folder: Path) -> DeviceMemoryServer | None:
+    """Begin to reserve device memory for the users of a shared host; None where that cannot be: it is charged to their processes then."""
+    try:
+        return DeviceMemoryServer(folder)
+    except OSError as error:
+        log.warning(
+            "simulated device memory is charged to the processes that use it: %s cannot serve (%s)", folder, error
+        )
+        return None
 
 
 def _found(monitor: Monitor) -> tuple[DeviceInfo, ...]:

@@ -42,7 +42,7 @@ from fractional_gpu.ledger.records import LedgerError
 from fractional_gpu.protocol.errors import ConflictError
 
 _ORPHAN_PATIENCE_S = 60.0  # an operation that a killed broker's worker has begun is let finish
-_TOLD = ("config_file", "simulate", "state_dir")
+_TOLD = ("config_file", "simulate", "state_dir", "worker_socket")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,9 @@ def rescue(options: BrokerOptions) -> Rescue:
             stack.enter_context(closing(ledger))
         files = lease_folder(socket, simulated=backend.simulated)
         found = _everything(ledger, files, socket)
-        kernels = asyncio.run(_rescue_all(settings, backend, socket, found, ledger))
+        turn = WorkerClaim.open(Path(f"{socket}.worker"))
+        worker = WorkerLink(backend.name, claim=turn, service=options.worker_socket)
+        kernels = asyncio.run(_rescue_all(settings, backend, found, ledger, worker=worker, turn=turn))
     return Rescue(ledger=str(path), problem=problem, kernels=kernels)
 
 
@@ -120,6 +122,7 @@ def _as_told_last(options: BrokerOptions) -> BrokerOptions:
         config_file=options.config_file or said.get("config_file"),
         simulate=options.simulate or said.get("simulate"),
         state_dir=options.state_dir or said.get("state_dir"),
+        worker_socket=options.worker_socket or said.get("worker_socket"),
     )
 
 
@@ -195,10 +198,14 @@ def _in_proc(socket: str) -> list[_Found]:
 
 
 async def _rescue_all(
-    settings: Settings, backend: Backend, socket: str, found: list[_Found], ledger: Ledger | None
+    settings: Settings,
+    backend: Backend,
+    found: list[_Found],
+    ledger: Ledger | None,
+    *,
+    worker: WorkerLink,
+    turn: WorkerClaim,
 ) -> list[Rescued]:
-    turn = WorkerClaim.open(Path(f"{socket}.worker"))
-    worker = WorkerLink(backend.name, claim=turn)
     times = SwapTimes(
         gate_s=0, lock_s=settings.lock_timeout_ms / 1000, checkpoint_s=settings.checkpoint_deadline_ms / 1000
     )

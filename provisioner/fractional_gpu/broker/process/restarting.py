@@ -62,6 +62,9 @@ class BrokerOptions:
     settings: str | None = None  # JSON: settings by their names, which win over the files
     service: bool = False  # it serves all users of the machine, has no idle end, and runs in no job or pod of its own
     stand_by: bool = False  # if another broker serves, wait for its end and serve then
+    worker_socket: str | None = (
+        None  # of the service that starts the checkpoint worker; None: the broker starts it itself
+    )
 
 
 class RestartFiles:
@@ -149,6 +152,7 @@ def resolved(options: BrokerOptions) -> BrokerOptions:
         options,
         config_file=config_file,
         socket=options.socket or (_service_socket() if options.service else socket_path()),
+        worker_socket=str(Path(options.worker_socket).absolute()) if options.worker_socket else None,
         simulate=options.simulate or os.environ.get("JUPYTER_GPU_SIMULATE") or None,
     )
 

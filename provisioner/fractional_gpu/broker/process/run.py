@@ -145,7 +145,9 @@ class BrokerRun:
         lock: BrokerLock,
         restart: RestartFiles,
         everyone: bool,
+        worker_socket: str | None = None,
     ) -> None:
+        self._worker_socket = worker_socket
         self._settings = settings
         self._backend = backend
         self._claims = claims
@@ -186,7 +188,7 @@ class BrokerRun:
 
         # The checkpoint worker, and the operations that use it.
         turn = WorkerClaim.open(Path(f"{self._socket}.worker"))
-        worker = WorkerLink(self._backend.name, claim=turn)
+        worker = WorkerLink(self._backend.name, claim=turn, service=self._worker_socket)
         driver = DriverStart(worker, self._specs)
         off = await driver.begin()
         arbiter = make_arbiter(ledger)

@@ -20,8 +20,8 @@ from fractional_gpu.core.seat_packing import (
     admissible_milli,
     choose_device,
     least_waiting,
-    more_seats,
-    wait_chance_millionths,
+    more_seats_in,
+    wait_chance_with,
     wait_quantile_ms,
 )
 from fractional_gpu.host.memory import machine_total_mib
@@ -116,6 +116,7 @@ def _capacity(pool: _Pool) -> PoolCapacity:
         fractions_milli=list(pool.spec.fractions_milli),
         wait_target_ms=pool.hub.wait_target_ms,
         wait_bound_milli=pool.hub.wait_bound_milli,
+        device_mib=min((place.capacity_mib for place in pool.places), default=0),
     )
 
 
@@ -127,24 +128,19 @@ def _waiting_millionths(pool: _Pool) -> int:
     device_id, _ = choose_device(
         load, pool.places, target_ms=pool.hub.wait_target_ms, bound_milli=pool.hub.wait_bound_milli
     )
-    for place in pool.places:
-        if place.device_id == device_id:
-            return wait_chance_millionths((*place.loads, load), place.capacity_mib)
-    return least_waiting(load, pool.places)[1]
+    if device_id is None:
+        return least_waiting(load, pool.places)[1]
+    return wait_chance_with(load, pool.places, device_id)
 
 
 def _count(pool: _Pool, milli: int, load: SeatLoad) -> int:
     """Return how many more seats of this fraction the pool takes."""
-    there = sum(
-        more_seats(
-            tuple(sorted(place.loads)),
-            load,
-            place.capacity_mib,
-            target_ms=pool.hub.wait_target_ms,
-            bound_milli=pool.hub.wait_bound_milli,
-            most=max(1, _MOST_ON_A_DEVICE_MILLI // milli),
-        )
-        for place in pool.places
+    there = more_seats_in(
+        pool.places,
+        load,
+        target_ms=pool.hub.wait_target_ms,
+        bound_milli=pool.hub.wait_bound_milli,
+        most=max(1, _MOST_ON_A_DEVICE_MILLI // milli),
     )
     if pool.promised_left_mib is None:
         return there

@@ -1,6 +1,7 @@
 """What kernels may draw on their server's seat, and what users use of a pool over the days.
 
-A kernel of a seat gets owner, group, priority and weight from the seat, whatever it requests. All kernels of a seat together stay within
+A seat is named with its token; a pod's seat needs neither: its kernels are known by their control group. A kernel of a seat gets owner,
+group, priority and weight from the seat, whatever it requests. All kernels of a seat together stay within
 its fraction, its memory and its number of kernels.
 """
 
@@ -34,12 +35,14 @@ class SeatDraws:
         broker: Broker,
         seats: Mapping[str, SeatRecord],
         check_workload: Callable[[SeatRecord, int, str], None],
+        of_pod: Callable[[int], SeatRecord | None],
         *,
         required: bool,
     ) -> None:
         self._broker = broker
         self._seats = seats
         self._check_workload = check_workload
+        self._of_pod = of_pod
         self._required = required
 
     def apply_terms(self, peer: Peer, request: LeaseRequest, spec: LeaseSpec) -> LeaseSpec:
@@ -61,6 +64,8 @@ class SeatDraws:
             raise
 
     def _apply_terms(self, peer: Peer, request: LeaseRequest, spec: LeaseSpec) -> LeaseSpec:
+        if not request.seat and (of_pod := self._of_pod(peer.credentials.pid)) is not None:
+            return self._drawn(peer, request, spec, of_pod)
         if not request.seat:
             if self._required:
                 raise ForbiddenError(
@@ -76,6 +81,10 @@ class SeatDraws:
                 "start it again, which ends its kernels: save what you need of them first",
                 reason="foreign-seat",
             )
+        return self._drawn(peer, request, spec, seat)
+
+    def _drawn(self, peer: Peer, request: LeaseRequest, spec: LeaseSpec, seat: SeatRecord) -> LeaseSpec:
+        """Return the lease with the terms of a seat that the peer may use. Raises ForbiddenError or NoRoomError."""
         if seat.uid is not None and peer.credentials.uid not in {seat.uid, 0}:
             raise ForbiddenError("this seat belongs to another user of the machine", reason="wrong-uid")
         self._check_workload(seat, peer.credentials.pid, "the process that asks")

@@ -31,7 +31,7 @@ from fractional_gpu.core.seat_packing import (
     choose_device,
     estimated_usage,
     least_waiting,
-    wait_chance_millionths,
+    wait_chance_with,
 )
 from fractional_gpu.core.units import format_duration, format_forecast, format_fraction, format_memory
 from fractional_gpu.ledger.records import SeatRecord, UsageRecord
@@ -142,7 +142,7 @@ class PoolForecasts:
         largest, smallest = (
             self.load("", pool, self.memory_mib(pool, milli, None)) for milli in (max(fractions), min(fractions))
         )
-        beside = [replace(empty, loads=(smallest,)) for empty in self.places(pool, devices, [])]
+        beside = [replace(empty, loads=(smallest,), kind="") for empty in self.places(pool, devices, [])]
         device_id, chance = choose_device(
             largest, beside, target_ms=hub.wait_target_ms, bound_milli=hub.wait_bound_milli
         )
@@ -179,6 +179,7 @@ class PoolForecasts:
                 device_id=device.device_id,
                 capacity_mib=max(0, device.leasable_mib - device.stranger_mib),
                 loads=tuple(loads[device.device_id]),
+                kind="" if device.why_no_move or not pool.may_move else device.name,
             )
             for device in devices
         ]
@@ -309,10 +310,10 @@ class PoolForecasts:
     ) -> int:
         """Return how many of a thousand cells would start without a wait, on the device where the seat would be."""
         load = self.load(request.owner, pool, memory_mib)
-        for one in self.places(pool, self.usable_devices(pool), seats):
-            if one.device_id == device_id:
-                return 1000 - -(-wait_chance_millionths((*one.loads, load), one.capacity_mib) // 1000)
-        return 0
+        if device_id is None:
+            return 0
+        places = self.places(pool, self.usable_devices(pool), seats)
+        return 1000 - -(-wait_chance_with(load, places, device_id) // 1000)
 
     def _default(self, offers: Sequence[PoolOffer]) -> tuple[str, int]:
         """Return the configured default if it is free, else the first pool and smallest fraction that are."""

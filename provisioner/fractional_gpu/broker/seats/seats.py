@@ -96,7 +96,9 @@ class Seats:
         self._changed = asyncio.Event()
         self._unwritten: dict[str, Callable[[], None]] = {}  # by seat: the end that could not be written down
         self.workloads = Workloads(broker, self._seats, gone=self._workload_gone, changed=self._keep)
-        self.draws = SeatDraws(broker, self._seats, self.workloads.check, required=settings.seats_required)
+        self.draws = SeatDraws(
+            broker, self._seats, self.workloads.check, self.workloads.of_pod, required=settings.seats_required
+        )
         self.forecasts = PoolForecasts(broker, settings)
         self._capacity = HostCapacity(broker, self.forecasts, default_milli=settings.default_fraction_milli)
         self.budgets = BudgetKeeper(broker, broker.writer, settings.budgets, self.forecasts.hub)
@@ -239,7 +241,7 @@ class Seats:
 
     def _with_budget(self, request: OfferRequest, offer: PoolOffer) -> PoolOffer:
         """Return the offer with what is left of the user's budgets; with none left, it may be none."""
-        party = Party(offer.pool, request.owner, self._group(offer.pool, request.groups))
+        party = Party(offer.pool, request.owner, self._group(offer.pool, request.groups), seated=True)
         left = "; ".join(f"{one.left_text} of {one.text} left" for one in self.budgets.status(party))
         return structs.replace(offer, budget=left, why_not=offer.why_not or self.budgets.refusal(party))
 
@@ -265,7 +267,7 @@ class Seats:
         try:
             group, terms = check_terms(pool.name, hub, request.groups, wall_ms() / 1000)
             group = counted_group(group, request.groups, pool) or self.budgets.group_of(request.groups)
-            self.budgets.check(Party(pool.name, request.owner, group))
+            self.budgets.check(Party(pool.name, request.owner, group, seated=True))
             memory_mib = self.forecasts.memory_mib(
                 pool, request.fraction_milli, request.memory_mib, request.allowed_devices
             )
@@ -391,7 +393,7 @@ class Seats:
         others = self._others(request)
         load = self.forecasts.load(request.owner, pool, waiter.memory_mib)
         check_limits(request, waiter.group, pool, others, self._revoked(request))
-        self.budgets.check(Party(pool.name, request.owner, waiter.group))
+        self.budgets.check(Party(pool.name, request.owner, waiter.group, seated=True))
         comparable = not request.admitted and request.allowed_devices is None
         if comparable and len(others) == len(
             self._of_pool(request.pool)

@@ -16,7 +16,14 @@ from typing import Final
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.host.process import boot_id
-from fractional_gpu.host.workload import find_group, group_exists, memory_warning, workload_name, workload_of
+from fractional_gpu.host.workload import (
+    KUBERNETES,
+    find_group,
+    group_exists,
+    memory_warning,
+    workload_name,
+    workload_of,
+)
 from fractional_gpu.ledger.records import SeatRecord
 from fractional_gpu.protocol.errors import ForbiddenError
 
@@ -67,6 +74,20 @@ class Workloads:
         if found.group and not seat.group_seen:
             self._changed(replace(seat, control_group=found.group, group_seen=True))
             self._look_soon.set()
+
+    def of_pod(self, pid: int) -> SeatRecord | None:
+        """Return the seat of the pod that the process runs in; None without one.
+
+        Nothing can be put into a pod, so its processes have no token: the control group, which no process leaves, stands for it.
+        """
+        pods = {seat.workload_id: seat for seat in self._seats.values() if seat.engine == KUBERNETES}
+        if not pods or pid <= 0:
+            return None
+        try:
+            found = workload_of(pid)
+        except (ProcessLookupError, PermissionError):
+            return None
+        return pods.get(found.id) if found is not None and found.engine == KUBERNETES else None
 
     async def warning(self, seat: SeatRecord) -> str:
         """Return why the seat's kernels may not be saved when they idle, a sentence; "": no reason is known.

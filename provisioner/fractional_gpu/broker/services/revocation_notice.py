@@ -24,11 +24,10 @@ from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 from fractional_gpu.broker.broker import Broker
-from fractional_gpu.broker.clock import wall_ms
+from fractional_gpu.broker.clock import now_ms, wall_ms
 from fractional_gpu.broker.services.lease_control import LONGEST_DEADLINE_MS, begin_drain, end_drain
 from fractional_gpu.core.units import format_duration
 from fractional_gpu.ledger.records import LedgerError
-from fractional_gpu.protocol.messages import GateVerb
 
 log = logging.getLogger(__name__)
 
@@ -190,6 +189,8 @@ class RevocationNotice:
         if self._deadline_ms is None or abs(deadline_ms - self._deadline_ms) >= _MOVED_MS:
             log.warning("this host goes away in %s, says %s", format_duration(left_ms), self._source)
             self._deadline_ms, self._must_drain = deadline_ms, self._drains
+            self._broker.host_deadline_ms = now_ms() + left_ms
+            self._broker.note_change()
             self._tell_of_end(left_ms)
         if self._must_drain:
             await self._drain(await self._remembered(), left_ms)
@@ -202,6 +203,9 @@ class RevocationNotice:
         if before or self._deadline_ms is not None:
             self._tell_of_withdrawal()
         self._deadline_ms, self._must_drain = None, False
+        if self._broker.host_deadline_ms is not None:
+            self._broker.host_deadline_ms = None
+            self._broker.note_change()
 
     def _complain(self, problem: str) -> None:
         """Log what is wrong, once until something else is."""
@@ -260,5 +264,4 @@ class RevocationNotice:
         """Tell every kernel's user, in the notebook and in the kernel's story."""
         for lease_id, kernel in self._broker.kernels.items():
             self._broker.record_line(lease_id, reason, sentence)
-            if kernel.link is not None:
-                kernel.link.send(GateVerb.NOTICE, sentence=sentence, urgent=True)
+            self._broker.tell_of_deadline(kernel, sentence)

@@ -108,8 +108,28 @@ def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus
         next_cell_sign=view.expected_by,
         next_cell_milli=view.expected_milli,
         came_early=view.came_early,
+        goes_away_in_ms=_left_ms(view.deadline_ms),
+        lost_because=view.lost_because,
+        host_goes_away_in_ms=_left_ms(broker.host_deadline_ms),
         foresight=str(pool.foresight) if (pool := broker.arbiter.pools().get(view.spec.pool)) is not None else "",
     )
+
+
+def _left_ms(deadline_ms: int | None) -> int | None:
+    return None if deadline_ms is None else max(0, deadline_ms - now_ms())
+
+
+def salvage_counts(broker: Broker) -> dict[str, tuple[int, int]]:
+    """Return, by device that goes away, how many leases on it are going to be saved before, and how many cannot be."""
+    found: dict[str, tuple[int, int]] = {}
+    if all(device.deadline_ms is None for device in broker.arbiter.devices()):
+        return found
+    for _, view in broker.views():
+        if view.deadline_ms is not None:
+            for device_id in devices_of(view):
+                saved, lost = found.get(device_id, (0, 0))
+                found[device_id] = (saved, lost + 1) if view.lost_because else (saved + 1, lost)
+    return found
 
 
 def view_of(broker: Broker, kernel: Kernel) -> LeaseView:
@@ -151,7 +171,7 @@ def host_status(
     broker: Broker, socket: str, uid: int | None, *, seat: str | None = None, owner: str = ""
 ) -> HostStatus:
     """Return the host's status with the leases that the peer may see. Sums over devices include all leases."""
-    used = broker.used_mib
+    used, salvage = broker.used_mib, salvage_counts(broker)
     devices = [
         DeviceStatus(
             device_id=view.device_id,
@@ -170,7 +190,9 @@ def host_status(
             strangers=broker.enforcement.strangers.get(view.device_id, []),
             **asdict(broker.sensors.get(view.device_id, DeviceSensors())),
             draining=view.draining,
-            goes_away_in_ms=None if view.deadline_ms is None else max(0, view.deadline_ms - now_ms()),
+            goes_away_in_ms=_left_ms(view.deadline_ms),
+            leases_saved=salvage.get(view.device_id, (0, 0))[0],
+            leases_lost=salvage.get(view.device_id, (0, 0))[1],
         )
         for view in broker.arbiter.devices()
         if view.device_id in broker.devices
@@ -190,6 +212,7 @@ def host_status(
         ],
         trouble=broker.writer.trouble,
         pools={name: list(pool.fractions_milli) for name, pool in sorted(broker.arbiter.pools().items())},
+        goes_away_in_ms=_left_ms(broker.host_deadline_ms),
     )
 
 
@@ -240,15 +263,27 @@ def neighbours(broker: Broker, lease: LeaseView) -> list[Neighbour]:
 # - One task computes the status for all subscribers, at most every `RATE_S` (less often where computing takes long), and only while there
 #   are subscribers and something may have changed. A subscriber that reads slowly gets fewer, newer lines; lines are never queued.
 # - A subscriber gets the present status first, and then a line whenever the status differs from its last line. Ages and the rest of a pin
-#   run on by themselves: a difference in them alone causes no line.
+#   run on by themselves: a difference in them alone causes no line. The time that is left before a deadline causes one in coarse steps.
 # - A subscriber sees the leases that `GET /v1/status` would show it.
-# - With `changes_only` a line after the first holds the devices and leases that differ from the line before. Pinned leases are in each
-#   line, because clients count a pin down from when they receive it.
+# - With `changes_only` a line after the first holds the devices and leases that differ from the line before. Pinned leases, and what has a
+#   deadline, are in each line, because clients count down from when they receive it.
 
 
 RATE_S = 0.2
 _SHARE = 20  # computing the status takes a twentieth of the broker's time at most, however many leases there are
-_lasting_fields = attrgetter(*(name for name in LeaseStatus.__struct_fields__ if name not in {"age_ms", "pinned_ms"}))
+_RUNNING = frozenset(
+    {"age_ms", "pinned_ms", "goes_away_in_ms", "host_goes_away_in_ms"}
+)  # fields that change by themselves
+_lasting_fields = attrgetter(*(name for name in LeaseStatus.__struct_fields__ if name not in _RUNNING))
+_MINUTE_S, _STEP_S = 60, 5
+
+
+def coarse_s(left_ms: int | None) -> int | None:
+    """Return what is left before a deadline in steps: of a minute, in the last two minutes of 5 s; 0: it has passed."""
+    if left_ms is None:
+        return None
+    step_s = _MINUTE_S if left_ms > 2 * _MINUTE_MS else _STEP_S
+    return -(-left_ms // (step_s * 1000)) * step_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,9 +297,22 @@ class _Lasting:
     @classmethod
     def of(cls, status: HostStatus) -> "_Lasting":
         return cls(
-            replace(status, devices=[], leases=[]),
-            {device.device_id: device for device in status.devices},
-            {lease.lease_id: (lease.pinned_ms > 0, *_lasting_fields(lease)) for lease in status.leases},
+            replace(status, devices=[], leases=[], goes_away_in_ms=coarse_s(status.goes_away_in_ms)),
+            {
+                device.device_id: device
+                if device.goes_away_in_ms is None
+                else replace(device, goes_away_in_ms=coarse_s(device.goes_away_in_ms))
+                for device in status.devices
+            },
+            {
+                lease.lease_id: (
+                    lease.pinned_ms > 0,
+                    coarse_s(lease.goes_away_in_ms),
+                    coarse_s(lease.host_goes_away_in_ms),
+                    *_lasting_fields(lease),
+                )
+                for lease in status.leases
+            },
         )
 
 
@@ -325,7 +373,11 @@ class StatusStream:
                 self._changed = asyncio.Event()
             await asyncio.sleep(max(RATE_S, _SHARE * (time.monotonic() - begun_s)))
             # No event announces what changes with time alone, such as a shrinking forecast: sample now and then without one.
-            await _within(changed, PULSE_S)
+            await _within(changed, _STEP_S / 2 if _has_deadline(self._latest) else PULSE_S)
+
+
+def _has_deadline(status: HostStatus) -> bool:
+    return bool(status.goes_away_in_ms) or any(device.goes_away_in_ms for device in status.devices)
 
 
 def _seen_by(status: HostStatus, broker: Broker, uid: int | None, seat: str | None, owner: str) -> HostStatus:
@@ -342,11 +394,18 @@ def _difference(before: _Lasting, now: _Lasting, status: HostStatus) -> HostChan
     return HostChange(
         changed=replace(
             status,
-            devices=[one for one in status.devices if before.devices.get(one.device_id) != one],
+            devices=[
+                one
+                for one in status.devices
+                if one.goes_away_in_ms is not None or before.devices.get(one.device_id) != one
+            ],
             leases=[
                 one
                 for one in status.leases
-                if one.pinned_ms or before.leases.get(one.lease_id) != now.leases[one.lease_id]
+                if one.pinned_ms
+                or one.goes_away_in_ms is not None
+                or one.host_goes_away_in_ms is not None
+                or before.leases.get(one.lease_id) != now.leases[one.lease_id]
             ],
         ),
         ended=[lease_id for lease_id in before.leases if lease_id not in now.leases],

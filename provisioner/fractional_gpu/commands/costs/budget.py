@@ -12,8 +12,10 @@ from msgspec import to_builtins
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.commands.terminal.connection import RUN_ONE, add_socket_argument, running_broker
 from fractional_gpu.commands.terminal.errors import UsageError
+from fractional_gpu.core.metering.usage import ACCOUNTS
 from fractional_gpu.core.units import parse_duration_ms
 from fractional_gpu.protocol.accounts import BudgetExtension, BudgetList, BudgetStatus
+from fractional_gpu.reports.columns import budget_names
 
 NO_BUDGETS: Final = (
     f"and only a running one knows what is left; {RUN_ONE}. c.GPUBroker.budgets in jupyter_gpu_config.py sets budgets"
@@ -37,6 +39,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     whose = parser.add_mutually_exclusive_group()
     whose.add_argument("--user", metavar="NAME", help="only this user's budgets")
     whose.add_argument("--group", metavar="NAME", help="only this group's budgets")
+    parser.add_argument(
+        "--account",
+        choices=ACCOUNTS,
+        help="with --user: only the user of that name of the hub, or of the machine: two with the same name are two (default: both)",
+    )
     parser.add_argument("--add", metavar="AMOUNT", help="give them more: such as '10 GPU hours', '50 EUR' or '5 kWh'")
     parser.add_argument(
         "--until",
@@ -56,6 +63,8 @@ def run(options: argparse.Namespace) -> int:
         )
     if not adds and options.until is not None:
         raise UsageError("--until goes with --add: until when more is given")
+    if options.account is not None and not options.user:
+        raise UsageError(f"--account {options.account} goes with --user NAME: whose user that is")
     until_s = None if options.until is None else _until(options.until)
     with (
         running_broker(options.socket, without=NO_BUDGETS) as running,
@@ -63,7 +72,10 @@ def run(options: argparse.Namespace) -> int:
     ):
         if adds:
             kind, name = ("user", options.user) if options.user else ("group", options.group)
-            found = client.extend_budget(BudgetExtension(kind=kind, name=name, amount=options.add, until_s=until_s))
+            asked = BudgetExtension(
+                kind=kind, name=name, amount=options.add, until_s=until_s, account=options.account or ""
+            )
+            found = client.extend_budget(asked)
         else:
             found = client.budgets()
     shown = [one for one in found.budgets if adds or _is_wanted(one, options)]
@@ -76,7 +88,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _is_wanted(budget: BudgetStatus, options: argparse.Namespace) -> bool:
     if options.user:
-        return (budget.kind, budget.name) == ("user", options.user)
+        is_account = options.account is None or budget.account == options.account
+        return is_account and (budget.kind, budget.name) == ("user", options.user)
     return not options.group or (budget.kind, budget.name) == ("group", options.group)
 
 
@@ -98,9 +111,10 @@ def _listed(budgets: list[BudgetStatus]) -> str:
     if not budgets:
         return "no budget applies, or nothing of one was spent yet (c.GPUBroker.budgets sets them)"
     lines = []
-    for one in sorted(budgets, key=lambda one: (one.kind, one.name, one.text)):
+    names = budget_names(budgets)
+    for one in sorted(budgets, key=lambda one: (one.kind, one.name, one.account, one.text)):
         state = "used up" if one.used_up else f"{one.left_text} left"
         anew = "" if one.until_s is None else f"; begins anew {time.strftime('%Y-%m-%d', time.localtime(one.until_s))}"
         more = "" if one.amount_text in one.text else f" (of {one.amount_text}, with what was added)"
-        lines.append(f"{one.kind} {one.name}: {one.text}: {one.spent_text} spent, {state}{more}{anew}")
+        lines.append(f"{names(one)}: {one.text}: {one.spent_text} spent, {state}{more}{anew}")
     return "\n".join(lines)

@@ -23,12 +23,12 @@ from fractional_gpu.commands.terminal.completers import DEVICES, POOLS, set_comp
 from fractional_gpu.commands.terminal.connection import RUN_ONE, add_socket_argument, running_broker, say_if_slow
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError
 from fractional_gpu.commands.terminal.render import table, wrap_lines
+from fractional_gpu.core.metering.usage import ACCOUNTS
 from fractional_gpu.protocol.accounts import USAGE_BY, UsageReport
-from fractional_gpu.protocol.advice import ShareAdvice
 from fractional_gpu.reports import rows_file
 from fractional_gpu.reports.as_json import as_json
 from fractional_gpu.reports.chargeback import as_csv, grain
-from fractional_gpu.reports.columns import Table, scope_text, tabulated
+from fractional_gpu.reports.columns import ADVICE_BASIS, Table, advice_names, scope_text, tabulated
 from fractional_gpu.reports.page import page, period_text
 from fractional_gpu.reports.periods import DEFAULT, WORDS, period
 
@@ -58,7 +58,7 @@ class _Ask:
     """What is asked for: by what, of whom, and in which form."""
 
     by: tuple[str, ...]
-    only: Mapping[str, str]
+    only: Mapping[str, str | int]
     form: str  # text, csv, json or html
     command: str
 
@@ -77,7 +77,7 @@ class _Ask:
     @property
     def whole(self) -> bool:
         """Whether the report is of all that the devices were used for."""
-        return not set(self.only) & {"user", "group"}
+        return not set(self.only) & {"user", "group", "seated"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -97,6 +97,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     ):
         set_completer(parser.add_argument(f"--{name}", default=default, metavar="WHEN", help=says), WORDS)
     parser.add_argument("--user", help="only of this user")
+    parser.add_argument(
+        "--account",
+        choices=ACCOUNTS,
+        help="only of users of the hub, or of the machine: two with the same name are two (default: of both)",
+    )
     parser.add_argument("--group", help="only of users of this group")
     set_completer(parser.add_argument("--pool", help="only of this pool"), POOLS)
     device = parser.add_argument("--device", help="only of this device: its number, or its id or the beginning of it")
@@ -143,11 +148,13 @@ def _ask(options: argparse.Namespace) -> _Ask:
         raise UsageError(
             f"--by {options.by[:60]!r} is not allowed; allowed: each of {', '.join(USAGE_BY)} at most once, with commas"
         )
-    only = {name: value for name in _ONLY if (value := getattr(options, name)) is not None}
+    only: dict[str, str | int] = {name: value for name in _ONLY if (value := getattr(options, name)) is not None}
     if empty := [name for name, value in only.items() if not value]:
         raise UsageError(f"--{empty[0]} is empty; name one, or leave it out for all")
+    if options.account is not None:
+        only["seated"] = ACCOUNTS.index(options.account)
     form = next((one for one in ("csv", "json", "html") if getattr(options, one)), "text")
-    shown = {name: getattr(options, name) for name in ("since", "until", *_ONLY)}
+    shown = {name: getattr(options, name) for name in ("since", "until", "account", *_ONLY)}
     words = [f"--by {options.by}", *(f"--{name} {shlex.quote(value)}" for name, value in shown.items() if value)]
     if options.rows is not None:
         words.append(f"--from {shlex.quote(options.rows.name)}")
@@ -164,7 +171,7 @@ def _period(options: argparse.Namespace, now_s: int, zone: tzinfo | None = None)
 def _from_broker(options: argparse.Namespace, ask: _Ask) -> UsageReport:
     since_s, until_s = _period(options, int(time.time()))
     with closing(running_broker(options.socket, without=_WITHOUT_BROKER)) as client:
-        only = dict(ask.only)
+        only: dict[str, str] = {name: str(value) for name, value in ask.only.items()}
         if "device" in only:
             only["device"] = _device(client, only["device"])
         with say_if_slow("The broker adds up the figures ...", sys.stderr):
@@ -239,18 +246,13 @@ def _advised(report: UsageReport, width: int | None) -> list[str]:
     """Return the lines of what is suggested for notebooks' shares; none where nothing is."""
     if not report.advice:
         return []
-    several = len({one.owner for one in report.advice}) > 1
-    said = [f"{_notebook(one, several=several)}: {one.sentence}." for one in report.advice]
+    name = advice_names(report.advice)
+    said = [f"{name(one)}: {one.sentence}." for one in report.advice]
     return [
         "",
-        "Advice on shares, by the days that are recorded (docs/advice.md); nothing is changed by it:",
+        f"Advice on shares, {ADVICE_BASIS[:1].lower()}{ADVICE_BASIS[1:]}:",
         *wrap_lines(said, width),
     ]
-
-
-def _notebook(advice: ShareAdvice, *, several: bool) -> str:
-    name = advice.notebook or "notebooks without a name"
-    return f"{advice.owner}, {name}" if several else name
 
 
 def _drawn(found: Table, width: int | None) -> list[str]:

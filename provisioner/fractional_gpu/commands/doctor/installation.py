@@ -11,7 +11,7 @@ from typing import Final
 from fractional_gpu import __version__
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import socket_path
-from fractional_gpu.client.state_folder import filesystem_type, find_ledger, is_network, state_folder
+from fractional_gpu.client.state_folder import filesystem_type, find_ledger, is_network, node_name, state_folder
 from fractional_gpu.commands.doctor.report import Finding, note, ok, problem, warning
 from fractional_gpu.commands.terminal.connection import broker_if_running, kernels_of
 from fractional_gpu.config import ConfigError, Settings, load
@@ -88,13 +88,29 @@ def check_broker(socket: str | None) -> tuple[str | None, list[Finding]]:
         client = broker_if_running(path)
     except FractionalGPUError as error:
         return socket, [problem("broker", str(error), "mend that first: no kernel of ours starts without a broker")]
+    shared = list(_check_place(path))
     if client is None:
-        return path, [note("broker", f"none runs on {path}: it starts with the first kernel that wants a GPU")]
+        return path, [*shared, note("broker", f"none runs on {path}: it starts with the first kernel that wants a GPU")]
     with closing(client):
         try:
-            return path, list(_check_answers(client, path))
+            return path, [*shared, *_check_answers(client, path)]
         except FractionalGPUError as error:
-            return path, [problem("broker", f"the broker on {path} fails: {error}", "see broker.log beside its socket")]
+            return path, [
+                *shared,
+                problem("broker", f"the broker on {path} fails: {error}", "see broker.log beside its socket"),
+            ]
+
+
+def _check_place(path: str) -> Iterator[Finding]:
+    """Return a warning about a socket that another host's broker would replace with its own."""
+    folder = Path(path).parent
+    if is_network(folder) and node_name() not in folder.name:
+        yield warning(
+            "broker",
+            f"the socket {path} is on a network filesystem ({filesystem_type(folder)}): the broker of another host that shares it would "
+            "put its own in its place",
+            "name one on a local disk in JUPYTER_GPU_SOCKET, or leave that out: then each host has a folder of its own",
+        )
 
 
 def broker_pid(socket: str | None) -> int | None:

@@ -10,8 +10,10 @@ from pathlib import Path
 from fractional_gpu.commands.simulation.load import percent, positive
 from fractional_gpu.commands.terminal.errors import UsageError
 from fractional_gpu.config import ConfigError, Settings, load
+from fractional_gpu.config.hub import HubPool
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.core.units import parse_duration_ms, parse_memory_mib
+from fractional_gpu.simulator.cluster import EngineDoor, WaitTerms
 from fractional_gpu.simulator.fleet.placing import PlaceRule
 from fractional_gpu.simulator.fleet.run import Way
 from fractional_gpu.simulator.hosts import DoorRule
@@ -62,9 +64,10 @@ def _configure_hosts(host: argparse._ArgumentGroup) -> None:
     )
     host.add_argument(
         "--door",
-        choices=[rule.value for rule in DoorRule],
+        choices=[rule.value for rule in (*DoorRule, *EngineDoor)],
         help="how a session is given its host when it opens, all hosts on one clock: where it fits best, or where the most is free "
-        "(default: fit)",
+        "(default: fit); or as a job of an engine (Slurm, Kubernetes) that counts whole GPUs, static shards of a GPU, or the thousandths "
+        "that each host's broker would still give away",
     )
     host.add_argument(
         "--place",
@@ -76,7 +79,7 @@ def _configure_hosts(host: argparse._ArgumentGroup) -> None:
         "--processes",
         type=positive,
         metavar="N",
-        help="with --place: so many hosts run at the same time (default: one for each core)",
+        help="with --place or --door engine-count: so many hosts run at the same time (default: one for each core)",
     )
 
 
@@ -137,7 +140,17 @@ class MachineOptions:
     shapes: tuple[tuple[int, ...], ...]
     several: bool  # hosts, by --hosts
     settings: Settings | None
-    way: Way  # how sessions are given their hosts
+    way: Way  # how sessions are given their hosts, where no engine does that
+    engine: EngineDoor | None = None  # what the engine that gives jobs their hosts knows of these
+
+    @property
+    def terms(self) -> WaitTerms:
+        """The waits that the default pool allows."""
+        if self.settings is None:
+            return WaitTerms()
+        name = self.settings.default_pool
+        hub = next((pool.hub for pool in self.settings.pools if pool.name == name), HubPool())
+        return WaitTerms(target_ms=hub.wait_target_ms, bound_milli=hub.wait_bound_milli)
 
     def hosts(self, count: int | None = None) -> tuple[Host, ...]:
         """Return the hosts; with a count so many of the first shape, or one host with so many GPUs of the first size."""
@@ -209,8 +222,28 @@ def usual_machine(options: argparse.Namespace) -> dict[str, object]:
     return said if options.place is not None else {**said, "door": options.door or DoorRule.FIT}
 
 
+def _engine(options: argparse.Namespace) -> EngineDoor | None:
+    """Return what the engine knows, where --door names one. Raises UsageError."""
+    if options.door not in set(EngineDoor):
+        return None
+    door = EngineDoor(options.door)
+    if options.hosts is None:
+        raise UsageError(
+            f"--door {door} needs several hosts, such as --hosts '4x(8x80GiB)': an engine chooses among them"
+        )
+    for option in ("find_devices", "usage", "meter"):
+        if getattr(options, option, None):
+            raise UsageError(
+                f"--door {door} with --{option.replace('_', '-')} is not allowed: jobs wait in the engine's queue; leave one of the two out"
+            )
+    return door
+
+
 def _way(options: argparse.Namespace) -> Way:
-    """Return how sessions are given their hosts, by --door or by --place. Raises UsageError."""
+    """Return how sessions are given their hosts, by --door or by --place; behind an engine, how its hosts run. Raises UsageError."""
+    if options.place is None and options.door in set(EngineDoor):
+        cores = len(os.sched_getaffinity(0))
+        return Way(seed=options.seed, processes=options.processes or cores)
     if options.place is None:
         if options.processes is not None:
             raise UsageError(
@@ -233,6 +266,7 @@ def _way(options: argparse.Namespace) -> Way:
 def read_machine(options: argparse.Namespace) -> MachineOptions:
     """Return what the options say about the machine. Raises UsageError, ConfigError."""
     settings, way = _policy(options.policy) if options.policy is not None else None, _way(options)
+    engine = _engine(options)
     if options.hosts is None:
         sizes = _devices("--devices", options.devices or _USUAL_DEVICES)
         return MachineOptions(options, (tuple(sizes),), several=False, settings=settings, way=way)
@@ -245,7 +279,7 @@ def read_machine(options: argparse.Namespace) -> MachineOptions:
             f"--hosts {options.hosts[:60]!r} {'without' if searched else 'with'} --find-devices is not allowed; {instead}"
         )
     shapes = tuple(_hosts(options.hosts, options.gpus_per_host))
-    return MachineOptions(options, shapes, several=True, settings=settings, way=way)
+    return MachineOptions(options, shapes, several=True, settings=settings, way=way, engine=engine)
 
 
 def _hosts(text: str, most: int) -> list[tuple[int, ...]]:

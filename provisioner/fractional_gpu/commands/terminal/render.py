@@ -6,7 +6,7 @@ from itertools import zip_longest
 
 from fractional_gpu.core.units import format_duration, format_forecast, format_fraction, format_memory
 from fractional_gpu.protocol.messages import COMMAND, DeviceStatus, HostStatus, LeaseStatus, SeatWait
-from fractional_gpu.protocol.names import state_words
+from fractional_gpu.protocol.names import device_deadline, gpu_deadline, host_deadline, state_words
 
 BAR_CELLS = 24
 MOST_STRANGERS = 3  # named in a device's line
@@ -142,7 +142,7 @@ def _device_lines(device: DeviceStatus, *, simulated: bool) -> list[str]:
     if device.lost:
         lines.append("     lost: the device does not answer; it admits no kernel until it does")
     elif device.draining:
-        when = "" if device.goes_away_in_ms is None else f"; it goes away in {format_duration(device.goes_away_in_ms)}"
+        when = f"; it {deadline}" if (deadline := device_deadline(device)) else ""
         lines.append(f"     draining: it admits no kernel, and those on it are suspended{when}")
     elif device.over_committed:
         lines.append("     over-committed: more is held than fits; it admits no kernel until that changes")
@@ -176,6 +176,7 @@ def render_leases(leases: Sequence[LeaseStatus], width: int | None = None) -> li
     header = ("LEASE", "KERNEL", "GPU", "STATE", "MEMORY", "SAVED")
     lines = table(header, [_lease_row(lease) for lease in leases], width=width)
     lines += [f"  {lease_name(lease)} cannot be suspended: {lease.stays}" for lease in leases if lease.stays]
+    lines += [f"  {lease_name(lease)}: {deadline}" for lease in leases if (deadline := gpu_deadline(lease))]
     lines += [_left_line(lease) for lease in leases if lease.left]
     waiting = sorted((lease for lease in leases if lease.position is not None), key=lambda lease: lease.position or 0)
     if waiting:
@@ -235,6 +236,8 @@ def render_status(status: HostStatus, width: int | None = None) -> str:
         f"Host memory: {format_memory(status.host_saved_mib)} saved of {format_memory(status.host_budget_mib)} for suspended kernels",
         f"Broker {status.version}, process {status.pid}, {status.socket}",
     ]
+    if status.goes_away_in_ms is not None:
+        lines += ["", f"This machine is revoked: {host_deadline(status.goes_away_in_ms)}."]
     if status.trouble:
         lines += ["", f"Trouble: {status.trouble}."]
     return "\n".join(wrap_lines(lines, width)) + "\n"

@@ -281,6 +281,7 @@ class Books:
         self.expected_victims: set[str] = set()  # idle leases that the last pass expects to make room
         self.gates_closed: dict[str, Lease] = {}  # leases whose gates are closed
         self.draining: dict[str, Device] = {}
+        self.unsaved: dict[str, str] = {}  # leases that cannot be saved before their device goes away: why, for people
         self.revoked: dict[str, Lease] = {}  # leases whose seats have ended
         self.expected: dict[str, Lease] = {}  # leases with signs that their next cell is near
         self.changed: dict[str, Lease] = {}
@@ -554,6 +555,13 @@ class Books:
             return False
         times = [self.draining[one].deadline_ms for one in lease.device_ids if one in self.draining]
         return any(at_ms is not None and (not later or at_ms > self.now_ms) for at_ms in times)
+
+    def deadline_ms(self, lease: Lease) -> int | None:
+        """Return when the first of the devices that hold the lease goes away, if that is still to come."""
+        if not self.draining or not lease.held_mib:
+            return None
+        times = [self.draining[one].deadline_ms for one in lease.device_ids if one in self.draining]
+        return min((at_ms for at_ms in times if at_ms is not None and at_ms > self.now_ms), default=None)
 
     def share(self, lease: Lease) -> tuple[int, int]:
         """Return the virtual time of the lease's owner and its own."""

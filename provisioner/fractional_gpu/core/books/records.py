@@ -201,13 +201,14 @@ class SwapRetries:
 
     suspend_after_ms: int = 0  # the lease is not chosen for a suspend before this
     aborted_suspends: int = 0  # in a row
+    failed_suspends: int = 0  # in a row, aborted or refused
     resume_after_ms: int = 0  # no resume is tried before this
     failed_resumes: int = 0  # in a row
     resume_paused: bool = False  # `resume_after_ms` is still to come
 
     def forget_suspends(self) -> None:
         """Allow a suspend at once."""
-        self.suspend_after_ms = self.aborted_suspends = 0
+        self.suspend_after_ms = self.aborted_suspends = self.failed_suspends = 0
 
     def forget_resumes(self) -> None:
         """Allow a resume at once."""

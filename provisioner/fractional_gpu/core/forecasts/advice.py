@@ -11,11 +11,12 @@ the share) a cell takes longer, by the model of `time_slicing`. The mean of that
 share that bounds it by more than a fifth is not suggested, unless the present one does, too. With MPS the share is a bound: what a cell
 uses beyond it takes as many times longer.
 
-**What follows.** Nothing is changed by this. A smaller share is suggested only if it would have been short on no day, and only after a week
-of days; what is smaller still is shown with its risk. A larger one is suggested where the present share was full on two days (one of twice
-its memory then, because what was needed is not known), or its growth goes beyond it, or (with MPS) it slows cells down. After too short a
-record nothing is suggested. Advice that was taken is followed up: days with the share that was advised are told apart, and those on which
-it was full rule it out for as long as they are in the record.
+**What follows.** Nothing is changed by this. A smaller share is suggested only if it would have been short on no day, and only after a
+week of days; what is smaller still is shown with its risk. A larger one is suggested where the present share was full on a day: what was
+needed then is not known, so it has twice the memory at least, and that which `peaks` predicts for the next two weeks. It is suggested,
+too, where growth goes beyond the present share, or (with MPS) that slows cells down. After too short a record nothing is suggested.
+Advice that was taken is followed up: days with the share that was advised are told apart, and those on which it was full rule it out for
+as long as they are in the record.
 """
 
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from enum import StrEnum
 from itertools import combinations
 
 from fractional_gpu.core.forecasts.habits import USE_STEP_MILLI, Share, ShareDay
+from fractional_gpu.core.forecasts.peaks import Peak, log2_milli, predicted_log2
 from fractional_gpu.core.time_slicing import WHOLE_MILLI, slowed_milli, stretch_milli
 
 LEAST_DAYS = 3
@@ -35,7 +37,6 @@ HORIZON_DAYS = 14  # growth is expected to go on for so long
 _MARGIN_MILLI = 50
 _SLOWED_MILLI = 1_200
 _MOST_GROWTH_MILLI = 1_000
-_FULL_DAYS = 2
 
 
 class Verdict(StrEnum):
@@ -151,9 +152,12 @@ def _choose(
             return Verdict.UNKNOWN, now
         return (Verdict.SMALLER, best) if fit else (Verdict.KEEP, now)
     full_days = len({one.day for one in days if one.is_full and one.share.memory_mib >= now.share.memory_mib})
-    if full_days >= _FULL_DAYS and best.share.milli > now.share.milli:
-        twice = [risk for risk in fit if risk.share.memory_mib >= 2 * now.share.memory_mib]
-        return Verdict.LARGER, twice[0] if twice else risks[-1]
+    if full_days and best.share.milli > now.share.milli:
+        # What was needed is not known: at least twice as much, and what the days to come will need by their distribution so far.
+        need = predicted_log2(_peaks(days), HORIZON_DAYS)
+        enough = [risk for risk in fit if risk.share.memory_mib >= 2 * now.share.memory_mib]
+        enough = [risk for risk in enough if log2_milli(risk.share.memory_mib) >= need]
+        return Verdict.LARGER, enough[0] if enough else risks[-1]
     outgrown = growth > _MARGIN_MILLI and not fits(now.share, days, growth)
     # Days of an earlier, larger share may have had more than the present one has.
     if best.share.milli > now.share.milli and (outgrown or now.short_days > full_days):
@@ -163,6 +167,15 @@ def _choose(
         if faster:
             return Verdict.LARGER, faster[0]
     return Verdict.KEEP, now
+
+
+def _peaks(days: Sequence[ShareDay]) -> list[Peak]:
+    """Return each day's peak. Of two shares on one day that counts with which more was used."""
+    found: dict[int, Peak] = {}
+    for one in days:
+        peak = Peak(one.peak_mib, one.is_full)
+        found[one.day] = max(peak, found.get(one.day, peak), key=lambda it: (it.mib, not it.cut_off))
+    return list(found.values())
 
 
 def is_short(share: Share, day: ShareDay) -> bool:

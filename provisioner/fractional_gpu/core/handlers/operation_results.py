@@ -112,6 +112,7 @@ class OperationResults:
         self._books.set_host_memory(lease)
         self._books.set_target(lease, ())
         lease.home_ids, lease.preempted = (), False
+        lease.retries.failed_suspends += 1
         lease.retries.suspend_after_ms = changes.now_ms + self._pause_ms(lease, outcome)
         self._drop_ticket(lease)
         changes.change_state(lease, Cause.ROLLED_BACK, f"suspend.{outcome}", sentence)

@@ -7,6 +7,9 @@ takes longer than predicted or a second device changes it at once. Pins do not p
   for its end.
 - What is told to a user (`UserTold`) is told once: that the kernel cannot be saved in time, with what to do, and that its cell will be
   interrupted for the save. A lease that can be saved after all is saved; that is in its story, like any suspend.
+- A suspend that failed is tried again soon: after a second, twice as long each time, but never after more than half of the time in which
+  the save can still begin. That bounds the attempts, and the last of them comes when there is just time for it. The pool's
+  `retry_refused` does not delay it.
 - From the deadline on the device is drained like any other: if it is still there, what is on it leaves as ever.
 """
 
@@ -23,6 +26,11 @@ from fractional_gpu.core.units import format_duration, format_forecast, format_m
 
 MARGIN_MS = 500
 """Kept free before each deadline: what is between the end of a suspend and the news of it, and the like."""
+
+LEAST_RETRY_MS = 250
+"""The shortest pause between a suspend that failed and the next attempt."""
+_FIRST_RETRY_MS = 1_000
+_MOST_DOUBLINGS = 16
 
 _LOST = "revocation.lost"
 _LATER = "revocation.interrupts"
@@ -44,6 +52,7 @@ class Salvage:
     def save(self) -> None:
         """Begin the suspends that are to begin now, keep channels for those that are to begin soon, and tell users what is lost."""
         self.recheck_ms, self._changes.kept_channels = None, 0
+        self._books.unsaved.clear()
         if not self._books.draining and not self._told:
             return
         leases = {lease.lease_id: lease for lease in self._leases()}
@@ -59,12 +68,6 @@ class Salvage:
 
     # -- which leases ----------------------------------------------------------------------------------------------------------
 
-    def deadline_ms(self, lease: Lease) -> int | None:
-        """Return when the first of the lease's devices goes away, if that is still to come."""
-        draining = self._books.draining
-        times = [draining[one].deadline_ms for one in lease.device_ids if one in draining]
-        return min((at_ms for at_ms in times if at_ms is not None and at_ms > self._changes.now_ms), default=None)
-
     def _leases(self) -> Iterator[Lease]:
         """Yield resident leases whose device goes away, each once, and note the next deadline."""
         found = set[str]()
@@ -75,7 +78,23 @@ class Salvage:
             for lease in device.holders.values():
                 if lease.state is LeaseState.RESIDENT and lease.lease_id not in found:
                     found.add(lease.lease_id)
+                    self._hasten_retry(lease)
                     yield lease
+
+    def _hasten_retry(self, lease: Lease) -> None:
+        """Shorten the pause after a suspend that failed, so that the next attempt can end before the deadline.
+
+        Repeated in later events this changes nothing: a later moment gives a later time for the next attempt.
+        """
+        retries, now_ms = lease.retries, self._changes.now_ms
+        if retries.suspend_after_ms <= now_ms:
+            return
+        spare_ms = (self._books.deadline_ms(lease) or now_ms) - MARGIN_MS - self._swap_ms(lease, SUSPEND) - now_ms
+        step_ms = _FIRST_RETRY_MS << min(max(0, retries.failed_suspends - 1), _MOST_DOUBLINGS)
+        after_ms = now_ms + max(LEAST_RETRY_MS, min(step_ms, spare_ms // 2))
+        if after_ms < retries.suspend_after_ms:
+            retries.suspend_after_ms = after_ms
+            self._books.mark_changed(lease)
 
     def _can_be_saved(self, lease: Lease) -> bool:
         return not lease.is_unsuspendable and not lacks_device(self._books, lease)
@@ -91,7 +110,7 @@ class Salvage:
         return plan_saving(candidates, free_ms=free_ms, host_left_mib=self._books.host_left_mib)
 
     def _candidate(self, lease: Lease) -> Candidate:
-        now_ms, deadline_ms = self._changes.now_ms, self.deadline_ms(lease) or 0
+        now_ms, deadline_ms = self._changes.now_ms, self._books.deadline_ms(lease) or 0
         pause_ms = max(0, lease.retries.suspend_after_ms - now_ms)  # after a suspend that failed
         return Candidate(
             lease_id=lease.lease_id,
@@ -173,12 +192,13 @@ class Salvage:
     def _tell(self, plan: Plan, leases: dict[str, Lease]) -> None:
         saved = {one.lease_id for one in plan.saved}
         for lease in leases.values():
-            left = format_duration(max(0, (self.deadline_ms(lease) or 0) - self._changes.now_ms))
+            left = format_duration(max(0, (self._books.deadline_ms(lease) or 0) - self._changes.now_ms))
             if lease.lease_id not in saved:
                 if plan.lost.get(lease.lease_id) == "host-memory":
                     self._changes.ask_to_shrink(lease)
+                self._books.unsaved[lease.lease_id] = why_not = self._why_not(lease, plan)
                 sentence = (
-                    f"The GPU of this kernel goes away in {left}, and its state cannot be saved before: {self._why_not(lease, plan)}. "
+                    f"The GPU of this kernel goes away in {left}, and its state cannot be saved before: {why_not}. "
                     f"{_SAVE_TO_DISK}."
                 )
                 self._tell_once(lease, _LOST, sentence)
@@ -200,6 +220,9 @@ class Salvage:
             return f"it takes {need} of host memory, of which {left} are left, and what is worth more is saved first"
         span = self._span(lease, SUSPEND)
         took = format_forecast(span.expected_ms, span.low_ms, span.high_ms)
+        if failed := lease.retries.failed_suspends:
+            times = "once" if failed == 1 else f"{failed} times"
+            return f"saving it failed {times}, and the time is too short for another attempt, which is expected to take {took}"
         return (
             f"saving {need} is expected to take {took}, and the time is needed for what is worth more, or is too short"
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from fractional_gpu.core.metering.usage import Party, Usage, UsageRow
+from fractional_gpu.core.metering.usage import ACCOUNTS, Party, Usage, UsageRow
 
 WARN_MILLI = 800
 """A budget of which so many thousandths are spent is warned of."""
@@ -37,10 +37,15 @@ class Consequence(StrEnum):
 
 
 class Subject(NamedTuple):
-    """Who has a budget."""
+    """Who has a budget. A hub's user and a user of the machine with the same name are two, each with a budget of their own."""
 
     kind: str  # "user" or "group"
     name: str
+    account: str = ""  # of a user: `ACCOUNTS`; empty: of a group, or (of what was added) each of the two users
+
+    def includes(self, other: "Subject") -> bool:
+        """Whether what is said of this one is said of the other one, too."""
+        return self[:2] == other[:2] and self.account in {"", other.account}
 
 
 class WindowKind(StrEnum):
@@ -70,7 +75,9 @@ class Budget:
         """Return whose budget a lease of this party counts for; None: nobody's."""
         name = party.owner if self.kind == "user" else party.group
         counts = name and self.name in {"*", name} and (not self.pools or party.pool in self.pools)
-        return Subject(self.kind, name) if counts else None
+        if not counts:
+            return None
+        return Subject(self.kind, name, ACCOUNTS[party.seated] if self.kind == "user" else "")
 
     def spent(self, usage: Usage, currency: str) -> int:
         """Return what the figures count, in the unit's measure."""
@@ -177,7 +184,7 @@ class Spending:
         extra = sum(
             one.amount
             for one in self.extras
-            if one.subject == subject and one.budget == budget.text and one.until_s > now_s
+            if one.subject.includes(subject) and one.budget == budget.text and one.until_s > now_s
         )
         spent = sum(amount for at_s, amount in buckets.items() if at_s >= since_s - since_s % _MINUTE_S)
         return BudgetState(budget=budget, subject=subject, amount=budget.amount + extra, spent=spent, since_s=since_s)

@@ -18,6 +18,8 @@ SHARE_HOUR = 1000 * HOUR_MS
 """A whole device for an hour, in milli-GPU milliseconds."""
 MJ_PER_KWH = 3_600_000_000
 """Millijoules in a kilowatt-hour."""
+ACCOUNTS = ("machine", "hub")
+"""Whose user an owner is, by a party's `seated`: two with the same name are two."""
 
 
 class UsageKey(NamedTuple):

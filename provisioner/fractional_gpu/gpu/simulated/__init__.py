@@ -14,6 +14,8 @@ directly, so that no daemon can die:
 - `memory/PROCESS/work` and `memory/PROCESS/load` say when the process's work on the device ends, what it uses of the device now, and
   what it has used so far. Work that asks for more than the whole device together is slowed down (`load`).
 
+Where root's broker serves users, the host is shared: `store` has the rules, `device_memory` says whose memory its bytes are.
+
 `store`, `processes`, `gate` and `cuda` are the notebook's side and need only the standard library. The saved
 bytes lie in files, so unlike with the real driver they are not in the target's resident set.
 """

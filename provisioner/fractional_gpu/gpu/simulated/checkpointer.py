@@ -23,6 +23,7 @@ from typing import Final
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
 from fractional_gpu.gpu.simulated import energy, faults
 from fractional_gpu.gpu.simulated.context import HELD, available_bytes, shut_gate
+from fractional_gpu.gpu.simulated.device_memory import charge
 from fractional_gpu.gpu.simulated.monitor import UNABLE, open_store, translated
 from fractional_gpu.gpu.simulated.store import (
     CLOSED,
@@ -32,6 +33,7 @@ from fractional_gpu.gpu.simulated.store import (
     Store,
     current_key,
     find_process,
+    open_file,
     open_gate,
     operation_lock,
     processes_of,
@@ -205,7 +207,13 @@ class SimulatedCheckpointer:
             ]
             _check_host(self._store, [source for source, _, _ in files])
             for source, target, size in files:
-                _copy(source, target, size, settings.checkpoint_mib_s)
+                _copy(
+                    source,
+                    target,
+                    size,
+                    settings.checkpoint_mib_s,
+                    charged_to=process.pid if self._store.shared else None,
+                )
             self._change(key, "saving", "saved")
         finally:
             # Empties the device files after the commit, removes the copies if there was none.
@@ -289,8 +297,26 @@ def _check_host(store: Store, sources: list[Path]) -> None:
         raise OSError(f"moving {needed / MIB:.0f} MiB needs as much again, and {available / MIB:.0f} MiB are left")
 
 
-def _copy(source: Path, target: Path, size: int, mib_s: int) -> None:
-    """Copy the bytes, holes as holes, at no more than `mib_s` MiB/s of the whole size (0: at full speed)."""
+def _copy(source: Path, target: Path, size: int, mib_s: int, *, charged_to: int | None = None) -> None:
+    """Copy the bytes, holes as holes, at no more than `mib_s` MiB/s of the whole size (0: at full speed).
+
+    `charged_to`: the process to whose control group the target's memory is charged; None: it is charged to this process's.
+    """
+    reading = open_file(source.parent, source.name, os.O_RDONLY)
+    try:
+        writing = open_file(target.parent, target.name, os.O_WRONLY | os.O_CREAT)
+        try:
+            os.ftruncate(writing, 0)
+            if charged_to is not None:
+                charge(charged_to, writing, list(_extents(reading, size)))
+            _copy_extents(reading, writing, size, mib_s)
+        finally:
+            os.close(writing)
+    finally:
+        os.close(reading)
+
+
+def _copy_extents(reading: int, writing: int, size: int, mib_s: int) -> None:
     began, chunk = time.monotonic(), _CHUNK
     if mib_s:
         chunk = max(1 << 16, min(_CHUNK, mib_s * MIB // _SLICES_PER_S))
@@ -299,21 +325,13 @@ def _copy(source: Path, target: Path, size: int, mib_s: int) -> None:
         if mib_s:
             time.sleep(max(0.0, began + position / (mib_s * MIB) - time.monotonic()))
 
-    reading = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        writing = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            for start, hole in _extents(reading, size):
-                for offset in range(start, hole, chunk):
-                    end = min(hole, offset + chunk)
-                    _copy_range(reading, writing, offset, end)
-                    keep_pace(end)
-            os.ftruncate(writing, size)
-            keep_pace(size)
-        finally:
-            os.close(writing)
-    finally:
-        os.close(reading)
+    for start, hole in _extents(reading, size):
+        for offset in range(start, hole, chunk):
+            end = min(hole, offset + chunk)
+            _copy_range(reading, writing, offset, end)
+            keep_pace(end)
+    os.ftruncate(writing, size)
+    keep_pace(size)
 
 
 def _extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:

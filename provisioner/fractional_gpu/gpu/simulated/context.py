@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from fractional_gpu.gpu.simulated.device_memory import reserve
 from fractional_gpu.gpu.simulated.load import WHOLE, Load, Piece
 from fractional_gpu.gpu.simulated.store import (
     CLOSED,
@@ -39,6 +40,7 @@ from fractional_gpu.gpu.simulated.store import (
     find_process,
     forget,
     lock_file,
+    open_file,
     open_gate,
     operation_lock,
     own_key,
@@ -185,7 +187,7 @@ def shut_gate(store: Store, key: str, timeout_s: float) -> bool:
     Raises FileNotFoundError when the process was reaped.
     """
     folder = store.process_folder(key)
-    descriptor = os.open(folder / "gate", os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_file(folder, "gate", os.O_RDONLY)
     shut = False
     try:
         write_gate(folder, WANTED)
@@ -358,8 +360,12 @@ class Context:
         self._begun = True
         folder = self.folder
         folder.mkdir(mode=0o700)
+        if self.store.shared:
+            folder.chmod(0o711)  # others find the file with what this process's work uses, by its name
         (folder / "operation").touch(mode=0o600)
-        (folder / "gate").write_bytes(OPEN)
+        gate = os.open(folder / "gate", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.write(gate, OPEN)
+        os.close(gate)
         (folder / WORK).touch(mode=0o600)
         os.utime(folder / WORK, ns=(0, 0))
 
@@ -388,11 +394,26 @@ class Context:
             cursor = db.execute("INSERT INTO allocations (process, bytes) VALUES (?, ?)", (self.key, n_bytes))
             added = int(cursor.lastrowid or 0)
             db.execute("UPDATE processes SET bytes = bytes + ? WHERE key=?", (n_bytes, self.key))
-            with self.path(added).open("xb") as file:
-                file.truncate(n_bytes)
+            file = os.open(self.path(added), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                os.ftruncate(file, n_bytes)
+            finally:
+                os.close(file)
 
         self._admitted(n_bytes, None, record)
+        if self.store.shared:
+            self._reserve(added)
         return added
+
+    def _reserve(self, number: int) -> None:
+        """Have an allocation's pages charged to the host. Raises SimulatedOutOfMemory."""
+        try:
+            reserve(self.store.directory, self.path(number))
+        except OSError as error:
+            self.free([number])
+            raise SimulatedOutOfMemory(
+                f"this machine cannot hold the contents of the simulated GPU: {error}; allocate less"
+            ) from error
 
     def free(self, numbers: list[int]) -> None:
         """Free allocations; numbers that are freed already are ignored. The caller is inside the gate."""

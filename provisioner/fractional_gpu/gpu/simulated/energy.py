@@ -101,8 +101,8 @@ def _check(fields: tuple[int, ...]) -> int:
 def read_used(folder: str) -> Used | None:
     """Return what a process said last; None if its folder is gone, or its context is of an older version."""
     try:
-        file = os.open(f"{folder}/{_USED}", os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+        file = os.open(f"{folder}/{_USED}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, PermissionError):
         return None
     try:
         for _ in range(_READS):
@@ -146,7 +146,7 @@ def book(db: sqlite3.Connection, memory: Path, keys: Iterable[str]) -> None:
         if row is None or used is None:
             continue
         device_id, pid, lease = row
-        more_ns = used.final_ns - booked_ns(_on(db), key)
+        more_ns = min(used.final_ns, since_boot_ns()) - booked_ns(_on(db), key)
         if more_ns <= 0:
             continue
         db.execute(

@@ -2,6 +2,8 @@
 
 The rules:
 - A host keeps its devices and their ids; they can be replaced only while no process uses it.
+- A host that users share is its owner's folder, readable by all; its books and the folders of memory are writable by all, and each
+  process's folder is its user's.
 - The processes on a lost device have failed, and their device memory is gone. Memory that is saved on the host is
   untouched.
 """
@@ -21,6 +23,7 @@ from fractional_gpu.gpu.simulated.store import (
     CLOSED,
     DATABASE,
     ON_DEVICE,
+    SOCKET,
     VERSION,
     Device,
     Settings,
@@ -112,19 +115,24 @@ def choose_directory(name: str) -> Path:
     return temporary / folder
 
 
-def create(directory: str | Path, devices: str | Sequence[int]) -> SimulatedHost:
+def create(directory: str | Path, devices: str | Sequence[int], *, shared: bool = False) -> SimulatedHost:
     """Create a simulated host, or open the one that is there. `devices` as for `parse_devices`, or MiB of each.
 
+    `shared`: processes of other users use it, too. It is root's then: only root checkpoints others' processes and tidies up after them.
     Raises SimulatedHostError for devices that are not allowed, for a folder that other users may write to, and when processes use
     a host with other devices.
     """
     sizes = parse_devices(devices) if isinstance(devices, str) else _checked(devices)
     path = Path(directory).absolute()
     _own(path)
+    if shared:
+        _open_to_users(path)
     store = Store(path, create=True)
     try:
-        store.memory.mkdir(mode=0o700, exist_ok=True)
-        store.trash.mkdir(mode=0o700, exist_ok=True)
+        for folder in (store.memory, store.trash):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if shared:
+                folder.chmod(0o1777)
         reap(store)
         draw = store.settings().draw
         with store.transaction() as db:
@@ -168,7 +176,7 @@ def destroy(directory: str | Path) -> None:
         store.close()
     for folder in (store.memory, store.trash):
         folder.rmdir()
-    for file in store.directory.glob(f"{DATABASE}*"):
+    for file in (*store.directory.glob(f"{DATABASE}*"), store.directory / SOCKET):
         file.unlink(missing_ok=True)
     store.directory.rmdir()
 
@@ -251,6 +259,16 @@ def _own(path: Path) -> None:
             f"{path} cannot hold a simulated host: it must be a folder of yours (no link) that no other user may write to; "
             "remove it or choose another place"
         )
+
+
+def _open_to_users(path: Path) -> None:
+    """Let all users into the folder, and write the books in it. SQLite gives the files beside its database the database's mode."""
+    path.chmod(0o755)
+    file = os.open(path / DATABASE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    os.fchmod(file, 0o666)
+    os.close(file)
+    for beside in path.glob(f"{DATABASE}-*"):
+        beside.chmod(0o666)
 
 
 def _name(mib: int) -> str:

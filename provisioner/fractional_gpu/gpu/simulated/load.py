@@ -84,6 +84,8 @@ class Load:
         self._key = key
         self._folder = store.process_folder(key)
         self._file = os.open(self._folder / _LOAD, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if store.shared:  # others' work is slowed down by this one's
+            os.fchmod(self._file, 0o644)
         self._used_file = open_used(self._folder)
         self._mutex = threading.Lock()
         self._pieces: list[Piece] = []
@@ -228,15 +230,17 @@ def _read(store: Store, process: Process, *, totals: bool = True) -> _Published 
     folder = f"{store.memory}/{process.key}"  # read often, for many processes: no Path for each
     try:
         end_ns = os.stat(f"{folder}/{WORK}").st_mtime_ns  # noqa: PTH116
-        file = os.open(f"{folder}/{_LOAD}", os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+        file = os.open(f"{folder}/{_LOAD}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, PermissionError):
         return None
     try:
         data = os.read(file, _BYTES if totals else _HEADER.size)
     finally:
         os.close(file)
-    written = list(_TOTAL.iter_unpack(data[_HEADER.size :]))
-    if not data or (totals and not written):  # it is being made
+    if len(data) < _HEADER.size:  # it is being made
+        return None
+    written = list(_TOTAL.iter_unpack(data[_HEADER.size : len(data) - (len(data) - _HEADER.size) % _TOTAL.size]))
+    if totals and not written:
         return None
     number, rate_milli, *wants_milli = _HEADER.unpack_from(data)
     oldest = number % _TOTALS if number > _TOTALS else 0

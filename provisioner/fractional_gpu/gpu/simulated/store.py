@@ -4,12 +4,17 @@ The rules:
 - Everything that more than one process must agree on changes in one transaction.
 - A transaction is short: no bytes are moved and nothing is waited for while one is open.
 - A connection never crosses a fork (SQLite forbids it): the child leaves it alone and opens its own.
+- A host that users share (`shared`) is root's. Its books are writable by all, so users are guarded against each other's mistakes there,
+  not against attack; what is on the device and what is saved is readable by its owner and root only. Root trusts no file in a user's
+  folder: it opens none but plain ones of that user (`open_file`), and follows no link. Only root tidies up after another user's process.
 """
 
 import fcntl
 import json
 import os
+import re
 import sqlite3
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +28,8 @@ from fractional_gpu.gpu.simulated import energy
 MIB: Final = 1 << 20
 VERSION: Final = 1
 DATABASE: Final = "host.sqlite"
+SOCKET: Final = "memory.sock"  # of a shared host: see `device_memory`
+_KEY: Final = re.compile(r"[0-9A-Za-z][0-9A-Za-z@-]{0,99}")
 _BUSY_S: Final = 60.0
 _MOST_MW: Final = 10_000_000
 _MOST_NOISE: Final = 1000
@@ -44,6 +51,9 @@ CREATE TABLE IF NOT EXISTS faults (
 """
 _SETTINGS: Final = "SELECT value FROM meta WHERE name='settings'"
 _DRAW: Final = ("idle_mw", "peak_mw", "power_noise_milli")
+
+
+_AFRESH: Final = "remove the folder to start afresh"
 
 
 class SimulatedHostError(Exception):
@@ -168,6 +178,17 @@ class Store:
         with self._mutex:
             return self._db.execute(sql, values).fetchall()
 
+    @property
+    def shared(self) -> bool:
+        """Whether users with other uids than the host's owner may use it."""
+        return bool(self.memory.stat().st_mode & stat.S_IWOTH)
+
+    def may_tidy(self, entry: Path) -> bool:
+        """Whether this process may move or remove that folder of another process. A folder that is gone needs no tidying."""
+        with suppress(FileNotFoundError):
+            return os.geteuid() in (0, entry.lstat().st_uid)
+        return False
+
     def free_for_finalizer(self) -> bool:
         """Return whether a transaction could start in this thread now (a finalizer may run inside another one)."""
         return not self._mutex.locked()
@@ -208,7 +229,13 @@ class Store:
             self._db.close()
 
     def process_folder(self, key: str) -> Path:
-        """Return where a process's memory lies."""
+        """Return where a process's memory lies. Raises SimulatedHostError for a key that no process has."""
+        if not _KEY.fullmatch(
+            key
+        ):  # the books of a shared host can be written by all: no path outside of it may come from them
+            raise SimulatedHostError(
+                f"the books of {self.directory} name a process {key[:80]!r}, which cannot be: {_AFRESH}"
+            )
         return self.memory / key
 
 
@@ -390,14 +417,66 @@ def swapping(store: Store) -> list[Process]:
     return [_process(row) for row in store.query(f"{_COLUMNS} WHERE phase IN ('saving', 'restoring')")]
 
 
+def open_file(folder: Path, name: str, flags: int) -> int:
+    """Open a file in a process's folder; a new one gets mode 0600. Raises FileNotFoundError when the process was reaped.
+
+    The folder is the process's, and this one may be root: no link is followed, and PermissionError is raised for what is no plain file
+    with this one name, of the folder's owner or of this process's user. So flags that change the file at once (O_TRUNC) have no place here.
+    """
+    there = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        owner = os.fstat(there).st_uid
+        file = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=there)
+    finally:
+        os.close(there)
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or found.st_uid not in (owner, os.geteuid()):
+        os.close(file)
+        raise PermissionError(f"{folder / name} is no plain file of its process: it is not touched")
+    return file
+
+
+def _names(folder: Path, ending: str) -> list[str]:
+    """Return the names of the files in a process's folder that end so. Raises FileNotFoundError when the process was reaped."""
+    there = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        return [name for name in os.listdir(there) if name.endswith(ending)]  # noqa: PTH208 - a descriptor
+    finally:
+        os.close(there)
+
+
+def _remove(folder: Path, names: list[str]) -> None:
+    there = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        for name in names:
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=there)
+    finally:
+        os.close(there)
+
+
+def _empty(folder: Path, names: list[str]) -> None:
+    """Give the memory of these files back; the files stay, the next restore writes into them."""
+    for name in names:
+        file = open_file(folder, name, os.O_WRONLY)
+        try:
+            os.ftruncate(file, 0)
+        finally:
+            os.close(file)
+
+
 def read_gate(folder: Path) -> bytes:
     """Return the gate's byte. Raises FileNotFoundError when the process was reaped."""
-    return (folder / "gate").read_bytes()
+    descriptor = open_file(folder, "gate", os.O_RDONLY)
+    try:
+        return os.pread(descriptor, 1, 0)
+    finally:
+        os.close(descriptor)
 
 
 def write_gate(folder: Path, value: bytes) -> None:
     """Set the gate's byte, in place: its file is also the lock of the calls in flight. Raises FileNotFoundError."""
-    descriptor = os.open(folder / "gate", os.O_WRONLY | os.O_CLOEXEC)
+    descriptor = open_file(folder, "gate", os.O_WRONLY)
     try:
         os.pwrite(descriptor, value, 0)
     finally:
@@ -419,7 +498,7 @@ def operation_lock(folder: Path, timeout_s: float = 0.0) -> Iterator[bool]:
 
     Raises FileNotFoundError when the process was reaped. The kernel releases the lock when the holder dies.
     """
-    descriptor = os.open(folder / "operation", os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_file(folder, "operation", os.O_RDONLY)
     try:
         yield lock_file(descriptor, fcntl.LOCK_EX, timeout_s)
     finally:
@@ -452,12 +531,9 @@ def settle(store: Store, key: str) -> None:
     if read_gate(folder) == WANTED:
         open_gate(store, key)
     if row[0] == "device":
-        for saved in folder.glob("*.saved"):
-            saved.unlink(missing_ok=True)
+        _remove(folder, _names(folder, ".saved"))
     elif row[0] == "saved":
-        for device in folder.glob("*.device"):
-            # Emptied, not removed: the memory is free again, and the next restore writes into it.
-            os.truncate(device, 0)
+        _empty(folder, _names(folder, ".device"))
 
 
 def settle_if_abandoned(store: Store, key: str) -> None:
@@ -481,7 +557,7 @@ def forget(store: Store, keys: list[str]) -> None:
         # Folders are made inside a transaction that records their owner, so one without a row here has none.
         known = {row[0] for row in db.execute("SELECT key FROM processes")}
         for folder in store.memory.iterdir():
-            if folder.name not in known:
+            if folder.name not in known and store.may_tidy(folder):
                 folder.rename(store.trash / folder.name)
                 moved.append(folder.name)
     empty_trash(store)
@@ -490,19 +566,41 @@ def forget(store: Store, keys: list[str]) -> None:
 def empty_trash(store: Store) -> None:
     """Remove what `forget` moved aside. Several processes may do it at once; after a kill the next one does the rest."""
     for folder in store.trash.iterdir():
+        if not store.may_tidy(folder):
+            continue
+        if store.shared:  # whatever its user put there
+            _remove_tree(folder)
+            continue
         with suppress(FileNotFoundError):
             for file in folder.iterdir():
                 file.unlink(missing_ok=True)
             folder.rmdir()
 
 
+def _remove_tree(entry: Path) -> None:
+    """Remove what a user's process left, links as links. What cannot be removed now is left to the next one."""
+    import shutil  # noqa: PLC0415 - notebooks import this module
+
+    with suppress(FileNotFoundError):
+        if entry.is_symlink() or not entry.is_dir():
+            entry.unlink()
+        else:
+            shutil.rmtree(entry, ignore_errors=True)  # follows no link
+
+
 def reap(store: Store) -> None:
     """Release everything that dead processes hold."""
     recorded = store.query("SELECT key, pid FROM processes")
-    dead = [key for key, pid in recorded if is_dead(store, key, pid)]
+    dead = [key for key, pid in recorded if is_dead(store, key, pid) and _is_ours(store, key)]
     # Listed before the rows are read again inside the transaction of `forget`, which decides.
-    orphans = {folder.name for folder in store.memory.iterdir()} - {key for key, _ in recorded}
+    known = {key for key, _ in recorded}
+    orphans = [folder for folder in store.memory.iterdir() if folder.name not in known and store.may_tidy(folder)]
     if dead or orphans:
         forget(store, dead)
     else:
         empty_trash(store)
+
+
+def _is_ours(store: Store, key: str) -> bool:
+    """Whether this process may release what that one holds: root all, a user what is the user's own. Of a folder that is gone, root."""
+    return os.geteuid() == 0 or not store.shared or store.may_tidy(store.process_folder(key))

@@ -14,6 +14,7 @@ from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.metering.run_meter import RunMeter
 from fractional_gpu.simulator.record import EventLog
 from fractional_gpu.simulator.result import Result
+from fractional_gpu.simulator.revocation.revocations import Revocation
 from fractional_gpu.simulator.simulation import Progress, simulate
 from fractional_gpu.simulator.traces import Session
 
@@ -45,17 +46,23 @@ def run(
     progress: Progress | None = None,
     placing: Progress | None = None,
     meter: RunMeter | None = None,
+    revocation: Revocation | None = None,
 ) -> Result:
     """Run the trace and return its figures under that name. `record` is a file; hosts that run by themselves have one each beside it.
 
     `progress` is given the sessions that ended, and all; `placing` those that have their host, where they are placed beforehand.
-    A run that cannot reach the goal any more is given up there. `meter` counts what the leases use, where all hosts run on one clock.
+    A run that cannot reach the goal any more is given up there. `meter` counts what the leases use, and `revocation` takes devices away,
+    where all hosts run on one clock.
     Raises SimulationError for a session that no host can serve.
     """
     if isinstance(way.rule, PlaceRule):
         if meter is not None:
             raise SimulationError(
                 "hosts that run by themselves cannot be metered; give sessions their hosts at the door"
+            )
+        if revocation is not None:
+            raise SimulationError(
+                "no devices go away from hosts that run by themselves; give sessions their hosts at the door"
             )
         chosen = choose_hosts(hosts, trace, way.rule, way.seed, placing)
         return simulate_apart(
@@ -65,6 +72,15 @@ def run(
         log = None
         if record is not None:
             log = stack.enter_context(EventLog(record, hosts, trace, door=way.rule, name=name))
-        result = simulate(hosts, trace, door=way.rule, record=log, progress=progress, goal=goal, meter=meter)
+        result = simulate(
+            hosts,
+            trace,
+            door=way.rule,
+            record=log,
+            progress=progress,
+            goal=goal,
+            meter=meter,
+            revocation=revocation,
+        )
     result.name = name
     return result

@@ -1,0 +1,240 @@
+"""What every spawner with a choice of GPU has: the user's options, the spawn page, and the progress of a start.
+
+There are two ways to a GPU, each with a class of its own on top of this one:
+
+- `fractional_gpu_hub.mixin.FractionalGPUMixin`: the hub asks the machine's broker for a seat, and starts the server then.
+- `fractional_gpu_hub.engines.spawner.EngineGPUMixin`: the engine (Slurm, Kubernetes) chooses a node, and its allocation is the seat. The
+  node registers the seat at its own broker; the hub asks no broker.
+
+Rules:
+
+- What users send (`user_options`) is checked here for its form, and by `gpu_take` for what they may have.
+- No GPU is visible to the server's processes but through a lease: `CUDA_VISIBLE_DEVICES` is empty until a kernel has one.
+"""
+
+import contextlib
+from collections.abc import AsyncGenerator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from traitlets import Bool, default
+from traitlets.config import Configurable, LoggingConfigurable
+
+from fractional_gpu.core.units import format_fraction
+from fractional_gpu.protocol.errors import FractionalGPUError
+from fractional_gpu.protocol.seats import Offers
+from fractional_gpu_hub.options import FIELD, KEYS, Choice, OptionsError, gpu_form, options_of_form, parse_options
+from fractional_gpu_hub.seats import ProgressLog, spawn_ended, spawn_error, spawn_failed
+
+if TYPE_CHECKING:
+
+    class _Spawner(LoggingConfigurable):
+        """JupyterHub's Spawner for the type checker, as far as the mixin uses it; JupyterHub documents each attribute."""
+
+        user: Any
+        hub: Any
+        orm_spawner: Any
+        name: str
+        options_form: Any
+        apply_user_options: Any
+        user_options: dict[str, Any]
+        start_timeout: int
+        http_timeout: int
+        _log_name: str
+
+        async def get_options_form(self) -> str: ...
+        def run_options_from_form(self, form_data: Mapping[str, list[str]]) -> dict[str, Any]: ...
+        def options_from_query(self, query_data: Mapping[str, list[str]]) -> dict[str, Any]: ...
+        async def start(self) -> Any: ...  # noqa: ANN401
+        async def poll(self) -> int | None: ...
+        def run_post_stop_hook(self) -> Any: ...  # noqa: ANN401
+        def get_state(self) -> dict[str, Any]: ...
+        def load_state(self, state: dict[str, Any]) -> None: ...
+        def clear_state(self) -> None: ...
+        def get_env(self) -> dict[str, str]: ...
+        def get_args(self) -> list[str]: ...
+        def progress(self) -> AsyncGenerator[dict[str, Any], None]: ...
+else:
+    _Spawner = Configurable  # at run time the spawner's own class stands behind the mixin
+
+_SPEC_MANAGER = "fractional_gpu.SeatKernelSpecManager"
+
+
+class GPUChoiceMixin(_Spawner):
+    """Adds a choice of GPU to a spawner. The classes for brokers and engines say where offers and seats come from."""
+
+    gpu_no_offers = "No GPU can be chosen now: the GPU broker does not answer. Try again in a moment."
+
+    gpu_allow_without: Bool[bool, bool | int] = Bool(
+        default_value=True,
+        config=True,
+        help="""Whether servers may be started without a GPU.
+
+        Example: c.GPUChoiceMixin.gpu_allow_without = False
+        """,
+    )
+    gpu_filter_kernels: Bool[bool, bool | int] = Bool(
+        default_value=True,
+        config=True,
+        help="""Whether the launcher shows only kernels that fit into the server's share of a GPU.
+
+        Example: c.GPUChoiceMixin.gpu_filter_kernels = False
+        """,
+    )
+
+    def __init__(self, **kwargs: Any) -> None:  # noqa: ANN401 - the spawner's
+        super().__init__(**kwargs)
+        self._gpu_progress = ProgressLog()
+
+    @default("apply_user_options")
+    def _gpu_apply_user_options_default(self) -> Any:  # noqa: ANN401 - a hook of JupyterHub's
+        return check_options
+
+    # -- for the two ways to a GPU ---------------------------------------------------------------------------------------------
+
+    async def gpu_offers(self) -> Offers:
+        """Return what this user can choose from. Raises FractionalGPUError. Cancelled: nothing has changed."""
+        raise NotImplementedError
+
+    async def gpu_take(self, choice: Choice) -> None:
+        """Get what was chosen, or note it for `gpu_prepare`. Raises the error that stops the spawn; cancelled, it takes nothing."""
+        raise NotImplementedError
+
+    async def gpu_prepare(self) -> None:
+        """Fit the spawner's settings to the choice: called right before the server is started, without a GPU, too."""
+
+    # -- options -------------------------------------------------------------------------------------------------------------
+
+    def _gpu_groups(self) -> list[str]:
+        return sorted(group.name for group in self.user.groups)
+
+    def gpu_choice(self, options: object) -> Choice:
+        """Return what was chosen. Raises the error that stops the spawn, and logs the user and the reason."""
+        # With a form or a hook of its own, the spawner below has options of its own, which are not checked here.
+        hook = getattr(self, "apply_user_options", None)  # new in JupyterHub 5.3
+        has_others = bool(self.options_form) or hook not in {None, check_options}
+        try:
+            choice = parse_options(options, others=None if has_others else ())
+        except OptionsError as error:
+            self.log.warning("User options of %s were refused: %s", self._log_name, error)
+            raise spawn_error(str(error), reason="gpu-options") from None
+        if choice.without and not self.gpu_allow_without:
+            raise spawn_error(
+                "a server without a GPU was chosen, and this hub does not offer one; choose a fraction",
+                reason="gpu-options",
+            )
+        return choice
+
+    async def get_options_form(self) -> str:
+        """Return the form of the spawner below, if it has one, and the choice of a GPU."""
+        below = await super().get_options_form() or ""
+        last = self.orm_spawner.user_options if self.orm_spawner is not None else None
+        chosen, without = None, False
+        with contextlib.suppress(OptionsError):
+            choice = parse_options(last or {}, others=None)
+            without = choice.without
+            if choice.pool is not None and choice.fraction_milli is not None:
+                chosen = (choice.pool, choice.fraction_milli)
+        offers, problem = None, ""
+        try:
+            offers = await self.gpu_offers()
+        except FractionalGPUError as error:
+            self.log.warning("The spawn page has no GPUs to offer: %s", error)
+            problem = self.gpu_no_offers
+        form = gpu_form(offers, chosen=chosen, without=without, allow_without=self.gpu_allow_without, problem=problem)
+        return f"{below}\n{form}" if below else form
+
+    def run_options_from_form(self, form_data: Mapping[str, list[str]]) -> dict[str, Any]:
+        """Read our field of the form; the rest is the spawner's below."""
+        rest = {name: values for name, values in form_data.items() if name not in {FIELD, "_xsrf"}}
+        below = super().run_options_from_form(rest) if rest else {}
+        return {**below, **self._gpu_options_of(form_data)}
+
+    def options_from_query(self, query_data: Mapping[str, list[str]]) -> dict[str, Any]:
+        """Read our part of a link such as `/hub/spawn?opt-gpu=default/250`."""
+        rest = {name: values for name, values in query_data.items() if name not in {FIELD, *KEYS}}
+        below = super().options_from_query(rest) if rest else {}
+        return {**below, **self._gpu_options_of(query_data)}
+
+    def _gpu_options_of(self, form_data: Mapping[str, list[str]]) -> dict[str, Any]:
+        try:
+            return options_of_form(form_data)
+        except OptionsError as error:
+            self.log.warning("The form of %s was refused: %s", self._log_name, error)
+            raise spawn_error(str(error), reason="gpu-options") from None
+
+    def gpu_wanted(self, choice: Choice, offers: Offers) -> tuple[str, int]:
+        """Return pool and thousandths, the default where one was left out. Raises the error that stops the spawn."""
+        pool, milli = choice.pool or offers.default_pool, choice.fraction_milli or offers.default_fraction_milli
+        if not pool or not milli:
+            why = "; ".join(offer.why_not for offer in offers.pools) or "there is no pool of GPUs for you"
+            raise spawn_error(f"{why}; choose a server without a GPU (fraction 'none')", reason="no-pool")
+        return pool, milli
+
+    # -- the start -------------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> Any:  # noqa: ANN401 - as the spawner below
+        """Get what was chosen, then start the server. After a failure or a cancellation the hub's clean-up gives it back."""
+        try:
+            choice = self.gpu_choice(self.user_options)
+            if not choice.without:
+                await self.gpu_take(choice)
+            await self.gpu_prepare()
+            started = await self._gpu_start_server()
+        except BaseException as error:
+            spawn_failed(error)
+            raise
+        else:
+            spawn_ended("without" if choice.without else "gpu")
+            return started
+        finally:
+            self._gpu_progress.close()
+
+    async def _gpu_start_server(self) -> Any:  # noqa: ANN401 - as the spawner below
+        self._gpu_progress.add(80, "Starting the server")
+        return await super().start()
+
+    def clear_state(self) -> None:
+        """Begin the progress anew: the hub clears the state before it starts a server."""
+        super().clear_state()
+        self._gpu_progress.begin()
+
+    # -- environment, progress ---------------------------------------------------------------------------------------------------
+
+    def get_env(self) -> dict[str, str]:
+        """Return the server's environment: no GPU is visible in it."""
+        environment: dict[str, str] = super().get_env()
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+        return environment
+
+    def get_args(self) -> list[str]:
+        """Return the server's arguments: its launcher shows the kernels that fit into its seat."""
+        arguments: list[str] = list(super().get_args())
+        if self.gpu_filter_kernels:
+            arguments.append(f"--ServerApp.kernel_spec_manager_class={_SPEC_MANAGER}")
+        return arguments
+
+    async def progress(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield this mixin's events from the beginning, to each viewer, then the spawner's own."""
+        async with contextlib.aclosing(self._gpu_progress.follow()) as events:
+            async for event in events:
+                yield event
+        async with contextlib.aclosing(super().progress()) as events:
+            async for event in events:
+                yield event
+
+
+def check_options(spawner: GPUChoiceMixin, options: object) -> None:
+    """JupyterHub's hook for user options: raises the error that stops the spawn."""
+    spawner.gpu_choice(options)
+
+
+def free_fractions(offers: Offers) -> str:
+    """Return a sentence with what can be had at once, for an error; empty: nothing can."""
+    free = [
+        f"{format_fraction(one.fraction_milli)} GPU of pool {pool.pool}"
+        for pool in offers.pools
+        if not pool.why_not
+        for one in pool.fractions
+        if one.free
+    ]
+    return f"What you can have now: {', '.join(free)}." if free else ""

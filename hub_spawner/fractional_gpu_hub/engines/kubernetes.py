@@ -1,0 +1,393 @@
+"""Servers as Kubernetes pods: the choice of a GPU becomes an extended resource, on top of `jupyterhub-kubespawner`.
+
+Rules:
+
+- The choice is `fractional-gpu.jupyter.org/POOL` in requests and limits (thousandths of a GPU), and a memory limit that holds the server
+  and all that can be saved of its share. The scheduler counts it, the node's agent registers it as a seat, and the node's broker chooses
+  the device.
+- The pod is finished here, after `kubespawner` and its profiles have made it: no profile and no `extra_pod_config` takes a share that was
+  not chosen, or a privilege.
+- A pod with a share has no privileges: no root, no added capability, no host namespace. What would give it one stops the spawn, with the
+  setting's name.
+- Into the pod goes the folder of the broker's socket, read-only. Nothing secret goes there: the broker knows the pod by its control group.
+- Each user's pods run with a uid of their own: lease by lease the broker tells users apart by it, too.
+"""
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any, ClassVar, Final
+
+import aiohttp
+from kubernetes_asyncio import client
+from kubernetes_asyncio.client.exceptions import ApiException, OpenApiException
+from kubespawner import KubeSpawner
+from traitlets import Bool, Float, Int, Unicode, default
+
+from fractional_gpu.protocol import pods
+from fractional_gpu.protocol.nodes import NodeSummary, parse_summary
+from fractional_gpu_hub.engines.offers import NodePool
+from fractional_gpu_hub.engines.spawner import Allocation, EngineGPUMixin, EngineUnavailableError
+from fractional_gpu_hub.options import Choice, options_of_form
+from fractional_gpu_hub.seats import spawn_error
+
+_VOLUME: Final = "jupyter-gpu-run"
+_USERS: Final = 100  # the group of that name in Jupyter's own images, to which their files belong
+_MIB: Final = 2**20
+_ANY_FRACTIONS: Final = (125, 250, 500, 1000)  # a choice of sizes where a pool gives any
+_NOTHING: Final = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodTerms:
+    """What every pod with a share gets. `owner`, `server`: the hub's names; `uid`: None leaves the pod's own."""
+
+    owner: str
+    server: str
+    socket: str
+    runtime_class: str = ""
+    uid: int | None = None
+
+
+class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[misc] # untyped
+    """Servers as pods, with shares of the nodes' GPUs. `docs/kubernetes.md` says what the cluster needs."""
+
+    api: Any
+    namespace: str
+    pod_name: str
+    _start_future: Any
+
+    gpu_socket: Unicode[str, str | bytes] = Unicode(
+        "/run/jupyter-gpu/broker.sock",
+        config=True,
+        help="""The broker's socket on the nodes. Its folder is mounted into pods with a share, read-only.
+
+        Example: c.FractionalGPUKubeSpawner.gpu_socket = "/run/jupyter-gpu/broker.sock"
+        """,
+    )
+    gpu_runtime_class: Unicode[str, str | bytes] = Unicode(
+        "nvidia",
+        config=True,
+        help="""The RuntimeClass that brings the driver's libraries and devices into a pod with a share; empty: the cluster's default.
+
+        Example: c.FractionalGPUKubeSpawner.gpu_runtime_class = ""
+        """,
+    )
+    gpu_first_uid: Int[int, int] = Int(
+        200_000,
+        config=True,
+        min=0,
+        max=2**31 - 2**24,
+        help="""Pods with a share run with this uid plus the hub's number of the user, so that users do not share one at the nodes' brokers;
+        0: with the uid that the image or `uid` says, and users are then kept apart by their pods alone.
+
+        Example: c.FractionalGPUKubeSpawner.gpu_first_uid = 500000
+        """,
+    )
+    gpu_node_selector: Unicode[str, str | bytes] = Unicode(
+        "fractional-gpu.jupyter.org/node=true",
+        config=True,
+        help="""The labels of the nodes whose GPUs are offered.
+
+        Example: c.FractionalGPUKubeSpawner.gpu_node_selector = "fractional-gpu.jupyter.org/node=true,zone=a"
+        """,
+    )
+    gpu_in_profiles: Bool[bool, bool | int] = Bool(
+        default_value=False,
+        config=True,
+        help="""Whether `profile_list` decides the GPU, with `gpu_profile` in each profile's `kubespawner_override`. The choice of a GPU is
+        then not shown beside the profiles.
+
+        Example: c.FractionalGPUKubeSpawner.gpu_in_profiles = True
+        """,
+    )
+    gpu_profile: Unicode[str, str | bytes] = Unicode(
+        _NOTHING,
+        config=True,
+        help="""With `gpu_in_profiles`: the GPU of servers, as POOL/THOUSANDTHS, or `none`. For `kubespawner_override`.
+
+        Example: c.KubeSpawner.profile_list = [{"display_name": "1/4 GPU", "kubespawner_override": {"gpu_profile": "default/250"}}]
+        """,
+    )
+    gpu_nodes_cache: Float[float, int | float] = Float(
+        5.0,
+        config=True,
+        help="""For how long one list of the nodes serves all spawn pages, seconds.
+
+        Example: c.FractionalGPUKubeSpawner.gpu_nodes_cache = 15
+        """,
+    )
+
+    _gpu_listed: ClassVar[dict[str, tuple[float, list[NodePool]]]] = {}  # by selector: when, and what
+
+    @default("allow_privilege_escalation")
+    def _gpu_allow_privilege_escalation_default(self) -> bool:
+        return False
+
+    # -- offers ------------------------------------------------------------------------------------------------------------------
+
+    async def gpu_nodes(self) -> Sequence[NodePool]:
+        """Return the pools of all nodes, as their agents published them. Raises EngineUnavailableError. Cancelled: nothing has changed."""
+        listed = self._gpu_listed.get(self.gpu_node_selector)
+        if listed is not None and time.monotonic() - listed[0] < self.gpu_nodes_cache:
+            return listed[1]
+        try:
+            nodes = await self.api.list_node(label_selector=self.gpu_node_selector, _request_timeout=10)
+        except (ApiException, OpenApiException, aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineUnavailableError(_unavailable(error)) from error
+        found = []
+        for node in nodes.items:
+            pools, problem = pools_of_node(node)
+            found += pools
+            if problem:
+                self.log.warning("Node %s: %s", node.metadata.name, problem)
+        self._gpu_listed[self.gpu_node_selector] = (time.monotonic(), found)
+        return found
+
+    async def get_options_form(self) -> str:
+        """Return the form: the profiles, and the choice of a GPU unless the profiles decide it."""
+        if self.gpu_in_profiles:
+            return str(await KubeSpawner.get_options_form(self) or "")
+        return await super().get_options_form()
+
+    def gpu_choice(self, options: object) -> Choice:
+        """Return what was chosen, or what the profile says. Raises the error that stops the spawn."""
+        if not self.gpu_in_profiles:
+            return super().gpu_choice(options)
+        return super().gpu_choice(options_of_form({"gpu": [str(self.gpu_profile)]}))
+
+    async def start(self) -> Any:  # noqa: ANN401 - as the spawner below
+        """Start the server, with the GPU of its profile where profiles decide."""
+        self._start_future = None  # of an earlier start: `kubespawner`'s progress would end with that
+        if self.gpu_in_profiles:
+            await self.load_user_options()
+        return await super().start()
+
+    async def gpu_queue(self) -> AsyncGenerator[str, None]:
+        """Yield the events of the pod while it starts; what the scheduler says of a share that no node has, in our words."""
+        async with contextlib.aclosing(KubeSpawner.progress(self)) as events:
+            async for event in events:
+                yield waiting_sentence(str(event.get("message", "")), self._gpu_words())
+
+    async def progress(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the events of the start, to each viewer. Those of `kubespawner` are among them (`gpu_queue`)."""
+        async with contextlib.aclosing(self._gpu_progress.follow()) as events:
+            async for event in events:
+                yield event
+
+    # -- the pod -----------------------------------------------------------------------------------------------------------------
+
+    async def get_pod_manifest(self) -> Any:  # noqa: ANN401 - kubespawner's
+        """Return the pod, with the share that was chosen. Raises the error that stops the spawn where it would have privileges."""
+        pod = await super().get_pod_manifest()
+        refuse_other_shares(pod)
+        allocation = self.gpu_allocation
+        if allocation is None:
+            return pod
+        uid = self.gpu_first_uid + int(self.user.id) if self.gpu_first_uid else None
+        terms = PodTerms(
+            owner=self.user.name,
+            server=self.name,
+            socket=self.gpu_socket,
+            runtime_class=self.gpu_runtime_class,
+            uid=uid,
+        )
+        give_share(pod, allocation, terms)
+        if wrong := privilege_of(pod):
+            raise spawn_error(
+                f"this hub's settings give users' pods {wrong}, which would make every user an administrator of the node and its GPU "
+                "broker; leave that out of the settings of KubeSpawner and its profiles",
+                reason="configuration",
+            )
+        return pod
+
+
+def waiting_sentence(message: str, wanted: str) -> str:
+    """Return what an event of a pod means for its user. `wanted`: what the pod asks for."""
+    if f"Insufficient {pods.DOMAIN}/" not in message:
+        return message
+    return (
+        f"No node has {wanted} free now: your server waits in the cluster's queue, and starts when one has ({message})"
+    )
+
+
+def _unavailable(error: Exception) -> str:
+    if isinstance(error, ApiException) and error.status in (401, 403):
+        return (
+            f"the hub may not list the cluster's nodes ({error.status}: {error.reason}); bind the ClusterRole jupyter-gpu-hub to its "
+            "service account (examples/kubernetes/hub)"
+        )
+    return f"the Kubernetes API does not list the nodes: {str(error) or type(error).__name__}; try again in a moment"
+
+
+# -- nodes -----------------------------------------------------------------------------------------------------------------------
+
+
+def pools_of_node(node: Any) -> tuple[list[NodePool], str]:  # noqa: ANN401 - V1Node
+    """Return the pools that a node's agent published, and why there are none, a sentence for the log."""
+    text = (node.metadata.annotations or {}).get(pods.SUMMARY)
+    if text is None:
+        return [], "no agent has published its GPUs yet"
+    try:
+        summary = parse_summary(text)
+    except ValueError as error:
+        return [], str(error)
+    why_not = _why_not(node) or summary.problem
+    return [_pool(node.metadata.name, summary, number, why_not) for number in range(len(summary.pools))], ""
+
+
+def _pool(name: str, summary: NodeSummary, number: int, why_not: str) -> NodePool:
+    pool = summary.pools[number]
+    return NodePool(
+        node=name,
+        pool=pool.name,
+        devices=pool.devices,
+        device_mib=pool.device_mib,
+        total_milli=pool.total_milli,
+        held_milli=pool.held_milli,
+        admissible_milli=pool.free_milli,
+        fractions=tuple(pool.fractions_milli) or _ANY_FRACTIONS,
+        waiting=pool.waiting,
+        wait_ms=pool.wait_p50_ms,
+        wait_p95_ms=pool.wait_p95_ms,
+        at_s=summary.at_s,
+        why_not=why_not,
+        simulated=summary.simulated,
+    )
+
+
+def _why_not(node: Any) -> str:  # noqa: ANN401 - V1Node
+    if node.spec.unschedulable:
+        return "cordoned"
+    ready = next((one.status for one in node.status.conditions or () if one.type == "Ready"), "True")
+    return "" if ready == "True" else "not ready"
+
+
+# -- pods ------------------------------------------------------------------------------------------------------------------------
+
+
+def _containers(pod: Any) -> list[Any]:  # noqa: ANN401 - V1Pod
+    return [*(pod.spec.init_containers or ()), *pod.spec.containers]
+
+
+def refuse_other_shares(pod: Any) -> None:  # noqa: ANN401 - V1Pod
+    """Raise the error that stops the spawn for a pod that asks for shares by itself: the choice of a GPU does."""
+    for container in _containers(pod):
+        resources = _field(container, "resources")
+        for amounts in (_field(resources, "limits"), _field(resources, "requests")):
+            if named := sorted(name for name in amounts or {} if pods.pool_of(name) is not None):
+                raise spawn_error(
+                    f"this hub's settings give container {_field(container, 'name')} {named[0]}; leave that to the choice of a GPU, or to "
+                    "gpu_profile in profiles",
+                    reason="configuration",
+                )
+
+
+def give_share(pod: Any, has: Allocation, terms: PodTerms) -> None:  # noqa: ANN401 - V1Pod
+    """Give the pod its share. The first container is the server."""
+    server = pod.spec.containers[0]
+    annotations = dict(pod.metadata.annotations or {})
+    annotations[pods.POOL] = has.pool
+    annotations[pods.FRACTION] = f"{has.fraction_milli}m"
+    annotations[pods.OWNER] = terms.owner
+    annotations[pods.SERVER] = terms.server
+    pod.metadata.annotations = annotations
+    _give_resources(server, has)
+    _give_environment(server, has, terms)
+    folder = str(PurePosixPath(terms.socket).parent)
+    pod.spec.volumes = [volume for volume in pod.spec.volumes or () if _field(volume, "name") != _VOLUME]
+    pod.spec.volumes.append(
+        client.V1Volume(name=_VOLUME, host_path=client.V1HostPathVolumeSource(path=folder, type="Directory"))
+    )
+    server.volume_mounts = [
+        mount for mount in server.volume_mounts or () if _field(mount, "mount_path", "mountPath") != folder
+    ]
+    server.volume_mounts.append(client.V1VolumeMount(name=_VOLUME, mount_path=folder, read_only=True))
+    if terms.runtime_class and not pod.spec.runtime_class_name:
+        pod.spec.runtime_class_name = terms.runtime_class
+    _restrict(pod, terms.uid)
+
+
+def _give_resources(server: Any, has: Allocation) -> None:  # noqa: ANN401 - V1Container
+    limits, requests = dict(server.resources.limits or {}), dict(server.resources.requests or {})
+    resource = pods.resource_of(has.pool)
+    limits[resource] = requests[resource] = str(has.fraction_milli)
+    # All that is saved of the share counts in the pod's memory, so less than this would have suspended kernels killed.
+    needed = has.host_memory_mib * _MIB
+    limits["memory"] = str(max(needed, _bytes(limits.get("memory"))))
+    requests["memory"] = str(max(needed, _bytes(requests.get("memory"))))
+    server.resources.limits, server.resources.requests = limits, requests
+
+
+def _bytes(quantity: object) -> int:
+    """Return an amount of memory in bytes; 0 for none. Raises ValueError."""
+    return 0 if quantity is None else pods.whole_quantity(int(quantity) if isinstance(quantity, float) else quantity)
+
+
+def _give_environment(server: Any, has: Allocation, terms: PodTerms) -> None:  # noqa: ANN401 - V1Container
+    ours = {
+        "JUPYTER_GPU_SOCKET": terms.socket,
+        "JUPYTER_GPU_POD_SHARE": f"{has.pool}/{has.fraction_milli}",  # which kernels the launcher shows
+        "JUPYTER_GPU_DEFAULT_POOL": has.pool,
+        "JUPYTER_GPU_DEFAULT_FRACTION": f"{has.fraction_milli}m",
+        "CUDA_VISIBLE_DEVICES": "",
+        "NVIDIA_VISIBLE_DEVICES": "all",  # the broker decides which one a kernel uses, and may change it
+        "NVIDIA_DRIVER_CAPABILITIES": "compute,utility",
+        "MEM_LIMIT": server.resources.limits["memory"],
+        "MEM_GUARANTEE": server.resources.requests["memory"],
+    }
+    others = [variable for variable in server.env or () if _field(variable, "name") not in ours]
+    server.env = others + [client.V1EnvVar(name=name, value=value) for name, value in ours.items()]
+
+
+def _restrict(pod: Any, uid: int | None) -> None:  # noqa: ANN401 - V1Pod
+    """Fit the server's container to Kubernetes' standard `restricted`, but for the host path: no privileges to gain."""
+    context = dict(pod.spec.containers[0].security_context or {})  # kubespawner makes it of configuration: a mapping
+    context["allowPrivilegeEscalation"] = False
+    context["runAsNonRoot"] = True
+    if uid is not None:
+        context["runAsUser"], context["runAsGroup"] = uid, _USERS
+    context["capabilities"] = {**(context.get("capabilities") or {}), "drop": ["ALL"]}
+    context.setdefault("seccompProfile", {"type": "RuntimeDefault"})
+    pod.spec.containers[0].security_context = context
+    if pod.spec.automount_service_account_token is None:
+        pod.spec.automount_service_account_token = False
+
+
+def privilege_of(pod: Any) -> str:  # noqa: ANN401 - V1Pod
+    """Return which privilege the pod would have, as its field and what it says; "" for none."""
+    for field, name in (("host_pid", "hostPID"), ("host_network", "hostNetwork"), ("host_ipc", "hostIPC")):
+        if _field(pod.spec, field, name):
+            return f"{name}: true"
+    # Not the init containers: they have ended when the server starts, and what they run is the administrator's.
+    for container in pod.spec.containers:
+        context, name = _field(container, "security_context", "securityContext"), _field(container, "name")
+        if _field(context, "privileged"):
+            return f"privileged: true (container {name})"
+        if added := _field(_field(context, "capabilities"), "add"):
+            return f"the capabilities {', '.join(added)} (container {name})"
+        if _field(context, "run_as_user", "runAsUser") == 0:
+            return f"runAsUser: 0 (container {name})"
+    for volume in pod.spec.volumes or ():
+        path = _field(_field(volume, "host_path", "hostPath"), "path")
+        if path and _field(volume, "name") != _VOLUME and _is_of_the_node(str(path)):
+            return f"the host path {path}"
+    return ""
+
+
+def _is_of_the_node(path: str) -> bool:
+    """Whether a host path leads to what administers the node: its root, its processes' or the broker's state, a runtime's socket."""
+    whole = PurePosixPath("/", path)
+    places = ("/proc", "/sys", "/run", "/var/run", "/var/lib/jupyter-gpu", "/var/lib/kubelet", "/etc")
+    return any(whole.is_relative_to(place) or PurePosixPath(place).is_relative_to(whole) for place in places)
+
+
+def _field(found: Any, *names: str) -> Any:  # noqa: ANN401 - a model of the client, or a mapping of a configuration
+    """Return a field under its first name that is there: configurations give plain mappings where the client has models."""
+    for name in names:
+        value = found.get(name) if isinstance(found, Mapping) else getattr(found, name, None)
+        if value is not None:
+            return value
+    return None

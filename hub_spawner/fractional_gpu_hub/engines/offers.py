@@ -1,0 +1,188 @@
+"""What the nodes of a cluster offer a hub's user, from the summaries that the nodes' agents publish. Pure functions.
+
+The rules:
+- A node gives a share at once if its agent said that so much is admissible, the engine may start jobs there, and the summary is fresh.
+- A summary is stale when its agent has not renewed it for `stale_after_s`: what it says is still shown, with its age, and nothing on that
+  node counts as free.
+- The wait of a pool is the shortest forecast among its nodes that are up: the engine takes the first one that admits the job.
+- Where a user chooses a share without a pool, the default is the smallest share that is free, else the smallest share.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fractional_gpu.core.units import format_duration, format_memory
+from fractional_gpu.protocol.seats import FractionOffer, Offers
+from fractional_gpu_hub.options import ClusterPoolOffer
+
+WHOLE = 1000  # a device, thousandths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePool:
+    """One pool on one node, as the node's agent published it. Shares are thousandths of a device, memory is MiB of one device."""
+
+    node: str
+    pool: str
+    devices: int
+    device_mib: int
+    total_milli: int
+    held_milli: int
+    admissible_milli: int  # how many more are granted now
+    fractions: Sequence[int]  # on offer, thousandths
+    waiting: int = 0  # kernels that wait for the GPU
+    wait_ms: int | None = None  # the forecast wait of a cell with one more seat, half of them at most; None: unknown
+    wait_p95_ms: int | None = None
+    at_s: float = 0.0  # when it was published, seconds since the epoch
+    why_not: str = ""  # why the engine starts nothing there, such as "drained"; empty: it does
+    simulated: bool = False
+
+    def memory_mib(self, milli: int) -> int:
+        """Return the memory cap of such a share here, MiB."""
+        return self.device_mib * milli // WHOLE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """How offers are made of summaries. `now_s`: seconds since the epoch; `stale_after_s`: the age at which a summary is stale."""
+
+    now_s: float
+    stale_after_s: float
+
+    def age_s(self, node: NodePool) -> float:
+        """Return how old a node's summary is, seconds; clocks of nodes that run ahead count as 0."""
+        return max(0.0, self.now_s - node.at_s)
+
+    def is_stale(self, node: NodePool) -> bool:
+        """Whether the node's summary is too old to rely on."""
+        return self.age_s(node) > self.stale_after_s
+
+
+def offers_of(nodes: Iterable[NodePool], terms: Terms) -> Offers:
+    """Return what the pools of these nodes offer, by name."""
+    pools: dict[str, list[NodePool]] = {}
+    for node in nodes:
+        pools.setdefault(node.pool, []).append(node)
+    offers = [_pool(name, found, terms) for name, found in sorted(pools.items())]
+    pool, milli = _default(offers)
+    simulated = any(node.simulated for found in pools.values() for node in found)
+    return Offers(pools=list(offers), default_pool=pool, default_fraction_milli=milli, simulated=simulated)
+
+
+def _pool(name: str, nodes: list[NodePool], terms: Terms) -> ClusterPoolOffer:
+    up = [node for node in nodes if not node.why_not]
+    free_milli = sum(_free(node, terms) for node in up)
+    total = sum(node.total_milli for node in up)
+    capacity_mib = sum(node.device_mib * node.total_milli // WHOLE for node in up)
+    fractions = sorted({milli for node in nodes for milli in node.fractions})
+    return ClusterPoolOffer(
+        pool=name,
+        why_not="" if up else _why_none(nodes),
+        hours="",
+        devices=sum(node.devices for node in up),
+        free_mib=capacity_mib * free_milli // total if total else 0,
+        capacity_mib=capacity_mib,
+        seats=0,
+        waiting=sum(node.waiting for node in up),
+        fractions=[
+            _fraction(milli, [node for node in up or nodes if milli in node.fractions], terms) for milli in fractions
+        ],
+        facts=_facts(nodes, up, terms),
+    )
+
+
+def _free(node: NodePool, terms: Terms) -> int:
+    return 0 if node.why_not or terms.is_stale(node) else node.admissible_milli
+
+
+def _why_none(nodes: list[NodePool]) -> str:
+    return "no node starts servers now: " + ", ".join(f"{node.node} is {node.why_not}" for node in _few(nodes))
+
+
+def _few(nodes: list[NodePool], most: int = 4) -> list[NodePool]:
+    return sorted(nodes, key=lambda node: node.node)[:most]
+
+
+def _facts(nodes: list[NodePool], up: list[NodePool], terms: Terms) -> str:
+    held, total = sum(node.held_milli for node in up), sum(node.total_milli for node in up)
+    devices = sum(node.devices for node in up)
+    parts = [
+        f"{_count(len(up), 'node')} with {_count(devices, 'GPU')}",
+        f"{_devices(held)} of {_devices(total)} GPUs are held, {_devices(sum(_free(node, terms) for node in up))} can be had at once",
+    ]
+    if waiting := sum(node.waiting for node in up):
+        parts.append(f"{_count(waiting, 'kernel')} {'waits' if waiting == 1 else 'wait'} for a GPU")
+    if down := [node for node in nodes if node.why_not]:
+        parts.append(
+            ", ".join(f"{node.node} is {node.why_not}" for node in _few(down)) + (", ..." if len(down) > 4 else "")
+        )
+    if stale := [node for node in up if terms.is_stale(node)]:
+        parts.append(_stale(stale, terms))
+    return "; ".join(parts)
+
+
+def _stale(stale: list[NodePool], terms: Terms) -> str:
+    oldest = format_duration(int(max(terms.age_s(node) for node in stale) * 1000))
+    return f"no news of {', '.join(node.node for node in _few(stale))}{', ...' if len(stale) > 4 else ''} for {oldest}"
+
+
+def _devices(milli: int) -> str:
+    """Thousandths of devices as a number of devices, such as 2.25."""
+    return f"{milli / WHOLE:.2f}".rstrip("0").rstrip(".")
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+def _fraction(milli: int, nodes: list[NodePool], terms: Terms) -> FractionOffer:
+    at_once = [node for node in nodes if _free(node, terms) >= milli]
+    waits = [node.wait_ms for node in nodes if node.wait_ms is not None and not node.why_not]
+    expected_ms = 0 if at_once else min(waits, default=None)
+    return FractionOffer(
+        fraction_milli=milli,
+        memory_mib=min((node.memory_mib(milli) for node in nodes), default=0),
+        price="",
+        free=bool(at_once),
+        sentence=_sentence(nodes, at_once, terms),
+        expected_ms=expected_ms,
+    )
+
+
+def _sentence(nodes: list[NodePool], at_once: list[NodePool], terms: Terms) -> str:
+    if at_once:
+        best = min(at_once, key=lambda node: (node.wait_ms or 0, node.node))
+        words = f"starts at once on {len(at_once)} of {_count(len(nodes), 'node')}"
+        if best.wait_ms is not None and best.wait_p95_ms is not None:
+            words += f"; a cell then waits {format_duration(best.wait_ms)} for the GPU"
+            words += f", 1 of 20 more than {format_duration(best.wait_p95_ms)}"
+        return words
+    if nodes and all(terms.is_stale(node) for node in nodes):
+        return "whether it starts at once is not known: the nodes' figures are old"
+    return "waits in the engine's queue until a node has room"
+
+
+def _default(offers: Sequence[ClusterPoolOffer]) -> tuple[str, int]:
+    usable = [(pool, one) for pool in offers if not pool.why_not for one in pool.fractions]
+    if not usable:
+        return "", 0
+    pool, one = min(usable, key=lambda found: (not found[1].free, found[1].fraction_milli, found[0].pool))
+    return pool.pool, one.fraction_milli
+
+
+def host_memory_mib(nodes: Iterable[NodePool], pool: str, milli: int, *, base_mib: int) -> int:
+    """Return the host memory to ask the engine for, MiB: `base_mib` and all that can be saved of the share's GPU memory.
+
+    A job's memory limit counts what is saved of its kernels. Nodes may differ: the largest cap decides, since the engine chooses the node.
+    """
+    return base_mib + max((node.memory_mib(milli) for node in nodes if node.pool == pool), default=0)
+
+
+def on_offer(offers: Offers, pool: str) -> str:
+    """Return what can be chosen instead, for an error."""
+    for one in offers.pools:
+        if one.pool == pool:
+            return ", ".join(
+                f"{fraction.fraction_milli}m ({format_memory(fraction.memory_mib)})" for fraction in one.fractions
+            )
+    return ", ".join(one.pool for one in offers.pools) or "nothing: no node has published its GPUs"

@@ -1,0 +1,508 @@
+"""Servers as Slurm jobs: the choice of a GPU becomes a job's request, on top of `batchspawner`.
+
+Rules:
+
+- The choice is `--gres=COUNT:N` (thousandths of a GPU, or shards), `--mem` (the server's own memory and all that can be saved of its share)
+  and `--partition`. Node and device are Slurm's and the node's broker's business.
+- What users and the hub's database hold goes to `sbatch` as words of its command line, or into the environment: never into a shell,
+  and into the batch script only quoted. User options are not offered to the script's template.
+- A job has the name `jupyter-` and a hash of hub, user and server. So a job whose number the hub never saved is found again: before the
+  next start and at a stop it is cancelled. The number is saved as soon as Slurm has given it.
+- A server has ended only where Slurm says that its job has: a controller, an authentication or a `sudo` that fails says nothing.
+- A server's token may set the server's port at the hub, and nothing else of the spawner: `batchspawner` lets it set every attribute, its
+  commands included.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import shlex
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from batchspawner import JobStatus, SlurmSpawner
+from batchspawner.api import BatchSpawnerAPIHandler
+from batchspawner.batchspawner import format_template
+from jupyterhub.apihandlers import default_handlers
+from tornado import web
+from traitlets import Dict, Float, Int, TraitError, Unicode, default, validate
+
+from fractional_gpu.core.units import parse_memory_mib
+from fractional_gpu_hub.engines.offers import WHOLE, NodePool
+from fractional_gpu_hub.engines.slurm_commands import (
+    JOB_PREFIX,
+    NODES,
+    JobState,
+    Node,
+    SlurmError,
+    SlurmUnavailableError,
+    cancel,
+    ended_sentence,
+    job_id_of,
+    job_state,
+    jobs_named,
+    pools_of,
+    run,
+    waiting_sentence,
+)
+from fractional_gpu_hub.engines.spawner import Allocation, EngineGPUMixin
+from fractional_gpu_hub.seats import spawn_error, spawn_error_of
+
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,63}", re.ASCII)
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+_PORTS = 65535
+_SHARD = "shard"
+_STOP_POLL_S = 0.5
+_RETRY_S = (2.0, 60.0)  # pauses between attempts to cancel a job while Slurm does not answer
+_SCRIPT = """\
+#!/bin/bash
+# Slurm's own variable makes `srun` pass on the listed variables only, and so no PATH.
+unset SLURM_EXPORT_ENV
+{% if path %}export PATH={{path}}
+{% endif %}{{prologue}}
+{% if srun %}{{srun}} {% endif %}{{cmd}}
+status=$?
+{{epilogue}}
+exit $status
+"""
+
+
+class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[misc] # untyped
+    """Servers as jobs of Slurm, with shares of its nodes' GPUs. `docs/clusters.md` says what the nodes need."""
+
+    log: logging.Logger
+    db: Any
+    job_id: str
+    job_status: str
+    cmd: list[str]
+    exec_prefix: str
+    port: int
+    req_homedir: str
+    req_partition: str
+    req_options: str
+    batchspawner_singleuser_cmd: str
+
+    gpu_partitions: "Dict[str, str]" = Dict(
+        key_trait=Unicode(),
+        value_trait=Unicode(),
+        config=True,
+        help="""The partition of each pool's nodes, by the pool's name; of the others it is `req_partition`, else Slurm's default.
+
+        Example: c.FractionalGPUSlurmSpawner.gpu_partitions = {"default": "gpu", "big": "gpu-large"}
+        """,
+    )
+    gpu_gres: Unicode[str, str | bytes] = Unicode(
+        config=True,
+        help="""The generic resource that shares are asked for with: the name of a count in thousandths of a GPU, or `shard`. Default: the
+        name that each pool's nodes publish.
+
+        Example: c.FractionalGPUSlurmSpawner.gpu_gres = "shard"
+        """,
+    )
+    gpu_shards_per_device: Int[int, int] = Int(
+        8,
+        min=1,
+        max=WHOLE,
+        config=True,
+        help="""With `gpu_gres = "shard"`: how many shards a GPU has in gres.conf. A share is rounded up to whole shards.
+
+        Example: c.FractionalGPUSlurmSpawner.gpu_shards_per_device = 4
+        """,
+    )
+    gpu_path: Unicode[str, str | bytes] = Unicode(
+        config=True,
+        help="""PATH of the job, for nodes where JupyterHub is installed elsewhere than on the hub. Default: as the environment says.
+
+        Example: c.FractionalGPUSlurmSpawner.gpu_path = "/opt/jupyterhub/bin:/usr/bin:/bin"
+        """,
+    )
+    gpu_nodes_cache: Float[float, int | float] = Float(
+        5.0,
+        config=True,
+        help="""For how long one reading of Slurm's nodes serves all spawn pages, seconds.
+
+        Example: c.FractionalGPUSlurmSpawner.gpu_nodes_cache = 15
+        """,
+    )
+    gpu_stop_wait: Float[float, int | float] = Float(
+        60.0,
+        config=True,
+        help="""For how long a stop waits until Slurm says that the job has ended, seconds (`KillWait` in slurm.conf is 30).
+
+        Example: c.FractionalGPUSlurmSpawner.gpu_stop_wait = 120
+        """,
+    )
+
+    batch_script = Unicode(
+        _SCRIPT,
+        config=True,
+        help="""The job's script. Its variables are `cmd`, `path`, `homedir` and `username`, quoted for the shell, and the administrator's
+        `req_...` settings as they are. What Slurm is asked for goes on `sbatch`'s command line, which stands above `#SBATCH` lines.
+        """,
+    )
+    startup_poll_interval = Float(
+        1.0, config=True, help="How often Slurm is asked about a job that has not started yet, seconds."
+    )
+
+    def __init__(self, **kwargs: Any) -> None:  # noqa: ANN401 - the spawner's
+        super().__init__(**kwargs)
+        self._gpu_job: JobState | None = None  # as Slurm said last
+        self._gpu_begun = False  # a job may have been submitted whose number is not known
+        self._gpu_news = asyncio.Event()
+        self._gpu_host = ""
+
+    @default("batchspawner_singleuser_cmd")
+    def _gpu_singleuser_default(self) -> str:
+        return "batchspawner-singleuser"
+
+    @validate("gpu_gres")
+    def _gpu_check_gres(self, proposal: dict[str, Any]) -> str:
+        value = str(proposal["value"])
+        if value and not re.fullmatch(r"[a-z][a-z0-9_]{0,31}(:[a-z][a-z0-9_]{0,31})?", value):
+            raise TraitError(
+                f"c.FractionalGPUSlurmSpawner.gpu_gres = {value!r}: allowed: a name such as 'jgpu:open', or 'shard'"
+            )
+        return value
+
+    # -- offers --------------------------------------------------------------------------------------------------------------
+
+    async def gpu_nodes(self) -> Sequence[NodePool]:
+        """Return the pools of all nodes of their partitions, as the agents published them. Raises SlurmUnavailableError or SlurmError."""
+        found = await NODES.read(self.gpu_nodes_cache)
+        pools = [(one.node, pool) for one in found for pool in pools_of(one)]
+        return [pool for node, pool in pools if self._gpu_is_in_partition(node, pool.pool)]
+
+    def _gpu_partition(self, pool: str) -> str:
+        return str(self.gpu_partitions.get(pool, self.req_partition))
+
+    def _gpu_is_in_partition(self, node: Node, pool: str) -> bool:
+        partition = self._gpu_partition(pool)
+        return not partition or not node.partitions.isdisjoint(partition.split(","))
+
+    def _gpu_count_name(self, pool: str) -> str:
+        """Return the name under which Slurm counts the pool's thousandths."""
+        if self.gpu_gres:
+            return str(self.gpu_gres)
+        for one in NODES.last:
+            for there in one.summary.pools if one.summary is not None else ():
+                if there.name == pool and there.count:
+                    return there.count
+        return "jgpu:open"
+
+    # -- the request ---------------------------------------------------------------------------------------------------------
+
+    def gpu_request(self, allocation: Allocation | None) -> list[str]:
+        """Return the words for `sbatch` that ask for the share, or for a server without one."""
+        if allocation is None:
+            words = [f"--mem={parse_memory_mib(self.gpu_base_memory)}M"]
+            return [*words, *([f"--partition={self.req_partition}"] if self.req_partition else [])]
+        name, milli = self._gpu_count_name(allocation.pool), allocation.fraction_milli
+        number = math.ceil(milli * self.gpu_shards_per_device / WHOLE) if name == _SHARD else milli
+        words = [f"--gres={name}:{number}", f"--mem={allocation.host_memory_mib}M"]
+        partition = self._gpu_partition(allocation.pool)
+        return [*words, *([f"--partition={partition}"] if partition else [])]
+
+    def _gpu_checked_name(self) -> str:
+        """Return the user's name. Raises the error that stops the spawn for one that no user of the machine can have."""
+        name = str(self.user.name)
+        if not _NAME.fullmatch(name):
+            raise spawn_error(
+                f"the user name {name[:80]!r} cannot be a user of the cluster; allowed: letters, digits and _.@+-, not at the beginning "
+                "a hyphen; log in as a user of the cluster",
+                reason="user-name",
+            )
+        return name
+
+    def _gpu_prefix(self) -> list[str]:
+        """Return the words before each command that acts for the user, such as `sudo -E -u NAME`."""
+        values = {"username": self._gpu_checked_name(), "homedir": self.req_homedir}
+        return [format_template(word, **values) for word in shlex.split(self.exec_prefix)]
+
+    @property
+    def gpu_job_name(self) -> str:
+        """The name of this server's jobs."""
+        hub = str(getattr(self.hub, "api_url", ""))
+        return JOB_PREFIX + hashlib.sha256(f"{hub}\0{self.user.name}\0{self.name}".encode()).hexdigest()[:20]
+
+    def gpu_sbatch(self, environment: Mapping[str, str]) -> list[str]:
+        """Return the words of the `sbatch` command that submits the job. Raises the error that stops the spawn."""
+        home = self.req_homedir
+        if not home.startswith("/") or not home.isprintable():
+            raise spawn_error(
+                f"the home folder of {self.user.name}, {home[:80]!r}, is no path; ask your administrator", reason="home"
+            )
+        words = ["sbatch", "--parsable", "--no-requeue", f"--job-name={self.gpu_job_name}", f"--chdir={home}"]
+        words.append(f"--output={home}/jupyterhub_slurmspawner_%j.log")
+        names = [name for name in environment if _VARIABLE.fullmatch(name)]
+        extra = [name for name in self.req_keepvars_extra.split(",") if name.strip()]
+        words.append(f"--export={','.join([*names, *extra])}")
+        for option in ("account", "qos", "reservation", "runtime", "nprocs", "cluster"):
+            if value := getattr(self, f"req_{option}"):
+                flag = {"runtime": "time", "nprocs": "cpus-per-task", "cluster": "clusters"}.get(option, option)
+                words.append(f"--{flag}={value}")
+        # The administrator's options stand before ours: of two equal ones, Slurm takes the last.
+        return [*words, *shlex.split(self.req_options), *self.gpu_request(self.gpu_allocation)]
+
+    def cmd_formatted_for_batch(self) -> str:
+        """Return the server's command for the script, each word quoted."""
+        return shlex.join([*shlex.split(self.batchspawner_singleuser_cmd), *self.cmd, *self.get_args()])
+
+    def gpu_script(self) -> str:
+        """Return the job's script."""
+        ours = {"req_username", "req_homedir", "req_keepvars"}
+        settings = [name for name in self.trait_names() if name.startswith("req_") and name not in ours]
+        variables = {
+            "username": shlex.quote(self._gpu_checked_name()),
+            **{name.removeprefix("req_"): getattr(self, name) for name in settings},
+            "homedir": shlex.quote(self.req_homedir),
+            "path": shlex.quote(self.gpu_path) if self.gpu_path else "",
+            "cmd": self.cmd_formatted_for_batch(),
+        }
+        return str(format_template(self.batch_script, **variables))
+
+    async def submit_batch_script(self) -> str:
+        """Submit the job, and save its number at once. Raises the error that stops the spawn.
+
+        Cancelled while Slurm answers, the job may exist: a stop, or the next start, finds it by its name.
+        """
+        environment = {name: str(value) for name, value in self.get_env().items()}
+        words = [*self._gpu_prefix(), *self.gpu_sbatch(environment)]
+        await self._gpu_cancel_leftovers()
+        self.log.info("Submitting the job of %s: %s", self._log_name, shlex.join(words))
+        self._gpu_begun = True
+        try:
+            self.job_id = job_id_of(await run(*words, stdin=self.gpu_script(), environment=_for_sbatch(environment)))
+        except SlurmError as error:
+            raise spawn_error(str(error), reason="slurm") from None
+        except SlurmUnavailableError as error:
+            raise spawn_error_of(error) from None
+        # JupyterHub saves the state when the start is over: a hub that dies before would forget the job.
+        if self.orm_spawner is not None:
+            self.orm_spawner.state = self.get_state()
+            self.db.commit()
+        return self.job_id
+
+    async def _gpu_cancel_leftovers(self) -> None:
+        """Cancel jobs of this server that an earlier start left. Raises the error that stops the spawn while Slurm does not answer."""
+        try:
+            for job_id in await jobs_named(self._gpu_prefix(), self.gpu_job_name, self.user.name):
+                self.log.warning("Cancelling job %s, which an earlier start of %s left", job_id, self._log_name)
+                await cancel(self._gpu_prefix(), job_id)
+        except SlurmError as error:
+            self.log.warning("Jobs that an earlier start of %s may have left are not known: %s", self._log_name, error)
+        except SlurmUnavailableError as error:
+            raise spawn_error_of(error) from None
+
+    # -- start, poll, stop -----------------------------------------------------------------------------------------------------
+
+    async def _gpu_start_server(self) -> Any:  # noqa: ANN401 - as the spawner below
+        start = asyncio.ensure_future(super()._gpu_start_server())
+        end = asyncio.ensure_future(self._gpu_until_ended())
+        try:
+            await asyncio.wait({start, end}, return_when=asyncio.FIRST_COMPLETED)
+            if start.done():
+                return start.result()
+            raise self._gpu_ended()
+        except RuntimeError:  # batchspawner's word for a job that is gone
+            raise self._gpu_ended() from None
+        finally:
+            for task in (start, end):
+                task.cancel()
+            await asyncio.wait({start, end})
+
+    def _gpu_ended(self) -> web.HTTPError:
+        job = self._gpu_job
+        return spawn_error(ended_sentence(job, job.job_id if job is not None else self.job_id), reason="slurm-job")
+
+    async def _gpu_until_ended(self) -> None:
+        """Return when a job that has started has ended. batchspawner waits for its server's port, however long, without asking Slurm."""
+        while True:
+            await asyncio.sleep(self.startup_poll_interval)
+            if self._gpu_job is not None and self._gpu_job.runs and await self.query_job_status() == JobStatus.NOTFOUND:
+                return
+
+    async def query_job_status(self) -> JobStatus:
+        """Ask Slurm about the job. Only what Slurm says of it ends a server: everything else is `UNKNOWN`."""
+        try:
+            if not self.job_id:
+                return await self._gpu_query_by_name()
+            job = await job_state(self._gpu_prefix(), self.job_id)
+            if job is not None and job.runs and job.node:
+                self._gpu_host = await self._gpu_address(job.node)
+        except (SlurmUnavailableError, SlurmError) as error:
+            self.log.warning("The state of the job of %s is not known: %s", self._log_name, error)
+            return JobStatus.UNKNOWN
+        changed = job != self._gpu_job
+        self._gpu_job = job if job is not None else JobState(job_id=self.job_id, state="GONE")
+        self.job_status = f"{job.state} {job.node}" if job is not None else ""
+        if changed:
+            self._gpu_news.set()
+        if job is None or job.has_ended:
+            return JobStatus.NOTFOUND
+        return JobStatus.RUNNING if job.runs else JobStatus.PENDING
+
+    async def _gpu_query_by_name(self) -> JobStatus:
+        """Look for a job whose number was not saved. Raises SlurmError or SlurmUnavailableError."""
+        if not self._gpu_begun:
+            return JobStatus.NOTFOUND
+        found = await jobs_named(self._gpu_prefix(), self.gpu_job_name, self.user.name)
+        if not found:
+            self._gpu_begun = False
+            return JobStatus.NOTFOUND
+        self.job_id = found[0]
+        return JobStatus.PENDING
+
+    async def _gpu_address(self, name: str) -> str:
+        """Return where a node is reached from the hub: its address in Slurm, which need not be its name. Raises as `read_nodes`."""
+        if self._gpu_job is not None and self._gpu_job.node == name and self._gpu_host:
+            return self._gpu_host
+        for one in await NODES.read(math.inf):
+            if one.node.name == name:
+                return one.node.address
+        return name
+
+    def state_gethost(self) -> str:
+        """Return the address of the job's node."""
+        return self._gpu_host
+
+    def state_ispending(self) -> bool:
+        """Whether the job waits, by Slurm's last word."""
+        return self._gpu_job is not None and not self._gpu_job.runs and not self._gpu_job.has_ended
+
+    def state_isrunning(self) -> bool:
+        """Whether the job runs, by Slurm's last word."""
+        return self._gpu_job is not None and self._gpu_job.runs
+
+    async def cancel_batch_job(self) -> None:
+        """Cancel the job. While Slurm does not answer, it is tried again in the background."""
+        prefix, job_id = self._gpu_prefix(), self.job_id
+        if not job_id:
+            return
+        try:
+            await cancel(prefix, job_id)
+        except SlurmUnavailableError as error:
+            self.log.warning("Job %s of %s is cancelled when Slurm answers: %s", job_id, self._log_name, error)
+            _cancel_later(prefix, job_id, self.log)
+
+    async def stop(self, now: bool = False) -> None:
+        """Cancel the job, and wait until Slurm says that it has ended, or for `gpu_stop_wait`. With `now` it does not wait.
+
+        Raises SlurmError where Slurm refuses. Cancelled: the job is being cancelled all the same.
+        """
+        await self.cancel_batch_job()
+        end_s = time.monotonic() + self.gpu_stop_wait
+        while not now and self.job_id:
+            if await self.query_job_status() == JobStatus.NOTFOUND:
+                return
+            if time.monotonic() > end_s:
+                self.log.warning(
+                    "Job %s of %s has not ended within %g s", self.job_id, self._log_name, self.gpu_stop_wait
+                )
+                return
+            await asyncio.sleep(_STOP_POLL_S)
+
+    def clear_state(self) -> None:
+        """Forget the job."""
+        super().clear_state()
+        self._gpu_begun, self._gpu_host = False, ""
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over the state that an earlier hub saved."""
+        super().load_state(state)
+        self._gpu_begun = bool(self.job_id)
+
+    # -- progress ------------------------------------------------------------------------------------------------------------
+
+    async def gpu_queue(self) -> AsyncGenerator[str, None]:
+        """Yield why the job waits, and when Slurm expects to start it, whenever that changes."""
+        said = ""
+        while True:
+            await self._gpu_news.wait()
+            self._gpu_news.clear()
+            job = self._gpu_job
+            if job is None:
+                continue
+            sentence = f"Job {job.job_id} runs on {job.node}" if job.runs else waiting_sentence(job, datetime.now())  # noqa: DTZ005
+            if sentence != said and not job.has_ended:
+                said = sentence
+                yield sentence
+
+    async def progress(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the start's events from the beginning, to each viewer. batchspawner's own say less, and do not end after a failure."""
+        async with contextlib.aclosing(self._gpu_progress.follow()) as events:
+            async for event in events:
+                yield event
+
+
+def _for_sbatch(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the job's environment, with what the command itself needs of the hub's; `--export` names what of it the job gets."""
+    return {**{name: os.environ[name] for name in ("PATH", "SLURM_CONF") if name in os.environ}, **environment}
+
+
+_later: set["asyncio.Task[None]"] = set()
+
+
+def _cancel_later(prefix: Sequence[str], job_id: str, log: logging.Logger) -> None:
+    """Cancel a job as soon as Slurm answers. A hub that ends before leaves it to the server's next start."""
+
+    async def cancel_it() -> None:
+        pause_s, longest_s = _RETRY_S
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
+            try:
+                await cancel(prefix, job_id)
+            except SlurmUnavailableError:
+                continue
+            except SlurmError as error:
+                log.warning("Job %s was not cancelled: %s", job_id, error)
+            return
+
+    task = asyncio.get_running_loop().create_task(cancel_it())
+    _later.add(task)
+    task.add_done_callback(_later.discard)
+
+
+# -- the route of batchspawner's own wrapper ---------------------------------------------------------------------------------
+
+
+class _PortHandler(BatchSpawnerAPIHandler):  # type: ignore[misc] # untyped
+    """Takes the port on which a server listens, by the server's token."""
+
+    @web.authenticated
+    def post(self) -> None:
+        """Set the port of the server whose token this is. Raises HTTPError for anything else."""
+        token, data = self.get_auth_token(), self.get_json_body()
+        port = data.get("port") if isinstance(data, dict) else None
+        if not isinstance(data, dict) or set(data) != {"port"} or isinstance(port, bool) or not isinstance(port, int):
+            raise web.HTTPError(400, 'only a port can be set: send {"port": NUMBER}')
+        if not 0 < port <= _PORTS:
+            raise web.HTTPError(400, f"port {port} cannot be; allowed: 1 to {_PORTS}")
+        user = self.current_user
+        spawner = next(
+            (one for one in getattr(user, "spawners", {}).values() if token and one.api_token == token), None
+        )
+        if spawner is None:
+            raise web.HTTPError(403, "this is not the token of a server")
+        spawner.port = port
+        self.set_status(201)
+        self.finish(json.dumps({"message": "BatchSpawner data configured"}))
+
+
+def _guard_route() -> None:
+    """Put our handler in the place of batchspawner's, which sets whatever attribute of the spawner it is sent."""
+    for index, (route, handler) in enumerate(default_handlers):
+        if handler is BatchSpawnerAPIHandler:
+            default_handlers[index] = (route, _PortHandler)
+
+
+_guard_route()

@@ -1,0 +1,47 @@
+"""Slurm's nodes and the hub's jobs on them, for the page of the cluster."""
+
+import re
+
+from fractional_gpu_hub.engines.slurm_commands import NODES, Published, ServerJob, pools_of, read_servers
+from fractional_gpu_hub.service.cluster import Cluster, ClusterNode, ClusterServer
+
+_MAX_AGE_S = 2.0
+_COUNT = re.compile(r"([a-z][a-z0-9_]*(?::[a-z][a-z0-9_]*)?):(\d{1,9})")
+
+
+async def read() -> Cluster:
+    """Return the cluster. Raises SlurmError or SlurmUnavailableError."""
+    return cluster_of(await NODES.read(_MAX_AGE_S), await read_servers())
+
+
+def cluster_of(found: list[Published], jobs: list[ServerJob]) -> Cluster:
+    """Return the cluster of these nodes and jobs."""
+    counts = {pool.count for one in found if one.summary is not None for pool in one.summary.pools if pool.count}
+    nodes = [
+        ClusterNode(
+            name=one.node.name,
+            state=one.node.why_not or "in service",
+            pools=pools_of(one),
+            problem=one.problem or (one.summary.problem if one.summary is not None else ""),
+        )
+        for one in found
+        if one.summary is not None or one.problem
+    ]
+    servers = [
+        ClusterServer(
+            identity=f"job {job.job_id}",
+            user=job.user,
+            node=job.node,
+            state=job.state.lower(),
+            milli=_milli(job.gres, counts),
+            since=job.since,
+        )
+        for job in jobs
+    ]
+    return Cluster(nodes=nodes, servers=servers, others=len(found) - len(nodes))
+
+
+def _milli(gres: str, counts: set[str]) -> int | None:
+    """Return the thousandths that a job asked for, by the names under which nodes count them."""
+    asked = {name: int(number) for name, number in _COUNT.findall(gres)}
+    return next((asked[name] for name in sorted(counts & set(asked))), None)

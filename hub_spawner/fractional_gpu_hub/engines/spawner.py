@@ -1,0 +1,212 @@
+"""A server's GPU by the cluster's engine: `class S(EngineGPUMixin, AnEnginesSpawner): ...`.
+
+Rules:
+
+- The engine chooses the node, and its allocation is the seat: the node registers it at the node's own broker. The hub asks no broker.
+- Offers come from the summaries that the nodes' agents publish at the engine (`offers`). They are the nodes' last words, not promises.
+- A choice becomes an `Allocation`: pool, share, and the host memory of the request, which covers the server and all that can be saved of
+  its GPU memory. A spawner turns it into its engine's request in `gpu_prepare`, and nothing else of the user's options goes there.
+- While the engine queues the request, the progress of the start says why and until when (`gpu_queue`).
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from traitlets import Float, TraitError, Unicode, default, validate
+
+from fractional_gpu.core.units import format_fraction, format_memory, parse_memory_mib
+from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
+from fractional_gpu.protocol.nodes import STALE_S
+from fractional_gpu.protocol.seats import Offers
+from fractional_gpu_hub.base import GPUChoiceMixin, free_fractions
+from fractional_gpu_hub.engines.offers import NodePool, Terms, host_memory_mib, offers_of, on_offer
+from fractional_gpu_hub.options import Choice
+from fractional_gpu_hub.seats import spawn_error, spawn_error_of
+
+_STATE = "gpu_allocation"
+_SERVER_START_S = 60  # for the server itself, once the engine has started it
+_QUEUED, _MOST = 10, 60  # the progress bar while the engine queues the request
+
+
+class EngineUnavailableError(BrokerUnavailableError):
+    """The engine does not answer, or its answer is not understood. The sentence says what was asked and what to do."""
+
+    code = "engine-unavailable"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """What a server asks the engine for. Thousandths of a device; memory in MiB: the GPU memory cap, and the host memory of the request."""
+
+    pool: str
+    fraction_milli: int
+    memory_mib: int
+    host_memory_mib: int
+
+
+class EngineGPUMixin(GPUChoiceMixin):
+    """Adds a choice of GPU to an engine's spawner. Put it before the spawner's class, and define `gpu_nodes` and `gpu_prepare`."""
+
+    gpu_no_offers = "No GPU can be chosen now: the cluster does not say what its nodes have. Try again in a moment."
+
+    gpu_wait: Float[float, int | float] = Float(
+        600.0,
+        config=True,
+        help="""How long a server waits in the engine's queue, seconds. The default of `start_timeout` is a minute longer.
+
+        Example: c.EngineGPUMixin.gpu_wait = 1800
+        """,
+    )
+    gpu_base_memory: Unicode[str, str | bytes] = Unicode(
+        "2GiB",
+        config=True,
+        help="""Host memory of a server beside the saved state of its GPU memory: the server, its kernels, their data. The engine is asked
+        for this and the share's GPU memory together, for what is saved of a suspended kernel counts in its job's or pod's memory.
+
+        Example: c.EngineGPUMixin.gpu_base_memory = "4GiB"
+        """,
+    )
+    gpu_stale_after: Float[float, int | float] = Float(
+        float(STALE_S),
+        config=True,
+        help="""When what a node published counts as old, seconds: the spawn page then says so, and counts nothing there as free.
+
+        Example: c.EngineGPUMixin.gpu_stale_after = 300
+        """,
+    )
+
+    def __init__(self, **kwargs: Any) -> None:  # noqa: ANN401 - the spawner's
+        super().__init__(**kwargs)
+        self._gpu_allocation: Allocation | None = None
+
+    @default("start_timeout")
+    def _gpu_start_timeout_default(self) -> int:
+        return int(self.gpu_wait) + _SERVER_START_S
+
+    @validate("gpu_base_memory")
+    def _gpu_check_base_memory(self, proposal: dict[str, Any]) -> str:
+        try:
+            parse_memory_mib(proposal["value"])
+        except ValueError as error:
+            raise TraitError(f"c.EngineGPUMixin.gpu_base_memory: {error}") from None
+        return str(proposal["value"])
+
+    # -- for the spawner of each engine to define --------------------------------------------------------------------------------
+
+    async def gpu_nodes(self) -> Sequence[NodePool]:
+        """Return the pools of all nodes, as their agents published them. Raises EngineUnavailableError. Cancelled: nothing has changed."""
+        raise NotImplementedError
+
+    async def gpu_queue(self) -> AsyncGenerator[str, None]:
+        """Yield a sentence whenever the engine's reason or expected start changes, until the server is started. Closed at any time.
+
+        Nothing by default: for an engine whose spawner shows a progress of its own.
+        """
+        nothing: tuple[str, ...] = ()
+        for sentence in nothing:
+            yield sentence
+
+    # -- offers ------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def gpu_allocation(self) -> Allocation | None:
+        """What the server that runs or starts has; None: no GPU."""
+        return self._gpu_allocation
+
+    async def gpu_offers(self) -> Offers:
+        """Return what the nodes offer. Raises EngineUnavailableError. Cancelled: nothing has changed."""
+        return offers_of(await self.gpu_nodes(), self._gpu_terms())
+
+    def _gpu_terms(self) -> Terms:
+        return Terms(now_s=time.time(), stale_after_s=self.gpu_stale_after)
+
+    async def gpu_take(self, choice: Choice) -> None:
+        """Check the choice against what the nodes offer, and note it. Raises the error that stops the spawn."""
+        if choice.memory_mib is not None:
+            raise spawn_error(
+                f"memory {format_memory(choice.memory_mib)} was chosen, but in this cluster a share's memory goes with the share; leave "
+                "memory out, or choose a larger fraction",
+                reason="gpu-options",
+            )
+        try:
+            nodes = await self.gpu_nodes()
+        except FractionalGPUError as error:
+            self.log.warning("%s got no GPU: %s", self._log_name, error)
+            raise spawn_error_of(error) from error
+        offers = offers_of(nodes, self._gpu_terms())
+        pool, milli = self.gpu_wanted(choice, offers)
+        offer = self._gpu_offer(offers, pool, milli)
+        base_mib = parse_memory_mib(self.gpu_base_memory)
+        self._gpu_allocation = Allocation(
+            pool=pool,
+            fraction_milli=milli,
+            memory_mib=offer,
+            host_memory_mib=host_memory_mib(nodes, pool, milli, base_mib=base_mib),
+        )
+        self._gpu_progress.add(5, f"Asking the cluster for {self._gpu_words()}")
+
+    def _gpu_offer(self, offers: Offers, pool: str, milli: int) -> int:
+        """Return the memory of a share, MiB. Raises the error that stops the spawn for what is not on offer."""
+        found = next((one for one in offers.pools if one.pool == pool), None)
+        if found is None:
+            raise spawn_error(f"there is no pool {pool!r}; allowed: {on_offer(offers, pool)}", reason="gpu-options")
+        if found.why_not:
+            raise spawn_error(f"pool {pool}: {found.why_not}", reason="no-device", hint=free_fractions(offers))
+        for one in found.fractions:
+            if one.fraction_milli == milli:
+                return one.memory_mib
+        raise spawn_error(
+            f"{format_fraction(milli)} GPU is not on offer in pool {pool}; allowed: {on_offer(offers, pool)}",
+            reason="gpu-options",
+        )
+
+    def _gpu_words(self) -> str:
+        has = self._gpu_allocation
+        return f"{format_fraction(has.fraction_milli)} GPU of pool {has.pool}" if has is not None else "no GPU"
+
+    # -- the start ---------------------------------------------------------------------------------------------------------------
+
+    async def _gpu_start_server(self) -> Any:  # noqa: ANN401 - as the spawner below
+        follower = asyncio.ensure_future(self._gpu_follow_queue())
+        try:
+            started = await super()._gpu_start_server()
+        finally:
+            follower.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await follower
+        self._gpu_progress.add(90, f"The cluster has started your server, with {self._gpu_words()}")
+        return started
+
+    async def _gpu_follow_queue(self) -> None:
+        """Show what the engine says of the request. The start does not depend on it: a failure is logged."""
+        try:
+            async with contextlib.aclosing(self.gpu_queue()) as sentences:
+                async for sentence in sentences:
+                    self._gpu_progress.add(min(_MOST, _QUEUED + self._gpu_progress.count), sentence)
+        except FractionalGPUError as error:
+            self.log.warning("Nothing is known of the wait of %s: %s", self._log_name, error)
+
+    # -- state -------------------------------------------------------------------------------------------------------------------
+
+    def get_state(self) -> dict[str, Any]:
+        """Return what must outlive the hub."""
+        state: dict[str, Any] = super().get_state()
+        if self._gpu_allocation is not None:
+            state[_STATE] = asdict(self._gpu_allocation)
+        return state
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over the state that an earlier hub saved."""
+        super().load_state(state)
+        saved = state.get(_STATE)
+        with contextlib.suppress(TypeError):  # a state of another version: the server runs on, its share is not shown
+            self._gpu_allocation = Allocation(**saved) if isinstance(saved, dict) else None
+
+    def clear_state(self) -> None:
+        """Forget the allocation: it ends with the engine's job or pod."""
+        super().clear_state()
+        self._gpu_allocation = None

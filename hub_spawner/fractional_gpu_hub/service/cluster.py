@@ -1,0 +1,226 @@
+"""The page of a cluster: every node as its agent publishes it, and on which nodes users' servers run.
+
+- The engine is asked every `EVERY_S` while a page is open, and for `LINGER_S` after that; with all pages closed nobody asks it.
+- A user sees the sums of every node, and their own servers; administrators see all servers. Users are those of the engine, who have the
+  names that they have at the hub.
+- What a node published may be old, and the engine may not answer: the page then says since when, and shows the last figures.
+"""
+
+import asyncio
+import importlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from fractional_gpu.core.units import format_duration, format_fraction, format_memory
+from fractional_gpu.protocol.errors import FractionalGPUError
+from fractional_gpu.protocol.nodes import STALE_S
+from fractional_gpu_hub.engines.offers import WHOLE, NodePool, Terms
+from fractional_gpu_hub.service.views import Viewer
+
+log = logging.getLogger(__name__)
+
+EVERY_S, LINGER_S = 10.0, 60.0
+ENGINES = {"slurm": "fractional_gpu_hub.engines.slurm_cluster"}
+"""The module of each engine whose `read()` returns the cluster."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterNode:
+    """A node. `state`: the engine's word, `problem`: why it has published nothing that can be read, or takes nothing, a sentence."""
+
+    name: str
+    state: str
+    pools: Sequence[NodePool] = ()
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterServer:
+    """A user's server. `milli`: its share of a GPU, thousandths; None: it has none. `since`: how long it runs, in the engine's words."""
+
+    identity: str
+    user: str
+    node: str
+    state: str
+    milli: int | None = None
+    since: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """All nodes with an agent, all servers, and how many further nodes there are."""
+
+    nodes: Sequence[ClusterNode] = ()
+    servers: Sequence[ClusterServer] = ()
+    others: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSnapshot:
+    """The cluster as read last. `problem`: why there is nothing newer, a sentence; empty: it is new."""
+
+    cluster: Cluster = field(default_factory=Cluster)
+    problem: str = "the cluster has not answered yet"
+
+
+def reader_of(engine: str) -> Callable[[], Awaitable[Cluster]]:
+    """Return what reads the engine's cluster. Raises KeyError for an engine that there is not."""
+    return cast("Callable[[], Awaitable[Cluster]]", importlib.import_module(ENGINES[engine]).read)
+
+
+class ClusterFollower:
+    """Reads the cluster while pages are open. Everything belongs to one event loop."""
+
+    def __init__(self, read: Callable[[], Awaitable[Cluster]]) -> None:
+        self.changed = asyncio.Event()
+        self._read = read
+        self._snapshot = ClusterSnapshot()
+        self._asked = asyncio.Event()
+        self._asked_s = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def snapshot(self) -> ClusterSnapshot:
+        """The cluster as read last; whoever asks has it read again."""
+        self._asked_s = time.monotonic()
+        self._asked.set()
+        return self._snapshot
+
+    def start(self) -> None:
+        """Begin to follow."""
+        self._task = asyncio.get_running_loop().create_task(self._follow())
+
+    def refresh_soon(self) -> None:
+        """Nothing that this page offers changes the cluster."""
+
+    async def close(self) -> None:
+        """End; returns when the last command has ended."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def _follow(self) -> None:
+        while True:
+            if time.monotonic() - self._asked_s > LINGER_S:
+                self._asked.clear()
+            await self._asked.wait()
+            try:
+                fresh = ClusterSnapshot(cluster=await self._read(), problem="")
+            except FractionalGPUError as error:
+                fresh = replace(self._snapshot, problem=str(error))
+            if fresh.problem != self._snapshot.problem and fresh.problem:
+                log.warning("no news of the cluster: %s", fresh.problem)
+            self._snapshot = fresh
+            self.changed.set()
+            self.changed = asyncio.Event()
+            await asyncio.sleep(EVERY_S)
+
+
+# -- what a user may see -----------------------------------------------------------------------------------------------------
+
+
+def cluster_view(snapshot: ClusterSnapshot, viewer: Viewer, *, now_s: float | None = None) -> dict[str, Any]:
+    """Return everything that the viewer's page shows, ready to be encoded as JSON. `now_s`: seconds since the epoch."""
+    cluster, terms = snapshot.cluster, Terms(now_s=time.time() if now_s is None else now_s, stale_after_s=STALE_S)
+    servers = [one for one in cluster.servers if viewer.admin or one.user == viewer.name]
+    return {
+        "you": {"name": viewer.name, "admin": viewer.admin},
+        "problem": snapshot.problem,
+        "simulated": any(pool.simulated for node in cluster.nodes for pool in node.pools),
+        "summary": _summary(cluster, servers, viewer, terms),
+        "nodes": [row for node in sorted(cluster.nodes, key=lambda one: one.name) for row in _rows(node, terms)],
+        "servers": [_server(one) for one in sorted(servers, key=lambda one: (one.user, one.identity))],
+        "devices": [],
+        "kernels": [],
+    }
+
+
+def _summary(cluster: Cluster, servers: Sequence[ClusterServer], viewer: Viewer, terms: Terms) -> str:
+    pools = [pool for node in cluster.nodes for pool in node.pools if not pool.why_not]
+    free = sum(pool.admissible_milli for pool in pools if not terms.is_stale(pool))
+    parts = [
+        _count(len(cluster.nodes), "node"),
+        f"{_devices(sum(pool.held_milli for pool in pools))} of {_devices(sum(pool.total_milli for pool in pools))} GPUs held",
+        f"{_devices(free)} can be had at once",
+        _count(len(servers), "server") + ("" if viewer.admin else " of yours"),
+    ]
+    if cluster.others:
+        parts.append(f"{_count(cluster.others, 'further node')} without an agent")
+    return ", ".join(parts)
+
+
+def _rows(node: ClusterNode, terms: Terms) -> list[dict[str, Any]]:
+    if not node.pools:
+        return [
+            {
+                "id": node.name,
+                "name": node.name,
+                "pool": "none",
+                "gpus": "not known",
+                "gpus_note": "",
+                "held": "not known",
+                "level": 0,
+                "free": "none",
+                "queue": "not known",
+                "queue_note": "",
+                "state": node.state,
+                "note": _sentence(node.problem),
+            }
+        ]
+    return [_row(node, pool, terms) for pool in sorted(node.pools, key=lambda one: one.pool)]
+
+
+def _row(node: ClusterNode, pool: NodePool, terms: Terms) -> dict[str, Any]:
+    stale = terms.is_stale(pool)
+    usable = not pool.why_not and not stale
+    notes = [
+        f"published {format_duration(int(terms.age_s(pool)) * 1000)} ago{', too long to rely on' if stale else ''}"
+    ]
+    return {
+        "id": f"{node.name}/{pool.pool}",
+        "name": node.name,
+        "pool": pool.pool,
+        "gpus": f"{_count(pool.devices, 'GPU')}",
+        "gpus_note": f"{format_memory(pool.device_mib)} each" if pool.device_mib else "",
+        "held": f"{_devices(pool.held_milli)} of {_devices(pool.total_milli)} held",
+        "level": min(100, 100 * pool.held_milli // max(1, pool.total_milli)),
+        "free": f"{_devices(pool.admissible_milli)} GPUs at once" if usable else "none",
+        "queue": _count(pool.waiting, "kernel") if pool.waiting else "none",
+        "queue_note": _wait(pool),
+        "state": node.state,
+        "note": ". ".join(_sentence(one).rstrip(".") for one in ([node.problem] if node.problem else []) + notes) + ".",
+    }
+
+
+def _wait(pool: NodePool) -> str:
+    if pool.wait_ms is None or pool.wait_p95_ms is None:
+        return ""
+    half, most = format_duration(pool.wait_ms), format_duration(pool.wait_p95_ms)
+    return f"a further server's cells: half within {half}, 95 % within {most}"
+
+
+def _server(one: ClusterServer) -> dict[str, Any]:
+    return {
+        "id": one.identity,
+        "name": one.identity,
+        "owner": one.user,
+        "share": f"{format_fraction(one.milli)} GPU" if one.milli else "no GPU",
+        "node": one.node or "none yet",
+        "state": one.state,
+        "since": one.since,
+    }
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _devices(milli: int) -> str:
+    return f"{milli / WHOLE:.2f}".rstrip("0").rstrip(".")
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"

@@ -1,0 +1,179 @@
+"""`jupyter gpu node agent`: the node agent as a process: its options, its log, its end."""
+
+import argparse
+import json
+import os
+import signal
+import socket as socket_module
+import sys
+import threading
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from fractional_gpu.commands.node.options import add_node_options, counts_of, seats_folder
+from fractional_gpu.commands.terminal.errors import CommandError, UsageError, parse_argument
+from fractional_gpu.core.units import parse_duration_ms
+
+if TYPE_CHECKING:
+    from fractional_gpu.engines.agent import AgentRules
+
+SLURM, KUBERNETES = "slurm", "kubernetes"
+_LEAST_EVERY_MS, _LEAST_LOOK_MS = 50, 100
+EPILOG = """\
+examples:
+  jupyter gpu node agent --engine slurm                    on a node whose name in Slurm is its host's
+  jupyter gpu node agent --engine slurm --node gpu07 --pool default=jgpu --pool big=jgpubig
+  jupyter gpu node agent --engine slurm --once --json      write once, and show what
+  jupyter gpu node agent --engine kubernetes --node gpu07 --hub-namespace jhub
+  jupyter gpu node agent --engine kubernetes --node gpu07 --remove --kubeconfig ~/.kube/config
+
+In Slurm it sets the node's counts (`scontrol update nodename=... gres=jgpu:open:N,jgpu:closed:M`, thousandths of a GPU): open is what
+jobs hold and what the broker would grant beside; the sum of the two never changes. The node's Extra gets a summary. The agent writes on
+change, at most once in --floor, and reads the node's record every --look. Where the broker does not answer, the count stays for
+--patience, and is then lowered to what is in use. It needs the right to update nodes: root, SlurmUser, or an operator of Slurm.
+
+In Kubernetes it patches the node's status: the extended resource fractional-gpu.jupyter.org/POOL in thousandths of a GPU, and an
+annotation with the summary. It watches the node's pods and registers the share of each at the broker. docs/kubernetes.md says which
+rights it needs; --remove takes what it wrote from the node again.
+
+SIGTERM ends it; the counts stay as they are.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the action and add its arguments."""
+    parser.description = "Give the cluster's engine the numbers of this node's broker: how much more it would grant."
+    parser.epilog = EPILOG
+    parser.add_argument("--engine", choices=(SLURM, KUBERNETES), required=True, help="the cluster's engine")
+    parser.add_argument("--node", metavar="NAME", help="the node's name in the engine (default: the host's short name)")
+    add_node_options(parser)
+    parser.add_argument(
+        "--hub-namespace",
+        metavar="NAMESPACE",
+        action="append",
+        help="Kubernetes: pods of this namespace state their owner (once for each hub; default: none does)",
+    )
+    parser.add_argument(
+        "--kubeconfig",
+        metavar="FILE",
+        help="Kubernetes: how the API is reached (default: as this pod's service account)",
+    )
+    parser.add_argument(
+        "--remove", action="store_true", help="Kubernetes: remove counts and summary from the node, and end"
+    )
+    parser.add_argument("--once", action="store_true", help="write once, at once, and end")
+    parser.add_argument("--json", action="store_true", help="with --once: print what was written as one JSON object")
+    for name, default, text in (
+        ("--every", "2s", "how often the broker is asked"),
+        ("--floor", "5s", "the least time between two writes"),
+        ("--jitter", "2s", "a change waits for a random part of this time"),
+        ("--look", "30s", "how often the node's record is read, to find what others changed"),
+        ("--patience", "2m", "how long the last count stays while no broker answers"),
+        ("--comment-every", "5m", "how often a job's figures are written into its AdminComment, or never"),
+    ):
+        parser.add_argument(name, metavar="DURATION", default=default, help=f"{text} (default: {default})")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the agent until SIGTERM or SIGINT, or once. Raises UsageError, CommandError and FractionalGPUError (with --once)."""
+    if options.json and not options.once:
+        raise UsageError("--json goes with --once; a running agent writes its log to stderr")
+    if options.engine == KUBERNETES:
+        from fractional_gpu.commands.node.kubernetes_agent import run_kubernetes  # noqa: PLC0415 - as below
+
+        return run_kubernetes(options, _rules(options, {}), _every_ms(options), _say, _ending)
+    _refuse_kubernetes(options)
+    from fractional_gpu.client.seat import SeatClient  # noqa: PLC0415 - as below
+    from fractional_gpu.engines.agent import Agent  # noqa: PLC0415 - not for help texts
+    from fractional_gpu.engines.hooks import HookSettings  # noqa: PLC0415 - as above
+    from fractional_gpu.engines.job_keeper import JobKeeper, KeeperRules  # noqa: PLC0415 - as above
+    from fractional_gpu.engines.job_seats import job_of  # noqa: PLC0415 - as above
+    from fractional_gpu.engines.slurm import OPEN, Slurm  # noqa: PLC0415 - as above
+
+    node = options.node or socket_module.gethostname().partition(".")[0]
+    counts = counts_of(options.pool)
+    asked = {pool: f"{count}:{OPEN}" for pool, count in counts.items()}
+    rules, every_ms = replace(_rules(options, counts), asked=asked), _every_ms(options)
+    look_ms = rules.look_ms
+    comments = None if options.comment_every == "never" else _duration(options.comment_every, "--comment-every")
+    settings = HookSettings(
+        socket=options.socket,
+        folder=seats_folder(options),
+        pools={count: pool for pool, count in counts.items()},
+        shard_pool=options.shards,
+        has_groups=not options.no_groups,
+    )
+    slurm = Slurm(node)
+    keeper = JobKeeper(slurm, settings, KeeperRules(jobs_ms=2 * look_ms, young_ms=look_ms, comment_ms=comments), _say)
+    agent = Agent(
+        slurm,
+        lambda: SeatClient(options.socket, timeout_s=10),
+        rules,
+        is_ours=lambda seat: job_of(seat) is not None,
+        seed=zlib.crc32(node.encode()) << 16 ^ os.getpid(),
+        say=_say,
+        after_look=keeper.look,
+    )
+    if options.once:
+        write = agent.once()
+        shown = {"node": node, "counts": dict(write.counts), "summary": json.loads(write.summary)}
+        counted = ", ".join(f"{name}:{count}" for name, count in sorted(write.counts.items())) or "no counts"
+        print(json.dumps(shown) if options.json else f"node {node}: {counted}")
+        return 0
+    _say(f"agent of node {node}: pools {', '.join(f'{pool} as {count}' for pool, count in counts.items())}")
+    with _ending() as end:
+        while not end.is_set():
+            end.wait(min(every_ms, max(_LEAST_EVERY_MS, agent.step())) / 1000)
+    _say("ended; the counts stay as they are")
+    return 0
+
+
+def _rules(options: argparse.Namespace, counts: dict[str, str]) -> "AgentRules":
+    """Return the agent's times. Raises UsageError."""
+    from fractional_gpu.core.nodes.pacing import PacingRules  # noqa: PLC0415 - not for help texts
+    from fractional_gpu.engines.agent import AgentRules  # noqa: PLC0415 - as above
+
+    pacing = PacingRules(floor_ms=_duration(options.floor, "--floor"), jitter_ms=_duration(options.jitter, "--jitter"))
+    return AgentRules(
+        counts=counts,
+        pacing=pacing,
+        look_ms=max(_LEAST_LOOK_MS, _duration(options.look, "--look")),
+        patience_ms=_duration(options.patience, "--patience"),
+    )
+
+
+def _every_ms(options: argparse.Namespace) -> int:
+    return max(_LEAST_EVERY_MS, _duration(options.every, "--every"))
+
+
+def _refuse_kubernetes(options: argparse.Namespace) -> None:
+    """Raise UsageError for options that another engine has not."""
+    given = {"--hub-namespace": options.hub_namespace, "--kubeconfig": options.kubeconfig, "--remove": options.remove}
+    if named := [name for name, value in given.items() if value]:
+        raise UsageError(f"{', '.join(named)}: only with --engine {KUBERNETES}")
+
+
+@contextmanager
+def _ending() -> Iterator[threading.Event]:
+    """Set the event at SIGTERM and SIGINT."""
+    end = threading.Event()
+    before = {number: signal.signal(number, lambda *_: end.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield end
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _duration(text: str, name: str) -> int:
+    try:
+        return parse_argument(parse_duration_ms, text)
+    except CommandError as error:
+        raise UsageError(f"{name}: {error}") from None
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,76 @@
+"""Options that the actions of `jupyter gpu node` share. Light: Slurm's Prolog imports this."""
+
+import argparse
+import re
+from pathlib import Path
+
+from fractional_gpu.commands.terminal.errors import UsageError
+
+SOCKET = "/run/jupyter-gpu/broker.sock"
+COUNT = "jgpu"
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}", re.ASCII)
+RESERVED = ("gpu", "shard", "mps", "gres")
+
+
+def add_node_options(parser: argparse.ArgumentParser) -> None:
+    """Add what agent, Prolog and Epilog must agree on."""
+    parser.add_argument("--socket", metavar="PATH", default=SOCKET, help=f"the broker's socket (default: {SOCKET})")
+    parser.add_argument(
+        "--seats",
+        metavar="DIR",
+        type=Path,
+        help="where the files of jobs' seats lie (default: `seats` beside the socket)",
+    )
+    parser.add_argument(
+        "--pool",
+        metavar="POOL[=COUNT]",
+        action="append",
+        help=f"a pool, and the name of its count in the engine (default: default={COUNT}); several pools: once for each",
+    )
+    parser.add_argument(
+        "--shards",
+        metavar="POOL",
+        default="",
+        help="Slurm's gres/shard is used too: a job's shards are a share of this pool, pinned to the GPU that Slurm chose",
+    )
+    parser.add_argument(
+        "--no-groups",
+        action="store_true",
+        help="Slurm runs without proctrack/cgroup: a job's processes are then known by its user alone, and two jobs of one user "
+        "are not told apart",
+    )
+
+
+def seats_folder(options: argparse.Namespace) -> Path:
+    """Return the folder of jobs' seats."""
+    folder: Path | None = options.seats
+    return folder if folder is not None else Path(options.socket).parent / "seats"
+
+
+def counts_of(words: list[str] | None) -> dict[str, str]:
+    """Return the name of each pool's count, by the pool. Raises UsageError."""
+    counts: dict[str, str] = {}
+    for word in words or [f"default={COUNT}"]:
+        pool, separator, count = word.partition("=")
+        count = count if separator else COUNT
+        if not pool or not pool.isprintable():
+            raise UsageError(f"--pool {word!r} names no pool; write POOL or POOL=COUNT, such as default={COUNT}")
+        if not _NAME.fullmatch(count) or count in RESERVED:
+            raise UsageError(
+                f"--pool {word!r}: the count's name is {count!r}; allowed: a lower-case letter, then letters, digits and `_`, but not "
+                f"{', '.join(RESERVED)}"
+            )
+        if pool in counts or count in counts.values():
+            raise UsageError(f"--pool {word!r}: each pool and each count may be named once")
+        counts[pool] = count
+    return counts
+
+
+def words_of(options: argparse.Namespace) -> list[str]:
+    """Return the options as words of a command line, those that differ from their defaults."""
+    words = [] if options.socket == SOCKET else ["--socket", options.socket]
+    words += [] if options.seats is None else ["--seats", str(options.seats)]
+    for pool in options.pool or ():
+        words += ["--pool", pool]
+    words += ["--shards", options.shards] if options.shards else []
+    return words + (["--no-groups"] if options.no_groups else [])

@@ -1,0 +1,68 @@
+"""How many thousandths of a device an engine (Slurm, Kubernetes) may give away on a node.
+
+The engine gives away what its count leaves beside what is in use by its own books. So the count is
+
+    what is in use by its books + what the pool's forecast admits - what is given away already and has no seat yet
+
+- Seats of others (a hub beside the engine, a user of the machine) are not in the engine's books; what they hold is missing from what is
+  admitted.
+- A job to which the engine has given its share, and whose seat is not registered yet, is in the books and not among the seats.
+- Books may say less than the seats: Slurm forgets part of what is in use when its configuration is read again. What counts is how much more
+  it would give away, so the books decide.
+
+Slurm refuses a job that asks for more than the count of any node, and holds one that waits already, for good. So the count is never
+below `least_milli`, the largest share on offer: where less is in use, one job may start that is not admitted. What the pool may promise
+bounds it.
+
+Without a broker nothing is forecast. The last count stays for a while, since a broker restarts within seconds; after that only
+what is in use remains, so that no further job starts on a node that cannot serve it.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeShares:
+    """Shares of one pool of a node, in milli-GPU."""
+
+    seated_milli: int  # by seats of the engine's jobs
+    admissible_milli: int  # beside all seats
+    in_use_milli: int  # by the engine's own books
+
+
+def count_of(shares: NodeShares, *, least_milli: int = 0) -> int:
+    """Return the engine's count, milli-GPU, at least `least_milli`."""
+    unseated = max(0, shares.in_use_milli - shares.seated_milli)
+    return max(least_milli, shares.in_use_milli + max(0, shares.admissible_milli - unseated))
+
+
+def count_without_broker(
+    last: int | None, in_use_milli: int, *, silent_ms: int, patience_ms: int, least_milli: int = 0
+) -> int:
+    """Return the count while no broker answers: the last one, or, after `patience_ms`, what is in use; at least `least_milli`.
+
+    `last`: the count that was written last; None: none was.
+    """
+    if last is None or silent_ms >= patience_ms:
+        return max(least_milli, in_use_milli, 0)
+    return max(least_milli, last, in_use_milli, 0)
+
+
+def rounded_wait_ms(wait_ms: int) -> int:
+    """Return the wait in steps of 1, 2 and 5 times a power of ten, rounded up, from 100 ms on: small changes are no news."""
+    if wait_ms <= 0:
+        return 0
+    step = 100
+    while True:
+        for factor in (1, 2, 5):
+            if wait_ms <= step * factor:
+                return step * factor
+        step *= 10
+
+
+def rounded_memory_mib(mib: int) -> int:
+    """Return the size rounded down to a sixteenth of its largest power of two, for the same reason."""
+    if mib < 16:
+        return max(0, mib)
+    step = 1 << (mib.bit_length() - 5)
+    return mib // step * step

@@ -1,0 +1,179 @@
+"""Slurm's Prolog and Epilog on a node: a job's allocation becomes a seat, and the seat ends with the job. They run as root.
+
+- Slurm drains a node whose Prolog or Epilog fails. So neither raises for anything that a broker, a controller or a disk may do: what went
+  wrong goes to the log, and to the job's own output.
+- A job waits for its Prolog, and Slurm gives it some ten seconds (BatchStartTimeout). The controller gets `CONTROLLER_S` of them to answer
+  and the broker `BROKER_S`; a seat that could not be registered in that time is registered later by the node's agent.
+- Neither starts a broker: it would belong to the job's control group, and end with it.
+"""
+
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fractional_gpu.client.seat import SeatClient
+from fractional_gpu.engines.engine import EngineError
+from fractional_gpu.engines.job_seats import JobSeat, SeatFiles, job_of, share_of_job, share_of_shards, told_of
+from fractional_gpu.engines.slurm import SHARD, Slurm, SlurmJob, job_number, total_of
+from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableError, ForbiddenError, FractionalGPUError
+
+__all__ = ["HookSettings", "begin", "end", "register_late"]
+
+CONTROLLER_S = 3.0
+BROKER_S = 3.0
+_PROC_GPUS = Path("/proc/driver/nvidia/gpus")
+_MINOR = re.compile(r"^Device Minor:\s*(\d+)", re.MULTILINE)
+_UUID = re.compile(r"^GPU UUID:\s*(GPU-[0-9a-f-]+)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HookSettings:
+    """What Prolog, Epilog and agent agree on.
+
+    `pools`: the pool of each count, by its name in Slurm; `shard_pool`: that of shards, empty: shards are left alone.
+    `has_groups`: Slurm gives each job control groups of its own (`proctrack/cgroup`).
+    """
+
+    socket: str
+    folder: Path
+    pools: Mapping[str, str] = field(default_factory=lambda: {"jgpu": "default"})
+    shard_pool: str = ""
+    has_groups: bool = True
+    controller_s: float = CONTROLLER_S
+    broker_s: float = BROKER_S
+
+
+def begin(settings: HookSettings, environment: Mapping[str, str], log: Callable[[str], None]) -> None:
+    """Register the seat of the job that begins; `environment` is what slurmd gave the Prolog."""
+    files = SeatFiles(settings.folder)
+    number: int | None = None
+    try:
+        number = job_number(environment.get("SLURM_JOB_ID", ""))
+        slurm = Slurm(environment.get("SLURMD_NODENAME", ""), timeout_s=settings.controller_s)
+        job = slurm.job(number)
+        if job is None:
+            raise EngineError(f"Slurm knows no job {number}")
+        wanted = _wanted(settings, slurm, job, environment)
+        if wanted is None:
+            return
+        files.prepare()
+        with files.writing_wanted(wanted):
+            told = _register(settings, files, wanted, log)
+            files.write_environment(wanted, settings.socket, told)
+    except (FractionalGPUError, OSError) as error:
+        log(f"job {environment.get('SLURM_JOB_ID', '?')[:20]!a}: no seat: {error}")
+        if number is not None:
+            with suppress(OSError, EngineError):
+                files.prepare()
+                files.remove(number)
+                files.write_refusal(number, settings.socket, f"this job has no GPU share: {error}")
+
+
+def end(settings: HookSettings, environment: Mapping[str, str], log: Callable[[str], None]) -> None:
+    """End the seat of the job that has ended, and remove its files. The broker ends the seat by itself where it cannot be told."""
+    files = SeatFiles(settings.folder)
+    try:
+        number = job_number(environment.get("SLURM_JOB_ID", ""))
+        if not files.knows(number):
+            return
+        with _client(settings) as client:
+            files.release(client, number)
+        log(f"job {number}: its seat has ended")
+    except (FractionalGPUError, OSError) as error:
+        log(f"job {environment.get('SLURM_JOB_ID', '?')[:20]!a}: its seat ends without the Epilog: {error}")
+    with suppress(EngineError, OSError):
+        files.remove(job_number(environment.get("SLURM_JOB_ID", "")))
+
+
+def register_late(settings: HookSettings, client: SeatClient, wanted: JobSeat, log: Callable[[str], None]) -> bool:
+    """Register the seat of a running job that has none; return whether it has one now."""
+    files = SeatFiles(settings.folder)
+    try:
+        with files.claimed(wanted.job_id) as free:
+            if not free or any(job_of(seat) == wanted.job_id for seat in client.seats().seats):
+                return False
+            warning = files.register(client, wanted)
+            files.write_environment(wanted, settings.socket, [warning] if warning else [])
+    except (FractionalGPUError, OSError) as error:
+        log(f"job {wanted.job_id}: still without a seat: {error}")
+        return False
+    log(f"job {wanted.job_id}: a seat of {wanted.fraction_milli} thousandths in pool {wanted.pool!r}, late")
+    return True
+
+
+def _wanted(settings: HookSettings, slurm: Slurm, job: SlurmJob, environment: Mapping[str, str]) -> JobSeat | None:
+    """Return the seat that the job is entitled to; None: it asked for no share. Raises EngineError."""
+    share = share_of_job(job, settings.pools)
+    if share is not None:
+        pool, milli = share
+        return JobSeat(
+            job_id=job.job_id,
+            uid=job.uid,
+            user=job.user,
+            pool=pool,
+            fraction_milli=milli,
+            has_groups=settings.has_groups,
+        )
+    if not settings.shard_pool or not total_of(job.gres, SHARD):
+        return None
+    indexes = [int(word) for word in environment.get("SLURM_JOB_GPUS", "").split(",") if word.isdecimal()]
+    milli_of_shards = share_of_shards(job, slurm.fields().get("Gres", ""), indexes)
+    if milli_of_shards is None:
+        return None
+    return JobSeat(
+        job_id=job.job_id,
+        uid=job.uid,
+        user=job.user,
+        pool=settings.shard_pool,
+        fraction_milli=milli_of_shards,
+        devices=[_device(settings, indexes[0])],
+        has_groups=settings.has_groups,
+    )
+
+
+def _register(settings: HookSettings, files: SeatFiles, wanted: JobSeat, log: Callable[[str], None]) -> Sequence[str]:
+    """Register the seat; return what the job is told. Raises BadRequestError and ForbiddenError where it can never have one."""
+    try:
+        with _client(settings) as client:
+            warning = files.register(client, wanted)
+    except (BadRequestError, ForbiddenError):
+        raise
+    except (FractionalGPUError, OSError) as error:
+        log(f"job {wanted.job_id}: no seat yet: {error}")
+        if isinstance(error, BrokerUnavailableError):
+            return [f"{told_of(error)}; it gets it when the node's broker answers"]
+        return [told_of(error)]
+    log(
+        f"job {wanted.job_id}: a seat of {wanted.fraction_milli} thousandths in pool {wanted.pool!r} for {wanted.user!a}"
+    )
+    return [warning] if warning else []
+
+
+@contextmanager
+def _client(settings: HookSettings) -> Iterator[SeatClient]:
+    """Return a client whose calls all end within `broker_s`: a wait for a seat has a limit of its own, which is too long here."""
+    with SeatClient(settings.socket, timeout_s=settings.broker_s) as client:
+        timer = threading.Timer(settings.broker_s, client.close)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield client
+        finally:
+            timer.cancel()
+
+
+def _device(settings: HookSettings, index: int) -> str:
+    """Return the UUID of the device to which Slurm pinned a job: the one whose file is `/dev/nvidiaINDEX`. Raises FractionalGPUError."""
+    for folder in sorted(_PROC_GPUS.iterdir()) if _PROC_GPUS.is_dir() else ():
+        text = (folder / "information").read_text(errors="replace")
+        minor, uuid = _MINOR.search(text), _UUID.search(text)
+        if minor is not None and uuid is not None and int(minor[1]) == index:
+            return uuid[1]
+    with _client(settings) as client:  # simulated devices have no files
+        for device in client.status().devices:
+            if device.index == index:
+                return device.device_id
+    raise EngineError(f"Slurm chose GPU {index}, which the broker does not manage: pools need all devices of gres.conf")

@@ -1,0 +1,133 @@
+"""What the node agent does for Slurm's jobs beside the counts: seats that were missed, seats that were left, and figures for accounting.
+
+- A running job whose Prolog could not register its seat gets it as soon as the broker answers.
+- A seat whose job Slurm knows no more, or knows as ended, ends: its Epilog did not run, or could not reach the broker.
+- The meter's figures of each job go into its AdminComment, at most once in `comment_ms`, and after its end into the accounting database.
+
+Slurm is asked for the node's jobs only where there is a reason: a seat that is missing, or seats that are a while old.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fractional_gpu.client.seat import SeatClient
+from fractional_gpu.engines.accounting import JobFigures, figures_of, leases_by_seat, sentence_of
+from fractional_gpu.engines.engine import EngineError
+from fractional_gpu.engines.hooks import HookSettings, register_late
+from fractional_gpu.engines.job_seats import JobSeat, SeatFiles, job_of
+from fractional_gpu.engines.slurm import Slurm
+from fractional_gpu.protocol.messages import SeatStatus
+
+__all__ = ["JobKeeper", "KeeperRules"]
+
+_MS = 1_000_000  # nanoseconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeeperRules:
+    """Times in milliseconds. `comment_ms`: how often a job's comment is written; None: never."""
+
+    jobs_ms: int = 60_000  # how often Slurm is asked for its jobs while seats live
+    young_ms: int = 30_000  # a seat that is younger is not examined: its job may be on its way
+    comment_ms: int | None = 300_000
+
+
+class JobKeeper:
+    """Keeps the jobs of one node. Its `look` is the agent's `after_look`."""
+
+    def __init__(
+        self,
+        slurm: Slurm,
+        settings: HookSettings,
+        rules: KeeperRules,
+        say: Callable[[str], None],
+        clock_ms: Callable[[], int] = lambda: time.monotonic_ns() // _MS,
+    ) -> None:
+        self._slurm = slurm
+        self._settings = settings
+        self._files = SeatFiles(settings.folder)
+        self._rules = rules
+        self._say = say
+        self._clock_ms = clock_ms
+        self._asked_ms: int | None = None
+        self._commented_ms: int | None = None
+        self._figures: dict[int, JobFigures] = {}
+        self._accounted: bool | None = None  # whether ended jobs can be commented on; None: not asked yet
+        self._said = ""
+
+    def look(self, client: SeatClient, seats: list[SeatStatus]) -> None:
+        """Do what is due. Raises FractionalGPUError where the broker does not answer; Slurm's troubles are said once."""
+        now = self._clock_ms()
+        try:
+            self._keep_seats(now, client, seats)
+            if self._rules.comment_ms is not None:
+                self._keep_figures(now, client, seats, self._rules.comment_ms)
+            self._said = ""
+        except EngineError as error:
+            if str(error) != self._said:
+                self._said = str(error)
+                self._say(f"the jobs of this node cannot be examined: {error}")
+
+    # -- seats -------------------------------------------------------------------------------------------------------------
+
+    def _keep_seats(self, now: int, client: SeatClient, seats: list[SeatStatus]) -> None:
+        seated = {job for seat in seats if (job := job_of(seat)) is not None}
+        missing = [wanted for wanted in self._files.wanted() if wanted.job_id not in seated]
+        old = [seat for seat in seats if (job_of(seat) is not None and seat.age_ms >= self._rules.young_ms)]
+        if not missing and not old:
+            return
+        if not missing and self._asked_ms is not None and now < self._asked_ms + self._rules.jobs_ms:
+            return
+        self._asked_ms = now
+        running = {job.job_id for job in self._slurm.jobs() if not job.has_ended}
+        for wanted in missing:
+            self._register_or_forget(client, wanted, running)
+        for seat in old:
+            job = job_of(seat)
+            if job is not None and job not in running:
+                client.release_seat(seat.seat_id)
+                self._files.remove(job)
+                self._say(f"job {job} has ended: its seat, which its Epilog left, has ended, too")
+
+    def _register_or_forget(self, client: SeatClient, wanted: JobSeat, running: set[int]) -> None:
+        if wanted.job_id in running:
+            register_late(self._settings, client, wanted, self._say)
+        else:
+            self._files.remove(wanted.job_id)
+
+    # -- figures -----------------------------------------------------------------------------------------------------------
+
+    def _keep_figures(self, now: int, client: SeatClient, seats: list[SeatStatus], comment_ms: int) -> None:
+        ours = {job: seat for seat in seats if (job := job_of(seat)) is not None}
+        if any(seat.kernels for seat in ours.values()):
+            leases = leases_by_seat(client, [seat.seat_id for seat in ours.values()])
+            for job, seat in ours.items():
+                if leases[seat.seat_id]:
+                    known = self._figures.setdefault(job, JobFigures(owner=seat.owner, since_s=int(time.time())))
+                    known.leases |= leases[seat.seat_id]
+        ended = [job for job in self._figures if job not in ours]
+        due = self._commented_ms is None or now >= self._commented_ms + comment_ms
+        if not self._figures or not (due or ended):
+            return
+        if due:
+            self._commented_ms = now
+        sums = figures_of(client, self._figures)
+        for job in list(self._figures) if due else ended:
+            self._comment(job, sentence_of(self._figures[job], sums[job]), has_ended=job in ended)
+            if job in ended:
+                del self._figures[job]
+
+    def _comment(self, job: int, text: str, *, has_ended: bool) -> None:
+        known = self._figures[job]
+        if text == known.written:
+            return
+        if not has_ended and self._slurm.comment(job, text):
+            known.written = text
+        elif has_ended and self._has_accounting():
+            self._slurm.comment_in_accounting(job, text)
+
+    def _has_accounting(self) -> bool:
+        if self._accounted is None:
+            self._accounted = "slurmdbd" in self._slurm.config().get("AccountingStorageType", "")
+        return self._accounted

@@ -1,0 +1,297 @@
+"""The seat of a Slurm job on this node: the job's allocation, registered at the node's broker.
+
+Files, in the folder of seats (mode 0711, root's; `/run/jupyter-gpu/seats`), for job N:
+
+- `job-N.json`: the seat with its token, for the job's user alone (0600). Kernels of the job read it.
+- `job-N.env`: what the job's tasks get in their environment, and what they are told, one `NAME=value` or `print TEXT` a line, for all to
+  read. It names the seat's file also where the seat could not be registered yet.
+- `job-N.wanted`: the request, for root alone, until the job ends. With it the agent registers a seat that the Prolog could not, since the
+  broker was down, and again one that a broker without its ledger has forgotten.
+
+A share is a whole job's on one node: an array's tasks and the parts of a heterogeneous job are jobs of their own, and a job of several
+nodes has a seat on each.
+"""
+
+import fcntl
+import grp
+import json
+import os
+import pwd
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fractional_gpu.client.seat import Seat, SeatClient, write_seat
+from fractional_gpu.engines.engine import EngineError
+from fractional_gpu.engines.slurm import OPEN, SHARD, SlurmJob, parse_gres, total_of
+from fractional_gpu.host.files import replace_file
+from fractional_gpu.protocol.errors import FractionalGPUError, NoRoomError, NotFoundError
+from fractional_gpu.protocol.messages import SLURM, ProgressKind, SeatStatus, Workload
+from fractional_gpu.protocol.seats import SeatRequest
+
+__all__ = ["JobSeat", "SeatFiles", "job_of", "share_of_job"]
+
+WHOLE = 1000
+_SERVER = "slurm-"
+_MOST_GROUPS = 200
+_TTL_MS = 60_000
+_WANTED = re.compile(r"job-([1-9][0-9]{0,9})\.wanted", re.ASCII)
+_LONGEST = 16 * 1024  # bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSeat:
+    """What a job's allocation entitles it to on this node. `devices`: the UUIDs of the only devices it may use; None: any of the pool."""
+
+    job_id: int
+    uid: int
+    user: str
+    pool: str
+    fraction_milli: int
+    devices: list[str] | None = None
+    has_groups: bool = True  # Slurm gives each job control groups of its own, by which its processes are known
+
+    def request(self) -> SeatRequest:
+        """Return the request for the seat, which the broker grants without a forecast: Slurm has decided."""
+        return SeatRequest(
+            owner=self.user,
+            pool=self.pool,
+            fraction_milli=self.fraction_milli,
+            groups=_groups_of(self.user),
+            server=f"{_SERVER}{self.job_id}",
+            uid=self.uid,
+            ttl_ms=_TTL_MS,
+            admitted=True,
+            allowed_devices=self.devices,
+            workload=Workload(engine=SLURM, id=str(self.job_id)) if self.has_groups else None,
+        )
+
+
+def job_of(seat: SeatStatus) -> int | None:
+    """Return the number of the Slurm job that a seat belongs to; None: it is no job's."""
+    if seat.workload is not None:
+        return int(seat.workload.id) if seat.workload.engine == SLURM and seat.workload.id.isdecimal() else None
+    number = seat.server.removeprefix(_SERVER)
+    # A hub's user may give a server such a name; a hub's seats name the hub, and are not admitted by an engine.
+    return int(number) if seat.admitted and not seat.hub and seat.server != number and number.isdecimal() else None
+
+
+def share_of_job(job: SlurmJob, pools: Mapping[str, str]) -> tuple[str, int] | None:
+    """Return the pool and the thousandths that a job asked for by a count; None: it asked for none.
+
+    `pools`: the pool of each count, by its name in Slurm. Raises EngineError for a share that no seat can have.
+    """
+    asked = {key: milli for key, milli in job.gres.items() if key.partition(":")[0] in pools and milli > 0}
+    if not asked:
+        return None
+    if len(asked) > 1:
+        raise EngineError(
+            f"job {job.job_id} asks for {len(asked)} shares ({', '.join(sorted(asked))}), and a job has one seat on a node; "
+            "ask for one of them"
+        )
+    key, milli = next(iter(asked.items()))
+    name, _, kind = key.partition(":")
+    if kind != OPEN:
+        raise EngineError(
+            f"job {job.job_id} asks for --gres={key}:{milli}, which goes past what the node admits; ask for --gres={name}:{OPEN}:{milli}"
+        )
+    if milli > WHOLE:
+        raise EngineError(
+            f"job {job.job_id} asks for {milli} thousandths of a GPU ({key}:{milli}); a share is at most {key}:{WHOLE}, a whole GPU; "
+            "for several GPUs ask Slurm for whole ones (--gres=gpu:N) on nodes that have them"
+        )
+    return pools[name], milli
+
+
+def share_of_shards(job: SlurmJob, node_gres: str, indexes: Sequence[int]) -> int | None:
+    """Return the thousandths of one GPU that a job's shards are; None: it has none.
+
+    `node_gres`: the node's GRES, which say how many shards a GPU has; `indexes`: the GPUs that Slurm chose. Raises EngineError.
+    """
+    shards = total_of(job.gres, SHARD)
+    if not shards:
+        return None
+    there = parse_gres(node_gres)
+    gpus, parts = total_of(there, "gpu"), total_of(there, SHARD)
+    if not gpus or parts < gpus:
+        raise EngineError(
+            f"the node has {node_gres!r}: without gpu:N and at least N shards the share of one shard is unknown"
+        )
+    if len(indexes) != 1:
+        raise EngineError(
+            f"job {job.job_id} has shards of {len(indexes)} GPUs, and a share is of one; ask for at most "
+            f"{parts // gpus} shards"
+        )
+    return min(WHOLE, shards * WHOLE * gpus // parts)
+
+
+class SeatFiles:
+    """The folder of seats, and the seats of jobs at the broker."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def prepare(self) -> None:
+        """Create the folder. Raises OSError, and EngineError where another user could have made it."""
+        self.folder.mkdir(mode=0o711, parents=True, exist_ok=True)
+        status = self.folder.lstat()
+        if self.folder.is_symlink() or status.st_uid != os.geteuid():
+            raise EngineError(
+                f"the folder of seats, {self.folder}, belongs to another user (uid {status.st_uid}); remove it, it is made again"
+            )
+        if status.st_mode & 0o777 != 0o711:
+            self.folder.chmod(0o711)
+
+    def seat_path(self, job_id: int) -> Path:
+        """Return the file of a job's seat."""
+        return self.folder / f"job-{job_id}.json"
+
+    def _environment_path(self, job_id: int) -> Path:
+        return self.folder / f"job-{job_id}.env"
+
+    def _wanted_path(self, job_id: int) -> Path:
+        return self.folder / f"job-{job_id}.wanted"
+
+    def register(self, client: SeatClient, wanted: JobSeat) -> str:
+        """Take the job's seat, write its file, and return the broker's warning (empty: none).
+
+        Raises NoRoomError with the reason where the broker refuses it, other FractionalGPUErrors, and OSError.
+        """
+        for line in client.take_seat(wanted.request()):
+            if line.kind == ProgressKind.REFUSED:
+                raise NoRoomError(line.sentence, reason=line.reason)
+            if line.kind != ProgressKind.GRANTED:
+                continue
+            seat = Seat(
+                seat_id=line.seat_id,
+                token=line.token,
+                pool=wanted.pool,
+                fraction_milli=wanted.fraction_milli,
+                memory_mib=line.memory_mib,
+            )
+            write_seat(seat, self.seat_path(wanted.job_id), uid=wanted.uid)
+            client.confirm_seat(line.seat_id)
+            return line.warning
+        raise NoRoomError("the broker ended the request for the seat without a reason; its log may say more")
+
+    def write_environment(self, wanted: JobSeat, socket: str, lines: Sequence[str] = ()) -> None:
+        """Write what the job's tasks get; `lines`: what they are told. Raises OSError."""
+        values = {
+            "JUPYTER_GPU_SOCKET": socket,
+            "JUPYTER_GPU_SEAT_FILE": str(self.seat_path(wanted.job_id)),
+            "JUPYTER_GPU_DEFAULT_POOL": wanted.pool,
+            "JUPYTER_GPU_DEFAULT_FRACTION": f"{wanted.fraction_milli}m",
+            "JUPYTER_DEFAULT_PROVISIONER_NAME": "fractional-gpu-provisioner",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        self._write_environment(wanted.job_id, [f"{name}={value}" for name, value in values.items()], lines)
+
+    def write_refusal(self, job_id: int, socket: str, line: str) -> None:
+        """Write what the tasks of a job get that has no seat and will have none. Raises OSError."""
+        self._write_environment(job_id, [f"JUPYTER_GPU_SOCKET={socket}", "CUDA_VISIBLE_DEVICES="], [line])
+
+    def _write_environment(self, job_id: int, values: Sequence[str], lines: Sequence[str]) -> None:
+        told = [f"print jupyter gpu: {_one_line(line)}" for line in lines]
+        text = "\n".join([*map(_one_line, values), *told]) + "\n"
+        replace_file(
+            self._environment_path(job_id), text.encode(), prepare=lambda descriptor: os.fchmod(descriptor, 0o644)
+        )
+
+    @contextmanager
+    def writing_wanted(self, wanted: JobSeat) -> Iterator[None]:
+        """Keep the request; while the block runs no other process registers it (`claimed`). Raises OSError."""
+
+        def lock(descriptor: int) -> None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+        content = json.dumps(asdict(wanted)).encode()
+        descriptor = replace_file(self._wanted_path(wanted.job_id), content, prepare=lock, keep=True)
+        try:
+            yield
+        finally:
+            os.close(descriptor)
+
+    @contextmanager
+    def claimed(self, job_id: int) -> Iterator[bool]:
+        """Yield whether this process alone may register the job's request while the block runs: its Prolog does not at the moment."""
+        try:
+            descriptor = os.open(self._wanted_path(job_id), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            yield False  # the job has ended
+            return
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                free = True
+            except OSError:
+                free = False
+            yield free
+        finally:
+            os.close(descriptor)
+
+    def wanted(self) -> Iterator[JobSeat]:
+        """Yield the requests of jobs that have not ended by their Epilog."""
+        with suppress(FileNotFoundError):
+            for name in sorted(os.listdir(self.folder)):  # noqa: PTH208 - names only
+                if _WANTED.fullmatch(name) and (found := self._read_wanted(self.folder / name)) is not None:
+                    yield found
+
+    @staticmethod
+    def _read_wanted(path: Path) -> JobSeat | None:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                if os.fstat(descriptor).st_uid != os.geteuid():
+                    return None
+                return JobSeat(**json.loads(os.read(descriptor, _LONGEST)))
+            finally:
+                os.close(descriptor)
+        except (OSError, ValueError, TypeError):
+            return None  # it has been removed meanwhile, or is none of ours
+
+    def knows(self, job_id: int) -> bool:
+        """Whether the job has any file here."""
+        paths = (self._wanted_path(job_id), self._environment_path(job_id), self.seat_path(job_id))
+        return any(path.exists() for path in paths)
+
+    def has_seat(self, job_id: int) -> bool:
+        """Whether the job's seat has a file."""
+        return self.seat_path(job_id).exists()
+
+    def remove(self, job_id: int) -> None:
+        """Remove the job's files."""
+        for path in (self._wanted_path(job_id), self._environment_path(job_id), self.seat_path(job_id)):
+            with suppress(FileNotFoundError):
+                path.unlink()
+
+    def release(self, client: SeatClient, job_id: int) -> int:
+        """End the job's seats at the broker and return how many there were. Raises FractionalGPUError."""
+        seats = [seat for seat in client.seats().seats if job_of(seat) == job_id]
+        for seat in seats:
+            with suppress(NotFoundError):
+                client.release_seat(seat.seat_id)
+        return len(seats)
+
+
+def told_of(error: FractionalGPUError | OSError) -> str:
+    """Return the sentence about a seat that could not be registered, for the job's output."""
+    return f"this job has no GPU share yet: {error}"
+
+
+def _one_line(text: str) -> str:
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def _groups_of(user: str) -> list[str]:
+    """Return the names of the user's groups, by which pools have terms; none for a user whom this node does not know."""
+    try:
+        numbers = os.getgrouplist(user, pwd.getpwnam(user).pw_gid)
+    except KeyError:
+        return []
+    names = []
+    for number in numbers[:_MOST_GROUPS]:
+        with suppress(KeyError):
+            names.append(grp.getgrgid(number).gr_name)
+    return names

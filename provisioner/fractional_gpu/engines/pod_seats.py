@@ -1,0 +1,309 @@
+"""The seats of the pods on this node: a pod's share of a GPU, registered at the node's broker.
+
+The rules:
+- The pod's extended resource is its share: the scheduler has counted it. What the pod says besides is checked against it.
+- A seat is for the pod's UID. Its kernels need no token: the broker finds the pod of a kernel by the kernel's control group.
+- A seat ends with its pod: when the pod is gone from the API server, or has ended. The broker ends it, too, when the control group is gone.
+- Until the pods have been listed, nothing ends: a missing pod may only be unknown.
+- Pods come from any user of the cluster. The owner that a pod states is believed in a hub's namespaces only; elsewhere the owner of the
+  seat is `NAMESPACE/POD`. The groups of a seat are `kubernetes` and `kubernetes:NAMESPACE`, by which pools have terms.
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
+
+from fractional_gpu.client.seat import SeatClient
+from fractional_gpu.engines.accounting import JobFigures, figures_of, leases_by_seat, sentence_of
+from fractional_gpu.engines.engine import EngineError, EngineUnavailableError
+from fractional_gpu.protocol import pods
+from fractional_gpu.protocol.errors import BadRequestError, ForbiddenError, NoRoomError, NotFoundError
+from fractional_gpu.protocol.limits import MAX_NAME
+from fractional_gpu.protocol.messages import KUBERNETES, ProgressKind, SeatStatus, Workload
+from fractional_gpu.protocol.seats import SeatRequest
+
+WHOLE: Final = 1000
+_TTL_MS: Final = 60_000
+_ENDED: Final = ("Succeeded", "Failed")
+
+
+class _Metadata(Struct):
+    uid: str
+    namespace: str
+    name: str
+    annotations: dict[str, str] | None = None
+
+
+class _Resources(Struct):
+    limits: dict[str, str | int | float] | None = None
+    requests: dict[str, str | int | float] | None = None
+
+
+class _Container(Struct, rename="camel"):
+    resources: _Resources | None = None
+    restart_policy: str | None = None
+
+
+class _Spec(Struct, rename="camel"):
+    containers: list[_Container] | None = None
+    init_containers: list[_Container] | None = None
+
+
+class _Status(Struct):
+    phase: str | None = None
+
+
+class _Object(Struct):
+    """A pod of the API, as far as it is read here."""
+
+    metadata: _Metadata
+    spec: _Spec | None = None
+    status: _Status | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pod:
+    """What the agent knows of a pod. `shares`: thousandths by pool; `wrong`: why its share cannot be read, or ""."""
+
+    uid: str
+    namespace: str
+    name: str
+    shares: Mapping[str, int]
+    annotations: Mapping[str, str]  # of our domain
+    ended: bool = False
+    wrong: str = ""
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> "Pod":
+        """Return the pod of an object of the API. Raises EngineError for an object that is none."""
+        try:
+            read = msgspec.convert(found, _Object)
+        except msgspec.ValidationError as error:
+            raise EngineError(f"the API server sent what is no pod: {error}") from error
+        metadata = read.metadata
+        shares, wrong = {}, ""
+        try:
+            shares = pods.shares_of(found.get("spec") or {})  # checked: it is as `_Spec` says
+        except ValueError as error:
+            wrong = str(error)
+        return cls(
+            uid=metadata.uid,
+            namespace=metadata.namespace,
+            name=metadata.name,
+            shares=shares,
+            annotations={
+                name: value
+                for name, value in (metadata.annotations or {}).items()
+                if name.startswith(f"{pods.DOMAIN}/")
+            },
+            ended=read.status is not None and read.status.phase in _ENDED,
+            wrong=wrong,
+        )
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it asks for a share."""
+        return bool(self.shares or self.wrong or pods.POOL in self.annotations or pods.FRACTION in self.annotations)
+
+
+def request_of(pod: Pod, hub_namespaces: Collection[str] = ()) -> SeatRequest:
+    """Return the request for the pod's seat. Raises EngineError for a pod that can have none; the message says why and what to do."""
+    pool, milli = _share(pod)
+    _check(pod, pods.POOL, pool, pool)
+    _check(pod, pods.FRACTION, f"{milli}m", f"{milli}m")
+    trusted = pod.namespace in hub_namespaces
+    owner = pod.annotations.get(pods.OWNER, "") if trusted else ""
+    return SeatRequest(
+        owner=owner or f"{pod.namespace}/{pod.name}"[:MAX_NAME],
+        server=(pod.annotations.get(pods.SERVER, "") if trusted and owner else "") or f"pod-{pod.uid}",
+        pool=pool,
+        fraction_milli=milli,
+        groups=[KUBERNETES, f"{KUBERNETES}:{pod.namespace}"],
+        ttl_ms=_TTL_MS,
+        admitted=True,
+        workload=Workload(engine=KUBERNETES, id=pod.uid),
+    )
+
+
+def _share(pod: Pod) -> tuple[str, int]:
+    if pod.wrong:
+        raise EngineError(f"its request for a share cannot be read: {pod.wrong}")
+    if not pod.shares:
+        raise EngineError(
+            f"it names a pool or a fraction but requests no share; add {pods.resource_of('POOL')} in thousandths to its container's "
+            "requests and limits"
+        )
+    if len(pod.shares) > 1:
+        raise EngineError(
+            f"it asks for shares of {len(pod.shares)} pools ({', '.join(pod.shares)}), and a pod has one seat; ask for one"
+        )
+    (pool, milli), *_ = pod.shares.items()
+    if milli > WHOLE:
+        raise EngineError(
+            f"it asks for {milli} thousandths of a GPU of pool {pool}; a share is at most {WHOLE}, a whole GPU: for several GPUs use nodes "
+            "with NVIDIA's device plugin"
+        )
+    return pool, milli
+
+
+def _check(pod: Pod, name: str, meant: str, allowed: str) -> None:
+    if (stated := pod.annotations.get(name, meant)) != meant:
+        raise EngineError(
+            f"its annotation {name} is {stated[:80]!r}, and it requests {allowed!r}; leave the annotation out, or correct it"
+        )
+
+
+class PodSeats:
+    """Keeps the broker's seats as the pods of this node are.
+
+    `say` is given a line for the log, once for each change; `hub_namespaces`: where pods state their owner.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], SeatClient],
+        say: Callable[[str], None],
+        *,
+        hub_namespaces: Collection[str] = (),
+    ) -> None:
+        self._connect = connect
+        self._say = say
+        self._hub_namespaces = frozenset(hub_namespaces)
+        self._told: dict[str, str] = {}
+        self.outcomes: dict[str, str] = {}
+        """What became of each pod's seat, by UID: a sentence for its annotation."""
+
+    def keep(self, found: Iterable[Pod] | None) -> None:
+        """Take and end seats such that each pod that asks for a share has one. `found`: None while the pods are unknown.
+
+        Raises FractionalGPUError if the broker does not answer.
+        """
+        if found is None:
+            return
+        wanted = {pod.uid: pod for pod in found if pod.is_ours and not pod.ended}
+        with closing(self._connect()) as client:
+            seated = self._seated(client.seats().seats)
+            for uid, seats in seated.items():
+                for seat_id in seats if uid not in wanted else seats[1:]:
+                    with suppress(NotFoundError):
+                        client.release_seat(seat_id)
+                if uid not in wanted:
+                    self._say(f"pod {uid} has ended, and its seat with it")
+            for uid, pod in wanted.items():
+                if uid not in seated:
+                    self._tell(pod, self._taken(client, pod))
+        for gone in self._told.keys() - wanted.keys():
+            del self._told[gone]
+            self.outcomes.pop(gone, None)
+
+    @staticmethod
+    def _seated(seats: Iterable[SeatStatus]) -> dict[str, list[str]]:
+        """Return the seats of this engine by the pod's UID, oldest first."""
+        by_uid: dict[str, list[str]] = {}
+        for seat in seats:
+            if seat.workload is not None and seat.workload.engine == KUBERNETES:
+                by_uid.setdefault(seat.workload.id, []).append(seat.seat_id)
+        return by_uid
+
+    def _taken(self, client: SeatClient, pod: Pod) -> str:
+        """Take the pod's seat and return the sentence about it. Raises FractionalGPUError if the broker does not answer."""
+        try:
+            request = request_of(pod, self._hub_namespaces)
+            last = None
+            for line in client.take_seat(request):
+                last = line
+            if last is not None and last.kind == ProgressKind.GRANTED:
+                client.confirm_seat(last.seat_id)
+                share = f"granted: {request.fraction_milli} thousandths of a GPU of pool {request.pool}, {last.memory_mib} MiB"
+                return f"{share}; warning: {last.warning}" if last.warning else share
+        except (EngineError, BadRequestError, ForbiddenError, NoRoomError, NotFoundError) as error:
+            return f"refused: {error}"
+        return f"refused: {last.sentence if last is not None else 'the broker ended the request without a reason; its log may say more'}"
+
+    def _tell(self, pod: Pod, sentence: str) -> None:
+        self.outcomes[pod.uid] = sentence
+        if self._told.get(pod.uid) != sentence:
+            self._told[pod.uid] = sentence
+            self._say(f"pod {pod.namespace}/{pod.name}: {sentence}")
+
+
+# -- annotations -----------------------------------------------------------------------------------------------------------
+
+
+class PodNotes:
+    """Writes what became of each pod's seat, and what it used, into the pod's annotations, if the agent may.
+
+    `annotate(pod, annotations)` writes them; it raises EngineError. Without the right it is tried once, and said once.
+    """
+
+    def __init__(self, annotate: Callable[[Pod, Mapping[str, str]], None], say: Callable[[str], None]) -> None:
+        self._annotate = annotate
+        self._say = say
+        self._figures: dict[str, JobFigures] = {}
+        self._written: dict[str, dict[str, str]] = {}
+        self._may = True
+
+    def write(self, client: SeatClient, found: Iterable[Pod], outcomes: Mapping[str, str]) -> None:
+        """Write what has changed. Raises FractionalGPUError if the broker does not answer."""
+        if not self._may:
+            return
+        ours = {pod.uid: pod for pod in found if pod.is_ours}
+        usage = self._usage(client, ours.keys())
+        for uid, pod in ours.items():
+            values = {pods.SEAT: outcomes.get(uid, ""), pods.USAGE: usage.get(uid, "")}
+            wanted = {name: text for name, text in values.items() if text and pod.annotations.get(name) != text}
+            if wanted and self._written.get(uid) != wanted and not self._wrote(pod, wanted):
+                return
+        for gone in self._written.keys() - ours.keys():
+            del self._written[gone]
+
+    def _wrote(self, pod: Pod, wanted: dict[str, str]) -> bool:
+        try:
+            self._annotate(pod, wanted)
+        except EngineUnavailableError as error:
+            self._say(f"pod {pod.namespace}/{pod.name} is not annotated now: {error}")
+            return False
+        except EngineError as error:
+            self._may = False
+            self._say(
+                f"pods are not annotated, which changes nothing else: {error} (examples/kubernetes/usage gives this right)"
+            )
+            return False
+        self._written[pod.uid] = wanted
+        return True
+
+    def _usage(self, client: SeatClient, uids: Collection[str]) -> dict[str, str]:
+        """Return the meter's figures of each pod with a seat, as a sentence."""
+        seats = {
+            seat.seat_id: seat
+            for seat in client.seats().seats
+            if seat.workload is not None and seat.workload.engine == KUBERNETES and seat.workload.id in uids
+        }
+        for seat_id, leases in leases_by_seat(client, seats).items():
+            seat = seats[seat_id]
+            if leases and seat.workload is not None:
+                known = self._figures.setdefault(
+                    seat.workload.id, JobFigures(owner=seat.owner, since_s=int(time.time()))
+                )
+                known.leases |= leases
+        for gone in self._figures.keys() - set(uids):
+            del self._figures[gone]
+        sums = figures_of(client, self._figures)
+        return {uid: sentence_of(known, sums[uid]) for uid, known in self._figures.items()}
+
+
+def in_use(found: Iterable[Pod]) -> dict[str, int]:
+    """Return the thousandths that the scheduler has given away on the node, by pool."""
+    total: dict[str, int] = {}
+    for pod in found:
+        for pool, milli in pod.shares.items() if not pod.ended else ():
+            total[pool] = total.get(pool, 0) + milli
+    return total
+
+
+__all__ = ["Pod", "PodNotes", "PodSeats", "in_use", "request_of"]

@@ -1,0 +1,253 @@
+"""Slurm's commands: `scontrol` and `squeue`, of 22.05 and newer.
+
+- Arguments go as a list; nothing goes through a shell.
+- A user controls names of jobs, comments and paths, line breaks included, and `scontrol show job` prints them before what we look for. So
+  a job is read by `squeue` with named columns, none of which has a user's text. A node's record has administrators' texts only.
+- A pool's thousandths are one count-only GRES with two types, `jgpu:open:N,jgpu:closed:M`. Jobs ask for the open type, and the agent moves
+  thousandths between the two: their sum stays what gres.conf says. It must: when a node registers again, which each does about every
+  half hour, slurmctld drains it if jobs use a GRES whose sum has changed ("count changed and jobs are using them").
+- Every call ends within `timeout_s`: these commands wait for a controller that is down.
+"""
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fractional_gpu.engines.engine import EngineError, EngineUnavailableError, NodeRecord, NodeWrite
+
+__all__ = ["CLOSED", "OPEN", "SHARD", "Slurm", "SlurmJob", "job_number", "parse_gres"]
+
+OPEN, CLOSED, SHARD = "open", "closed", "shard"
+"""The type that jobs ask for, the type that holds the rest, and Slurm's own GRES of parts of a GPU."""
+
+TIMEOUT_S = 10.0
+_SEPARATOR = "|"
+_COLUMNS = _SEPARATOR.join(("%A", "%U", "%u", "%T", "%b"))  # job id, uid, user, state, GRES of each node
+_JOB_ID = re.compile(r"[1-9][0-9]{0,9}", re.ASCII)
+_NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
+_GRES = re.compile(
+    r"(?:gres[:/])?([A-Za-z_][\w-]*)(?::([A-Za-z_][\w.-]*))?(?:[:=](\d{1,12})([KMGTkmgt]?))?(?:\(.*\))?", re.ASCII
+)
+_COMMA = re.compile(r",(?![^(]*\))")
+_SUFFIX = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
+_FIELD = re.compile(r"(\S+?)=(.*?)(?= \S+?=|\s*$)")
+_DOWN = (
+    "Unable to contact slurm controller",
+    "Connection refused",
+    "Socket timed out",
+    "Zero Bytes were transmitted",
+    "Communication connection failure",
+    "Unexpected message received",
+    "Slurm backup controller in standby mode",
+    "in standby mode",
+)
+_LONGEST_COMMENT = 500
+_LIVING = {"RUNNING", "SUSPENDED", "CONFIGURING", "SIGNALING", "STOPPED", "PENDING", "COMPLETING", "STAGE_OUT"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmJob:
+    """A job on a node: what its allocation has of each GRES on each of its nodes, by name."""
+
+    job_id: int
+    uid: int
+    user: str
+    state: str
+    gres: Mapping[str, int]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its Epilog has run, or will not."""
+        return self.state not in _LIVING
+
+
+def job_number(text: str) -> int:
+    """Return the number of a job. Raises EngineError."""
+    if not _JOB_ID.fullmatch(text):
+        raise EngineError(f"the job's number is {text[:40]!r}; Slurm's are whole numbers of 1 and more (SLURM_JOB_ID)")
+    return int(text)
+
+
+def parse_gres(text: str) -> dict[str, int]:
+    """Return the counts in a text such as `jgpu:open:250,gpu:2(IDX:0-1)`, by `NAME:TYPE` or `NAME`; without a number it is 1.
+
+    Raises EngineError for a text that is none.
+    """
+    found: dict[str, int] = {}
+    for word in _words(text):
+        match = _GRES.fullmatch(word)
+        if match is None:
+            raise EngineError(f"Slurm's generic resources {text[:200]!r} are not of the form NAME:TYPE:COUNT, ...")
+        name = f"{match[1]}:{match[2]}" if match[2] else match[1]
+        found[name] = found.get(name, 0) + (int(match[3]) * _SUFFIX[match[4].lower()] if match[3] else 1)
+    return found
+
+
+def total_of(gres: Mapping[str, int], name: str) -> int:
+    """Return the count of a GRES, its types added up."""
+    return sum(count for key, count in gres.items() if key.partition(":")[0] == name)
+
+
+def _words(text: str) -> list[str]:
+    """Return the entries of a text of GRES, without a type that is not set."""
+    words = _COMMA.split(text.strip().replace(":(null)", ""))
+    return [word for word in words if word not in ("", "(null)", "N/A")]
+
+
+class Slurm:
+    """Slurm's commands on a node; `node` is its name in Slurm. Raises EngineError for a name that is none.
+
+    Every method raises EngineUnavailableError where the controller does not answer, or the commands are missing, and EngineError where
+    it refuses.
+    """
+
+    def __init__(self, node: str, *, timeout_s: float = TIMEOUT_S) -> None:
+        if not _NODE_NAME.fullmatch(node):
+            raise EngineError(f"the node's name is {node[:80]!r}; give the one in slurm.conf (NodeName) with --node")
+        self.node = node
+        self._timeout_s = timeout_s
+
+    # -- the node ----------------------------------------------------------------------------------------------------------
+
+    def read_node(self) -> NodeRecord:
+        """Return what jobs may have of each GRES with an open and a closed type, what they have, and the summary in `Extra`."""
+        record = self.fields()
+        there, used = parse_gres(record.get("Gres", "")), parse_gres(record.get("GresUsed", ""))
+        names = sorted(name[: -len(OPEN) - 1] for name in there if name.endswith(f":{OPEN}"))
+        names = [name for name in names if f"{name}:{CLOSED}" in there and SHARD not in there]
+        return NodeRecord(
+            counts={name: there[f"{name}:{OPEN}"] for name in names},
+            in_use={name: used.get(f"{name}:{OPEN}", 0) for name in names},
+            most={name: total_of(there, name) for name in names},
+            text=record.get("Gres", ""),
+            summary=record.get("Extra", ""),
+        )
+
+    def fields(self) -> dict[str, str]:
+        """Return the fields of the node's record, as `scontrol show node -d` names them."""
+        text = self.call("scontrol", "show", "node", "-d", "-o", self.node)
+        found: dict[str, str] = {}
+        for name, value in _FIELD.findall(text):
+            found.setdefault(name, value)
+        if found.get("NodeName") != self.node:
+            raise EngineError(f"Slurm's record of node {self.node} is not one: {text[:200]!r}")
+        return found
+
+    def write_node(self, write: NodeWrite, record: NodeRecord) -> None:
+        """Write the counts and the summary.
+
+        An update names all GRES of the node: those that it leaves out can no longer be allocated. Slurm refuses any that names shards, so
+        a node with shards has no counts of ours.
+        """
+        words = [f"nodename={self.node}"]
+        if write.counts:
+            others = [word.partition("(")[0] for word in _words(record.text) if _name_of(word) not in write.counts]
+            for name, count in sorted(write.counts.items()):
+                most = record.most[name]
+                others += [f"{name}:{OPEN}:{min(count, most)}", f"{name}:{CLOSED}:{max(0, most - count)}"]
+            words.append("gres=" + ",".join(others))
+        if write.summary:
+            words.append(f"extra={write.summary}")
+        self.call("scontrol", "update", *words)
+
+    # -- jobs --------------------------------------------------------------------------------------------------------------
+
+    def job(self, job_id: int) -> SlurmJob | None:
+        """Return a job; None: Slurm does not know it any more."""
+        try:
+            text = self.call("squeue", "--noheader", "--states=all", f"--jobs={job_id}", f"--format={_COLUMNS}")
+        except EngineError as error:
+            if "Invalid job id" in str(error):
+                return None
+            raise
+        # The number of an array, or of a heterogeneous job, names all its parts.
+        return next((job for job in map(_job, text.splitlines()) if job.job_id == job_id), None)
+
+    def jobs(self) -> list[SlurmJob]:
+        """Return the jobs on this node."""
+        text = self.call("squeue", "--noheader", f"--nodelist={self.node}", f"--format={_COLUMNS}")
+        return [_job(line) for line in text.splitlines()]
+
+    def comment(self, job_id: int, text: str) -> bool:
+        """Set a running job's AdminComment; return False where the job has ended."""
+        shown = "".join(character if character.isprintable() else "?" for character in text)[:_LONGEST_COMMENT]
+        try:
+            self.call("scontrol", "update", f"jobid={job_id}", f"admincomment={shown}")
+        except EngineUnavailableError:
+            raise
+        except EngineError as error:
+            if "already finished" in str(error) or "Invalid job id" in str(error):
+                return False
+            raise
+        return True
+
+    def comment_in_accounting(self, job_id: int, text: str) -> None:
+        """Set an ended job's AdminComment in the accounting database."""
+        shown = "".join(character if character.isprintable() and character != '"' else "?" for character in text)
+        words = ["-i", "modify", "job", "where", f"jobid={job_id}", "set", f'admincomment="{shown[:_LONGEST_COMMENT]}"']
+        self.call("sacctmgr", *words)
+
+    def config(self) -> dict[str, str]:
+        """Return the controller's configuration, by the names of slurm.conf and cgroup.conf."""
+        found: dict[str, str] = {}
+        for line in self.call("scontrol", "show", "config").splitlines():
+            name, separator, value = line.partition("=")
+            if separator:
+                found.setdefault(name.strip(), value.strip())
+        return found
+
+    def call(self, *words: str) -> str:
+        """Run a command and return what it printed."""
+        try:
+            done = subprocess.run(
+                words,
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=self._timeout_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise EngineUnavailableError(
+                f"`{words[0]}` did not answer within {self._timeout_s:g} s: slurmctld is down, or the network to it"
+            ) from None
+        except FileNotFoundError:
+            raise EngineUnavailableError(
+                f"there is no command `{words[0]}` on the PATH: install Slurm's commands on this node (Debian: slurm-client)"
+            ) from None
+        except OSError as error:
+            raise EngineUnavailableError(f"`{words[0]}` cannot be run: {error.strerror}") from None
+        said = " ".join(done.stderr.decode(errors="replace").split())
+        if done.returncode == 0:
+            return done.stdout.decode(errors="replace")
+        said = said or " ".join(done.stdout.decode(errors="replace").split()) or f"exit code {done.returncode}"
+        if any(sign in said for sign in _DOWN):
+            raise EngineUnavailableError(f"slurmctld does not answer: {said[:300]}")
+        raise EngineError(f"`{' '.join(words[:3])[:120]}` failed: {said[:300]}")
+
+
+def _name_of(word: str) -> str:
+    return word.partition("(")[0].partition(":")[0]
+
+
+def _job(line: str) -> SlurmJob:
+    words: Sequence[str] = line.strip().split(_SEPARATOR)
+    if len(words) != _COLUMNS.count(_SEPARATOR) + 1:
+        raise EngineError(f"`squeue` printed a line of another form than it was asked for: {line[:200]!r}")
+    try:
+        return SlurmJob(
+            job_id=job_number(words[0]), uid=int(words[1]), user=words[2], state=words[3], gres=parse_gres(words[4])
+        )
+    except ValueError:
+        raise EngineError(f"`squeue` printed a line of another form than it was asked for: {line[:200]!r}") from None
+
+
+def _environment() -> dict[str, str]:
+    """Return what Slurm's commands are given: no variable that changes what they print."""
+    path = os.environ.get("PATH", os.defpath)
+    environment = {"PATH": f"{path}:/usr/local/sbin:/usr/sbin:/sbin", "LC_ALL": "C"}
+    if conf := os.environ.get("SLURM_CONF"):
+        environment["SLURM_CONF"] = conf
+    return environment

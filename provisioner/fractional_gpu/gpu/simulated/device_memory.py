@@ -1,0 +1,178 @@
+"""Whose memory a shared host's bytes are: a device's are the host's, saved ones are those of the process's job.
+
+The kernel charges the pages of a memory file to the control group that first touches them. Left to itself that is the wrong way round: the
+notebook fills its device's memory, and root's checkpoint worker writes what is saved. With a real device it is the other way: device memory
+is charged to no group, and saved state lands in the process's own memory. So, in a host that users share:
+
+- A process that allocates hands the descriptor of the file to the server of the host (a thread of the broker), which reserves its pages:
+  they are charged to the broker's group. Where no server answers, they are charged to the process.
+- Before the worker saves a process, a short-lived helper in the process's control group reserves the pages of the saved copy. Where the
+  group has no room, the helper is what the kernel ends, and the process stays as it was.
+- Between processes of one group nothing is reserved: files stay as sparse as they are.
+- The server trusts nobody: it takes plain files of the peer's own user in the host's file system, not larger than a device.
+
+The notebook's side (`reserve`) needs the standard library only.
+"""
+
+import errno
+import os
+import socket
+import stat
+import struct
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from fractional_gpu.gpu.simulated.store import MIB, SOCKET, Store
+
+_DONE: Final = b"reserved"
+_MOST_ERROR: Final = 300
+_ANSWER_S: Final = 60.0  # reserving takes about a second for each 2 GiB
+_REQUEST_S: Final = 5.0
+_MOST_AT_ONCE: Final = 32
+_PEER: Final = struct.Struct("3i")  # pid, uid, gid
+
+# -- the notebook's side -------------------------------------------------------------------------------------------------
+
+
+def reserve(directory: Path, path: Path) -> None:
+    """Have the pages of a file of this process's device memory charged to the host. Raises OSError where there is no room.
+
+    Does nothing where no server answers.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+        peer.settimeout(_ANSWER_S)
+        try:
+            peer.connect(str(directory / SOCKET))
+        except (FileNotFoundError, ConnectionRefusedError, PermissionError):
+            return
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            socket.send_fds(peer, [b"r"], [file])
+            answer = peer.recv(_MOST_ERROR)
+        except (BrokenPipeError, ConnectionResetError):
+            return  # the server ended in between
+        finally:
+            os.close(file)
+    if answer and answer != _DONE:
+        raise OSError(errno.ENOSPC, answer.decode(errors="replace"))
+
+
+# -- the broker's side ---------------------------------------------------------------------------------------------------
+
+
+class DeviceMemoryServer:
+    """Reserves device memory for the users of a shared host, in threads of its own, until `close`."""
+
+    def __init__(self, directory: Path) -> None:
+        # Open as long as the service: users cannot create the files that SQLite keeps beside the books while a connection is open.
+        self._store = Store(directory)
+        self._most = max((device.memory_mib for device in self._store.devices()), default=0) * MIB
+        self._device = directory.stat().st_dev
+        self._free = threading.BoundedSemaphore(_MOST_AT_ONCE)
+        self._path = directory / SOCKET
+        self._path.unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(self._path))
+        self._path.chmod(0o666)
+        self._listener.listen(_MOST_AT_ONCE)
+        self._thread = threading.Thread(target=self._serve, name="simulated-device-memory", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the service; returns when its thread has ended."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
+        self._thread.join()
+        self._listener.close()
+        self._path.unlink(missing_ok=True)
+        self._store.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:
+                return
+            if self._free.acquire(blocking=False):
+                threading.Thread(target=self._answer, args=(peer,), daemon=True).start()
+            else:
+                peer.close()
+
+    def _answer(self, peer: socket.socket) -> None:
+        try:
+            with peer, suppress(OSError):  # a peer that went away
+                peer.settimeout(_REQUEST_S)
+                _, files, _, _ = socket.recv_fds(peer, 1, 1)
+                try:
+                    pid, uid, _ = _PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+                    charged_alike = _memory_group(pid) == _memory_group(os.getpid())
+                    peer.sendall(_DONE if charged_alike else self._reserved(uid, files))
+                finally:
+                    for file in files:
+                        os.close(file)
+        finally:
+            self._free.release()
+
+    def _reserved(self, uid: int, files: list[int]) -> bytes:
+        """Reserve the file's pages; return the answer."""
+        if len(files) != 1:
+            return b"one file is expected"
+        found = os.fstat(files[0])
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != uid or found.st_dev != self._device:
+            return b"it is no plain file of this user in the simulated host"
+        if not 0 < found.st_size <= self._most:
+            return b"%d bytes are more than a device has" % found.st_size
+        try:
+            os.posix_fallocate(files[0], 0, found.st_size)
+        except OSError as error:
+            return f"{found.st_size // MIB} MiB: {error.strerror}".encode()[:_MOST_ERROR]
+        return _DONE
+
+
+# -- the worker's side ---------------------------------------------------------------------------------------------------
+
+_HELPER: Final = """
+import os, sys
+with open("/proc/self/oom_score_adj", "w") as file: file.write("1000")
+with open(sys.argv[1], "w") as file: file.write(str(os.getpid()))
+for part in sys.argv[3:]:
+    start, end = map(int, part.split("-"))
+    os.posix_fallocate(int(sys.argv[2]), start, end - start)
+"""
+_MOST_PARTS: Final = 1000  # extents in one command line; more are joined
+
+
+def charge(pid: int, file: int, extents: list[tuple[int, int]]) -> None:
+    """Reserve these parts of a file as memory of the process's control group. Raises OSError where the group has no room."""
+    import subprocess  # noqa: PLC0415 - notebooks import this module
+    import sys  # noqa: PLC0415
+
+    group = _memory_group(pid)
+    if not extents or group is None or group == _memory_group(os.getpid()):
+        return
+    if len(extents) > _MOST_PARTS:
+        extents = [(extents[0][0], extents[-1][1])]
+    parts = [f"{start}-{end}" for start, end in extents]
+    command = [sys.executable, "-I", "-S", "-c", _HELPER, str(group / "cgroup.procs"), str(file), *parts]
+    done = subprocess.run(command, pass_fds=(file,), stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    if done.returncode:
+        last = (done.stderr.decode(errors="replace").strip().splitlines() or [f"ended by signal {-done.returncode}"])[
+            -1
+        ]
+        mib = sum(end - start for start, end in extents) / MIB
+        raise OSError(
+            errno.ENOMEM, f"{mib:.0f} MiB of saved state found no room in the control group {group} ({last[:200]})"
+        )
+
+
+def _memory_group(pid: int) -> Path | None:
+    """Return the folder of the group that accounts the process's memory, None where there is none."""
+    from fractional_gpu.host.memory import memory_groups  # noqa: PLC0415
+
+    groups = memory_groups(pid)
+    for version in (1, 2):  # beside version 1's memory controller, version 2 has none
+        if folders := groups.get(version):
+            return folders[0]
+    return None

@@ -1,0 +1,380 @@
+"""The checkpoint worker as a service of its own: a small supervisor on a UNIX socket that starts the worker for a broker.
+
+    jupyter gpu node worker --socket PATH
+
+For containers: only this one needs privileges. The broker's has none, so it can neither start the worker nor kill it; it requests both
+here.
+
+The rules:
+- A connection is one worker. The broker's first message has the descriptors of its claim (SCM_RIGHTS). The worker inherits them, as one
+  that the broker starts itself does: the claim is free when the broker *and* the worker have ended. The supervisor takes the lock on the
+  first descriptor itself, so a message without a claim, or with one that another broker holds, starts nothing.
+- The reply has one descriptor: the worker's pipe, on which the broker and the worker talk as ever. The connection itself stays open for
+  `{"kill": true}` and for `{"ended": STATUS}`.
+- The end of a connection is not a kill. The broker's end of the pipe went with the broker, so the worker finishes its operation and ends.
+- One worker at a time, for one broker. A second request is refused until the first worker has ended.
+- The peer is root or this process's user, by the kernel's word, and sees the same pids. Anything else is refused and logged.
+- SIGTERM ends the service in order: the worker finishes its operation first. The worker ignores SIGTERM itself.
+"""
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import signal
+import socket
+import stat
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from fractional_gpu import __version__
+from fractional_gpu.gpu import driver_environment
+from fractional_gpu.gpu.interface import GPUError, GPUErrorCode
+from fractional_gpu.gpu.open import backend_name
+from fractional_gpu.host.peers import peer_credentials
+
+log = logging.getLogger(__name__)
+
+SERVICE_PROTOCOL: Final = 1
+MAX_MESSAGE: Final = 4096
+MAX_DESCRIPTORS: Final = 4
+_BACKLOG: Final = 16
+_REQUEST_S: Final = 10.0  # for a peer that connects and sends nothing
+_REAP_S: Final = 0.5
+SIMULATED: Final = "simulated"
+
+
+class WorkerService:
+    """The supervisor. `kind`: the kind of device that it drives, or `simulated` for the simulated ones of the broker that connects."""
+
+    def __init__(self, path: str, kind: str = "nvidia", *, python: str = sys.executable) -> None:
+        self.path = path
+        self._kind = kind
+        self._python = python
+        self._worker: asyncio.subprocess.Process | None = None
+        self._pipe: socket.socket | None = None  # the worker's end, to end it in order
+        self._starting = asyncio.Lock()
+        self._stop = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def stop(self) -> None:
+        """End the service once the worker has finished its operation."""
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Serve until `stop`. Raises OSError if the socket cannot be made. Cancellation kills the worker."""
+        with contextlib.closing(listen(self.path)) as listener:
+            identity = os.lstat(self.path)
+            log.info("the checkpoint worker's service (%s) listens on %s", self._kind, self.path)
+            accepting = asyncio.create_task(self._accept(listener))
+            stopping = asyncio.create_task(self._stop.wait())
+            try:
+                await asyncio.wait([accepting, stopping], return_when=asyncio.FIRST_COMPLETED)
+                if accepting.done():
+                    accepting.result()
+            finally:
+                for task in (accepting, stopping):
+                    task.cancel()
+                _remove(self.path, identity)
+                await self._finish()
+
+    async def _finish(self) -> None:
+        """Let the worker end after its operation, which has a deadline of its own, and close every connection."""
+        if self._pipe is not None:
+            with contextlib.suppress(OSError):
+                self._pipe.shutdown(socket.SHUT_RD)
+        try:
+            if self._worker is not None:
+                await self._worker.wait()
+        finally:
+            if self._worker is not None and self._worker.returncode is None:
+                self._worker.kill()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            connection, _ = await loop.sock_accept(listener)
+            task = asyncio.create_task(self._serve(connection))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        """Serve one connection to its end."""
+        with contextlib.closing(connection):
+            descriptors: list[int] = []
+            try:
+                pid = _checked_peer(connection)
+                request, descriptors = await _receive(connection)
+                backend = self._checked(request, pid)
+                async with self._starting:
+                    process = await self._start(connection, backend, descriptors, pid)
+            except GPUError as error:
+                log.warning("a connection to %s was refused: %s", self.path, error)
+                await _send(connection, {"fatal": {"code": error.code.value, "message": str(error)}})
+                return
+            except OSError as error:
+                log.warning("a connection to %s failed: %s", self.path, error)
+                return
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+            await self._supervise(connection, process)
+
+    def _checked(self, request: Mapping[str, Any], pid: int) -> str:
+        """Return the backend that the broker wants. Raises GPUError."""
+        if request.get("protocol") != SERVICE_PROTOCOL:
+            raise GPUError(
+                GPUErrorCode.NOT_SUPPORTED,
+                f"the checkpoint worker's service is of version {__version__} (protocol {SERVICE_PROTOCOL}), the broker of version "
+                f"{str(request.get('version'))[:40]} (protocol {str(request.get('protocol'))[:20]}): run both from the same image",
+            )
+        if request.get("pid") != pid:
+            raise GPUError(
+                GPUErrorCode.NOT_SUPPORTED,
+                f"the broker is process {str(request.get('pid'))[:20]} for itself and {pid} here: both must see the same pids; set "
+                "hostPID: true for the pod of both containers",
+            )
+        backend = request.get("backend")
+        if not isinstance(backend, str) or not self._drives(backend):
+            raise GPUError(
+                GPUErrorCode.NOT_SUPPORTED,
+                f"the broker's devices are {str(backend)[:100]!r}, and this service drives {self._kind}: start it with "
+                "--backend NAME as the broker's devices are",
+            )
+        return backend
+
+    def _drives(self, backend: str) -> bool:
+        if self._kind == SIMULATED:
+            return backend.startswith(f"{SIMULATED}:")
+        return backend == backend_name(self._kind)
+
+    async def _start(
+        self, connection: socket.socket, backend: str, descriptors: list[int], pid: int
+    ) -> asyncio.subprocess.Process:
+        """Start a worker that inherits the descriptors, and send the broker its pipe. Raises GPUError, OSError."""
+        _take_claim(descriptors)
+        if self._worker is not None and not await _has_ended(self._worker):
+            raise GPUError(
+                GPUErrorCode.WORKER_BUSY,
+                f"the checkpoint worker {self._worker.pid} of an earlier connection still runs",
+            )
+        if self._stop.is_set():
+            raise GPUError(GPUErrorCode.WORKER_DIED, "the checkpoint worker's service is stopping")
+        ours, theirs = socket.socketpair()
+        with contextlib.closing(theirs):
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(self._python, "-P", "-m", "fractional_gpu.gpu.worker", "--backend", backend),
+                    stdin=ours.fileno(),
+                    stdout=ours.fileno(),
+                    start_new_session=True,
+                    env=driver_environment.cleaned(os.environ),
+                    pass_fds=descriptors,
+                )
+            except OSError as error:
+                ours.close()
+                raise GPUError(GPUErrorCode.WORKER_DIED, f"the checkpoint worker cannot be started: {error}") from error
+            self._worker, self._pipe = process, ours
+            log.info("the checkpoint worker is process %d, for the broker %d", process.pid, pid)
+            await _send(connection, {"started": {"pid": process.pid, "version": __version__}}, theirs.fileno())
+        return process
+
+    async def _supervise(self, connection: socket.socket, process: asyncio.subprocess.Process) -> None:
+        """Kill the worker when the broker asks for it; report its end."""
+        ended = asyncio.create_task(process.wait())
+        asking = asyncio.create_task(self._kill_on_request(connection, process))
+        try:
+            status = await asyncio.shield(ended)  # also after the connection's end: the worker finishes its operation
+        finally:
+            asking.cancel()
+            if self._worker is process and self._pipe is not None:
+                self._pipe.close()
+                self._pipe = None
+        log.info("the checkpoint worker, process %d, ended with status %d", process.pid, status)
+        await _send(connection, {"ended": status})
+
+    async def _kill_on_request(self, connection: socket.socket, process: asyncio.subprocess.Process) -> None:
+        with contextlib.suppress(GPUError, OSError):
+            while True:
+                request, descriptors = await _receive(connection, patience_s=None)
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                if request.get("kill") is True and process.returncode is None:
+                    log.warning("the broker has the checkpoint worker %d killed", process.pid)
+                    process.kill()
+
+
+async def _has_ended(worker: asyncio.subprocess.Process) -> bool:
+    """Return whether the worker has ended, or does so in a moment: its claim is free before this process knows of its end."""
+    try:
+        async with asyncio.timeout(_REAP_S):
+            await worker.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
+def listen(path: str) -> socket.socket:
+    """Return a listening socket of mode 0600 at the path, in place of one that nobody serves. Raises OSError.
+
+    The folder, which is made where it is missing, must belong to this user and be writable by no other: else another user could put a
+    socket of its own there.
+    """
+    folder = Path(path).absolute().parent
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    if (
+        not stat.S_ISDIR(status.st_mode)
+        or status.st_uid != os.geteuid()
+        or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    ):
+        raise PermissionError(
+            errno.EPERM,
+            f"the folder of the socket must belong to uid {os.geteuid()} and be writable by no other user; it belongs to uid "
+            f"{status.st_uid} and has mode {stat.S_IMODE(status.st_mode):04o}",
+            str(folder),
+        )
+    found = os.lstat(path) if os.path.lexists(path) else None
+    if found is not None:
+        if not stat.S_ISSOCK(found.st_mode):
+            raise FileExistsError(errno.EEXIST, "there is something that is no socket; move it away", path)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asker:
+            try:
+                asker.connect(path)
+            except ConnectionRefusedError:
+                Path(path).unlink()
+            else:
+                raise OSError(errno.EADDRINUSE, "another checkpoint worker's service listens there; end it first", path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    try:
+        before = os.umask(0o177)
+        try:
+            listener.bind(path)
+        finally:
+            os.umask(before)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _remove(path: str, identity: os.stat_result) -> None:
+    """Remove the socket unless another service has put its own there."""
+    with contextlib.suppress(OSError):
+        found = os.lstat(path)
+        if (found.st_dev, found.st_ino) == (identity.st_dev, identity.st_ino):
+            Path(path).unlink()
+
+
+def _checked_peer(connection: socket.socket) -> int:
+    """Return the peer's pid. Raises GPUError for another user's process."""
+    peer = peer_credentials(connection)
+    if peer.uid not in (0, os.geteuid()):
+        raise GPUError(
+            GPUErrorCode.NOT_PERMITTED,
+            f"process {peer.pid} of uid {peer.uid} may not use the checkpoint worker: only root and uid {os.geteuid()} may",
+        )
+    return peer.pid
+
+
+def _take_claim(descriptors: list[int]) -> None:
+    """Hold the lock of the claim whose descriptors came, so that it is held whatever the sender did. Raises GPUError."""
+    if not descriptors:
+        raise GPUError(GPUErrorCode.NOT_PERMITTED, "the broker sent no claim, so two workers could act on one process")
+    if not stat.S_ISREG(os.fstat(descriptors[0]).st_mode):
+        raise GPUError(GPUErrorCode.NOT_PERMITTED, "the broker's claim is no file that can be locked")
+    try:
+        fcntl.flock(descriptors[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise GPUError(
+            GPUErrorCode.WORKER_BUSY, "the checkpoint worker of another broker holds the claim: it is still at work"
+        ) from None
+    except OSError as error:
+        raise GPUError(GPUErrorCode.NOT_PERMITTED, f"the broker's claim cannot be locked: {error}") from error
+
+
+async def _receive(
+    connection: socket.socket, *, patience_s: float | None = _REQUEST_S
+) -> tuple[dict[str, Any], list[int]]:
+    """Return a message and its descriptors, which the caller closes. Raises GPUError for what is no message, and OSError."""
+    try:
+        async with asyncio.timeout(patience_s):
+            await readable(connection)
+    except TimeoutError:
+        raise GPUError(GPUErrorCode.NOT_READY, f"no request came within {_REQUEST_S:g} s of the connection") from None
+    data, descriptors, flags, _ = socket.recv_fds(connection, MAX_MESSAGE, MAX_DESCRIPTORS)
+    try:
+        message = _message(data, flags)
+    except BaseException:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+    return message, descriptors
+
+
+def _message(data: bytes, flags: int) -> dict[str, Any]:
+    if not data:
+        raise ConnectionResetError(errno.ECONNRESET, "the peer has closed the connection")
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        raise GPUError(
+            GPUErrorCode.UNKNOWN, f"a message has at most {MAX_MESSAGE} bytes and {MAX_DESCRIPTORS} descriptors"
+        )
+    return parse(data)
+
+
+def parse(data: bytes) -> dict[str, Any]:
+    """Return the JSON object in the message. Raises GPUError for anything else."""
+    try:
+        message = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise GPUError(GPUErrorCode.UNKNOWN, f"a message is one JSON object: {error}") from error
+    if not isinstance(message, dict):
+        raise GPUError(GPUErrorCode.UNKNOWN, f"a message is one JSON object; got {str(message)[:100]}")
+    return message
+
+
+async def readable(connection: socket.socket) -> None:
+    """Return when something can be read from the socket, or its peer is gone. Cancellation stops the waiting."""
+    loop = asyncio.get_running_loop()
+    arrived: asyncio.Future[None] = loop.create_future()
+
+    def arrive() -> None:
+        if not arrived.done():
+            arrived.set_result(None)
+
+    loop.add_reader(connection, arrive)
+    try:
+        await arrived
+    finally:
+        loop.remove_reader(connection)
+
+
+async def _send(connection: socket.socket, message: Mapping[str, Any], *descriptors: int) -> None:
+    """Send a small message; a peer that is gone, or that reads nothing, gets none."""
+    with contextlib.suppress(OSError):
+        socket.send_fds(connection, [json.dumps(message).encode()], descriptors)
+
+
+def run_service(path: str, kind: str) -> None:
+    """Serve until SIGTERM or SIGINT. Blocks. Raises OSError if the socket cannot be made."""
+
+    async def serve() -> None:
+        service = WorkerService(path, kind)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, service.stop)
+        await service.run()
+
+    asyncio.run(serve())

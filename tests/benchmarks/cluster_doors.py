@@ -1,0 +1,105 @@
+"""How an engine's choice of a node fares: whole GPUs, static shards, counts by the brokers' forecast, and a random node.
+
+    python tests/benchmarks/cluster_doors.py [--seeds 1,2] [--json]
+
+Synthetic users (`--several-gpus 0`) of one day on four hosts of two and of four GPUs of 80 GiB, about five users for each GPU and ten. Each
+row is a run of `simulator.cluster`, the last one of `--place random`. `count, one by one` is the forecast that takes each device by itself,
+as it was before like devices were forecast together.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+
+from fractional_gpu.core.model import DeviceSpec, PoolSpec
+from fractional_gpu.simulator.cluster import EngineDoor, WaitTerms, run_engine
+from fractional_gpu.simulator.fleet.placing import PlaceRule
+from fractional_gpu.simulator.fleet.run import Way, run
+from fractional_gpu.simulator.load import Load, synthetic_sessions
+from fractional_gpu.simulator.machine import Host
+from fractional_gpu.simulator.result import Result
+from fractional_gpu.simulator.traces import Session
+
+CASES = ((40, 2), (80, 2), (80, 4), (160, 4))  # users, GPUs of each host
+HOSTS = 4
+TARGET_MS = WaitTerms().target_ms
+PROCESSES = 2
+
+
+def hosts_with(gpus: int) -> tuple[Host, ...]:
+    """Return like hosts with so many GPUs each, and a pool of the usual shares."""
+    devices = tuple(
+        DeviceSpec(device_id=f"gpu-{number}", name="80GiB", memory_mib=81_920, overhead_mib=0) for number in range(gpus)
+    )
+    names = tuple(device.device_id for device in devices)
+    pool = PoolSpec(name="default", devices=names, fractions_milli=(125, 250, 500, 750, 1000))
+    return (Host(devices=devices, pools=(pool,)),) * HOSTS
+
+
+def runs(hosts: Sequence[Host], trace: Sequence[Session], seed: int) -> dict[str, Result]:
+    """Return the result of each way."""
+    alone = WaitTerms(together=False)
+    return {
+        "engine-whole": run_engine(hosts, trace, EngineDoor.WHOLE),
+        "engine-shards": run_engine(hosts, trace, EngineDoor.SHARDS),
+        "engine-count, one by one": run_engine(hosts, trace, EngineDoor.COUNT, terms=alone, processes=PROCESSES),
+        "engine-count": run_engine(hosts, trace, EngineDoor.COUNT, processes=PROCESSES),
+        "random node": run(hosts, trace, Way(rule=PlaceRule.RANDOM, seed=seed, processes=PROCESSES)),
+    }
+
+
+def figures(result: Result) -> dict[str, float]:
+    """Return what the table shows: percent, seconds and hours."""
+    waits = result.waits.ordered
+    return {
+        "at_once": 100 - result.doors.nonzero_percent(),
+        "queue_p50_s": result.doors.percentile_ms(50) / 1000,
+        "queue_p95_s": result.doors.percentile_ms(95) / 1000,
+        **{f"wait_p{percent}_s": result.waits.percentile_ms(percent) / 1000 for percent in (50, 95, 99)},
+        "late": 100 * sum(wait > TARGET_MS for wait in waits) / max(1, len(waits)),
+        "held_h": round(result.held / 3.6e9, 1),
+    }
+
+
+def row(case: str, way: str, one: dict[str, float]) -> str:
+    """Return a line of the table in Markdown; the engine's queue in hours."""
+    cells = [
+        f"{one['at_once']:.0f} %",
+        f"{one['queue_p50_s'] / 3600:.1f} h",
+        f"{one['queue_p95_s'] / 3600:.1f} h",
+        " / ".join(f"{one[f'wait_p{percent}_s']:.1f}" for percent in (50, 95, 99)),
+        f"{one['late']:.2f} %",
+        f"{one['held_h']:.0f}",
+    ]
+    return f"| {case} | {way} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", default="1", help="of the load, with commas (default: 1)")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    found = []
+    if not options.json:
+        print(
+            "| users, seed | way | at once | queue p50 | queue p95 | cells wait p50 / p95 / p99, s | beyond 30 s | held GPU h |"
+        )
+        print("|---|---|---|---|---|---|---|---|")
+    for seed in map(int, options.seeds.split(",")):
+        for users, gpus in CASES:
+            trace, began = synthetic_sessions(users, 1, seed, Load(several_percent=0)), time.perf_counter()
+            for way, result in runs(hosts_with(gpus), trace, seed).items():
+                one = figures(result)
+                found.append({"users": users, "gpus": HOSTS * gpus, "seed": seed, "way": way, **one})
+                if not options.json:
+                    print(row(f"{users} on {HOSTS} x {gpus} GPUs, {seed}", way, one), flush=True)
+            print(f"{users} users, seed {seed}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
+    if options.json:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

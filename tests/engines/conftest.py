@@ -1,0 +1,26 @@
+"""Tests in this room share a Slurm of two nodes for each file. Its logs are printed with a failure."""
+
+from collections.abc import Generator
+
+import pytest
+
+from tests.support.slurm import Cluster
+from tests.support.slurm_nodes import GPUNode
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        for given in getattr(item, "funcargs", {}).values():
+            if isinstance(given, Cluster):
+                report.sections.extend((f"{name} of Slurm", text[-4000:]) for name, text in given.logs().items())
+            nodes = given if isinstance(given, list) else []
+            for node in nodes:
+                if isinstance(node, GPUNode):
+                    report.sections.extend(
+                        (f"{name} of {node.node.name}", node.log(name)[-6000:])
+                        for name in ("agent.out", "broker.out")
+                        if (node.node.run / name).exists()
+                    )
+    return report

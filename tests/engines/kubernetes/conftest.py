@@ -1,0 +1,68 @@
+"""The manifests as kustomize renders them, a stand-in for the API server, and a cluster of one node."""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubernetes_asyncio import client
+
+from fractional_gpu.engines.kubernetes import Cluster
+from tests.engines.kubernetes.api_server import TOKEN, ApiServer
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "kubernetes"
+NODE = "gpu-1"
+
+
+def rendered(folder: Path) -> list[dict[str, Any]]:
+    """Return the objects of a kustomization."""
+    done = subprocess.run(["kubectl", "kustomize", str(folder)], stdout=subprocess.PIPE, check=True, timeout=60)
+    return [found for found in yaml.safe_load_all(done.stdout) if found]
+
+
+@pytest.fixture(scope="session")
+def base() -> list[dict[str, Any]]:
+    """The objects of the base."""
+    return rendered(EXAMPLES)
+
+
+@pytest.fixture(scope="session")
+def usage() -> list[dict[str, Any]]:
+    """The objects of the optional right."""
+    return rendered(EXAMPLES / "usage")
+
+
+def rules_of(*objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rules of all ClusterRoles."""
+    return [rule for some in objects for one in some if one["kind"] == "ClusterRole" for rule in one["rules"]]
+
+
+@pytest.fixture
+def server(base: list[dict[str, Any]]) -> Iterator[ApiServer]:
+    """An API server with one node, which gives the agent what the base's role gives. What it did not understand fails the test."""
+    with ApiServer(rules_of(base)) as server:
+        server.add_node(NODE)
+        yield server
+        assert server.defects == []
+
+
+def settings_for(server: ApiServer) -> client.Configuration:
+    """Return how the real client reaches the stand-in."""
+    settings = client.Configuration(host=server.url)
+    settings.api_key["BearerToken"] = f"Bearer {TOKEN}"
+    return settings
+
+
+@pytest.fixture
+def said() -> list[str]:
+    """What the agent wrote to its log."""
+    return []
+
+
+@pytest.fixture
+def cluster(server: ApiServer, said: list[str]) -> Iterator[Cluster]:
+    """The real client, with short pauses."""
+    with Cluster(settings_for(server), NODE, said.append, first_pause_s=0.01) as cluster:
+        yield cluster

@@ -1,0 +1,138 @@
+"""The example manifests: rendered by kustomize, valid for two versions of Kubernetes, with the least privileges. No cluster was there."""
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import ValidationError
+from traitlets.config import Config
+
+from fractional_gpu.commands.main import subcommand
+from fractional_gpu.config import load
+from fractional_gpu.protocol.pods import DOMAIN
+from tests.engines.kubernetes.api_server import validate
+from tests.engines.kubernetes.conftest import EXAMPLES, rendered
+
+
+@pytest.fixture(scope="module")
+def pod(base: list[dict[str, Any]]) -> dict[str, Any]:
+    """The spec of the DaemonSet's pods."""
+    (found,) = [one for one in base if one["kind"] == "DaemonSet"]
+    spec: dict[str, Any] = found["spec"]["template"]["spec"]
+    return spec
+
+
+@pytest.fixture(scope="module")
+def containers(pod: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {container["name"]: container for container in pod["containers"]}
+
+
+def test_every_object_is_valid(base: list[dict[str, Any]], usage: list[dict[str, Any]]) -> None:
+    everything = base + usage + rendered(EXAMPLES / "hub")
+    for found in everything:
+        validate(found)
+    assert sorted({found["kind"] for found in everything}) == [
+        "ClusterRole",
+        "ClusterRoleBinding",
+        "ConfigMap",
+        "DaemonSet",
+        "Namespace",
+        "ServiceAccount",
+    ]
+
+
+def test_the_worker_alone_is_privileged(containers: dict[str, dict[str, Any]]) -> None:
+    assert {name: bool(one["securityContext"].get("privileged")) for name, one in containers.items()} == {
+        "broker": False,
+        "worker": True,
+        "agent": False,
+    }
+    for name in ("broker", "agent"):
+        context = containers[name]["securityContext"]
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["capabilities"]["drop"] == ["ALL"]
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert containers["broker"]["securityContext"]["capabilities"]["add"] == ["SYS_PTRACE", "DAC_READ_SEARCH", "KILL"]
+    assert "add" not in containers["agent"]["securityContext"]["capabilities"]
+    assert all(one["securityContext"]["readOnlyRootFilesystem"] for one in containers.values())
+
+
+def test_the_agent_alone_has_a_token_and_the_worker_no_path_of_the_host(
+    pod: dict[str, Any], containers: dict[str, dict[str, Any]]
+) -> None:
+    assert pod["automountServiceAccountToken"] is False
+    assert pod.get("hostNetwork", False) is False
+    mounted = {name: {mount["name"] for mount in one["volumeMounts"]} for name, one in containers.items()}
+    assert {name for name, mounts in mounted.items() if "token" in mounts} == {"agent"}
+    of_host = {volume["name"] for volume in pod["volumes"] if "hostPath" in volume}
+    assert of_host == {"run", "state", "cgroup"}
+    assert [mount["readOnly"] for mount in containers["broker"]["volumeMounts"] if mount["name"] == "cgroup"] == [True]
+    assert mounted["worker"] & of_host == set()
+    assert [mount["readOnly"] for mount in containers["agent"]["volumeMounts"] if mount["name"] == "run"] == [True]
+
+
+def test_broker_and_worker_meet_at_one_socket_that_only_they_have(
+    pod: dict[str, Any], containers: dict[str, dict[str, Any]]
+) -> None:
+    (path,) = [word.partition("=")[2] for word in containers["broker"]["args"] if word.startswith("--worker-socket=")]
+    assert f"--socket={path}" in containers["worker"]["args"]
+    (volume,) = [volume for volume in pod["volumes"] if volume["name"] == "worker"]
+    assert "emptyDir" in volume
+    for name in ("broker", "worker"):
+        (mount,) = [mount for mount in containers[name]["volumeMounts"] if mount["name"] == "worker"]
+        # A folder below the volume: the volume's own top may be written by all, which the worker refuses.
+        assert Path(path).parent.parent == Path(mount["mountPath"])
+    assert "worker" not in {mount["name"] for mount in containers["agent"]["volumeMounts"]}
+
+
+def test_the_containers_commands_are_ours(containers: dict[str, dict[str, Any]]) -> None:
+    for container in containers.values():
+        words = [word.replace("$(NODE_NAME)", "gpu-1") for word in container["args"]]
+        _, parser = subcommand(words[0])
+        parser.parse_args(words[1:])
+
+
+def test_all_mounts_have_volumes_and_rights_are_bound_to_the_pods_account(
+    base: list[dict[str, Any]], pod: dict[str, Any]
+) -> None:
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    mounted = {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]}
+    assert mounted == volumes
+    (binding,) = [one for one in base if one["kind"] == "ClusterRoleBinding"]
+    (subject,) = binding["subjects"]
+    assert (subject["name"], subject["namespace"]) == (pod["serviceAccountName"], "jupyter-gpu")
+    configs = {one["metadata"]["name"] for one in base if one["kind"] == "ConfigMap"}
+    assert {volume["configMap"]["name"] for volume in pod["volumes"] if "configMap" in volume} == configs
+
+
+def test_the_brokers_settings_are_valid(base: list[dict[str, Any]], tmp_path: Path) -> None:
+    (config,) = [one for one in base if one["kind"] == "ConfigMap"]
+    (tmp_path / "jupyter_gpu_config.py").write_text(config["data"]["jupyter_gpu_config.py"])
+    settings = load(str(tmp_path / "jupyter_gpu_config.py"), {})
+    assert settings.seats_required
+    assert settings.idle_exit_ms is None
+    assert [pool.name for pool in settings.pools] == ["default"]
+
+
+def test_the_hubs_values_set_up_a_hub(tmp_path: Path) -> None:
+    values = yaml.safe_load((EXAMPLES / "zero-to-jupyterhub.yaml").read_text())
+    program = tmp_path / "extra.py"
+    program.write_text(values["hub"]["extraConfig"]["fractionalGPU"])
+    c = Config()
+    runpy.run_path(str(program), {"c": c})
+    assert c.JupyterHub.spawner_class == "fractional-gpu-kubernetes"
+    assert values["singleuser"]["image"]["name"]
+    assert json.dumps(c).count(DOMAIN) == 0, "the domain's names are the spawner's business"
+
+
+def test_the_schemas_refuse_what_is_misspelt(base: list[dict[str, Any]]) -> None:
+    for found in base:
+        with pytest.raises(ValidationError):
+            validate({**found, "metdata": {}})
+    (daemons,) = [found for found in base if found["kind"] == "DaemonSet"]
+    wrong = json.loads(json.dumps(daemons).replace('"hostPID"', '"hostPid"'))
+    with pytest.raises(ValidationError):
+        validate(wrong)

@@ -1,0 +1,87 @@
+"""The files of a node: those in examples/slurm are what `jupyter gpu node install` writes, and they are sound."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fractional_gpu.commands.main import main
+from fractional_gpu.engines.files import NodeFiles, install_files, slurm_lines
+from tests.support.paths import ROOT
+
+EXAMPLES = ROOT / "examples" / "slurm"
+FOLDER = Path("/etc/jupyter-gpu/slurm")
+FILES = NodeFiles(command=["/opt/jupyter-gpu/bin/jupyter-gpu"], seats=Path("/run/jupyter-gpu/seats"))
+WRITE = bool(os.environ.get("JUPYTER_GPU_WRITE_GOLDEN"))
+
+
+def texts() -> dict[str, str]:
+    lines = slurm_lines(FILES, FOLDER, devices=4, promise=4, node="gpu[01-08]")
+    return {**install_files(FILES), **{name: f"# Lines to add to {name}.\n{text}" for name, text in lines.items()}}
+
+
+@pytest.mark.parametrize("name", sorted(texts()))
+def test_the_examples_are_what_is_installed(name: str) -> None:
+    if WRITE:
+        EXAMPLES.mkdir(exist_ok=True)
+        (EXAMPLES / name).write_text(texts()[name])
+    assert (EXAMPLES / name).read_text() == texts()[name], "JUPYTER_GPU_WRITE_GOLDEN=1 writes it anew"
+
+
+@pytest.mark.parametrize("name", ["prolog", "epilog"])
+@pytest.mark.parametrize("command", [["/bin/false"], ["/no/such/command"], ["/bin/sh", "-c", "kill -9 $$"]])
+def test_a_hook_ends_with_0_whatever_becomes_of_the_command(tmp_path: Path, name: str, command: list[str]) -> None:
+    text = install_files(NodeFiles(command=command, seats=tmp_path))[name]
+    script = tmp_path / name
+    script.write_text(text)
+    done = subprocess.run(["sh", str(script)], capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+def task_prolog(tmp_path: Path, content: str | None, job: str = "7", **environment: str) -> str:
+    if content is not None:
+        (tmp_path / "job-7.env").write_text(content)
+    script = tmp_path / "taskprolog"
+    script.write_text(install_files(NodeFiles(command=["x"], seats=tmp_path))["taskprolog"])
+    done = subprocess.run(
+        ["sh", str(script)], env={"SLURM_JOB_ID": job, **environment}, capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_a_task_gets_what_the_prolog_wrote_and_nothing_is_run_of_it(tmp_path: Path) -> None:
+    content = "A_B=$(touch x) `id` \\n\nprint jupyter gpu: a \\t warning\nnot this\n  NOR=this\n"
+    assert task_prolog(tmp_path, content) == "export A_B=$(touch x) `id` \\n\nprint jupyter gpu: a \\t warning\n"
+    assert not (tmp_path / "x").exists()
+    assert "print" not in task_prolog(tmp_path, content, SLURM_LOCALID="3")  # one task of a node says it
+
+
+@pytest.mark.parametrize("job", ["7", "", "../7", "7x"])
+def test_a_job_without_a_share_gets_nothing(tmp_path: Path, job: str) -> None:
+    assert task_prolog(tmp_path, None, job) == ""
+
+
+def test_the_units_command_is_quoted_for_systemd() -> None:
+    files = NodeFiles(
+        command=["/opt/a b/jupyter-gpu"], seats=Path("/run/jupyter-gpu/seats"), words=["--pool", "50%=jgpu"]
+    )
+    (line,) = [line for line in install_files(files)["jupyter-gpu-agent.service"].splitlines() if "ExecStart" in line]
+    assert line == 'ExecStart="/opt/a b/jupyter-gpu" node agent --engine slurm --pool "50%%=jgpu"'
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--devices", "0"], "--devices 0: allowed are 1 to 64"),
+        (["--folder", "here"], "Slurm needs an absolute path"),
+        (["--pool", "default=gpu"], "not gpu, shard, mps, gres"),
+        (["--pool", "a=x", "--pool", "b=x"], "each count may be named once"),
+    ],
+)
+def test_wrong_options_are_refused_with_what_is_allowed(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["node", "install", "--print", *words]) == 2
+    assert said in capsys.readouterr().err

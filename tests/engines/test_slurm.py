@@ -1,0 +1,280 @@
+"""A real Slurm of two nodes, each with a broker and an agent, without control groups: counts, jobs with real kernels, troubles."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from fractional_gpu.protocol.nodes import parse_summary
+from tests.support.paths import PYTHONPATH, ROOT
+from tests.support.slurm import GRES, Cluster, new_cluster
+from tests.support.slurm_job import JobKernel
+from tests.support.slurm_nodes import GPUNode, gpu_nodes, install_scripts
+from tests.support.world import until
+
+HALF = f"--gres={GRES}:open:500"
+QUARTER = f"--gres={GRES}:open:250"
+IDLE, BUSY = "1%", "100%"
+CONFIG = """
+c.GPUBroker.pools = {"default": {"fractions": ["1/4", "1/2"], "oversubscription": 4, "expected_use": "100%"}}
+"""
+FILL = (
+    f"import sys; sys.path.insert(0, {str(ROOT / 'examples')!r}); import device; "
+    "data = device.open().fill(seed={seed}, size=200 * 2**20); data.step(); print(data.wrong_bytes())"
+)
+CHECK = "data.step(); print(data.wrong_bytes())"
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Cluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", PYTHONPATH)
+        with new_cluster(scripts=lambda nodes: install_scripts(nodes, os.environ, "--no-groups")) as cluster:
+            yield cluster
+
+
+@pytest.fixture(scope="module")
+def nodes(slurm: Cluster) -> Iterator[list[GPUNode]]:
+    with gpu_nodes(slurm, more=["--no-groups"], config=CONFIG) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _no_jobs_left(slurm: Cluster, nodes: list[GPUNode]) -> Iterator[None]:
+    assert len(nodes) == len(slurm.nodes)
+    yield
+    slurm.cancel_all()
+    assert not [state for state in slurm.states().values() if "drain" in state or "down" in state], slurm.call(
+        "sinfo", "-R"
+    )
+
+
+def share(node: GPUNode, use: str) -> None:
+    """Tell a node's pool how much of the time its users compute: what the forecast admits follows from it."""
+    with node.client() as client:
+        client.change_pool("default", {"expected_use": use})
+
+
+def await_open(slurm: Cluster, milli: int, name: str = "n1") -> None:
+    until(lambda: slurm.opened_milli(name) == milli, f"{name} is open for {milli}")
+
+
+def test_a_pending_job_is_admitted_because_others_idle_and_no_byte_of_them_is_lost(
+    slurm: Cluster, nodes: list[GPUNode]
+) -> None:
+    await_open(slurm, 1000)
+    kernels = [JobKernel(slurm.folder / f"share-{number}") for number in range(3)]
+    jobs = [slurm.sbatch(kernel.command, HALF, "-w", "n1", "--mem=900") for kernel in kernels]
+    for job in jobs[:2]:
+        slurm.await_job(job, "RUNNING")
+    until(lambda: slurm.job(jobs[2])["Reason"] == "Resources", "the third job waits for resources")
+    for seed, kernel in enumerate(kernels[:2]):
+        assert kernel.cell(FILL.format(seed=seed)) == "0\n"
+    assert nodes[0].lease_states() == ["resident", "resident"]
+
+    share(nodes[0], IDLE)
+    slurm.await_job(jobs[2], "RUNNING")
+    assert kernels[2].cell(FILL.format(seed=2)) == "0\n"
+    assert sorted(state for state in nodes[0].lease_states() if state != "suspending") == [
+        "resident",
+        "resident",
+        "suspended",
+    ]
+    for kernel in kernels:
+        assert kernel.cell(CHECK) == "0\n"
+
+    def commented() -> bool:
+        return "AdminComment=jupyter-gpu: kernels=1 reserved=" in slurm.call("scontrol", "show", "job", "-o", jobs[0])
+
+    until(commented, "the meter's figures are in the job's comment")
+    with nodes[0].client() as client:
+        assert {seat.server for seat in client.seats().seats} == {f"slurm-{job}" for job in jobs}
+    for kernel in kernels:
+        kernel.end()
+    for job in jobs:
+        slurm.await_job(job, "COMPLETED")
+    until(lambda: not nodes[0].lease_states(), "no lease is left")
+    until(lambda: not list(nodes[0].seats.iterdir()), "no file of a seat is left")
+    with nodes[0].client() as client:
+        assert client.seats().seats == []
+    share(nodes[0], BUSY)
+
+
+def test_counts_are_written_again_after_a_reconfiguration_and_restarts_and_no_busy_node_is_drained(
+    slurm: Cluster, nodes: list[GPUNode]
+) -> None:
+    share(nodes[0], IDLE)
+    await_open(slurm, 4000)
+    job = slurm.sbatch("exec sleep 600", HALF, "-w", "n1")
+    slurm.await_job(job, "RUNNING")
+    slurm.restart_node(slurm.nodes[0])  # registers again: with a sum that had changed, it would be drained
+    assert slurm.states()["n1"] == "mixed"
+    slurm.call("scontrol", "reconfigure")
+    await_open(slurm, 4000)
+    slurm.call("scontrol", "update", "nodename=n1", f"gres={GRES}:open:0,{GRES}:closed:4000", "extra=nonsense")
+    await_open(slurm, 4000)
+    slurm.stop_controller()
+    try:
+        until(lambda: "slurmctld" in nodes[0].log(), "the agent notices")
+    finally:
+        slurm.start_controller()
+    slurm.call("scontrol", "update", "nodename=n1", f"gres={GRES}:open:0,{GRES}:closed:4000")
+    await_open(slurm, 4000)  # the agent goes on
+    assert slurm.job(job)["JobState"] == "RUNNING"
+    assert slurm.states()["n1"] == "mixed"
+    summary = parse_summary(slurm.node("n1")["Extra"])
+    assert [(pool.name, pool.count, pool.total_milli) for pool in summary.pools] == [("default", "jgpu:open", 1000)]
+    share(nodes[0], BUSY)
+
+
+def test_without_a_broker_jobs_start_and_are_told_and_get_their_seats_when_it_is_back(
+    slurm: Cluster, nodes: list[GPUNode]
+) -> None:
+    node = nodes[1]
+    before = until(lambda: slurm.node("n2").get("Extra"), "the agent has published a summary")
+    node.stop_agent()
+    node.start_agent("--patience", "1s")
+    until(lambda: slurm.node("n2")["Extra"] != before, "the new agent has seen the broker")
+    node.stop_broker()
+    kernel = JobKernel(slurm.folder / "without")
+    patient = f'until test -e "$JUPYTER_GPU_SEAT_FILE"; do sleep 0.1; done; {kernel.command}'
+    job = slurm.sbatch(patient, QUARTER, "-w", "n2", "--mem=900")
+    slurm.await_job(job, "RUNNING")
+    until(lambda: "no GPU share yet" in slurm.output(job), "the job is told")
+    await_open(
+        slurm, 500, "n2"
+    )  # the largest share on offer: with less Slurm would refuse jobs in place of letting them wait
+    until(lambda: parse_summary(slurm.node("n2")["Extra"]).problem, "the summary says why")
+    waiting = slurm.sbatch("true", HALF, "-w", "n2")
+    until(lambda: slurm.job(waiting)["Reason"] == "Resources", "a further job waits")
+
+    node.start_broker()
+    until((node.seats / f"job-{job}.json").exists, "the job has its seat")
+    assert kernel.cell(FILL.format(seed=5).replace("200", "96")) == "0\n"
+    slurm.await_job(waiting, "COMPLETED")
+    kernel.end()
+    slurm.await_job(job, "COMPLETED")
+    assert set(slurm.states().values()) == {"idle"}
+    node.stop_agent()
+    node.start_agent()
+
+
+def test_a_broker_that_hangs_delays_a_job_by_seconds_only(slurm: Cluster, nodes: list[GPUNode]) -> None:
+    broker = nodes[1].broker
+    assert broker is not None
+    os.kill(broker.pid, signal.SIGSTOP)
+    try:
+        job = slurm.sbatch("echo ran", QUARTER, "-w", "n2")
+        slurm.await_job(job, "COMPLETED")
+        assert "no GPU share yet" in slurm.output(job)
+        assert "ran" in slurm.output(job)
+    finally:
+        os.kill(broker.pid, signal.SIGCONT)
+
+
+def test_a_seat_whose_epilog_could_not_end_it_is_ended_by_the_agent(slurm: Cluster, nodes: list[GPUNode]) -> None:
+    node = nodes[1]
+    job = slurm.sbatch("exec sleep 600", QUARTER, "-w", "n2")
+    slurm.await_job(job, "RUNNING")
+    until((node.seats / f"job-{job}.json").exists, "the job has its seat")
+    node.stop_broker()
+    slurm.cancel(job)
+    node.start_broker()
+
+    def ended() -> bool:
+        with node.client() as client:
+            return not client.seats().seats
+
+    until(ended, "the seat has ended")
+
+
+@pytest.mark.parametrize(
+    ("gres", "said"),
+    [
+        (f"{GRES}:250", f"ask for --gres={GRES}:open:250"),
+        (f"{GRES}:open:123", "pool 'default' offers 1/4, 1/2"),
+    ],
+)
+def test_a_share_that_no_seat_can_have_is_refused_in_the_jobs_output(
+    slurm: Cluster, nodes: list[GPUNode], gres: str, said: str
+) -> None:
+    job = slurm.sbatch("echo $CUDA_VISIBLE_DEVICES; echo ran", f"--gres={gres}", "-w", "n1")
+    slurm.await_job(job, "COMPLETED")
+    assert said in slurm.output(job)
+    assert slurm.output(job).endswith("\n\nran\n")
+    until(lambda: not list(nodes[0].seats.iterdir()), "its files are gone")
+
+
+def test_a_share_of_more_than_a_gpu_is_refused(slurm: Cluster, nodes: list[GPUNode]) -> None:
+    share(nodes[0], IDLE)
+    await_open(slurm, 4000)
+    job = slurm.sbatch("true", f"--gres={GRES}:open:2000", "-w", "n1")
+    slurm.await_job(job, "COMPLETED")
+    assert "a share is at most jgpu:open:1000" in slurm.output(job)
+    share(nodes[0], BUSY)
+
+
+def test_tasks_of_an_array_and_steps_of_salloc_have_seats(slurm: Cluster) -> None:
+    script = 'echo "$SLURM_ARRAY_TASK_ID: $JUPYTER_GPU_SEAT_FILE $JUPYTER_GPU_DEFAULT_FRACTION"; test -r "$JUPYTER_GPU_SEAT_FILE"'
+    outputs = slurm.folder / "array-%a.out"
+    first = slurm.sbatch(script, QUARTER, "-w", "n1", "--array=1-2", output=outputs)
+    slurm.await_end(first)
+    said = [(slurm.folder / f"array-{task}.out").read_text().split() for task in (1, 2)]
+    assert [words[0] for words in said] == ["1:", "2:"]
+    assert len({words[1] for words in said}) == 2
+    assert [words[2] for words in said] == ["250m", "250m"]
+    text = slurm.call(
+        "salloc", QUARTER, "-w", "n1", "srun", "sh", "-c", 'test -r "$JUPYTER_GPU_SEAT_FILE" && echo seated'
+    )
+    assert "seated" in text
+
+
+def test_the_parts_of_a_heterogeneous_job_have_seats_on_their_nodes(slurm: Cluster, nodes: list[GPUNode]) -> None:
+    script = slurm.folder / "parts.sh"
+    script.write_text(
+        f"#!/bin/sh\n#SBATCH {QUARTER}\n#SBATCH --nodelist=n1\n#SBATCH hetjob\n#SBATCH {HALF}\n#SBATCH --nodelist=n2\nexec sleep 600\n"
+    )
+    job = slurm.call("sbatch", "--parsable", f"--output={slurm.folder}/parts.out", str(script)).strip()
+    found: list[list[int]] = []
+
+    def seated() -> bool:
+        found.clear()
+        for node in nodes:
+            with node.client() as client:
+                found.append([seat.fraction_milli for seat in client.seats().seats])
+        return found == [[250], [500]]
+
+    until(seated, "each part has its seat")
+    slurm.cancel(job)
+
+
+def test_once_writes_at_once_and_says_what(slurm: Cluster, nodes: list[GPUNode]) -> None:
+    node = nodes[0]
+    words = ["--node", "n1", "--once", "--json", *node.words]
+    text = slurm.call(*node.main, "node", "agent", "--engine", "slurm", *words, environment=node.environment)
+    written = json.loads(text)
+    assert written["counts"] == {GRES: 1000}
+    assert written["summary"]["pools"][0]["name"] == "default"
+
+
+def test_the_doctor_names_what_is_wrong_and_what_to_change(slurm: Cluster, nodes: list[GPUNode]) -> None:
+    node = nodes[0]
+    command = [*node.main, "node", "doctor", "--json", "--node", "n1", *node.words]
+    text = slurm.call("sh", "-c", '"$@"; echo "code $?"', "sh", *command, environment=node.environment)
+    report, _, code = text.partition("code ")
+    findings = {one["check"]: one for one in json.loads(report)["findings"]}
+    assert code.strip() == "1"
+    assert findings["control groups"]["severity"] == "error"  # this Slurm has none
+    assert "ProctrackType=proctrack/cgroup" in findings["control groups"]["advice"]
+    for check in ("gres types", "select", "prolog", "epilog", "taskprolog", "gres.conf", "node", "agent", "seats"):
+        assert findings[check]["severity"] == "ok", findings[check]
+
+
+def test_sigterm_ends_the_agent_and_leaves_the_counts(slurm: Cluster, nodes: list[GPUNode]) -> None:
+    before = slurm.opened_milli("n1")
+    assert nodes[0].stop_agent() == 0
+    assert slurm.opened_milli("n1") == before
+    assert "the counts stay as they are" in nodes[0].log()
+    nodes[0].start_agent()

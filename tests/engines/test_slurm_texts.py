@@ -1,0 +1,238 @@
+"""What Slurm's commands print, and what is made of it. The texts were printed by Slurm 22.05.8."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fractional_gpu.engines.engine import EngineError, EngineUnavailableError, NodeRecord, NodeWrite
+from fractional_gpu.engines.job_seats import JobSeat, job_of, share_of_job, share_of_shards
+from fractional_gpu.engines.slurm import Slurm, SlurmJob, job_number, parse_gres
+from fractional_gpu.protocol.messages import SeatStatus, Workload
+
+NODE = (
+    "NodeName=n1 Arch=x86_64 CoresPerSocket=1  CPUAlloc=2 Gres=jgpu:open:1000,jgpu:closed:3000,gpu:a100:2(S:0) GresDrain=N/A "
+    "GresUsed=jgpu:open:600,jgpu:closed:0,gpu:a100:1(IDX:0) NodeAddr=127.0.0.1 State=MIXED Partitions=gpu  Extra={} \n"
+)
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    """Slurm's commands that print the file `said`, end with the code in `code`, and write down what they were given."""
+    for name in ("scontrol", "squeue", "sacctmgr"):
+        script = tmp_path / name
+        script.write_text(
+            f'#!/bin/sh\nfor word; do printf "%s\\n" "$word"; done >{tmp_path}/given\ncat {tmp_path}/said; cat {tmp_path}/wrong >&2\n'
+            f"exit $(cat {tmp_path}/code)\n"
+        )
+        script.chmod(0o755)
+    answer(tmp_path, "")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return Slurm("n1")
+
+
+def answer(folder: Path, said: str, wrong: str = "", code: int = 0) -> None:
+    (folder / "said").write_text(said)
+    (folder / "wrong").write_text(wrong)
+    (folder / "code").write_text(str(code))
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [
+        ("(null)", {}),
+        ("", {}),
+        ("gres:jgpu:open:250", {"jgpu:open": 250}),
+        ("gres:jgpu", {"jgpu": 1}),
+        ("gres/jgpu:open=250", {"jgpu:open": 250}),
+        ("gres:shard:2,gres:jgpu:3", {"shard": 2, "jgpu": 3}),
+        ("jgpu:open:350,gpu:1,shard:(null):0(IDX:N/A)", {"jgpu:open": 350, "gpu": 1, "shard": 0}),
+        ("gpu:a100:2(IDX:0-1,3),gpu:v100:1", {"gpu:a100": 2, "gpu:v100": 1}),
+        ("jgpu:open:1k", {"jgpu:open": 1024}),
+    ],
+)
+def test_counts_of_a_text(text: str, counts: dict[str, int]) -> None:
+    assert parse_gres(text) == counts
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_counts_or_refused(text: str) -> None:
+    with suppress(EngineError):  # and nothing else
+        assert all(count >= 0 for count in parse_gres(text).values())
+
+
+def test_a_nodes_record(slurm: Slurm, tmp_path: Path) -> None:
+    answer(tmp_path, NODE)
+    record = slurm.read_node()
+    assert (record.counts, record.in_use, record.most) == ({"jgpu": 1000}, {"jgpu": 600}, {"jgpu": 4000})
+
+
+def test_a_write_names_every_resource_and_keeps_the_sum(slurm: Slurm, tmp_path: Path) -> None:
+    answer(tmp_path, NODE)
+    record = slurm.read_node()
+    slurm.write_node(NodeWrite(counts={"jgpu": 2500}, summary='{"a":1}'), record)
+    given_words = (tmp_path / "given").read_text().splitlines()
+    assert given_words == ["update", "nodename=n1", "gres=gpu:a100:2,jgpu:open:2500,jgpu:closed:1500", 'extra={"a":1}']
+
+
+@given(st.integers(0, 10_000), st.integers(0, 4000))
+def test_whatever_is_written_the_sum_of_the_types_stays(wanted: int, opened: int) -> None:
+    said: list[str] = []
+
+    class Listening(Slurm):
+        def call(self, *words: str) -> str:
+            said.extend(words)
+            return ""
+
+    record = NodeRecord(
+        counts={"jgpu": opened}, in_use={}, most={"jgpu": 4000}, text=f"jgpu:open:{opened},jgpu:closed:{4000 - opened}"
+    )
+    Listening("n1").write_node(NodeWrite(counts={"jgpu": wanted}), record)
+    assert sum(parse_gres(said[-1].removeprefix("gres=")).values()) == 4000
+
+
+def test_a_node_with_shards_has_no_counts_of_ours(slurm: Slurm, tmp_path: Path) -> None:
+    answer(tmp_path, NODE.replace("gpu:a100:2(S:0)", "gpu:2,shard:8"))
+    record = slurm.read_node()
+    assert record.counts == {}
+    slurm.write_node(NodeWrite(counts={}, summary="{}"), record)
+    assert (tmp_path / "given").read_text().splitlines() == ["update", "nodename=n1", "extra={}"]
+
+
+def test_a_job_is_told_from_the_other_tasks_of_its_array(slurm: Slurm, tmp_path: Path) -> None:
+    answer(tmp_path, "4|1000|ada|RUNNING|gres:jgpu:open:250\n3|1000|ada|RUNNING|gres:jgpu:open:500\n")
+    job = slurm.job(3)
+    assert job is not None
+    assert (job.uid, job.user, dict(job.gres)) == (1000, "ada", {"jgpu:open": 500})
+    given_words = (tmp_path / "given").read_text().splitlines()
+    assert given_words == ["--noheader", "--states=all", "--jobs=3", "--format=%A|%U|%u|%T|%b"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind"),
+    [
+        ("slurm_load_node error: Unable to contact slurm controller (connect failure)", EngineUnavailableError),
+        ("slurm_load_jobs error: Socket timed out on send/recv operation", EngineUnavailableError),
+        ("slurm_update error: Invalid node name specified", EngineError),
+    ],
+)
+def test_a_controller_that_is_down_is_told_from_a_refusal(
+    slurm: Slurm, tmp_path: Path, wrong: str, kind: type[EngineError]
+) -> None:
+    answer(tmp_path, "", wrong, 1)
+    with pytest.raises(EngineError) as raised:
+        slurm.read_node()
+    assert type(raised.value) is kind
+    assert wrong.partition(":")[2].strip() in str(raised.value)
+
+
+def test_a_command_that_hangs_or_is_missing_is_a_controller_that_is_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nexec sleep 600\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(EngineUnavailableError, match=r"did not answer within 0\.2 s"):
+        Slurm("n1", timeout_s=0.2).read_node()
+    with pytest.raises(EngineUnavailableError, match="no command"):
+        Slurm("n1").call("no-such-command-of-slurm")
+
+
+def test_comments_of_ended_jobs_are_no_error(slurm: Slurm, tmp_path: Path) -> None:
+    answer(tmp_path, "", "Job has already finished for job 1", 1)
+    assert slurm.comment(1, "used \x1b[2J nothing") is False
+    assert (tmp_path / "given").read_text().splitlines()[-1] == "admincomment=used ?[2J nothing"
+    answer(tmp_path, "")
+    slurm.comment_in_accounting(1, 'a "quoted" text')
+    assert (tmp_path / "given").read_text().splitlines()[-1] == 'admincomment="a ?quoted? text"'
+
+
+@pytest.mark.parametrize("name", ["", "-o", "n1;id", "n1 n2", "a" * 70])
+def test_a_nodes_name_is_no_option(name: str) -> None:
+    with pytest.raises(EngineError, match="--node"):
+        Slurm(name)
+
+
+@pytest.mark.parametrize("text", ["", "0", "1_2", "x", "-1", "12345678901"])
+def test_a_jobs_number_is_a_number(text: str) -> None:
+    with pytest.raises(EngineError, match="SLURM_JOB_ID"):
+        job_number(text)
+
+
+# -- shares --------------------------------------------------------------------------------------------------------------------
+
+
+def job(**gres: int) -> SlurmJob:
+    counts = {name.replace("_", ":"): count for name, count in gres.items()}
+    return SlurmJob(job_id=5, uid=1000, user="ada", state="RUNNING", gres=counts)
+
+
+POOLS = {"jgpu": "default", "jgpubig": "big"}
+
+
+def test_the_share_that_a_job_asked_for() -> None:
+    assert share_of_job(job(jgpu_open=250), POOLS) == ("default", 250)
+    assert share_of_job(job(jgpubig_open=1000, gpu=1), POOLS) == ("big", 1000)
+    assert share_of_job(job(gpu=1), POOLS) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"jgpu": 250}, "ask for --gres=jgpu:open:250"),
+        ({"jgpu_closed": 250}, "ask for --gres=jgpu:open:250"),
+        ({"jgpu_open": 1001}, "at most jgpu:open:1000"),
+        ({"jgpu_open": 250, "jgpubig_open": 250}, "ask for one of them"),
+    ],
+)
+def test_a_share_that_no_seat_can_have(asked: dict[str, int], said: str) -> None:
+    with pytest.raises(EngineError, match=said):
+        share_of_job(job(**asked), POOLS)
+
+
+def test_shards_are_parts_of_one_gpu() -> None:
+    assert share_of_shards(job(shard=2), "gpu:2,shard:8", [1]) == 500
+    assert share_of_shards(job(shard=1), "gpu:a100:1,shard:3", [0]) == 333
+    assert share_of_shards(job(gpu=1), "gpu:2,shard:8", [1]) is None
+    with pytest.raises(EngineError, match="at most 4 shards"):
+        share_of_shards(job(shard=6), "gpu:2,shard:8", [0, 1])
+    with pytest.raises(EngineError, match="share of one shard is unknown"):
+        share_of_shards(job(shard=1), "shard:8", [0])
+
+
+def seat(**more: object) -> SeatStatus:
+    plain = {
+        "seat_id": "s",
+        "owner": "ada",
+        "server": "",
+        "group": "",
+        "pool": "default",
+        "fraction_milli": 250,
+        "memory_mib": 1,
+        "device_id": None,
+        "priority": 0,
+        "weight": 1,
+        "max_kernels": 1,
+        "uid": 1000,
+        "kernels": 0,
+        "used_milli": 0,
+        "confirmed": True,
+        "age_ms": 0,
+        "expires_ms": None,
+    }
+    return SeatStatus(**{**plain, **more})  # type: ignore[arg-type]
+
+
+def test_whose_seat_it_is() -> None:
+    assert job_of(seat(workload=Workload(engine="slurm", id="12"))) == 12
+    assert job_of(seat(workload=Workload(engine="kubernetes", id="12"))) is None
+    asked = JobSeat(job_id=7, uid=1000, user="ada", pool="default", fraction_milli=250, has_groups=False).request()
+    assert asked.workload is None
+    assert job_of(seat(server=asked.server, admitted=True)) == 7
+    assert (
+        job_of(seat(server=asked.server, admitted=False, hub="http://hub")) is None
+    )  # a server that its user named so
+    assert job_of(seat(server=asked.server, admitted=True, hub="http://hub")) is None

@@ -1,0 +1,228 @@
+"""The page of a cluster: what it shows to whom, what it does when Slurm does not answer, and how it looks in a real browser."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect
+from traitlets.config import Config
+
+from fractional_gpu.config import ConfigError
+from fractional_gpu.protocol.nodes import NodeSummary, PoolSummary, encode_summary
+from fractional_gpu_hub.engines.offers import NodePool
+from fractional_gpu_hub.engines.slurm_cluster import cluster_of
+from fractional_gpu_hub.engines.slurm_commands import Node, SlurmUnavailableError, parse_servers, published
+from fractional_gpu_hub.service import add_page, cluster
+from fractional_gpu_hub.service.cluster import (
+    Cluster,
+    ClusterFollower,
+    ClusterNode,
+    ClusterServer,
+    ClusterSnapshot,
+    cluster_view,
+    reader_of,
+)
+from fractional_gpu_hub.service.views import Viewer
+from tests.e2e.browser import SCREENSHOTS, opened_browser
+from tests.hub.test_service_usage import Service, service
+
+NOW_S = 1_000_000.0
+
+
+def pool(node: str, **more: object) -> NodePool:
+    given: dict[str, object] = {
+        "pool": "default", "devices": 2, "device_mib": 81920, "total_milli": 2000, "held_milli": 1250, "admissible_milli": 750,
+        "fractions": (250,), "waiting": 2, "wait_ms": 3000, "wait_p95_ms": 20000, "at_s": NOW_S - 60, "simulated": True,
+    }  # fmt: skip
+    return NodePool(node=node, **{**given, **more})  # type: ignore[arg-type]
+
+
+CLUSTER = Cluster(
+    nodes=[
+        ClusterNode(name="gpu01", state="in service", pools=[pool("gpu01")]),
+        ClusterNode(name="gpu02", state="drained", pools=[pool("gpu02", why_not="drained")]),
+        ClusterNode(name="gpu03", state="in service", pools=[pool("gpu03", at_s=NOW_S - 7200)]),
+        ClusterNode(name="gpu04", state="in service", problem="the node's summary has version 2, this release reads 1"),
+    ],
+    servers=[
+        ClusterServer(identity="job 11", user="ada", node="gpu01", state="running", milli=250, since="1:02:03"),
+        ClusterServer(identity="job 12", user="bob", node="", state="pending", milli=500, since="0:00"),
+    ],
+    others=3,
+)
+
+
+def view(name: str = "ada", *, admin: bool = False, problem: str = "") -> dict[str, object]:
+    viewer = Viewer(name=name, admin=admin)
+    return cluster_view(ClusterSnapshot(cluster=CLUSTER, problem=problem), viewer, now_s=NOW_S)
+
+
+# -- who sees what -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_user_sees_all_nodes_and_their_own_servers_an_administrator_all() -> None:
+    mine, all_of_them = view(), view("grace", admin=True)
+    assert "bob" not in json.dumps(mine)
+    assert [row["owner"] for row in mine["servers"]] == ["ada"]  # type: ignore[attr-defined]
+    assert [row["owner"] for row in all_of_them["servers"]] == ["ada", "bob"]  # type: ignore[attr-defined]
+    assert mine["nodes"] == all_of_them["nodes"]
+    assert mine["summary"] == (
+        "4 nodes, 2.5 of 4 GPUs held, 0.75 can be had at once, 1 server of yours, 3 further nodes without an agent"
+    )
+
+
+def test_a_node_says_what_it_has_and_how_old_that_is() -> None:
+    rows = {row["name"]: row for row in view()["nodes"]}  # type: ignore[attr-defined]
+    first = rows["gpu01"]
+    assert (first["held"], first["free"], first["queue"]) == ("1.25 of 2 held", "0.75 GPUs at once", "2 kernels")
+    assert first["note"] == "Published 1 min ago."
+    assert (rows["gpu02"]["free"], rows["gpu02"]["state"]) == ("none", "drained")
+    assert (rows["gpu03"]["free"], "too long to rely on" in rows["gpu03"]["note"]) == ("none", True)
+    assert rows["gpu04"]["note"] == "The node's summary has version 2, this release reads 1"
+
+
+def test_slurms_nodes_and_jobs_become_the_page() -> None:
+    summary = NodeSummary(
+        at_s=int(NOW_S),
+        pools=[PoolSummary(name="a", devices=1, total_milli=1000, held_milli=250, free_milli=750, count="jgpu:open")],
+    )
+    nodes = [
+        Node(name="n1", address="n1", state="MIXED", partitions=frozenset(), extra=encode_summary(summary)),
+        Node(name="n2", address="n2", state="IDLE", partitions=frozenset(), extra=""),
+        Node(name="n3", address="n3", state="DOWN*", partitions=frozenset(), extra="{broken"),
+    ]
+    jobs = parse_servers(
+        "7|RUNNING|n1|gres:jgpu:open:250|1:02|ada|jupyter-0a\n8|RUNNING|n1|gres:gpu:1|1:02|bob|jupyter-0b"
+    )
+    found = cluster_of([published(node) for node in nodes], jobs)
+    assert ([node.name for node in found.nodes], found.others) == (["n1", "n3"], 1)
+    assert found.nodes[1].problem
+    assert [(one.user, one.milli, one.state) for one in found.servers] == [
+        ("ada", 250, "running"),
+        ("bob", None, "running"),
+    ]
+
+
+# -- following ---------------------------------------------------------------------------------------------------------------
+
+
+class Slurm:
+    """What is read, and how often."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+        self.problem = ""
+
+    async def read(self) -> Cluster:
+        self.reads += 1
+        if self.problem:
+            raise SlurmUnavailableError(self.problem)
+        return CLUSTER
+
+
+async def news(follower: ClusterFollower, is_there: Callable[[ClusterSnapshot], bool]) -> ClusterSnapshot:
+    async with asyncio.timeout(60):
+        while True:
+            changed, snapshot = follower.changed, follower.snapshot
+            if is_there(snapshot):
+                return snapshot
+            await changed.wait()
+
+
+async def test_slurm_is_asked_only_while_a_page_is_open_and_its_last_word_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cluster, "EVERY_S", 0.01)
+    slurm = Slurm()
+    follower = ClusterFollower(slurm.read)
+    follower.start()
+    await asyncio.sleep(0)
+    assert slurm.reads == 0
+    assert (await news(follower, lambda one: not one.problem)).cluster == CLUSTER
+    slurm.problem = "Slurm does not answer"
+    stale = await news(follower, lambda one: bool(one.problem))
+    assert (stale.cluster, stale.problem) == (CLUSTER, "Slurm does not answer")
+    slurm.problem = ""
+    await news(follower, lambda one: not one.problem)
+    await follower.close()
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------------
+
+
+async def with_page(monkeypatch: pytest.MonkeyPatch, work: Callable[[Service, Slurm], Awaitable[None]]) -> None:
+    monkeypatch.setattr(cluster, "EVERY_S", 0.05)
+    monkeypatch.setattr(cluster, "STALE_S", 1e12)  # the nodes' words are of a made-up time
+    slurm = Slurm()
+    follower = ClusterFollower(slurm.read)
+    follower.start()
+    try:
+        async with service("/nowhere", monkeypatch, follower) as pages:
+            await news(follower, lambda one: not one.problem)
+            await work(pages, slurm)
+    finally:
+        await follower.close()
+
+
+async def test_the_page_is_for_users_with_the_scope_and_shows_no_names_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def look(pages: Service, _: Slurm) -> None:
+        page = await pages.get("", "ada")
+        assert (page.status, "gpu01" in page.text, "bob" in page.body) == (200, True, False)
+        assert "bob" in (await pages.get("", "grace")).text
+        assert "bob" not in (await pages.get("api/status", "ada")).body
+        for user in ("nobody", "robot"):
+            assert (await pages.get("", user)).status == 403
+            assert (await pages.get("api/status", user)).status == 403
+        assert (await pages.get("api/status", None)).status == 401
+        for path in ("usage", "api/leases/x/story", "api/pools/default"):
+            assert (await pages.get(path, "grace")).status == 404, "of a machine with a broker"
+
+    await with_page(monkeypatch, look)
+
+
+async def test_the_page_is_readable_on_any_screen_and_follows_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def look(pages: Service, slurm: Slurm) -> None:
+        await asyncio.to_thread(_look, f"http://127.0.0.1:{pages.port}/services/gpu/", slurm)
+
+    await with_page(monkeypatch, look)
+
+
+def _look(address: str, slurm: Slurm) -> None:
+    complaints: list[str] = []
+    with opened_browser() as browser:
+        page = browser.new_context(extra_http_headers={"Authorization": "token grace"}).new_page()
+        page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+        page.goto(address)
+        expect(page.locator("#nodes tr").filter(has_text="gpu01")).to_contain_text("0.75 GPUs at once")
+        expect(page.get_by_role("table", name="Servers")).to_contain_text("bob")
+        expect(page.locator("#simulated")).to_be_visible()
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            for width in (1200, 320):
+                page.set_viewport_size({"width": width, "height": 800})
+                assert page.evaluate("document.documentElement.scrollWidth") <= width
+                if SCREENSHOTS:
+                    page.screenshot(path=Path(SCREENSHOTS) / f"hub-cluster-{scheme}-{width}.png", full_page=True)
+        slurm.problem = "Slurm does not answer"
+        expect(page.locator("#problem")).to_contain_text("may be out of date: Slurm does not answer")
+        expect(page.locator("#nodes tr").filter(has_text="gpu01")).to_be_visible()
+        slurm.problem = ""
+        expect(page.locator("#problem")).to_be_hidden()
+    assert [one for one in complaints if "404" not in one] == [], "the browser refuses nothing but its icon"
+
+
+def test_the_page_of_a_cluster_needs_no_broker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm/slurm.conf")
+    c = Config()
+    c.JupyterHub.services, c.JupyterHub.load_roles = [], []
+    add_page(c, admins=["grace"], cluster="slurm")
+    (made,) = c.JupyterHub.services
+    assert made["command"][-2:] == ["--cluster", "slurm"]
+    assert made["environment"] == {"SLURM_CONF": "/etc/slurm/slurm.conf"}
+    with pytest.raises(ConfigError, match="allowed: slurm"):
+        add_page(c, cluster="pbs")
+    assert reader_of("slurm").__module__ == "fractional_gpu_hub.engines.slurm_cluster"
