@@ -128,3 +128,18 @@ def test_only_lab_passes_unknown_arguments_on(command: ModuleType, capsys: pytes
         main(["probe", "--no-browser"])
     assert "unrecognized arguments: --no-browser" in capsys.readouterr().err
     assert [name for name, entry in COMMANDS.items() if entry.passes_on] == ["lab"]
+
+
+def test_every_command_is_there_without_the_packages_of_the_extras() -> None:
+    """As a plain `pip install jupyter-fractional-gpu` has it: without JupyterLab, its server and JupyterHub."""
+    program = """
+import sys
+sys.modules |= dict.fromkeys(("nbformat", "nbclient", "jupyterlab", "jupyter_server", "jupyterhub", "cuda"))
+from fractional_gpu.commands import main
+for name in main.COMMANDS:
+    main.subcommand(name)
+sys.exit(main.main(["demo", "--check"]))
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    assert said.returncode == 1, said.stderr
+    assert said.stderr == "jupyter gpu: this needs nbclient and nbformat: pip install 'jupyter-fractional-gpu[lab]'\n"

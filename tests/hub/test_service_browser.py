@@ -15,6 +15,7 @@ from fractional_gpu.core.forecasts.habits import HabitKey, HabitKind
 from tests.e2e.browser import SCREENSHOTS, new_page, opened_browser
 from tests.hub.month_of_use import month_of_use
 from tests.hub.test_service_usage import broker, service
+from tests.support.axe import SMALL_PX, assert_accessible, looks
 from tests.support.hub import HubWorld, new_hub
 from tests.support.service_page import PAGE, Member
 from tests.support.share_days import days_of_little_use
@@ -57,6 +58,50 @@ def logged_in(browser: Browser, hub: HubWorld, name: str) -> Page:
     return page
 
 
+def an_administrator_changes_a_pools_settings_by_keyboard(page: Page) -> None:
+    pool = page.locator("#pools").get_by_role("row").filter(has_text="teaching")
+    pool.get_by_role("button", name="Edit… teaching").focus()
+    page.keyboard.press("Enter")
+    dialog = page.get_by_role("dialog", name="Edit teaching")
+    idle = dialog.get_by_label("idle_after", exact=True)
+    expect(idle).to_be_focused()
+    expect(idle).to_have_value("auto")
+    expect(idle).to_have_accessible_description(re.compile("Suspend a kernel that has been idle .* By default auto"))
+    foresight = dialog.get_by_label("foresight", exact=True)
+    expect(foresight).to_be_hidden()
+    dialog.get_by_text(re.compile(r"All settings \(\d\d more\)")).focus()
+    page.keyboard.press("Enter")
+    expect(foresight).to_be_visible()
+    snapshot(page, "hub-pool-settings")
+    accessible_in_any_look(page)
+    foresight.fill("soon")
+    page.keyboard.press("Enter")
+    expect(dialog.get_by_role("alert")).to_contain_text("'soon'")
+    expect(foresight).to_be_focused()
+    expect(foresight).to_have_attribute("aria-invalid", "true")
+    foresight.fill("off")
+    dialog.get_by_label("move_busy", exact=True).select_option("true")
+    idle.fill("5m")
+    page.keyboard.press("Enter")
+    expect(dialog).to_be_hidden()
+    expect(pool).to_contain_text("foresight, idle_after, move_busy")
+    pool.get_by_role("button", name="Edit… teaching").click()
+    expect(idle).to_have_value("5m")
+    expect(dialog.locator(".changed:visible")).to_have_count(3)
+    page.keyboard.press("Enter")
+    expect(dialog.get_by_role("alert")).to_contain_text("no setting has another value than before")
+    page.keyboard.press("Escape")
+    expect(dialog).to_be_hidden()
+
+
+def accessible_in_any_look(page: Page, ours: str | None = None) -> None:
+    """`ours`: the page is the hub's, and these elements are ours."""
+    for look in looks(page):
+        assert_accessible(page, ours)
+        if ours is None and look.endswith(f" {SMALL_PX} px"):
+            assert page.evaluate("document.documentElement.scrollWidth") <= SMALL_PX, "nothing is wider than the screen"
+
+
 def a_user_reads_their_own_usage(page: Page) -> None:
     page.get_by_role("link", name="My usage").click()
     expect(page.get_by_role("heading", name="By notebook")).to_be_visible()
@@ -94,6 +139,7 @@ def test_a_person_picks_a_fraction_and_an_administrator_watches_kernels_take_tur
         ada.goto(f"{hub.url}hub/spawn")
         ada.get_by_label("3/4 GPU, 768 MiB").check()
         snapshot(ada, "hub-spawn")
+        accessible_in_any_look(ada, ".gpu-choice")
         ada.get_by_role("button", name=re.compile("Start", re.IGNORECASE)).click()
         hub.await_server("ada")
         first = hub.connect("ada").start("fractional-gpu-default-750")
@@ -116,6 +162,7 @@ def test_a_person_picks_a_fraction_and_an_administrator_watches_kernels_take_tur
         waiting = first.send(CHECK)
         expect(row).to_contain_text("waits, place 1")
         snapshot(grace, "hub-page")
+        accessible_in_any_look(grace)
 
         user = logged_in(browser, hub, "ada")
         user.goto(hub.url + PAGE)
@@ -131,9 +178,11 @@ def test_a_person_picks_a_fraction_and_an_administrator_watches_kernels_take_tur
         assert second.wait(running).text == "finished\n"
         assert first.wait(waiting).text == "intact\n"
         expect(row).to_contain_text("idle on the GPU")
-        row.get_by_role("button", name=re.compile("^Suspend")).click()
+        row.get_by_role("button", name=re.compile("^Suspend")).focus()
+        grace.keyboard.press("Enter")
         expect(row).to_contain_text("suspended")
         expect(grace.get_by_role("status")).to_contain_text("suspended")
+        expect(row.get_by_role("button").first).to_be_focused()
         row.get_by_role("button", name=re.compile("^Why")).click()
         expect(grace.get_by_role("dialog")).to_contain_text("administrator grace asked for it")
         grace.keyboard.press("Escape")
@@ -148,9 +197,11 @@ def test_a_person_picks_a_fraction_and_an_administrator_watches_kernels_take_tur
         expect(grace.get_by_role("dialog")).to_contain_text("All its variables are lost, for good")
         expect(grace.get_by_role("dialog").get_by_role("button", name="Cancel")).to_be_focused()
         snapshot(grace, "hub-page-dark")
+        accessible_in_any_look(grace)
         grace.keyboard.press("Escape")
         first_device.get_by_role("button", name="Undrain GPU 0").click()
         expect(first_device).to_contain_text("in service")
+        an_administrator_changes_a_pools_settings_by_keyboard(grace)
         assert first.must(CHECK).text == "intact\n"
 
         hub.world.kill_broker()
@@ -194,8 +245,6 @@ def _look_at_weeks(address: str) -> None:
             expect(page.locator("ul.advice > li")).to_have_count({"grace": 2, "ada": 1}[user])
             if user == "grace":
                 snapshot(page, "hub-usage")
-            page.emulate_media(color_scheme="dark")
-            page.set_viewport_size({"width": 320, "height": 700})
-            assert page.evaluate("document.documentElement.scrollWidth") <= 320, "nothing is wider than a small screen"
+            accessible_in_any_look(page)
             assert [one for one in complaints if "404" not in one] == [], "the browser refuses nothing but its icon"
             context.close()

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from fractional_gpu.config import POOL_KEYS
 from fractional_gpu.protocol.messages import DeviceStatus, HostStatus, LeaseStatus, SeatStatus, Stranger
 from fractional_gpu.protocol.seats import PoolKeys, PoolList, SeatList
 from fractional_gpu_hub.service.broker_follower import Snapshot
+from fractional_gpu_hub.service.pool_settings import pool_settings
 from fractional_gpu_hub.service.views import Viewer, is_own, view_of
 
 ADA = Viewer(name="ada", admin=False)
@@ -177,3 +179,30 @@ def test_a_broker_that_has_not_answered_yet_is_a_page_with_a_sentence() -> None:
     shown = view_of(Snapshot(), ADA)
     assert shown["problem"] == "the GPU broker has not answered yet"
     assert (shown["devices"], shown["kernels"], shown["pools"]) == ([], [], [])
+
+
+def test_the_editor_has_each_setting_of_a_pool_once_and_its_common_ones_with_help_first() -> None:
+    shown = pool_settings()
+    keys = [one.key for one in (*shown.common, *shown.others)]
+    assert sorted(keys) == sorted(POOL_KEYS.keys() - {"devices"})
+    assert keys[0] == "idle_after"
+    assert all(one.help for one in shown.common)
+    by_key = {one.key: one for one in (*shown.common, *shown.others)}
+    assert (by_key["may_move"].boolean, by_key["may_move"].default, by_key["may_move"].example) == (
+        True,
+        "true",
+        "false",
+    )
+    assert (by_key["fractions"].default, by_key["price"].default) == ('["1/8", "1/4", "1/2", "3/4", "1"]', "null")
+
+
+@pytest.mark.parametrize("key", sorted(POOL_KEYS.keys() - {"devices"}))
+def test_what_the_editor_suggests_is_what_the_broker_takes(key: str) -> None:
+    shown = pool_settings()
+    (setting,) = (one for one in (*shown.common, *shown.others) if one.key == key)
+    for text in (setting.default, setting.example):
+        try:
+            value = json.loads(text)  # as the page's script reads what is typed
+        except ValueError:
+            value = text
+        POOL_KEYS[key].parse(value)

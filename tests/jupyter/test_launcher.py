@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 from jupyter_client.connect import write_connection_file
+from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
+from jupyter_client.provisioning import factory
+from jupyter_client.provisioning.factory import KernelProvisionerFactory
 
 from fractional_gpu.jupyter.kernelspecs import install
 from fractional_gpu.jupyter.launcher import main
@@ -170,3 +173,46 @@ def test_an_interrupt_means_what_it_always_means(world: World) -> None:
                 assert must(client, "print('here')") == "here\n"
         finally:
             manager.shutdown_kernel(now=True)
+
+
+# -- the package is gone -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_kernel_whose_package_is_gone_says_what_to_do(world: World, tmp_path: Path) -> None:
+    name = installed(world, 250)
+    command = command_of(world, name, str(tmp_path / "kernel-1.json"))
+    command[0] = sys._base_executable  # type: ignore[attr-defined] # an interpreter without the package
+    said = subprocess.run(
+        [command[0], "-I", *command[1:]], capture_output=True, text=True, check=False, timeout=DEADLINE_S
+    )
+    assert (said.returncode, said.stdout) == (1, "")
+    assert said.stderr == (
+        "This kernel needs the package jupyter-fractional-gpu, which is not installed any more: install it "
+        f"(`{sys.executable} -m pip install jupyter-fractional-gpu`), or remove the kernel (`jupyter kernelspec remove {name}`).\n"
+    )
+
+
+def test_an_error_within_the_launcher_is_not_taken_for_a_missing_package(world: World, tmp_path: Path) -> None:
+    command = command_of(world, installed(world, 250), str(tmp_path / "kernel-1.json"))
+    package = tmp_path / "fractional_gpu" / "jupyter"
+    package.mkdir(parents=True)
+    for module, text in (("../__init__", ""), ("__init__", ""), ("launcher", "import fractional_gpu_is_broken")):
+        (package / f"{module}.py").write_text(text)
+    environment = {"PYTHONPATH": str(tmp_path)}
+    said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DEADLINE_S, env=environment)
+    assert said.returncode == 1
+    assert "No module named 'fractional_gpu_is_broken'" in said.stderr
+
+
+def test_jupyter_hides_a_kernel_whose_provisioner_is_gone_and_says_why(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the documents say of it is what Jupyter does: none of our code runs then."""
+    (spec,) = install("default", [250], directory=str(world.kernels_dir))
+    monkeypatch.setattr(factory, "entry_points", lambda **_: [])
+    monkeypatch.setattr(KernelProvisionerFactory, "provisioners", {})
+    manager = KernelSpecManager(kernel_dirs=[str(world.kernels_dir)])
+    with pytest.raises(NoSuchKernel), caplog.at_level("WARNING"):
+        manager.get_kernel_spec(spec.name)
+    sentence = "is referencing a kernel provisioner ('fractional-gpu-provisioner') that is not available. "
+    assert sentence in " ".join(caplog.text.split())

@@ -21,6 +21,7 @@ from fractional_gpu.reports.page import DARK, LIGHT, bars, page
 from tests.e2e.browser import opened_browser
 from tests.kernelext.statuses import ADVICE
 from tests.reports.made import BEGINS_S, report_of
+from tests.support.axe import assert_accessible, looks, violations
 
 PAGES = {"light": "#ffffff", "dark": "#14171c"}
 H = SHARE_HOUR
@@ -75,6 +76,36 @@ def test_the_page_fits_its_window_and_loads_nothing(browser: Browser, tmp_path: 
         "Math.min(...[...document.querySelectorAll('svg.days text')].map(e => e.getBoundingClientRect().height))"
     )
     assert smallest >= 10
+    opened.close()
+
+
+def test_axe_finds_nothing_on_the_page_in_any_look(browser: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "use.html"
+    file.write_text(page(week(), ["user", "day"], made_by="jupyter gpu report --by user,day", zone=UTC))
+    opened = browser.new_page(viewport={"width": 1100, "height": 800})
+    opened.goto(file.as_uri())
+    for look in looks(opened):
+        found = violations(opened)
+        assert found == {}, look
+    opened.close()
+
+
+def test_axe_finds_what_is_wrong_and_tells_ours_from_the_pages(browser: Browser) -> None:
+    opened = browser.new_page()
+    label = '<label>size <input id="size"></label>'
+    body = f'<style>input {{ height: 3em }}</style><input id="theirs"><div id="ours">{label}</div>'
+    opened.set_content(f'<html lang="en"><title>a</title><body>{body}</html>')
+    assert_accessible(opened, "#ours")
+    opened.evaluate("document.querySelector('#ours label').replaceWith(document.querySelector('#size'))")
+    with pytest.raises(AssertionError, match=r"label: .*size"):
+        assert_accessible(opened, "#ours")
+    assert list(violations(opened)) == [
+        "label: html > body > input:nth-child(2)",
+        "label: html > body > div:nth-child(3) > input",
+    ]
+    opened.evaluate("document.querySelector('#ours').innerHTML = '<p style=\"color: #999\">Faint</p>'")
+    with pytest.raises(AssertionError, match=r"contrast of 2\.84"):
+        assert_accessible(opened, "#ours")
     opened.close()
 
 

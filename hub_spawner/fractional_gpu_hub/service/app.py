@@ -30,6 +30,7 @@ from fractional_gpu_hub.service.actions import Actions
 from fractional_gpu_hub.service.broker_follower import BrokerFollower
 from fractional_gpu_hub.service.cluster import ClusterFollower, ClusterSnapshot, cluster_view, reader_of
 from fractional_gpu_hub.service.configuration import ADMIN_SCOPE, READ_SCOPE
+from fractional_gpu_hub.service.pool_settings import pool_settings
 from fractional_gpu_hub.service.usage import BY, DATES, PERIODS, Chosen, Figures, chosen, csv_of, shown, stylesheet
 from fractional_gpu_hub.service.views import Viewer, view_of
 
@@ -189,7 +190,10 @@ class _Page(_Html):
 
     def get(self) -> None:
         xsrf = self.xsrf_token
-        self.show(self.template, view=self.view(), xsrf=xsrf.decode() if isinstance(xsrf, bytes) else xsrf)
+        self.show(
+            self.template, view=self.view(), xsrf=xsrf.decode() if isinstance(xsrf, bytes) else xsrf,
+            settings=pool_settings() if self.viewer.admin else None,
+        )  # fmt: skip
 
 
 class _ClusterPage(_Page):

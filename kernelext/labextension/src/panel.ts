@@ -78,7 +78,11 @@ export class Panel extends Widget {
     }
     const can = possible(kernel);
     for (const [action, button] of this._buttons) {
+      const focused = document.activeElement === button;
       button.disabled = !can[action];
+      if (focused && button.disabled) {
+        this.focus(); // a button that is disabled loses the focus, and with it the panel would no longer hear Escape
+      }
     }
     this._sentence.textContent = kernel.sentence;
     const deadline = deadlines(

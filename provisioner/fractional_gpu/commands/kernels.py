@@ -13,7 +13,7 @@ from typing import Any
 from jupyter_core.paths import jupyter_data_dir, jupyter_path
 
 from fractional_gpu.client.discovery import ensure_broker
-from fractional_gpu.commands.demo.demo import checked_simulate
+from fractional_gpu.commands.terminal.arguments import checked_simulate
 from fractional_gpu.commands.terminal.completers import FRACTIONS, KERNELSPECS, POOLS, set_completer
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError
 from fractional_gpu.commands.terminal.render import table

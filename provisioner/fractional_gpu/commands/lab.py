@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fractional_gpu.client.discovery import ensure_broker, runtime_dir, socket_path
-from fractional_gpu.commands.demo.demo import checked_simulate, require_packages
 from fractional_gpu.commands.kernels import install_offers, simulated_devices
+from fractional_gpu.commands.terminal.arguments import checked_simulate, require_packages
 from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.commands.terminal.render import describe_device
 from fractional_gpu.protocol.messages import HostStatus

@@ -277,6 +277,11 @@ KEYS: Mapping[str, Key] = {
 
 _MODEL = "model:"
 ALL_KEYS: Mapping[str, Key] = {**KEYS, **HUB_KEYS}
+# What administrators change most, in the order in which a form shows it.
+COMMON_KEYS = (
+    "idle_after", "fractions", "oversubscription", "preempt", "max_pin", "user_limits", "kernels_per_seat", "wait_target",
+    "wait_bound", "when_full", "hours", "price",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

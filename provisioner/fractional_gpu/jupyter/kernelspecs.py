@@ -116,7 +116,7 @@ def install(
         if simulate:
             content["metadata"]["kernel_provisioner"]["config"]["simulate"] = simulate
         if launcher:
-            _add_launcher(content, pool=pool, milli=milli, simulate=simulate)
+            _add_launcher(content, folder_name, pool=pool, milli=milli, simulate=simulate)
         if display_name is not None:
             content["display_name"] = display_name
         folder = target / folder_name
@@ -301,16 +301,36 @@ def _content(
     return content
 
 
-def _add_launcher(content: dict[str, Any], *, pool: str, milli: int, simulate: str | None) -> None:
+# What a kernelspec with the launcher runs. It outlives the package, and says so then: programs show what a kernel that does not start has
+# written. Without braces, which Jupyter replaces in commands; the sentence follows as the first argument.
+_LAUNCH = """
+import sys
+sentence = sys.argv.pop(1)
+try:
+    from fractional_gpu.jupyter.launcher import main
+except ModuleNotFoundError as error:
+    if error.name != "fractional_gpu":
+        raise
+    sys.exit(sentence)
+sys.exit(main())
+""".lstrip()
+
+
+def _add_launcher(content: dict[str, Any], name: str, *, pool: str, milli: int, simulate: str | None) -> None:
     """Put the launcher before the command of kernel.json, and name the local provisioner."""
+    gone = (
+        f"This kernel needs the package jupyter-fractional-gpu, which is not installed any more: install it "
+        f"(`{sys.executable} -m pip install jupyter-fractional-gpu`), or remove the kernel (`jupyter kernelspec remove {name}`)."
+    )
     words = ["--pool", pool, "--fraction", f"{milli}m", "--language", content["language"]]
     words += ["--simulate", simulate] if simulate else []
     label = ["--label", content["display_name"]]
     content["argv"] = [
         sys.executable,
         "-P",
-        "-m",
-        "fractional_gpu.jupyter.launcher",
+        "-c",
+        _LAUNCH,
+        gone,
         *words,
         *label,
         "--",

@@ -47,7 +47,8 @@ function fillActions(cell, kind, row) {
     }));
     if (focused) (cell.querySelector(`[data-act="${focused}"]`) ?? cell.querySelector("button"))?.focus();
   }
-  for (const button of cell.querySelectorAll("button")) button.disabled = doing.has(`${row.id} ${button.dataset.act}`);
+  // Not disabled: the browser would take the focus away from the button.
+  for (const button of cell.querySelectorAll("button")) button.ariaDisabled = String(doing.has(`${row.id} ${button.dataset.act}`));
 }
 
 function fillTable(table, rows) {
@@ -186,19 +187,50 @@ const ACTS = {
   edit: {
     label: "Edit…", done: "changed", button: "Change",
     text: (row) => `A change of pool ${row.name} holds at once, and until the broker is started again.`,
-    fields: (row) => {
-      const written = (value) => (typeof value === "string" ? value : JSON.stringify(value));
-      const keys = made("select", {}, ...Object.keys(row.keys).sort().map((key) => made("option", { value: key, textContent: key })));
-      const value = made("input", { type: "text", value: written(row.keys[keys.value]) ?? "", spellcheck: false });
-      keys.addEventListener("change", () => { value.value = written(row.keys[keys.value]); });
-      return [field("key", "Key", keys), field("value", "Value", value)];
+    fields: settings,
+    run: (row, inputs) => {
+      const changed = Object.values(inputs).filter((input) => input.value !== input.dataset.was);
+      if (!changed.length) throw new Refused(400, "no setting has another value than before; change one, or cancel");
+      const keys = Object.fromEntries(changed.map((input) => [input.name, read(input.value)]));
+      return call(`pools/${encodeURIComponent(row.id)}`, { keys });
     },
-    run: (row, { key, value }) => call(`pools/${encodeURIComponent(row.id)}`, { keys: { [key.value]: read(value.value) } }),
   },
 };
 
 function read(text) {
   try { return JSON.parse(text); } catch { return text; }
+}
+
+// The inputs for a pool's settings, from the page's template: those that are changed often, and the others in a part that opens. A broker
+// of another version may not know a setting (it is left out), or know one of which the page has no help.
+function settings(row) {
+  const form = byId("pool-settings").content.cloneNode(true);
+  const details = form.querySelector("details"), changed = row.changed.split(", ");
+  for (const key of Object.keys(row.keys).sort()) {
+    if (form.querySelector(`[name="${CSS.escape(key)}"]`)) continue;
+    const input = made("input", { type: "text", id: `set-${key}`, name: key });
+    const label = made("label", { htmlFor: input.id }, made("code", { textContent: key }));
+    details.append(made("div", { className: "setting" }, label, made("small", { className: "changed", hidden: true }), input));
+  }
+  for (const input of form.querySelectorAll("[name]")) {
+    const setting = input.closest(".setting"), value = row.keys[input.name];
+    if (value === undefined) { setting.remove(); continue; }
+    input.value = input.dataset.was = typeof value === "string" ? value : JSON.stringify(value);
+    setting.querySelector(".changed").hidden = !changed.includes(input.name);
+  }
+  details.open = Boolean(details.querySelector(".changed:not([hidden])"));
+  details.querySelector("summary").textContent = `All settings (${details.querySelectorAll("[name]").length} more)`;
+  return [form];
+}
+
+// Lead to the input that a refusal names.
+function lead(inputs, message) {
+  const named = [...message.matchAll(/\['([a-z_]+)'\]/g)].map(([, name]) => inputs[name]).find(Boolean);
+  for (const input of Object.values(inputs)) input.removeAttribute("aria-invalid");
+  if (!named) return;
+  named.setAttribute("aria-invalid", "true");
+  named.closest("details")?.setAttribute("open", "");
+  named.focus();
 }
 
 function field(name, label, input) {
@@ -208,7 +240,7 @@ function field(name, label, input) {
 
 async function begin(kind, id, act) {
   const row = view[kind].find((one) => one.id === id);
-  if (!row) return;
+  if (!row || doing.has(`${id} ${act}`)) return;
   if (ACTS[act].button) await ask(row, act);
   else await perform(row, act, {}).catch((error) => say(`${row.name} was not changed: ${error.message}.`));
 }
@@ -219,8 +251,8 @@ async function perform(row, act, fields) {
   say(`${row.name}: asked to ${ACTS[act].label.replace("…", "").toLowerCase()} …`);
   show(view);
   try {
-    await ACTS[act].run(row, fields);
-    say(`${row.name}: ${ACTS[act].done}.`);
+    const answer = await ACTS[act].run(row, fields);
+    say(`${row.name}: ${ACTS[act].done}.${answer?.note ? ` Note: ${answer.note}` : ""}`);
   } finally {
     doing.delete(key);
     show(view);
@@ -253,9 +285,11 @@ async function ask(row, act) {
       dialog.close();
     } catch (error) {
       setText(problem, `${error.message}.`);
+      lead(inputs, error.message);
       say("");
     } finally {
       yes.disabled = false;
+      if (dialog.open && !dialog.querySelector(":focus")) yes.focus();
     }
   };
 }

@@ -23,14 +23,13 @@ from fractional_gpu.commands.demo.report import (
     report_as_json,
 )
 from fractional_gpu.commands.demo.sandbox import Sandbox, interrupt_on_termination, open_sandbox
-from fractional_gpu.commands.terminal.errors import CommandError, UsageError
+from fractional_gpu.commands.terminal.arguments import checked_simulate, require_packages
+from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.gpu.interface import GPUError
 from fractional_gpu.gpu.open import open_monitor
-from fractional_gpu.gpu.simulated.host import parse_devices
-from fractional_gpu.gpu.simulated.store import SimulatedHostError
 
 if TYPE_CHECKING:
-    from fractional_gpu.commands.demo.report import DemoNotebook
+    from fractional_gpu.commands.demo.notebook_runner import DemoNotebook
 
 SIMULATED = "1x1GiB"
 NOTEBOOKS = ("tenant-a.ipynb", "tenant-b.ipynb")
@@ -87,23 +86,6 @@ def run(options: argparse.Namespace) -> int:
     return 1 if find_problems(kernels) else 0
 
 
-def require_packages(*names: str) -> None:
-    """Raise CommandError if one of the packages is not installed."""
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
-    if missing:
-        raise CommandError(f"this needs {' and '.join(missing)}: pip install 'jupyter-fractional-gpu[lab]'")
-
-
-def checked_simulate(text: str | None) -> str | None:
-    """Return the text. Raises UsageError if it does not describe simulated devices."""
-    if text is not None:
-        try:
-            parse_devices(text)
-        except SimulatedHostError as error:
-            raise UsageError(str(error)) from error
-    return text
-
-
 def _print_progress(sentence: str) -> None:
     print(sentence, file=sys.stderr, flush=True)
 
@@ -157,7 +139,7 @@ def _set_up_real(sandbox: Sandbox) -> _Setup | None:
 
 def _run_notebooks(sandbox: Sandbox, broker: BrokerClient) -> list[DemoKernel]:
     """Run the notebooks in turns, print what happens, and return the results of their kernels."""
-    from fractional_gpu.commands.demo.report import read_notebook, run_in_turns, save  # noqa: PLC0415 - nbclient may be missing
+    from fractional_gpu.commands.demo.notebook_runner import read_notebook, run_in_turns, save  # noqa: PLC0415 - nbclient may be missing
 
     began = time.monotonic()
 
@@ -181,7 +163,7 @@ def _run_notebooks(sandbox: Sandbox, broker: BrokerClient) -> list[DemoKernel]:
 
 def _results_of(notebooks: Sequence["DemoNotebook"], broker: BrokerClient, tracker: LeaseTracker) -> list[DemoKernel]:
     """Return the kernels' results, while they are alive. Raises CommandError if the broker does not know one of them."""
-    from fractional_gpu.commands.demo.report import result_of  # noqa: PLC0415 - nbclient may be missing
+    from fractional_gpu.commands.demo.notebook_runner import result_of  # noqa: PLC0415 - nbclient may be missing
 
     leases = {lease.kernel_id: lease for lease in broker.status().leases}
     kernels = []

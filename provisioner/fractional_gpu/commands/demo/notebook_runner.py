@@ -1,0 +1,118 @@
+"""Runs notebooks headless, several at once, a cell of each in turn: so each needs the GPU again and again while the others have it.
+
+Kernels are started and shut down here and not by nbclient, whose own signal handlers would shut one kernel down at Ctrl-C and then report
+the other as dead. Needs nbclient and nbformat, which the extra `lab` brings: `require_packages` comes before the import.
+"""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import nbformat
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+
+from fractional_gpu.commands.terminal.errors import CommandError
+
+CELL_TIMEOUT_S = 900
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass(frozen=True, slots=True)
+class DemoNotebook:
+    """A notebook to run: the file, its content, and its kernel, whose standard error goes to `log`."""
+
+    name: str
+    path: Path
+    content: Any
+    kernelspec: str
+    kernel_id: str
+    log: Path
+
+
+def read_notebook(path: Path, log: Path) -> DemoNotebook:
+    """Read a notebook. Raises OSError and nbformat's errors."""
+    notebook = nbformat.reads(path.read_text(encoding="utf-8"), as_version=4)  # type: ignore[no-untyped-call]
+    return DemoNotebook(path.stem, path, notebook, notebook.metadata.kernelspec.name, str(uuid4()), log)
+
+
+def save(notebook: DemoNotebook, folder: Path) -> None:
+    """Write the notebook with its outputs into a folder."""
+    folder.mkdir(exist_ok=True)
+    (folder / notebook.path.name).write_text(nbformat.writes(notebook.content), encoding="utf-8")  # type: ignore[no-untyped-call]
+
+
+def result_of(notebook: DemoNotebook) -> dict[str, Any]:
+    """Return the JSON that the notebook's last output carries. Raises CommandError if it has none."""
+    for cell in reversed(notebook.content.cells):
+        for output in reversed(cell.get("outputs", [])):
+            result = output.get("data", {}).get("application/json")
+            if isinstance(result, dict):
+                return dict(result)
+    raise CommandError(f"{notebook.path.name} ended without its result; run it by hand to see why")
+
+
+async def run_in_turns(
+    notebooks: Sequence[DemoNotebook], tell: Callable[[str], None], finished: Callable[[], None]
+) -> None:
+    """Run all notebooks, a code cell of each in turn; `finished` is called while all the kernels are still alive.
+
+    The outputs are stored in the notebooks. Raises CommandError when a kernel does not start or a cell fails.
+    Cancellation shuts the kernels down, as any other end does.
+    """
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(_kernel(notebook, tell)) for notebook in notebooks]
+        numbered = [
+            [(at, cell) for at, cell in enumerate(t.content.cells) if cell.cell_type == "code"] for t in notebooks
+        ]
+        for turn, cells in enumerate(zip_longest(*numbered), start=1):
+            for notebook, client, cell in zip(notebooks, clients, cells, strict=True):
+                if cell is not None:
+                    tell(f"{notebook.name}: cell {turn} of {len(numbered[0])}")
+                    await _run_cell(notebook, client, *cell)
+        finished()
+
+
+@asynccontextmanager
+async def _kernel(notebook: DemoNotebook, tell: Callable[[str], None]) -> AsyncIterator[NotebookClient]:
+    """Start a notebook's kernel and yield a client of it; shut it down however the block ends."""
+    manager = AsyncKernelManager(kernel_name=notebook.kernelspec)
+    tell(f"{notebook.name}: starting its kernel ({notebook.kernelspec})")
+    client = NotebookClient(notebook.content, km=manager, timeout=CELL_TIMEOUT_S, startup_timeout=CELL_TIMEOUT_S)
+    try:
+        try:
+            with notebook.log.open("wb") as log:  # its own copy is the kernel's
+                await manager.start_kernel(cwd=str(notebook.path.parent), kernel_id=notebook.kernel_id, stderr=log)
+            await client.async_start_new_kernel_client()
+        except RuntimeError as error:
+            raise CommandError(f"{notebook.name}: its kernel does not start: {error}") from error
+        yield client
+    finally:
+        if client.kc is not None:
+            client.kc.stop_channels()
+        if manager.has_kernel:
+            await manager.shutdown_kernel()
+        await manager.cleanup_resources()
+
+
+async def _run_cell(notebook: DemoNotebook, client: NotebookClient, index: int, cell: Any) -> None:  # noqa: ANN401 - nbformat has no types
+    """Run one cell. Raises CommandError with what went wrong in it."""
+    try:
+        await client.async_execute_cell(cell, index)
+    except CellExecutionError as error:
+        said = _ESCAPES.sub("", f"{error.ename}: {error.evalue}")
+        raise CommandError(f"{notebook.name}: a cell failed with {said}") from error
+    except CellTimeoutError as error:
+        raise CommandError(f"{notebook.name}: a cell did not end within {CELL_TIMEOUT_S} s") from error
+    except DeadKernelError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():  # nbclient takes our cancellation for the death of its kernel
+            raise asyncio.CancelledError from error
+        raise CommandError(f"{notebook.name}: its kernel died") from error

@@ -1,0 +1,33 @@
+"""The built wheel in a fresh environment, which has the test environment's packages beside it: used, and gone without a trace."""
+
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from tests.first_hour.story import PACKAGE, Home, Installed, build_wheel, entries, first_hour, run, traces
+
+
+def test_the_wheel_is_installed_used_and_uninstalled_without_a_trace(tmp_path: Path) -> None:
+    wheel, prefix = build_wheel(tmp_path / "dist"), tmp_path / "environment"
+    home = Home(tmp_path / "user")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", prefix], check=True)
+    (packages,) = prefix.glob("lib/python3*/site-packages")
+    # What follows in sys.path; links in it, such as that of an editable installation of this project, are not followed.
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    python = prefix / "bin" / "python"
+    pip: list[str | Path] = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
+    before = entries(prefix)
+    run(
+        [*pip, "install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--ignore-installed", wheel],
+        home.environment,
+    )
+    where = run([python, "-c", "import fractional_gpu; print(fractional_gpu.__file__)"], home.environment)
+    assert Path(where.strip()).is_relative_to(prefix), "it is the wheel that is tested"
+
+    command = first_hour(home, Installed(python, prefix / "bin" / "jupyter-gpu"), prefix)
+
+    assert command == f"{python} -m pip uninstall {PACKAGE}"
+    run([*pip, "uninstall", "--quiet", "--yes", PACKAGE], home.environment)
+    assert not traces(prefix)
+    assert {path for path in entries(prefix) - before if not path.is_dir()} == set()
