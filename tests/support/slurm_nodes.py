@@ -38,7 +38,8 @@ class GPUNode:
         self.broker: subprocess.Popen[bytes] | None = None
         self.agent: subprocess.Popen[bytes] | None = None
         (node.run / "config.py").write_text(config)
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("JUPYTER", "SLURM_"))}
+        others = ("JUPYTER", "SLURM_", "KUBERNETES_")  # a service refuses to run in a pod, which the suite may do
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(others)}
         self.environment = {
             **kept,
             "SLURM_CONF": str(cluster.conf),

@@ -38,6 +38,8 @@ _OWN_NAMESPACE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/name
 _ANSWER_S: Final = 10.0  # of one page
 _PAGE: Final = 250  # objects
 _LONGEST_TEXT: Final = 300
+# The client reads a file of another form without checking it: an empty one, say, is a TypeError.
+_NO_SETTINGS: Final = (ConfigException, OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError)
 
 
 # -- where ---------------------------------------------------------------------------------------------------------------------
@@ -82,10 +84,10 @@ async def settings_of(environment: Mapping[str, str]) -> client.Configuration:
             await config.load_kube_config(
                 environment.get("KUBECONFIG") or None, client_configuration=found, persist_config=False
             )
-    except (ConfigException, OSError, ValueError, yaml.YAMLError) as error:
+    except _NO_SETTINGS as error:
         raise EngineUnavailableError(
-            f"the hub's page does not know how to reach the Kubernetes API: {error}; run the hub in a pod with a service account whose "
-            "token is mounted, or set KUBECONFIG in its environment"
+            f"the hub's page does not know how to reach the Kubernetes API: {str(error) or type(error).__name__}; run the hub in a pod "
+            "with a service account whose token is mounted, or set KUBECONFIG in its environment"
         ) from error
     return found
 

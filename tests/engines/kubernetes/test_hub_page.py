@@ -195,10 +195,12 @@ async def test_outside_a_pod_the_page_takes_the_file_of_kubectl(api: ApiServer, 
     api.add_node("gpu-1", labels=LABELS)
     settings = await settings_of({"KUBECONFIG": str(file)})
     assert [node.name for node in (await read_from(settings, WHERE)).nodes] == ["gpu-1"]
-    for text in ("[", ""):
+    for text in ("[", "", "42", "{contexts: [7]}"):
         file.write_text(text)
         with pytest.raises(EngineUnavailableError, match="or set KUBECONFIG in its environment"):
             await settings_of({"KUBECONFIG": str(file)})
+    with pytest.raises(EngineUnavailableError, match="or set KUBECONFIG in its environment"):
+        await settings_of({"KUBECONFIG": str(tmp_path / "missing")})
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------------
