@@ -153,9 +153,7 @@ def new_story(**more: Any) -> Iterator[Story]:  # noqa: ANN401 - for the hub
                 constrained=True, scripts=lambda nodes: install_scripts(nodes, {**os.environ, "PYTHONPATH": PYTHONPATH})
             )
         )
-        nodes = stack.enter_context(gpu_nodes(cluster, simulate=world.simulate, config=_NODE))
-        for node in cluster.nodes:
-            Path(node.socket).chmod(0o666)  # as that of a system service
+        nodes = stack.enter_context(gpu_nodes(cluster, simulate=world.simulate, config=_NODE, service=True))
         for folder in (world.folder, world.folder / "data", *(world.folder / "data").rglob("*")):
             folder.chmod(0o755 if folder.is_dir() else 0o644)
         world.environment["SLURM_CONF"] = str(cluster.conf)

@@ -11,6 +11,7 @@ from traitlets.config import Config
 
 from fractional_gpu.config import ConfigError
 from fractional_gpu.protocol.nodes import NodeSummary, PoolSummary, encode_summary
+from fractional_gpu_hub.engines.kubernetes_cluster import Where
 from fractional_gpu_hub.engines.offers import NodePool
 from fractional_gpu_hub.engines.slurm_cluster import cluster_of
 from fractional_gpu_hub.engines.slurm_commands import Node, SlurmUnavailableError, parse_servers, published
@@ -215,14 +216,50 @@ def _look(address: str, slurm: Slurm) -> None:
     assert [one for one in complaints if "404" not in one] == [], "the browser refuses nothing but its icon"
 
 
-def test_the_page_of_a_cluster_needs_no_broker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_CONF", "/etc/slurm/slurm.conf")
+@pytest.mark.parametrize(
+    ("engine", "environment"),
+    [
+        ("slurm", {"SLURM_CONF": "/etc/slurm/slurm.conf"}),
+        ("kubernetes", {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "443"}),
+    ],
+)
+def test_the_page_of_a_cluster_needs_no_broker(
+    monkeypatch: pytest.MonkeyPatch, engine: str, environment: dict[str, str]
+) -> None:
+    for name, value in {"UNRELATED": "x", **environment}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    c = hub_config()
+    add_page(c, admins=["grace"], cluster=engine)
+    (made,) = c.JupyterHub.services
+    assert made["command"][-2:] == ["--cluster", engine]
+    assert made["environment"] == environment
+    with pytest.raises(ConfigError, match="allowed: slurm, kubernetes"):
+        add_page(c, cluster="pbs")
+    assert reader_of(engine).__module__ == f"fractional_gpu_hub.engines.{engine}_cluster"
+
+
+def test_the_page_reads_where_the_kubernetes_spawner_starts_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT", "KUBECONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    c = hub_config()
+    c.KubeSpawner.namespace = "of-all-hubs"
+    c.FractionalGPUKubeSpawner.namespace = "jhub"
+    c.KubeSpawner.component_label = "second-hub"
+    c.FractionalGPUKubeSpawner.gpu_node_selector = "zone=a"
+    add_page(c, cluster="kubernetes", host="10.1.2.3", port=8889)
+    add_page(c, cluster="kubernetes", host="fd00::7", name="again")
+    made, again = c.JupyterHub.services
+    assert (made["url"], again["url"]) == ("http://10.1.2.3:8889", "http://[fd00::7]:10190")
+    assert Where.of(made["environment"]) == Where(namespace="jhub", nodes="zone=a", component="second-hub")
+    c.KubeSpawner.enable_user_namespaces = True
+    with pytest.raises(ConfigError, match="reads the pods of one namespace"):
+        add_page(c, cluster="kubernetes")
+    with pytest.raises(ConfigError, match=r"add_page\(host='hub'\): allowed: an address"):
+        add_page(c, host="hub")
+
+
+def hub_config() -> Config:
     c = Config()
     c.JupyterHub.services, c.JupyterHub.load_roles = [], []
-    add_page(c, admins=["grace"], cluster="slurm")
-    (made,) = c.JupyterHub.services
-    assert made["command"][-2:] == ["--cluster", "slurm"]
-    assert made["environment"] == {"SLURM_CONF": "/etc/slurm/slurm.conf"}
-    with pytest.raises(ConfigError, match="allowed: slurm"):
-        add_page(c, cluster="pbs")
-    assert reader_of("slurm").__module__ == "fractional_gpu_hub.engines.slurm_cluster"
+    return c

@@ -17,6 +17,7 @@ from traitlets.config import Config
 
 from fractional_gpu.protocol.nodes import NodeSummary, PoolSummary, encode_summary
 from fractional_gpu_hub.engines import Allocation, slurm_commands
+from fractional_gpu_hub.engines.offers import ANY_FRACTIONS
 from fractional_gpu_hub.engines.slurm import FractionalGPUSlurmSpawner, _PortHandler
 from fractional_gpu_hub.engines.slurm_commands import (
     JobState,
@@ -148,7 +149,7 @@ def test_a_node_has_its_summary_its_address_and_its_partitions() -> None:
     assert (pool.admissible_milli, pool.device_mib, pool.fractions, pool.why_not) == (
         500,
         8,
-        slurm_commands.ANY_FRACTIONS,
+        ANY_FRACTIONS,
         "",
     )
 

@@ -27,15 +27,19 @@ _MAIN = [sys.executable, "-P", "-m", "fractional_gpu.commands.main"]
 class GPUNode:
     """A node's broker and agent; `node.run` has their files."""
 
-    def __init__(self, cluster: Cluster, node: Node, *, simulate: str, words: Sequence[str], config: str) -> None:
+    def __init__(
+        self, cluster: Cluster, node: Node, *, simulate: str, words: Sequence[str], config: str, service: bool = False
+    ) -> None:
         self.cluster = cluster
         self.node = node
         self.simulate = simulate
         self.words = list(words)
+        self.service = service
         self.broker: subprocess.Popen[bytes] | None = None
         self.agent: subprocess.Popen[bytes] | None = None
         (node.run / "config.py").write_text(config)
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("JUPYTER", "SLURM_"))}
+        others = ("JUPYTER", "SLURM_", "KUBERNETES_")  # a service refuses to run in a pod, which the suite may do
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(others)}
         self.environment = {
             **kept,
             "SLURM_CONF": str(cluster.conf),
@@ -58,6 +62,7 @@ class GPUNode:
         """Start the broker and return when it serves."""
         command = [*_MAIN, "broker", "--socket", self.node.socket, "--simulate", self.simulate, "--idle-exit", "never"]
         command += ["--config", str(self.node.run / "config.py"), "--state-dir", str(self.node.run / "ledger")]
+        command += ["--service"] if self.service else []
         self.broker = self._start(command, "broker.out")
         until(self._answers, f"the broker of {self.node.name} serves")
 
@@ -170,11 +175,16 @@ def install_scripts(nodes: Sequence[Node], environment: Mapping[str, str], *more
 
 @contextmanager
 def gpu_nodes(
-    cluster: Cluster, *, simulate: str = "1x1GiB", more: Sequence[str] = (), config: str = _CONFIG
+    cluster: Cluster,
+    *,
+    simulate: str = "1x1GiB",
+    more: Sequence[str] = (),
+    config: str = _CONFIG,
+    service: bool = False,
 ) -> Iterator[list[GPUNode]]:
-    """The brokers and agents of a cluster's nodes, ended with the block."""
+    """The brokers and agents of a cluster's nodes, ended with the block. `service`: the brokers serve all users, which takes root."""
     made = [
-        GPUNode(cluster, node, simulate=simulate, words=options_of(node, *more), config=config)
+        GPUNode(cluster, node, simulate=simulate, words=options_of(node, *more), config=config, service=service)
         for node in cluster.nodes
     ]
     try:

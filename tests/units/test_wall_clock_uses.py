@@ -27,6 +27,7 @@ FILE_TIMES = {"st_mtime", "st_mtime_ns", "st_ctime", "st_ctime_ns", "st_atime", 
 OWN = {"wall_ms"}
 
 ALLOWED = {
+    "hub_spawner/fractional_gpu_hub/engines/kubernetes_cluster.py": "for how long a server runs, to show",
     "hub_spawner/fractional_gpu_hub/engines/slurm.py": "whether a job's expected start is today, for a sentence",
     "hub_spawner/fractional_gpu_hub/engines/slurm_commands.py": "the form of a job's expected start, in a sentence",
     "hub_spawner/fractional_gpu_hub/service/cluster.py": "the age of what another machine has published, for a sentence",

@@ -27,8 +27,8 @@ from kubespawner import KubeSpawner
 from traitlets import Bool, Float, Int, Unicode, default
 
 from fractional_gpu.protocol import pods
-from fractional_gpu.protocol.nodes import NodeSummary, parse_summary
-from fractional_gpu_hub.engines.offers import NodePool
+from fractional_gpu.protocol.nodes import parse_summary
+from fractional_gpu_hub.engines.offers import NO_AGENT, NodePool, pools_of_summary
 from fractional_gpu_hub.engines.spawner import Allocation, EngineGPUMixin, EngineUnavailableError
 from fractional_gpu_hub.options import Choice, options_of_form
 from fractional_gpu_hub.seats import spawn_error
@@ -36,7 +36,6 @@ from fractional_gpu_hub.seats import spawn_error
 _VOLUME: Final = "jupyter-gpu-run"
 _USERS: Final = 100  # the group of that name in Jupyter's own images, to which their files belong
 _MIB: Final = 2**20
-_ANY_FRACTIONS: Final = (125, 250, 500, 1000)  # a choice of sizes where a pool gives any
 _NOTHING: Final = "none"
 
 
@@ -229,33 +228,13 @@ def pools_of_node(node: Any) -> tuple[list[NodePool], str]:  # noqa: ANN401 - V1
     """Return the pools that a node's agent published, and why there are none, a sentence for the log."""
     text = (node.metadata.annotations or {}).get(pods.SUMMARY)
     if text is None:
-        return [], "no agent has published its GPUs yet"
+        return [], NO_AGENT
     try:
         summary = parse_summary(text)
     except ValueError as error:
         return [], str(error)
     why_not = _why_not(node) or summary.problem
-    return [_pool(node.metadata.name, summary, number, why_not) for number in range(len(summary.pools))], ""
-
-
-def _pool(name: str, summary: NodeSummary, number: int, why_not: str) -> NodePool:
-    pool = summary.pools[number]
-    return NodePool(
-        node=name,
-        pool=pool.name,
-        devices=pool.devices,
-        device_mib=pool.device_mib,
-        total_milli=pool.total_milli,
-        held_milli=pool.held_milli,
-        admissible_milli=pool.free_milli,
-        fractions=tuple(pool.fractions_milli) or _ANY_FRACTIONS,
-        waiting=pool.waiting,
-        wait_ms=pool.wait_p50_ms,
-        wait_p95_ms=pool.wait_p95_ms,
-        at_s=summary.at_s,
-        why_not=why_not,
-        simulated=summary.simulated,
-    )
+    return pools_of_summary(node.metadata.name, summary, why_not), ""
 
 
 def _why_not(node: Any) -> str:  # noqa: ANN401 - V1Node

@@ -12,10 +12,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fractional_gpu.core.units import format_duration, format_memory
+from fractional_gpu.protocol.nodes import NodeSummary
 from fractional_gpu.protocol.seats import FractionOffer, Offers
 from fractional_gpu_hub.options import ClusterPoolOffer
 
 WHOLE = 1000  # a device, thousandths
+ANY_FRACTIONS = (125, 250, 500, 1000)
+"""A choice of sizes where a pool gives any. Thousandths."""
+NO_AGENT = "no agent has published its GPUs yet"
+"""Why nothing is known of a node that should have an agent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +61,29 @@ class Terms:
     def is_stale(self, node: NodePool) -> bool:
         """Whether the node's summary is too old to rely on."""
         return self.age_s(node) > self.stale_after_s
+
+
+def pools_of_summary(node: str, summary: NodeSummary, why_not: str) -> list[NodePool]:
+    """Return the pools that a node has published. `why_not`: why the engine starts nothing there, a word or two; empty: it does."""
+    return [
+        NodePool(
+            node=node,
+            pool=pool.name,
+            devices=pool.devices,
+            device_mib=pool.device_mib,
+            total_milli=pool.total_milli,
+            held_milli=pool.held_milli,
+            admissible_milli=pool.free_milli,
+            fractions=tuple(pool.fractions_milli) or ANY_FRACTIONS,
+            waiting=pool.waiting,
+            wait_ms=pool.wait_p50_ms,
+            wait_p95_ms=pool.wait_p95_ms,
+            at_s=summary.at_s,
+            why_not=why_not,
+            simulated=summary.simulated,
+        )
+        for pool in summary.pools
+    ]
 
 
 def offers_of(nodes: Iterable[NodePool], terms: Terms) -> Offers:

@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from fractional_gpu.protocol.nodes import NodeSummary, parse_summary
-from fractional_gpu_hub.engines.offers import NodePool
+from fractional_gpu_hub.engines.offers import NodePool, pools_of_summary
 from fractional_gpu_hub.engines.spawner import EngineUnavailableError
 
 TIMEOUT_S = 20.0
 SEPARATOR = "|"
 JOB_COLUMNS = SEPARATOR.join(("%A", "%T", "%B", "%S", "%r"))  # job, state, first node, (expected) start, reason
 USE_COLUMNS = SEPARATOR.join(("%A", "%T", "%N", "%b", "%M", "%u", "%j"))
-ANY_FRACTIONS = (125, 250, 500, 1000)
 _FIELD = re.compile(r"(\S+?)=(.*?)(?= \S+?=|\s*$)")
 _EXTRA = re.compile(
     r" Extra=(\S+)"
@@ -329,25 +328,7 @@ def pools_of(found: Published) -> list[NodePool]:
     if summary is None:
         return []
     why_not = node.why_not or ("without its broker" if summary.problem else "")
-    return [
-        NodePool(
-            node=node.name,
-            pool=pool.name,
-            devices=pool.devices,
-            device_mib=pool.device_mib,
-            total_milli=pool.total_milli,
-            held_milli=pool.held_milli,
-            admissible_milli=pool.free_milli,
-            fractions=tuple(pool.fractions_milli) or ANY_FRACTIONS,
-            waiting=pool.waiting,
-            wait_ms=pool.wait_p50_ms,
-            wait_p95_ms=pool.wait_p95_ms,
-            at_s=summary.at_s,
-            why_not=why_not,
-            simulated=summary.simulated,
-        )
-        for pool in summary.pools
-    ]
+    return pools_of_summary(node.name, summary, why_not)
 
 
 # -- users' servers ----------------------------------------------------------------------------------------------------------

@@ -200,9 +200,10 @@ class StartupPlaceholder:
 
 def _bound(host: str, port: int) -> socket.socket:
     deadline_s = time.monotonic() + _PATIENCE_S
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     while True:
         try:
-            return socket.create_server((host, port), backlog=_BACKLOG)
+            return socket.create_server((host, port), family=family, backlog=_BACKLOG)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline_s:
                 raise

@@ -23,7 +23,10 @@ from fractional_gpu_hub.service.views import Viewer
 log = logging.getLogger(__name__)
 
 EVERY_S, LINGER_S = 10.0, 60.0
-ENGINES = {"slurm": "fractional_gpu_hub.engines.slurm_cluster"}
+ENGINES = {
+    "slurm": "fractional_gpu_hub.engines.slurm_cluster",
+    "kubernetes": "fractional_gpu_hub.engines.kubernetes_cluster",
+}
 """The module of each engine whose `read()` returns the cluster."""
 
 

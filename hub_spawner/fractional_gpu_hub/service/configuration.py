@@ -7,6 +7,7 @@ scope: administrators of the hub do not have it by themselves.
 The names of the page's scopes at the hub.
 """
 
+import ipaddress
 import os
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,20 @@ from fractional_gpu.config import ConfigError
 
 READ_SCOPE = "custom:fractional-gpu:read"
 ADMIN_SCOPE = "custom:fractional-gpu:admin"
-CLUSTERS = ("slurm",)
+_KEPT = {
+    "slurm": ("SLURM_CONF",),
+    "kubernetes": ("KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT", "KUBECONFIG"),
+}
+CLUSTERS = tuple(_KEPT)
+NAMESPACE_VARIABLE = "JUPYTER_GPU_PAGE_NAMESPACE"
+NODES_VARIABLE = "JUPYTER_GPU_PAGE_NODES"
+COMPONENT_VARIABLE = "JUPYTER_GPU_PAGE_COMPONENT"
+_SETTINGS = {
+    "namespace": NAMESPACE_VARIABLE,
+    "gpu_node_selector": NODES_VARIABLE,
+    "component_label": COMPONENT_VARIABLE,
+}
+"""The settings of the Kubernetes spawner that say where nodes and servers are, and how the service's process is told."""
 _WHERE = "jupyterhub_config.py"
 _SCOPES = {
     READ_SCOPE: {"description": "See the GPUs and one's own kernels on them, and suspend, resume and pin these"},
@@ -38,26 +52,36 @@ def add_page(
     everybody: bool = True,
     socket: str | None = None,
     name: str = "gpu",
+    host: str = "127.0.0.1",
     port: int = 10190,
     cluster: str = "",
 ) -> None:
     """Add the page at `/services/NAME/`.
 
     `admins` and `admin_groups` (users and groups of the hub) control everything; `everybody`: all users see their own kernels; `socket` is
-    the broker's (default: that of `configure`); `port` is where the service listens on the loopback; `cluster`, such as `slurm`: the page
-    shows that engine's nodes and on which of them users' servers run, in place of one broker's devices. Raises ConfigError.
+    the broker's (default: that of `configure`); `host` and `port` are where the service listens and the hub's proxy reaches it: the address
+    of the hub's pod where the proxy runs in another; `cluster`, `slurm` or `kubernetes`: the page shows that engine's nodes and on which of
+    them users' servers run, in place of one broker's devices. With `kubernetes`, call it after the spawner's settings: namespace and labels
+    are the spawner's. Raises ConfigError.
     """
     for key, value in (("admins", admins), ("admin_groups", admin_groups)):
         if isinstance(value, str):
             raise ConfigError(f"{_WHERE}: add_page({key}={value!r}): allowed: a list of names, such as [{value!r}]")
     if not 1 <= port <= 65535:
         raise ConfigError(f"{_WHERE}: add_page(port={port}): allowed: 1 to 65535; choose one that nothing listens on")
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        raise ConfigError(
+            f"{_WHERE}: add_page(host={host!r}): allowed: an address of this machine or pod, such as '127.0.0.1'"
+        ) from None
     if cluster not in {"", *CLUSTERS}:
         raise ConfigError(f"{_WHERE}: add_page(cluster={cluster!r}): allowed: {', '.join(CLUSTERS)}, or leave it out")
     access = f"access:services!service={name}"
-    service = _service(name, port, ["--cluster", cluster] if cluster else ["--socket", socket or _socket(c)])
-    kept = {variable: os.environ[variable] for variable in ("SLURM_CONF",) if variable in os.environ}
-    c.JupyterHub.services.append({**service, **({"environment": kept} if cluster and kept else {})})
+    url = f"http://[{address}]:{port}" if address.version == 6 else f"http://{address}:{port}"
+    service = _service(name, url, ["--cluster", cluster] if cluster else ["--socket", socket or _socket(c)])
+    environment = _environment(c, cluster)
+    c.JupyterHub.services.append({**service, **({"environment": environment} if environment else {})})
     c.JupyterHub.custom_scopes.update(_SCOPES)
     roles: list[dict[str, Any]] = [
         {
@@ -88,15 +112,34 @@ def _for_everybody(c: Config, access: str) -> list[dict[str, Any]]:
     return [{"name": "user", "scopes": [*user["scopes"], READ_SCOPE, access]}]
 
 
-def _service(name: str, port: int, options: list[str]) -> dict[str, Any]:
+def _service(name: str, url: str, options: list[str]) -> dict[str, Any]:
     return {
         "name": name,
-        "url": f"http://127.0.0.1:{port}",
+        "url": url,
         "command": [sys.executable, "-P", "-m", "fractional_gpu_hub.service", *options],
         "oauth_client_allowed_scopes": [READ_SCOPE, ADMIN_SCOPE],
         "oauth_no_confirm": True,  # it is a part of the hub, and asks only for the user's identity
         "display": True,
     }
+
+
+def _environment(c: Config, cluster: str) -> dict[str, str]:
+    """Return what the service's process needs to reach the cluster. The hub starts it without its own environment. Raises ConfigError."""
+    found = {name: os.environ[name] for name in _KEPT.get(cluster, ()) if name in os.environ}
+    if cluster != "kubernetes":
+        return found
+    if _of_spawner(c, "enable_user_namespaces"):
+        raise ConfigError(
+            f"{_WHERE}: add_page(cluster='kubernetes') reads the pods of one namespace, and KubeSpawner.enable_user_namespaces gives each "
+            "user another: leave one of both out"
+        )
+    settings = {variable: _of_spawner(c, name) for name, variable in _SETTINGS.items()}
+    return {**found, **{variable: value for variable, value in settings.items() if isinstance(value, str) and value}}
+
+
+def _of_spawner(c: Config, name: str) -> object:
+    """Return a setting of the Kubernetes spawner, None where it has its default."""
+    return c.FractionalGPUKubeSpawner.get(name) or c.KubeSpawner.get(name)
 
 
 def _socket(c: Config) -> str:

@@ -1,5 +1,6 @@
-"""A stand-in for the Kubernetes API server, as strict as the published schemas and RBAC are. It has nodes, pods and what the agent may do.
+"""A stand-in for the Kubernetes API server, as strict as the published schemas and RBAC are.
 
+- It has nodes and pods, and what the agent and the hub's page may do there.
 - Each request is checked: the path, the parameters that the operation has, the content type, and the rights of the rules that it was given.
 - What a patch makes of an object is validated by the published schemas of two Kubernetes versions, strictly, and by the rules that no
   schema has: extended resources are whole, quantities are canonical, annotations have a limit.
@@ -39,6 +40,7 @@ _PATCH_TYPES = ("application/strategic-merge-patch+json", "application/merge-pat
 _QUALIFIED = re.compile(
     r"([a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 )
+_LABELS = re.compile(r"[^=!,()\s]+=[^=!,()\s]*(,[^=!,()\s]+=[^=!,()\s]*)*")  # `name=value`, all of them
 _ANNOTATION_BYTES = 256 * 1024
 
 
@@ -81,10 +83,16 @@ def canonical(quantity: str) -> str:
 
 
 class ApiServer:
-    """The server, on a loop of its own in a thread. `rules`: those of the ClusterRoles that the agent is bound to."""
+    """The server, on a loop of its own in a thread. `rules`: those of the ClusterRoles that its client is bound to.
 
-    def __init__(self, rules: Sequence[Mapping[str, Any]]) -> None:
+    `roles`: those of the Roles, by namespace.
+    """
+
+    def __init__(
+        self, rules: Sequence[Mapping[str, Any]], roles: Mapping[str, Sequence[Mapping[str, Any]]] | None = None
+    ) -> None:
         self.rules = list(rules)
+        self.roles = {namespace: list(some) for namespace, some in (roles or {}).items()}
         self.used: set[tuple[str, str]] = set()
         self.defects: list[str] = []
         self.requests: list[str] = []
@@ -131,15 +139,33 @@ class ApiServer:
 
     # -- the world ---------------------------------------------------------------------------------------------------------
 
-    def add_node(self, name: str) -> None:
+    def add_node(
+        self,
+        name: str,
+        *,
+        labels: Mapping[str, str] | None = None,
+        annotations: Mapping[str, str] | None = None,
+        ready: str = "True",
+        cordoned: bool = False,
+    ) -> None:
         """Add a node with a kubelet's status."""
         amounts = {"cpu": "8", "memory": "32Gi", "pods": "110"}
         node = {
             "apiVersion": "v1",
             "kind": "Node",
-            "metadata": {"name": name, "uid": f"node-{name}", "resourceVersion": self._next()},
-            "spec": {},
-            "status": {"capacity": dict(amounts), "allocatable": dict(amounts)},
+            "metadata": {
+                "name": name,
+                "uid": f"node-{name}",
+                "resourceVersion": self._next(),
+                "labels": dict(labels or {}),
+                "annotations": dict(annotations or {}),
+            },
+            "spec": {"unschedulable": True} if cordoned else {},
+            "status": {
+                "capacity": dict(amounts),
+                "allocatable": dict(amounts),
+                "conditions": [{"type": "MemoryPressure", "status": "False"}, {"type": "Ready", "status": ready}],
+            },
         }
         validate(node)
         self.nodes[name] = node
@@ -231,6 +257,11 @@ class ApiServer:
             return self._refuse(401, "Unauthorized")
         if "application/json" not in request.headers.get("Accept", "application/json"):
             return self._defect(406, f"Accept: {request.headers['Accept']}")
+        if request.path == "/api/v1/nodes" and request.method == "GET":
+            return self._list_by_labels(request, "Node", self.nodes, "")
+        found = re.fullmatch(r"/api/v1/namespaces/([^/]+)/pods", request.path)
+        if found and request.method == "GET":
+            return self._list_by_labels(request, "Pod", self.pods, found[1])
         found = re.fullmatch(r"/api/v1/nodes/([^/]+)(/status)?", request.path)
         if found and request.method == "GET" and not found[2]:
             return self._read_node(request, found[1])
@@ -243,8 +274,8 @@ class ApiServer:
             return await self._patch(request, "pods/status", self.pods, f"{found[1]}/{found[2]}")
         return self._defect(404, f"there is no operation {request.method} {request.path}")
 
-    def _denied(self, verb: str, resource: str) -> web.Response | None:
-        """Return the refusal of RBAC or of a failure that a test asked for; None: it is allowed."""
+    def _denied(self, verb: str, resource: str, namespace: str = "") -> web.Response | None:
+        """Return the refusal of RBAC or of a failure that a test asked for; None: it is allowed. `namespace`: of the request."""
         self.used.add((verb, resource))
         for number, (kind, status) in enumerate(self.failures):
             if kind == f"{verb} {resource}":
@@ -252,12 +283,11 @@ class ApiServer:
                 return self._refuse(
                     status, {409: "the object has been modified", 410: "too old resource version"}.get(status, "busy")
                 )
-        for rule in self.rules:
+        for rule in (*self.rules, *self.roles.get(namespace, ())):
             if "" in rule["apiGroups"] and resource in rule["resources"] and verb in rule["verbs"]:
                 return None
-        return self._refuse(
-            403, f'User "agent" cannot {verb} resource "{resource}" in API group "" at the cluster scope'
-        )
+        where = f'in the namespace "{namespace}"' if namespace else "at the cluster scope"
+        return self._refuse(403, f'User "agent" cannot {verb} resource "{resource}" in API group "" {where}')
 
     def _read_node(self, request: web.Request, name: str) -> web.Response:
         if refusal := self._denied("get", "nodes"):
@@ -296,15 +326,42 @@ class ApiServer:
                 self._tell("MODIFIED", after)
         return web.json_response(after)
 
+    def _list_by_labels(
+        self, request: web.Request, kind: str, objects: Mapping[str, dict[str, Any]], namespace: str
+    ) -> web.Response:
+        """List nodes, or the pods of a namespace, by labels that are equal."""
+        if wrong := _wrong_parameter(request):
+            return self._defect(400, wrong)
+        if set(request.query) - {"labelSelector", "limit", "continue"}:
+            return self._defect(400, f"a list by labels is no watch and has no fields: {dict(request.query)}")
+        selector = _LABELS.fullmatch(request.query.get("labelSelector", ""))
+        if selector is None:
+            return self._defect(400, f"all of them, or labels that are not understood: {dict(request.query)}")
+        if refusal := self._denied("list", f"{kind.lower()}s", namespace):
+            return refusal
+        wanted = {tuple(word.split("=")) for word in selector[0].split(",")}
+        found = [
+            one
+            for one in objects.values()
+            if one["metadata"].get("namespace", "") == namespace
+            and wanted <= set((one["metadata"].get("labels") or {}).items())
+        ]
+        return self._page_of(request, kind, found)
+
+    def _page_of(self, request: web.Request, kind: str, found: list[dict[str, Any]]) -> web.Response:
+        begin, limit = (
+            int(request.query.get("continue") or 0),
+            min(int(request.query.get("limit") or self.page), self.page),
+        )
+        page, rest = found[begin : begin + limit], found[begin + limit :]
+        metadata = {"resourceVersion": str(self.version), **({"continue": str(begin + limit)} if rest else {})}
+        answer = {"apiVersion": "v1", "kind": f"{kind}List", "metadata": metadata, "items": page}
+        validate(answer)
+        return web.json_response(answer)
+
     async def _list(self, request: web.Request) -> web.StreamResponse:
-        for name, value in request.query.items():
-            kind = _LIST_PARAMETERS.get(name)
-            if (
-                kind is None
-                or (kind is int and not value.isdecimal())
-                or (kind is bool and value.lower() not in ("true", "false"))
-            ):
-                return self._defect(400, f"parameter {name}={value}")
+        if wrong := _wrong_parameter(request):
+            return self._defect(400, wrong)
         selector = request.query.get("fieldSelector", "")
         if not selector.startswith("spec.nodeName="):
             return self._defect(400, "pods of the whole cluster were asked for")
@@ -314,15 +371,7 @@ class ApiServer:
         if refusal := self._denied("list", "pods"):
             return refusal
         found = [pod for pod in self.pods.values() if pod["spec"].get("nodeName") == node]
-        begin, limit = (
-            int(request.query.get("continue") or 0),
-            min(int(request.query.get("limit") or self.page), self.page),
-        )
-        page, rest = found[begin : begin + limit], found[begin + limit :]
-        metadata = {"resourceVersion": str(self.version), **({"continue": str(begin + limit)} if rest else {})}
-        answer = {"apiVersion": "v1", "kind": "PodList", "metadata": metadata, "items": page}
-        validate(answer)
-        return web.json_response(answer)
+        return self._page_of(request, "Pod", found)
 
     async def _watch(self, request: web.Request, node: str) -> web.StreamResponse:
         if refusal := self._denied("watch", "pods"):
@@ -369,6 +418,19 @@ class ApiServer:
     def _defect(self, code: int, message: str) -> web.Response:
         self.defects.append(message)
         return self._refuse(code, message)
+
+
+def _wrong_parameter(request: web.Request) -> str:
+    """Return the first parameter of a list that the operation does not have, or whose value it does not take."""
+    for name, value in request.query.items():
+        kind = _LIST_PARAMETERS.get(name)
+        if (
+            kind is None
+            or (kind is int and not value.isdecimal())
+            or (kind is bool and value.lower() not in ("true", "false"))
+        ):
+            return f"parameter {name}={value}"
+    return ""
 
 
 def _status(code: int, message: str, reason: str) -> dict[str, Any]:

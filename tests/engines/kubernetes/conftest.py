@@ -34,6 +34,12 @@ def usage() -> list[dict[str, Any]]:
     return rendered(EXAMPLES / "usage")
 
 
+@pytest.fixture(scope="session")
+def hub() -> list[dict[str, Any]]:
+    """The objects of the hub's right."""
+    return rendered(EXAMPLES / "hub")
+
+
 def rules_of(*objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rules of all ClusterRoles."""
     return [rule for some in objects for one in some if one["kind"] == "ClusterRole" for rule in one["rules"]]

@@ -14,7 +14,7 @@ from fractional_gpu.commands.main import subcommand
 from fractional_gpu.config import load
 from fractional_gpu.protocol.pods import DOMAIN
 from tests.engines.kubernetes.api_server import validate
-from tests.engines.kubernetes.conftest import EXAMPLES, rendered
+from tests.engines.kubernetes.conftest import EXAMPLES
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +30,10 @@ def containers(pod: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {container["name"]: container for container in pod["containers"]}
 
 
-def test_every_object_is_valid(base: list[dict[str, Any]], usage: list[dict[str, Any]]) -> None:
-    everything = base + usage + rendered(EXAMPLES / "hub")
+def test_every_object_is_valid(
+    base: list[dict[str, Any]], usage: list[dict[str, Any]], hub: list[dict[str, Any]]
+) -> None:
+    everything = base + usage + hub
     for found in everything:
         validate(found)
     assert sorted({found["kind"] for found in everything}) == [
@@ -117,15 +119,23 @@ def test_the_brokers_settings_are_valid(base: list[dict[str, Any]], tmp_path: Pa
     assert [pool.name for pool in settings.pools] == ["default"]
 
 
-def test_the_hubs_values_set_up_a_hub(tmp_path: Path) -> None:
+def test_the_hubs_values_set_up_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = yaml.safe_load((EXAMPLES / "zero-to-jupyterhub.yaml").read_text())
+    (variable,) = values["hub"]["extraEnv"]
+    monkeypatch.setenv(variable, "10.1.2.3")
     program = tmp_path / "extra.py"
     program.write_text(values["hub"]["extraConfig"]["fractionalGPU"])
     c = Config()
+    c.JupyterHub.services, c.JupyterHub.load_roles = [], []
+    c.KubeSpawner.namespace = "jhub"  # the chart's own configuration comes first
     runpy.run_path(str(program), {"c": c})
     assert c.JupyterHub.spawner_class == "fractional-gpu-kubernetes"
     assert values["singleuser"]["image"]["name"]
-    assert json.dumps(c).count(DOMAIN) == 0, "the domain's names are the spawner's business"
+    (page,) = c.JupyterHub.services
+    ((opened,),) = [rule["ports"] for rule in values["hub"]["networkPolicy"]["ingress"]]
+    assert page["url"] == f"http://10.1.2.3:{opened['port']}", "the proxy, in another pod, reaches the page"
+    assert page["environment"]["JUPYTER_GPU_PAGE_NAMESPACE"] == "jhub"
+    assert json.dumps(c, default=repr).count(DOMAIN) == 0, "the domain's names are the spawner's business"
 
 
 def test_the_schemas_refuse_what_is_misspelt(base: list[dict[str, Any]]) -> None:

@@ -16,6 +16,7 @@ from traitlets.config import Config
 from fractional_gpu.protocol.nodes import NodeSummary, PoolSummary, encode_summary
 from fractional_gpu_hub.engines import EngineUnavailableError
 from fractional_gpu_hub.engines.kubernetes import FractionalGPUKubeSpawner, pools_of_node
+from fractional_gpu_hub.engines.kubernetes_cluster import Where
 from tests.engines.kubernetes.api_server import validate
 from tests.support.golden import check_golden
 
@@ -278,6 +279,14 @@ async def test_an_api_that_does_not_answer_is_said(api: Api, error: Exception, s
     with pytest.raises(EngineUnavailableError, match=sentence):
         await spawner.gpu_nodes()
     assert "No GPU can be chosen now" in await spawner.get_options_form()
+
+
+def test_the_page_of_the_cluster_reads_what_the_spawner_makes() -> None:
+    where, traits = Where(namespace="jhub"), FractionalGPUKubeSpawner.class_traits()
+    assert (where.nodes, where.component) == (
+        traits["gpu_node_selector"].default_value,
+        traits["component_label"].default_value,
+    )
 
 
 async def test_one_list_of_nodes_serves_many_pages(api: Api) -> None:

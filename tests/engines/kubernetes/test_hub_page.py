@@ -1,0 +1,235 @@
+"""The hub's page of a Kubernetes cluster, by the real client against a strict stand-in. No cluster was there."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fractional_gpu.protocol.nodes import STALE_S, NodeSummary, PoolSummary, encode_summary
+from fractional_gpu.protocol.pods import SUMMARY
+from fractional_gpu_hub.engines import EngineUnavailableError
+from fractional_gpu_hub.engines.kubernetes_cluster import Where, read_from, settings_of
+from fractional_gpu_hub.service import cluster
+from fractional_gpu_hub.service.cluster import Cluster, ClusterFollower
+from tests.engines.kubernetes.api_server import TOKEN, ApiServer
+from tests.engines.kubernetes.conftest import rules_of, settings_for
+from tests.engines.kubernetes.pods import pod_of
+from tests.hub.test_cluster_page import news
+from tests.hub.test_service_usage import service
+
+WHERE = Where(namespace="jhub")
+LABELS = {"fractional-gpu.jupyter.org/node": "true"}
+KUBESPAWNERS = {
+    "apiGroups": [""],
+    "resources": ["pods", "persistentvolumeclaims", "secrets", "services"],
+    "verbs": ["get", "watch", "list", "create", "delete"],
+}
+"""The rule of the hub's Role in the chart of Zero to JupyterHub."""
+OF_THE_SPAWNER = Path(__file__).with_name("golden") / "pod-quarter.yaml"
+
+
+@pytest.fixture
+def api(hub: list[dict[str, Any]]) -> Iterator[ApiServer]:
+    """An API server that gives the hub what the example's role gives, and what KubeSpawner has in its namespace."""
+    with ApiServer(rules_of(hub), {"jhub": [KUBESPAWNERS]}) as server:
+        yield server
+        assert server.defects == []
+
+
+def summary_of(*, at_s: float | None = None, problem: str = "", version: int = 1) -> dict[str, str]:
+    """Return the annotation that a node's agent publishes."""
+    pool = PoolSummary(
+        name="default", devices=2, device_mib=81920, total_milli=2000, held_milli=250, free_milli=1750, waiting=3
+    )
+    when = int(time.time() if at_s is None else at_s)
+    return {SUMMARY: encode_summary(NodeSummary(version=version, at_s=when, pools=[pool], problem=problem))}
+
+
+def server_pod(number: int, user: str, milli: str | None = "250", **more: Any) -> dict[str, Any]:  # noqa: ANN401 - of `pod_of`
+    """Return a pod as `kubespawner` makes a server's."""
+    pod = pod_of(number, milli, annotations={"hub.jupyter.org/username": user}, **more)
+    pod["metadata"]["labels"] = {"app": "jupyterhub", "component": "singleuser-server"}
+    pod["status"]["startTime"] = "2026-01-01T00:00:00Z"
+    return pod
+
+
+def waiting_pod(number: int, user: str) -> dict[str, Any]:
+    """Return a pod that has no node yet."""
+    pod = server_pod(number, user, "1k", phase="Pending")
+    del pod["spec"]["nodeName"], pod["status"]["startTime"]
+    pod["metadata"]["creationTimestamp"] = "2026-01-01T00:00:00Z"
+    return pod
+
+
+async def read(api: ApiServer, where: Where = WHERE) -> Cluster:
+    return await read_from(settings_for(api), where)
+
+
+# -- what is read ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_node_without_a_summary_or_with_a_damaged_one_is_said_to_be_so(api: ApiServer) -> None:
+    api.page = 2  # every list comes in pages
+    api.add_node("good", labels=LABELS, annotations=summary_of())
+    api.add_node("bare", labels=LABELS)
+    api.add_node("damaged", labels=LABELS, annotations={SUMMARY: '{"version":1,"at_s":'})
+    api.add_node("newer", labels=LABELS, annotations=summary_of(version=99))
+    api.add_node("brokerless", labels=LABELS, annotations=summary_of(problem="the broker does not answer"))
+    api.add_node("cordoned", labels=LABELS, annotations=summary_of(), cordoned=True)
+    api.add_node("gone", labels=LABELS, annotations=summary_of(), ready="Unknown")
+    api.add_node("of-others", annotations=summary_of())
+    found = {node.name: node for node in (await read(api)).nodes}
+    assert set(found) == {"good", "bare", "damaged", "newer", "brokerless", "cordoned", "gone"}
+    (pool,) = found["good"].pools
+    assert (pool.devices, pool.held_milli, pool.admissible_milli, pool.waiting, pool.why_not) == (2, 250, 1750, 3, "")
+    assert (found["good"].state, found["good"].problem) == ("in service", "")
+    assert (found["bare"].pools, found["bare"].problem) == ((), "no agent has published its GPUs yet")
+    assert (found["damaged"].pools, "not the summary of a node's agent" in found["damaged"].problem) == ((), True)
+    assert "install the same release" in found["newer"].problem
+    assert (found["brokerless"].pools[0].why_not, found["brokerless"].problem) == (
+        "without its broker",
+        "the broker does not answer",
+    )
+    assert {name: found[name].state for name in ("cordoned", "gone")} == {"cordoned": "cordoned", "gone": "not ready"}
+    assert found["cordoned"].pools[0].why_not == "cordoned"
+    assert sum("/nodes?" in request for request in api.requests) == 4
+
+
+async def test_each_server_has_its_user_its_share_and_its_node(api: ApiServer) -> None:
+    ours = yaml.safe_load(OF_THE_SPAWNER.read_text())
+    ours["metadata"] |= {"namespace": "jhub", "uid": "1"}
+    api.put({**ours, "spec": {**ours["spec"], "nodeName": "gpu-1"}, "status": {"phase": "Running"}})
+    api.put(server_pod(2, "bob", None, node="gpu-2"))
+    api.put(waiting_pod(3, "eve"))
+    api.put(server_pod(4, "starts", phase="Pending"))
+    leaving = server_pod(5, "leaves")
+    leaving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    api.put(leaving)
+    api.put(server_pod(6, "two-and-a-half", "2500m"))
+    for phase, number in (("Succeeded", 10), ("Failed", 11)):
+        api.put(server_pod(number, "ended", phase=phase))
+    api.put(server_pod(12, "elsewhere", namespace="other"))
+    api.put(pod_of(13, annotations={"hub.jupyter.org/username": "no-server"}))
+    found = {one.user: one for one in (await read(api)).servers}
+    assert {user: (one.node, one.state, one.milli) for user, one in found.items()} == {
+        "ada": ("gpu-1", "running", 250),
+        "bob": ("gpu-2", "running", None),
+        "eve": ("", "pending", 1000),
+        "starts": ("gpu-1", "starting", 250),
+        "leaves": ("gpu-1", "ending", 250),
+        "two-and-a-half": ("gpu-1", "running", None),
+    }
+    assert found["ada"].identity == "pod jupyter-ada"
+    assert found["ada"].since == ""
+    assert all(found[user].since.split()[1] == "h" for user in ("bob", "eve"))
+
+
+# -- rights and failures -----------------------------------------------------------------------------------------------------
+
+
+async def test_the_roles_give_what_the_page_uses_and_nothing_else(api: ApiServer, hub: list[dict[str, Any]]) -> None:
+    api.add_node("gpu-1", labels=LABELS, annotations=summary_of())
+    api.put(server_pod(1, "ada"))
+    await read(api)
+    granted = {(verb, resource) for rule in rules_of(hub) for resource in rule["resources"] for verb in rule["verbs"]}
+    assert granted == {("list", "nodes")}
+    assert api.used - granted == {("list", "pods")}, "which KubeSpawner has, in its namespace"
+    with pytest.raises(EngineUnavailableError, match="list pods in the namespace other"):
+        await read(api, Where(namespace="other"))
+
+
+@pytest.mark.parametrize(
+    ("missing", "what", "how"),
+    [
+        ("nodes", "the hub may not list nodes (403: ", "; bind the ClusterRole jupyter-gpu-hub to its service account"),
+        ("pods", "the hub may not list pods in the namespace jhub (403: ", "with the verb 'list' on 'pods'"),
+    ],
+)
+async def test_a_right_that_is_missing_is_named(api: ApiServer, missing: str, what: str, how: str) -> None:
+    if missing == "nodes":
+        api.rules.clear()
+    else:
+        api.roles.clear()
+    with pytest.raises(EngineUnavailableError) as caught:
+        await read(api)
+    said = str(caught.value)
+    assert said.startswith(what)
+    assert how in said
+    assert "\n" not in said
+
+
+async def test_an_api_that_does_not_answer_is_said(api: ApiServer) -> None:
+    for status, sentence in ((503, "does not list nodes now .503: busy.; the page tries again"), (410, "410: too old")):
+        api.failures.append(("list nodes", status))
+        with pytest.raises(EngineUnavailableError, match=sentence):
+            await read(api)
+    stranger = settings_for(api)
+    stranger.api_key["BearerToken"] = "Bearer another"
+    with pytest.raises(EngineUnavailableError, match=r"does not accept the token of the hub's service account .401"):
+        await read_from(stranger, WHERE)
+    nowhere = settings_for(api)
+    nowhere.host = "http://127.0.0.1:1"
+    with pytest.raises(EngineUnavailableError, match="the Kubernetes API does not answer: "):
+        await read_from(nowhere, WHERE)
+
+
+async def test_an_answer_of_another_form_is_said(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.engines.kubernetes.api_server.validate", lambda _: None)
+    api.nodes["odd"] = {"metadata": {"name": 7, "labels": LABELS}}
+    with pytest.raises(EngineUnavailableError, match=r"answer to list nodes is not understood: .*name"):
+        await read(api)
+
+
+async def test_outside_a_pod_the_page_takes_the_file_of_kubectl(api: ApiServer, tmp_path: Path) -> None:
+    file = tmp_path / "config"
+    content = {
+        "current-context": "here",
+        "contexts": [{"name": "here", "context": {"cluster": "c", "user": "u"}}],
+        "clusters": [{"name": "c", "cluster": {"server": api.url}}],
+        "users": [{"name": "u", "user": {"token": TOKEN}}],
+    }
+    file.write_text(yaml.safe_dump(content))
+    api.add_node("gpu-1", labels=LABELS)
+    settings = await settings_of({"KUBECONFIG": str(file)})
+    assert [node.name for node in (await read_from(settings, WHERE)).nodes] == ["gpu-1"]
+    for text in ("[", "", "42", "{contexts: [7]}"):
+        file.write_text(text)
+        with pytest.raises(EngineUnavailableError, match="or set KUBECONFIG in its environment"):
+            await settings_of({"KUBECONFIG": str(file)})
+    with pytest.raises(EngineUnavailableError, match="or set KUBECONFIG in its environment"):
+        await settings_of({"KUBECONFIG": str(tmp_path / "missing")})
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------------
+
+
+async def test_the_page_shows_nodes_servers_and_what_is_old_or_missing(
+    api: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "EVERY_S", 0.05)
+    api.add_node("gpu-1", labels=LABELS, annotations=summary_of())
+    api.add_node("gpu-2", labels=LABELS, annotations=summary_of(at_s=time.time() - STALE_S - 60))
+    api.add_node("gpu-3", labels=LABELS)
+    api.put(server_pod(1, "ada"))
+    api.put(server_pod(2, "bob"))
+    follower = ClusterFollower(lambda: read(api))
+    follower.start()
+    try:
+        async with service("/nowhere", monkeypatch, follower) as pages:
+            await news(follower, lambda one: not one.problem)
+            mine = (await pages.get("", "ada")).text
+            assert "3 nodes, 0.5 of 4 GPUs held, 1.75 can be had at once, 1 server of yours" in mine
+            assert ("too long to rely on" in mine, "No agent has published its GPUs yet" in mine) == (True, True)
+            assert ("pod jupyter-1" in mine, "pod jupyter-2" in mine, "bob" in mine) == (True, False, False)
+            assert "pod jupyter-2" in (await pages.get("", "grace")).text
+            api.rules.clear()
+            await news(follower, lambda one: bool(one.problem))
+            later = (await pages.get("", "ada")).text
+            assert "the hub may not list nodes (403: " in later
+            assert "bind the ClusterRole jupyter-gpu-hub" in later
+            assert "pod jupyter-1" in later, "the last figures stay"
+    finally:
+        await follower.close()
