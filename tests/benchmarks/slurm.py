@@ -1,18 +1,22 @@
-"""How many of 30 jobs of a quarter of a GPU run at once on a real Slurm of two one-GPU nodes, with and without the agent.
+"""How many of 30 jobs of a quarter of a GPU run at once on a real Slurm of two one-GPU nodes, and how long they queue, with and without us.
 
-    python -m tests.benchmarks.slurm [--jobs 30] [--json]
+    python -m tests.benchmarks.slurm [--jobs 30] [--lives 10] [--json]
 
-Each job asks for `jgpu:open:250` and lives until the benchmark ends it; the fewer wait, the better. Without the agent a node stays open for
-what slurm.conf says, its device without sharing. With it the node is open for what the broker's forecast admits, for users who compute 5 %
-of the time. Every running job has its seat at the broker. Figures are counts and, for the waits, what the
-brokers forecast; nothing is timed.
+Each job asks for `jgpu:open:250`. Without the agent a node stays open for what slurm.conf says, its device without sharing. With it the
+node is open for what the broker's forecast admits, for users who compute 5 % of the time. Every running job has its seat at the broker.
+
+First all jobs live until the benchmark ends them, and those that run are counted. Then as many live for `--lives` seconds each, all
+submitted at once, and the time from each one's submission to its first line is its wait. The jobs only sleep. What a cell waits for the
+GPU is the brokers' forecast.
 """
 
 import argparse
 import json
 import os
+import time
 from collections.abc import Sequence
 from contextlib import closing
+from statistics import median
 
 from fractional_gpu.client.seat import SeatClient
 from tests.support.paths import PYTHONPATH
@@ -31,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="Jobs of a quarter of a GPU on a real Slurm, with and without the agent."
     )
     parser.add_argument("--jobs", type=int, default=30)
+    parser.add_argument("--lives", type=int, default=10, metavar="SECONDS")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     os.environ["PYTHONPATH"] = PYTHONPATH
@@ -42,13 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for node in nodes:
             node.stop_agent()
         slurm.call("scontrol", "reconfigure")
-        figures = {"without": measured(slurm, nodes, options.jobs)}
+        figures = {"without": measured(slurm, nodes, options.jobs) | queued(slurm, options.jobs, options.lives)}
         for node in nodes:
             node.start_agent()
         until(
             lambda: all(slurm.opened_milli(node.node.name) > 1000 for node in nodes), "the agents have opened the nodes"
         )
         figures["with"] = measured(slurm, nodes, options.jobs)
+        until(
+            lambda: all(slurm.opened_milli(node.node.name) > 1000 for node in nodes), "the agents open the nodes again"
+        )
+        figures["with"] |= queued(slurm, options.jobs, options.lives)
     print(json.dumps(figures) if options.json else shown(figures))
 
 
@@ -77,6 +86,17 @@ def measured(slurm: Cluster, nodes: list[GPUNode], count: int) -> dict[str, floa
     return {"jobs": count, "running": running, "waiting": count - running, "wait_p95_s": round(max(waits), 1)}
 
 
+def queued(slurm: Cluster, count: int, lives_s: int) -> dict[str, float]:
+    """Submit jobs that end by themselves, and return how long they queued, in seconds."""
+    submitted: dict[str, float] = {}
+    for _ in range(count):
+        begun = time.time()
+        submitted[slurm.sbatch(f"date +%s.%N; exec sleep {lives_s}", f"--gres={GRES}:open:250", "--mem=100")] = begun
+    until(lambda: not slurm.call("squeue", "-h", "-o", "%i").split(), "all jobs have ended", deadline_s=600)
+    waits = sorted(float(slurm.output(job).splitlines()[0]) - begun for job, begun in submitted.items())
+    return {"queued_p50_s": round(median(waits), 1), "queued_max_s": round(waits[-1], 1)}
+
+
 def seated(nodes: list[GPUNode]) -> int:
     """Return how many seats the brokers have."""
     found = 0
@@ -88,10 +108,14 @@ def seated(nodes: list[GPUNode]) -> int:
 
 def shown(figures: dict[str, dict[str, float]]) -> str:
     """Return the figures as a table."""
-    lines = ["| | at once | waiting in Slurm's queue | forecast wait of a cell, p95 |", "|---|---|---|---|"]
+    lines = [
+        "| | at once | waiting meanwhile | wait in Slurm's queue, median | longest | forecast wait of a cell, p95 |",
+        "|---|---|---|---|---|---|",
+    ]
     names = {"without": "without the agent", "with": "with the agent"}
     for name, one in figures.items():
-        lines.append(f"| {names[name]} | {one['running']} | {one['waiting']} | {one['wait_p95_s']:g} s |")
+        queue = f"{one['queued_p50_s']:g} s | {one['queued_max_s']:g} s"
+        lines.append(f"| {names[name]} | {one['running']} | {one['waiting']} | {queue} | {one['wait_p95_s']:g} s |")
     return "\n".join(lines)
 
 
