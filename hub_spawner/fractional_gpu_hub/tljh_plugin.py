@@ -73,7 +73,7 @@ def tljh_post_install() -> None:
     CONFIG.parent.mkdir(parents=True, exist_ok=True)
     CONFIG.write_text(
         f"# Written by the plugin for The Littlest JupyterHub from the section {SECTION} of its config.yaml.\n"
-        f"c.GPUBroker.pools = {pools!r}\nc.GPUBroker.seats_required = True\nc.GPUBroker.idle_exit = 'never'\n"
+        f"c.GPUBroker.pools = {pools!r}\nc.GPUBroker.seats_required = True\n"
     )
     UNIT.write_text(_unit())
     for command in (("daemon-reload",), ("enable", UNIT.name), ("restart", UNIT.name)):
@@ -135,7 +135,7 @@ After=nvidia-persistenced.service
 Before=jupyterhub.service
 
 [Service]
-ExecStart={program} broker --socket /run/jupyter-gpu/broker.sock --config {CONFIG} --state-dir /var/lib/jupyter-gpu --idle-exit never
+ExecStart={program} broker --service --config {CONFIG} --state-dir /var/lib/jupyter-gpu
 RuntimeDirectory=jupyter-gpu
 RuntimeDirectoryMode=0755
 RuntimeDirectoryPreserve=yes

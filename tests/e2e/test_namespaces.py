@@ -69,9 +69,9 @@ class Inside:
 
 
 @contextmanager
-def inside(world: World, flags: list[str], kernelspec: str) -> Iterator[Inside]:
+def inside(world: World, flags: list[str], kernelspec: str, program: str = SCRIPT) -> Iterator[Inside]:
     with subprocess.Popen(
-        ["unshare", *flags, sys.executable, "-c", SCRIPT, kernelspec],
+        ["unshare", *flags, sys.executable, "-c", program, kernelspec],
         env=world.environment,
         cwd=world.notebooks,
         stdin=subprocess.PIPE,

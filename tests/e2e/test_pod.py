@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from uuid import uuid4
 
@@ -20,7 +20,8 @@ import yaml
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.engines.pod_seats import Pod, PodSeats
 from fractional_gpu.protocol.messages import LeaseStatus
-from tests.e2e.test_namespaces import SCRIPT, Inside
+from tests.e2e.test_namespaces import SCRIPT, Inside, inside
+from tests.e2e.test_worker_container import worker_service
 from tests.support.control_group import JOIN, pod_group
 from tests.support.stories import CHECK, fill
 from tests.support.victims import workers
@@ -68,52 +69,11 @@ def _broker(world: World, worker_socket: str) -> Iterator["subprocess.Popen[byte
         process.wait(60)
 
 
-@contextmanager
-def _worker(world: World, path: str) -> Iterator["subprocess.Popen[bytes]"]:
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-P", "-m", "fractional_gpu.commands.main"),
-            *("node", "worker", "--socket", path, "--backend", "simulated"),
-        ],
-        env=world.environment,
-    )
-    try:
-        until(lambda: Path(path).is_socket(), "the service listens")
-        yield process
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-@contextmanager
-def _kernel(world: World, group: Path, kernelspec: str) -> Iterator[Inside]:
+def _kernel(world: World, group: Path, kernelspec: str) -> AbstractContextManager[Inside]:
     """A kernel as a pod has it."""
     program = f"{JOIN.format(group=str(group))}\n{_LOOPBACK}\n{_AS_USER.format(uid=USER)}\n{SCRIPT}"
-    with subprocess.Popen(
-        [
-            "unshare",
-            "--pid",
-            "--fork",
-            "--mount-proc",
-            "--mount",
-            "--net",
-            "--cgroup",
-            sys.executable,
-            "-c",
-            program,
-            kernelspec,
-        ],
-        env=world.environment,
-        cwd=world.notebooks,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            yield Inside(process)
-            process.communicate()
-        finally:
-            process.kill()
+    flags = ["--pid", "--fork", "--mount-proc", "--mount", "--net", "--cgroup"]
+    return inside(world, flags, kernelspec, program)
 
 
 @pytest.fixture
@@ -159,7 +119,7 @@ def test_a_pods_kernel_idles_is_suspended_and_comes_back_whole(world: World) -> 
     _give(world)
     worker_socket = str(world.folder / "worker" / "own.sock")
     with ExitStack() as stack:
-        service = stack.enter_context(_worker(world, worker_socket))
+        service = stack.enter_context(worker_service(world, worker_socket))
         stack.enter_context(_broker(world, worker_socket))
         seats = PodSeats(lambda: SeatClient(world.socket, timeout_s=60), said.append, hub_namespaces=("jhub",))
         seats.keep([_pod(uid)])

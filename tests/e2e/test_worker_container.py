@@ -15,7 +15,7 @@ from tests.support.world import Server, World, new_world, until
 
 
 @contextmanager
-def _service(world: World, path: str) -> Iterator["subprocess.Popen[bytes]"]:
+def worker_service(world: World, path: str) -> Iterator["subprocess.Popen[bytes]"]:
     """The container of the worker: a service in a process of its own."""
     process = subprocess.Popen(
         [
@@ -51,7 +51,7 @@ def test_worker_and_broker_may_be_killed_apart_and_no_state_is_lost() -> None:
     with new_world() as world:
         path = str(world.folder / "own" / "worker.sock")
         (name,) = world.install(750)
-        with _service(world, path) as service:
+        with worker_service(world, path) as service:
             _start_broker(world, path)
             with Server(world) as server:
                 notebook = server.start(name)
@@ -64,7 +64,7 @@ def test_worker_and_broker_may_be_killed_apart_and_no_state_is_lost() -> None:
                 service.kill()
                 os.kill(worker, signal.SIGKILL)
                 service.wait()
-                with _service(world, path) as second:
+                with worker_service(world, path) as second:
                     assert notebook.must(CHECK).text == "intact\n"
                     (worker,) = workers(world)
                     assert _parent(worker) == second.pid

@@ -4,6 +4,7 @@ TLJH itself is not installed: a stand-in has the hook specifications (names and 
 modules that the plugin calls. Its installer, systemd and traefik are not run.
 """
 
+import re
 import sys
 from collections.abc import Iterator
 from importlib.metadata import entry_points
@@ -21,6 +22,7 @@ from fractional_gpu_hub import tljh_plugin
 from fractional_gpu_hub.mixin import FractionalGPUMixin
 from fractional_gpu_hub.systemd import FractionalGPUSystemdSpawner
 from tests.support.hub import new_hub
+from tests.support.paths import ROOT
 from tests.support.stories import CHECK, fill
 from tests.support.world import new_world
 
@@ -120,9 +122,18 @@ def test_after_the_installation_broker_unit_and_kernels_are_there(
     assert done[-1][1:] == ["kernels", "install", "--sys-prefix", "--pool", "teaching", "--fraction", "1/4", "1/2"]
     settings = load(str(tmp_path / "etc" / "jupyter_gpu_config.py"))
     assert settings.seats_required
-    assert settings.idle_exit_ms is None
     assert [pool.name for pool in settings.pools] == ["teaching"]
-    assert f"--config {tmp_path}/etc/jupyter_gpu_config.py" in (tmp_path / "jupyter-gpu.service").read_text()
+    unit, service = (
+        (tmp_path / "jupyter-gpu.service").read_text(),
+        ROOT / "examples" / "systemd" / "jupyter-gpu.service",
+    )
+    assert f"broker --service --config {tmp_path}/etc/jupyter_gpu_config.py" in unit, (
+        "a service never ends for want of kernels"
+    )
+    section = re.compile(
+        r"(?<=^ExecStart=)\S+|(?<=--config )\S+|\[Unit\].*?(?=\[Service\])|^#.*?\n", re.MULTILINE | re.DOTALL
+    )
+    assert section.sub("", unit) == section.sub("", service.read_text()), "it is the unit that the documents describe"
 
 
 @pytest.mark.usefixtures("stand_in")

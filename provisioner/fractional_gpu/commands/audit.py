@@ -20,7 +20,7 @@ from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.client.state_folder import find_state_file
 from fractional_gpu.commands.terminal.connection import add_socket_argument
 from fractional_gpu.commands.terminal.errors import CommandError, parse_argument
-from fractional_gpu.commands.terminal.growing_log import INTERVAL_S, GrowingLog
+from fractional_gpu.commands.terminal.growing_log import INTERVAL_S, GrowingLog, explained
 from fractional_gpu.config import ConfigError, load
 from fractional_gpu.core.units import parse_duration_ms
 from fractional_gpu.protocol.errors import BrokerUnavailableError
@@ -54,22 +54,15 @@ def run(options: argparse.Namespace) -> int:
     least = "" if since_ms is None else datetime.fromtimestamp(time.time() - since_ms / 1000, UTC).isoformat()
     say: Callable[[dict[str, Any]], str] = json.dumps if options.json else sentence
     torn = 0
-    try:
-        with closing(_Log(path)) as log:
-            entries = list(log.entries())
-            for entry in outcomes(entries):
-                if entry["time"] >= least:
-                    print(say(entry), flush=options.follow)
-            torn = log.torn
-            if options.follow:
-                for entry in follow(log):
-                    print(say(entry), flush=True)
-    except PermissionError as error:
-        raise CommandError(
-            f"you may not read the audit log {error.filename or path}: root and the user who runs the broker may; run this as one of them"
-        ) from None
-    except OSError as error:
-        raise CommandError(f"the audit log {path} cannot be read: {error.strerror or error}; check --file") from None
+    with explained(path, "the audit log", "; check --file"), closing(_Log(path)) as log:
+        entries = list(log.entries())
+        for entry in outcomes(entries):
+            if entry["time"] >= least:
+                print(say(entry), flush=options.follow)
+        torn = log.torn
+        if options.follow:
+            for entry in follow(log):
+                print(say(entry), flush=True)
     if not entries:
         print(f"nothing was written to {path} yet", file=sys.stderr)
     if torn:

@@ -22,7 +22,7 @@ from fractional_gpu.commands.lease_commands import find_lease
 from fractional_gpu.commands.terminal.completers import LEASES, set_completer
 from fractional_gpu.commands.terminal.connection import add_socket_argument, broker_if_running
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError, parse_argument
-from fractional_gpu.commands.terminal.growing_log import INTERVAL_S, GrowingLog
+from fractional_gpu.commands.terminal.growing_log import INTERVAL_S, GrowingLog, explained
 from fractional_gpu.core.units import parse_duration_ms
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.messages import LeaseStatus
@@ -89,25 +89,18 @@ def run(options: argparse.Namespace) -> int:
     least = datetime.fromtimestamp(0 if since_ms is None else time.time() - since_ms / 1000, UTC)
     wanted = _wanted(options.level, least, "" if options.lease is None else _short_id(options.lease, options.socket))
     say = LogEntry.json if options.json else LogEntry.line
-    try:
-        with closing(LogReader(path)) as log:
-            there = deque((entry for entry in log.entries() if wanted(entry)), maxlen=last)
-            if not log.has_files:
-                raise CommandError(
-                    f"there is no log {path}: no broker has run here, or it writes to a terminal, or it is a service of systemd; "
-                    "for that one use `journalctl --unit jupyter-gpu`, or name another broker's socket with --socket"
-                )
-            for entry in there:
-                print(say(entry), flush=options.follow)
-            if options.follow:
-                for entry in filter(wanted, follow(log)):
-                    print(say(entry), flush=True)
-    except PermissionError as error:
-        raise CommandError(
-            f"you may not read the log {error.filename or path}: root and the user who runs the broker may; run this as one of them"
-        ) from None
-    except OSError as error:
-        raise CommandError(f"the log {path} cannot be read: {error.strerror or error}") from None
+    with explained(path, "the log"), closing(LogReader(path)) as log:
+        there = deque((entry for entry in log.entries() if wanted(entry)), maxlen=last)
+        if not log.has_files:
+            raise CommandError(
+                f"there is no log {path}: no broker has run here, or it writes to a terminal, or it is a service of systemd; "
+                "for that one use `journalctl --unit jupyter-gpu`, or name another broker's socket with --socket"
+            )
+        for entry in there:
+            print(say(entry), flush=options.follow)
+        if options.follow:
+            for entry in filter(wanted, follow(log)):
+                print(say(entry), flush=True)
     if not there:
         print(f"no entry of {path} is of that kind", file=sys.stderr)
     return 0

@@ -2,12 +2,28 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+from fractional_gpu.commands.terminal.errors import CommandError
 
 INTERVAL_S = 0.5
 """How often a command that follows a log looks for new lines."""
 _LONGEST_LINE = 1 << 20
+
+
+@contextmanager
+def explained(path: Path, what: str, advice: str = "") -> Iterator[None]:
+    """Turn a failure to read the log into a CommandError. `what` it is; `advice`: what else to do, beginning with a semicolon."""
+    try:
+        yield
+    except PermissionError as error:
+        raise CommandError(
+            f"you may not read {what} {error.filename or path}: root and the user who runs the broker may; run this as one of them"
+        ) from None
+    except OSError as error:
+        raise CommandError(f"{what} {path} cannot be read: {error.strerror or error}{advice}") from None
 
 
 class GrowingLog:
