@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import to_builtins
 from msgspec.structs import replace
@@ -22,7 +22,9 @@ from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.commands.terminal.completers import DEVICES, DURATIONS, FRACTIONS, LEASES, Completer, set_completer
 from fractional_gpu.commands.terminal.connection import RUN_ONE, add_socket_argument, running_broker, say_if_slow
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError, parse_argument
-from fractional_gpu.commands.terminal.render import describe_state, expected_wait, lease_name
+from fractional_gpu.commands.terminal.layout import fitted, line, table
+from fractional_gpu.commands.terminal.output import say, terminal_width, write
+from fractional_gpu.commands.terminal.words import describe_state, expected_wait, lease_name
 from fractional_gpu.core.units import (
     format_duration,
     format_fraction,
@@ -44,6 +46,9 @@ from fractional_gpu.protocol.messages import (
     Story,
 )
 from fractional_gpu.protocol.names import device_deadline
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 _POLL_S: Final = 0.5
 _LEASE_HELP: Final = "a lease id, the beginning of one, or a Jupyter kernel id (see `jupyter gpu status`)"
@@ -86,15 +91,15 @@ class LeaseCommand:
     """A command about one lease.
 
     `request` builds the request from the command line before the broker is contacted; it raises UsageError. `call` sends it and returns
-    the answer, which `--json` prints (None: an empty object). `success` gets the lease as it was before, and the answer. `doing` is
-    written with the lease's name when the call takes long.
+    the answer, which `--json` prints (None: an empty object). `success` gets the lease as it was before, and the answer; it returns a
+    sentence or lines. `doing` is shown with the lease's name when the call takes long.
     """
 
     description: str
     epilog: str
     doing: str
     call: Callable[[BrokerClient, str, Any], Any]
-    success: Callable[[LeaseStatus, Any], str]
+    success: "Callable[[LeaseStatus, Any], str | list[Text]]"
     request: Callable[[argparse.Namespace], Any] = lambda _: None
     arguments: tuple[Argument, ...] = ()
     find: Callable[[str, Sequence[LeaseStatus]], LeaseStatus] = find_lease
@@ -114,17 +119,18 @@ class LeaseCommand:
         with running_broker(options.socket) as client:
             lease = self.find(options.lease, client.status().leases)
             try:
-                with say_if_slow(f"{self.doing} {lease_name(lease)} ... (Ctrl-C gives up)", sys.stderr, client=client):
+                with say_if_slow(f"{self.doing} {lease_name(lease)} ... (Ctrl-C gives up)", client):
                     answer = self.call(client, lease.lease_id, request)
             except BrokerUnavailableError:
                 raise
             except FractionalGPUError as error:
                 raise CommandError(f"{lease_name(lease)}: {error}") from error
-        print(
-            json.dumps(to_builtins(answer if answer is not None else Done()))
-            if options.json
-            else self.success(lease, answer)
-        )
+        if options.json:
+            print(json.dumps(to_builtins(answer if answer is not None else Done())))
+        elif isinstance(said := self.success(lease, answer), str):
+            say(said)
+        else:
+            write(said)
         return 0
 
 
@@ -165,11 +171,11 @@ class BulkCommand:
             print(json.dumps({"leases": [to_builtins(lease) for lease in done], "errors": errors}))
         else:
             for lease in done:
-                print(f"{lease_name(lease)}: {self.success(lease)}")
+                say(f"{lease_name(lease)}: {self.success(lease)}")
             if not done and not refused:
                 print(f"There is nothing to {self.verb}.")
         for lease, message in refused:
-            print(f"jupyter gpu: {lease_name(lease)}: {message}", file=sys.stderr)
+            say(f"jupyter gpu: {lease_name(lease)}: {message}", sys.stderr)
         return 1 if refused else 0
 
     def _chosen(self, options: argparse.Namespace, leases: Sequence[LeaseStatus]) -> list[LeaseStatus]:
@@ -185,15 +191,17 @@ class BulkCommand:
         """Return what was done and what was refused. Raises BrokerUnavailableError: without a broker the rest fails as well."""
         done: list[LeaseStatus] = []
         refused: list[tuple[LeaseStatus, str]] = []
-        for lease in leases:
-            text = f"{self.doing} {lease_name(lease)} ... (Ctrl-C {self.interrupted})"
-            try:
-                with say_if_slow(text, sys.stderr, client=client):
+        with say_if_slow("", client) as progress:
+            count = progress.counter("kernels")
+            for number, lease in enumerate(leases):
+                progress.what = f"{self.doing} {lease_name(lease)} ... (Ctrl-C {self.interrupted})"
+                count(number, len(leases))
+                try:
                     done.append(self.call(client, lease.lease_id))
-            except BrokerUnavailableError:
-                raise
-            except FractionalGPUError as error:
-                refused.append((lease, str(error)))
+                except BrokerUnavailableError:
+                    raise
+                except FractionalGPUError as error:
+                    refused.append((lease, str(error)))
         return done, refused
 
 
@@ -233,7 +241,7 @@ class DeviceCommand:
             print(json.dumps(to_builtins(devices if options.all else devices[0])))
         else:
             for device in devices:
-                print(self.success(device))
+                say(self.success(device))
         for device in devices:
             self.check(device, request)
         return 0
@@ -300,15 +308,16 @@ def _say_resized(before: LeaseStatus, after: LeaseStatus) -> str:
 # -- explain ----------------------------------------------------------------------------------------------------------
 
 
-def render_story(lease: LeaseStatus, story: Story, now_ms: int) -> str:
-    """Return what happened, one line each, and the lease's state now."""
-    lines = [f"... {story.omitted} older lines"] if story.omitted else []
-    lines += [f"{_moment(line.at_ms, now_ms)}  {line.sentence}  ({line.reason})" for line in story.lines]
+def render_story(lease: LeaseStatus, story: Story, now_ms: int, width: int | None = None) -> "list[Text]":
+    """Return what happened, one line each, and the lease's state now. `width`: of the terminal, in characters."""
+    lines = [line(f"... {story.omitted} older lines")] if story.omitted else []
+    happened = [(_moment(one.at_ms, now_ms), f"{one.sentence}  ({one.reason})") for one in story.lines]
+    lines += table((), happened, indent="", width=width)
     now = f"{lease_name(lease)}: {describe_state(lease)}"
     if lease.position is not None:
         now += f"; waits at place {lease.position}: {lease.sentence}{expected_wait(lease)}"
     slowed = [f"slowed down: {story.slowdown}"] if story.slowdown else []
-    return "\n".join([*lines, now, *slowed])
+    return [*lines, *fitted([now, *slowed], width)]
 
 
 def _moment(at_ms: int, now_ms: int) -> str:
@@ -370,8 +379,8 @@ def _drain_request(options: argparse.Namespace) -> _Drain:
 def _drain(client: BrokerClient, name: str, drain: _Drain) -> DeviceStatus:
     device = client.drain(name, drain.request)
     if drain.wait_ms is not None:
-        with say_if_slow(f"waiting until GPU {device.index} is empty ... (Ctrl-C stops the waiting)", sys.stderr):
-            device = await_empty(client, device, drain.wait_ms)
+        with say_if_slow(f"waiting until GPU {device.index} is empty ... (Ctrl-C stops the waiting)") as progress:
+            device = await_empty(client, device, drain.wait_ms, freed=progress.counter("MiB freed"))
     return device
 
 
@@ -380,14 +389,16 @@ def await_empty(
     device: DeviceStatus,
     wait_ms: int,
     *,
+    freed: Callable[[int, int], None] = lambda _done, _of: None,
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> DeviceStatus:
-    """Return the device when no lease holds anything there, or as it is after `wait_ms`."""
-    end_s = clock() + wait_ms / 1000
+    """Return the device when no lease holds anything there, or as it is after `wait_ms`. `freed` gets how many MiB are free, and all."""
+    end_s, most_mib = clock() + wait_ms / 1000, device.reserved_mib
     while device.reserved_mib and clock() < end_s:
         pause(min(_POLL_S, max(0.0, end_s - clock())))
         device = next((one for one in client.status().devices if one.device_id == device.device_id), device)
+        freed(max(0, most_mib - device.reserved_mib), most_mib)
     return device
 
 
@@ -514,7 +525,7 @@ examples:
 """,
         doing="reading the story of",
         call=lambda client, lease_id, _: client.story(lease_id),
-        success=lambda lease, story: render_story(lease, story, int(time.time() * 1000)),
+        success=lambda lease, story: render_story(lease, story, int(time.time() * 1000), terminal_width(sys.stdout)),
     ),
     "drain": DeviceCommand(
         description="Empty a GPU: it admits no kernel any more, and those on it are suspended.",

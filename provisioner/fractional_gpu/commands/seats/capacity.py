@@ -6,7 +6,8 @@ from contextlib import closing
 
 from msgspec import to_builtins
 
-from fractional_gpu.commands.terminal.connection import add_socket_argument, running_broker
+from fractional_gpu.commands.terminal.connection import add_socket_argument, running_broker, say_if_slow
+from fractional_gpu.commands.terminal.output import say
 from fractional_gpu.core.units import format_duration, format_fraction, format_memory
 from fractional_gpu.protocol.capacity import Capacity, PoolCapacity
 
@@ -30,13 +31,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the capacity. Raises CommandError where no broker runs."""
-    with closing(running_broker(options.socket)) as client:
+    with closing(running_broker(options.socket)) as client, say_if_slow("The broker forecasts the waits ..."):
         capacity = client.capacity()
-    print(json.dumps(to_builtins(capacity)) if options.json else shown(capacity))
+    if options.json:
+        print(json.dumps(to_builtins(capacity)))
+    else:
+        say(described(capacity))
     return 0
 
 
-def shown(capacity: Capacity) -> str:
+def described(capacity: Capacity) -> str:
     """Return the capacity for people."""
     simulated = " (simulated GPUs)" if capacity.simulated else ""
     lines = [_pool(pool) + simulated for pool in capacity.pools] or ["this broker manages no devices"]
