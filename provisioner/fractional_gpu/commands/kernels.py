@@ -143,7 +143,7 @@ def _install(options: argparse.Namespace) -> int:
                     progress.say(sentence, sys.stdout)
                 specs.append(spec)
     if specs:
-        print(_where_they_appear(specs[0].folder.parent))
+        say(_where_they_appear(specs[0].folder.parent))
     return 0
 
 

@@ -1,5 +1,6 @@
 """How far a long command is: nothing at first, a bar on a terminal, sparse lines elsewhere; and nothing is left of a bar."""
 
+import errno
 import io
 import threading
 
@@ -118,6 +119,29 @@ def test_a_bar_of_a_command_that_blocks_is_gone_after_an_interrupt(ended_by: typ
     assert out.getvalue().endswith(ERASE)
     assert HIDE_CURSOR not in out.getvalue()
     assert not [one for one in threading.enumerate() if one.name == "gpu-progress"]
+
+
+def test_a_terminal_that_goes_away_does_not_change_how_a_command_ends(clock: Clock) -> None:
+    class Fragile(Terminal):
+        is_gone = False
+
+        def write(self, text: str) -> int:
+            if self.is_gone:
+                raise OSError(errno.EIO, "Input/output error")
+            return super().write(text)
+
+    out = Fragile()
+
+    def simulate() -> None:
+        with Progress("8 devices", out=out) as progress:
+            clock.now_s += 2.0
+            progress.counter("sessions")(3, 9)
+            out.is_gone = True
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        simulate()
+    assert "3 of 9" in out.getvalue()
 
 
 @pytest.mark.usefixtures("soon")

@@ -4,7 +4,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from time import perf_counter
 from typing import TYPE_CHECKING, Final, Self, TextIO
 
@@ -116,9 +116,10 @@ class Progress(AbstractContextManager["Progress"]):
 
     def _erase(self) -> None:
         with self._lock:
-            if self._live is not None:
-                self._live.stop()
-                self._live = None
+            live, self._live = self._live, None
+            if live is not None:
+                with suppress(OSError):  # a terminal that is gone: the command's own end counts
+                    live.stop()
 
     def _draw(self) -> None:
         from rich.console import Console  # noqa: PLC0415 - heavy, and for a terminal after two seconds only
