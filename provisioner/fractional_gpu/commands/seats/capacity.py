@@ -2,12 +2,14 @@
 
 import argparse
 import json
+import sys
 from contextlib import closing
 
 from msgspec import to_builtins
 
 from fractional_gpu.commands.terminal.connection import add_socket_argument, running_broker, say_if_slow
-from fractional_gpu.commands.terminal.output import say
+from fractional_gpu.commands.terminal.layout import fitted
+from fractional_gpu.commands.terminal.output import terminal_width, write
 from fractional_gpu.core.units import format_duration, format_fraction, format_memory
 from fractional_gpu.protocol.capacity import Capacity, PoolCapacity
 
@@ -36,16 +38,16 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(to_builtins(capacity)))
     else:
-        say(described(capacity))
+        write(fitted(described(capacity), terminal_width(sys.stdout)))
     return 0
 
 
-def described(capacity: Capacity) -> str:
-    """Return the capacity for people."""
+def described(capacity: Capacity) -> list[str]:
+    """Return the capacity for people, as lines."""
     simulated = " (simulated GPUs)" if capacity.simulated else ""
     lines = [_pool(pool) + simulated for pool in capacity.pools] or ["this broker manages no devices"]
     left, total = format_memory(capacity.host_memory_left_mib), format_memory(capacity.host_memory_total_mib)
-    return "\n".join([*lines, f"host memory: saved state may take {left} more, of {total}"])
+    return [*lines, f"host memory: saved state may take {left} more, of {total}"]
 
 
 def _pool(pool: PoolCapacity) -> str:
