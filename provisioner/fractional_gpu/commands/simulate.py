@@ -399,7 +399,7 @@ def _table(results: Sequence[Result], width: int | None) -> "list[Text]":
             rows.extend([f"{key} {part}", *(_shown(_part(one, key, part)) for one in results)] for part in value)
         else:
             rows.append([key, *(_shown(one.as_json()[key]) for one in results)])
-    return table(header, rows, indent="", width=width, figures=range(1, len(header)))
+    return table(header, rows, indent="", width=width, figures_from=1)
 
 
 def _errors(results: Sequence[Result]) -> list[list[str]]:
@@ -487,7 +487,7 @@ def _run_placement(options: argparse.Namespace) -> int:
     rows = [(f"seed {one.seed}", f"{one.alloc_at_100:.2f}", f"{one.alloc_at_130:.2f}") for one in outcomes]
     rows.append(("mean", f"{mean_100:.2f}", f"{mean_130:.2f}"))
     say(f"{name}: GPUs allocated, percent, when 100 % and 130 % of them were asked for")
-    write(table((), rows, width=terminal_width(sys.stdout), figures=(1, 2)))
+    write(table((), rows, width=terminal_width(sys.stdout), figures_from=1))
     return 0
 
 

@@ -122,7 +122,7 @@ ROWS = [("ada", "a/rather/long/path/to/a/notebook.ipynb", "1.50"), ("鈴木", "b
 
 
 def test_columns_are_aligned_also_below_wide_letters_and_no_line_ends_in_blanks() -> None:
-    assert plain(table(("WHO", "WHAT", "HOURS"), ROWS, figures=(2,))).splitlines() == [
+    assert plain(table(("WHO", "WHAT", "HOURS"), ROWS, figures_from=2)).splitlines() == [
         "  WHO   WHAT                                    HOURS",
         "  ada   a/rather/long/path/to/a/notebook.ipynb   1.50",
         "  鈴木  b.ipynb                                 12.00",
@@ -138,9 +138,9 @@ def test_a_table_may_have_no_header_and_columns_that_keep_their_place() -> None:
 
 @pytest.mark.parametrize("width", [30, 40, 60, 80])
 def test_a_narrow_table_breaks_its_cells_and_loses_nothing(width: int) -> None:
-    narrow = table(("WHO", "WHAT", "HOURS"), ROWS, width=width, figures=(2,))
+    narrow = table(("WHO", "WHAT", "HOURS"), ROWS, width=width, figures_from=2)
     assert max(one.cell_len for one in narrow) <= width
-    wide = table(("WHO", "WHAT", "HOURS"), ROWS, figures=(2,))
+    wide = table(("WHO", "WHAT", "HOURS"), ROWS, figures_from=2)
     assert sorted("".join(plain(narrow).split())) == sorted("".join(plain(wide).split()))
 
 

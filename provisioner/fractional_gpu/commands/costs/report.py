@@ -266,7 +266,7 @@ def _drawn(found: Table, width: int | None) -> "list[Text]":
     """Return the table's lines, names to the left and figures to the right."""
     header = [*(one.upper() for one in found.by), *(_heading(one.name) for one in found.columns)]
     rows = [[*one.names, *one.cells] for one in found.lines]
-    return table(header, rows, width=width, figures=range(len(found.by), len(header)))
+    return table(header, rows, width=width, figures_from=len(found.by))
 
 
 def _heading(name: str) -> str:

@@ -131,7 +131,7 @@ def figures(findings: Sequence[Finding], width: int | None = None) -> "list[Text
         for one in findings
         if not math.isnan(one.unit_s)
     ]
-    return table(header, rows, width=width, figures=range(1, len(header)))
+    return table(header, rows, width=width, figures_from=1)
 
 
 def _price(found: Finding) -> str:

@@ -98,6 +98,6 @@ def revocation_text(figures: dict[str, Any], width: int | None = None) -> "list[
         )
     return [
         *fitted([before], width),
-        *table(header, rows, indent="", width=width, figures=range(1, len(header))),
+        *table(header, rows, indent="", width=width, figures_from=1),
         *fitted(after, width),
     ]

@@ -139,7 +139,7 @@ def usage_table(figures: dict[str, dict[str, Any]], width: int | None = None) ->
     names = list(next(iter(figures.values()), {}))
     rows = [[name, *(_shown(pool[name]) for pool in figures.values())] for name in names]
     header = ["", *figures]
-    return table(header, rows, indent="", width=width, figures=range(1, len(header)))
+    return table(header, rows, indent="", width=width, figures_from=1)
 
 
 def _shown(value: object) -> str:

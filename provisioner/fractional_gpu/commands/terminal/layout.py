@@ -7,7 +7,7 @@ Rich is imported when a line is made, and not with this module: help, completion
 """
 
 import re
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -65,14 +65,14 @@ def table(
     *,
     indent: str = "  ",
     width: int | None = None,
-    figures: Container[int] = (),
+    figures_from: int | None = None,
     least: Sequence[int] = (),
 ) -> "list[Text]":
     """Return the lines of a table, its columns two spaces apart, without trailing blanks.
 
-    An empty `header` makes none. Columns whose numbers are in `figures` are aligned to the right. `least`: how wide the first columns are
-    at least, so that they stay where they are from one run to the next. With a `width` in characters the widest columns are made narrower
-    until a line fits, and their cells are broken into several lines.
+    An empty `header` makes none. Columns from number `figures_from` on (None: none) are aligned to the right. `least`: how wide the first
+    columns are at least, so that they stay where they are from one run to the next. With a `width` in characters the widest columns are
+    made narrower until a line fits, and their cells are broken into several lines.
     """
     from rich.table import Table  # noqa: PLC0415 - as said above
 
@@ -84,7 +84,7 @@ def table(
     )
     for number in range(columns):
         name = line(header[number]) if header else ""
-        justify: JustifyMethod = "right" if number in figures else "left"
+        justify: JustifyMethod = "right" if figures_from is not None and number >= figures_from else "left"
         narrowest = least[number] if number < len(least) else None
         drawn.add_column(name, justify=justify, overflow="fold", min_width=narrowest)
     for row in rows:
