@@ -64,6 +64,10 @@ _DOES_NOTHING: Final = ("vllm",)
 _KEPT: Final = "import signal\nsignal.sigwait({signal.SIGTERM})\n"
 
 
+_POLICY: Final = "jupyter_gpu_config.py"
+_TEACHING_LAB: Final = "docs/hub.md"  # the page whose policy is that of the example
+
+
 class Desk:
     """Runs blocks. What Python blocks of a page define stays for the page's later ones."""
 
@@ -82,6 +86,17 @@ class Desk:
     def folder(self) -> Path:
         """Where commands run."""
         return self.world.notebooks
+
+    def open_page(self, page: str) -> None:
+        """Put the files where the page expects them, whatever other pages did to them."""
+        for name, text in _PROGRAMS.items():
+            (self.folder / name).write_text(text)
+        shutil.copyfile(ROOT / "examples" / "device.py", self.folder / "device.py")
+        for name in ("lesson.py", _POLICY):
+            shutil.copyfile(ROOT / "examples" / "jupyterhub" / name, self.folder / name)
+        if page != _TEACHING_LAB:
+            (self.folder / _POLICY).write_text("c.GPUBroker.pools = {'default': {}}\n")
+        (self.folder / "other.py").write_text("c.GPUBroker.pools = {'default': {'idle_after': '1m'}}\n")
 
     def prepare(self) -> None:
         """See to a broker and to a program with a lease: the last snippet may have ended either."""
@@ -281,16 +296,12 @@ def open_desk(world: World) -> Iterator[Desk]:
         (shims / name).write_text("#!/bin/sh\nexit 0\n")
     for shim in shims.iterdir():
         shim.chmod(0o755)
-    for name, text in _PROGRAMS.items():
-        (world.notebooks / name).write_text(text)
-    shutil.copyfile(ROOT / "examples" / "device.py", world.notebooks / "device.py")
-    for name in ("lesson.py", "jupyter_gpu_config.py"):
-        shutil.copyfile(ROOT / "examples" / "jupyterhub" / name, world.notebooks / name)
     (world.folder / "config" / "jupyter_server_config.py").write_text(
         "c.ServerApp.open_browser = False\nc.ServerApp.allow_root = True\nc.ServerApp.port = 0\n"
     )
     (world.folder / "home" / ".config" / "fish" / "completions").mkdir(parents=True)
     desk = Desk(world, shims)
+    desk.open_page("")
     with _inside(world.notebooks):
         assert world.command("simulate", "--users", "2", "--usage", "usage.json").returncode == 0
     subprocess.run(
@@ -298,7 +309,6 @@ def open_desk(world: World) -> Iterator[Desk]:
     )
     for name in ("sessions", "cells"):
         shutil.copyfile(world.notebooks / f"lesson-{name}.csv", world.notebooks / f"{name}.csv")
-    (world.notebooks / "other.py").write_text("c.GPUBroker.pools = {'default': {'idle_after': '1m'}}\n")
     try:
         yield desk
     finally:
