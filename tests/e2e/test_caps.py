@@ -14,7 +14,7 @@ PAST = """
 from fractional_gpu.gpu.simulated import context, cuda
 context.memory_cap_bytes = lambda: None  # what allocates directly knows no cap, whenever the kernel is told of it
 buffer = cuda.allocate(400 << 20)
-buffer.fill(b"abc")
+buffer.write(b"abc")
 """
 
 

@@ -9,7 +9,7 @@ from tests.support.world import Server, World
 HOLD = """
 from fractional_gpu.gpu.simulated import cuda
 buffer = cuda.allocate(64 << 20)
-buffer.fill(b"held")
+buffer.write(b"held")
 """
 
 

@@ -15,7 +15,7 @@ from tests.support.world import Server, World, new_world, until
 MIB = 1024**2
 LIMIT_MIB = 4096
 GROUP_MIB = 400
-HOLD = "from fractional_gpu.gpu.simulated import cuda; buffer = cuda.allocate(64 << 20); buffer.fill(b'abc')"
+HOLD = "from fractional_gpu.gpu.simulated import cuda; buffer = cuda.allocate(64 << 20); buffer.write(b'abc')"
 CHECK = "print(buffer.read(3))"
 CONFIG = """\
 from pathlib import Path

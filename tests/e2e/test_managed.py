@@ -7,7 +7,7 @@ from tests.support.packages import CUPY, TORCH_PROFILER, write
 from tests.support.world import Server, World, until
 
 REASON = "it uses CuPy's managed memory, which the driver cannot save"
-HOLD = "from fractional_gpu.gpu.simulated import cuda; buffer = cuda.allocate(64 << 20); buffer.fill(b'abc')"
+HOLD = "from fractional_gpu.gpu.simulated import cuda; buffer = cuda.allocate(64 << 20); buffer.write(b'abc')"
 
 
 def test_managed_memory_that_the_extension_sees_is_refused_and_survives(world: World, server: Server) -> None:

@@ -153,8 +153,9 @@ def test_without_host_memory_nobody_is_suspended_and_the_cell_that_waits_says_so
     world.configure("c.GPUBroker.host_memory = '64MiB'")
     (name,) = world.install(750)
     first, second = server.start(name), server.start(name)
-    first.must(fill(1, 256))
-    cell = second.send(fill(2, 256))
+    more = "more = cuda.allocate(252 << 20)"
+    first.must(fill(1) + more)
+    cell = second.send(fill(2) + more)
     until(lambda: "host memory" in world.lease(second.kernel_id).sentence, "the cell waits for host memory")
     assert world.lease(first.kernel_id).state == "resident"
     assert first.must(CHECK).text == "intact\n"

@@ -10,7 +10,7 @@ from fractional_gpu.gpu.simulated.store import Store
 from fractional_gpu.protocol.errors import ConflictError
 from tests.support.world import Server, World, until
 
-HOLD = "from fractional_gpu.gpu.simulated import cuda; buffer = cuda.allocate(64 << 20); buffer.fill(b'abc')"
+HOLD = "from fractional_gpu.gpu.simulated import cuda; buffer = cuda.allocate(64 << 20); buffer.write(b'abc')"
 
 
 def without_checkpoints(world: World) -> None:

@@ -24,7 +24,7 @@ __all__ = ["USERS", "Story", "new_story"]
 
 USERS = ("games", "backup")  # users of every Debian machine, with uids of their own
 DEVICE_MIB = 512
-DATA_MIB = 220
+DATA_MIB = 64
 KERNEL = "fractional-gpu-default-750"
 _NODE = """
 c.GPUBroker.pools = {"default": {
@@ -75,7 +75,7 @@ class Reader:
         self.notebook: Notebook
 
     def begin(self, seed: int) -> None:
-        """Open a notebook on the server that was asked for, and fill three quarters of the device, nearly."""
+        """Open a notebook on the server that was asked for, and put data on the device."""
         self._hub.await_server(self.name)
         self.server = self._hub.connect(self.name)
         self.notebook = self.server.start(KERNEL)
@@ -96,7 +96,7 @@ class Story:
         self.readers = [Reader(hub, name) for name in USERS]
 
     def begin(self) -> None:
-        """Start all servers, and fill the device for each user."""
+        """Start all servers, and put data on the device for each user."""
         for reader in self.readers:
             self.hub.spawn(reader.name, pool="default", fraction="3/4")
         for seed, reader in enumerate(self.readers, 1):

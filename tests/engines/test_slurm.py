@@ -20,9 +20,11 @@ IDLE, BUSY = "1%", "100%"
 CONFIG = """
 c.GPUBroker.pools = {"default": {"fractions": ["1/4", "1/2"], "oversubscription": 4, "expected_use": "100%"}}
 """
+# Of what a kernel holds, a part has bytes that are compared: those take processor time.
 FILL = (
-    f"import sys; sys.path.insert(0, {str(ROOT / 'examples')!r}); import device; "
-    "data = device.open().fill(seed={seed}, size=200 * 2**20); data.step(); print(data.wrong_bytes())"
+    f"import sys; sys.path.insert(0, {str(ROOT / 'examples')!r}); import device; gpu = device.open(); "
+    "data = gpu.fill(seed={seed}, size=16 * 2**20); rest = gpu.backend.cuda.allocate({rest} * 2**20); "
+    "data.step(); print(data.wrong_bytes())"
 )
 CHECK = "data.step(); print(data.wrong_bytes())"
 
@@ -71,12 +73,12 @@ def test_a_pending_job_is_admitted_because_others_idle_and_no_byte_of_them_is_lo
         slurm.await_job(job, "RUNNING")
     until(lambda: slurm.job(jobs[2])["Reason"] == "Resources", "the third job waits for resources")
     for seed, kernel in enumerate(kernels[:2]):
-        assert kernel.cell(FILL.format(seed=seed)) == "0\n"
+        assert kernel.cell(FILL.format(seed=seed, rest=184)) == "0\n"
     assert nodes[0].lease_states() == ["resident", "resident"]
 
     share(nodes[0], IDLE)
     slurm.await_job(jobs[2], "RUNNING")
-    assert kernels[2].cell(FILL.format(seed=2)) == "0\n"
+    assert kernels[2].cell(FILL.format(seed=2, rest=184)) == "0\n"
     assert sorted(state for state in nodes[0].lease_states() if state != "suspending") == [
         "resident",
         "resident",
@@ -152,7 +154,7 @@ def test_without_a_broker_jobs_start_and_are_told_and_get_their_seats_when_it_is
 
     node.start_broker()
     until((node.seats / f"job-{job}.json").exists, "the job has its seat")
-    assert kernel.cell(FILL.format(seed=5).replace("200", "96")) == "0\n"
+    assert kernel.cell(FILL.format(seed=5, rest=80)) == "0\n"
     slurm.await_job(waiting, "COMPLETED")
     kernel.end()
     slurm.await_job(job, "COMPLETED")

@@ -32,7 +32,7 @@ __all__ = [
 
 DEVICE_MIB = 1024
 CONTEXT_MIB = 16
-DATA_MIB = 32
+DATA_MIB = 8
 MIB = 1 << 20
 CONFIG = """
 c.GPUBroker.device_overhead = "64MiB"

@@ -4,7 +4,6 @@ Another package offers a kind of device by an entry point of the group `fraction
 a `DeviceKind`. Only the named backend is imported.
 """
 
-from importlib.metadata import entry_points
 from typing import Final, Protocol
 
 from fractional_gpu.gpu.interface import Checkpointer, GPUError, GPUErrorCode, Monitor
@@ -67,6 +66,8 @@ def _kind(backend: str) -> DeviceKind:
     """Import the kind from its package. Raises GPUError NOT_SUPPORTED: there is none of this name, or it cannot be imported."""
     if not backend.startswith(_KIND):
         raise _unknown(backend)
+    from importlib.metadata import entry_points  # noqa: PLC0415 - takes a fifth of a worker's start
+
     name = backend.removeprefix(_KIND)
     found = entry_points(group=GROUP)
     if name not in found.names:
