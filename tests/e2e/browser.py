@@ -5,19 +5,18 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from tests.labextension.conftest import enable
 from tests.labextension.rebuild import PREBUILT
+from tests.support.screenshots import take
 from tests.support.world import Server, World, until
 
-__all__ = ["SCREENSHOTS", "Lab", "new_page", "opened_browser", "opened_lab", "opened_notebook"]
+__all__ = ["Lab", "new_page", "opened_browser", "opened_lab", "opened_notebook"]
 
 DEADLINE_MS = 90_000
-SCREENSHOTS = os.environ.get("JUPYTER_GPU_SCREENSHOTS")  # a folder; where they are kept is examples/screenshots
 _EXTENSIONS = {"jupyterlab": True, "jupyter_lsp": False, "jupyter_server_terminals": False}
 _NOTEBOOK_7 = {**_EXTENSIONS, "notebook": True, "notebook_shim": True}
 _QUIET = {
@@ -76,7 +75,9 @@ class Lab:
         self.page.keyboard.press("Shift+Enter")
 
     def turn_dark(self) -> None:
-        """Choose the dark theme and load the page anew; what was open is opened again."""
+        """Choose the dark theme and load the page anew; what was open is opened again, as it is now."""
+        self.page.keyboard.press("Control+s")
+        expect(self.page.locator(".lm-TabBar-tab.jp-mod-dirty")).to_have_count(0)
         theme = json.dumps({"theme": "JupyterLab Dark"})
         self.server.request("PUT", "lab/api/settings/@jupyterlab/apputils-extension:themes", {"raw": theme})
         self.page.reload()
@@ -84,8 +85,7 @@ class Lab:
 
     def picture(self, name: str) -> None:
         """Take a screenshot where they are wanted."""
-        if SCREENSHOTS:
-            self.page.screenshot(path=Path(SCREENSHOTS) / f"{name}.png", animations="disabled")
+        take(self.page, name)
 
 
 _PANEL = ".jp-NotebookPanel:not(.lm-mod-hidden)"
