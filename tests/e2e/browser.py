@@ -5,7 +5,9 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from typing import Any
+from urllib.error import HTTPError
 
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
@@ -142,6 +144,18 @@ def opened_lab(world: World) -> Iterator[Lab]:
             raise
 
 
+def _talks(server: Server) -> bool:
+    """Whether a page is connected to a kernel."""
+    try:
+        kernels = server.request("GET", "api/kernels?no_track_activity=1")
+    except HTTPError as error:
+        # Jupyter's server lists a kernel a moment before it knows the kernel's last activity, and fails meanwhile.
+        if error.code != HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise
+        return False
+    return any(one["connections"] for one in kernels)
+
+
 @contextmanager
 def opened_notebook(world: World, kernelspec: str) -> Iterator[Lab]:
     """A new notebook in Notebook 7, whose kernel is of that kernelspec and has started, for the block."""
@@ -155,6 +169,5 @@ def opened_notebook(world: World, kernelspec: str) -> Iterator[Lab]:
         page = new_page(browser)
         page.goto(f"{server.url}notebooks/Untitled.ipynb?token={server.token}")
         expect(page.locator(".jp-CodeCell")).to_be_visible()
-        kernels = "api/kernels?no_track_activity=1"
-        until(lambda: any(one["connections"] for one in server.request("GET", kernels)), "the page talks to its kernel")
+        until(lambda: _talks(server), "the page talks to its kernel")
         yield Lab(server, page)
