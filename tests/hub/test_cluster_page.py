@@ -31,6 +31,7 @@ from tests.e2e.browser import opened_browser
 from tests.hub.test_service_usage import Service, service
 from tests.support.axe import SMALL_PX, assert_accessible_in_any_look
 from tests.support.screenshots import take
+from tests.support.world import until
 
 NOW_S = 1_000_000.0
 
@@ -240,7 +241,7 @@ def _a_wide_table_is_scrolled_by_keyboard(page: Page) -> None:
     page.keyboard.press("Tab")
     expect(nodes).to_be_focused()
     page.keyboard.press("ArrowRight")
-    page.wait_for_function("document.querySelector('#nodes').parentElement.scrollLeft > 0")
+    until(lambda: nodes.evaluate("box => box.scrollLeft > 0"), "the table is scrolled")
     page.set_viewport_size(size)
 
 
