@@ -6,8 +6,9 @@ import threading
 
 import pytest
 
-from fractional_gpu.commands.lease_commands import COMMANDS, BulkCommand, find_lease
+from fractional_gpu.commands.lease_commands import COMMANDS
 from fractional_gpu.commands.main import main
+from fractional_gpu.commands.terminal.command_kinds import BulkCommand, find_lease
 from fractional_gpu.commands.terminal.connection import say_if_slow
 from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.protocol.errors import ConflictError

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from fractional_gpu.client.discovery import socket_path
-from fractional_gpu.commands.lease_commands import find_lease
+from fractional_gpu.commands.terminal.command_kinds import find_lease
 from fractional_gpu.commands.terminal.completers import LEASES, set_completer
 from fractional_gpu.commands.terminal.connection import add_socket_argument, broker_if_running
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError, parse_argument

@@ -38,6 +38,7 @@ from fractional_gpu.commands.simulation.usage import (
 )
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError
 from fractional_gpu.commands.terminal.progress import Progress
+from fractional_gpu.commands.terminal.render import table
 from fractional_gpu.config import ConfigError
 from fractional_gpu.core.units import format_memory, parse_duration_ms
 from fractional_gpu.simulator import SimulationError
@@ -390,14 +391,7 @@ def _table(results: Sequence[Result]) -> str:
             rows.extend([f"{key} {part}", *(_shown(_part(one, key, part)) for one in results)] for part in value)
         else:
             rows.append([key, *(_shown(one.as_json()[key]) for one in results)])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "".join(
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        ).rstrip()
-        + "\n"
-        for row in rows
-    )
+    return "\n".join(table(rows[0], rows[1:], "", figures_from=1)) + "\n"
 
 
 def _errors(results: Sequence[Result]) -> list[list[str]]:

@@ -68,4 +68,5 @@ def test_every_line_fits_the_terminal_and_nothing_of_it_is_lost() -> None:
 
 def test_a_table_without_a_width_has_one_line_a_row() -> None:
     assert table(("A", "B"), [("a b c", "x" * 200)]) == ["  A      B", f"  a b c  {'x' * 200}"]
+    assert table(("", "B"), [("a", "1"), ("bb", "100")], "", figures_from=1) == ["      B", "a     1", "bb  100"]
     assert table(("A", "B"), [("a", "one two three four")], width=15) == ["  A  B", "  a  one two", "     three four"]

@@ -259,11 +259,7 @@ def _drawn(found: Table, width: int | None) -> list[str]:
     """Return the table's lines, names to the left and figures to the right."""
     header = [*(one.upper() for one in found.by), *(_heading(one.name) for one in found.columns)]
     rows = [[*line.names, *line.cells] for line in found.lines]
-    for index in range(len(found.by), len(header)):
-        most = max(len(row[index]) for row in [header, *rows])
-        for row in [header, *rows]:
-            row[index] = row[index].rjust(most)
-    return table(header, rows, width=width)
+    return table(header, rows, width=width, figures_from=len(found.by))
 
 
 def _heading(name: str) -> str:

@@ -128,11 +128,7 @@ def figures(findings: Sequence[Finding]) -> list[str]:
         for one in findings
         if not math.isnan(one.unit_s)
     ]
-    for column in range(1, len(header)):
-        width = max(len(row[column]) for row in [header, *rows])
-        for row in [header, *rows]:
-            row[column] = row[column].rjust(width)
-    return table(header, rows)
+    return table(header, rows, figures_from=1)
 
 
 def _price(found: Finding) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 
 from fractional_gpu.commands.simulation.machine import parsed
 from fractional_gpu.commands.terminal.errors import UsageError
+from fractional_gpu.commands.terminal.render import table
 from fractional_gpu.core.units import parse_duration_ms
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.revocation.lifetimes import PUBLISHED, lifetimes_of
@@ -70,8 +71,8 @@ def read_revocation(options: argparse.Namespace) -> Revocation | None:
 def revocation_text(figures: dict[str, Any]) -> str:
     """Return the figures as a table, a way to use the notice a row."""
     there = figures["on_them"]
-    rows = [("not saved by the deadline", "kernels", "GiB", "busy GPU hours", "value")]
-    rows += [
+    header = ("not saved by the deadline", "kernels", "GiB", "busy GPU hours", "value")
+    rows = [
         (
             name,
             f"{loss['kernels']:,}",
@@ -81,18 +82,14 @@ def revocation_text(figures: dict[str, Any]) -> str:
         )
         for name, loss in figures["unsaved"].items()
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]
-    lines.insert(
-        0,
+    went_away = (
         f"{figures['devices']:,} devices went away, after {figures['notices']:,} notices; on them were {there['kernels']:,} kernels with "
-        f"{there['gib']:,.1f} GiB and the work of {there['busy_gpu_hours']:,.2f} busy GPU hours",
+        f"{there['gib']:,.1f} GiB and the work of {there['busy_gpu_hours']:,.2f} busy GPU hours"
     )
+    lines = [
+        went_away,
+        *table(header, rows, "", figures_from=1),
+    ]
     if (lost := figures.get("lost_with_the_hosts")) is not None:
         lines.append(
             f"With the hosts' memory all of it is lost, in every order, and what was suspended before: {lost['kernels']:,} kernels with "

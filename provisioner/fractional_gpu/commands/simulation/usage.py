@@ -8,6 +8,7 @@ from typing import Any
 from fractional_gpu.commands.simulation.load import percent
 from fractional_gpu.commands.simulation.machine import MachineOptions
 from fractional_gpu.commands.terminal.errors import UsageError
+from fractional_gpu.commands.terminal.render import table
 from fractional_gpu.core.metering.usage import MJ_PER_KWH, SHARE_HOUR, Usage
 from fractional_gpu.simulator.metering.run_meter import Metering, Power, RunMeter
 from fractional_gpu.simulator.traces import Session
@@ -133,15 +134,8 @@ def usage_figures(meter: RunMeter) -> dict[str, dict[str, Any]]:
 def usage_table(figures: dict[str, dict[str, Any]]) -> str:
     """Return the same as a table, a pool a column."""
     names = list(next(iter(figures.values()), {}))
-    rows = [["", *figures], *([name, *(_shown(pool[name]) for pool in figures.values())] for name in names)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "".join(
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        ).rstrip()
-        + "\n"
-        for row in rows
-    )
+    rows = [[name, *(_shown(pool[name]) for pool in figures.values())] for name in names]
+    return "\n".join(table(["", *figures], rows, "", figures_from=1)) + "\n"
 
 
 def _shown(value: object) -> str:

@@ -71,14 +71,28 @@ def bar(device: DeviceStatus, cells: int = BAR_CELLS) -> str:
 
 
 def table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], indent: str = "  ", width: int | None = None
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    indent: str = "  ",
+    width: int | None = None,
+    *,
+    figures_from: int | None = None,
 ) -> list[str]:
-    """Return aligned lines, columns two spaces apart, without trailing blanks.
+    """Return aligned lines, columns two spaces apart, without trailing blanks. From the column `figures_from` on, to the right.
 
     With a `width` in characters the widest columns are made narrower until a line fits, and their cells broken into several lines.
     """
     everything = [header, *rows]
     widths = [max(len(row[column]) for row in everything) for column in range(len(header))]
+    if figures_from is not None:
+        figures = slice(figures_from, None)
+        everything = [
+            [
+                *row[:figures_from],
+                *(cell.rjust(most) for cell, most in zip(row[figures], widths[figures], strict=True)),
+            ]
+            for row in everything
+        ]
     if width is not None:
         room = width - len(indent) - len(_GAP) * (len(header) - 1)
         while sum(widths) > room and max(widths) > _NARROWEST:
