@@ -180,7 +180,6 @@ def the_panel_is_there_in_the_dark_and_goes_at_a_click_beside_it(lab: Lab) -> No
     expect(lab.panel).to_be_visible()
     lab.picture("panel-dark")
     assert_accessible(lab.page, OURS)
-    the_panel_fits_a_small_screen(lab)
     lab.page.locator(".jp-NotebookPanel").click(position={"x": 300, "y": 80})
     expect(lab.panel).to_be_hidden()
 
@@ -256,7 +255,6 @@ def a_deadline_is_told_and_taken_back(lab: Lab, state: State) -> None:
     tell(lab, state)
     expect(alerts).to_have_text(re.compile("cannot be saved before: save to disk now. Why: it is too large"))
     expect(lab.item).to_contain_text("cannot be saved, GPU goes away at")
-    lab.picture("deadline")
     state["kernels"][0] |= {"host_goes_away_in_ms": 30_000}
     tell(lab, state)
     expect(alerts).to_have_text(re.compile("Its host goes away at .* with all of its memory: save to a disk"))
