@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
@@ -26,7 +26,9 @@ from fractional_gpu.commands.terminal.command_kinds import (
 from fractional_gpu.commands.terminal.completers import DURATIONS, FRACTIONS
 from fractional_gpu.commands.terminal.connection import say_if_slow
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError, parse_argument
-from fractional_gpu.commands.terminal.render import describe_state, expected_wait, lease_name
+from fractional_gpu.commands.terminal.layout import fitted, line, table
+from fractional_gpu.commands.terminal.output import terminal_width
+from fractional_gpu.commands.terminal.words import describe_state, expected_wait, lease_name
 from fractional_gpu.core.units import (
     format_duration,
     format_fraction,
@@ -46,6 +48,9 @@ from fractional_gpu.protocol.messages import (
     Story,
 )
 from fractional_gpu.protocol.names import device_deadline
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 _POLL_S: Final = 0.5
 
@@ -110,15 +115,16 @@ def _say_resized(before: LeaseStatus, after: LeaseStatus) -> str:
 # -- explain ----------------------------------------------------------------------------------------------------------
 
 
-def render_story(lease: LeaseStatus, story: Story, now_ms: int) -> str:
-    """Return what happened, one line each, and the lease's state now."""
-    lines = [f"... {story.omitted} older lines"] if story.omitted else []
-    lines += [f"{_moment(line.at_ms, now_ms)}  {line.sentence}  ({line.reason})" for line in story.lines]
+def render_story(lease: LeaseStatus, story: Story, now_ms: int, width: int | None = None) -> "list[Text]":
+    """Return what happened, one line each, and the lease's state now. `width`: of the terminal, in characters."""
+    lines = [line(f"... {story.omitted} older lines")] if story.omitted else []
+    happened = [(_moment(one.at_ms, now_ms), f"{one.sentence}  ({one.reason})") for one in story.lines]
+    lines += table((), happened, indent="", width=width)
     now = f"{lease_name(lease)}: {describe_state(lease)}"
     if lease.position is not None:
         now += f"; waits at place {lease.position}: {lease.sentence}{expected_wait(lease)}"
     slowed = [f"slowed down: {story.slowdown}"] if story.slowdown else []
-    return "\n".join([*lines, now, *slowed])
+    return [*lines, *fitted([now, *slowed], width)]
 
 
 def _moment(at_ms: int, now_ms: int) -> str:
@@ -180,8 +186,8 @@ def _drain_request(options: argparse.Namespace) -> _Drain:
 def _drain(client: BrokerClient, name: str, drain: _Drain) -> DeviceStatus:
     device = client.drain(name, drain.request)
     if drain.wait_ms is not None:
-        with say_if_slow(f"waiting until GPU {device.index} is empty ... (Ctrl-C stops the waiting)", sys.stderr):
-            device = await_empty(client, device, drain.wait_ms)
+        with say_if_slow(f"waiting until GPU {device.index} is empty ... (Ctrl-C stops the waiting)") as progress:
+            device = await_empty(client, device, drain.wait_ms, freed=progress.counter("MiB freed"))
     return device
 
 
@@ -190,14 +196,16 @@ def await_empty(
     device: DeviceStatus,
     wait_ms: int,
     *,
+    freed: Callable[[int, int], None] = lambda _done, _of: None,
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> DeviceStatus:
-    """Return the device when no lease holds anything there, or as it is after `wait_ms`."""
-    end_s = clock() + wait_ms / 1000
+    """Return the device when no lease holds anything there, or as it is after `wait_ms`. `freed` gets how many MiB are free, and all."""
+    end_s, most_mib = clock() + wait_ms / 1000, device.reserved_mib
     while device.reserved_mib and clock() < end_s:
         pause(min(_POLL_S, max(0.0, end_s - clock())))
         device = next((one for one in client.status().devices if one.device_id == device.device_id), device)
+        freed(max(0, most_mib - device.reserved_mib), most_mib)
     return device
 
 
@@ -324,7 +332,7 @@ examples:
 """,
         doing="reading the story of",
         call=lambda client, lease_id, _: client.story(lease_id),
-        success=lambda lease, story: render_story(lease, story, int(time.time() * 1000)),
+        success=lambda lease, story: render_story(lease, story, int(time.time() * 1000), terminal_width(sys.stdout)),
     ),
     "drain": DeviceCommand(
         description="Empty a GPU: it admits no kernel any more, and those on it are suspended.",

@@ -1,15 +1,18 @@
 """Devices or hosts that go away in a simulated run: the options, and the table of what would be lost."""
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fractional_gpu.commands.simulation.machine import parsed
 from fractional_gpu.commands.terminal.errors import UsageError
-from fractional_gpu.commands.terminal.render import table
+from fractional_gpu.commands.terminal.layout import fitted, table
 from fractional_gpu.core.units import parse_duration_ms
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.revocation.lifetimes import PUBLISHED, lifetimes_of
 from fractional_gpu.simulator.revocation.revocations import Revocation
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 _USUAL_KIND = "v100"
 _USUAL = {"revoke_what": "devices", "revoke_notice": "30s", "revoke_replace": "87s"}
@@ -68,8 +71,8 @@ def read_revocation(options: argparse.Namespace) -> Revocation | None:
     )
 
 
-def revocation_text(figures: dict[str, Any]) -> str:
-    """Return the figures as a table, a way to use the notice a row."""
+def revocation_text(figures: dict[str, Any], width: int | None = None) -> "list[Text]":
+    """Return the figures, with a table in which a way to use the notice is a row. `width`: of the terminal, in characters."""
     there = figures["on_them"]
     header = ("not saved by the deadline", "kernels", "GiB", "busy GPU hours", "value")
     rows = [
@@ -82,18 +85,19 @@ def revocation_text(figures: dict[str, Any]) -> str:
         )
         for name, loss in figures["unsaved"].items()
     ]
-    went_away = (
+    before = (
         f"{figures['devices']:,} devices went away, after {figures['notices']:,} notices; on them were {there['kernels']:,} kernels with "
         f"{there['gib']:,.1f} GiB and the work of {there['busy_gpu_hours']:,.2f} busy GPU hours"
     )
-    lines = [
-        went_away,
-        *table(header, rows, "", figures_from=1),
-    ]
+    after = []
     if (lost := figures.get("lost_with_the_hosts")) is not None:
-        lines.append(
+        after.append(
             f"With the hosts' memory all of it is lost, in every order, and what was suspended before: {lost['kernels']:,} kernels with "
             f"{lost['gib']:,.1f} GiB and the work of {lost['busy_gpu_hours']:,.2f} busy GPU hours. A snapshot of the hosts would keep what "
             "is not in the table."
         )
-    return "\n".join(lines) + "\n"
+    return [
+        *fitted([before], width),
+        *table(header, rows, indent="", width=width, figures_from=1),
+        *fitted(after, width),
+    ]

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import to_builtins
 
@@ -16,9 +16,13 @@ from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.commands.terminal.completers import DEVICES, LEASES, Completer, set_completer
 from fractional_gpu.commands.terminal.connection import RUN_ONE, add_socket_argument, running_broker, say_if_slow
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError
-from fractional_gpu.commands.terminal.render import lease_name
+from fractional_gpu.commands.terminal.output import say, write
+from fractional_gpu.commands.terminal.words import lease_name
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
 from fractional_gpu.protocol.messages import DeviceStatus, Done, LeaseStatus
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 _LEASE_HELP: Final = "a lease id, the beginning of one, or a Jupyter kernel id (see `jupyter gpu status`)"
 _DEVICE_HELP: Final = "a GPU by its number, its id, or the beginning of one (see `jupyter gpu status`)"
@@ -60,15 +64,15 @@ class LeaseCommand:
     """A command about one lease.
 
     `request` builds the request from the command line before the broker is contacted; it raises UsageError. `call` sends it and returns
-    the answer, which `--json` prints (None: an empty object). `success` gets the lease as it was before, and the answer. `doing` is
-    written with the lease's name when the call takes long.
+    the answer, which `--json` prints (None: an empty object). `success` gets the lease as it was before, and the answer; it returns a
+    sentence or lines. `doing` is shown with the lease's name when the call takes long.
     """
 
     description: str
     epilog: str
     doing: str
     call: Callable[[BrokerClient, str, Any], Any]
-    success: Callable[[LeaseStatus, Any], str]
+    success: "Callable[[LeaseStatus, Any], str | list[Text]]"
     request: Callable[[argparse.Namespace], Any] = lambda _: None
     arguments: tuple[Argument, ...] = ()
     find: Callable[[str, Sequence[LeaseStatus]], LeaseStatus] = find_lease
@@ -88,17 +92,18 @@ class LeaseCommand:
         with running_broker(options.socket) as client:
             lease = self.find(options.lease, client.status().leases)
             try:
-                with say_if_slow(f"{self.doing} {lease_name(lease)} ... (Ctrl-C gives up)", sys.stderr, client=client):
+                with say_if_slow(f"{self.doing} {lease_name(lease)} ... (Ctrl-C gives up)", client):
                     answer = self.call(client, lease.lease_id, request)
             except BrokerUnavailableError:
                 raise
             except FractionalGPUError as error:
                 raise CommandError(f"{lease_name(lease)}: {error}") from error
-        print(
-            json.dumps(to_builtins(answer if answer is not None else Done()))
-            if options.json
-            else self.success(lease, answer)
-        )
+        if options.json:
+            print(json.dumps(to_builtins(answer if answer is not None else Done())))
+        elif isinstance(said := self.success(lease, answer), str):
+            say(said)
+        else:
+            write(said)
         return 0
 
 
@@ -139,11 +144,11 @@ class BulkCommand:
             print(json.dumps({"leases": [to_builtins(lease) for lease in done], "errors": errors}))
         else:
             for lease in done:
-                print(f"{lease_name(lease)}: {self.success(lease)}")
+                say(f"{lease_name(lease)}: {self.success(lease)}")
             if not done and not refused:
                 print(f"There is nothing to {self.verb}.")
         for lease, message in refused:
-            print(f"jupyter gpu: {lease_name(lease)}: {message}", file=sys.stderr)
+            say(f"jupyter gpu: {lease_name(lease)}: {message}", sys.stderr)
         return 1 if refused else 0
 
     def _chosen(self, options: argparse.Namespace, leases: Sequence[LeaseStatus]) -> list[LeaseStatus]:
@@ -159,15 +164,17 @@ class BulkCommand:
         """Return what was done and what was refused. Raises BrokerUnavailableError: without a broker the rest fails as well."""
         done: list[LeaseStatus] = []
         refused: list[tuple[LeaseStatus, str]] = []
-        for lease in leases:
-            text = f"{self.doing} {lease_name(lease)} ... (Ctrl-C {self.interrupted})"
-            try:
-                with say_if_slow(text, sys.stderr, client=client):
+        with say_if_slow("", client) as progress:
+            count = progress.counter("kernels")
+            for number, lease in enumerate(leases):
+                progress.what = f"{self.doing} {lease_name(lease)} ... (Ctrl-C {self.interrupted})"
+                count(number, len(leases))
+                try:
                     done.append(self.call(client, lease.lease_id))
-            except BrokerUnavailableError:
-                raise
-            except FractionalGPUError as error:
-                refused.append((lease, str(error)))
+                except BrokerUnavailableError:
+                    raise
+                except FractionalGPUError as error:
+                    refused.append((lease, str(error)))
         return done, refused
 
 
@@ -207,7 +214,7 @@ class DeviceCommand:
             print(json.dumps(to_builtins(devices if options.all else devices[0])))
         else:
             for device in devices:
-                print(self.success(device))
+                say(self.success(device))
         for device in devices:
             self.check(device, request)
         return 0
