@@ -13,13 +13,14 @@ nitpicky = True
 html_theme = "pydata_sphinx_theme"
 html_title = project
 html_static_path = ["static"]
+templates_path = ["templates"]
 html_css_files = ["site.css"]
 html_show_sourcelink = False
 html_copy_source = False
 html_theme_options = {
     "navigation_with_keys": False,
     "show_prev_next": True,
-    "header_links_before_dropdown": 7,
+    "header_links_before_dropdown": 5,
     "footer_start": ["copyright"],
     "footer_end": ["theme-version"],
 }

@@ -114,9 +114,8 @@ def gpu_form(
             parts.append("<p>There is no pool of GPUs for you; ask your administrator.</p>")
         parts += [_pool(pool, checked) for pool in offers.pools]
     if allow_without:
-        parts.append(
-            _radio(WITHOUT, "gpu-none", "No GPU", "starts at once", checked=checked == WITHOUT, disabled=False)
-        )
+        none = _radio(WITHOUT, "gpu-none", "No GPU", "starts at once", checked=checked == WITHOUT, disabled=False)
+        parts.append(f'<div class="mt-3">{none}</div>')  # apart from the last pool, whose choice it is not
     parts.append("</fieldset>")
     return "\n".join(parts)
 
@@ -135,7 +134,7 @@ def _checked(offers: Offers | None, chosen: tuple[str, int] | None, *, without: 
 
 def _pool(pool: PoolOffer, checked: str) -> str:
     lines = [
-        f"<fieldset><legend>Pool {escape(pool.pool)}</legend>",
+        f'<fieldset class="mt-3"><legend>Pool {escape(pool.pool)}</legend>',
         f"<p>{escape(pool.facts if isinstance(pool, ClusterPoolOffer) else _facts(pool))}.</p>",
     ]
     if pool.terms:

@@ -5,19 +5,20 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from http import HTTPStatus
 from typing import Any
+from urllib.error import HTTPError
 
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from tests.labextension.conftest import enable
 from tests.labextension.rebuild import PREBUILT
+from tests.support.screenshots import take
 from tests.support.world import Server, World, until
 
-__all__ = ["SCREENSHOTS", "Lab", "new_page", "opened_browser", "opened_lab", "opened_notebook"]
+__all__ = ["Lab", "new_page", "opened_browser", "opened_lab", "opened_notebook"]
 
 DEADLINE_MS = 90_000
-SCREENSHOTS = os.environ.get("JUPYTER_GPU_SCREENSHOTS")  # a folder; where they are kept is examples/screenshots
 _EXTENSIONS = {"jupyterlab": True, "jupyter_lsp": False, "jupyter_server_terminals": False}
 _NOTEBOOK_7 = {**_EXTENSIONS, "notebook": True, "notebook_shim": True}
 _QUIET = {
@@ -76,7 +77,9 @@ class Lab:
         self.page.keyboard.press("Shift+Enter")
 
     def turn_dark(self) -> None:
-        """Choose the dark theme and load the page anew; what was open is opened again."""
+        """Choose the dark theme and load the page anew; what was open is opened again, as it is now."""
+        self.page.keyboard.press("Control+s")
+        expect(self.page.locator(".lm-TabBar-tab.jp-mod-dirty")).to_have_count(0)
         theme = json.dumps({"theme": "JupyterLab Dark"})
         self.server.request("PUT", "lab/api/settings/@jupyterlab/apputils-extension:themes", {"raw": theme})
         self.page.reload()
@@ -84,8 +87,7 @@ class Lab:
 
     def picture(self, name: str) -> None:
         """Take a screenshot where they are wanted."""
-        if SCREENSHOTS:
-            self.page.screenshot(path=Path(SCREENSHOTS) / f"{name}.png", animations="disabled")
+        take(self.page, name)
 
 
 _PANEL = ".jp-NotebookPanel:not(.lm-mod-hidden)"
@@ -142,6 +144,18 @@ def opened_lab(world: World) -> Iterator[Lab]:
             raise
 
 
+def _talks(server: Server) -> bool:
+    """Whether a page is connected to a kernel."""
+    try:
+        kernels = server.request("GET", "api/kernels?no_track_activity=1")
+    except HTTPError as error:
+        # Jupyter's server lists a kernel a moment before it knows the kernel's last activity, and fails meanwhile.
+        if error.code != HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise
+        return False
+    return any(one["connections"] for one in kernels)
+
+
 @contextmanager
 def opened_notebook(world: World, kernelspec: str) -> Iterator[Lab]:
     """A new notebook in Notebook 7, whose kernel is of that kernelspec and has started, for the block."""
@@ -155,6 +169,5 @@ def opened_notebook(world: World, kernelspec: str) -> Iterator[Lab]:
         page = new_page(browser)
         page.goto(f"{server.url}notebooks/Untitled.ipynb?token={server.token}")
         expect(page.locator(".jp-CodeCell")).to_be_visible()
-        kernels = "api/kernels?no_track_activity=1"
-        until(lambda: any(one["connections"] for one in server.request("GET", kernels)), "the page talks to its kernel")
+        until(lambda: _talks(server), "the page talks to its kernel")
         yield Lab(server, page)

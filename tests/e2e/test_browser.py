@@ -54,6 +54,7 @@ def test_two_notebooks_share_a_device_before_a_persons_eyes(world: World, tmp_pa
         expect(lab.panel).to_contain_text("once there is room")
         expect(lab.panel.get_by_role("button", name="Resume")).to_be_enabled()
         lab.picture("suspended")
+        assert_accessible(lab.page, OURS)
         lab.page.keyboard.press("Escape")
         expect(lab.panel).to_be_hidden()
         expect(lab.item).to_be_focused()
@@ -106,13 +107,19 @@ def the_panels_buttons_act(lab: Lab) -> None:
     )
     expect(lab.panel).to_be_focused()
     the_panel_shows_the_advice(lab)
-    suspend.focus()
+    lab.page.keyboard.press("Tab")
+    expect(suspend).to_be_focused()
+    lab.page.keyboard.press("Tab")
+    expect(pin).to_be_focused()  # nothing is to be resumed, and nothing is pinned
+    lab.page.keyboard.press("Shift+Tab")
     lab.page.keyboard.press("Enter")
     expect(lab.panel.get_by_role("status")).to_contain_text("Suspend: done, ")
     expect(lab.item).to_contain_text("1/4 GPU · suspended (simulated)")
     expect(suspend).to_be_disabled()
     expect(lab.panel).to_be_focused()
-    resume.click()
+    lab.page.keyboard.press("Tab")
+    expect(resume).to_be_focused()
+    lab.page.keyboard.press("Enter")
     expect(lab.panel.get_by_role("status")).to_contain_text("Resume: done, ")
     expect(lab.item).to_contain_text("of 256 MiB")
     pin.click()
@@ -131,6 +138,7 @@ def the_panel_fits_a_small_screen(lab: Lab) -> None:
     assert size is not None
     lab.page.keyboard.press("Escape")
     expect(lab.panel).to_be_hidden()
+    expect(lab.item).to_be_focused()
     lab.page.set_viewport_size({"width": SMALL_PX, "height": size["height"]})
     lab.item.focus()
     lab.page.keyboard.press("Enter")
@@ -242,16 +250,16 @@ def a_deadline_is_told_and_taken_back(lab: Lab, state: State) -> None:
     expect(alerts).to_have_text(re.compile("Its GPU goes away at .*, and it is saved before"))
     expect(lab.item).to_contain_text("saved before GPU goes away at")
     expect(lab.panel).to_contain_text(re.compile("goes away at .*: 1 of its kernels will be saved, 0 cannot be"))
-    state["kernels"][0] |= {"goes_away_in_ms": 500_000, "lost_because": "it is too large"}
+    state["kernels"][0] |= {"goes_away_in_ms": 500_000, "lost_because": "it is too large", "sentence": "it stays here"}
+    state["devices"][0] |= {"goes_away_in_ms": 500_000, "leases_saved": 0, "leases_lost": 1}
     tell(lab, state)
     expect(alerts).to_have_text(re.compile("cannot be saved before: save to disk now. Why: it is too large"))
     expect(lab.item).to_contain_text("cannot be saved, GPU goes away at")
-    lab.picture("deadline")
     state["kernels"][0] |= {"host_goes_away_in_ms": 30_000}
     tell(lab, state)
     expect(alerts).to_have_text(re.compile("Its host goes away at .* with all of its memory: save to a disk"))
     state["kernels"][0] = plain
-    state["devices"][0] |= {"draining": False, "goes_away_in_ms": None, "leases_saved": 0}
+    state["devices"][0] |= {"draining": False, "goes_away_in_ms": None, "leases_lost": 0}
     tell(lab, state)
     expect(alerts).to_have_count(0)
     expect(lab.item).to_contain_text("1/4 GPU · 0 MiB of" if not plain["used_mib"] else "of 256 MiB")

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.commands.main import main
-from tests.e2e.browser import SCREENSHOTS, opened_browser
+from tests.e2e.browser import opened_browser
+from tests.support.screenshots import SCREENSHOTS, take
 
 PRICES = """\
 c.GPUBroker.pools = {
@@ -54,4 +55,4 @@ def test_a_report_of_a_simulated_week_says_what_the_simulator_says(
         with opened_browser() as browser:
             opened = browser.new_page(viewport={"width": 1000, "height": 760}, color_scheme="light")
             opened.goto(page.as_uri())
-            opened.screenshot(path=f"{SCREENSHOTS}/report.png")
+            take(opened, "report")

@@ -1,13 +1,25 @@
 """The documentation's site is built from the pages without a warning, and a link that leads nowhere ends the build."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import Browser
 
 from docs._site import build, contents
 from docs._site.pictures import floors, pictures
 from fractional_gpu.core.model import LeaseState
+from tests.e2e.browser import opened_browser
+from tests.support.axe import SMALL_PX, violations
 from tests.support.paths import ROOT
+
+LOOKS = [(1280, "light"), (SMALL_PX, "dark"), (1280, "dark"), (SMALL_PX, "light")]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with opened_browser() as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +41,22 @@ def test_every_page_is_there_in_a_section_and_from_the_code(site: Path) -> None:
     first = (site / "index.html").read_text()
     for title in contents.SECTIONS:
         assert title in first, title
+
+
+@pytest.mark.parametrize(("width", "scheme"), LOOKS)
+def test_axe_finds_nothing_on_the_pages_and_they_fit_their_window(
+    site: Path, browser: Browser, width: int, scheme: str
+) -> None:
+    """Some pages in each look, and each page in one."""
+    opened = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)  # type: ignore[arg-type]
+    every = sorted(page for page in site.rglob("*.html") if not page.relative_to(site).parts[0].startswith("_"))
+    look = LOOKS.index((width, scheme))
+    for page in [*(site / f"{name}.html" for name in ("index", "start", "search")), *every[look :: len(LOOKS)]]:
+        opened.goto(page.as_uri())
+        name = str(page.relative_to(site))
+        assert opened.evaluate("document.documentElement.scrollWidth") <= width, name
+        assert (name, violations(opened)) == (name, {})
+    opened.close()
 
 
 def test_links_to_other_sites_are_listed(site: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from playwright.sync_api import Page
 
-__all__ = ["SMALL_PX", "assert_accessible", "looks", "violations"]
+__all__ = ["SMALL_PX", "assert_accessible", "assert_accessible_in_any_look", "looks", "violations"]
 
 SMALL_PX = 320  # success criterion 1.4.10: 1280 pixels at a zoom of 400 %
 _TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22a", "wcag22aa"]
@@ -75,6 +75,14 @@ def assert_accessible(page: Page, ours: str | None = None) -> None:
 def _load(page: Page) -> None:
     if not page.evaluate("typeof axe === 'object'"):
         page.evaluate(_source())
+
+
+def assert_accessible_in_any_look(page: Page, ours: str | None = None) -> None:
+    """Fail if axe finds anything wrong, or a page of ours is wider than a small screen, in a look of `looks`. `ours`: as above."""
+    for look in looks(page):
+        assert_accessible(page, ours)
+        if ours is None and look.endswith(f" {SMALL_PX} px"):
+            assert page.evaluate("document.documentElement.scrollWidth") <= SMALL_PX, f"wider than the screen: {look}"
 
 
 def looks(page: Page) -> Iterator[str]:

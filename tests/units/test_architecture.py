@@ -27,8 +27,15 @@ def sentence(room: Path) -> str:
 
 def table() -> str:
     lines = ["| room | what lives there |", "|---|---|"]
-    lines += [f"| `{room.relative_to(ROOT)}/` | {sentence(room)} |" for room in rooms()]
+    lines += [f"| `{shown(room)}/` | {sentence(room)} |" for room in rooms()]
     return "\n".join(lines)
+
+
+def shown(room: Path) -> Path:
+    """The room's name on the page: short for those of the first package, which are most."""
+    source = next(source for source in SOURCES if room.is_relative_to(source))
+    first = SOURCES[0] / PACKAGES[0]
+    return room.relative_to(first if room.is_relative_to(first) and room != first else source)
 
 
 def named() -> list[str]:

@@ -151,7 +151,8 @@ class BrokerFollower:
 #
 # JupyterHub 5 waits ten seconds for any answer of a managed service, and does not start without one; on a busy machine the import of the
 # service's libraries takes as long. So the port is bound first, and each request gets "too early, try again" (425) until the service
-# itself takes the socket over: to the hub that is an answer.
+# itself takes the socket over: to the hub that is an answer. The page asks again by a script and is loaded anew once, when the service
+# answers: a page that loads itself every second is read from its beginning each time by a screen reader.
 
 
 _PATIENCE_S = 30.0  # for a port that the service of an earlier hub may still hold for a moment
@@ -161,8 +162,12 @@ _PEER_S = 2.0
 _BACKLOG = 128
 _MOST_BYTES = 65536
 _PAGE = (
-    b'<!DOCTYPE html><html lang="en"><meta http-equiv="refresh" content="1"><title>GPUs</title>'
-    b"<p>The page about the GPUs is starting; it appears by itself in a moment.</p></html>\n"
+    b'<!DOCTYPE html><html lang="en"><meta name="color-scheme" content="light dark"><title>GPUs</title>'
+    b'<main><h1>GPUs</h1><p role="status">The page about the GPUs is starting; it appears by itself in a moment.</p>'
+    b"<noscript><p>Load this page again in a moment.</p></noscript></main>"
+    b"<script>(async function ask() {"
+    b' const { status } = await fetch(location, { cache: "no-store", redirect: "manual" }).catch(() => ({ status: 425 }));'
+    b" if (status === 425) setTimeout(ask, 1000); else location.reload(); })();</script></html>\n"
 )
 _LATER = (
     b"HTTP/1.1 425 Too Early\r\nRetry-After: 1\r\nContent-Type: text/html\r\nCache-Control: no-store\r\n"

@@ -51,7 +51,7 @@ def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
         first, *others = row
         tag = "td" if head else "th"
         scope = "" if head else ' scope="row"'
-        style = f"{_CELL};white-space:nowrap" if head else f"{_CELL};font-weight:400;white-space:nowrap;{_MUTED}"
+        style = _CELL if head else f"{_CELL};font-weight:400;white-space:nowrap;{_MUTED}"
         cells = "".join(f'<td style="{_CELL}">{cell}</td>' for cell in others)
         lines.append(f'<tr style="background:none"><{tag}{scope} style="{style}">{first}</{tag}>{cells}</tr>')
     return f'<table style="margin:0;border:none;border-collapse:collapse">{"".join(lines)}</table>'

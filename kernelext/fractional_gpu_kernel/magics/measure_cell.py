@@ -57,7 +57,11 @@ class MeasurementView:
 
         lines = "".join(f"<div>{html.escape(one)}</div>" for one in self._sentences)
         table = html.escape("\n".join(self._table))
-        return {"text/plain": repr(self), "text/html": f'{lines}<pre style="font-size:90%">{table}</pre>'}
+        region = (
+            'role="region" tabindex="0" aria-label="All figures"'  # wider than a small screen: scrolled by keyboard
+        )
+        figures = f'<pre {region} style="font-size:90%;overflow-x:auto">{table}</pre>'
+        return {"text/plain": repr(self), "text/html": lines + figures}
 
 
 def measure_cell(shell: Any, settings: Settings, arguments: argparse.Namespace, cell: str) -> None:  # noqa: ANN401 - IPython is untyped

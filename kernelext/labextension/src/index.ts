@@ -1,5 +1,5 @@
 /**
- * The GPU of the current notebook's kernel in JupyterLab's status bar.
+ * The GPU of the current notebook's kernel: in JupyterLab's status bar, and in Notebook 7, which has none, for screen readers.
  */
 import { ILabShell, JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
 import { ISessionContext } from '@jupyterlab/apputils';
@@ -12,20 +12,39 @@ import { sortLauncher } from './launcher';
 import { sessionOf, showShares } from './names';
 import { showNotices } from './notices';
 import { tellSigns } from './signs';
+import { Spoken } from './spoken';
 import { GPUState } from './state';
 
-/** Show the kernel of the current widget. */
-function follow(shell: ILabShell, item: StatusItem): void {
+/** Show the kernel of the current widget, as often as it is another one. */
+function follow(shell: JupyterFrontEnd.IShell, setKernel: (id: string | undefined) => void): void {
   let session: ISessionContext | undefined;
-  const show = () => item.setKernel(session?.session?.kernel?.id);
+  const show = () => setKernel(session?.session?.kernel?.id);
   const turn = () => {
     session?.kernelChanged.disconnect(show);
     session = sessionOf(shell.currentWidget);
     session?.kernelChanged.connect(show);
     show();
   };
-  shell.currentChanged.connect(turn);
+  shell.currentChanged?.connect(turn);
   turn();
+}
+
+/** Say the state of the current widget's kernel where no status bar shows it. */
+function say(shell: JupyterFrontEnd.IShell, state: GPUState): void {
+  const spoken = new Spoken();
+  let kernelId: string | undefined;
+  const tell = () => {
+    const kernel = state.kernel(kernelId);
+    if (kernel !== undefined) {
+      spoken.tell(kernel);
+    }
+  };
+  document.body.append(spoken.node);
+  state.changed.connect(tell);
+  follow(shell, id => {
+    kernelId = id;
+    tell();
+  });
 }
 
 const plugin: JupyterFrontEndPlugin<void> = {
@@ -57,11 +76,14 @@ const plugin: JupyterFrontEndPlugin<void> = {
         isActive: () => item.isActive,
         activeStateChanged: item.activeChanged
       });
-      follow(shell, item);
+      follow(shell, id => item.setKernel(id));
     }
     void app.restored.then(() => {
       if (shell !== null) {
         showShares(shell, state);
+      }
+      if (statusBar === null || shell === null) {
+        say(app.shell, state);
       }
       return state.refresh();
     });

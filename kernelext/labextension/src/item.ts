@@ -7,8 +7,9 @@ import { Widget } from '@lumino/widgets';
 
 import { element, pie } from './dom';
 import { Panel } from './panel';
+import { Spoken } from './spoken';
 import { GPUState, IKernel } from './state';
-import { condition, deadlines, line, mood } from './words';
+import { deadlines, line, mood } from './words';
 
 export class StatusItem extends Widget {
   constructor(state: GPUState) {
@@ -16,7 +17,7 @@ export class StatusItem extends Widget {
     this._state = state;
     this.addClass('jp-FractionalGPU-item');
     this._button.addEventListener('click', () => this.toggle());
-    this.node.append(this._button, this._spoken);
+    this.node.append(this._button, this._spoken.node);
     state.changed.connect(() => this._render());
   }
 
@@ -71,10 +72,7 @@ export class StatusItem extends Widget {
       this._button.replaceChildren(pie(kernel.fraction_milli), element('span', {}, line(kernel, gpuGoes, hostGoes)));
       this._button.title = deadlines(kernel, gpuGoes, hostGoes) || kernel.sentence;
       this.node.dataset.mood = mood(kernel);
-      const spoken = `GPU: ${condition(kernel)}`;
-      if (this._spoken.textContent !== spoken) {
-        this._spoken.textContent = spoken;
-      }
+      this._spoken.tell(kernel);
     }
     if (kernel === undefined) {
       this._popup?.dispose(); // without the item over which it opened, it would stay hidden and could not be closed
@@ -94,6 +92,6 @@ export class StatusItem extends Widget {
     'aria-haspopup': 'dialog',
     'aria-expanded': 'false'
   });
-  private _spoken = element('span', { class: 'jp-FractionalGPU-spoken', role: 'status', 'aria-live': 'polite' });
+  private _spoken = new Spoken();
   private _activeChanged = new Signal<this, void>(this);
 }

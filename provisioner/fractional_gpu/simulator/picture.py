@@ -66,13 +66,13 @@ def picture(results: Sequence[Result], about: About) -> str:
     ]
     parts = [
         _begin(len(results)),
-        f'<h1>Simulated notebook GPUs</h1><p class="result">{escape(headline(results[0], about))}</p>',
+        f'<main><h1>Simulated notebook GPUs</h1><p class="result">{escape(headline(results[0], about))}</p>',
         _table(results),
         *(f"<h2>{title}</h2>{_over_time(results, column, title, about)}" for title, column in columns),
         f"<h2>Waits: the share of GPU cells that waited at most so long</h2>{_waits(results)}",
         _inputs(about),
     ]
-    return "".join([*parts, end_page()])
+    return "".join([*parts, "</main>", end_page()])
 
 
 def headline(result: Result, about: About) -> str:
@@ -115,7 +115,10 @@ def _begin(runs: int) -> str:
         f".run{number}{{stroke:var(--run{number});stroke-dasharray:{_DASHES[number % len(_DASHES)]}}}"
         for number in range(runs)
     )
-    style = "svg.swatch{width:2.2em;height:.8em;margin-right:.5em}polyline,.swatch line{fill:none;stroke-width:1.8}"
+    style = (
+        "tbody th{font-weight:400;border:0}svg.swatch{width:2.2em;height:.8em;margin-right:.5em}"
+        "polyline,.swatch line{fill:none;stroke-width:1.8}"
+    )
     return begin_page("Simulated notebook GPUs", style + lines, light=colours(_LIGHT), dark=colours(_DARK))
 
 
@@ -140,15 +143,16 @@ def _table(results: Sequence[Result]) -> str:
         ("sessions that could not run to their end", lambda result: result.lost),
     ]
     head = "".join(
-        f'<th><svg class="swatch" viewBox="0 0 30 8" aria-hidden="true"><line class="run{number}" x2="30" y1="4" y2="4"/></svg>'
+        f'<th scope="col"><svg class="swatch" viewBox="0 0 30 8" aria-hidden="true"><line class="run{number}" x2="30" y1="4" y2="4"/></svg>'
         f"{escape(result.name)}</th>"
         for number, result in enumerate(results)
     )
     rows = "".join(
-        f"<tr><td>{name}</td>{''.join(f'<td>{value(result):,.12g}</td>' for result in results)}</tr>"
+        f'<tr><th scope="row">{name}</th>{"".join(f"<td>{value(result):,.12g}</td>" for result in results)}</tr>'
         for name, value in figures
     )
-    return f'<div class="wide"><table><tr><th></th>{head}</tr>{rows}</table></div>'
+    table = f"<table><thead><tr><td></td>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    return f'<div class="wide" role="region" tabindex="0" aria-label="The runs\' figures">{table}</div>'
 
 
 def _worst_host_s(result: Result) -> float:

@@ -69,9 +69,9 @@ function fillTable(table, rows) {
     if (body.rows.length === 1 && body.rows[0].className === "empty") return;
   }
   if (wanted.length !== body.rows.length || wanted.some((tr, at) => body.rows[at] !== tr)) {
-    const focused = document.activeElement; // moving a row takes the focus off its buttons
+    const focused = document.activeElement, held = body.contains(focused); // moving a row takes the focus off its buttons
     body.replaceChildren(...wanted);
-    if (focused !== document.activeElement && body.contains(focused)) focused.focus();
+    if (held && focused !== document.activeElement) (body.contains(focused) ? focused : table.closest(".scroll")).focus();
   }
 }
 
@@ -85,6 +85,12 @@ function show(fresh) {
   if (told) say(told);
 }
 
+// A table that is wider than the screen is scrolled with the arrow keys, so it can have the focus; one that fits is no stop on the way.
+const widths = new ResizeObserver((sized) => {
+  for (const box of new Set(sized.map(({ target }) => target.closest(".scroll")))) box.tabIndex = box.scrollWidth > box.clientWidth ? 0 : -1;
+});
+for (const node of document.querySelectorAll(".scroll, .scroll > table")) widths.observe(node);
+
 function setProblem(sentence) {
   const problem = byId("problem");
   const text = sentence ? `What is shown may be out of date: ${sentence}.` : "";
@@ -93,17 +99,18 @@ function setProblem(sentence) {
   document.body.classList.toggle("stale", Boolean(text));
 }
 
-// What a person who does not see the tables should hear: kernels whose state is another one now, devices that are emptied.
+// What a person who does not see the tables should hear: kernels and servers whose state is another one now, devices that are emptied,
+// nodes that are drained. A node with several pools is told once.
 function changes(old, fresh) {
-  const before = new Map([...old.kernels, ...old.devices].map((row) => [row.id, row]));
-  const told = [];
-  for (const row of [...fresh.kernels, ...fresh.devices]) {
-    const was = before.get(row.id);
+  const rows = (seen) => ["kernels", "devices", "nodes", "servers"].flatMap((table) => (seen[table] ?? []).map((row) => [`${table} ${row.id}`, row]));
+  const before = new Map(rows(old)), told = new Set();
+  for (const [key, row] of rows(fresh)) {
+    const was = before.get(key);
     if (was && (was.phase !== row.phase || was.waits !== row.waits || (!row.phase && was.state !== row.state))) {
-      told.push(`${row.name}${row.owner ? ` of ${row.owner}` : ""}: ${row.state}`);
+      told.add(`${row.name}${row.owner ? ` of ${row.owner}` : ""}: ${row.state}`);
     }
   }
-  return told.length > 4 ? `${told.length} kernels changed their state` : told.join("; ");
+  return told.size > 4 ? `${told.size} changes of state` : [...told].join("; ");
 }
 
 function say(sentence) {
@@ -241,7 +248,7 @@ function field(name, label, input) {
 async function begin(kind, id, act) {
   const row = view[kind].find((one) => one.id === id);
   if (!row || doing.has(`${id} ${act}`)) return;
-  if (ACTS[act].button) await ask(row, act);
+  if (ACTS[act].button) await ask(kind, row, act);
   else await perform(row, act, {}).catch((error) => say(`${row.name} was not changed: ${error.message}.`));
 }
 
@@ -259,7 +266,10 @@ async function perform(row, act, fields) {
   }
 }
 
-async function ask(row, act) {
+let asked = null; // of which table and row the dialog is
+
+async function ask(kind, row, act) {
+  asked = { kind, id: row.id };
   const { label, button, danger, tells, text, fields } = ACTS[act];
   const dialog = byId("ask"), problem = byId("ask-problem"), yes = byId("ask-yes");
   setText(byId("ask-title"), `${label.replace("…", "")} ${row.name}`);
@@ -295,6 +305,12 @@ async function ask(row, act) {
 }
 
 byId("ask-no")?.addEventListener("click", () => byId("ask").close());
+// The browser gives the focus back to the button that opened the dialog. What was done may have put another button in its place.
+byId("ask")?.addEventListener("close", () => {
+  if (document.activeElement !== document.body) return;
+  const table = byId(asked.kind), row = [...table.tBodies[0].rows].find((tr) => tr.dataset.id === asked.id);
+  (row?.querySelector("button") ?? table.closest(".scroll")).focus();
+});
 byId("ask")?.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && event.target.tagName === "INPUT") byId("ask-yes").click();
 });
