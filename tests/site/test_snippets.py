@@ -99,7 +99,7 @@ def test_the_blocks_of_a_page_run_one_after_the_other(page: str, desk: Desk) -> 
     desk.open_page(page)
     for block in RUNNABLE:
         if block.page == page:
-            print(f"{block}:")  # seen where it fails
+            print(f"{block}:")  # noqa: T201 - seen where it fails
             desk.prepare()
             printed = desk.run(block)
             if block in PRINTED:
