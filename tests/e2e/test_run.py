@@ -14,7 +14,8 @@ import pytest
 
 from fractional_gpu.client.seat import SEAT_FILE_VARIABLE, Seat, SeatClient, write_seat
 from fractional_gpu.protocol.seats import SeatRequest
-from tests.support.runs import READER, SERVER, Run, free_port, intact
+from tests.support.ports import free_port
+from tests.support.runs import READER, SERVER, Run, intact
 from tests.support.stories import CHECK, fill
 from tests.support.world import DEADLINE_S, Server, World, new_world, until
 
@@ -32,7 +33,7 @@ from fractional_gpu.gpu.simulated import cuda
 signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
 signal.signal(signal.SIGUSR1, lambda *_: print("told", flush=True))
 print("ready", flush=True)
-while True: time.sleep(60)
+while True: time.sleep(0.05)
 """
 COMPUTES = """
 import sys, time

@@ -5,7 +5,7 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["free_ports"]
+__all__ = ["free_port", "free_ports"]
 
 
 def free_ports(count: int) -> list[int]:
@@ -18,3 +18,8 @@ def free_ports(count: int) -> list[int]:
             probe.bind(("127.0.0.1", port))
             found.add(port)
     return list(found)
+
+
+def free_port() -> int:
+    """One such port."""
+    return free_ports(1)[0]
