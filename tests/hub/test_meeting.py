@@ -96,7 +96,7 @@ def test_the_api_refuses_with_the_reason(
             "staff/250",
             "Your server was not started. Pool 'staff' is for members of staff, and you are in students",
         ),
-        ("bob", "closed/250", f"opens next on {CLOSED} 08:00"),
+        pytest.param("bob", "closed/250", f"opens next on {CLOSED} 08:00", id="closed"),  # at midnight, too
         ("bob", "default/750", "you may have 1/2 GPU in this pool"),
         ("bob", "default/333", "offers 1/8, 1/4, 1/2, 3/4, 1"),
         ("bob", "<b>x</b>/1", "is not a pool's name"),
