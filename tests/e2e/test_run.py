@@ -6,6 +6,7 @@ import select
 import signal
 import socket
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -263,7 +264,9 @@ def test_a_signal_ends_the_wait_for_the_gpu(shared: World) -> None:
 
 def test_a_terminals_ctrl_z_stops_it_and_fg_continues_it(shared: World) -> None:
     told = "import signal, sys; print('rea' + 'dy', flush=True); print('got', input(), flush=True)"
-    pid, terminal = pty.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of threads; the child becomes bash
+        pid, terminal = pty.fork()
     if pid == 0:
         os.environ.update({**shared.environment, "PS1": "$ "})
         os.execvp("bash", ["bash", "--norc", "--noprofile", "-i"])  # noqa: S606 - a shell is what is tested
