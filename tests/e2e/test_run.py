@@ -47,6 +47,9 @@ while time.monotonic() < began + 0.6: pass  # on the CPU
 """
 
 
+WAITS = "jupyter gpu run: waiting for the GPU: "
+
+
 @pytest.fixture(scope="module")
 def shared() -> Iterator[World]:
     """One world, and where possible one broker, for the tests of this file. Runs end with their tests."""
@@ -72,6 +75,11 @@ def run_to_end(world: World, *words: str) -> tuple[int, str, str]:
         return status, run.process.stdout.read(), complaint
 
 
+def beside_waits(complaint: str) -> str:
+    """All that was said but waits: a slow machine has some that are long enough to be told."""
+    return "".join(line for line in complaint.splitlines(keepends=True) if not line.startswith(WAITS))
+
+
 # -- scripts -----------------------------------------------------------------------------------------------------------
 
 
@@ -79,7 +87,7 @@ def test_a_script_has_the_variables_of_a_kernel_and_its_exit_status_is_that_of_t
     names = "JUPYTER_GPU_LEASE", "JUPYTER_GPU_MEMORY_MIB", "JUPYTER_GPU_MEMORY_FRACTION", "CUPY_GPU_MEMORY_LIMIT"
     program = f"import os; print(*(os.environ.get(name) for name in {names})); raise SystemExit(7)"
     status, printed, complaint = run_to_end(shared, "--fraction", "1/4", "--", sys.executable, "-c", program)
-    assert (status, complaint) == (7, "")
+    assert (status, beside_waits(complaint)) == (7, "")
     lease_id, mib, fraction, cupy = printed.split()
     assert (len(lease_id), mib, fraction, cupy) == (24, "256", "0.1250", str(128 << 20))
     assert [lease for lease in shared.status().leases if lease.lease_id == lease_id] == []
@@ -94,7 +102,8 @@ def test_an_idle_script_is_suspended_and_back_for_its_next_call_with_all_its_byt
         again = run.await_state("suspended")
         assert shared.command("resume", lease.lease_id).returncode == 0
         assert again.resumes >= 1
-        assert run.end() == (0, "")
+        status, complaint = run.end()
+        assert (status, beside_waits(complaint)) == (0, "")
         run.await_no_lease()
 
 
@@ -104,7 +113,8 @@ def test_a_script_that_computes_on_the_cpu_and_then_calls_the_gpu_comes_back_by_
         assert run.process.stdin is not None
         run.process.stdin.write("go on\n")
         assert run.line() == "intact\n"
-        assert run.end() == (0, "")
+        status, complaint = run.end()
+        assert (status, beside_waits(complaint)) == (0, "")
 
 
 def test_two_commands_take_turns_beside_a_kernel(world: World, server: Server) -> None:
@@ -122,10 +132,10 @@ def test_two_commands_take_turns_beside_a_kernel(world: World, server: Server) -
 def test_a_wait_is_told_with_its_reason_and_has_a_limit(shared: World) -> None:
     with pool(shared, "idle_after=on-demand"), Run.python(shared, "holds", READER) as holds:
         holds.pin()
-        status, _, complaint = run_to_end(shared, "--fraction", "3/4", "--wait", "2.2s", "--", "true")
+        status, _, complaint = run_to_end(shared, "--fraction", "3/4", "--wait", "3.5s", "--", "true")  # told after 2 s
     assert status == 1
     told, refused = complaint.splitlines()
-    assert told.startswith("jupyter gpu run: waiting for the GPU: ")
+    assert told.startswith(WAITS)
     assert "holds" in told
     assert "; place 1 in the queue" in told
     assert refused.startswith("jupyter gpu: no GPU within the time allowed: ")
