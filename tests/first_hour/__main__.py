@@ -106,11 +106,14 @@ _CLONED: dict[str, Sequence[str]] = {
 }  # fmt: skip
 
 
-def from_clone(way: str, folder: Path) -> tuple[int, float, float]:
-    """Return the number of commands, the seconds to the first kernel that came back, and to the demonstration's end. Raises Failure."""
+def from_clone(way: str, source: str, folder: Path) -> tuple[int, float, float]:
+    """Return the number of commands, the seconds to the first kernel that came back, and to the demonstration's end. Raises Failure.
+
+    `source`: the repository, as `git clone` takes it.
+    """
     home = Home(folder / "user")
     environment = {name: value for name, value in home.environment.items() if name != "JUPYTER_GPU_SIMULATE"}
-    *first, demo = (shlex.split(command.format(source=ROOT)) for command in _CLONED[way])
+    *first, demo = (shlex.split(command.format(source=source)) for command in _CLONED[way])
     begun = perf_counter()
     for command in first:
         run(command, environment, cwd=folder)
@@ -161,13 +164,13 @@ def _tried(name: str, make: Callable[[], str]) -> bool:
     return holds
 
 
-def _clone(scratch: Path, ways: Sequence[str]) -> int:
+def _clone(scratch: Path, source: str, ways: Sequence[str]) -> int:
     print("by    commands  first kernel back  whole demonstration")
     for way in ways:
         folder = scratch / way
         folder.mkdir()
         try:
-            commands, back_s, end_s = from_clone(way, folder)
+            commands, back_s, end_s = from_clone(way, source, folder)
         except Failure as failure:
             print(f"FAIL  {way}: {failure}")
             return 1
@@ -182,6 +185,12 @@ def main() -> int:
     )
     parser.add_argument("--clone", action="store_true", help="measure from a clone to the first kernel that came back")
     parser.add_argument(
+        "--source",
+        default=str(ROOT),
+        metavar="REPOSITORY",
+        help="with --clone: what is cloned (default: this checkout)",
+    )
+    parser.add_argument(
         "--only", nargs="+", metavar="NAME", help=f"these only: {', '.join(FORMS)}; with --clone: pip, uvx"
     )
     options = parser.parse_args()
@@ -191,7 +200,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="jfg-first-") as text:
         scratch = Path(text)
         if options.clone:
-            return _clone(scratch, names)
+            return _clone(scratch, options.source, names)
         wheel = build_wheel(scratch / "dist")
         results = []
         for name in names:

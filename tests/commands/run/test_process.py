@@ -1,6 +1,7 @@
-"""A command with its output in a file, ended by its runner."""
+"""A command that is held back, run, waited for and ended by its runner, with its output in a file or with a terminal."""
 
 import os
+import pty
 import sys
 from pathlib import Path
 
@@ -61,3 +62,46 @@ def test_one_that_ends_when_asked_to_has_the_status_of_the_signal(tmp_path: Path
     running = start("print('ready', flush=True)\nimport time\ntime.sleep(600)", output)
     until(output.read_text, "it has begun")
     assert running.end(patience_s) in (128 + 15, 128 + 9)
+
+
+def test_an_interrupted_start_leaves_nothing(tmp_path: Path) -> None:
+    with (tmp_path / "output").open("wb") as file:
+        held = HeldCommand([sys.executable, "-c", "import time; time.sleep(600)"], os.environ, file)
+        running = held.go(os.environ)
+    held.give_up()  # as after a signal that came just when the command began
+    assert not is_running(running.pid)
+
+
+SHELL = """
+import os, subprocess, sys
+job = subprocess.Popen([sys.executable, "-c", sys.argv[1]], process_group=0)
+os.tcsetpgrp(0, job.pid)
+status = os.waitpid(job.pid, os.WUNTRACED)[1]
+sys.exit("the job was stopped" if os.WIFSTOPPED(status) else os.waitstatus_to_exitcode(status))
+"""
+RUNNER = """
+import os, sys
+from fractional_gpu.commands.run.process import HeldCommand
+while os.tcgetpgrp(0) != os.getpgrp():
+    pass
+running = HeldCommand([sys.executable, "-c", "line = input(); print('got', line, flush=True)"], os.environ).go(os.environ)
+os.waitid(os.P_PID, running.pid, os.WSTOPPED | os.WNOWAIT)
+print("stopped", flush=True)
+sys.exit(running.wait(noted=[], passed_on=lambda number: None, continued=lambda: None))
+"""
+
+
+def test_one_that_reads_before_it_has_the_terminal_goes_on() -> None:
+    """It is stopped for that (SIGTTIN) until its runner has given it the terminal; the job must not stop for it."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", SHELL, RUNNER])  # noqa: S606 - no shell is wanted
+    with os.fdopen(terminal, "r+b", buffering=0) as file:
+        seen = file.read(4096)
+        while b"stopped" not in seen:
+            seen += file.read(4096)
+        file.write(b"hello\n")
+        while b"got hello" not in seen:
+            assert b"the job was stopped" not in seen
+            seen += file.read(4096)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import termios
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -56,8 +55,9 @@ class HeldCommand:
     ) -> None:
         """Start the stub. Raises OSError. To be called in the main thread: the command ends with the thread that starts it."""
         self._program = command[0]
-        source, self._to_stub = os.pipe()
-        self._from_stub, sink = os.pipe()
+        source, to_stub = os.pipe()
+        from_stub, sink = os.pipe()
+        self._to_stub, self._from_stub = os.fdopen(to_stub, "wb"), os.fdopen(from_stub, "rb")
         try:
             stub = [sys.executable, "-I", "-S", os.fspath(_STUB), str(os.getpid()), str(source), str(sink), *command]
             self._child = subprocess.Popen(
@@ -70,8 +70,8 @@ class HeldCommand:
                 stderr=output,
             )
         except OSError:
-            os.close(self._to_stub)
-            os.close(self._from_stub)
+            self._to_stub.close()
+            self._from_stub.close()
             raise
         finally:
             os.close(source)
@@ -80,19 +80,19 @@ class HeldCommand:
 
     def go(self, environment: Mapping[str, str]) -> "RunningCommand":
         """Have the stub become the command. Raises CannotRunError; the stub has ended then."""
-        with suppress(BrokenPipeError), os.fdopen(self._to_stub, "wb") as pipe:
-            pipe.write(json.dumps(dict(environment)).encode("utf-8", "surrogateescape"))
-        with os.fdopen(self._from_stub, "rb") as pipe:
-            failure = pipe.read()
+        with suppress(BrokenPipeError), self._to_stub:
+            self._to_stub.write(json.dumps(dict(environment)).encode("utf-8", "surrogateescape"))
+        with self._from_stub:
+            failure = self._from_stub.read()
         if failure:
             self._child.wait()
             raise CannotRunError(self._program, int(failure))
         return RunningCommand(self._child)
 
     def give_up(self) -> None:
-        """End the stub: nothing of the command has run."""
-        os.close(self._to_stub)
-        os.close(self._from_stub)
+        """End the stub, and nothing of the command has run; after a `go` that was interrupted the command is killed."""
+        self._to_stub.close()
+        self._from_stub.close()
         self._child.kill()
         self._child.wait()
 
@@ -217,6 +217,9 @@ class RunningCommand:
         """Stop as the command was stopped by the terminal, so that the shell has it back; when continued, continue the command."""
         if self._terminal is None or number not in _BY_TERMINAL:
             return  # whoever stopped it continues it
+        if number != signal.SIGTSTP and self._foreground() == self.pid:  # it read just before it got the terminal
+            self._signal(signal.SIGCONT)
+            return
         self._take_terminal()
         handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.killpg(os.getpgrp(), signal.SIGTSTP)  # without a shell above (an orphaned group), the system ignores it
@@ -226,16 +229,21 @@ class RunningCommand:
 
     def _give_terminal(self) -> None:
         """Make the command's group the terminal's foreground if it is ours now."""
-        if self._terminal is not None:
-            with suppress(OSError, termios.error):
-                if os.tcgetpgrp(self._terminal) == os.getpgrp():
-                    os.tcsetpgrp(self._terminal, self.pid)
+        if self._terminal is not None and self._foreground() == os.getpgrp():
+            with suppress(OSError):
+                os.tcsetpgrp(self._terminal, self.pid)
 
     def _take_terminal(self) -> None:
+        if self._terminal is not None and self._foreground() == self.pid:
+            with suppress(OSError):
+                os.tcsetpgrp(self._terminal, os.getpgrp())
+
+    def _foreground(self) -> int | None:
+        """Return the process group that the terminal is with, None without a terminal."""
         if self._terminal is not None:
-            with suppress(OSError, termios.error):
-                if os.tcgetpgrp(self._terminal) == self.pid:
-                    os.tcsetpgrp(self._terminal, os.getpgrp())
+            with suppress(OSError):  # it hung up
+                return os.tcgetpgrp(self._terminal)
+        return None
 
 
 def _shell_status(code: int) -> int:

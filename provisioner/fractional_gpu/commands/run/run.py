@@ -12,7 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from fractional_gpu.commands.run.process import ENDING, HeldCommand, RunningCommand, check_program, noted_signals
+from fractional_gpu.commands.run.process import (
+    ENDING,
+    CannotRunError,
+    HeldCommand,
+    RunningCommand,
+    check_program,
+    noted_signals,
+)
 from fractional_gpu.commands.run.start import (
     TIMEOUT_S,
     EndedError,
@@ -92,9 +99,10 @@ def run(options: argparse.Namespace) -> int:
     with noted_signals() as noted:  # one that comes just when the command begins is the command's
         try:
             with signals_raise():
-                lease, running = _start(command, request, wait_ms, served=bool(ports))
-        except EndedError as ended:
+                lease, held, environment = _prepare(command, request, wait_ms, served=bool(ports))
+        except EndedError as ended:  # a stub that is held still ends with this process
             return _SIGNALLED + ended.number
+        running = _go(lease, held, environment)
         supervisor = Supervisor(lease, running.pid, ports)
         supervisor.start()
         status = running.wait(
@@ -170,21 +178,30 @@ def _number(option: str, text: str, allowed: range) -> int:
 # -- the start -----------------------------------------------------------------------------------------------------------
 
 
-def _start(
+def _prepare(
     command: Sequence[str], request: LeaseRequest, wait_ms: int | None, *, served: bool
-) -> tuple[KernelLease, RunningCommand]:
-    """Return the lease and the command, which runs. Nothing is left behind where it raises."""
+) -> tuple[KernelLease, HeldCommand, dict[str, str]]:
+    """Return the lease, which has the GPU, the held command, and its environment. Nothing is left behind where it raises."""
     lease = take_lease(request, timeout_s=TIMEOUT_S)
     held: HeldCommand | None = None
     try:
         held = HeldCommand(command, environment_with(lease, {**os.environ, "JUPYTER_GPU_KIND": COMMAND}))
         attach(lease, held.pid, served=served)
         granted = wait_for_gpu(lease, wait_ms, say)
-        running, held = held.go(command_environment(lease, granted)), None
     except BaseException:
         with suppress(FractionalGPUError):
             lease.release()
         if held is not None:
             held.give_up()
         raise
-    return lease, running
+    return lease, held, command_environment(lease, granted)
+
+
+def _go(lease: KernelLease, held: HeldCommand, environment: dict[str, str]) -> RunningCommand:
+    """Have the command run. Raises CannotRunError; the lease is released then."""
+    try:
+        return held.go(environment)
+    except CannotRunError:
+        with suppress(FractionalGPUError):
+            lease.release()
+        raise
