@@ -45,8 +45,6 @@ began = time.monotonic()
 while time.monotonic() < began + 0.6: pass  # on the CPU
 {check}
 """
-
-
 WAITS = "jupyter gpu run: waiting for the GPU: "
 
 
