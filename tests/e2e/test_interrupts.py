@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from fractional_gpu.gpu.simulated import faults
 from fractional_gpu.protocol.messages import LeaseStatus
 from tests.support.kept import Kept
-from tests.support.pair import Pair, new_pair
+from tests.support.pair import NO_TURNS, Pair, new_pair
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World, until
 
@@ -87,7 +88,7 @@ def seconds(action: Callable[[], object]) -> float:
 
 @pytest.fixture(scope="module")
 def kept_pair() -> Iterator[Kept[Pair]]:
-    with Kept(new_pair) as kept:
+    with Kept(partial(new_pair, NO_TURNS)) as kept:
         yield kept
 
 

@@ -6,6 +6,7 @@ import re
 import signal
 
 from fractional_gpu.gpu.simulated import faults
+from tests.support.pair import NO_TURNS
 from tests.support.stories import SLEEPS
 from tests.support.world import Server, World, until
 
@@ -127,6 +128,7 @@ def test_a_burst_that_fails_is_interrupted_or_dies_gives_the_room_back(world: Wo
 
 
 def test_a_share_that_has_no_room_waits_says_why_and_can_be_interrupted(world: World, server: Server) -> None:
+    world.configure(NO_TURNS)
     (half,) = world.install(500)
     first, second = server.start(half), server.start(half)
     first.must(FILL)

@@ -23,7 +23,13 @@ from tests.support.stories import CHECK, fill
 from tests.support.world import new_world, until
 
 POOLS = {
-    "default": {"devices": [0], "oversubscription": 4, "wait_bound": "100%", "price": "0.80 EUR"},
+    "default": {
+        "devices": [0],
+        "oversubscription": 4,
+        "wait_bound": "100%",
+        "price": "0.80 EUR",
+        "preempt": "never",  # however long a page is looked at while one kernel waits for another
+    },
     "teaching": {"devices": [1], "fractions": ["1/8"], "hours": "Mon-Fri 08:00-18:00"},
 }
 BUSY = """
