@@ -2,13 +2,12 @@
 
 import json
 from collections.abc import Iterator
-from functools import partial
 
 import pytest
 
 from tests.e2e.test_background_work import CHILD
 from tests.support.kept import Kept
-from tests.support.pair import NO_TURNS, Pair, new_pair
+from tests.support.pair import Pair, new_pair
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World, until
 
@@ -18,7 +17,7 @@ BUSY = "import os, time\nopen('running', 'w').close()\nwhile not os.path.exists(
 
 @pytest.fixture(scope="module")
 def kept_pair() -> Iterator[Kept[Pair]]:
-    with Kept(partial(new_pair, NO_TURNS)) as kept:
+    with Kept(new_pair) as kept:
         yield kept
 
 
