@@ -8,8 +8,10 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.commands.lease_commands import COMMANDS, LeaseCommand, await_empty, render_story
+from fractional_gpu.commands.lease_commands import COMMANDS, await_empty, render_story
 from fractional_gpu.commands.main import main
+from fractional_gpu.commands.terminal.command_kinds import LeaseCommand
+from fractional_gpu.commands.terminal.layout import plain
 from fractional_gpu.commands.terminal.render import render_leases, render_status
 from fractional_gpu.protocol.errors import ConflictError, ForbiddenError
 from fractional_gpu.protocol.messages import ResizeRequest, Story, StoryLine
@@ -118,11 +120,11 @@ def test_a_story_is_told_line_by_line_and_ends_with_how_it_stands() -> None:
         high_ms=120_000,
     )
     story = Story(lease_id="x", lines=lines, omitted=7)
-    text = render_story(lease, story, 1_750_000_000_000)
+    text = plain(render_story(lease, story, 1_750_000_000_000))
     slowed = replace(
         story, slowdown="its cell takes about 1.3 times as long as alone (1.1 to 1.7), beside b.ipynb (60 % of it)"
     )
-    assert render_story(lease, slowed, 1_750_000_000_000) == f"{text}\nslowed down: {slowed.slowdown}"
+    assert plain(render_story(lease, slowed, 1_750_000_000_000)) == f"{text}slowed down: {slowed.slowdown}\n"
     told = text.splitlines()
     assert told[0] == "... 7 older lines"
     assert told[1].startswith("19")  # 1970, or 1969 west of Greenwich: not today
@@ -226,10 +228,10 @@ def test_a_pin_of_a_suspended_kernel_begins_once_it_is_back() -> None:
 
 def test_the_status_tells_of_pins_forecasts_and_emptied_devices() -> None:
     lease = a_lease(pinned_ms=600_000)
-    assert "on the GPU, idle, 12 s, pinned for 10 min" in "\n".join(render_leases([lease]))
+    assert "on the GPU, idle, 12 s, pinned for 10 min" in plain(render_leases([lease]))
     waiting = a_lease(
         state="suspended", position=1, sentence="8 GiB are needed", expected_ms=30_000, low_ms=900, high_ms=61_000
     )
-    assert "8 GiB are needed; about 30 s (up to 1 min)" in "\n".join(render_leases([waiting]))
-    shown = render_status(a_host(devices=[a_device(draining=True)], leases=[]))
+    assert "8 GiB are needed; about 30 s (up to 1 min)" in plain(render_leases([waiting]))
+    shown = plain(render_status(a_host(devices=[a_device(draining=True)], leases=[])))
     assert "draining: it admits no kernel" in shown

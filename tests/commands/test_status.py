@@ -57,6 +57,7 @@ def test_json_has_what_the_broker_said(broker: OwnBroker, capsys: pytest.Capture
 
 def test_the_status_fits_a_terminal_and_other_readers_get_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("TERM", "dumb")
     lease = a_lease(label="a/rather/long/path/to/a/notebook/that/does/not/fit/train.ipynb")
     for out, fits in ((Terminal(), True), (io.StringIO(), False)):
         pictures_until_enough(out, [a_host(leases=[lease])], as_json=False)
@@ -95,7 +96,8 @@ def test_a_path_that_is_no_socket_is_an_error(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().err.startswith("jupyter gpu: ")
 
 
-def test_a_watch_on_a_terminal_redraws_every_two_seconds() -> None:
+def test_a_watch_on_a_terminal_redraws_every_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
     out = Terminal()
     assert pictures_until_enough(out, [a_host(), None], as_json=False) == [2.0, 2.0]
     screens = out.getvalue().split("\x1b[H\x1b[2J")
@@ -114,7 +116,7 @@ def test_a_watch_for_programs_is_one_object_a_line() -> None:
 def test_a_watch_into_a_file_has_no_escapes() -> None:
     out = io.StringIO()
     pictures_until_enough(out, [a_host(), a_host()], as_json=False)
-    assert out.getvalue() == 2 * (show(a_host(), as_json=False, socket="") + "\n")
+    assert out.getvalue() == 2 * (show(a_host(), as_json=False, socket="", out=io.StringIO()) + "\n")
 
 
 def test_ctrl_c_ends_a_watch_quietly(

@@ -6,8 +6,10 @@ import threading
 
 import pytest
 
-from fractional_gpu.commands.lease_commands import COMMANDS, BulkCommand, find_lease
+from fractional_gpu.commands.lease_commands import COMMANDS
 from fractional_gpu.commands.main import main
+from fractional_gpu.commands.terminal import progress as progress_module
+from fractional_gpu.commands.terminal.command_kinds import BulkCommand, find_lease
 from fractional_gpu.commands.terminal.connection import say_if_slow
 from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.protocol.errors import ConflictError
@@ -131,16 +133,18 @@ class Lines(io.StringIO):
         return count
 
 
-def test_whoever_waits_long_is_told_what_for() -> None:
+def test_whoever_waits_long_is_told_what_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_module, "_QUIET_S", 0.001)
     out = Lines()
-    with say_if_slow("suspending train.ipynb ...", out, after_s=0.0):
+    with say_if_slow("suspending train.ipynb ...", out=out):
         assert out.written.wait(60)
     assert out.getvalue() == "suspending train.ipynb ...\n"
 
 
-def test_whoever_does_not_wait_is_told_nothing() -> None:
+def test_whoever_does_not_wait_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_module, "_QUIET_S", 3600.0)
     out = Lines()
-    with say_if_slow("suspending train.ipynb ...", out, after_s=3600.0):
+    with say_if_slow("suspending train.ipynb ...", out=out):
         pass
     assert out.getvalue() == ""
 

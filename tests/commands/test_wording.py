@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from fractional_gpu.commands.main import COMMANDS, _overview, subcommand
+from fractional_gpu.commands.terminal.layout import plain
 from fractional_gpu.commands.terminal.render import render_status
 from fractional_gpu.protocol.messages import Stranger
 from tests.commands.pictures import a_device, a_host, a_lease
@@ -91,7 +92,7 @@ HOSTS = {
 
 
 def test_the_words_of_the_status_are_as_they_were_read() -> None:
-    check_wording(GOLDEN / "status.txt", {heading: render_status(host) for heading, host in HOSTS.items()})
+    check_wording(GOLDEN / "status.txt", {heading: plain(render_status(host)) for heading, host in HOSTS.items()})
 
 
 def described(parser: argparse.ArgumentParser) -> str:

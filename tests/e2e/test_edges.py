@@ -7,7 +7,8 @@ from functools import partial
 
 import pytest
 
-from fractional_gpu.gpu.simulated.store import Store, processes_of
+from fractional_gpu.gpu.simulated.processes import processes_of
+from fractional_gpu.gpu.simulated.store import Store
 from tests.support.kept import Kept
 from tests.support.pair import Pair, new_pair
 from tests.support.stories import BLOCKED, CHECK, fill

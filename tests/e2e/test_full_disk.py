@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fractional_gpu.commands.terminal.layout import plain
 from fractional_gpu.commands.terminal.render import render_status
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World, until
@@ -44,7 +45,7 @@ def test_a_cell_and_status_say_that_nothing_can_be_written_and_the_cell_goes_on(
         assert "goes on by itself" in line
         trouble = until(lambda: world.status().trouble, "status tells it")
         assert "ledger" in trouble
-        assert f"Trouble: {trouble}" in render_status(world.status())
+        assert f"Trouble: {trouble}" in plain(render_status(world.status()))
     reply = notebook.wait(cell)
     assert (reply.status, reply.text) == ("ok", "intact\n")
     until(lambda: not world.status().trouble, "it is over")

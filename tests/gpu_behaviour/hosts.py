@@ -18,7 +18,8 @@ from fractional_gpu.gpu.open import open_checkpointer, open_monitor
 from fractional_gpu.gpu.simulated import faults, host
 from fractional_gpu.gpu.simulated.checkpointer import SimulatedCheckpointer
 from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
-from fractional_gpu.gpu.simulated.store import Store, current_key, read_gate
+from fractional_gpu.gpu.simulated.processes import current_key, read_gate
+from fractional_gpu.gpu.simulated.store import Store
 from tests.driver_double.double import Device, DriverDouble
 from tests.driver_double.remote import Remote
 from tests.gpu_sim.kernels import MIB, KernelProcess, backend_worker, eventually, in_flight, worker_process

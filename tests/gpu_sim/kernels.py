@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from fractional_gpu.gpu.simulated import host
-from fractional_gpu.gpu.simulated.store import current_key, lock_file
+from fractional_gpu.gpu.simulated.processes import current_key, lock_file
 from fractional_gpu.host.process import identify
 from tests.support.paths import PYTHONPATH
 

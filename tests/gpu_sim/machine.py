@@ -12,7 +12,8 @@ from fractional_gpu.gpu.simulated import load as load_module
 from fractional_gpu.gpu.simulated import monitor as monitor_module
 from fractional_gpu.gpu.simulated.load import Load, Piece, used_milli
 from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
-from fractional_gpu.gpu.simulated.store import WORK, Store, find_process, forget
+from fractional_gpu.gpu.simulated.processes import WORK, find_process, forget
+from fractional_gpu.gpu.simulated.store import Store
 
 MS = 1_000_000
 SECOND = 1000 * MS

@@ -16,7 +16,8 @@ from fractional_gpu.gpu.simulated.checkpointer import SimulatedCheckpointer
 from fractional_gpu.gpu.simulated.host import SimulatedHost
 from fractional_gpu.gpu.simulated.load import Piece
 from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
-from fractional_gpu.gpu.simulated.store import SimulatedHostError, Store, find_process, forget, reap
+from fractional_gpu.gpu.simulated.processes import find_process, forget, reap
+from fractional_gpu.gpu.simulated.store import SimulatedHostError, Store
 from tests.gpu_sim.kernels import Kernel, eventually, in_flight
 from tests.gpu_sim.machine import MS, SECOND, Machine, virtual
 

@@ -10,7 +10,8 @@ import pytest
 
 from fractional_gpu.gpu.simulated import host
 from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
-from fractional_gpu.gpu.simulated.store import Store, reap
+from fractional_gpu.gpu.simulated.processes import reap
+from fractional_gpu.gpu.simulated.store import Store
 from tests.gpu_sim.kernels import MIB, Kernel, KernelError
 
 

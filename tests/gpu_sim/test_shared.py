@@ -16,7 +16,8 @@ from fractional_gpu.gpu.simulated.checkpointer import SimulatedCheckpointer
 from fractional_gpu.gpu.simulated.device_memory import DeviceMemoryServer
 from fractional_gpu.gpu.simulated.host import SimulatedHost, create
 from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
-from fractional_gpu.gpu.simulated.store import DATABASE, SimulatedHostError, Store, open_file, reap
+from fractional_gpu.gpu.simulated.processes import open_file, reap
+from fractional_gpu.gpu.simulated.store import DATABASE, SimulatedHostError, Store
 from tests.gpu_sim.kernels import KernelError, KernelProcess, eventually
 from tests.support.control_group import memory_group, used_mib
 

@@ -8,7 +8,8 @@ import pytest
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
 from fractional_gpu.gpu.simulated import host
 from fractional_gpu.gpu.simulated.checkpointer import SimulatedCheckpointer
-from fractional_gpu.gpu.simulated.store import Store, current_key, find_process
+from fractional_gpu.gpu.simulated.processes import current_key, find_process
+from fractional_gpu.gpu.simulated.store import Store
 from tests.gpu_sim.kernels import Kernel, KernelError, answer, ask, eventually, worker_process
 
 S, C = ProcessState, GPUErrorCode

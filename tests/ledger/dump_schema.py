@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 from fractional_gpu.core.model import LeaseSpec, LeaseState
-from fractional_gpu.ledger import LeaseRecord, Ledger, OperationRecord, opening
+from fractional_gpu.ledger import LeaseRecord, Ledger, OperationRecord, schema
 
 
 def fill(path: Path) -> None:
@@ -68,7 +68,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ledger.sqlite"
         fill(path)
-        lines = [f"-- A ledger as schema {opening.newest_version()} was written."]
+        lines = [f"-- A ledger as schema {schema.newest_version()} was written."]
         with closing(sqlite3.connect(path)) as reader:
             lines += (
                 f"PRAGMA {name} = {reader.execute(f'PRAGMA {name}').fetchone()[0]};"

@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.core.model import LeaseState
-from fractional_gpu.ledger import Ledger, LedgerError, opening
+from fractional_gpu.ledger import Ledger, LedgerError, schema
 
 SCHEMAS = Path(__file__).parent / "schemas"
 _MIGRATE_AND_DIE = """
 import os, signal, sys
-from fractional_gpu.ledger import Ledger, opening
-last = opening.newest_version()
-real = opening.MIGRATIONS[last]
+from fractional_gpu.ledger import Ledger, schema
+last = schema.newest_version()
+real = schema.MIGRATIONS[last]
 def die(connection):
     real(connection)
     connection.execute("DELETE FROM leases")  # what is not committed is not there
     os.kill(os.getpid(), signal.SIGKILL)
-opening.MIGRATIONS[last] = die
+schema.MIGRATIONS[last] = die
 Ledger.open(sys.argv[1])
 """
 
@@ -53,7 +53,7 @@ def dumps() -> list[str]:
 
 
 def test_there_is_a_dump_of_every_schema() -> None:
-    missing = {str(number) for number in opening.MIGRATIONS} - set(dumps())
+    missing = {str(number) for number in schema.MIGRATIONS} - set(dumps())
     assert not missing, "python -m tests.ledger.dump_schema > tests/ledger/schemas/N.sql"
 
 
@@ -97,7 +97,7 @@ def test_an_earlier_program_of_the_same_schema_opens_and_writes_what_this_one_wr
         assert [(lease.members, lease.released) for lease in ledger.live_leases()] == [((), False)] * 3
 
 
-@pytest.mark.parametrize("name", [name for name in dumps() if int(name[0]) < opening.newest_version()])
+@pytest.mark.parametrize("name", [name for name in dumps() if int(name[0]) < schema.newest_version()])
 def test_a_migration_that_is_killed_is_made_again_from_the_beginning(name: str, path: Path) -> None:
     restored(name, path)
     for _ in range(2):
@@ -107,12 +107,12 @@ def test_a_migration_that_is_killed_is_made_again_from_the_beginning(name: str, 
             assert reader.execute("PRAGMA user_version").fetchone() == (int(name[0]),)
     with Ledger.open(path) as ledger:
         assert len(ledger.live_leases()) == 2
-        assert ledger._read("PRAGMA user_version")[0][0] == opening.newest_version()
+        assert ledger._read("PRAGMA user_version")[0][0] == schema.newest_version()
 
 
 def test_a_newer_ledger_is_refused_and_left_as_it_is_for_the_newer_version(path: Path) -> None:
     Ledger.open(path).close()
-    newest = opening.newest_version()
+    newest = schema.newest_version()
     with closing(sqlite3.connect(path)) as writer:
         writer.execute("ALTER TABLE leases ADD COLUMN colour TEXT")
         writer.execute(f"PRAGMA user_version = {newest + 7}")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.ledger import LeaseRecord, Ledger, LedgerError, OperationRecord, opening
+from fractional_gpu.ledger import LeaseRecord, Ledger, LedgerError, OperationRecord, opening, schema
 
 _NOBODY = 65534
 _OPEN_AS = """
@@ -69,8 +69,8 @@ def test_a_new_ledger_is_private_and_whole(path: Path) -> None:
         assert modes == dict.fromkeys(("ledger.db", "ledger.db-wal", "ledger.db-shm", "ledger.db.lock"), 0o600)
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     with closing(sqlite3.connect(path)) as reader:
-        assert reader.execute("PRAGMA user_version").fetchone() == (opening.newest_version(),)
-        assert reader.execute("PRAGMA application_id").fetchone() == (opening.APPLICATION_ID,)
+        assert reader.execute("PRAGMA user_version").fetchone() == (schema.newest_version(),)
+        assert reader.execute("PRAGMA application_id").fetchone() == (schema.APPLICATION_ID,)
 
 
 def test_writes_are_synchronous_and_foreign_keys_are_on(ledger: Ledger) -> None:
@@ -117,8 +117,8 @@ def test_a_database_of_another_program_is_refused(path: Path) -> None:
 
 def test_a_ledger_of_a_newer_version_is_refused(kept: Path) -> None:
     with closing(sqlite3.connect(kept)) as writer:
-        writer.execute(f"PRAGMA user_version = {opening.newest_version() + 1}")
-    newest = opening.newest_version()
+        writer.execute(f"PRAGMA user_version = {schema.newest_version() + 1}")
+    newest = schema.newest_version()
     _assert_refused_untouched(kept, rf"newer version \(schema {newest + 1}, this one knows up to {newest}\)")
 
 
@@ -234,8 +234,8 @@ def test_an_old_ledger_is_migrated_and_keeps_its_leases(kept: Path, monkeypatch:
     def add_a_note(connection: sqlite3.Connection) -> None:
         connection.execute("ALTER TABLE leases ADD COLUMN note TEXT NOT NULL DEFAULT 'migrated'")
 
-    version = opening.newest_version() + 1
-    monkeypatch.setitem(opening.MIGRATIONS, version, add_a_note)
+    version = schema.newest_version() + 1
+    monkeypatch.setitem(schema.MIGRATIONS, version, add_a_note)
     with Ledger.open(kept) as ledger:
         assert len(ledger.live_leases()) == 200
         assert ledger._read("SELECT DISTINCT note FROM leases")[0]["note"] == "migrated"
@@ -248,9 +248,9 @@ def test_a_migration_that_fails_changes_nothing(kept: Path, monkeypatch: pytest.
         connection.execute("DROP TABLE story")
         connection.execute("SELECT * FROM nowhere")
 
-    version = opening.newest_version()
+    version = schema.newest_version()
     with monkeypatch.context() as patch:
-        patch.setitem(opening.MIGRATIONS, version + 1, fail_half_way)
+        patch.setitem(schema.MIGRATIONS, version + 1, fail_half_way)
         with pytest.raises(LedgerError, match="cannot be read: no such table: nowhere"):
             Ledger.open(kept)
     with Ledger.open(kept) as ledger:
@@ -259,7 +259,7 @@ def test_a_migration_that_fails_changes_nothing(kept: Path, monkeypatch: pytest.
 
 
 def test_the_table_of_migrations_has_no_gap() -> None:
-    assert sorted(opening.MIGRATIONS) == list(range(1, opening.newest_version() + 1))
+    assert sorted(schema.MIGRATIONS) == list(range(1, schema.newest_version() + 1))
 
 
 def test_a_file_system_without_a_write_ahead_log_is_refused(path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.ledger import LeaseRecord, Ledger, LedgerError, PointRecord, opening
+from fractional_gpu.ledger import LeaseRecord, Ledger, LedgerError, PointRecord, opening, schema
 
 _VERSION_2 = frozenset({"leases", "operations", "story", "counters", "seats", "usage"})
 
@@ -66,8 +66,8 @@ def test_a_ledger_of_schema_2_keeps_its_leases_and_learns_the_rest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with monkeypatch.context() as patch:
-        for version in [number for number in opening.MIGRATIONS if number > 2]:
-            patch.delitem(opening.MIGRATIONS, version)
+        for version in [number for number in schema.MIGRATIONS if number > 2]:
+            patch.delitem(schema.MIGRATIONS, version)
         patch.setattr(opening, "TABLES", _VERSION_2)
         with Ledger.open(path) as ledger:
             save_old(ledger)

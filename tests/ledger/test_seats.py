@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.ledger import Ledger, RecordError, SeatRecord, UsageRecord, opening
+from fractional_gpu.ledger import Ledger, RecordError, SeatRecord, UsageRecord, opening, schema
 
 _SEAT = SeatRecord(
     seat_id="s1",
@@ -88,8 +88,8 @@ def test_a_ledger_of_schema_1_keeps_its_leases_and_learns_seats(
     path: Path, save_old: Callable[[Ledger], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        for version in [number for number in opening.MIGRATIONS if number > 1]:
-            patch.delitem(opening.MIGRATIONS, version)
+        for version in [number for number in schema.MIGRATIONS if number > 1]:
+            patch.delitem(schema.MIGRATIONS, version)
         patch.setattr(opening, "TABLES", frozenset({"leases", "operations", "story", "counters"}))
         with Ledger.open(path) as ledger:
             save_old(ledger)

@@ -122,7 +122,7 @@ def test_a_line_comes_every_two_seconds_at_most_and_none_before(
 ) -> None:
     clock = iter([100.0, 100.5, 101.9, 102.0, 103.0, 104.6])
     monkeypatch.setattr(progress_module, "perf_counter", lambda: next(clock))
-    said = Progress("8 devices", "sessions")
+    said = Progress("8 devices").counter("sessions")
     for done in range(1, 6):
         said(done, 9)
     assert capsys.readouterr().err.splitlines() == [

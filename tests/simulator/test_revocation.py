@@ -18,8 +18,8 @@ from fractional_gpu.simulator.revocation.orders import NO_NOTICE, OTHERS, OURS, 
 from fractional_gpu.simulator.revocation.revocations import Revocation
 from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Session
+from tests.simulator.by_hand import SWAP, gpu_cell, host, session
 from tests.simulator.loads import BUSY
-from tests.simulator.test_simulation import SWAP, gpu_cell, host, session
 
 AN_HOUR = Lifetimes(servers=1, revoked=(1, *(0,) * 23))
 """Each server is revoked within its first hour."""

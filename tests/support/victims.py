@@ -8,7 +8,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fractional_gpu.gpu.simulated import faults
-from fractional_gpu.gpu.simulated.store import OPEN, Store, processes_of, read_gate
+from fractional_gpu.gpu.simulated.processes import OPEN, processes_of, read_gate
+from fractional_gpu.gpu.simulated.store import Store
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
 from fractional_gpu.protocol.messages import HostStatus, LeaseStatus
 from tests.support.world import World, until

@@ -21,6 +21,7 @@ from fractional_gpu.client.state_folder import find_state_file
 from fractional_gpu.commands.terminal.connection import add_socket_argument
 from fractional_gpu.commands.terminal.errors import CommandError, parse_argument
 from fractional_gpu.commands.terminal.growing_log import INTERVAL_S, GrowingLog, explained
+from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.config import ConfigError, load
 from fractional_gpu.core.units import parse_duration_ms
 from fractional_gpu.protocol.errors import BrokerUnavailableError
@@ -55,7 +56,8 @@ def run(options: argparse.Namespace) -> int:
     say: Callable[[dict[str, Any]], str] = json.dumps if options.json else sentence
     torn = 0
     with explained(path, "the audit log", "; check --file"), closing(_Log(path)) as log:
-        entries = list(log.entries())
+        with Progress(f"reading {path} ...", blocks=True, silent=True):
+            entries = list(log.entries())
         for entry in outcomes(entries):
             if entry["time"] >= least:
                 print(say(entry), flush=options.follow)

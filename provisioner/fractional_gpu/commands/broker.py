@@ -1,6 +1,7 @@
 """`jupyter gpu broker`: the command line of the broker, and how `--stop` ends one. `fractional_gpu.broker` is imported only to run one."""
 
 import argparse
+import io
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import signal
 import socket as socket_module
 import sys
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, redirect_stderr, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import ensure_broker, restart_command, socket_path
 from fractional_gpu.client.http import ANSWER_S, is_service_socket, listener_pid
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError
+from fractional_gpu.commands.terminal.output import say
+from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.core.units import parse_duration_ms
 from fractional_gpu.host.process import identify, open_pidfd, owner_uid, read_environment, read_stat
 from fractional_gpu.protocol.errors import FractionalGPUError
@@ -171,7 +174,11 @@ def run(options: argparse.Namespace) -> int:
         worker_socket=options.worker_socket,
     )
     if options.detach:
-        return start_detached(given)
+        # What it writes comes below the bar, not into it.
+        with Progress("the broker starts ...", blocks=True, silent=True), redirect_stderr(io.StringIO()) as said:
+            code = start_detached(given)
+        sys.stderr.write(said.getvalue())
+        return code
     from fractional_gpu.broker.process.app import run_broker  # noqa: PLC0415 - heavy, and needed here only
     from fractional_gpu.config import ConfigError  # noqa: PLC0415 - as above
 
@@ -232,10 +239,14 @@ def run_stop(socket: str | None, *, restart: bool, as_json: bool) -> int:
             pid
         )  # before it ends: a broker without leases removes its record then
         status = _last_status(path)
-        how = _end(pid)
+        with Progress(f"the broker, process {pid}, ends ...", blocks=True, silent=True):
+            how = _end(pid)
     restarted = _start(path, command) if restart else None
     done = _summary(path, pid, how, status, restarted)
-    print(json.dumps(asdict(done)) if as_json else _render(done))
+    if as_json:
+        print(json.dumps(asdict(done)))
+    else:
+        say(_render(done))
     return 0
 
 
@@ -414,7 +425,10 @@ def _command_line(pid: int) -> list[str]:
 def _start(path: str, command: _Command | None) -> int:
     """Start a broker and return its process."""
     try:
-        with ensure_broker(path, command=command) as client:
+        with (
+            Progress("the broker starts ...", blocks=True, silent=True),
+            ensure_broker(path, command=command) as client,
+        ):
             return client.ping().pid
     except FractionalGPUError as error:
         raise CommandError(f"no broker serves now: {error}") from error

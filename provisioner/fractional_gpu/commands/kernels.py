@@ -5,18 +5,20 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from jupyter_core.paths import jupyter_data_dir, jupyter_path
 
-from fractional_gpu.client.discovery import ensure_broker
 from fractional_gpu.commands.terminal.arguments import checked_simulate
 from fractional_gpu.commands.terminal.completers import FRACTIONS, KERNELSPECS, POOLS, set_completer
+from fractional_gpu.commands.terminal.connection import started_broker
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError
-from fractional_gpu.commands.terminal.render import table
+from fractional_gpu.commands.terminal.layout import table
+from fractional_gpu.commands.terminal.output import say, terminal_width, write
+from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.core.model import PoolSpec
 from fractional_gpu.core.units import format_fraction, parse_fraction_milli
 from fractional_gpu.jupyter.kernelspecs import InstalledSpec, install, list_installed, remove
@@ -134,22 +136,25 @@ def _install(options: argparse.Namespace) -> int:
     how = {"base": options.base, "simulated": simulated, "simulate": simulate}
     own = {"launcher": options.launcher, "name": options.name, "display_name": options.display_name}
     specs: list[InstalledSpec] = []
-    for pool, milli in offers.items():
-        for spec in install(pool, milli or ANY_OFFERS_MILLI, **how, **own, **_place(options)):
-            _say_installed(spec)
-            specs.append(spec)
+    with Progress("the kernels are installed ...", blocks=True, silent=True) as progress:
+        for pool, milli in offers.items():
+            for spec in install(pool, milli or ANY_OFFERS_MILLI, **how, **own, **_place(options)):
+                for sentence in _said_of(spec):
+                    progress.say(sentence, sys.stdout)
+                specs.append(spec)
     if specs:
-        print(_where_they_appear(specs[0].folder.parent))
+        say(_where_they_appear(specs[0].folder.parent))
     return 0
 
 
-def _say_installed(spec: InstalledSpec) -> None:
+def _said_of(spec: InstalledSpec) -> Iterator[str]:
+    """Yield what is said of a kernelspec that was installed."""
     without = "" if spec.gated else "  (without our extension: it holds its share from its start)"
-    print(f"{'replaced' if spec.replaced else 'installed'} {spec.display_name}  {spec.folder}{without}")
+    yield f"{'replaced' if spec.replaced else 'installed'} {spec.display_name}  {spec.folder}{without}"
     if spec.obstacle:
-        print(f"note: {spec.obstacle}")
+        yield f"note: {spec.obstacle}"
     if spec.shadowed_by is not None:
-        print(
+        yield (
             f"note: Jupyter does not show it: {spec.shadowed_by} has the same name and is found first; remove that one, or give this one "
             "another --name"
         )
@@ -214,7 +219,7 @@ def _fractions(texts: Sequence[str]) -> list[int]:
 
 def _ask_broker(pool: str | None, *, must_simulate: bool) -> tuple[Mapping[str, Sequence[int]], HostStatus]:
     """Return what the pools offer, and the broker's status. Raises CommandError, or that there is no broker."""
-    with ensure_broker() as broker:
+    with started_broker() as broker:
         status = broker.status()
     if must_simulate and not status.simulated:
         raise CommandError(
@@ -233,7 +238,7 @@ def _remove(options: argparse.Namespace) -> int:
         raise UsageError("say which kernels to remove: their names, or --all (`jupyter gpu kernels list` shows them)")
     removed = remove(None if options.all else options.names, **_place(options))
     for spec in removed:
-        print(f"removed {spec.display_name}  {spec.folder}")
+        say(f"removed {spec.display_name}  {spec.folder}")
     if not removed:
         print("There is nothing to remove.")
     return 0
@@ -250,7 +255,8 @@ def _list(options: argparse.Namespace) -> int:
             (spec.name, spec.display_name, spec.pool, format_fraction(spec.fraction_milli), _where(spec))
             for spec in specs
         ]
-        print("\n".join(table(("NAME", "SHOWN AS", "POOL", "GPU", "FOLDER"), rows, indent="")))
+        width = terminal_width(sys.stdout)
+        write(table(("NAME", "SHOWN AS", "POOL", "GPU", "FOLDER"), rows, indent="", width=width))
         if any(spec.earlier for spec in specs):
             print(_REPLACE)
     return 0

@@ -12,11 +12,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from fractional_gpu.client.discovery import ensure_broker, runtime_dir, socket_path
+from fractional_gpu.client.discovery import runtime_dir, socket_path
 from fractional_gpu.commands.kernels import install_offers, simulated_devices
 from fractional_gpu.commands.terminal.arguments import checked_simulate, require_packages
+from fractional_gpu.commands.terminal.connection import started_broker
 from fractional_gpu.commands.terminal.errors import CommandError
-from fractional_gpu.commands.terminal.render import describe_device
+from fractional_gpu.commands.terminal.output import say
+from fractional_gpu.commands.terminal.progress import Progress
+from fractional_gpu.commands.terminal.words import describe_device
 from fractional_gpu.protocol.messages import HostStatus
 
 _LONGEST_SOCKET = 100  # bytes; UNIX sockets take a little more
@@ -56,16 +59,17 @@ def run(options: argparse.Namespace) -> int:
     place = _locate(simulate)
     if simulate:
         os.environ["JUPYTER_GPU_SIMULATE"] = simulate  # the broker that is started now reads it
-    with ensure_broker(place.socket) as broker:
+    with started_broker(place.socket) as broker:
         status = broker.status()
-    specs = install_offers(
-        status.pools,
-        directory=str(place.data / "kernels"),
-        simulated=status.simulated,
-        simulate=simulated_devices(status),
-    )
+    with Progress("the kernels are prepared ...", blocks=True, silent=True):
+        specs = install_offers(
+            status.pools,
+            directory=str(place.data / "kernels"),
+            simulated=status.simulated,
+            simulate=simulated_devices(status),
+        )
     for line in _announcement(status, [spec.display_name for spec in specs], place):
-        print(line, file=sys.stderr, flush=True)
+        say(line, sys.stderr, flush=True)
     command = lab_command(options.passed_on)
     os.execve(command[0], command, lab_environment(os.environ, place.data, place.socket))  # noqa: S606 - no shell wanted
 

@@ -1,28 +1,34 @@
 """The commands about leases and devices, as one table: suspend, resume, pin, unpin, resize, explain, move, evict, end, drain, undrain.
 
 A row of `COMMANDS` says what the help says, which arguments the command takes, which call of the client it makes and which sentence it
-prints at success. There are three kinds of rows: a command about one lease (`LeaseCommand`), about several or `--all` leases
-(`BulkCommand`), and about one device (`DeviceCommand`). `commands.main` has the one-line summaries, so that the overview of all commands
-does not import this module.
+prints at success. `terminal.command_kinds` has the three kinds of rows. `commands.main` has the one-line summaries, so that the overview
+of all commands does not import this module.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
-from msgspec import to_builtins
 from msgspec.structs import replace
 
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.commands.terminal.completers import DEVICES, DURATIONS, FRACTIONS, LEASES, Completer, set_completer
-from fractional_gpu.commands.terminal.connection import RUN_ONE, add_socket_argument, running_broker, say_if_slow
+from fractional_gpu.commands.terminal.command_kinds import (
+    BulkCommand,
+    DeviceCommand,
+    LeaseCommand,
+    argument,
+    find_lease,
+)
+from fractional_gpu.commands.terminal.completers import DURATIONS, FRACTIONS
+from fractional_gpu.commands.terminal.connection import say_if_slow
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError, parse_argument
-from fractional_gpu.commands.terminal.render import describe_state, expected_wait, lease_name
+from fractional_gpu.commands.terminal.layout import fitted, line, table
+from fractional_gpu.commands.terminal.output import terminal_width
+from fractional_gpu.commands.terminal.words import describe_state, expected_wait, lease_name
 from fractional_gpu.core.units import (
     format_duration,
     format_fraction,
@@ -31,10 +37,8 @@ from fractional_gpu.core.units import (
     parse_fraction_milli,
     parse_memory_mib,
 )
-from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
 from fractional_gpu.protocol.messages import (
     DeviceStatus,
-    Done,
     DrainRequest,
     EvictRequest,
     LeaseStatus,
@@ -45,199 +49,10 @@ from fractional_gpu.protocol.messages import (
 )
 from fractional_gpu.protocol.names import device_deadline
 
+if TYPE_CHECKING:
+    from rich.text import Text
+
 _POLL_S: Final = 0.5
-_LEASE_HELP: Final = "a lease id, the beginning of one, or a Jupyter kernel id (see `jupyter gpu status`)"
-_DEVICE_HELP: Final = "a GPU by its number, its id, or the beginning of one (see `jupyter gpu status`)"
-_NO_DEVICES: Final = f"and without one no GPU takes kernels or is drained; {RUN_ONE}"
-
-Argument = Callable[[argparse.ArgumentParser], None]
-"""Adds one argument to a parser."""
-
-
-def _argument(name: str, *, by: Completer | Sequence[str] | None = None, **given: Any) -> Argument:  # noqa: ANN401 - argparse's own
-    """Return what adds an argument; `given` is argparse's, and a shell completes the value `by` a completer or these words."""
-
-    def add(parser: argparse.ArgumentParser) -> None:
-        action = parser.add_argument(name, **given)
-        if by is not None:
-            set_completer(action, by)
-
-    return add
-
-
-def find_lease(name: str, leases: Sequence[LeaseStatus]) -> LeaseStatus:
-    """Return the lease with this id or kernel id, or the only one whose id begins so. Raises CommandError with the leases there are."""
-    exact = [lease for lease in leases if name and name in (lease.lease_id, lease.kernel_id)]
-    found = exact or [lease for lease in leases if name and lease.lease_id.startswith(name)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise CommandError(f"{name!r} is the beginning of {_listed(found)}; give more of the id")
-    there_are = f"there are {_listed(leases)}" if leases else "there are none"
-    raise CommandError(f"there is no lease {name!r}; {there_are}")
-
-
-def _listed(leases: Sequence[LeaseStatus]) -> str:
-    return ", ".join(lease_name(lease) for lease in leases)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseCommand:
-    """A command about one lease.
-
-    `request` builds the request from the command line before the broker is contacted; it raises UsageError. `call` sends it and returns
-    the answer, which `--json` prints (None: an empty object). `success` gets the lease as it was before, and the answer. `doing` is
-    written with the lease's name when the call takes long.
-    """
-
-    description: str
-    epilog: str
-    doing: str
-    call: Callable[[BrokerClient, str, Any], Any]
-    success: Callable[[LeaseStatus, Any], str]
-    request: Callable[[argparse.Namespace], Any] = lambda _: None
-    arguments: tuple[Argument, ...] = ()
-    find: Callable[[str, Sequence[LeaseStatus]], LeaseStatus] = find_lease
-
-    def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Describe the command and add its arguments."""
-        parser.description, parser.epilog = self.description, self.epilog
-        _argument("lease", metavar="LEASE", by=LEASES, help=_LEASE_HELP)(parser)
-        parser.add_argument("--json", action="store_true", help="print what the broker answers as JSON")
-        add_socket_argument(parser)
-        for add in self.arguments:
-            add(parser)
-
-    def run(self, options: argparse.Namespace) -> int:
-        """Find the lease, call the broker and print what came of it. Raises CommandError with the lease's name if it is refused."""
-        request = self.request(options)
-        with running_broker(options.socket) as client:
-            lease = self.find(options.lease, client.status().leases)
-            try:
-                with say_if_slow(f"{self.doing} {lease_name(lease)} ... (Ctrl-C gives up)", sys.stderr, client=client):
-                    answer = self.call(client, lease.lease_id, request)
-            except BrokerUnavailableError:
-                raise
-            except FractionalGPUError as error:
-                raise CommandError(f"{lease_name(lease)}: {error}") from error
-        print(
-            json.dumps(to_builtins(answer if answer is not None else Done()))
-            if options.json
-            else self.success(lease, answer)
-        )
-        return 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BulkCommand:
-    """A command about the leases that the command line names, or about all of the user's to which it `applies`.
-
-    `interrupted` says what Ctrl-C does while the command waits.
-    """
-
-    description: str
-    epilog: str
-    verb: str
-    doing: str
-    interrupted: str
-    call: Callable[[BrokerClient, str], LeaseStatus]
-    applies: Callable[[LeaseStatus], bool]
-    success: Callable[[LeaseStatus], str]
-
-    def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Describe the command and add its arguments."""
-        parser.description, parser.epilog = self.description, self.epilog
-        _argument("leases", nargs="*", metavar="LEASE", by=LEASES, help=_LEASE_HELP)(parser)
-        parser.add_argument("--all", action="store_true", help=f"{self.verb} every kernel of yours that can be")
-        parser.add_argument("--json", action="store_true", help='print {"leases": [...], "errors": [...]}')
-        add_socket_argument(parser)
-
-    def run(self, options: argparse.Namespace) -> int:
-        """Carry the command out for one lease after another. Exit code 1 if the broker refused one of them."""
-        if bool(options.leases) == bool(options.all):
-            raise UsageError(
-                f"say which kernels to {self.verb}: the ids of leases, or --all (`jupyter gpu status` lists them)"
-            )
-        with running_broker(options.socket) as client:
-            done, refused = self._call_each(client, self._chosen(options, client.status().leases))
-        if options.json:
-            errors = [{"lease_id": lease.lease_id, "message": message} for lease, message in refused]
-            print(json.dumps({"leases": [to_builtins(lease) for lease in done], "errors": errors}))
-        else:
-            for lease in done:
-                print(f"{lease_name(lease)}: {self.success(lease)}")
-            if not done and not refused:
-                print(f"There is nothing to {self.verb}.")
-        for lease, message in refused:
-            print(f"jupyter gpu: {lease_name(lease)}: {message}", file=sys.stderr)
-        return 1 if refused else 0
-
-    def _chosen(self, options: argparse.Namespace, leases: Sequence[LeaseStatus]) -> list[LeaseStatus]:
-        """Return the leases that the command line means, each once. Raises CommandError."""
-        if options.all:
-            return [lease for lease in leases if self.applies(lease)]
-        found = {lease.lease_id: lease for lease in (find_lease(name, leases) for name in options.leases)}
-        return list(found.values())
-
-    def _call_each(
-        self, client: BrokerClient, leases: Sequence[LeaseStatus]
-    ) -> tuple[list[LeaseStatus], list[tuple[LeaseStatus, str]]]:
-        """Return what was done and what was refused. Raises BrokerUnavailableError: without a broker the rest fails as well."""
-        done: list[LeaseStatus] = []
-        refused: list[tuple[LeaseStatus, str]] = []
-        for lease in leases:
-            text = f"{self.doing} {lease_name(lease)} ... (Ctrl-C {self.interrupted})"
-            try:
-                with say_if_slow(text, sys.stderr, client=client):
-                    done.append(self.call(client, lease.lease_id))
-            except BrokerUnavailableError:
-                raise
-            except FractionalGPUError as error:
-                refused.append((lease, str(error)))
-        return done, refused
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceCommand:
-    """A command about one device, or all of them. `request` is as in `LeaseCommand`; `check` raises CommandError after the output."""
-
-    description: str
-    epilog: str
-    call: Callable[[BrokerClient, str, Any], DeviceStatus]
-    success: Callable[[DeviceStatus], str]
-    request: Callable[[argparse.Namespace], Any] = lambda _: None
-    check: Callable[[DeviceStatus, Any], None] = lambda _device, _request: None
-    arguments: tuple[Argument, ...] = ()
-
-    def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Describe the command and add its arguments."""
-        parser.description, parser.epilog = self.description, self.epilog
-        # Not required for argparse, so that its absence gets a sentence with an example.
-        _argument("device", metavar="DEVICE", nargs="?", by=DEVICES, help=_DEVICE_HELP)(parser)
-        parser.add_argument("--all", action="store_true", help="all GPUs of this broker")
-        parser.add_argument("--json", action="store_true", help="print the device as JSON; with --all, a list")
-        add_socket_argument(parser)
-        for add in self.arguments:
-            add(parser)
-
-    def run(self, options: argparse.Namespace) -> int:
-        """Call the broker and print the device. Raises what `request` and `check` raise."""
-        request = self.request(options)
-        if (options.device is None) != options.all:
-            given = f"{options.device!r} and --all" if options.all else "no GPU"
-            raise UsageError(f"{given} was given; name one GPU, for example 0, or say --all")
-        with running_broker(options.socket, without=_NO_DEVICES) as client:
-            names = [one.device_id for one in client.status().devices] if options.all else [options.device]
-            devices = [self.call(client, name, request) for name in names]
-        if options.json:
-            print(json.dumps(to_builtins(devices if options.all else devices[0])))
-        else:
-            for device in devices:
-                print(self.success(device))
-        for device in devices:
-            self.check(device, request)
-        return 0
-
 
 # -- suspend and resume -----------------------------------------------------------------------------------------------
 
@@ -300,15 +115,16 @@ def _say_resized(before: LeaseStatus, after: LeaseStatus) -> str:
 # -- explain ----------------------------------------------------------------------------------------------------------
 
 
-def render_story(lease: LeaseStatus, story: Story, now_ms: int) -> str:
-    """Return what happened, one line each, and the lease's state now."""
-    lines = [f"... {story.omitted} older lines"] if story.omitted else []
-    lines += [f"{_moment(line.at_ms, now_ms)}  {line.sentence}  ({line.reason})" for line in story.lines]
+def render_story(lease: LeaseStatus, story: Story, now_ms: int, width: int | None = None) -> "list[Text]":
+    """Return what happened, one line each, and the lease's state now. `width`: of the terminal, in characters."""
+    lines = [line(f"... {story.omitted} older lines")] if story.omitted else []
+    happened = [(_moment(one.at_ms, now_ms), f"{one.sentence}  ({one.reason})") for one in story.lines]
+    lines += table((), happened, indent="", width=width)
     now = f"{lease_name(lease)}: {describe_state(lease)}"
     if lease.position is not None:
         now += f"; waits at place {lease.position}: {lease.sentence}{expected_wait(lease)}"
     slowed = [f"slowed down: {story.slowdown}"] if story.slowdown else []
-    return "\n".join([*lines, now, *slowed])
+    return [*lines, *fitted([now, *slowed], width)]
 
 
 def _moment(at_ms: int, now_ms: int) -> str:
@@ -370,8 +186,8 @@ def _drain_request(options: argparse.Namespace) -> _Drain:
 def _drain(client: BrokerClient, name: str, drain: _Drain) -> DeviceStatus:
     device = client.drain(name, drain.request)
     if drain.wait_ms is not None:
-        with say_if_slow(f"waiting until GPU {device.index} is empty ... (Ctrl-C stops the waiting)", sys.stderr):
-            device = await_empty(client, device, drain.wait_ms)
+        with say_if_slow(f"waiting until GPU {device.index} is empty ... (Ctrl-C stops the waiting)") as progress:
+            device = await_empty(client, device, drain.wait_ms, freed=progress.counter("MiB freed"))
     return device
 
 
@@ -380,14 +196,16 @@ def await_empty(
     device: DeviceStatus,
     wait_ms: int,
     *,
+    freed: Callable[[int, int], None] = lambda _done, _of: None,
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> DeviceStatus:
-    """Return the device when no lease holds anything there, or as it is after `wait_ms`."""
-    end_s = clock() + wait_ms / 1000
+    """Return the device when no lease holds anything there, or as it is after `wait_ms`. `freed` gets how many MiB are free, and all."""
+    end_s, most_mib = clock() + wait_ms / 1000, device.reserved_mib
     while device.reserved_mib and clock() < end_s:
         pause(min(_POLL_S, max(0.0, end_s - clock())))
         device = next((one for one in client.status().devices if one.device_id == device.device_id), device)
+        freed(max(0, most_mib - device.reserved_mib), most_mib)
     return device
 
 
@@ -457,7 +275,7 @@ A pool limits how long a pin may be, and how much pinned time each user has in a
 """,
         arguments=(
             # Not required for argparse, so that its absence gets a sentence with an example.
-            _argument("duration", metavar="DURATION", nargs="?", by=DURATIONS, help="how long, for example 30m or 2h"),
+            argument("duration", metavar="DURATION", nargs="?", by=DURATIONS, help="how long, for example 30m or 2h"),
         ),
         request=_pin_request,
         doing="pinning",
@@ -488,17 +306,17 @@ The kernel keeps running. A larger share waits until there is room beside its ne
 move to another GPU where the pool allows that. A smaller one must hold what the kernel uses.
 """,
         arguments=(
-            _argument(
+            argument(
                 "fraction",
                 metavar="FRACTION",
                 nargs="?",
                 by=FRACTIONS,
                 help="the share, for example 1/2, 0.25 or 250m",
             ),
-            _argument(
+            argument(
                 "--memory", metavar="SIZE", help="device memory, for example 20GiB (default: the fraction's share)"
             ),
-            _argument("--wait", metavar="DURATION", default="10m", help="how long to wait for room (default: 10m)"),
+            argument("--wait", metavar="DURATION", default="10m", help="how long to wait for room (default: 10m)"),
         ),
         request=_resize_request,
         doing="resizing",
@@ -514,7 +332,7 @@ examples:
 """,
         doing="reading the story of",
         call=lambda client, lease_id, _: client.story(lease_id),
-        success=lambda lease, story: render_story(lease, story, int(time.time() * 1000)),
+        success=lambda lease, story: render_story(lease, story, int(time.time() * 1000), terminal_width(sys.stdout)),
     ),
     "drain": DeviceCommand(
         description="Empty a GPU: it admits no kernel any more, and those on it are suspended.",
@@ -532,11 +350,11 @@ Without a deadline nothing is lost: what leaves is saved in host memory. Host me
 drained, over restarts of the broker too. For administrators.
 """,
         arguments=(
-            _argument("--evict-busy", action="store_true", help="do not wait for the cells that run there"),
-            _argument(
+            argument("--evict-busy", action="store_true", help="do not wait for the cells that run there"),
+            argument(
                 "--deadline", metavar="DURATION", by=DURATIONS, help="the GPU goes away in so long, for example 2m"
             ),
-            _argument("--wait", metavar="DURATION", help="return when the GPU is empty, after so long at the latest"),
+            argument("--wait", metavar="DURATION", help="return when the GPU is empty, after so long at the latest"),
         ),
         request=_drain_request,
         call=_drain,
@@ -565,7 +383,7 @@ examples:
 The kernel keeps every variable: its state goes through host memory. One that runs a cell is not moved. A pin ends.
 """,
         arguments=(
-            _argument(
+            argument(
                 "--to",
                 metavar="DEVICE",
                 help="the GPU; without it, one of the pool, chosen as for a kernel that starts",
@@ -586,8 +404,8 @@ examples:
 Its notebook shows that the kernel died; a Jupyter server may start a fresh one in its place, which says who ended the last one and why.
 """,
         arguments=(
-            _argument("--confirm", action="store_true", help="say that the kernel's state may be lost"),
-            _argument("--why", metavar="TEXT", default="", help="the reason; the kernel's user is told it"),
+            argument("--confirm", action="store_true", help="say that the kernel's state may be lost"),
+            argument("--why", metavar="TEXT", default="", help="the reason; the kernel's user is told it"),
         ),
         request=_evict_request,
         doing="evicting",

@@ -10,22 +10,28 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from fractional_gpu.client.discovery import socket_path
-from fractional_gpu.commands.lease_commands import find_lease
+from fractional_gpu.commands.terminal.command_kinds import find_lease
 from fractional_gpu.commands.terminal.completers import LEASES, set_completer
 from fractional_gpu.commands.terminal.connection import add_socket_argument, broker_if_running
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError, parse_argument
 from fractional_gpu.commands.terminal.growing_log import INTERVAL_S, GrowingLog, explained
+from fractional_gpu.commands.terminal.layout import Style, line
+from fractional_gpu.commands.terminal.output import say, write
+from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.core.units import parse_duration_ms
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.messages import LeaseStatus
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 EPILOG = """\
 examples:
@@ -39,6 +45,7 @@ For root and the user who runs the broker. `jupyter gpu explain LEASE` says why 
 """
 LEVELS: Final = ("debug", "info", "warning", "error")
 _SEVERITY: Final = {"DEBUG": 0, "INFO": 1, "WARNING": 2, "ERROR": 3, "CRITICAL": 4}
+_STYLES: Final = {"WARNING": Style.ATTENTION, "ERROR": Style.WRONG, "CRITICAL": Style.WRONG}
 _LINES = 100
 _ALL = "all"
 _FILES = 9  # as many rotated files are looked for
@@ -54,9 +61,13 @@ class LogEntry:
     level: str
     text: str
 
-    def line(self) -> str:
-        """Return it for people. Nothing in it can control a terminal."""
-        return f"{self.time:%Y-%m-%d %H:%M:%S} {self.level:<7} {_harmless(self.text)}"
+    def lines(self) -> "Iterator[Text]":
+        """Yield it for people. Nothing in it can control a terminal."""
+        first, *others = self.text.split("\n")
+        level = (f"{self.level:<7}", _STYLES.get(self.level, ""))
+        yield line(f"{self.time:%Y-%m-%d %H:%M:%S} ", level, f" {first}")
+        for one in others:
+            yield line(f"    {one}")
 
     def json(self) -> str:
         """Return it as one line of JSON; `time` is in ISO form with the offset from UTC."""
@@ -88,22 +99,30 @@ def run(options: argparse.Namespace) -> int:
     since_ms = None if options.since is None else parse_argument(parse_duration_ms, options.since)
     least = datetime.fromtimestamp(0 if since_ms is None else time.time() - since_ms / 1000, UTC)
     wanted = _wanted(options.level, least, "" if options.lease is None else _short_id(options.lease, options.socket))
-    say = LogEntry.json if options.json else LogEntry.line
     with explained(path, "the log"), closing(LogReader(path)) as log:
-        there = deque((entry for entry in log.entries() if wanted(entry)), maxlen=last)
+        with Progress(f"reading {path} ...", blocks=True, silent=True):
+            there = deque((entry for entry in log.entries() if wanted(entry)), maxlen=last)
         if not log.has_files:
             raise CommandError(
                 f"there is no log {path}: no broker has run here, or it writes to a terminal, or it is a service of systemd; "
                 "for that one use `journalctl --unit jupyter-gpu`, or name another broker's socket with --socket"
             )
-        for entry in there:
-            print(say(entry), flush=options.follow)
+        _print(there, as_json=options.json)
         if options.follow:
             for entry in filter(wanted, follow(log)):
-                print(say(entry), flush=True)
+                _print([entry], as_json=options.json)
     if not there:
-        print(f"no entry of {path} is of that kind", file=sys.stderr)
+        say(f"no entry of {path} is of that kind", sys.stderr)
     return 0
+
+
+def _print(entries: Collection[LogEntry], *, as_json: bool) -> None:
+    if as_json:
+        for entry in entries:
+            print(entry.json())
+    else:
+        write(text for entry in entries for text in entry.lines())
+    sys.stdout.flush()
 
 
 def _number(text: str) -> int | None:
@@ -175,8 +194,8 @@ class LogReader:
     def entries(self) -> Iterator[LogEntry]:
         """Yield the entries since the last call. What comes before the first whole entry is left out: its head was rotated away."""
         entry: LogEntry | None = None
-        for line in self._lines.lines():
-            text = line.decode(errors="backslashreplace").rstrip("\n")
+        for raw in self._lines.lines():
+            text = raw.decode(errors="backslashreplace").rstrip("\n")
             head = _head(text)
             if head is not None:
                 if entry is not None:
@@ -213,10 +232,3 @@ def follow(log: LogReader, pause: Callable[[float], None] = time.sleep) -> Itera
     while True:
         yield from log.entries()
         pause(INTERVAL_S)
-
-
-def _harmless(text: str) -> str:
-    """Return the text with its line breaks indented, and every other character that is not printable as an escape."""
-    lines = text.split("\n")
-    shown = ("".join(one if one.isprintable() else ascii(one)[1:-1] for one in line) for line in lines)
-    return "\n    ".join(shown)

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol, cast
 
 from fractional_gpu import __version__
 from fractional_gpu.commands.terminal.errors import CommandError
+from fractional_gpu.commands.terminal.output import say
 from fractional_gpu.protocol.errors import FractionalGPUError
 
 INTERRUPTED = 130
@@ -165,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
     except (CommandError, FractionalGPUError) as error:
-        print(f"jupyter gpu: {' '.join(str(error).split())}", file=sys.stderr)
+        say(f"jupyter gpu: {' '.join(str(error).split())}", sys.stderr)
         return error.exit_code if isinstance(error, CommandError) else FAILED
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -2,8 +2,9 @@
 
 import argparse
 import json
+import sys
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import to_builtins
 
@@ -11,7 +12,12 @@ from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.commands.terminal.completers import POOLS, set_completer
 from fractional_gpu.commands.terminal.connection import RUN_ONE, add_socket_argument, running_broker
 from fractional_gpu.commands.terminal.errors import UsageError
+from fractional_gpu.commands.terminal.layout import Style, fitted, line, table
+from fractional_gpu.commands.terminal.output import terminal_width, write
 from fractional_gpu.protocol.seats import PoolKeys
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 NO_POOLS = f"and only a running one tells its pools or changes them; {RUN_ONE}. What it starts with is set in jupyter_gpu_config.py"
 
@@ -52,7 +58,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"pools": [to_builtins(one) for one in pools]}))
     else:
-        print("\n\n".join(_said(one) for one in pools))
+        for number, pool in enumerate(pools):
+            write([*([line()] if number else []), *_said(pool, terminal_width(sys.stdout))])
     return 0
 
 
@@ -66,12 +73,19 @@ def _change(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def _said(pool: PoolKeys) -> str:
-    width = max(len(key) for key in pool.keys)
-    lines = [f"pool {pool.pool}, {len(pool.devices)} device{'s' if len(pool.devices) != 1 else ''}"]
-    for key, value in pool.keys.items():
-        mark = "  (changed since the broker was started)" if key in pool.changed else ""
-        lines.append(f"  {key:<{width}}  {json.dumps(value, ensure_ascii=False)}{mark}")
-    if pool.note:
-        lines.append(f"  note: {pool.note}")
-    return "\n".join(lines)
+def _said(pool: PoolKeys, width: int | None) -> "list[Text]":
+    count = len(pool.devices)
+    rows = [
+        (key, _value(value, ("  (changed since the broker was started)" if key in pool.changed else "")))
+        for key, value in pool.keys.items()
+    ]
+    note = [f"  note: {pool.note}"] if pool.note else []
+    return [
+        line(f"pool {pool.pool}, {count} device{'s' if count != 1 else ''}"),
+        *table((), rows, width=width),
+        *fitted(note, width),
+    ]
+
+
+def _value(value: object, mark: str) -> "Text":
+    return line(json.dumps(value, ensure_ascii=False), (mark, Style.ATTENTION))

@@ -8,7 +8,9 @@ from dataclasses import asdict
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.commands.terminal.connection import kernels_of, say_if_slow
 from fractional_gpu.commands.terminal.errors import CommandError
-from fractional_gpu.commands.terminal.render import short_id
+from fractional_gpu.commands.terminal.layout import harmless
+from fractional_gpu.commands.terminal.output import say
+from fractional_gpu.commands.terminal.words import short_id
 
 EPILOG = """\
 examples:
@@ -61,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
         socket=options.socket, config_file=options.config, simulate=options.simulate, state_dir=options.state_dir
     )
     try:
-        with say_if_slow("looking for kernels and bringing them back ...", sys.stderr):
+        with say_if_slow("looking for kernels and bringing them back ..."):
             result = rescue(given)
     except NoDeviceError as error:
         result = nothing(error.why)
@@ -71,10 +73,10 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(asdict(result)))
     else:
         if result.problem:
-            print(f"{result.problem}; the kernels were looked for in /proc", file=sys.stderr)
+            say(f"{result.problem}; the kernels were looked for in /proc", sys.stderr)
         for one in result.kernels:
-            name = f"{one.label} ({short_id(one.lease_id)})" if one.label else short_id(one.lease_id)
-            print(f"{name}, process {one.pid}: {one.outcome}: {one.sentence}")
+            name = f"{harmless(one.label)} ({short_id(one.lease_id)})" if one.label else short_id(one.lease_id)
+            say(f"{name}, process {one.pid}: {one.outcome}: {one.sentence}")
         if not result.kernels:
             print("There is no kernel to rescue.")
     return 0 if all(one.is_well for one in result.kernels) else 1

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fractional_gpu import __version__
 from fractional_gpu.commands.simulation.load import MADE_UP, configure_load, percent, read_trace, usual_load
@@ -37,6 +37,8 @@ from fractional_gpu.commands.simulation.usage import (
     usage_table,
 )
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError
+from fractional_gpu.commands.terminal.layout import fitted, line, table
+from fractional_gpu.commands.terminal.output import say, terminal_width, write
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.config import ConfigError
 from fractional_gpu.core.units import format_memory, parse_duration_ms
@@ -58,7 +60,9 @@ from fractional_gpu.simulator.search import devices_for_cells, devices_for_sessi
 from fractional_gpu.simulator.traces import Session, write_sessions
 from fractional_gpu.simulator.tuning import Step, tune
 
-_QUIET_S = 2.0
+if TYPE_CHECKING:
+    from rich.text import Text
+
 _USUAL_P95_WAIT = "3s"
 EPILOG = """\
 examples:
@@ -135,7 +139,8 @@ def run(options: argparse.Namespace) -> int:
         if options.placement:
             return _run_placement(options)
         if options.replay is not None:
-            events, effects = replay(options.replay)
+            with Progress(f"{options.replay} is replayed ...", blocks=True):
+                events, effects = replay(options.replay)
             print(f"{events} events gave the same {effects} effects as when they were recorded")
             return 0
         return _run(options)
@@ -172,9 +177,9 @@ def _run(options: argparse.Namespace) -> int:
         _writing(options.usage, lambda: write_usage(options.usage, meter, hosts))
     _print(options, result, baselines, usage)
     if not machine.several and result.devices > MOST_IN_A_HOST:
-        print(
+        say(
             f"note: all {result.devices} devices are in one host, and no host has so many; --hosts simulates several",
-            file=sys.stderr,
+            sys.stderr,
         )
     return 0
 
@@ -194,11 +199,16 @@ def _print(
             shown["baselines"] = {baseline.name: baseline.as_json() for baseline in baselines}
         print(json.dumps(shown))
         return
-    sys.stdout.write(_table([result, *baselines]) + (f"\n{usage_table(usage)}" if usage else ""))
+    width = terminal_width(sys.stdout)
+    parts = [_table([result, *baselines], width)]
+    if usage:
+        parts.append(usage_table(usage, width))
     if result.revocation is not None:
-        sys.stdout.write("\n" + revocation_text(result.revocation.as_json()))
+        parts.append(revocation_text(result.revocation.as_json(), width))
     if recorded is not None:
-        sys.stdout.write("\n" + compared_text(recorded, result.waits))
+        parts.append(fitted(compared_text(recorded, result.waits), width))
+    first, *others = parts
+    write([*first, *(one for part in others for one in (line(), *part))])
 
 
 def _fewest(
@@ -242,23 +252,23 @@ def _baseline(
     options: argparse.Namespace,
 ) -> Result:
     """Run a baseline; with `--find-devices` on its own fewest devices, if cells wait in this baseline at all."""
-    began = time.perf_counter()
     record = options.record.with_name(f"{name}.{options.record.name}") if options.record is not None else None
 
     def run(found: Sequence[Host], *, goal: Goal | None = None, record: Path | None = None) -> Result:
-        said = f"{name}, {_devices_of(found)}"
-        return run_baseline(
-            name,
-            found,
-            trace,
-            way=machine.way,
-            mps_fill_percent=options.mps_fill,
-            goal=goal,
-            record=record,
-            progress=Progress(said, "sessions"),
-            placing=Progress(said, "sessions placed"),
-        )
+        with Progress(f"{name}, {_devices_of(found)}") as progress:
+            return run_baseline(
+                name,
+                found,
+                trace,
+                way=machine.way,
+                mps_fill_percent=options.mps_fill,
+                goal=goal,
+                record=record,
+                progress=progress.counter("sessions"),
+                placing=progress.counter("sessions placed"),
+            )
 
+    began = time.perf_counter()
     if options.find_devices and name in WAITING:
         result = _fewest(name, machine, trace, goal, lambda found: run(found, goal=goal))
     else:
@@ -290,32 +300,30 @@ def _simulate(  # noqa: PLR0917 - as the run that it starts
     meter: RunMeter | None = None,
     revocation: Revocation | None = None,
 ) -> Result:
-    said, record = _devices_of(hosts), machine.options.record
-    placing, progress = Progress(said, "sessions placed"), Progress(said, "sessions")
-    if machine.engine is not None:
-        result = run_engine(
-            hosts,
-            trace,
-            machine.engine,
-            terms=machine.terms,
-            processes=machine.way.processes,
-            record=record,
-            progress=progress,
-            placing=Progress(said, "jobs of the engine"),
-        )
-        result.wall_s = progress.seconds
-        return result
-    result = run_hosts(
-        hosts,
-        trace,
-        machine.way,
-        record=record,
-        goal=goal,
-        progress=progress,
-        placing=placing,
-        meter=meter,
-        revocation=revocation,
-    )
+    with Progress(_devices_of(hosts)) as progress:
+        if machine.engine is not None:
+            result = run_engine(
+                hosts,
+                trace,
+                machine.engine,
+                terms=machine.terms,
+                processes=machine.way.processes,
+                record=machine.options.record,
+                progress=progress.counter("sessions"),
+                placing=progress.counter("jobs of the engine"),
+            )
+        else:
+            result = run_hosts(
+                hosts,
+                trace,
+                machine.way,
+                record=machine.options.record,
+                goal=goal,
+                progress=progress.counter("sessions"),
+                placing=progress.counter("sessions placed"),
+                meter=meter,
+                revocation=revocation,
+            )
     result.wall_s = progress.seconds
     return result
 
@@ -380,9 +388,10 @@ def _writing(path: Path, write: Callable[[], object]) -> None:
 # -- printing ---------------------------------------------------------------------------------------------------------
 
 
-def _table(results: Sequence[Result]) -> str:
+def _table(results: Sequence[Result], width: int | None) -> "list[Text]":
     """Return the figures side by side, a run a column."""
-    rows: list[list[str]] = [["", *(result.name for result in results)]]
+    header = ["", *(result.name for result in results)]
+    rows: list[list[str]] = []
     for key, value in results[0].as_json().items():
         if key == "forecast_error":
             rows += _errors(results)
@@ -390,14 +399,7 @@ def _table(results: Sequence[Result]) -> str:
             rows.extend([f"{key} {part}", *(_shown(_part(one, key, part)) for one in results)] for part in value)
         else:
             rows.append([key, *(_shown(one.as_json()[key]) for one in results)])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "".join(
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        ).rstrip()
-        + "\n"
-        for row in rows
-    )
+    return table(header, rows, indent="", width=width, figures_from=1)
 
 
 def _errors(results: Sequence[Result]) -> list[list[str]]:
@@ -462,13 +464,12 @@ def _run_placement(options: argparse.Namespace) -> int:
     if options.tune:
         return _tune(nodes, pods, _seeds(options.seeds or "1-3"), as_json=options.json)
     outcomes: list[Outcome] = []
-    spoke = time.perf_counter()
     seeds = _seeds(options.seeds or "42-51")
-    for seed in seeds:
-        outcomes.append(place(nodes, pods, POLICIES[name](pods), seed))
-        if time.perf_counter() - spoke >= _QUIET_S:
-            spoke = time.perf_counter()
-            print(f"{name}: {len(outcomes)} of {len(seeds)} seeds", file=sys.stderr)
+    with Progress(name) as progress:
+        count = progress.counter("seeds")
+        for seed in seeds:
+            outcomes.append(place(nodes, pods, POLICIES[name](pods), seed))
+            count(len(outcomes), len(seeds))
     mean_100 = round(sum(outcome.alloc_at_100 for outcome in outcomes) / len(outcomes), 3)
     mean_130 = round(sum(outcome.alloc_at_130 for outcome in outcomes) / len(outcomes), 3)
     if options.json:
@@ -483,10 +484,10 @@ def _run_placement(options: argparse.Namespace) -> int:
         mean = {"alloc_at_100": mean_100, "alloc_at_130": mean_130}
         print(json.dumps({"policy": name, "seeds": listed, "mean": mean}))
         return 0
-    print(f"{name}: GPUs allocated, percent, when 100 % and 130 % of them were asked for")
-    for outcome in outcomes:
-        print(f"  seed {outcome.seed:<9} {outcome.alloc_at_100:6.2f} {outcome.alloc_at_130:6.2f}")
-    print(f"  mean           {mean_100:6.2f} {mean_130:6.2f}")
+    rows = [(f"seed {one.seed}", f"{one.alloc_at_100:.2f}", f"{one.alloc_at_130:.2f}") for one in outcomes]
+    rows.append(("mean", f"{mean_100:.2f}", f"{mean_130:.2f}"))
+    say(f"{name}: GPUs allocated, percent, when 100 % and 130 % of them were asked for")
+    write(table((), rows, width=terminal_width(sys.stdout), figures_from=1))
     return 0
 
 
@@ -496,9 +497,10 @@ def _tune(nodes: Sequence[NodeShape], pods: Sequence[PodKind], seeds: Sequence[i
 
     def report(step: Step) -> None:
         tried.append(step)
-        print(f"{step.alloc_at_130:7.3f} {_weights(step)}", file=sys.stderr if as_json else sys.stdout, flush=True)
+        progress.say(f"{step.alloc_at_130:7.3f} {_weights(step)}", sys.stderr if as_json else sys.stdout)
 
-    best = tune(nodes, pods, seeds, report)
+    with Progress("trying weights ...", blocks=True, silent=True) as progress:
+        best = tune(nodes, pods, seeds, report)
     if as_json:
         print(json.dumps({"seeds": list(seeds), "tried": [_plain(step) for step in tried], "best": _plain(best)}))
     else:

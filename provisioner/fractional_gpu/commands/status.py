@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from msgspec import to_builtins
 
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.commands.terminal.connection import add_socket_argument, broker_if_running
+from fractional_gpu.commands.terminal.output import shown, terminal_width
 from fractional_gpu.commands.terminal.render import render_status
 from fractional_gpu.protocol.messages import HostStatus
 
@@ -41,8 +41,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_socket_argument(parser)
 
 
-def show(status: HostStatus | None, *, as_json: bool, socket: str, width: int | None = None) -> str:
-    """Return the status as text (of that `width`, in characters) or as one line of JSON, ending in a newline.
+def show(status: HostStatus | None, *, as_json: bool, socket: str, out: TextIO) -> str:
+    """Return the status as text for `out`, which may be a terminal, or as one line of JSON, ending in a newline.
 
     None: no broker runs on the socket.
     """
@@ -50,12 +50,7 @@ def show(status: HostStatus | None, *, as_json: bool, socket: str, width: int | 
         return json.dumps({"running": False} if status is None else {"running": True, **to_builtins(status)}) + "\n"
     if status is None:
         return f"No broker is running on {socket}; it starts with the first kernel that wants a GPU.\n"
-    return render_status(status, width)
-
-
-def terminal_width(out: TextIO) -> int | None:
-    """Return the terminal's width in characters; None if the output is no terminal, such as a pipe to `grep`."""
-    return shutil.get_terminal_size().columns if out.isatty() else None
+    return shown(render_status(status, terminal_width(out)), out)
 
 
 def watch(
@@ -70,7 +65,7 @@ def watch(
     redraw = out.isatty() and not as_json
     separator = "" if as_json else "\n"
     while True:
-        text = show(read(), as_json=as_json, socket=socket, width=terminal_width(out))
+        text = show(read(), as_json=as_json, socket=socket, out=out)
         out.write(_CLEAR + text + "\nCtrl-C ends this.\n" if redraw else text + separator)
         out.flush()
         pause(INTERVAL_S)
@@ -91,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
             client.close()
 
     if not options.watch:
-        sys.stdout.write(show(read(), as_json=as_json, socket=socket, width=terminal_width(sys.stdout)))
+        sys.stdout.write(show(read(), as_json=as_json, socket=socket, out=sys.stdout))
         return 0
     try:
         watch(read, sys.stdout, as_json=as_json, socket=socket)

@@ -29,6 +29,8 @@ from fractional_gpu.client.http import claim_holder
 from fractional_gpu.client.state_folder import own_host_folders
 from fractional_gpu.commands.terminal.connection import kernels_of, say_if_slow
 from fractional_gpu.commands.terminal.errors import CommandError
+from fractional_gpu.commands.terminal.output import say
+from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.config.settings import CONFIG_NAME
 from fractional_gpu.jupyter.kernelspecs import list_installed
 from fractional_gpu.protocol.errors import BrokerUnavailableError
@@ -81,7 +83,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Find, ask, remove. Raises CommandError while kernels have leases, and where nobody can be asked."""
-    found = _find()
+    with Progress("looking for what is there ...", blocks=True, silent=True):
+        found = _find()
     if options.dry_run:
         _report(found, as_json=options.json, removed=[], failed={}, dry=True)
         return 0
@@ -198,7 +201,7 @@ def _check_no_leases(sockets: list[str]) -> None:
 
 def _is_agreed(found: Findings) -> bool:
     for item in found.items:
-        print(f"  {item.path}  ({item.what})")
+        say(f"  {item.path}  ({item.what})")
     answer = input("Remove all of this? [y/N] ")
     return answer.strip().lower() in ("y", "yes")
 
@@ -220,7 +223,7 @@ def _end_broker(socket: str) -> None:
             return
         signal.pidfd_send_signal(pidfd, signal.SIGTERM)
         waiting = f"waiting for the broker on {socket} (process {pid}) to end"
-        with say_if_slow(waiting, sys.stderr), select.epoll() as ends:
+        with say_if_slow(f"{waiting} ..."), select.epoll() as ends:
             ends.register(pidfd, select.EPOLLIN)
             if not ends.poll(_END_S):
                 raise CommandError(
@@ -236,16 +239,19 @@ def _remove(items: list[Item]) -> tuple[list[Item], dict[Path, str]]:
     """Remove them; return which were removed, and why others could not be."""
     removed: list[Item] = []
     failed: dict[Path, str] = {}
-    for item in items:
-        try:
-            shutil.rmtree(item.path)
-        except FileNotFoundError:
-            continue  # the broker has removed it at its end
-        except OSError as error:
-            failed[item.path] = error.strerror or str(error)
-        else:
-            removed.append(item)
-            _remove_if_empty(item.path.parent)
+    with Progress("removing ...", blocks=True, silent=True) as progress:
+        count = progress.counter("folders")
+        for number, item in enumerate(items):
+            count(number, len(items))
+            try:
+                shutil.rmtree(item.path)
+            except FileNotFoundError:
+                continue  # the broker has removed it at its end
+            except OSError as error:
+                failed[item.path] = error.strerror or str(error)
+            else:
+                removed.append(item)
+                _remove_if_empty(item.path.parent)
     return removed, failed
 
 
@@ -289,11 +295,11 @@ def _report(found: Findings, *, as_json: bool, removed: list[Item], failed: dict
         )
         return
     for item in found.items if dry else removed:
-        print(f"{'would remove' if dry else 'removed'} {item.path}  ({item.what})")
+        say(f"{'would remove' if dry else 'removed'} {item.path}  ({item.what})")
     for path, why in failed.items():
-        print(f"could not remove {path}: {why}")
+        say(f"could not remove {path}: {why}")
     for item in found.kept:
-        print(f"kept {item.path}  ({item.what})")
+        say(f"kept {item.path}  ({item.what})")
     if not found.items:
         print("There is nothing of this user to remove.")
     print(f"The package itself is removed by: {command}")

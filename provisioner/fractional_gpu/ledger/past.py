@@ -9,7 +9,8 @@ import msgspec
 
 from fractional_gpu.core.metering.turns import Turn
 from fractional_gpu.core.model import LeaseSpec
-from fractional_gpu.ledger.opening import APPLICATION_ID, ledger_error
+from fractional_gpu.ledger.opening import ledger_error
+from fractional_gpu.ledger.schema import APPLICATION_ID
 
 
 @dataclass(slots=True)

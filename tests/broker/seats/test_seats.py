@@ -23,6 +23,7 @@ from fractional_gpu.broker.seats import seats as seats_module
 from fractional_gpu.broker.seats.seats import Seats
 from fractional_gpu.broker.services.status import StatusStream
 from fractional_gpu.client.seat import SeatClient
+from fractional_gpu.commands.terminal.layout import plain
 from fractional_gpu.commands.terminal.render import render_status
 from fractional_gpu.core.events import DeviceSeen
 from fractional_gpu.core.model import DeviceSpec
@@ -300,7 +301,7 @@ def test_the_wait_for_a_seat_is_forecast_with_bounds_and_compared_with_what_happ
         with waiting_for(live, "bob", 1000) as lines, client_of(live) as client:
             (wait,) = client.status().seat_queue
             assert (wait.low_ms, wait.expected_ms, wait.high_ms) == (180_000, 630_000, 1_080_000)
-            assert "; about 10 min more (3 to 18)" in render_status(client.status())
+            assert "; about 10 min more (3 to 18)" in plain(render_status(client.status()))
             client.release_seat(holder.seat_id)
             assert next(lines).kind == ProgressKind.GRANTED
             (error,) = [one for one in client.status().forecasts if one.what == "seat"]
@@ -345,7 +346,7 @@ def test_the_status_shows_seats_and_their_queue_to_whom_they_concern() -> None:
             assert [one["owner"] for one in theirs["seats"]] == ["ada"]
             assert "seat_queue" not in theirs or theirs["seat_queue"] == []
             assert holder.token not in json.dumps(to_builtins(status))
-            text = render_status(status)
+            text = plain(render_status(status))
     assert "ada/big" in text
     assert "waiting for a seat of pool default:" in text
     assert "    1. bob: 1 GPU, 1 GiB, for " in text

@@ -11,6 +11,7 @@ from msgspec import to_builtins
 
 from fractional_gpu.broker.seats.seats import Seats
 from fractional_gpu.client.seat import SeatClient
+from fractional_gpu.commands.terminal.layout import plain
 from fractional_gpu.commands.terminal.render import render_status
 from fractional_gpu.ledger.records import SeatRecord
 from fractional_gpu.protocol.messages import LeaseRequest, ProgressKind, SeatStatus, Workload
@@ -165,7 +166,7 @@ def test_too_little_memory_is_said_with_the_seat_and_in_the_story_and_status(liv
         assert status is not None
         assert status.warning == seat.warning
         with SeatClient(live.socket, timeout_s=DEADLINE_S) as client:
-            assert seat.warning in render_status(client.status())
+            assert seat.warning in plain(render_status(client.status()))
         with client_in(group, live) as own:
             _, lease = lease_on(own, seat)
             until(

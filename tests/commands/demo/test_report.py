@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from fractional_gpu.commands.demo.report import DemoDevice, DemoKernel, render_report, report_as_json
+from fractional_gpu.commands.terminal.layout import plain
 
 DEVICE = DemoDevice(name="Simulated GPU", simulated=True, memory_mib=1024)
 TENANT_A = DemoKernel(
@@ -21,7 +22,7 @@ TENANT_B = replace(TENANT_A, name="tenant-b", state="resident", suspends=4, move
 
 def test_the_table() -> None:
     assert (
-        render_report(DEVICE, [TENANT_A, TENANT_B])
+        plain(render_report(DEVICE, [TENANT_A, TENANT_B]))
         == """\
 Simulated GPU, 1 GiB
   KERNEL    GPU  STATE       SUSPENDED  RESUMED  MOVING  COMPARED  INTACT
@@ -51,7 +52,7 @@ def test_the_object_for_programs() -> None:
 def test_lost_state_is_not_ok_and_the_table_shouts() -> None:
     lost = replace(TENANT_B, state_intact=False)
     assert report_as_json(DEVICE, [TENANT_A, lost])["ok"] is False
-    text = render_report(DEVICE, [TENANT_A, lost])
+    text = plain(render_report(DEVICE, [TENANT_A, lost]))
     assert "NO" in text
     assert text.endswith("Something is wrong: tenant-b lost state.\n")
 
@@ -63,9 +64,8 @@ def test_a_demonstration_that_moved_nothing_shows_nothing_and_is_not_ok() -> Non
 
 def test_a_device_is_always_said_to_be_simulated_and_how_big_it_is() -> None:
     first_lines = [
-        render_report(replace(DEVICE, name=name), [TENANT_A]).splitlines()[0]
-        for name in ("SIM-1", "Simulated GPU 1 GiB")
+        render_report(replace(DEVICE, name=name), [TENANT_A])[0].plain for name in ("SIM-1", "Simulated GPU 1 GiB")
     ]
     assert first_lines == ["SIM-1, simulated, 1 GiB", "Simulated GPU 1 GiB"]
     real = DemoDevice(name="NVIDIA L4", simulated=False, memory_mib=24_576)
-    assert render_report(real, [TENANT_A]).startswith("NVIDIA L4, 24 GiB\n")
+    assert render_report(real, [TENANT_A])[0].plain == "NVIDIA L4, 24 GiB"

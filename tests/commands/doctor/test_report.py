@@ -8,6 +8,7 @@ import pytest
 
 from fractional_gpu.commands.doctor.doctor import next_step
 from fractional_gpu.commands.doctor.report import Finding, as_json, exit_code, note, ok, problem, render, warning
+from fractional_gpu.commands.terminal.layout import plain
 from fractional_gpu.jupyter.kernelspecs import InstalledSpec
 
 GOOD = ok("versions", "all new")
@@ -22,7 +23,7 @@ def test_only_errors_fail() -> None:
 
 
 def test_each_finding_is_a_line_with_what_to_do_below_it() -> None:
-    assert render([GOOD, BAD]).splitlines() == [
+    assert plain(render([GOOD, BAD])).splitlines() == [
         "ok       versions        all new",
         "warning  mps             MPS runs",
         "                         -> stop it",
@@ -32,13 +33,13 @@ def test_each_finding_is_a_line_with_what_to_do_below_it() -> None:
 
 
 def test_the_conclusion_counts() -> None:
-    assert render([GOOD, ODD]).endswith("\n\nNothing to complain of.\n")
-    assert render([WORST]).endswith("\n\n1 error, no warnings.\n")
-    assert render([WORST, WORST, BAD]).endswith("\n\n2 errors, 1 warning.\n")
+    assert plain(render([GOOD, ODD])).endswith("\n\nNothing to complain of.\n")
+    assert plain(render([WORST])).endswith("\n\n1 error, no warnings.\n")
+    assert plain(render([WORST, WORST, BAD])).endswith("\n\n2 errors, 1 warning.\n")
 
 
 def test_what_to_do_now_is_the_last_line() -> None:
-    assert render([GOOD], "do this.").endswith("\n\nNothing to complain of.\nNext: do this.\n")
+    assert plain(render([GOOD], "do this.")).endswith("\n\nNothing to complain of.\nNext: do this.\n")
 
 
 SIMULATED, REAL = (
@@ -75,9 +76,17 @@ def test_the_next_step_is_one_that_can_be_made(findings: list[Finding], specs: l
 
 def test_long_findings_stay_within_the_screen_and_are_whole() -> None:
     words = [f"word{number}" for number in range(60)]
-    shown = render([warning("driver", " ".join(words), " ".join(words))])
-    assert max(map(len, shown.splitlines())) <= 118
-    assert [word for word in shown.split() if word.startswith("word")] == words * 2
+    findings = [warning("driver", " ".join(words), " ".join(words))]
+    for width, most in ((60, 60), (100, 100), (300, 118)):
+        shown = plain(render(findings, "x" + " do it" * 60, width))
+        assert max(map(len, shown.splitlines())) <= most
+        assert [word for word in shown.split() if word.startswith("word")] == words * 2
+
+
+def test_a_program_gets_each_finding_on_one_line() -> None:
+    words = "word " * 60
+    shown = plain(render([warning("driver", words, words)], words)).splitlines()
+    assert [len(one.split("word")) for one in shown] == [61, 61, 1, 1, 61]
 
 
 def test_json_has_everything_and_the_worst_severity() -> None:

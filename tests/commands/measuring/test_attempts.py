@@ -68,7 +68,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measure:
         world = World(outcome)
         monkeypatch.setattr(measure_module, "time", world)
         monkeypatch.setattr(Measurement, "_step", world.step)
-        measurement = Measurement(PLAN, cast("BrokerClient", world), tmp_path, _began_s=0.0)
+        measurement = Measurement(PLAN, cast("BrokerClient", world), tmp_path, lambda _: None, _began_s=0.0)
         measurement.run()
         return measurement, world
 

@@ -2,19 +2,21 @@
 
 import pytest
 
-from fractional_gpu.commands.terminal.render import bar, describe_state, lease_name, render_status, table
+from fractional_gpu.commands.terminal.layout import plain, table
+from fractional_gpu.commands.terminal.render import bar, render_status
+from fractional_gpu.commands.terminal.words import describe_state, lease_name
 from fractional_gpu.protocol.messages import Stranger
 from tests.commands.pictures import a_device, a_host, a_lease
 
 
 def test_a_bar_shows_strangers_use_reservations_and_what_is_free() -> None:
     device = a_device(memory_mib=1000, used_mib=350, stranger_mib=100, reserved_mib=500)
-    assert bar(device, cells=10) == "x##==....."
+    assert bar(device, cells=10).plain == "x##==....."
     assert len(bar(device)) == 24
 
 
 def test_a_bar_hides_nothing_that_exists() -> None:
-    assert bar(a_device(memory_mib=80_000, used_mib=3, stranger_mib=1, reserved_mib=10), cells=8) == "x#=....."
+    assert bar(a_device(memory_mib=80_000, used_mib=3, stranger_mib=1, reserved_mib=10), cells=8).plain == "x#=....."
 
 
 @pytest.mark.parametrize(
@@ -58,14 +60,15 @@ def test_every_line_fits_the_terminal_and_nothing_of_it_is_lost() -> None:
             ),
         ],
     )
-    wide = render_status(status)
+    wide = plain(render_status(status))
     assert max(map(len, wide.splitlines())) > 100
     for width in (100, 80, 60):
-        lines = render_status(status, width).splitlines()
+        lines = plain(render_status(status, width)).splitlines()
         assert max(map(len, lines)) <= width, f"at {width}"
         assert sorted("".join("".join(lines).split())) == sorted("".join(wide.split()))
 
 
 def test_a_table_without_a_width_has_one_line_a_row() -> None:
-    assert table(("A", "B"), [("a b c", "x" * 200)]) == ["  A      B", f"  a b c  {'x' * 200}"]
-    assert table(("A", "B"), [("a", "one two three four")], width=15) == ["  A  B", "  a  one two", "     three four"]
+    assert plain(table(("A", "B"), [("a b c", "x" * 200)])) == f"  A      B\n  a b c  {'x' * 200}\n"
+    narrow = plain(table(("A", "B"), [("a", "one two three four")], width=15))
+    assert narrow == "  A  B\n  a  one two\n     three four\n"

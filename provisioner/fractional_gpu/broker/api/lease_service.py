@@ -228,16 +228,7 @@ class LeaseService:
         """Admit a new lease. Raises BadRequestError, NoRoomError or RequestTooLargeError. Cancelled: the lease expires by itself."""
         broker, uid = self.broker, peer.credentials.uid
         await self._let_others_start(peer, request)
-        if sum(kernel.uid == uid for kernel in broker.kernels.values()) >= MAX_LEASES_PER_UID:
-            raise RequestTooLargeError(
-                f"user {user_name(uid)} has {MAX_LEASES_PER_UID} leases, the most there may be; shut a kernel down",
-                reason="too-many-leases-of-a-user",
-            )
-        if len(broker.kernels) >= MAX_LEASES:
-            raise RequestTooLargeError(
-                f"this host has {MAX_LEASES} leases of all its users, the most there may be; shut a kernel down, or ask others to",
-                reason="too-many-leases",
-            )
+        self._check_count(uid)
         spec = self.seats.draws.apply_terms(peer, request, lease_spec(broker.arbiter, peer, request))
         if not spec.seat:  # a seat's kernels may start for as long as the seat lasts
             self.seats.budgets.check(party_of(spec))
@@ -287,6 +278,20 @@ class LeaseService:
             },
             notice=evicted,
         )
+
+    def _check_count(self, uid: int) -> None:
+        """Raise RequestTooLargeError if the user, or the host, has as many leases as there may be."""
+        kernels = self.broker.kernels
+        if sum(kernel.uid == uid for kernel in kernels.values()) >= MAX_LEASES_PER_UID:
+            raise RequestTooLargeError(
+                f"user {user_name(uid)} has {MAX_LEASES_PER_UID} leases, the most there may be; shut a kernel down",
+                reason="too-many-leases-of-a-user",
+            )
+        if len(kernels) >= MAX_LEASES:
+            raise RequestTooLargeError(
+                f"this host has {MAX_LEASES} leases of all its users, the most there may be; shut a kernel down, or ask others to",
+                reason="too-many-leases",
+            )
 
     async def _let_others_start(self, peer: Peer, request: LeaseRequest) -> None:
         """Wait a moment if the only reason for a refusal would be that other kernels of the user have not started yet.

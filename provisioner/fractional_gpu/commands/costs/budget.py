@@ -2,20 +2,26 @@
 
 import argparse
 import json
+import sys
 import time
 from contextlib import closing
 from datetime import datetime
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from msgspec import to_builtins
 
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.commands.terminal.connection import RUN_ONE, add_socket_argument, running_broker
 from fractional_gpu.commands.terminal.errors import UsageError
+from fractional_gpu.commands.terminal.layout import Style, fitted, line
+from fractional_gpu.commands.terminal.output import terminal_width, write
 from fractional_gpu.core.metering.usage import ACCOUNTS
 from fractional_gpu.core.units import parse_duration_ms
 from fractional_gpu.protocol.accounts import BudgetExtension, BudgetList, BudgetStatus
 from fractional_gpu.reports.columns import budget_names
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 NO_BUDGETS: Final = (
     f"and only a running one knows what is left; {RUN_ONE}. c.GPUBroker.budgets in jupyter_gpu_config.py sets budgets"
@@ -82,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(to_builtins(BudgetList(budgets=shown, scope=found.scope))))
     else:
-        print(_listed(shown))
+        write(fitted(_listed(shown), terminal_width(sys.stdout)))
     return 0
 
 
@@ -107,14 +113,14 @@ def _until(text: str) -> int:
         ) from None
 
 
-def _listed(budgets: list[BudgetStatus]) -> str:
+def _listed(budgets: list[BudgetStatus]) -> "list[Text]":
     if not budgets:
-        return "no budget applies, or nothing of one was spent yet (c.GPUBroker.budgets sets them)"
+        return [line("no budget applies, or nothing of one was spent yet (c.GPUBroker.budgets sets them)")]
     lines = []
     names = budget_names(budgets)
     for one in sorted(budgets, key=lambda one: (one.kind, one.name, one.account, one.text)):
-        state = "used up" if one.used_up else f"{one.left_text} left"
+        state = ("used up", Style.WRONG) if one.used_up else f"{one.left_text} left"
         anew = "" if one.until_s is None else f"; begins anew {time.strftime('%Y-%m-%d', time.localtime(one.until_s))}"
         more = "" if one.amount_text in one.text else f" (of {one.amount_text}, with what was added)"
-        lines.append(f"{names(one)}: {one.text}: {one.spent_text} spent, {state}{more}{anew}")
-    return "\n".join(lines)
+        lines.append(line(f"{names(one)}: {one.text}: {one.spent_text} spent, ", state, f"{more}{anew}"))
+    return lines

@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from datetime import tzinfo
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
 from fractional_gpu import __version__
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.commands.status import terminal_width
 from fractional_gpu.commands.terminal.completers import DEVICES, POOLS, set_completer
 from fractional_gpu.commands.terminal.connection import RUN_ONE, add_socket_argument, running_broker, say_if_slow
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError
-from fractional_gpu.commands.terminal.render import table, wrap_lines
+from fractional_gpu.commands.terminal.layout import fitted, line, plain, table
+from fractional_gpu.commands.terminal.output import say, shown, terminal_width
 from fractional_gpu.core.metering.usage import ACCOUNTS
 from fractional_gpu.protocol.accounts import USAGE_BY, UsageReport
 from fractional_gpu.reports import rows_file
@@ -31,6 +32,9 @@ from fractional_gpu.reports.chargeback import as_csv, grain
 from fractional_gpu.reports.columns import ADVICE_BASIS, Table, advice_names, scope_text, tabulated
 from fractional_gpu.reports.page import page, period_text
 from fractional_gpu.reports.periods import DEFAULT, WORDS, period
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 _ONLY = ("user", "group", "pool", "device")
 _WITHOUT_BROKER = f"and it has the figures; {RUN_ONE}, or name a file of metered rows with --from"
@@ -132,13 +136,13 @@ def run(options: argparse.Namespace) -> int:
         report, provider = _from_file(options, ask), "simulation"
     else:
         report, provider = _from_broker(options, ask), socket.gethostname()
-    text = _formed(report, ask, zone, provider, None if options.output else terminal_width(sys.stdout))
+    text = _formed(report, ask, zone, provider, None if options.output else sys.stdout)
     if options.output is None:
         sys.stdout.write(text)
     else:
         _write(options.output, text)
     if report.note and ask.form != "text":
-        print(f"note: {report.note}", file=sys.stderr)
+        say(f"note: {report.note}", sys.stderr)
     return 0
 
 
@@ -174,7 +178,7 @@ def _from_broker(options: argparse.Namespace, ask: _Ask) -> UsageReport:
         only: dict[str, str] = {name: str(value) for name, value in ask.only.items()}
         if "device" in only:
             only["device"] = _device(client, only["device"])
-        with say_if_slow("The broker adds up the figures ...", sys.stderr):
+        with say_if_slow("The broker adds up the figures ..."):
             return client.usage(ask.grain, since_s, until_s, only)
 
 
@@ -193,7 +197,7 @@ def _from_file(options: argparse.Namespace, ask: _Ask) -> UsageReport:
         raise UsageError("--from reads a file and --socket names a broker; leave one of the two out")
     path: Path = options.rows
     try:
-        with say_if_slow(f"{path} is read and added up ...", sys.stderr):
+        with say_if_slow(f"{path} is read and added up ..."):
             file = rows_file.read(path.read_bytes(), str(path))
             since_s, until_s = file.begins_s, file.ends_s
             if options.since is not None or options.until is not None:
@@ -212,7 +216,8 @@ def _utc_text(at_s: int) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at_s))
 
 
-def _formed(report: UsageReport, ask: _Ask, zone: tzinfo | None, provider: str, width: int | None) -> str:
+def _formed(report: UsageReport, ask: _Ask, zone: tzinfo | None, provider: str, out: TextIO | None) -> str:
+    """Return the report as a text for `out`, which may be a terminal, or for a file."""
     match ask.form:
         case "csv":
             return as_csv(report, ask.by, provider=provider, zone=zone)
@@ -222,48 +227,46 @@ def _formed(report: UsageReport, ask: _Ask, zone: tzinfo | None, provider: str, 
             made_by = f"jupyter-fractional-gpu {__version__}: {ask.command}"
             return page(report, ask.by, made_by=made_by, whole=ask.whole, zone=zone)
         case _:
-            return as_text(report, ask.by, width=width, zone=zone)
+            lines = as_text(report, ask.by, width=terminal_width(out) if out is not None else None, zone=zone)
+            return shown(lines, out) if out is not None else plain(lines)
 
 
-def as_text(report: UsageReport, by: Sequence[str], *, width: int | None = None, zone: tzinfo | None = None) -> str:
+def as_text(
+    report: UsageReport, by: Sequence[str], *, width: int | None = None, zone: tzinfo | None = None
+) -> "list[Text]":
     """Return the report for a terminal of so many characters: a table, or two where one would be too wide."""
-    lines = [f"Use of GPUs from {period_text(report, zone)}. {scope_text(report)}", ""]
+    lines = [line(f"Use of GPUs from {period_text(report, zone)}. {scope_text(report)}"), line()]
     if not report.entries:
-        lines.append("Nothing was used in this time, or nothing that you may see.")
+        lines.append(line("Nothing was used in this time, or nothing that you may see."))
     else:
         tables = [_drawn(tabulated(report, by), None)]
-        if width is not None and max(map(len, tables[0])) > width:
+        if width is not None and max(one.cell_len for one in tables[0]) > width:
             time_table = tabulated(report, by, only=lambda one: not one.resource)
             rest_table = tabulated(report, by, only=lambda one: one.resource)
-            tables = [_drawn(time_table, width), [""], _drawn(rest_table, width)]
-        lines += [*chain.from_iterable(tables), "", *wrap_lines([_MEANING], width)]
+            tables = [_drawn(time_table, width), [line()], _drawn(rest_table, width)]
+        lines += [*chain.from_iterable(tables), line(), *fitted([_MEANING], width)]
     lines += _advised(report, width)
-    lines += wrap_lines([text for text in (report.carbon, report.note) if text], width)
-    return "\n".join(lines) + "\n"
+    return [*lines, *fitted([text for text in (report.carbon, report.note) if text], width)]
 
 
-def _advised(report: UsageReport, width: int | None) -> list[str]:
+def _advised(report: UsageReport, width: int | None) -> "list[Text]":
     """Return the lines of what is suggested for notebooks' shares; none where nothing is."""
     if not report.advice:
         return []
     name = advice_names(report.advice)
     said = [f"{name(one)}: {one.sentence}." for one in report.advice]
     return [
-        "",
-        f"Advice on shares, {ADVICE_BASIS[:1].lower()}{ADVICE_BASIS[1:]}:",
-        *wrap_lines(said, width),
+        line(),
+        line(f"Advice on shares, {ADVICE_BASIS[:1].lower()}{ADVICE_BASIS[1:]}:"),
+        *fitted(said, width),
     ]
 
 
-def _drawn(found: Table, width: int | None) -> list[str]:
+def _drawn(found: Table, width: int | None) -> "list[Text]":
     """Return the table's lines, names to the left and figures to the right."""
     header = [*(one.upper() for one in found.by), *(_heading(one.name) for one in found.columns)]
-    rows = [[*line.names, *line.cells] for line in found.lines]
-    for index in range(len(found.by), len(header)):
-        most = max(len(row[index]) for row in [header, *rows])
-        for row in [header, *rows]:
-            row[index] = row[index].rjust(most)
-    return table(header, rows, width=width)
+    rows = [[*one.names, *one.cells] for one in found.lines]
+    return table(header, rows, width=width, figures_from=len(found.by))
 
 
 def _heading(name: str) -> str:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from fractional_gpu.client.client import BrokerClient
@@ -25,6 +25,8 @@ from fractional_gpu.commands.demo.report import (
 from fractional_gpu.commands.demo.sandbox import Sandbox, interrupt_on_termination, open_sandbox
 from fractional_gpu.commands.terminal.arguments import checked_simulate, require_packages
 from fractional_gpu.commands.terminal.errors import CommandError
+from fractional_gpu.commands.terminal.output import say, terminal_width, write
+from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.gpu.interface import GPUError
 from fractional_gpu.gpu.open import open_monitor
 
@@ -74,30 +76,25 @@ def run(options: argparse.Namespace) -> int:
     simulate = checked_simulate(options.simulate or os.environ.get("JUPYTER_GPU_SIMULATE") or None)
     with interrupt_on_termination(), open_sandbox(keep=options.keep) as sandbox:
         if options.keep:
-            _print_progress(f"the folder {sandbox.root} stays when this ends")
-        setup = _prepare(sandbox, simulate)
-        kernels = _run_notebooks(sandbox, setup.broker)
+            say(f"the folder {sandbox.root} stays when this ends", sys.stderr, flush=True)
+        with Progress("two notebooks take turns on one GPU", blocks=True, silent=True) as progress:
+            setup = _prepare(sandbox, simulate, progress.say)
+            kernels = _run_notebooks(sandbox, setup.broker, progress)
         if options.json:
             print(json.dumps(report_as_json(setup.device, kernels)), flush=True)
         else:
-            print(render_report(setup.device, kernels), end="", flush=True)
+            write(render_report(setup.device, kernels, terminal_width(sys.stdout)), flush=True)
         if not options.check:
             _open_lab(sandbox)
     return 1 if find_problems(kernels) else 0
 
 
-def _print_progress(sentence: str) -> None:
-    print(sentence, file=sys.stderr, flush=True)
-
-
-def _prepare(sandbox: Sandbox, simulate: str | None) -> _Setup:
+def _prepare(sandbox: Sandbox, simulate: str | None, tell: Callable[[str], None]) -> _Setup:
     """Start the broker, on a real GPU if one is suitable, and install the kernelspec that the notebooks name."""
-    setup = None if simulate else _set_up_real(sandbox)
+    setup = None if simulate else _set_up_real(sandbox, tell)
     if setup is None:
         simulate = simulate or SIMULATED
-        _print_progress(
-            f"Using a simulated GPU ({simulate}): its bytes are real and are really moved, its speed says nothing."
-        )
+        tell(f"Using a simulated GPU ({simulate}): its bytes are real and are really moved, its speed says nothing.")
         os.environ["JUPYTER_GPU_SIMULATE"] = simulate  # for a broker that has to be started again
         setup = _setup_of(sandbox.start_broker(simulate=simulate, device=0))
     sandbox.install_kernels(simulated=setup.device.simulated)
@@ -110,10 +107,10 @@ def _setup_of(broker: BrokerClient) -> _Setup:
     return _Setup(broker, DemoDevice(name=device.name, simulated=status.simulated, memory_mib=device.memory_mib))
 
 
-def _set_up_real(sandbox: Sandbox) -> _Setup | None:
-    """Start the broker on the first suitable real GPU. None if there is none, after printing why."""
+def _set_up_real(sandbox: Sandbox, tell: Callable[[str], None]) -> _Setup | None:
+    """Start the broker on the first suitable real GPU. None if there is none, after telling why."""
     if importlib.util.find_spec("torch") is None:
-        _print_progress("torch, which the notebooks use on a real GPU, is not installed here.")
+        tell("torch, which the notebooks use on a real GPU, is not installed here.")
         return None
     try:
         monitor = open_monitor("nvidia")
@@ -122,29 +119,29 @@ def _set_up_real(sandbox: Sandbox) -> _Setup | None:
         finally:
             monitor.close()
     except GPUError as error:
-        _print_progress(f"The GPUs of this machine cannot be used: {error}")
+        tell(f"The GPUs of this machine cannot be used: {error}")
         return None
     if not devices:
-        _print_progress("This machine has no GPU.")
+        tell("This machine has no GPU.")
     for device in devices:
         if not device.checkpointable:
-            _print_progress(f"{device.name} cannot be shared: {device.why_not}")
+            tell(f"{device.name} cannot be shared: {device.why_not}")
             continue
         try:
             return _setup_of(sandbox.start_broker(simulate=None, device=device.device_id))
         except CommandError as error:
-            _print_progress(f"{device.name} cannot be used: {error}")
+            tell(f"{device.name} cannot be used: {error}")
     return None
 
 
-def _run_notebooks(sandbox: Sandbox, broker: BrokerClient) -> list[DemoKernel]:
+def _run_notebooks(sandbox: Sandbox, broker: BrokerClient, progress: Progress) -> list[DemoKernel]:
     """Run the notebooks in turns, print what happens, and return the results of their kernels."""
     from fractional_gpu.commands.demo.notebook_runner import read_notebook, run_in_turns, save  # noqa: PLC0415 - nbclient may be missing
 
     began = time.monotonic()
 
     def tell(sentence: str) -> None:
-        _print_progress(f"{time.monotonic() - began:6.1f} s  {sentence}")
+        progress.say(f"{time.monotonic() - began:6.1f} s  {sentence}")
 
     notebooks = [read_notebook(sandbox.notebooks / name, sandbox.root / f"{name}.log") for name in NOTEBOOKS]
     tracker = LeaseTracker({notebook.kernel_id: notebook.name for notebook in notebooks})
@@ -155,7 +152,7 @@ def _run_notebooks(sandbox: Sandbox, broker: BrokerClient) -> list[DemoKernel]:
             monitor.stop()  # what becomes of kernels that are shut down is no part of the demonstration
             kernels.extend(_results_of(notebooks, broker, tracker))
 
-        asyncio.run(run_in_turns(notebooks, tell, finish))
+        asyncio.run(run_in_turns(notebooks, tell, finish, progress.counter("cells")))
     for notebook in notebooks:
         save(notebook, sandbox.root / "executed")
     return kernels
@@ -193,8 +190,10 @@ def _results_of(notebooks: Sequence["DemoNotebook"], broker: BrokerClient, track
 def _open_lab(sandbox: Sandbox) -> None:
     """Open JupyterLab on fresh copies of the notebooks; returns when it has ended. Ctrl-C ends it without a question of JupyterLab's."""
     sandbox.copy_notebooks()
-    _print_progress(
-        "Opening JupyterLab: open both notebooks and run their cells in turn. Ctrl-C here ends it and tidies up."
+    say(
+        "Opening JupyterLab: open both notebooks and run their cells in turn. Ctrl-C here ends it and tidies up.",
+        sys.stderr,
+        flush=True,
     )
     command = [sys.executable, "-P", "-m", "jupyterlab", f"--ServerApp.root_dir={sandbox.notebooks}"]
     command += ["--ServerApp.answer_yes=True", f"--LabApp.default_url=/lab/tree/{NOTEBOOKS[0]}"]

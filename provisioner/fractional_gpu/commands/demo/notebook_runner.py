@@ -60,11 +60,15 @@ def result_of(notebook: DemoNotebook) -> dict[str, Any]:
 
 
 async def run_in_turns(
-    notebooks: Sequence[DemoNotebook], tell: Callable[[str], None], finished: Callable[[], None]
+    notebooks: Sequence[DemoNotebook],
+    tell: Callable[[str], None],
+    finished: Callable[[], None],
+    count: Callable[[int, int], None],
 ) -> None:
     """Run all notebooks, a code cell of each in turn; `finished` is called while all the kernels are still alive.
 
-    The outputs are stored in the notebooks. Raises CommandError when a kernel does not start or a cell fails.
+    `count` gets how many cells have run, and all. The outputs are stored in the notebooks.
+    Raises CommandError when a kernel does not start or a cell fails.
     Cancellation shuts the kernels down, as any other end does.
     """
     async with AsyncExitStack() as stack:
@@ -72,11 +76,14 @@ async def run_in_turns(
         numbered = [
             [(at, cell) for at, cell in enumerate(t.content.cells) if cell.cell_type == "code"] for t in notebooks
         ]
+        done, total = 0, sum(map(len, numbered))
         for turn, cells in enumerate(zip_longest(*numbered), start=1):
             for notebook, client, cell in zip(notebooks, clients, cells, strict=True):
                 if cell is not None:
                     tell(f"{notebook.name}: cell {turn} of {len(numbered[0])}")
                     await _run_cell(notebook, client, *cell)
+                    done += 1
+                    count(done, total)
         finished()
 
 

@@ -4,14 +4,18 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.commands.terminal.render import describe_device, table
+from fractional_gpu.commands.terminal.layout import Style, fitted, line, table
+from fractional_gpu.commands.terminal.words import describe_device
 from fractional_gpu.core.units import format_fraction, format_memory
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.messages import LeaseStatus
 from fractional_gpu.protocol.names import state_words
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +70,8 @@ def report_as_json(device: DemoDevice, kernels: Sequence[DemoKernel]) -> dict[st
     }
 
 
-def render_report(device: DemoDevice, kernels: Sequence[DemoKernel]) -> str:
-    """Return the table and the conclusion, ending in a newline."""
+def render_report(device: DemoDevice, kernels: Sequence[DemoKernel], width: int | None = None) -> "list[Text]":
+    """Return the table and the conclusion. `width`: of the terminal, in characters."""
     header = ("KERNEL", "GPU", "STATE", "SUSPENDED", "RESUMED", "MOVING", "COMPARED", "INTACT")
     rows = [
         (
@@ -78,24 +82,19 @@ def render_report(device: DemoDevice, kernels: Sequence[DemoKernel]) -> str:
             f"{kernel.resumes} times",
             f"{kernel.moved_s:.1f} s",
             format_memory(kernel.compared_bytes // 2**20),
-            "yes" if kernel.state_intact else "NO",
+            "yes" if kernel.state_intact else ("NO", Style.WRONG),
         )
         for kernel in kernels
     ]
     wrong = find_problems(kernels)
     asked = sum(kernel.fraction_milli for kernel in kernels)
     good = f"Together they asked for {format_fraction_sum(asked)} GPUs, and every byte is where it was."
-    conclusion = "Something is wrong: " + "; ".join(wrong) + "." if wrong else good
-    return (
-        "\n".join(
-            [
-                describe_device(device.name, device.memory_mib, simulated=device.simulated),
-                *table(header, rows),
-                conclusion,
-            ]
-        )
-        + "\n"
-    )
+    conclusion = line(("Something is wrong", Style.WRONG), f": {'; '.join(wrong)}.") if wrong else line(good)
+    return [
+        line(describe_device(device.name, device.memory_mib, simulated=device.simulated)),
+        *table(header, rows, width=width),
+        *fitted([conclusion], width),
+    ]
 
 
 def format_fraction_sum(milli: int) -> str:

@@ -35,6 +35,8 @@ from fractional_gpu.commands.doctor.report import (
     write_bundle,
 )
 from fractional_gpu.commands.terminal.connection import add_socket_argument
+from fractional_gpu.commands.terminal.output import say, terminal_width, write
+from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.core.units import format_memory
 from fractional_gpu.gpu.interface import DeviceInfo, GPUError
 from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor
@@ -54,6 +56,7 @@ examples:
 
 Exit code 0: it works, perhaps with warnings. 1: something cannot work.
 """
+_EXAMINING = "examining this machine ..."
 _PROBE_HOST = "1x256MiB"
 
 
@@ -69,12 +72,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Examine everything, print it, and return 1 if something cannot work."""
-    findings = list(examine(options.socket, try_it=not options.no_try))
-    then = next_step(findings, list_installed())
-    sys.stdout.write(as_json(findings, then) if options.json else render(findings, then))
+    findings: list[Finding] = []
+    with Progress(_EXAMINING, blocks=True, silent=True) as progress:
+        for finding in examine(options.socket, try_it=not options.no_try):
+            findings.append(finding)
+            progress.what = f"{_EXAMINING} {len(findings)} checks made"
+        then = next_step(findings, list_installed())
+    if options.json:
+        sys.stdout.write(as_json(findings, then))
+    else:
+        write(render(findings, then, terminal_width(sys.stdout)))
     if options.bundle is not None:
         names = write_bundle(options.bundle, findings, options.socket)
-        print(f"{options.bundle}: {', '.join(names)}. Read it before you send it.", file=sys.stderr)
+        say(f"{options.bundle}: {', '.join(names)}. Read it before you send it.", sys.stderr)
     return exit_code(findings)
 
 

@@ -18,7 +18,8 @@ from fractional_gpu.config import ConfigError, Settings, load
 from fractional_gpu.core.units import format_memory
 from fractional_gpu.gpu.simulated.host import parse_devices
 from fractional_gpu.gpu.simulated.store import SimulatedHostError
-from fractional_gpu.ledger.opening import APPLICATION_ID, newest_version, set_aside_command
+from fractional_gpu.ledger.opening import set_aside_command
+from fractional_gpu.ledger.schema import APPLICATION_ID, newest_version
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.limits import PROTOCOL_VERSION
 from fractional_gpu.protocol.messages import ForecastError, Pong

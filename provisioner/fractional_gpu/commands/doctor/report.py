@@ -16,22 +16,25 @@ import os
 import platform
 import re
 import tarfile
-import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import to_builtins
 
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.commands.terminal.connection import broker_if_running
 from fractional_gpu.commands.terminal.errors import CommandError
+from fractional_gpu.commands.terminal.layout import Piece, Style, fitted, line, table
 from fractional_gpu.protocol.errors import FractionalGPUError
 
-_WIDTH = 118  # characters
-_CHECK_CELLS = 14
-_SEVERITY_CELLS = 7
+if TYPE_CHECKING:
+    from rich.text import Text
+
+_LEAST_CELLS = (7, 14)  # of the severity, and of the name of most checks
+_MOST_READABLE = 118  # characters of a line, also where the terminal is wider
 _LAST_BYTES = 1_000_000  # of each log
 _PACKAGES = (
     "jupyter-fractional-gpu",
@@ -44,6 +47,7 @@ _PACKAGES = (
     "pyzmq",
     "traitlets",
     "msgspec",
+    "rich",
     "nvidia-ml-py",
     "cuda-bindings",
     "torch",
@@ -59,6 +63,14 @@ class Severity(StrEnum):
     NOTE = "note"  # an ordinary circumstance that a reader should know
     WARNING = "warning"  # it works, and something will be missed
     ERROR = "error"  # something that this project promises cannot work
+
+
+_STYLES = {
+    Severity.OK: Style.GOOD,
+    Severity.NOTE: "",
+    Severity.WARNING: Style.ATTENTION,
+    Severity.ERROR: Style.WRONG,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,9 +117,8 @@ def as_json(findings: Sequence[Finding], next_step: str = "") -> str:
     return json.dumps(content, ensure_ascii=False) + "\n"
 
 
-def render(findings: Sequence[Finding], next_step: str = "") -> str:
-    """Return the findings as text, a conclusion and what to do now last, ending in a newline."""
-    lines = [line for finding in findings for line in _lines(finding)]
+def render(findings: Sequence[Finding], next_step: str = "", width: int | None = None) -> "list[Text]":
+    """Return the findings, a conclusion, and what to do now last. `width`: of the terminal, in characters."""
     counts = {severity: sum(one.severity is severity for one in findings) for severity in Severity}
     if counts[Severity.ERROR]:
         conclusion = f"{_count(counts[Severity.ERROR], 'error')}, {_count(counts[Severity.WARNING], 'warning')}."
@@ -115,29 +126,20 @@ def render(findings: Sequence[Finding], next_step: str = "") -> str:
         conclusion = f"No errors, {_count(counts[Severity.WARNING], 'warning')}."
     else:
         conclusion = "Nothing to complain of."
-    end = textwrap.wrap(f"Next: {next_step}", _WIDTH, break_on_hyphens=False) if next_step else []
-    return "\n".join([*lines, "", conclusion, *end]) + "\n"
+    room = None if width is None else min(width, _MOST_READABLE)
+    end = fitted([line(("Next:", Style.HEADING), f" {next_step}")], room) if next_step else []
+    rows = [row for finding in findings for row in _rows(finding)]
+    return [*table((), rows, indent="", width=room, least=_LEAST_CELLS), line(), line(conclusion), *end]
 
 
 def _count(number: int, what: str) -> str:
     return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
 
 
-def _lines(finding: Finding) -> list[str]:
-    head = f"{finding.severity:<{_SEVERITY_CELLS}}  {finding.check:<{_CHECK_CELLS}}  "
-    indent = " " * len(head)
-    lines = textwrap.wrap(
-        finding.finding, _WIDTH, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False
-    )
+def _rows(finding: Finding) -> Iterator[tuple[Piece, str, str]]:
+    yield (str(finding.severity), _STYLES[finding.severity]), finding.check, finding.finding
     if finding.advice:
-        lines += textwrap.wrap(
-            finding.advice,
-            _WIDTH,
-            initial_indent=f"{indent}-> ",
-            subsequent_indent=f"{indent}   ",
-            break_on_hyphens=False,
-        )
-    return lines
+        yield "", "", f"-> {finding.advice}"
 
 
 def clean(text: str) -> str:

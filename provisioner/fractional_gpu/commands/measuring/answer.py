@@ -5,13 +5,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from fractions import Fraction
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from fractional_gpu.commands.measuring.study import WHOLE_MILLI, Finding, right_share
-from fractional_gpu.commands.terminal.render import table
+from fractional_gpu.commands.terminal.layout import table
 from fractional_gpu.core.units import format_fraction, format_memory
 from fractional_gpu.curves import Panel, Series, curves
 from fractional_gpu.stats import median
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 _UNKNOWN: Final = "-"
 _CLOSE: Final = 0.04  # a cost within so much of a simple part is called that part
@@ -96,8 +99,8 @@ def verdict(findings: Sequence[Finding], most_slower: float) -> str:
     return f"{format_fraction(least_milli)} suffices ({limit}), also on a full device.{doubt}"
 
 
-def figures(findings: Sequence[Finding]) -> list[str]:
-    """Return the lines of a table of all figures."""
+def figures(findings: Sequence[Finding], width: int | None = None) -> "list[Text]":
+    """Return the lines of a table of all figures. `width`: of the terminal, in characters."""
     header = [
         "SHARE",
         "TENANTS",
@@ -128,11 +131,7 @@ def figures(findings: Sequence[Finding]) -> list[str]:
         for one in findings
         if not math.isnan(one.unit_s)
     ]
-    for column in range(1, len(header)):
-        width = max(len(row[column]) for row in [header, *rows])
-        for row in [header, *rows]:
-            row[column] = row[column].rjust(width)
-    return table(header, rows)
+    return table(header, rows, width=width, figures_from=1)
 
 
 def _price(found: Finding) -> str:
@@ -159,7 +158,7 @@ def as_json(findings: Sequence[Finding], most_slower: float, about: Mapping[str,
         "suffices_milli": best.setting.fraction_milli if best is not None else None,
         "settings": [_plain(asdict(one)) for one in findings],
         "sentences": sentences(findings, most_slower),
-        "table": figures(findings),
+        "table": [one.plain for one in figures(findings)],
     }
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 

@@ -38,6 +38,9 @@ from fractional_gpu.commands.run.process import check_program
 from fractional_gpu.commands.run.start import TIMEOUT_S, EndedError, signals_raise
 from fractional_gpu.commands.terminal.completers import DURATIONS, FRACTIONS, POOLS, set_completer
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError, parse_argument
+from fractional_gpu.commands.terminal.layout import fitted, line
+from fractional_gpu.commands.terminal.output import terminal_width, write
+from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.core.units import format_fraction, parse_duration_ms, parse_fraction_milli, parse_memory_mib
 from fractional_gpu.jupyter.kernel_command import check_pool_name
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError, NoRoomError
@@ -109,10 +112,14 @@ def run(options: argparse.Namespace) -> int:
         _end_with_input()
     measurement, ended = None, 0
     try:
-        with signals_raise(), tempfile.TemporaryDirectory(prefix="jupyter-gpu-measure-") as folder:
+        with (
+            signals_raise(),
+            tempfile.TemporaryDirectory(prefix="jupyter-gpu-measure-") as folder,
+            Progress("measuring", blocks=True, silent=True, within_s=plan.within_s) as progress,
+        ):
             seat = own_seat()
             with closing(ensure_broker(timeout_s=TIMEOUT_S, token=seat.token if seat is not None else None)) as client:
-                measurement = Measurement(plan, client, Path(folder))
+                measurement = Measurement(plan, client, Path(folder), lambda text: _say(progress, text))
                 measurement.run()
     except EndedError as error:
         ended = error.number
@@ -120,6 +127,10 @@ def run(options: argparse.Namespace) -> int:
         return _SIGNALLED + ended
     status = _show(options, measurement, interrupted=bool(ended))
     return _SIGNALLED + ended if ended else status
+
+
+def _say(progress: Progress, sentence: str) -> None:
+    progress.say(f"jupyter gpu measure: {sentence}")
 
 
 def _end_with_input() -> None:
@@ -145,8 +156,9 @@ def _show(options: argparse.Namespace, measurement: "Measurement", *, interrupte
         print(answer.as_json(findings, plan.most_slower, about), end="")
     else:
         remarks = [*(["interrupted; this is known so far"] if interrupted else []), *measurement.remarks()]
-        lines = [*answer.sentences(findings, plan.most_slower), "", *answer.figures(findings)]
-        print("\n".join([*remarks, *lines]))
+        width = terminal_width(sys.stdout)
+        sentences = [*remarks, *answer.sentences(findings, plan.most_slower)]
+        write([*fitted(sentences, width), line(), *answer.figures(findings, width)])
     if options.picture is not None:
         _write(options.picture, answer.picture(findings))
     return 0 if any(one.slower is not None for one in findings[1:]) else 1
@@ -256,11 +268,6 @@ def _write(path: Path, text: str) -> None:
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def say(sentence: str) -> None:
-    """Print how far the measurement is on standard error."""
-    print(f"jupyter gpu measure: {sentence}", file=sys.stderr, flush=True)
-
-
 @dataclass(slots=True)
 class Measurement:
     """One measurement, from its trial to its end. For the main thread: programs end with the thread that starts them."""
@@ -268,6 +275,7 @@ class Measurement:
     plan: Plan
     client: BrokerClient
     folder: Path
+    say: Callable[[str], None]  # how far it is
     study: Study = field(init=False)
     disturbed: dict[str, int] = field(default_factory=dict)  # how often, by reason
     _places: Places = field(init=False)
@@ -283,7 +291,7 @@ class Measurement:
         baseline, *others = self._settings()
         self.study = Study(baseline, [baseline, *others], self.plan.interval)
         plan = self.plan
-        self._places = Places(self.client, plan.pool, plan.memory_mib, self.folder, say, plan.may_wait)
+        self._places = Places(self.client, plan.pool, plan.memory_mib, self.folder, self.say, plan.may_wait)
 
     @property
     def until_s(self) -> float:
@@ -348,7 +356,7 @@ class Measurement:
     def _trial(self) -> None:
         """Find out what a unit of work is, and how long a step takes."""
         limit_s = self._began_s + self.plan.within_s / _TRIAL_PART
-        say(f"a trial on {format_fraction(self.study.baseline.fraction_milli)}, to see what a unit of work is")
+        self.say(f"a trial on {format_fraction(self.study.baseline.fraction_milli)}, to see what a unit of work is")
         while True:
             began_s = time.monotonic()
             try:
@@ -405,7 +413,7 @@ class Measurement:
     def _tell(self, sentence: str) -> None:
         """Say why an attempt was in vain, once for the attempts in a row."""
         if sentence != self._told:
-            say(sentence)
+            self.say(sentence)
         self._told = sentence
 
     def _leave_out(self, setting: Setting, why: str) -> None:
@@ -445,4 +453,4 @@ class Measurement:
                 parts.append(f"{format_fraction(setting.fraction_milli)} x {setting.tenants}: {so_far} ({sure})")
         spent_s = time.monotonic() - self._began_s
         spent = f"{spent_s:.0f} s of at most {self.plan.within_s:.0f} s"
-        say(f"round {self.study.rounds}, {spent}: {', '.join(parts) or 'nothing to compare yet'}")
+        self.say(f"round {self.study.rounds}, {spent}: {', '.join(parts) or 'nothing to compare yet'}")

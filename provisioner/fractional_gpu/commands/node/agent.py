@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from fractional_gpu.commands.node.ending import ending
 from fractional_gpu.commands.node.options import add_node_options, counts_of, seats_folder
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError, parse_argument
+from fractional_gpu.commands.terminal.output import say
 from fractional_gpu.core.units import parse_duration_ms
 
 if TYPE_CHECKING:
@@ -161,4 +162,4 @@ def _duration(text: str, name: str) -> int:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    say(line, sys.stderr, flush=True)

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fractional_gpu.commands.node.options import add_node_options, counts_of, seats_folder
+from fractional_gpu.commands.terminal.output import terminal_width, write
+from fractional_gpu.commands.terminal.progress import Progress
 
 if TYPE_CHECKING:
     from fractional_gpu.commands.doctor.report import Finding
@@ -43,8 +45,12 @@ def run(options: argparse.Namespace) -> int:
     """Examine everything, print it, and return 1 if something cannot work. Raises UsageError."""
     from fractional_gpu.commands.doctor.report import as_json, exit_code, render  # noqa: PLC0415 - not for help texts
 
-    findings = list(examine(options))
-    sys.stdout.write(as_json(findings) if options.json else render(findings))
+    with Progress("examining this node ...", blocks=True, silent=True):
+        findings = list(examine(options))
+    if options.json:
+        sys.stdout.write(as_json(findings))
+    else:
+        write(render(findings, width=terminal_width(sys.stdout)))
     return exit_code(findings)
 
 

@@ -16,6 +16,7 @@ from fractional_gpu.client.discovery import ensure_broker
 from fractional_gpu.commands.run.process import ENDING
 from fractional_gpu.commands.terminal.connection import watch_silence
 from fractional_gpu.commands.terminal.errors import CommandError
+from fractional_gpu.commands.terminal.output import say as write
 from fractional_gpu.commands.terminal.progress import WaitLine
 from fractional_gpu.jupyter.kernel_lease import KernelLease, environment_with
 from fractional_gpu.jupyter.kernel_process import identity_of
@@ -98,7 +99,7 @@ def _last_progress(client: BrokerClient, lease: KernelLease, wait_ms: int | None
         lines = client.hold(lease.lease_id, AcquireRequest())
     else:
         lines = client.acquire(lease.lease_id, AcquireRequest(wait_ms=max(wait_ms, _LEAST_WAIT_MS)))
-    silence = watch_silence(client, sys.stderr)
+    silence = watch_silence(client, lambda text: write(text, sys.stderr, flush=True))
     last = Progress(kind=ProgressKind.REFUSED)
     try:
         with closing(lines):

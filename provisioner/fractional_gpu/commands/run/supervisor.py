@@ -19,6 +19,7 @@ from typing import Final
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import ensure_broker
 from fractional_gpu.commands.run.signs import LOOK_S, CpuWatch, Ports, cpu_us
+from fractional_gpu.commands.terminal.output import say as write
 from fractional_gpu.commands.terminal.progress import WaitLine
 from fractional_gpu.jupyter.kernel_lease import KernelLease
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
@@ -38,7 +39,7 @@ _NOTICE_S: Final = 1.0  # for the broker to say why the command was killed
 def say(sentence: str) -> None:
     """Print a line of ours among what the command prints on standard error."""
     with suppress(OSError):  # closed, or a terminal that is gone
-        print(f"jupyter gpu run: {sentence}", file=sys.stderr, flush=True)
+        write(f"jupyter gpu run: {sentence}", sys.stderr, flush=True)
 
 
 class _Want:

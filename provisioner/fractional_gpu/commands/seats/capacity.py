@@ -2,11 +2,14 @@
 
 import argparse
 import json
+import sys
 from contextlib import closing
 
 from msgspec import to_builtins
 
-from fractional_gpu.commands.terminal.connection import add_socket_argument, running_broker
+from fractional_gpu.commands.terminal.connection import add_socket_argument, running_broker, say_if_slow
+from fractional_gpu.commands.terminal.layout import fitted
+from fractional_gpu.commands.terminal.output import terminal_width, write
 from fractional_gpu.core.units import format_duration, format_fraction, format_memory
 from fractional_gpu.protocol.capacity import Capacity, PoolCapacity
 
@@ -30,18 +33,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the capacity. Raises CommandError where no broker runs."""
-    with closing(running_broker(options.socket)) as client:
+    with closing(running_broker(options.socket)) as client, say_if_slow("The broker forecasts the waits ..."):
         capacity = client.capacity()
-    print(json.dumps(to_builtins(capacity)) if options.json else shown(capacity))
+    if options.json:
+        print(json.dumps(to_builtins(capacity)))
+    else:
+        write(fitted(described(capacity), terminal_width(sys.stdout)))
     return 0
 
 
-def shown(capacity: Capacity) -> str:
-    """Return the capacity for people."""
+def described(capacity: Capacity) -> list[str]:
+    """Return the capacity for people, as lines."""
     simulated = " (simulated GPUs)" if capacity.simulated else ""
     lines = [_pool(pool) + simulated for pool in capacity.pools] or ["this broker manages no devices"]
     left, total = format_memory(capacity.host_memory_left_mib), format_memory(capacity.host_memory_total_mib)
-    return "\n".join([*lines, f"host memory: saved state may take {left} more, of {total}"])
+    return [*lines, f"host memory: saved state may take {left} more, of {total}"]
 
 
 def _pool(pool: PoolCapacity) -> str:

@@ -2,16 +2,23 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from contextlib import closing
+from typing import TYPE_CHECKING
 
 from msgspec import to_builtins
 
 from fractional_gpu.client.seat import SeatClient
-from fractional_gpu.commands.terminal.connection import add_socket_argument, running_broker
+from fractional_gpu.commands.terminal.connection import add_socket_argument, running_broker, say_if_slow
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError
+from fractional_gpu.commands.terminal.layout import Piece, Style, fitted, line, table
+from fractional_gpu.commands.terminal.output import say, terminal_width, write
 from fractional_gpu.core.units import format_duration, format_fraction, format_memory
 from fractional_gpu.protocol.messages import KUBERNETES, SLURM, SeatStatus
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 _WORKLOADS = {SLURM: "Slurm job", KUBERNETES: "pod"}
 _FEWEST = 4  # characters of a seat's id
@@ -47,15 +54,19 @@ def run(options: argparse.Namespace) -> int:
     with running_broker(options.socket) as running, closing(SeatClient(running.socket_path)) as client:
         listing = client.seats()
         if options.seat is None:
-            print(json.dumps(to_builtins(listing)) if options.json else _listed(listing.seats, listing.waiting))
+            if options.json:
+                print(json.dumps(to_builtins(listing)))
+            else:
+                write(_listed(listing.seats, listing.waiting, terminal_width(sys.stdout)))
             return 0
         seat = find_seat(options.seat, listing.seats)
-        client.release_seat(seat.seat_id)
+        with say_if_slow(f"ending the seat of {_name(seat)} ..."):
+            client.release_seat(seat.seat_id)
     if options.json:
         print(json.dumps({"released": to_builtins(seat)}))
         return 0
     kept = f"; its {_kernels(seat)} suspended, with all variables" if seat.kernels else ""
-    print(f"the seat of {_name(seat)} ({_share(seat)}) has ended{kept}")
+    say(f"the seat of {_name(seat)} ({_share(seat)}) has ended{kept}")
     return 0
 
 
@@ -84,17 +95,23 @@ def _kernels(seat: SeatStatus) -> str:
     return "kernel is" if seat.kernels == 1 else f"{seat.kernels} kernels are"
 
 
-def _listed(seats: Sequence[SeatStatus], waiting: dict[str, int]) -> str:
-    lines = [
-        f"{seat.seat_id[:8]}  {_name(seat)}: {_share(seat)}; {seat.kernels} kernel{'s' * (seat.kernels != 1)} with "
+def _listed(seats: Sequence[SeatStatus], waiting: dict[str, int], width: int | None) -> "list[Text]":
+    rows: list[tuple[str, Piece]] = []
+    for seat in seats:
+        rows.append((seat.seat_id[:8], _said(seat)))
+        if seat.warning:
+            rows.append(("", (seat.warning, Style.ATTENTION)))
+    lines = table((), rows, indent="", width=width)
+    for pool, count in waiting.items():
+        said = f"pool {pool}: {count} server{'s wait' if count > 1 else ' waits'} for a seat"
+        lines += fitted([said], width)
+    return lines or [line("no server has a seat")]
+
+
+def _said(seat: SeatStatus) -> str:
+    return (
+        f"{_name(seat)}: {_share(seat)}; {seat.kernels} kernel{'s' * (seat.kernels != 1)} with "
         f"{seat.used_milli / 1000:g} GPU; for {format_duration(seat.age_ms // 1000 * 1000)}"
         + ("" if seat.workload is None else f"; of {_WORKLOADS.get(seat.workload.engine, '')} {seat.workload.id}")
         + ("" if seat.confirmed else "; not confirmed yet")
-        + (f"\n          {seat.warning}" if seat.warning else "")
-        for seat in seats
-    ]
-    lines += [
-        f"pool {pool}: {count} server{'s wait' if count > 1 else ' waits'} for a seat"
-        for pool, count in waiting.items()
-    ]
-    return "\n".join(lines or ["no server has a seat"])
+    )

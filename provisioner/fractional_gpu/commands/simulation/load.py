@@ -226,12 +226,16 @@ def read_trace(options: argparse.Namespace) -> list[Session]:
             "leave it out, or make users up with --users N"
         )
     if options.users is not None:
-        progress = Progress("synthetic users", "user-days made up")
-        trace = synthetic_sessions(options.users, options.days, options.seed, read_load(options), progress)
+        load = read_load(options)
+        with Progress("synthetic users") as progress:
+            count = progress.counter("user-days made up")
+            trace = synthetic_sessions(options.users, options.days, options.seed, load, count)
     elif options.from_ledger is not None:
-        trace = sessions_of(read_history(options.from_ledger), pools=options.policy is not None)
+        with Progress("reading the ledger ...", blocks=True, silent=True):
+            trace = sessions_of(read_history(options.from_ledger), pools=options.policy is not None)
     else:
-        trace = read_sessions(options.sessions, options.cells)
+        with Progress(f"reading {options.sessions} and {options.cells} ...", blocks=True, silent=True):
+            trace = read_sessions(options.sessions, options.cells)
     if options.groups is not None:
         trace = in_groups(trace, _groups(options.groups))
     if not options.one_gpu_only:

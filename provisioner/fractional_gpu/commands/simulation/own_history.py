@@ -99,7 +99,7 @@ def compared(recorded: Spread, simulated: Spread) -> dict[str, object]:
     }
 
 
-def compared_text(recorded: Spread, simulated: Spread) -> str:
+def compared_text(recorded: Spread, simulated: Spread) -> list[str]:
     """Return the same as lines."""
     rows = [("recorded", recorded), ("simulated", simulated)]
     lines = [
@@ -108,4 +108,4 @@ def compared_text(recorded: Spread, simulated: Spread) -> str:
         for name, one in rows
     ]
     off = compared(recorded, simulated)["mean_error_s"]
-    return "\n".join([*lines, f"apart by {off:g} s in the mean over the percentiles"]) + "\n"
+    return [*lines, f"apart by {off:g} s in the mean over the percentiles"]

@@ -1,14 +1,18 @@
 """Devices or hosts that go away in a simulated run: the options, and the table of what would be lost."""
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fractional_gpu.commands.simulation.machine import parsed
 from fractional_gpu.commands.terminal.errors import UsageError
+from fractional_gpu.commands.terminal.layout import fitted, table
 from fractional_gpu.core.units import parse_duration_ms
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.revocation.lifetimes import PUBLISHED, lifetimes_of
 from fractional_gpu.simulator.revocation.revocations import Revocation
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 _USUAL_KIND = "v100"
 _USUAL = {"revoke_what": "devices", "revoke_notice": "30s", "revoke_replace": "87s"}
@@ -67,11 +71,11 @@ def read_revocation(options: argparse.Namespace) -> Revocation | None:
     )
 
 
-def revocation_text(figures: dict[str, Any]) -> str:
-    """Return the figures as a table, a way to use the notice a row."""
+def revocation_text(figures: dict[str, Any], width: int | None = None) -> "list[Text]":
+    """Return the figures, with a table in which a way to use the notice is a row. `width`: of the terminal, in characters."""
     there = figures["on_them"]
-    rows = [("not saved by the deadline", "kernels", "GiB", "busy GPU hours", "value")]
-    rows += [
+    header = ("not saved by the deadline", "kernels", "GiB", "busy GPU hours", "value")
+    rows = [
         (
             name,
             f"{loss['kernels']:,}",
@@ -81,22 +85,19 @@ def revocation_text(figures: dict[str, Any]) -> str:
         )
         for name, loss in figures["unsaved"].items()
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]
-    lines.insert(
-        0,
+    before = (
         f"{figures['devices']:,} devices went away, after {figures['notices']:,} notices; on them were {there['kernels']:,} kernels with "
-        f"{there['gib']:,.1f} GiB and the work of {there['busy_gpu_hours']:,.2f} busy GPU hours",
+        f"{there['gib']:,.1f} GiB and the work of {there['busy_gpu_hours']:,.2f} busy GPU hours"
     )
+    after = []
     if (lost := figures.get("lost_with_the_hosts")) is not None:
-        lines.append(
+        after.append(
             f"With the hosts' memory all of it is lost, in every order, and what was suspended before: {lost['kernels']:,} kernels with "
             f"{lost['gib']:,.1f} GiB and the work of {lost['busy_gpu_hours']:,.2f} busy GPU hours. A snapshot of the hosts would keep what "
             "is not in the table."
         )
-    return "\n".join(lines) + "\n"
+    return [
+        *fitted([before], width),
+        *table(header, rows, indent="", width=width, figures_from=1),
+        *fitted(after, width),
+    ]

@@ -3,14 +3,18 @@
 import argparse
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fractional_gpu.commands.simulation.load import percent
 from fractional_gpu.commands.simulation.machine import MachineOptions
 from fractional_gpu.commands.terminal.errors import UsageError
+from fractional_gpu.commands.terminal.layout import table
 from fractional_gpu.core.metering.usage import MJ_PER_KWH, SHARE_HOUR, Usage
 from fractional_gpu.simulator.metering.run_meter import Metering, Power, RunMeter
 from fractional_gpu.simulator.traces import Session
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 _POWER = re.compile(r"(\d{1,4})-(\d{1,4})", re.ASCII)
 _USUAL = Power()
@@ -130,18 +134,12 @@ def usage_figures(meter: RunMeter) -> dict[str, dict[str, Any]]:
     return found
 
 
-def usage_table(figures: dict[str, dict[str, Any]]) -> str:
-    """Return the same as a table, a pool a column."""
+def usage_table(figures: dict[str, dict[str, Any]], width: int | None = None) -> "list[Text]":
+    """Return the same as a table, a pool a column. `width`: of the terminal, in characters."""
     names = list(next(iter(figures.values()), {}))
-    rows = [["", *figures], *([name, *(_shown(pool[name]) for pool in figures.values())] for name in names)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "".join(
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        ).rstrip()
-        + "\n"
-        for row in rows
-    )
+    rows = [[name, *(_shown(pool[name]) for pool in figures.values())] for name in names]
+    header = ["", *figures]
+    return table(header, rows, indent="", width=width, figures_from=1)
 
 
 def _shown(value: object) -> str:

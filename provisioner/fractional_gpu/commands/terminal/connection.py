@@ -2,20 +2,19 @@
 
 import argparse
 import os
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final, TextIO
+from typing import TextIO
 
 from fractional_gpu.client.client import BrokerClient, SilenceWatch
 from fractional_gpu.client.discovery import ensure_broker, has_restart_file, socket_path
 from fractional_gpu.client.http import ANSWER_S, claim_holder
 from fractional_gpu.client.seat import own_seat
 from fractional_gpu.commands.terminal.errors import CommandError
+from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
 NO_KERNELS = "so there are no kernels on a GPU; it starts with the first kernel that wants one"
-SLOW_S: Final = 2.0
 RUN_ONE = "run one with `jupyter gpu broker`, or name another's socket with --socket"
 
 
@@ -44,8 +43,14 @@ def broker_if_running(socket: str | None = None) -> BrokerClient | None:
             raise
         # A broker that ends without leases removes its restart file. A left-over file, claim or kernel means that a broker is needed.
         needed = has_restart_file(path) or claim_holder(path) is not None or kernels_of(path)
-        return ensure_broker(path, token=client.token) if needed else None
+        return started_broker(path, client.token) if needed else None
     return client
+
+
+def started_broker(socket: str | None = None, token: str | None = None) -> BrokerClient:
+    """Return a client of the broker, which is started if none serves. Raises BrokerUnavailableError."""
+    with Progress("the broker starts ...", blocks=True, silent=True):
+        return ensure_broker(socket, token=token)
 
 
 def kernels_of(socket: str) -> list[int]:
@@ -71,31 +76,30 @@ def running_broker(socket: str | None = None, *, without: str = NO_KERNELS) -> B
 
 
 @contextmanager
-def say_if_slow(text: str, out: TextIO, after_s: float = SLOW_S, client: BrokerClient | None = None) -> Iterator[None]:
-    """Write the text to `out` if the body takes longer than `after_s` seconds; with a client, also that its broker has fallen silent."""
-    timer = threading.Timer(after_s, lambda: print(text, file=out, flush=True))
-    timer.daemon = True
-    timer.start()
-    watch = watch_silence(client, out) if client is not None else None
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
-        if watch is not None:
-            watch.stop()
+def say_if_slow(text: str, client: BrokerClient | None = None, out: TextIO | None = None) -> Iterator[Progress]:
+    """Show the text on standard error, or `out`, if the body takes more than two seconds; with a client, also that its broker is silent.
+
+    Yields the progress: the body may count, and change the text.
+    """
+    with Progress(text, blocks=True, out=out) as progress:
+        watch = watch_silence(client, progress.say) if client is not None else None
+        try:
+            yield progress
+        finally:
+            if watch is not None:
+                watch.stop()
 
 
-def watch_silence(client: BrokerClient, out: TextIO) -> SilenceWatch:
-    """Start a watch, to be stopped, that writes once that the broker has fallen silent, and once that it answers again."""
+def watch_silence(client: BrokerClient, say: Callable[[str], None]) -> SilenceWatch:
+    """Start a watch, to be stopped, that says once that the broker has fallen silent, and once that it answers again."""
     silent = False
 
     def tell(error: BrokerUnavailableError | None) -> None:
         nonlocal silent
         if error is None:
-            print("The broker answers again.", file=out, flush=True)
+            say("The broker answers again.")
         elif not silent:
-            print(f"{error}. This command goes on by itself when the broker answers.", file=out, flush=True)
+            say(f"{error}. This command goes on by itself when the broker answers.")
         silent = error is not None
 
     def connect(timeout_s: float) -> BrokerClient:

@@ -1,34 +1,175 @@
-"""How far a long command is, on standard error: nothing in its first two seconds, then a line every two seconds at most."""
+"""How far a long command is, on standard error: nothing in its first two seconds, then a bar on a terminal and sparse lines elsewhere."""
 
+import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from time import perf_counter
+from typing import TYPE_CHECKING, Final, Self, TextIO
 
+from fractional_gpu.commands.terminal.layout import Style, line
+from fractional_gpu.commands.terminal.output import say
 from fractional_gpu.core.units import format_forecast
 from fractional_gpu.protocol.messages import WaitLine as Line
 
+if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.table import Table
+
 _QUIET_S = 2.0
+_DRAWN_S: Final = 0.1  # from one picture of a bar to the next
+_BAR_CELLS: Final = 24
+_NOT_DRAWABLE: Final = ("dumb", "unknown")  # values of TERM
 
 
-class Progress:
-    """Says `WHAT: 3 of 8 THINGS after 5 s`."""
+class Progress(AbstractContextManager["Progress"]):
+    """Shows what a command does, and how far it is, from its third second on and until the end of the `with` block.
 
-    def __init__(self, what: str, things: str) -> None:
-        self._what, self._things = what, things
+    On a terminal that is a bar, which goes away at the end, also after an interrupt. Elsewhere it is a line at most every two seconds,
+    `WHAT: 3 of 8 THINGS after 5 s`, when a counter is called; then no thread is started.
+
+    With `blocks` the command does not count all the time, so a thread draws. Elsewhere it writes `what`, which may change, once for each
+    text; `silent` leaves that out. `within_s`: how long the command takes at most, which the bar shows in the place of a count.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        blocks: bool = False,
+        silent: bool = False,
+        within_s: float | None = None,
+        out: TextIO | None = None,
+    ) -> None:
+        self.what = what
+        self._blocks, self._silent, self._within_s = blocks, silent, within_s
+        self._out = sys.stderr if out is None else out
+        self._lock = threading.RLock()
+        self._over = threading.Event()
+        self._watch: threading.Thread | None = None
+        self._live: Live | None = None
+        self._done, self._of, self._things = 0, 0, ""
         self._began = self._spoke = perf_counter()
 
-    def __call__(self, done: int, of: int) -> None:
-        """Say that so many of all are done, if it is time to."""
-        now = perf_counter()
-        if now - self._spoke >= _QUIET_S:
-            self._spoke = now
-            print(f"{self._what}: {done} of {of} {self._things} after {now - self._began:.0f} s", file=sys.stderr)
+    def __enter__(self) -> Self:
+        if self._blocks:
+            self._watch = threading.Thread(target=self._show, name="gpu-progress", daemon=True)
+            self._watch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        if self._watch is not None:
+            self._watch.join()
+        self._erase()
+
+    def counter(self, things: str) -> Callable[[int, int], None]:
+        """Return what takes how many of all things are done, whenever that changes. The counter that was called last is shown."""
+
+        def count(done: int, of: int) -> None:
+            self._done, self._of, self._things = done, of, things
+            if not self._blocks:
+                self._count()
+
+        return count
+
+    def say(self, sentence: str, out: TextIO | None = None) -> None:
+        """Write a line to standard error, or to `out`, above the bar. Any thread may call it."""
+        with self._lock:
+            is_drawn = self._live is not None
+            self._erase()
+            say(sentence, self._out if out is None else out, flush=True)
+            if is_drawn:
+                self._draw()
 
     @property
     def seconds(self) -> float:
         """How long it has taken so far."""
         return perf_counter() - self._began
+
+    def _count(self) -> None:
+        now = perf_counter()
+        if now - self._spoke < (_QUIET_S if self._live is None else _DRAWN_S):
+            return
+        self._spoke = now
+        if self._live is not None:
+            self._live.refresh()
+        elif is_drawable(self._out):
+            self._draw()
+        else:
+            say(f"{self.what}: {self._counted()} after {now - self._began:.0f} s", self._out, flush=True)
+
+    def _show(self) -> None:
+        said = ""
+        while not self._over.wait(_QUIET_S):
+            if is_drawable(self._out):
+                with self._lock:
+                    self._draw()
+                return
+            if self.what != said and not self._silent:
+                said = self.what
+                self.say(said)
+
+    def _counted(self) -> str:
+        return f"{self._done} of {self._of} {self._things}"
+
+    def _erase(self) -> None:
+        with self._lock:
+            live, self._live = self._live, None
+            if live is not None:
+                with suppress(OSError):  # a terminal that is gone: the command's own end counts
+                    live.stop()
+
+    def _draw(self) -> None:
+        from rich.console import Console  # noqa: PLC0415 - heavy, and for a terminal after two seconds only
+        from rich.live import Live  # noqa: PLC0415 - as above
+
+        class VisibleCursor(Console):
+            """Does not hide the cursor: a command that is killed could not bring it back."""
+
+            def show_cursor(self, show: bool = True) -> bool:  # noqa: ARG002 - rich's signature
+                return False
+
+        self._live = Live(
+            console=VisibleCursor(file=self._out, force_jupyter=False),
+            get_renderable=self._picture,
+            auto_refresh=self._blocks,
+            refresh_per_second=1 / _DRAWN_S,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._live.start(refresh=True)
+
+    def _picture(self) -> "Table":
+        from rich.progress_bar import ProgressBar  # noqa: PLC0415 - as in _draw
+        from rich.table import Table  # noqa: PLC0415 - as above
+
+        seconds = self.seconds
+        if self._within_s is not None:
+            total, done, said = self._within_s, seconds, f"{seconds:.0f} s of at most {self._within_s:.0f} s"
+        elif self._of:
+            total, done, said = self._of, self._done, f"{self._counted()} after {seconds:.0f} s"
+        else:
+            total, done, said = None, 0, f"{seconds:.0f} s"
+        row = Table.grid(padding=(0, 1))
+        bar = ProgressBar(
+            total=total,
+            completed=done,
+            width=_BAR_CELLS,
+            pulse=total is None,
+            complete_style=Style.GOOD,
+            finished_style=Style.GOOD,
+            pulse_style=Style.GOOD,
+        )
+        row.add_row(line(self.what), bar, line(said))
+        return row
+
+
+def is_drawable(out: TextIO) -> bool:
+    """Return whether a bar can be drawn there: whether it is a terminal that moves its cursor."""
+    return out.isatty() and os.environ.get("TERM", "").lower() not in _NOT_DRAWABLE
 
 
 class WaitLine:

@@ -512,6 +512,13 @@ class Device:
     stakes: list["Stake"] = field(default_factory=list)  # of the last hour, oldest first (`foresight`)
     busy_time: BusyTime = field(default_factory=BusyTime)
 
+    @property
+    def free_or_idle_mib(self) -> int:
+        """What is free, or would be without the idle leases."""
+        return (
+            self.free_mib + self.mib_by_occupancy[OccupancyKind.IDLE] + self.mib_by_occupancy[OccupancyKind.SUSPENDING]
+        )
+
     def mark_stale(self, lease: Lease) -> None:
         """Note that a lease that is, or was, on the device changed: its place among the victims is computed anew."""
         if self.victim_ranking is not None:

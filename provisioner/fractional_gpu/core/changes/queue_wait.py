@@ -264,16 +264,10 @@ class _Play:
             return devices
         rich = self._rich.get(devices)
         if rich is None:
-            rich = self._rich[devices] = sorted(devices, key=self._free_or_idle_mib, reverse=True)
+            rich = self._rich[devices] = sorted(
+                devices, key=lambda device_id: self._books.devices[device_id].free_or_idle_mib, reverse=True
+            )
         return rich[:most]
-
-    def _free_or_idle_mib(self, device_id: str) -> int:
-        device = self._books.devices[device_id]
-        return (
-            device.free_mib
-            + device.mib_by_occupancy[OccupancyKind.IDLE]
-            + device.mib_by_occupancy[OccupancyKind.SUSPENDING]
-        )
 
     def _outlook(self, device_id: str, beside: Lease) -> _Outlook:
         """Return what a device gives back to a lease. The lease itself, if it is there to grow, gives nothing."""

@@ -1,7 +1,7 @@
 """Events of a lease's life: it is requested, recovered, starts, is attached; it wants the GPU, runs, rests, and ends."""
 
 from fractional_gpu.core.books.books import Books
-from fractional_gpu.core.books.records import Lease, OccupancyKind
+from fractional_gpu.core.books.records import Lease
 from fractional_gpu.core.changes.changes import Changes
 from fractional_gpu.core.effects import LeaseAdmitted, LeaseRefused, LookAgain
 from fractional_gpu.core.events import LeaseRecovered, LeaseRequested, Shrunk
@@ -87,21 +87,12 @@ class StartReservations:
             bucket.key.pool == lease.spec.pool
             and any(member.spec.owner != lease.spec.owner for member in bucket.members)
             and sum(
-                self._free_or_idle_mib(device_id)
+                self._books.devices[device_id].free_or_idle_mib
                 < bucket.key.need_mib
-                <= self._free_or_idle_mib(device_id) + starting.get(device_id, 0)
+                <= self._books.devices[device_id].free_or_idle_mib + starting.get(device_id, 0)
                 for device_id in allowed_devices(self._books, bucket.members[0])
             )
             for bucket in self._books.queue.buckets.values()
-        )
-
-    def _free_or_idle_mib(self, device_id: str) -> int:
-        """Return what is free on a device, or would be without its idle leases."""
-        device = self._books.devices[device_id]
-        return (
-            device.free_mib
-            + device.mib_by_occupancy[OccupancyKind.IDLE]
-            + device.mib_by_occupancy[OccupancyKind.SUSPENDING]
         )
 
     def _taken_mib(self) -> dict[_Owner, int]:

@@ -25,12 +25,9 @@ from fractional_gpu.gpu.simulated import energy, faults
 from fractional_gpu.gpu.simulated.context import HELD, available_bytes, shut_gate
 from fractional_gpu.gpu.simulated.device_memory import charge
 from fractional_gpu.gpu.simulated.monitor import UNABLE, open_store, translated
-from fractional_gpu.gpu.simulated.store import (
+from fractional_gpu.gpu.simulated.processes import (
     CLOSED,
-    MIB,
-    Device,
     Process,
-    Store,
     current_key,
     find_process,
     open_file,
@@ -42,6 +39,7 @@ from fractional_gpu.gpu.simulated.store import (
     settle,
     settle_if_abandoned,
 )
+from fractional_gpu.gpu.simulated.store import MIB, Device, Store
 
 NEEDS: Final = {
     "lock": ProcessState.RUNNING,

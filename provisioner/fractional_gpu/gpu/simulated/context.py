@@ -26,17 +26,13 @@ from typing import Final
 
 from fractional_gpu.gpu.simulated.device_memory import reserve
 from fractional_gpu.gpu.simulated.load import WHOLE, Load, Piece
-from fractional_gpu.gpu.simulated.store import (
+from fractional_gpu.gpu.simulated.processes import (
     CLOSED,
-    MIB,
     ON_DEVICE,
     OPEN,
     WANTED,
     WORK,
-    Device,
     Process,
-    SimulatedHostError,
-    Store,
     find_process,
     forget,
     lock_file,
@@ -48,6 +44,7 @@ from fractional_gpu.gpu.simulated.store import (
     settle_if_abandoned,
     write_gate,
 )
+from fractional_gpu.gpu.simulated.store import MIB, Device, SimulatedHostError, Store
 
 # -- gate --------------------------------------------------------------------------------------------------------------
 # The gate of a simulated process: its calls pass, or wait while it is locked or checkpointed.

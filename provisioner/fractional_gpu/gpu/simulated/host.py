@@ -19,21 +19,16 @@ from pathlib import Path
 from typing import Final
 
 from fractional_gpu.gpu.simulated import energy
+from fractional_gpu.gpu.simulated.processes import CLOSED, ON_DEVICE, empty_trash, processes_of, reap, write_gate
 from fractional_gpu.gpu.simulated.store import (
-    CLOSED,
     DATABASE,
-    ON_DEVICE,
     SOCKET,
     VERSION,
     Device,
     Settings,
     SimulatedHostError,
     Store,
-    empty_trash,
     own_namespace,
-    processes_of,
-    reap,
-    write_gate,
 )
 
 MAX_DEVICES: Final = 64

@@ -24,7 +24,8 @@ from math import ceil
 from typing import Final
 
 from fractional_gpu.gpu.simulated.energy import PROMISE_NS, Used, booked_ns, open_used, since_boot_ns, write_used
-from fractional_gpu.gpu.simulated.store import WORK, Process, Store, users_of
+from fractional_gpu.gpu.simulated.processes import WORK, Process, users_of
+from fractional_gpu.gpu.simulated.store import Store
 
 WHOLE: Final = 1000  # a device, thousandths
 

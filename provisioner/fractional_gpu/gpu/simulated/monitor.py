@@ -21,18 +21,8 @@ from fractional_gpu.gpu.interface import (
 )
 from fractional_gpu.gpu.simulated import energy, faults
 from fractional_gpu.gpu.simulated.load import WHOLE, used_milli
-from fractional_gpu.gpu.simulated.store import (
-    MIB,
-    WORK,
-    Process,
-    SimulatedHostError,
-    Store,
-    is_dead,
-    reap,
-    settle_if_abandoned,
-    swapping,
-    users_of,
-)
+from fractional_gpu.gpu.simulated.processes import WORK, Process, is_dead, reap, settle_if_abandoned, swapping, users_of
+from fractional_gpu.gpu.simulated.store import MIB, SimulatedHostError, Store
 from fractional_gpu.host.clock import since_boot_us
 
 _SETTLE_US: Final = 100_000  # a thread between two pieces of work begins the next one within this time

@@ -1,0 +1,149 @@
+"""Lines and tables for terminals, laid out by rich. Pure functions: text in, lines out; no terminal, no clock.
+
+Rules: text that others chose (labels, names of users, pools and processes) is text: it is not parsed as markup, and `harmless` keeps it
+from controlling a terminal. A width of None means that a program reads: nothing is wrapped or cut. A colour repeats what the words say.
+
+Rich is imported when a line is made, and not with this module: help, completion and `jupyter gpu run` do without it.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+if TYPE_CHECKING:
+    from rich.console import Console, JustifyMethod
+    from rich.text import Text
+
+Piece: TypeAlias = "str | tuple[str, str] | Text"
+"""Text, text and its style, or a line."""
+
+_ENDLESS: Final = 1 << 20  # characters: no line is wrapped at so many
+_GAP: Final = 2  # characters between columns
+_HANGING: Final = 2  # characters by which the rest of a wrapped line is indented more
+_NARROWEST: Final = 8  # characters that a wrapped line has at least
+_JOINERS: Final = "\u200c\u200d"  # between letters of Persian and Indian names, and in emoji: they move no cursor
+
+
+class Style(StrEnum):
+    """What a style says of its text; the values are rich's. A terminal that wants no colour shows bold text only."""
+
+    HEADING = "bold"
+    GOOD = "green"
+    ATTENTION = "yellow"  # it waits, it will go away, or something will be missed
+    WRONG = "bold red"  # lost, over-committed, an error
+    USED = "green"
+    RESERVED = "blue"
+    OTHERS = "magenta"  # memory of programs that are not ours
+
+
+def harmless(text: str) -> str:
+    r"""Return the text on one line, with an escape such as `\x1b` for each character that could control a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() or one in _JOINERS else ascii(one)[1:-1] for one in text)
+
+
+def line(*pieces: Piece) -> "Text":
+    """Return a line of these pieces, each made harmless."""
+    from rich.text import Text  # noqa: PLC0415 - as said above
+
+    return Text.assemble(*(_styled(piece) for piece in pieces), end="")
+
+
+def _styled(piece: Piece) -> "tuple[str, str] | Text":
+    if isinstance(piece, str):
+        return harmless(piece), ""
+    if isinstance(piece, tuple):
+        return harmless(piece[0]), piece[1]
+    return piece
+
+
+def table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[Piece]],
+    *,
+    indent: str = "  ",
+    width: int | None = None,
+    figures_from: int | None = None,
+    least: Sequence[int] = (),
+) -> "list[Text]":
+    """Return the lines of a table, its columns two spaces apart, without trailing blanks.
+
+    An empty `header` makes none. Columns from number `figures_from` on (None: none) are aligned to the right. `least`: how wide the first
+    columns are at least, so that they stay where they are from one run to the next. With a `width` in characters the widest columns are
+    made narrower until a line fits, and their cells are broken into several lines.
+    """
+    from rich.table import Table  # noqa: PLC0415 - as said above
+
+    if not header and not rows:
+        return []
+    columns = len(header) or max(map(len, rows), default=0)
+    drawn = Table(
+        box=None, pad_edge=False, padding=(0, _GAP, 0, 0), show_header=bool(header), header_style=str(Style.HEADING)
+    )
+    for number in range(columns):
+        name = line(header[number]) if header else ""
+        justify: JustifyMethod = "right" if figures_from is not None and number >= figures_from else "left"
+        narrowest = least[number] if number < len(least) else None
+        drawn.add_column(name, justify=justify, overflow="fold", min_width=narrowest)
+    for row in rows:
+        drawn.add_row(*(line(cell) for cell in row))
+    room = _ENDLESS if width is None else max(width - len(indent), columns)
+    console = _console()
+    lines = console.render_lines(drawn, console.options.update(width=room), pad=False)
+    found: list[Text] = []
+    for segments in lines:
+        one = line(indent)
+        for segment in segments:
+            one.append(segment.text, segment.style)
+        one.rstrip()
+        found.append(one)
+    return found
+
+
+def fitted(lines: "Iterable[Text | str]", width: int | None) -> "list[Text]":
+    """Return lines of at most `width` characters (None: any): longer ones are wrapped at blanks and indented; paths stay whole."""
+    found: list[Text] = []
+    for one in lines:
+        whole = line(one) if isinstance(one, str) else one
+        found += [whole] if width is None or whole.cell_len <= width else _wrapped(whole, width)
+    return found
+
+
+def _wrapped(whole: "Text", width: int) -> "list[Text]":
+    indent = len(whole.plain) - len(whole.plain.lstrip()) + _HANGING
+    found: list[Text] = []
+    for part in whole.divide(_breaks(whole.plain, max(width, indent + _NARROWEST), indent)):
+        part.rstrip()
+        found.append(line(" " * indent).append_text(part) if found else part)
+    return found
+
+
+def _breaks(text: str, width: int, indent: int) -> list[int]:
+    """Return where the second line and those after it begin, in characters; each but the first has `indent` blanks before it.
+
+    Rich's own wrapping would break a word that is longer than the line, such as a path.
+    """
+    from rich.cells import cell_len  # noqa: PLC0415 - as said above
+
+    found: list[int] = []
+    begin, before = 0, 0
+    for word in re.finditer(r"\S+", text):
+        is_first = not text[begin : word.start()].strip()
+        if not is_first and before + cell_len(text[begin : word.end()]) > width:
+            begin, before = word.start(), indent
+            found.append(begin)
+    return found
+
+
+def plain(lines: "Iterable[Text]") -> str:
+    """Return the lines without styles, each with its end."""
+    return "".join(f"{one.plain}\n" for one in lines)
+
+
+def _console() -> "Console":
+    """Return what rich lays out with: the size says nothing of a terminal, and nothing is written to it."""
+    from rich.console import Console  # noqa: PLC0415 - as said above
+
+    return Console(width=_ENDLESS, height=100, color_system=None, force_jupyter=False)

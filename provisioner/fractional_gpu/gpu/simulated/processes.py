@@ -1,0 +1,365 @@
+"""Processes of the simulated host: which are alive, what they hold, and the clean-up after dead ones.
+
+Standard library only: notebooks import it.
+
+The rules:
+- A process is pid, start time and boot, as one text (`current_key`); a zombie is dead.
+- A process in a pid namespace of its own knows its pid there only, and cannot see the processes outside. Its key names the namespace,
+  unless the simulated host was made in the same one; it is judged dead only by a process that sees it.
+- `phase` says where a process's bytes are: `device`; `saving` and `saved`; `restoring`; `failed`. Only a commit changes
+  it, and the commit of a move comes after its last byte. So a killed move is undone by resetting the phase, without any
+  copying.
+- While `saving` the device still holds the bytes, while `restoring` the target device already does.
+- The next reader releases the memory of dead processes: it books what they have used of devices, then deletes the rows and moves the
+  folder aside in one transaction.
+"""
+
+import fcntl
+import os
+import shutil  # not at a process's end: imports there make Python forget that an interrupt ended it, and its exit status
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from fractional_gpu.gpu.simulated import energy
+from fractional_gpu.gpu.simulated.store import Store, own_namespace
+
+OPEN: Final = b"O"  # calls pass
+WORK: Final = "work"  # a file of the process; its modification time is the time since boot at which its work on the device ends or ended
+WANTED: Final = b"W"  # a lock waits for the calls in flight; new ones are held
+CLOSED: Final = b"C"  # locked, checkpointed or failed: held calls read why
+# With one plain placeholder: Python 3.14 takes no sequence for numbered ones.
+ON_DEVICE: Final = "? = CASE WHEN phase IN ('device', 'saving') THEN device WHEN phase = 'restoring' THEN target END"
+
+_POLL_S: Final = 0.002
+_WITHIN: Final = "@"
+_visible: dict[str, int] = {}  # pids here of processes in other pid namespaces, by key
+_STAT_BYTES: Final = 4096  # longer than any /proc/PID/stat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """One process with a context, as the database has it. Memory in bytes, context included."""
+
+    key: str
+    pid: int
+    lease: str
+    device: str
+    target: str | None
+    phase: str
+    n_bytes: int
+    fatal: str
+
+
+_COLUMNS: Final = "SELECT key, pid, lease, device, target, phase, bytes, fatal FROM processes"
+
+
+def _process(row: tuple[str, int, str, str, str | None, str, int, str]) -> Process:
+    key, pid, lease, device, target, phase, n_bytes, fatal = row
+    return Process(
+        key=key,
+        pid=visible_pid(key, pid),
+        lease=lease,
+        device=device,
+        target=target,
+        phase=phase,
+        n_bytes=n_bytes,
+        fatal=fatal,
+    )
+
+
+def current_key(pid: int) -> str | None:
+    """Return the key of the process that has this pid now, None if there is none."""
+    try:
+        raw = _read(f"/proc/{pid}/stat")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = raw[raw.rindex(b")") + 1 :].split()
+    # A leader that exited before its threads looks like a zombie, but its memory lives.
+    if fields[0] in (b"Z", b"X", b"x") and int(fields[17]) <= 1:
+        return None
+    namespace = _namespace(pid)
+    if namespace == own_namespace():
+        return f"{pid}-{int(fields[19])}-{energy.boot()}"
+    return f"{_inner_pid(pid)}-{int(fields[19])}-{energy.boot()}{_WITHIN}{namespace}"
+
+
+def own_key(store: Store) -> str | None:
+    """Return this process's key in the store, None if /proc does not show it."""
+    try:
+        raw = _read("/proc/self/stat")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    start = int(raw[raw.rindex(b")") + 1 :].split()[19])
+    key = f"{os.getpid()}-{start}-{energy.boot()}"
+    return key if own_namespace() == store.home_namespace() else f"{key}{_WITHIN}{own_namespace()}"
+
+
+def is_dead(store: Store, key: str, pid: int) -> bool:
+    """Return whether a process that is recorded so is dead, as far as this process can see; `pid`: as it is recorded."""
+    _, _, within = key.partition(_WITHIN)
+    own, home = own_namespace(), store.home_namespace()
+    if (within or home) != own:
+        return own == home and visible_pid(key, pid) == 0
+    if _shown_as() != os.getpid():
+        return False  # /proc is another namespace's: it shows other processes under these pids
+    found = current_key(pid)
+    return found is None or found != key.partition(_WITHIN)[0]
+
+
+def visible_pid(key: str, pid: int) -> int:
+    """Return the pid that a recorded process has in /proc here; 0 for one of another namespace that is not to be seen."""
+    if key.partition(_WITHIN)[2] in ("", own_namespace()):
+        return pid
+    known = _visible.get(key)
+    if known is not None and current_key(known) == key:
+        return known
+    for name in os.listdir("/proc"):  # noqa: PTH208 - names are enough
+        if name.isdigit() and _inner_pid(int(name)) == pid and current_key(int(name)) == key:
+            _visible[key] = int(name)
+            return int(name)
+    _visible.pop(key, None)
+    return 0
+
+
+def _namespace(pid: int) -> str:
+    """Return what names the pid namespace of a process; our own where it may not be read."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/pid")[5:-1]  # noqa: PTH115
+    except OSError:
+        return own_namespace()
+
+
+def _shown_as() -> int:
+    return int(os.readlink("/proc/self"))  # noqa: PTH115
+
+
+def _inner_pid(pid: int) -> int:
+    """Return the pid of a process in its own namespace, 0 if it has ended."""
+    try:
+        status = _read(f"/proc/{pid}/status")
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    found = [line for line in status.split(b"\n") if line.startswith(b"NSpid:")]
+    return int(found[0].split()[-1]) if found else pid
+
+
+def _read(path: str) -> bytes:
+    """Read a short file of /proc in one read: this is done for every process again and again."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(descriptor, _STAT_BYTES)
+    finally:
+        os.close(descriptor)
+
+
+def find_process(store: Store, key: str) -> Process | None:
+    """Return the process as recorded, None if it has no context."""
+    rows = store.query(f"{_COLUMNS} WHERE key=?", key)
+    return _process(rows[0]) if rows else None
+
+
+def processes_of(store: Store) -> list[Process]:
+    """Return every process with a context."""
+    return [_process(row) for row in store.query(_COLUMNS)]
+
+
+def users_of(store: Store, device_id: str) -> list[Process]:
+    """Return the processes whose bytes count on the device now."""
+    return [_process(row) for row in store.query(f"{_COLUMNS} WHERE {ON_DEVICE}", device_id)]
+
+
+def swapping(store: Store) -> list[Process]:
+    """Return the processes whose bytes are being saved or restored."""
+    return [_process(row) for row in store.query(f"{_COLUMNS} WHERE phase IN ('saving', 'restoring')")]
+
+
+def open_file(folder: Path, name: str, flags: int) -> int:
+    """Open a file in a process's folder; a new one gets mode 0600. Raises FileNotFoundError when the process was reaped.
+
+    The folder is the process's, and this one may be root: no link is followed, and PermissionError is raised for what is no plain file
+    with this one name, of the folder's owner or of this process's user. So flags that change the file at once (O_TRUNC) have no place here.
+    """
+    there = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        owner = os.fstat(there).st_uid
+        file = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=there)
+    finally:
+        os.close(there)
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or found.st_uid not in (owner, os.geteuid()):
+        os.close(file)
+        raise PermissionError(f"{folder / name} is no plain file of its process: it is not touched")
+    return file
+
+
+def _names(folder: Path, ending: str) -> list[str]:
+    """Return the names of the files in a process's folder that end so. Raises FileNotFoundError when the process was reaped."""
+    there = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        return [name for name in os.listdir(there) if name.endswith(ending)]  # noqa: PTH208 - a descriptor
+    finally:
+        os.close(there)
+
+
+def _remove(folder: Path, names: list[str]) -> None:
+    there = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        for name in names:
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=there)
+    finally:
+        os.close(there)
+
+
+def _empty(folder: Path, names: list[str]) -> None:
+    """Give the memory of these files back; the files stay, the next restore writes into them."""
+    for name in names:
+        file = open_file(folder, name, os.O_WRONLY)
+        try:
+            os.ftruncate(file, 0)
+        finally:
+            os.close(file)
+
+
+def read_gate(folder: Path) -> bytes:
+    """Return the gate's byte. Raises FileNotFoundError when the process was reaped."""
+    descriptor = open_file(folder, "gate", os.O_RDONLY)
+    try:
+        return os.pread(descriptor, 1, 0)
+    finally:
+        os.close(descriptor)
+
+
+def write_gate(folder: Path, value: bytes) -> None:
+    """Set the gate's byte, in place: its file is also the lock of the calls in flight. Raises FileNotFoundError."""
+    descriptor = open_file(folder, "gate", os.O_WRONLY)
+    try:
+        os.pwrite(descriptor, value, 0)
+    finally:
+        os.close(descriptor)
+
+
+def open_gate(store: Store, key: str) -> None:
+    """Let calls pass again. The caller holds the operation lock. Raises FileNotFoundError."""
+    folder = store.process_folder(key)
+    write_gate(folder, OPEN)
+    process = find_process(store, key)
+    if process is not None and process.phase == "failed":
+        write_gate(folder, CLOSED)  # its device was lost in between: calls must read the reason
+
+
+@contextmanager
+def operation_lock(folder: Path, timeout_s: float = 0.0) -> Iterator[bool]:
+    """Hold the right to change a process's checkpoint state; yields False if another operation kept it for `timeout_s`.
+
+    Raises FileNotFoundError when the process was reaped. The kernel releases the lock when the holder dies.
+    """
+    descriptor = open_file(folder, "operation", os.O_RDONLY)
+    try:
+        yield lock_file(descriptor, fcntl.LOCK_EX, timeout_s)
+    finally:
+        os.close(descriptor)
+
+
+def lock_file(descriptor: int, kind: int, timeout_s: float) -> bool:
+    """Take a file lock, trying for `timeout_s` seconds; return whether it is held."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_S)
+        else:
+            return True
+
+
+def settle(store: Store, key: str) -> None:
+    """Undo a killed operation. The caller holds the operation lock, so the process that began it is dead."""
+    folder = store.process_folder(key)
+    with store.transaction() as db:
+        db.execute("UPDATE processes SET phase='device' WHERE key=? AND phase='saving'", (key,))
+        db.execute("UPDATE processes SET phase='saved', target=NULL WHERE key=? AND phase='restoring'", (key,))
+        row = db.execute("SELECT phase FROM processes WHERE key=?", (key,)).fetchone()
+    if row is None:
+        return
+    if read_gate(folder) == WANTED:
+        open_gate(store, key)
+    if row[0] == "device":
+        _remove(folder, _names(folder, ".saved"))
+    elif row[0] == "saved":
+        _empty(folder, _names(folder, ".device"))
+
+
+def settle_if_abandoned(store: Store, key: str) -> None:
+    """Settle the process unless an operation on it is under way or it is gone."""
+    with suppress(FileNotFoundError), operation_lock(store.process_folder(key)) as mine:
+        if mine:
+            settle(store, key)
+
+
+def forget(store: Store, keys: list[str]) -> None:
+    """Release everything that these processes hold, and folders without an owner. What they have used stays booked."""
+    moved = []
+    if keys:
+        # Before their folders move: whoever finds a process in the books and no folder finds its use booked.
+        with store.transaction() as db:
+            energy.book(db, store.memory, keys)
+    with store.transaction() as db:
+        for key in keys:
+            db.execute("DELETE FROM allocations WHERE process=?", (key,))
+            db.execute("DELETE FROM processes WHERE key=?", (key,))
+        # Folders are made inside a transaction that records their owner, so one without a row here has none.
+        known = {row[0] for row in db.execute("SELECT key FROM processes")}
+        for folder in store.memory.iterdir():
+            if folder.name not in known and store.may_tidy(folder):
+                folder.rename(store.trash / folder.name)
+                moved.append(folder.name)
+    empty_trash(store)
+
+
+def empty_trash(store: Store) -> None:
+    """Remove what `forget` moved aside. Several processes may do it at once; after a kill the next one does the rest."""
+    for folder in store.trash.iterdir():
+        if not store.may_tidy(folder):
+            continue
+        if store.shared:  # whatever its user put there
+            _remove_tree(folder)
+            continue
+        with suppress(FileNotFoundError):
+            for file in folder.iterdir():
+                file.unlink(missing_ok=True)
+            folder.rmdir()
+
+
+def _remove_tree(entry: Path) -> None:
+    """Remove what a user's process left, links as links. What cannot be removed now is left to the next one."""
+    with suppress(FileNotFoundError):
+        if entry.is_symlink() or not entry.is_dir():
+            entry.unlink()
+        else:
+            shutil.rmtree(entry, ignore_errors=True)  # follows no link
+
+
+def reap(store: Store) -> None:
+    """Release everything that dead processes hold."""
+    recorded = store.query("SELECT key, pid FROM processes")
+    dead = [key for key, pid in recorded if is_dead(store, key, pid) and _is_ours(store, key)]
+    # Listed before the rows are read again inside the transaction of `forget`, which decides.
+    known = {key for key, _ in recorded}
+    orphans = [folder for folder in store.memory.iterdir() if folder.name not in known and store.may_tidy(folder)]
+    if dead or orphans:
+        forget(store, dead)
+    else:
+        empty_trash(store)
+
+
+def _is_ours(store: Store, key: str) -> bool:
+    """Whether this process may release what that one holds: root all, a user what is the user's own. Of a folder that is gone, root."""
+    return os.geteuid() == 0 or not store.shared or store.may_tidy(store.process_folder(key))

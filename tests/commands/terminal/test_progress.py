@@ -1,0 +1,176 @@
+"""How far a long command is: nothing at first, a bar on a terminal, sparse lines elsewhere; and nothing is left of a bar."""
+
+import errno
+import io
+import threading
+
+import pytest
+
+from fractional_gpu.commands.terminal import progress as progress_module
+from fractional_gpu.commands.terminal.progress import Progress
+from tests.commands.terminal.test_layout import Terminal
+
+ERASE = "\x1b[2K"  # the line that the cursor is in
+HIDE_CURSOR = "\x1b[?25l"
+
+
+class Screen(Terminal):
+    """A terminal that tells when a text was written."""
+
+    def __init__(self, awaited: str) -> None:
+        super().__init__()
+        self.awaited, self.has_come = awaited, threading.Event()
+
+    def write(self, text: str) -> int:
+        count = super().write(text)
+        if self.awaited in self.getvalue():
+            self.has_come.set()
+        return count
+
+
+class Clock:
+    """The time that has passed, by hand."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture(autouse=True)
+def a_terminal_with_a_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(progress_module, "perf_counter", clock)
+    return clock
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_module, "_QUIET_S", 0.001)
+
+
+def test_a_short_command_shows_nothing(clock: Clock) -> None:
+    out = Terminal()
+    with Progress("8 devices", out=out) as progress:
+        count = progress.counter("sessions")
+        for done in range(20):
+            clock.now_s += 0.09
+            count(done, 20)
+    assert out.getvalue() == ""
+
+
+def test_a_long_command_shows_a_bar_which_is_gone_at_its_end(clock: Clock) -> None:
+    out = Terminal()
+    with Progress("8 devices [red]", out=out) as progress:
+        count = progress.counter("sessions")
+        clock.now_s += 2.0
+        count(3, 9)
+        assert "8 devices [red]" in out.getvalue()
+        assert "3 of 9 sessions after 2 s" in out.getvalue()
+        clock.now_s += 3.0
+        progress.counter("jobs")(4, 9)
+        assert "4 of 9 jobs after 5 s" in out.getvalue()
+    assert out.getvalue().endswith(ERASE)
+    assert HIDE_CURSOR not in out.getvalue()
+
+
+def test_counts_in_quick_succession_are_not_all_drawn(clock: Clock) -> None:
+    out = Terminal()
+    with Progress("8 devices", out=out) as progress:
+        count = progress.counter("sessions")
+        for done in range(3000):
+            clock.now_s += 0.001
+            count(done, 3000)
+        assert 5 <= out.getvalue().count("sessions after") <= 15
+
+
+@pytest.mark.parametrize("term", ["dumb", "unknown"])
+def test_a_terminal_without_a_cursor_gets_lines(term: str, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", term)
+    out = Terminal()
+    with Progress("8 devices", out=out) as progress:
+        for done in range(1, 6):
+            clock.now_s += 1.0
+            progress.counter("sessions")(done, 5)
+    assert out.getvalue() == "8 devices: 2 of 5 sessions after 2 s\n8 devices: 4 of 5 sessions after 4 s\n"
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("ended_by", [KeyboardInterrupt, ValueError])
+def test_a_bar_of_a_command_that_blocks_is_gone_after_an_interrupt(ended_by: type[BaseException]) -> None:
+    out = Screen("resuming")
+
+    def resume() -> None:
+        with Progress("resuming a.ipynb ...", blocks=True, out=out):
+            assert out.has_come.wait(60)
+            raise ended_by
+
+    with pytest.raises(ended_by):
+        resume()
+    assert out.getvalue().endswith(ERASE)
+    assert HIDE_CURSOR not in out.getvalue()
+    assert not [one for one in threading.enumerate() if one.name == "gpu-progress"]
+
+
+def test_a_terminal_that_goes_away_does_not_change_how_a_command_ends(clock: Clock) -> None:
+    class Fragile(Terminal):
+        is_gone = False
+
+        def write(self, text: str) -> int:
+            if self.is_gone:
+                raise OSError(errno.EIO, "Input/output error")
+            return super().write(text)
+
+    out = Fragile()
+
+    def simulate() -> None:
+        with Progress("8 devices", out=out) as progress:
+            clock.now_s += 2.0
+            progress.counter("sessions")(3, 9)
+            out.is_gone = True
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        simulate()
+    assert "3 of 9" in out.getvalue()
+
+
+@pytest.mark.usefixtures("soon")
+def test_lines_come_above_the_bar_and_go_where_they_belong() -> None:
+    out, other = Screen("measuring"), io.StringIO()
+    with Progress("measuring", blocks=True, silent=True, within_s=300, out=out) as progress:
+        assert out.has_come.wait(60)
+        assert "of at most 300 s" in out.getvalue()
+        progress.say("round \x1b[1m1")
+        progress.say("to a pipe", other)
+    assert f"{ERASE}round \\x1b[1m1\n" in out.getvalue()
+    assert other.getvalue() == "to a pipe\n"
+
+
+@pytest.mark.usefixtures("soon")
+def test_elsewhere_each_text_is_a_line_once_and_a_silent_one_none() -> None:
+    class Log(Screen):
+        def isatty(self) -> bool:
+            return False
+
+    out = Log("suspending a")
+    with Progress("suspending a ...", blocks=True, out=out) as progress:
+        assert out.has_come.wait(60)
+        out.has_come.clear()
+        out.awaited = "suspending b"
+        progress.what = "suspending b ..."
+        assert out.has_come.wait(60)
+    assert out.getvalue() == "suspending a ...\nsuspending b ...\n"
+    silent = Log("never")
+    with Progress("reading", blocks=True, silent=True, out=silent) as progress:
+        progress.say("a line")
+    assert silent.getvalue() == "a line\n"
