@@ -8,7 +8,8 @@ from collections.abc import Callable
 from fractional_gpu.client.client import BrokerClient
 from tests.benchmarks.report import Row
 from tests.benchmarks.stats import median, median_estimate
-from tests.support.runs import SERVER, Run, free_port, intact
+from tests.support.ports import free_port
+from tests.support.runs import SERVER, Run, intact
 from tests.support.world import World
 
 __all__ = ["measure_serving"]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from types import FrameType
 
 import pytest
 from msgspec import to_builtins
@@ -250,16 +251,30 @@ def test_threads_do_not_wait_for_each_other(broker: FakeBroker, client: BrokerCl
 def test_an_interrupt_leaves_no_half_used_connection_behind(broker: FakeBroker, client: BrokerClient) -> None:
     client.ping()
     broker.held["status"] = threading.Event()
+    over = threading.Event()
+    raised: list[int] = []
+
+    def raise_once(number: int, _frame: FrameType | None) -> None:
+        if not raised:
+            raised.append(number)
+            raise KeyboardInterrupt
 
     def interrupt() -> None:
         broker.wait_for(lambda: "status" in broker.routes())
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        # Again and again: one that comes just before the client waits is seen only when another ends the wait.
+        while not over.wait(0.01):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
+    before = signal.signal(signal.SIGINT, raise_once)
     interrupter = threading.Thread(target=interrupt)
     interrupter.start()
-    with pytest.raises(KeyboardInterrupt):
-        client.status()
-    interrupter.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            client.status()
+    finally:
+        over.set()
+        interrupter.join()
+        signal.signal(signal.SIGINT, before)
     broker.held["status"].set()
     assert client.ping().pid == os.getpid()  # and not the status that was asked for before
     assert broker.connections == 2

@@ -1,11 +1,12 @@
 """A kernel whose threads or children work on the GPU is not idle, although no cell runs."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 from tests.support.kept import Kept
-from tests.support.pair import Pair, new_pair
+from tests.support.pair import NO_TURNS, Pair, new_pair
 from tests.support.stories import CHECK
 from tests.support.world import Notebook, Server, World, until
 
@@ -38,7 +39,7 @@ def waits_for(world: World, second: Notebook, first: Notebook) -> bool:
 
 @pytest.fixture(scope="module")
 def kept_pair() -> Iterator[Kept[Pair]]:
-    with Kept(new_pair) as kept:
+    with Kept(partial(new_pair, NO_TURNS)) as kept:
         yield kept
 
 

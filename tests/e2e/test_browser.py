@@ -12,6 +12,7 @@ from fractional_gpu_kernel.server.app import STATE_ID
 from tests.e2e.browser import Lab, opened_lab
 from tests.labextension.conftest import State
 from tests.support.axe import SMALL_PX, assert_accessible
+from tests.support.pair import NO_TURNS
 from tests.support.share_days import keep_days
 from tests.support.stories import CHECK, fill
 from tests.support.world import World
@@ -27,6 +28,7 @@ print("finished")
 
 
 def test_two_notebooks_share_a_device_before_a_persons_eyes(world: World, tmp_path: Path) -> None:
+    world.configure(NO_TURNS)
     world.install(250, 500, 750)
     with opened_lab(world) as lab:
         by_size = [f"Python 3 · {share} GPU (simulated)" for share in ("1/4", "1/2", "3/4")]

@@ -19,7 +19,7 @@ from tests.support import tiny_kernel
 from tests.support.managed import client_of, entered, must
 from tests.support.paths import ROOT
 from tests.support.shared_server import SharedServer
-from tests.support.stories import CHECK, fill
+from tests.support.stories import CHECK, SLEEPS, fill
 from tests.support.world import Notebook, Server, World
 
 REPOSITORY = ROOT
@@ -155,9 +155,7 @@ def test_an_interrupt_of_a_kernel_that_is_blocked_on_the_gpu_arrives_once_it_is_
     second = server.start("python3")
     second.must(fill(2))
     world.await_state(first.kernel_id, "suspended")
-    cell = first.send(
-        "import time\nread = buffer.read()\ntime.sleep(3600)"
-    )  # blocked; its being busy brings the memory back
+    cell = first.send(f"read = buffer.read()\n{SLEEPS}")  # blocked; its being busy brings the memory back
     world.await_state(first.kernel_id, "resident")
     first.interrupt()
     assert first.wait(cell).error.startswith("KeyboardInterrupt")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.host.files import VARIABLE
+from tests.support.pair import NO_TURNS
 from tests.support.stories import CHECK, fill
 from tests.support.victims import brokers
 from tests.support.world import DEADLINE_S, Notebook, Server, World, new_world
@@ -25,7 +26,7 @@ HANG_LIMIT_S = 3
 @pytest.fixture
 def world() -> Iterator[World]:
     with new_world() as made:
-        made.configure(f"c.GPUBroker.hang_limit = '{HANG_LIMIT_S}s'")
+        made.configure(f"{NO_TURNS}c.GPUBroker.hang_limit = '{HANG_LIMIT_S}s'")
         made.environment[VARIABLE] = str(made.folder / "failpoint")
         yield made
 

@@ -9,20 +9,21 @@ import pytest
 
 from fractional_gpu.host.process import identify
 from fractional_gpu.protocol.messages import LeaseStatus, PinRequest
+from tests.support.stories import SLEEPS
 from tests.support.world import Notebook, Server, World, until
 
 NEVER = "c.GPUBroker.pools = {'default': {'preempt': 'never', 'idle_after': 'on-demand', 'min_residency': 0}}"
 HOLD = "from fractional_gpu.gpu.simulated import cuda; buffer = cuda.allocate(400 << 20)"
 CHILD_MIB = 332  # with its context
-PROGRAM = """
+PROGRAM = f"""
 import signal
 from fractional_gpu.gpu.simulated import cuda
-buffers = [cuda.allocate(300 << 20)]
+buffers = []
 def more(number, frame):
     buffers.append(cuda.allocate(64 << 20))
 signal.signal(signal.SIGUSR1, more)
-while True:
-    signal.pause()
+buffers.append(cuda.allocate(300 << 20))
+{SLEEPS}
 """
 IN_A_SESSION = """
 import subprocess, sys

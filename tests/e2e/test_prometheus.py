@@ -22,9 +22,9 @@ from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.protocol.errors import NoRoomError
 from fractional_gpu.protocol.messages import LeaseRequest
 from tests.broker.api.metrics_page import PAGE, names
-from tests.broker.api.test_metrics import free_port
 from tests.support.pair import Pair, new_pair
 from tests.support.paths import ROOT
+from tests.support.ports import free_port
 from tests.support.stories import CHECK
 from tests.support.world import DEADLINE_S, until
 

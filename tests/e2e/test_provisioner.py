@@ -14,7 +14,7 @@ from jupyter_client.multikernelmanager import AsyncMultiKernelManager, MultiKern
 
 from fractional_gpu.protocol.messages import LeaseStatus
 from tests.support.managed import client_of, entered, must, own_event_loop
-from tests.support.stories import CHECK, fill
+from tests.support.stories import CHECK, SLEEPS, fill
 from tests.support.world import DEADLINE_S, Server, World, until
 
 MANY = 3
@@ -50,7 +50,7 @@ def test_a_kernel_is_started_interrupted_restarted_and_shut_down(world: World, n
         first = only_lease(world)
         assert (first.state, first.kernel_id, first.gated) == ("resident", manager.kernel_id, True)
         # without stop_on_error: ipykernel aborts what comes in the moment after a failed cell's reply
-        code = "import time\nprint('sleeps', flush=True)\ntime.sleep(3600)"
+        code = f"print('sleeps', flush=True)\n{SLEEPS}"
         client.execute(code, store_history=False, stop_on_error=False)
         while client.get_iopub_msg(timeout=DEADLINE_S)["content"].get("text") != "sleeps\n":
             pass

@@ -2,6 +2,7 @@
 
 import json
 import time
+from statistics import median
 from typing import Any
 
 import pytest
@@ -64,7 +65,9 @@ def test_a_deadline_too_short_for_both_saves_the_one_that_worked_and_tells_the_o
     end = slow.folder / "fresh"
     cell = begin_work(slow, fresh, end)
 
-    deadline_ms = round(500 + 1800 * max(saves_s))
+    deadline_ms = round(
+        500 + 1800 * median(saves_s)
+    )  # one that the machine held up must not make it long enough for both
     drained = slow.command("drain", "--all", "--deadline", f"{deadline_ms}ms")
     began_s = time.monotonic()
     assert drained.returncode == 0, drained.stderr

@@ -6,6 +6,7 @@ import select
 import signal
 import socket
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 
 from fractional_gpu.client.seat import SEAT_FILE_VARIABLE, Seat, SeatClient, write_seat
 from fractional_gpu.protocol.seats import SeatRequest
-from tests.support.runs import READER, SERVER, Run, free_port, intact
+from tests.support.ports import free_port
+from tests.support.runs import READER, SERVER, Run, intact
 from tests.support.stories import CHECK, fill
 from tests.support.world import DEADLINE_S, Server, World, new_world, until
 
@@ -32,7 +34,7 @@ from fractional_gpu.gpu.simulated import cuda
 signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
 signal.signal(signal.SIGUSR1, lambda *_: print("told", flush=True))
 print("ready", flush=True)
-while True: time.sleep(60)
+while True: time.sleep(0.05)
 """
 COMPUTES = """
 import sys, time
@@ -43,6 +45,7 @@ began = time.monotonic()
 while time.monotonic() < began + 0.6: pass  # on the CPU
 {check}
 """
+WAITS = "jupyter gpu run: waiting for the GPU: "
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +73,11 @@ def run_to_end(world: World, *words: str) -> tuple[int, str, str]:
         return status, run.process.stdout.read(), complaint
 
 
+def beside_waits(complaint: str) -> str:
+    """All that was said but waits: a slow machine has some that are long enough to be told."""
+    return "".join(line for line in complaint.splitlines(keepends=True) if not line.startswith(WAITS))
+
+
 # -- scripts -----------------------------------------------------------------------------------------------------------
 
 
@@ -77,7 +85,7 @@ def test_a_script_has_the_variables_of_a_kernel_and_its_exit_status_is_that_of_t
     names = "JUPYTER_GPU_LEASE", "JUPYTER_GPU_MEMORY_MIB", "JUPYTER_GPU_MEMORY_FRACTION", "CUPY_GPU_MEMORY_LIMIT"
     program = f"import os; print(*(os.environ.get(name) for name in {names})); raise SystemExit(7)"
     status, printed, complaint = run_to_end(shared, "--fraction", "1/4", "--", sys.executable, "-c", program)
-    assert (status, complaint) == (7, "")
+    assert (status, beside_waits(complaint)) == (7, "")
     lease_id, mib, fraction, cupy = printed.split()
     assert (len(lease_id), mib, fraction, cupy) == (24, "256", "0.1250", str(128 << 20))
     assert [lease for lease in shared.status().leases if lease.lease_id == lease_id] == []
@@ -92,7 +100,8 @@ def test_an_idle_script_is_suspended_and_back_for_its_next_call_with_all_its_byt
         again = run.await_state("suspended")
         assert shared.command("resume", lease.lease_id).returncode == 0
         assert again.resumes >= 1
-        assert run.end() == (0, "")
+        status, complaint = run.end()
+        assert (status, beside_waits(complaint)) == (0, "")
         run.await_no_lease()
 
 
@@ -102,7 +111,8 @@ def test_a_script_that_computes_on_the_cpu_and_then_calls_the_gpu_comes_back_by_
         assert run.process.stdin is not None
         run.process.stdin.write("go on\n")
         assert run.line() == "intact\n"
-        assert run.end() == (0, "")
+        status, complaint = run.end()
+        assert (status, beside_waits(complaint)) == (0, "")
 
 
 def test_two_commands_take_turns_beside_a_kernel(world: World, server: Server) -> None:
@@ -120,10 +130,10 @@ def test_two_commands_take_turns_beside_a_kernel(world: World, server: Server) -
 def test_a_wait_is_told_with_its_reason_and_has_a_limit(shared: World) -> None:
     with pool(shared, "idle_after=on-demand"), Run.python(shared, "holds", READER) as holds:
         holds.pin()
-        status, _, complaint = run_to_end(shared, "--fraction", "3/4", "--wait", "2.2s", "--", "true")
+        status, _, complaint = run_to_end(shared, "--fraction", "3/4", "--wait", "3.5s", "--", "true")  # told after 2 s
     assert status == 1
     told, refused = complaint.splitlines()
-    assert told.startswith("jupyter gpu run: waiting for the GPU: ")
+    assert told.startswith(WAITS)
     assert "holds" in told
     assert "; place 1 in the queue" in told
     assert refused.startswith("jupyter gpu: no GPU within the time allowed: ")
@@ -266,7 +276,9 @@ def test_a_terminals_ctrl_z_stops_it_and_fg_continues_it(shared: World) -> None:
         "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
         "print('rea' + 'dy', flush=True); print('got', input(), flush=True)"
     )
-    pid, terminal = pty.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of threads; the child becomes bash
+        pid, terminal = pty.fork()
     if pid == 0:
         os.environ.update({**shared.environment, "PS1": "$ "})
         os.execvp("bash", ["bash", "--norc", "--noprofile", "-i"])  # noqa: S606 - a shell is what is tested

@@ -149,8 +149,8 @@ def test_a_worker_without_a_broker_ends_itself_at_the_deadline(simulated: host.S
 def test_a_deadline_that_is_over_strikes_no_later_request(simulated: host.SimulatedHost, kernel: Kernel) -> None:
     kernel.run("!x = cuda.allocate(2**20); x.fill(b'ab')")
     with worker_process(simulated) as worker:
-        ask(worker, "state", kernel.pid, deadline_s=1)
-        faults.inject(simulated.directory, "lock", "slow:1500")
+        ask(worker, "state", kernel.pid, deadline_s=2)
+        faults.inject(simulated.directory, "lock", "slow:2500")
         ask(worker, "lock", kernel.pid, timeout_ms=1000, deadline_s=60)
         ask(worker, "unlock", kernel.pid, deadline_s="soon")
         ask(worker, "unlock", kernel.pid)

@@ -96,7 +96,7 @@ async def test_an_operation_that_was_done_but_answered_late_is_seen_by_looking(
     await link.lock(target, 1000)
     faults.inject(simulated.directory, "checkpoint", "late")
     with pytest.raises(GPUError) as caught:
-        await link.checkpoint(target, 1)
+        await link.checkpoint(target, 3)
     assert caught.value.code is C.WORKER_HUNG
     assert await link.state(target) is S.CHECKPOINTED
 

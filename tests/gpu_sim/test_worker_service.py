@@ -217,7 +217,8 @@ async def test_a_worker_that_outlives_its_service_keeps_every_other_worker_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(worker_link, "_KILL_S", 0.1)
-    operation = await _begun_checkpoint(link, simulated, target, deadline_s=0.5)
+    # Its worker must not have ended itself before it is stopped, below.
+    operation = await _begun_checkpoint(link, simulated, target, deadline_s=3)
     orphan = link.pid
     assert orphan is not None
     service.kill()

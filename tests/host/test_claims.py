@@ -70,7 +70,7 @@ def test_a_refused_claim_leaves_nothing_open(device_id: str) -> None:
         before = len(list(Path("/proc/self/fd").iterdir()))
         with pytest.raises(DeviceClaimedError):
             DeviceClaim.claim(device_id)
-        assert len(list(Path("/proc/self/fd").iterdir())) == before
+        assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
 def test_devices_are_claimed_one_by_one(device_id: str) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import unescape
 
 from tests.support.hub import HubWorld
-from tests.support.world import DEADLINE_S
+from tests.support.world import DEADLINE_S, until
 
 __all__ = ["Page", "Visitor"]
 
@@ -62,6 +62,18 @@ class Visitor:
         token = next(cookie.value for cookie in self._jar if cookie.name == "_xsrf" and cookie.path == "/hub/")
         data = urllib.parse.urlencode({**form, "_xsrf": token or ""}).encode()
         return self._open(urllib.request.Request(self._hub.url + path, data=data))  # noqa: S310 - loopback
+
+    def refused(self, **form: str) -> Page:
+        """Ask for a server that is not started, and return the form with the reason.
+
+        JupyterHub shows the form again for what is refused within a second. On a slow machine it takes longer, which leads to another page.
+        """
+
+        def ask() -> Page | None:
+            page = self.post("hub/spawn", **form)
+            return page if page.choices else None
+
+        return until(ask, "the form is there again")
 
     def _open(self, request: urllib.request.Request) -> Page:
         try:

@@ -112,10 +112,11 @@ async def test_an_earlier_broker_gives_a_seat_though_it_keeps_no_hub_with_it(
 # -- the broker's service -----------------------------------------------------------------------------------------------------
 
 _BROKER = """
-import signal, sys
-signal.signal(signal.SIGTERM, lambda *_: (print("stopped", flush=True), sys.exit(0)))
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 print("serves", flush=True)
-signal.pause()
+signal.sigwait([signal.SIGTERM])
+print("stopped", flush=True)
 """
 _HUB = """
 import os, signal, subprocess, sys

@@ -283,7 +283,9 @@ def _complain(complaints: list[str], message: ConsoleMessage) -> None:
 
 def _look_at_weeks(address: str) -> None:
     with opened_browser() as browser:
-        for user, path, by in (("grace", "/all?by=user", "By user"), ("ada", "", "By notebook")):
+        since = time.strftime("%Y-%m-%d", time.localtime(time.time() - 20 * 86_400))  # a month may have begun just now
+        dates = f"period=dates&since={since}"
+        for user, path, by in (("grace", f"/all?by=user&{dates}", "By user"), ("ada", f"?{dates}", "By notebook")):
             context = browser.new_context(extra_http_headers={"Authorization": f"token {user}"})
             page = context.new_page()
             complaints: list[str] = []

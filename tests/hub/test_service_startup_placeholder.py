@@ -12,17 +12,11 @@ from fractional_gpu_hub.service import broker_follower
 from fractional_gpu_hub.service.broker_follower import StartupPlaceholder
 from tests.e2e.browser import opened_browser
 from tests.support.axe import assert_accessible_in_any_look
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+from tests.support.ports import free_port
 
 
 def test_whoever_comes_early_is_told_to_come_again_and_nobody_is_lost_on_the_way() -> None:
-    port = _free_port()
+    port = free_port()
     early = StartupPlaceholder(f"http://127.0.0.1:{port}")
     for _ in range(3):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
@@ -52,7 +46,7 @@ class _Ready(BaseHTTPRequestHandler):
 
 
 def test_a_page_that_came_early_is_accessible_and_turns_into_the_services_by_itself() -> None:
-    port = _free_port()
+    port = free_port()
     early = StartupPlaceholder(f"http://127.0.0.1:{port}")
     with opened_browser() as browser:
         page = browser.new_page()
@@ -75,7 +69,7 @@ def test_a_page_that_came_early_is_accessible_and_turns_into_the_services_by_its
 
 def test_one_who_says_nothing_does_not_keep_the_service_from_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broker_follower, "_PEER_S", 0.05)
-    port = _free_port()
+    port = free_port()
     early = StartupPlaceholder(f"http://127.0.0.1:{port}")
     with socket.create_connection(("127.0.0.1", port), timeout=30), early.hand_over() as listener:
         assert listener.getsockname()[1] == port

@@ -72,22 +72,24 @@ def _row(owner: str, milli: int, *, group: str = "", seated: bool = True, days_a
     return UsageRow(key, party, figures)
 
 
-ROWS = [
-    _row("ada", 1_234, group="lab"),
-    _row("ada", 40_000, seated=False),
-    _row("bob", 5_005, group="lab"),
-    _row("eve", 600_006, group="other"),
-    _row("carol", 7_000_007),
-    _row("", 0, seated=False),
-]
+def rows_of_now() -> list[UsageRow]:
+    """What users used in this hour."""
+    return [
+        _row("ada", 1_234, group="lab"),
+        _row("ada", 40_000, seated=False),
+        _row("bob", 5_005, group="lab"),
+        _row("eve", 600_006, group="other"),
+        _row("carol", 7_000_007),
+        _row("", 0, seated=False),
+    ]
 
 
 @contextmanager
-def broker(visible: str, rows: Sequence[UsageRow] = ROWS) -> Iterator[LiveBroker]:
+def broker(visible: str, rows: Sequence[UsageRow] | None = None) -> Iterator[LiveBroker]:
     with live_broker(usage_visible=visible) as live:
 
         async def write() -> None:
-            live.disk.add_metered(rows, "{}")
+            live.disk.add_metered(rows_of_now() if rows is None else rows, "{}")
 
         live.on_loop(write)
         yield live
@@ -225,7 +227,7 @@ async def test_an_administrator_reads_all_figures_and_has_a_page_of_their_own(pa
     file = await pages.get("usage/all.csv", "grace")
     assert file.headers["Content-Disposition"] == 'attachment; filename="gpu-usage.csv"'
     billed = [row["BilledCost"] for row in csv.DictReader(io.StringIO(file.body))]
-    assert sum(round(float(cost) * 1000) for cost in billed) == sum(row.usage.charge_milli for row in ROWS)
+    assert sum(round(float(cost) * 1000) for cost in billed) == sum(row.usage.charge_milli for row in rows_of_now())
     mine = await pages.get("usage", "grace")
     assert "No kernel used a GPU in this time" in mine.text
     assert 'href="/services/gpu/usage/all"' in mine.body
@@ -273,7 +275,7 @@ async def test_budgets_are_shown_to_whose_they_are_and_warned_of(monkeypatch: py
     with live_broker(budgets=budgets) as live:
 
         async def count() -> None:
-            live.service.seats.budgets.counted([row for row in ROWS if row.party.seated])
+            live.service.seats.budgets.counted([row for row in rows_of_now() if row.party.seated])
 
         live.on_loop(count)
         async with service(live.socket, monkeypatch) as pages:

@@ -20,7 +20,7 @@ from fractional_gpu.jupyter.kernelspecs import install
 from fractional_gpu.jupyter.launcher import main
 from tests.support.kernels import plain_manager
 from tests.support.managed import client_of, entered, must
-from tests.support.stories import CHECK, fill
+from tests.support.stories import CHECK, SLEEPS, fill
 from tests.support.world import DEADLINE_S, Server, World, new_world, until
 
 
@@ -166,7 +166,7 @@ def test_an_interrupt_means_what_it_always_means(world: World) -> None:
 
         try:
             with client_of(manager) as client:
-                code = "import time; print('runs', flush=True); time.sleep(600)"
+                code = f"print('runs', flush=True)\n{SLEEPS}"
                 # without stop_on_error: ipykernel aborts what comes in the moment after a failed cell's reply
                 reply = client.execute_interactive(code, timeout=DEADLINE_S, output_hook=interrupt, stop_on_error=False)
                 assert reply["content"]["ename"] == "KeyboardInterrupt"

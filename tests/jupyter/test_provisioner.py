@@ -24,6 +24,7 @@ from tests.jupyter.conftest import Places
 from tests.support.descriptors import no_free_descriptors
 from tests.support.fake_broker import FakeBroker
 from tests.support.kernels import KERNEL_DEADLINE_S, evaluate, running_kernel, talking_to
+from tests.support.stories import SLEEPS
 
 
 def provisioner_of(manager: KernelManager) -> FractionalGPUProvisioner:
@@ -87,7 +88,7 @@ def test_a_kernel_starts_with_its_lease_and_gives_it_back(places: Places, broker
 @pytest.mark.usefixtures("broker")
 def test_an_interrupt_reaches_the_kernel(places: Places) -> None:
     with running_kernel(places.write_gpu_spec()) as manager, talking_to(manager) as client:
-        message = client.execute("print('ready')\nimport signal\nsignal.pause()")
+        message = client.execute(f"print('ready')\n{SLEEPS}")
         while client.get_iopub_msg(timeout=KERNEL_DEADLINE_S)["msg_type"] != "stream":
             pass
         manager.interrupt_kernel()

@@ -48,7 +48,7 @@ class Story:
     """
 
     simulate = "1x128MiB"  # room for one kernel of 3/4
-    config = 'c.GPUBroker.pools = {"default": {"retry_refused": "200ms", "unattached_ttl": "5s"}}\n'
+    config = 'c.GPUBroker.pools = {"default": {"retry_refused": "200ms", "unattached_ttl": "10s"}}\n'
 
     def __init__(self, world: World, *, keeps: bool = False) -> None:
         self.world = world

@@ -6,7 +6,10 @@ from contextlib import contextmanager
 from tests.support.stories import fill
 from tests.support.world import Notebook, Server, World, new_world
 
-__all__ = ["Pair", "new_pair"]
+__all__ = ["NO_TURNS", "Pair", "new_pair"]
+
+NO_TURNS = "c.GPUBroker.pools = {'default': {'preempt': 'never'}}\n"
+"""The broker's settings where a busy kernel keeps its device for as long as a test wants, not for its turn: 10 s, or 30 swaps."""
 
 
 class Pair:

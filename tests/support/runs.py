@@ -10,7 +10,7 @@ from fractional_gpu.protocol.messages import LeaseStatus, PinRequest
 from tests.support.stories import fill
 from tests.support.world import DEADLINE_S, World, until
 
-__all__ = ["READER", "SERVER", "Run", "free_port", "intact"]
+__all__ = ["READER", "SERVER", "Run", "intact"]
 
 _INTACT = 'print("intact" if hashlib.sha256(buffer.read()).hexdigest() == digest else "lost", flush=True)\n'
 READER = f"""
@@ -124,13 +124,6 @@ class Run:
 def _some(pipe: IO[str] | None) -> IO[str]:
     assert pipe is not None
     return pipe
-
-
-def free_port() -> int:
-    """A port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def intact(port: int) -> tuple[str, float]:

@@ -49,7 +49,7 @@ class SteeredStory(Story):
 
     simulate = "2x128MiB"
     config = (
-        'policy = {"retry_refused": "200ms", "unattached_ttl": "5s", "may_move": True, "min_residency": 0, "preempt": "priorities"}\n'
+        'policy = {"retry_refused": "200ms", "unattached_ttl": "10s", "may_move": True, "min_residency": 0, "preempt": "priorities"}\n'
         'c.GPUBroker.pools = {"default": policy}\n'
     )
 

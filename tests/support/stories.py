@@ -1,12 +1,15 @@
 """What kernels run in end-to-end tests: bytes that go to the simulated GPU, and the look at whether they are all there."""
 
-__all__ = ["BLOCKED", "CHECK", "fill"]
+__all__ = ["BLOCKED", "CHECK", "SLEEPS", "fill"]
 
 CHECK = """
 import hashlib
 assert hashlib.sha256(buffer.read()).hexdigest() == digest, "the bytes differ"
 print("intact")
 """
+
+SLEEPS = "import time\nwhile True: time.sleep(0.05)\n"
+"""Sleeps until it is interrupted, at any moment: Python notices a signal that comes just before a system call when that call is over."""
 
 # A cell that says that it needs no GPU and is blocked on it. The file `blocked` tells when an interrupt finds it so: the
 # call that holds interrupts back (JUPYTER_GPU_SIMULATED_UNINTERRUPTIBLE) has put its own handler in place.

@@ -36,6 +36,7 @@ from fractional_gpu.protocol.messages import AcquireRequest, DrainRequest, Progr
 from fractional_gpu.protocol.seats import SeatRequest
 from tests.broker.api.metrics_page import PAGE, written
 from tests.broker.live import BECOME_NOBODY, DEADLINE_S, LiveBroker, _Connection, live_broker, started_for
+from tests.support.ports import free_port
 from tests.support.world import until
 
 Values = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
@@ -413,13 +414,6 @@ def test_it_speaks_openmetrics_to_who_asks_for_it(fresh: LiveBroker) -> None:
 
 
 # -- by TCP -----------------------------------------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.protocol.errors import BrokerUnavailableError
-from tests.broker.api.test_metrics import free_port
+from tests.support.ports import free_port
 from tests.support.world import DEADLINE_S, until
 
 

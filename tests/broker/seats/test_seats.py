@@ -28,7 +28,7 @@ from fractional_gpu.commands.terminal.render import render_status
 from fractional_gpu.core.events import DeviceSeen
 from fractional_gpu.core.model import DeviceSpec
 from fractional_gpu.ledger import UsageRecord
-from fractional_gpu.ledger.records import SeatRecord
+from fractional_gpu.ledger.records import LedgerError, SeatRecord
 from fractional_gpu.protocol.codec import decode_reply
 from fractional_gpu.protocol.errors import BadRequestError, InternalBrokerError, NotFoundError
 from fractional_gpu.protocol.messages import HostChange, HostStatus, LeaseRequest, ProgressKind
@@ -749,7 +749,8 @@ def found_again(live: LiveBroker) -> list[SeatRecord]:
     """What the next broker would find."""
 
     async def again() -> list[SeatRecord]:
-        await live.broker.writer.run(lambda: None)  # everything before is on the disk
+        with suppress(LedgerError):  # a write that is tried again at that moment fails, and this one with it
+            await live.broker.writer.run(lambda: None)  # everything before is on the disk
         fresh = Seats(live.broker, live.service.settings)
         fresh.recover(live.broker.writer.ledger)
         return fresh.live()

@@ -28,8 +28,10 @@ open(0).read()
 # A kernel that says when it is asked to end, and ends when its input does.
 SLOW_TO_END = """
 import signal
-signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 print("ready", flush=True)
+signal.sigwait([signal.SIGTERM])
+print("asked to end", flush=True)
 open(0).read()
 """
 

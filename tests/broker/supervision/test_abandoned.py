@@ -148,12 +148,14 @@ def test_a_lease_that_was_never_attached_ends_with_its_server_unless_a_process_c
 
 
 def test_a_lease_that_expires_takes_its_files_along(tmp_path: Path) -> None:
-    with live_broker(pools={"default": {"unattached_ttl": "1s"}}) as live:
+    with live_broker(pools={"default": {}}) as live:
         lease = live.lease()
         token_file = tmp_path / f"{lease.lease_id}-1f.token"
         token_file.write_text(lease.token)
         with started_for(lease.lease_id, environment={"JUPYTER_GPU_TOKEN_FILE": str(token_file)}) as process:
             assert live.call("POST", f"/v1/leases/{lease.lease_id}/attach", process, token=lease.token).status == 200
+            # Only now: a lease whose process takes longer than that to start would be over before.
+            assert live.call("POST", "/v1/pools/default", {"keys": {"unattached_ttl": "1s"}}).status == 200
         until(lambda: _has_ended(live, lease.lease_id) or None, "the lease has expired")
         until(lambda: not token_file.exists() or None, "the token's file is gone")
 

@@ -7,6 +7,8 @@ import pytest
 
 from fractional_gpu.broker.kernels import process_inspector
 from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.swap import suspend as suspend_module
+from fractional_gpu.broker.swap import swap as swap_module
 from fractional_gpu.core.effects import Resume
 from fractional_gpu.gpu.interface import ProcessState
 from fractional_gpu.host.memory import Shortage
@@ -41,7 +43,7 @@ SHORT = [OSError(errno.EMFILE, "Too many open files"), RuntimeError("can't start
 
 
 def fails_to_look(monkeypatch: pytest.MonkeyPatch, error: Exception, at: Collection[int]) -> None:
-    """Have these looks at the machine fail, counted from one."""
+    """Have these looks at the machine fail, counted from one. However slow the machine is, none is repeated for its age."""
     looks = 0
 
     def scan(name: str) -> Snapshot:
@@ -52,6 +54,8 @@ def fails_to_look(monkeypatch: pytest.MonkeyPatch, error: Exception, at: Collect
         return real_scan(name)
 
     monkeypatch.setattr(process_inspector, "scan", scan)
+    for module in (suspend_module, swap_module):
+        monkeypatch.setattr(module, "FRESH_S", 3600.0)
 
 
 def resume_of(kernel: Kernel) -> Resume:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from fractional_gpu.broker.kernels import process_inspector
+from fractional_gpu.broker.swap import swap as swap_module
 from fractional_gpu.core.events import ResumeOutcome
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.gpu.interface import DeviceUse, GPUErrorCode, ProcessState
@@ -169,7 +170,7 @@ async def test_a_restore_leaves_a_margin_free(others_mib: int, outcome: ResumeOu
         assert (await swaps.resume(kernel, resume_of(kernel), 345, journal([])))[0] is ResumeOutcome.RESTORED, "no more"
 
 
-@pytest.mark.parametrize(("age_s", "looks"), [(0.0, 1), (1.0, 2)], ids=["fresh", "stale"])
+@pytest.mark.parametrize(("age_s", "looks"), [(0.0, 1), (3600.0, 2)], ids=["fresh", "stale"])
 async def test_a_resume_goes_by_what_was_seen_a_moment_ago_and_no_longer(
     monkeypatch: pytest.MonkeyPatch, age_s: float, looks: int
 ) -> None:
@@ -181,6 +182,7 @@ async def test_a_resume_goes_by_what_was_seen_a_moment_ago_and_no_longer(
         return real_scan(name)
 
     monkeypatch.setattr(process_inspector, "scan", scan)
+    monkeypatch.setattr(swap_module, "FRESH_S", 3600.0)
     driver = Driver()
     swaps = swaps_of(driver)
     async with kernel_of(1) as (kernel, _, pids):

@@ -16,6 +16,7 @@ from fractional_gpu_kernel.cells.acquire import MAX_FRUITLESS, Acquirer, Refused
 from fractional_gpu_kernel.cells.gate import Gate
 from fractional_gpu_kernel.settings import Settings
 from tests.kernelext.scripted_broker import LEASE, TOKEN, ScriptedBroker
+from tests.support.world import until
 
 
 class Side:
@@ -97,7 +98,7 @@ def test_a_preemption_right_after_the_grant_is_no_refusal(
     monkeypatch.setattr(side.gate, "open", open_and_preempt)
     waiter = side.join()
     broker.stream("acquire").granted()
-    broker.wait_for(lambda: not any(thread.name == "gpu-acquire" for thread in threading.enumerate()))
+    until(lambda: not any(thread.name == "gpu-acquire" for thread in threading.enumerate()), "the thread ends")
     assert waiter.empty()
 
 

@@ -3,16 +3,13 @@
 import argparse
 import json
 import os
-import signal
 import socket as socket_module
 import sys
-import threading
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from fractional_gpu.commands.node.ending import ending
 from fractional_gpu.commands.node.options import add_node_options, counts_of, seats_folder
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError, parse_argument
 from fractional_gpu.commands.terminal.output import say
@@ -85,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     if options.engine == KUBERNETES:
         from fractional_gpu.commands.node.kubernetes_agent import run_kubernetes  # noqa: PLC0415 - as below
 
-        return run_kubernetes(options, _rules(options, {}), _every_ms(options), _say, _ending)
+        return run_kubernetes(options, _rules(options, {}), _every_ms(options), _say)
     _refuse_kubernetes(options)
     from fractional_gpu.client.seat import SeatClient  # noqa: PLC0415 - as below
     from fractional_gpu.engines.agent import Agent  # noqa: PLC0415 - not for help texts
@@ -125,7 +122,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(shown) if options.json else f"node {node}: {counted}")
         return 0
     _say(f"agent of node {node}: pools {', '.join(f'{pool} as {count}' for pool, count in counts.items())}")
-    with _ending() as end:
+    with ending() as end:
         while not end.is_set():
             end.wait(min(every_ms, max(_LEAST_EVERY_MS, agent.step())) / 1000)
     _say("ended; the counts stay as they are")
@@ -155,18 +152,6 @@ def _refuse_kubernetes(options: argparse.Namespace) -> None:
     given = {"--hub-namespace": options.hub_namespace, "--kubeconfig": options.kubeconfig, "--remove": options.remove}
     if named := [name for name, value in given.items() if value]:
         raise UsageError(f"{', '.join(named)}: only with --engine {KUBERNETES}")
-
-
-@contextmanager
-def _ending() -> Iterator[threading.Event]:
-    """Set the event at SIGTERM and SIGINT."""
-    end = threading.Event()
-    before = {number: signal.signal(number, lambda *_: end.set()) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield end
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _duration(text: str, name: str) -> int:

@@ -4,15 +4,15 @@ import argparse
 import json
 import os
 import socket as socket_module
-import threading
 import time
 import zlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fractional_gpu.client.seat import SeatClient
+from fractional_gpu.commands.node.ending import Ending, ending
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError
 from fractional_gpu.engines.agent import Agent, AgentRules
 from fractional_gpu.engines.pod_seats import PodNotes, PodSeats
@@ -34,9 +34,8 @@ def run_kubernetes(
     rules: AgentRules,
     every_ms: int,
     say: Callable[[str], None],
-    ending: Callable[[], AbstractContextManager[threading.Event]],
 ) -> int:
-    """Run the agent until `ending`'s event, or once. Raises UsageError, CommandError and FractionalGPUError."""
+    """Run the agent until SIGTERM or SIGINT, or once. Raises UsageError, CommandError and FractionalGPUError."""
     pools = _pools(options)
     try:
         from fractional_gpu.engines.kubernetes import Cluster, KubernetesEngine, configuration  # noqa: PLC0415 - an extra
@@ -98,8 +97,8 @@ class _Rounds:
         self._connect = connect
         self._kept_s = self._noted_s = float("-inf")
 
-    def run(self, end: threading.Event, every_s: float) -> None:
-        """Run until the event."""
+    def run(self, end: Ending, every_s: float) -> None:
+        """Run until the end is set."""
         while not end.is_set():
             self._keep_seats()
             pause_s = min(every_s, max(_LEAST_S, self._agent.step() / 1000))
@@ -109,7 +108,8 @@ class _Rounds:
     def _keep_seats(self) -> None:
         now = time.monotonic()
         changed = self._cluster.changed.is_set()
-        self._cluster.changed.clear()
+        if changed:  # else a change that comes just now would be forgotten
+            self._cluster.changed.clear()
         try:
             if changed or now - self._kept_s >= _SEATS_S:
                 self._seats.keep(self._cluster.pods())

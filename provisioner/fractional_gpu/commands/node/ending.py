@@ -1,0 +1,51 @@
+"""How the node agent notices that it is to end."""
+
+import os
+import select
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class Ending:
+    """Whether SIGTERM or SIGINT has come. For the main thread.
+
+    The handler runs in the thread that waits, so it takes no lock: that of an Event could be that thread's own. The wait is for a pipe
+    that the system's handler writes to: a signal that comes just before the wait ends it, too.
+    """
+
+    def __init__(self, wakes: int) -> None:
+        """`wakes`: the end of the pipe that can be read once a signal has come."""
+        self._wakes = wakes
+        self._come = False
+
+    def note(self, _number: int, _frame: FrameType | None) -> None:
+        """Handle a signal."""
+        self._come = True
+
+    def is_set(self) -> bool:
+        """Whether one has come."""
+        return self._come
+
+    def wait(self, seconds: float) -> None:
+        """Return when one comes, or after so many seconds."""
+        select.select([self._wakes], [], [], seconds)
+
+
+@contextmanager
+def ending() -> Iterator[Ending]:
+    """Notice SIGTERM and SIGINT during the block."""
+    source, sink = os.pipe()
+    os.set_blocking(sink, False)
+    woken = signal.set_wakeup_fd(sink, warn_on_full_buffer=False)
+    end = Ending(source)
+    before = {number: signal.signal(number, end.note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield end
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(woken)
+        os.close(source)
+        os.close(sink)

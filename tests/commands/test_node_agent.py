@@ -1,0 +1,104 @@
+"""How the node agent ends, and what it must not miss."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fractional_gpu.commands.node.ending import ending
+from fractional_gpu.commands.node.kubernetes_agent import _Rounds
+
+PATIENCE_S = 30.0
+
+
+def lines_of(call: Callable[[], object], at: int = 0, action: Callable[[], object] = lambda: None) -> int:
+    """Call it, and do the action when its so many-th line of Python begins; return how many lines it had."""
+    begun = 0
+
+    def trace(_frame: FrameType, event: str, _argument: object) -> Any:  # noqa: ANN401 - a trace function
+        nonlocal begun
+        begun += event == "line"
+        if event == "line" and begun == at:
+            action()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return begun
+
+
+@pytest.fixture
+def patience() -> Iterator[None]:
+    """Fail where a test waits for ever, for a lock too."""
+
+    def fail(_number: int, _frame: FrameType | None) -> None:
+        raise AssertionError(f"it still waits after {PATIENCE_S:g} s")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.setitimer(signal.ITIMER_REAL, PATIENCE_S)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("patience")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_agent_at_whatever_moment_of_its_wait_it_comes(number: signal.Signals) -> None:
+    with ending() as end:
+        lines = lines_of(lambda: end.wait(0))
+    assert lines
+    for line in range(1, lines + 1):
+        with ending() as end:
+            lines_of(lambda: end.wait(2 * PATIENCE_S), line, lambda: os.kill(os.getpid(), number))
+            assert end.is_set()
+
+
+def test_its_end_gives_the_signals_back() -> None:
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    with ending() as end:
+        assert [signal.getsignal(number) for number in numbers] == [end.note, end.note]
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+class Changed(threading.Event):
+    """An event that another thread sets, where `late`, just after it was looked at."""
+
+    late = False
+
+    def is_set(self) -> bool:
+        """See Event."""
+        was = super().is_set()
+        if self.late:
+            self.late = False
+            self.set()
+        return was
+
+
+def test_a_pod_that_changes_while_the_agent_looks_is_seen_in_the_next_round() -> None:
+    changed, kept = Changed(), list[object]()
+    cluster: Any = SimpleNamespace(changed=changed, pods=list)
+    seats: Any = SimpleNamespace(keep=kept.append, outcomes={})
+    notes: Any = SimpleNamespace(write=lambda *_: None)
+    connect: Any = lambda: SimpleNamespace(close=lambda: None)  # noqa: E731 - a stand-in
+    agent: Any = None
+    rounds = _Rounds(cluster, agent, seats, notes, connect)
+    rounds._keep_seats()
+    assert len(kept) == 1
+    changed.late = True
+    rounds._keep_seats()
+    assert len(kept) == 1, "nothing had changed when it looked"
+    rounds._keep_seats()
+    assert len(kept) == 2
+    rounds._keep_seats()
+    assert len(kept) == 2, "seen once"
