@@ -3,11 +3,9 @@
 import json
 import os
 import shutil
-import urllib.error
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
@@ -173,15 +171,3 @@ def opened_notebook(world: World, kernelspec: str) -> Iterator[Lab]:
         expect(page.locator(".jp-CodeCell")).to_be_visible()
         until(lambda: _talks(server), "the page talks to its kernel")
         yield Lab(server, page)
-
-
-def _talks(server: Server) -> bool:
-    """Whether a page is connected to a kernel."""
-    try:
-        return any(one["connections"] for one in server.request("GET", "api/kernels?no_track_activity=1"))
-    except urllib.error.HTTPError as error:
-        with error:
-            # For a moment a Jupyter server lists a kernel that has no last activity yet, and fails for that.
-            if error.code != HTTPStatus.INTERNAL_SERVER_ERROR:
-                raise
-        return False
