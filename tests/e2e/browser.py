@@ -27,6 +27,7 @@ _QUIET = {
         "@jupyterlab/lsp-extension:plugin": True,
     }
 }
+_UNASKED = {"@jupyterlab/docmanager-extension:plugin": {"renameUntitledFileOnSave": False}}
 
 
 class Lab:
@@ -127,6 +128,7 @@ def _install(world: World) -> None:
     settings = world.folder / "config" / "labconfig"
     settings.mkdir()
     (settings / "page_config.json").write_text(json.dumps(_QUIET))
+    (settings / "default_setting_overrides.json").write_text(json.dumps(_UNASKED))
 
 
 @contextmanager
