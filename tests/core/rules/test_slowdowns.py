@@ -35,7 +35,7 @@ def test_the_neighbours_are_said_with_what_they_need_and_only_ones_own_by_name()
         high_milli=2188,
         sentence=(
             "its cell takes about 1.8 times as long as alone (1.4 to 2.2), beside another user's kernel (70 % of it) "
-            "and /home/ada/1.ipynb (50 % of it)"
+            "and 1.ipynb (50 % of it)"
         ),
         brief="runs beside another user's kernel and 1 more, about 1.8 times as long as alone (1.4 to 2.2)",
     )

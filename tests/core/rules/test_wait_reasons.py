@@ -48,6 +48,12 @@ def test_a_running_cell_is_named_with_how_long_it_has_run() -> None:
     assert hand.ticket("b").reason == "wait.busy-neighbour"
 
 
+def test_a_notebook_is_named_without_the_folders_it_is_in() -> None:
+    hand = Hand()
+    run(hand, "a", label="/home/ann/a-project-with-a-long-name/and-a-long-folder/in-it/analysis.ipynb")
+    assert waits(hand) == "analysis.ipynb is running a cell"
+
+
 def test_another_users_kernel_has_no_name() -> None:
     hand = Hand()
     run(hand, "a", owner="bob", label="secret.ipynb")

@@ -70,7 +70,6 @@ def _described(
     if len(others) > _MOST_NAMED:
         named.append(f"{len(others) - _MOST_NAMED} more")
     first = name_for(lease, others[0])
-    short = first.rpartition("/")[2] if first.startswith("/") else first  # of a path, the notebook
     expected, low, high = (f"{_tenths(one) / 10}" for one in (span.expected_ms, span.low_ms, span.high_ms))
     times = f"about {expected} times as long as alone" + (f" ({low} to {high})" if low != high else "")
     more = f" and {len(others) - 1} more" if len(others) > 1 else ""
@@ -80,7 +79,7 @@ def _described(
         low_milli=span.low_ms,
         high_milli=span.high_ms,
         sentence=f"{place}{takes} {times}, beside {' and '.join(named)}",
-        brief=f"{runs} beside {short}{more}, {times}",
+        brief=f"{runs} beside {first}{more}, {times}",
     )
 
 

@@ -268,11 +268,12 @@ def name_for(reader: Lease, other: Lease) -> str:
 
 
 def display_name(lease: Lease) -> str:
-    """Return the lease's name for its owner: its notebook, else the beginning of its id."""
+    """Return the lease's name for its owner: its notebook without the folders that it is in, else the beginning of its id."""
     label = lease.spec.label
     if not label:
         return f"kernel {lease.lease_id[:8]}"
-    return label if len(label) <= _LONGEST_NAME else label[: _LONGEST_NAME - 3] + "..."
+    name = label.rpartition("/")[2] or label
+    return name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 3] + "..."
 
 
 # -- where it may be served ------------------------------------------------------------------------------------------------
