@@ -38,6 +38,41 @@ def test_leases_that_never_attach_keep_another_user_out_for_no_longer_than_room_
     assert hand.view("eve0").reserved_mib == 0
 
 
+def begin_to_use(*, fair: bool = True) -> Hand:
+    """Eve asks for six leases; Bob has the device after her first hold, uses it for 9 s and asks again. `fair`: the pool shares by time."""
+    hand = Hand(pools=[pool(preempt_equals=fair)])
+    for number in range(6):
+        ask(hand, f"eve{number}")
+    ask(hand, "bob", owner="bob")
+    hand.wait(HOLD_MS)
+    hand.send(Attached(at_ms=hand.now, lease_id="bob", gated=False))
+    hand.work("bob")
+    hand.wait(9_000)
+    hand.send(LeaseReleased(at_ms=hand.now, lease_id="bob"))
+    ask(hand, "bob-again", owner="bob")
+    return hand
+
+
+def test_one_who_has_used_the_gpu_is_kept_out_for_no_longer_than_one_who_has_not() -> None:
+    hand = begin_to_use()
+    assert not holds(hand, "bob-again")
+    hand.wait(HOLD_MS)
+    assert holds(hand, "bob-again"), "eve, whose kernels never run, has paid for what she kept"
+
+
+def test_one_who_releases_before_the_hold_is_over_has_paid_for_its_time() -> None:
+    hand = begin_to_use()
+    begun, number = hand.now, 6
+    while not holds(hand, "bob-again"):
+        assert hand.now - begun <= 9_000 + HOLD_MS, "as long as bob used it while she waited, and one hold"
+        ask(hand, f"eve{number}")
+        number += 1
+        hand.wait(HOLD_MS - 1_000)
+        (held,) = [name for name in (f"eve{at}" for at in range(number)) if holds(hand, name)] or [""]
+        if held:
+            hand.send(LeaseReleased(at_ms=hand.now, lease_id=held))
+
+
 def test_releasing_and_asking_again_does_not_help_to_keep_another_user_out() -> None:
     hand = Hand()
     for number in range(6):
@@ -127,11 +162,14 @@ def test_what_a_pool_may_promise_is_not_all_promised_to_leases_without_a_process
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_whatever_leases_without_a_process_do_another_user_is_in_within_one_hold(data: st.DataObject) -> None:
-    """Eve asks, releases and lets time pass as she likes, and never starts a process; Bob asks once and waits."""
-    hand = Hand()
-    names: list[str] = []
+@given(st.data(), st.booleans())
+def test_whatever_leases_without_a_process_do_another_user_is_in_within_one_hold(
+    data: st.DataObject, fair: bool
+) -> None:
+    """Eve asks, releases and lets time pass as she likes, and never starts a process; Bob, who used it before, asks once and waits."""
+    hand = begin_to_use(fair=fair)
+    hand.send(LeaseReleased(at_ms=hand.now, lease_id="bob-again"))
+    names = [f"eve{number}" for number in range(6)]
     asked_ms: int | None = None
     moves = data.draw(st.lists(st.sampled_from(["ask", "release", "wait", "bob"]), min_size=5, max_size=40))
     for move in [*moves, "bob", *["ask", "wait"] * 40]:

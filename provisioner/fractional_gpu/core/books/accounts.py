@@ -1,9 +1,10 @@
 """What owners and groups have of each pool: totals for limits, and virtual time for fair shares.
 
-An owner's virtual time in a pool grows by milli-GPU times milliseconds over its weight while its leases are busy (or pinned) on a device;
-so does a lease's among its owner's. The one with the least virtual time is served first. An owner that contends again after a pause
-starts where the least of the contending ones stands, so no share is saved up (start-time fair queueing, Goyal, Vin and Cheng 1996). An
-idle lease on a device pays nothing, because it leaves for any other. A pause between two cells (`_PAUSE_MS`) is no absence.
+An owner's virtual time in a pool grows by milli-GPU times milliseconds over its weight while its leases are busy (or pinned) on a device,
+or keep room there for a process that has not come yet; so does a lease's among its owner's. The one with the least virtual time is served
+first. An owner that contends again after a pause starts where the least of the contending ones stands, so no share is saved up (start-time
+fair queueing, Goyal, Vin and Cheng 1996). An idle lease on a device pays nothing, because it leaves for any other. A pause between two
+cells (`_PAUSE_MS`) is no absence.
 
 Accounts of owners without leases are kept for as long as they differ from an empty account, and at most `_MOST_FORMER` of them.
 """
@@ -185,13 +186,11 @@ class Accounts:
 
     def share(self, lease: Lease, now_ms: int) -> tuple[int, int]:
         """Return the virtual time of the lease's owner and its own."""
-        account = self.of(lease)
-        usage = account.usage + account.busy_milli * max(0, now_ms - account.usage_as_of_ms)
         meter = lease.meter
         mine = meter.usage
         if meter.is_running:
             mine += lease.milli * max(0, now_ms - meter.as_of_ms)
-        return _virtual_ms(usage, account.weight), _virtual_ms(mine, lease.spec.weight)
+        return self._virtual_ms_now(self.of(lease), now_ms), _virtual_ms(mine, lease.spec.weight)
 
     def contending_weights(self, lease: Lease) -> tuple[int, int]:
         """Return the sums of the weights of the owners that contend in the lease's pool, and of its owner's leases that do.
@@ -212,7 +211,11 @@ class Accounts:
         fair = self._shares_by_time(lease)
         if not fair and lease.meter.idle_since_ms is None and not lease.meter.is_running:
             return  # no decision depends on it
-        metered = fair and lease.state is LeaseState.RESIDENT and (lease.is_working or lease.pinned_until_ms > now_ms)
+        if lease.state is LeaseState.UNATTACHED:
+            metered = fair and lease.has_reservation
+        else:
+            works = lease.is_working or lease.pinned_until_ms > now_ms
+            metered = fair and lease.state is LeaseState.RESIDENT and works
         waits = lease.ticket is not None or lease.gate.ticket is not None
         contends = fair and (metered or waits or lease.state is LeaseState.RESUMING or lease.preempted)
         account = self.of(lease)
@@ -227,6 +230,17 @@ class Accounts:
             lease.meter.is_running, lease.meter.as_of_ms = metered, now_ms
         if not contends and lease.lease_id in account.contenders:
             self._stop_contending(lease, account, now_ms)
+
+    def fall_behind(self, lease: Lease, now_ms: int) -> None:
+        """Put the lease's owner behind all others that contend in the pool: it had its turn, and no process came."""
+        if not self._shares_by_time(lease):
+            return
+        account = self.of(lease)
+        others = (one for one in self._contending.get(lease.spec.pool, {}).values() if one is not account)
+        last_ms = max((self._virtual_ms_now(one, now_ms) for one in others), default=-1)
+        self._settle(account, now_ms)
+        account.usage = max(account.usage, -(-(last_ms + 1) * account.weight // _UNIT))
+        account.version += 1
 
     def _settle(self, account: Account, now_ms: int) -> None:
         account.usage += account.busy_milli * max(0, now_ms - account.usage_as_of_ms)
@@ -269,10 +283,10 @@ class Accounts:
         if not contending:
             del self._contending[pool]
 
+    def _least_virtual_ms(self, contending: dict[str, Account], now_ms: int) -> int:
+        return min((self._virtual_ms_now(account, now_ms) for account in contending.values()), default=0)
+
     @staticmethod
-    def _least_virtual_ms(contending: dict[str, Account], now_ms: int) -> int:
-        times = [
-            _virtual_ms(account.usage + account.busy_milli * max(0, now_ms - account.usage_as_of_ms), account.weight)
-            for account in contending.values()
-        ]
-        return min(times, default=0)
+    def _virtual_ms_now(account: Account, now_ms: int) -> int:
+        usage = account.usage + account.busy_milli * max(0, now_ms - account.usage_as_of_ms)
+        return _virtual_ms(usage, account.weight)
