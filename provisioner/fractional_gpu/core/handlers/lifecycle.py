@@ -135,7 +135,8 @@ class StartReservations:
         kept, mib = self._books.policy(lease).unattached_hold_ms, lease.held_mib
         self._changes.withdraw_ticket(lease)  # of one that waited to grow
         self._books.set_reservation(lease, ())
-        self._books.accounts.fall_behind(lease, self._books.now_ms)  # else its owner's next lease would be served first, again and again
+        # Else its owner's next lease, which has used nothing either, would be served first, again and again.
+        self._books.accounts.fall_behind(lease, self._books.now_ms)
         self._changes.change_state(
             lease,
             Cause.LAPSED,
