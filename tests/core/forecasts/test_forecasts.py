@@ -256,6 +256,7 @@ def taught(seed: int) -> Forecasts:
         forecasts.swap_finished(SUSPEND, "d 80", 1_000 * number, 100 + 300 * number)
         forecasts.wait_ended(forecasts.wait_span("swap", 700 * number), 1_000 * number)
         forecasts.hold_seen(f"p{number % 2}", 10 * number, 10**9 * number)
+        forecasts.wait_prices.learn("p0", 100 * number)
         run_cells(forecasts, f"k{number % 3}", [(random.randrange(10**6), random.randrange(10**5))], number * 10**7)
     return forecasts
 
@@ -265,6 +266,7 @@ def answers(forecasts: Forecasts) -> list[object]:
         forecasts.swap_span(SUSPEND, "d 80", 3_000),
         [forecasts.wait_span("swap", length) for length in (0, 500, 5_000, 50_000)],
         [forecasts.hold_cost(pool, 1_000, 40_000_000) for pool in ("p0", "p1", "other")],
+        [forecasts.wait_prices.of(pool).of(10_000) for pool in ("p0", "p1")],
         forecasts.errors(),
     ]
 
@@ -283,7 +285,7 @@ def test_what_was_learnt_survives_as_json() -> None:
 
 def test_a_state_from_before_a_part_was_learnt_is_taken() -> None:
     kept = taught(1).state()
-    for part in ("demands", "pool_demands", "signs", "lease_signs", "holds"):
+    for part in ("demands", "pool_demands", "signs", "lease_signs", "holds", "recent_waits"):
         del kept[part]
     again = Forecasts.from_state(kept)
     assert again.hold_cost("p0", 1_000, 40_000_000) == 0
@@ -310,6 +312,7 @@ def test_equal_calls_give_equal_answers() -> None:
         ("leases", [1], "allowed: an object"),
         ("holds", {"p": [1]}, "allowed: a list of 2"),
         ("holds", {"p": [-1, 5]}, "-1 was given; allowed: a whole number"),
+        ("recent_waits", {"p": [[5, -1], 0, 0]}, "-1 was given; allowed: a whole number"),
         ("waits", {"swap soon": [[]]}, "'soon' was given; allowed: a whole number"),
         ("accuracy", {"luck": [1, []]}, "'luck' was given; allowed: wait, suspend, resume, cell"),
     ],

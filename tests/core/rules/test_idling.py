@@ -7,10 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fractional_gpu.core.books.books import Books
-from fractional_gpu.core.books.records import Device, Lease
+from fractional_gpu.core.books.records import Device, Lease, Ticket
+from fractional_gpu.core.changes.idle_costs import IdleCosts
 from fractional_gpu.core.effects import Effect, Recorded
 from fractional_gpu.core.events import Attached, LeaseRequested
 from fractional_gpu.core.forecasts.estimators import DURATIONS, OCTAVES, RATE_BITS, STEP, HoldCosts, leave_after_ms
+from fractional_gpu.core.forecasts.wait_prices import LEAST_WAITS, MOST_WAITS
 from fractional_gpu.core.model import Compute, Foresight, LeaseState, PoolSpec
 from fractional_gpu.core.rules.contention import crowding_ms
 from tests.core.driving import Hand, device, pool, spec
@@ -212,6 +214,102 @@ def test_a_cell_beside_a_busy_one_loses_time_by_idle_memory_on_a_free_device() -
     assert lost_ms(900, policy) > 0
     assert lost_ms(100, policy) == 0  # d1 had room: memory was not the reason
     assert lost_ms(900, replace(policy, compute=Compute.PACK)) == 0  # no pool that spreads
+
+
+def rate_after_a_ticket(count: int, *, devices: int = 10, usual_wait_ms: int = 1000) -> int:
+    """What `hold_rate` is after a ticket for so many devices waited 40 s, 30 s of them for idle leases to be saved."""
+    books = Books()
+    names = tuple(f"d{number}" for number in range(devices))
+    books.pools["p"] = replace(auto(), devices=names, compute=Compute.PACK)
+    for name in names:
+        books.add_device(Device(spec=device(name)))
+    lease = Lease(spec=replace(spec("a"), devices=count, fraction_milli=1000), state=LeaseState.RESIDENT)
+    books.add(lease)
+    for _ in range(LEAST_WAITS):
+        books.forecasts.wait_prices.learn("p", usual_wait_ms)
+    books.now_ms = 40_000
+    IdleCosts(books).granted(lease, Ticket(order=1, asked_ms=0, saves_ms=30_000))
+    return books.forecasts.hold_rate("p")
+
+
+def test_a_long_wait_counts_more_than_one_of_the_usual_length() -> None:
+    usual, long = rate_after_a_ticket(1, usual_wait_ms=60_000), rate_after_a_ticket(1)
+    assert long > 5 * usual > 0
+
+
+def test_long_waits_for_several_devices_count_where_that_is_less_than_half_of_the_pool() -> None:
+    one, two, four, five = (rate_after_a_ticket(count) for count in (1, 2, 4, 5))
+    assert one > two > four > five == 0
+    assert rate_after_a_ticket(2, usual_wait_ms=60_000) == 0
+    assert rate_after_a_ticket(2, devices=2) == 0
+
+
+def leaves_after_ms(policy: PoolSpec, usual_wait_ms: int, *, channel_ms: int = 0) -> int:
+    """How long "a" stays in a pool with such waits, also for a swap channel, where holding is known to cost others time."""
+    world = Hand(pools=[policy])
+    world.run("a")
+    forecasts = world.arbiter.forecasts
+    for _ in range(MOST_WAITS):
+        forecasts.wait_prices.learn("p", usual_wait_ms)
+        forecasts.wait_prices.learn_return("p", 1000, channel_ms)
+        forecasts.hold_seen("p", 1000, 40_000 * MINUTE_MS)
+    return stay(world, 100 * HOUR_MS)[0]
+
+
+def test_an_idle_kernel_stays_longer_where_its_own_return_would_be_a_long_wait() -> None:
+    assert leaves_after_ms(auto(), 60_000) < leaves_after_ms(auto(), 10)
+
+
+def test_an_idle_kernel_stays_longer_where_returns_wait_for_a_swap_channel() -> None:
+    assert leaves_after_ms(auto(), 60_000) < leaves_after_ms(auto(), 60_000, channel_ms=60_000)
+
+
+def test_a_wait_includes_the_restore_of_what_was_saved() -> None:
+    waits = []
+    for saved_mib in (100, 10_000):
+        books = Books()
+        books.pools["p"] = auto()
+        lease = Lease(spec=spec("a"), state=LeaseState.SUSPENDED, saved_mib=saved_mib)
+        books.add(lease)
+        books.now_ms = 5000
+        IdleCosts(books).granted(lease, Ticket(order=1, asked_ms=1000))
+        waits.append(books.forecasts.wait_prices.of("p").recent[0])
+    assert 4000 < waits[0] < waits[1]
+
+
+def queued_ms(*, asks_during_the_save: bool) -> int:
+    """What queueing for a channel is taken to cost after "a" has come back, that asked while it was saved for "b" or later."""
+    world = started(Hand(pools=[auto()]), "b")
+    world.idle("a")
+    world.wait(10 * MINUTE_MS)
+    saving = world.want("b")
+    if asks_during_the_save:
+        world.want("a")
+    world.wait(500)
+    world.saved(saving)
+    world.work("b")
+    world.wait(10 * MINUTE_MS)
+    effects = world.rest("b")
+    if not asks_during_the_save:
+        effects = world.want("a")
+    assert world.resumes(world.saved(effects)) == [("a", "d0")]
+    return world.arbiter.forecasts.wait_prices.of("p").queued_ms
+
+
+def test_a_return_is_seen_to_wait_for_the_swap_channel_if_that_is_in_use_when_it_is_asked_for() -> None:
+    assert queued_ms(asks_during_the_save=True) > 0
+    assert queued_ms(asks_during_the_save=False) == 0
+
+
+def test_with_a_price_for_holding_all_waits_count_alike() -> None:
+    priced = auto(hold=0.01)
+    assert leaves_after_ms(priced, 60_000) == leaves_after_ms(priced, 10)
+
+
+def test_cells_that_find_room_at_once_are_waits_of_no_time() -> None:
+    world = started(Hand(device(memory_mib=2000), pools=[auto()]), "a", "b")
+    take_turns(world, "a", "b", times=30)
+    assert list(world.arbiter.forecasts.wait_prices.of("p").recent) == [0] * 30
 
 
 def test_losses_fade_with_cells_and_are_not_made_of_one() -> None:

@@ -86,6 +86,8 @@ class Ticket:
     reason: str = "wait.new"  # code that the lease's story has of this wait
     wait: Reason | None = None  # why it waits, from the last pass that visited it by itself
     wait_pass: int = 0  # number of that pass
+    channel_ms: int = 0  # how long no swap channel was expected to become free when the lease asked
+    saves_ms: int = 0  # how long the saves take that idle leases were begun to leave by for it, as expected
     rank: tuple[int, bool, int] = (0, False, 0)  # sorts its pool's line, fixed at its entry: priority, urgency, order
     bucket_rank: tuple[int, int] = (0, 0)  # sorts its bucket, fixed likewise: the lease's virtual time, order
 

@@ -239,7 +239,8 @@ class Changes:
     def new_ticket(self, *, first: bool = False) -> Ticket:
         """Return a ticket with the next place, or with one before all others of its priority."""
         order = self._next_order - _FIRST if first else self._next_order
-        ticket = Ticket(order=order, asked_ms=self.now_ms)
+        left_ms = () if self.channel_free else map(self.idle_costs.swap_left_ms, self.operations.values())
+        ticket = Ticket(order=order, asked_ms=self.now_ms, channel_ms=min(left_ms, default=0))
         self._next_order += 1
         return ticket
 
@@ -298,7 +299,7 @@ class Changes:
         lease.let_in = lease.state is not LeaseState.UNATTACHED and (lease.spec.gated or lease.busy)
         self.books.set_reservation(lease, device_ids, lease.need_mib)
         self.granted_devices.update(device_ids)
-        self.idle_costs.granted(lease)
+        self.idle_costs.granted(lease, lease.ticket)
         waited = "at once" if waited_ms < _AT_ONCE_MS else f"after {format_duration(waited_ms)}"
         sentence = f"this kernel asked for the GPU and got it {waited}: {format_memory(lease.held_mib)} are reserved"
         if lease.state is LeaseState.SUSPENDED:

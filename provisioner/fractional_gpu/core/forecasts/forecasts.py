@@ -6,7 +6,7 @@
   What is left of a gap or cell is conditional on how long it has lasted. A kernel that ends while it idles had no next cell: some gaps
   never end, and the longer one lasts, the likelier it is such a one.
 - Demands: what a lease uses of a device while it is busy, a decayed mean. A new lease starts from the mean of its pool.
-- Memory that idle leases hold: what cells lose by it, per pool (`HoldCosts`).
+- Memory that idle leases hold: what cells lose by it, per pool (`HoldCosts`), and what waits cost there (`wait_prices`).
 - Signs of a coming cell: how often each kind was right, for each lease. A new lease starts from the mean of all.
 - Asks: which sizes the leases of a pool ask for (`asks`).
 - Waits: `queue_wait` computes a wait from the queue and the devices. It is corrected here by how earlier ones turned out.
@@ -66,6 +66,7 @@ from fractional_gpu.core.forecasts.track_record import (
     WAIT,
     TrackRecord,
 )
+from fractional_gpu.core.forecasts.wait_prices import WaitPrices
 from fractional_gpu.core.model import Sign, Span
 
 __all__ = ["RESUME", "SUSPEND", "Company", "Forecasts", "WaitSpan"]
@@ -140,6 +141,7 @@ class Forecasts:
         self._wait_totals: dict[tuple[str, int], Sequence[int]] = {}
         self._slowdowns = Slowdowns()
         self._ended: list[_EndedCell] = []
+        self.wait_prices = WaitPrices()
         self.record = TrackRecord()
 
     def errors(self) -> tuple[ErrorView, ...]:
@@ -180,6 +182,7 @@ class Forecasts:
                 for sign, one in own.items()
             },
             "waits": {f"{kind} {length}": [sparse(one.weights)] for (kind, length), one in self._waits.items()},
+            **self.wait_prices.state(),
             **self.record.state(),
             **self._slowdowns.state(),
         }
@@ -240,6 +243,7 @@ class Forecasts:
             own = self._lease_signs.setdefault(lease_id, {})
             own[sign] = DecayedMean(memory=LEASE_SAMPLES).restore(read.whole(count), read.whole(fine))
 
+        self.wait_prices.take_state(read)
         self._slowdowns.take_state(read)
 
     # -- swaps --------------------------------------------------------------------------------------------------------

@@ -1,13 +1,13 @@
 """When an idle lease is suspended though no ticket needs its room.
 
 A pool says after how long (`idle_after_ms`), or that the arbiter decides (`idle_auto`). Then a lease holds its devices for as long as
-that is expected to cost less than to come back. Coming back costs a person the time of a resume. Holding costs
+that is expected to cost less than to come back. Coming back costs a person the time of a resume; in a pool that names no price for
+holding, more if that is a long wait there, and with what it waits for a swap channel on average (`wait_prices`). Holding costs
 
 - the lease's share of a device for each hour, by the pool's price, and
 - what cells lose because idle leases hold memory, as learnt (`HoldCosts`): tickets wait until an idle lease is saved for them, and cells
   share a device with busy neighbours because idle leases hold the memory of a less busy one (`crowding_ms`). Each MiB that idle leases of
-  the pool hold bears its part. A ticket for several devices needs many leases to leave at once, and waits for busy ones as a rule: one that
-  has left before spares it little, so its waits do not count.
+  the pool hold bears its part.
 
 While holding costs nothing, no lease leaves: what a ticket needs it takes anyway. In a pool where tickets find room at once, that is so.
 
@@ -21,6 +21,7 @@ lease leaves in this way where more than half of host memory would be in use.
 from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import Lease
 from fractional_gpu.core.forecasts.forecasts import RESUME
+from fractional_gpu.core.forecasts.wait_prices import LENGTH, WaitPrice
 from fractional_gpu.core.model import LeaseState, PoolSpec
 from fractional_gpu.core.rules.eligibility import lacks_device, suspendable_from_ms
 from fractional_gpu.core.rules.likelihood import is_expected
@@ -49,6 +50,11 @@ def idle_due_ms(books: Books, lease: Lease) -> int | None:
     return due_ms
 
 
+def wait_price(books: Books, pool: PoolSpec) -> WaitPrice:
+    """Return what waits cost in the pool: their length where holding has a price, as an hour of any wait has its own price then."""
+    return LENGTH if pool.hold_price_milli else books.forecasts.wait_prices.of(pool.name)
+
+
 def spares_host_memory(books: Books, lease: Lease) -> bool:
     """Return whether half of host memory is left to tickets if a lease leaves for its cost alone."""
     if books.policy(lease).idle_after_ms is not None:
@@ -58,7 +64,8 @@ def spares_host_memory(books: Books, lease: Lease) -> bool:
 
 def _leaves_after_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
     """Return after how long in this gap the lease leaves; None while holding costs nothing."""
-    key = (lease.last_active_ms, pool.hold_price_milli, pool.wait_price_milli, books.forecasts.hold_rate(pool.name))
+    prices = pool.hold_price_milli, pool.wait_price_milli, wait_price(books, pool).limit_ms
+    key = (lease.last_active_ms, *prices, books.forecasts.hold_rate(pool.name))
     if lease.leaves[1:] != key:
         lease.leaves = (_best_ms(books, pool, lease), *key)
     return lease.leaves[0]
@@ -73,5 +80,6 @@ def _best_ms(books: Books, pool: PoolSpec, lease: Lease) -> int | None:
         return None
     device = books.devices.get(lease.device_id or "")
     name = device.spec.name if device is not None else ""
-    back = wait * forecasts.swap_ms(RESUME, name, lease.used_mib)
+    price = wait_price(books, pool)
+    back = wait * (price.of(forecasts.swap_ms(RESUME, name, lease.used_mib)) + price.queued_ms)
     return forecasts.leave_after_ms(lease.lease_id, hold=hold, back=back)

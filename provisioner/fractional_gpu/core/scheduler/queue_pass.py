@@ -436,8 +436,8 @@ class QueuePass:
             if not self._may_begin(victim):
                 break
             self.needs_another |= victim.is_growing  # room was kept for it where it was
-            if not preempts and lease.count == 1:  # others would wait for busy leases anyway
-                self._changes.idle_costs.saved_for_ticket(victim)
+            if not preempts:  # else it would wait for busy leases anyway
+                self._changes.idle_costs.saved_for_ticket(victim, ticket_of(lease))
             if not self._migrations.move_aside(victim, lease):
                 self._changes.begin_suspend(victim, *_why_it_leaves(victim, lease), beneficiary=lease)
             self._capacity.suspend_begun(victim)
