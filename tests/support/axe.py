@@ -42,6 +42,10 @@ _COMPARE = f"""async ([ours, tags]) => {{
 }}"""
 
 
+# What a page does when its elements have new sizes (ResizeObserver) is done with the next picture, so with the second one at the latest.
+_DRAWN = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+
+
 @cache
 def _source() -> str:
     file = Path(sys.prefix) / "node_modules" / "axe-core" / "axe.min.js"
@@ -73,6 +77,7 @@ def assert_accessible(page: Page, ours: str | None = None) -> None:
 
 
 def _load(page: Page) -> None:
+    page.evaluate(_DRAWN)
     if not page.evaluate("typeof axe === 'object'"):
         page.evaluate(_source())
 

@@ -54,6 +54,12 @@ def test_a_notebook_is_named_without_the_folders_it_is_in() -> None:
     assert waits(hand) == "analysis.ipynb is running a cell"
 
 
+def test_a_kernel_without_a_notebook_has_its_whole_name() -> None:
+    hand = Hand()
+    run(hand, "a", label="Python 3 · 1/4 GPU")
+    assert waits(hand) == "Python 3 · 1/4 GPU is running a cell"
+
+
 def test_another_users_kernel_has_no_name() -> None:
     hand = Hand()
     run(hand, "a", owner="bob", label="secret.ipynb")
