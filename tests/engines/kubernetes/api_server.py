@@ -135,7 +135,17 @@ class ApiServer:
     async def _close(self) -> None:
         for event in (*self._watches, *self._ending):
             event.set()
+        server = self._runner.server
+        assert server is not None
+        connections = list(server.connections)
         await self._runner.cleanup()
+        for _ in range(5):  # turns of the loop in which a connection that was accepted meanwhile is made
+            await asyncio.sleep(0)
+        for connection in (*connections, *server.connections):
+            if connection.transport is not None:  # also one with bytes that nobody reads any more
+                connection.transport.abort()
+        for _ in range(2):  # ... and in which it is closed, before the loop ends
+            await asyncio.sleep(0)
 
     # -- the world ---------------------------------------------------------------------------------------------------------
 
