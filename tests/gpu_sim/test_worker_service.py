@@ -1,6 +1,7 @@
 """A worker that another container's service starts: the same promises as for the broker's own child, and who may connect."""
 
 import asyncio
+import ctypes
 import fcntl
 import json
 import os
@@ -28,6 +29,7 @@ from tests.gpu_sim.kernels import Kernel, eventually
 from tests.support.paths import PYTHONPATH
 
 C, S = GPUErrorCode, ProcessState
+_PIDFD_GETFD = 438  # the system call's number on all machines
 
 
 class Service:
@@ -207,6 +209,38 @@ async def test_a_container_that_restarts_costs_no_state(
     await link.restore(target, None, 10)
     await link.unlock(target)
     assert kernel.run("x.read(2).decode()") == "ab"
+
+
+async def test_a_worker_that_dies_with_its_service_and_with_a_request_unread_is_replaced(
+    service: Service, link: WorkerLink, target: ProcessIdentity
+) -> None:
+    """The pipe is reset then. A worker whose end was missed would count as one that cannot be killed, for ever."""
+    await link.start()
+    worker = link.pid
+    assert worker is not None
+    os.kill(worker, signal.SIGSTOP)
+    asked = asyncio.create_task(link.state(target))
+    await asyncio.to_thread(eventually, lambda: _unread(worker), "the request lies in the pipe")
+    service.kill()
+    os.kill(worker, signal.SIGKILL)
+    with pytest.raises(GPUError) as caught:
+        await asked
+    assert caught.value.code is C.WORKER_DIED
+    service.start()
+    assert await link.state(target) is S.RUNNING
+    assert link.pid != worker
+
+
+def _unread(pid: int) -> bool:
+    """Whether bytes wait at the process's standard input."""
+    process = os.pidfd_open(pid)
+    copy = ctypes.CDLL(None).syscall(_PIDFD_GETFD, process, 0, 0)
+    os.close(process)
+    assert copy >= 0
+    try:
+        return bool(select.select([copy], [], [], 0)[0])
+    finally:
+        os.close(copy)
 
 
 async def test_a_worker_that_outlives_its_service_keeps_every_other_worker_out(

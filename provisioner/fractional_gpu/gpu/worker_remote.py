@@ -76,6 +76,11 @@ class _Replies(asyncio.StreamReader):
         super().feed_eof()
         self.ended.set()
 
+    def set_exception(self, exc: Exception) -> None:
+        """Note the end of a worker that died with a request unread: the pipe is reset then, and has no end of file."""
+        super().set_exception(exc)
+        self.ended.set()
+
 
 class WorkerProcess(Protocol):
     """A worker, as the link uses it: a child (`asyncio.subprocess.Process`) or a `RemoteWorker`."""
