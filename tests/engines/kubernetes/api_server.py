@@ -137,13 +137,14 @@ class ApiServer:
             event.set()
         server = self._runner.server
         assert server is not None
-        connections = list(server.connections)
+        # A connection forgets its transport when it is shut down, also where bytes that the client does not read keep the socket open.
+        opened = {connection.transport for connection in server.connections}
         await self._runner.cleanup()
         for _ in range(5):  # turns of the loop in which a connection that was accepted meanwhile is made
             await asyncio.sleep(0)
-        for connection in (*connections, *server.connections):
-            if connection.transport is not None:  # also one with bytes that nobody reads any more
-                connection.transport.abort()
+        for transport in opened | {connection.transport for connection in server.connections}:
+            if transport is not None:
+                transport.abort()
         for _ in range(2):  # ... and in which it is closed, before the loop ends
             await asyncio.sleep(0)
 
