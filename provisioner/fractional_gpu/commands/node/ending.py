@@ -1,11 +1,12 @@
 """How the node agent notices that it is to end."""
 
-import os
 import select
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from fractional_gpu.host.wakeups import signal_pipe
 
 
 class Ending:
@@ -36,16 +37,11 @@ class Ending:
 @contextmanager
 def ending() -> Iterator[Ending]:
     """Notice SIGTERM and SIGINT during the block."""
-    source, sink = os.pipe()
-    os.set_blocking(sink, False)
-    woken = signal.set_wakeup_fd(sink, warn_on_full_buffer=False)
-    end = Ending(source)
-    before = {number: signal.signal(number, end.note) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield end
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(woken)
-        os.close(source)
-        os.close(sink)
+    with signal_pipe() as wakes:
+        end = Ending(wakes)
+        before = {number: signal.signal(number, end.note) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield end
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import IO, Final
 
 from fractional_gpu.commands.terminal.errors import CommandError
+from fractional_gpu.host.wakeups import drain, signal_pipe
 
 ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_ON: Final = (*ENDING, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -126,29 +127,23 @@ class RunningCommand:
 
         `passed_on` is called with the number of each signal after it was passed on, `continued` when the runner gets SIGCONT.
         """
-        wake_in, wake_out = os.pipe()
-        for descriptor in (wake_in, wake_out):
-            os.set_blocking(descriptor, False)
-        before = signal.set_wakeup_fd(wake_out, warn_on_full_buffer=False)
-        handlers = {number: self._install(number) for number in (*PASSED_ON, signal.SIGCONT, signal.SIGCHLD)}
-        handlers[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # it may change the terminal's group
-        try:
-            self._give_terminal()
-            self._pending[:0] = noted
-            self._handle_signals(passed_on, continued)
-            while (status := self.poll()) is None:
-                select.select([wake_in], [], [])
-                with suppress(BlockingIOError):
-                    os.read(wake_in, 4096)
+        with signal_pipe() as wakes:
+            handlers = {number: self._install(number) for number in (*PASSED_ON, signal.SIGCONT, signal.SIGCHLD)}
+            # It may change the terminal's group then.
+            handlers[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+            try:
+                self._give_terminal()
+                self._pending[:0] = noted
                 self._handle_signals(passed_on, continued)
-            return status
-        finally:
-            self._take_terminal()
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(before)
-            os.close(wake_in)
-            os.close(wake_out)
+                while (status := self.poll()) is None:
+                    select.select([wakes], [], [])
+                    drain(wakes)
+                    self._handle_signals(passed_on, continued)
+                return status
+            finally:
+                self._take_terminal()
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
 
     def _install(self, number: int) -> "signal._HANDLER":
         """Install our handler unless the signal is ignored (`nohup`, a shell's background job); return the one before."""

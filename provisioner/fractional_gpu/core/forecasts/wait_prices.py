@@ -40,10 +40,9 @@ class WaitPrice:
     __slots__ = ("_ordered", "limit_ms", "queued", "recent", "returns")
 
     def __init__(self, waits_ms: Iterable[int] = (), *, returns: int = 0, queued: int = 0) -> None:
-        self.returns, self.queued = (
-            min(returns, _RETURNS),
-            queued,
-        )  # returns seen, and their mean, in parts of 1 / _FINE ms
+        self.returns = min(returns, _RETURNS)  # that were seen ...
+        # ... and what waiting for a channel added to their price: the mean, in parts of 1 / _FINE ms
+        self.queued = queued
         self.recent: deque[int] = deque((min(one, _LONGEST_MS) for one in waits_ms), MOST_WAITS)  # the last one last
         self._ordered = sorted(self.recent)
         self.limit_ms = 0

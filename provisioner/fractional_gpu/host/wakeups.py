@@ -1,0 +1,32 @@
+"""How a main thread that waits notices a signal: a pipe that the system's handler writes to.
+
+A handler in Python runs between two steps of the program, so one that comes just before a blocking call is not seen until that call ends.
+The pipe can be read from the moment of the signal on, and `select` returns for it.
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+
+@contextmanager
+def signal_pipe() -> Iterator[int]:
+    """Yield a descriptor that can be read once a signal with a handler has come, during the block. For the main thread."""
+    source, sink = os.pipe()
+    for descriptor in (source, sink):
+        os.set_blocking(descriptor, False)
+    before = signal.set_wakeup_fd(sink, warn_on_full_buffer=False)
+    try:
+        yield source
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(source)
+        os.close(sink)
+
+
+def drain(source: int) -> None:
+    """Empty the pipe, so that it can be read again at the next signal only."""
+    with suppress(BlockingIOError):
+        while os.read(source, 4096):
+            pass
