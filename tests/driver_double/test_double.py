@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessKind, ProcessState, ProcessUse
-from fractional_gpu.host.process import read_stat
 from tests.driver_double.conftest import StartKernel
 from tests.driver_double.double import DEFAULTS, Device, DriverDouble, build
 from tests.driver_double.remote import Remote
 from tests.gpu_sim.kernels import MIB, KernelError, KernelProcess, answer, ask, backend_worker, eventually
+from tests.support.stopping import stop
 
 S, C = ProcessState, GPUErrorCode
 MANAGED = (
@@ -343,8 +343,7 @@ def test_a_stopped_process_answers_an_error_or_nothing(
     double: DriverDouble, remote: Remote, kernel: KernelProcess
 ) -> None:
     kernel.run("cuda.memory_info()")
-    os.kill(kernel.pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, kernel.pid, os.WSTOPPED | os.WNOWAIT)  # the signal takes effect a moment after the call
+    stop(kernel.pid)
     double.set(stopped="999", stopped_state="600")
     with pytest.raises(GPUError) as caught:
         remote.checkpointer.lock(kernel.pid, 100)
@@ -371,8 +370,7 @@ def test_a_target_that_is_stopped_in_the_middle_makes_its_caller_wait(
     with backend_worker("nvidia", double.environment()) as worker:
         ask(worker, "checkpoint", kernel.pid)
         eventually(lambda: remote.checkpointer.state(kernel.pid) is S.CHECKPOINTING, "it began")
-        os.kill(kernel.pid, signal.SIGSTOP)
-        eventually(lambda: read_stat(kernel.pid).state == "T", "it stopped")
+        stop(kernel.pid)
         moved = double.process(kernel.pid)
         assert not answers_within(worker, 0.3)
         assert double.process(kernel.pid) == moved

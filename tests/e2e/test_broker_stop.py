@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from fractional_gpu.commands import broker
 from fractional_gpu.commands.broker import find_broker
 from fractional_gpu.commands.main import main
 from fractional_gpu.commands.terminal.errors import CommandError
+from tests.support.stopping import stop
 from tests.support.stories import CHECK, fill
 from tests.support.victims import brokers
 from tests.support.world import Server, World
@@ -93,7 +93,7 @@ def test_a_broker_that_is_stopped_by_a_signal_is_ended_in_order(world: World) ->
     world.start_broker()
     pid = world.broker_pid()
     assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     told = ended(world, "--restart")
     assert (told["pid"], told["how"], told["resident"]) == (pid, "orderly", None)
     assert pid not in brokers(world)

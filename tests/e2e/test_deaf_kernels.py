@@ -9,6 +9,7 @@ import pytest
 from fractional_gpu.protocol.messages import LeaseStatus
 from tests.e2e.test_background_work import CHILD
 from tests.e2e.test_more_edges import STUCK
+from tests.support.stopping import stop
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World, until
 
@@ -58,7 +59,7 @@ def test_a_stopped_kernel_is_named_to_the_one_that_waits_with_what_to_do(world: 
     first.must(fill(1))
     pid = world.lease(first.kernel_id).pid
     assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     cell = second.send(fill(2))
 
     def told() -> LeaseStatus | None:

@@ -3,19 +3,17 @@
 One whose own loop is blocked ends itself. One that was stopped does not, however long that took.
 """
 
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from fractional_gpu.host.files import VARIABLE
 from tests.support.pair import NO_TURNS
+from tests.support.stopping import stopped
 from tests.support.stories import CHECK, fill
 from tests.support.victims import brokers
 from tests.support.world import DEADLINE_S, Notebook, Server, World, new_world
@@ -29,16 +27,6 @@ def world() -> Iterator[World]:
         made.configure(f"{NO_TURNS}c.GPUBroker.hang_limit = '{HANG_LIMIT_S}s'")
         made.environment[VARIABLE] = str(made.folder / "failpoint")
         yield made
-
-
-@contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """The process does nothing meanwhile."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 def command(world: World, *words: str) -> subprocess.CompletedProcess[str]:

@@ -31,6 +31,7 @@ from tests.support.nvidia_mode import (
     nvidia_mode,
     run_command,
 )
+from tests.support.stopping import stop
 from tests.support.victims import kill_all
 from tests.support.world import Notebook, Server, World, until
 
@@ -350,7 +351,7 @@ def test_a_stopped_kernel_is_refused_at_once_by_its_pid(mode: NvidiaMode, server
     notebook.must(fill(1))
     pid = mode.pid(notebook)
     until(lambda: not mode.world.lease(notebook.kernel_id).busy, "the cell has ended")
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         with pytest.raises(ConflictError, match=f"process {pid} is stopped.*kill -CONT {pid}"):
             mode.suspend(notebook)

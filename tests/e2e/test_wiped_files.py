@@ -16,6 +16,7 @@ import pytest
 from fractional_gpu.client.http import claim_holder
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 from fractional_gpu.protocol.messages import LeaseRequest
+from tests.support.stopping import stop
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World, until
 
@@ -141,7 +142,7 @@ def test_the_tools_find_a_broker_whose_files_are_gone(world: World, server: Serv
     """Stopped, it cannot put them back: whoever looks is told its process, and what to do."""
     notebook = suspended(world, server, 1)
     broker = pid_of(world)
-    os.kill(broker, signal.SIGSTOP)
+    stop(broker)
     try:
         remove(run(world))  # its kernel may put its token back meanwhile
         done = command(world, "rescue")
@@ -160,7 +161,7 @@ def test_the_tools_find_a_broker_whose_files_are_gone(world: World, server: Serv
 def test_a_broker_that_stays_away_is_named(world: World) -> None:
     world.start_broker()
     broker = pid_of(world)
-    os.kill(broker, signal.SIGSTOP)
+    stop(broker)
     try:
         Path(world.socket).unlink()
         code = (
@@ -194,7 +195,7 @@ def test_a_folder_that_another_made_meanwhile_is_not_used(world: World, what: st
     broker = pid_of(world)
     with world.client() as client:
         client.create_lease(LeaseRequest(fraction_milli=250))  # else it would end with its folder
-    os.kill(broker, signal.SIGSTOP)
+    stop(broker)
     place = run(world)
     log = (place / "broker.log").open(encoding="utf-8")  # deleted with the folder, and written on
     shutil.rmtree(place)

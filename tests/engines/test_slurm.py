@@ -12,6 +12,7 @@ from tests.support.paths import PYTHONPATH, ROOT
 from tests.support.slurm import GRES, Cluster, new_cluster
 from tests.support.slurm_job import JobKernel
 from tests.support.slurm_nodes import GPUNode, gpu_nodes, install_scripts
+from tests.support.stopping import stop
 from tests.support.world import until
 
 HALF = f"--gres={GRES}:open:500"
@@ -166,7 +167,7 @@ def test_without_a_broker_jobs_start_and_are_told_and_get_their_seats_when_it_is
 def test_a_broker_that_hangs_delays_a_job_by_seconds_only(slurm: Cluster, nodes: list[GPUNode]) -> None:
     broker = nodes[1].broker
     assert broker is not None
-    os.kill(broker.pid, signal.SIGSTOP)
+    stop(broker.pid)
     try:
         job = slurm.sbatch("echo ran", QUARTER, "-w", "n2")
         slurm.await_job(job, "COMPLETED")

@@ -18,6 +18,7 @@ from fractional_gpu_hub.engines import slurm_commands
 from fractional_gpu_hub.engines.slurm import FractionalGPUSlurmSpawner
 from fractional_gpu_hub.engines.slurm_commands import NODES, SlurmUnavailableError, jobs_named
 from tests.support.slurm import Cluster, new_cluster
+from tests.support.stopping import stop
 
 PATIENCE_S = 60
 POOL = PoolSummary(
@@ -144,7 +145,7 @@ async def test_a_controller_that_does_not_answer_ends_no_server(
     spawner = made(cluster, gpu_stop_wait=0)
     await spawner.start()
     pid = int((cluster.folder / "slurmctld.pid").read_text())
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         monkeypatch.setattr(slurm_commands, "TIMEOUT_S", 0.5)
         assert await spawner.query_job_status() == JobStatus.UNKNOWN

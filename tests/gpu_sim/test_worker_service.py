@@ -27,6 +27,7 @@ from fractional_gpu.host.peers import PeerCredentials
 from fractional_gpu.host.process import ProcessIdentity, identify
 from tests.gpu_sim.kernels import Kernel, eventually
 from tests.support.paths import PYTHONPATH
+from tests.support.stopping import stop
 
 C, S = GPUErrorCode, ProcessState
 _PIDFD_GETFD = 438  # the system call's number on all machines
@@ -218,7 +219,7 @@ async def test_a_worker_that_dies_with_its_service_and_with_a_request_unread_is_
     await link.start()
     worker = link.pid
     assert worker is not None
-    os.kill(worker, signal.SIGSTOP)
+    stop(worker)
     asked = asyncio.create_task(link.state(target))
     await asyncio.to_thread(eventually, lambda: _unread(worker), "the request lies in the pipe")
     service.kill()
@@ -256,7 +257,7 @@ async def test_a_worker_that_outlives_its_service_keeps_every_other_worker_out(
     orphan = link.pid
     assert orphan is not None
     service.kill()
-    os.kill(orphan, signal.SIGSTOP)  # as in a call of the driver that never returns: its own deadline does not end it
+    stop(orphan)  # as in a call of the driver that never returns: its own deadline does not end it
     with pytest.raises(GPUError) as caught:
         await operation
     assert caught.value.code is C.WORKER_HUNG

@@ -25,6 +25,7 @@ from fractional_gpu.host.process import (
     read_environment,
     read_stat,
 )
+from tests.support.stopping import stop
 
 STAT_TAIL = b"S 10 20 30 0 -1 4194304 1 2 3 4 5 6 7 8 20 0 %d 0 777 1000 50"
 
@@ -224,8 +225,7 @@ def test_a_bad_identity_is_refused_by_field(change: dict[str, object], named: st
 def test_a_stopped_process_is_alive_and_held_up(child: subprocess.Popen[bytes]) -> None:
     identity = identify(child.pid)
     assert not read_stat(child.pid).stopped_or_traced
-    os.kill(child.pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+    stop(child.pid)
     assert is_alive(identity)
     assert read_stat(child.pid).stopped_or_traced
 

@@ -12,6 +12,7 @@ import pytest
 
 from fractional_gpu.host import process as tree_module
 from fractional_gpu.host.process import ProcessIdentity, identify, scan
+from tests.support.stopping import stop
 
 MARKER = "JUPYTER_GPU_LEASE"
 # Other tests on this machine start kernels with leases, too.
@@ -286,9 +287,8 @@ sys.stdin.read()
 def test_a_stopped_process_is_seen(family: Callable[..., Family]) -> None:
     root = family().root
     assert not scan().stopped_or_traced(root)
-    os.kill(root.pid, signal.SIGSTOP)
+    stop(root.pid)
     try:
-        os.waitid(os.P_PID, root.pid, os.WSTOPPED | os.WNOWAIT)
         assert scan().stopped_or_traced(root)
     finally:
         os.kill(root.pid, signal.SIGCONT)

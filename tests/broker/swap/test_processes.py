@@ -1,7 +1,6 @@
 """A suspend and a resume know which processes are the kernel's, which of them have CUDA state, and read no other device."""
 
 import os
-import signal
 
 import pytest
 
@@ -15,6 +14,7 @@ from fractional_gpu.host.process import identify
 from fractional_gpu.host.process import scan as real_scan
 from tests.broker.driver import DEVICE, Driver, journal, kernel_of, suspend_of, swaps_of
 from tests.broker.swap.kernels import CLOSES, S, resume_of, running
+from tests.support.stopping import stop
 
 
 async def test_a_cuda_process_that_no_device_counts_is_saved_at_the_most_it_can_have() -> None:
@@ -46,12 +46,6 @@ if os.fork() == 0:
     open(0).read()
     os._exit(0)
 """
-
-
-def stop(pid: int) -> None:
-    """Stop a child of this process."""
-    os.kill(pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
 
 
 def forked_by(kernel: Kernel) -> int:
