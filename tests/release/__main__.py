@@ -3,7 +3,7 @@
 - The version is the same in the package, in JupyterLab's extension and at the head of the changelog.
 - Wheel and sdist are built; both have the licence, and the wheel that is built from the sdist has the same files.
 - The extension's prebuilt files are those of its sources, and name the licence of everything in them.
-- The documentation's site has no warning.
+- The documentation's site has no warning, and axe finds nothing on any of its pages.
 - The wheel is installed into an empty environment of each supported Python that the machine has, with the newest dependencies, and with
   the oldest that are declared. There the core of the suite passes, on the installed package: configuration, ledger, client, commands,
   kernel extension. Commands for Pythons that are missing are named.
@@ -18,10 +18,11 @@ import sys
 import tempfile
 import tomllib
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from tests.support.paths import ROOT
@@ -121,8 +122,11 @@ def check_extension() -> str:
 
 
 def check_site(out: Path) -> str:
-    """Build the site; return its size."""
-    return _run([sys.executable, "-m", "docs._site.build", str(out / "site")]).splitlines()[-1].partition(": ")[2]
+    """Build the site, and judge the accessibility of each page; return its size."""
+    size = _run([sys.executable, "-m", "docs._site.build", str(out / "site")]).splitlines()[-1].partition(": ")[2]
+    judge = [sys.executable, "-m", "pytest", "-q", "-k", "axe", "tests/site/test_build.py"]
+    _run(judge, environment={"JUPYTER_GPU_EVERY_PAGE": "1"})
+    return size
 
 
 # -- environments -------------------------------------------------------------------------------------------------------------
@@ -173,10 +177,10 @@ def find_python(version: str) -> str | None:
 # -- the table ----------------------------------------------------------------------------------------------------------------
 
 
-def _run(command: Sequence[str], *, cwd: Path = ROOT) -> str:
+def _run(command: Sequence[str], *, cwd: Path = ROOT, environment: Mapping[str, str] = MappingProxyType({})) -> str:
     """Run the command and return what it printed. Raises Failure with the end of it if it fails."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    done = subprocess.run(command, cwd=cwd, env=kept, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=cwd, env={**kept, **environment}, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])
         raise Failure(f"`{' '.join(map(str, command[:6]))} ...` ended with {done.returncode}:\n{tail}")
