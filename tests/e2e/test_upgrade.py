@@ -48,7 +48,7 @@ def test_an_earlier_versions_ledger_is_taken_along_with_its_suspended_kernels(wo
     assert first.must(CHECK).text == "intact\n"
 
 
-def test_a_cell_starts_a_broker_of_this_version_with_the_command_that_an_earlier_version_left(
+def test_a_broker_of_this_version_is_started_by_the_command_that_an_earlier_version_left_and_from_another_environment(
     world: World, server: Server
 ) -> None:
     notebook = suspended(world, server, 1)
@@ -59,6 +59,20 @@ def test_a_cell_starts_a_broker_of_this_version_with_the_command_that_an_earlier
         path.write_text(command.replace('"fractional_gpu.broker"', '"provisioner.broker"'))
     assert notebook.must(CHECK).text == "intact\n"
     assert world.lease(notebook.kernel_id).state == "resident"
+
+    # Another interpreter's environment leads to the same ledger: the broker is started with the folder that it had.
+    with world.client() as client:
+        client.suspend(world.lease(notebook.kernel_id).lease_id)
+    ledger = world.ledger
+    world.kill_broker()
+    elsewhere = {**world.environment, "XDG_STATE_HOME": str(world.folder / "elsewhere")}
+    code = "from fractional_gpu.client.discovery import ensure_broker; ensure_broker().close()"
+    subprocess.run([sys.executable, "-c", code], env=elsewhere, check=True)
+    with BrokerClient(world.socket) as client:
+        assert [lease.state for lease in client.status().leases] == ["suspended"]
+    assert not (world.folder / "elsewhere").exists() or not list((world.folder / "elsewhere").rglob("*.sqlite"))
+    assert ledger.exists()
+    assert notebook.must(CHECK).text == "intact\n"
 
 
 def test_a_rescue_finds_an_earlier_versions_ledger(world: World, server: Server) -> None:
@@ -71,18 +85,3 @@ def test_a_rescue_finds_an_earlier_versions_ledger(world: World, server: Server)
     assert ": restored: " in done.stdout
     assert old.exists()
     assert notebook.must("%%cpu\n" + CHECK).text == "intact\n"
-
-
-def test_another_interpreters_environment_leads_to_the_same_ledger(world: World, server: Server) -> None:
-    """The broker is started again with the folder that it had, whatever the environment of the starter says."""
-    notebook = suspended(world, server, 1)
-    ledger = world.ledger
-    world.kill_broker()
-    elsewhere = {**world.environment, "XDG_STATE_HOME": str(world.folder / "elsewhere")}
-    code = "from fractional_gpu.client.discovery import ensure_broker; ensure_broker().close()"
-    subprocess.run([sys.executable, "-c", code], env=elsewhere, check=True)
-    with BrokerClient(world.socket) as client:
-        assert [lease.state for lease in client.status().leases] == ["suspended"]
-    assert not (world.folder / "elsewhere").exists() or not list((world.folder / "elsewhere").rglob("*.sqlite"))
-    assert ledger.exists()
-    assert notebook.must(CHECK).text == "intact\n"
