@@ -127,6 +127,8 @@ def test_doctor_and_broker_try_a_checkpoint_and_the_doctor_says_whether_kernels_
         assert ("moving" in findings) is (driver == "570")
         if "moving" in findings:
             assert (findings["moving"]["severity"], "driver 580" in findings["moving"]["advice"]) == ("note", True)
+        if driver == "570":  # the broker's trial is the same on either
+            return
         mode.world.start_broker()
         until(lambda: "tried on a process of our own: it works" in mode.world.logs()["broker.log"], "the broker tried")
         assert len(mode.calls("cuCheckpointProcessRestore")) == 2
@@ -237,7 +239,9 @@ def test_a_kernel_that_outlives_its_callers_death_has_all_its_bytes(
     notebook.must(fill(1))
     victims = list(VICTIMS.values())
     turn = request.node.callspec.indices["lent"]
-    for number, (operation, ending) in enumerate(product(("checkpoint", "restore"), ("back", "done"))):
+    every = list(product(("checkpoint", "restore"), ("back", "done")))
+    half = [every[turn], every[3 - turn]]  # the other driver has the other half
+    for number, (operation, ending) in enumerate(every if ALL_KILLS else half):
         mode.double.set(caller_death=ending)
         reply = notebook.wait(die_in_the_middle(mode, notebook, operation, of=victims[1 + (number + turn) % 2]))
         assert reply.text == "intact\n", (operation, ending, reply.error)
@@ -301,19 +305,21 @@ print(forked)
 """
 
 
-@pytest.mark.parametrize("listed", ["unlisted", "zero"])
-def test_processes_that_only_started_the_driver_are_saved_and_come_back(
-    mode: NvidiaMode, server: Server, listed: str
-) -> None:
-    mode.double.set(init_only_listed=listed)
+def test_processes_that_only_started_the_driver_are_saved_and_come_back(mode: NvidiaMode, server: Server) -> None:
+    """Whether NVML's list has them, with no memory, or does not."""
     bare, parent = mode.start(server), mode.start(server)
     bare.must("from tests.driver_double import device as cuda; cuda.start()")
     parent.must(fill(1) + CHILD)
     child = int(parent.must("print(child.pid)").text)
-    for notebook, pids in ((bare, [mode.pid(bare)]), (parent, [mode.pid(parent), child])):
-        if mode.world.lease(notebook.kernel_id).state == "resident":
-            mode.suspend(notebook)
-        assert {mode.state(one) for one in pids} == {"checkpointed"}
+    for listed in ("unlisted", "zero"):
+        mode.double.set(init_only_listed=listed)
+        for notebook, pids in ((bare, [mode.pid(bare)]), (parent, [mode.pid(parent), child])):
+            if mode.world.lease(notebook.kernel_id).state == "resident":
+                mode.suspend(notebook)
+            assert {mode.state(one) for one in pids} == {"checkpointed"}, listed
+        bare.must("pass")
+        assert parent.must(CHECK).text == "intact\n"
+        assert mode.state(child) == "running"
     for _ in range(2):
         bare.must("buffer = cuda.allocate(1 << 20); buffer.fill(b'after')")
         assert parent.must(CHECK).text == "intact\n"
