@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -18,21 +19,13 @@ from tests.support.stories import CHECK, fill
 from tests.support.victims import brokers
 from tests.support.world import Server, World
 
-PATIENCE_S = 120.0
-
 
 def ended(world: World, *words: str, code: int = 0) -> dict[str, Any]:
     """Run `jupyter gpu broker WORDS --json` in the world and return what it printed."""
     # What broker.json does not tell must come from the broker that ran: nothing of it is in this environment.
-    environment = {name: value for name, value in world.environment.items() if name != "JUPYTER_GPU_SIMULATE"}
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "broker", *words, "--json"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    with patch.dict(world.environment):
+        del world.environment["JUPYTER_GPU_SIMULATE"]
+        done = world.command("broker", *words, "--json")
     assert done.returncode == code, done.stderr
     told: dict[str, Any] = json.loads(done.stdout)
     return told

@@ -2,9 +2,8 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from typing import Any
+from unittest.mock import patch
 
 from fractional_gpu.broker.persistence.lease_files import lease_folder
 from tests.support.stories import CHECK, fill
@@ -15,13 +14,9 @@ WITHOUT_WAITING = "%%cpu\n" + CHECK
 
 def rescue(world: World, *arguments: str) -> tuple[int, dict[str, Any], str]:
     """Run the command; return its exit code, what it printed as JSON, and its complaints."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "rescue", "--json", *arguments],
-        env={name: value for name, value in world.environment.items() if name != "JUPYTER_GPU_SIMULATE"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    with patch.dict(world.environment):
+        del world.environment["JUPYTER_GPU_SIMULATE"]
+        done = world.command("rescue", "--json", *arguments)
     return done.returncode, json.loads(done.stdout or "{}"), done.stderr
 
 

@@ -79,8 +79,7 @@ def test_a_rescue_finds_an_earlier_versions_ledger(world: World, server: Server)
     old = as_before(world)
     notebook = suspended(world, server, 1)
     end_as_before(world)
-    command = [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "rescue", "--simulate", world.simulate]
-    done = subprocess.run(command, env=world.environment, capture_output=True, text=True, check=False)
+    done = world.command("rescue", "--simulate", world.simulate)
     assert done.returncode == 0, done.stderr
     assert ": restored: " in done.stdout
     assert old.exists()
