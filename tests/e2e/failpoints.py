@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.support.dying import Story, points_of
+from tests.support.dying import Story, Strike, points_of
 from tests.support.points import known_points, plain
 from tests.support.steered import SteeredStory
 from tests.support.world import new_world
@@ -58,7 +58,7 @@ def run(
             ]
             for place, (point, number) in enumerate(cases, 1):
                 begun_s = time.monotonic()
-                died = story.tell(point, number, action="fail" if full_disk else "kill")
+                died = bool(story.tell(Strike(point, number, "fail" if full_disk else "kill")))
                 figures.struck, figures.missed = figures.struck + died, figures.missed + (not died)
                 words = ("failed" if full_disk else "died") if died else "not reached this time"
                 took_s = time.monotonic() - begun_s

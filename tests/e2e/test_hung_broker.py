@@ -5,7 +5,6 @@ One whose own loop is blocked ends itself. One that was stopped does not, howeve
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,17 +15,17 @@ from tests.support.pair import NO_TURNS
 from tests.support.stopping import stopped
 from tests.support.stories import CHECK, fill
 from tests.support.victims import brokers
-from tests.support.world import DEADLINE_S, Notebook, Server, World, new_world
+from tests.support.world import DEADLINE_S, Notebook, Server, World
 
 HANG_LIMIT_S = 3
 
 
-@pytest.fixture
-def world() -> Iterator[World]:
-    with new_world() as made:
-        made.configure(f"{NO_TURNS}c.GPUBroker.hang_limit = '{HANG_LIMIT_S}s'")
-        made.environment[VARIABLE] = str(made.folder / "failpoint")
-        yield made
+@pytest.fixture(autouse=True)
+def _limited(world: World) -> None:
+    """Have a broker serve that ends itself soon when its loop is blocked, and that a test can block."""
+    world.configure(f"{NO_TURNS}c.GPUBroker.hang_limit = '{HANG_LIMIT_S}s'")
+    world.environment[VARIABLE] = str(world.folder / "failpoint")
+    world.start_broker()
 
 
 def command(world: World, *words: str) -> subprocess.CompletedProcess[str]:

@@ -54,80 +54,65 @@ def pid_of(notebook: Notebook) -> str:
     return notebook.must("%%cpu\nimport os; print(os.getpid())").text
 
 
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-def test_a_new_server_finds_resident_and_suspended_kernels(world: World, servers: Servers, end: int) -> None:
-    (name,) = world.install(750)
+def test_new_servers_find_the_kernels_that_live_whatever_ended_the_last_one(world: World, servers: Servers) -> None:
+    """Resident and suspended ones, a notebook's through its session, and none that ended meanwhile; a death is noticed as ever."""
+    most, quarter = world.install(750, 250)
     old = servers.start()
-    first, second = old.start(name), old.start(name)
+    first, second, doomed = old.start(most), old.start(most), old.start(quarter)
+    body = {"path": "n.ipynb", "name": "n.ipynb", "type": "notebook", "kernel": {"name": quarter}}
+    session = old.request("POST", "api/sessions", body)
+    of_session = old.connect(session["kernel"]["id"])
+    of_session.must("%%cpu\nx = 41")
     first.must(fill(1))
     second.must(fill(2))
     world.await_state(first.kernel_id, "suspended")
-    pids = {notebook.kernel_id: pid_of(notebook) for notebook in (first, second)}
-    old.stop(end)
-    assert {Path(path).stat().st_mode & 0o777 for path in records(world)} == {0o600}
+    pids = {notebook.kernel_id: pid_of(notebook) for notebook in (first, second, of_session)}
+    doomed_pid = int(pid_of(doomed))
 
-    new = servers.start()
-    assert {kernel["id"] for kernel in new.request("GET", "api/kernels")} == set(pids)
-    for kernel_id, pid in pids.items():
-        notebook = new.connect(kernel_id)
-        assert notebook.must(CHECK).text == "intact\n"
-        assert pid_of(notebook) == pid, "the very same process"
+    for end in (signal.SIGTERM, signal.SIGKILL):
+        old.stop(end)
+        assert {Path(path).stat().st_mode & 0o777 for path in records(world)} == {0o600}
+        if end == signal.SIGTERM:
+            kill_all([doomed_pid])
+        new = servers.start()
+        assert {kernel["id"] for kernel in new.request("GET", "api/kernels")} == set(pids)
+        assert len(records(world)) == len(pids)
+        (found,) = new.request("GET", "api/sessions")
+        assert (found["id"], found["path"], found["kernel"]["id"]) == (session["id"], "n.ipynb", of_session.kernel_id)
+        assert new.connect(of_session.kernel_id).must("%%cpu\nprint(x + 1)").text == "42\n"
+        for kernel_id in (first.kernel_id, second.kernel_id):
+            notebook = new.connect(kernel_id)
+            assert notebook.must(CHECK).text == "intact\n"
+            assert pid_of(notebook) == pids[kernel_id], "the very same process"
+        old = new
+
     new.connect(first.kernel_id).restart()
     restarted = new.connect(first.kernel_id)  # a connection from before may miss the new process's first words
     assert pid_of(restarted) != pids[first.kernel_id]
     restarted.must(fill(3))
+    pid = int(pids[second.kernel_id])
+    kill_all([pid])
+    again = new.connect(second.kernel_id)
+    until(lambda: world.lease(second.kernel_id).pid not in (None, pid) or None, "Jupyter starts it again")
+    assert again.must("%%cpu\nprint('back')").text == "back\n"
     for kernel_id in pids:
         new.connect(kernel_id).shut_down()
     until(lambda: released(world) or None, "leases and reservations are gone")
     assert records(world) == []
 
 
-def test_a_notebook_finds_its_kernel_through_its_session(world: World, servers: Servers) -> None:
-    (name,) = world.install(250)
-    old = servers.start()
-    body = {"path": "n.ipynb", "name": "n.ipynb", "type": "notebook", "kernel": {"name": name}}
-    session = old.request("POST", "api/sessions", body)
-    old.connect(session["kernel"]["id"]).must("x = 41")
-    old.stop()
-    new = servers.start()
-    (found,) = new.request("GET", "api/sessions")
-    assert (found["id"], found["path"]) == (session["id"], "n.ipynb")
-    assert new.connect(found["kernel"]["id"]).must("print(x + 1)").text == "42\n"
-
-
-def test_a_kept_kernel_is_restarted_when_it_dies(world: World, servers: Servers) -> None:
-    (name,) = world.install(250)
-    old = servers.start()
-    notebook = old.start(name)
-    pid = pid_of(notebook)
-    old.stop()
-    new = servers.start()
-    kill_all([int(pid)])
-    again = new.connect(notebook.kernel_id)
-    until(lambda: world.lease(notebook.kernel_id).pid not in (None, int(pid)) or None, "Jupyter starts it again")
-    assert again.must("print('back')").text == "back\n"
-
-
-def test_a_kernel_that_ended_meanwhile_is_not_taken_over(world: World, servers: Servers) -> None:
-    (name,) = world.install(250)
-    old = servers.start()
-    notebook = old.start(name)
-    pid = int(pid_of(notebook))
-    old.stop()
-    kill_all([pid])
-    new = servers.start()
-    assert new.request("GET", "api/kernels") == []
-    assert records(world) == []
-
-
 def test_nobody_takes_what_another_server_has_or_what_is_of_another_folder(world: World, servers: Servers) -> None:
+    """And kernels that are not of ours are shut down with their server as ever."""
     (name,) = world.install(250)
     first = servers.start()
     notebook = first.start(name)
     pid = int(pid_of(notebook))
+    other = first.request("POST", "api/kernels", {"name": "python3", "path": ""})
+    others_pid = int(first.connect(other["id"]).must("import os; print(os.getpid())").text)
     beside = servers.start()
     assert beside.request("GET", "api/kernels") == []
     first.stop()
+    until(lambda: not Path(f"/proc/{others_pid}/environ").exists() or None, "it is shut down with its server")
     here = world.notebooks
     world.notebooks = world.folder / "elsewhere"
     world.notebooks.mkdir()
@@ -136,14 +121,6 @@ def test_nobody_takes_what_another_server_has_or_what_is_of_another_folder(world
     world.notebooks = here
     (mine,) = servers.start().request("GET", "api/kernels")
     assert mine["id"] == notebook.kernel_id
-
-
-def test_other_kernels_are_shut_down_as_ever(servers: Servers) -> None:
-    server = servers.start()
-    kernel = server.request("POST", "api/kernels", {"name": "python3", "path": ""})
-    pid = int(server.connect(kernel["id"]).must("import os; print(os.getpid())").text)
-    server.stop()
-    until(lambda: not Path(f"/proc/{pid}/environ").exists() or None, "it is shut down with its server")
 
 
 def test_what_the_next_server_needs_is_put_back_and_a_kernel_is_managed_without_its_token(

@@ -79,7 +79,7 @@ def suspended(world: World, notebook: Notebook) -> int:
     return lease.pid
 
 
-def test_a_driver_that_becomes_ready_while_the_broker_serves_is_used_from_then_on(
+def test_a_driver_that_becomes_ready_while_the_broker_serves_is_used_from_then_on_and_what_was_saved_is_whole(
     world: World, double: DriverDouble
 ) -> None:
     double.fail("cuInit", NOT_READY, times=None)
@@ -94,14 +94,7 @@ def test_a_driver_that_becomes_ready_while_the_broker_serves_is_used_from_then_o
         assert {one.pid: one.saved_mib for one in double.processes() if one.saved_mib} == {pid: HELD_MIB}
         assert notebook.must(LOOK).text == "True\n"
 
-
-def test_what_an_earlier_broker_saved_is_whole_after_a_start_without_the_driver(
-    world: World, double: DriverDouble
-) -> None:
-    world.start_broker()
-    with Server(world) as server:
-        notebook = server.start(world.install(250)[0])
-        notebook.must(HOLD)
+        # What an earlier broker saved is whole after a start without the driver.
         suspended(world, notebook)
         world.kill_broker()
         double.fail("cuInit", NOT_READY, times=None)

@@ -5,6 +5,6 @@ from tests.support.crowd import Size
 
 
 def test_a_crowd_loses_no_byte_and_leaves_nothing_behind() -> None:
-    size = Size(kernels=7, devices=1, servers=1, users=3)
-    result = run_load(size, Plan(use_s=5, rest_s=1, rounds=20))
-    assert "7 kernels" in result.table()
+    size = Size(kernels=4, devices=1, servers=1, users=2)
+    result = run_load(size, Plan(use_s=4, rest_s=1, rounds=20))
+    assert "4 kernels" in result.table()

@@ -3,10 +3,7 @@
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
-
-import pytest
 
 from fractional_gpu.broker.persistence.lease_files import lease_folder
 from tests.support.stories import CHECK, fill
@@ -24,8 +21,7 @@ def suspended(world: World, server: Server, spec: str, seed: int, mib: int = 4) 
     """A kernel whose bytes are in host memory."""
     notebook = server.start(spec)
     notebook.must(fill(seed, mib))
-    with world.client() as client:
-        client.suspend(world.lease(notebook.kernel_id).lease_id)
+    suspend(world, notebook)
     return notebook
 
 
@@ -40,33 +36,12 @@ def lose_ledger(world: World, *, records: bool) -> None:
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("records", [False, True], ids=["records-kept", "records-lost"])
-def test_suspended_kernels_come_back_with_their_next_cells_after_the_ledger_is_lost(
-    world: World, server: Server, records: bool
-) -> None:
-    (quarter, half) = world.install(250, 500)
-    first, second = suspended(world, server, quarter, 1), suspended(world, server, half, 2)
-    before = world.lease(first.kernel_id)
-    lose_ledger(world, records=records)
-    assert first.must(CHECK).text == "intact\n"
-    after = world.lease(first.kernel_id)
-    assert (after.lease_id, after.state) == (before.lease_id, "resident")
-    if not records:
-        assert (after.fraction_milli, after.reserve_mib) == (before.fraction_milli, before.reserve_mib)
-    assert second.must(CHECK).text == "intact\n"
-    if records:  # the smallest fraction that holds what each uses
-        until(lambda: world.lease(second.kernel_id).fraction_milli == 125, "the lease gets the size that it uses")
-
-
-def command(world: World, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `jupyter gpu ARGUMENTS` as a person would."""
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "fractional_gpu.commands.main", *arguments],
-        env=world.environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def suspend(world: World, notebook: Notebook) -> None:
+    """Have its bytes in host memory, if they are not: where sizes were lost, the other one may have had it suspended."""
+    lease = world.lease(notebook.kernel_id)
+    if lease.state != "suspended":
+        with world.client() as client:
+            client.suspend(lease.lease_id)
 
 
 def lose_everything(world: World) -> None:
@@ -77,27 +52,22 @@ def lose_everything(world: World) -> None:
         path.unlink()
 
 
-def test_status_and_resume_find_the_kernels_of_a_broker_that_lost_everything(world: World, server: Server) -> None:
-    (spec,) = world.install(250)
-    notebooks = [suspended(world, server, spec, seed) for seed in (1, 2)]
-    lose_everything(world)
-    found = json.loads(command(world, "status", "--json").stdout)
-    assert {lease["state"] for lease in found["leases"]} == {"suspended"}
-    assert len(found["leases"]) == 2
-    lose_everything(world)
-    assert "take" in command(world, "doctor").stdout
-    done = command(world, "resume", "--all")
-    assert done.returncode == 0, done.stderr
-    for notebook in notebooks:
-        assert notebook.must(CHECK).text == "intact\n"
-
-
-def test_rescue_goes_by_the_second_records(world: World, server: Server) -> None:
-    """Both come back at once, where without the records' sizes the second one would need an empty device."""
-    (spec,) = world.install(250)
-    notebooks = [suspended(world, server, spec, seed) for seed in (1, 2)]
+def test_after_the_ledger_is_lost_cells_and_a_rescue_go_by_the_second_records(world: World, server: Server) -> None:
+    (quarter, half) = world.install(250, 500)
+    first, second = notebooks = suspended(world, server, quarter, 1), suspended(world, server, half, 2)
+    before = world.lease(first.kernel_id)
     lose_ledger(world, records=False)
-    done = command(world, "rescue", "--json")
+    assert first.must(CHECK).text == "intact\n"
+    after = world.lease(first.kernel_id)
+    assert (after.lease_id, after.state) == (before.lease_id, "resident")
+    assert (after.fraction_milli, after.reserve_mib) == (before.fraction_milli, before.reserve_mib)
+    assert second.must(CHECK).text == "intact\n"
+
+    # Both are brought back at once, where without the records' sizes the second one would need an empty device.
+    for notebook in notebooks:
+        suspend(world, notebook)
+    lose_ledger(world, records=False)
+    done = world.command("rescue", "--json")
     assert done.returncode == 0, done.stderr
     assert [kernel["outcome"] for kernel in json.loads(done.stdout)["kernels"]] == ["restored", "restored"]
     for notebook in notebooks:
@@ -105,7 +75,40 @@ def test_rescue_goes_by_the_second_records(world: World, server: Server) -> None
         assert notebook.must(CHECK).text == "intact\n"
 
 
+def test_without_any_record_cells_status_and_resume_find_the_kernels(world: World, server: Server) -> None:
+    """A kernel without anything on a device keeps its variables: its lease was lost with everything, and it gets one when it asks."""
+    (quarter, half) = world.install(250, 500)
+    first, second = notebooks = suspended(world, server, quarter, 1), suspended(world, server, half, 2)
+    before = world.lease(first.kernel_id)
+    lose_ledger(world, records=True)
+    assert first.must(CHECK).text == "intact\n"
+    after = world.lease(first.kernel_id)
+    assert (after.lease_id, after.state) == (before.lease_id, "resident")
+    assert second.must(CHECK).text == "intact\n"
+    # the smallest fraction that holds what each uses
+    until(lambda: world.lease(second.kernel_id).fraction_milli == 125, "the lease gets the size that it uses")
+
+    bare = server.start(quarter)
+    bare.must("%%cpu\nkept = 42")
+    for notebook in notebooks:
+        suspend(world, notebook)
+    lose_everything(world)
+    found = json.loads(world.command("status", "--json").stdout)
+    assert [lease["state"] for lease in found["leases"]] == ["suspended", "suspended"]
+    lose_everything(world)
+    assert "take" in world.command("doctor").stdout
+    done = world.command("resume", "--all")
+    assert done.returncode == 0, done.stderr
+    for notebook in notebooks:
+        assert notebook.must(CHECK).text == "intact\n"
+    assert bare.must("print(kept)").text == "42\n"
+    assert world.lease(bare.kernel_id).state == "resident"
+    bare.must(fill(1))
+    assert bare.must(CHECK).text == "intact\n"
+
+
 def test_a_damaged_ledger_is_set_aside_by_the_command_that_the_cell_is_told(world: World, server: Server) -> None:
+    """And a kernel whose token was removed is served, and can be restarted."""
     (spec,) = world.install(250)
     notebook = suspended(world, server, spec, 1)
     world.kill_broker()
@@ -116,22 +119,7 @@ def test_a_damaged_ledger_is_set_aside_by_the_command_that_the_cell_is_told(worl
     subprocess.run(error.split("`")[1], shell=True, check=True)  # noqa: S602 - as the person who reads it
     assert notebook.must(CHECK).text == "intact\n"
 
-
-def test_a_kernel_without_anything_on_a_device_keeps_its_variables(world: World, server: Server) -> None:
-    """Its lease was lost with everything: it gets one when it asks."""
-    (spec,) = world.install(250)
-    notebook = server.start(spec)
-    notebook.must("%%cpu\nkept = 42")
-    lose_everything(world)
-    assert notebook.must("print(kept)").text == "42\n"
-    assert world.lease(notebook.kernel_id).state == "resident"
-    notebook.must(fill(1))
-    assert notebook.must(CHECK).text == "intact\n"
-
-
-def test_a_kernel_whose_token_was_removed_is_served_and_can_be_restarted(world: World, server: Server) -> None:
-    (spec,) = world.install(250)
-    notebook = suspended(world, server, spec, 1)
+    suspend(world, notebook)
     for path in world.folder.rglob("*.token"):
         path.unlink()
     world.kill_broker()

@@ -2,29 +2,21 @@
 
 import json
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
 from typing import Any
-
-import pytest
+from unittest.mock import patch
 
 from fractional_gpu.broker.persistence.lease_files import lease_folder
 from tests.support.stories import CHECK, fill
-from tests.support.world import Notebook, Server, World, new_world
+from tests.support.world import Notebook, Server, World
 
 WITHOUT_WAITING = "%%cpu\n" + CHECK
 
 
 def rescue(world: World, *arguments: str) -> tuple[int, dict[str, Any], str]:
     """Run the command; return its exit code, what it printed as JSON, and its complaints."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "rescue", "--json", *arguments],
-        env={name: value for name, value in world.environment.items() if name != "JUPYTER_GPU_SIMULATE"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    with patch.dict(world.environment):
+        del world.environment["JUPYTER_GPU_SIMULATE"]
+        done = world.command("rescue", "--json", *arguments)
     return done.returncode, json.loads(done.stdout or "{}"), done.stderr
 
 
@@ -83,25 +75,18 @@ def test_without_a_readable_ledger_proc_shows_the_kernels(world: World, server: 
     assert waits.must(WITHOUT_WAITING).text == "intact\n"
 
 
-@pytest.fixture
-def small() -> Iterator[World]:
-    with new_world("1x256MiB") as made:
-        yield made
-
-
-def test_a_kernel_that_does_not_fit_stays_saved(small: World) -> None:
-    with Server(small) as server:
-        first = suspended(small, server, 1, 130)
-        second = suspended(small, server, 2, 130)
-        small.kill_broker()
-        code, result, _ = rescue(small)
-        outcomes = {notebook.kernel_id: by_pid(result, notebook) for notebook in (first, second)}
-        assert code == 1
-        assert sorted(found["outcome"] for found in outcomes.values()) == ["no-room", "restored"]
-        back, waits = sorted((first, second), key=lambda one: outcomes[one.kernel_id]["outcome"], reverse=True)
-        assert "are needed" in outcomes[waits.kernel_id]["sentence"]
-        assert back.must(WITHOUT_WAITING).text == "intact\n"
-        back.shut_down()
-        code, result, _ = rescue(small)
-        assert (code, by_pid(result, waits)["outcome"]) == (0, "restored")
-        assert waits.must(WITHOUT_WAITING).text == "intact\n"
+def test_a_kernel_that_does_not_fit_stays_saved(world: World, server: Server) -> None:
+    world.start_broker("1x128MiB")
+    first, second = suspended(world, server, 1, 48), suspended(world, server, 2, 48)
+    world.kill_broker()
+    code, result, _ = rescue(world)
+    outcomes = {notebook.kernel_id: by_pid(result, notebook) for notebook in (first, second)}
+    assert code == 1
+    assert sorted(found["outcome"] for found in outcomes.values()) == ["no-room", "restored"]
+    back, waits = sorted((first, second), key=lambda one: outcomes[one.kernel_id]["outcome"], reverse=True)
+    assert "are needed" in outcomes[waits.kernel_id]["sentence"]
+    assert back.must(WITHOUT_WAITING).text == "intact\n"
+    back.shut_down()
+    code, result, _ = rescue(world)
+    assert (code, by_pid(result, waits)["outcome"]) == (0, "restored")
+    assert waits.must(WITHOUT_WAITING).text == "intact\n"

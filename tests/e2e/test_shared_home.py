@@ -94,11 +94,7 @@ def test_two_nodes_with_one_home_do_not_meet(nodes: tuple[World, World], tmp_pat
         assert second.broker_pid() == pids[1], "nothing that the other node did replaced its socket"
         assert theirs.must(CHECK).text == "intact\n"
 
-
-def test_a_socket_that_a_node_left_behind_is_none_of_another_node(nodes: tuple[World, World]) -> None:
-    first, second = nodes
-    for one in nodes:
-        one.start_broker()
+    # A socket that a node left behind is none of another node: all kernels have ended with their servers.
     pid = first.broker_pid()
     assert pid is not None
     first.end(pid, signal.SIGKILL)

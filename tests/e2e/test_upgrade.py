@@ -48,7 +48,7 @@ def test_an_earlier_versions_ledger_is_taken_along_with_its_suspended_kernels(wo
     assert first.must(CHECK).text == "intact\n"
 
 
-def test_a_cell_starts_a_broker_of_this_version_with_the_command_that_an_earlier_version_left(
+def test_a_broker_of_this_version_is_started_by_the_command_that_an_earlier_version_left_and_from_another_environment(
     world: World, server: Server
 ) -> None:
     notebook = suspended(world, server, 1)
@@ -60,22 +60,9 @@ def test_a_cell_starts_a_broker_of_this_version_with_the_command_that_an_earlier
     assert notebook.must(CHECK).text == "intact\n"
     assert world.lease(notebook.kernel_id).state == "resident"
 
-
-def test_a_rescue_finds_an_earlier_versions_ledger(world: World, server: Server) -> None:
-    old = as_before(world)
-    notebook = suspended(world, server, 1)
-    end_as_before(world)
-    command = [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "rescue", "--simulate", world.simulate]
-    done = subprocess.run(command, env=world.environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert ": restored: " in done.stdout
-    assert old.exists()
-    assert notebook.must("%%cpu\n" + CHECK).text == "intact\n"
-
-
-def test_another_interpreters_environment_leads_to_the_same_ledger(world: World, server: Server) -> None:
-    """The broker is started again with the folder that it had, whatever the environment of the starter says."""
-    notebook = suspended(world, server, 1)
+    # Another interpreter's environment leads to the same ledger: the broker is started with the folder that it had.
+    with world.client() as client:
+        client.suspend(world.lease(notebook.kernel_id).lease_id)
     ledger = world.ledger
     world.kill_broker()
     elsewhere = {**world.environment, "XDG_STATE_HOME": str(world.folder / "elsewhere")}
@@ -86,3 +73,14 @@ def test_another_interpreters_environment_leads_to_the_same_ledger(world: World,
     assert not (world.folder / "elsewhere").exists() or not list((world.folder / "elsewhere").rglob("*.sqlite"))
     assert ledger.exists()
     assert notebook.must(CHECK).text == "intact\n"
+
+
+def test_a_rescue_finds_an_earlier_versions_ledger(world: World, server: Server) -> None:
+    old = as_before(world)
+    notebook = suspended(world, server, 1)
+    end_as_before(world)
+    done = world.command("rescue", "--simulate", world.simulate)
+    assert done.returncode == 0, done.stderr
+    assert ": restored: " in done.stdout
+    assert old.exists()
+    assert notebook.must("%%cpu\n" + CHECK).text == "intact\n"

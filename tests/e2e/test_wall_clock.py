@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.stories import CHECK, fill
-from tests.support.world import Server, World, new_world, until
+from tests.support.world import Notebook, Server, World, new_world, until
 
 HOUR_S = 3600
 
@@ -31,10 +31,14 @@ def set_by(world: World, seconds: int) -> None:
     fresh.rename(world.folder / "wall")
 
 
-@pytest.mark.parametrize("step_s", [-HOUR_S, HOUR_S])
-def test_kernels_take_turns_as_before_and_a_pin_lasts_as_long(world: World, server: Server, step_s: int) -> None:
+def test_kernels_take_turns_as_before_and_a_pin_lasts_as_long(world: World, server: Server) -> None:
     (name,) = world.install(1000)
-    first, second = server.start(name), server.start(name)
+    kernels = server.start(name), server.start(name)
+    for step_s in (-HOUR_S, HOUR_S):
+        turns_and_a_pin(world, *kernels, step_s)
+
+
+def turns_and_a_pin(world: World, first: Notebook, second: Notebook, step_s: int) -> None:
     first.must(fill(1))
     set_by(world, step_s)
     second.must(fill(2))  # the first one is idle, whatever its last work's date is

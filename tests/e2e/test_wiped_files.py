@@ -62,28 +62,39 @@ def is_back(world: World, paths: dict[Path, int]) -> bool:
     return False
 
 
-NAMES: dict[str, Callable[[World], list[Path]]] = {
-    "socket": lambda world: [Path(world.socket)],
-    "lock": lambda world: [Path(f"{world.socket}.lock")],
-    "broker.json": lambda world: [run(world) / "broker.json", world.state / "broker.json"],
-    "token": lambda world: sorted(world.folder.rglob("*.token")),
-    "ledger": lambda world: [world.ledger],
-    "write-ahead log": lambda world: [world.ledger.with_name(f"{world.ledger.name}-wal")],
-    "shared memory": lambda world: [world.ledger.with_name(f"{world.ledger.name}-shm")],
-    "ledger's lock": lambda world: [world.ledger.with_name(f"{world.ledger.name}.lock")],
-    "runtime folder": lambda world: [run(world)],
-    "state folder": lambda world: [world.folder / "state"],
-    "everything": lambda world: [run(world), world.folder / "state"],
-}
+# Deleted one after the other; after each group the broker is killed, and the next one lives on what was put back.
+GROUPS: list[dict[str, Callable[[World], list[Path]]]] = [
+    {
+        "socket": lambda world: [Path(world.socket)],
+        "lock": lambda world: [Path(f"{world.socket}.lock")],
+        "broker.json": lambda world: [run(world) / "broker.json", world.state / "broker.json"],
+        "token": lambda world: sorted(world.folder.rglob("*.token")),
+    },
+    {"ledger": lambda world: [world.ledger]},
+    {
+        "write-ahead log": lambda world: [world.ledger.with_name(f"{world.ledger.name}-wal")],
+        "shared memory": lambda world: [world.ledger.with_name(f"{world.ledger.name}-shm")],
+        "ledger's lock": lambda world: [world.ledger.with_name(f"{world.ledger.name}.lock")],
+    },
+    {"runtime folder": lambda world: [run(world)]},
+    {"state folder": lambda world: [world.folder / "state"]},
+    {"everything": lambda world: [run(world), world.folder / "state"]},
+]
 
 
 def test_what_was_deleted_comes_back_and_every_byte_is_there(world: World, server: Server) -> None:
     first, second = suspended(world, server, 1), suspended(world, server, 2)
-    for what, paths in NAMES.items():
-        delete_and_look(world, what, paths(world), first, second)
+    for group in GROUPS:
+        for what, paths in group.items():
+            delete_and_look(world, what, paths(world), second)
+        world.kill_broker()  # what was put back is whole
+        assert first.must(CHECK).text == "intact\n", group
+        states = {lease.kernel_id: lease.state for lease in world.status().leases}
+        assert states == {first.kernel_id: "resident", second.kernel_id: "suspended"}, group
+        suspend(world, first)
 
 
-def delete_and_look(world: World, what: str, paths: list[Path], first: Notebook, second: Notebook) -> None:
+def delete_and_look(world: World, what: str, paths: list[Path], second: Notebook) -> None:
     broker = pid_of(world)
     kept = [
         Path(world.socket),
@@ -105,12 +116,6 @@ def delete_and_look(world: World, what: str, paths: list[Path], first: Notebook,
     until(lambda: is_back(world, modes) or None, f"{what}: all files are back, as they were")
     assert {path: path.read_bytes() for path in tokens} == tokens
     suspend(world, second)
-
-    world.kill_broker()  # what was put back is whole
-    assert first.must(CHECK).text == "intact\n", what
-    states = {lease.kernel_id: lease.state for lease in world.status().leases}
-    assert states == {first.kernel_id: "resident", second.kernel_id: "suspended"}, what
-    suspend(world, first)
 
 
 def test_a_broker_without_leases_ends_with_its_folder_and_one_with_leases_after_them(world: World) -> None:
@@ -145,14 +150,14 @@ def test_the_tools_find_a_broker_whose_files_are_gone(world: World, server: Serv
     stop(broker)
     try:
         remove(run(world))  # its kernel may put its token back meanwhile
-        done = command(world, "rescue")
+        done = world.command("rescue")
         assert done.returncode == 1
         assert f"a broker serves on {world.socket} (process {broker})" in done.stderr
         assert "jupyter gpu broker --stop" in done.stderr
         assert "Errno" not in done.stderr
     finally:
         os.kill(broker, signal.SIGCONT)
-    done = command(world, "status", "--json")
+    done = world.command("status", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["pid"] == broker, "it waited for the socket's return"
     assert notebook.must(CHECK).text == "intact\n"
@@ -177,16 +182,6 @@ def test_a_broker_that_stays_away_is_named(world: World) -> None:
     finally:
         os.kill(broker, signal.SIGCONT)
     until(world.broker_pid, "the socket is back")
-
-
-def command(world: World, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "fractional_gpu.commands.main", *arguments],
-        env=world.environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 @pytest.mark.parametrize("what", ["another's folder", "a folder open to all", "a link"])

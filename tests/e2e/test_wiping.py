@@ -1,22 +1,37 @@
 """What the product keeps on disk is removed under suspended kernels, a sample: `tests/run wiping` takes everything."""
 
+from collections.abc import Callable, Iterator
+
 import pytest
 
-from tests.support.wiping import CASES, KINDS, Case, play
+from tests.support.kept import Kept
+from tests.support.wiping import CASES, KINDS, Case, Stage, new_stage, play
 
+# Each moment with the broker alive and killed, but at rest and alive: `test_wiped_files`.
 SAMPLE = [
     Case(kind="everything", moment="rest", alive=False),
     Case(kind="everything", moment="swap", alive=False),
     Case(kind="ledger with its log", moment="swap", alive=False),
     Case(kind="product folder", moment="swap", alive=True),
-    Case(kind="runtime folder", moment="rest", alive=False),
     Case(kind="everything", moment="swap", alive=True),
 ]
 
 
+@pytest.fixture(scope="module")
+def kept_stage() -> Iterator[Kept[Stage]]:
+    with Kept(new_stage) as kept:
+        yield kept
+
+
+@pytest.fixture
+def stage(kept_stage: Kept[Stage], has_failed: Callable[[], bool]) -> Iterator[Stage]:
+    with kept_stage.taken(has_failed) as stage:
+        yield stage
+
+
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
-def test_every_byte_comes_back_whatever_is_removed(case: Case) -> None:
-    outcome = play(case)
+def test_every_byte_comes_back_whatever_is_removed(case: Case, stage: Stage) -> None:
+    outcome = play(case, stage)
     assert len(outcome.commands) <= 1
 
 

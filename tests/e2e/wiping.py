@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fractional_gpu.protocol.errors import FractionalGPUError
-from tests.support.wiping import CASES, play
+from tests.support.wiping import CASES, new_stage, play
 
 
 def main() -> int:
@@ -30,7 +30,8 @@ def main() -> int:
     longest_s = 0.0
     for number, case in enumerate(cases, 1):
         try:
-            outcome = play(case)
+            with new_stage() as stage:
+                outcome = play(case, stage)
         except (AssertionError, OSError, FractionalGPUError) as error:
             ended["broken"] += 1
             print(f"{number}/{len(cases)} {case}: BROKEN: {error}", flush=True)

@@ -1,6 +1,7 @@
 """The checkpoint worker, line by line."""
 
 import signal
+from itertools import product
 
 import pytest
 
@@ -37,19 +38,17 @@ def test_a_driver_error_keeps_its_code(host: Host, kernel: KernelProcess) -> Non
     assert str(kernel.pid) in reply["error"]["message"]
 
 
-@pytest.mark.parametrize("operation", ["state", "lock", "checkpoint", "restore", "unlock"])
-@pytest.mark.parametrize(("field", "value"), [("start_time", 1), ("boot_id", "another")])
-def test_another_process_with_the_same_pid_is_not_touched(
-    operation: str, field: str, value: object, host: Host, kernel: KernelProcess
-) -> None:
+def test_another_process_with_the_same_pid_is_not_touched(host: Host, kernel: KernelProcess) -> None:
     kernel.run("cuda.memory_info()")
+    others: tuple[dict[str, str | int], ...] = ({"start_time": 1}, {"boot_id": "another"})
     with host.worker() as worker:
-        target = {**identify(kernel.pid).to_dict(), field: value}
-        send(worker, {"id": 9, "op": operation, "target": target, "timeout_ms": 10})
-        reply = answer(worker)
-        assert (reply["id"], reply["error"]["code"]) == (9, "wrong-identity")
-        ask(worker, "state", kernel.pid)
-        assert answer(worker)["state"] == "running"
+        for operation, other in product(("state", "lock", "checkpoint", "restore", "unlock"), others):
+            target = {**identify(kernel.pid).to_dict(), **other}
+            send(worker, {"id": 9, "op": operation, "target": target, "timeout_ms": 10})
+            reply = answer(worker)
+            assert (reply["id"], reply["error"]["code"]) == (9, "wrong-identity"), (operation, other)
+            ask(worker, "state", kernel.pid)
+            assert answer(worker)["state"] == "running", (operation, other)
 
 
 def test_a_process_that_is_gone_is_said_to_be(host: Host, kernel: KernelProcess) -> None:

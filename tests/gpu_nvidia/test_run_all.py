@@ -1,6 +1,7 @@
 """Promises of the one command for a machine with a GPU (tests/gpu/run_all.py), with small steps in the place of the real ones."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,23 @@ def test_the_steps_commands_are_there() -> None:
 # ---- the real steps, without a GPU -------------------------------------------------------------------------------------------
 
 
-def test_on_a_double_of_the_driver_the_table_tells_speeds_and_says_that_they_are_none(tmp_path: Path) -> None:
+# A sample of each step: `tests/gpu/run_all.py FOLDER --double` and `--simulated` take everything (docs/gpu-tests.md).
+
+
+def only(monkeypatch: pytest.MonkeyPatch, step: str, *items: str) -> None:
+    """Let the step take these items only."""
+    more = tuple(f"--only={item}" for item in items)
+    whole = run_all.STEPS[step]
+    assert whole.simulated is not None
+    assert whole.double is not None
+    small = replace(whole, simulated=(*whole.simulated, *more), double=(*whole.double, *more))
+    monkeypatch.setitem(run_all.STEPS, step, small)
+
+
+def test_on_a_double_of_the_driver_the_table_tells_speeds_and_says_that_they_are_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    only(monkeypatch, "offload", "native-16", "offload-16-huge")
     steps = ("offload", "phases", "small-pages", "torch", "managed")
     assert main([str(tmp_path), "--double", *(f"--only={step}" for step in steps)]) == 0
     lines = summary(tmp_path)
@@ -220,7 +237,11 @@ def test_the_tests_with_kernels_run_on_a_double_of_the_driver(monkeypatch: pytes
     assert found["double"] is True
 
 
-def test_on_a_simulated_device_the_steps_run_or_say_what_they_need(tmp_path: Path) -> None:
+def test_on_a_simulated_device_the_steps_run_or_say_what_they_need(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    only(monkeypatch, "questions", "bindings", "plain", "calls-while-locked", "doctor", "stopped")
+    only(monkeypatch, "offload", "offload-16-huge")
     assert main([str(tmp_path), "--simulated", "--only=questions", "--only=offload", "--only=phases"]) == 0
     lines = summary(tmp_path)
     assert lines[0] == "  a simulated device: its times say nothing about GPUs"

@@ -26,9 +26,11 @@ MIB = 1 << 20
 def eventually(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
     """Wait for what nothing signals; fail with `what` after the deadline."""
     deadline = time.monotonic() + patience_s
+    pause_s = 0.001
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {patience_s} s"
-        time.sleep(0.001)
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.3, 0.01)
 
 
 class KernelError(Exception):

@@ -222,7 +222,7 @@ def churn(rounds):
 """
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_sum_never_exceeds_the_device(simulated: host.SimulatedHost, seed: int) -> None:
     """Several processes allocate and free at random and one is killed, while a reader adds up all the time."""
     sums = "SELECT (SELECT SUM(bytes) FROM processes) - (SELECT COUNT(*) FROM processes) * ?, (SELECT SUM(bytes) FROM allocations)"

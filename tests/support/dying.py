@@ -4,8 +4,9 @@ import http.client
 import json
 import subprocess
 import urllib.error
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.support.stories import CHECK, fill
 from tests.support.victims import anybody, brokers, released, settled, workers
 from tests.support.world import DEADLINE_S, Notebook, Reply, Server, World, until
 
-__all__ = ["INJECTED", "Life", "Story", "points_of"]
+__all__ = ["INJECTED", "Life", "Story", "Strike", "points_of"]
 
 MIB = 16  # two pieces of a copy
 INJECTED = Path(__file__).with_name("injected")
@@ -29,6 +30,20 @@ class KernelDiedError(Exception):
 
 class WithoutGPUError(Exception):
     """The kernel was started again without a GPU, and its first cell said so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """Which point, at which time it is reached (from 1), and what happens there: `kill`, or `fail` for a write to a full disk."""
+
+    point: str
+    time: int = 1
+    action: str = "kill"
+
+    @property
+    def who(self) -> str:
+        """Who reaches the point."""
+        return self.point.partition(".")[0]
 
 
 # What a client sees of the end of a broker, of a kernel and of a server, by the first word of a point.
@@ -56,6 +71,8 @@ class Story:
         self.file = world.folder / "failpoint"
         self.disk_is_full = False  # nobody dies: the broker goes on after a write that failed
         self._excused: tuple[type[Exception], ...] = ()
+        self._strikes: deque[Strike] = deque()  # not prepared yet
+        self._prepared: Strike | None = None
         self._lives: list[Life] = []
         world.environment[VARIABLE] = str(self.file)
         world.environment["PYTHONPATH"] = f"{INJECTED}:{world.environment['PYTHONPATH']}"
@@ -83,14 +100,20 @@ class Story:
         """Where the points that were reached are listed."""
         return self.file.with_name(f"{self.file.name}.reached")
 
-    def tell(self, point: str = "", time: int = 1, *, action: str = "kill") -> bool:
-        """Tell the story while somebody dies at the point, or fails there; return whether it did. Fails if anything is lost."""
-        self._begin(point, time, action)
+    def tell(self, *strikes: Strike) -> list[Strike]:
+        """Tell the story, and let each of the strikes happen in it; return those that did. Fails if anything is lost.
+
+        The second is prepared between two acts once the first has happened and all is at rest again, and so on. Its times are counted
+        from then.
+        """
+        self._strikes.extend(strikes)
+        self._begin()
         self.plot()
-        struck = bool(point) and not self.file.exists()
+        missed = [*([self._prepared] if self.file.exists() else []), *self._strikes]
+        self._strikes.clear()
         self.file.unlink(missing_ok=True)
         self._end()
-        return struck
+        return [strike for strike in strikes if strike not in missed]
 
     def plot(self) -> None:
         """What happens in the story."""
@@ -112,18 +135,34 @@ class Story:
         self._lives = [Life(self, seed + 1) for seed in range(lives)]
         return self._lives
 
-    def _begin(self, point: str, time: int, action: str) -> None:
-        who = point.partition(".")[0]
-        self.disk_is_full = action == "fail"
-        excused = _EXCUSED_OF_FULL_DISKS if self.disk_is_full else _EXCUSED.get(who, _EXCUSED_OF_BROKERS)
-        self._excused = excused if point else ()
-        if who not in _EXCUSED:
+    def _begin(self) -> None:
+        self.disk_is_full, self._excused, self._prepared = False, (), None
+        new_broker = not self._strikes or self._strikes[0].who not in _EXCUSED
+        if new_broker:
             self.world.kill_broker()  # so that the times are counted from its start
         self.reached.unlink(missing_ok=True)
-        if point:
-            self.file.write_text(f"{point} {time} {action}\n")
-        if who not in _EXCUSED:
+        if self._strikes:
+            self._prepare(self._strikes.popleft())
+        if new_broker:
             self.start_broker()
+
+    def _prepare(self, strike: Strike) -> None:
+        self._prepared = strike
+        self.disk_is_full = strike.action == "fail"
+        kinds = _EXCUSED_OF_FULL_DISKS if self.disk_is_full else _EXCUSED.get(strike.who, _EXCUSED_OF_BROKERS)
+        self._excused = (*self._excused, *kinds)
+        before = self.reached.read_text().split("\n").count(strike.point) if self.reached.exists() else 0
+        fresh = self.file.with_suffix(".new")  # what runs reads all of it or nothing
+        fresh.write_text(f"{strike.point} {before + strike.time} {strike.action}\n")
+        fresh.rename(self.file)
+
+    def go_on(self) -> None:
+        """Prepare the next strike if the last one has happened. Called before each act; waits until all is at rest then."""
+        if self._strikes and not self.file.exists():
+            if self.world.broker_pid() is None:
+                self.start_broker()
+            settled(self.world)
+            self._prepare(self._strikes.popleft())
 
     def start_broker(self) -> None:
         """Start a broker, which may die at once, and another one then."""
@@ -149,6 +188,7 @@ class Story:
 
     def insist(self, act: Callable[[], object]) -> None:
         """Do it, and again when it failed because somebody died as was asked for: with the fault gone it must succeed."""
+        self.go_on()
         for _ in range(_ATTEMPTS):
             try:
                 act()
@@ -161,7 +201,7 @@ class Story:
         act()
 
     def _recover(self, kernel_died: bool) -> None:
-        if not kernel_died and self._excused is _EXCUSED["server"]:
+        if not kernel_died and self._prepared is not None and self._prepared.who == "server":
             self.server.process.wait(DEADLINE_S)
         if self.server.process.poll() is not None:
             self.server.stop()

@@ -72,6 +72,7 @@ class SteeredStory(Story):
 
         On a full disk what takes an operation (a suspend, a move, another size) is refused, and asked for again at rest.
         """
+        self.go_on()
         for attempt in range(_ATTEMPTS):
             try:
                 with SeatClient(self.world.socket) as client:

@@ -24,7 +24,7 @@ from tests.support.stories import CHECK, fill
 from tests.support.victims import anybody, brokers, kill_all, workers
 from tests.support.world import Notebook, Reply, Server, World, new_world, until
 
-__all__ = ["CASES", "KINDS", "Case", "Outcome", "play"]
+__all__ = ["CASES", "KINDS", "Case", "Outcome", "Stage", "new_stage", "play"]
 
 MIB = 16
 SPEED_MIB_S = 20  # a swap of 48 MiB, context included, takes seconds
@@ -81,35 +81,65 @@ CASES = tuple(
 )
 
 
-def play(case: Case) -> Outcome:
-    """Tell the story in a world of its own. Raises AssertionError where a byte does not come back."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Two kernels whose bytes do not fit on the device together, on a server that keeps its kernels."""
+
+    world: World
+    notebooks: tuple[Notebook, Notebook]
+
+
+@contextmanager
+def new_stage() -> Iterator[Stage]:
+    """A stage that ends with the block, whatever was removed from it."""
     with new_world() as world, _ended(world):
         (spec,) = world.install(750)
         world.start_broker()
         server = Server(world, _KEEPING)
         try:
-            notebooks = [server.start(spec) for _ in range(2)]
-            for seed, notebook in enumerate(notebooks):
+            first, second = server.start(spec), server.start(spec)
+            for seed, notebook in enumerate((first, second)):
                 notebook.must(fill(seed, MIB))
-            world.await_state(notebooks[0].kernel_id, "suspended")
-            with _moment(world, notebooks[0], case.moment):
-                if not case.alive:
-                    kill_all(brokers(world))
-                _wipe(world, case.kind)
-            begun_s = time.monotonic()
-            commands: list[str] = []
-            for notebook in notebooks:
-                _bring_back(world, notebook, commands)
-            took_s = time.monotonic() - begun_s
-            states = {lease.kernel_id: lease.state for lease in world.status().leases}
-            assert set(states) >= {notebook.kernel_id for notebook in notebooks}, f"status tells of {states}"
-            _check_put_back(world, case)
-            return Outcome(took_s=took_s, commands=tuple(commands))
-        except BaseException:
-            sys.stderr.write("".join(f"--- {name}\n{text}\n" for name, text in world.logs().items()))
-            raise
+            yield Stage(world=world, notebooks=(first, second))
         finally:
             server.stop()
+
+
+def play(case: Case, stage: Stage) -> Outcome:
+    """Tell the story. Raises AssertionError where a byte does not come back.
+
+    The next story can be told on the same stage, unless the runtime folder was removed: the kernels' connection files are in it, and
+    Jupyter does not put them back.
+    """
+    world, notebooks = stage.world, stage.notebooks
+    try:
+        until(lambda: brokers(world) == [world.broker_pid()], "one broker serves")
+        _suspend(world, notebooks[0])
+        with _moment(world, notebooks[0], case.moment):
+            if not case.alive:
+                kill_all(brokers(world))
+            _wipe(world, case.kind)
+        begun_s = time.monotonic()
+        commands: list[str] = []
+        for notebook in notebooks:
+            _bring_back(world, notebook, commands)
+        took_s = time.monotonic() - begun_s
+        states = {lease.kernel_id: lease.state for lease in world.status().leases}
+        assert set(states) >= {notebook.kernel_id for notebook in notebooks}, f"status tells of {states}"
+        _check_put_back(world, case)
+        return Outcome(took_s=took_s, commands=tuple(commands))
+    except BaseException:
+        sys.stderr.write("".join(f"--- {name}\n{text}\n" for name, text in world.logs().items()))
+        raise
+
+
+def _suspend(world: World, notebook: Notebook) -> None:
+    """Suspend the kernel if the other one has not made it leave: a lease whose size was lost may fit beside the other."""
+    lease = world.lease(notebook.kernel_id)
+    if lease.state == "resident":
+        with world.client() as client:
+            client.suspend(lease.lease_id)
+    world.await_state(notebook.kernel_id, "suspended")
 
 
 def _bring_back(world: World, notebook: Notebook, commands: list[str]) -> None:
