@@ -1,17 +1,29 @@
 """A kernel that waits in `input()` keeps no neighbour waiting, and has the GPU again before its cell goes on."""
 
 import json
+import os
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from fractional_gpu.protocol.messages import ResumeRequest
 from tests.e2e.test_background_work import CHILD
 from tests.support.kept import Kept
 from tests.support.pair import Pair, new_pair
 from tests.support.stories import CHECK, fill
-from tests.support.world import Notebook, Server, World, until
+from tests.support.world import DEADLINE_S, Notebook, Server, World, until
 
 ASK = "text = input('go on? ')\n"
+GOES_ON = """
+import os, time
+try:
+    input('go on? ')
+except KeyboardInterrupt:
+    while not os.path.exists('end'):
+        time.sleep(0.01)
+"""
 BUSY = "import os, time\nopen('running', 'w').close()\nwhile not os.path.exists('go'): time.sleep(0.01)"
 
 
@@ -66,6 +78,34 @@ def test_an_interrupt_instead_of_an_answer_ends_the_cell_at_once(pair: Pair) -> 
     until((pair.world.notebooks / "running").exists, "the neighbour's cell runs")
     first.interrupt()
     assert first.wait(cell).error.startswith("KeyboardInterrupt")
+    (pair.world.notebooks / "go").touch()
+    assert second.wait(busy).status == "ok"
+    assert first.must(CHECK).text == "intact\n"
+
+
+def test_what_an_interrupt_asks_for_a_kernel_that_may_be_blocked_is_withdrawn_when_it_is_not(pair: Pair) -> None:
+    """After an interrupt a cell runs without its memory, and may be blocked in a call of the GPU: the server asks for it, a second later.
+
+    By then, or while it waits, the cell may have ended: a busy neighbour is not to make room for an idle kernel.
+    """
+    first, second = two(pair)
+    cell = first.send(GOES_ON, stdin=True)
+    first.prompted()
+    busy = second.send(BUSY)
+    until((pair.world.notebooks / "running").exists, "the neighbour's cell runs")
+    lease = pair.world.lease(first.kernel_id)
+    assert lease.pid is not None
+    os.kill(lease.pid, signal.SIGINT)  # not by the server, which would ask, too
+    until(lambda: pair.world.lease(first.kernel_id).busy, "the cell goes on")
+    with ThreadPoolExecutor() as threads, pair.world.client() as client:
+        asked = threads.submit(client.resume, lease.lease_id, ResumeRequest(if_blocked=True))
+        until(lambda: pair.world.lease(first.kernel_id).position == 1, "it is to be brought back")
+        (pair.world.notebooks / "end").touch()
+        assert first.wait(cell).status == "ok"
+        assert asked.result(DEADLINE_S).state == "suspended"
+        assert client.resume(lease.lease_id, ResumeRequest(if_blocked=True)).state == "suspended", "it is idle"
+    ended = pair.world.lease(first.kernel_id)
+    assert (ended.busy, ended.position, ended.resumes) == (False, None, lease.resumes)
     (pair.world.notebooks / "go").touch()
     assert second.wait(busy).status == "ok"
     assert first.must(CHECK).text == "intact\n"

@@ -530,6 +530,8 @@ class Broker:
         executing = kernel.executing
         if not executing:
             kernel.cell.executing_since_s = None
+            if kernel.requests.blocked_resumes:
+                kernel.notify()
             if kernel.cell.ticket_by_broker and kernel.requests.waiters == 0 and not kernel.runner_gone:
                 kernel.cell.ticket_by_broker = False
                 self.dispatch(Unwanted(at_ms=now_ms(), lease_id=kernel.lease_id))

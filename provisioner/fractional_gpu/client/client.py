@@ -63,6 +63,7 @@ from fractional_gpu.protocol.messages import (
     Progress,
     ProgressKind,
     ResizeRequest,
+    ResumeRequest,
     Story,
     WaitLine,
 )
@@ -178,12 +179,14 @@ class BrokerClient:
         """
         return self._call(LeaseStatus, "POST", _route(lease_id, "suspend"), timeout_s=MAX_WAIT_S + self.timeout_s)
 
-    def resume(self, lease_id: str) -> LeaseStatus:
+    def resume(self, lease_id: str, request: ResumeRequest = ResumeRequest()) -> LeaseStatus:  # noqa: B008 - immutable
         """Resume the lease; waits in the queue, up to an hour.
 
         Raises ConflictError or NoRoomError with the reason when it is refused.
         """
-        return self._call(LeaseStatus, "POST", _route(lease_id, "resume"), timeout_s=MAX_WAIT_S + self.timeout_s)
+        return self._call(
+            LeaseStatus, "POST", _route(lease_id, "resume"), request, timeout_s=MAX_WAIT_S + self.timeout_s
+        )
 
     def expect(self, lease_id: str, request: ExpectRequest) -> None:
         """Tell a sign that the lease's next cell is near; returns at once. Raises BadRequestError."""

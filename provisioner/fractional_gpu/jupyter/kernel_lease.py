@@ -39,7 +39,7 @@ from fractional_gpu.protocol.errors import (
     NotFoundError,
     UnauthorizedError,
 )
-from fractional_gpu.protocol.messages import AttachRequest, LeaseRequest
+from fractional_gpu.protocol.messages import AttachRequest, LeaseRequest, ResumeRequest
 
 T = TypeVar("T")
 _SHORT_S = 5.0  # for calls at a kernel's end: these are prompt or fail
@@ -131,15 +131,12 @@ class KernelLease:
             return client.lease(self.lease_id).state in _FROZEN_STATES
 
     def unblock(self) -> None:
-        """Resume the lease if its process is suspended and busy and has no ticket.
+        """Resume the lease if its process may be blocked in a GPU call, where no interrupt reaches it before it is resumed.
 
-        Such a process may be blocked in a GPU call, where no interrupt reaches it before it is resumed. Returns when it is. Raises the
-        errors of the protocol.
+        Returns when it is resident, or not blocked. Raises the errors of the protocol.
         """
         with BrokerClient(self.socket, token=self.token or None) as client:
-            status = client.lease(self.lease_id)
-            if status.state == "suspended" and status.busy and status.position is None:
-                client.resume(self.lease_id)
+            client.resume(self.lease_id, ResumeRequest(if_blocked=True))
 
 
 def take_lease(request: LeaseRequest, *, timeout_s: float, simulate: str | None = None) -> KernelLease:

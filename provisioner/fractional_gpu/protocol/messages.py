@@ -16,7 +16,7 @@ Routes (all under /v1; `L` is a lease id; authorisation: peer uid, and `Authoriz
                                               it goes on after `granted`, and the lease is in use until the client hangs up
     POST   /v1/leases/L/follow             -> stream of LeaseNews lines (NDJSON): a command's state and notices, until its lease ends
     POST   /v1/leases/L/suspend            -> LeaseStatus         waits until it is suspended or refused
-    POST   /v1/leases/L/resume             -> LeaseStatus         waits until it is resident or refused
+    POST   /v1/leases/L/resume ResumeRequest -> LeaseStatus       waits until it is resident or refused
     POST   /v1/leases/L/expect ExpectRequest -> Done              a sign that its next cell is near
     POST   /v1/leases/L/pin    PinRequest  -> LeaseStatus         keeps it resident for a while
     POST   /v1/leases/L/unpin              -> LeaseStatus
@@ -306,6 +306,16 @@ class AcquireRequest(Struct, frozen=True, kw_only=True):
 
     wait_ms: int = 3_600_000
     hold: bool = False
+
+
+class ResumeRequest(Struct, frozen=True, kw_only=True):
+    """Make a lease resident.
+
+    With `if_blocked` only for a suspended process that is in the middle of something and did not ask for the GPU: it may be blocked in a
+    GPU call. The wait ends, without a resume, as soon as the process is idle.
+    """
+
+    if_blocked: bool = False
 
 
 class LeaseNews(Struct, frozen=True, kw_only=True):

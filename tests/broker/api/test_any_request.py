@@ -18,6 +18,7 @@ from fractional_gpu.protocol.messages import (
     MoveRequest,
     PinRequest,
     ResizeRequest,
+    ResumeRequest,
 )
 from tests.broker.live import Answer, LiveBroker
 
@@ -28,7 +29,7 @@ ROUTES: Mapping[str, type[Any]] = {
     "/detach": Done,
     "/acquire": AcquireRequest,
     "/suspend": Done,
-    "/resume": Done,
+    "/resume": ResumeRequest,
     "/gate": GateHello,
     "/answer": GateAnswer,
     "/pin": PinRequest,

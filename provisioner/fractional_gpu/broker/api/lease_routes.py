@@ -30,6 +30,7 @@ from fractional_gpu.protocol.messages import (
     GateHello,
     LeaseRequest,
     OthersUse,
+    ResumeRequest,
 )
 
 log = logging.getLogger(__name__)
@@ -152,10 +153,11 @@ class _Events(StreamHandler):
 class _Resume(StreamHandler):
     async def post(self, lease_id: str) -> None:
         kernel = self.find(lease_id)
+        request = self.decode_body(ResumeRequest)
 
         async def work() -> None:
             async with self.audited_for_lease("resume", kernel):
-                status = await self.service.residency.resume(kernel)
+                status = await self.service.residency.resume(kernel, if_blocked=request.if_blocked)
             self.reply(status)
 
         await self.run(asyncio.create_task(work()))

@@ -120,6 +120,7 @@ class PendingRequests:
 
     waiters: int = 0  # open acquire streams
     suspends: list[Request] = field(default_factory=list)  # that the arbiter has not answered yet
+    blocked_resumes: int = 0  # of these, resumes that end when it is not blocked any more
     suspend_waiters: int = 0  # clients who wait for its suspend: then only its messages make it busy
     resize: Request | None = None  # the request for another size that waits
     seat_size: tuple[int, int] = (0, 0)  # fraction and memory, MiB, that the waiting resize asks of its seat
@@ -309,6 +310,11 @@ class Kernel:
         # bring the kernel back.
         if self.unheard and self.link is not None:
             return False
+        return self.handles_message
+
+    @property
+    def handles_message(self) -> bool:
+        """Whether it handles a message that counts as use, and does not only wait for input; doubt counts."""
         return self.iopub is None or (self.iopub.busy and not self._only_waits_for_input)
 
     @property

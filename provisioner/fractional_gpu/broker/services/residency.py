@@ -188,14 +188,44 @@ class Residency:
             raise ConflictError(f"the kernel was not suspended: {view.sentence}", reason=view.reason)
         return full_lease_status(self._broker, kernel)
 
-    async def resume(self, kernel: Kernel) -> LeaseStatus:
-        """Make the lease resident and return when it is. Raises ConflictError. Cancelled: the ticket is withdrawn."""
-        if view_of(self._broker, kernel).state is LeaseState.UNATTACHED:
-            raise ConflictError("the lease has no running kernel; nothing to resume", reason="no-process")
-        if view_of(
-            self._broker, kernel
-        ).gate_closed:  # it is resident; its gate is closed only so that its next cell asks
+    async def resume(self, kernel: Kernel, *, if_blocked: bool = False) -> LeaseStatus:
+        """Make the lease resident and return when it is. Raises ConflictError. Cancelled: the ticket is withdrawn.
+
+        With `if_blocked` only a suspended process that may be blocked in a GPU call is resumed, and waited for no longer than it may be.
+        """
+        view = view_of(self._broker, kernel)
+        if if_blocked:
+            if view.state is LeaseState.SUSPENDED and self._may_be_blocked(kernel):
+                await self._resume_blocked(kernel)
             return full_lease_status(self._broker, kernel)
+        if view.state is LeaseState.UNATTACHED:
+            raise ConflictError("the lease has no running kernel; nothing to resume", reason="no-process")
+        if view.gate_closed:  # it is resident; its gate is closed only so that its next cell asks
+            return full_lease_status(self._broker, kernel)
+        await self._acquired(kernel)
+        return full_lease_status(self._broker, kernel)
+
+    def _may_be_blocked(self, kernel: Kernel) -> bool:
+        """Whether a suspended process does, or may do, something for which it did not ask for the GPU."""
+        return kernel.handles_message and self._broker.ticket(kernel.lease_id) is None
+
+    async def _resume_blocked(self, kernel: Kernel) -> None:
+        """Resume the lease, or return once its process handles nothing. Raises ConflictError."""
+        kernel.requests.blocked_resumes += 1
+        resumed = asyncio.create_task(self._acquired(kernel))
+        over = asyncio.create_task(self._until(kernel, lambda: not kernel.handles_message, None))
+        try:
+            await asyncio.wait([resumed, over], return_when=asyncio.FIRST_COMPLETED)
+            if resumed.done():
+                resumed.result()
+        finally:
+            kernel.requests.blocked_resumes -= 1
+            for task in (resumed, over):
+                task.cancel()
+            await asyncio.gather(resumed, over, return_exceptions=True)
+
+    async def _acquired(self, kernel: Kernel) -> None:
+        """Wait until the lease is resident. Raises ConflictError. Cancelled: the ticket is withdrawn."""
         last = Progress(kind=ProgressKind.REFUSED)
         # Something executes and no cell waits at the gate: the kernel may be blocked in a CUDA call, where it ignores interrupts.
         blocked = kernel.cell.executing_since_s is not None and kernel.requests.waiters == 0
@@ -204,7 +234,6 @@ class Residency:
                 last = progress
         if last.kind != ProgressKind.GRANTED:
             raise ConflictError(last.sentence, reason=last.reason)
-        return full_lease_status(self._broker, kernel)
 
     async def _until(self, kernel: Kernel, condition: Callable[[], bool], patience_s: float | None) -> None:
         """Wait until the condition holds, for `patience_s` at most (None: for ever)."""
