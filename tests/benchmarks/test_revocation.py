@@ -7,7 +7,7 @@ import pytest
 from fractional_gpu.core.rules.salvage import Candidate, plan_saving
 from tests.benchmarks.revocation import ORDERS, kernels_of, main, run_arbiter, run_order, time_for_all_ms
 
-SEEDS = 30
+SEEDS = 15
 
 
 def _value(seed: int, saved: set[str]) -> int:

@@ -61,18 +61,18 @@ def test_nobody_is_brought_back_for_nothing(idle_after_ms: int | None) -> None:
         )
         for number, size in enumerate([900, 700, 600, 500, 500, 400, 250, 250, 125])
     ]
-    play.run(300_000)
+    play.run(100_000)
     waited = sum(1 for actor in actors for wait_ms in actor.waits_ms if wait_ms > 0)
     unfinished = len(actors)
     assert play.swaps["resume"] <= waited + unfinished
     assert play.swaps["suspend"] <= play.swaps["resume"] + unfinished
-    assert waited > 500
+    assert waited > 150
 
 
 def test_two_kernels_that_want_one_place_all_the_time_swap_once_a_cell() -> None:
     play = Theatre([device("d0")], [pool()], swap_ms=lambda _: 50)
     pair = [play.enter(Actor(_lease(name), lambda: 10)) for name in ("a", "b")]
-    play.run(60_000)
+    play.run(20_000)
     cells = sum(len(actor.waits_ms) for actor in pair)
     assert cells > 100
     assert play.swaps["resume"] <= cells
@@ -103,7 +103,7 @@ def test_what_is_over_is_forgotten() -> None:
     arbiter.handle(PoolConfigured(at_ms=0, pool=pool()))
     arbiter.handle(HostMemorySeen(at_ms=0, budget_mib=10_000))
     sizes = []
-    for number in range(2_001):
+    for number in range(1_301):
         name, at_ms = f"k{number:05}", number * DAY_MS
         arbiter.handle(LeaseRequested(at_ms=at_ms, spec=_lease(name, owner=f"user{number:05}")))
         arbiter.handle(Attached(at_ms=at_ms, lease_id=name, gated=True))

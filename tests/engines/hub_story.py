@@ -24,7 +24,6 @@ __all__ = ["USERS", "Story", "new_story"]
 
 USERS = ("games", "backup")  # users of every Debian machine, with uids of their own
 DEVICE_MIB = 512
-DATA_MIB = 64
 KERNEL = "fractional-gpu-default-750"
 _NODE = """
 c.GPUBroker.pools = {"default": {
@@ -56,7 +55,7 @@ c.JupyterHub.hub_connect_ip = "127.0.0.1"
 """
 _FILL = (
     f"import sys; sys.path.insert(0, {str(ROOT / 'examples')!r}); import device; "
-    f"data = device.open().fill(seed={{seed}}, size={DATA_MIB} * 2**20); data.step(); print(data.wrong_bytes())"
+    "data = device.open().fill(seed={seed}, size={mib} * 2**20); data.step(); print(data.wrong_bytes())"
 )
 _STEP = "data.step(); print(data.wrong_bytes())"
 
@@ -74,12 +73,12 @@ class Reader:
         self.server: HubServer
         self.notebook: Notebook
 
-    def begin(self, seed: int) -> None:
-        """Open a notebook on the server that was asked for, and put data on the device."""
+    def begin(self, seed: int, mib: int) -> None:
+        """Open a notebook on the server that was asked for, and put so much data on the device."""
         self._hub.await_server(self.name)
         self.server = self._hub.connect(self.name)
         self.notebook = self.server.start(KERNEL)
-        assert self.notebook.must(_FILL.format(seed=seed)).text == "0\n"
+        assert self.notebook.must(_FILL.format(seed=seed, mib=mib)).text == "0\n"
 
     def step(self) -> None:
         """Change all data on the device and compare it: no byte may be wrong."""
@@ -95,12 +94,12 @@ class Story:
         self.nodes = nodes
         self.readers = [Reader(hub, name) for name in USERS]
 
-    def begin(self) -> None:
-        """Start all servers, and put data on the device for each user."""
+    def begin(self, mib: int) -> None:
+        """Start all servers, and put so much data on the device for each user; comparing it takes processor time."""
         for reader in self.readers:
             self.hub.spawn(reader.name, pool="default", fraction="3/4")
         for seed, reader in enumerate(self.readers, 1):
-            reader.begin(seed)
+            reader.begin(seed, mib)
 
     def turn(self) -> None:
         """Each user computes once."""
@@ -186,12 +185,13 @@ def main() -> int:
     """Play it as told on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--mib", type=int, default=64, help="each user's data on the device")
     options = parser.parse_args()
     begun_s = time.monotonic()
     with new_story() as story:
-        story.begin()
+        story.begin(options.mib)
         sys.stdout.write(
-            f"{time.monotonic() - begun_s:6.1f} s  both have {DATA_MIB} MiB on a device of {DEVICE_MIB} MiB\n"
+            f"{time.monotonic() - begun_s:6.1f} s  both have {options.mib} MiB on a device of {DEVICE_MIB} MiB\n"
         )
         for turn in range(options.turns):
             story.turn()

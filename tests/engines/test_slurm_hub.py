@@ -32,7 +32,7 @@ def test_two_users_share_a_nodes_device_and_no_byte_is_wrong_nor_does_a_killed_h
     page = Visitor(story.hub, story.readers[0].name).get("hub/spawn")
     assert "2 nodes with 2 GPUs" in page.text
     assert "default/750" in page.choices
-    story.begin()
+    story.begin(mib=16)
     jobs = story.jobs()
     assert {job["UserId"].partition("(")[0] for job in jobs} == {reader.name for reader in story.readers}
     assert {job["NodeList"] for job in jobs} == {"n1"}

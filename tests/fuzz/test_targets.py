@@ -46,7 +46,7 @@ def test_any_bytes_are_decoded_or_refused(target: str) -> None:
         *(bent(seed) for name, seed in seeds() if name == target),
     ]
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=80, deadline=None)
     @given(st.one_of(some))
     def check(data: bytes) -> None:
         TARGETS[target](data)

@@ -20,7 +20,7 @@ __all__ = ["SETTINGS", "SIMULATE", "Story"]
 
 EXAMPLES = ROOT / "examples"
 SETTINGS = {"pools": {"default": {"oversubscription": 12, "wait_bound": "100%", "idle_after": "on-demand"}}}
-DEVICE_MIB = 256
+DEVICE_MIB = 192
 SIMULATE = f"1x{DEVICE_MIB}MiB"
 KERNEL = "fractional-gpu-default-500"
 PID = "import os; print(os.getpid())"

@@ -20,6 +20,7 @@ from fractional_gpu_hub.configuration import SPAWNERS
 from fractional_gpu_hub.engines.slurm import FractionalGPUSlurmSpawner
 from fractional_gpu_hub.mixin import FractionalGPUMixin
 from tests.broker.live import live_broker
+from tests.support.paths import PYTHONPATH
 
 
 def services(c: Config) -> list[dict[str, Any]]:
@@ -138,10 +139,11 @@ def test_a_hub_with_a_wrong_pool_does_not_start(tmp_path: Path) -> None:
         f"configure(get_config(), socket={str(tmp_path / 'broker.sock')!r}, pools={{'default': {{'price': 'much'}}}})\n"
     )
     done = subprocess.run(
-        [sys.executable, "-m", "jupyterhub", "-f", str(config)],
+        [sys.executable, "-c", "from jupyterhub.app import main; main()", "-f", str(config)],
         capture_output=True,
         text=True,
         cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": PYTHONPATH},
         timeout=120,
         check=False,
     )

@@ -73,28 +73,11 @@ class Outliving:
             yield client
 
 
-def test_three_users_have_their_seats_back_after_the_hub_ended_with_their_servers(world: World) -> None:
-    users = ["ada", "bob", "eve"]
+def test_a_kernel_that_outlives_its_servers_has_what_their_seats_give_and_no_seat_outlives_its_server(
+    world: World,
+) -> None:
+    """The server is killed in the middle of a cell, the broker, then the hub and its database; the next hub takes its servers along."""
     with new_hub(world, SETTINGS, cleanup=True) as hub:
-        before = until(world.broker_pid, "the hub's broker serves")
-        for user in users:
-            hub.spawn(user, pool="default", fraction="1/2")
-        for user in users:
-            hub.await_server(user)
-        hub.connect("ada").start(KERNEL).must(fill(1))
-        assert owners(hub) == users
-
-        hub.stop_hub()
-        hub.start_hub()
-        until(lambda: world.broker_pid() not in {None, before}, "the next hub's broker serves")
-        assert owners(hub) == [], "they were given back before the broker ended"
-        assert world.status().leases == []
-        hub.server("new", pool="default", fraction="1/2")
-
-
-def test_a_kernel_that_outlives_its_servers_has_what_their_seats_give_and_loses_nothing(world: World) -> None:
-    """The server is killed in the middle of a cell, the broker, then the hub, and the hub's database is gone."""
-    with new_hub(world, SETTINGS) as hub:
         until(world.broker_pid, "the hub's broker serves")
         server = hub.server("ada", pool="default", fraction="1/2")
         notebook = server.start(KERNEL)
@@ -129,12 +112,24 @@ def test_a_kernel_that_outlives_its_servers_has_what_their_seats_give_and_loses_
         until(lambda: seats(hub) == [], "no server of this hub has the seat")
         assert lease_of(hub, notebook).revoked
 
-        hub.server("ada", pool="default", fraction="1/2")
+        server = hub.server("ada", pool="default", fraction="1/2")
         assert not lease_of(hub, notebook).revoked
         with kernel.client() as client:
             assert must(client, CHECK) == "intact\n"
         world.end(kernel.pid, signal.SIGKILL)
         until(lambda: not any(lease.pid for lease in world.status().leases), "it has ended")
+
+        world.kill_broker()  # the first hub's, which outlived it
+        before = until(world.broker_pid, "this hub's broker serves")
+        hub.server("bob", pool="default", fraction="1/2")
+        server.start(KERNEL).must(fill(1))
+        assert owners(hub) == ["ada", "bob"]
+        hub.stop_hub()
+        hub.start_hub()
+        until(lambda: world.broker_pid() not in {None, before}, "the next hub's broker serves")
+        assert owners(hub) == [], "they were given back before the broker ended"
+        assert world.status().leases == []
+        hub.server("new", pool="default", fraction="1/2")
 
 
 def lease_of(hub: HubWorld, notebook: Notebook) -> LeaseStatus:

@@ -17,7 +17,7 @@ import nbformat
 import pytest
 
 from fractional_gpu.jupyter.kernelspecs import PROVISIONER_NAME
-from tests.support.paths import SOURCES
+from tests.support.paths import QUICK, SOURCES
 from tests.support.world import DEADLINE_S, Server, World, new_world
 
 MODULES = ("provisioner/__init__.py", "kernelext.py", "hub_spawner/__init__.py")
@@ -94,7 +94,9 @@ def place(request: pytest.FixtureRequest, world: World) -> Iterator[Place]:
     elsewhere = world.folder / "elsewhere"
     elsewhere.mkdir(exist_ok=True)
     before = dict(world.environment)
-    world.environment["PYTHONPATH"] = os.pathsep.join(map(str, [*([] if beside else [world.notebooks]), *SOURCES]))
+    world.environment["PYTHONPATH"] = os.pathsep.join(
+        map(str, [*([] if beside else [world.notebooks]), *SOURCES, QUICK])
+    )
     if default:
         world.environment["JUPYTER_DEFAULT_PROVISIONER_NAME"] = PROVISIONER_NAME
     (gpu,) = world.install(125)

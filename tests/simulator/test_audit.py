@@ -92,7 +92,7 @@ USE = {**ON_DEMAND, "reserve": "use", "headroom": "1GiB"}
     ("pool", "arguments", "counts"),
     [
         pytest.param(
-            ON_DEMAND, f"--users 12 --devices 1x80GiB --seed 1 {BRISK}", ("preemptions", "waited_percent"), id="fair"
+            ON_DEMAND, f"--users 9 --devices 1x80GiB --seed 1 {BRISK}", ("preemptions", "waited_percent"), id="fair"
         ),
         pytest.param(
             {**ON_DEMAND, "fractions": "any"},
@@ -102,7 +102,7 @@ USE = {**ON_DEMAND, "reserve": "use", "headroom": "1GiB"}
         ),
         pytest.param(
             {"idle_after": "0s", "preempt": "priorities"},
-            f"--users 12 --devices 2x80GiB --seed 3 --urgent-users 30 --no-slowdown {BRISK}",
+            f"--users 8 --devices 2x80GiB --seed 3 --urgent-users 30 --no-slowdown {BRISK}",
             ("suspends", "moved_gib"),
             id="at-once",
         ),
@@ -124,19 +124,19 @@ USE = {**ON_DEMAND, "reserve": "use", "headroom": "1GiB"}
         ),
         pytest.param(
             {**ON_DEMAND, "foresight": "displace"},
-            f"--users 12 --devices 1x80GiB --foresight 20s --false-signs 50 --failed-swaps 10 {BRISK}",
+            f"--users 8 --devices 1x80GiB --foresight 20s --false-signs 50 --failed-swaps 10 {BRISK}",
             ("early_resumes", "vain_gib", "failed_swaps"),
             id="foresight",
         ),
         pytest.param(
             ON_DEMAND,
-            f"--users 12 --devices 1x80GiB --ask-error 50 --failed-swaps 20 {BRISK}",
+            f"--users 8 --devices 1x80GiB --ask-error 50 --failed-swaps 20 {BRISK}",
             ("failed_swaps", "out_of_memory", "preemptions"),
             id="errors",
         ),
         pytest.param(
             {**ON_DEMAND, "min_residency_swaps": 3},
-            f"--users 24 --devices 2x80GiB --seed 2 --parallel-swaps 2 {BRISK}",
+            f"--users 16 --devices 2x80GiB --seed 2 --parallel-swaps 2 {BRISK}",
             ("preemptions", "host_peak_mib"),
             id="medium",
         ),

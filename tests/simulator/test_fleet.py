@@ -112,14 +112,20 @@ def test_any_placement_gives_equal_figures(
 
 
 @pytest.mark.parametrize("rule", PlaceRule)
-def test_processes_change_nothing_and_say_how_far_they_are(rule: PlaceRule) -> None:
+def test_by_every_rule_a_run_is_that_of_the_hosts_that_the_rule_chooses(rule: PlaceRule) -> None:
+    trace = synthetic_sessions(12, 1, 4, BUSY)
+    hosts = [host(1) for _ in range(5)]
+    chosen = choose_hosts(hosts, trace, rule, 1)
+    assert run(hosts, trace, Way(rule=rule, processes=1)) == simulate(hosts, trace, chosen=chosen)
+
+
+def test_processes_change_nothing_and_say_how_far_they_are() -> None:
     trace = synthetic_sessions(12, 1, 4, BUSY)
     hosts = [host(1) for _ in range(5)]
     seen: list[tuple[int, int]] = []
-    way = Way(rule=rule, processes=3)
+    way = Way(rule=PlaceRule.USE, processes=3)
     beside = run(hosts, trace, way, progress=lambda ended, of: seen.append((ended, of)))
     assert beside == run(hosts, trace, replace(way, processes=1))
-    assert beside == simulate(hosts, trace, chosen=choose_hosts(hosts, trace, rule, 1))
     assert seen == [(ended, len(trace)) for ended in range(1, len(trace) + 1)]
 
 

@@ -23,11 +23,15 @@ def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
     return {**figures, "wall_s": 0}
 
 
-@pytest.mark.parametrize("rule", ["random", "count", "use"])
-def test_the_number_of_processes_changes_no_figure(rule: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("rule", "processes"), [("random", ()), ("count", ("--processes", "2")), ("use", ("--processes", "2"))]
+)
+def test_the_number_of_processes_changes_no_figure(
+    rule: str, processes: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ("--users", "12", "--hosts", "2x(1x80GiB)", "--place", rule, "--foresight", "20s", *MANY_SWAPS)
     one = simulated(capsys, *arguments, "--processes", "1")
-    assert one == simulated(capsys, *arguments, "--processes", "2") == simulated(capsys, *arguments)
+    assert one == simulated(capsys, *arguments, *processes)
     assert (one["hosts"], one["devices"], one["sessions"], one["lost"]) == (2, 2, 48, 0)
     assert one["resumes"]
 

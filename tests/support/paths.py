@@ -4,12 +4,12 @@ import os
 from pathlib import Path
 from typing import Final
 
-__all__ = ["COMPLETE_PYTHONPATH", "PYTHONPATH", "ROOT", "SOURCES"]
+__all__ = ["COMPLETE_PYTHONPATH", "PYTHONPATH", "QUICK", "ROOT", "SOURCES"]
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 SOURCES: Final = tuple(ROOT / folder for folder in ("provisioner", "kernelext", "hub_spawner"))
-_QUICK: Final = ROOT / "tests" / "support" / "quick"
+QUICK: Final = ROOT / "tests" / "support" / "quick"
 """Stands in for packages that take long to import and that nothing here uses."""
 COMPLETE_PYTHONPATH: Final = os.pathsep.join(str(path) for path in (*SOURCES, ROOT))
 """For benchmarks: with every package that a user's processes import."""
-PYTHONPATH: Final = os.pathsep.join((COMPLETE_PYTHONPATH, str(_QUICK)))
+PYTHONPATH: Final = os.pathsep.join((COMPLETE_PYTHONPATH, str(QUICK)))

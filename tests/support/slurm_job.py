@@ -13,7 +13,7 @@ from typing import Any
 
 from jupyter_client.manager import start_new_kernel
 
-from tests.support.world import until
+from tests.support.waiting import until
 
 __all__ = ["JobKernel", "job_command"]
 

@@ -10,14 +10,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 from unittest.mock import patch
 
 import websocket
@@ -33,30 +32,15 @@ from fractional_gpu.jupyter.kernelspecs import install
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 from fractional_gpu.protocol.messages import HostStatus, LeaseStatus
 from tests.support.paths import PYTHONPATH
+from tests.support.waiting import DEADLINE_S, until
 
-T = TypeVar("T")
-
-__all__ = ["NO_EXTENSIONS", "Notebook", "Reply", "Server", "World", "new_world", "until"]
+__all__ = ["DEADLINE_S", "NO_EXTENSIONS", "Notebook", "Reply", "Server", "World", "new_world", "until"]
 
 # Nothing here looks at pages. JupyterLab's own extension starts a node process at each start of a server, and Notebook's imports
 # JupyterLab, which takes a fifth of the start.
 NO_EXTENSIONS = dict.fromkeys(
     ("jupyterlab", "jupyter_lsp", "jupyter_server_terminals", "notebook", "notebook_shim"), False
 )
-DEADLINE_S = 60.0
-
-
-def until(ask: Callable[[], T | None], what: str, *, deadline_s: float = DEADLINE_S) -> T:
-    """Ask another process again and again until it answers something true. Only for facts that nothing signals."""
-    end = time.monotonic() + deadline_s
-    pause = 0.005
-    while True:
-        answer = ask()
-        if answer:
-            return answer
-        assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
-        time.sleep(pause)
-        pause = min(pause * 1.5, 0.1)
 
 
 class World:

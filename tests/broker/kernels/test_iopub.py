@@ -435,7 +435,7 @@ def signed_frames(draw: st.DrawFn) -> list[bytes]:
 async def test_no_frames_whatever_make_the_watch_fail() -> None:
     line = KernelLine()
 
-    @settings(max_examples=400, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(st.lists(st.binary() | st.just(b"<IDS|MSG>"), max_size=9) | signed_frames())
     def take_anything(frames: list[bytes]) -> None:
         heard.watch._take(frames)
@@ -516,7 +516,7 @@ NEARLY = {
 async def test_any_contents_are_a_connection_that_can_be_watched_or_a_value_error() -> None:
     context = zmq.asyncio.Context()
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(st.fixed_dictionaries({}, optional=NEARLY))
     def check_anything(info: dict[str, object]) -> None:
         try:

@@ -1,11 +1,8 @@
 """A ledger is moved between folders with all that it holds, and a move that is killed at any step is finished by the next one."""
 
-import os
 import secrets
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,33 +10,25 @@ import pytest
 
 from fractional_gpu.broker.persistence.ledger_move import move_ledger
 from fractional_gpu.core.model import LeaseSpec, LeaseState
-from fractional_gpu.host.files import VARIABLE
 from fractional_gpu.ledger import LeaseRecord, Ledger, LedgerError
 from fractional_gpu.ledger.records import LedgerInUseError
+from tests.broker.persistence.forked_ledgers import Forks
 
 _STEPS = ("begin", "copied", "beside", "named", "done")
-_WRITER = """
-import os, signal, sys
-from fractional_gpu.ledger import Ledger
-ledger = Ledger.open(sys.argv[1])
-ledger.record("a-lease", 1, "test", "in the log only")
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-_MOVER = """
-import sys
-from pathlib import Path
-from fractional_gpu.broker.persistence.ledger_move import move_ledger
-move_ledger(Path(sys.argv[1]), Path(sys.argv[2]))
-"""
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks.open() as opened:
+        yield opened
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path: Path, forks: Forks) -> Path:
     """A ledger with two live leases, whose last words are in the write-ahead log: its broker was killed."""
     path = tmp_path / "run" / "ledger.sqlite"
     fill(path, "a-lease", "another")
-    killed = subprocess.run([sys.executable, "-c", _WRITER, str(path)], check=False)
-    assert killed.returncode == -signal.SIGKILL
+    assert forks.write_and_die(path) == -signal.SIGKILL
     assert path.with_name("ledger.sqlite-wal").stat().st_size > 0
     return path
 
@@ -142,20 +131,19 @@ def test_one_folder_under_two_names_is_left(source: Path) -> None:
 
 @pytest.mark.parametrize("step", _STEPS)
 def test_a_move_that_is_killed_leaves_one_ledger_and_the_next_one_finishes_it(
-    source: Path, target: Path, tmp_path: Path, step: str
+    source: Path, target: Path, tmp_path: Path, forks: Forks, step: str
 ) -> None:
     point = tmp_path / "failpoint"
     point.write_text(f"ledger-move.{step} 1 kill")
-    mover = [sys.executable, "-c", _MOVER, str(source), str(target)]
-    killed = subprocess.run(mover, env={**os.environ, VARIABLE: str(point)}, check=False)
+    status = forks.move(source, target, point)
     same = source.parent.stat().st_dev == target.parent.stat().st_dev
     reached = not same or step in ("begin", "done")
-    assert killed.returncode == (-signal.SIGKILL if reached else 0)
+    assert status == (-signal.SIGKILL if reached else 0)
     if reached:
         named = [path for path in (source, target) if path.exists()]
         between = source.with_name("ledger.sqlite.moved")
         assert len(named) == 1 or (named == [] and between.exists())
-    subprocess.run(mover, check=True)
+    assert forks.move(source, target) == 0
     assert_moved(source, target)
     assert {path.name for path in target.parent.iterdir()} <= {"ledger.sqlite", "ledger.sqlite.lock"}
 

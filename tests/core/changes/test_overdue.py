@@ -81,11 +81,13 @@ def test_a_resume_is_a_wait_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "cell_ms",
-    [lambda: 20, lambda: 700, lambda: 400_000, lambda: FOR_EVER],
+    ("cell_ms", "until_ms"),
+    [(lambda: 20, 600_000), (lambda: 700, 900_000), (lambda: 400_000, 1_800_000), (lambda: FOR_EVER, 1_800_000)],
     ids=["tiny", "short", "long", "endless"],
 )
-def test_beside_every_kind_of_neighbour_the_forecasts_shown_keep_the_law(cell_ms: Callable[[], int]) -> None:
+def test_beside_every_kind_of_neighbour_the_forecasts_shown_keep_the_law(
+    cell_ms: Callable[[], int], until_ms: int
+) -> None:
     """A neighbour that always wants its device, in a pool that takes it from no cell."""
     policy = PoolSpec(name="p", devices=("d0",), fractions_milli=(), idle_after_ms=None, preempt_priorities=False)
     theatre = Theatre([device()], [replace(policy, min_residency_ms=10_000)])
@@ -94,7 +96,7 @@ def test_beside_every_kind_of_neighbour_the_forecasts_shown_keep_the_law(cell_ms
     waiting = theatre.enter(Actor(spec=spec("b"), cell_ms=lambda: 1_000, gap_ms=lambda: 3_000), at_ms=30_000)
     law, looks = Law(), 0
     asked_ms = -1
-    while theatre.now < 1_800_000:
+    while theatre.now < until_ms:
         theatre.run(theatre.now + STEP_MS)
         ticket: TicketView | None = theatre.arbiter.ticket(waiting.spec.lease_id)
         if ticket is None or ticket.expected is None or theatre.state(waiting) is LeaseState.RESUMING:

@@ -141,7 +141,7 @@ def records(draw: st.DrawFn) -> list[ShareDay]:
     return found
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(records(), st.sampled_from(OFFERS), st.booleans())
 def test_nothing_that_had_been_short_is_suggested_without_saying_so(
     record: list[ShareDay], present: Share, bounded: bool

@@ -72,8 +72,8 @@ def test_many_sizes_at_once_all_get_their_turn() -> None:
         )
         for number, size in enumerate([1000, 900, 600, 600, 400, 300, 300, 250, 250, 125, 125, 100])
     ]
-    play.run(300_000)
-    assert min(len(actor.waits_ms) for actor in actors) > 15
+    play.run(100_000)
+    assert min(len(actor.waits_ms) for actor in actors) > 4
     assert max(max(actor.waits_ms) for actor in actors) < 60_000
 
 

@@ -198,7 +198,7 @@ kernels = st.lists(
 
 
 @settings(
-    max_examples=15,
+    max_examples=8,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
     deadline=None,
     suppress_health_check=list(HealthCheck),
