@@ -20,7 +20,7 @@ from tests.support.managed import client_of, entered, must
 from tests.support.paths import ROOT
 from tests.support.shared_server import SharedServer
 from tests.support.stories import CHECK, SLEEPS, fill
-from tests.support.world import Notebook, Server, World
+from tests.support.world import Notebook, Server, World, until
 
 REPOSITORY = ROOT
 TURNS = 4
@@ -80,46 +80,26 @@ def take_turns(world: World, *notebooks: Notebook) -> None:
                 assert other is running or world.lease(other.kernel_id).state == "suspended"
 
 
-def test_a_plain_kernelspec_gets_a_share_with_a_gate(world: World, server: Server) -> None:
-    first, second = server.start("python3"), server.start("python3")
-    lease = world.lease(first.kernel_id)
-    assert (lease.gated, lease.fraction_milli, lease.state) == (True, 750, "unarmed")
-    first.must(fill(1))
-    second.must(fill(2))
-    take_turns(world, first, second)
-
-
-def test_kernels_without_our_extension_take_turns(world: World, server: Server, bare_python: str) -> None:
-    name = bare_spec(world, bare_python)
-    first = server.start(name)
-    lease = world.lease(first.kernel_id)
-    assert (lease.gated, lease.state) == (False, "resident")  # the device is bound from the start
-    assert first.must("print('fractional_gpu_kernel' in __import__('sys').modules)").text == "False\n"
-    first.must(fill(1))
-    second = server.start(name)  # the first is suspended for it
-    assert world.lease(first.kernel_id).state == "suspended"
-    second.must(fill(2))
-    take_turns(world, first, second)
-
-
-def test_kernels_of_another_make_take_turns(world: World, server: Server) -> None:
-    name = tiny_spec(world)
-    first = server.start(name)
-    assert world.lease(first.kernel_id).gated is False
-    first.must(fill(1))
-    second = server.start(name)
-    second.must(fill(2))
-    take_turns(world, first, second)
-
-
-def test_kernels_with_and_without_our_extension_take_turns_with_each_other(
+def test_kernels_with_and_without_our_extension_and_of_another_make_take_turns(
     world: World, server: Server, bare_python: str
 ) -> None:
     plain = server.start("python3")
+    until(lambda: world.lease(plain.kernel_id).gated, "its gate is there")
+    lease = world.lease(plain.kernel_id)
+    assert (lease.fraction_milli, lease.state) == (750, "unarmed")
     plain.must(fill(1))
-    bare = server.start(bare_spec(world, bare_python))
+    bare = server.start(
+        bare_spec(world, bare_python)
+    )  # the first is suspended for it: its device is bound from the start
+    lease = world.lease(bare.kernel_id)
+    assert (lease.gated, lease.fraction_milli, lease.state) == (False, 750, "resident")
+    assert world.lease(plain.kernel_id).state == "suspended"
+    assert bare.must("print('fractional_gpu_kernel' in __import__('sys').modules)").text == "False\n"
     bare.must(fill(2))
     tiny = server.start(tiny_spec(world))
+    lease = world.lease(tiny.kernel_id)
+    assert (lease.gated, lease.fraction_milli, lease.state) == (False, 750, "resident")
+    assert world.lease(bare.kernel_id).state == "suspended"
     tiny.must(fill(3))
     take_turns(world, plain, bare, tiny)
 

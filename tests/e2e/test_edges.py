@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -81,7 +81,9 @@ thread.start()
 
 @pytest.fixture(scope="module")
 def kept_pair() -> Iterator[Kept[Pair]]:
-    with Kept(new_pair) as kept:
+    """Two kernels whose pool tries a refused suspend again after a second."""
+    pools = {"default": {"preempt": "priorities", "retry_refused": "1s", "min_residency": "1s"}}
+    with Kept(partial(new_pair, f"c.GPUBroker.pools = {pools}")) as kept:
         yield kept
 
 
@@ -100,14 +102,13 @@ def shown(notebook: Notebook, text: str) -> None:
         pass
 
 
-def test_gpu_suspend_and_resume_in_a_notebook(world: World, server: Server) -> None:
-    (name,) = world.install(750)
-    notebook = server.start(name)
-    notebook.must(fill(1))
+def test_gpu_suspend_and_resume_in_a_notebook(pair: Pair) -> None:
+    world = pair.world
+    other, notebook = pair.ready()
     notebook.send("%gpu suspend")
     shown(notebook, "Suspended: this kernel holds no GPU memory")
     assert world.lease(notebook.kernel_id).state == "suspended"
-    assert phases(world) == ["saved"]
+    assert phases(world) == ["saved", "saved"]
     assert "saved in host memory" in notebook.must("%gpu").data[0]["text/plain"]
     assert world.lease(notebook.kernel_id).state == "suspended"  # looking does not bring it back
     assert "on the GPU" in notebook.must("%gpu resume").data[-1]["text/plain"]
@@ -116,13 +117,13 @@ def test_gpu_suspend_and_resume_in_a_notebook(world: World, server: Server) -> N
     notebook.must("%gpu suspend\n%gpu suspend")  # twice in one cell
     world.await_state(notebook.kernel_id, "suspended")
     assert notebook.must(CHECK).text == "intact\n"
+    assert other.must(CHECK).text == "intact\n"
 
 
-def test_gpu_suspend_in_a_cell_with_other_work_comes_after_the_work(world: World, server: Server) -> None:
-    (name,) = world.install(750)
-    notebook = server.start(name)
-    notebook.must(fill(1) + "get_ipython().run_line_magic('gpu', 'suspend')" + CHECK)
-    world.await_state(notebook.kernel_id, "suspended")
+def test_gpu_suspend_in_a_cell_with_other_work_comes_after_the_work(pair: Pair) -> None:
+    _, notebook = pair.ready()
+    notebook.must(fill(3) + "get_ipython().run_line_magic('gpu', 'suspend')" + CHECK)
+    pair.world.await_state(notebook.kernel_id, "suspended")
     assert notebook.must(CHECK).text == "intact\n"
 
 
@@ -191,37 +192,26 @@ def test_a_child_process_is_suspended_and_resumed_with_its_kernel(pair: Pair, ki
     first.must("child.kill()\nend()")
 
 
-@pytest.fixture(scope="module")
-def kept_brisk_pair() -> Iterator[Kept[Pair]]:
-    """Two kernels whose pool tries a refused suspend again after a second."""
-    pools = {"default": {"preempt": "priorities", "retry_refused": "1s", "min_residency": "1s"}}
-    with Kept(partial(new_pair, f"c.GPUBroker.pools = {pools}")) as kept:
-        yield kept
-
-
 @pytest.mark.parametrize("step", ["lock", "checkpoint", "restore"])
-def test_a_cell_that_starts_in_the_middle_of_a_swap_loses_nothing(
-    kept_brisk_pair: Kept[Pair], has_failed: Callable[[], bool], step: str
-) -> None:
-    with kept_brisk_pair.taken(has_failed) as pair:
-        world = pair.world
-        first, second = pair.ready()
-        if step != "restore":
-            assert first.must(CHECK).text == "intact\n"  # now the second one is suspended
-        with stopped_or_traced(world, step, "slow:1000"):
-            asking = second if step != "restore" else first
-            other = first if step != "restore" else second
-            cell = asking.send(CHECK)
-            if step == "restore":
-                world.await_state(asking.kernel_id, "resuming")
-            else:
-                world.await_state(other.kernel_id, "suspending")
-            meanwhile = other.send(CHECK)
-            assert other.wait(meanwhile).text == "intact\n"
-            assert asking.wait(cell).text == "intact\n"
-        for notebook in (first, second):
-            assert notebook.must(CHECK).text == "intact\n"
-        assert "failed" not in phases(world)
+def test_a_cell_that_starts_in_the_middle_of_a_swap_loses_nothing(pair: Pair, step: str) -> None:
+    world = pair.world
+    first, second = pair.ready()
+    if step != "restore":
+        assert first.must(CHECK).text == "intact\n"  # now the second one is suspended
+    with stopped_or_traced(world, step, "slow:1000"):
+        asking = second if step != "restore" else first
+        other = first if step != "restore" else second
+        cell = asking.send(CHECK)
+        if step == "restore":
+            world.await_state(asking.kernel_id, "resuming")
+        else:
+            world.await_state(other.kernel_id, "suspending")
+        meanwhile = other.send(CHECK)
+        assert other.wait(meanwhile).text == "intact\n"
+        assert asking.wait(cell).text == "intact\n"
+    for notebook in (first, second):
+        assert notebook.must(CHECK).text == "intact\n"
+    assert "failed" not in phases(world)
 
 
 def test_an_interrupt_reaches_a_cell_that_said_it_needs_no_gpu_and_is_blocked_on_it(

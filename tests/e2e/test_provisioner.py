@@ -70,15 +70,14 @@ def test_a_kernel_is_started_interrupted_restarted_and_shut_down(world: World, n
     assert_nothing_is_left(world)
 
 
-@pytest.mark.parametrize("now", [False, True])
-def test_a_restart_now_or_not_keeps_the_lease(world: World, name: str, now: bool) -> None:
+def test_a_restart_that_asks_the_kernel_nothing_keeps_the_lease(world: World, name: str) -> None:
     manager = KernelManager(kernel_name=name)
     manager.start_kernel()
     try:
         with client_of(manager) as client:
             must(client, fill(1))
         before = only_lease(world)
-        manager.restart_kernel(now=now)
+        manager.restart_kernel(now=True)
         with client_of(manager) as client:
             assert only_lease(world).lease_id == before.lease_id
             must(client, fill(2))

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import pytest
-
 from tests.support.stories import CHECK as INTACT
 from tests.support.stories import fill
 from tests.support.world import Notebook, Server, World, until
@@ -72,40 +70,45 @@ def _configure(world: World, preempt: str, more: str = "") -> None:
     world.configure(f"c.GPUBroker.pools = {{'default': {policy!r}}}\n{more}")
 
 
-@pytest.mark.parametrize(
-    ("preempt", "pause_s", "used"),
-    [  # every pair of values once
-        pytest.param("", 0.0, True, id="default-back-to-back-with-memory"),
-        pytest.param("", 0.05, False, id="default-with-pauses-without-context"),
-        pytest.param("never", 0.0, False, id="never-back-to-back-without-context"),
-        pytest.param("never", 0.05, True, id="never-with-pauses-with-memory"),
-    ],
-)
-def test_small_cells_make_room_after_their_turn(
-    world: World, server: Server, preempt: str, pause_s: float, used: bool
-) -> None:
-    _configure(world, preempt)
-    (name,) = world.install(1000)
-    first, second = server.start(name), server.start(name)
-    first.must(ALLOCATE if used else "1 + 1")
+def small_cells(world: World, first: Notebook, second: Notebook, pause_s: float) -> None:
+    """The second kernel gets its turn beside small cells of the first one, which go on afterwards."""
     with cells(first, pause_s) as done:
         wait_of(second, world, first, f"small cells, pauses of {pause_s:g} s")
         before = done()
         until(lambda: done() > before, "the neighbour goes on when its turn comes again")
     second.must(CHECK)
-    if used:
-        first.must(CHECK)
 
 
-def test_a_cell_that_never_ends_takes_turns_in_the_default_pool(world: World, server: Server) -> None:
+def never_preempt(world: World) -> None:
+    """From now on the pool preempts no kernel that is busy."""
+    assert world.command("pool", "default", "preempt=never").returncode == 0
+
+
+def test_small_cells_and_one_that_never_ends_make_room_after_their_turn(world: World, server: Server) -> None:
     _configure(world, "")
     (name,) = world.install(1000)
     first, second = server.start(name), server.start(name)
     first.must(ALLOCATE)
+    small_cells(world, first, second, pause_s=0.0)
+    first.must(CHECK)
     with one_cell(first, world.folder / "end"):
         wait_of(second, world, first, "a cell that never ends")
     second.must(CHECK)
     first.must(CHECK)
+    never_preempt(world)
+    small_cells(world, first, second, pause_s=0.05)
+    first.must(CHECK)
+
+
+def test_small_cells_of_a_kernel_without_a_context_make_room_after_their_turn(world: World, server: Server) -> None:
+    _configure(world, "")
+    (name,) = world.install(1000)
+    first, second = server.start(name), server.start(name)
+    first.must("1 + 1")
+    small_cells(world, first, second, pause_s=0.05)
+    never_preempt(world)
+    first.must("1 + 1")
+    small_cells(world, first, second, pause_s=0.0)
 
 
 def test_a_kernel_that_became_another_program_makes_room(world: World, server: Server) -> None:

@@ -83,6 +83,9 @@ def places(tmp_path: Path, kernel_python: str, monkeypatch: pytest.MonkeyPatch) 
         "fractional_gpu.jupyter.provisioner:FractionalGPUProvisioner",
         KernelProvisionerFactory.GROUP_NAME,
     )
+    # The process's one factory adds its provisioners to the class's when it is made, and finds none again that is missing later: made
+    # only now, it would lose ours with the end of this test.
+    KernelProvisionerFactory.instance()
     monkeypatch.setitem(KernelProvisionerFactory.provisioners, PROVISIONER_NAME, entry)
     monkeypatch.setattr(discovery, "SYSTEM_SOCKET", str(tmp_path / "no-system.sock"))
     work = tmp_path / "work"

@@ -209,6 +209,7 @@ def test_jupyter_hides_a_kernel_whose_provisioner_is_gone_and_says_why(
 ) -> None:
     """What the documents say of it is what Jupyter does: none of our code runs then."""
     (spec,) = install("default", [250], directory=str(world.kernels_dir))
+    KernelProvisionerFactory.instance()  # made below, it would never know a provisioner
     monkeypatch.setattr(factory, "entry_points", lambda **_: [])
     monkeypatch.setattr(KernelProvisionerFactory, "provisioners", {})
     manager = KernelSpecManager(kernel_dirs=[str(world.kernels_dir)])
