@@ -1,6 +1,6 @@
 """What holds for every test: what the ordinary run leaves out, who runs what when it has several processes, and interrupts that work.
 
-tests/gpu needs a GPU and has its own command: docs/gpu-tests.md.
+tests/gpu needs a GPU and has its own command: docs/gpu-tests.md. How a notebook looks is judged in each look by `tests/run release`.
 """
 
 import gc
@@ -22,6 +22,8 @@ from fractional_gpu.client.discovery import IN_WORKLOAD
 from fractional_gpu.host.workload import own_workload
 
 collect_ignore = [] if os.environ.get("JUPYTER_GPU_HARDWARE") else ["gpu"]
+if not os.environ.get("JUPYTER_GPU_ALL_LOOKS"):
+    collect_ignore.append("e2e/test_accessible_notebook.py")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell ignores it for what it starts in the background, and so would every process that the tests start and interrupt.

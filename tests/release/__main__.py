@@ -3,7 +3,8 @@
 - The version is the same in the package, in JupyterLab's extension and at the head of the changelog.
 - Wheel and sdist are built; both have the licence, and the wheel that is built from the sdist has the same files.
 - The extension's prebuilt files are those of its sources, and name the licence of everything in them.
-- The documentation's site has no warning, and axe finds nothing on any of its pages.
+- The documentation's site has no warning.
+- axe finds nothing on any page of the site, in what a notebook shows and in the reports, in each look.
 - The wheel is installed into an empty environment of each supported Python that the machine has, with the newest dependencies, and with
   the oldest that are declared. There the core of the suite passes, on the installed package: configuration, ledger, client, commands,
   kernel extension. Commands for Pythons that are missing are named.
@@ -28,6 +29,7 @@ from typing import Final, NamedTuple
 from tests.support.paths import ROOT
 
 LEFT_OUT: Final = ("tests/kernelext/cells/test_msgspec.py",)  # has an environment of its own, which tests/run sets up
+JUDGED: Final = ("tests/site/test_build.py", "tests/e2e/test_accessible_notebook.py", "tests/reports/test_page.py")
 CORE: Final = ("tests/config", "tests/ledger", "tests/client", "tests/commands", "tests/kernelext")
 _TEST_PACKAGES: Final = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis", "websocket-client")
 _EXTRAS: Final = "[lab,hub]"
@@ -122,11 +124,14 @@ def check_extension() -> str:
 
 
 def check_site(out: Path) -> str:
-    """Build the site, and judge the accessibility of each page; return its size."""
-    size = _run([sys.executable, "-m", "docs._site.build", str(out / "site")]).splitlines()[-1].partition(": ")[2]
-    judge = [sys.executable, "-m", "pytest", "-q", "-k", "axe", "tests/site/test_build.py"]
-    _run(judge, environment={"JUPYTER_GPU_EVERY_PAGE": "1"})
-    return size
+    """Build the site; return its size."""
+    return _run([sys.executable, "-m", "docs._site.build", str(out / "site")]).splitlines()[-1].partition(": ")[2]
+
+
+def check_accessibility() -> str:
+    """Have axe judge each page of the site, what a notebook shows and the reports, in each look; return pytest's last line."""
+    judge = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-k", "axe or accessible", *JUDGED]
+    return _run(judge, environment={"JUPYTER_GPU_ALL_LOOKS": "1"}).strip().splitlines()[-1]
 
 
 # -- environments -------------------------------------------------------------------------------------------------------------
@@ -208,6 +213,7 @@ def results(scratch: Path, versions: Sequence[str]) -> Iterator[Result]:
     yield _tried("Pythons", check_pythons_of_the_metadata)
     yield _tried("JupyterLab's extension", check_extension)
     yield _tried("site", lambda: check_site(scratch))
+    yield _tried("accessibility", check_accessibility)
     built = _tried("wheel and sdist", lambda: check_builds(scratch / "dist"))
     yield built
     if not built.holds:
