@@ -111,7 +111,7 @@ USE = {**ON_DEMAND, "reserve": "use", "headroom": "1GiB"}
         ),
         pytest.param(
             USE,
-            f"--users 16 --devices 1x80GiB --seed 1 --request 50 --host-memory 30GiB {BRISK}",
+            f"--users 10 --devices 1x56GiB --seed 1 --request 50 --host-memory 20GiB {BRISK}",
             ("out_of_memory",),
             id="host",
         ),
@@ -180,9 +180,9 @@ def test_the_auditor_agrees_with_every_figure_of_a_run(
             ("out_of_memory", "late_s"),
             id="asked-wrong",
         ),
-        pytest.param("mps-pack", f"--users 16 --hosts 2x(1x80GiB) --mps-fill 70 {BRISK}", ("late_s",), id="mps"),
+        pytest.param("mps-pack", f"--users 10 --hosts 2x(1x80GiB) --mps-fill 70 {BRISK}", ("late_s",), id="mps"),
         pytest.param("whole-gpu-suspend", "--users 20 --hosts 3x(8x80GiB)", ("suspends", "wait_s"), id="whole"),
-        pytest.param("time-slice", f"--users 24 --hosts 2x(1x56GiB) {BRISK}", ("out_of_memory", "late_s"), id="slices"),
+        pytest.param("time-slice", f"--users 16 --hosts 2x(1x56GiB) {BRISK}", ("out_of_memory", "late_s"), id="slices"),
     ],
 )
 def test_the_auditor_agrees_with_every_figure_of_a_baseline(

@@ -96,7 +96,7 @@ def test_every_figure_of_a_result_is_added_up_or_found_anew() -> None:
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(1, 10_000),
-    users=st.integers(1, 12),
+    users=st.integers(1, 8),
     counts=st.lists(st.integers(1, 3), min_size=1, max_size=4),
     foresight_ms=st.sampled_from((0, 20_000)),
     data=st.data(),
@@ -123,7 +123,7 @@ def test_processes_change_nothing_and_say_how_far_they_are() -> None:
     trace = synthetic_sessions(12, 1, 4, BUSY)
     hosts = [host(1) for _ in range(5)]
     seen: list[tuple[int, int]] = []
-    way = Way(rule=PlaceRule.USE, processes=3)
+    way = Way(rule=PlaceRule.USE, processes=2)
     beside = run(hosts, trace, way, progress=lambda ended, of: seen.append((ended, of)))
     assert beside == run(hosts, trace, replace(way, processes=1))
     assert seen == [(ended, len(trace)) for ended in range(1, len(trace) + 1)]
@@ -219,7 +219,7 @@ def test_use_spreads_better_than_chance_where_the_hosts_are_tight() -> None:
 
 
 def test_a_goal_that_is_out_of_reach_ends_the_run_after_a_host() -> None:
-    trace = synthetic_sessions(12, 1, 7, BUSY)
+    trace = synthetic_sessions(8, 1, 7, BUSY)
     hosts = [host(1, 40_960), *(host(2) for _ in range(3))]
     goal = Goal(p95_wait_ms=1_000)
     half = len(trace) // 2
@@ -309,7 +309,7 @@ def test_a_refusal_and_an_early_end_of_a_process_are_one_sentence() -> None:
     with pytest.raises(SimulationError, match="three is not allowed"):
         list(in_processes(_refuse, range(9), 2, lambda: None))
     with pytest.raises(SimulationError, match=r"host 2 ended early \(exit code 7\); run fewer at the same time"):
-        list(in_processes(_end_early, range(3), 2, lambda: None))
+        list(in_processes(_end_early, range(3), 1, lambda: None))
     with pytest.raises(SimulationError, match=r"ended early \(killed by signal 9\); run fewer at the same time"):
         list(in_processes(_end_early, (5,), 1, lambda: None))
 

@@ -13,7 +13,7 @@ from fractional_gpu.simulator.simulation import simulate
 from tests.benchmarks.simulated import machine, with_pool
 
 LOAD = Load(pace=Pace.SHORT, memory=Memory.CELL, several_percent=0)
-TRACE = synthetic_sessions(12, 1, 1, LOAD)
+TRACE = synthetic_sessions(8, 1, 1, LOAD)
 
 
 def run(foresight: Foresight, signs: Signs) -> Result:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -254,15 +255,16 @@ def test_the_switches_are_all_tried() -> None:
 # -- other habits --------------------------------------------------------------------------------------------------------
 
 
-def works(habit: Habit, days: int = 1) -> list[Session]:
+@cache
+def works(habit: Habit, days: int = 1) -> tuple[Session, ...]:
     """The working sessions of a group with a habit."""
     sessions = synthetic_sessions(USERS, days, 1, Load(habit=habit))
-    return [one for one in sessions if one.session_id.endswith("work")]
+    return tuple(one for one in sessions if one.session_id.endswith("work"))
 
 
 def quantiles(habit: Habit, *shares: float) -> dict[str, list[float]]:
     """Quantiles of the cells' lengths and of the gaps between them, s, and of the memory that sessions hold, GiB."""
-    sessions = works(habit, days=4)
+    sessions = works(habit, days=2)
     cells = [cell.duration_ms / 1000 for cell in gpu_cells(sessions)]
     gaps = [
         (after.start_ms - before.start_ms - before.duration_ms) / 1000

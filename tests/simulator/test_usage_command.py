@@ -21,7 +21,7 @@ c.GPUBroker.default_pool = "large"
 """
 WEEK = (
     "--users",
-    "24",
+    "12",
     "--days",
     "7",
     "--weekends",
