@@ -36,7 +36,7 @@ from tests.benchmarks.energy_division import (
 
 HALF, OTHER_HALF = (next(name for name in "abcdefgh" if is_in_the_half(name) is known) for known in (True, False))
 SMALL = {
-    "short cells": Shape(load=Load(pace=Pace.SHORT, memory=Memory.CELL, several_percent=0), users=8, devices=1),
+    "short cells": Shape(load=Load(pace=Pace.SHORT, memory=Memory.CELL, several_percent=0), users=5, devices=1),
 }
 
 

@@ -2,6 +2,9 @@
 
 import json
 import xml.etree.ElementTree as ET
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -26,8 +29,27 @@ def figures(**points: tuple[float, float]) -> Figures:
     return found
 
 
-def test_figures_are_those_of_the_runs() -> None:
-    found = frontier.measure(BUILDERS)
+@dataclass(frozen=True)
+class Measured:
+    """What the command said and wrote of the users of `BUILDERS`."""
+
+    shown: str
+    found: Path
+    svg: Path
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    folder = tmp_path_factory.mktemp("frontier")
+    svg, found, shown = folder / "curves.svg", folder / "found.json", StringIO()
+    arguments = ["--seeds", "1", "--users", "2", "--jobs", "1", "--load", "builders", "--svg", str(svg)]
+    with redirect_stdout(shown):
+        assert frontier.main([*arguments, "--json", str(found)]) == 0
+    return Measured(shown.getvalue(), found, svg)
+
+
+def test_figures_are_those_of_the_runs(measured: Measured) -> None:
+    (found,) = json.loads(measured.found.read_text())["runs"]["builders"]
     trace, memory_mib = frontier.trace_of(BUILDERS)
     assert list(found) == list(SITUATIONS)
     for situation, rules in found.items():
@@ -103,22 +125,21 @@ def test_lateness_is_compared_by_itself() -> None:
     assert verdict(late, AUTO, LATE).beaten_by == ()
 
 
-def test_tables_verdicts_and_curves_come_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    svg, found = tmp_path / "curves.svg", tmp_path / "found.json"
-    arguments = ["--seeds", "1", "--users", "2", "--jobs", "1", "--load", "builders", "--svg", str(svg)]
-    assert frontier.main([*arguments, "--json", str(found)]) == 0
-    shown = capsys.readouterr().out
+def test_tables_verdicts_and_curves_come_out(
+    measured: Measured, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    shown = measured.shown
     for situation in SITUATIONS:
         assert f"builders, {situation}, 1 seeds:" in shown
         assert f"| builders, {situation} |" in shown
     assert shown.count("- auto is on the frontier of p95 wait") == 3
-    picture = svg.read_text()
+    picture = measured.svg.read_text()
     titles = [text.text for text in ET.fromstring(picture).iter() if text.get("class") == "title"]  # noqa: S314 - our own
     assert len([title for title in titles if title and title.startswith("builders, ")]) == 3
-    assert frontier.main(["--read", str(found), "--svg", str(svg)]) == 0
-    assert svg.read_text() == picture
+    again = tmp_path / "again.svg"
+    assert frontier.main(["--read", str(measured.found), "--svg", str(again)]) == 0
+    assert again.read_text() == picture
     assert capsys.readouterr().out == shown
-    assert len(json.loads(found.read_text())["runs"]["builders"]) == 1
 
 
 def test_pods_need_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ _HOST_MARGIN_MIB: Final = 2048
 _MOST_CACHED_MIB: Final = 8192
 _OFTEN_MIB: Final = 8192  # above it one sample is a minute's work and tells enough
 _MOVE_S: Final = 300.0
+_COPY_MIB: Final = 1024  # at most, and no more than the largest size that is measured
 _SIMULATED: Final = "1x512MiB"
 _THP: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _ROOT: Final = str(ROOT)
@@ -93,7 +94,7 @@ async def _measure(
     keep: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
     async with _holder(bench) as holder, _worker(bench.backend) as worker:
-        copy_mib = min(1024, bench.device.memory_mib // 8)
+        copy_mib = min(_COPY_MIB, bench.device.memory_mib // 8, max(sizes_mib))
         seconds = await holder.ask(do="copy", mib=copy_mib)
         speeds = {name.removesuffix("_s"): _speed(copy_mib, value) for name, value in seconds.items()}
         say(f"pinned copies: {speeds['to_device']:.1f} GB/s to the device, {speeds['to_host']:.1f} GB/s to the host")
