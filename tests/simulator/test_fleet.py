@@ -3,10 +3,8 @@
 import dataclasses
 import json
 import multiprocessing
-import os
-import signal
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +28,7 @@ from fractional_gpu.simulator.result import Point, Result, Timeline
 from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Cell, Session
 from tests.simulator.loads import BUSY, ONE_GPU
+from tests.simulator.worker_jobs import double, end_early, refuse
 
 MINUTE_MS = 60_000
 
@@ -277,45 +276,25 @@ def test_whole_gpus_that_are_suspended_are_placed_beforehand_too() -> None:
 # -- processes --------------------------------------------------------------------------------------------------------------
 
 
-def _double(job: int, ended: Callable[[], None]) -> int:
-    ended()
-    return 2 * job
-
-
-def _refuse(job: int, ended: Callable[[], None]) -> int:
-    ended()
-    if job == 3:
-        raise SimulationError("three is not allowed")
-    return job
-
-
-def _end_early(job: int, _ended: Callable[[], None]) -> int:
-    if job == 2:
-        raise SystemExit(7)
-    if job == 5:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return job
-
-
 def test_outcomes_come_in_the_order_of_the_jobs() -> None:
     seen = Counter[str]()
-    outcomes = list(in_processes(_double, range(9), 2, lambda: seen.update(["ended"])))
+    outcomes = list(in_processes(double, range(9), 2, lambda: seen.update(["ended"])))
     assert outcomes == [2 * job for job in range(9)]
     assert seen["ended"] == 9
-    assert list(in_processes(_double, (), 2, lambda: None)) == []
+    assert list(in_processes(double, (), 2, lambda: None)) == []
 
 
 def test_a_refusal_and_an_early_end_of_a_process_are_one_sentence() -> None:
     with pytest.raises(SimulationError, match="three is not allowed"):
-        list(in_processes(_refuse, range(9), 2, lambda: None))
+        list(in_processes(refuse, range(9), 2, lambda: None))
     with pytest.raises(SimulationError, match=r"host 2 ended early \(exit code 7\); run fewer at the same time"):
-        list(in_processes(_end_early, range(3), 1, lambda: None))
+        list(in_processes(end_early, range(3), 1, lambda: None))
     with pytest.raises(SimulationError, match=r"ended early \(killed by signal 9\); run fewer at the same time"):
-        list(in_processes(_end_early, (5,), 1, lambda: None))
+        list(in_processes(end_early, (5,), 1, lambda: None))
 
 
 def test_what_stops_to_ask_leaves_no_process_behind() -> None:
-    outcomes = in_processes(_double, range(9), 2, lambda: None)
+    outcomes = in_processes(double, range(9), 2, lambda: None)
     assert next(outcomes) == 0
     assert len(multiprocessing.active_children()) == 2
     outcomes.close()
