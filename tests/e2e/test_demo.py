@@ -107,7 +107,7 @@ def test_the_demonstration_keeps_its_promise_and_leaves_nothing(temporary: Path,
 
 
 @pytest.mark.parametrize(
-    ("number", "moment"), [(signal.SIGINT, "tenant-b: cell 3"), (signal.SIGTERM, "tenant-b: starting its kernel")]
+    ("number", "moment"), [(signal.SIGINT, "tenant-b: cell 2"), (signal.SIGTERM, "tenant-b: starting its kernel")]
 )
 def test_ended_half_way_it_leaves_nothing_either(
     number: signal.Signals, moment: str, temporary: Path, ended: list[Demo]

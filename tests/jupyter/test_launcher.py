@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.connect import write_connection_file
 from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
+from jupyter_client.manager import KernelManager
 from jupyter_client.provisioning import factory
 from jupyter_client.provisioning.factory import KernelProvisionerFactory
 
@@ -60,7 +62,7 @@ def tokens(world: World) -> set[Path]:
     return set((world.folder / "run" / "gpu").glob("*.token"))
 
 
-def test_two_launched_kernels_take_turns_and_keep_every_byte(world: World) -> None:
+def test_two_launched_kernels_take_turns_keep_every_byte_and_can_be_interrupted(world: World) -> None:
     name = installed(world, 750)
     with entered(world):
         managers = [plain_manager(name) for _ in range(2)]
@@ -80,9 +82,23 @@ def test_two_launched_kernels_take_turns_and_keep_every_byte(world: World) -> No
             leases = world.status().leases
             assert {lease.pid for lease in leases} == pids  # the processes that were started are the kernels
             assert all(lease.gated and lease.suspends and lease.fraction_milli == 750 for lease in leases)
+            with client_of(managers[0]) as client:
+                an_interrupt_means_what_it_always_means(managers[0], client)
         finally:
             for manager in managers:
                 manager.shutdown_kernel(now=True)
+
+
+def an_interrupt_means_what_it_always_means(manager: KernelManager, client: BlockingKernelClient) -> None:
+    def interrupt(message: dict[str, Any]) -> None:
+        if message["content"].get("text") == "runs\n":
+            manager.interrupt_kernel()
+
+    code = f"print('runs', flush=True)\n{SLEEPS}"
+    # without stop_on_error: ipykernel aborts what comes in the moment after a failed cell's reply
+    reply = client.execute_interactive(code, timeout=DEADLINE_S, output_hook=interrupt, stop_on_error=False)
+    assert reply["content"]["ename"] == "KeyboardInterrupt"
+    assert must(client, "print('here')") == "here\n"
 
 
 def test_the_lease_is_the_processs_and_ends_with_it(world: World) -> None:
@@ -117,8 +133,7 @@ def test_a_server_starts_it_like_any_kernel_and_takes_no_second_lease(world: Wor
 def test_without_room_there_is_one_sentence_and_no_kernel(world: World) -> None:
     name = installed(world, 250)
     world.configure("c.GPUBroker.pools = {'other': {}}\n")
-    with started(world, name, "x") as (process, path):
-        assert process.wait(60) == 1
+    path, _ = write_connection_file(str(world.folder / "run" / "kernel-x.json"))
     command = command_of(world, name, path)
     done = subprocess.run(command, env=world.environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1
@@ -152,27 +167,6 @@ def test_a_command_without_a_connection_file_is_refused_before_anything_is_asked
     assert "'kernel -f {connection_file}' names no connection file" in first
     assert "fraction 'lots'" in second
     assert world.broker_pid() is None
-
-
-def test_an_interrupt_means_what_it_always_means(world: World) -> None:
-    name = installed(world, 250)
-    with entered(world):
-        manager = plain_manager(name)
-        manager.start_kernel(cwd=str(world.notebooks))
-
-        def interrupt(message: dict[str, Any]) -> None:
-            if message["content"].get("text") == "runs\n":
-                manager.interrupt_kernel()
-
-        try:
-            with client_of(manager) as client:
-                code = f"print('runs', flush=True)\n{SLEEPS}"
-                # without stop_on_error: ipykernel aborts what comes in the moment after a failed cell's reply
-                reply = client.execute_interactive(code, timeout=DEADLINE_S, output_hook=interrupt, stop_on_error=False)
-                assert reply["content"]["ename"] == "KeyboardInterrupt"
-                assert must(client, "print('here')") == "here\n"
-        finally:
-            manager.shutdown_kernel(now=True)
 
 
 # -- the package is gone -----------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,12 @@ import pytest
 
 from fractional_gpu.core.forecasts.habits import Share
 from fractional_gpu.protocol.messages import EvictRequest
-from tests.labextension.conftest import Page, State, enable, page_of
+from tests.labextension.conftest import Page, State, page_of
+from tests.support.kernels import running_kernel, talking_to
+from tests.support.managed import entered, must
 from tests.support.share_days import keep_days
 from tests.support.stories import fill
-from tests.support.world import Server, World, new_world, until
+from tests.support.world import Server, World, until
 
 STATE = "jupyter-fractional-gpu/state?no_track_activity=1"
 
@@ -58,7 +59,10 @@ def test_a_page_hears_what_becomes_of_a_kernel(world: World, server: Server, pag
     page.until(lambda state: state["broker"] and state["kernels"] == [])
 
 
-def test_two_servers_show_and_steer_their_own_kernels_only(world: World, server: Server, page: Page) -> None:
+def test_two_servers_show_and_steer_and_advise_on_their_own_kernels_only(
+    world: World, server: Server, page: Page
+) -> None:
+    keep_days(world.ledger, "Python 3 · 1/4 GPU (simulated)", Share(250, 256), 60)
     (name,) = world.install(250)
     mine = server.start(name)
     page.until_kernel(mine.kernel_id, "unarmed")
@@ -69,6 +73,13 @@ def test_two_servers_show_and_steer_their_own_kernels_only(world: World, server:
             assert [one["kernel_id"] for one in asked.request("GET", STATE)["kernels"]] == [kernel.kernel_id]
         status, said = refusal(server, theirs.kernel_id, "suspend")
         assert (status, said["reason"]) == (404, "unknown-kernel")
+        assert advice(server, mine.kernel_id)["sentence"].startswith(
+            "1/8 GPU (128 MiB) would suffice: at most 60 MiB of"
+        )
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            advice(other, mine.kernel_id)
+        with refused.value as reply:
+            assert (reply.code, json.loads(reply.read())["reason"]) == (404, "unknown-kernel")
 
 
 def test_a_broker_that_dies_is_gone_and_comes_back(world: World, server: Server, page: Page) -> None:
@@ -81,21 +92,6 @@ def test_a_broker_that_dies_is_gone_and_comes_back(world: World, server: Server,
     assert (status, said["reason"]) == (409, "no-lease")
     world.start_broker()
     page.until_kernel(notebook.kernel_id, "unarmed")
-
-
-def test_a_page_is_told_what_is_suggested_for_its_servers_kernels_alone(
-    world: World, server: Server, page: Page
-) -> None:
-    keep_days(world.ledger, "Python 3 · 1/4 GPU (simulated)", Share(250, 256), 60)
-    (name,) = world.install(250)
-    mine = server.start(name)
-    page.until_kernel(mine.kernel_id, "unarmed")
-    assert advice(server, mine.kernel_id)["sentence"].startswith("1/8 GPU (128 MiB) would suffice: at most 60 MiB of")
-    with Server(world) as other:
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            advice(other, mine.kernel_id)
-        with refused.value as reply:
-            assert (reply.code, json.loads(reply.read())["reason"]) == (404, "unknown-kernel")
 
 
 def last_activity(server: Server, kernel_id: str) -> tuple[str, str, str]:
@@ -113,19 +109,15 @@ def test_watching_is_no_activity_and_makes_no_kernel_busy(world: World, server: 
     for _ in range(4):  # whatever the broker asked the kernel until it was certain is answered before the last of these
         watched.must("1 + 1")
     last_activity(server, watched.kernel_id)  # the server has noted it all when it answers the next request
-    noise = Server(world)
-    try:
-        other = noise.start(second)
+    with entered(world), running_kernel(second) as noise, talking_to(noise) as other:
         before = last_activity(server, watched.kernel_id)
-        other.must(fill(1, 24))  # what happens on the device is news to the page
+        must(other, fill(1, 24))  # what happens on the device is news to the page
         page.until(lambda state: state["devices"][0]["reserved_mib"] >= 768)
         assert server.request("GET", STATE)["broker"]
         sign = f"jupyter-fractional-gpu/kernels/{watched.kernel_id}/expect?no_track_activity=1"
         assert server.request("POST", sign, {"sign": "typing"}) == {}
         assert world.lease(watched.kernel_id).next_cell_sign == "typing"
         assert last_activity(server, watched.kernel_id) == before
-    finally:
-        noise.stop()
 
 
 def test_a_kernel_restarted_without_a_gpu_is_told_of(world: World, server: Server, page: Page) -> None:
@@ -168,20 +160,10 @@ def test_a_restart_that_fails_is_told_of(world: World, server: Server, page: Pag
     assert notice["sentence"].startswith("The kernel could not be restarted: ")
 
 
-@pytest.fixture(scope="module")
-def quiet() -> Iterator[tuple[Server, str]]:
-    """A server with one kernel, to which nothing is done; the kernel's id."""
-    with new_world() as world:
-        enable(world)
-        (name,) = world.install(250)
-        with Server(world) as server, page_of(server) as page:
-            notebook = server.start(name)
-            page.until_kernel(notebook.kernel_id, "unarmed")
-            yield server, notebook.kernel_id
-
-
-def test_what_makes_no_sense_is_one_sentence(quiet: tuple[Server, str]) -> None:
-    server, kernel_id = quiet
+def test_what_makes_no_sense_or_is_not_signed_in_is_refused(world: World, server: Server, page: Page) -> None:
+    (name,) = world.install(250)
+    kernel_id = server.start(name).kernel_id
+    page.until_kernel(kernel_id, "unarmed")
     for action, body, sentence in (
         ("explode", {}, "there is no action 'explode'; allowed: expect, pin, suspend, resume, unpin"),
         ("suspend", {"now": True}, "suspend takes no 'now'; allowed: nothing"),
@@ -190,10 +172,10 @@ def test_what_makes_no_sense_is_one_sentence(quiet: tuple[Server, str]) -> None:
         ("pin", {}, "minutes is 'None'; allowed: 1 to 10080"),
     ):
         assert refusal(server, kernel_id, action, body) == (400, {"message": sentence, "reason": "bad-request"})
+    an_action_needs_a_sign_in_and_a_page_of_this_server(server, kernel_id)
 
 
-def test_an_action_needs_a_sign_in_and_a_page_of_this_server(quiet: tuple[Server, str]) -> None:
-    server, kernel_id = quiet
+def an_action_needs_a_sign_in_and_a_page_of_this_server(server: Server, kernel_id: str) -> None:
     address = f"{server.url}jupyter-fractional-gpu/kernels/{kernel_id}/suspend"
     bare = urllib.request.Request(address, data=b"{}", method="POST")  # noqa: S310 - loopback
     with pytest.raises(urllib.error.HTTPError) as refused:
@@ -201,8 +183,8 @@ def test_an_action_needs_a_sign_in_and_a_page_of_this_server(quiet: tuple[Server
     refused.value.close()
     assert refused.value.code == 403
     # Signed in by cookie, as browsers are, but without the token that only a page of this server can read: another site's form.
-    page = urllib.request.Request(f"{server.url}api/status?token={server.token}")  # noqa: S310
-    with urllib.request.urlopen(page) as reply:  # noqa: S310
+    read = urllib.request.Request(f"{server.url}api/status?token={server.token}")  # noqa: S310
+    with urllib.request.urlopen(read) as reply:  # noqa: S310
         cookies = "; ".join(cookie.split(";")[0] for cookie in reply.headers.get_all("Set-Cookie", []))
     assert "username" in cookies
     forged = urllib.request.Request(address, data=b"{}", method="POST", headers={"Cookie": cookies})  # noqa: S310

@@ -20,7 +20,7 @@ c.GPUBroker.pools = {
 c.GPUBroker.default_pool = "large"
 """
 WEEK = (
-    *("--users", "24", "--days", "7", "--weekends", "--weekend-users", "20", "--several-gpus", "0", "--devices", "4x80GiB"),
+    *("--users", "12", "--days", "7", "--weekends", "--weekend-users", "10", "--several-gpus", "0", "--devices", "4x80GiB"),
     *("--groups", "physics:2,biology:1,teaching:1@small", "--power-noise", "5", "--json"),
 )  # fmt: skip
 

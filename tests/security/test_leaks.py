@@ -1,17 +1,18 @@
 """What must never be seen: a lease's token anywhere but in its file, and a stranger's text as a line of the log."""
 
 import dataclasses
+import io
 import json
 import logging
 import os
 import re
 import socket
-import subprocess
-import sys
 import tarfile
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -19,6 +20,7 @@ import pytest
 from fractional_gpu.broker.kernels import iopub, request_validation
 from fractional_gpu.broker.process.logs import _PrivateLog
 from fractional_gpu.client import seat
+from fractional_gpu.commands.main import main
 from fractional_gpu.jupyter import kernel_lease
 from fractional_gpu.ledger import records
 from fractional_gpu.protocol import messages, seats
@@ -43,14 +45,10 @@ SECRETS = {"token", "key", "curve", "connection"}
 
 def run(world: World, *words: str) -> str:
     """Everything that a command prints."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "fractional_gpu.commands.main", *words],
-        env=world.environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout + done.stderr
+    printed = io.StringIO()
+    with patch.dict(os.environ, world.environment, clear=True), redirect_stdout(printed), redirect_stderr(printed):
+        main(list(words))
+    return printed.getvalue()
 
 
 def processes(world: World) -> list[Path]:

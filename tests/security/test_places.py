@@ -137,8 +137,28 @@ for name in ("broker.json", "ledger-simulated.sqlite", "ledger-simulated.sqlite.
         assert everything(place) == before
 
 
+REFUSED = """
+import sys
+from fractional_gpu.broker.process.app import run_broker
+from fractional_gpu.broker.process.restarting import BrokerOptions
+for socket in sys.argv[1:]:
+    assert run_broker(BrokerOptions(socket=socket)) == 1
+    sys.stderr.write("\\0")
+"""
+
+
+def refused_starts(world: World, folders: list[Path]) -> list[str]:
+    """What the broker says that does not start on the socket in each folder."""
+    argv = [sys.executable, "-P", "-c", REFUSED, *(str(folder / "broker.sock") for folder in folders)]
+    done = subprocess.run(argv, env=world.environment, capture_output=True, text=True, check=True, timeout=60)
+    assert "Traceback" not in done.stderr
+    *said, end = done.stderr.split("\0")
+    assert (len(said), end) == (len(folders), "")
+    return said
+
+
 def refused_start(world: World, *, detach: bool = False) -> str:
-    """What the broker says that does not start."""
+    """What the command says whose broker does not start."""
     argv = [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "broker", "--socket", world.socket]
     argv += ["--detach"] * detach
     done = subprocess.run(argv, env=world.environment, capture_output=True, text=True, check=False, timeout=60)
@@ -147,32 +167,40 @@ def refused_start(world: World, *, detach: bool = False) -> str:
     return done.stderr
 
 
-@pytest.mark.parametrize("what", ["fifo", "dangling link", "link to a file"])
-def test_what_is_in_the_sockets_place_is_named_and_left(world: World, what: str) -> None:
-    path = Path(world.socket)
+def test_what_is_in_the_sockets_place_is_named_and_left(world: World) -> None:
     precious = world.folder / "precious"
     precious.write_text("keep")
-    if what == "fifo":
-        os.mkfifo(path)
-    else:
-        path.symlink_to(precious if what == "link to a file" else world.folder / "nowhere")
-    before = path.lstat()
-    said = refused_start(world)
-    assert str(path) in said
-    assert "--socket" in said
-    assert (path.lstat().st_ino, path.lstat().st_mode) == (before.st_ino, before.st_mode)
+    folders = [world.folder / what for what in ("fifo", "dangling", "link")]
+    for folder in folders:
+        folder.mkdir(mode=0o700)
+    fifo, dangling, link = paths = [folder / "broker.sock" for folder in folders]
+    os.mkfifo(fifo)
+    dangling.symlink_to(world.folder / "nowhere")
+    link.symlink_to(precious)
+    before = [path.lstat() for path in paths]
+    for path, stood, said in zip(paths, before, refused_starts(world, folders), strict=True):
+        assert str(path) in said
+        assert "--socket" in said
+        assert (path.lstat().st_ino, path.lstat().st_mode) == (stood.st_ino, stood.st_mode)
     assert precious.read_text() == "keep"
     assert not (world.folder / "nowhere").exists()
 
 
-@pytest.mark.parametrize("name", ["broker.sock.lock", "broker.sock.worker", "ledger-simulated.sqlite"])
-def test_a_link_in_a_files_place_is_not_followed(world: World, name: str) -> None:
+def test_a_link_in_a_files_place_is_not_followed(world: World) -> None:
     precious = world.folder / "precious"
     precious.write_text("keep")
-    Path(world.socket).with_name(name).symlink_to(precious)
-    said = refused_start(world)
-    assert name in said
-    assert precious.read_text() == "keep"
+    names = ["broker.sock.lock", "broker.sock.worker"]
+    folders = [world.folder / name for name in names]
+    for name, folder in zip(names, folders, strict=True):
+        folder.mkdir(mode=0o700)
+        (folder / name).symlink_to(precious)
+    # an earlier version's place of the ledger, which is moved from there
+    Path(world.socket).with_name("ledger-simulated.sqlite").symlink_to(precious)
+    names.append("ledger-simulated.sqlite")
+    folders.append(Path(world.socket).parent)
+    for name, said in zip(names, refused_starts(world, folders), strict=True):
+        assert name in said.replace(str(world.folder / name), "")
+        assert precious.read_text() == "keep"
 
 
 def test_what_is_written_anew_replaces_a_link_and_not_what_it_names(world: World) -> None:

@@ -75,6 +75,8 @@ class Desk:
         self.world = world
         self._shims = shims
         self._names: dict[str, dict[str, Any]] = {}
+        self._served: dict[tuple[str, ...], str] = {}
+        """What Jupyter servers said, by their command: several pages start the same one, and it would say the same."""
         self._program: subprocess.Popen[bytes] | None = None
         self._has_acted = False
         self._server: Server | None = None
@@ -207,18 +209,29 @@ class Desk:
 
     def _unending(self, line: str) -> str:
         """Run a command that goes on until Ctrl-C, until it has said something, and end it as a person does."""
+        words = tuple(shlex.split(line, comments=True))
+        if words in self._served:
+            return self._served[words]
+        serves = " lab" in line
+        said = self._begun_and_ended(words, serves=serves)
+        if serves:
+            self._served[words] = said
+        return said
+
+    def _begun_and_ended(self, words: tuple[str, ...], *, serves: bool) -> str:
         process = subprocess.Popen(
-            shlex.split(line, comments=True),
+            words,
             cwd=self.folder,
             env=self._environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT if " lab" in line else None,  # a server has its address in its log
+            stderr=subprocess.STDOUT if serves else None,  # a server has its address in its log
             text=True,
         )
+        line = shlex.join(words)
         try:
             assert process.stdout is not None
-            said, awaited = "", _SERVES if " lab" in line else ""
+            said, awaited = "", _SERVES if serves else ""
             for printed in process.stdout:
                 said += printed
                 if awaited in printed:
