@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,18 @@ def running_kernel(environment: dict[str, str], *, extension: bool = True) -> It
         manager.context.destroy(0)
 
 
+class _Forked:
+    """What a client that waits for its kernel asks a provisioner, after each second without an answer: does the process live?"""
+
+    has_process = True
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._process = process
+
+    async def poll(self) -> int | None:
+        return self._process.exitcode
+
+
 @contextmanager
 def forked_kernel(environment: dict[str, str]) -> Iterator[RunningKernel]:
     """The same with the extension, in a third of the time; the environment has no say in where modules are found."""
@@ -146,6 +159,7 @@ def forked_kernel(environment: dict[str, str]) -> Iterator[RunningKernel]:
     manager.write_connection_file()
     process = forking.start(manager.connection_file, _EXTENSION, environment)
     assert process.pid is not None
+    manager.provisioner = _Forked(process)  # type: ignore[assignment]
     try:
         with _connected(manager) as client:
             yield RunningKernel(process.pid, client)
