@@ -11,12 +11,13 @@ from fractional_gpu.commands.run.process import HeldCommand, RunningCommand
 from tests.support.world import until
 
 STUBBORN = """
-import os, signal, sys, time
+import os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-if os.fork(): print(os.getpid(), flush=True)
-else: print(os.getpid(), flush=True)
+os.fork()
+os.write(1, b"%d\\n" % os.getpid())
 while True: time.sleep(60)
 """
+"""Each process writes its line at once: where output is not buffered, `print` writes the end of the line by itself."""
 
 
 def start(program: str, output: Path) -> RunningCommand:
