@@ -52,9 +52,7 @@ def test_nothing_is_lost_when_a_server_dies_that_keeps_its_kernels() -> None:
         struck(story, Strike("server.KernelLease.attach.before"))
 
 
-def test_nothing_is_lost_when_a_full_disk_refuses_a_lease_and_a_suspend_and_the_broker_dies_while_a_device_is_emptied() -> (
-    None
-):
+def test_nothing_is_lost_when_a_full_disk_refuses_and_the_broker_dies_while_a_device_is_emptied() -> None:
     with new_world(SteeredStory.simulate) as world, closing(SteeredStory(world)) as story:
         refused = (Strike(f"ledger.{write}.unfinished", action="fail") for write in ("save_lease", "begin"))
         struck(story, *refused, Strike("ledger.set_drained.after"))

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 from fractional_gpu.broker.persistence.lease_files import lease_folder
+from fractional_gpu.protocol.messages import LeaseStatus
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World, until
 
@@ -44,6 +45,16 @@ def suspend(world: World, notebook: Notebook) -> None:
             client.suspend(lease.lease_id)
 
 
+def lost_and_back(world: World, notebook: Notebook, *, records: bool) -> tuple[LeaseStatus, LeaseStatus]:
+    """Lose the ledger; the next cell brings the kernel back on the lease that it had. Returns the lease as it was before and after."""
+    before = world.lease(notebook.kernel_id)
+    lose_ledger(world, records=records)
+    assert notebook.must(CHECK).text == "intact\n"
+    after = world.lease(notebook.kernel_id)
+    assert (after.lease_id, after.state) == (before.lease_id, "resident")
+    return before, after
+
+
 def lose_everything(world: World) -> None:
     """Kill the broker and remove all that it wrote."""
     lose_ledger(world, records=True)
@@ -55,11 +66,7 @@ def lose_everything(world: World) -> None:
 def test_after_the_ledger_is_lost_cells_and_a_rescue_go_by_the_second_records(world: World, server: Server) -> None:
     (quarter, half) = world.install(250, 500)
     first, second = notebooks = suspended(world, server, quarter, 1), suspended(world, server, half, 2)
-    before = world.lease(first.kernel_id)
-    lose_ledger(world, records=False)
-    assert first.must(CHECK).text == "intact\n"
-    after = world.lease(first.kernel_id)
-    assert (after.lease_id, after.state) == (before.lease_id, "resident")
+    before, after = lost_and_back(world, first, records=False)
     assert (after.fraction_milli, after.reserve_mib) == (before.fraction_milli, before.reserve_mib)
     assert second.must(CHECK).text == "intact\n"
 
@@ -79,11 +86,7 @@ def test_without_any_record_cells_status_and_resume_find_the_kernels(world: Worl
     """A kernel without anything on a device keeps its variables: its lease was lost with everything, and it gets one when it asks."""
     (quarter, half) = world.install(250, 500)
     first, second = notebooks = suspended(world, server, quarter, 1), suspended(world, server, half, 2)
-    before = world.lease(first.kernel_id)
-    lose_ledger(world, records=True)
-    assert first.must(CHECK).text == "intact\n"
-    after = world.lease(first.kernel_id)
-    assert (after.lease_id, after.state) == (before.lease_id, "resident")
+    lost_and_back(world, first, records=True)
     assert second.must(CHECK).text == "intact\n"
     # the smallest fraction that holds what each uses
     until(lambda: world.lease(second.kernel_id).fraction_milli == 125, "the lease gets the size that it uses")

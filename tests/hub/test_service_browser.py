@@ -175,6 +175,35 @@ def an_administrator_reads_everybodys(page: Page, hub: HubWorld) -> None:
     assert complaints == []
 
 
+def an_administrator_suspends_drains_and_may_evict_by_keyboard(
+    grace: Page, row: Locator, first_device: Locator
+) -> None:
+    row.get_by_role("button", name=re.compile("^Suspend")).focus()
+    grace.keyboard.press("Enter")
+    expect(row).to_contain_text("suspended")
+    expect(grace.get_by_role("status")).to_contain_text("suspended")
+    expect(row.get_by_role("button").first).to_be_focused()
+    row.get_by_role("button", name=re.compile("^Why")).click()
+    expect(grace.get_by_role("dialog")).to_contain_text("administrator grace asked for it")
+    grace.keyboard.press("Escape")
+    expect(grace.get_by_role("dialog")).to_be_hidden()
+
+    first_device.get_by_role("button", name="Drain… GPU 0").focus()
+    grace.keyboard.press("Enter")
+    grace.get_by_role("dialog").get_by_role("button", name="Drain").press("Enter")
+    expect(first_device).to_contain_text("empt")
+    expect(first_device.get_by_role("button", name="Undrain GPU 0")).to_be_focused()
+    grace.emulate_media(color_scheme="dark")
+    row.get_by_role("button", name=re.compile("^Evict")).click()
+    expect(grace.get_by_role("dialog")).to_contain_text("All its variables are lost, for good")
+    expect(grace.get_by_role("dialog").get_by_role("button", name="Cancel")).to_be_focused()
+    take(grace, "hub-page-dark")
+    assert_accessible_in_any_look(grace)
+    grace.keyboard.press("Escape")
+    first_device.get_by_role("button", name="Undrain GPU 0").click()
+    expect(first_device).to_contain_text("in service")
+
+
 @pytest.mark.timeout(600)
 def test_a_person_picks_a_fraction_and_an_administrator_watches_kernels_take_turns(
     hub: HubWorld, tmp_path: Path
@@ -226,30 +255,7 @@ def test_a_person_picks_a_fraction_and_an_administrator_watches_kernels_take_tur
         expect(row).to_contain_text("idle on the GPU")
         first_device = devices.get_by_role("row").filter(has_text="GPU 0")
         every_dialog_can_be_left_by_keyboard(grace, row, first_device)
-        row.get_by_role("button", name=re.compile("^Suspend")).focus()
-        grace.keyboard.press("Enter")
-        expect(row).to_contain_text("suspended")
-        expect(grace.get_by_role("status")).to_contain_text("suspended")
-        expect(row.get_by_role("button").first).to_be_focused()
-        row.get_by_role("button", name=re.compile("^Why")).click()
-        expect(grace.get_by_role("dialog")).to_contain_text("administrator grace asked for it")
-        grace.keyboard.press("Escape")
-        expect(grace.get_by_role("dialog")).to_be_hidden()
-
-        first_device.get_by_role("button", name="Drain… GPU 0").focus()
-        grace.keyboard.press("Enter")
-        grace.get_by_role("dialog").get_by_role("button", name="Drain").press("Enter")
-        expect(first_device).to_contain_text("empt")
-        expect(first_device.get_by_role("button", name="Undrain GPU 0")).to_be_focused()
-        grace.emulate_media(color_scheme="dark")
-        row.get_by_role("button", name=re.compile("^Evict")).click()
-        expect(grace.get_by_role("dialog")).to_contain_text("All its variables are lost, for good")
-        expect(grace.get_by_role("dialog").get_by_role("button", name="Cancel")).to_be_focused()
-        take(grace, "hub-page-dark")
-        assert_accessible_in_any_look(grace)
-        grace.keyboard.press("Escape")
-        first_device.get_by_role("button", name="Undrain GPU 0").click()
-        expect(first_device).to_contain_text("in service")
+        an_administrator_suspends_drains_and_may_evict_by_keyboard(grace, row, first_device)
         an_administrator_changes_a_pools_settings_by_keyboard(grace)
         assert first.must(CHECK).text == "intact\n"
         a_third_server_waits_for_its_place(browser, hub)

@@ -179,8 +179,8 @@ class BrokerClient:
         """
         return self._call(LeaseStatus, "POST", _route(lease_id, "suspend"), timeout_s=MAX_WAIT_S + self.timeout_s)
 
-    def resume(self, lease_id: str, request: ResumeRequest = ResumeRequest()) -> LeaseStatus:  # noqa: B008 - immutable
-        """Resume the lease; waits in the queue, up to an hour.
+    def resume(self, lease_id: str, request: ResumeRequest | None = None) -> LeaseStatus:
+        """Resume the lease, as the request says; waits in the queue, up to an hour.
 
         Raises ConflictError or NoRoomError with the reason when it is refused.
         """

@@ -118,9 +118,9 @@ class DiskState:
 class PendingRequests:
     """What clients wait for. Changed by the services that take the requests."""
 
-    waiters: int = 0  # open acquire streams
+    waiters: int = 0  # acquisitions under way
+    blocked_resumes: int = 0  # of these, those that end when the process handles nothing any more
     suspends: list[Request] = field(default_factory=list)  # that the arbiter has not answered yet
-    blocked_resumes: int = 0  # of these, resumes that end when it is not blocked any more
     suspend_waiters: int = 0  # clients who wait for its suspend: then only its messages make it busy
     resize: Request | None = None  # the request for another size that waits
     seat_size: tuple[int, int] = (0, 0)  # fraction and memory, MiB, that the waiting resize asks of its seat
@@ -305,16 +305,16 @@ class Kernel:
         if self.launch.command:
             # Before its first use it has nothing to save. Without its runner no process would bring it back: it stays until it ends.
             return not self.measurement.has_used or self.runner_gone
-        # Doubt counts as busy: a live kernel to whose messages the broker cannot listen may be running a cell. Where the broker may never
-        # listen, the gate says whether a cell runs before anything is saved, and the counters say when to ask; without a gate nothing would
-        # bring the kernel back.
-        if self.unheard and self.link is not None:
-            return False
         return self.handles_message
 
     @property
     def handles_message(self) -> bool:
-        """Whether it handles a message that counts as use, and does not only wait for input; doubt counts."""
+        """Whether it handles, or may handle, a message that counts as use, and does not only wait for input."""
+        # Doubt counts: a live kernel to whose messages the broker cannot listen may be running a cell. Where the broker may never listen,
+        # the gate says whether a cell runs before anything is saved, and the counters say when to ask; without a gate nothing would bring
+        # the kernel back.
+        if self.unheard and self.link is not None:
+            return False
         return self.iopub is None or (self.iopub.busy and not self._only_waits_for_input)
 
     @property

@@ -129,7 +129,7 @@ class RunningCommand:
         """
         with signal_pipe() as wakes:
             handlers = {number: self._install(number) for number in (*PASSED_ON, signal.SIGCONT, signal.SIGCHLD)}
-            # It may change the terminal's group then.
+            # Ignored, it does not stop this process when it changes the terminal's group.
             handlers[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
             try:
                 self._give_terminal()

@@ -272,9 +272,8 @@ def display_name(lease: Lease) -> str:
     label = lease.spec.label
     if not label:
         return f"kernel {lease.lease_id[:8]}"
-    is_path = label.startswith("/") or label.endswith(
-        ".ipynb"
-    )  # a kernel's own name may have a slash, too: "Python 3 · 1/4 GPU"
+    # A kernel's own name may have a slash, too: "Python 3 · 1/4 GPU".
+    is_path = label.startswith("/") or label.endswith(".ipynb")
     name = label.rpartition("/")[2] if is_path else label
     return name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 3] + "..."
 
