@@ -101,6 +101,15 @@ def test_being_asked_to_end_is_an_interrupt(number: signal.Signals) -> None:
     assert signal.getsignal(number) is before
 
 
+def test_being_asked_to_end_is_an_interrupt_where_ctrl_c_is_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(KeyboardInterrupt), interrupt_on_termination():
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class Machine:
     """A monitor of the machine's GPUs."""
 

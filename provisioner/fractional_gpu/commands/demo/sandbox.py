@@ -200,10 +200,13 @@ def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def interrupt_on_termination() -> Iterator[None]:
-    """Treat SIGTERM and SIGHUP like Ctrl-C during the block, so that they clean up as well."""
+    """Treat SIGTERM and SIGHUP like Ctrl-C during the block, so that they clean up as well.
+
+    Also where SIGINT itself is ignored, as a shell's script has it for a command in the background.
+    """
 
     def interrupt(_signal: int, _frame: object) -> None:
-        signal.raise_signal(signal.SIGINT)
+        raise KeyboardInterrupt
 
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
