@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.gpu.simulated.context import available_bytes
+from fractional_gpu.gpu.simulated.store import available_bytes
 from tests.benchmarks.kernels import BenchKernel
 from tests.benchmarks.report import Row
 from tests.benchmarks.stats import median, median_estimate

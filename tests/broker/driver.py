@@ -9,8 +9,7 @@ from typing import Any, cast
 from fractional_gpu.broker.kernels.connection import GateLink
 from fractional_gpu.broker.kernels.iopub import IOPubWatch
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.swap.steps import SwapTimes
-from fractional_gpu.broker.swap.suspend import CheckpointCheck
+from fractional_gpu.broker.swap.suspend import CheckpointCheck, SwapTimes
 from fractional_gpu.broker.swap.swap import Swaps
 from fractional_gpu.core.effects import Suspend
 from fractional_gpu.gpu.interface import (

@@ -26,7 +26,7 @@ from fractional_gpu.broker.api.seat_routes import SEAT_ROUTES
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.broker.process.run import configuration, make_arbiter
-from fractional_gpu.broker.swap.steps import SwapTimes
+from fractional_gpu.broker.swap.suspend import SwapTimes
 from fractional_gpu.broker.swap.swap import Swaps
 from fractional_gpu.config import load
 from fractional_gpu.core.model import DeviceSpec

@@ -63,6 +63,11 @@ class Suspend(Effect):
     between_cells: bool = False  # no cell runs; the next one waits at the closed gate
     for_lease_id: str = ""  # the lease that needs the room, if one does
 
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """All devices of the lease, `device_id` first."""
+        return self.device_ids or (self.device_id,)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloseGate(Effect):
@@ -97,6 +102,11 @@ class Resume(Effect):
     reserve_mib: int
     device_ids: tuple[str, ...] = ()  # all of them, `device_id` first
     from_device_ids: tuple[str, ...] = ()
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """All devices to which it comes, `device_id` first."""
+        return self.device_ids or (self.device_id,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.broker.swap import operations as operations_module
 from fractional_gpu.broker.swap.operations import Operations
-from fractional_gpu.broker.swap.steps import Reserve
+from fractional_gpu.broker.swap.suspend import Reserve
 from fractional_gpu.broker.swap.swap import Swaps, Truth
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.effects import LookAgain, Resume, Suspend

@@ -104,6 +104,10 @@ class Measurement:
     has_used: bool = False  # a command's had memory on any, at any time
     users_on_disk: frozenset[ProcessIdentity] = frozenset()  # processes that used a device and are in the ledger
 
+    def devices_to_read(self, device_ids: Iterable[str]) -> list[str]:
+        """Return the devices of the lease, and the others on which the kernel's processes were seen, each once."""
+        return list(dict.fromkeys([*device_ids, *sorted(self.seen_on)]))
+
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class DiskState:

@@ -24,12 +24,21 @@ from fractional_gpu.host.process import ProcessIdentity, Snapshot, holds_open, i
 
 LEASE_VARIABLE = "JUPYTER_GPU_LEASE"
 ENDED = (GPUErrorCode.NO_SUCH_PROCESS, GPUErrorCode.WRONG_IDENTITY)
+FRESH_S = 0.25  # processes that were read longer ago than this are read again, even for a first look
 NOMINAL_MIB = 64
 """The least that a CUDA process counts for that no device counts, MiB."""
 
 # A worker that fails says nothing about the process in question.
 _WORKERS = (GPUErrorCode.WORKER_HUNG, GPUErrorCode.WORKER_DIED, GPUErrorCode.WORKER_BUSY)
 _NO_CUDA = (ProcessState.NO_CONTEXT, ProcessState.GONE)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessesSeen:
+    """The processes as they were at a moment of the monotonic clock, seconds."""
+
+    processes: Snapshot
+    at_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from fractional_gpu.broker.process.own_files import BrokerLock
 from fractional_gpu.broker.process.restarting import BrokerOptions, make_socket_folder
 from fractional_gpu.broker.recovery.lost_leases import carriers, living_records
 from fractional_gpu.broker.recovery.recovery import kernel_of
-from fractional_gpu.broker.swap.steps import SwapTimes
+from fractional_gpu.broker.swap.suspend import SwapTimes
 from fractional_gpu.broker.swap.swap import Swaps
 from fractional_gpu.client.discovery import restart_command, socket_path
 from fractional_gpu.client.http import claim_address, claim_holder

@@ -47,8 +47,7 @@ from fractional_gpu.broker.services.empty_devices import EmptyDevices
 from fractional_gpu.broker.services.revocation_notice import RevocationNotice
 from fractional_gpu.broker.supervision.survivors import AbandonedLeases
 from fractional_gpu.broker.swap.checkpointability import Checkpointability
-from fractional_gpu.broker.swap.steps import SwapTimes
-from fractional_gpu.broker.swap.suspend import CheckpointCheck
+from fractional_gpu.broker.swap.suspend import CheckpointCheck, SwapTimes
 from fractional_gpu.broker.swap.swap import Swaps
 from fractional_gpu.config import Settings
 from fractional_gpu.core.arbiter import Arbiter

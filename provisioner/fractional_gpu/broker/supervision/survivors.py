@@ -196,7 +196,7 @@ class Survivors:
         view = self._view(kernel)
         device_ids = list(view.device_ids or ((view.device_id,) if view.device_id else ())) if view is not None else []
         try:
-            host = await self._inspector.take(list(dict.fromkeys([*device_ids, *sorted(kernel.measurement.seen_on)])))
+            host = await self._inspector.take(kernel.measurement.devices_to_read(device_ids))
             pids = {one.pid for one in kernel.members} | ({root.pid} if root is not None else set())
             left = await self.find(kernel, root, host, saved=view is None or view.state in _IN_A_SWAP)
         except GPUError as error:

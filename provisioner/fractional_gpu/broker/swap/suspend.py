@@ -1,36 +1,32 @@
 """Suspending one kernel: its gate is closed, its processes are locked, checkpointed and verified.
 
 The order:
-1. Close the gate (`gates`), see that the kernel is idle, have it give cached memory back, and take a snapshot of the machine.
+1. Close the gate (`Gates`), see that the kernel is idle, have it give cached memory back, and take a snapshot of the machine.
 2. Check what is known to speak against it: nothing is locked yet, so a refusal costs nothing. More to save than is reserved on the host
    is asked of the arbiter, here and in 4.
 3. Lock every CUDA process of the kernel's tree. From here on no process of it changes what it has on the device.
 4. Take a second snapshot under the locks. What began, grew or ended since the first one shows now, and nothing can change after it.
 5. Checkpoint each process, and see that the driver says the same. The first checkpoint is the point of no return.
 
-Up to 4 every failure rolls back (`rollback`) and the kernel goes on where it was: ABORTED if the moment was wrong, REFUSED if it may be
+Up to 4 every failure rolls back (`Rollback`) and the kernel goes on where it was: ABORTED if the moment was wrong, REFUSED if it may be
 better later, IMPOSSIBLE if this process cannot be checkpointed. After it the suspend ends SAVED or, where the driver does not say that all
 of the kernel is where it was, UNKNOWN. What the driver's errors mean is a table in `outcomes`.
 """
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.kernels.process_inspector import HostSnapshot, ProcessInspector, stopped_sentence
-from fractional_gpu.broker.swap.outcomes import before_checkpoint
-from fractional_gpu.broker.swap.steps import (
+from fractional_gpu.broker.kernels.process_inspector import (
+    ENDED,
     FRESH_S,
-    Journal,
-    Reserve,
-    Rollback,
-    StepError,
-    Suspended,
-    SwapTimes,
-    devices_concerned,
+    HostSnapshot,
+    ProcessInspector,
+    stopped_sentence,
 )
+from fractional_gpu.broker.swap.outcomes import after_checkpoint, before_checkpoint
 from fractional_gpu.core.effects import Suspend
 from fractional_gpu.core.events import SuspendOutcome
 from fractional_gpu.core.units import format_memory
@@ -41,6 +37,34 @@ from fractional_gpu.host.process import ProcessIdentity, is_alive, read_stat
 from fractional_gpu.ledger.records import LedgerError
 from fractional_gpu.protocol.codec import printable
 from fractional_gpu.protocol.messages import CELL_BARRED, CELL_EXAMINED, CELL_RUNS, NO_CELL_RUNS, GateVerb
+
+Journal = Callable[[str, Iterable[ProcessIdentity], int], Awaitable[None]]
+"""Writes a step of an operation durably: its phase, the processes, and MiB."""
+
+Reserve = Callable[[int], int]
+"""Asks the arbiter for so many MiB of host memory for the suspend under way; returns what is reserved for it then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapTimes:
+    """How long each step may take, seconds."""
+
+    gate_s: float
+    lock_s: float
+    checkpoint_s: float
+
+
+class StepError(Exception):
+    """A step of a suspend failed before the point of no return.
+
+    `need_mib`: what would have to be saved, if that is more than was reserved on the host.
+    """
+
+    def __init__(self, outcome: SuspendOutcome, sentence: str, need_mib: int = 0) -> None:
+        super().__init__(sentence)
+        self.outcome = outcome
+        self.need_mib = need_mib
+
 
 # -- gates -------------------------------------------------------------------------------------------------------------
 # Closing a kernel's gate before a suspend, and what the gate's answer says about cells that could still reach the GPU.
@@ -184,6 +208,57 @@ def check_idle(kernel: Kernel) -> None:
         raise StepError(SuspendOutcome.ABORTED, "the kernel became busy")
 
 
+# -- rollback ----------------------------------------------------------------------------------------------------------
+# The way back from a suspend that failed.
+#
+# A lease counts as resident again only if every process that may have been locked is known to run. Otherwise the outcome is UNKNOWN, and
+# the lease is quarantined until the driver says what is true.
+
+
+Suspended = tuple[SuspendOutcome, int, str]
+"""How a suspend ended: the outcome, MiB that were saved or would have to be, and a sentence."""
+
+_UNLOCKED = (ProcessState.RUNNING, ProcessState.NO_CONTEXT, ProcessState.GONE)
+
+
+class Rollback:
+    """Unlocks processes with the checkpoint worker."""
+
+    def __init__(self, worker: WorkerLink) -> None:
+        self._worker = worker
+
+    async def roll_back(
+        self, locked: Sequence[ProcessIdentity], outcome: SuspendOutcome, sentence: str, need_mib: int = 0
+    ) -> Suspended:
+        """Unlock what is locked and return the outcome; UNKNOWN if a process is not known to run again."""
+        # In reverse order of the locks: the way back passes through the same states as the way there.
+        for identity in reversed(locked):
+            try:
+                if await self._worker.state(identity) is ProcessState.LOCKED:
+                    await self._worker.unlock(identity)
+                state = await self._worker.state(identity)
+            except GPUError as error:
+                if error.code in ENDED:
+                    continue
+                return SuspendOutcome.UNKNOWN, 0, f"{sentence}; process {identity.pid} may still be locked: {error}"
+            if state not in _UNLOCKED:
+                said = f"{sentence}; then the driver says that process {identity.pid} is {state}"
+                return SuspendOutcome.UNKNOWN, 0, said
+        return outcome, need_mib, sentence
+
+    async def after_failed_checkpoint(self, locked: Sequence[ProcessIdentity], error: GPUError) -> Suspended:
+        """Go back if every process is still locked with its memory on the device; otherwise the outcome is UNKNOWN."""
+        try:
+            states = [await self._worker.state(identity) for identity in locked]
+        except GPUError as again:
+            sentence = f"the checkpoint failed ({error}) and the driver does not say what is true ({again})"
+            return SuspendOutcome.UNKNOWN, 0, sentence
+        outcome = after_checkpoint(error.code, states)
+        if outcome is SuspendOutcome.UNKNOWN:
+            return outcome, 0, f"the checkpoint failed half way: {error}"
+        return await self.roll_back(locked, outcome, f"the driver could not checkpoint it: {error}")
+
+
 # -- suspend -----------------------------------------------------------------------------------------------------------
 
 
@@ -273,7 +348,7 @@ class Suspension:
 
         The processes are read while the kernel shrinks, the devices afterwards. What begins or ends meanwhile is seen under the locks.
         """
-        device_ids = devices_concerned(kernel, effect)
+        device_ids = kernel.measurement.devices_to_read(effect.devices)
         if not shrinks:
             return None, await self._inspector.take(device_ids)
         begun_s = time.monotonic()
@@ -297,7 +372,7 @@ class Suspension:
             if not use and gate.answers and await self._gates.comes_between_cells(kernel):
                 between_cells = True
                 barred = kernel.link is not None and kernel.link.detail == CELL_BARRED
-                host = await self._inspector.take(devices_concerned(kernel, effect))
+                host = await self._inspector.take(kernel.measurement.devices_to_read(effect.devices))
                 use, heirs = await self._inspector.memory_use(kernel, host)
             between_cells = between_cells or (not use and is_no_kernel(kernel))
         else:
@@ -333,7 +408,7 @@ class Suspension:
         """Return what the locked processes use. Raises StepError if the kernel is not what it was before it was locked."""
         check = check_alive if effect.preempt or effect.between_cells else check_idle
         check(kernel)
-        host = await self._inspector.take(devices_concerned(kernel, effect))
+        host = await self._inspector.take(kernel.measurement.devices_to_read(effect.devices))
         use, heirs = await self._inspector.memory_use(kernel, host)
         newcomers = [identity for identity in use if identity not in locked]
         if newcomers:
@@ -387,7 +462,7 @@ def _check_heirs(heirs: Sequence[ProcessIdentity]) -> None:
 
 
 def _check_places(use: Mapping[ProcessIdentity, int], host: HostSnapshot, effect: Suspend) -> None:
-    own = effect.device_ids or (effect.device_id,)
+    own = effect.devices
     foreign = [device_id for device_id in host.homes({one.pid for one in use}) if device_id not in own]
     if foreign:
         # The memory would come back there, where no room is reserved for it.

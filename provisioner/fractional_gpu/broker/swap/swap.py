@@ -2,8 +2,8 @@
 
 - The driver says what is true; the ledger only says what was meant.
 - Where the driver cannot checkpoint at all (`off`), it is not asked: what the devices say is all there is.
-- Each part has a module: closing the gate (`gates`), the suspend and its point of no return (`suspend`), the way back (`rollback`), the
-  resume (`resume`), and finding out what a kernel is after something went wrong (`truth`).
+- The suspend, with its point of no return and its way back, is in `suspend`. Here are the resume (`Restoration`), finding out what a
+  kernel is after something went wrong (`TruthFinder`), and the face of all of it (`Swaps`).
 - Only the devices concerned are read: the lease's own, and others on which its processes were seen.
 """
 
@@ -13,19 +13,25 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.kernels.process_inspector import ENDED, HostSnapshot, ProcessInspector
-from fractional_gpu.broker.swap.outcomes import after_restore
-from fractional_gpu.broker.swap.steps import (
+from fractional_gpu.broker.kernels.process_inspector import (
+    ENDED,
     FRESH_S,
-    Journal,
+    HostSnapshot,
     ProcessesSeen,
+    ProcessInspector,
+)
+from fractional_gpu.broker.swap.outcomes import after_restore
+from fractional_gpu.broker.swap.suspend import (
+    SHRINK_TIMEOUT_S,
+    CheckpointCheck,
+    Gates,
+    IsQuiet,
+    Journal,
     Reserve,
     Suspended,
+    Suspension,
     SwapTimes,
-    devices_concerned,
-    moves_between,
 )
-from fractional_gpu.broker.swap.suspend import SHRINK_TIMEOUT_S, CheckpointCheck, Gates, IsQuiet, Suspension
 from fractional_gpu.core.effects import Resume, Suspend
 from fractional_gpu.core.events import ResumeOutcome
 from fractional_gpu.core.model import LeaseState
@@ -59,11 +65,11 @@ class Restoration:
         """Do what `Swaps.resume` documents."""
         if self._inspector.off:
             return ResumeOutcome.NOT_STARTED, f"what is saved cannot be brought back now: {self._inspector.off}"
-        device_ids = effect.device_ids or (effect.device_id,)
+        device_ids = effect.devices
         fresh = seen is not None and time.monotonic() - seen.at_s < FRESH_S
         try:
             processes = seen.processes if seen is not None and fresh else None
-            host = await self._inspector.take(devices_concerned(kernel, effect), processes)
+            host = await self._inspector.take(kernel.measurement.devices_to_read(effect.devices), processes)
             states = await self._inspector.states(kernel, host)
             # What another broker saved is not known: as much as is reserved for it must be free.
             pids = {identity.pid for identity in states}
@@ -146,6 +152,12 @@ class Restoration:
         if outcome is ResumeOutcome.NOT_STARTED:
             return outcome, f"the driver could not restore it: {error}"
         return outcome, f"the restore failed half way: {error}"
+
+
+def moves_between(homes: Sequence[str], targets: Sequence[str]) -> dict[str, str] | None:
+    """Return the device to which the memory of each device goes; None if all of it stays where it was."""
+    moves = dict(zip(homes, targets, strict=False))
+    return moves if any(old != new for old, new in moves.items()) else None
 
 
 # -- truth -------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from typing import Final
 
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
 from fractional_gpu.gpu.simulated import energy, faults
-from fractional_gpu.gpu.simulated.context import HELD, available_bytes, shut_gate
+from fractional_gpu.gpu.simulated.context import HELD, shut_gate
 from fractional_gpu.gpu.simulated.device_memory import charge
 from fractional_gpu.gpu.simulated.monitor import UNABLE, open_store, translated
 from fractional_gpu.gpu.simulated.processes import (
@@ -39,7 +39,7 @@ from fractional_gpu.gpu.simulated.processes import (
     settle,
     settle_if_abandoned,
 )
-from fractional_gpu.gpu.simulated.store import MIB, Device, Store
+from fractional_gpu.gpu.simulated.store import MIB, Device, Store, available_bytes
 
 NEEDS: Final = {
     "lock": ProcessState.RUNNING,
