@@ -8,7 +8,7 @@ Rules:
   without a GPU, and its first cell says why.
 - The process is attached to its lease in `launch_kernel`, before jupyter_client watches the process: when that fails
   at a first start, the process is killed and nothing restarts it.
-- `cleanup(restart=False)` alone ends the lease and releases the kernel's ports (`kernel_ports`). jupyter_client may call it twice, or
+- `cleanup(restart=False)` alone ends the lease and releases the kernel's ports (`KernelPorts`). jupyter_client may call it twice, or
   never: the broker sees processes end by itself.
 - Where the server keeps its kernels (`kernel_manager`), each is started so that it outlives the server, with a record from which
   the next server takes it over.

@@ -1,8 +1,9 @@
 """What crosses the broker's socket. No I/O; kernels load this room.
 
 - `messages`: requests, replies and the routes of the lease API; `seats`: those of a hub
+- `accounts`: what leases used and what it costs; `advice`: what is suggested about a share
+- `capacity`: what a host could still give; `nodes`: what a node's agent publishes; `pods`: what a Kubernetes pod says
 - `codec`: their JSON, requests decoded strictly and replies leniently
 - `errors`: one tree of errors with codes; `limits`: how much of anything is accepted
-- `versions`: the versions of both sides; `names`: names that people gave
-- `states`: words for states
+- `names`: names that people gave, words for states, and the versions of both sides
 """

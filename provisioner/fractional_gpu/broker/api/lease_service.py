@@ -1,7 +1,7 @@
 """The work of the API's routes about leases, apart from HTTP: creation, attachment, the end, and the gate's line.
 
 What a client claims about itself is verified: a pid must have the peer's uid, the start time that the client states and the lease's id
-in its environment; a connection must be loopback. `lease_access` decides which peer may use which lease.
+in its environment; a connection must be loopback. `LeaseAccess` decides which peer may use which lease.
 """
 
 import asyncio

@@ -4,7 +4,7 @@
 - Claims on devices, names in the abstract socket namespace: brokers of different sockets or users do not manage the same device.
 - `broker.json` beside the socket: how to start this broker again after a crash.
 
-`detaching` starts a broker in the background; that process begins with `run_detached`.
+`restarting.start_detached` starts a broker in the background; that process begins with `run_detached`.
 """
 
 import asyncio

@@ -288,13 +288,13 @@ class Lease:
     came_early: bool = False  # it was brought back, or is being, for an expected cell that has not come
     left_behind: str = ""  # processes of the ended kernel that still have device memory, for people
     why_not: str = ""  # why its process cannot be checkpointed, a sentence
-    unsuspendable_reason: str = ""  # that, or what its pool or device say; written by `suspendability`
+    unsuspendable_reason: str = ""  # that, or what its pool or device say; written by `update_suspendability`
     # Deadlines.
     expires_ms: int | None = None  # it ends then, while it has no process
     hold_until_ms: int = 0  # room is kept until then for a process that has not come yet
     pinned_until_ms: int = 0
     announced_ms: int = 0  # the idle suspension that its kernel was warned of
-    ends_ms: int | None = None  # its seat has ended, and its processes are ended then (`revocation`)
+    ends_ms: int | None = None  # its seat has ended, and its processes are ended then (`overrides`)
     leaves: tuple[int | None, ...] = ()  # after how long idle it leaves, and what that was computed from (`idling`)
     due_ms: int | None = None  # when time alone changes something for it; written by `deadlines`
     # Swaps and the queue.
@@ -312,7 +312,7 @@ class Lease:
     occupied_ids: tuple[str, ...] = ()
     counted_milli: int = 0  # its demand, while it is busy there or about to be
     resting_milli: int = 0  # the part of its demand that counts while it idles there
-    cost: int = 0  # of suspending it (`victim_cost`)
+    cost: int = 0  # of suspending it (`victims.suspend_cost`)
     cost_until_ms: int = 0  # the cost is computed anew then
     lease_id: str = field(init=False)  # its spec's, at hand
 
@@ -455,7 +455,7 @@ class Stake:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class VictimRanking:
-    """Which leases of a device may be suspended, cheapest first, kept between decisions (`victim_cost`)."""
+    """Which leases of a device may be suspended, cheapest first, kept between decisions (`victims`)."""
 
     changed: dict[str, Lease]  # leases that changed since, whose place is computed anew
     busy: dict[str, tuple[int, Lease]] = field(default_factory=dict)  # when each busy lease has had its residency

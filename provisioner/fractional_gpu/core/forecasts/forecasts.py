@@ -1,10 +1,10 @@
 """Forecasts, learnt on line: how long swaps, cells, gaps and waits take, what cells use of a device, and how accurate forecasts were.
 
-- Swaps: a line per kind and type of device (`swap_times`), with a prior for devices never seen.
-- Cells, and the gaps between them: decayed histograms per lease, mixed with those of all leases (`cell_times`). They start from published
-  traces of notebook use: cells of 2 min at the median and 5 min at the 75th percentile, gaps of 1, 3, 8 and 41 min at the 25th to 90th.
-  What is left of a gap or cell is conditional on how long it has lasted. A kernel that ends while it idles had no next cell: some gaps
-  never end, and the longer one lasts, the likelier it is such a one.
+- Swaps: a line per kind and type of device (`SwapTimes`), with a prior for devices never seen.
+- Cells, and the gaps between them: decayed histograms per lease, mixed with those of all leases (`LeaseDurations`). They start from
+  published traces of notebook use: cells of 2 min at the median and 5 min at the 75th percentile, gaps of 1, 3, 8 and 41 min at the 25th
+  to 90th. What is left of a gap or cell is conditional on how long it has lasted. A kernel that ends while it idles had no next cell: some
+  gaps never end, and the longer one lasts, the likelier it is such a one.
 - Demands: what a lease uses of a device while it is busy, a decayed mean. A new lease starts from the mean of its pool.
 - Memory that idle leases hold: what cells lose by it, per pool (`HoldCosts`), and what waits cost there (`wait_prices`).
 - Signs of a coming cell: how often each kind was right, for each lease. A new lease starts from the mean of all.

@@ -3,12 +3,12 @@
 **What can happen to a ticket.** A ticket that fits is granted. One that does not, but would if idle leases left (or, where the pool
 preempts, busy ones), makes them leave, and the room they free is promised to it. One that would not fit even then waits, and no lease is
 suspended for it in vain (law 3); it may close the gates of busy leases, which then leave at the end of their cells (`yielding`). A later
-ticket may overtake one that cannot be served, but at most K times; from then on room is kept for that one (law 4, `kept_room`).
+ticket may overtake one that cannot be served, but at most K times; from then on room is kept for that one (law 4, `KeptRoom`).
 
 **Buckets.** The tickets of a bucket have the same need, may go to the same devices and count against the same limits. `capacity` only
 shrinks during a pass, so if one ticket of a bucket finds no room, none behind it does: the bucket is closed for this pass, and so is
 every bucket of its family with a larger need. The reasons why those tickets wait are computed when they are read (`wait_reasons`).
-A pass visits the next ticket of each bucket by its turn (`turn_order`), from a heap.
+A pass visits the next ticket of each bucket by its turn (`queue`), from a heap.
 
 **Shapes.** In a pool that shares by virtual time each owner has buckets of its own, so there may be thousands. Most of the time the swap
 channel is in use, and the pass could begin nothing for any of them. Buckets that differ only in their owner have a common shape; where

@@ -1,6 +1,6 @@
 """Which leases to suspend for a waiting one, and what that costs.
 
-Idle leases come first, cheapest first (`victim_cost`), and none is taken whose memory is not needed. Busy leases are taken only where the
+Idle leases come first, cheapest first (`suspend_cost`), and none is taken whose memory is not needed. Busy leases are taken only where the
 pool preempts, and only those that the beneficiary precedes (`fairness`): the lowest priority first, then the one furthest ahead of its
 share. Busy leases that leave at the end of a cell are possible victims in any pool (`yielding`).
 """

@@ -187,7 +187,7 @@ _SNAPSHOT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Meter:
-    """A device's meter as the database has it. Times in nanoseconds, power in mW, energy in mJ or (`_uj`) microjoules."""
+    """A device's meter as the database has it. Times in nanoseconds, power in mW, energy in mJ or (`..._uj`) microjoules."""
 
     device_id: str
     boot: str
