@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.broker.process.app import run_broker
+from fractional_gpu.broker.process.driver_start import simulated_folder
 from fractional_gpu.broker.process.restarting import BrokerOptions
 from fractional_gpu.client.discovery import ensure_broker, runtime_dir
 from fractional_gpu.ledger import Ledger, LedgerError
@@ -148,12 +149,14 @@ for socket in sys.argv[1:]:
 
 
 def refused_starts(world: World, folders: list[Path]) -> list[str]:
-    """What the broker says that does not start on the socket in each folder."""
-    argv = [sys.executable, "-P", "-c", REFUSED, *(str(folder / "broker.sock") for folder in folders)]
+    """What the broker says that does not start on the socket in each folder. It leaves no simulated host that it has made."""
+    sockets = [str(folder / "broker.sock") for folder in folders]
+    argv = [sys.executable, "-P", "-c", REFUSED, *sockets]
     done = subprocess.run(argv, env=world.environment, capture_output=True, text=True, check=True, timeout=60)
     assert "Traceback" not in done.stderr
     *said, end = done.stderr.split("\0")
     assert (len(said), end) == (len(folders), "")
+    assert not [socket for socket in sockets if simulated_folder(socket).exists()]
     return said
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from fractional_gpu.broker.process import restarting
 from fractional_gpu.broker.process.app import _overrides
+from fractional_gpu.broker.process.driver_start import simulated_folder
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import IN_WORKLOAD, ensure_broker
 from fractional_gpu.host.workload import serves_whole_host
@@ -32,6 +33,9 @@ def folder() -> Iterator[Path]:
     made.chmod(0o755)
     yield made
     shutil.rmtree(made)
+    shutil.rmtree(
+        simulated_folder(str(made / "gpu" / "broker.sock")), ignore_errors=True
+    )  # a lease that lives keeps it
 
 
 def command(folder: Path, *words: str) -> list[str]:

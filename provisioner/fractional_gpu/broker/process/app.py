@@ -106,9 +106,12 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
             protect_this_process()
             # A service may start before the driver is loaded, so it waits. A process that waits for this start needs the reason instead.
             patient = ready is None and (options.service or is_service_socket(socket))
+            undo = stack.enter_context(ExitStack())  # what a start takes back that comes to nothing
             backend = stack.enter_context(
                 open_backend(options.simulate, socket, patient=patient, device_kind=settings.device_kind)
             )
+            if backend.is_new:
+                undo.callback(backend.remove_if_unused)
             specs = device_specs(settings, backend)
             claims += [stack.enter_context(_claimed(spec.device_id)) for spec in specs]
             folder = make_state_folder(socket, settings.state_dir)
@@ -123,6 +126,7 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
                 ledger=ledger,
                 socket=socket,
                 ready=ready,
+                serves=undo.pop_all,
                 lock=lock,
                 restart=restart,
                 worker_socket=options.worker_socket,

@@ -258,6 +258,7 @@ class Backend:
     monitor: Monitor
     devices: tuple[DeviceInfo, ...]
     folder: Path | None  # of the simulated host
+    is_new: bool = False  # the simulated host was not there before
 
     @property
     def simulated(self) -> bool:
@@ -284,9 +285,10 @@ def open_backend(
     With `patient`, block until the machine has a device, for as long as it takes: a system service may start before the driver is loaded.
     """
     if simulate is None:
-        name, folder = backend_name(device_kind), None
+        name, folder, is_new = backend_name(device_kind), None, False
     else:
         folder = simulated_folder(socket)
+        is_new = not folder.exists()
         try:
             create(folder, simulate, shared=os.geteuid() == 0)
         except (SimulatedHostError, ValueError) as error:
@@ -296,7 +298,7 @@ def open_backend(
     memory = _memory_server(folder) if folder is not None and os.geteuid() == 0 else None
     try:
         devices = _awaited(monitor) if patient and simulate is None else _found(monitor)
-        yield Backend(name=name, monitor=monitor, devices=devices, folder=folder)
+        yield Backend(name=name, monitor=monitor, devices=devices, folder=folder, is_new=is_new)
     finally:
         if memory is not None:
             memory.close()

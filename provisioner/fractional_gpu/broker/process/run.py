@@ -9,7 +9,7 @@ import os
 import signal
 import socket as socket_module
 import time
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -129,7 +129,7 @@ class _Parts:
 
 
 class BrokerRun:
-    """One life of a broker. `ready` is closed once it serves: the process that started it waits for that."""
+    """One life of a broker. Once it serves, `serves` is called, and `ready` is closed: the process that started it waits for that."""
 
     def __init__(
         self,
@@ -141,6 +141,7 @@ class BrokerRun:
         ledger: Ledger,
         socket: str,
         ready: TextIO | None,
+        serves: Callable[[], object] = lambda: None,
         lock: BrokerLock,
         restart: RestartFiles,
         everyone: bool,
@@ -157,6 +158,7 @@ class BrokerRun:
         self._ledger = ledger
         self._socket = socket
         self._ready = ready
+        self._serves = serves
         self._lock = lock
         self._restart = restart
         self._everyone = everyone
@@ -351,6 +353,7 @@ class BrokerRun:
 
     def _report_ready(self) -> None:
         log.info("serving on %s", self._socket)
+        self._serves()
         if self._ready is not None:
             self._ready.write("ready")
             self._ready.close()
