@@ -113,7 +113,7 @@ def test_a_kernel_that_the_system_killed_says_so_after_its_restart() -> None:
             until(lambda: str(first) in (group / "cgroup.procs").read_text().split(), "the kernel is in the group")
             until(lambda: _is_measured(world, notebook.kernel_id), "the broker has looked at it")
             notebook.send(f"filled = b'x' * {2 * GROUP_MIB * MIB}")
-            until(lambda: world.lease(notebook.kernel_id).pid not in (None, first), "the server started it again")
+            world.await_restart(notebook.kernel_id, first)
             shown = server.connect(notebook.kernel_id).shows("out-of-memory killer ended this kernel")
             assert f"{group} ({GROUP_MIB} MiB)" in shown
             with world.client() as client:

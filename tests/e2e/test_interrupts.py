@@ -228,12 +228,7 @@ def test_what_a_restarted_kernel_held_is_free_at_once(world: World, held: tuple[
         message["content"]["status"] for message in messages if message["header"]["msg_type"] == "execute_reply"
     ]
     assert statuses == ["ok"]
-
-    def replaced() -> LeaseStatus | None:
-        lease = world.lease(holder.notebook.kernel_id)
-        return lease if lease.pid not in (None, before.pid) else None
-
-    assert until(replaced, "the restarted process is attached").lease_id == before.lease_id
+    assert world.await_restart(holder.notebook.kernel_id, before.pid).lease_id == before.lease_id
 
 
 def test_shutting_a_waiting_kernel_down_withdraws_its_ticket(world: World, held: tuple[Holder, Notebook]) -> None:

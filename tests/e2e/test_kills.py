@@ -16,7 +16,6 @@ from contextlib import contextmanager, nullcontext
 import pytest
 
 from fractional_gpu.gpu.simulated import faults
-from fractional_gpu.protocol.messages import LeaseStatus
 from tests.support.kept import Kept
 from tests.support.stories import CHECK, fill
 from tests.support.victims import (
@@ -218,7 +217,7 @@ def test_a_kernel_killed_at_rest_leaves_no_reservation(world: World, server: Ser
         pid = world.lease(victim.kernel_id).pid
         assert pid is not None
         kill_all([pid])
-        lease = _restarted(world, victim, pid)
+        lease = world.await_restart(victim.kernel_id, pid)
         assert (lease.state, lease.saved_mib) == ("unarmed", 0)
     first, second = (_again(server, one) for one in (pair.resident, pair.suspended))
     first.must(fill(4, MIB))
@@ -301,21 +300,13 @@ def test_a_kernel_killed_in_its_swap_frees_everything_and_disturbs_nobody(
         pair.end_turn(cell)
     else:
         assert pair.resident.must(CHECK).text == "intact\n"
-    _restarted(world, victim, pid)  # a young kernel gets new ports, and a line to the old ones would never be answered
+    world.await_restart(
+        victim.kernel_id, pid
+    )  # a young kernel gets new ports, and a line to the old ones would never be answered
     pair.suspended = _again(server, victim)
     pair.suspended.must(fill(7, MIB))
     pair.resident, pair.suspended = pair.suspended, pair.resident
     pair.finish()
-
-
-def _restarted(world: World, notebook: Notebook, old: int) -> LeaseStatus:
-    """Wait until Jupyter has started a killed kernel again."""
-
-    def ask() -> LeaseStatus | None:
-        lease = world.lease(notebook.kernel_id)
-        return lease if lease.pid not in (None, old) else None
-
-    return until(ask, "Jupyter starts the kernel again")
 
 
 def _again(server: Server, notebook: Notebook) -> Notebook:

@@ -127,7 +127,7 @@ def test_a_kernel_that_fills_the_group_is_taken_and_the_suspended_ones_come_back
         # So little is left that the neighbour is smaller than a suspended kernel when it has filled that.
         set_limit(group, used_mib(group) + LEFT_MIB)
         neighbour.send(f"filled = b'x' * {GROUP_MIB * MIB}")
-        until(lambda: world.lease(neighbour.kernel_id).pid not in (None, lease.pid), "it was started again")
+        world.await_restart(neighbour.kernel_id, lease.pid)
         with world.client() as client:
             said = [line.sentence for line in client.story(lease.lease_id).lines]
         assert any("out-of-memory killer ended this kernel" in line for line in said), said

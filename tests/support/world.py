@@ -198,6 +198,15 @@ class World:
 
         return until(ask, f"kernel {kernel_id} becomes {state}")
 
+    def await_restart(self, kernel_id: str, old: int | None) -> LeaseStatus:
+        """Wait until the kernel's lease has another process than this one: Jupyter has started the kernel again."""
+
+        def ask() -> LeaseStatus | None:
+            lease = self.lease(kernel_id)
+            return lease if lease.pid not in (None, old) else None
+
+        return until(ask, f"kernel {kernel_id} is started again")
+
     def logs(self) -> dict[str, str]:
         """The end of every log of this world."""
         files = [
