@@ -200,7 +200,7 @@ async def kernel_of(
         extension = None
         if answers is not None:
             kernel.link = GateLink(0.0)
-            extension = asyncio.create_task(_extension(kernel.link, answers))
+            extension = asyncio.create_task(run_extension(kernel.link, answers))
         try:
             yield kernel, quiet, pids
         finally:
@@ -209,7 +209,8 @@ async def kernel_of(
                 await extension
 
 
-async def _extension(link: GateLink, answers: Mapping[str, str | Callable[[], str]]) -> None:
+async def run_extension(link: GateLink, answers: Mapping[str, str | Callable[[], str]]) -> None:
+    """Answer the commands on the line as `kernel_of` says, until it ends."""
     while (command := await link.next()) is not None:
         answer = answers.get(str(command.verb))
         said = answer() if callable(answer) else answer

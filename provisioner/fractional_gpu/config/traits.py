@@ -49,8 +49,8 @@ class GPUBroker(Configurable):
     ).tag(config=True, example="5s")
     gate_timeout = _text_or_number(
         "2s",
-        help="""How long the extension of a kernel that is being suspended may take to answer. After this time the kernel is not
-        suspended and stays on its device.""",
+        help="""How long the extension of a kernel that is being suspended may take to answer, or to come back after a start of the
+        broker. After this time the kernel is suspended only if it has not worked on its device for a while, or is preempted.""",
     ).tag(config=True, example="5s")
     checkpoint_deadline = _text_or_number(
         "10m",

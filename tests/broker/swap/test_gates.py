@@ -1,5 +1,7 @@
 """A kernel's gate is closed, or shut for its next cell, before a suspend, and what it answers decides."""
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,7 +13,7 @@ from fractional_gpu.broker.swap.swap import Swaps
 from fractional_gpu.core.events import SuspendOutcome
 from fractional_gpu.gpu.interface import GPUErrorCode
 from fractional_gpu.protocol.messages import CELL_BARRED, CELL_EXAMINED, CELL_RUNS, NO_CELL_RUNS
-from tests.broker.driver import Driver, Quiet, journal, kernel_of, suspend_of, swaps_of
+from tests.broker.driver import Driver, Quiet, journal, kernel_of, run_extension, suspend_of, swaps_of
 from tests.broker.swap.kernels import CLOSES, S, room_for, running
 
 
@@ -147,6 +149,38 @@ async def test_a_preempted_kernel_is_saved_in_the_middle_of_its_cell(answers: di
     assert (outcome, saved_mib) == (SuspendOutcome.SAVED, 600), sentence
     assert phases == ["locking", "checkpointing"]
     assert set(driver.states.values()) == {S.CHECKPOINTED}
+
+
+@pytest.mark.parametrize("preempt", [True, False])
+async def test_an_extension_that_comes_back_only_now_shuts_its_gate_before_the_kernel_is_saved(
+    *, preempt: bool
+) -> None:
+    """Right after a broker's start its line is not there yet: a cell that entered the open gate would wait without being told why."""
+    driver, asked = Driver(), list[str]()
+
+    def word(verb: str) -> Callable[[], str]:
+        def answer() -> str:
+            asked.append(verb)
+            assert driver.calls == []
+            return "done" if verb == "shrink" else "closed"
+
+        return answer
+
+    async with kernel_of(1) as (kernel, quiet, pids), asyncio.TaskGroup() as tasks:
+        kernel.gated = True
+        running(driver, pids)
+        quiet.busy = quiet.executing = quiet.runs_cell = preempt
+
+        def come_back() -> None:
+            link = kernel.connect_gate(0.0, [])
+            tasks.create_task(run_extension(link, {verb: word(verb) for verb in ("close", "preempt", "shrink")}))
+
+        asyncio.get_running_loop().call_soon(come_back)
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel, preempt=preempt), journal([]))
+        assert kernel.link is not None
+        kernel.link.close()
+    assert outcome is SuspendOutcome.SAVED, sentence
+    assert asked == (["preempt"] if preempt else ["close", "shrink"])
 
 
 async def test_a_preempted_kernel_whose_work_does_not_drain_goes_on() -> None:

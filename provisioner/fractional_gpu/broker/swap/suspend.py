@@ -147,6 +147,9 @@ class Gates:
         its shells.
         """
         check_alive(kernel)
+        await kernel.until_linked(
+            self._times.gate_s
+        )  # as in `close`: a cell that enters the open gate would block without a line
         link = kernel.link
         if link is None:
             return Gate()
