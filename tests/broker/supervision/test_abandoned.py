@@ -20,6 +20,7 @@ from fractional_gpu.core.model import LeaseState
 from fractional_gpu.host.process import identify
 from tests.broker.live import LiveBroker, live_broker, started_for
 from tests.broker.recovery.test_recovery import record_of
+from tests.support.descriptors import no_free_descriptors
 from tests.support.world import until
 
 # Asks for a lease, and then, for each line that it reads, attaches or detaches a process of that description.
@@ -209,3 +210,17 @@ def test_the_server_of_a_lease_is_known_after_a_restart_of_the_broker() -> None:
             server == gone,
             "/f",
         )
+
+
+def test_a_server_that_cannot_be_looked_at_for_want_of_descriptors_counts_as_alive(live: LiveBroker) -> None:
+    with _Server(live) as server:
+        server.kill()
+
+        async def look_without_descriptors() -> None:
+            with no_free_descriptors():
+                await AbandonedLeases(live.broker).look()
+
+        live.on_loop(look_without_descriptors)
+        assert live.state(server.lease_id) == "unattached"
+        _look(live)
+        assert _has_ended(live, server.lease_id)

@@ -55,10 +55,10 @@ _EVERY_S: Final = 1.0
 
 
 def has_lost_server(kernel: Kernel) -> bool:
-    """Return whether the lease's server is known and has ended. A server that may not be looked at counts as alive."""
+    """Return whether the lease's server is known and has ended. A server that cannot be looked at now, or never, counts as alive."""
     try:
         return kernel.launch.server is not None and not is_alive(kernel.launch.server)
-    except PermissionError:
+    except OSError:  # it may not be read, or the broker is short of descriptors
         return False
 
 
@@ -80,7 +80,7 @@ class AbandonedLeases:
         if any(not kernel.launch.had_process for kernel in lost):
             try:
                 carried = set(await asyncio.to_thread(_carried))
-            except OSError as error:
+            except (OSError, RuntimeError) as error:  # RuntimeError: no thread could be started
                 log.warning(
                     "the processes of abandoned leases cannot be looked for: %s; they are looked for again", error
                 )
