@@ -6,6 +6,7 @@
   its pool preempts, and is brought back if it was suspended. A new kernel of the same lease takes it over as it is.
 - Processes that are about to end with their kernel get `_MOMENT_S` for it.
 - Memory that a device still counts after `FREED_S`, and charges to no process, is a stranger's from then on, until it is freed.
+- While the devices or the driver do not say what is left, the lease keeps its room, however long that takes: unknown is not free.
 - `after_kernel: "end"` ends what is left (`kernels.ending`). A process is ended only if it is certain which one it is: its identity, its
   user, and that it was seen in the tree. The kernel itself is left to the process that started it.
 """
@@ -112,6 +113,7 @@ log = logging.getLogger(__name__)
 FREED_S: Final = 5.0
 _MOMENT_S: Final = 0.5
 _AGAIN_S: Final = 0.05
+_LONGEST_PAUSE_S: Final = 2.0  # between looks that find out nothing: each pause is twice as long as the one before
 _SAMPLED_S: Final = 10.0  # the next sample of the devices comes before that
 _SLACK_MIB: Final = 16
 _LONGEST_COMMAND: Final = 200
@@ -170,38 +172,51 @@ class Survivors:
 
     async def _settle(self, kernel: Kernel, root: ProcessIdentity | None) -> None:
         """Look until nothing is left and the room is free, or until it is known what is left."""
-        begun_s = time.monotonic()
+        begun_s, pause_s = time.monotonic(), _AGAIN_S
         try:
             while _holds(self._view(kernel)):
-                left, unfreed = await self._look(kernel, root)
-                passed_s = time.monotonic() - begun_s
-                if left and passed_s < _MOMENT_S:
-                    await _wait_for_end([one.identity for one in left], _MOMENT_S - passed_s)
-                elif left:
-                    if self.keep(kernel, left):
-                        return
-                elif not unfreed:
+                try:
+                    is_free = await self._settle_now(kernel, root, begun_s)
+                except (GPUError, OSError, RuntimeError) as error:  # RuntimeError: no thread could be started
+                    log.warning("lease %s: what its kernel left cannot be seen yet: %s", kernel.lease_id[:8], error)
+                    await asyncio.sleep(pause_s)
+                    # The devices have their time to free memory from the first look on that says anything.
+                    begun_s, pause_s = time.monotonic(), min(2 * pause_s, _LONGEST_PAUSE_S)
+                    continue
+                if is_free:
                     break
-                elif passed_s >= FREED_S:
-                    await self._give_up(kernel, unfreed)
-                    break
-                else:
-                    await asyncio.sleep(_AGAIN_S)
+                if is_free is False:
+                    return
         finally:
             kernel.ending.task = None
         self._free(kernel)
 
+    async def _settle_now(self, kernel: Kernel, root: ProcessIdentity | None, begun_s: float) -> bool | None:
+        """Look once. Return True if the room is free, False if the lease goes on with what is left, None if it must be looked at again.
+
+        `begun_s`: when the looks began, monotonic. Raises GPUError or OSError where this cannot be seen now, RuntimeError without a thread.
+        """
+        left, unfreed = await self._look(kernel, root)
+        passed_s = time.monotonic() - begun_s
+        if left and passed_s < _MOMENT_S:
+            await _wait_for_end([one.identity for one in left], _MOMENT_S - passed_s)
+            return None
+        if left:
+            return False if self.keep(kernel, left) else None
+        if unfreed and passed_s < FREED_S:
+            await asyncio.sleep(_AGAIN_S)
+            return None
+        if unfreed:
+            await self._give_up(kernel, unfreed)
+        return True
+
     async def _look(self, kernel: Kernel, root: ProcessIdentity | None) -> tuple[list[Survivor], list[str]]:
-        """Return what is left, and the devices that still count memory of what has ended. Unknown counts as not freed."""
+        """Return what is left, and the devices that still count memory of what has ended. Raises GPUError, OSError or RuntimeError."""
         view = self._view(kernel)
         device_ids = list(view.device_ids or ((view.device_id,) if view.device_id else ())) if view is not None else []
-        try:
-            host = await self._inspector.take(kernel.measurement.devices_to_read(device_ids))
-            pids = {one.pid for one in kernel.members} | ({root.pid} if root is not None else set())
-            left = await self.find(kernel, root, host, saved=view is None or view.state in _IN_A_SWAP)
-        except GPUError as error:
-            log.warning("lease %s: what its kernel left cannot be seen yet: %s", kernel.lease_id[:8], error)
-            return [], device_ids
+        host = await self._inspector.take(kernel.measurement.devices_to_read(device_ids))
+        pids = {one.pid for one in kernel.members} | ({root.pid} if root is not None else set())
+        left = await self.find(kernel, root, host, saved=view is None or view.state in _IN_A_SWAP)
         return left, [device for device, use in host.uses.items() if not self._is_freed(device, use, pids)]
 
     async def find(
@@ -259,7 +274,10 @@ class Survivors:
     # -- what is left ---------------------------------------------------------------------------------------------------------
 
     def keep(self, kernel: Kernel, left: list[Survivor]) -> bool:
-        """Let the lease go on with what is left. Returns False if the first process of it has ended meanwhile."""
+        """Let the lease go on with what is left. Returns False if the first process of it has ended meanwhile.
+
+        Raises OSError if that process cannot be watched now: the broker is short of descriptors, or may not.
+        """
         first = left[0].identity
         try:
             kernel.watch_process(first, partial(self._broker.process_gone, kernel, first))
