@@ -62,6 +62,12 @@ def test_an_ended_seat_stays_ended_and_its_secret_is_gone(ledger: Ledger) -> Non
         ledger.save_seat(_SEAT)
 
 
+def test_no_seat_lasted_less_than_no_time_though_the_wall_clock_was_set_back(ledger: Ledger) -> None:
+    ledger.save_seat(_SEAT)
+    ledger.end_seat("s1", _SEAT.created_ms - 3_600_000, "released")
+    assert ledger.seat_times_ms("default") == [0]
+
+
 def test_usage_of_a_day_adds_up_and_the_peak_is_the_highest(ledger: Ledger) -> None:
     ledger.add_usage(_USAGE)
     ledger.add_usage(replace(_USAGE, peak_mib=1024))

@@ -125,7 +125,7 @@ METERED_BY = {
 }
 """What metered figures can be summed by, with the column."""
 _SEAT_TIMES = """
-SELECT ended_ms - created_ms AS lasted_ms FROM seats
+SELECT max(0, ended_ms - created_ms) AS lasted_ms FROM seats
 WHERE pool = ? AND ended_ms IS NOT NULL ORDER BY ended_ms DESC LIMIT ?
 """
 METER: Final = "meter"
@@ -347,7 +347,7 @@ class Ledger:
         self._write(_END_SEAT, (at_ms, reason, seat_id))
 
     def seat_times_ms(self, pool: str, limit: int = 200) -> list[int]:
-        """Return how long the last seats of the pool lasted, the latest end first."""
+        """Return how long the last seats of the pool lasted, the latest end first; 0 where the wall clock was set back meanwhile."""
         return [int(row["lasted_ms"]) for row in self._read(_SEAT_TIMES, (pool, max(0, limit)))]
 
     def add_usage(self, usage: UsageRecord) -> None:

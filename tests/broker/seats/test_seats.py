@@ -309,6 +309,22 @@ def test_the_wait_for_a_seat_is_forecast_with_bounds_and_compared_with_what_happ
         assert seats.forecasts.expected("default", 1, 1) != seats.forecasts.worked_out("default", 1, 1), "that widens"
 
 
+def test_the_wait_for_a_seat_is_forecast_from_the_seats_that_ended_under_this_broker_too() -> None:
+    with live_broker(pools={"default": {"oversubscription": 1, "wait_bound": "100%"}}) as live, client_of(live) as hub:
+        hub.release_seat(take(live, fraction_milli=1000).seat_id)
+        take(live, fraction_milli=1000)
+        with waiting_for(live, "bob", 1000):
+            (wait,) = hub.status().seat_queue
+            assert wait.expected_ms is not None
+
+        async def known() -> tuple[list[int], list[int]]:
+            await live.broker.writer.flushed()
+            return live.service.seats.forecasts.lasted_ms["default"], live.disk.seat_times_ms("default")
+
+        here, restarted = live.on_loop(known)
+        assert here == restarted, "the next broker forecasts the same"
+
+
 @contextmanager
 def waiting_for(live: LiveBroker, owner: str, fraction_milli: int) -> Iterator[Iterator[SeatProgress]]:
     """A request for a seat in the pool's line; what it is told further."""

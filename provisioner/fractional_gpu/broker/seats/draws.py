@@ -16,7 +16,7 @@ from fractional_gpu.broker.broker import Broker, token_digest
 from fractional_gpu.broker.clock import now_ms, wall_ms
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.request_validation import Peer
-from fractional_gpu.broker.seats.offers import HISTORY_DAYS, PoolForecasts
+from fractional_gpu.broker.seats.offers import HISTORY_DAYS, LAST_SEATS, PoolForecasts
 from fractional_gpu.broker.seats.rules import SeatUsage, check_seat_usage, total_usage
 from fractional_gpu.core.model import LeaseSpec, LeaseState, LeaseView
 from fractional_gpu.ledger.ledger import Ledger
@@ -225,7 +225,7 @@ class UsageRecorder:
         """Give the forecasts the usage and the durations of seats that the ledger has."""
         self._forecasts.learn(ledger.usage(self._wall() // _DAY_MS - HISTORY_DAYS))
         for pool in self._broker.arbiter.pools():
-            self._forecasts.lasted_ms[pool] = ledger.seat_times_ms(pool)
+            self._forecasts.lasted_ms[pool] = ledger.seat_times_ms(pool, LAST_SEATS)
 
     async def run(self) -> None:
         """Sample every `_EVERY_S` and write every minute until cancelled; then write the rest."""

@@ -39,6 +39,7 @@ from fractional_gpu.protocol.errors import FractionalGPUError, NoRoomError
 from fractional_gpu.protocol.seats import FractionOffer, OfferRequest, Offers, PoolOffer, SeatRequest
 
 HISTORY_DAYS = 28
+LAST_SEATS = 200  # of each pool, from which the wait for a place is worked out
 _NEVER_SHARED = 1000  # oversubscription: what there is, once
 ANY_FRACTIONS = (125, 250, 500, 750, 1000)  # what a page offers of a pool that gives any
 
@@ -51,7 +52,7 @@ class PoolForecasts:
         self._settings = settings
         self._hubs = {pool.name: pool.hub for pool in settings.pools}
         self._usage: dict[tuple[str, str], UsageRecord] = {}
-        self.lasted_ms: dict[str, list[int]] = {}  # by pool: how long the last seats lasted
+        self.lasted_ms: dict[str, list[int]] = {}  # by pool: how long the last seats lasted, the latest end first
 
     def hub(self, pool: str) -> HubPool:
         """Return the pool's terms for a hub's users."""
@@ -66,6 +67,12 @@ class PoolForecasts:
         for one in usage:
             known = self._usage.get((one.owner, one.pool))
             self._usage[one.owner, one.pool] = one if known is None else _sum(known, one)
+
+    def seat_ended(self, pool: str, lasted_ms: int) -> None:
+        """Count a seat of the pool that has ended among the last ones."""
+        lasted = self.lasted_ms.setdefault(pool, [])
+        lasted.insert(0, max(0, lasted_ms))  # the wall clock may have been set back meanwhile
+        del lasted[LAST_SEATS:]
 
     def habits(self, owner: str, pool: str) -> Usage:
         """Return the user's habits in the pool; the less is known, the closer to the prior."""

@@ -550,7 +550,9 @@ class Seats:
         if self._broker.records.files is not None:
             self._broker.records.files.drop_seat(seat.seat_id)
         log.info("seat %s of %r ended: %s", seat.seat_id[:8], seat.owner, reason)
-        self._write_end(seat.seat_id, partial(self._broker.writer.ledger.end_seat, seat.seat_id, wall_ms(), reason))
+        ended_ms = wall_ms()
+        self.forecasts.seat_ended(seat.pool, ended_ms - seat.created_ms)
+        self._write_end(seat.seat_id, partial(self._broker.writer.ledger.end_seat, seat.seat_id, ended_ms, reason))
         self.revocations.seat_ended(seat)
         self._notify()
 
