@@ -274,6 +274,21 @@ async def test_a_lease_of_unknown_size_gets_the_one_that_it_uses(socket: Path, c
             assert (spec.fraction_milli, spec.reserve_mib) == (500, 500)
 
 
+@pytest.mark.parametrize("damaged", ["{", "null", '["one", 2]'])
+async def test_a_damaged_list_of_leases_of_unknown_size_stops_no_broker(
+    socket: Path, connection: Path, damaged: str
+) -> None:
+    driver = OneDevice()
+    with (
+        carrier("one", socket, connection=connection) as process,
+        Ledger.open(socket.parent / "ledger" / "ledger.sqlite") as ledger,
+    ):
+        driver.has_context(process.pid, S.CHECKPOINTED, 300)
+        ledger.keep("unsized-leases", damaged)
+        async with started(socket, driver, ledger=ledger) as (broker, _):
+            assert view_of(broker, "one").state is L.SUSPENDED
+
+
 async def test_a_flood_of_claims_takes_no_room(socket: Path, connection: Path) -> None:
     """What has nothing on a device gets nothing: nor does what once belonged to a kernel and is none."""
     driver = OneDevice()

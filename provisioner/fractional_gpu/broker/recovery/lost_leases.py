@@ -25,6 +25,8 @@ from functools import partial
 from pathlib import Path, PurePath
 from typing import Final
 
+import msgspec
+
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import TokenBucket, now_ms, wall_ms
 from fractional_gpu.broker.kernels.connection import check_endpoints, command_connection, connection_from_json
@@ -216,7 +218,7 @@ class LostLeases:
         self._uid = None if everyone else os.getuid()
         self._recalls = TokenBucket(_RECALLS_PER_S, _RECALL_BURST)
         self._one_at_a_time = asyncio.Lock()
-        self._unsized: set[str] = set(json.loads(ledger.kept(_UNSIZED) or "[]"))
+        self._unsized = _read_unsized(ledger)
 
     # -- at the start --------------------------------------------------------------------------------------------------------
 
@@ -435,6 +437,15 @@ class LostLeases:
         follow_found(broker, kernel, one.identity, record.connection)
         broker.records.save(kernel)
         log.warning("lease %s is not in the ledger: process %d has a new one", one.lease_id[:8], one.identity.pid)
+
+
+def _read_unsized(ledger: Ledger) -> set[str]:
+    """Return the leases whose size is still to be found out. Raises LedgerError."""
+    try:
+        return msgspec.json.decode(ledger.kept(_UNSIZED) or "[]", type=set[str])
+    except msgspec.DecodeError as error:  # such leases keep the size that they have
+        log.warning("which leases have no known size cannot be read: %s", error)
+        return set()
 
 
 def _recorded(folder: Path, ledger: Ledger) -> list[LeaseRecord]:
