@@ -1,7 +1,7 @@
 """What the broker keeps of shares and advises: written whole, taken up by the next broker, followed up, and shown to its user only."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -144,6 +144,17 @@ def test_a_record_that_cannot_be_read_is_an_error_that_names_the_ledger(world: W
     world.ledger._write("UPDATE share_days SET use = '{'", ())
     with pytest.raises(LedgerError, match=r"ledger\.sqlite has an unreadable day of a share"):
         world.begin()
+
+
+def test_nothing_is_kept_of_notebooks_that_were_looked_at_once(world: World) -> None:
+    """A kernel without a name has its own id for one: each would stay in memory for as long as the broker serves."""
+    view = world.hand.arbiter.lease("a")
+    assert view is not None
+    for number in range(100):
+        world.habits.of_lease(replace(view, spec=replace(view.spec, label=f"kernel {number}")))
+    world.hand.now += 60_000
+    world.habits.write()
+    assert not world.habits._told
 
 
 def test_whose_notebooks_are_shown(world: World) -> None:

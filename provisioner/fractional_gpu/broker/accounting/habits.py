@@ -104,8 +104,9 @@ class ShareHabits:
         self._holders = holders
 
     def write(self) -> None:
-        """Write the days that changed, and forget those beyond the window."""
+        """Write the days that changed, and forget those beyond the window, and advice that would be worked out anew."""
         self.recorder.forget(self._today() - WINDOW_DAYS)
+        self._told = {key: told for key, told in self._told.items() if self._is_fresh(told)}
         for key, day in self.recorder.take_changed():
             self._unwritten[key, day.day, day.share] = day
         if self._unwritten:
@@ -143,9 +144,12 @@ class ShareHabits:
 
     def _advice(self, key: HabitKey, share: Share) -> ShareAdvice | None:
         told = self._told.get(key)
-        if told is None or told.share != share or self._now() - told.at_ms >= _FRESH_MS:
+        if told is None or told.share != share or not self._is_fresh(told):
             told = self._told[key] = _Told(share, self._now(), self._worked_out(key, share))
         return told.advice
+
+    def _is_fresh(self, told: _Told) -> bool:
+        return self._now() - told.at_ms < _FRESH_MS
 
     def _worked_out(self, key: HabitKey, share: Share) -> ShareAdvice | None:
         pool = self._arbiter.pools().get(key.pool)
