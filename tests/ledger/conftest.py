@@ -38,6 +38,7 @@ _LEASE = LeaseRecord(
     released=True,
     server="4000-77-boot-1",
     token_file="/run/user/1000/lease-1f.token",  # noqa: S106 - a path
+    taken_over=True,
 )
 _OPERATION = OperationRecord(
     operation_id=1,

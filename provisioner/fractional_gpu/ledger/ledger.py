@@ -570,7 +570,8 @@ class Ledger:
         values = {name: row[name] for name in LeaseRecord.__dataclass_fields__}
         try:
             values |= {name: msgspec.json.decode(row[name]) for name in ("spec", *_LISTS)}
-            return msgspec.convert(values | {name: bool(row[name]) for name in ("ipykernel", "released")}, LeaseRecord)
+            values |= {name: bool(row[name]) for name in ("ipykernel", "released", "taken_over")}
+            return msgspec.convert(values, LeaseRecord)
         except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
             raise opening.ledger_error(
                 self.path, f"has an unreadable entry for lease {row['lease_id']}: {error}"

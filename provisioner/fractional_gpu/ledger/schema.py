@@ -167,6 +167,8 @@ OPTIONAL_COLUMNS: dict[str, dict[str, str]] = {
         # leases that end with the process that starts their kernels, and the files of their tokens with them
         "server": "TEXT NOT NULL DEFAULT ''",
         "token_file": "TEXT NOT NULL DEFAULT ''",
+        # leases that a seat took over from an earlier server
+        "taken_over": "INTEGER NOT NULL DEFAULT 0",
     },
     # several hubs at one broker
     "seats": {

@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 from msgspec import to_builtins
 
+from fractional_gpu.broker.api import lease_service
+from fractional_gpu.broker.clock import wall_ms
+from fractional_gpu.broker.seats import seats as seats_module
 from fractional_gpu.broker.seats.seats import Seats
 from fractional_gpu.client.seat import SeatClient
+from fractional_gpu.host.process import identify
 from fractional_gpu.protocol.messages import AcquireRequest, LeaseReply, LeaseRequest, ProgressKind
 from fractional_gpu.protocol.seats import SeatProgress, SeatRequest
 from tests.broker.live import DEADLINE_S, LiveBroker, live_broker, started_for
@@ -96,6 +100,38 @@ def test_a_lease_whose_seat_ended_gets_nothing_until_the_next_seat_of_its_server
         )
         assert refused.error["reason"] == "seat-full", "it draws on the seat that took it over"
         assert f"jupyter gpu end {lease.lease_id[:8]}" in refused.error["message"]
+
+
+def test_no_kernel_of_the_present_server_is_ended_as_an_earlier_ones_though_the_clock_was_set_back(
+    live: LiveBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seat = take(live)
+    monkeypatch.setattr(lease_service, "wall_ms", lambda: wall_ms() - 3_600_000)
+    lease = draw(live, seat)
+    with kernel_of(live, lease) as pid:
+        refused = live.call("POST", f"/v1/leases/{lease.lease_id}/end", {}, token=seat.token)
+        assert refused.error["reason"] == "nothing-left"
+        assert identify(pid)
+        body = to_builtins(LeaseRequest(fraction_milli=500, seat=seat.seat_id))
+        refused = live.call("POST", "/v1/leases", body, token=seat.token)
+        assert refused.error["reason"] == "seat-full"
+        assert "jupyter gpu end" not in refused.error["message"]
+
+
+def test_the_kernel_of_an_earlier_server_can_be_ended_though_the_clock_was_set_back(
+    live: LiveBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seat = take(live)
+    lease = draw(live, seat)
+    with kernel_of(live, lease):
+        end(live, seat)
+        monkeypatch.setattr(seats_module, "wall_ms", lambda: wall_ms() - 3_600_000)
+        again = take(live)
+        (record,) = live.on_loop(lambda: live.broker.writer.read(live.disk.live_leases))
+        assert (record.spec.seat, record.taken_over) == (again.seat_id, True), "the next broker knows, too"
+        with client_of(live, again.token) as client, closing(client):
+            client.end_left(lease.lease_id)
+        assert lease.lease_id not in leases(live)
 
 
 def test_a_seat_takes_over_no_more_than_it_has_room_for(live: LiveBroker) -> None:

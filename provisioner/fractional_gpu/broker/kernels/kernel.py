@@ -176,6 +176,7 @@ class Kernel:
     signs: dict[Sign, int] = field(default_factory=dict)  # of a coming cell: when each may be told again, ms
     told_cell: bool = False  # the arbiter was told that a cell runs, and not yet that the kernel is idle
     link: GateLink | None = None
+    taken_over: bool = False  # its seat took it over from an earlier server, which started its kernel
     notices: list[str] = field(default_factory=list)  # to be shown by the next extension that connects
     budget: str = ""  # that most of a budget it counts for is spent, or all, a sentence
     budget_used_up: bool = False

@@ -191,6 +191,7 @@ def kernel_of(record: LeaseRecord) -> Kernel:
         suspends=record.suspends,
         resumes=record.resumes,
         gated=record.spec.gated,
+        taken_over=record.taken_over,
         identity=identity if identity is not None and is_alive(identity) and record.connection else None,
         members=frozenset(_members(record)),
         launch=Launch(

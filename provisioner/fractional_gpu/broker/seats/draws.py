@@ -161,8 +161,7 @@ class SeatDraws:
 
     def predates(self, kernel: Kernel, view: LeaseView) -> bool:
         """Whether an earlier server than the one of its seat started the kernel."""
-        seat = self._seats.get(view.spec.seat)
-        return view.revoked or (seat is not None and kernel.created_ms < seat.created_ms)
+        return view.revoked or (kernel.taken_over and view.spec.seat in self._seats)
 
     def _earlier(self, seat: SeatRecord, *, but: str = "") -> list[str]:
         """Return the leases that the seat took over from an earlier server; the present server's list of kernels lacks these."""

@@ -95,7 +95,7 @@ class Revocations:
                 log.info("lease %s: seat %s does not take it over: %s", kernel.lease_id[:8], seat.seat_id[:8], error)
                 continue
             self._broker.dispatch(SeatRenewed(at_ms=now_ms(), lease_id=kernel.lease_id, seat=seat.seat_id))
-            kernel.cell.ticket_by_broker = False
+            kernel.cell.ticket_by_broker, kernel.taken_over = False, True
             self._broker.records.save(kernel)
             self._broker.sync_busy_state(kernel)
             kernel.notify()
