@@ -107,6 +107,26 @@ def test_without_room_it_stays_open_and_is_put_back_later(
     assert sentences(kept) == ["one", "two"]
 
 
+def test_without_room_for_its_lock_either_it_stays_open_and_is_put_back_later(
+    kept: Ledger, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for suffix in _FILES:
+        named(path, suffix).unlink()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        patch.setattr(os, "fsync", full)
+        for _ in range(2):
+            with pytest.raises(LedgerError, match=r"was deleted and cannot be written again: .*No space left"):
+                kept.put_back()
+    assert kept.is_open
+    kept.put_back()
+    assert sentences(kept) == ["one"]
+
+
 def test_another_brokers_ledger_is_not_touched(kept: Ledger, path: Path) -> None:
     for suffix in _FILES:
         named(path, suffix).unlink()

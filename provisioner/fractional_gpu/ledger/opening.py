@@ -72,8 +72,9 @@ def lock(path: Path) -> int:
     except OSError as error:
         os.close(descriptor)
         raise ledger_error(path, f"cannot be locked: {error.strerror}", "keep the state_dir on a local disk") from error
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
+    with contextlib.suppress(OSError):  # a full disk; the pid is for people only
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
     return descriptor
 
 
