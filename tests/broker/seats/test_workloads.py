@@ -19,6 +19,7 @@ from fractional_gpu.protocol.seats import SeatProgress, SeatRequest
 from tests.broker.live import BECOME_NOBODY, DEADLINE_S, LiveBroker, live_broker, started_for
 from tests.support.callers import Caller, caller
 from tests.support.control_group import JOIN, job_group
+from tests.support.descriptors import no_free_descriptors
 from tests.support.world import until
 
 POOLS: dict[str, Any] = {"default": {"wait_bound": "100%", "kernels_per_seat": 8}}
@@ -135,6 +136,18 @@ def test_no_workload_outlives_the_machines_boot(live: LiveBroker) -> None:
 
         live.on_loop(rebooted)
         assert seat_of(live, seat) is None
+
+
+def test_a_moment_without_descriptors_ends_neither_seats_nor_the_broker(live: LiveBroker) -> None:
+    with job_group() as (job, _):
+        seats = take(live, job), take(live, "1")  # the second one's group is not there
+
+        async def look_without_descriptors() -> None:
+            with no_free_descriptors():
+                await live.service.seats.workloads._look()
+
+        live.on_loop(look_without_descriptors)
+        assert None not in [seat_of(live, seat) for seat in seats]
 
 
 def test_a_broker_that_starts_ends_the_seats_of_workloads_that_ended_meanwhile() -> None:

@@ -50,6 +50,7 @@ class Workloads:
         self._seats = seats
         self._gone = gone
         self._changed = changed
+        self._boot_id = boot_id()  # read once: later the broker may have no descriptor left
         self._look_soon = asyncio.Event()
         self.warnings: dict[str, str] = {}  # by seat: why its kernels may not be saved, a sentence
         self._examined: set[str] = set()  # seats whose memory limit was read
@@ -126,7 +127,7 @@ class Workloads:
 
     async def _look(self) -> None:
         seats = [seat for seat in self._seats.values() if seat.engine]
-        for seat, group, there in await asyncio.to_thread(_states, seats) if seats else ():
+        for seat, group, there in await asyncio.to_thread(_states, seats, self._boot_id) if seats else ():
             if self._seats.get(seat.seat_id) is not seat:
                 continue  # it changed or ended meanwhile
             if there is False:
@@ -146,9 +147,8 @@ class Workloads:
             self._look_soon.set()
 
 
-def _states(seats: list[SeatRecord]) -> list[tuple[SeatRecord, str, bool | None]]:
+def _states(seats: list[SeatRecord], boot: str) -> list[tuple[SeatRecord, str, bool | None]]:
     """Return each seat with its group and whether that is there; False: its workload is over, None: nothing is known."""
-    boot = boot_id()
     found: list[tuple[SeatRecord, str, bool | None]] = []
     for seat in seats:
         if seat.boot_id and seat.boot_id != boot:
