@@ -259,7 +259,9 @@ async def test_where_the_device_of_a_checkpoint_is_unknown_the_lease_is_quaranti
             assert not [call for call in driver.calls if call[0] == "restore"]
 
 
-async def test_a_lease_of_unknown_size_gets_the_one_that_it_uses(socket: Path, connection: Path) -> None:
+async def test_a_lease_of_unknown_size_gets_the_one_that_it_uses(
+    socket: Path, connection: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver = OneDevice()
     with carrier("one", socket, connection=connection) as process:
         driver.has_context(process.pid, S.CHECKPOINTED, 300)
@@ -269,6 +271,9 @@ async def test_a_lease_of_unknown_size_gets_the_one_that_it_uses(socket: Path, c
         async with started(socket, driver) as (broker, lost):
             assert view_of(broker, "one").spec.fraction_milli == 1000
             assert lost._unsized == {"one"}, "a broker later it is still to be done"
+            with monkeypatch.context() as patch:
+                patch.setattr(broker.arbiter, "pools", dict)
+                assert not await lost._settle_size("one"), "its pool is not configured any more: it waits for that"
             assert await lost._settle_size("one")
             spec = view_of(broker, "one").spec
             assert (spec.fraction_milli, spec.reserve_mib) == (500, 500)

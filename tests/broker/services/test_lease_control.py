@@ -241,6 +241,17 @@ def test_a_size_without_room_is_waited_for_and_the_newest_wish_counts(live: Live
         live.call("DELETE", target)
 
 
+def test_a_kernel_whose_pool_is_not_configured_any_more_keeps_its_size(
+    live: LiveBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = live.lease()
+    with monkeypatch.context() as patch:
+        patch.setattr(live.broker.arbiter, "pools", dict)
+        refused = live.call("POST", f"/v1/leases/{lease.lease_id}/resize", {"fraction_milli": 500})
+        assert (refused.status, refused.error["reason"]) == (409, "unknown-pool")
+        assert live.call("GET", f"/v1/leases/{lease.lease_id}").body["fraction_milli"] == 250
+
+
 # -- devices -----------------------------------------------------------------------------------------------------------------
 
 

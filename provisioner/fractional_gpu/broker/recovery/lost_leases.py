@@ -331,6 +331,9 @@ class LostLeases:
             return True
         if view.state is not LeaseState.RESIDENT or view.spec.devices > 1:
             return view.spec.devices > 1
+        pool = broker.arbiter.pools().get(view.spec.pool)
+        if pool is None:
+            return False  # it is not configured any more, and offers no sizes
         try:
             await broker.measure(kernel)
         except GPUError:
@@ -338,7 +341,6 @@ class LostLeases:
         view = broker.arbiter.lease(lease_id)
         if view is None or view.state is not LeaseState.RESIDENT or not view.used_mib:
             return view is None
-        pool = broker.arbiter.pools()[view.spec.pool]
         milli, reserve_mib = fraction_for(broker.arbiter, pool, view.used_mib)
         request_mib = guaranteed_mib(broker.arbiter, pool, milli, reserve_mib, None)
         broker.dispatch(

@@ -151,7 +151,12 @@ class LeaseControl:
         if not 1 <= fraction_milli <= 1000:
             raise BadRequestError(f"fraction_milli is {fraction_milli}; allowed: 1 to 1000", reason="bad-fraction")
         arbiter = self._broker.arbiter
-        pool = arbiter.pools()[spec.pool]
+        pool = arbiter.pools().get(spec.pool)
+        if pool is None:
+            raise ConflictError(
+                f"pool {spec.pool!r} is not configured any more, so this kernel keeps the size that it has: ask the administrator",
+                reason="unknown-pool",
+            )
         reserve_mib = spec.reserve_mib
         if request.fraction_milli is not None or request.memory_mib is not None:
             reserve_mib = cap_mib(arbiter, pool, fraction_milli, request.memory_mib)
