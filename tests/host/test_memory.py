@@ -221,6 +221,13 @@ def test_a_group_s_name_cannot_steer_a_terminal(host: Host) -> None:
     assert host.headroom().limited_by == f"the memory limit of control group {host.sys}/cgroup/mine?[2J (1024 MiB)"
 
 
+@pytest.mark.parametrize("name", ["mine\x0cx", "mine\x0c0::"])
+def test_a_group_s_limit_binds_whatever_characters_its_name_has(host: Host, name: str) -> None:
+    v2(host.mount(2, "cgroup") / name, maximum=1024, current=24)
+    host.cgroup(f"0::/{name}")
+    assert host.headroom().mib == 936
+
+
 def test_processes_that_take_memory_together_share_the_room_of_each_limit(host: Host) -> None:
     folder = host.mount(2, "cgroup")
     v2(folder / "user/one", maximum=20_000, current=1_000)

@@ -58,6 +58,13 @@ def test_a_name_below_a_group_that_a_user_may_own_proves_nothing(path: str) -> N
     assert parse_workload(f"4:memory:{path}\n0::/\n".encode()) is None
 
 
+@pytest.mark.parametrize("character", ["\r", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029"])
+@pytest.mark.parametrize("forged", ["/slurm/uid_0/job_12", f"/kubepods/pod{UID}"])
+def test_no_character_of_a_groups_name_begins_a_line(character: str, forged: str) -> None:
+    """The operating system refuses line feeds alone in the names of groups."""
+    assert parse_workload(f"0::/user.slice/user-1000.slice/x{character}0::{forged}\n".encode()) is None
+
+
 def test_a_group_below_a_jobs_own_is_still_the_jobs() -> None:
     nested = f"0::/system.slice/slurmstepd.scope/job_12/step_0/user/kubepods/pod{UID}\n"
     found = parse_workload(nested.encode())

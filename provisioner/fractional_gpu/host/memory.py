@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final, NamedTuple
 
 from fractional_gpu.host.control_groups import ROOT, absolute, levels_up, own_group
-from fractional_gpu.host.process import PROC, ProcessIdentity, is_alive
+from fractional_gpu.host.process import PROC, ProcessIdentity, is_alive, lines_of
 
 _MIB: Final = 1024 * 1024
 _MARGIN_PARTS: Final = 50  # 2 %: page tables, and allocations of the process meanwhile
@@ -231,7 +231,7 @@ def _group_folders(paths: dict[int, PurePosixPath], mounts: list[_Mount]) -> Ite
 def _group_paths(groups: bytes) -> dict[int, PurePosixPath]:
     """Return the path of the process's group by version of the hierarchy that may account its memory."""
     paths: dict[int, PurePosixPath] = {}
-    for line in os.fsdecode(groups).splitlines():
+    for line in lines_of(groups):
         number, controllers, path = line.split(":", 2)
         if number == "0" and not controllers:
             paths[2] = PurePosixPath(path)
@@ -243,7 +243,7 @@ def _group_paths(groups: bytes) -> dict[int, PurePosixPath]:
 def _mounts(proc: Path) -> list[_Mount]:
     """Return where the hierarchies are mounted in this mount namespace; one mount of each root is enough."""
     found: dict[tuple[int, PurePosixPath], _Mount] = {}
-    for line in os.fsdecode((proc / "self/mountinfo").read_bytes()).splitlines():
+    for line in lines_of((proc / "self/mountinfo").read_bytes()):
         before, separator, after = line.partition(" - ")
         kind, _source, options = (*after.split(" ", 2), "", "")[:3]
         version = {"cgroup2": 2, "cgroup": 1}.get(kind, 0) if separator else 0

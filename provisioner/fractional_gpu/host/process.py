@@ -233,6 +233,15 @@ def read_file(path: str, folder: int | None = None) -> bytes:
         os.close(descriptor)
 
 
+def lines_of(content: bytes) -> list[str]:
+    """Return the lines of a file of /proc with names that users choose, such as those of control groups.
+
+    Only a line feed ends one: no name can have it. `str.splitlines` also splits at characters that names can have, and would take what
+    follows such a character for a line of its own.
+    """
+    return [os.fsdecode(line) for line in content.split(b"\n") if line]
+
+
 def _read(pid: int, name: str, proc: Path) -> bytes:
     try:
         return read_file(f"{proc}/{pid}/{name}")

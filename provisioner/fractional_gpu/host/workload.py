@@ -10,7 +10,6 @@ The rules:
 - A group that several hierarchies of version 1 have counts as existing as long as one of them has it.
 """
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Final
 
 from fractional_gpu.host.control_groups import ROOT, levels_up
 from fractional_gpu.host.memory import Headroom, group_limit, group_used_mib, unescape
-from fractional_gpu.host.process import PROC
+from fractional_gpu.host.process import PROC, lines_of
 
 SLURM: Final = "slurm"
 KUBERNETES: Final = "kubernetes"
@@ -114,7 +113,7 @@ def serves_whole_host(*, proc: Path = PROC) -> bool:
 
 
 def _paths(cgroup: bytes) -> Iterator[str]:
-    for line in os.fsdecode(cgroup).splitlines():
+    for line in lines_of(cgroup):
         _, _, rest = line.partition(":")
         _, separator, path = rest.partition(":")
         if separator and path.startswith("/"):
@@ -189,7 +188,7 @@ def _hierarchies(proc: Path) -> Iterator[tuple[PurePosixPath, Path]]:
     In a control group namespace with the whole hierarchy mounted, too, that mount alone has the host's paths.
     """
     found: list[tuple[str, PurePosixPath, Path]] = []
-    for line in os.fsdecode((proc / "self" / "mountinfo").read_bytes()).splitlines():
+    for line in lines_of((proc / "self" / "mountinfo").read_bytes()):
         before, separator, after = line.partition(" - ")
         kind, _source, options = (*after.split(" ", 2), "", "")[:3]
         if separator and kind in ("cgroup", "cgroup2"):

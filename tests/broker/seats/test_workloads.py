@@ -90,6 +90,21 @@ def test_only_the_jobs_own_processes_use_its_seat(live: LiveBroker) -> None:
                 assert status == 200, attached
 
 
+def test_a_group_whose_name_looks_like_a_line_of_a_jobs_is_not_the_jobs(live: LiveBroker) -> None:
+    with job_group() as (job, group):
+        seat = take(live, job)
+        top = group.parents[2]
+        forged = top / "jfg\x0c0::" / "slurm" / "uid_0" / f"job_{job}"
+        forged.mkdir(parents=True)
+        try:
+            with client_in(forged, live) as thief:
+                status, refused = lease_on(thief, seat)
+        finally:
+            for one in (forged, *forged.parents[:3]):
+                one.rmdir()
+        assert (status, refused["error"]["reason"]) == (403, "other-workload")
+
+
 def test_a_seat_ends_with_its_jobs_group_and_its_leases_with_it(live: LiveBroker) -> None:
     with job_group() as (job, group):
         seat = take(live, job)
