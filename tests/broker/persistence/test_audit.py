@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import stat
+import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -22,7 +23,7 @@ from fractional_gpu.host.peers import PeerCredentials
 from fractional_gpu.protocol.errors import BadRequestError, ConflictError, InternalBrokerError, NotFoundError
 from fractional_gpu.protocol.messages import DrainRequest, EvictRequest, MoveRequest, PinRequest, ResizeRequest
 from fractional_gpu.protocol.seats import SeatRequest
-from tests.broker.live import LiveBroker, live_broker, started_for
+from tests.broker.live import DEADLINE_S, LiveBroker, live_broker, started_for
 
 ROOT = Peer(credentials=PeerCredentials(7, 0, 0), token=None, admin=True, acting_for="ada\nlovelace")
 
@@ -274,6 +275,34 @@ async def test_however_an_act_ends_it_is_written(
             raise error
     last = lines(log.path)[-1]
     assert (last["outcome"], last["reason"]) == (outcome, reason)
+
+
+async def test_an_act_that_is_withdrawn_while_it_is_written_down_has_its_outcome_too(
+    log: AuditLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, goes_on, real = asyncio.Event(), threading.Event(), AuditLog._write
+    loop = asyncio.get_running_loop()
+
+    def slow(self: AuditLog, line: bytes) -> None:
+        loop.call_soon_threadsafe(begun.set)
+        assert goes_on.wait(DEADLINE_S)
+        real(self, line)
+
+    monkeypatch.setattr(AuditLog, "_write", slow)
+    done: list[str] = []
+
+    async def act() -> None:
+        async with log.act("suspend", "lease", ROOT, {}):
+            done.append("suspend")
+
+    task = asyncio.create_task(act())
+    await begun.wait()
+    task.cancel()
+    goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [one["outcome"] for one in lines(log.path)] == ["asked", "withdrawn"]
+    assert done == []
 
 
 async def test_an_act_that_the_brokers_end_cuts_short_is_written_too(log: AuditLog) -> None:

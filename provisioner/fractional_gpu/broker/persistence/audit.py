@@ -113,7 +113,11 @@ class AuditLog:
         block pass through. Cancelled (or the peer disconnected): the outcome is `withdrawn`, and is written, too.
         """
         act = Act(what=what, target=target, peer=peer, parameters=parameters)
-        await self._write_outcome(act, "asked", f"{what} was not done")
+        try:
+            await self._write_outcome(act, "asked", f"{what} was not done")
+        except asyncio.CancelledError:  # the line is written nevertheless, and the action is not done
+            await self._write_failed(act, "withdrawn")
+            raise
         try:
             yield act
         except (FractionalGPUError, LedgerError) as error:
