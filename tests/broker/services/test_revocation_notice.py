@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fractional_gpu.broker.clock import wall_ms
 from fractional_gpu.broker.services.revocation_notice import (
@@ -41,10 +43,23 @@ MOMENT_MS = int(datetime(2026, 9, 18, 8, 22, tzinfo=UTC).timestamp() * 1000)
         ('{"Events": [{"EventType": "Freeze", "NotBefore": "Fri, 18 Sep 2026 08:22:00 GMT"}]}', None),
         ('{"Events": [{"EventType": "Preempt", "NotBefore": "Fri, 18 Sep 2026 08:22:00 GMT"}]}', Notice(MOMENT_MS)),
         ('{"Events": [{"EventType": "Preempt", "NotBefore": ""}]}', Notice()),
+        ('{"action": "terminate", "time": "1 Jan 1 00:00:00 +99999999999999"}', Notice()),
+        ('{"action": "terminate", "time": "99999999999999 Jan 1 00:00:00"}', Notice()),
+        ("[" * 65_536, Notice()),
     ],
 )
 def test_a_notice_is_read_as_clouds_write_it(text: str, notice: Notice | None) -> None:
     assert parse_notice(text) == notice
+
+
+@given(
+    st.lists(
+        st.sampled_from(["Fri", "18", "Sep", "2026", "08:22:00", "GMT", "9" * 20, "+", ",", ":", "-", "T", "Z", " "])
+    )
+)
+def test_whatever_a_notice_says_of_its_time_is_read_without_an_error(parts: list[str]) -> None:
+    for text in ("".join(parts), " ".join(parts)):
+        assert parse_notice(json.dumps({"time": text})) is not None
 
 
 # -- metadata services -------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def parse_notice(text: str) -> Notice | None:
         return None
     try:
         data = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return Notice()
     if not isinstance(data, dict):
         return Notice()
@@ -86,7 +86,7 @@ def _moment_ms(text: object) -> int | None:
     for parse in (datetime.fromisoformat, parsedate_to_datetime):
         try:
             at = parse(text)
-        except ValueError:
+        except (ValueError, OverflowError):  # OverflowError: a number that is no part of any date
             continue
         return int((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() * 1000)
     return None
