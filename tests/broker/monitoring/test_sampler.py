@@ -27,6 +27,7 @@ from fractional_gpu.gpu.interface import DeviceSensors, DeviceUse, GPUError, GPU
 from fractional_gpu.host.process import ProcessIdentity, identify
 from tests.broker.driver import DEVICE, Driver
 from tests.broker.live import DEADLINE_S
+from tests.broker.swap.kernels import SHORT
 
 STRANGER = 1  # a process of no lease
 LEASE = "lease"
@@ -182,6 +183,24 @@ async def test_readers_who_ask_together_share_a_sample_that_was_begun_after_they
     await world.sampler.refresh()
     assert world.view.used_mib == 350
     assert len(looks) == 2
+
+
+@pytest.mark.parametrize("error", SHORT, ids=repr)
+async def test_a_sample_that_a_shortage_prevents_is_followed_by_the_next_one(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World()
+    world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
+
+    async def no_thread(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio, "to_thread", no_thread)
+        await world.sampler.refresh()
+        assert not [event for event in world.events if isinstance(event, LeaseMeasured)]
+    await world.sampler.refresh()
+    assert [event.used_mib for event in world.events if isinstance(event, LeaseMeasured)] == [300]
 
 
 async def test_what_is_seen_is_told_again_when_the_arbiter_has_forgotten_it() -> None:

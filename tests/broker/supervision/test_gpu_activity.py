@@ -17,6 +17,7 @@ from fractional_gpu.host.clock import since_boot_us
 from fractional_gpu.host.process import identify
 from tests.broker.driver import DEVICE, Quiet
 from tests.broker.monitoring.test_sampler import LEASE, view_of
+from tests.broker.swap.kernels import SHORT
 
 SECOND = 1_000_000
 SETTLE_US = SECOND
@@ -197,7 +198,25 @@ async def test_nobody_is_held_to_work_by_counters_that_nobody_reads() -> None:
 
 
 async def test_the_loop_looks_soon_after_a_cell() -> None:
-    world = World()
+    await _looks_soon_after_a_cell(World())
+
+
+@pytest.mark.parametrize("error", SHORT, ids=repr)
+async def test_the_loop_goes_on_after_a_look_that_a_shortage_prevents(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures, to_thread = iter([error]), asyncio.to_thread
+
+    async def short_at_first(*work: Any) -> Any:  # noqa: ANN401 - as the original
+        if (failure := next(failures, None)) is not None:
+            raise failure
+        return await to_thread(*work)
+
+    monkeypatch.setattr(asyncio, "to_thread", short_at_first)
+    await _looks_soon_after_a_cell(World())
+
+
+async def _looks_soon_after_a_cell(world: World) -> None:
     loop = asyncio.create_task(world.gpu_activity.run())
     try:
         await asyncio.sleep(0)
