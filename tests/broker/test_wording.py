@@ -85,7 +85,7 @@ class Refusals:
             sentence = re.sub(rf"\b{pid}\b", "4711", sentence)
         sentence = re.sub(r"SIM-[0-9a-f-]+", "SIM-0a1b2c3d", sentence)
         sentence = re.sub(r"\bkernel [0-9a-f]{8}\b", "kernel 0a1b2c3d", sentence)
-        return sentence.replace(CLOSED, "Mon")
+        return re.sub(rf"\b{CLOSED}\b", "Mon", sentence)
 
 
 @contextmanager
