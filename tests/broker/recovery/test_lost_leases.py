@@ -271,9 +271,10 @@ async def test_a_lease_of_unknown_size_gets_the_one_that_it_uses(
         async with started(socket, driver) as (broker, lost):
             assert view_of(broker, "one").spec.fraction_milli == 1000
             assert lost._unsized == {"one"}, "a broker later it is still to be done"
-            with monkeypatch.context() as patch:
-                patch.setattr(broker.arbiter, "pools", dict)
-                assert not await lost._settle_size("one"), "its pool is not configured any more: it waits for that"
+            for pools in ({}, {"default": PoolSpec(name="default", devices=())}):
+                with monkeypatch.context() as patch:
+                    patch.setattr(broker.arbiter, "pools", lambda pools=pools: pools)
+                    assert not await lost._settle_size("one"), "its pool offers no sizes: it waits for that"
             assert await lost._settle_size("one")
             spec = view_of(broker, "one").spec
             assert (spec.fraction_milli, spec.reserve_mib) == (500, 500)

@@ -336,13 +336,13 @@ class LostLeases:
             return False  # it is not configured any more, and offers no sizes
         try:
             await broker.measure(kernel)
-        except GPUError:
+            view = broker.arbiter.lease(lease_id)
+            if view is None or view.state is not LeaseState.RESIDENT or not view.used_mib:
+                return view is None
+            milli, reserve_mib = fraction_for(broker.arbiter, pool, view.used_mib)
+            request_mib = guaranteed_mib(broker.arbiter, pool, milli, reserve_mib, None)
+        except (GPUError, NoRoomError):  # it cannot be measured now, or its pool has no device
             return False
-        view = broker.arbiter.lease(lease_id)
-        if view is None or view.state is not LeaseState.RESIDENT or not view.used_mib:
-            return view is None
-        milli, reserve_mib = fraction_for(broker.arbiter, pool, view.used_mib)
-        request_mib = guaranteed_mib(broker.arbiter, pool, milli, reserve_mib, None)
         broker.dispatch(
             ResizeRequested(
                 at_ms=now_ms(),
