@@ -37,7 +37,7 @@ class Cause(StrEnum):
     FOUND_UNKNOWN = "not known yet"
 
 
-class IllegalTransitionError(RuntimeError):
+class IllegalTransitionError(AssertionError):
     """The arbiter was about to make a change that is not in the table: a bug, never the caller's fault."""
 
 

@@ -9,7 +9,7 @@ from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.swap.swap import Truth
 from fractional_gpu.core.events import ResumeOutcome, SuspendOutcome
 from fractional_gpu.core.model import LeaseState
-from fractional_gpu.gpu.interface import DeviceUse, GPUErrorCode
+from fractional_gpu.gpu.interface import DeviceUse, GPUError, GPUErrorCode
 from fractional_gpu.host.process import identify
 from fractional_gpu.host.process import scan as real_scan
 from tests.broker.driver import DEVICE, Driver, journal, kernel_of, suspend_of, swaps_of
@@ -80,6 +80,21 @@ async def test_a_forked_child_of_which_the_driver_knows_nothing_does_not_matter(
         running(driver, pids)
         outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
     assert outcome is SuspendOutcome.SAVED, sentence
+
+
+async def test_a_forked_child_on_which_the_driver_fails_is_none_of_what_a_saved_kernel_leaves_behind() -> None:
+    driver = Driver()
+    async with kernel_of(1, CLOSES, first=FORKS) as (kernel, _, pids):
+        running(driver, pids)
+        swaps = swaps_of(driver)
+        assert (await swaps.suspend(kernel, suspend_of(kernel), journal([])))[0] is SuspendOutcome.SAVED
+        host = await swaps.inspector.take()
+        child = forked_by(kernel)
+        driver.failures["state", child] = GPUErrorCode.OPERATING_SYSTEM
+        assert await swaps.inspector.with_memory(kernel, kernel.identity, host, saved=True) == [kernel.identity]
+        kernel.checkpoint.sizes = {}  # another broker saved it: what it saved is not known
+        with pytest.raises(GPUError):
+            await swaps.inspector.with_memory(kernel, kernel.identity, host, saved=True)
 
 
 async def test_a_forked_child_with_memory_of_its_own_is_saved_like_any_other() -> None:

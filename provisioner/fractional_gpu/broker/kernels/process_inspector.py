@@ -172,7 +172,7 @@ class ProcessInspector:
             if host.used_mib(identity.pid):
                 has_memory = True
             elif saved and not self.off:
-                has_memory = await self._has_cuda(host, identity)
+                has_memory = await self._has_cuda(kernel, host, identity)
             elif not self.counts_processes:  # then an open device file is all there is to see
                 own = host.processes.runs_own_program(identity)
                 has_memory = own and await asyncio.to_thread(holds_open, identity.pid, is_device_file)
@@ -182,8 +182,12 @@ class ProcessInspector:
                 found.append(identity)
         return found
 
-    async def _has_cuda(self, host: HostSnapshot, identity: ProcessIdentity) -> bool:
-        """Ask the driver whether the process has CUDA state. A stopped one would not answer, and may have. Raises GPUError."""
+    async def _has_cuda(self, kernel: Kernel, host: HostSnapshot, identity: ProcessIdentity) -> bool:
+        """Ask the driver whether the process has CUDA state. A stopped one would not answer, and may have. Raises GPUError.
+
+        Where it is known what was saved, a failure of the driver on a process that was not saved, and that runs no program of its own, says
+        nothing: that process inherited a context.
+        """
         if host.processes.stopped_or_traced(identity):
             return True
         try:
@@ -191,7 +195,11 @@ class ProcessInspector:
         except GPUError as error:
             if error.code in ENDED:
                 return False
-            raise
+            saved = kernel.checkpoint.sizes
+            inherited = bool(saved) and identity not in saved and not host.processes.runs_own_program(identity)
+            if error.code in _WORKERS or not inherited:
+                raise
+            return False
 
     async def states(self, kernel: Kernel, host: HostSnapshot) -> dict[ProcessIdentity, ProcessState]:
         """Return the CUDA state, now, of every process of the kernel in the snapshot that has one of its own. Raises GPUError."""
