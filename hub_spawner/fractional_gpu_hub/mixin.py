@@ -196,8 +196,8 @@ class FractionalGPUMixin(GPUChoiceMixin):
     def _gpu_keep(self, request: SeatRequest, granted: SeatProgress) -> None:
         """Write the seat's file for the server."""
         folder = Path(self.gpu_seat_dir)
-        # One file for each server: it replaces the file that a hub left behind when it died.
-        name = hashlib.sha256(f"{self.user.name}/{self.name}".encode()).hexdigest()[:24]
+        # One file for each server of a hub: it replaces the file that the hub left behind when it died, and no other hub's.
+        name = hashlib.sha256(f"{request.hub} {self.user.name}/{self.name}".encode()).hexdigest()[:24]
         file = folder / f"{name}.json"
         self._gpu_seat = {
             "seat_id": granted.seat_id,

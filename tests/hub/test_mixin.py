@@ -271,6 +271,18 @@ async def test_the_configured_hook_runs_too(live: LiveBroker) -> None:
     assert ran == ["ada"]
 
 
+async def test_two_hubs_with_a_user_of_the_same_name_take_nothing_from_each_other(live: LiveBroker) -> None:
+    first, second = spawner(live), spawner(live)
+    for one, port in ((first, 8081), (second, 9081)):
+        one.hub = SimpleNamespace(api_url=f"http://127.0.0.1:{port}/hub/api")
+        await hub_starts(one, pool="default", fraction="1/4")
+    files = [one.get_env()[SEAT_FILE_VARIABLE] for one in (first, second)]
+    assert [read_seat(file).seat_id for file in files] == seats(live)
+    await hub_stops(second)
+    assert [read_seat(files[0]).seat_id] == seats(live)
+    await hub_stops(first)
+
+
 async def test_without_a_gpu_no_seat_is_taken(live: LiveBroker) -> None:
     one = spawner(live)
     await hub_starts(one, fraction="none")

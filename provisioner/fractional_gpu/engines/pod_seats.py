@@ -120,6 +120,7 @@ def request_of(pod: Pod, hub_namespaces: Collection[str] = ()) -> SeatRequest:
     owner = pod.annotations.get(pods.OWNER, "") if trusted else ""
     return SeatRequest(
         owner=owner or f"{pod.namespace}/{pod.name}"[:MAX_NAME],
+        hub=f"{KUBERNETES}:{pod.namespace}" if owner else "",  # two hubs may have users and servers of the same names
         server=(pod.annotations.get(pods.SERVER, "") if trusted and owner else "") or f"pod-{pod.uid}",
         pool=pool,
         fraction_milli=milli,

@@ -96,7 +96,7 @@ class SeatRecord:
 
     seat_id: str
     owner: str  # the hub's name of the user
-    server: str  # the hub's name of the server; one server has one seat
+    server: str  # the hub's name of the server; one server of a hub has one seat
     group_name: str  # the group through which the user may use the pool, or ""
     pool: str
     fraction_milli: int  # of all its kernels together

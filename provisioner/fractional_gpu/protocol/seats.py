@@ -77,7 +77,7 @@ class SeatRequest(Struct, frozen=True, kw_only=True):
     pool: str
     fraction_milli: int
     groups: list[str] = []
-    server: str = ""  # the server's name; a server has one seat: an older one ends
+    server: str = ""  # the server's name; a server of a hub has one seat: an older one ends
     memory_mib: int | None = None
     uid: int | None = None  # the only uid that may draw on it; None: any process with the token
     ttl_ms: int = 600_000  # it expires after so long unless it is confirmed

@@ -79,6 +79,9 @@ def test_a_hubs_pod_states_its_owner_and_any_other_does_not() -> None:
     assert request.groups == ["kubernetes", "kubernetes:jhub"]
     for forged in (_request(annotations=named, namespace="students"), _request(annotations=named, hub_namespaces=())):
         assert (forged.owner.partition("/")[2], forged.server) == ("jupyter-1", f"pod-{uid_of(1)}")
+    other = _request(annotations=named, namespace="course", hub_namespaces=("jhub", "course"))
+    assert other.owner == request.owner
+    assert other.hub != request.hub, "else a pod of the one hub would end the seat of the other hub's"
 
 
 @pytest.mark.parametrize(

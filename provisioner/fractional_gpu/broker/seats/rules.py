@@ -67,6 +67,15 @@ def percent(milli: int) -> str:
     return f"{milli / 10:g} %"
 
 
+def is_of_same_server(seat: SeatRecord, request: SeatRequest) -> bool:
+    """Whether the request replaces the seat. Two hubs may have a server with the same names: they are two servers.
+
+    A seat or a request that names no hub is of an earlier version, or of a broker's only hub.
+    """
+    same_hub = seat.hub == request.hub or not seat.hub or not request.hub
+    return same_hub and (seat.owner, seat.server) == (request.owner, request.server)
+
+
 def check_request(request: SeatRequest, pool: PoolSpec) -> None:
     """Check the fields of the request against the pool. Raises BadRequestError."""
     _check_name("user", request.owner, "ask your administrator to rename the user at the hub")

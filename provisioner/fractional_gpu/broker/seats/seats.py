@@ -4,7 +4,7 @@
   taking and saving leaves no seat behind. A confirmed seat (the confirmation, too, is in the ledger before the reply) lives until it is
   ended, through restarts of hub and broker.
 - The end of a seat that cannot be written (a full disk) is retried until it is: the next broker would restore the seat for good.
-- A server has one seat: taking another one ends the older.
+- A server of a hub has one seat: taking another one ends the older.
 - A pool is full by the forecast (`core.seat_packing`) or by what it may promise. Its requests then wait, first come, first served within
   a priority, or are refused, as the pool is configured. A request that the pool could never serve, or must not, is refused at once.
 - A request that fits passes earlier ones that do not, `max_passed_over` times at most; then the pool keeps its room for the passed
@@ -38,6 +38,7 @@ from fractional_gpu.broker.seats.rules import (
     check_request,
     check_terms,
     counted_group,
+    is_of_same_server,
     total_usage,
 )
 from fractional_gpu.broker.seats.workloads import Workloads
@@ -458,7 +459,7 @@ class Seats:
             control_group=request.workload.control_group if request.workload is not None else "",
             boot_id=boot_id() if request.workload is not None else "",
         )
-        for older in [one for one in self._seats.values() if (one.owner, one.server) == (seat.owner, seat.server)]:
+        for older in [one for one in self._seats.values() if is_of_same_server(one, request)]:
             self._end(older, "replaced")
         self._seats[seat.seat_id] = seat
         waiter.written = self._broker.writer.submit(partial(self._broker.writer.ledger.save_seat, seat))
@@ -617,9 +618,7 @@ class Seats:
 
     def _others(self, request: SeatRequest) -> list[SeatRecord]:
         """Return the pool's seats without the one that this request would replace."""
-        return [
-            seat for seat in self._of_pool(request.pool) if (seat.owner, seat.server) != (request.owner, request.server)
-        ]
+        return [seat for seat in self._of_pool(request.pool) if not is_of_same_server(seat, request)]
 
     def _revoked(self, request: SeatRequest) -> list[LeaseView]:
         return self.revocations.of_user(request.pool, request.owner, request.server)
