@@ -355,15 +355,16 @@ class Reconciler:
         from jupyterhub.orm import User  # noqa: PLC0415 - the service's process imports this module, and waits for no database
 
         orm_user = User.find(self._app.db, seat.owner)
-        if orm_user is None:
-            return False
-        spawners = self._app.users[orm_user].spawners
-        if seat.server not in spawners and seat.server not in orm_user.orm_spawners:
-            return False
-        spawner = spawners[seat.server]
-        if spawner.pending or not spawner.active:
-            return bool(spawner.pending)
-        return bool((getattr(spawner, "gpu_seat", None) or {}).get("seat_id") == seat.seat_id)
+        spawner = self._app.users[orm_user].spawners.get(seat.server) if orm_user is not None else None
+        if spawner is not None and (spawner.pending or _has_seat(spawner, seat)):
+            return True
+        # The server of a user whom an administrator renamed while it ran.
+        return any(_has_seat(one, seat) for user in self._app.users.values() for one in user.spawners.values())
+
+
+def _has_seat(spawner: Any, seat: SeatStatus) -> bool:  # noqa: ANN401 - JupyterHub is untyped
+    """Whether the spawner's server runs, starts or stops, and has the seat."""
+    return bool(spawner.active and (getattr(spawner, "gpu_seat", None) or {}).get("seat_id") == seat.seat_id)
 
 
 def start_reconciling(socket: str) -> None:

@@ -88,6 +88,17 @@ async def test_seats_of_servers_that_are_gone_are_given_back(live: LiveBroker) -
     assert left(live) == ["ada/", "ada/starting"], (used, starting)
 
 
+async def test_the_seat_of_a_user_who_was_renamed_stays_with_the_server(live: LiveBroker) -> None:
+    seat_id = take(live, "ada")
+    servers = {"ada.lovelace": {"": spawner(seat_id)}}
+    await Reconciler(hub_with(servers), live.socket).reconcile()
+    assert left(live) == ["ada/"]
+    await Reconciler(hub_with({**servers, "ada": {"": spawner(active=False)}}), live.socket).reconcile()
+    assert left(live) == ["ada/"], "though there is another user of the old name"
+    await Reconciler(hub_with({"ada.lovelace": {"": spawner(seat_id, active=False)}}), live.socket).reconcile()
+    assert left(live) == []
+
+
 async def test_seats_of_another_hub_stay(live: LiveBroker) -> None:
     take(live, "ada", hub="http://127.0.0.1:9999/hub/api")
     take(live, "bob", hub="")
