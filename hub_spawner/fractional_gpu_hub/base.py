@@ -163,10 +163,33 @@ class GPUChoiceMixin(_Spawner):
             raise spawn_error(str(error), reason="gpu-options") from None
 
     def gpu_wanted(self, choice: Choice, offers: Offers) -> tuple[str, int]:
-        """Return pool and thousandths, the default where one was left out. Raises the error that stops the spawn."""
+        """Return pool and thousandths: what was left out goes with the rest, the default where that does.
+
+        A choice with which nothing goes is completed by the default: its refusal says what there is. Raises the error that stops the spawn.
+        """
         pool, milli = choice.pool or offers.default_pool, choice.fraction_milli or offers.default_fraction_milli
+        asked = [
+            (offer, [one for one in offer.fractions if choice.fraction_milli in {None, one.fraction_milli}])
+            for offer in offers.pools
+            if choice.pool in {None, offer.pool}
+        ]
+        can_have = [(offer.pool, one) for offer, ones in asked if not offer.why_not for one in ones if not one.why_not]
+        if can_have:
+            # The default first, then what is free, then what has as much of the default as possible.
+            found, one = min(
+                can_have,
+                key=lambda it: (
+                    (it[0], it[1].fraction_milli) != (pool, milli),
+                    not it[1].free,
+                    it[1].fraction_milli != milli,
+                    it[0] != pool,
+                ),
+            )
+            return found, one.fraction_milli
         if not pool or not milli:
-            why = "; ".join(offer.why_not for offer in offers.pools) or "there is no pool of GPUs for you"
+            whys = [offer.why_not or next((one.why_not for one in ones), "") for offer, ones in asked]
+            nothing = f"there is no pool {choice.pool!r} for you" if choice.pool else "there is no pool of GPUs for you"
+            why = "; ".join(dict.fromkeys(filter(None, whys))) or nothing
             raise spawn_error(f"{why}; choose a server without a GPU (fraction 'none')", reason="no-pool")
         return pool, milli
 

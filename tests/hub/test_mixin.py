@@ -306,6 +306,41 @@ async def test_who_asks_for_nothing_gets_the_default(live: LiveBroker) -> None:
     await hub_stops(one)
 
 
+@pytest.mark.parametrize(
+    ("options", "chosen"),
+    [
+        ({}, ("shared", 250)),
+        ({"pool": "whole"}, ("whole", 1000)),
+        ({"fraction": 1}, ("whole", 1000)),
+        ({"fraction": "1/8"}, ("shared", 125)),
+    ],
+)
+async def test_what_a_choice_leaves_out_goes_with_the_rest(options: dict[str, Any], chosen: tuple[str, int]) -> None:
+    pools = {"shared": {"devices": [0], "fractions": ["1/8", "1/4"]}, "whole": {"devices": [1], "fractions": ["1"]}}
+    with live_broker("2x1GiB", seats_required=True, pools=pools, default_pool="shared") as live:
+        one = spawner(live)
+        await hub_starts(one, **options)
+        assert one.gpu_seat is not None
+        assert (one.gpu_seat["pool"], one.gpu_seat["fraction_milli"]) == chosen
+        await hub_stops(one)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({}, "1/8 GPU was asked; you may have 1/2"), ({"fraction": 1}, "1 GPU was asked; you may have 1/2")],
+)
+async def test_who_reached_a_limit_and_leaves_the_pool_out_is_told_the_limit(
+    options: dict[str, Any], said: str
+) -> None:
+    with live_broker(seats_required=True, pools={"default": {"user_limits": {"fraction": "1/2"}}}) as live:
+        first, second = spawner(live), spawner(live)
+        second.orm_spawner.name = "second"
+        await hub_starts(first, pool="default", fraction="1/2")
+        with pytest.raises(web.HTTPError, match=said):
+            await hub_starts(second, **options)
+        await hub_stops(first)
+
+
 FORGED: list[tuple[dict[str, Any], str]] = [
     ({"pool": "default", "fraction": 7}, "out of range"),
     ({"pool": "default", "fraction": "1/0"}, "is not a fraction"),
