@@ -3,6 +3,7 @@
 import argparse
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -120,6 +121,33 @@ def test_a_reader_that_goes_away_is_no_drama() -> None:
     process.stderr.close()
     assert process.wait(60) == 1
     assert complaint == ""
+
+
+_MAIN = [sys.executable, "-m", "fractional_gpu.commands.main"]
+
+
+def test_a_full_disk_is_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*_MAIN, "broker", "--generate-config"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "jupyter gpu: what it writes does not fit: No space left on device; free some space, or write elsewhere\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["status", "--socket", "/nonexistent/broker.sock"], 0),
+        (["capacity", "--socket", "/nonexistent/broker.sock"], 1),
+        (["node", "prolog", "--socket", "/nonexistent/broker.sock", "--log", "/dev/null"], 0),
+    ],
+)
+def test_without_streams_a_command_does_its_work(arguments: list[str], code: int) -> None:
+    closed = ["sh", "-c", '"$@" >&- 2>&-', "sh", *_MAIN, *arguments]
+    assert subprocess.run(closed, check=False).returncode == code
 
 
 def test_only_lab_passes_unknown_arguments_on(command: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ is a defect of this package. Help must be quick, so nothing heavy is imported be
 """
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -19,6 +20,7 @@ from fractional_gpu.protocol.errors import FractionalGPUError
 INTERRUPTED = 130
 FAILED = 1
 _COMPLETING = "_ARGCOMPLETE"
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class _Entry(NamedTuple):
@@ -162,6 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from fractional_gpu.commands.completion import complete  # noqa: PLC0415 - for shells only, when Tab is pressed
 
         complete({name: entry.summary for name, entry in COMMANDS.items()}, lambda name: subcommand(name)[1])
+    _open_closed_streams()
     try:
         code = _dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
@@ -171,10 +174,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has ended (`| head`). Point stdout elsewhere, or the interpreter complains when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()  # its reader has ended (`| head`)
+        return FAILED
+    except OSError as error:
+        if error.errno not in _NO_SPACE:
+            raise
+        _discard_output()
+        say(
+            f"jupyter gpu: what it writes does not fit: {error.strerror}; free some space, or write elsewhere",
+            sys.stderr,
+        )
         return FAILED
     return code
+
+
+def _open_closed_streams() -> None:
+    """Open the streams that this process was started without (`>&-`), so that what is written to them goes nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+
+
+def _discard_output() -> None:
+    """Point standard output elsewhere, or the interpreter complains when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":
