@@ -27,6 +27,7 @@ PLAIN, BOLD, RED = "a lost GPU\n", "a \x1b[1mlost\x1b[0m GPU\n", "a \x1b[1;31mlo
         (False, {}, PLAIN),
         (False, {"NO_COLOR": "1"}, PLAIN),
         (False, {"FORCE_COLOR": "1"}, RED),
+        (True, {"COLUMNS": "0"}, RED),
         (False, {"FORCE_COLOR": ""}, PLAIN),
     ],
 )

@@ -13,6 +13,8 @@ from fractional_gpu.commands.terminal.layout import harmless, plain
 if TYPE_CHECKING:
     from rich.text import Text
 
+_ANY_WIDTH = 80
+
 
 def terminal_width(out: TextIO) -> int | None:
     """Return the terminal's width in characters; None if the output is no terminal, such as a pipe to `grep`."""
@@ -23,7 +25,8 @@ def shown(lines: "Iterable[Text]", out: TextIO) -> str:
     """Return the lines as `out` wants them, each with its end; they are not wrapped."""
     from rich.console import Console  # noqa: PLC0415 - heavy, and for those commands only that lay lines out
 
-    console = Console(file=out, force_jupyter=False)
+    # Lines are not wrapped; without a width, rich prints nothing where COLUMNS is 0.
+    console = Console(file=out, force_jupyter=False, width=_ANY_WIDTH)
     if console.color_system is None:
         return plain(lines)
     with console.capture() as captured:
