@@ -180,7 +180,10 @@ def test_all_devices_are_drained_and_undrained_together(broker: OwnBroker, capsy
         assert [one["device_id"] for one in json.loads(capsys.readouterr().out)] == ["GPU-0"]
 
 
-@pytest.mark.parametrize("arguments", [["drain"], ["drain", "0", "--all"], ["undrain"], ["undrain", "0", "--all"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["drain"], ["drain", "0", "--all"], ["undrain"], ["undrain", "0", "--all"], ["drain", ""], ["drain", "", "--all"]],
+)
 def test_one_device_is_named_or_all_are_meant(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) != 0
     assert "name one GPU, for example 0, or say --all" in capsys.readouterr().err

@@ -49,10 +49,9 @@ def run(options: argparse.Namespace) -> int:
     keys = dict(_change(text) for text in options.changes)
     running = running_broker(options.socket, without=NO_POOLS)
     with running, closing(SeatClient(running.socket_path)) as client:
-        if keys:
+        pools = [one for one in client.pools().pools if options.pool in {None, one.pool}]
+        if pools and keys:
             pools = [client.change_pool(options.pool, keys)]
-        else:
-            pools = [one for one in client.pools().pools if options.pool in {None, one.pool}]
     if not pools:
         raise UsageError(f"there is no pool {options.pool!r}; `jupyter gpu pool` lists them")
     if options.json:
@@ -70,6 +69,11 @@ def _change(text: str) -> tuple[str, Any]:
     try:
         return key, json.loads(value)
     except ValueError:
+        if value[:1] in {"[", "{"}:
+            raise UsageError(
+                f"{text!r}: the value is no JSON; lists and objects are written with double quotes within single ones, such as "
+                """'fractions=["1/4", "1/2"]'"""
+            ) from None
         return key, value
 
 

@@ -204,7 +204,7 @@ class DeviceCommand:
     def run(self, options: argparse.Namespace) -> int:
         """Call the broker and print the device. Raises what `request` and `check` raise."""
         request = self.request(options)
-        if (options.device is None) != options.all:
+        if (options.device is None) != options.all or options.device == "":
             given = f"{options.device!r} and --all" if options.all else "no GPU"
             raise UsageError(f"{given} was given; name one GPU, for example 0, or say --all")
         with running_broker(options.socket, without=_NO_DEVICES) as client:
