@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import inspect
 import os
+import pwd
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -297,6 +298,18 @@ class FractionalGPUMixin(GPUChoiceMixin):
             environment["JUPYTER_GPU_DEFAULT_POOL"] = self._gpu_seat["pool"]
             environment["JUPYTER_GPU_DEFAULT_FRACTION"] = f"{self._gpu_seat['fraction_milli']}m"
         return environment
+
+
+def ids_of_user(name: str) -> tuple[int, int]:
+    """Return uid and gid of a user of the machine. Raises the error that stops the spawn."""
+    try:
+        user = pwd.getpwnam(name)
+    except (KeyError, ValueError):  # ValueError: a name that no user can have
+        raise spawn_error(
+            f"this machine has no user {name!r}, and servers here run as its users; ask your administrator to add that user",
+            reason="no-system-user",
+        ) from None
+    return user.pw_uid, user.pw_gid
 
 
 def _waiting(line: SeatProgress) -> str:

@@ -1,10 +1,8 @@
 """Ready spawners for servers that are processes of this machine."""
 
-import pwd
-
 from jupyterhub.spawner import LocalProcessSpawner, SimpleLocalProcessSpawner
 
-from fractional_gpu_hub.mixin import FractionalGPUMixin
+from fractional_gpu_hub.mixin import FractionalGPUMixin, ids_of_user
 
 
 class FractionalGPULocalSpawner(FractionalGPUMixin, LocalProcessSpawner):  # type: ignore[misc] # untyped
@@ -12,8 +10,7 @@ class FractionalGPULocalSpawner(FractionalGPUMixin, LocalProcessSpawner):  # typ
 
     def gpu_user_ids(self) -> tuple[int, int]:
         """Return the ids of the system's user."""
-        user = pwd.getpwnam(self.user.name)
-        return user.pw_uid, user.pw_gid
+        return ids_of_user(self.user.name)
 
 
 class FractionalGPUSimpleSpawner(FractionalGPUMixin, SimpleLocalProcessSpawner):  # type: ignore[misc] # untyped

@@ -4,14 +4,13 @@ The broker's socket and the seat's file must be where the unit sees them: a unit
 A unit with a dynamic user gets the file as a credential, because systemd chooses the uid only as the unit starts.
 """
 
-import pwd
 from pathlib import Path
 from typing import Any
 
 from systemdspawner import SystemdSpawner
 from traitlets import default
 
-from fractional_gpu_hub.mixin import FractionalGPUMixin
+from fractional_gpu_hub.mixin import FractionalGPUMixin, ids_of_user
 from fractional_gpu_hub.seats import spawn_error
 
 _CREDENTIAL = "gpu-seat"
@@ -30,8 +29,7 @@ class FractionalGPUSystemdSpawner(FractionalGPUMixin, SystemdSpawner):  # type: 
         """Return the ids of the unit's user; None for a dynamic user, which reads the file as a credential of root's."""
         if self.dynamic_users:
             return None
-        user = pwd.getpwnam(self._expand_user_vars(self.username_template))
-        return user.pw_uid, user.pw_gid
+        return ids_of_user(self._expand_user_vars(self.username_template))
 
     def gpu_seat_uid(self) -> int | None:
         """Return the uid that may draw on the seat; None for a dynamic user, whose uid is not known yet: any process with the token may."""

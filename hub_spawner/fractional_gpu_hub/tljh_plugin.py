@@ -8,7 +8,6 @@ its own, written and started after the installation. Servers run as system users
 them made before the seat is taken, because a seat belongs to a uid.
 """
 
-import pwd
 import subprocess
 import sys
 from collections.abc import MutableMapping
@@ -22,7 +21,7 @@ from fractional_gpu import __version__
 from fractional_gpu.config import ConfigError, load
 from fractional_gpu.core.units import format_fraction
 from fractional_gpu_hub.configuration import configure
-from fractional_gpu_hub.mixin import FractionalGPUMixin
+from fractional_gpu_hub.mixin import FractionalGPUMixin, ids_of_user
 
 SECTION: Final = "fractional_gpu"
 PACKAGE: Final = "jupyter-fractional-gpu"
@@ -100,8 +99,7 @@ class _SystemUser(FractionalGPUMixin):
 
     def gpu_user_ids(self) -> tuple[int, int] | None:
         """Return the ids of the server's system user."""
-        user = pwd.getpwnam(self._system_name())
-        return user.pw_uid, user.pw_gid
+        return ids_of_user(self._system_name())
 
     async def start(self) -> Any:  # noqa: ANN401 - the spawner's own answer
         """Make the user, take a seat and start the server."""

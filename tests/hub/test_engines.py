@@ -228,3 +228,13 @@ async def test_a_local_servers_seat_is_its_users(live: LiveBroker) -> None:
     spawner = made(live, FractionalGPULocalSpawner)
     assert spawner.gpu_user_ids() == (NOBODY.pw_uid, NOBODY.pw_gid)
     assert spawner.gpu_seat_uid() == NOBODY.pw_uid
+
+
+@pytest.mark.parametrize("name", ["ada.lovelace@example.org", "no\0one"])
+@pytest.mark.parametrize("kind", [FractionalGPULocalSpawner, FractionalGPUSystemdSpawner])
+async def test_a_hubs_user_who_is_none_of_the_machine_is_told_so(live: LiveBroker, kind: type[Any], name: str) -> None:
+    spawner = made(live, kind, name)
+    with pytest.raises(web.HTTPError, match=r"this machine has no user .*, and servers here run as its users"):
+        await spawner.start()
+    with SeatClient(live.socket) as client:
+        assert client.seats().seats == []
