@@ -12,7 +12,7 @@ is used, and pools belong into its own file.
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from fractional_gpu.client.discovery import SYSTEM_SOCKET, restart_file, runtime
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.client.state_folder import SERVICE_STATE, is_network
 from fractional_gpu.config import ConfigError, load
+from fractional_gpu.jupyter.kernel_command import SIMULATED
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu_hub.engines import EngineGPUMixin
 from fractional_gpu_hub.mixin import FractionalGPUMixin
@@ -62,11 +63,16 @@ def configure(
         _check_registered(spawner)
     elif isinstance(spawner, type):
         _check_needs_broker(spawner, spawner.__name__)
+    if simulate is not None and SIMULATED.fullmatch(simulate) is None:
+        raise ConfigError(
+            f"{_WHERE}: simulate = {simulate!r}: allowed: COUNTxMEMORY such as '2x8GiB' or '2x80GiB,1x40GiB'"
+        )
     if broker not in {"auto", "managed", "system"}:
         raise ConfigError(f"{_WHERE}: broker = {broker!r}: allowed: 'auto', 'managed' or 'system'")
     path = socket or _socket(broker)
     if broker == "system" or (broker == "auto" and socket is None and _is_system_service(path)):
-        _check_system(path, pools, settings)
+        its_own = {"pools": pools, "config_file": config_file, "simulate": simulate}
+        _check_system(path, [*(name for name, value in its_own.items() if value is not None), *sorted(settings)])
     else:
         given = {**settings, **({"pools": dict(pools)} if pools is not None else {})}
         _add_service(c, path, given, config_file=config_file, simulate=simulate)
@@ -147,11 +153,11 @@ def _is_system_service(path: str) -> bool:
     return not (isinstance(argument, dict) and argument.get("settings"))
 
 
-def _check_system(path: str, pools: Mapping[str, Any] | None, settings: Mapping[str, Any]) -> None:
-    if pools is not None or settings:
-        named = ", ".join(["pools"] * (pools is not None) + sorted(settings))
+def _check_system(path: str, given: Sequence[str]) -> None:
+    """Check the broker of the system. `given`: the settings of a broker that were passed. Raises ConfigError."""
+    if given:
         raise ConfigError(
-            f"{_WHERE}: {named} was given, but a broker of the system serves on {path}, and its settings are in its own file, "
+            f"{_WHERE}: {', '.join(given)} was given, but a broker of the system serves on {path}, and its settings are in its own file, "
             "/etc/jupyter/jupyter_gpu_config.py; move them there, or stop that service and pass broker='managed'"
         )
     try:

@@ -122,6 +122,7 @@ def test_a_hub_that_does_not_keeps_to_its_own_folder(monkeypatch: pytest.MonkeyP
         ({"socket": "/srv/" + "x" * 120}, "longer than 100 bytes; pass a shorter path as socket"),
         ({"spawner": "dockr"}, "allowed: fractional-gpu-local, fractional-gpu-simple"),
         ({"spawner": "docker"}, "has no FractionalGPUMixin"),
+        ({"simulate": "two"}, "simulate = 'two': allowed: COUNTxMEMORY such as '2x8GiB'"),
         ({"broker": "mine"}, "allowed: 'auto', 'managed' or 'system'"),
     ],
 )
@@ -163,8 +164,9 @@ def test_a_broker_of_the_system_is_found_and_used(
         assert c.FractionalGPUMixin.gpu_socket == live.socket
         configure(Config(), broker="system")
         assert any("a seat of 1 GPU never shares a device" in line for line in caplog.messages)
-        with pytest.raises(ConfigError, match=r"pools was given, but a broker of the system serves"):
-            configure(Config(), pools={"default": {}})
+        for name, value in (("pools", {"default": {}}), ("config_file", "pools.py"), ("simulate", "2x8GiB")):
+            with pytest.raises(ConfigError, match=rf"{name} was given, but a broker of the system serves"):
+                configure(Config(), **{name: value})  # type: ignore[arg-type]
         # What an earlier run of this hub started is not the system's.
         argv = {"argv": ["python", json.dumps({"settings": "{}"})]}
         Path(live.socket).with_name("broker.json").write_text(json.dumps(argv))

@@ -225,7 +225,7 @@ def _foreign_in(folder: str, name: str, origin: str) -> Path | None:
 
 
 CONFIG_KEYS = ("pool", "fraction", "memory", "request", "devices", "priority", "simulate")
-_SIMULATED = re.compile(r"(\d{1,4}x)?\d{1,9}[KMGT]i?B(,(\d{1,4}x)?\d{1,9}[KMGT]i?B){0,63}", re.ASCII | re.IGNORECASE)
+SIMULATED = re.compile(r"(\d{1,4}x)?\d{1,9}[KMGT]i?B(,(\d{1,4}x)?\d{1,9}[KMGT]i?B){0,63}", re.ASCII | re.IGNORECASE)
 _POOL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", re.ASCII)
 _DEVICES = range(1, 9)
 _PRIORITIES = range(-1000, 1001)
@@ -309,7 +309,7 @@ def _devices(value: object) -> int:
 
 
 def _simulated(value: object) -> str | None:
-    if value is None or (isinstance(value, str) and _SIMULATED.fullmatch(value)):
+    if value is None or (isinstance(value, str) and SIMULATED.fullmatch(value)):
         return value
     raise BadRequestError(
         f"kernel_provisioner config: simulate is {_shown(value)}; allowed: COUNTxMEMORY such as 2x80GiB or 2x80GiB,1x40GiB"
