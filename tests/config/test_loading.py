@@ -96,6 +96,7 @@ def test_a_file_that_anybody_can_write_is_not_run(write: Write, tmp_path: Path) 
         ("\n\nc.GPUBroker.idle_exit = = 3\n", r", line 3: invalid syntax$"),
         ("x = 1\nc.GPUBroker.idle_exit = minutes(5)\n", r", line 2: NameError: name 'minutes' is not defined$"),
         ("c.GPUBroker.pools['x'] = {}\n", r", line 1: TypeError: .*LazyConfigValue"),
+        ("import sys\n\nsys.exit(0)\n", r", line 3: SystemExit: 0$"),
         ("def five():\n    return 5 / 0\n\nfive()\n", r", line 2: ZeroDivisionError: division by zero$"),
         (
             "c.GPUBroker.idel_exit = '5m'",

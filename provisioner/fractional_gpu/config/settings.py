@@ -318,7 +318,7 @@ def _read(file: Path) -> Mapping[str, Any]:
         config: Config = PyFileConfigLoader(file.name, path=str(file.absolute().parent)).load_config()
     except SyntaxError as error:
         raise ConfigError(f"{error.filename or file}, line {error.lineno}: {error.msg}") from error
-    except Exception as error:  # the file is a program: it may raise anything
+    except (Exception, SystemExit) as error:  # the file is a program: it may raise anything, or call exit()
         lines = [
             frame.lineno
             for frame in traceback.extract_tb(error.__traceback__)
