@@ -170,6 +170,10 @@ def test_filters_and_times_leave_what_fits(usage: Path, said: Said) -> None:
     assert users("--pool", "small") == ["mary"]
     assert users("--group", "physics") == ["ada"]
     assert users("--device", "gpu-1") == ["grace"]
+    assert users("--device", "1") == ["grace"], "the number of a device"
+    assert "--device 'gpu' fits gpu-0, gpu-1, gpu-2; name one of them" in said(
+        "--from", usage, "--device", "gpu", code=1
+    )
     assert users("--user", "nobody") == []
     assert users("--since", "2026-11-25") == ["grace", "mary"]
     assert users("--until", "2026-11-24T08:00") == ["ada"]

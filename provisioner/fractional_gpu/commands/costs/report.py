@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from fractional_gpu import __version__
-from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.commands.terminal.completers import DEVICES, POOLS, set_completer
 from fractional_gpu.commands.terminal.connection import RUN_ONE, add_socket_argument, running_broker, say_if_slow
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError
@@ -177,16 +176,16 @@ def _from_broker(options: argparse.Namespace, ask: _Ask) -> UsageReport:
     with closing(running_broker(options.socket, without=_WITHOUT_BROKER)) as client:
         only: dict[str, str] = {name: str(value) for name, value in ask.only.items()}
         if "device" in only:
-            only["device"] = _device(client, only["device"])
+            devices = {one.device_id: str(one.index) for one in client.status().devices}
+            only["device"] = _device(devices, only["device"])
         with say_if_slow("The broker adds up the figures ..."):
             return client.usage(ask.grain, since_s, until_s, only)
 
 
-def _device(client: BrokerClient, word: str) -> str:
-    """Return the id of a device that the broker has; of one that it had, the word as it is."""
-    devices = client.status().devices
-    found = [one.device_id for one in devices if word in (str(one.index), one.device_id)]
-    found = found or [one.device_id for one in devices if one.device_id.startswith(word)]
+def _device(devices: Mapping[str, str], word: str) -> str:
+    """Return the id of one of the devices, which have a number each; of one that the broker had before, the word as it is."""
+    found = [device_id for device_id, number in devices.items() if word in (number, device_id)]
+    found = found or [device_id for device_id in devices if device_id.startswith(word)]
     if len(found) > 1:
         raise CommandError(f"--device {word[:60]!r} fits {', '.join(found)}; name one of them")
     return found[0] if found else word
@@ -205,7 +204,11 @@ def _from_file(options: argparse.Namespace, ask: _Ask) -> UsageReport:
                 since_s, until_s = _period(
                     argparse.Namespace(since=begin, until=options.until), file.ends_s, rows_file.ZONE
                 )
-            return rows_file.report_of(file, ask.grain, since_s, until_s, ask.only)
+            only = dict(ask.only)
+            if "device" in only:
+                numbers = {device_id: str(number) for number, device_id in enumerate(rows_file.devices_of(file))}
+                only["device"] = _device(numbers, str(only["device"]))
+            return rows_file.report_of(file, ask.grain, since_s, until_s, only)
     except OSError as error:
         raise CommandError(f"{path} cannot be read: {error.strerror or error}; check --from") from None
     except ValueError as error:
