@@ -1,6 +1,7 @@
 """When a step is tried again, and when its share is given up."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -13,6 +14,7 @@ from fractional_gpu.commands.measuring.measure import Measurement, Plan
 from fractional_gpu.commands.measuring.step import DisturbedError, TooSlowError
 from fractional_gpu.commands.measuring.study import LEAST_ROUNDS, Sample, Setting
 from fractional_gpu.commands.measuring.tenants import TenantError
+from fractional_gpu.commands.terminal.errors import UsageError
 from fractional_gpu.protocol.errors import ForbiddenError, NoRoomError
 from fractional_gpu.protocol.messages import HostStatus
 from tests.commands.pictures import a_host
@@ -36,8 +38,9 @@ Outcome = Callable[[Setting, int], Exception | None]
 class World:
     """Clock, broker and steps: `outcome` says what the n-th attempt of a setting raises."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: Outcome, offered: Sequence[int] = (1000, 500, 250)) -> None:
         self.outcome = outcome
+        self.offered = list(offered)
         self.now_s = 0.0
         self.attempts: list[Setting] = []
 
@@ -48,7 +51,7 @@ class World:
         self.now_s += seconds
 
     def status(self) -> HostStatus:
-        return structs.replace(a_host(), pools={"default": [1000, 500, 250]})
+        return structs.replace(a_host(), pools={"default": self.offered})
 
     def step(self, setting: Setting, limit_s: float) -> Sample:
         assert limit_s <= PLAN.within_s
@@ -116,3 +119,29 @@ def test_where_nothing_is_measured_alone_no_other_step_is_made_in_vain(measured:
     measurement, world = measured(outcome)
     assert set(world.attempts[:60]) == {ALONE}
     assert known(measurement) == [ALONE, HALF, QUARTER]
+
+
+@pytest.mark.parametrize(
+    ("offered", "plan", "fractions"),
+    [
+        ([1000, 250], PLAN, {1000, 250}),
+        ([1000, 250], replace(PLAN, fractions_milli=[250]), {250}),
+        ([], PLAN, {1000, 750, 500, 250, 125}),
+        ([], replace(PLAN, fractions_milli=[333]), {333}),
+        ([], replace(PLAN, copies=[1]), {1000, 500}),
+    ],
+)
+def test_the_shares_are_those_on_offer_or_asked_for(
+    offered: list[int], plan: Plan, fractions: set[int], tmp_path: Path
+) -> None:
+    world = cast("BrokerClient", World(lambda *_: None, offered))
+    study = Measurement(plan, world, tmp_path, lambda _: None).study
+    assert {one.fraction_milli for one in study.settings} == fractions
+
+
+def test_a_share_that_is_not_on_offer_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    world = cast("BrokerClient", World(lambda *_: None))
+    with pytest.raises(
+        UsageError, match=r"--fractions has 1/5, but pool 'default' offers 1, 1/2, 1/4; choose of these"
+    ):
+        Measurement(replace(PLAN, fractions_milli=[250, 200]), world, tmp_path, lambda _: None)

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -22,6 +22,7 @@ from typing import Final
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import ensure_broker
 from fractional_gpu.client.seat import own_seat
+from fractional_gpu.commands.kernels import ANY_OFFERS_MILLI
 from fractional_gpu.commands.measuring import answer
 from fractional_gpu.commands.measuring.step import (
     LONGEST_S,
@@ -242,6 +243,10 @@ def _listed(text: str | None, parse: Callable[[str], int]) -> list[int] | None:
     return None if text is None else [parse(part.strip()) for part in text.split(",")]
 
 
+def _fractions(milli: Iterable[int]) -> str:
+    return ", ".join(format_fraction(one) for one in milli)
+
+
 def _copies(text: str) -> int:
     if not text.isdigit() or len(text) > 2 or not 1 <= int(text) <= _MOST_COPIES:
         raise UsageError(f"--copies has {text[:20]!r}; allowed: whole numbers from 1 to {_MOST_COPIES}, with commas")
@@ -347,9 +352,14 @@ class Measurement:
                 f"there is no pool {self.plan.pool}; choose from {', '.join(sorted(self._host.pools))} with --pool"
             )
         if self.plan.copies is None:
-            return settings_of_fractions(self.plan.fractions_milli or offered)
+            asked = self.plan.fractions_milli or offered or ANY_OFFERS_MILLI
+            if offered and (others := [one for one in asked if one not in offered]):
+                raise UsageError(
+                    f"--fractions has {_fractions(others)}, but pool {self.plan.pool!r} offers {_fractions(offered)}; choose of these"
+                )
+            return settings_of_fractions(asked)
         try:
-            return settings_of_copies(self.plan.copies, offered)
+            return settings_of_copies(self.plan.copies, offered or ANY_OFFERS_MILLI)
         except ValueError as error:
             raise UsageError(str(error)) from None
 
