@@ -165,7 +165,8 @@ class GPUChoiceMixin(_Spawner):
     def gpu_wanted(self, choice: Choice, offers: Offers) -> tuple[str, int]:
         """Return pool and thousandths: what was left out goes with the rest, the default where that does.
 
-        A choice with which nothing goes is completed by the default: its refusal says what there is. Raises the error that stops the spawn.
+        Without any choice it is the default. So is the rest of a choice with which nothing goes: its refusal says what there is. Raises the
+        error that stops the spawn.
         """
         pool, milli = choice.pool or offers.default_pool, choice.fraction_milli or offers.default_fraction_milli
         asked = [
@@ -174,7 +175,7 @@ class GPUChoiceMixin(_Spawner):
             if choice.pool in {None, offer.pool}
         ]
         can_have = [(offer.pool, one) for offer, ones in asked if not offer.why_not for one in ones if not one.why_not]
-        if can_have:
+        if can_have and (choice.pool or choice.fraction_milli):
             # The default first, then what is free, then what has as much of the default as possible.
             found, one = min(
                 can_have,

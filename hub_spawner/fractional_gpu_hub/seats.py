@@ -355,9 +355,12 @@ class Reconciler:
         from jupyterhub.orm import User  # noqa: PLC0415 - the service's process imports this module, and waits for no database
 
         orm_user = User.find(self._app.db, seat.owner)
-        spawner = self._app.users[orm_user].spawners.get(seat.server) if orm_user is not None else None
-        if spawner is not None and (spawner.pending or _has_seat(spawner, seat)):
-            return True
+        if orm_user is not None:
+            spawners = self._app.users[orm_user].spawners
+            # Asked by its name, JupyterHub makes the spawner of a server that its database has.
+            known = seat.server in spawners or seat.server in orm_user.orm_spawners
+            if known and (spawners[seat.server].pending or _has_seat(spawners[seat.server], seat)):
+                return True
         # The server of a user whom an administrator renamed while it ran.
         return any(_has_seat(one, seat) for user in self._app.users.values() for one in user.spawners.values())
 
