@@ -5,7 +5,8 @@ The way of a cell (`CellGuard`):
 1. IPython calls the shell's `run_cell_async`, which is wrapped: every cell passes there, synchronous, asynchronous, silent, nested, with
    or without history. Only there are a cell's beginning and end one exact pair: IPython's events are not (`post_execute` fires for blank
    cells that had no `pre_execute`, and an exception in `pre_execute` does not stop the cell).
-2. A cell that does not need the GPU (`needs_gpu`) runs at once, and the broker learns that this busy kernel wants no ticket.
+2. A cell that does not need the GPU (`needs_gpu`) runs at once, and the broker learns that this busy kernel wants no ticket. Start-up code
+   that IPython runs as cells (exec_lines, .ipy files) runs at once, too, without the GPU: a kernel that waits there answers nothing.
 3. `%%gpu` gets its larger share before the cell passes the gate, and gives it back after the cell, however that ended (`magics.resize`).
 4. The cell enters the open gate, or waits for it (`Acquirer.wait_for_gpu`).
 5. A cell that may not run is handed on as one whose preparation failed: it fails with our message, hooks of other extensions see an
@@ -109,6 +110,8 @@ class CellGuard:
             transformed = kwargs.get("transformed_cell")
             if transformed is not None and not needs_gpu(transformed):
                 return await self._run_exempt(original(raw_cell, *args, **kwargs))
+            if not self._gate.is_open and _is_starting(self._shell):
+                return await _run_within(original(raw_cell, *args, **kwargs), uses_gpu=False)
             mark = Mark(_request_of(self._shell))
             silent = bool(kwargs.get("silent", len(args) > 1 and args[1]))
             try:
@@ -201,6 +204,14 @@ def _request_of(shell: Any) -> str:  # noqa: ANN401 - IPython is untyped
         return str(shell.kernel.get_parent("shell")["header"]["msg_id"])
     except (AttributeError, KeyError, TypeError):
         return ""  # a kernel of another make: the broker does not know this id, and takes the kernel for busy
+
+
+def _is_starting(shell: Any) -> bool:  # noqa: ANN401 - IPython is untyped
+    """Return whether the kernel still runs its start-up code: it has not handled a request yet."""
+    try:
+        return bool(shell.kernel.get_parent("shell") == {})
+    except AttributeError:
+        return False  # a terminal, or a kernel of another make
 
 
 # -- input ----------------------------------------------------------------------------------------------------------------------------

@@ -220,6 +220,19 @@ def test_a_cpu_cell_tells_the_broker_that_it_needs_no_ticket(kernel: RunningKern
     broker.wait_for(lambda: broker.words() == ["exempt", "done"])
 
 
+def test_start_up_code_waits_for_no_gpu_and_the_kernel_answers(folder: Path, broker: ScriptedBroker) -> None:
+    profile = folder / "ipython" / "profile_default"
+    (profile / "startup").mkdir(parents=True)
+    (profile / "ipython_config.py").write_text("c.InteractiveShellApp.exec_lines = ['x = 41', 'x += 1']\n")
+    (profile / "startup" / "magics.ipy").write_text("y = 43\n")
+    with running_kernel(kernel_environment(folder, broker.path)) as kernel:
+        assert kernel.run("%%cpu\nprint(x, y)").printed == "42 43\n"
+        assert "acquire" not in broker.routes()
+        request = kernel.send("print('let in')")
+        broker.stream("acquire").granted(CUDA_VISIBLE_DEVICES="GPU-7")
+        assert kernel.finish(request).printed == "let in\n"
+
+
 def test_completions_are_not_blocked_by_a_shut_gate(kernel: RunningKernel, broker: ScriptedBroker) -> None:
     request = kernel.client.complete("%gpu s")
     reply = kernel.finish(request).reply["content"]
