@@ -10,7 +10,15 @@ from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 
 from fractional_gpu.host.process import EXTENSION_ARGUMENT
-from fractional_gpu.jupyter.kernelspecs import PROVISIONER_NAME, install, list_installed, logo, remove, spec_name
+from fractional_gpu.jupyter.kernelspecs import (
+    PROVISIONER_NAME,
+    SeatKernelSpecManager,
+    install,
+    list_installed,
+    logo,
+    remove,
+    spec_name,
+)
 from fractional_gpu.protocol.errors import BadRequestError, FractionalGPUError, NotFoundError
 from tests.jupyter.conftest import Places
 from tests.support.fake_broker import FakeBroker
@@ -199,6 +207,15 @@ def test_a_place_that_cannot_be_written_to_is_named(places: Places) -> None:
     (places.work / "file").touch()
     with pytest.raises(FractionalGPUError, match="file"):
         install("default", [250], directory=str(places.work / "file"))
+
+
+@pytest.mark.parametrize("content", ['{"argv": [', '["argv"]', '{"metadata": 1}', "\udcff"])
+def test_a_kernelspec_that_cannot_be_read_hides_no_other(places: Places, content: str) -> None:
+    folder = places.specs / "broken"
+    folder.mkdir()
+    (folder / "kernel.json").write_text(content, encoding="utf-8", errors="surrogateescape")
+    assert SeatKernelSpecManager().get_all_specs().keys() == KernelSpecManager().get_all_specs().keys()
+    assert "env" in SeatKernelSpecManager().get_all_specs()
 
 
 @pytest.mark.parametrize("milli", [1, 125, 500, 501, 999, 1000])

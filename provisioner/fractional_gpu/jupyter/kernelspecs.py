@@ -28,6 +28,7 @@ from typing import Any
 
 from jupyter_client.kernelspec import KernelSpec, KernelSpecManager, NoSuchKernel
 from jupyter_core.paths import jupyter_path
+from traitlets import TraitError
 
 from fractional_gpu.client.seat import own_share
 from fractional_gpu.core.units import format_fraction, parse_fraction_milli
@@ -40,6 +41,7 @@ _NAME_PREFIX = "fractional-gpu-"
 _MADE_BY = "jupyter-fractional-gpu"  # the key in metadata that marks our kernelspecs
 _DEFAULT_BASE = "python3"
 _NAME = re.compile(r"[a-z0-9._-]+", re.ASCII | re.IGNORECASE)  # what Jupyter accepts
+_UNREADABLE = (OSError, ValueError, TypeError, RecursionError, TraitError)  # of a kernel.json that is no kernelspec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +198,8 @@ class SeatKernelSpecManager(KernelSpecManager):
             metadata: dict[str, Any] = self.get_kernel_spec(name).metadata or {}
         except NoSuchKernel:
             return True
+        except _UNREADABLE:
+            return True  # Jupyter logs it and leaves it out; the others are to be shown
         stanza = metadata.get("kernel_provisioner")
         if not isinstance(stanza, dict) or stanza.get("provisioner_name") != PROVISIONER_NAME:
             return True
