@@ -234,6 +234,15 @@ def test_a_start_that_fails_says_why(home: Path, code: str, says: str) -> None:
         ensure_broker(str(home / "b.sock"))
 
 
+def test_a_start_that_fails_says_why_where_no_temporary_file_can_be_made(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(home / "full"))
+    write_settings(home, "import sys; sys.exit('the disk is full')")
+    with pytest.raises(BrokerUnavailableError, match="the disk is full"):
+        ensure_broker(str(home / "b.sock"))
+
+
 def test_a_start_that_takes_too_long_is_ended(home: Path) -> None:
     write_settings(home, "import sys; sys.stdin.close(); import signal; signal.pause()")
     with pytest.raises(BrokerUnavailableError, match=r"within 0\.2 s"):

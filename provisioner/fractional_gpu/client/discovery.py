@@ -252,7 +252,8 @@ def _is_locked(folder: int) -> bool:
 def _start(path: str, timeout_s: float, command: tuple[list[str], dict[str, str]] | None = None) -> None:
     """Run the start command, which ends when a broker serves. Raises BrokerUnavailableError."""
     argv, environment = command or _start_command(path)
-    with tempfile.TemporaryFile() as complaint:  # no pipe: the broker may keep its end open
+    # In memory, as the disk may be full, and no pipe: the broker may keep its end open.
+    with os.fdopen(os.memfd_create("gpu-start"), "r+b") as complaint:
         try:
             process = subprocess.Popen(
                 argv,
