@@ -2,6 +2,7 @@
 
 import os
 import pty
+import signal
 import sys
 from pathlib import Path
 
@@ -49,6 +50,16 @@ def test_one_that_ends_by_itself_keeps_its_status_however_often_it_is_asked_for(
     assert [running.end(1), running.end(1), running.poll()] == [7, 7, 7]
     assert running.has_ended()
     assert (tmp_path / "output").read_text() == "done\n"
+
+
+def test_its_status_is_known_where_this_process_was_started_with_the_signal_of_its_end_ignored(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        running = start("raise SystemExit(7)", tmp_path / "output")
+        until(running.has_ended, "it ends")
+        assert running.end(1) == 7
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_it_has_no_input_where_its_output_goes_to_a_file(tmp_path: Path) -> None:

@@ -56,6 +56,8 @@ class HeldCommand:
     ) -> None:
         """Start the stub. Raises OSError. To be called in the main thread: the command ends with the thread that starts it."""
         self._program = command[0]
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # inherited: the system would drop the exit status
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         source, to_stub = os.pipe()
         from_stub, sink = os.pipe()
         self._to_stub, self._from_stub = os.fdopen(to_stub, "wb"), os.fdopen(from_stub, "rb")
