@@ -91,6 +91,13 @@ def test_a_script_has_the_variables_of_a_kernel_and_its_exit_status_is_that_of_t
     assert [lease for lease in shared.status().leases if lease.lease_id == lease_id] == []
 
 
+def test_a_file_whose_name_is_not_valid_text_runs_as_any(shared: World) -> None:
+    script = shared.folder / os.fsdecode(b"\xfcbung.sh")  # Latin-1
+    script.write_text("exit 7\n")
+    status, _, complaint = run_to_end(shared, "--name", "", "--", "sh", str(script))
+    assert (status, beside_waits(complaint)) == (7, "")
+
+
 def test_an_idle_script_is_suspended_and_back_for_its_next_call_with_all_its_bytes(shared: World) -> None:
     with Run.python(shared, "reader", READER) as run:
         lease = run.await_state("suspended")

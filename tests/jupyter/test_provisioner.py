@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import os
 import signal
 import stat
 import threading
@@ -83,6 +84,14 @@ def test_a_kernel_starts_with_its_lease_and_gives_it_back(places: Places, broker
         assert lease.attach["start_time"] == int(started)
     assert broker.leases[lease_id].state == "ended"
     assert token_files(places) == []
+
+
+def test_a_name_that_is_not_valid_text_keeps_no_kernel_from_its_start(
+    places: Places, broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JPY_SESSION_NAME", os.fsdecode(b"/home/me/\xfcbung.ipynb"))  # Latin-1
+    with running_kernel(places.write_gpu_spec(), cwd=str(places.work)):
+        assert broker.only_lease()[1].request["label"] == "/home/me/?bung.ipynb"
 
 
 @pytest.mark.usefixtures("broker")

@@ -39,6 +39,7 @@ from fractional_gpu.protocol.errors import (
     NotFoundError,
     UnauthorizedError,
 )
+from fractional_gpu.protocol.limits import MAX_NAME
 from fractional_gpu.protocol.messages import AttachRequest, LeaseRequest, ResumeRequest
 
 T = TypeVar("T")
@@ -281,6 +282,11 @@ def _write_private(path: Path, token: str) -> None:
             f"the lease's token cannot be written to {path} ({error.strerror}); free space there or set "
             "JUPYTER_RUNTIME_DIR"
         ) from error
+
+
+def lease_label(text: str) -> str:
+    """Return the text as a lease's label: its end, which is the file's name of a path. What is not valid text becomes question marks."""
+    return text.encode("utf-8", "replace").decode()[-MAX_NAME:]
 
 
 def attach_request(pid: int, connection: Mapping[str, Any], *, language: str, ipykernel: bool) -> AttachRequest:

@@ -27,7 +27,7 @@ from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import runtime_dir
 from fractional_gpu.host.process import find_ipykernel, read_stat
 from fractional_gpu.jupyter.kernel_command import parse_kernel_config, plan_kernel
-from fractional_gpu.jupyter.kernel_lease import KernelLease, attach_request, environment_with, take_lease
+from fractional_gpu.jupyter.kernel_lease import KernelLease, attach_request, environment_with, lease_label, take_lease
 from fractional_gpu.protocol.errors import BadRequestError, FractionalGPUError
 from fractional_gpu.protocol.limits import MAX_NAME
 from fractional_gpu.protocol.messages import LeaseRequest
@@ -86,7 +86,7 @@ def _lease_and_become(options: argparse.Namespace) -> NoReturn:
         memory_mib=config.memory_mib,
         devices=config.devices,
         kernel_id=kernel_id,
-        label=(os.environ.get("JPY_SESSION_NAME") or options.label or Path.cwd().name)[-MAX_NAME:],
+        label=lease_label(os.environ.get("JPY_SESSION_NAME") or options.label or Path.cwd().name),
         gated=plan.gated,
         wait_ms=0 if plan.gated else _WAIT_UNGATED_MS,
     )

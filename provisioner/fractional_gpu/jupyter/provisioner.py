@@ -48,6 +48,7 @@ from fractional_gpu.jupyter.kernel_lease import (
     environment_with,
     environment_without,
     in_thread,
+    lease_label,
     recall_lease,
     renew_lease,
     take_lease,
@@ -55,7 +56,6 @@ from fractional_gpu.jupyter.kernel_lease import (
 from fractional_gpu.jupyter.kernel_process import AdoptedProcess, KernelPorts, ProcessGoneError, identity_of
 from fractional_gpu.jupyter.kernel_record import KernelRecord, RecordFile
 from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableError, FractionalGPUError
-from fractional_gpu.protocol.limits import MAX_NAME
 from fractional_gpu.protocol.messages import LeaseRequest
 
 # jupyter_client's own keywords; all others come from the kernelspec's stanza
@@ -401,7 +401,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             devices=config.devices,
             priority=config.priority,
             kernel_id=self.kernel_id or "",
-            label=label[-MAX_NAME:],  # the end of a path is the file's name
+            label=lease_label(label),
             gated=self._plan.gated,
             wait_ms=0 if self._plan.gated else _WAIT_UNGATED_MS,
         )

@@ -33,9 +33,9 @@ from fractional_gpu.commands.terminal.completers import DURATIONS, FRACTIONS, se
 from fractional_gpu.commands.terminal.errors import UsageError, parse_argument
 from fractional_gpu.core.units import format_duration, parse_duration_ms, parse_fraction_milli, parse_memory_mib
 from fractional_gpu.jupyter.kernel_command import check_pool_name
-from fractional_gpu.jupyter.kernel_lease import KernelLease, environment_with, take_lease
+from fractional_gpu.jupyter.kernel_lease import KernelLease, environment_with, lease_label, take_lease
 from fractional_gpu.protocol.errors import FractionalGPUError
-from fractional_gpu.protocol.limits import MAX_NAME, MAX_WAIT_S
+from fractional_gpu.protocol.limits import MAX_WAIT_S
 from fractional_gpu.protocol.messages import COMMAND, LeaseRequest
 
 _PORTS: Final = range(1, 65_536)
@@ -139,7 +139,7 @@ def _request(options: argparse.Namespace, command: Sequence[str]) -> LeaseReques
         memory_mib=parse_argument(parse_memory_mib, options.memory) if options.memory is not None else None,
         devices=devices,
         priority=_number("--priority", options.priority, _PRIORITIES),
-        label=(options.name or _default_name(command))[-MAX_NAME:],
+        label=lease_label(options.name or _default_name(command)),
         gated=False,
         kind=COMMAND,
     )
