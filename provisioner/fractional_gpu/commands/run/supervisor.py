@@ -22,7 +22,12 @@ from fractional_gpu.commands.run.signs import LOOK_S, CpuWatch, Ports, cpu_us
 from fractional_gpu.commands.terminal.output import say as write
 from fractional_gpu.commands.terminal.progress import WaitLine
 from fractional_gpu.jupyter.kernel_lease import KernelLease
-from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
+from fractional_gpu.protocol.errors import (
+    BrokerUnavailableError,
+    FractionalGPUError,
+    InternalBrokerError,
+    TooManyRequestsError,
+)
 from fractional_gpu.protocol.messages import AcquireRequest, Progress, ProgressKind
 
 PORT_LOOK_S: Final = 0.1  # while it is suspended
@@ -34,6 +39,8 @@ _RESIDENT: Final = "resident"
 _SUSPENDED: Final = "suspended"
 _GONE: Final = "unattached"
 _NOTICE_S: Final = 1.0  # for the broker to say why the command was killed
+_PASSING: Final = (BrokerUnavailableError, InternalBrokerError, TooManyRequestsError)
+"""Errors that say nothing about the lease: the broker cannot answer now."""
 
 
 def say(sentence: str) -> None:
@@ -192,8 +199,8 @@ class Supervisor:
                             say(news.notice)
                         else:
                             self._note(news.state, worked=news.worked)
-            except BrokerUnavailableError:
-                pass  # another one may be started, by this command's next sign or by anything else
+            except _PASSING:
+                pass  # another broker may be started, by this command's next sign or by anything else
             except FractionalGPUError as error:
                 if not self._over.is_set():
                     say(f"the command goes on without a GPU lease: {error}")
