@@ -118,13 +118,15 @@ class Gate:
                 self._running.add(mark)
             return may_enter
 
-    def pause(self, marks: Iterable[object]) -> None:
-        """These cells wait for input. Marks that do not run are ignored."""
+    def pause(self, marks: Iterable[object]) -> list[object]:
+        """These cells wait for input. Marks that do not run are ignored; returns the others, in their order."""
         with self._lock:
-            paused = (self._running | self._barred).intersection(marks)
-            self._running -= paused
-            self._paused |= paused
-            self._set_barred(self._barred - paused)
+            running = self._running | self._barred
+            paused = [mark for mark in marks if mark in running]
+            self._running.difference_update(paused)
+            self._paused.update(paused)
+            self._set_barred(self._barred.difference(paused))
+            return paused
 
     def try_to_go_on(self, marks: Iterable[object]) -> bool:
         """Mark paused cells as running if the gate is open; return whether it is."""

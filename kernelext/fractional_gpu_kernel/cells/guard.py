@@ -280,25 +280,26 @@ class InputRequests:
                 return original(*args, **kwargs)
             request = _request_of(self._shell)
             # Paused first, reported then: the broker's next command already meets a gate that may be shut.
-            self._gate.pause(cell.marks)
+            # A task may ask when the cell that made it has ended: the mark of that cell must not enter the gate again.
+            marks = self._gate.pause(cell.marks)
             self._change(lambda: self._waiting.append(request))
             try:
                 answer = original(*args, **kwargs)
-                self._wait_again(cell)
+                self._wait_again(marks)
                 return answer
             finally:
-                self._gate.go_on(cell.marks)  # also after an interrupt: the cell runs on, to its end
+                self._gate.go_on(marks)  # also after an interrupt: the cell runs on, to its end
                 self._change(lambda: self._waiting.remove(request))
 
         return prompt
 
-    def _wait_again(self, cell: RunningCell) -> None:
-        """Have the GPU again before the cell goes on. Raises KeyboardInterrupt, or RuntimeError if the GPU will not come."""
-        if not cell.marks or self._gate.try_to_go_on(cell.marks):
+    def _wait_again(self, marks: Sequence[object]) -> None:
+        """Have the GPU again before these cells go on. Raises KeyboardInterrupt, or RuntimeError if the GPU will not come."""
+        if not marks or self._gate.try_to_go_on(marks):
             return
         line = LiveLine(self._shell)
         try:
-            self._acquirer.wait_for_gpu(line, cell.marks[-1])
+            self._acquirer.wait_for_gpu(line, marks[-1])
         except RefusedError as error:
             message = f"the input was read, but the cell cannot go on: {error}"
             raise RuntimeError(message) from None

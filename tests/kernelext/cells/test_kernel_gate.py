@@ -130,6 +130,25 @@ def test_a_cell_that_waits_for_input_is_told_of_and_lets_the_gate_be_shut_and_wa
     broker.wait_for(lambda: broker.bodies("answer")[-1].get("detail", "") == "")
 
 
+def test_a_task_that_asks_when_its_cell_has_ended_leaves_nothing_running(
+    kernel: RunningKernel, broker: ScriptedBroker
+) -> None:
+    open_gate(kernel, broker)
+    task = "async def ask():\n    await go.wait()\n    input()\n    answered.set()"
+    events = "import asyncio\ngo, answered = asyncio.Event(), asyncio.Event()"
+    assert kernel.run(f"{events}\n{task}\ntask = asyncio.create_task(ask())").status == "ok"
+    request = kernel.send("go.set(); await answered.wait()", allow_stdin=True)
+    kernel.client.get_stdin_msg(timeout=PROMPT_S)
+    gate = broker.stream("gate")
+    gate.command(GateVerb.PREEMPT, 5)
+    assert broker.answer_to(5) == "closed"
+    broker.grant_at_once = True
+    kernel.client.input("typed")
+    assert kernel.finish(request).status == "ok"
+    gate.command(GateVerb.CLOSE, 6)
+    assert broker.answer_to(6) == "closed"
+
+
 @pytest.mark.parametrize("code", ["x = 1", "import asyncio; await asyncio.sleep(0)"])
 def test_an_interrupt_ends_the_wait_at_once(kernel: RunningKernel, broker: ScriptedBroker, code: str) -> None:
     request = kernel.send(f"{code}; print('ran')")
