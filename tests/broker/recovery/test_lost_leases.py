@@ -413,7 +413,7 @@ async def test_a_confirmed_seat_outlives_its_ledger(socket: Path) -> None:
             await broker.writer.run(partial(broker.writer.ledger.save_seat, seat))
             seats._seats[name] = seat
             await seats.confirm(name)
-        seats.release("ended")
+        await seats.release("ended")
         assert broker.records.files is not None
         await broker.records.files.flushed()
     socket.with_name("ledger.sqlite").unlink()

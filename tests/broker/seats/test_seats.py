@@ -809,6 +809,24 @@ def test_a_seat_is_confirmed_when_that_is_on_the_disk() -> None:
         assert [one.expires_ms is None for one in found_again(live)] == [True]
 
 
+def test_a_seat_is_given_back_when_that_is_on_the_disk() -> None:
+    """A broker that died between its reply and the write would leave the seat to the next one."""
+    with live_broker() as live:
+        seat, seats = take(live), live.service.seats
+
+        async def give_back() -> None:
+            giving = asyncio.ensure_future(seats.release(seat.seat_id))
+            while seats.live():
+                await seats._changed.wait()
+            assert not giving.done()
+            live.disk.goes_on.set()
+            await giving
+
+        with held_back(live):
+            live.on_loop(give_back)
+        assert found_again(live) == []
+
+
 @pytest.mark.parametrize("stops", [False, True])
 def test_a_seat_that_ended_on_a_full_disk_is_not_there_for_the_next_broker(
     monkeypatch: pytest.MonkeyPatch, *, stops: bool

@@ -79,7 +79,7 @@ class _Seat(_AdminHandler):
         seat = self.service.seats.find(seat_id)
         if seat is not None:
             async with self.audited("seat.end", _whose(seat.owner, seat.server), seat=seat_id, pool=seat.pool):
-                self.service.seats.release(seat_id)
+                await self.service.seats.release(seat_id)
         self.reply(Done())
 
 

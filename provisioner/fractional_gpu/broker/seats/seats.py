@@ -2,7 +2,7 @@
 
 - A seat is in the ledger before the hub receives it. It expires unless the hub confirms that it has saved it: a hub that dies between
   taking and saving leaves no seat behind. A confirmed seat (the confirmation, too, is in the ledger before the reply) lives until it is
-  ended, through restarts of hub and broker.
+  ended, through restarts of hub and broker. So is its end: no restart brings back a seat that was given back.
 - The end of a seat that cannot be written (a full disk) is retried until it is: the next broker would restore the seat for good.
 - A server of a hub has one seat: taking another one ends the older.
 - A pool is full by the forecast (`core.seat_packing`) or by what it may promise. Its requests then wait, first come, first served within
@@ -530,10 +530,13 @@ class Seats:
         """Return the seat, None if it has ended or never was."""
         return self._seats.get(seat_id)
 
-    def release(self, seat_id: str) -> None:
-        """End the seat, if there is one of this id."""
+    async def release(self, seat_id: str) -> None:
+        """End the seat, if there is one of this id. Returns once the end is in the ledger, or could not be written and is tried again.
+
+        Cancelled: the seat has ended.
+        """
         if (seat := self._seats.get(seat_id)) is not None:
-            self._end(seat, "released")
+            await asyncio.wait([self._end(seat, "released")])
 
     def _keep(self, seat: SeatRecord) -> None:
         """Keep a seat of which something became known."""
@@ -546,23 +549,26 @@ class Seats:
         self._end(seat, "workload-gone")
         self.revocations.end_leases(seat.seat_id)
 
-    def _end(self, seat: SeatRecord, reason: str) -> None:
+    def _end(self, seat: SeatRecord, reason: str) -> asyncio.Future[None]:
+        """End the seat; returns the future of the write to the ledger."""
         del self._seats[seat.seat_id]
         if self._broker.records.files is not None:
             self._broker.records.files.drop_seat(seat.seat_id)
         log.info("seat %s of %r ended: %s", seat.seat_id[:8], seat.owner, reason)
         ended_ms = wall_ms()
         self.forecasts.seat_ended(seat.pool, ended_ms - seat.created_ms)
-        self._write_end(seat.seat_id, partial(self._broker.writer.ledger.end_seat, seat.seat_id, ended_ms, reason))
+        end = partial(self._broker.writer.ledger.end_seat, seat.seat_id, ended_ms, reason)
+        written = self._write_end(seat.seat_id, end)
         self.revocations.seat_ended(seat)
         self._notify()
+        return written
 
-    def _write_end(self, seat_id: str, end: Callable[[], None]) -> None:
+    def _write_end(self, seat_id: str, end: Callable[[], None]) -> asyncio.Future[None]:
         def keep() -> None:
             self._unwritten[seat_id] = end
             asyncio.get_running_loop().call_later(_WRITE_AGAIN_S, self._write_ends)
 
-        self._broker.writer.submit(end, unwritten=keep)
+        return self._broker.writer.submit(end, unwritten=keep)
 
     def _write_ends(self) -> None:
         if not self._broker.stopping:
