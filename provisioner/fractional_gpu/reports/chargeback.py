@@ -9,7 +9,7 @@ import csv
 import io
 import json
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime, tzinfo
+from datetime import UTC, datetime
 from typing import Final
 
 from fractional_gpu.core.metering.usage import MJ_PER_KWH, SHARE_HOUR
@@ -72,11 +72,8 @@ def grain(by: Sequence[str]) -> list[str]:
     return [time, *PARTY, *more]
 
 
-def as_csv(report: UsageReport, by: Sequence[str], *, provider: str, zone: tzinfo | None = None) -> str:
-    """Return the rows, with a header. The report is at least as fine as `grain(by)`. `provider`: who bills, such as the machine.
-
-    `zone`: in which days and months begin; none: the machine's.
-    """
+def as_csv(report: UsageReport, by: Sequence[str], *, provider: str) -> str:
+    """Return the rows, with a header. The report is at least as fine as `grain(by)`. `provider`: who bills, such as the machine."""
     entries = rolled_up(report.entries, grain(by))
     measured = {
         name: [text.replace(",", "") for text in decimals([value(one) for one in entries], unit, _PLACES)]
@@ -86,15 +83,15 @@ def as_csv(report: UsageReport, by: Sequence[str], *, provider: str, zone: tzinf
     writer = csv.DictWriter(out, COLUMNS, lineterminator="\r\n")
     writer.writeheader()
     for number, entry in enumerate(entries):
-        writer.writerow(_row(report, entry, provider, zone) | {name: texts[number] for name, texts in measured.items()})
+        writer.writerow(_row(report, entry, provider) | {name: texts[number] for name, texts in measured.items()})
     return out.getvalue()
 
 
-def _row(report: UsageReport, entry: UsageEntry, provider: str, zone: tzinfo | None) -> dict[str, str]:
+def _row(report: UsageReport, entry: UsageEntry, provider: str) -> dict[str, str]:
     of = entry.of
     when = of.get("hour") or of["day"]
-    begin_s, end_s = bounds(when, zone)
-    month_s, next_month_s = bounds(when[:7], zone)
+    begin_s, end_s = _bounds(report, when)
+    month_s, next_month_s = _bounds(report, when[:7])
     account_type, account = _account(of)
     cost = cost_text(entry.usage.charge_milli)
     user = of["user"]
@@ -131,6 +128,11 @@ def _row(report: UsageReport, entry: UsageEntry, provider: str, zone: tzinfo | N
         "x_CostOfWholeGpus": cost_text(entry.usage.whole_milli),
         "x_Simulated": "true" if report.simulated else "false",
     }
+
+
+def _bounds(report: UsageReport, text: str) -> tuple[int, int]:
+    """Return when an hour, day or month of the report begins and ends; by this machine's time where the broker does not say."""
+    return report.periods.get(text) or bounds(text)
 
 
 def cost_text(milli: int) -> str:

@@ -12,7 +12,7 @@ import msgspec
 
 from fractional_gpu.core.metering.usage import FIGURES, Party, Usage, UsageKey, UsageRow
 from fractional_gpu.protocol.accounts import UsageReport
-from fractional_gpu.reports.sums import columns_of, summed
+from fractional_gpu.reports.sums import columns_of, periods_of, summed
 
 FORMAT: Final = "jupyter-gpu-usage"
 VERSION: Final = 1
@@ -98,11 +98,13 @@ def report_of(
         for key, usage in columns
         if since_s <= int(key["hour"]) < until_s and all(key[name] == value for name, value in wanted.items())
     ]
+    entries = summed(chosen, by, zone=ZONE)
     return UsageReport(
         by=list(by),
         since_s=since_s,
         until_s=until_s,
-        entries=summed(chosen, by, zone=ZONE),
+        entries=entries,
+        periods=periods_of(entries, ZONE),
         simulated=True,
         scope="all",
     )

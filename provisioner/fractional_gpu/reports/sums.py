@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from fractional_gpu.core.metering.usage import ACCOUNTS, FIGURES, Usage, UsageRow
 from fractional_gpu.protocol.accounts import UsageEntry, UsageReport
+from fractional_gpu.reports.periods import bounds
 
 CarbonOf = Callable[[int, int], int]
 """Returns the milligrams of CO2 for energy (mJ) that was drawn in an hour (its beginning, seconds since 1970)."""
@@ -98,6 +99,16 @@ def rolled_up(entries: Iterable[UsageEntry], by: Sequence[str]) -> list[UsageEnt
 def part(report: UsageReport, by: Sequence[str]) -> UsageReport:
     """Return the coarser report with the same totals. Raises KeyError as `rolled_up` does."""
     return replace(report, by=list(by), entries=rolled_up(report.entries, by))
+
+
+def periods_of(entries: Iterable[UsageEntry], zone: tzinfo | None = None) -> dict[str, tuple[int, int]]:
+    """Return when the days and months in which the entries' times are begin and end, seconds since 1970. No zone: the machine's.
+
+    The reader of a report may be in another zone than the broker that made it.
+    """
+    texts = {text for one in entries if (text := next((one.of[name] for name in TIMES if name in one.of), ""))}
+    named = {text[:length] for text in texts for length in _LENGTHS.values() if len(text) >= length}
+    return {one: bounds(one, zone) for one in sorted(named)}
 
 
 def of_leases(entries: Iterable[UsageEntry]) -> list[UsageEntry]:

@@ -6,8 +6,10 @@ import json
 import os
 import pwd
 import re
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from decimal import Decimal
 from pathlib import Path
@@ -260,6 +262,36 @@ def test_the_broker_and_a_file_of_the_same_rows_give_the_same_report(
     assert of_broker.pop("devices").keys() == live.broker.devices.keys()
     of_file.pop("devices")
     assert of_broker == of_file
+
+
+@pytest.fixture
+def broker_in_utc(monkeypatch: pytest.MonkeyPatch, live: LiveBroker) -> Iterator[LiveBroker]:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield live
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.parametrize(
+    ("by", "begins"),
+    [
+        ("user", ["2026-11-24T00:00:00Z", "2026-11-25T00:00:00Z"]),
+        ("hour", ["2026-11-24T07:00:00Z", "2026-11-24T18:00:00Z", "2026-11-25T05:00:00Z"]),
+    ],
+)
+def test_days_and_months_of_chargeback_rows_are_those_of_the_broker_wherever_the_reader_is(
+    broker_in_utc: LiveBroker, by: str, begins: list[str]
+) -> None:
+    asked = ("--csv", "--by", by, "--pool", "large", "--since", "2026-11-24T00:00Z", "--until", "2026-11-26T00:00Z")
+    command = [sys.executable, "-m", "fractional_gpu.commands.main", "report", "--socket", str(broker_in_utc.socket)]
+    there = os.environ | {"TZ": "America/New_York"}
+    done = subprocess.run([*command, *asked], check=True, stdout=subprocess.PIPE, text=True, env=there)
+    found = list(csv.DictReader(io.StringIO(done.stdout)))
+    assert sorted({one["ChargePeriodStart"] for one in found}) == begins
+    assert {(one["BillingPeriodStart"], one["BillingPeriodEnd"]) for one in found} == {
+        ("2026-11-01T00:00:00Z", "2026-12-01T00:00:00Z")
+    }
 
 
 def test_notebooks_for_which_another_share_is_suggested_are_listed_below_the_table(

@@ -19,6 +19,7 @@ from fractional_gpu.protocol.accounts import USAGE_BY, USAGE_ONLY, BudgetExtensi
 from fractional_gpu.protocol.advice import ShareAdvice
 from fractional_gpu.protocol.errors import BadRequestError, ForbiddenError, NotFoundError
 from fractional_gpu.protocol.limits import MAX_NAME
+from fractional_gpu.reports.sums import periods_of
 
 _LEASE: Final = r"/v1/leases/([0-9a-zA-Z_-]{1,64})"
 _SECONDS: Final = re.compile(r"\d{1,12}", re.ASCII)
@@ -54,6 +55,7 @@ class _Usage(Handler):
                 note=note,
                 advice=self._advice(reader, question) if self._is_advised(question) else [],
                 visible=self.service.usage.visible,
+                periods=periods_of(entries),
             )
         )
 

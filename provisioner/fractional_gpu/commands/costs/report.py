@@ -223,7 +223,7 @@ def _formed(report: UsageReport, ask: _Ask, zone: tzinfo | None, provider: str, 
     """Return the report as a text for `out`, which may be a terminal, or for a file."""
     match ask.form:
         case "csv":
-            return as_csv(report, ask.by, provider=provider, zone=zone)
+            return as_csv(report, ask.by, provider=provider)
         case "json":
             return as_json(report, ask.by) + "\n"
         case "html":
