@@ -126,11 +126,12 @@ def test_a_reader_that_goes_away_is_no_drama() -> None:
 _MAIN = [sys.executable, "-m", "fractional_gpu.commands.main"]
 
 
-def test_a_full_disk_is_one_line() -> None:
+@pytest.mark.parametrize(
+    "arguments", [["broker", "--generate-config"], ["--version"], ["--help"], ["status", "--help"]]
+)
+def test_a_full_disk_is_one_line(arguments: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [*_MAIN, "broker", "--generate-config"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
-        )
+        done = subprocess.run([*_MAIN, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr == (
         "jupyter gpu: what it writes does not fit: No space left on device; free some space, or write elsewhere\n"

@@ -126,6 +126,17 @@ def _unknown_command(name: str) -> str:
     return f"there is no command {name[:80]!r}; {hint}choose from {', '.join(COMMANDS)}"
 
 
+def _run(arguments: Sequence[str]) -> int:
+    """Run the subcommand that the arguments name, and write out what it printed. Raises as `_dispatch` does, and OSError."""
+    try:
+        code = _dispatch(arguments)
+    except SystemExit:
+        sys.stdout.flush()  # the help, or the version
+        raise
+    sys.stdout.flush()
+    return code
+
+
 def _dispatch(arguments: Sequence[str]) -> int:
     """Run the subcommand that the arguments name. Raises SystemExit for help and wrong usage, as argparse does."""
     overview = _overview()
@@ -166,8 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         complete({name: entry.summary for name, entry in COMMANDS.items()}, lambda name: subcommand(name)[1])
     _open_closed_streams()
     try:
-        code = _dispatch(sys.argv[1:] if argv is None else argv)
-        sys.stdout.flush()
+        return _run(sys.argv[1:] if argv is None else argv)
     except (CommandError, FractionalGPUError) as error:
         say(f"jupyter gpu: {' '.join(str(error).split())}", sys.stderr)
         return error.exit_code if isinstance(error, CommandError) else FAILED
@@ -185,7 +195,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stderr,
         )
         return FAILED
-    return code
 
 
 def _open_closed_streams() -> None:
