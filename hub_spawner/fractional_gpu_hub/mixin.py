@@ -131,7 +131,11 @@ class FractionalGPUMixin(GPUChoiceMixin):
         return await self._gpu_client.offers(self._gpu_offer_request())
 
     def _gpu_offer_request(self) -> OfferRequest:
-        return OfferRequest(owner=self.user.name, groups=self._gpu_groups(), server=self.name)
+        return OfferRequest(owner=self.user.name, groups=self._gpu_groups(), server=self.name, hub=self._gpu_hub())
+
+    def _gpu_hub(self) -> str:
+        """Return the address of the hub's API, by which the broker knows the hub's seats."""
+        return str(getattr(self.hub, "api_url", ""))
 
     # -- the seat ------------------------------------------------------------------------------------------------------------
 
@@ -181,7 +185,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
             groups=self._gpu_groups(),
             server=self.name,
             uid=self.gpu_seat_uid(),
-            hub=str(getattr(self.hub, "api_url", "")),
+            hub=self._gpu_hub(),
             ttl_ms=int(self.start_timeout + self.http_timeout) * 1000 + _TTL_MS,
             wait_ms=int(patience_s * 1000),
         )

@@ -224,7 +224,12 @@ class AsyncSeatClient:
 
     async def offers(self, request: OfferRequest) -> Offers:
         """Return what the user can choose from. Raises FractionalGPUError. Cancelled: the call ends by itself."""
-        return await self._call(lambda client: client.offers(request))
+        try:
+            return await self._call(lambda client: client.offers(request))
+        except BadRequestError as error:
+            if not _is_unknown_hub(error, request):
+                raise
+        return await self._call(lambda client: client.offers(replace(request, hub="")))
 
     async def seats(self) -> SeatList:
         """Return all seats. Raises FractionalGPUError. Cancelled: the call ends by itself."""
@@ -255,9 +260,9 @@ class AsyncSeatClient:
                 if time.monotonic() > end_s:
                     raise
             except BadRequestError as error:
-                if not request.hub or "unknown field 'hub'" not in str(error):
+                if not _is_unknown_hub(error, request):
                     raise
-                request = replace(request, hub="")  # an earlier broker has no such field
+                request = replace(request, hub="")
                 continue
             else:
                 return
@@ -275,6 +280,11 @@ class AsyncSeatClient:
                     if time.monotonic() > end_s:
                         raise
             await asyncio.sleep(_PAUSE_S)
+
+
+def _is_unknown_hub(error: BadRequestError, request: OfferRequest | SeatRequest) -> bool:
+    """Whether the broker refused the request because it is an earlier one, which has no field for the hub."""
+    return bool(request.hub) and "unknown field 'hub'" in str(error)
 
 
 BROKER_SERVICE = "gpu-broker"

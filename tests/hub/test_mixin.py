@@ -283,6 +283,18 @@ async def test_two_hubs_with_a_user_of_the_same_name_take_nothing_from_each_othe
     await hub_stops(first)
 
 
+async def test_a_limit_that_a_server_at_another_hub_reaches_is_on_the_spawn_page() -> None:
+    with live_broker(pools={"default": {"user_limits": {"fraction": "1/4"}, "wait_bound": "100%"}}) as live:
+        here, there = spawner(live), spawner(live)
+        for one, port in ((here, 8081), (there, 9081)):
+            one.hub = SimpleNamespace(api_url=f"http://127.0.0.1:{port}/hub/api")
+        await hub_starts(there, pool="default", fraction="1/4")
+        for one, is_free in ((here, False), (there, True)):
+            (pool,) = (await one.gpu_offers()).pools
+            (quarter,) = [offer for offer in pool.fractions if offer.fraction_milli == 250]
+            assert (quarter.free, bool(quarter.why_not)) == (is_free, not is_free)
+
+
 async def test_without_a_gpu_no_seat_is_taken(live: LiveBroker) -> None:
     one = spawner(live)
     await hub_starts(one, fraction="none")

@@ -18,7 +18,7 @@ import fractional_gpu_hub
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.protocol import codec
 from fractional_gpu.protocol.messages import ProgressKind
-from fractional_gpu.protocol.seats import SeatRequest
+from fractional_gpu.protocol.seats import OfferRequest, SeatRequest
 from fractional_gpu_hub.seats import BROKER_SERVICE, AsyncSeatClient, Reconciler
 from tests.broker.live import DEADLINE_S, LiveBroker, live_broker
 
@@ -118,6 +118,14 @@ async def test_an_earlier_broker_gives_a_seat_though_it_keeps_no_hub_with_it(
     request = SeatRequest(owner="ada", pool="default", fraction_milli=125, hub=HUB)
     async with aclosing(AsyncSeatClient(live.socket, patience_s=DEADLINE_S).take(request)) as lines:
         assert [line.kind async for line in lines] == [ProgressKind.GRANTED]
+
+
+async def test_an_earlier_broker_makes_offers_though_it_asks_for_no_hub(
+    live: LiveBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codec, "_fields", lambda kind: frozenset(kind.__struct_fields__) - {"hub"})
+    offers = await AsyncSeatClient(live.socket, patience_s=DEADLINE_S).offers(OfferRequest(owner="ada", hub=HUB))
+    assert [pool.pool for pool in offers.pools] == ["default"]
 
 
 # -- the broker's service -----------------------------------------------------------------------------------------------------

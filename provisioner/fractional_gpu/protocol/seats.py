@@ -27,6 +27,7 @@ class OfferRequest(Struct, frozen=True, kw_only=True):
     owner: str
     groups: list[str] = []
     server: str = ""  # the server that is to start: a seat that it has already does not count
+    hub: str = ""  # of the server: that of the same names at another hub is another one, and its seat counts
 
 
 class FractionOffer(Struct, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from fractional_gpu.broker.seats.rules import (
     check_terms,
     counted_group,
     guaranteed_full,
+    is_of_same_server,
     percent,
 )
 from fractional_gpu.config.hub import HubPool
@@ -274,6 +275,7 @@ class PoolForecasts:
                         owner=request.owner,
                         groups=request.groups,
                         server=request.server,
+                        hub=request.hub,
                         pool=pool.name,
                         fraction_milli=milli,
                     ),
@@ -291,7 +293,7 @@ class PoolForecasts:
     ) -> FractionOffer:
         hub, milli = self.hub(pool.name), request.fraction_milli
         memory_mib = self.memory_mib(pool, milli, None)
-        seats = [seat for seat in seats if (seat.owner, seat.server) != (request.owner, request.server)]
+        seats = [seat for seat in seats if not is_of_same_server(seat, request)]
         where = self.full(request, pool, hub, memory_mib, seats)
         why_not = _over_limit(request, pool, hub, seats)
         free = not isinstance(where, PoolFull) and not kept and not why_not
