@@ -29,7 +29,7 @@ from fractional_gpu.jupyter.kernel_command import SIMULATED
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu_hub.engines import EngineGPUMixin
 from fractional_gpu_hub.mixin import FractionalGPUMixin
-from fractional_gpu_hub.seats import BROKER_SERVICE, start_with_hub
+from fractional_gpu_hub.seats import BROKER_SERVICE, expect_service, start_with_hub
 
 SPAWNERS = ("fractional-gpu-local", "fractional-gpu-simple", "fractional-gpu-systemd", "fractional-gpu-docker")
 _WHERE = "jupyterhub_config.py"
@@ -209,3 +209,4 @@ def _add_service(c: Config, path: str, given: dict[str, Any], *, config_file: st
         if name.startswith("JUPYTER_") and name.endswith(("_DIR", "_PATH"))
     }
     c.JupyterHub.services.append({"name": BROKER_SERVICE, "command": command, "environment": kept})
+    expect_service(BROKER_SERVICE, "configure(...)")

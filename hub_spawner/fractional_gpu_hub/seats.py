@@ -392,6 +392,26 @@ def start_reconciling(socket: str) -> None:
 
 def start_with_hub(socket: str) -> None:
     """Call `start_reconciling` once the hub that now reads its configuration serves. Does nothing outside a hub's process."""
+    _once_it_serves(lambda _: start_reconciling(socket))
+
+
+def expect_service(name: str, call: str) -> None:
+    """Log an error once the hub that now reads its configuration serves, if it lacks the service that `call` has added."""
+
+    def check(app: Any) -> None:  # noqa: ANN401 - JupyterHub is untyped
+        if not any(service.get("name") == name for service in app.services):
+            app.log.error(
+                "The service %r, which %s in jupyterhub_config.py added, is not there: c.JupyterHub.services was assigned after it; "
+                "assign it before that call, or use c.JupyterHub.services.append there, and restart the hub",
+                name,
+                call,
+            )
+
+    _once_it_serves(check)
+
+
+def _once_it_serves(work: Callable[[Any], None]) -> None:
+    """Call `work` with the hub that now reads its configuration once it serves. Does nothing outside a hub's process."""
     app = _running_hub()
     if app is None:
         return
@@ -399,7 +419,7 @@ def start_with_hub(socket: str) -> None:
 
     def poll() -> None:
         if getattr(app, "http_server", None) is not None:
-            start_reconciling(socket)
+            work(app)
         else:
             loop.call_later(_POLL_S, poll)
 

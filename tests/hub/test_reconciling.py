@@ -1,5 +1,6 @@
 """A hub gives back the seats of servers that are gone, no other hub's, and none that is used; its broker outlives its service."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from jupyterhub import orm
+from traitlets.config import Config
 from traitlets.log import get_logger
 
 import fractional_gpu_hub
@@ -19,7 +21,9 @@ from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.protocol import codec
 from fractional_gpu.protocol.messages import ProgressKind
 from fractional_gpu.protocol.seats import OfferRequest, SeatRequest
+from fractional_gpu_hub import seats as hub_seats
 from fractional_gpu_hub.seats import BROKER_SERVICE, AsyncSeatClient, Reconciler
+from fractional_gpu_hub.service import add_page
 from tests.broker.live import DEADLINE_S, LiveBroker, live_broker
 
 HUB = "http://127.0.0.1:8081/hub/api"
@@ -126,6 +130,21 @@ async def test_an_earlier_broker_makes_offers_though_it_asks_for_no_hub(
     monkeypatch.setattr(codec, "_fields", lambda kind: frozenset(kind.__struct_fields__) - {"hub"})
     offers = await AsyncSeatClient(live.socket, patience_s=DEADLINE_S).offers(OfferRequest(owner="ada", hub=HUB))
     assert [pool.pool for pool in offers.pools] == ["default"]
+
+
+async def test_a_hub_whose_configuration_took_the_broker_out_again_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub = SimpleNamespace(http_server=object(), services=[{"name": "culler"}], log=get_logger())
+    monkeypatch.setattr(hub_seats, "_running_hub", lambda: hub)
+    c = Config()
+    hub_seats.expect_service("culler", "another call")
+    add_page(c, socket="/run/broker.sock")
+    fractional_gpu_hub.configure(c, spawner="fractional-gpu-simple", simulate="1x1GiB", broker="managed")
+    await asyncio.sleep(0)  # one turn of the hub's loop
+    for call in ("configure", "add_page"):
+        assert f"{call}(...) in jupyterhub_config.py added, is not there" in caplog.text
+    assert "another call" not in caplog.text
 
 
 # -- the broker's service -----------------------------------------------------------------------------------------------------

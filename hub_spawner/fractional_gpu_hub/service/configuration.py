@@ -17,6 +17,7 @@ from traitlets.config import Config
 
 from fractional_gpu.client.discovery import SYSTEM_SOCKET
 from fractional_gpu.config import ConfigError
+from fractional_gpu_hub.seats import expect_service
 
 READ_SCOPE = "custom:fractional-gpu:read"
 ADMIN_SCOPE = "custom:fractional-gpu:admin"
@@ -82,6 +83,7 @@ def add_page(
     service = _service(name, url, ["--cluster", cluster] if cluster else ["--socket", socket or _socket(c)])
     environment = _environment(c, cluster)
     c.JupyterHub.services.append({**service, **({"environment": environment} if environment else {})})
+    expect_service(name, "add_page(...)")
     c.JupyterHub.custom_scopes.update(_SCOPES)
     roles: list[dict[str, Any]] = [
         {
