@@ -49,6 +49,28 @@ def test_a_hub_of_version_5_names_the_users_role_anew_with_all_that_it_held(monk
     assert ADMIN_SCOPE not in user["scopes"]
 
 
+@pytest.mark.parametrize("version", [5, 6])
+@pytest.mark.parametrize("assigned", [True, False])
+def test_a_role_for_all_users_that_the_site_defines_gets_the_scopes_of_the_page(
+    monkeypatch: pytest.MonkeyPatch, version: int, *, assigned: bool
+) -> None:
+    """JupyterHub ignores its own `extra_user_scopes` beside such a role, and refuses a second role of the name."""
+    if version == 5:
+        monkeypatch.delattr(JupyterHub, "extra_user_scopes", raising=False)
+    else:
+        monkeypatch.setattr(JupyterHub, "extra_user_scopes", set(), raising=False)
+    c, own = Config(), {"name": "user", "scopes": ["self", "list:groups"]}
+    if assigned:
+        c.JupyterHub.load_roles = [own]
+    else:
+        c.JupyterHub.load_roles.append(own)
+    add_page(c)
+    roles = c.JupyterHub.load_roles if assigned else listed(c.JupyterHub.load_roles)
+    assert [role["scopes"] for role in roles if role["name"] == "user"] == [
+        ["self", "list:groups", READ_SCOPE, "access:services!service=gpu"]
+    ]
+
+
 def test_nobody_gets_in_who_was_not_named_where_the_page_is_not_for_everybody() -> None:
     c = Config()
     add_page(c, admins=["grace"], everybody=False)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from traitlets.config import Config
+from traitlets.config.loader import LazyConfigValue
 
 from fractional_gpu.client.discovery import SYSTEM_SOCKET
 from fractional_gpu.config import ConfigError
@@ -106,12 +107,23 @@ def _for_everybody(c: Config, access: str) -> list[dict[str, Any]]:
     from jupyterhub.app import JupyterHub  # noqa: PLC0415
     from jupyterhub.roles import get_default_roles  # noqa: PLC0415
 
-    if hasattr(JupyterHub, "extra_user_scopes"):
-        c.JupyterHub.extra_user_scopes.update({READ_SCOPE, access})
-        return []
-    # JupyterHub 5: the role `user`, which all users have, is defined again with its own scopes and ours
+    ours = [READ_SCOPE, access]
     (user,) = [role for role in get_default_roles() if role["name"] == "user"]
-    return [{"name": "user", "scopes": [*user["scopes"], READ_SCOPE, access]}]
+    for role in _roles_of_site(c):
+        if role.get("name") == "user":  # which all users have: the hub takes it as it is, and from no second place
+            role["scopes"] = [*role.get("scopes", user["scopes"]), *ours]
+            return []
+    if hasattr(JupyterHub, "extra_user_scopes"):
+        c.JupyterHub.extra_user_scopes.update(ours)
+        return []
+    # JupyterHub 5: the role is defined again with its own scopes and ours
+    return [{"name": "user", "scopes": [*user["scopes"], *ours]}]
+
+
+def _roles_of_site(c: Config) -> list[dict[str, Any]]:
+    """Return the roles that the configuration defines already: assigned as a list, or appended to the default."""
+    roles = c.JupyterHub.load_roles
+    return list(roles.to_dict().get("extend", ()) if isinstance(roles, LazyConfigValue) else roles)
 
 
 def _service(name: str, url: str, options: list[str]) -> dict[str, Any]:
