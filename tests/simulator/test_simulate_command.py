@@ -282,7 +282,23 @@ def test_a_recorded_run_can_be_replayed(capsys: pytest.CaptureFixture[str], tmp_
             2,
             "--habit builders is not allowed with sessions of files or of a ledger, which are as recorded; leave it out",
         ),
+        (
+            ["--sessions", "a.csv", "--cells", "b.csv", "--several-gpus", "0"],
+            2,
+            "--several-gpus 0 is not allowed with sessions of files",
+        ),
+        (["--from-ledger", "--weekends"], 2, "--weekends is not allowed with sessions of files or of a ledger"),
         (["--placement"], 2, "--placement needs --nodes FILE and --pods FILE"),
+        (["--users", "2", "--seeds", "42-51"], 2, "--seeds needs --placement, without which it says nothing"),
+        (["--users", "2", "--tune"], 2, "--tune needs --placement"),
+        (["--users", "2", "--p95-wait", "5s"], 2, "--p95-wait needs --find-devices"),
+        (
+            ["--placement", "--users", "2"],
+            2,
+            "--placement runs no sessions and has no --users; leave one of the two out",
+        ),
+        (["--placement", "--replay", "run.log"], 2, "--placement runs no sessions and has no --replay"),
+        (["--replay", "run.log", "--picture", "run.html"], 2, "--replay runs no sessions and has no --picture"),
     ],
 )
 def test_bad_input_is_one_clear_line(

@@ -135,6 +135,7 @@ def _configure_output(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Simulate, replay or place, and print the result."""
+    _check_options(options)
     try:
         if options.placement:
             return _run_placement(options)
@@ -146,6 +147,32 @@ def run(options: argparse.Namespace) -> int:
         return _run(options)
     except (SimulationError, ConfigError) as error:
         raise CommandError(str(error)) from error
+
+
+_OF_PLACEMENT = ("nodes", "pods", "seeds", "tune")
+_OF_SEARCH = ("p95_wait", "p99_wait", "p95_late")
+_OF_SESSIONS = (
+    *("users", "sessions", "cells", "from_ledger", "groups", "write_trace", "devices", "hosts", "revoke"),
+    *("find_devices", *_OF_SEARCH, "baseline", "record", "picture", "usage", "meter"),
+)
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Refuse an option that says nothing of what is asked. Raises UsageError."""
+
+    def given(names: Sequence[str]) -> str:
+        found = [name for name in names if getattr(options, name) not in (None, False, [])]
+        return f"--{found[0].replace('_', '-')}" if found else ""
+
+    for asked, others in (
+        ("placement", ("replay", *_OF_SESSIONS)),
+        ("replay", (*_OF_SESSIONS, *_OF_PLACEMENT)),
+    ):
+        if given([asked]) and (option := given(others)):
+            raise UsageError(f"--{asked} runs no sessions and has no {option}; leave one of the two out")
+    for needed, names in (("placement", _OF_PLACEMENT), ("find_devices", _OF_SEARCH)):
+        if not given([needed]) and (option := given(names)):
+            raise UsageError(f"{option} needs --{needed.replace('_', '-')}, without which it says nothing")
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -3,7 +3,9 @@
 import argparse
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Final
 
 from fractional_gpu.commands.simulation.own_history import read_history, sessions_of
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError
@@ -17,23 +19,21 @@ _LONGEST_LUNCH_MS = 4 * 3_600_000
 _MOST_ZONES = 24
 _GROUP = re.compile(r"([\w.-]{1,60}):(\d{1,6})(?:@([\w.-]{1,60}))?", re.ASCII)
 _LARGEST_ERROR = 200
-MADE_UP = frozenset(
-    [
-        "days",
-        "habit",
-        "pace",
-        "memory_of",
-        "several_gpus",
-        "joint_starts",
-        "lunch",
-        "weekends",
-        "weekend_users",
-        "time_zones",
-        "ask_error",
-        "urgent_users",
-    ]
-)
-"""Options about synthetic users only."""
+MADE_UP: Final[Mapping[str, Any]] = {
+    "days": 1,
+    "habit": None,
+    "pace": None,
+    "memory_of": None,
+    "several_gpus": None,
+    "joint_starts": None,
+    "lunch": "0s",
+    "weekends": False,
+    "weekend_users": 0,
+    "time_zones": 1,
+    "ask_error": 0,
+    "urgent_users": 0,
+}
+"""Options about synthetic users only, with what they are where they are left out."""
 
 
 def configure_load(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,9 @@ def _configure_sessions(who: argparse._ArgumentGroup) -> None:
         help="the kernels and cells that this machine's broker recorded, in its ledger or in this one",
     )
     who.add_argument("--users", type=positive, metavar="N", help="so many synthetic build-phase users")
-    who.add_argument("--days", type=positive, default=1, metavar="D", help="for so many days (default: 1)")
+    who.add_argument(
+        "--days", type=positive, default=MADE_UP["days"], metavar="D", help="for so many days (default: 1)"
+    )
     who.add_argument("--seed", type=int, default=1, metavar="S", help="which of the synthetic traces (default: 1)")
     who.add_argument(
         "--groups",
@@ -99,27 +101,37 @@ def _configure_synthetic(load: argparse._ArgumentGroup) -> None:
         metavar="PERCENT",
         help=f"of the users are in classes of {CLASS_SIZE} that begin together (default: 0)",
     )
-    load.add_argument("--lunch", default="0s", metavar="TIME", help="how long no cell begins at noon (default: 0s)")
+    load.add_argument(
+        "--lunch", default=MADE_UP["lunch"], metavar="TIME", help="how long no cell begins at noon (default: 0s)"
+    )
     load.add_argument("--weekends", action="store_true", help="two days of seven are free")
     load.add_argument(
         "--weekend-users",
         type=percent,
-        default=0,
+        default=MADE_UP["weekend_users"],
         metavar="PERCENT",
         help="with --weekends: of the users, who work on a free day nonetheless (default: 0)",
     )
     load.add_argument(
-        "--time-zones", type=positive, default=1, metavar="N", help="in which the users live (default: 1)"
+        "--time-zones",
+        type=positive,
+        default=MADE_UP["time_zones"],
+        metavar="N",
+        help="in which the users live (default: 1)",
     )
     load.add_argument(
         "--ask-error",
         type=_error,
-        default=0,
+        default=MADE_UP["ask_error"],
         metavar="PERCENT",
         help="by which the memory that people ask for differs from what they use (default: 0)",
     )
     load.add_argument(
-        "--urgent-users", type=percent, default=0, metavar="PERCENT", help="of the users, with priority 1"
+        "--urgent-users",
+        type=percent,
+        default=MADE_UP["urgent_users"],
+        metavar="PERCENT",
+        help="of the users, with priority 1",
     )
 
 
@@ -220,9 +232,11 @@ def read_trace(options: argparse.Namespace) -> list[Session]:
         raise UsageError(
             "say whose sessions to simulate: either --users N, or --sessions FILE --cells FILE, or --from-ledger"
         )
-    if options.users is None and options.habit is not None:
+    if options.users is None and (made_up := [name for name in MADE_UP if getattr(options, name) != MADE_UP[name]]):
+        option, value = "--" + made_up[0].replace("_", "-"), getattr(options, made_up[0])
+        said = option if value is True else f"{option} {value}"
         raise UsageError(
-            f"--habit {options.habit} is not allowed with sessions of files or of a ledger, which are as recorded; "
+            f"{said} is not allowed with sessions of files or of a ledger, which are as recorded; "
             "leave it out, or make users up with --users N"
         )
     if options.users is not None:
