@@ -52,6 +52,9 @@ def answer(folder: Path, said: str, wrong: str = "", code: int = 0) -> None:
         ("jgpu:open:350,gpu:1,shard:(null):0(IDX:N/A)", {"jgpu:open": 350, "gpu": 1, "shard": 0}),
         ("gpu:a100:2(IDX:0-1,3),gpu:v100:1", {"gpu:a100": 2, "gpu:v100": 1}),
         ("jgpu:open:1k", {"jgpu:open": 1024}),
+        ("gpu:2080ti:4(S:0-1),gpu:3090:2(IDX:0,1),gpu:4", {"gpu:2080ti": 4, "gpu:3090": 2, "gpu": 4}),
+        ("gres/gpu:1g.10gb=2,gres:gpu:2080ti", {"gpu:1g.10gb": 2, "gpu:2080ti": 1}),
+        ("bandwidth:lustre:no_consume:4G,seats:no_consume:2", {"bandwidth:lustre": 4 << 30, "seats": 2}),
     ],
 )
 def test_counts_of_a_text(text: str, counts: dict[str, int]) -> None:
@@ -68,6 +71,15 @@ def test_a_nodes_record(slurm: Slurm, tmp_path: Path) -> None:
     answer(tmp_path, NODE)
     record = slurm.read_node()
     assert (record.counts, record.in_use, record.most) == ({"jgpu": 1000}, {"jgpu": 600}, {"jgpu": 4000})
+
+
+def test_a_node_whose_gpus_have_a_type_that_begins_with_a_digit_has_its_counts(slurm: Slurm, tmp_path: Path) -> None:
+    answer(tmp_path, NODE.replace("gpu:a100", "gpu:2080ti"))
+    record = slurm.read_node()
+    assert record.counts == {"jgpu": 1000}
+    slurm.write_node(NodeWrite(counts={"jgpu": 2500}, summary=""), record)
+    written = (tmp_path / "given").read_text().splitlines()
+    assert written == ["update", "nodename=n1", "gres=gpu:2080ti:2,jgpu:open:2500,jgpu:closed:1500"]
 
 
 def test_a_write_names_every_resource_and_keeps_the_sum(slurm: Slurm, tmp_path: Path) -> None:

@@ -27,9 +27,13 @@ _SEPARATOR = "|"
 _COLUMNS = _SEPARATOR.join(("%A", "%U", "%u", "%T", "%b"))  # job id, uid, user, state, GRES of each node
 _JOB_ID = re.compile(r"[1-9][0-9]{0,9}", re.ASCII)
 _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
-_GRES = re.compile(
-    r"(?:gres[:/])?([A-Za-z_][\w-]*)(?::([A-Za-z_][\w.-]*))?(?:[:=](\d{1,12})([KMGTkmgt]?))?(?:\(.*\))?", re.ASCII
-)
+# NAME, TYPE, COUNT. A type may begin with a digit (2080ti, 1g.10gb) or be a number (3090): a number alone after the name is the count.
+_GRES_NAME, _GRES_TYPE = r"([A-Za-z_][\w-]*)", r":((?!no_consume\b)\w[\w.-]*)"
+_GRES_COUNT, _GRES_END = r"(?::no_consume)?[:=](\d{1,12})([KMGTkmgt]?)", r"(?:\(.*\))?"
+_GRES = [
+    re.compile(_GRES_NAME + middle + _GRES_END, re.ASCII)
+    for middle in (_GRES_TYPE + _GRES_COUNT, "()" + _GRES_COUNT, f"(?:{_GRES_TYPE})?()()")
+]
 _COMMA = re.compile(r",(?![^(]*\))")
 _SUFFIX = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
 _FIELD = re.compile(r"(\S+?)=(.*?)(?= \S+?=|\s*$)")
@@ -77,7 +81,8 @@ def parse_gres(text: str) -> dict[str, int]:
     """
     found: dict[str, int] = {}
     for word in _words(text):
-        match = _GRES.fullmatch(word)
+        plain = word.removeprefix("gres:").removeprefix("gres/")
+        match = next(filter(None, (form.fullmatch(plain) for form in _GRES)), None)
         if match is None:
             raise EngineError(f"Slurm's generic resources {text[:200]!r} are not of the form NAME:TYPE:COUNT, ...")
         name = f"{match[1]}:{match[2]}" if match[2] else match[1]
