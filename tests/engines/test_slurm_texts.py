@@ -123,6 +123,11 @@ def test_a_job_is_told_from_the_other_tasks_of_its_array(slurm: Slurm, tmp_path:
     assert given_words == ["--noheader", "--states=all", "--jobs=3", "--format=%A|%U|%u|%T|%b"]
 
 
+def test_a_job_that_is_resized_lives(slurm: Slurm, tmp_path: Path) -> None:
+    answer(tmp_path, "4|1000|ada|RESIZING|gres:jgpu:open:250\n5|1000|ada|COMPLETED|N/A\n")
+    assert [(job.job_id, job.has_ended) for job in slurm.jobs()] == [(4, False), (5, True)]
+
+
 @pytest.mark.parametrize(
     ("wrong", "kind"),
     [

@@ -48,7 +48,9 @@ _DOWN = (
     "in standby mode",
 )
 _LONGEST_COMMENT = 500
-_LIVING = {"RUNNING", "SUSPENDED", "CONFIGURING", "SIGNALING", "STOPPED", "PENDING", "COMPLETING", "STAGE_OUT"}
+_LIVING = {
+    *("RUNNING", "SUSPENDED", "CONFIGURING", "RESIZING", "SIGNALING", "STOPPED", "PENDING", "COMPLETING", "STAGE_OUT")
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
