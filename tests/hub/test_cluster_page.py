@@ -105,7 +105,8 @@ def test_slurms_nodes_and_jobs_become_the_page() -> None:
         Node(name="n3", address="n3", state="DOWN*", partitions=frozenset(), extra="{broken"),
     ]
     jobs = parse_servers(
-        "7|RUNNING|n1|gres:jgpu:open:250|1:02|ada|jupyter-0a\n8|RUNNING|n1|gres:gpu:1|1:02|bob|jupyter-0b"
+        "f00|7|RUNNING|n1|gres:jgpu:open:250|1:02|ada|jupyter-0a\nf00|8|RUNNING|n1|gres:gpu:1|1:02|bob|jupyter-0b",
+        "f00|",
     )
     found = cluster_of([published(node) for node in nodes], jobs)
     assert ([node.name for node in found.nodes], found.others) == (["n1", "n3"], 1)

@@ -218,13 +218,14 @@ def test_only_slurms_own_refusal_is_a_refusal(said: str, kind: type[Exception]) 
 
 def test_servers_are_known_by_their_jobs_names_which_stand_last() -> None:
     lines = [
-        "7|RUNNING|n1|gres:jgpu:250|1:02|ada|jupyter-0a",
-        "8|RUNNING|n1|N/A|1:02|bob|jupyter-x|RUNNING|n2|y|z|ada|jupyter-1",
-        "9|PENDING||N/A|0:00|bob|train",
+        "f00|7|RUNNING|n1|gres:jgpu:250|1:02|ada|jupyter-0a",
+        "f00|8|RUNNING|n1|N/A|1:02|bob|jupyter-x|RUNNING|n2|y|z|ada|jupyter-1",
+        "5|RUNNING|n2|N/A|1:02|ada|jupyter-2: another line of the name of bob's job",
+        "f00|9|PENDING||N/A|0:00|bob|train",
         "broken",
     ]
     text = "\n".join(lines)
-    assert [(job.user, job.node, job.gres) for job in parse_servers(text)] == [
+    assert [(job.user, job.node, job.gres) for job in parse_servers(text, "f00|")] == [
         ("ada", "n1", "jgpu:250"),
         ("bob", "n1", "N/A"),
     ]

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import re
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -350,14 +351,20 @@ class ServerJob:
 
 async def read_servers() -> list[ServerJob]:
     """Return the jobs of hubs' servers, of all users. Raises SlurmError or SlurmUnavailableError."""
-    return parse_servers(await run("squeue", "--noheader", f"--format={USE_COLUMNS}"))
+    mark = secrets.token_hex(8) + SEPARATOR
+    return parse_servers(await run("squeue", "--noheader", f"--format={mark}{USE_COLUMNS}"), mark)
 
 
-def parse_servers(text: str) -> list[ServerJob]:
-    """Return the jobs of hubs' servers in lines of `USE_COLUMNS`. A job's name is its user's text, and stands last."""
+def parse_servers(text: str, mark: str) -> list[ServerJob]:
+    """Return the jobs of hubs' servers in lines of the mark and `USE_COLUMNS`.
+
+    A job's name is its user's text, and stands last. It may have line breaks, but no line of it begins with the mark of this call.
+    """
     found = []
     for line in text.splitlines():
-        parts = line.strip().split(SEPARATOR, USE_COLUMNS.count(SEPARATOR))
+        if not line.startswith(mark):
+            continue
+        parts = line.removeprefix(mark).strip().split(SEPARATOR, USE_COLUMNS.count(SEPARATOR))
         if len(parts) == USE_COLUMNS.count(SEPARATOR) + 1 and parts[6].startswith(JOB_PREFIX):
             job_id, state, node, gres, since, user, _ = parts
             found.append(
