@@ -69,14 +69,20 @@ class FractionalGPUDockerSpawner(FractionalGPUMixin, DockerSpawner):  # type: ig
     async def gpu_prepare(self) -> None:
         """Give the container its uid, the socket, the seat and the GPUs. Raises the error that stops the spawn."""
         create, host = await self._evaluated(self.extra_create_kwargs), await self._evaluated(self.extra_host_config)
-        user = str(create.get("user", "x")).partition(":")[0]
+        uid, gid = self.gpu_user_ids()
+        user = str(create.get("user", uid)).partition(":")[0]
         if user in {"", "0", "root"} or host.get("privileged"):
             raise spawn_error(
                 "this hub's Docker settings make containers run as root or privileged, which would make every user an "
                 "administrator of the GPU broker; leave user and privileged out of extra_create_kwargs and extra_host_config",
                 reason="configuration",
             )
-        uid, gid = self.gpu_user_ids()
+        if self._gpu_seat is not None and user != str(uid):
+            raise spawn_error(
+                f"this hub's Docker settings make containers run as the user {user[:80]!r}, and the seat of this server belongs to the uid "
+                f"{uid}; leave user out of extra_create_kwargs, and choose the users' uids by gpu_first_uid",
+                reason="configuration",
+            )
         self.extra_create_kwargs = {"user": f"{uid}:{gid}", **create}
         folder = str(Path(self.gpu_socket).parent)
         binds = {source: target for source, target in self.read_only_volumes.items() if target != _SEAT}

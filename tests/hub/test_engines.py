@@ -221,6 +221,24 @@ async def test_a_container_that_would_be_an_administrator_is_refused(
     assert daemon.created == []
 
 
+@pytest.mark.parametrize("user", ["1000:100", "jovyan"])
+async def test_a_container_of_a_user_who_cannot_read_its_seat_is_refused(
+    live: LiveBroker, daemon: FakeDocker, user: str
+) -> None:
+    spawner = container(live, extra_create_kwargs={"user": user})
+    with pytest.raises(
+        web.HTTPError, match=f"run as the user '{user.partition(':')[0]}'.* the uid 200007; leave user out"
+    ):
+        await spawner.start()
+    assert daemon.created == []
+
+
+async def test_a_container_may_be_configured_with_the_uid_that_it_has(live: LiveBroker, daemon: FakeDocker) -> None:
+    spawner = container(live, extra_create_kwargs={"user": "200007:200"})
+    await spawner.start()
+    assert [config["user"] for config in daemon.created] == ["200007:200"]
+
+
 # -- local processes ----------------------------------------------------------------------------------------------------------
 
 
