@@ -1,5 +1,6 @@
 """`jupyter gpu broker`: its command line."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from fractional_gpu.commands import broker
 from fractional_gpu.commands.broker import Stopped, _render
 from fractional_gpu.commands.main import main
 from fractional_gpu.config import load
+from tests.broker.live import live_broker
 from tests.support.paths import ROOT
 
 
@@ -47,6 +49,22 @@ def test_every_option_reaches_the_broker_and_its_answer_is_the_exit_code(ran: li
         log_level="DEBUG",
     )
     assert ran == [wanted]
+
+
+def test_in_the_background_it_says_that_a_broker_which_serves_already_keeps_its_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(broker, "start_detached", lambda _given: 0)
+    with live_broker() as live:
+        socket = str(live.socket)
+        assert main(["broker", "--detach", "--socket", socket, "--idle-exit", "1m"]) == 0
+        said = capsys.readouterr().err
+        assert f"process {os.getpid()}, serves on {socket} already and keeps the options that it has" in said
+        assert f"`jupyter gpu broker --stop --socket {socket}`" in said
+        assert main(["broker", "--detach", "--socket", socket]) == 0
+        assert capsys.readouterr().err == ""
+    assert main(["broker", "--detach", "--socket", socket, "--idle-exit", "1m"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_nothing_render_means_defaults(ran: list[BrokerOptions]) -> None:

@@ -14,7 +14,7 @@ from contextlib import closing, redirect_stderr, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fractional_gpu.broker.process.restarting import BrokerOptions, start_detached
+from fractional_gpu.broker.process.restarting import BrokerOptions, resolved, start_detached
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import ensure_broker, restart_command, socket_path
 from fractional_gpu.client.http import ANSWER_S, is_service_socket, listener_pid
@@ -148,6 +148,23 @@ def _check_ending(options: argparse.Namespace) -> None:
         )
 
 
+def _about_unused_options(given: BrokerOptions) -> str:
+    """Return the sentence about options of a broker that is not started, since another serves already; empty: there is none."""
+    words = ("config_file", "simulate", "idle_exit", "state_dir", "log_level", "settings", "worker_socket")
+    if not any(getattr(given, name) for name in words):
+        return ""
+    try:
+        path = resolved(given).socket or ""
+        with BrokerClient(path, timeout_s=ANSWER_S) as client:
+            pid = client.ping().pid
+    except FractionalGPUError:
+        return ""
+    return (
+        f"note: a broker, process {pid}, serves on {path} already and keeps the options that it has; "
+        f"to give it others, end it with `jupyter gpu broker --stop --socket {path}`, then run this command again"
+    )
+
+
 def run(options: argparse.Namespace) -> int:
     """Print the example configuration, end a broker, or run one until it stops; return the exit code."""
     _check_ending(options)
@@ -174,10 +191,13 @@ def run(options: argparse.Namespace) -> int:
         worker_socket=options.worker_socket,
     )
     if options.detach:
+        unused = _about_unused_options(given)
         # What it writes comes below the bar, not into it.
         with Progress("the broker starts ...", blocks=True, silent=True), redirect_stderr(io.StringIO()) as said:
             code = start_detached(given)
         sys.stderr.write(said.getvalue())
+        if code == 0 and unused:
+            say(unused, sys.stderr)
         return code
     from fractional_gpu.broker.process.app import run_broker  # noqa: PLC0415 - heavy, and needed here only
     from fractional_gpu.config import ConfigError  # noqa: PLC0415 - as above
