@@ -46,7 +46,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = "Give the cluster's engine the numbers of this node's broker: how much more it would grant."
     parser.epilog = EPILOG
     parser.add_argument("--engine", choices=(SLURM, KUBERNETES), required=True, help="the cluster's engine")
-    parser.add_argument("--node", metavar="NAME", help="the node's name in the engine (default: the host's short name)")
+    parser.add_argument(
+        "--node",
+        metavar="NAME",
+        help="the node's name in the engine (default: the host's short name; with kubernetes, its whole name)",
+    )
     add_node_options(parser)
     parser.add_argument(
         "--hub-namespace",
