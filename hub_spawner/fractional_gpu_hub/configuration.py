@@ -69,6 +69,8 @@ def configure(
         )
     if broker not in {"auto", "managed", "system"}:
         raise ConfigError(f"{_WHERE}: broker = {broker!r}: allowed: 'auto', 'managed' or 'system'")
+    if not isinstance(socket, str | None):
+        raise ConfigError(f"{_WHERE}: socket = {socket!r}: allowed: the path of the broker's socket, a text")
     path = socket or _socket(broker)
     if broker == "system" or (broker == "auto" and socket is None and _is_system_service(path)):
         its_own = {"pools": pools, "config_file": config_file, "simulate": simulate}

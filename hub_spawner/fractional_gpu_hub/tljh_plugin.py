@@ -28,6 +28,7 @@ PACKAGE: Final = "jupyter-fractional-gpu"
 UNIT: Final = Path("/etc/systemd/system/jupyter-gpu.service")
 CONFIG: Final = Path("/etc/jupyter/jupyter_gpu_config.py")
 _FRACTIONS: Final = ("1/8", "1/4", "1/2", "1")
+_OF_TLJH: Final = frozenset({"c", "spawner"})  # arguments of `configure` that the plugin gives itself
 
 
 hookimpl = pluggy.HookimplMarker("tljh")  # as TLJH's own marker
@@ -121,6 +122,12 @@ def _section() -> dict[str, Any]:
     section = load_config().get(SECTION, {})
     if not isinstance(section, dict):
         raise ConfigError(f"config.yaml: {SECTION} is {section!r}; allowed: keys such as `pools: {{default: {{}}}}`")
+    wrong = [key for key in section if not isinstance(key, str) or key in _OF_TLJH]
+    if wrong:
+        raise ConfigError(
+            f"config.yaml: {SECTION} has the key {wrong[0]!r}; allowed: `pools` and the arguments of `fractional_gpu_hub.configure`, "
+            "without `spawner`: TLJH's own is used"
+        )
     return dict(section)
 
 

@@ -148,6 +148,24 @@ def test_a_wrong_section_is_named_before_anything_is_written(
     assert not (tmp_path / "config.py").exists()
 
 
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ('{"spawner": "fractional-gpu-local"}', "fractional_gpu has the key 'spawner'; allowed: .*TLJH's own is used"),
+        ('{"socket": 5}', "socket = 5: allowed: the path of the broker's socket"),
+    ],
+)
+def test_a_key_that_the_hub_cannot_use_is_named(
+    tljh: pluggy.PluginManager, monkeypatch: pytest.MonkeyPatch, section: str, says: str
+) -> None:
+    monkeypatch.setenv("TLJH_CONFIG", f'{{"fractional_gpu": {section}}}')
+    c = Config()
+    c.JupyterHub.spawner_class = SimpleLocalProcessSpawner
+    with pytest.raises(ConfigError, match=says):
+        tljh.hook.tljh_custom_jupyterhub_config(c=c)
+
+
 def test_its_spawner_is_tljhs_with_seats() -> None:
     kind = tljh_plugin.spawner_class(type("UserCreatingSpawner", (SystemdSpawner,), {}))
     assert issubclass(kind, FractionalGPUSystemdSpawner)
