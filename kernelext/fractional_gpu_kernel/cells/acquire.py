@@ -22,7 +22,9 @@ What the ticket's thread does when a call fails:
 
 - A broker that dies is started again, and the call repeated. A broker that breaks `MAX_FRUITLESS` times in a row without a line in
   between, or that cannot be started, refuses the cell.
-- The wait goes on for a broker that runs and does not answer, and the line says so (`fractional_gpu.client.client`).
+- The wait goes on for a broker that runs and does not answer, or refuses all calls because there are too many, and the line says so
+  (`fractional_gpu.client.client`).
+- An error within the broker says nothing about the lease: the call is repeated, and refuses the cell as often as breaks do.
 - A process that can make no call any more (`is_local`: no descriptors, another user) waits as long as the broker's commands still come
   through: the broker sees a busy kernel without a ticket, makes a ticket for it, and opens the gate in its turn. Without commands, the
   cell is refused.
@@ -48,7 +50,7 @@ from fractional_gpu_kernel.settings import LOCAL_FAILURES, Settings, describe, e
 
 if TYPE_CHECKING:
     from fractional_gpu.client.client import BrokerClient, SilenceWatch
-    from fractional_gpu.protocol.errors import BrokerUnavailableError
+    from fractional_gpu.protocol.errors import BrokerUnavailableError, InternalBrokerError
     from fractional_gpu.protocol.messages import Progress
 
 QUIET_S = 0.15
@@ -198,7 +200,12 @@ class Acquirer:
         """Call the broker until it has answered. None: granted (the gate is open) or withdrawn."""
         # The first is for the wait's line: a later wait may have no descriptor left to import it with.
         from fractional_gpu.core import units  # noqa: F401, PLC0415 - off the kernel's start
-        from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError  # noqa: PLC0415 - as above
+        from fractional_gpu.protocol.errors import (  # noqa: PLC0415 - as above
+            BrokerUnavailableError,
+            FractionalGPUError,
+            InternalBrokerError,
+            TooManyRequestsError,
+        )
 
         while not ticket.withdrawn.is_set():
             try:
@@ -209,7 +216,11 @@ class Acquirer:
                 failure = error
             if is_local(failure):
                 refusal = self._wait_without_calls(ticket, describe(failure))
-            elif isinstance(failure, BrokerUnavailableError):
+            elif isinstance(failure, TooManyRequestsError):
+                refusal = None  # too many calls of this user's, of whatever program: that says nothing about the lease
+                self._notify(ticket, _waiting("broker-silent", str(failure)))
+                ticket.withdrawn.wait(failure.retry_s)
+            elif isinstance(failure, BrokerUnavailableError | InternalBrokerError):
                 refusal = self._revive(ticket, failure)
             else:
                 refusal = RefusedError(explain(failure))
@@ -254,9 +265,9 @@ class Acquirer:
         ticket.withdrawn.wait(_CALL_AGAIN_S)
         return None
 
-    def _revive(self, ticket: _Ticket, failure: "BrokerUnavailableError") -> RefusedError | None:
-        """The broker broke the call, or none serves: start it, unless it breaks again and again."""
-        from fractional_gpu.protocol.errors import FractionalGPUError  # noqa: PLC0415 - off the kernel's start
+    def _revive(self, ticket: _Ticket, failure: "BrokerUnavailableError | InternalBrokerError") -> RefusedError | None:
+        """The broker broke the call, or failed in it, or none serves: start it, unless that happens again and again."""
+        from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError, TooManyRequestsError  # noqa: PLC0415 - off the kernel's start
 
         ticket.breaks += 1
         ticket.fruitless = 0 if ticket.last is not None else ticket.fruitless + 1
@@ -265,8 +276,13 @@ class Acquirer:
         if ticket.fruitless >= MAX_FRUITLESS:
             return RefusedError(str(failure))
         try:
-            self._notify(ticket, _waiting("broker-starting", REVIVING))
+            if isinstance(failure, BrokerUnavailableError):
+                self._notify(ticket, _waiting("broker-starting", REVIVING))
+            else:
+                self._notify(ticket, _waiting("broker-silent", str(failure)))
             self._settings.revive()
+        except TooManyRequestsError:
+            ticket.fruitless = 0  # a broker runs, and the next call waits for it
         except FractionalGPUError as error:
             if error.reason != "timeout":
                 return RefusedError(str(error))

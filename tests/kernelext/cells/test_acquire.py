@@ -9,7 +9,13 @@ from typing import Any, NoReturn, cast
 
 import pytest
 
-from fractional_gpu.protocol.errors import BrokerUnavailableError
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.protocol.errors import (
+    BrokerUnavailableError,
+    FractionalGPUError,
+    InternalBrokerError,
+    TooManyRequestsError,
+)
 from fractional_gpu.protocol.messages import Progress
 from fractional_gpu_kernel.cells import acquire
 from fractional_gpu_kernel.cells.acquire import MAX_FRUITLESS, Acquirer, RefusedError, Waiter
@@ -127,6 +133,56 @@ def test_a_broker_that_had_a_word_for_us_is_asked_again_for_ever(
         assert text(waiter) == acquire.REVIVING
     broker.stream("acquire", 2 * MAX_FRUITLESS).refused("no")
     assert text(waiter) == "no"
+
+
+class Hasty(Settings):
+    """Settings whose clients repeat no call."""
+
+    def connect(self, timeout_s: float = 0.5) -> BrokerClient:
+        return super().connect(min(timeout_s, 0.5))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [InternalBrokerError("the broker failed"), TooManyRequestsError("too many connections")],
+    ids=["internal", "too-many"],
+)
+def test_a_broker_that_cannot_answer_for_a_while_is_asked_again(
+    folder: Path, side: Side, broker: ScriptedBroker, error: FractionalGPUError
+) -> None:
+    side.acquirer = Acquirer(Hasty(LEASE, broker.path, str(folder / "token")), side.gate)
+    broker.fail["acquire"] = error
+    waiter = side.join()
+    assert text(waiter) == str(error)
+    del broker.fail["acquire"]
+    opened = threading.Event()
+    side.gate.start_waiting(opened.set)
+    broker.stream("acquire").granted()
+    assert opened.wait(60)
+
+
+def test_a_broker_that_takes_no_call_while_it_is_revived_is_asked_again(
+    side: Side, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def revive(_settings: Settings) -> NoReturn:
+        raise TooManyRequestsError("too many connections")
+
+    monkeypatch.setattr(Settings, "revive", revive)
+    broker.hang_up["acquire"] = 1
+    waiter = side.join()
+    assert text(waiter) == acquire.REVIVING
+    broker.stream("acquire").refused("no")
+    assert text(waiter) == "no"
+
+
+def test_a_broker_that_fails_again_and_again_is_an_answer(
+    side: Side, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(acquire, "LONGEST_PAUSE_S", 0.0)
+    broker.fail["acquire"] = InternalBrokerError("the broker failed")
+    waiter = side.join()
+    assert isinstance([waiter.get(timeout=60) for _ in range(MAX_FRUITLESS)][-1], RefusedError)
+    assert broker.routes().count("acquire") == MAX_FRUITLESS
 
 
 class Deaf:
