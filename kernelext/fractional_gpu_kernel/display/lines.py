@@ -163,7 +163,8 @@ def _left(expected_ms: int | None, low_ms: int | None, high_ms: int | None, pass
 # blanked when the next cell begins. A notice is output, not a request: it does not make the kernel busy.
 #
 # Only cells that go into the history count here. Others run within another cell (`%%capture`, `run_cell`) or for a client's own use, and
-# their output is not on the user's screen.
+# their output is not on the user's screen. Cells of several subshells run at once, each in a thread of its own: the kernel idles when the
+# last of them has ended, and an urgent notice goes to the one that began last.
 
 
 class Notices:
@@ -175,7 +176,7 @@ class Notices:
         self._lock = threading.Lock()
         self._kept = [first] if first else []
         self._last_cell: contextvars.Context | None = None  # while the kernel idles: the cell to show it beneath
-        self._running_cell: contextvars.Context | None = None
+        self._running: dict[int, contextvars.Context] = {}  # by the cells' threads, in the order in which they began
         self._shown: list[LiveLine] = []
         self._topics: dict[str, str] = {}  # the sentences with a topic that are kept
         self._lines: dict[str, LiveLine] = {}  # and those that are shown beneath the last cell
@@ -224,7 +225,7 @@ class Notices:
     def add_urgent(self, sentence: str, topic: str = "") -> None:
         """Show a sentence now, also in the output of a cell that runs, where it stays. `topic`: see `add`."""
         with self._lock:
-            cell = self._running_cell
+            cell = next(reversed(self._running.values()), None)
         if cell is None or not sentence:
             self.add(sentence, topic)
             return
@@ -238,7 +239,7 @@ class Notices:
         if not info.store_history:
             return
         with self._lock:
-            self._running_cell = contextvars.copy_context()
+            self._running[threading.get_ident()] = contextvars.copy_context()
             cell, self._last_cell = self._last_cell, None
             shown, self._shown = self._shown, []
             kept, self._kept = self._kept, []
@@ -255,7 +256,9 @@ class Notices:
         if result is not None and not result.info.store_history:
             return
         with self._lock:
-            self._last_cell, self._running_cell = contextvars.copy_context(), None
+            self._running.pop(threading.get_ident(), None)  # missing: of a blank cell, which begins without an event
+            if not self._running:
+                self._last_cell = contextvars.copy_context()
             kept, self._kept = self._kept, []
             self._topics.clear()
         if kept:

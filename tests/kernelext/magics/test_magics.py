@@ -340,6 +340,23 @@ def test_an_urgent_notice_is_shown_while_the_cell_runs_and_stays(kernel: Running
     assert kernel.run("2").shown == []
 
 
+def test_an_urgent_notice_does_not_go_beneath_a_subshells_cell_that_has_ended(
+    kernel: RunningKernel, broker: ScriptedBroker
+) -> None:
+    broker.grant_at_once = True
+    kernel.client.control_channel.send(kernel.client.session.msg("create_subshell_request"))
+    subshell = kernel.client.get_control_msg(timeout=DEADLINE_S)["content"]["subshell_id"]
+    in_main = kernel.send("import threading\ngo_on = threading.Event()\nprint('trains')\ngo_on.wait()")
+    kernel.until_published(in_main, lambda messages: any(one["msg_type"] == "stream" for one in messages))
+    kernel.finish(kernel.send_with_header("pass", subshell_id=subshell))
+    gate = broker.stream("gate")
+    gate.send(GateCommand(verb=GateVerb.NOTICE, number=1, sentence="The GPU goes away in 2 min.", urgent=True))
+    gate.send(GateCommand(verb=GateVerb.NOTICE, number=2, sentence="This kernel uses more than its cap."))
+    assert (broker.answer_to(1), broker.answer_to(2)) == ("done", "done")
+    kernel.finish(kernel.send_with_header("go_on.set()", subshell_id=subshell))
+    assert "[gpu] The GPU goes away in 2 min." in kernel.finish(in_main).shown
+
+
 def test_a_notice_takes_the_place_of_an_earlier_one_about_the_same(
     kernel: RunningKernel, broker: ScriptedBroker
 ) -> None:
