@@ -20,6 +20,7 @@ from fractional_gpu.jupyter.kernel_command import KernelPlan, plan_kernel
 from fractional_gpu.jupyter.kernel_process import ProcessGoneError
 from fractional_gpu.jupyter.provisioner import FractionalGPUProvisioner
 from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableError, FractionalGPUError, NoRoomError
+from fractional_gpu.protocol.limits import MAX_NAME
 from fractional_gpu.protocol.messages import AttachRequest
 from tests.jupyter.conftest import Places
 from tests.support.descriptors import no_free_descriptors
@@ -92,6 +93,14 @@ def test_a_name_that_is_not_valid_text_keeps_no_kernel_from_its_start(
     monkeypatch.setenv("JPY_SESSION_NAME", os.fsdecode(b"/home/me/\xfcbung.ipynb"))  # Latin-1
     with running_kernel(places.write_gpu_spec(), cwd=str(places.work)):
         assert broker.only_lease()[1].request["label"] == "/home/me/?bung.ipynb"
+
+
+def test_an_id_longer_than_a_request_may_name_keeps_no_kernel_from_its_start(
+    places: Places, broker: FakeBroker
+) -> None:
+    """A program may choose any id that can be in a connection file's name."""
+    with running_kernel(places.write_gpu_spec(), cwd=str(places.work), kernel_id="k" * (MAX_NAME + 1)):
+        assert broker.only_lease()[1].request["kernel_id"] == "k" * MAX_NAME
 
 
 @pytest.mark.usefixtures("broker")

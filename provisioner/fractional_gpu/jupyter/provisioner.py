@@ -56,6 +56,7 @@ from fractional_gpu.jupyter.kernel_lease import (
 from fractional_gpu.jupyter.kernel_process import AdoptedProcess, KernelPorts, ProcessGoneError, identity_of
 from fractional_gpu.jupyter.kernel_record import KernelRecord, RecordFile
 from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableError, FractionalGPUError
+from fractional_gpu.protocol.limits import MAX_NAME
 from fractional_gpu.protocol.messages import LeaseRequest
 
 # jupyter_client's own keywords; all others come from the kernelspec's stanza
@@ -400,7 +401,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             request_mib=config.request_mib,
             devices=config.devices,
             priority=config.priority,
-            kernel_id=self.kernel_id or "",
+            kernel_id=(self.kernel_id or "")[:MAX_NAME],  # as long as a file's name may be
             label=lease_label(label),
             gated=self._plan.gated,
             wait_ms=0 if self._plan.gated else _WAIT_UNGATED_MS,
