@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
@@ -23,7 +22,7 @@ from tests.support.world import World, new_world
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """A user of Jupyter who is there already: nothing but what our product makes may go. Other tests have the machine's own folders."""
     monkeypatch.setattr(uninstall, "_TEMPORARY", (str(tmp_path),))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(uninstall, "temporary_folder", lambda: tmp_path)
     monkeypatch.setattr(state_folder, "_VAR_TMP", tmp_path)
     for places in (
         "ENV_JUPYTER_PATH",

@@ -11,6 +11,7 @@ from fractional_gpu.gpu.simulated import host
 from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
 from fractional_gpu.gpu.simulated.store import SimulatedHostError, Store
 from tests.gpu_sim.kernels import Kernel
+from tests.support.full_disks import no_temporary_files
 
 
 @pytest.mark.parametrize(
@@ -99,11 +100,13 @@ def test_a_host_is_removed_only_when_nobody_uses_it(simulated: host.SimulatedHos
     assert not simulated.directory.exists()
 
 
-def test_a_host_lives_in_memory_or_in_the_temporary_folder_always_the_same() -> None:
+def test_a_host_lives_in_memory_or_in_the_temporary_folder_always_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = host.choose_directory("test-of-naming")
     assert folder == host.choose_directory("test-of-naming")
     assert folder.parent.is_dir()
     assert str(os.getuid()) in folder.name
+    no_temporary_files(monkeypatch)
+    assert folder == host.choose_directory("test-of-naming"), "on a full disk, too"
     with pytest.raises(SimulatedHostError, match="cannot name"):
         host.choose_directory("../elsewhere")
 

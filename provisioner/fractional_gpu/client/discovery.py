@@ -23,7 +23,6 @@ import select
 import stat
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +31,7 @@ from jupyter_core.paths import jupyter_runtime_dir
 
 from fractional_gpu.client.http import claim_holder, is_service_socket
 from fractional_gpu.client.state_folder import is_network, node_name, state_folder
+from fractional_gpu.host.files import temporary_folder
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 from fractional_gpu.protocol.names import OWN, Version, refusal
 
@@ -465,8 +465,8 @@ def _make_private(folder: Path) -> None:
 def _short_path(path: str) -> str:
     """Return a socket path in a short private folder whose name is derived from `path` alone."""
     name = f"jupyter-gpu-{os.geteuid()}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:12]}"
-    for parent in (tempfile.gettempdir(), "/tmp"):  # noqa: S108 - the folder is checked to be ours and private
-        short = Path(parent) / name / "broker.sock"
+    for parent in (temporary_folder(), Path("/tmp")):  # noqa: S108 - the folder is checked to be ours and private
+        short = parent / name / "broker.sock"
         if len(os.fsencode(str(short))) <= _LONGEST_PATH:
             _make_private(short.parent)
             return str(short)

@@ -13,7 +13,6 @@ import select
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.commands.terminal.output import say
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.config.settings import CONFIG_NAME
+from fractional_gpu.host.files import temporary_folder
 from fractional_gpu.jupyter.kernelspecs import list_installed
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
@@ -140,8 +140,8 @@ def _is_own_folder(path: Path) -> bool:
 def _short_folders() -> list[Path]:
     """Return the folders of sockets whose usual path is too long for a socket (`fractional_gpu.client.discovery`)."""
     found: list[Path] = []
-    for parent in {tempfile.gettempdir(), *_TEMPORARY}:
-        found += [folder for folder in Path(parent).glob(f"jupyter-gpu-{os.geteuid()}-*") if _is_own_folder(folder)]
+    for parent in {temporary_folder(), *map(Path, _TEMPORARY)}:
+        found += [folder for folder in parent.glob(f"jupyter-gpu-{os.geteuid()}-*") if _is_own_folder(folder)]
     return found
 
 

@@ -1,4 +1,6 @@
-"""Replacing a small file in one step, and the points where tests make that fail. Standard library only.
+"""Replacing a small file in one step, the folder for temporary files, and the points where tests make writes fail.
+
+Standard library only.
 
 The new content is written to another file in the same folder, synced (fsync), and renamed over the old one; then the folder is synced.
 After a kill, on a full disk or after a power failure the file has the old content or the new one, never a mixture.
@@ -15,7 +17,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+_TEMPORARY = ("/tmp", "/var/tmp")  # noqa: S108 - what callers put there is checked to be theirs
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def temporary_folder() -> Path:
+    """Return the folder for temporary files: the one that Python's `tempfile` finds, but nothing is written.
+
+    A name in it leads all processes to the same file. On a full disk `tempfile` goes on to other folders, or raises, and stays with what it
+    found.
+    """
+    named = (os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP"))
+    folders = [Path(folder).absolute() for folder in (*named, *_TEMPORARY) if folder]
+    usable = (folder for folder in folders if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK))
+    return next(usable, Path(_TEMPORARY[0]))
 
 
 def open_own(path: Path | str, flags: int) -> int:

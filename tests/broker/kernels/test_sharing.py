@@ -9,6 +9,7 @@ from fractional_gpu.broker.process.restarting import without_share
 from fractional_gpu.config import ConfigError
 from fractional_gpu.core.model import DeviceView, LeaseSpec, PoolSpec, Sharing
 from fractional_gpu.jupyter.kernel_lease import KernelLease, environment_with
+from tests.support.full_disks import no_temporary_files
 
 
 def pool(
@@ -56,7 +57,7 @@ def test_a_mig_instance_is_the_kernel_s_as_a_whole() -> None:
 def test_hami_is_there_from_the_start_with_books_of_the_lease_s_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fractional_gpu.broker.kernels.kernel.tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     environment = launch_environment(pool(library="/opt/libvgpu.so"), spec(500))
     books = tmp_path / "jupyter-gpu-abc.hami"
     assert environment == {
@@ -70,6 +71,11 @@ def test_hami_is_there_from_the_start_with_books_of_the_lease_s_own(
     remove_books("abc")
     remove_books("abc")
     assert not books.exists()
+
+
+def test_a_lease_ends_where_no_temporary_file_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_temporary_files(monkeypatch)
+    remove_books("abc")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ changes the object; all others read it.
 
 import asyncio
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from fractional_gpu.config import ConfigError
 from fractional_gpu.core.events import ResizeRequested
 from fractional_gpu.core.model import DeviceView, LeaseSpec, PoolSpec, Sharing, Sign
 from fractional_gpu.gpu.driver_environment import PRELOAD, PRELOADED_FOR_US
+from fractional_gpu.host.files import temporary_folder
 from fractional_gpu.host.process import ProcessIdentity, open_pidfd
 
 
@@ -404,7 +404,7 @@ def check_pools(pools: Sequence[PoolSpec], names: Mapping[str, str], *, simulate
 
 
 def _books(lease_id: str) -> Path:
-    return Path(tempfile.gettempdir(), f"jupyter-gpu-{lease_id}.hami")
+    return temporary_folder() / f"jupyter-gpu-{lease_id}.hami"
 
 
 def _percent(spec: LeaseSpec) -> int:

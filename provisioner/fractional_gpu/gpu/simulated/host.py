@@ -10,7 +10,6 @@ The rules:
 
 import os
 import re
-import tempfile
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
@@ -30,6 +29,7 @@ from fractional_gpu.gpu.simulated.store import (
     Store,
     own_namespace,
 )
+from fractional_gpu.host.files import temporary_folder
 
 MAX_DEVICES: Final = 64
 _MAX_MIB: Final = 16 << 20  # 16 TiB
@@ -99,7 +99,7 @@ def choose_directory(name: str) -> Path:
             f"{name!r} cannot name a simulated host: use up to 64 letters, digits, '-', '_' and '.'"
         )
     folder = f"jupyter-gpu-simulated-{os.getuid()}-{name}"
-    memory, temporary = Path("/dev/shm"), Path(tempfile.gettempdir())  # noqa: S108 (create() checks whose the folder is)
+    memory, temporary = Path("/dev/shm"), temporary_folder()  # noqa: S108 (create() checks whose the folder is)
     for parent in (memory, temporary):
         if (parent / folder / DATABASE).is_file():
             return parent / folder
