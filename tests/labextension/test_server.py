@@ -1,21 +1,28 @@
 """The server extension: pages hear of their server's kernels without asking, steer those alone, and nobody seems to be at work."""
 
 import json
+import signal
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from fractional_gpu.core.forecasts.habits import Share
 from fractional_gpu.protocol.messages import EvictRequest
+from fractional_gpu_kernel.server.app import _MOST_ACTIONS
 from tests.labextension.conftest import Page, State, page_of
 from tests.support.kernels import running_kernel, talking_to
 from tests.support.managed import entered, must
 from tests.support.share_days import keep_days
 from tests.support.stories import fill
-from tests.support.world import Server, World, until
+from tests.support.victims import kill_all
+from tests.support.world import DEADLINE_S, Notebook, Server, World, until
 
 STATE = "jupyter-fractional-gpu/state?no_track_activity=1"
 
@@ -92,6 +99,39 @@ def test_a_broker_that_dies_is_gone_and_comes_back(world: World, server: Server,
     assert (status, said["reason"]) == (409, "no-lease")
     world.start_broker()
     page.until_kernel(notebook.kernel_id, "unarmed")
+
+
+@contextmanager
+def waiting_resumes(world: World, server: Server, count: int) -> Iterator[tuple[Notebook, Notebook]]:
+    """A kernel that is pinned to the only device, and one whose resume was asked for so often, by pages that wait for the answer."""
+    (name,) = world.install(1000)
+    pinned, waiting = server.start(name), server.start(name)
+    pinned.must(fill(1))
+    with page_of(server) as page:
+        page.until(lambda state: len(state["kernels"]) == 2)
+    act(server, pinned.kernel_id, "pin", {"minutes": 30})
+    with ExitStack() as stack:
+        for _ in range(count):
+            address = urlsplit(server.url)
+            pages_own = stack.enter_context(closing(HTTPConnection(str(address.hostname), address.port)))
+            route = f"{address.path}jupyter-fractional-gpu/kernels/{waiting.kernel_id}/resume"
+            pages_own.request("POST", route, b"{}", {"Authorization": f"token {server.token}"})
+        until(lambda: world.lease(waiting.kernel_id).position, "it waits")
+        yield pinned, waiting
+
+
+def test_actions_that_wait_keep_no_other_one_from_its_answer(world: World, server: Server) -> None:
+    with waiting_resumes(world, server, _MOST_ACTIONS - 1) as (pinned, waiting):
+        assert act(server, pinned.kernel_id, "expect", {"sign": "typing"}) == {}
+    until(lambda: world.lease(waiting.kernel_id).position is None, "the tickets are withdrawn with their pages")
+
+
+def test_a_server_that_keeps_its_kernels_stops_while_an_action_waits(world: World) -> None:
+    keeping = "--ServerApp.kernel_manager_class=fractional_gpu.KeepingKernelManager"
+    with Server(world, keeping) as server, waiting_resumes(world, server, 1) as kernels:
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(DEADLINE_S)
+        kill_all([pid for kernel in kernels if (pid := world.lease(kernel.kernel_id).pid) is not None])
 
 
 def last_activity(server: Server, kernel_id: str) -> tuple[str, str, str]:

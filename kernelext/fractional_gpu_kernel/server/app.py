@@ -20,6 +20,7 @@ from tornado import web
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import unstarted_broker
 from fractional_gpu.client.seat import own_seat
+from fractional_gpu.client.threads import in_thread
 from fractional_gpu.protocol.errors import RESTART, BadRequestError, ConflictError, FractionalGPUError, NotFoundError
 from fractional_gpu.protocol.messages import DeviceStatus, ExpectRequest, HostStatus, LeaseStatus, PinRequest
 
@@ -241,7 +242,7 @@ def _fields_of(message: LeaseStatus | DeviceStatus, fields: tuple[str, ...]) -> 
 # `message` and `reason`, with the broker's own status.
 
 
-_MOST_ACTIONS = 16  # under way at once: each holds a thread
+_MOST_ACTIONS = 16  # under way at once: each has a thread of its own
 _LONGEST_PIN_MIN = 7 * 24 * 60
 _SIGN_MS = 60_000
 _KERNEL = r"/jupyter-fractional-gpu/kernels/(?P<kernel_id>[\w-]{1,200})/"
@@ -303,7 +304,7 @@ class _Call(_Handler):
         _Call.under_way += 1
         try:
             with self._client as client:
-                return await asyncio.to_thread(action, client, lease.lease_id)
+                return await in_thread(action, client, lease.lease_id)
         finally:
             _Call.under_way -= 1
 
@@ -407,7 +408,7 @@ class FractionalGPUApp(ExtensionApp):
     async def stop_extension(self) -> None:
         """Close the subscription."""
         if self._follower is not None:
-            await asyncio.to_thread(self._follower.stop)
+            await in_thread(self._follower.stop)
 
     def state(self) -> dict[str, Any]:
         """Return the state that browsers should show now."""

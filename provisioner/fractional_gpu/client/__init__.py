@@ -5,4 +5,5 @@
 - `discovery`: the broker's socket, the process that listens on it, and how a broker is started on it
 - `state_folder`: where that broker keeps its state
 - `seat`: the seat that the hub gave this server, and the hub's routes
+- `threads`: blocking calls beside an event loop
 """

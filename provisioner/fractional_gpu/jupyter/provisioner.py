@@ -2,7 +2,7 @@
 
 Rules:
 
-- The event loop never waits for the broker: every call to it runs in a thread (see `fractional_gpu.jupyter.kernel_lease`).
+- The event loop never waits for the broker: every call to it runs in a thread (see `fractional_gpu.client.threads`).
 - The kernelspec's configuration is checked before anything is started. An error of a first start is raised as one sentence, for
   JupyterLab's dialog. A *re*start never fails because of the GPU (Jupyter would list the kernel as idle for ever): the kernel then starts
   without a GPU, and its first cell says why.
@@ -33,6 +33,7 @@ from tornado.web import HTTPError
 from traitlets import Float, Unicode, default
 
 from fractional_gpu.client.discovery import runtime_dir
+from fractional_gpu.client.threads import in_thread
 from fractional_gpu.host.process import find_ipykernel, is_of_earlier_version
 from fractional_gpu.jupyter.kernel_command import (
     EARLIER_COMMAND,
@@ -47,7 +48,6 @@ from fractional_gpu.jupyter.kernel_lease import (
     begin_broker_start,
     environment_with,
     environment_without,
-    in_thread,
     lease_label,
     recall_lease,
     renew_lease,

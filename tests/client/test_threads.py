@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from fractional_gpu.jupyter.kernel_lease import in_thread
+from fractional_gpu.client.threads import in_thread
 
 
 async def test_it_returns_what_the_work_returns_and_raises_what_it_raises() -> None:
@@ -54,7 +54,7 @@ async def test_cancelled_it_returns_at_once_and_the_work_goes_on() -> None:
 
 _FORKED = """
 import asyncio, os, sys
-from fractional_gpu.jupyter.kernel_lease import in_thread
+from fractional_gpu.client.threads import in_thread
 loop = asyncio.new_event_loop()
 assert loop.run_until_complete(in_thread(int, "1")) == 1
 children = []
@@ -73,7 +73,7 @@ loop.close()
 
 _AT_EXIT = """
 import asyncio, atexit
-from fractional_gpu.jupyter.kernel_lease import in_thread
+from fractional_gpu.client.threads import in_thread
 loop = asyncio.new_event_loop()
 loop.run_until_complete(in_thread(int, "1"))
 def late():

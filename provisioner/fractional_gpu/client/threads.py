@@ -1,0 +1,51 @@
+"""Blocking calls beside an event loop that may be forked, or run while its program exits.
+
+`asyncio.to_thread` keeps its threads in the loop's default executor. That breaks ordinary programs:
+
+- After a fork the child has the parent's loop and executor, which counts idle threads that the child does not have: its work never runs.
+  (A script that ran a notebook and then uses a `ProcessPoolExecutor`.)
+- Once the interpreter has begun to exit, executors refuse work. (A script that shuts its kernels down in `atexit`.)
+- The executor has a few threads for the whole program, and its exit waits for them. (A Jupyter server in which calls wait for the GPU.)
+
+Here each call has its own thread, which ends with the call.
+"""
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import ParamSpec, TypeVar
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+# A forked loop shares its wake-up pipe with its parent, and either process may read the other's byte: so it also wakes by time.
+_LOST_WAKEUP_S = 0.05
+
+
+async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run `work` in a daemon thread and return its result. Raises what it raises.
+
+    Cancelled, it returns at once; the work runs to its end, and its result is dropped.
+    """
+    done = Future[T]()
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            result = context.run(work, *args, **kwargs)
+        except BaseException as error:  # noqa: BLE001 - raised again where the work is awaited
+            done.set_exception(error)
+        else:
+            done.set_result(result)
+
+    done.set_running_or_notify_cancel()  # so that a cancelled wait does not cancel it
+    threading.Thread(target=run, name=f"gpu-{getattr(work, '__name__', 'work')}", daemon=True).start()
+    outcome = asyncio.wrap_future(done)
+    try:
+        while not outcome.done():
+            await asyncio.wait({outcome}, timeout=_LOST_WAKEUP_S)
+        return outcome.result()
+    finally:
+        outcome.cancel()
