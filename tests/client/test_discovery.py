@@ -1,5 +1,6 @@
 """The broker is found where it should be, started when nobody serves, and trusted only where nobody else could have put it."""
 
+import errno
 import fcntl
 import json
 import os
@@ -10,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,6 +119,18 @@ def test_in_a_home_that_hosts_share_each_host_has_a_folder_of_its_own(
     assert len(found) == 2
     (home / "mountinfo").write_text("1 0 8:1 / / rw - ext4 d rw\n")
     assert socket_path() == str(home / "rt" / "gpu" / "broker.sock")
+
+
+def test_a_service_whose_folder_this_user_may_not_enter_is_the_broker(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.stat
+
+    def stat(path: str | Path, **options: Any) -> os.stat_result:  # noqa: ANN401 - as the system's
+        if str(path) == discovery.SYSTEM_SOCKET:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(path, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert socket_path() == discovery.SYSTEM_SOCKET
 
 
 def test_a_path_too_long_for_a_socket_gets_a_short_private_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

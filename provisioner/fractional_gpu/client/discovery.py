@@ -82,10 +82,21 @@ def socket_path() -> str:
                 "choose a shorter path"
             )
         return named
-    if Path(SYSTEM_SOCKET).exists():
+    if _is_system_service_there():
         return SYSTEM_SOCKET
     path = str(runtime_dir() / "broker.sock")
     return path if len(os.fsencode(path)) <= _LONGEST_PATH else _short_path(path)
+
+
+def _is_system_service_there() -> bool:
+    """Whether the system service's socket exists. In a folder that this user may not enter it counts as there: the devices are its own."""
+    try:
+        os.stat(SYSTEM_SOCKET)  # noqa: PTH116 - `Path.exists` takes a folder without access for none, or raises, by Python's version
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def ensure_broker(
