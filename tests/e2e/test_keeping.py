@@ -1,5 +1,6 @@
 """Kernels that outlive their server: a new one finds them alive, with all they had."""
 
+import json
 import os
 import shutil
 import signal
@@ -99,6 +100,36 @@ def test_new_servers_find_the_kernels_that_live_whatever_ended_the_last_one(worl
         new.connect(kernel_id).shut_down()
     until(lambda: released(world) or None, "leases and reservations are gone")
     assert records(world) == []
+
+
+def test_a_kernel_is_found_where_its_connection_file_cannot_be_written(world: World, servers: Servers) -> None:
+    (name,) = world.install(250)
+    old = servers.start()
+    notebook = old.start(name)
+    notebook.must("%%cpu\nx = 41")
+    old.stop()
+    (path,) = records(world)
+    record = json.loads(path.read_text())
+    record["connection_file"] = str(world.folder / "removed" / "kernel.json")
+    path.write_text(json.dumps(record) + "\n")
+    new = servers.start()
+    assert new.connect(notebook.kernel_id).must("%%cpu\nprint(x + 1)").text == "42\n"
+
+
+@pytest.mark.parametrize("damage", [{"connection": 1}, {"provisioner": 1}, {"launching": 1}], ids=str)
+def test_a_damaged_record_keeps_no_server_from_its_start(
+    world: World, servers: Servers, damage: dict[str, int]
+) -> None:
+    (name,) = world.install(250)
+    old = servers.start()
+    notebook = old.start(name)
+    pid = int(pid_of(notebook))
+    old.stop()
+    (path,) = records(world)
+    path.write_text(json.dumps(json.loads(path.read_text()) | damage) + "\n")
+    assert servers.start().request("GET", "api/kernels") == []
+    os.kill(pid, 0)
+    kill_all([pid])
 
 
 def test_nobody_takes_what_another_server_has_or_what_is_of_another_folder(world: World, servers: Servers) -> None:

@@ -95,7 +95,7 @@ class KeepingKernelManager(AsyncMappingKernelManager):
         except ProcessGoneError as error:
             self.log.info("A kernel of an earlier server has ended: %s", error)
             record.remove()
-        except (ValueError, KeyError, NoSuchKernel, FractionalGPUError) as error:
+        except (OSError, TypeError, ValueError, KeyError, NoSuchKernel, FractionalGPUError) as error:
             self.log.warning("The kernel of the record %s is not taken over: %r", record.path, error)
             record.close()
         else:
@@ -121,7 +121,10 @@ class KeepingKernelManager(AsyncMappingKernelManager):
             kernel_spec_manager=self.kernel_spec_manager,
         )
         manager.load_connection_info(dict(content["connection"]))
-        manager.write_connection_file()
+        try:
+            manager.write_connection_file()
+        except OSError as error:  # other programs alone read it
+            self.log.warning("Kernel %s has no connection file: %s", content["kernel_id"], error)
         manager.kernel_id = str(content["kernel_id"])
         environment = {**os.environ, "JPY_SESSION_NAME": str(content["session_name"])}
         manager._launch_args = {"cwd": content["cwd"], "env": environment}  # noqa: SLF001 - for its restart
