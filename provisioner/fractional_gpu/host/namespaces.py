@@ -14,12 +14,12 @@ import ctypes
 import fcntl
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, TypeVar
 
 from fractional_gpu.host.process import PROC, ProcessIdentity, is_alive, read_file
+from fractional_gpu.host.threads import StartedThreads
 
 T = TypeVar("T")
 
@@ -165,14 +165,14 @@ def in_network(descriptor: int, work: Callable[[], T]) -> T:
     """Run `work` in a thread of its own within the network namespace, and return what it returns.
 
     Threads that `work` starts stay in that namespace; no other thread is ever in it. Raises PermissionError where this process may not
-    enter (it takes CAP_SYS_ADMIN here and over that namespace), and what `work` raises.
+    enter (it takes CAP_SYS_ADMIN here and over that namespace), OSError where no thread can be started, and what `work` raises.
     """
 
     def run() -> T:
         _enter(descriptor)
         return work()
 
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="in-network") as thread:  # it ends with the block
+    with StartedThreads(1, "in-network") as thread:  # it ends with the block
         return thread.submit(run).result()
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from fractional_gpu.broker.services.empty_devices import EmptyDevices
 from fractional_gpu.core.model import DeviceView
+from tests.gpu_sim.test_worker_link import fails_once
 
 DEADLINE_S = 30.0
 EMPTY = DeviceView(
@@ -139,3 +140,16 @@ async def test_a_program_that_fails_or_is_not_there_is_logged(tmp_path: Path, ca
             await until(lambda: "ended with status 3: no power switch" in caplog.text)
         async with watching(tmp_path / "nothing", Host()):
             await until(lambda: "cannot be called for device GPU-1: No such file or directory" in caplog.text)
+
+
+async def test_a_program_that_no_thread_can_watch_is_called_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = Host()
+    create = fails_once(RuntimeError("can't start new thread"), asyncio.create_subprocess_exec)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", create)
+    with caplog.at_level(logging.WARNING):
+        async with watching(program(tmp_path), host):
+            await until(lambda: "cannot be called for device GPU-1: can't start new thread" in caplog.text)
+            host.become(reserved_mib=1)
+            await until_told(tmp_path, "used GPU-1")

@@ -6,6 +6,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from fractional_gpu.core.model import LeaseState
 from fractional_gpu.host.process import identify
 from tests.broker.live import LiveBroker, live_broker, started_for
 from tests.broker.recovery.test_recovery import record_of
+from tests.gpu_sim.test_worker_link import fails_once
 from tests.support.descriptors import no_free_descriptors
 from tests.support.world import until
 
@@ -171,6 +173,23 @@ async def test_only_a_token_of_the_lease_is_removed(tmp_path: Path, name: str) -
     files.remove("lease", "", os.getuid())
     files.remove("lease", str(tmp_path / "nowhere" / "lease-3.token"), os.getuid())
     files.remove("lease", str(removed), os.getuid())
+    await files.close()
+    assert kept.exists()
+    assert not removed.exists()
+
+
+async def test_a_token_that_no_thread_can_remove_stays_and_the_next_one_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, removed = tmp_path / "lease-1.token", tmp_path / "lease-2.token"
+    for path in (kept, removed):
+        path.write_text("text")
+    files = TokenFiles()
+    monkeypatch.setattr(
+        threading.Thread, "start", fails_once(RuntimeError("can't start new thread"), threading.Thread.start)
+    )
+    for path in (kept, removed):
+        files.remove("lease", str(path), os.getuid())
     await files.close()
     assert kept.exists()
     assert not removed.exists()

@@ -18,6 +18,7 @@ from fractional_gpu.host.process import identify
 from tests.broker.driver import DEVICE, Quiet
 from tests.broker.monitoring.test_sampler import LEASE, view_of
 from tests.broker.swap.kernels import SHORT
+from tests.gpu_sim.test_worker_link import fails_once
 
 SECOND = 1_000_000
 SETTLE_US = SECOND
@@ -201,19 +202,10 @@ async def test_the_loop_looks_soon_after_a_cell() -> None:
     await _looks_soon_after_a_cell(World())
 
 
-@pytest.mark.parametrize("error", SHORT, ids=repr)
-async def test_the_loop_goes_on_after_a_look_that_a_shortage_prevents(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failures, to_thread = iter([error]), asyncio.to_thread
-
-    async def short_at_first(*work: Any) -> Any:  # noqa: ANN401 - as the original
-        if (failure := next(failures, None)) is not None:
-            raise failure
-        return await to_thread(*work)
-
-    monkeypatch.setattr(asyncio, "to_thread", short_at_first)
-    await _looks_soon_after_a_cell(World())
+async def test_the_loop_goes_on_after_a_look_that_a_shortage_prevents(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    monkeypatch.setattr(world.gpu_activity, "_read", fails_once(SHORT, world.gpu_activity._read))
+    await _looks_soon_after_a_cell(world)
 
 
 async def _looks_soon_after_a_cell(world: World) -> None:

@@ -123,7 +123,7 @@ async def test_a_restore_that_fails_is_tried_again_only_if_all_is_still_saved(
 
 
 async def test_a_resume_does_not_begin_when_the_machine_cannot_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    fails_to_look(monkeypatch, SHORT[0], {1})
+    fails_to_look(monkeypatch, SHORT, {1})
     driver = Driver()
     async with kernel_of(2) as (kernel, _, pids):
         saved(driver, pids)
@@ -139,7 +139,7 @@ async def test_a_resume_that_cannot_be_verified_is_unknown_until_the_driver_says
     monkeypatch: pytest.MonkeyPatch, can_look: bool
 ) -> None:
     if not can_look:
-        fails_to_look(monkeypatch, SHORT[0], {2})
+        fails_to_look(monkeypatch, SHORT, {2})
     driver = Driver()
     async with kernel_of(2) as (kernel, _, pids):
         saved(driver, pids)
@@ -194,7 +194,7 @@ async def test_a_resume_goes_by_what_was_seen_a_moment_ago_and_no_longer(
 
 
 async def test_a_glance_that_fails_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    fails_to_look(monkeypatch, SHORT[0], {1})
+    fails_to_look(monkeypatch, SHORT, {1})
     assert await swaps_of(Driver()).glance() is None
 
 

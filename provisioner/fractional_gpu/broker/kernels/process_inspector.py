@@ -287,10 +287,10 @@ def members_of(
 
 @contextmanager
 def _shortage_as_gpu_error() -> Iterator[None]:
-    """Turn a lack of descriptors, memory or threads into GPUError: a step that failed, and that can be rolled back."""
+    """Turn a lack of descriptors or memory into GPUError: a step that failed, and that can be rolled back."""
     try:
         yield
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
         sentence = f"the machine could not be looked at: {error}"
         raise GPUError(GPUErrorCode.OPERATING_SYSTEM, sentence) from error
 

@@ -175,7 +175,7 @@ class OomProtection:
         """Bring every adjustment up to date once. What fails is logged and tried the next time."""
         try:
             await asyncio.to_thread(self._apply, self._wanted())
-        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no thread could be started
+        except (OSError, ValueError) as error:
             log.warning("the out-of-memory killer's adjustments could not be brought up to date: %s", error)
 
     def _wanted(self) -> Wanted:

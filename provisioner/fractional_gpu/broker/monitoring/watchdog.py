@@ -28,6 +28,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from fractional_gpu.host.threads import start
+
 EXIT_HUNG = 70  # the exit status of a broker that ended itself; systemd's Restart=on-failure starts it again
 _LONGEST_TICK_S = 2.0
 _TICKS = 10  # at least, in the limit
@@ -65,7 +67,7 @@ class Watchdog:
             self._thread = threading.Thread(
                 target=self._run, args=(self._loop, self._limit_s), name="watchdog", daemon=True
             )
-            self._thread.start()
+            start(self._thread)
         return self
 
     def __exit__(

@@ -20,7 +20,6 @@ import secrets
 import stat
 import time
 from collections.abc import AsyncIterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -34,6 +33,7 @@ from fractional_gpu.broker.kernels.request_validation import Peer, user_name
 from fractional_gpu.config.settings import Settings
 from fractional_gpu.core.model import LeaseView
 from fractional_gpu.host.files import open_own
+from fractional_gpu.host.threads import StartedThreads
 from fractional_gpu.ledger.records import LedgerError
 from fractional_gpu.protocol.errors import FractionalGPUError, InternalBrokerError
 
@@ -103,7 +103,7 @@ class AuditLog:
         self._keep_s = None if settings.audit_keep_ms is None else settings.audit_keep_ms / 1000
         self._required = settings.audit_required
         self._closed = False
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="audit")
+        self._thread = StartedThreads(1, "audit")
 
     @asynccontextmanager
     async def act(self, what: str, target: str, peer: Peer, parameters: Mapping[str, Any]) -> AsyncIterator[Act]:

@@ -26,13 +26,13 @@ import re
 import stat
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Final, TypeVar
 
 import msgspec
 
+from fractional_gpu.host.threads import StartedThreads, start
 from fractional_gpu.ledger.records import LeaseRecord, SeatRecord
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
@@ -69,7 +69,7 @@ class LeaseFiles:
         self._check_above = check_above
         self._wanted: dict[str, bytes] = {}  # by name: what the file should contain
         self._changed: set[str] = set()  # names of files that may differ from that
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="lease-files")
+        self._thread = StartedThreads(1, "lease-files")
         self._writing: asyncio.Task[None] | None = None
         self._logged = ""  # the last failure
 
@@ -265,8 +265,13 @@ class TokenFiles:
         if not (name.startswith(lease_id) and name.endswith(_SUFFIX)):
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="token-files", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="token-files", daemon=True)
+            try:
+                start(thread)
+            except OSError as error:
+                log.debug("the token file %s stays: %s", path, error.strerror)
+                return
+            self._thread = thread
         with suppress(queue.Full):  # the filesystem hangs
             self._due.put_nowait((PurePath(path), uid))
 

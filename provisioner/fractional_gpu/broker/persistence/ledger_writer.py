@@ -8,7 +8,6 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from fractional_gpu.core.forecasts.estimators import ContextSizes
 from fractional_gpu.core.forecasts.forecasts import Forecasts
 from fractional_gpu.core.model import HOLDING, LeaseState, LeaseView
 from fractional_gpu.host import files
+from fractional_gpu.host.threads import StartedThreads
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import LeaseRecord, LedgerError, PointRecord, RecordError
 from fractional_gpu.protocol.messages import GateVerb
@@ -43,7 +43,7 @@ class LedgerWriter:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
+        self._thread = StartedThreads(1, "ledger")
         self._pending: list[_Write] = []
         self._flushing: asyncio.Task[None] | None = None
         self.trouble = ""  # why nothing can be written now, and what to do: a sentence without its full stop

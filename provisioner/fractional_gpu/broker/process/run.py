@@ -56,6 +56,7 @@ from fractional_gpu.core.model import DeviceSpec
 from fractional_gpu.core.units import format_memory
 from fractional_gpu.gpu.worker_link import WorkerClaim, WorkerLink
 from fractional_gpu.host.claims import NameClaim
+from fractional_gpu.host.threads import StartedThreads
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
@@ -63,6 +64,7 @@ log = logging.getLogger(__name__)
 
 _DAY_S = 24 * 3600
 _HISTORY_MS = 90 * _DAY_S * 1000  # ended leases stay in the ledger for 90 days
+_THREADS = min(32, (os.cpu_count() or 1) + 4)  # for what blocks, as many as asyncio would start one by one
 _SOCKET_MODE_OWN = 0o600
 _SOCKET_MODE_SERVICE = 0o666  # a system service serves every user; peer credentials tell them apart
 
@@ -165,8 +167,12 @@ class BrokerRun:
         self._stop = asyncio.Event()
 
     async def main(self) -> bool:
-        """Serve until SIGTERM, SIGINT or idle exit. Returns whether leases live on (their kernels do, too)."""
+        """Serve until SIGTERM, SIGINT or idle exit. Returns whether leases live on (their kernels do, too).
+
+        Raises OSError where the threads for what blocks cannot be started: later work never lacks one.
+        """
         self._handle_signals()
+        asyncio.get_running_loop().set_default_executor(StartedThreads(_THREADS, "broker"))
         for claim in self._claims:
             drain_claim_queries(claim)
         parts = await self._make_parts()

@@ -103,8 +103,9 @@ class EmptyDevices:
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
             )
-        except OSError as error:
-            log.warning("%s cannot be called for device %s: %s", self._program, device_id, error.strerror)
+        except (OSError, RuntimeError) as error:  # RuntimeError: there is no thread to watch it
+            why = error.strerror if isinstance(error, OSError) else error
+            log.warning("%s cannot be called for device %s: %s", self._program, device_id, why)
             return
         try:
             async with asyncio.timeout(self._longest_s):

@@ -334,7 +334,7 @@ class GpuActivity:
             if watched:
                 try:
                     await self._look(watched)
-                except (OSError, RuntimeError) as error:  # a shortage, of threads too: the next look may succeed
+                except OSError as error:  # a shortage: the next look may succeed
                     log.error("the devices' work could not be read: %s", error)  # noqa: TRY400 - the sentence says it
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._pause_s() if watched else _QUIET_INTERVAL_S):

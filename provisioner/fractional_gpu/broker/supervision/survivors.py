@@ -81,7 +81,7 @@ class AbandonedLeases:
         if any(not kernel.launch.had_process for kernel in lost):
             try:
                 carried = set(await asyncio.to_thread(_carried))
-            except (OSError, RuntimeError) as error:  # RuntimeError: no thread could be started
+            except OSError as error:
                 log.warning(
                     "the processes of abandoned leases cannot be looked for: %s; they are looked for again", error
                 )
@@ -177,7 +177,7 @@ class Survivors:
             while _holds(self._view(kernel)):
                 try:
                     is_free = await self._settle_now(kernel, root, begun_s)
-                except (GPUError, OSError, RuntimeError) as error:  # RuntimeError: no thread could be started
+                except (GPUError, OSError) as error:
                     log.warning("lease %s: what its kernel left cannot be seen yet: %s", kernel.lease_id[:8], error)
                     await asyncio.sleep(pause_s)
                     # The devices have their time to free memory from the first look on that says anything.
@@ -194,7 +194,7 @@ class Survivors:
     async def _settle_now(self, kernel: Kernel, root: ProcessIdentity | None, begun_s: float) -> bool | None:
         """Look once. Return True if the room is free, False if the lease goes on with what is left, None if it must be looked at again.
 
-        `begun_s`: when the looks began, monotonic. Raises GPUError or OSError where this cannot be seen now, RuntimeError without a thread.
+        `begun_s`: when the looks began, monotonic. Raises GPUError or OSError where this cannot be seen now.
         """
         left, unfreed = await self._look(kernel, root)
         passed_s = time.monotonic() - begun_s
@@ -211,7 +211,7 @@ class Survivors:
         return True
 
     async def _look(self, kernel: Kernel, root: ProcessIdentity | None) -> tuple[list[Survivor], list[str]]:
-        """Return what is left, and the devices that still count memory of what has ended. Raises GPUError, OSError or RuntimeError."""
+        """Return what is left, and the devices that still count memory of what has ended. Raises GPUError or OSError."""
         view = self._view(kernel)
         device_ids = list(view.device_ids or ((view.device_id,) if view.device_id else ())) if view is not None else []
         host = await self._inspector.take(kernel.measurement.devices_to_read(device_ids))

@@ -1,0 +1,37 @@
+"""Threads that are started before they are needed: a user's limit of processes counts threads, too, and may be reached at any moment later.
+
+A pool of the standard library starts a thread when work comes for which none is free. Where the system then refuses one, the caller gets
+RuntimeError, and the work, which the pool has queued by then, may still be done later, by another of its threads.
+"""
+
+import errno
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+
+class StartedThreads(ThreadPoolExecutor):
+    """A pool whose `count` threads all run when it has been made: work that it gets never lacks one. Raises OSError where they cannot."""
+
+    def __init__(self, count: int, name: str) -> None:
+        super().__init__(max_workers=count, thread_name_prefix=name)
+        all_there = threading.Event()
+        try:
+            for _ in range(count):
+                self.submit(all_there.wait)  # none is free before all are there, so each takes a new one
+        except RuntimeError as error:
+            self.shutdown(wait=False)
+            raise _shortage(error) from error
+        finally:
+            all_there.set()
+
+
+def start(thread: threading.Thread) -> None:
+    """Start the thread. Raises OSError where the system has none left."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise _shortage(error) from error
+
+
+def _shortage(error: RuntimeError) -> OSError:
+    return OSError(errno.EAGAIN, str(error))
