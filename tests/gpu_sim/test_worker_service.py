@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import resource
 import select
 import signal
 import socket
@@ -26,6 +27,7 @@ from fractional_gpu.gpu.worker_link import WorkerClaim, WorkerLink
 from fractional_gpu.host.peers import PeerCredentials
 from fractional_gpu.host.process import ProcessIdentity, identify
 from tests.gpu_sim.kernels import Kernel, eventually
+from tests.gpu_sim.test_worker_link import fails_once
 from tests.support.paths import PYTHONPATH
 from tests.support.stopping import stop
 
@@ -210,6 +212,39 @@ async def test_a_container_that_restarts_costs_no_state(
     await link.restore(target, None, 10)
     await link.unlock(target)
     assert kernel.run("x.read(2).decode()") == "ab"
+
+
+async def test_a_service_that_has_no_descriptor_left_serves_the_peers_that_wait_as_soon_as_it_has(
+    link: WorkerLink, service: Service, target: ProcessIdentity
+) -> None:
+    assert service.process is not None
+    before = resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE, (3, before[1]))
+    starting = asyncio.create_task(link.start())
+    await asyncio.to_thread(service.until, "can be accepted now")
+    resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE, before)
+    await starting
+    assert await link.state(target) is S.RUNNING
+
+
+async def test_a_service_that_has_no_thread_for_a_worker_says_so_and_starts_the_next_one(
+    simulated: host.SimulatedHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = fails_once(RuntimeError("can't start new thread"), asyncio.create_subprocess_exec)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", create)
+    with tempfile.TemporaryDirectory(prefix="jfg-") as folder:
+        claim = WorkerClaim.open(Path(folder) / "worker.lock")
+        service = worker_service.WorkerService(str(Path(folder) / "worker.sock"), "simulated")
+        serving = asyncio.create_task(service.run())
+        await asyncio.to_thread(eventually, lambda: Path(service.path).exists(), "the service listens")
+        link = WorkerLink(f"simulated:{simulated.directory}", claim=claim, service=service.path)
+        with pytest.raises(GPUError, match="cannot be started: can't start new thread"):
+            await link.start()
+        await link.start()
+        await link.close()
+        service.stop()
+        await serving
+        claim.close()
 
 
 async def test_a_worker_that_dies_with_its_service_and_with_a_request_unread_is_replaced(

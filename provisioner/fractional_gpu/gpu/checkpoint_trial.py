@@ -44,8 +44,8 @@ async def try_checkpoint(
 ) -> TrialResult:
     """Try it on this device. Takes seconds, with a driver that hangs minutes. Cancellation kills the probe process.
 
-    `exempt_pids` has the probe process's pid in it while that process lives. Raises nothing that a driver, a device without room or a
-    missing permission causes: those are results.
+    `exempt_pids` has the probe process's pid in it while that process lives. Raises nothing that a driver, a device without room, a
+    missing permission or a machine that is short of something causes: those are results.
     """
     result = TrialResult()
     try:
@@ -55,7 +55,7 @@ async def try_checkpoint(
         result.wrong, result.code = str(error), error.code
     except TimeoutError:
         result.wrong = "the process did not answer in time"
-    except (ProcessLookupError, _ProbeError) as error:
+    except (OSError, RuntimeError, _ProbeError) as error:  # RuntimeError: there is no thread to watch the process
         result.wrong = str(error)
     return result
 

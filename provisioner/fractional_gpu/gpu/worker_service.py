@@ -46,6 +46,7 @@ MAX_DESCRIPTORS: Final = 4
 _BACKLOG: Final = 16
 _REQUEST_S: Final = 10.0  # for a peer that connects and sends nothing
 _REAP_S: Final = 0.5
+_ACCEPT_AGAIN_S: Final = 0.5
 SIMULATED: Final = "simulated"
 
 
@@ -101,7 +102,12 @@ class WorkerService:
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            connection, _ = await loop.sock_accept(listener)
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:  # short of descriptors or memory: the worker, and the peers that wait, go on
+                log.warning("no connection to %s can be accepted now: %s", self.path, error)
+                await asyncio.sleep(_ACCEPT_AGAIN_S)
+                continue
             task = asyncio.create_task(self._serve(connection))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -179,7 +185,7 @@ class WorkerService:
                     env=driver_environment.cleaned(os.environ),
                     pass_fds=descriptors,
                 )
-            except OSError as error:
+            except (OSError, RuntimeError) as error:  # RuntimeError: there is no thread to watch it
                 ours.close()
                 raise GPUError(GPUErrorCode.WORKER_DIED, f"the checkpoint worker cannot be started: {error}") from error
             self._worker, self._pipe = process, ours

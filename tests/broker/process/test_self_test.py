@@ -1,5 +1,7 @@
 """Whether checkpoints are possible is tried on a process of our own before any kernel depends on it."""
 
+import asyncio
+import errno
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing
@@ -20,6 +22,7 @@ from fractional_gpu.gpu.simulated import faults
 from fractional_gpu.gpu.simulated.host import create, destroy
 from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
 from fractional_gpu.gpu.worker_link import WorkerLink
+from tests.gpu_sim.test_worker_link import fails_once
 
 
 class World:
@@ -108,6 +111,19 @@ async def test_what_went_wrong_for_another_reason_proves_nothing(world: World) -
 async def test_a_process_that_gets_no_memory_proves_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUPYTER_GPU_MEMORY_MIB", "1")
     assert "no device memory could be had" in await world.found()
+    assert world.why_not == ""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.EAGAIN, "Resource temporarily unavailable"), RuntimeError("can't start new thread")],
+    ids=str,
+)
+async def test_a_machine_that_has_no_process_left_proves_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", fails_once(error, asyncio.create_subprocess_exec))
+    assert str(error) in await world.found()
     assert world.why_not == ""
 
 
