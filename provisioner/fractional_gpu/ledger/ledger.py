@@ -10,16 +10,17 @@
 """
 
 import json
+import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple
 from os import PathLike, close, lstat
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 import msgspec
 
@@ -39,6 +40,9 @@ from fractional_gpu.ledger.records import (
     StoryLine,
     UsageRecord,
 )
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _LEASE_FIELDS = ("lease_id", *LeaseRecord.__dataclass_fields__)
 _LISTS = ("device_ids", "home_device_ids", "members")  # JSON in the file
@@ -412,43 +416,30 @@ class Ledger:
             self._write("DELETE FROM advised WHERE day < ?", (before_day - _ADVISED_DAYS,))
 
     def share_days(self, since_day: int) -> list[tuple[HabitKey, ShareDay]]:
-        """Return the days from that one on, oldest first. Raises LedgerError for a row that cannot be read."""
+        """Return the days from that one on, oldest first, without those that cannot be read: what is lost by them is advice."""
         rows = self._read("SELECT * FROM share_days WHERE day >= ? ORDER BY day, pool, owner, label", (since_day,))
-        return [(self._habit_key(row), self._share_day(row)) for row in rows]
+        return self._readable(rows, "days of shares", lambda row: (_habit_key(row), _share_day(row)))
 
     def save_given_advice(self, key: HabitKey, given: Given) -> None:
         """Save the advice; it replaces an earlier one to the same notebook or seat."""
         self._write(_SAVE_ADVISED, (*key, given.day, given.before_milli, given.milli))
 
     def given_advice(self) -> dict[HabitKey, Given]:
-        """Return the last advice that each notebook or seat was given."""
-        return {
-            self._habit_key(row): Given(day=row["day"], before_milli=row["before_milli"], milli=row["milli"])
-            for row in self._read("SELECT * FROM advised")
-        }
+        """Return the last advice that each notebook or seat was given, without what cannot be read."""
+        rows = self._read("SELECT * FROM advised")
+        return dict(self._readable(rows, "records of advice", lambda row: (_habit_key(row), _given(row))))
 
-    def _habit_key(self, row: sqlite3.Row) -> HabitKey:
-        try:
-            kind = HabitKind(row["kind"])
-        except ValueError as error:
-            raise opening.ledger_error(self.path, f"has an unreadable record of a share: {error}") from error
-        return HabitKey(row["pool"], row["owner"], bool(row["seated"]), kind, row["label"])
-
-    def _share_day(self, row: sqlite3.Row) -> ShareDay:
-        try:
-            memory, use = (msgspec.json.decode(row[name], type=dict[int, int]) for name in ("memory", "use"))
-        except msgspec.DecodeError as error:
-            raise opening.ledger_error(self.path, f"has an unreadable day of a share: {error}") from error
-        return ShareDay(
-            day=row["day"],
-            share=Share(row["milli"], row["share_mib"]),
-            peak_mib=row["peak_mib"],
-            held_ms=row["held_ms"],
-            busy_ms=row["busy_ms"],
-            gaps=row["gaps"],
-            memory=memory,
-            use=use,
-        )
+    def _readable(self, rows: Sequence[sqlite3.Row], what: str, understand: Callable[[sqlite3.Row], T]) -> list[T]:
+        """Return the rows that can be read, and log how many cannot, such as those of a newer version."""
+        found, wrong = list[T](), list[ValueError]()
+        for row in rows:
+            try:
+                found.append(understand(row))
+            except ValueError as error:
+                wrong.append(error)
+        if wrong:
+            log.warning("%d of %d %s in %s cannot be read: %s", len(wrong), len(rows), what, self.path, wrong[0])
+        return found
 
     # Stories
 
@@ -576,3 +567,27 @@ class Ledger:
             raise opening.ledger_error(
                 self.path, f"has an unreadable entry for lease {row['lease_id']}: {error}"
             ) from error
+
+
+def _habit_key(row: sqlite3.Row) -> HabitKey:
+    """Raises ValueError."""
+    return HabitKey(row["pool"], row["owner"], bool(row["seated"]), HabitKind(row["kind"]), row["label"])
+
+
+def _share_day(row: sqlite3.Row) -> ShareDay:
+    """Raises ValueError."""
+    memory, use = (msgspec.json.decode(row[name], type=dict[int, int]) for name in ("memory", "use"))
+    return ShareDay(
+        day=row["day"],
+        share=Share(row["milli"], row["share_mib"]),
+        peak_mib=row["peak_mib"],
+        held_ms=row["held_ms"],
+        busy_ms=row["busy_ms"],
+        gaps=row["gaps"],
+        memory=memory,
+        use=use,
+    )
+
+
+def _given(row: sqlite3.Row) -> Given:
+    return Given(day=row["day"], before_milli=row["before_milli"], milli=row["milli"])

@@ -11,7 +11,7 @@ from fractional_gpu.broker.accounting.habits import ShareHabits, offered_shares
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.core.events import LeaseMeasured
 from fractional_gpu.core.forecasts.habits import HabitKey, HabitKind, Sample, Share
-from fractional_gpu.ledger import Ledger, LedgerError
+from fractional_gpu.ledger import Ledger
 from fractional_gpu.protocol.advice import ShareAdvice
 from tests.core.driving import Hand
 
@@ -139,11 +139,32 @@ def test_a_suspended_lease_holds_nothing(world: World) -> None:
     assert one.held_ms == 30_000
 
 
-def test_a_record_that_cannot_be_read_is_an_error_that_names_the_ledger(world: World) -> None:
-    world.work(1, 60)
-    world.ledger._write("UPDATE share_days SET use = '{'", ())
-    with pytest.raises(LedgerError, match=r"ledger\.sqlite has an unreadable day of a share"):
-        world.begin()
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE share_days SET use = '{' WHERE day = 20000",
+        "UPDATE share_days SET kind = 'of a newer version' WHERE day = 20000",
+    ],
+)
+def test_days_that_cannot_be_read_cost_their_advice_and_keep_no_broker_from_its_kernels(
+    world: World, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    world.work(8, 60)
+    world.ledger._write(damage, ())
+    world.begin()
+    assert len(world.habits.recorder.days(next(world.habits.recorder.keys()))) == 7
+    assert f"1 of 8 days of shares in {world.ledger.path} cannot be read: " in caplog.text
+
+
+def test_advice_that_cannot_be_read_is_given_anew(world: World) -> None:
+    world.work(8, 60)
+    world.advice()
+    assert world.ledger.given_advice()
+    world.ledger._write("UPDATE advised SET kind = 'of a newer version'", ())
+    world.begin()
+    assert not world.ledger.given_advice()
+    world.advice()
+    assert world.ledger.given_advice()
 
 
 def test_nothing_is_kept_of_notebooks_that_were_looked_at_once(world: World) -> None:
