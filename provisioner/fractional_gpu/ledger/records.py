@@ -4,7 +4,7 @@ Memory in MiB; times are milliseconds since 1970, because they must survive a re
 (`pinned_until_ms`, `expires_ms`) by `fractional_gpu.broker.clock.DeadlineClock`, which cannot be set.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fractional_gpu.core.model import LeaseSpec, LeaseState
 
@@ -132,3 +132,13 @@ class UsageRecord:
     busy_ms: int  # while kernels were busy on a device
     busy_mib_ms: int  # device memory in use while busy, MiB times milliseconds
     peak_mib: int
+
+    def __add__(self, more: "UsageRecord") -> "UsageRecord":
+        """Return both together, for the user, pool and day of the first."""
+        return replace(
+            self,
+            live_ms=self.live_ms + more.live_ms,
+            busy_ms=self.busy_ms + more.busy_ms,
+            busy_mib_ms=self.busy_mib_ms + more.busy_mib_ms,
+            peak_mib=max(self.peak_mib, more.peak_mib),
+        )

@@ -219,6 +219,7 @@ class UsageRecorder:
         self._last_ms = now()
         self._written_ms = now()
         self._unwritten: dict[tuple[str, str, int], UsageRecord] = {}
+        self._refused: dict[tuple[str, str, int], UsageRecord] = {}  # by a full disk: written with the next ones
 
     def recover(self, ledger: Ledger) -> None:
         """Give the forecasts the usage and the durations of seats that the ledger has."""
@@ -259,23 +260,27 @@ class UsageRecorder:
         more = UsageRecord(
             owner=owner, pool=pool, day=day, live_ms=step_ms, busy_ms=busy_ms, busy_mib_ms=busy_ms * mib, peak_mib=mib
         )
-        known = self._unwritten.get((owner, pool, day))
-        if known is not None:
-            more = UsageRecord(
-                owner=owner,
-                pool=pool,
-                day=day,
-                live_ms=known.live_ms + more.live_ms,
-                busy_ms=known.busy_ms + more.busy_ms,
-                busy_mib_ms=known.busy_mib_ms + more.busy_mib_ms,
-                peak_mib=max(known.peak_mib, more.peak_mib),
-            )
-        self._unwritten[owner, pool, day] = more
+        _add(self._unwritten, more)
 
     def write(self) -> None:
-        """Write what was counted since the last write, and pass it to the forecasts."""
+        """Write what was counted since the last write, and pass it to the forecasts, which forget what is older than they need."""
         fresh, self._unwritten = list(self._unwritten.values()), {}
         self._written_ms = self._now()
         self._forecasts.learn(fresh)
+        self._forecasts.forget(self._wall() // _DAY_MS - HISTORY_DAYS)
+        due, self._refused = self._refused, {}
         for usage in fresh:
-            self._broker.writer.submit(partial(self._broker.writer.ledger.add_usage, usage))
+            _add(due, usage)
+        for usage in due.values():
+            write = partial(self._broker.writer.ledger.add_usage, usage)
+            self._broker.writer.submit(write, unwritten=partial(self._keep, usage))
+
+    def _keep(self, usage: UsageRecord) -> None:
+        """Write this again with the next usage; the forecasts have it."""
+        _add(self._refused, usage)
+
+
+def _add(usage: dict[tuple[str, str, int], UsageRecord], more: UsageRecord) -> None:
+    key = (more.owner, more.pool, more.day)
+    known = usage.get(key)
+    usage[key] = more if known is None else known + more

@@ -5,6 +5,8 @@ They are learned per user and pool from the ledger's last four weeks. The wait f
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
+from operator import add
 
 from msgspec import structs
 
@@ -52,7 +54,7 @@ class PoolForecasts:
         self._broker = broker
         self._settings = settings
         self._hubs = {pool.name: pool.hub for pool in settings.pools}
-        self._usage: dict[tuple[str, str], UsageRecord] = {}
+        self._usage: dict[tuple[str, str], dict[int, UsageRecord]] = {}  # by owner and pool, then by day
         self.lasted_ms: dict[str, list[int]] = {}  # by pool: how long the last seats lasted, the latest end first
 
     def hub(self, pool: str) -> HubPool:
@@ -66,8 +68,16 @@ class PoolForecasts:
     def learn(self, usage: Sequence[UsageRecord]) -> None:
         """Add this usage to what is known of users."""
         for one in usage:
-            known = self._usage.get((one.owner, one.pool))
-            self._usage[one.owner, one.pool] = one if known is None else _sum(known, one)
+            days = self._usage.setdefault((one.owner, one.pool), {})
+            known = days.get(one.day)
+            days[one.day] = one if known is None else known + one
+
+    def forget(self, before_day: int) -> None:
+        """Forget the usage of earlier days than this one."""
+        for who, days in list(self._usage.items()):
+            self._usage[who] = {day: one for day, one in days.items() if day >= before_day}
+            if not self._usage[who]:
+                del self._usage[who]
 
     def seat_ended(self, pool: str, lasted_ms: int) -> None:
         """Count a seat of the pool that has ended among the last ones."""
@@ -77,12 +87,11 @@ class PoolForecasts:
 
     def habits(self, owner: str, pool: str) -> Usage:
         """Return the user's habits in the pool; the less is known, the closer to the prior."""
-        known, prior = (
-            self._usage.get((owner, pool)),
-            replace(PRIOR_USAGE, duty_milli=self.hub(pool).expected_use_milli),
-        )
-        if known is None:
+        prior = replace(PRIOR_USAGE, duty_milli=self.hub(pool).expected_use_milli)
+        days = self._usage.get((owner, pool))
+        if days is None:
             return prior
+        known = reduce(add, days.values())
         return estimated_usage(live_ms=known.live_ms, busy_ms=known.busy_ms, busy_mib_ms=known.busy_mib_ms, prior=prior)
 
     # -- room ----------------------------------------------------------------------------------------------------------------
@@ -345,16 +354,6 @@ def _over_limit(request: SeatRequest, pool: PoolSpec, hub: HubPool, seats: Seque
     except NoRoomError as error:
         return str(error)
     return ""
-
-
-def _sum(known: UsageRecord, more: UsageRecord) -> UsageRecord:
-    return replace(
-        known,
-        live_ms=known.live_ms + more.live_ms,
-        busy_ms=known.busy_ms + more.busy_ms,
-        busy_mib_ms=known.busy_mib_ms + more.busy_mib_ms,
-        peak_mib=max(known.peak_mib, more.peak_mib),
-    )
 
 
 def _expectation(offer: FractionOffer, hub: HubPool) -> str:
