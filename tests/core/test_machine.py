@@ -18,6 +18,7 @@ from fractional_gpu.core.events import (
     DeviceUndrained,
     Event,
     Expected,
+    HostMemoryNeeded,
     HostMemorySeen,
     HostPressureSeen,
     LeaseMeasured,
@@ -25,6 +26,7 @@ from fractional_gpu.core.events import (
     LeaseReleased,
     LeaseRequested,
     LeftBehind,
+    MoveRequested,
     PinRequested,
     PoolConfigured,
     PriorityChanged,
@@ -284,6 +286,10 @@ class ArbiterMachine(RuleBasedStateMachine):
     def pinned(self, name: str, ms: int) -> None:
         self.send(PinRequested, lease_id=name, duration_ms=ms)
 
+    @rule(name=names, device=st.none() | devices)
+    def move_requested(self, name: str, device: str | None) -> None:
+        self.send(MoveRequested, lease_id=name, device_id=device)
+
     @rule(name=names, why_not=st.sampled_from(["", "managed memory"]))
     def checkpointable(self, name: str, why_not: str) -> None:
         self.send(Checkpointable, lease_id=name, why_not=why_not)
@@ -326,6 +332,18 @@ class ArbiterMachine(RuleBasedStateMachine):
             self.send(SuspendFinished, **what, outcome=outcome, saved_mib=saved_mib)
         else:
             self.send(ResumeFinished, **what, outcome=data.draw(st.sampled_from(list(ResumeOutcome))))
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data(), need_mib=st.sampled_from([-1, 0, 300, 1_000, 5_000]), stale=st.booleans())
+    def host_memory_needed(self, data: st.DataObject, need_mib: int, stale: bool) -> None:
+        effect = data.draw(st.sampled_from(self.asked[::-1]))
+        self.send(
+            HostMemoryNeeded,
+            lease_id=effect.lease_id,
+            operation_id=effect.operation_id,
+            generation=effect.generation - stale,
+            need_mib=need_mib,
+        )
 
     @precondition(lambda self: self.shrinks)
     @rule(data=st.data(), used=st.sampled_from([None, 0, 100, 1_500]))
