@@ -488,12 +488,14 @@ class Broker:
     def exited(self, kernel: Kernel) -> None:
         """Report that nothing of the kernel's process is left: what it held is free."""
         self.dispatch(ProcessExited(at_ms=now_ms(), lease_id=kernel.lease_id))
-        if (
-            kernel.requests.size_before_burst is not None
-        ):  # it ended within a burst: its request cannot end the burst any more
+        self.end_burst(kernel)
+        kernel.notify()
+
+    def end_burst(self, kernel: Kernel) -> None:
+        """Give a lease whose process ended within a burst its own size back: no request of the kernel does so any more."""
+        if kernel.requests.size_before_burst is not None:
             own_size, kernel.requests.size_before_burst = kernel.requests.size_before_burst, None
             self.dispatch(replace(own_size, at_ms=now_ms()))
-        kernel.notify()
 
     def _ended_by_oom(self, kernel: Kernel, full: str) -> None:
         """Write why the kernel ended into its story, and for the kernel that comes after it."""

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LEASE_FIELDS = ("lease_id", *LeaseRecord.__dataclass_fields__)
-_LISTS = ("device_ids", "home_device_ids", "members")  # JSON in the file
+_LISTS = ("device_ids", "home_device_ids", "members", "own_size")  # JSON in the file
 _SAVE_LEASE = f"""
 INSERT INTO leases ({", ".join(_LEASE_FIELDS)}) VALUES ({", ".join(f":{name}" for name in _LEASE_FIELDS)})
 ON CONFLICT (lease_id) DO UPDATE SET {", ".join(f"{name} = excluded.{name}" for name in _LEASE_FIELDS[1:])}

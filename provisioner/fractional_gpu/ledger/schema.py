@@ -169,6 +169,8 @@ OPTIONAL_COLUMNS: dict[str, dict[str, str]] = {
         "token_file": "TEXT NOT NULL DEFAULT ''",
         # leases that a seat took over from an earlier server
         "taken_over": "INTEGER NOT NULL DEFAULT 0",
+        # leases that are larger for one cell
+        "own_size": "TEXT NOT NULL DEFAULT '[]'",
     },
     # several hubs at one broker
     "seats": {

@@ -274,3 +274,34 @@ async def test_a_lease_of_several_devices_comes_back_on_all_of_them(tmp_path: Pa
             again = broker.records.record(broker.kernels[LEASE])
             assert again is not None
             assert again.home_device_ids == devices
+
+
+@pytest.mark.parametrize("own_size", [(250, 250), (250, 250, 100), (250,)], ids=str)
+async def test_a_burst_ends_with_its_kernel_also_where_that_ended_after_its_broker(
+    tmp_path: Path, own_size: tuple[int, ...]
+) -> None:
+    with started_for(LEASE) as process:
+        record = record_of(process, L.RESIDENT, own_size=own_size)
+    async with recovered(tmp_path, Driver(), record) as broker:
+        view = broker.arbiter.lease(LEASE)
+        assert view is not None
+        assert (view.state, view.spec.fraction_milli) == (L.UNATTACHED, 250 if len(own_size) > 1 else 500)
+        await broker.writer.flushed()
+        (saved,) = broker.writer.ledger.live_leases()
+        assert (saved.spec.fraction_milli, saved.own_size) == (view.spec.fraction_milli, ())
+
+
+async def test_a_burst_goes_on_where_its_kernel_lives_and_ends_with_it(tmp_path: Path) -> None:
+    with started_for(LEASE) as process:
+        async with recovered(tmp_path, Driver(), record_of(process, L.RESIDENT, own_size=(250, 250))) as broker:
+            view, kernel = broker.arbiter.lease(LEASE), broker.kernels[LEASE]
+            assert view is not None
+            assert view.spec.fraction_milli == 500
+            (saved,) = broker.writer.ledger.live_leases()
+            assert saved.own_size == (250, 250)
+            assert kernel.identity is not None
+            broker.process_gone(kernel, kernel.identity)
+            await broker.survivors.settled(kernel)
+            view = broker.arbiter.lease(LEASE)
+            assert view is not None
+            assert (view.spec.fraction_milli, view.spec.reserve_mib) == (250, 250)

@@ -315,6 +315,7 @@ class LeaseRecords:
             server=launch.server.to_text() if launch.server is not None else "",
             token_file=launch.token_file,
             taken_over=kernel.taken_over,
+            own_size=_own_size(kernel),
             pinned_until_ms=self._deadlines.now_ms() + pin_left_ms if pin_left_ms > 0 else 0,
         )
 
@@ -336,6 +337,14 @@ class LeaseRecords:
 def devices_of(view: LeaseView) -> tuple[str, ...]:
     """Return all devices of a lease, its first one first."""
     return view.device_ids or ((view.device_id,) if view.device_id is not None else ())
+
+
+def _own_size(kernel: Kernel) -> tuple[int, ...]:
+    own = kernel.requests.size_before_burst
+    if own is None:
+        return ()
+    guaranteed = () if own.request_mib is None else (own.request_mib,)
+    return own.fraction_milli, own.reserve_mib, *guaranteed
 
 
 def _reserved(record: LeaseRecord) -> tuple[str, ...]:

@@ -14,10 +14,10 @@ from functools import partial
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import now_ms, wall_ms
 from fractional_gpu.broker.kernels.connection import is_command
-from fractional_gpu.broker.kernels.kernel import CheckpointState, Ending, Kernel, Launch, Survivor
+from fractional_gpu.broker.kernels.kernel import CheckpointState, Ending, Kernel, Launch, PendingRequests, Survivor
 from fractional_gpu.broker.kernels.process_inspector import HostSnapshot
 from fractional_gpu.broker.swap.swap import Swaps, Truth
-from fractional_gpu.core.events import LeaseRecovered
+from fractional_gpu.core.events import LeaseRecovered, ResizeRequested
 from fractional_gpu.core.model import HOLDING, LeaseState
 from fractional_gpu.gpu.interface import GPUError
 from fractional_gpu.host.process import ProcessIdentity, is_alive
@@ -123,6 +123,8 @@ def _introduce(broker: Broker, found: _Found) -> None:
         follow_found(broker, kernel, identity, record.connection)
     elif kernel.ending.released or state is not LeaseState.UNATTACHED:
         broker.survivors.kernel_ended(kernel, kernel.ending.root)
+    else:
+        broker.end_burst(kernel)
     if found.operation is not None:
         broker.end_operation(kernel.lease_id, found.operation.operation_id, f"found {state}")
     broker.records.save(kernel)
@@ -205,9 +207,23 @@ def kernel_of(record: LeaseRecord) -> Kernel:
             served=served,
         ),
         ending=Ending(released=record.released),
+        requests=PendingRequests(size_before_burst=_own_size_of(record)),
         checkpoint=CheckpointState(
             homes=record.home_device_ids or ((record.home_device_id,) if record.home_device_id is not None else ())
         ),
+    )
+
+
+def _own_size_of(record: LeaseRecord) -> ResizeRequested | None:
+    if len(record.own_size) not in (2, 3):  # the lease is in no burst, or another version wrote it
+        return None
+    milli, reserve_mib, *request_mib = record.own_size
+    return ResizeRequested(
+        at_ms=0,
+        lease_id=record.spec.lease_id,
+        fraction_milli=milli,
+        reserve_mib=reserve_mib,
+        request_mib=request_mib[0] if request_mib else None,
     )
 
 

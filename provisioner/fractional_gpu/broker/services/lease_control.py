@@ -105,15 +105,18 @@ class LeaseControl:
         """
         event = self._wanted(kernel, request)
         if self._has(kernel, event):
-            kernel.requests.size_before_burst = kernel.requests.size_before_burst if request.burst else None
+            if not request.burst:
+                await self._is_own_size(kernel)
             return self._status(kernel)
         self._check(kernel, event.fraction_milli, event.reserve_mib)
-        before = self._size_now(kernel)
         if event.reserve_mib < view_of(self._broker, kernel).spec.reserve_mib:
             await self._measured(kernel)
         if kernel.requests.resize is not None:  # only the newest request waits
             self._stay(kernel)
         mine = kernel.requests.resize = Request()
+        own_size = kernel.requests.size_before_burst
+        if request.burst:  # before the new size, so that the ledger never has that one alone
+            kernel.requests.size_before_burst = own_size or self._size_now(kernel)
         wait_s = max(0.0, min(request.wait_ms / 1000, MAX_WAIT_S))
         try:
             self._broker.dispatch(event)
@@ -132,13 +135,18 @@ class LeaseControl:
                 ) from None
         finally:
             if kernel.requests.resize is mine:
-                kernel.requests.resize = None
-                waits = mine.declined is None and kernel.lease_id in self._broker.kernels
-                if waits and not self._has(kernel, event):
-                    self._stay(kernel)
-        kernel.requests.size_before_burst = (kernel.requests.size_before_burst or before) if request.burst else None
+                self._end_request(kernel, event, mine, own_size)
+        if not request.burst:
+            await self._is_own_size(kernel)
         await self._written()
         return self._status(kernel)
+
+    async def _is_own_size(self, kernel: Kernel) -> None:
+        """Note, on the disk too, that the lease keeps the size that it has when its process ends. Raises LedgerError."""
+        if kernel.requests.size_before_burst is not None:
+            kernel.requests.size_before_burst = None
+            self._broker.records.save(kernel)
+            await self._written()
 
     def _wanted(self, kernel: Kernel, request: ResizeRequest) -> ResizeRequested:
         spec = view_of(self._broker, kernel).spec
@@ -198,6 +206,16 @@ class LeaseControl:
     def _has(self, kernel: Kernel, event: ResizeRequested) -> bool:
         spec = view_of(self._broker, kernel).spec
         return (spec.fraction_milli, spec.reserve_mib) == (event.fraction_milli, event.reserve_mib)
+
+    def _end_request(
+        self, kernel: Kernel, event: ResizeRequested, mine: Request, own_size: ResizeRequested | None
+    ) -> None:
+        """End a request for another size. If that did not come, it waits no more, and `own_size` is what it was."""
+        kernel.requests.resize = None
+        if kernel.lease_id in self._broker.kernels and not self._has(kernel, event):
+            kernel.requests.size_before_burst = own_size
+            if mine.declined is None:
+                self._stay(kernel)
 
     def _stay(self, kernel: Kernel) -> None:
         """Withdraw the waiting request, with a newer one for the present size: the arbiter goes by the newest."""
