@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import zmq
 
+from fractional_gpu.broker import broker as broker_module
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.kernels import process_inspector
+from fractional_gpu.broker.kernels.iopub import IOPubWatch
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.broker.recovery.recovery import recover
 from fractional_gpu.core.arbiter import Arbiter
@@ -305,3 +308,20 @@ async def test_a_burst_goes_on_where_its_kernel_lives_and_ends_with_it(tmp_path:
             view = broker.arbiter.lease(LEASE)
             assert view is not None
             assert (view.spec.fraction_milli, view.spec.reserve_mib) == (250, 250)
+
+
+async def test_a_kernel_for_which_there_is_no_socket_is_watched_and_keeps_no_broker_from_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_socket(*_: object, **__: object) -> IOPubWatch:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr(broker_module, "IOPubWatch", no_socket)
+    with started_for(LEASE) as process:
+        async with recovered(tmp_path, Driver(), record_of(process, L.RESIDENT)) as broker:
+            view, kernel = broker.arbiter.lease(LEASE), broker.kernels[LEASE]
+            assert view is not None
+            assert (view.state, view.busy) == (L.RESIDENT, True)
+            assert kernel.busy, "nothing is heard of it"
+            assert kernel.identity is not None
+            assert kernel.connection, "the next broker may hear it"

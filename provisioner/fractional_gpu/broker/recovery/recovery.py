@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+import zmq
+
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import now_ms, wall_ms
 from fractional_gpu.broker.kernels.connection import is_command
@@ -166,7 +168,10 @@ def follow_found(broker: Broker, kernel: Kernel, identity: ProcessIdentity, conn
     try:
         try:
             broker.follow(kernel, identity, connection)
-        except ValueError as error:  # written by a broker that took what this one does not
+        except (
+            ValueError,
+            zmq.ZMQError,
+        ) as error:  # another broker took what this one does not, or there is no socket left
             log.warning("lease %s: its kernel cannot be heard and counts as busy: %s", kernel.lease_id[:8], error)
             kernel.watch_process(identity, partial(broker.process_gone, kernel, identity))
             kernel.connection = connection
