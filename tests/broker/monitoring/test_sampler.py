@@ -185,15 +185,18 @@ async def test_readers_who_ask_together_share_a_sample_that_was_begun_after_they
     assert len(looks) == 2
 
 
-async def test_a_sample_that_a_shortage_prevents_is_followed_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [SHORT, ValueError("/proc/meminfo does not tell MemTotal in kB")], ids=str)
+async def test_a_sample_that_the_machine_does_not_allow_is_followed_by_the_next_one(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     world = World()
     world.monitor.has_context(os.getpid(), ProcessState.RUNNING, 300)
 
-    def no_descriptor(*_: object) -> None:
-        raise SHORT
+    def cannot_be_read(*_: object) -> None:
+        raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(world.sampler, "_read", no_descriptor)
+        patch.setattr(world.sampler, "_read", cannot_be_read)
         await world.sampler.refresh()
         assert not [event for event in world.events if isinstance(event, LeaseMeasured)]
     await world.sampler.refresh()

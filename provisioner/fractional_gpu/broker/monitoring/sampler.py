@@ -109,11 +109,11 @@ class Sampler:
                 await self._sample_if_possible()
 
     async def _sample_if_possible(self) -> None:
-        """Sample once. On a machine that is short of descriptors or memory the next sample follows in its turn."""
+        """Sample once. On a machine that is short of descriptors or memory, or whose /proc says nothing, the next follows in its turn."""
         self._begun_s = time.monotonic()
         try:
             await self.sample()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             log.error("the devices and the machine could not be sampled: %s", error)  # noqa: TRY400 - the sentence says it
 
     async def sample(self) -> None:
