@@ -351,13 +351,17 @@ class Survivors:
         log.info(
             "lease %s: its pool ends what its kernel left: %s", kernel.lease_id[:8], described(kernel.ending.survivors)
         )
-        try:
-            await end_processes(
-                partial(self._certain_processes, kernel, spare_root=True),
-                "process {pid}, which the kernel left behind,",
-            )
-        except ConflictError as error:
-            log.error("lease %s: %s", kernel.lease_id[:8], error)  # noqa: TRY400 - the sentence says it
+        left = partial(self._certain_processes, kernel, spare_root=True)
+        while True:
+            try:
+                await end_processes(left, "process {pid}, which the kernel left behind,")
+            except ConflictError as error:
+                log.error("lease %s: %s", kernel.lease_id[:8], error)  # noqa: TRY400 - the sentence says it
+            except OSError as error:  # short of descriptors: nobody else would end them
+                log.warning("lease %s: what its kernel left cannot be ended yet: %s", kernel.lease_id[:8], error)
+                await asyncio.sleep(_LONGEST_PAUSE_S)
+                continue
+            return
 
     async def _certain_processes(self, kernel: Kernel, *, spare_root: bool = False) -> list[ProcessIdentity]:
         """Return the processes with device memory that may be ended."""
