@@ -9,7 +9,7 @@ the reservation, and saves no more than is reserved then, unless it lies.
 import heapq
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from fractional_gpu.core.arbiter import Arbiter
@@ -422,8 +422,12 @@ def _recovered(world: World, at_ms: int) -> Event:
 
 
 def _seen(world: World, at_ms: int) -> Event:
-    device = world.random.choice(world.devices)
-    stranger_mib = world.random.choice((0, 0, 0, 100, 500, 2_000))
+    random = world.random
+    place = random.randrange(len(world.devices))
+    if random.random() < 0.1:  # its driver refuses, or works again
+        world.devices[place] = replace(world.devices[place], why_not=random.choice(("", "", "", "the driver refuses")))
+    device = world.devices[place]
+    stranger_mib = random.choice((0, 0, 0, 100, 500, 2_000))
     return DeviceSeen(at_ms=at_ms, device=device, stranger_mib=stranger_mib)
 
 
