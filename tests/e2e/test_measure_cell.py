@@ -67,4 +67,5 @@ def test_a_measurement_ends_with_its_kernel(world: World, server: Server) -> Non
     assert pid is not None
     world.end(pid, 9)
     until(lambda: not leases(world), "its leases end")
-    world.await_restart(notebook.kernel_id, pid)  # Jupyter cannot shut down a kernel that it starts again just then
+    world.await_restart(notebook.kernel_id, pid)
+    server.connect(notebook.kernel_id).must("1")  # Jupyter cannot shut a kernel down before it has started it again

@@ -214,8 +214,11 @@ def test_a_restart_while_the_broker_is_away_starts_without_a_gpu(places: Places,
             assert "the driver is gone" in evaluate(client, "__import__('os').environ['JUPYTER_GPU_NOTICE']")
         broker.start()
         manager.restart_kernel(now=True)
-        assert broker.only_lease()[0] == "lease-1"  # the same one: it was kept in mind
-        assert broker.only_lease()[1].state == "unarmed"
+        lease_id, lease = broker.only_lease()
+        assert lease_id == "lease-1", "the same one: it was kept in mind"
+        assert lease.state in {"unarmed", "resident"}, (
+            "attached; the end of the process before may have asked for its memory late"
+        )
 
 
 def test_no_room_at_the_first_start_is_one_sentence_and_leaves_nothing(places: Places, broker: FakeBroker) -> None:

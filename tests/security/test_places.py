@@ -297,7 +297,7 @@ def test_a_runtime_folder_below_anothers_is_left_for_a_private_one(
     owned_by_another(folder / "theirs")
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(folder / "theirs" / "runtime"))
     monkeypatch.delenv("JUPYTER_GPU_SOCKET", raising=False)
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
     assert runtime_dir().parent == folder
     assert stat.S_IMODE(runtime_dir().stat().st_mode) == 0o700
     assert list((folder / "theirs").iterdir()) == []
