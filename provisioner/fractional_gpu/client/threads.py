@@ -25,7 +25,7 @@ _LOST_WAKEUP_S = 0.05
 
 
 async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run `work` in a daemon thread and return its result. Raises what it raises.
+    """Run `work` in a daemon thread and return its result; where no thread can be started, run it here. Raises what it raises.
 
     Cancelled, it returns at once; the work runs to its end, and its result is dropped.
     """
@@ -41,7 +41,10 @@ async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
             done.set_result(result)
 
     done.set_running_or_notify_cancel()  # so that a cancelled wait does not cancel it
-    threading.Thread(target=run, name=f"gpu-{getattr(work, '__name__', 'work')}", daemon=True).start()
+    try:
+        threading.Thread(target=run, name=f"gpu-{getattr(work, '__name__', 'work')}", daemon=True).start()
+    except RuntimeError:  # the system has no thread left, or Python 3.12 starts none any more while it exits
+        run()
     outcome = asyncio.wrap_future(done)
     try:
         while not outcome.done():
