@@ -17,6 +17,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import ParamSpec, TypeVar
 
+from fractional_gpu.host.threads import start
+
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -42,8 +44,8 @@ async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
 
     done.set_running_or_notify_cancel()  # so that a cancelled wait does not cancel it
     try:
-        threading.Thread(target=run, name=f"gpu-{getattr(work, '__name__', 'work')}", daemon=True).start()
-    except RuntimeError:  # the system has no thread left, or Python 3.12 starts none any more while it exits
+        start(threading.Thread(target=run, name=f"gpu-{getattr(work, '__name__', 'work')}", daemon=True))
+    except OSError:  # the system has no thread left, or Python 3.12 starts none any more while it exits
         run()
     outcome = asyncio.wrap_future(done)
     try:

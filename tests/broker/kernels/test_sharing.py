@@ -8,6 +8,7 @@ from fractional_gpu.broker.kernels.kernel import check_pools, launch_environment
 from fractional_gpu.broker.process.restarting import without_share
 from fractional_gpu.config import ConfigError
 from fractional_gpu.core.model import DeviceView, LeaseSpec, PoolSpec, Sharing
+from fractional_gpu.host.files import temporary_folder
 from fractional_gpu.jupyter.kernel_lease import KernelLease, environment_with
 from tests.support.full_disks import no_temporary_files
 
@@ -74,8 +75,11 @@ def test_hami_is_there_from_the_start_with_books_of_the_lease_s_own(
 
 
 def test_a_lease_ends_where_no_temporary_file_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    books = temporary_folder() / "jupyter-gpu-abc.hami"
+    books.touch()
     no_temporary_files(monkeypatch)
     remove_books("abc")
+    assert not books.exists()
 
 
 @pytest.mark.parametrize(

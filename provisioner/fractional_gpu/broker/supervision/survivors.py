@@ -26,6 +26,7 @@ from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.kernels.ending import end_processes
 from fractional_gpu.broker.kernels.kernel import Kernel, Survivor
 from fractional_gpu.broker.kernels.process_inspector import LEASE_VARIABLE, HostSnapshot, ProcessInspector
+from fractional_gpu.broker.persistence.ledger_writer import devices_of
 from fractional_gpu.broker.runtime import Runtime
 from fractional_gpu.core.events import LeaseReleased, LeftBehind
 from fractional_gpu.core.model import AfterKernel, LeaseState, LeaseView
@@ -213,7 +214,7 @@ class Survivors:
     async def _look(self, kernel: Kernel, root: ProcessIdentity | None) -> tuple[list[Survivor], list[str]]:
         """Return what is left, and the devices that still count memory of what has ended. Raises GPUError or OSError."""
         view = self._view(kernel)
-        device_ids = list(view.device_ids or ((view.device_id,) if view.device_id else ())) if view is not None else []
+        device_ids = devices_of(view) if view is not None else ()
         host = await self._inspector.take(kernel.measurement.devices_to_read(device_ids))
         pids = {one.pid for one in kernel.members} | ({root.pid} if root is not None else set())
         left = await self.find(kernel, root, host, saved=view is None or view.state in _IN_A_SWAP)
