@@ -10,12 +10,15 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from fractional_gpu import __version__
 from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.commands.terminal.output import say
 from fractional_gpu.protocol.errors import FractionalGPUError
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 INTERRUPTED = 130
 FAILED = 1
@@ -102,10 +105,18 @@ start here:
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose help raises OSError where it cannot be written: from Python 3.12 on, argparse hides such an error."""
+
+    def print_help(self, file: "SupportsWrite[str] | None" = None) -> None:
+        """Write the help to a file (default: standard output). Raises OSError."""
+        (sys.stdout if file is None else file).write(self.format_help())
+
+
 def _overview() -> argparse.ArgumentParser:
     """Return the parser of the command without a subcommand; the subcommands are only listed."""
     lines = "\n".join(f"  {name:<22} {entry.summary}" for name, entry in COMMANDS.items())
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="jupyter gpu",
         usage="jupyter gpu [--help] [--version] COMMAND ...",
         description=f"Jupyter kernels on fractions of a GPU.\n\ncommands:\n{lines}",
@@ -113,7 +124,7 @@ def _overview() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"jupyter-fractional-gpu {__version__}")
+    parser.add_argument("--version", action="store_true", help="show program's version number and exit")
     return parser
 
 
@@ -144,8 +155,9 @@ def _dispatch(arguments: Sequence[str]) -> int:
         overview.print_help()
         return 2
     name = arguments[0]
-    if name.startswith("-"):
-        overview.parse_args([name])
+    if name.startswith("-") and overview.parse_args([name]).version:
+        print(f"jupyter-fractional-gpu {__version__}")
+        return 0
     entry = COMMANDS.get(name)
     if entry is None:
         overview.error(_unknown_command(name))
@@ -162,7 +174,7 @@ def subcommand(name: str) -> tuple[_Subcommand, argparse.ArgumentParser]:
     """Import a subcommand; return it and its parser."""
     module = importlib.import_module(COMMANDS[name].module)
     command = cast("_Subcommand", getattr(module, "COMMANDS", {}).get(name, module))
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"jupyter gpu {name}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     command.configure(parser)
