@@ -47,6 +47,14 @@ class FractionalGPUSystemdSpawner(FractionalGPUMixin, SystemdSpawner):  # type: 
                 "c.SystemdSpawner.isolate_devices is True, which hides every GPU from the server; set it to False",
                 reason="configuration",
             )
+        # The unit takes one value for the property: systemdspawner expands the user's name in strings only, not in lists.
+        credential = self.unit_extra_properties.get("LoadCredential", "")
+        if self.dynamic_users and credential and not str(credential).startswith(f"{_CREDENTIAL}:"):
+            raise spawn_error(
+                f"c.SystemdSpawner.unit_extra_properties has LoadCredential={credential!r}, and with dynamic_users=True the seat needs "
+                "that property; hand your credential over as a file that the unit can read, or set dynamic_users to False",
+                reason="configuration",
+            )
         return await super().start()
 
     async def gpu_prepare(self) -> None:

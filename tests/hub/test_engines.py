@@ -113,6 +113,27 @@ async def test_a_unit_whose_devices_are_hidden_is_refused(live: LiveBroker, unit
     assert units == []
 
 
+async def test_a_credential_of_the_site_is_not_replaced(live: LiveBroker, units: list[dict[str, Any]]) -> None:
+    theirs = {"LoadCredential": "key:/etc/site.key"}
+    spawner = made(live, FractionalGPUSystemdSpawner, dynamic_users=True, unit_extra_properties=theirs)
+    with pytest.raises(web.HTTPError, match=r"LoadCredential='key:/etc/site\.key', and with dynamic_users=True"):
+        await spawner.start()
+    assert units == []
+    assert spawner.unit_extra_properties == theirs
+
+
+async def test_a_made_up_user_starts_again_with_a_new_credential(live: LiveBroker, units: list[dict[str, Any]]) -> None:
+    spawner = made(live, FractionalGPUSystemdSpawner, dynamic_users=True)
+    assert await spawner.start()
+    first = units.pop()
+    await spawner.run_post_stop_hook()
+    assert await spawner.start()
+    (second,) = units
+    token, renewed = (unit["properties"]["LoadCredential"].partition(":")[2] for unit in (first, second))
+    assert not Path(token).exists() or token == renewed
+    assert json.loads(Path(renewed).read_text())["pool"] == "default"
+
+
 # -- Docker -----------------------------------------------------------------------------------------------------------------
 
 

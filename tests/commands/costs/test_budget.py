@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fractional_gpu.client.seat import SeatClient
+from fractional_gpu.commands.costs.budget import _moment
 from fractional_gpu.commands.main import main
 from fractional_gpu.core.metering.usage import SHARE_HOUR, Party, Usage, UsageRow
 from fractional_gpu.protocol.seats import OfferRequest, SeatRequest
@@ -90,6 +91,25 @@ def test_what_is_left_is_listed(live: LiveBroker, capsys: pytest.CaptureFixture[
     )
     assert [one["name"] for one in budget(live, capsys, "--user", "eve")] == ["eve"]
     assert [one["name"] for one in budget(live, capsys, "--group", "students")] == ["students"]
+
+
+@pytest.mark.parametrize(
+    ("zone", "said"),
+    [
+        ("Europe/Berlin", "2026-11-30"),
+        ("America/New_York", "2026-11-29 at 18:00"),
+        ("Asia/Kolkata", "2026-11-30 at 04:30"),
+    ],
+)
+def test_a_reader_in_another_zone_is_told_the_time(monkeypatch: pytest.MonkeyPatch, zone: str, said: str) -> None:
+    """The week of a broker in Berlin ends while it is still Sunday in New York."""
+    try:
+        with monkeypatch.context() as patch:
+            patch.setenv("TZ", zone)
+            time.tzset()
+            assert _moment(1795993200) == said
+    finally:
+        time.tzset()
 
 
 def test_two_users_race_for_the_last_of_a_groups_budget(live: LiveBroker, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ import os
 import socket as socket_module
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from fractional_gpu.broker.api.server import Server
@@ -256,12 +256,15 @@ class OwnFiles:
         base = own_base(self._broker.writer.ledger.path.parent)
         if base is None:
             return
-        try:
-            descriptor = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            log.info("cannot lock the folder %s against cleaners: %s", base, error)
-            return
+        with ExitStack() as undone:
+            try:
+                descriptor = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                undone.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError as error:
+                log.info("cannot lock the folder %s against cleaners: %s", base, error)
+                return
+            undone.pop_all()
         if self._guard >= 0:
             os.close(self._guard)
         self._guard = descriptor

@@ -120,7 +120,13 @@ def _listed(budgets: list[BudgetStatus]) -> "list[Text]":
     names = budget_names(budgets)
     for one in sorted(budgets, key=lambda one: (one.kind, one.name, one.account, one.text)):
         state = ("used up", Style.WRONG) if one.used_up else f"{one.left_text} left"
-        anew = "" if one.until_s is None else f"; begins anew {time.strftime('%Y-%m-%d', time.localtime(one.until_s))}"
+        anew = "" if one.until_s is None else f"; begins anew {_moment(one.until_s)}"
         more = "" if one.amount_text in one.text else f" (of {one.amount_text}, with what was added)"
         lines.append(line(f"{names(one)}: {one.text}: {one.spent_text} spent, ", state, f"{more}{anew}"))
     return lines
+
+
+def _moment(at_s: int) -> str:
+    """Return the date in this zone, with the time unless it is midnight: a budget begins at midnight where the broker runs."""
+    at = time.localtime(at_s)
+    return time.strftime("%Y-%m-%d" if (at.tm_hour, at.tm_min) == (0, 0) else "%Y-%m-%d at %H:%M", at)
