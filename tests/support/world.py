@@ -280,6 +280,8 @@ class Server:
             self.process = subprocess.Popen(
                 [
                     sys.executable,
+                    "-X",
+                    "faulthandler",  # for `stop`
                     "-m",
                     "jupyter_server",
                     "--no-browser",
@@ -363,7 +365,7 @@ class Server:
             self.request("DELETE", f"api/kernels/{kernel['id']}")
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """End the server and reap it."""
+        """End the server and reap it. Raises AssertionError, with what it did last, if it does not end."""
         self.hang_up()
         if self._refused and self.process.poll() is None:
             # A Jupyter server that once failed to start a kernel never ends on a signal while others live: it looks for that one.
@@ -371,7 +373,13 @@ class Server:
                 self.request("DELETE", f"api/kernels/{kernel['id']}")
         if self.process.poll() is None:
             self.process.send_signal(number)
-        self.process.wait(DEADLINE_S)
+        try:
+            self.process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGABRT)  # its fault handler writes the stacks of its threads
+            self.process.wait(DEADLINE_S)
+            log = (self.world.folder / "server.err").read_text(errors="replace")
+            raise AssertionError(f"no end {DEADLINE_S} s after signal {number}; its log ends with:\n{log[-8000:]}") from None
 
     def __enter__(self) -> Self:
         return self
