@@ -379,7 +379,9 @@ class Server:
             self.process.send_signal(signal.SIGABRT)  # its fault handler writes the stacks of its threads
             self.process.wait(DEADLINE_S)
             log = (self.world.folder / "server.err").read_text(errors="replace")
-            raise AssertionError(f"no end {DEADLINE_S} s after signal {number}; its log ends with:\n{log[-8000:]}") from None
+            raise AssertionError(
+                f"no end {DEADLINE_S} s after signal {number}; its log ends with:\n{log[-8000:]}"
+            ) from None
 
     def __enter__(self) -> Self:
         return self
