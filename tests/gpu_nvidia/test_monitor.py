@@ -151,6 +151,18 @@ def test_a_device_in_mig_mode_without_an_instance_is_no_device() -> None:
     assert "MIG mode without an instance" in monitor.why_none
 
 
+def test_a_device_that_is_put_into_mig_mode_is_none_until_it_leaves_the_mode() -> None:
+    """The library still tells its memory, and a kernel that is shown the device finds none."""
+    gpu = FakeGPU(mig=0)
+    monitor = monitor_of(FakeNVML(gpu))
+    (device,) = monitor.devices()
+    assert monitor.use(device.device_id).memory_mib == device.memory_mib
+    gpu.mig = 1
+    fails(GPUErrorCode.NO_SUCH_DEVICE, "was put into MIG mode", lambda: monitor.use(device.device_id))
+    gpu.mig = 0
+    assert monitor.use(device.device_id).memory_mib == device.memory_mib
+
+
 def test_instances_that_cannot_be_listed_are_an_error() -> None:
     gpu = divided(0)
     gpu.fails["nvmlDeviceGetMigDeviceHandleByIndex"] = UNKNOWN

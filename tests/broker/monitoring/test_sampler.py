@@ -228,7 +228,7 @@ async def test_what_a_lease_without_a_reservation_uses_is_covered_by_nobody() ->
 
 @pytest.mark.parametrize("code", [GPUErrorCode.DEVICE_LOST, GPUErrorCode.UNKNOWN])
 async def test_a_device_that_cannot_be_read_is_lost_until_it_is_seen_again(
-    monkeypatch: pytest.MonkeyPatch, code: GPUErrorCode
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: GPUErrorCode
 ) -> None:
     def fail(_device_id: str) -> None:
         raise GPUError(code, "it fell off the bus")
@@ -240,7 +240,9 @@ async def test_a_device_that_cannot_be_read_is_lost_until_it_is_seen_again(
             type(event) for event in await world.told() if not isinstance(event, HostMemorySeen | LeaseMeasured)
         ] == [DeviceLost]
         assert await world.told() == []
+    assert [one.message for one in caplog.records] == [f"device {DEVICE} is lost: it fell off the bus"]
     assert strangers(await world.told()) == [0]
+    assert caplog.records[-1].message == f"device {DEVICE} is back"
 
 
 async def test_a_look_that_a_change_overtook_is_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:

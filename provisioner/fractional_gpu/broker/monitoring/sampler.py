@@ -24,7 +24,7 @@ from fractional_gpu.broker.supervision.enforcement import Owner
 from fractional_gpu.broker.supervision.survivors import KillsSeen
 from fractional_gpu.core.events import DeviceLost, DeviceSeen, HostMemorySeen, HostPressureSeen, LeaseMeasured
 from fractional_gpu.core.model import HOLDING, DeviceSpec, LeaseState, LeaseView
-from fractional_gpu.gpu.interface import DeviceSensors, DeviceUse, GPUError, GPUErrorCode
+from fractional_gpu.gpu.interface import DeviceSensors, DeviceUse, GPUError
 from fractional_gpu.host.process import ProcessIdentity, Snapshot, read_stat, scan
 from fractional_gpu.protocol.limits import PULSE_S
 
@@ -49,6 +49,7 @@ _HOST_STEP_MIB = 256  # smaller changes of the host budget are not worth an even
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sample:
     uses: dict[str, DeviceUse | None]  # None: lost
+    lost: dict[str, str]  # by device: why
     snapshot: Snapshot | None
     pressed: set[str]  # leases
     sensors: dict[str, DeviceSensors]
@@ -148,17 +149,18 @@ class Sampler:
     def _read(self, known: set[int], saved: dict[str, int], utilisation: Reading) -> _Sample:
         """In a thread: read every device; scan /proc only if a process other than a kernel itself uses one."""
         uses: dict[str, DeviceUse | None] = {}
+        lost: dict[str, str] = {}
         for device_id in self._devices:
             try:
                 uses[device_id] = self._broker.monitor.use(device_id)
             except GPUError as error:
-                if error.code not in (GPUErrorCode.DEVICE_LOST, GPUErrorCode.NO_SUCH_DEVICE):
-                    log.warning("device %s could not be read: %s", device_id, error)
+                lost[device_id] = str(error)
                 uses[device_id] = None
         self._meter.read(self._broker.monitor, utilisation)
         others = any(process.pid not in known for use in uses.values() if use for process in use.processes)
         return _Sample(
             uses=uses,
+            lost=lost,
             snapshot=scan(LEASE_VARIABLE) if others else None,
             pressed=self._pressure(saved, time.monotonic()),
             sensors={device_id: self._sensors(device_id) for device_id, use in uses.items() if use is not None},
@@ -183,7 +185,7 @@ class Sampler:
         on_device: dict[tuple[str, str], int] = {}
         for device_id, use in sample.uses.items():
             if use is None:
-                self._report_stranger(device_id, None)
+                self._report_lost(device_id, sample.lost[device_id])
                 continue
             for process in use.processes:
                 owner = owners.get(process.pid)
@@ -272,16 +274,21 @@ class Sampler:
             self._broker.dispatch(HostPressureSeen(at_ms=now_ms(), lease_id=lease_id, pressed=now))
         self._pressed = pressed
 
-    def _report_stranger(self, device_id: str, stranger_mib: int | None) -> None:
-        if device_id in self._strangers and self._strangers[device_id] == stranger_mib:
+    def _report_lost(self, device_id: str, why: str) -> None:
+        if self._strangers.get(device_id, 0) is None:
+            return
+        self._strangers[device_id] = None
+        log.error("device %s is lost: %s", device_id, why)
+        self._broker.dispatch(DeviceLost(at_ms=now_ms(), device_id=device_id))
+
+    def _report_stranger(self, device_id: str, stranger_mib: int) -> None:
+        before = self._strangers.get(device_id, 0)
+        if device_id in self._strangers and before == stranger_mib:
             return
         self._strangers[device_id] = stranger_mib
-        if stranger_mib is None:
-            log.error("device %s is lost", device_id)
-            self._broker.dispatch(DeviceLost(at_ms=now_ms(), device_id=device_id))
-        else:
-            seen = DeviceSeen(at_ms=now_ms(), device=self._devices[device_id], stranger_mib=stranger_mib)
-            self._broker.dispatch(seen)
+        if before is None:
+            log.warning("device %s is back", device_id)
+        self._broker.dispatch(DeviceSeen(at_ms=now_ms(), device=self._devices[device_id], stranger_mib=stranger_mib))
 
     def _report_host_budget(self) -> None:
         budget_mib = max(0, self._host_budget(self._broker.arbiter.host_saved_mib))

@@ -90,6 +90,7 @@ _NO_SAMPLES: Final = frozenset(
     {_SUCCESS, _NOT_FOUND}
 )  # where the driver has no samples, pynvml raises an error with the code of success
 _READS: Final = 3
+_MIG: Final = "MIG-"  # an instance's id begins so
 _ON_MIG: Final = "it is a MIG instance, on which the driver cannot checkpoint"
 
 _UNAVAILABLE: Final = frozenset({_NOT_SUPPORTED, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION_MISMATCH})
@@ -175,6 +176,12 @@ class NvidiaMonitor:
             raise self._error(error, f"reading device {device_id}") from error
 
     def _use(self, device_id: str, handle: object) -> DeviceUse:
+        # An administrator may switch the mode on while no process uses the device. NVML goes on to answer for the whole of it.
+        if not device_id.startswith(_MIG) and self._has_mig_instances(handle):
+            raise GPUError(
+                GPUErrorCode.NO_SUCH_DEVICE,
+                f"device {device_id} was put into MIG mode, so programs see its instances only; the next broker offers those",
+            )
         total, used = self._memory(handle)
         by_pid: dict[int, int | None] = {}
         kinds: dict[int, ProcessKind] = {}
@@ -193,7 +200,7 @@ class NvidiaMonitor:
 
     def activity(self, device_id: str, since_us: int) -> DeviceActivity | None:
         """Return which processes worked on the device since then; None for MIG instances and devices without samples. Raises GPUError."""
-        if device_id.startswith("MIG-") or not self._start():
+        if device_id.startswith(_MIG) or not self._start():
             return None
         was_set = self._was_set(device_id, self._steps_known)
         offset_us, now_us = self._clock.offset_us(), self._clock.since_boot_us()
@@ -223,7 +230,7 @@ class NvidiaMonitor:
 
         Nothing is known by process of a period in which the wall clock was set.
         """
-        if device_id.startswith("MIG-") or not self._start():
+        if device_id.startswith(_MIG) or not self._start():
             return None
         was_set = self._was_set(device_id, self._steps_measured)
         offset_us, now_us = self._clock.offset_us(), self._clock.since_boot_us()
@@ -295,7 +302,7 @@ class NvidiaMonitor:
             raise self._error(error, f"reading the sensors of device {device_id}") from error
 
     def _sensors(self, device_id: str, handle: object) -> DeviceSensors:
-        whole = not device_id.startswith("MIG-")
+        whole = not device_id.startswith(_MIG)
         return DeviceSensors(
             busy_percent=self._busy_percent(handle),
             temperature_c=self._optional("nvmlDeviceGetTemperature", handle, _CHIP),
