@@ -28,6 +28,7 @@ class FakeGPU:
     used: int = 0
     address: str = "00000000:65:00.0"  # on the PCI bus
     mig: int | None = None  # None: a device without that mode
+    compute_mode: int = 0
     processes: dict[int, int | None] = field(default_factory=dict)
     drawing: dict[int, int | None] = field(default_factory=dict)
     mps: dict[int, int | None] = field(default_factory=dict)
@@ -105,6 +106,10 @@ class FakeNVML(ModuleType):
         if gpu.mig is None:
             raise NVMLError(NOT_SUPPORTED)
         return [gpu.mig, gpu.mig]
+
+    def nvmlDeviceGetComputeMode(self, gpu: FakeGPU) -> int:  # noqa: N802
+        self._enter("nvmlDeviceGetComputeMode", gpu)
+        return gpu.compute_mode
 
     def nvmlDeviceGetUtilizationRates(self, gpu: FakeGPU) -> SimpleNamespace:  # noqa: N802
         self._enter("nvmlDeviceGetUtilizationRates", gpu)

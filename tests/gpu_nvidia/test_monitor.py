@@ -370,6 +370,18 @@ def test_warnings_are_kept_for_the_administrator() -> None:
     assert driver_warnings("580.65.06") == ()
 
 
+def test_a_device_that_one_process_may_use_at_a_time_is_a_warning() -> None:
+    alone, silent = FakeGPU(compute_mode=3), FakeGPU(compute_mode=3, fails={"nvmlDeviceGetComputeMode": NOT_SUPPORTED})
+    monitor = monitor_of(FakeNVML(FakeGPU(), alone, silent))
+    assert len(monitor.devices()) == 3
+    assert monitor.warnings == (
+        "device 1 lets one process use it at a time: it cannot be shared; as root: nvidia-smi -i 1 -c DEFAULT",
+    )
+    alone.compute_mode = 0
+    assert len(monitor.devices()) == 3
+    assert not monitor.warnings
+
+
 @pytest.mark.parametrize(
     ("driver", "bindings", "sentence"),
     [

@@ -170,6 +170,26 @@ def test_without_a_gpu_the_sentence_says_why_and_how_to_try_without_one(
     assert len(closed) == 1
 
 
+def test_what_the_driver_warns_of_is_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Warned:
+        kind = "nvidia"
+        warnings = ("with the NVIDIA driver 1 something hangs", "device 0 lets one process use it at a time")
+
+        def devices(self) -> list[DeviceInfo]:
+            return [
+                DeviceInfo(device_id="GPU-0", index=0, name="G", memory_mib=1, simulated=False, checkpointable=True)
+            ]
+
+        def close(self) -> None:
+            """Nothing is held."""
+
+    monkeypatch.setattr(driver_start, "open_monitor", lambda _: Warned())
+    with open_backend(None, str(tmp_path / "s")):
+        assert [record.message for record in caplog.records] == list(Warned.warnings)
+
+
 def test_a_service_waits_for_its_first_device(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

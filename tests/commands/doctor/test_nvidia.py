@@ -22,7 +22,6 @@ class DoctorsNVML(FakeNVML):
     """Answers the questions that only the doctor has."""
 
     persistence = 1
-    compute_mode = 0
     level = 13000
     older_level = 13000
 
@@ -37,10 +36,6 @@ class DoctorsNVML(FakeNVML):
     def nvmlDeviceGetPersistenceMode(self, gpu: FakeGPU) -> int:  # noqa: N802
         self._enter("nvmlDeviceGetPersistenceMode", gpu)
         return self.persistence
-
-    def nvmlDeviceGetComputeMode(self, gpu: FakeGPU) -> int:  # noqa: N802
-        self._enter("nvmlDeviceGetComputeMode", gpu)
-        return self.compute_mode
 
 
 @pytest.fixture
@@ -134,9 +129,7 @@ def test_persistence_mode_off_is_a_warning_with_the_command(proc: Path) -> None:
 
 @pytest.mark.parametrize(("mode", "words"), [(1, "one thread"), (2, "no process"), (3, "one process")])
 def test_a_device_that_cannot_be_shared_is_an_error(proc: Path, mode: int, words: str) -> None:
-    nvml = DoctorsNVML(FakeGPU())
-    nvml.compute_mode = mode
-    found = of(look(nvml, proc), "compute-mode")
+    found = of(look(DoctorsNVML(FakeGPU(compute_mode=mode)), proc), "compute-mode")
     assert found.severity is Severity.ERROR
     assert words in found.finding
 

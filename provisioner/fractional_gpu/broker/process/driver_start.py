@@ -298,6 +298,8 @@ def open_backend(
     memory = _memory_server(folder) if folder is not None and os.geteuid() == 0 else None
     try:
         devices = _awaited(monitor) if patient and simulate is None else _found(monitor)
+        for sentence in getattr(monitor, "warnings", ()):
+            log.warning("%s", sentence)
         yield Backend(name=name, monitor=monitor, devices=devices, folder=folder, is_new=is_new)
     finally:
         if memory is not None:

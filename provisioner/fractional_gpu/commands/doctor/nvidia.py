@@ -6,7 +6,7 @@ No driver and no device are a warning, not an error: without them everything wor
 import importlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -18,7 +18,14 @@ from fractional_gpu.core.model import Sharing
 from fractional_gpu.core.units import format_memory
 from fractional_gpu.gpu.interface import DeviceInfo, GPUError
 from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor
-from fractional_gpu.gpu.nvidia.support import MOVING_CUDA_VERSION, driver_refusal, driver_warnings, why_no_bindings
+from fractional_gpu.gpu.nvidia.support import (
+    MOVING_CUDA_VERSION,
+    driver_refusal,
+    driver_warnings,
+    sharing_advice,
+    sharing_refusal,
+    why_no_bindings,
+)
 from fractional_gpu.host.process import PROC
 
 NO_GPU: Final = "no GPU was found"
@@ -27,11 +34,6 @@ SIMULATE: Final = (
     "the Jupyter server"
 )
 _MPS: Final = "nvidia-cuda-mps"  # the kernel keeps 15 characters of nvidia-cuda-mps-control and nvidia-cuda-mps-server
-_COMPUTE_MODES: Final[Mapping[int, str]] = {
-    1: "lets one thread use it only",
-    2: "lets no process compute on it",
-    3: "lets one process use it at a time",
-}
 
 
 # Newest first: old libraries lack one, and one may fail where the other works.
@@ -165,12 +167,8 @@ def _modes(nvml: ModuleType, device: DeviceInfo) -> Iterator[Finding]:
     elif persistent == 1:
         yield ok("persistence", f"device {device.index} is in persistence mode")
     mode, _ = _read(nvml, "nvmlDeviceGetComputeMode", handle)
-    if isinstance(mode, int) and mode in _COMPUTE_MODES:
-        yield problem(
-            "compute-mode",
-            f"device {device.index} {_COMPUTE_MODES[mode]}: it cannot be shared",
-            f"as root: nvidia-smi -i {device.index} -c DEFAULT",
-        )
+    if refusal := sharing_refusal(device.index, mode):
+        yield problem("compute-mode", refusal, sharing_advice(device.index))
     mig, _ = _read(nvml, "nvmlDeviceGetMigMode", handle)
     if mig and mig[0] != mig[1]:
         turn = "on" if mig[1] else "off"

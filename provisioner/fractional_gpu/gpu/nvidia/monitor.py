@@ -44,7 +44,14 @@ from fractional_gpu.gpu.interface import (
     ProcessKind,
     ProcessUse,
 )
-from fractional_gpu.gpu.nvidia.support import driver_refusal, driver_warnings, moving_refusal, why_no_bindings
+from fractional_gpu.gpu.nvidia.support import (
+    driver_refusal,
+    driver_warnings,
+    moving_refusal,
+    sharing_advice,
+    sharing_refusal,
+    why_no_bindings,
+)
 from fractional_gpu.host.clock import WallClock
 
 T = TypeVar("T")
@@ -137,7 +144,7 @@ class NvidiaMonitor:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Sentences for an administrator about the driver that the last `devices()` found."""
+        """Sentences for an administrator about the driver and the devices that the last `devices()` found."""
         return self._warnings
 
     def devices(self) -> list[DeviceInfo]:
@@ -367,11 +374,16 @@ class NvidiaMonitor:
             handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
             if self._has_mig_instances(handle):
                 return [self._info(instance, index, _ON_MIG) for instance in self._instances(handle)]
+            self._warn_if_unshared(handle, index)
             return [self._info(handle, index, refusal)]
         except self._nvml.NVMLError as error:
             if error.value in _LEFT_OUT:
                 return []
             raise self._error(error, f"reading the device with index {index}") from error
+
+    def _warn_if_unshared(self, handle: object, index: int) -> None:
+        if why := sharing_refusal(index, self._optional("nvmlDeviceGetComputeMode", handle)):
+            self._warnings += (f"{why}; {sharing_advice(index)}",)
 
     def _info(self, handle: object, index: int, why_not: str) -> DeviceInfo:
         total, _ = self._memory(handle)

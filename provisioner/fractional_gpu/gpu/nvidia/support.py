@@ -3,6 +3,7 @@
 - The checkpoint calls came with driver 570 (CUDA 12.8); moving to another device came with driver 580 (CUDA 13.0).
 - Some driver releases are reported to lose state or to hang. Releases that may lose a kernel are refused; others
   only get a warning.
+- A device's compute mode (`nvidia-smi -c`) may keep it to one process.
 - The driver checkpoints on x86-64 and on few other machines: all others than x86-64 are refused.
 """
 
@@ -29,6 +30,23 @@ _REFUSED: Final = {
 _WARNED: Final = {
     "595.71": "killing a process that was restored from a checkpoint on disk is reported to hang the host",
 }
+
+_COMPUTE_MODES: Final = {
+    1: "lets one thread use it only",
+    2: "lets no process compute on it",
+    3: "lets one process use it at a time",
+}
+
+
+def sharing_refusal(index: int, compute_mode: object) -> str:
+    """Return why the device in this mode (`nvmlDeviceGetComputeMode`) cannot be shared, a sentence, or ""."""
+    what = _COMPUTE_MODES.get(compute_mode) if isinstance(compute_mode, int) else None
+    return "" if what is None else f"device {index} {what}: it cannot be shared"
+
+
+def sharing_advice(index: int) -> str:
+    """Return what an administrator does about a device that cannot be shared."""
+    return f"as root: nvidia-smi -i {index} -c DEFAULT"
 
 
 def driver_refusal(version: str, *, machine: str | None = None) -> str:
