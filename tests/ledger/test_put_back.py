@@ -3,11 +3,12 @@
 import errno
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import pytest
 
+from fractional_gpu.core.metering.usage import Party, Usage, UsageKey, UsageRow
 from fractional_gpu.ledger import LeaseRecord, Ledger, LedgerError, opening
 from fractional_gpu.ledger.records import LedgerInUseError
 
@@ -168,3 +169,56 @@ def test_a_broker_that_is_killed_before_the_new_file_has_the_name_leaves_it_to_t
     with Ledger.open(path) as again:
         assert sentences(again) == ["one", "two"]
     assert not named(path, opening.WHOLE).exists()
+
+
+def hours(rows: Iterable[tuple[Mapping[str, str | int], Usage]]) -> list[str | int]:
+    return [key["hour"] for key, _ in rows]
+
+
+@pytest.fixture
+def metered(kept: Ledger) -> Ledger:
+    kept.add_metered([used(3600), used(7200)], "{}")
+    return kept
+
+
+def used(hour_s: int) -> UsageRow:
+    return UsageRow(UsageKey(hour_s, "a", "GPU-0", ""), Party("p", "ada"), Usage(reserved_ms=1))
+
+
+def test_figures_are_read_beside_writes_and_as_of_one_moment(metered: Ledger) -> None:
+    rows = metered.metered(["hour"], 0, 2**40)
+    first = next(rows)
+    writer = threading.Thread(target=metered.add_metered, args=([used(10_800)], "{}"))
+    writer.start()
+    writer.join(30)
+    assert not writer.is_alive(), "a write waits until the figures are read"
+    assert hours([first, *rows]) == [3600, 7200]
+    assert hours(metered.metered(["hour"], 0, 2**40)) == [3600, 7200, 10_800]
+
+
+@pytest.mark.parametrize("gone", [[""], ["-wal"], ["-shm"], ["", "-wal"], _FILES])
+def test_figures_are_read_while_the_files_are_gone(metered: Ledger, path: Path, gone: list[str]) -> None:
+    for suffix in gone:
+        named(path, suffix).unlink()
+    assert hours(metered.metered(["hour"], 0, 2**40)) == [3600, 7200]
+    assert [named(path, suffix).exists() for suffix in gone] == [False] * len(gone)
+
+
+def test_a_reader_of_the_old_files_does_the_new_ones_no_harm(metered: Ledger, path: Path) -> None:
+    rows = metered.metered(["hour"], 0, 2**40)
+    first = next(rows)
+    for suffix in _FILES:
+        named(path, suffix).unlink()
+    metered.put_back()
+    metered.record("a", 3, "test", "after")
+    assert hours([first, *rows]) == [3600, 7200]
+    assert metered.is_in_place()
+    metered.close()
+    with Ledger.open(path) as again:
+        assert sentences(again) == ["one", "after"]
+
+
+def test_no_figures_are_read_of_a_closed_ledger(metered: Ledger) -> None:
+    metered.close()
+    with pytest.raises(LedgerError, match="is closed"):
+        list(metered.metered([], 0, 2**40))

@@ -4,7 +4,8 @@
   log (WAL) and synchronizes that at each commit (synchronous=FULL; NORMAL would lose the last commits in a power failure).
 - The journal of operations is intent -> act -> observe -> done: `begin` before the first act, `step` before each further one, `finish`
   at the end. After a crash an open operation says what may have happened; nothing is replayed.
-- Any thread may call. A mutex admits one at a time, and none during another thread's transaction.
+- Any thread may call. A mutex admits one at a time, and none during another thread's transaction. `metered` alone reads past it, by a
+  connection of its own: figures of a year take seconds, and grants wait for writes.
 - An ended lease stays ended; its secrets (connection, token) are erased with its end.
 - Every failure is a LedgerError, after which nothing of the failed write or transaction remains.
 """
@@ -375,10 +376,10 @@ class Ledger:
 
     def metered(
         self, by: Sequence[str], since_s: int, until_s: int, only: Mapping[str, str | int] | None = None
-    ) -> list[tuple[dict[str, str | int], Usage]]:
-        """Return the sums by these columns (of `METERED_BY`) over the hours that begin within the time, sorted by them.
+    ) -> Iterator[tuple[dict[str, str | int], Usage]]:
+        """Yield the sums by these columns (of `METERED_BY`) over the hours that begin within the time, sorted by them.
 
-        `only`: values that columns must have.
+        `only`: values that columns must have. They are read as they are taken, as of one moment. Raises LedgerError.
         """
         columns = [METERED_BY[one] for one in by]
         wanted = {METERED_BY[name]: value for name, value in (only or {}).items()}
@@ -388,12 +389,9 @@ class Ledger:
         statement = (
             f"SELECT {', '.join([*columns, sums])} FROM metered WHERE hour_s >= ? AND hour_s < ?{tests}{grouped}"  # noqa: S608
         )
-        rows = self._read(statement, (since_s, until_s, *wanted.values()))
-        return [
-            ({name: row[METERED_BY[name]] for name in by}, Usage(**{name: row[name] for name in FIGURES}))
-            for row in rows
-            if row["reserved_ms"] is not None  # without columns there is always one row
-        ]
+        for row in self._read_aside(statement, (since_s, until_s, *wanted.values())):
+            if row["reserved_ms"] is not None:  # without columns there is always one row
+                yield {name: row[METERED_BY[name]] for name in by}, Usage(**{name: row[name] for name in FIGURES})
 
     def add_turns(self, turns: Sequence[Turn]) -> None:
         """Add turns of leases on their devices, in one transaction. Times are dates, milliseconds since 1970."""
@@ -546,6 +544,19 @@ class Ledger:
             cursor = self._require().cursor()
             cursor.row_factory = sqlite3.Row
             return cursor.execute(statement, values).fetchall()
+
+    def _read_aside(self, statement: str, values: tuple[Any, ...]) -> Iterator[sqlite3.Row]:
+        """Yield the rows without the mutex, unless the file is not in its place: then only the connection that is open has it."""
+        with self._mutex:  # not while the file is being put back
+            self._require()
+            in_place = self.is_in_place()
+        if not in_place:
+            yield from self._read(statement, values)
+            return
+        with opening.connect_to_read(self.path) as connection, self._explained():
+            cursor = connection.cursor()
+            cursor.row_factory = sqlite3.Row
+            yield from cursor.execute(statement, values)
 
     def _seat(self, row: sqlite3.Row) -> SeatRecord:
         values = dict(row) | {name: bool(row[name]) for name in ("admitted", "group_seen")}

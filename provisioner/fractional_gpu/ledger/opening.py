@@ -16,6 +16,7 @@ import os
 import shlex
 import sqlite3
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from fractional_gpu.host.files import open_own
@@ -183,9 +184,19 @@ def count_live(path: Path) -> int:
     return int(live)
 
 
-def _connect(path: Path) -> sqlite3.Connection:
-    """Open an existing file: `mode=rw` fails for a missing one."""
-    uri = f"{path.absolute().as_uri()}?mode=rw"
+@contextlib.contextmanager
+def connect_to_read(path: Path) -> Iterator[sqlite3.Connection]:
+    """Open a ledger that this process has open once more, to read, for the length of the block. Raises LedgerError.
+
+    A connection that only reads never deletes the write-ahead log as it closes, not even that of a file that took the name meanwhile.
+    """
+    with contextlib.closing(_connect(path, "ro")) as connection:
+        yield connection
+
+
+def _connect(path: Path, mode: str = "rw") -> sqlite3.Connection:
+    """Open an existing file: both modes (`rw`, `ro`) fail for a missing one."""
+    uri = f"{path.absolute().as_uri()}?mode={mode}"
     try:
         return sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
     except sqlite3.Error as error:

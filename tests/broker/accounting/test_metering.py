@@ -93,7 +93,7 @@ class World:
 
     def written(self, lease_id: str | None = None) -> Usage:
         only = {} if lease_id is None else {"lease": lease_id}
-        found = self.ledger.metered([], 0, 2**40, only)
+        found = list(self.ledger.metered([], 0, 2**40, only))
         return found[0][1] if found else Usage()
 
 

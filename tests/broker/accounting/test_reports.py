@@ -1,8 +1,11 @@
 """Who sees which sums of what leases used, by what, in local days, and with which carbon."""
 
+import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
@@ -11,6 +14,7 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from fractional_gpu.broker.accounting.reports import Question, Reader, UsageReports
+from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.core.metering.usage import MJ_PER_KWH, Party, Usage, UsageKey, UsageRow
 from fractional_gpu.ledger import Ledger
 from fractional_gpu.protocol.accounts import UsageEntry
@@ -18,6 +22,7 @@ from fractional_gpu.protocol.accounts import UsageEntry
 T = TypeVar("T")
 BERLIN = ZoneInfo("Europe/Berlin")
 EVER = 2**40
+DEADLINE_S = 30.0
 ADMIN = Reader(administrator=True)
 ADA = Reader(owner="ada", group="physics")
 HUB_ADA = Reader(owner="ada", seated=True, group="biology")
@@ -62,7 +67,7 @@ class World:
         def write() -> None:
             self.wrote += 1
 
-        writer = cast("Any", SimpleNamespace(ledger=self.ledger, read=read))
+        writer = cast("Any", SimpleNamespace(ledger=self.ledger, read_aside=read))
         return UsageReports(cast("Any", SimpleNamespace(write=write)), writer, visible=visible, carbon_setting=carbon)
 
     async def sums(
@@ -238,3 +243,29 @@ async def test_a_carbon_file_that_is_missing_is_said_and_the_figures_are_shown(w
     assert [(one.usage.energy_mj, one.carbon_mg) for one in entries] == [(3 * MJ_PER_KWH, 0)]
     assert said == ""
     assert note.startswith(f"The carbon figures are missing: {tmp_path}/gone.csv cannot be read: ")
+
+
+async def test_no_grant_waits_for_a_report_to_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report of a year takes seconds, and a lease may use a device only once the ledger has its reservation."""
+    ledger = Ledger.open(tmp_path / "state" / "ledger.sqlite")
+    ledger.add_metered([row("ada", charge_milli=5)], "{}")
+    writer = LedgerWriter(ledger)
+    reports = UsageReports(cast("Any", SimpleNamespace(write=lambda: None)), writer, visible="own", carbon_setting=None)
+    reading, go_on, real = threading.Event(), threading.Event(), Ledger.metered
+
+    def slow(*arguments: Any) -> Any:  # noqa: ANN401 - those of Ledger.metered
+        reading.set()
+        assert go_on.wait(DEADLINE_S)
+        return real(*arguments)
+
+    monkeypatch.setattr(Ledger, "metered", slow)
+    answer = asyncio.create_task(reports.answer(ADMIN, Question((), 0, EVER, {})))
+    try:
+        assert await asyncio.to_thread(reading.wait, DEADLINE_S)
+        async with asyncio.timeout(DEADLINE_S / 2):
+            await writer.run(partial(ledger.record, "lease", 1, "test", "granted"))
+    finally:
+        go_on.set()
+    entries, _, _ = await answer
+    assert [one.usage.charge_milli for one in entries] == [5]
+    await writer.close()

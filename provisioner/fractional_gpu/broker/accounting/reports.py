@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -85,12 +84,14 @@ class UsageReports:
         times = [one for one in question.by if one in TIMES]
         by_hour = bool(times) or (found is not None and found.changes)
         columns = [*columns_for(question.by), "currency", *(["hour"] if by_hour else [])]
-        rows = await self._writer.read(
-            partial(self._writer.ledger.metered, columns, question.since_s, question.until_s, only)
-        )
-        # A year of a busy host is hundreds of thousands of rows: not on the loop, which kernels wait for.
-        entries = await asyncio.to_thread(summed, rows, question.by, found.mg if found is not None else None)
-        return entries, found, note
+
+        def read() -> list[UsageEntry]:
+            rows = self._writer.ledger.metered(columns, question.since_s, question.until_s, only)
+            return summed(rows, question.by, found.mg if found is not None else None)
+
+        # A year of a busy host is hundreds of thousands of rows: they are added up as they are read, and neither on the loop, which
+        # kernels wait for, nor where grants are written.
+        return await self._writer.read_aside(read), found, note
 
     async def _refresh(self) -> None:
         """Write what was counted, unless that has just been done: readers cannot keep the disk busy."""

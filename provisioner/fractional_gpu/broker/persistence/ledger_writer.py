@@ -39,11 +39,12 @@ class _Write:
 
 
 class LedgerWriter:
-    """The only user of an open ledger: one thread, one writer."""
+    """The only user of an open ledger: one thread, one writer. Long reads have a thread of their own: no write waits for them."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
         self._thread = StartedThreads(1, "ledger")
+        self._aside = StartedThreads(1, "ledger-reports")
         self._pending: list[_Write] = []
         self._flushing: asyncio.Task[None] | None = None
         self.trouble = ""  # why nothing can be written now, and what to do: a sentence without its full stop
@@ -80,6 +81,11 @@ class LedgerWriter:
         await self.flushed()
         return await asyncio.get_running_loop().run_in_executor(self._thread, act)
 
+    async def read_aside(self, act: Callable[[], T]) -> T:
+        """Return what `act` reads with `Ledger.metered`, as `read` does, but beside the writes; one such read at a time."""
+        await self.flushed()
+        return await asyncio.get_running_loop().run_in_executor(self._aside, act)
+
     async def put_back(self) -> None:
         """Write the whole ledger again after its files were deleted. Raises LedgerError. Cancellation does not stop it."""
         await asyncio.get_running_loop().run_in_executor(self._thread, self.ledger.put_back)
@@ -91,7 +97,10 @@ class LedgerWriter:
             self._again = None
         while self._flushing is not None:
             await self._flushing
-        await asyncio.get_running_loop().run_in_executor(self._thread, self.ledger.close)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._aside, _nothing)  # what is being read
+        await loop.run_in_executor(self._thread, self.ledger.close)
+        self._aside.shutdown()
         self._thread.shutdown()
 
     def _enqueue(self, act: Callable[[], None]) -> asyncio.Future[None]:
