@@ -334,7 +334,7 @@ class Broker:
             view is not None
             and view.state is LeaseState.SUSPENDED
             and kernel.executing
-            and self.ticket(kernel.lease_id) is not None
+            and self.arbiter.waits(kernel.lease_id)
         ):
             # Preempted: the arbiter has filed its ticket. If its cell ends without the GPU, the ticket is withdrawn.
             kernel.cell.ticket_by_broker = kernel.requests.waiters == 0

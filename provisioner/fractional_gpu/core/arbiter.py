@@ -300,6 +300,11 @@ class Arbiter:
             else ticket_view(self._books, lease, self._changes.forecast_recorder, self._format_time)
         )
 
+    def waits(self, lease_id: str) -> bool:
+        """Return whether the lease has a ticket. `ticket` works out its place and its wait, too."""
+        lease = self._books.leases.get(lease_id)
+        return lease is not None and lease.ticket is not None
+
     def tickets(self, pool: str, at_ms: int | None = None) -> list[TicketView]:
         """Return a pool's queue in order, as of `at_ms`, or else of the last event."""
         books, event_ms = self._books, self._books.now_ms

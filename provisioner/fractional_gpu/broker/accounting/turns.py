@@ -47,7 +47,7 @@ class Turns:
             asks = lease_id == getattr(event, "lease_id", "") and (
                 isinstance(event, Wanted) or (isinstance(event, BusyChanged) and event.busy)
             )
-            waits = busy or self._arbiter.ticket(lease_id) is not None
+            waits = busy or self._arbiter.waits(lease_id)
             self._recorder.saw(event.at_ms, lease_id, holding, asks=asks, busy=waits, use_milli=use)
 
     def write(self) -> None:

@@ -90,9 +90,7 @@ class HostCapacity:
             held_milli=sum(seat.fraction_milli * seat.devices for seat in there)
             + sum(view.spec.fraction_milli * view.spec.devices for _, view in unseated),
             waiting=sum(
-                broker.ticket(kernel.lease_id) is not None
-                for kernel, view in broker.views()
-                if view.spec.pool == pool.name
+                broker.arbiter.waits(kernel.lease_id) for kernel, view in broker.views() if view.spec.pool == pool.name
             ),
             promised_left_mib=left_mib,
             memory_mib=memory,

@@ -207,7 +207,7 @@ class Residency:
 
     def _may_be_blocked(self, kernel: Kernel) -> bool:
         """Whether a suspended process does, or may do, something for which it did not ask for the GPU."""
-        return kernel.handles_message and self._broker.ticket(kernel.lease_id) is None
+        return kernel.handles_message and not self._broker.arbiter.waits(kernel.lease_id)
 
     async def _resume_blocked(self, kernel: Kernel) -> None:
         """Resume the lease, or return once its process handles nothing. Raises ConflictError."""
