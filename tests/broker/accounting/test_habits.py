@@ -9,11 +9,12 @@ import pytest
 
 from fractional_gpu.broker.accounting.habits import ShareHabits, offered_shares
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.core.events import LeaseMeasured
+from fractional_gpu.core.events import Attached, LeaseMeasured, LeaseRequested
 from fractional_gpu.core.forecasts.habits import HabitKey, HabitKind, Sample, Share
 from fractional_gpu.ledger import Ledger
 from fractional_gpu.protocol.advice import ShareAdvice
-from tests.core.driving import Hand
+from tests.core.driving import Hand, device, spec
+from tests.support.counted import calls_of
 
 DAY_MS = 86_400_000
 KEPT = Share(250, 250)  # what `Hand` asks for, of a device of 1000 MiB
@@ -207,3 +208,31 @@ def test_a_servers_kernels_count_together(world: World) -> None:
     assert advice is not None
     assert (advice.verdict, advice.suggested.milli) == ("smaller", 125)
     assert advice.brief == "1/8 GPU (125 MiB) would have been enough on 8 of 8 days"
+
+
+@pytest.fixture
+def empty(world: World) -> World:
+    """No kernels, and a large device."""
+    world.hand = Hand(device(memory_mib=100_000))
+    world.kernels.clear()
+    world.begin()
+    return world
+
+
+def test_a_sample_of_twice_as_many_servers_costs_twice_as_much(empty: World) -> None:
+    empty.habits.seat_share = lambda _seat: KEPT
+    costs = []
+    for number in range(80):
+        name = f"k{number}"
+        asked = replace(spec(name), seat=f"s{number}", owner=f"user{number}")
+        empty.hand.send(LeaseRequested(at_ms=empty.hand.now, spec=asked))
+        empty.hand.send(Attached(at_ms=empty.hand.now, lease_id=name, gated=True))
+        empty.hand.want(name)
+        empty.hand.work(name)
+        empty.hand.send(LeaseMeasured(at_ms=empty.hand.now, lease_id=name, used_mib=60))
+        empty.kernels[name] = Kernel(lease_id=name, uid=0, token_sha256="", created_ms=empty.wall_ms)
+        if number + 1 in {40, 80}:
+            empty.habits.sampled()
+            costs.append(calls_of(empty.habits.sampled))
+    assert {(key.kind, key.owner) for key in empty.habits.recorder.keys()} >= {(HabitKind.SEAT, "user79")}  # noqa: SIM118
+    assert costs[1] < 2.1 * costs[0]

@@ -18,7 +18,7 @@ from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.forecasts.advice import Advice, Given, Risk, Verdict, advise
 from fractional_gpu.core.forecasts.advice_words import brief, sentence
 from fractional_gpu.core.forecasts.habits import WINDOW_DAYS, HabitKey, HabitKind, Sample, Share, ShareDay, UseRecorder
-from fractional_gpu.core.model import LeaseState, LeaseView, PoolSpec, Sharing
+from fractional_gpu.core.model import LeaseSpec, LeaseState, LeaseView, PoolSpec, Sharing
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.protocol.advice import ShareAdvice, ShareRisk
 
@@ -80,7 +80,7 @@ class ShareHabits:
     def sampled(self, utilisation: Mapping[str, int] = _NOTHING) -> None:
         """Take note of what leases are at a sample. `utilisation`: of those that ran a cell all the time, thousandths of a device."""
         holders: dict[str, HabitKey] = {}
-        seats: dict[str, list[Sample]] = {}
+        seats: dict[str, tuple[LeaseSpec, list[Sample]]] = {}
         for lease_id in self._kernels:
             view = self._arbiter.lease(lease_id)
             if view is None or view.state is not LeaseState.RESIDENT or not view.used_mib:
@@ -88,14 +88,13 @@ class ShareHabits:
             spec = view.spec
             sample = _sample(view, utilisation.get(lease_id))
             if spec.seat:
-                seats.setdefault(spec.seat, []).append(sample)
+                seats.setdefault(spec.seat, (spec, []))[1].append(sample)
             holders[lease_id] = key = self._key(view)
             self.recorder.observe(self._now(), self._today(), lease_id, key, sample)
-        for seat, samples in seats.items():
+        for seat, (spec, samples) in seats.items():
             share = self.seat_share(seat)
-            view = next(one for one in self._views() if one.spec.seat == seat)
             if share is not None:
-                key = HabitKey(view.spec.pool, view.spec.owner, True, HabitKind.SEAT, "")
+                key = HabitKey(spec.pool, spec.owner, True, HabitKind.SEAT, "")
                 holders[seat] = key
                 self.recorder.observe(self._now(), self._today(), seat, key, _together(share, samples))
         for holder, key in self._holders.items():
@@ -173,9 +172,6 @@ class ShareHabits:
     def _key(self, view: LeaseView) -> HabitKey:
         spec = view.spec
         return self.recorder.key(spec.pool, spec.owner, spec.label, seated=bool(spec.seat))
-
-    def _views(self) -> list[LeaseView]:
-        return [view for lease_id in self._kernels if (view := self._arbiter.lease(lease_id)) is not None]
 
     def _today(self) -> int:
         return self._wall() // _DAY_MS
