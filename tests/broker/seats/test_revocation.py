@@ -149,6 +149,20 @@ def test_a_seat_takes_over_no_more_than_it_has_room_for(live: LiveBroker) -> Non
         assert second.lease_id not in leases(live)
 
 
+def test_the_news_of_a_seat_have_its_users_revoked_leases_too_and_nobody_elses(live: LiveBroker) -> None:
+    first, foreign = take(live, server="one", fraction_milli=250), take(live, owner="bob", fraction_milli=250)
+    revoked, others = draw(live, first), draw(live, foreign)
+    with kernel_of(live, revoked), kernel_of(live, others):
+        end(live, first)
+        end(live, foreign)
+        second = take(live, server="two", fraction_milli=250)
+        own = draw(live, second)
+        told, asked = (live.call("GET", f"/v1/{route}", token=second.token).body for route in ("events", "status"))
+        assert [one["lease_id"] for one in told["leases"]] == [revoked.lease_id, own.lease_id]
+        assert [one["lease_id"] for one in asked["leases"]] == [revoked.lease_id, own.lease_id]
+        end(live, second)
+
+
 def test_a_revoked_lease_counts_for_its_user_when_another_server_asks(live: LiveBroker) -> None:
     seat = take(live, server="big")
     lease = draw(live, seat, 500)

@@ -3,19 +3,23 @@
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import aclosing, closing, contextmanager
 from functools import partial
 from queue import Queue
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
 
 from fractional_gpu.broker.clock import now_ms
+from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.services import status
 from fractional_gpu.broker.services.status import RATE_S, StatusStream, host_status
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.http import Connection
+from fractional_gpu.core.model import LeaseView
 from fractional_gpu.protocol.codec import decode_json
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 from fractional_gpu.protocol.messages import HostChange, HostStatus, LeaseReply
@@ -201,6 +205,52 @@ def test_nobody_hears_of_another_users_leases(live: LiveBroker) -> None:
     assert foreign.leases == []
     assert foreign.devices == own.devices
     live.call("DELETE", f"/v1/leases/{lease.lease_id}")
+
+
+def test_no_subscriber_costs_a_look_at_the_leases_of_others(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub has a subscriber for each server."""
+    real, looks = status.is_shown, Counter[int | None]()
+
+    def counted(kernel: Kernel, view: LeaseView, uid: int | None, seat: str | None, owner: str = "") -> bool:
+        looks[uid] += 1
+        return real(kernel, view, uid, seat, owner)
+
+    monkeypatch.setattr(status, "is_shown", counted)
+    leases, foreign = [live.lease() for _ in range(3)], os.getuid() + 1
+
+    async def story() -> None:
+        stream = StatusStream(live.broker, live.socket)
+        async with aclosing(stream.follow(foreign)) as others, aclosing(stream.follow(os.getuid())) as own:
+            assert isinstance(await anext(others), HostStatus)
+            assert isinstance(await anext(own), HostStatus)
+
+    live.on_loop(story)
+    assert (looks[foreign], looks[os.getuid()]) == (0, len(leases))
+    for lease in leases:
+        live.call("DELETE", f"/v1/leases/{lease.lease_id}")
+
+
+def test_what_subscribers_cost_counts_for_the_pace_of_the_samples(
+    live: LiveBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen_by, clock_s = status._seen_by, 0.0
+
+    def dear(*arguments: object) -> HostStatus:
+        nonlocal clock_s
+        clock_s += 10
+        return seen_by(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(status, "_seen_by", dear)
+    monkeypatch.setattr(status, "time", SimpleNamespace(monotonic=lambda: clock_s))
+
+    async def story() -> None:
+        stream = StatusStream(live.broker, live.socket)
+        async with aclosing(stream.follow(None)) as one, aclosing(stream.follow(None)) as another:
+            assert await anext(one) is not None
+            assert await anext(another) is not None
+            assert stream._took_s == 20
+
+    live.on_loop(story)
 
 
 def test_quiet_is_a_keep_alive_and_costs_nothing_when_nobody_follows(

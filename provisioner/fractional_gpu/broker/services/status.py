@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from operator import attrgetter
@@ -264,13 +264,14 @@ def neighbours(broker: Broker, lease: LeaseView) -> list[Neighbour]:
 #   are subscribers and something may have changed. A subscriber that reads slowly gets fewer, newer lines; lines are never queued.
 # - A subscriber gets the present status first, and then a line whenever the status differs from its last line. Ages and the rest of a pin
 #   run on by themselves: a difference in them alone causes no line. The time that is left before a deadline causes one in coarse steps.
-# - A subscriber sees the leases that `GET /v1/status` would show it.
+# - A subscriber sees the leases that `GET /v1/status` would show it. They are found by its uid or seat: a hub has a subscriber for each
+#   server, and none of them costs a pass over all leases.
 # - With `changes_only` a line after the first holds the devices and leases that differ from the line before. Pinned leases, and what has a
 #   deadline, are in each line, because clients count down from when they receive it.
 
 
 RATE_S = 0.2
-_SHARE = 20  # computing the status takes a twentieth of the broker's time at most, however many leases there are
+_SHARE = 20  # computing statuses takes a twentieth of the broker's time at most, however many leases and subscribers there are
 _RUNNING = frozenset(
     {"age_ms", "pinned_ms", "goes_away_in_ms", "host_goes_away_in_ms"}
 )  # fields that change by themselves
@@ -316,6 +317,21 @@ class _Lasting:
         )
 
 
+_Key = tuple[str, int | str]
+
+
+def _places_by_key(status: HostStatus, broker: Broker) -> dict[_Key, list[int]]:
+    """Return the places of leases in the status, by what a peer that may see them has (`is_shown`): uid, seat, or owner."""
+    places: dict[_Key, list[int]] = {}
+    for place, lease in enumerate(status.leases):
+        places.setdefault(
+            ("seat", lease.seat) if lease.seat else ("uid", broker.kernels[lease.lease_id].uid), []
+        ).append(place)
+        if lease.revoked:
+            places.setdefault(("owner", lease.owner), []).append(place)
+    return places
+
+
 class StatusStream:
     """Tells subscribers what changed. One per broker; all of it runs on the broker's loop."""
 
@@ -325,6 +341,8 @@ class StatusStream:
         self._subscribers = 0
         self._sampling: asyncio.Task[None] | None = None
         self._latest: HostStatus | None = None
+        self._places: dict[_Key, list[int]] = {}  # of the latest
+        self._took_s = 0.0  # to compute the last edition, for all subscribers so far
         self._lasting: _Lasting | None = None  # of the latest
         self._edition = 0  # how often `_lasting` changed
         self._changed = asyncio.Event()  # replaced with each edition
@@ -347,10 +365,13 @@ class StatusStream:
             while True:
                 changed, latest = self._changed, self._latest
                 if latest is not None and edition != self._edition:
-                    edition, status = self._edition, _seen_by(latest, self._broker, uid, seat, owner)
+                    edition, begun_s = self._edition, time.monotonic()
+                    status = _seen_by(latest, self._places, self._broker, uid, seat, owner)
                     before, told = told, _Lasting.of(status)
+                    line = status if before is None or not changes_only else _difference(before, told, status)
+                    self._took_s += time.monotonic() - begun_s
                     if before != told:
-                        yield status if before is None or not changes_only else _difference(before, told, status)
+                        yield line
                         continue
                 if not await _within(changed, PULSE_S):
                     if self._sampling.done():
@@ -361,17 +382,21 @@ class StatusStream:
             if self._subscribers == 0:
                 self._sampling.cancel()
                 self._sampling = self._latest = self._lasting = None
+                self._places = {}
 
     async def _sample(self) -> None:
         while True:
             changed, begun_s = self._broker.anything_changed, time.monotonic()
             self._latest = host_status(self._broker, self._socket_path, None)
+            self._places = _places_by_key(self._latest, self._broker)
             if (lasting := _Lasting.of(self._latest)) != self._lasting:
                 self._lasting = lasting
                 self._edition += 1
                 self._changed.set()
                 self._changed = asyncio.Event()
-            await asyncio.sleep(max(RATE_S, _SHARE * (time.monotonic() - begun_s)))
+            self._took_s = time.monotonic() - begun_s
+            await asyncio.sleep(RATE_S)  # meanwhile the subscribers get theirs
+            await asyncio.sleep(max(0.0, _SHARE * self._took_s - RATE_S))
             # No event announces what changes with time alone, such as a shrinking forecast: sample now and then without one.
             await _within(changed, _STEP_S / 2 if _has_deadline(self._latest) else PULSE_S)
 
@@ -380,8 +405,15 @@ def _has_deadline(status: HostStatus) -> bool:
     return bool(status.goes_away_in_ms) or any(device.goes_away_in_ms for device in status.devices)
 
 
-def _seen_by(status: HostStatus, broker: Broker, uid: int | None, seat: str | None, owner: str) -> HostStatus:
-    seen = [lease for lease in status.leases if _may_see(lease.lease_id, broker, uid, seat, owner)]
+def _seen_by(  # noqa: PLR0917 - one caller
+    status: HostStatus, places: Mapping[_Key, list[int]], broker: Broker, uid: int | None, seat: str | None, owner: str
+) -> HostStatus:
+    leases = status.leases
+    if seat is not None:
+        leases = [leases[one] for one in sorted({*places.get(("seat", seat), ()), *places.get(("owner", owner), ())})]
+    elif uid is not None:
+        leases = [leases[one] for one in places.get(("uid", uid), ())]
+    seen = [lease for lease in leases if _may_see(lease.lease_id, broker, uid, seat, owner)]
     return replace(status, leases=seen)
 
 
