@@ -13,7 +13,9 @@ from fractional_gpu.broker.seats.offers import HISTORY_DAYS, PoolForecasts
 from fractional_gpu.config import load
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.seat_packing import PRIOR_USAGE
+from fractional_gpu.core.seat_packing import Usage as SeatUsage
 from fractional_gpu.ledger import Ledger, UsageRecord
+from tests.support.counted import calls_of
 
 DAY_MS = 86_400_000
 
@@ -158,3 +160,44 @@ def test_a_broker_that_serves_for_long_forgets_what_the_next_one_would_not_read(
     world.restarted().recover(world.ledger)
     assert [world.forecasts.habits(owner, "default") for owner in ("ada", "bob")] == learnt
     assert learnt[1] == PRIOR_USAGE
+
+
+def day_of(day: int, busy_ms: int = 0) -> UsageRecord:
+    return UsageRecord(
+        owner="ada",
+        pool="default",
+        day=day,
+        live_ms=3_600_000,
+        busy_ms=busy_ms,
+        busy_mib_ms=busy_ms * 100,
+        peak_mib=100,
+    )
+
+
+def test_a_user_with_a_month_of_use_costs_a_forecast_no_more_than_one_with_a_day(world: World) -> None:
+    """The page on which users choose a GPU needs the habits of the users of all servers, once for each share."""
+    costs = []
+    for days in (1, HISTORY_DAYS):
+        world.forecasts = PoolForecasts(world.broker, load(None, {}))
+        world.forecasts.learn([day_of(day) for day in range(days)])
+        world.forecasts.habits("ada", "default")
+        costs.append(calls_of(lambda: world.forecasts.habits("ada", "default")))
+    assert costs[0] == costs[1]
+
+
+def test_habits_follow_what_is_learnt_and_what_is_forgotten(world: World) -> None:
+    def habits_of(*days: UsageRecord) -> SeatUsage:
+        other = PoolForecasts(world.broker, load(None, {}))
+        other.learn(days)
+        return other.habits("ada", "default")
+
+    found, quiet, busy = world.forecasts, day_of(1), day_of(2, 3_000_000)
+    for learnt, known in ((quiet, [quiet]), (busy, [quiet, busy]), (busy, [quiet, busy, busy])):
+        found.learn([learnt])
+        assert found.habits("ada", "default") == habits_of(*known)
+    found.forget(1)
+    assert found.habits("ada", "default") == habits_of(quiet, busy, busy)
+    found.forget(2)
+    assert found.habits("ada", "default") == habits_of(busy, busy)
+    found.forget(3)
+    assert found.habits("ada", "default") == PRIOR_USAGE

@@ -55,6 +55,7 @@ class PoolForecasts:
         self._settings = settings
         self._hubs = {pool.name: pool.hub for pool in settings.pools}
         self._usage: dict[tuple[str, str], dict[int, UsageRecord]] = {}  # by owner and pool, then by day
+        self._sums: dict[tuple[str, str], UsageRecord] = {}  # of the days, where they were needed since they changed
         self.lasted_ms: dict[str, list[int]] = {}  # by pool: how long the last seats lasted, the latest end first
 
     def hub(self, pool: str) -> HubPool:
@@ -71,12 +72,16 @@ class PoolForecasts:
             days = self._usage.setdefault((one.owner, one.pool), {})
             known = days.get(one.day)
             days[one.day] = one if known is None else known + one
+            self._sums.pop((one.owner, one.pool), None)
 
     def forget(self, before_day: int) -> None:
         """Forget the usage of earlier days than this one."""
         for who, days in list(self._usage.items()):
-            self._usage[who] = {day: one for day, one in days.items() if day >= before_day}
-            if not self._usage[who]:
+            kept = {day: one for day, one in days.items() if day >= before_day}
+            if len(kept) < len(days):
+                self._usage[who] = kept
+                self._sums.pop(who, None)
+            if not kept:
                 del self._usage[who]
 
     def seat_ended(self, pool: str, lasted_ms: int) -> None:
@@ -88,10 +93,12 @@ class PoolForecasts:
     def habits(self, owner: str, pool: str) -> Usage:
         """Return the user's habits in the pool; the less is known, the closer to the prior."""
         prior = replace(PRIOR_USAGE, duty_milli=self.hub(pool).expected_use_milli)
-        days = self._usage.get((owner, pool))
+        who = owner, pool
+        days, known = self._usage.get(who), self._sums.get(who)
         if days is None:
             return prior
-        known = reduce(add, days.values())
+        if known is None:
+            known = self._sums[who] = reduce(add, days.values())
         return estimated_usage(live_ms=known.live_ms, busy_ms=known.busy_ms, busy_mib_ms=known.busy_mib_ms, prior=prior)
 
     # -- room ----------------------------------------------------------------------------------------------------------------
