@@ -1,9 +1,11 @@
-"""An open page's events follow what its user may see: a real service's handlers before the users' API of a hub that a test scripts."""
+"""An open page's events follow what its user may see, and cost the service little: a real service's handlers before a scripted hub."""
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,11 +46,24 @@ async def serving(application: web.Application) -> AsyncIterator[int]:
         await server.close_all_connections()
 
 
-class Page:
-    """An open page's events."""
+class Streams(Counter[str]):
+    """The open streams by user; `ended` is set when a user has none any more."""
 
-    def __init__(self, reader: asyncio.StreamReader) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended = asyncio.Event()
+
+    def __delitem__(self, name: object) -> None:
+        super().__delitem__(str(name))
+        self.ended.set()
+
+
+class Page:
+    """An open page's events. What its browser has not asked for stays in the connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, streams: Streams) -> None:
         self._reader = reader
+        self.streams = streams
 
     async def view(self) -> dict[str, Any] | None:
         """Return the next picture that is sent, None when the stream has ended."""
@@ -77,16 +92,19 @@ async def opened(follower: BrokerFollower, monkeypatch: pytest.MonkeyPatch, scop
         auth = HubOAuth(api_url=f"http://127.0.0.1:{hub}/hub/api", api_token="the service's", cache_max_age=3600)  # noqa: S106
         monkeypatch.setattr(app._Base, "hub_auth", auth)
         actions = Actions("/nowhere")
-        routes = app.routes("/services/gpu/", follower, actions, "/nowhere")
+        routes, streams = app.routes("/services/gpu/", follower, actions, "/nowhere"), Streams()
+        for _, _, shared in [one for one in routes if len(one) == 3 and "streams" in one[2]]:
+            shared["streams"] = streams
         application = web.Application(routes, cookie_secret="x")  # noqa: S106
         async with serving(application) as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(
                 b"GET /services/gpu/api/events HTTP/1.1\r\nHost: gpu\r\nAuthorization: token ada\r\nConnection: close\r\n\r\n"
             )
-            yield Page(reader)
+            yield Page(reader, streams)
             writer.close()
-            await writer.wait_closed()
+            with suppress(ConnectionResetError):
+                await writer.wait_closed()
         actions.close()
         auth._pool.shutdown()
         auth._thread_loop.close()  # the library's own, for questions that block
@@ -143,3 +161,44 @@ async def test_what_was_taken_away_counts_for_half_a_minute_at_most(monkeypatch:
     await app._serve("/nowhere", listener, hub=-1)  # which is gone
     (options,) = asked
     assert options["cache_max_age"] + app.STREAM_TRUST_S <= 30
+
+
+async def test_a_browser_that_reads_nothing_keeps_no_stream(
+    follower: BrokerFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stopped, or behind a line that broke silently: its user may open sixteen pages, no matter how often that happened."""
+    monkeypatch.setattr(app, "TAKEN_S", 0.01)
+    monkeypatch.setattr(app, "view_of", lambda *_arguments: {"much": "x" * 2**26})
+    async with opened(follower, monkeypatch, [READ_SCOPE]) as page:
+        async with asyncio.timeout(DEADLINE_S):
+            await page.streams.ended.wait()
+        assert not page.streams
+
+
+async def test_the_more_pages_are_open_the_rarer_each_gets_an_event(
+    follower: BrokerFollower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock_s, pauses_s, wait = 0.0, list[float](), app._Events._wait
+
+    def dear(*_arguments: object) -> dict[str, str]:
+        nonlocal clock_s
+        clock_s += 0.0625
+        return {}
+
+    async def note(longest_s: float, *events: asyncio.Event) -> None:
+        if len(events) == 1:  # no news end it
+            pauses_s.append(longest_s)
+        await wait(DEADLINE_S, *events)
+
+    monkeypatch.setattr(app, "view_of", dear)
+    monkeypatch.setattr(app._Events, "_wait", staticmethod(note))
+    monkeypatch.setattr(app, "time", SimpleNamespace(monotonic=lambda: clock_s))
+    async with opened(follower, monkeypatch, [READ_SCOPE]) as page:
+        assert await page.view() is not None
+    async with opened(follower, monkeypatch, [READ_SCOPE]) as page:
+        page.streams["bob"] = 3
+        assert await page.view() is not None
+    async with opened(follower, monkeypatch, [READ_SCOPE]) as page:
+        page.streams["bob"] = 300
+        assert await page.view() is not None
+    assert pauses_s == [0.0625 * app._SHARE, 4 * 0.0625 * app._SHARE, app.QUIET_S]

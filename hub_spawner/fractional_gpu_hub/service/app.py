@@ -26,6 +26,7 @@ from tornado.httpserver import HTTPServer
 from tornado.log import enable_pretty_logging
 
 from fractional_gpu.protocol.errors import BadRequestError, FractionalGPUError
+from fractional_gpu.protocol.limits import TAKEN_S
 from fractional_gpu_hub.service.actions import Actions
 from fractional_gpu_hub.service.broker_follower import BrokerFollower
 from fractional_gpu_hub.service.cluster import ClusterFollower, ClusterSnapshot, cluster_view, reader_of
@@ -54,7 +55,8 @@ from fractional_gpu_hub.service.views import Viewer, view_of
 #
 # - The hub identifies the user (OAuth for browsers, a hub token for programs) and the scopes. Its answer is valid for `TRUST_S`; an open
 #   stream of events checks it again before its first event after `STREAM_TRUST_S`. So a revoked scope or token, or a logout, takes effect
-#   after the sum of both at most. A stream ends after `STREAM_S`.
+#   after the sum of both at most. A stream ends after `STREAM_S`, and when its browser takes nothing for `TAKEN_S`.
+# - Making what pages show takes a twentieth of the service's time at most: the more pages are open, the rarer each gets an event.
 # - Cookies alone prove nothing: except for plain page views, each request carries JupyterHub's XSRF token, and a request that another site
 #   caused is refused before it is handled. Requests of programs carry a token and need neither.
 # - Browsers cache nothing, the page has no inline script, and no page may put it into a frame.
@@ -65,6 +67,7 @@ STREAM_TRUST_S = 20.0
 STREAM_S = 120.0
 QUIET_S = 10.0  # after so long the stream sends an empty line, or what has changed with time alone
 _MOST_STREAMS = 16  # of one user
+_SHARE = 20  # of the time that making one event took, by the number of open pages: the pause before the page's next one
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
@@ -275,6 +278,8 @@ class _Events(_Base):
             pass
         finally:
             self.streams[name] -= 1
+            if not self.streams[name]:
+                del self.streams[name]
 
     async def _stream(self) -> None:
         begun_s, sent = time.monotonic(), ""
@@ -285,11 +290,27 @@ class _Events(_Base):
                 checked_s = time.monotonic()
                 if not await self._may_go_on():
                     return
+            made_s = time.monotonic()
             news = json.dumps(self.view())
+            made_s = time.monotonic() - made_s
             self.write(f"data: {news}\n\n" if news != sent else ": nothing new\n\n")
             sent = news
-            await self.flush()
-            await self._either(changed)
+            await self._taken()
+            await self._wait(min(QUIET_S, _SHARE * made_s * self.streams.total()), self._gone)
+            await self._wait(QUIET_S, changed, self._gone)
+
+    async def _taken(self) -> None:
+        """Send what was written. Raises StreamClosedError if the browser disconnects or does not read it in time.
+
+        A stopped browser, or one behind a line that broke silently, would keep one of its user's streams for good.
+        """
+        try:
+            async with asyncio.timeout(TAKEN_S):
+                await self.flush()
+        except TimeoutError:
+            connection: Any = self.request.connection
+            connection.stream.close()
+            raise iostream.StreamClosedError from None
 
     async def _may_go_on(self) -> bool:
         """Get the viewer's scopes from the hub again; return whether the stream may go on."""
@@ -307,10 +328,12 @@ class _Events(_Base):
         self.viewer = viewer
         return True
 
-    async def _either(self, changed: asyncio.Event) -> None:
-        tasks = [asyncio.create_task(event.wait()) for event in (changed, self._gone)]
+    @staticmethod
+    async def _wait(longest_s: float, *events: asyncio.Event) -> None:
+        """Wait until one of the events is set, for so long at most."""
+        tasks = [asyncio.create_task(event.wait()) for event in events]
         try:
-            await asyncio.wait(tasks, timeout=QUIET_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, timeout=longest_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:
                 task.cancel()
