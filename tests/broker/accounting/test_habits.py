@@ -1,5 +1,6 @@
 """What the broker keeps of shares and advises: written whole, taken up by the next broker, followed up, and shown to its user only."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -179,16 +180,33 @@ def test_nothing_is_kept_of_notebooks_that_were_looked_at_once(world: World) -> 
     assert not world.habits._told
 
 
-def test_whose_notebooks_are_shown(world: World) -> None:
+async def test_whose_notebooks_are_shown(world: World) -> None:
     world.work(8, 60)
-    owner = world.hand.arbiter.lease("a").spec.owner  # type: ignore[union-attr]
-    assert [one.owner for one in world.habits.of_notebooks(None, owner, seated=False)] == [owner]
-    assert not world.habits.of_notebooks(None, owner, seated=True), "a hub's user with the same name is another one"
-    assert not world.habits.of_notebooks(None, None, seated=True)
-    assert [one.seated for one in world.habits.of_notebooks(None, None)] == [False]
-    assert not world.habits.of_notebooks(None, "other")
-    assert not world.habits.of_notebooks("other", None)
-    assert len(world.habits.of_notebooks(None, None)) == 1
+    shown, owner = world.habits.of_notebooks, world.hand.arbiter.lease("a").spec.owner  # type: ignore[union-attr]
+    assert [one.owner for one in await shown(None, owner, seated=False)] == [owner]
+    assert not await shown(None, owner, seated=True), "a hub's user with the same name is another one"
+    assert not await shown(None, None, seated=True)
+    assert [one.seated for one in await shown(None, None)] == [False]
+    assert not await shown(None, "other")
+    assert not await shown("other", None)
+    assert len(await shown(None, None)) == 1
+
+
+async def test_others_get_their_turn_while_advice_for_many_notebooks_is_worked_out(world: World) -> None:
+    world.work(8, 60)
+    (key,) = world.habits.recorder.keys()
+    days = world.habits.recorder.days(key)
+    for number in range(199):
+        for day in days:
+            world.habits.recorder.load(key._replace(label=f"{number}.ipynb"), day)
+    advised, turns = asyncio.create_task(world.habits.of_notebooks(None, None)), 0
+    while not advised.done():
+        turns += 1
+        if turns == 5:
+            world.habits.recorder.forget(days[-1].day + 1)
+        await asyncio.sleep(0)
+    assert turns >= 200 // 50, "each took some milliseconds"
+    assert 0 < len(advised.result()) < 200, "the others were forgotten meanwhile"
 
 
 def test_a_pool_that_gives_any_share_offers_the_usual_ones(world: World) -> None:

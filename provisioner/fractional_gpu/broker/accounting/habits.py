@@ -5,6 +5,7 @@
 - Advice is worked out once a minute for each notebook at most. When it was first given is written down, so that it can be followed up.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 
 _DAY_MS: Final = 86_400_000
 _FRESH_MS: Final = 60_000
+_AT_ONCE: Final = 20  # notebooks, some milliseconds
 _ANY_FRACTIONS: Final = (125, 250, 500, 750, 1000)  # of a pool that gives any
 _NOTHING: Final[Mapping[str, int]] = {}
 
@@ -130,15 +132,29 @@ class ShareHabits:
         days = self.recorder.days(key)
         return self._advice(key, days[-1].share) if days else None
 
-    def of_notebooks(self, pool: str | None, owner: str | None, *, seated: bool | None = None) -> list[ShareAdvice]:
-        """Return the advice for all notebooks of a user and a pool (None: of all) for which something is suggested or followed up."""
+    async def of_notebooks(
+        self, pool: str | None, owner: str | None, *, seated: bool | None = None
+    ) -> list[ShareAdvice]:
+        """Return the advice for all notebooks of a user and a pool (None: of all) for which something is suggested or followed up.
+
+        A hub has thousands, and kernels wait for the loop: other tasks get their turn between some and the next ones.
+        """
+        keys = [
+            key
+            for key in sorted(self.recorder.keys())
+            if key.kind is HabitKind.NOTEBOOK
+            and (pool in (None, key.pool))
+            and (owner in (None, key.owner))
+            and (seated in (None, key.seated))
+        ]
         found = []
-        for key in sorted(self.recorder.keys()):
-            wanted = (pool in (None, key.pool)) and (owner in (None, key.owner)) and (seated in (None, key.seated))
-            if wanted and key.kind is HabitKind.NOTEBOOK:
-                advice = self._advice(key, self.recorder.days(key)[-1].share)
+        for number, key in enumerate(keys, 1):
+            if days := self.recorder.days(key):  # none, if they were forgotten meanwhile
+                advice = self._advice(key, days[-1].share)
                 if advice is not None and advice.sentence:
                     found.append(advice)
+            if number % _AT_ONCE == 0:
+                await asyncio.sleep(0)
         return found
 
     def _advice(self, key: HabitKey, share: Share) -> ShareAdvice | None:

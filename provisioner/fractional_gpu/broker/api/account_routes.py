@@ -53,20 +53,20 @@ class _Usage(Handler):
                 devices={one.device_id: one.name for one in broker.devices.values()},
                 carbon=carbon.text if carbon is not None else "",
                 note=note,
-                advice=self._advice(reader, question) if self._is_advised(question) else [],
+                advice=await self._advice(reader, question) if self._is_advised(question) else [],
                 visible=self.service.usage.visible,
                 periods=periods_of(entries),
             )
         )
 
-    def _advice(self, reader: Reader, question: Question) -> list[ShareAdvice]:
+    async def _advice(self, reader: Reader, question: Question) -> list[ShareAdvice]:
         """Return what is suggested for the notebooks that the reader sees, of the user and pool that are asked for."""
         only = question.only
         seated = bool(only["seated"]) if "seated" in only else None
         owner = str(only["user"]) if "user" in only else None
         if not reader.administrator and (owner not in (None, reader.owner) or seated not in (None, reader.seated)):
             return []
-        return self.service.broker.habits.of_notebooks(
+        return await self.service.broker.habits.of_notebooks(
             str(only["pool"]) if "pool" in only else None,
             owner if reader.administrator else reader.owner,
             seated=seated if reader.administrator else reader.seated,
