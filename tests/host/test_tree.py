@@ -12,6 +12,7 @@ import pytest
 
 from fractional_gpu.host import process as tree_module
 from fractional_gpu.host.process import ProcessIdentity, identify, scan
+from tests.support.counted import calls_of
 from tests.support.stopping import stop
 
 MARKER = "JUPYTER_GPU_LEASE"
@@ -192,6 +193,20 @@ def test_one_scan_serves_two_hundred_kernels(proc: Path, monkeypatch: pytest.Mon
         assert pids(tree) == [root, root + 1, root + 2]
     assert len(snapshot) == 600
     assert len(read) == 3 * 600  # each process was looked at once, however many trees were cut
+
+
+def test_the_tree_of_one_kernel_costs_the_same_however_many_others_are_apart(proc: Path) -> None:
+    roots, costs = [ProcessIdentity("boot", 1000 + 10 * number, 10_000 + 100 * number) for number in range(200)], []
+    for number, root in enumerate(roots):
+        parent = roots[0].pid + 1 if number == 1 else 1  # the first kernel has started the second
+        make_process(proc, root.pid, parent, session=root.pid)
+        make_process(proc, root.pid + 1, root.pid, session=root.pid)
+    snapshot = scan(MARKER, proc=proc)
+    for count in (50, 200):
+        apart = frozenset(roots[:count])
+        assert pids(snapshot.tree(roots[0], apart=apart)) == [roots[0].pid, roots[0].pid + 1]
+        costs.append(calls_of(lambda apart=apart: snapshot.tree(roots[0], apart=apart)))  # type: ignore[misc]
+    assert costs[0] == costs[1]
 
 
 @pytest.mark.parametrize("vanishes", ["stat", "environ", "status"])

@@ -389,11 +389,11 @@ class Snapshot:
             queue += [process for process in self._below.get(root.pid, []) if process.uid == uid]
         if marker is not None:
             queue += [process for process in self._marked.get(marker[1], []) if process.uid == uid]
-        stop = {process for process in apart if process != root}
+        stop = apart if isinstance(apart, frozenset) else frozenset(apart)  # a frozen set serves the trees of all roots
         found: set[ProcessIdentity] = set()
         while queue:
             process = queue.pop()
-            if process.identity not in found and process.identity not in stop:
+            if process.identity not in found and (process.identity == root or process.identity not in stop):
                 found.add(process.identity)
                 queue += self._below.get(process.identity.pid, [])
         return sorted(found, key=lambda identity: (identity.start_time, identity.pid))

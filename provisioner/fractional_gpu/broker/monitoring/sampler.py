@@ -210,7 +210,7 @@ class Sampler:
 
     def _owners(self, snapshot: Snapshot | None) -> dict[int, Owner]:
         owners: dict[int, Owner] = {}
-        roots = self._broker.roots()
+        roots = frozenset(self._broker.roots())
         for kernel, identity in self._live():
             if snapshot is not None:
                 for member in members_of(kernel, identity, snapshot, roots):
