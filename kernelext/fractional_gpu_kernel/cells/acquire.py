@@ -15,7 +15,7 @@ The notes, and what they do to the wait:
     Progress       reason, place and forecast. A wait that takes longer than `QUIET_S` shows them in one line, which is gone before the
                    cell's own output. With `overlap` (a pool's choice) the cell enters a shut gate; its ticket stays until the gate opens
     OPENED         the gate has been opened, by the grant or by a command of the broker: the cell enters it
-    INTERRUPTED    KeyboardInterrupt
+    INTERRUPTED    KeyboardInterrupt, also where it comes behind the last note of the wait
     RefusedError   the GPU will not come
 
 What the ticket's thread does when a call fails:
@@ -116,7 +116,7 @@ class Acquirer:
         """Wait until the gate is open; a `mark` is entered as running in the same step.
 
         `line` None: show nothing. Raises RefusedError, or KeyboardInterrupt when interrupted; both withdraw the ticket unless other
-        cells wait.
+        cells wait. After an interrupt that comes with the opening the `mark` may have entered: the caller takes it away.
         """
         waiter: Waiter = SimpleQueue()
         on_open = partial(waiter.put, OPENED)
@@ -339,12 +339,18 @@ def _follow(waiter: Waiter, line: LiveLine | None, *, may_overlap: bool) -> bool
 
 @contextlib.contextmanager
 def interrupts_to(waiter: "SimpleQueue[Any]") -> Iterator[None]:
-    """Have SIGINT put INTERRUPTED into the queue meanwhile. Does nothing outside the main thread, which alone gets signals."""
+    """Have SIGINT put INTERRUPTED into the queue meanwhile. Does nothing outside the main thread, which alone gets signals.
+
+    An interrupt that comes when the wait has read its last note is raised at the end, as KeyboardInterrupt.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    interrupted = False
 
     def put_note(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
         waiter.put(INTERRUPTED)
 
     previous = signal.signal(signal.SIGINT, put_note)
@@ -352,6 +358,8 @@ def interrupts_to(waiter: "SimpleQueue[Any]") -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.SIG_DFL if previous is None else previous)
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 def _waiting(reason: str, sentence: str) -> "Progress":

@@ -261,6 +261,28 @@ def test_an_interrupt_while_the_main_thread_waits_withdraws_the_ticket(side: Sid
     assert side.gate.close() == "closed"
 
 
+def test_an_interrupt_that_comes_with_the_grant_ends_the_wait_too(
+    side: Side, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    stop_waiting = side.gate.stop_waiting
+
+    def interrupted(*args: Any, **kwargs: Any) -> bool:  # noqa: ANN401 - as the gate's
+        # The wait has read its last note, and the handler is still the wait's.
+        signal.raise_signal(signal.SIGINT)
+        return stop_waiting(*args, **kwargs)
+
+    monkeypatch.setattr(side.gate, "stop_waiting", interrupted)
+    grant = threading.Thread(target=lambda: broker.stream("acquire").granted())
+    grant.start()
+    with pytest.raises(KeyboardInterrupt):
+        side.acquirer.wait_for_gpu(None, "cell")
+    grant.join()
+    assert signal.getsignal(signal.SIGINT) is before
+    side.gate.leave("cell")
+    assert side.gate.close() == "closed"
+
+
 def test_a_wait_outside_the_main_thread_uses_no_signals(side: Side, broker: ScriptedBroker) -> None:
     before = signal.getsignal(signal.SIGINT)
     thread = threading.Thread(target=side.acquirer.wait_for_gpu, args=(None, "cell"))
