@@ -210,7 +210,6 @@ class Barrier:
         self._examination: threading.Thread | None = None
         self._is_void = False  # a thread has opened a way while the process was examined
         self._on_its_way: dict[int, int] = {}  # threads that have met an event, and how often, one within another
-        self._requests: frozenset[str] = frozenset()
         gate.watch_bar(self._bar_changed)
 
     def examine(self) -> bool:
@@ -271,9 +270,7 @@ class Barrier:
     def _bar_changed(self, marks: AbstractSet[object]) -> None:
         """Other cells are barred than before. Called with the gate's lock held."""
         self._listens = bool(marks) or self._examination is not None
-        before = self._requests
-        self._requests = frozenset(mark.request for mark in marks if isinstance(mark, Mark))
-        self._inputs.replace_barred(before, self._requests)
+        self._inputs.replace_barred({mark.request for mark in marks if isinstance(mark, Mark)})
 
     # -- the guards of the ways --------------------------------------------------------------------------------------------------------
 

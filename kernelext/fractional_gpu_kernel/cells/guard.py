@@ -125,8 +125,11 @@ class CellGuard:
                 try:
                     if self._bursts is not None:
                         self._bursts.end(mark, silent=silent)
-                finally:  # an interrupt may strike above: a mark that stays would keep the kernel on the GPU for ever
-                    self._gate.leave(mark)
+                finally:
+                    try:
+                        self._gate.leave(mark)
+                    finally:  # again: an interrupt may strike at any call, and a mark that stays would keep the kernel on the GPU for ever
+                        self._gate.leave(mark)
 
         return run_cell_async
 
@@ -234,21 +237,20 @@ class InputRequests:
         self._acquirer = acquirer
         self._report = report
         self._lock = threading.Lock()
-        self._waiting: list[str] = []  # with an id for each wait: cells nest
+        self._asking: dict[object, str] = {}  # the request of each wait for input: cells nest
+        self._barred: list[str] = []
         self._wrapped: list[str] = []
 
     @property
     def waiting(self) -> list[str]:
         """The ids of the requests that use no GPU: they wait for input, or are barred."""
-        return list(dict.fromkeys(self._waiting))
+        return list(dict.fromkeys([*self._asking.values(), *self._barred]))
 
-    def replace_barred(self, before: Collection[str], now: Collection[str]) -> None:
-        """The requests `now` are barred from the GPU; `before` it were those (see `barrier`)."""
+    def replace_barred(self, now: Collection[str]) -> None:
+        """The requests `now` are barred from the GPU, and no others (see `barrier`)."""
 
         def change() -> None:
-            for request in before:
-                self._waiting.remove(request)
-            self._waiting.extend(now)
+            self._barred = list(now)
 
         self._change(change)
 
@@ -270,7 +272,7 @@ class InputRequests:
     def become_inert(self) -> None:
         """In a forked child: another thread of the parent may have held the lock."""
         self._lock = threading.Lock()
-        self._waiting = []
+        self._asking, self._barred = {}, []
 
     def _wrap(self, original: Callable[..., str]) -> Callable[..., str]:
         @functools.wraps(original)
@@ -281,17 +283,28 @@ class InputRequests:
             request = _request_of(self._shell)
             # Paused first, reported then: the broker's next command already meets a gate that may be shut.
             # A task may ask when the cell that made it has ended: the mark of that cell must not enter the gate again.
-            marks = self._gate.pause(cell.marks)
-            self._change(lambda: self._waiting.append(request))
+            wait = object()
             try:
+                marks = self._gate.pause(cell.marks)
+                self._change(lambda: self._asking.__setitem__(wait, request))
                 answer = original(*args, **kwargs)
                 self._wait_again(marks)
                 return answer
-            finally:
-                self._gate.go_on(marks)  # also after an interrupt: the cell runs on, to its end
-                self._change(lambda: self._waiting.remove(request))
+            finally:  # also after an interrupt: the cell runs on, to its end
+                is_over = False
+                try:
+                    self._end(wait, cell.marks)
+                    is_over = True
+                finally:
+                    if not is_over:  # another interrupt has struck above
+                        self._end(wait, cell.marks)
 
         return prompt
+
+    def _end(self, wait: object, marks: Sequence[object]) -> None:
+        """The wait for input is over. May be called again where it was broken off."""
+        self._gate.go_on(marks)
+        self._change(lambda: self._asking.pop(wait, None))
 
     def _wait_again(self, marks: Sequence[object]) -> None:
         """Have the GPU again before these cells go on. Raises KeyboardInterrupt, or RuntimeError if the GPU will not come."""
@@ -306,7 +319,7 @@ class InputRequests:
         finally:
             line.blank()
 
-    def _change(self, change: Callable[[], None]) -> None:
+    def _change(self, change: Callable[[], object]) -> None:
         with self._lock:
             change()
             self._report(self.waiting)

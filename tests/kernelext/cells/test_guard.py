@@ -12,6 +12,7 @@ from fractional_gpu_kernel.cells.gate import BURST, Gate
 from fractional_gpu_kernel.cells.guard import CellGuard
 from fractional_gpu_kernel.magics.actions import CellBursts
 from fractional_gpu_kernel.memory.limits import ImportHooks, MemoryLimits
+from tests.kernelext.interrupting import interrupt_at
 
 
 class Shell:
@@ -59,6 +60,25 @@ def test_an_interrupt_while_a_burst_is_given_back_leaves_no_cell_running() -> No
     with pytest.raises(KeyboardInterrupt):
         finish(shell.run_cell_async("%%gpu 1\n1", transformed_cell=f"{BURST}1\n1"))
     assert (shell.ran, gate.close()) == (["%%gpu 1\n1"], "closed")
+
+
+def test_an_interrupt_just_when_a_cell_leaves_leaves_no_cell_running() -> None:
+    shell, limits = Shell(), MemoryLimits({})
+    gate = Gate(limits.bind)
+    gate.open({})
+    guard = CellGuard(
+        shell,
+        gate,
+        cast("Acquirer", None),
+        limits,
+        FirstGrant(ImportHooks(), {}),
+        report_exempt=lambda _: None,
+        make_bursts=lambda: cast("CellBursts", None),
+    )
+    guard.install()
+    with interrupt_at(Gate.leave), pytest.raises(KeyboardInterrupt):
+        finish(shell.run_cell_async("1", transformed_cell="1"))
+    assert (shell.ran, gate.close()) == (["1"], "closed")
 
 
 @pytest.mark.parametrize("beside", [True, False])

@@ -10,6 +10,7 @@ import pytest
 from fractional_gpu_kernel.cells.acquire import Acquirer, RefusedError
 from fractional_gpu_kernel.cells.gate import Gate
 from fractional_gpu_kernel.cells.guard import InputRequests, RunningCell, running_cell
+from tests.kernelext.interrupting import interrupt_at
 
 
 class Kernel:
@@ -102,6 +103,31 @@ def test_a_wait_that_ends_without_an_answer_lets_the_cell_go_on_at_once(side: Si
         side.kernel.raw_input()
     assert side.gate.is_running
     assert side.told[-1] == []
+
+
+@pytest.mark.parametrize("step", [Gate.pause, Gate.go_on, InputRequests._change])
+def test_an_interrupt_at_any_step_of_a_prompt_leaves_the_cell_running_and_nothing_waiting(
+    side: Side, step: Callable[..., object]
+) -> None:
+    side.within("cell")
+    with interrupt_at(step), pytest.raises(KeyboardInterrupt):
+        side.kernel.raw_input()
+    assert side.gate.is_running
+    assert side.inputs.waiting == []
+    assert side.told in ([], [[]], [["request"], []])
+
+
+def test_a_second_interrupt_while_the_first_ends_a_prompt_leaves_nothing_waiting(side: Side) -> None:
+    side.within("cell")
+
+    def types() -> str:
+        raise KeyboardInterrupt
+
+    side.kernel.types = types
+    with interrupt_at(Gate.go_on), pytest.raises(KeyboardInterrupt):
+        side.kernel.raw_input()
+    assert side.gate.is_running
+    assert side.told == [["request"], []]
 
 
 def test_a_refusal_of_the_gpu_fails_the_cell_and_says_that_the_input_was_read(side: Side) -> None:
