@@ -73,6 +73,11 @@ class RunningKernel:
         self.client.shell_channel.send(message)
         return str(message["header"]["msg_id"])
 
+    def create_subshell(self) -> str:
+        """Return the id of a new subshell."""
+        self.client.control_channel.send(self.client.session.msg("create_subshell_request"))
+        return str(self.client.get_control_msg(timeout=DEADLINE_S)["content"]["subshell_id"])
+
     def finish(self, request: str) -> Outcome:
         self.until_published(request, lambda messages: any(_is_idle(message) for message in messages))
         return Outcome(self._reply(request), self._published[request])

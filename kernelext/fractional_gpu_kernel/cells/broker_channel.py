@@ -95,10 +95,18 @@ class BrokerChannel:
         return self._is_connected
 
     def report_exempt(self, on: bool) -> None:
-        """Report that the cell that begins does not use the GPU, or that it has ended: it gets no ticket. Never blocks."""
-        if not on:
+        """Report that a cell that uses no GPU begins, or has ended: while there are only such cells, the kernel gets no ticket.
+
+        Never blocks.
+        """
+        if not on and not self._gate.is_exempt:
             self._answers.put((0, "done", ""))
-        elif not self._gate.is_open:
+        elif on:
+            self._repeat_exempt()
+
+    def _repeat_exempt(self) -> None:
+        """Report that the cells that run use no GPU, if that is so and of interest: at an open gate a kernel needs no ticket."""
+        if self._gate.is_exempt and not self._gate.is_open:
             self._answers.put((0, "exempt", ""))
 
     def report_inputs(self, requests: Sequence[str]) -> None:
@@ -164,6 +172,8 @@ class BrokerChannel:
             )
             for number, command in enumerate(client.gate(self._settings.lease_id, hello)):
                 self._is_connected = True
+                if not number:
+                    self._repeat_exempt()  # this broker has not heard it
                 got_command = got_command or bool(
                     number or command.verb
                 )  # its greeting does not count: a broker that sends no more may be gone at once
@@ -198,8 +208,10 @@ class BrokerChannel:
                 return
             case GateVerb.CLOSE:
                 self._answer(number, self._gate.close(), CELL_BARRED if self._gate.is_barred else "")
+                self._repeat_exempt()
             case GateVerb.PREEMPT:
                 self._answer(number, self._gate.preempt(), self._cells(examine=number != 0))
+                self._repeat_exempt()
             case GateVerb.LIMIT:
                 self._resize(command.environment)
                 self._answer(number, "done")

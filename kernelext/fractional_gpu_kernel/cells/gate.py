@@ -7,6 +7,7 @@ has overtaken:
     close             shuts the gate, unless a cell runs or waits: then it changes nothing and answers "busy"
     preempt           shuts the gate although cells run: they go on, and their GPU calls block until the kernel's state is back
     enter, leave      a cell that enters the open gate runs until it leaves
+    exempt, leave     a cell that needs no GPU passes the gate as it is, and never keeps it open
     start_waiting,    a cell that waits counts as busy from its first moment; it enters in the same step that ends its wait, so that
     stop_waiting      no `close` comes between
     pause, go_on      a cell that waits for input does not count as running, and enters anew when the input is there
@@ -54,6 +55,7 @@ class Gate:
         self._running: set[object] = set()
         self._paused: set[object] = set()  # waiting for input
         self._barred: set[object] = set()  # running behind the shut gate
+        self._exempt: set[object] = set()  # running without the GPU
         self._waiting: list[Callable[[], None]] = []
         self._on_bar: Callable[[AbstractSet[object]], None] | None = None
 
@@ -71,6 +73,11 @@ class Gate:
     def is_running(self) -> bool:
         """Whether a cell runs."""
         return bool(self._running)
+
+    @property
+    def is_exempt(self) -> bool:
+        """Whether cells run that need no GPU, and no others."""
+        return bool(self._exempt) and not self._running
 
     @property
     def is_barred(self) -> bool:
@@ -91,9 +98,15 @@ class Gate:
                 self._running.add(mark)
             return self.is_open
 
+    def exempt(self, mark: object) -> None:
+        """Mark a cell as one that runs without the GPU."""
+        with self._lock:
+            self._exempt.add(mark)
+
     def leave(self, mark: object) -> None:
         """The cell has ended. A mark that never entered is ignored."""
         with self._lock:
+            self._exempt.discard(mark)
             self._running.discard(mark)
             self._paused.discard(mark)
             if mark in self._barred:
@@ -226,6 +239,7 @@ class Gate:
         self.is_open = True
         self._paused = set()
         self._barred = set()
+        self._exempt = set()
         self._waiting = []
 
 

@@ -166,11 +166,17 @@ class CellGuard:
 
     async def _run_exempt(self, cell: Any) -> Any:  # noqa: ANN401 - IPython's coroutine and result
         """Run a cell without the GPU; the broker learns that the busy kernel wants none."""
-        self._report_exempt(True)
+        mark = Mark(_request_of(self._shell))
         try:
+            self._gate.exempt(mark)
+            self._report_exempt(True)
             return await _run_within(cell, uses_gpu=False)
         finally:
-            self._report_exempt(False)
+            try:
+                self._gate.leave(mark)
+            finally:  # again, as above
+                self._gate.leave(mark)
+                self._report_exempt(False)
 
     def _before_message(self) -> None:
         """`pre_execute`: of a cell, which has passed the gate already, or of a message to a widget."""

@@ -413,9 +413,9 @@ class GateAnswer(Struct, frozen=True, kw_only=True):
     """The extension's answer. `word`: closed, busy, done, managed, open, input or pulse.
 
     With `number` 0 it answers no command: `pulse` proves that Python runs (to a broker that cannot detect it), `exempt` says that the
-    running cell does not use the GPU, and `done` that this cell has ended. `managed` says that the process cannot be checkpointed, and
-    `detail` why. `input` lists in `detail`, separated by spaces, the ids of all requests that use no GPU, because they wait for input or
-    cannot reach the GPU.
+    cells that run do not use the GPU, and `done` that the last of them has ended. `managed` says that the process cannot be
+    checkpointed, and `detail` why. `input` lists in `detail`, separated by spaces, the ids of all requests that use no GPU, because they
+    wait for input or cannot reach the GPU.
     The `detail` of `done` to a shrink says what was freed, and `reserved_mib=N` where the frameworks' allocators report what they hold.
     """
 

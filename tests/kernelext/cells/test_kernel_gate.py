@@ -239,6 +239,56 @@ def test_a_cpu_cell_tells_the_broker_that_it_needs_no_ticket(kernel: RunningKern
     broker.wait_for(lambda: broker.words() == ["exempt", "done"])
 
 
+def cpu_cell_at(kernel: RunningKernel, fifo: Path) -> str:
+    """Begin a cell that needs no GPU and runs until the fifo is written to; return its request."""
+    os.mkfifo(fifo)
+    request = kernel.send(f"%%cpu\nprint('on'); open({str(fifo)!r}).close()")
+    kernel.until_published(request, lambda messages: any(each["msg_type"] == "stream" for each in messages))
+    return request
+
+
+def test_a_cpu_cell_needs_no_ticket_when_another_such_cell_beside_it_has_ended(
+    kernel: RunningKernel, broker: ScriptedBroker, folder: Path
+) -> None:
+    broker.stream("gate")
+    subshell = kernel.create_subshell()
+    request = cpu_cell_at(kernel, folder / "fifo")
+    kernel.finish(kernel.send_with_header("%gpu help", subshell_id=subshell))
+    broker.stream("gate").command(GateVerb.LIMIT, 5)
+    assert broker.answer_to(5) == "done"  # comes behind all that was said of the cells
+    assert set(broker.words()) == {"exempt"}
+    (folder / "fifo").write_text("")
+    kernel.finish(request)
+    broker.wait_for(lambda: broker.words()[-1] == "done")
+
+
+@pytest.mark.parametrize("verb", [GateVerb.CLOSE, GateVerb.PREEMPT])
+def test_a_cpu_cell_needs_no_ticket_where_its_kernel_leaves_the_gpu_meanwhile(
+    kernel: RunningKernel, broker: ScriptedBroker, folder: Path, verb: GateVerb
+) -> None:
+    open_gate(kernel, broker)
+    request = cpu_cell_at(kernel, folder / "fifo")
+    assert broker.words() == []
+    broker.stream("gate").command(verb, 5)
+    assert broker.answer_to(5) == "closed"
+    broker.wait_for(lambda: broker.words() == ["exempt"])
+    (folder / "fifo").write_text("")
+    kernel.finish(request)
+    broker.wait_for(lambda: broker.words() == ["exempt", "done"])
+
+
+def test_a_cpu_cell_tells_the_next_broker_too_that_it_needs_no_ticket(
+    kernel: RunningKernel, broker: ScriptedBroker, folder: Path
+) -> None:
+    broker.stream("gate")
+    request = cpu_cell_at(kernel, folder / "fifo")
+    broker.stream("gate").break_off()
+    broker.stream("gate", 2).command(GateVerb.LIMIT, 5)
+    broker.wait_for(lambda: broker.words() == ["exempt", "exempt"])
+    (folder / "fifo").write_text("")
+    kernel.finish(request)
+
+
 def test_start_up_code_waits_for_no_gpu_and_the_kernel_answers(folder: Path, broker: ScriptedBroker) -> None:
     profile = folder / "ipython" / "profile_default"
     (profile / "startup").mkdir(parents=True)
@@ -450,9 +500,7 @@ def test_shrink_runs_on_the_idle_main_loop(kernel: RunningKernel, broker: Script
 
 
 def test_a_subshell_waits_without_signals_and_shares_the_ticket(kernel: RunningKernel, broker: ScriptedBroker) -> None:
-    message = kernel.client.session.msg("create_subshell_request")
-    kernel.client.control_channel.send(message)
-    subshell = kernel.client.get_control_msg(timeout=60)["content"]["subshell_id"]
+    subshell = kernel.create_subshell()
     in_subshell = kernel.send_with_header("print('subshell')", subshell_id=subshell)
     stream = broker.stream("acquire")
     stream.waiting("busy")
