@@ -71,11 +71,11 @@ class Settings(NamedTuple):  # a frozen dataclass takes half a millisecond longe
             return
         from pathlib import Path  # noqa: PLC0415 - as above
 
-        from fractional_gpu.host.files import replace_file  # noqa: PLC0415 - as above
+        from fractional_gpu.host.files import make_private_folder, replace_file  # noqa: PLC0415 - as above
 
         path = Path(self.token_file)
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_folder(path.parent)
             folder = path.parent.lstat()
             if stat.S_ISDIR(folder.st_mode) and folder.st_uid == os.geteuid() and not folder.st_mode & 0o022:
                 replace_file(path, token.encode("ascii"))

@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import sys
 import tempfile
 import threading
@@ -100,6 +101,22 @@ def test_a_users_own_socket_is_in_a_private_folder(home: Path) -> None:
     assert (home / "rt" / "gpu").stat().st_mode & 0o777 == 0o700
     (home / "rt" / "gpu").chmod(0o755)
     assert runtime_dir().stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("umask", [0, 0o022])
+def test_jupyters_runtime_folder_is_private_where_we_are_the_first_to_need_it(
+    home: Path, monkeypatch: pytest.MonkeyPatch, umask: int
+) -> None:
+    # A server writes a page with its token there, which any user may read who may enter the folder.
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(home / ".local" / "share" / "jupyter" / "runtime"))
+    before = os.umask(umask)
+    try:
+        runtime_dir()
+    finally:
+        os.umask(before)
+    made = [home / ".local", *(home / ".local").rglob("*")]
+    names = (".local", "share", "jupyter", "runtime", "gpu")
+    assert {one.name: stat.S_IMODE(one.stat().st_mode) for one in made} == dict.fromkeys(names, 0o700)
 
 
 def test_in_a_home_that_hosts_share_each_host_has_a_folder_of_its_own(

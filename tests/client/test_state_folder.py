@@ -93,6 +93,16 @@ def test_it_is_in_the_users_state_folder_by_host_and_socket(
     assert state_folder(SOCKET).is_relative_to(home)
 
 
+def test_folders_above_it_that_are_missing_are_private_whatever_the_umask(home: Path) -> None:
+    before = os.umask(0)
+    try:
+        make_state_folder(SOCKET)
+    finally:
+        os.umask(before)
+    above = (home / ".local", home / ".local" / "state")
+    assert [stat.S_IMODE(one.stat().st_mode) for one in above] == [0o700, 0o700]
+
+
 def test_a_machine_without_an_id_is_known_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "machine-id").unlink()
     folders = set()

@@ -31,7 +31,7 @@ from jupyter_core.paths import jupyter_runtime_dir
 
 from fractional_gpu.client.http import claim_holder, is_service_socket
 from fractional_gpu.client.state_folder import is_network, node_name, state_folder
-from fractional_gpu.host.files import temporary_folder
+from fractional_gpu.host.files import make_private_folder, temporary_folder
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 from fractional_gpu.protocol.names import OWN, Version, refusal
 
@@ -454,7 +454,7 @@ def _foreign_above(folder: Path) -> tuple[Path, int] | None:
 def _make_private(folder: Path) -> None:
     """Create the folder with mode 0700; an existing one must be ours, and is made private."""
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder.parent)
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         status = folder.lstat()

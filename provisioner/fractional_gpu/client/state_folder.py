@@ -20,6 +20,7 @@ import socket as socket_module
 import stat
 from pathlib import Path
 
+from fractional_gpu.host.files import make_private_folder
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
 SERVICE_STATE = Path("/var/lib/jupyter-gpu")
@@ -89,7 +90,7 @@ def make_state_folder(socket: str, configured: Path | None = None) -> Path:
         if base is None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the ledger checks its owner
             return folder
-        base.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_folder(base.parent)
         for one in (base, folder.parent, folder):
             _make_private(one)
     except OSError as error:

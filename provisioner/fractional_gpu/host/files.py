@@ -33,6 +33,21 @@ def temporary_folder() -> Path:
     return next(usable, Path(_TEMPORARY[0]))
 
 
+def make_private_folder(folder: Path) -> None:
+    """Make the folder, and each folder above it that is missing, for this user alone (0700). An existing one stays as it is.
+
+    `Path.mkdir` gives those above what the umask leaves. Jupyter's own folder of sockets is one of them, and what Jupyter writes there is
+    private by the folder's mode alone. Raises OSError.
+    """
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except FileNotFoundError:
+        if folder.parent == folder:
+            raise
+        make_private_folder(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
 def open_own(path: Path | str, flags: int) -> int:
     """Open a private file (0600) of this user and return its descriptor; `flags` as for `os.open`, O_TRUNC excepted.
 

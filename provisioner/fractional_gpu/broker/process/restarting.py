@@ -25,7 +25,7 @@ from fractional_gpu.client.discovery import (
 from fractional_gpu.client.http import is_service_socket
 from fractional_gpu.client.state_folder import make_state_folder
 from fractional_gpu.gpu.driver_environment import PRELOAD, PRELOADED_FOR_US
-from fractional_gpu.host.files import open_own, replace_file
+from fractional_gpu.host.files import make_private_folder, open_own, replace_file
 from fractional_gpu.host.workload import own_workload, serves_whole_host
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
 
@@ -195,7 +195,10 @@ def make_socket_folder(socket: str, *, service: bool = False) -> None:
     folder = Path(socket).absolute().parent
     everyone = service or (os.getuid() == 0 and folder == Path(SYSTEM_SOCKET).parent)
     made = not folder.exists()
-    folder.mkdir(mode=0o755 if everyone else 0o700, parents=True, exist_ok=True)
+    if everyone:
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    else:
+        make_private_folder(folder)
     if made and service:
         folder.chmod(0o755)  # whatever the umask is
     check_folder(socket)
