@@ -445,7 +445,9 @@ def _foreign_above(folder: Path) -> tuple[Path, int] | None:
             # A user namespace: root of the machine has no uid here. Its files show the overflow uid, which no user has.
             trusted.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))
     for one in Path(os.path.realpath(folder)).parents:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(
+            OSError
+        ):  # missing, or below a folder that this user may not enter: whose that is shows further up
             if (uid := one.stat().st_uid) not in trusted:
                 return one, uid
     return None
@@ -464,7 +466,7 @@ def _make_private(folder: Path) -> None:
             return
     except OSError as error:
         raise BrokerUnavailableError(
-            f"the folder {folder} for the GPU broker cannot be made: {error.strerror}"
+            f"the folder {folder} for the GPU broker cannot be made: {error.strerror}; set JUPYTER_RUNTIME_DIR to a folder of your own"
         ) from error
     raise BrokerUnavailableError(
         f"{folder} is not a folder of this user (uid {os.geteuid()}), and so not a place for the GPU broker's socket "

@@ -124,7 +124,7 @@ def _find() -> Findings:
     if _is_own_folder(settings):
         found.items.append(Item(settings, "settings in JupyterLab"))
     configs = (Path(folder) / CONFIG_NAME for folder in jupyter_config_path())
-    found.kept = [Item(path, "your configuration") for path in configs if path.exists()]
+    found.kept = [Item(path, "your configuration") for path in configs if os.path.exists(path)]  # noqa: PTH110 - False without access
     return found
 
 

@@ -139,7 +139,8 @@ def list_installed(
     if prefix is not None or user or directory is not None:
         places = [_target_folder(prefix=prefix, user=user, directory=directory)]
     else:
-        places = [Path(place) for place in jupyter_path("kernels")]
+        # `os.path` takes a folder that this user may not enter for none, as Jupyter does; `Path` raises, by Python's version.
+        places = [Path(place) for place in jupyter_path("kernels") if os.path.isdir(place)]  # noqa: PTH112 - as above
     folders = dict.fromkeys(path.parent for place in places for path in sorted(place.glob("*/kernel.json")))
     contents = ((folder, _read_ours(folder)) for folder in folders)
     found = [_describe(folder, content) for folder, content in contents if content is not None]

@@ -126,7 +126,8 @@ def check_cullers(
     *, environment: Mapping[str, str] = os.environ, folders: Iterable[str] | None = None, proc: Path = PROC
 ) -> Iterator[Finding]:
     """Return findings about idle cullers of servers and hubs. `folders` stand in for Jupyter's configuration path in tests."""
-    where = [Path(folder) for folder in (jupyter_config_path() if folders is None else folders)]
+    everywhere = jupyter_config_path() if folders is None else folders
+    where = [Path(folder) for folder in everywhere if os.path.isdir(folder)]  # noqa: PTH112 - False without access
     found = [*_configured(where), *_running(proc)]
     for place, value in found:
         yield warning(
