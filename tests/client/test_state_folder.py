@@ -178,6 +178,17 @@ def test_a_folder_in_var_tmp_that_another_could_have_made_is_refused(home: Path,
     assert list(home.iterdir()) == []
 
 
+def test_root_with_anothers_home_makes_nothing_in_it(home: Path, tmp_path: Path) -> None:
+    """As `sudo -E` has it: the home's owner could not use what root makes there."""
+    before = make_state_folder(SOCKET)
+    os.chown(home, 65534, 65534)
+    assert make_state_folder(SOCKET) == before, "a folder that is there keeps its ledger"
+    folder = make_state_folder("/somewhere/else.sock")
+    assert folder.is_relative_to(spare(tmp_path))
+    assert before.parent.parent.stat().st_uid == os.geteuid()
+    assert list(before.parent.iterdir()) == [before]
+
+
 def test_anothers_folder_in_var_tmp_diverts_nobody(home: Path, tmp_path: Path) -> None:
     tail = state_folder(SOCKET).relative_to(home / ".local" / "state" / "jupyter-gpu")
     (spare(tmp_path) / tail).mkdir(parents=True)

@@ -31,7 +31,7 @@ from jupyter_core.paths import jupyter_runtime_dir
 
 from fractional_gpu.client.http import claim_holder, is_service_socket
 from fractional_gpu.client.state_folder import is_network, node_name, state_folder
-from fractional_gpu.host.files import make_private_folder, temporary_folder
+from fractional_gpu.host.files import foreign_above, make_private_folder, temporary_folder
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 from fractional_gpu.protocol.names import OWN, Version, refusal
 
@@ -42,7 +42,6 @@ SYSTEM_SOCKET = "/run/jupyter-gpu/broker.sock"
 IN_WORKLOAD = "JUPYTER_GPU_BROKER_IN_WORKLOAD"
 """The variable that, as `1`, lets brokers start by themselves within a job or a pod."""
 _LONGEST_PATH = 100  # bytes; Linux allows 107, and a broker puts temporary names beside its socket
-_EVERY_UID = "4294967295"  # the number of uids in the map of the machine's initial user namespace
 _SIMULATE = "JUPYTER_GPU_SIMULATE"
 _PAUSE_S = 0.05
 _LOCK_PAUSE_S = 0.01
@@ -60,7 +59,7 @@ def runtime_dir() -> Path:
     Raises BrokerUnavailableError if it belongs to another user.
     """
     folder = runtime_place()
-    if _foreign_above(folder) is not None:  # the home belongs to another user: by sudo, or in a container
+    if foreign_above(folder) is not None:  # the home belongs to another user: by sudo, or in a container
         return Path(_short_path(str(folder / "broker.sock"))).parent
     _make_private(folder)
     return folder
@@ -429,28 +428,12 @@ def check_folder(path: str) -> None:
 
 def check_above(folder: Path) -> None:
     """Raise BrokerUnavailableError for a folder, existing or not, that another user could replace."""
-    if (found := _foreign_above(folder)) is not None:
+    if (found := foreign_above(folder)) is not None:
         above, uid = found
         raise BrokerUnavailableError(
             f"the folder of the GPU broker's socket, {folder}, lies below {above}, which belongs to another user (uid {uid}), who could "
             "put another folder in its place; set JUPYTER_GPU_SOCKET to a path below folders of yours or of root's"
         )
-
-
-def _foreign_above(folder: Path) -> tuple[Path, int] | None:
-    """Return the first folder above this one, links resolved, that is neither this user's nor root's, and its owner."""
-    trusted = {os.geteuid(), 0}
-    with contextlib.suppress(OSError, ValueError):
-        if _EVERY_UID not in Path("/proc/self/uid_map").read_text().split():
-            # A user namespace: root of the machine has no uid here. Its files show the overflow uid, which no user has.
-            trusted.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))
-    for one in Path(os.path.realpath(folder)).parents:
-        with contextlib.suppress(
-            OSError
-        ):  # missing, or below a folder that this user may not enter: whose that is shows further up
-            if (uid := one.stat().st_uid) not in trusted:
-                return one, uid
-    return None
 
 
 def _make_private(folder: Path) -> None:

@@ -4,8 +4,9 @@ Cleaners empty runtime folders, and several hosts may share a home over a networ
 host and each broker's socket has a state folder, on a local disk:
 
 - for a system service `/var/lib/jupyter-gpu`;
-- for a user `$XDG_STATE_HOME/jupyter-gpu/HOST/SOCKET` (`~/.local/state` by default), or, where that is on a network filesystem or cannot
-  be written, `/var/tmp/jupyter-gpu-UID/HOST/SOCKET`. HOST is derived from the machine's id, SOCKET from the path of the socket;
+- for a user `$XDG_STATE_HOME/jupyter-gpu/HOST/SOCKET` (`~/.local/state` by default), or, where that is on a network filesystem, cannot be
+  written or lies below another user's folder, `/var/tmp/jupyter-gpu-UID/HOST/SOCKET`. HOST is derived from the machine's id, SOCKET from
+  the path of the socket;
 - the folder in the setting `state_dir`, if there is one; on a network filesystem a folder below it for each node (`node_name`), unless a
   ledger lies in it already.
 
@@ -20,7 +21,7 @@ import socket as socket_module
 import stat
 from pathlib import Path
 
-from fractional_gpu.host.files import make_private_folder
+from fractional_gpu.host.files import foreign_above, make_private_folder
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
 SERVICE_STATE = Path("/var/lib/jupyter-gpu")
@@ -58,7 +59,8 @@ def state_folder(socket: str, configured: Path | None = None) -> Path:
     for base in bases:
         if _is_ours(base) and (base / tail).is_dir():
             return base / tail
-    suits = _is_writable(bases[0]) and not is_network(bases[0])
+    # Root may write to another user's home, by `sudo -E`, whose owner could then not use what root makes there.
+    suits = _is_writable(bases[0]) and not is_network(bases[0]) and foreign_above(bases[0]) is None
     return (bases[0] if suits else bases[-1]) / tail
 
 

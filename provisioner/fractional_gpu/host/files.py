@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _TEMPORARY = ("/tmp", "/var/tmp")  # noqa: S108 - what callers put there is checked to be theirs
+_EVERY_UID = "4294967295"  # the number of uids in the map of the machine's initial user namespace
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -46,6 +47,22 @@ def make_private_folder(folder: Path) -> None:
             raise
         make_private_folder(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def foreign_above(folder: Path) -> tuple[Path, int] | None:
+    """Return the first folder above this one, links resolved, that is neither this user's nor root's, and its owner."""
+    trusted = {os.geteuid(), 0}
+    with suppress(OSError, ValueError):
+        if _EVERY_UID not in Path("/proc/self/uid_map").read_text().split():
+            # A user namespace: root of the machine has no uid here. Its files show the overflow uid, which no user has.
+            trusted.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))
+    for one in Path(os.path.realpath(folder)).parents:
+        with suppress(
+            OSError
+        ):  # missing, or below a folder that this user may not enter: whose that is shows further up
+            if (uid := one.stat().st_uid) not in trusted:
+                return one, uid
+    return None
 
 
 def open_own(path: Path | str, flags: int) -> int:
