@@ -91,6 +91,15 @@ def test_the_environment_names_the_socket(monkeypatch: pytest.MonkeyPatch) -> No
         socket_path()
 
 
+def test_a_relative_path_means_the_same_in_every_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("JUPYTER_GPU_SOCKET", "run/b.sock")
+    assert socket_path() == str(home / "run" / "b.sock")
+    monkeypatch.delenv("JUPYTER_GPU_SOCKET")
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", "rt")
+    assert socket_path() == str(home / "rt" / "gpu" / "broker.sock")
+
+
 def test_a_system_service_comes_before_a_users_own(home: Path) -> None:
     (home / "no-system.sock").touch()
     assert socket_path() == str(home / "no-system.sock")

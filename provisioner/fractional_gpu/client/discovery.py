@@ -67,14 +67,15 @@ def runtime_dir() -> Path:
 
 def runtime_place() -> Path:
     """Return the folder below Jupyter's runtime folder that is this host's, whether it exists or not, and whoever has it."""
-    runtime = Path(jupyter_runtime_dir())
+    runtime = Path(jupyter_runtime_dir()).absolute()
     return runtime / (f"gpu-{node_name()}" if is_network(runtime) else "gpu")
 
 
 def socket_path() -> str:
-    """Return the path of the broker's socket, at most 100 bytes. Raises BrokerUnavailableError that says what is wrong."""
+    """Return the absolute path of the broker's socket, at most 100 bytes. Raises BrokerUnavailableError that says what is wrong."""
     named = os.environ.get("JUPYTER_GPU_SOCKET", "")
     if named:
+        named = str(Path(named).absolute())  # brokers and kernels run in other folders
         if len(os.fsencode(named)) > _LONGEST_PATH:
             raise BrokerUnavailableError(
                 f"JUPYTER_GPU_SOCKET={named} is longer than {_LONGEST_PATH} bytes, which UNIX sockets do not allow; "

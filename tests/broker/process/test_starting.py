@@ -12,6 +12,7 @@ import pytest
 from fractional_gpu.broker.kernels.kernel import launch_environment
 from fractional_gpu.broker.process import driver_start
 from fractional_gpu.broker.process.driver_start import BackendError, open_backend
+from fractional_gpu.broker.process.restarting import BrokerOptions, resolved
 from fractional_gpu.client.discovery import ensure_broker
 from fractional_gpu.client.state_folder import make_state_folder
 from fractional_gpu.core.model import LeaseSpec, PoolSpec
@@ -288,3 +289,9 @@ def test_a_broker_that_a_kernel_starts_is_not_bound_to_the_kernel_s_share(
     lines = Path(f"/proc/{pid}/environ").read_text().split("\0")
     inherited = dict(line.split("=", 1) for line in lines if "=" in line)
     assert {name: inherited[name] for name in theirs if name in inherited} == {"LD_PRELOAD": "libm.so.6"}
+
+
+def test_a_detached_broker_listens_where_its_starter_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs in the root folder."""
+    monkeypatch.chdir(tmp_path)
+    assert resolved(BrokerOptions(socket="run/b.sock")).socket == str(tmp_path / "run" / "b.sock")

@@ -148,10 +148,11 @@ def resolved(options: BrokerOptions) -> BrokerOptions:
     config_file = (
         str(Path(options.config_file).absolute()) if options.config_file else None
     )  # a detached broker runs in /
+    socket = options.socket or (_service_socket() if options.service else socket_path())
     return replace(
         options,
         config_file=config_file,
-        socket=options.socket or (_service_socket() if options.service else socket_path()),
+        socket=str(Path(socket).absolute()),
         worker_socket=str(Path(options.worker_socket).absolute()) if options.worker_socket else None,
         simulate=options.simulate or os.environ.get("JUPYTER_GPU_SIMULATE") or None,
     )
