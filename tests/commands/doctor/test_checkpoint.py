@@ -1,5 +1,6 @@
 """Checkpointing is really tried: on a simulated host here, with everything that can go wrong."""
 
+import os
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.commands.doctor.checkpoint import claim_and_try, findings_of
+from fractional_gpu.commands.doctor.checkpoint import check_claims, claim_and_try, findings_of
 from fractional_gpu.commands.doctor.report import Severity
 from fractional_gpu.gpu.checkpoint_trial import TrialResult
 from fractional_gpu.gpu.interface import DeviceInfo, DeviceUse, GPUErrorCode
@@ -118,3 +119,15 @@ def test_memory_that_stays_on_the_device_is_a_warning() -> None:
 def test_without_devices_nothing_is_tried(host: Path, monitor: SimulatedMonitor) -> None:
     none: list[DeviceInfo] = []
     assert claim_and_try(f"simulated:{host}", monitor, none).not_tried
+
+
+def test_a_device_of_another_ones_broker_is_a_warning(monitor: SimulatedMonitor) -> None:
+    devices = monitor.devices()
+    assert list(check_claims(devices, None)) == []
+    with DeviceClaim.claim(devices[0].device_id):
+        assert list(check_claims(devices, os.getpid())) == [], "it is this user's broker"
+        for mine in (None, os.getppid()):
+            (found,) = check_claims(devices, mine)
+            assert (found.check, found.severity) == ("broker", Severity.WARNING)
+            assert f"process {os.getpid()} " in found.finding
+            assert "administrator" in found.advice

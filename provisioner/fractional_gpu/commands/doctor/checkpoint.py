@@ -1,11 +1,11 @@
 """Whether this user may checkpoint here: a trial with a checkpoint worker like the broker's (`gpu.checkpoint_trial`).
 
 While a broker manages any of the devices nothing is tried: two workers at a time are not safe. During the trial the devices are claimed,
-so that no broker starts to manage them.
+so that no broker starts to manage them. `check_claims` says where that broker is another one than this user's.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -33,6 +33,20 @@ def claim_and_try(backend: str, monitor: Monitor, devices: Sequence[DeviceInfo])
         except DeviceClaimedError as error:
             return TrialResult(not_tried=str(error))
         return asyncio.run(_try(backend, monitor, able[0]))
+
+
+def check_claims(devices: Sequence[DeviceInfo], broker: int | None) -> Iterator[Finding]:
+    """Return a warning for each device that another broker manages than this user's; `broker`: the process of that one, if it runs."""
+    for device in devices:
+        try:
+            DeviceClaim.claim(device.device_id).close()
+        except DeviceClaimedError as error:
+            if broker is None or error.pid != broker:
+                yield warning(
+                    "broker",
+                    str(error),
+                    "no kernel of yours starts there before: ask an administrator for one that serves all users (docs/operating.md)",
+                )
 
 
 async def _try(backend: str, monitor: Monitor, device: DeviceInfo) -> TrialResult:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
-from fractional_gpu.commands.doctor.checkpoint import claim_and_try, findings_of
+from fractional_gpu.commands.doctor.checkpoint import check_claims, claim_and_try, findings_of
 from fractional_gpu.commands.doctor.installation import (
     broker_pid,
     check_broker,
@@ -130,7 +130,9 @@ def examine(socket: str | None, *, try_it: bool) -> Iterator[Finding]:
         yield from check_pools(settings, devices)
     path, said = check_broker(socket)
     yield from said
-    yield from check_oom(broker_pid(path))
+    pid = broker_pid(path)
+    yield from check_claims(devices, pid)
+    yield from check_oom(pid)
     if path is not None:
         yield from check_ledgers(path, settings)
     yield from check_kernelspecs(settings)
