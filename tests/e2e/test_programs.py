@@ -80,7 +80,7 @@ _INDEPENDENT = """
 import os
 from jupyter_client.manager import KernelManager
 
-manager = KernelManager(kernel_name="python3")
+manager = KernelManager(kernel_name="python3", connection_file=os.path.abspath("kernel.json"))
 manager.start_kernel(independent=True)
 client = manager.client()
 client.start_channels()

@@ -12,7 +12,7 @@ from tests.support.world import DEADLINE_S, World, until
 SCRIPT = """
 import os, sys
 from jupyter_client.manager import KernelManager
-manager = KernelManager(kernel_name=sys.argv[1])
+manager = KernelManager(kernel_name=sys.argv[1], connection_file=os.path.abspath(f"kernel-{os.getpid()}.json"))
 manager.start_kernel()
 client = manager.client()
 client.start_channels()

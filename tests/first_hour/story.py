@@ -94,9 +94,10 @@ _TAKE_TURNS = """
 import json, subprocess, sys
 from jupyter_client.manager import start_new_kernel
 command, name, fills, check = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), sys.argv[4]
+def status():
+    return json.loads(subprocess.run([command, "status", "--json"], check=True, capture_output=True, text=True).stdout)
 def states():
-    status = json.loads(subprocess.run([command, "status", "--json"], check=True, capture_output=True, text=True).stdout)
-    return sorted(lease["state"] for lease in status["leases"])
+    return sorted(lease["state"] for lease in status()["leases"])
 def must(client, code):
     said = []
     def hear(message):
@@ -113,6 +114,7 @@ try:
     told = {"alone": start(fills[0]), "both": start(fills[1])}
     first = started[0][1]
     told |= {"back": must(first, check), "python": must(first, "import sys; print(sys.prefix)"), "after": states()}
+    told["socket"] = status()["socket"]
 finally:
     for manager, client in started:
         client.stop_channels()
@@ -152,6 +154,10 @@ def first_hour(
     told = json.loads(
         run([jupyter.python, "-c", _TAKE_TURNS, jupyter.command, ours[0], fills, CHECK], environment).splitlines()[-1]
     )
+    if not Path(told["socket"]).is_relative_to(home.folder):
+        raise Failure(
+            f"the user's folders have too long a path for a socket, which is {told['socket']}: what is left there is not seen"
+        )
     _check(told, kernels or prefix)
     said = json.loads(run([jupyter.python, "-c", _UNINSTALL, home.folder / "tmp"], environment))
     if said["failed"] or not said["removed"]:

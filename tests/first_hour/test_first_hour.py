@@ -3,14 +3,24 @@
 import subprocess
 import sys
 import sysconfig
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from tests.first_hour.story import PACKAGE, Home, Installed, build_wheel, entries, first_hour, run, traces
 
 
-def test_the_wheel_is_installed_used_and_uninstalled_without_a_trace(tmp_path: Path) -> None:
+@pytest.fixture
+def home() -> Iterator[Home]:
+    """A user whose folders have a short path: UNIX sockets allow 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="jfg-") as folder:
+        yield Home(Path(folder))
+
+
+def test_the_wheel_is_installed_used_and_uninstalled_without_a_trace(tmp_path: Path, home: Home) -> None:
     wheel, prefix = build_wheel(tmp_path / "dist"), tmp_path / "environment"
-    home = Home(tmp_path / "user")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", prefix], check=True)
     (packages,) = prefix.glob("lib/python3*/site-packages")
     # What follows in sys.path; links in it, such as that of an editable installation of this project, are not followed.
