@@ -1,5 +1,7 @@
 """`%%gpu measure` in a real kernel, with real processes on the simulated device."""
 
+from pathlib import Path
+
 from tests.support.world import Notebook, Server, World, until
 
 SETUP = "from fractional_gpu.gpu.simulated import cuda\npasses = 0"
@@ -61,11 +63,14 @@ def test_what_hinders_it_is_told_in_one_sentence_and_an_interrupt_shows_what_is_
 def test_a_measurement_ends_with_its_kernel(world: World, server: Server) -> None:
     (quarter,) = world.install(250)
     notebook: Notebook = server.start(quarter)
+    files = notebook.must("import os, tempfile; tempfile.tempdir = os.getcwd(); print(tempfile.tempdir)").text.strip()
+    before = set(Path(files).iterdir())
     notebook.send(f"%%gpu measure {OPTIONS}\nimport time; time.sleep(0.05)")
     until(lambda: leases(world), "it measures")
     pid = world.lease(notebook.kernel_id).pid
     assert pid is not None
     world.end(pid, 9)
     until(lambda: not leases(world), "its leases end")
+    assert set(Path(files).iterdir()) == before, "no file of the kernel's is left"
     world.await_restart(notebook.kernel_id, pid)
     server.connect(notebook.kernel_id).must("1")  # Jupyter cannot shut a kernel down before it has started it again

@@ -17,7 +17,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -76,11 +75,13 @@ def measure_cell(shell: Any, settings: Settings, arguments: argparse.Namespace, 
         "from_start": arguments.from_start,
     }
     lease = _own_lease(settings)
-    with tempfile.TemporaryDirectory(prefix="gpu-measure-cell-") as folder:
-        file = Path(folder) / "job.json"
-        file.write_text(json.dumps(job), encoding="utf-8")
+    # In memory: a kernel that is killed leaves no file, and the disk may be full. The measured processes open it by this one's descriptor.
+    with os.fdopen(os.memfd_create("gpu-measure-cell"), "w", encoding="utf-8") as file:
+        json.dump(job, file)
+        file.flush()
+        place = f"/proc/{os.getpid()}/fd/{file.fileno()}"
         measurement = _Measurement(
-            shell, [*_options(arguments, lease), "--", sys.executable, "-P", str(_RUNNER), str(file)]
+            shell, [*_options(arguments, lease), "--", sys.executable, "-P", str(_RUNNER), place]
         )
         measurement.run()
     measurement.show(lease)
