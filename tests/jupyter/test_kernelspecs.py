@@ -4,6 +4,7 @@ import json
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jupyter_client.kernelspec import KernelSpecManager
@@ -106,6 +107,30 @@ def test_what_is_installed_is_listed_and_removed_wherever_jupyter_looks(places: 
     remove()
     assert list_installed() == []
     assert (places.specs / "env").exists()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"name": "."}, "not a kernelspec's name"),
+        ({"name": ".."}, "not a kernelspec's name"),
+        ({"display_name": ""}, "cannot be shown"),
+        ({"display_name": "  "}, "cannot be shown"),
+        ({"display_name": "two\nlines"}, "cannot be shown"),
+        ({"display_name": "\udcff"}, "cannot be shown"),
+        ({"display_name": "n" * 201}, "1 to 200 printable"),
+        ({"prefix": ""}, "the prefix is empty"),
+    ],
+)
+def test_a_name_or_place_that_is_none_is_refused_before_anything_is_written(
+    places: Places, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], said: str
+) -> None:
+    empty = places.specs / "new"
+    empty.mkdir()
+    monkeypatch.chdir(empty)
+    with pytest.raises(BadRequestError, match=said):
+        install("default", [250], **{"directory": None if "prefix" in how else str(empty / "kernels"), **how})
+    assert list(empty.iterdir()) == []
 
 
 def test_bases_launchers_and_names_do_not_overwrite_each_other(places: Places) -> None:

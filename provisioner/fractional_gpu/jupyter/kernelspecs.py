@@ -35,6 +35,7 @@ from fractional_gpu.core.units import format_fraction, parse_fraction_milli
 from fractional_gpu.host.process import find_ipykernel, is_of_earlier_version
 from fractional_gpu.jupyter.kernel_command import KernelPlan, check_pool_name, find_interpreter, plan_kernel
 from fractional_gpu.protocol.errors import BadRequestError, FractionalGPUError, NotFoundError
+from fractional_gpu.protocol.limits import MAX_NAME
 
 PROVISIONER_NAME = "fractional-gpu-provisioner"
 _NAME_PREFIX = "fractional-gpu-"
@@ -120,7 +121,7 @@ def install(
         if launcher:
             _add_launcher(content, folder_name, pool=pool, milli=milli, simulate=simulate)
         if display_name is not None:
-            content["display_name"] = display_name
+            content["display_name"] = _check_display_name(display_name)
         folder = target / folder_name
         replaces = _check_replaced(folder, content)
         _write_folder(folder, content, logo(milli))
@@ -237,9 +238,20 @@ def _check_milli(milli: object) -> int:
 
 def _check_name(name: str) -> str:
     """Return the name as Jupyter compares it. Raises BadRequestError."""
-    if not _NAME.fullmatch(name):
-        raise BadRequestError(f"{name!r} is not a kernelspec's name; allowed: letters, digits, and . _ -")
+    if not _NAME.fullmatch(name) or not name.strip("."):
+        raise BadRequestError(
+            f"{name!r} is not a kernelspec's name; allowed: letters, digits, and . _ -, of which not all are dots"
+        )
     return name.lower()
+
+
+def _check_display_name(name: str) -> str:
+    """Return what a launcher and the broker's messages can show. Raises BadRequestError."""
+    if not name.strip() or not name.isprintable() or len(name) > MAX_NAME:
+        raise BadRequestError(
+            f"{name[:60]!r} cannot be shown as a kernel's name; allowed: 1 to {MAX_NAME} printable characters, not spaces alone"
+        )
+    return name
 
 
 def _base_spec(base: str) -> KernelSpec:
@@ -262,6 +274,8 @@ def _target_folder(*, prefix: str | None, user: bool, directory: str | None) -> 
         raise BadRequestError("prefix, user and directory each name the place of kernelspecs; give one of them")
     if directory is not None:
         return Path(directory).expanduser().absolute()
+    if prefix == "":
+        raise BadRequestError("the prefix is empty; give a folder, such as /usr/local, or leave it out")
     if user:
         return Path(KernelSpecManager().user_kernel_dir)
     return Path(prefix if prefix is not None else sys.prefix).expanduser().absolute() / "share" / "jupyter" / "kernels"
