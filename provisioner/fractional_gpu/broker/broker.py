@@ -529,6 +529,8 @@ class Broker:
             kernel.told_cell = by_cell
             self.dispatch(BusyChanged(at_ms=now_ms(), lease_id=kernel.lease_id, busy=busy, by_cell=by_cell))
             kernel.notify()
+        # A cell that waits at its gate has a ticket by its own request. One that meets no gate, or was preempted, cannot ask: the broker
+        # files the ticket for it, and withdraws it when the cell has ended without the GPU.
         executing = kernel.executing
         if not executing:
             kernel.cell.executing_since_s = None

@@ -254,6 +254,7 @@ class OomProtection:
     def _sweep(self) -> None:
         """Set back what inherited an adjustment, and forget processes that have ended."""
         self._swept_s = time.monotonic()
+        # A child has its parent's adjustment as of the fork: it, too, would be spared when memory runs out.
         inherited = [one for one in self._lowered.values() if one.is_inherited_visibly]
         snapshot = scan() if inherited else None
         for one in inherited:

@@ -182,6 +182,7 @@ class Sampler:
         used_mib = {device_id: use.used_mib for device_id, use in sample.uses.items() if use is not None}
         broker.set_readings(used_mib, sample.sensors)
         broker.oom_kills.see(sample.kills)
+        # MiB by lease and device; "" has what processes of no lease use.
         on_device: dict[tuple[str, str], int] = {}
         for device_id, use in sample.uses.items():
             if use is None:
@@ -200,6 +201,7 @@ class Sampler:
             self._report_lease(kernel, used.get(kernel.lease_id, {}), utilisation.get(kernel.lease_id))
         broker.habits.sampled(utilisation)
         self._note_processes(sample.uses, owners)
+        # After the leases' own use: what that grew by is covered by their reservations now, and is no stranger's.
         for device_id, use in sample.uses.items():
             if use is not None:
                 charged = sum(process.used_mib for process in use.processes)

@@ -272,6 +272,7 @@ class LostLeases:
             )
             states = set()
         command = await asyncio.to_thread(command_of, one)
+        # A claim alone gets no lease, and neither does a program on a device that is no kernel.
         away = bool(states & _AWAY)
         if not (states or used_mib) or not (away or command.is_kernel):
             return None

@@ -78,6 +78,7 @@ class EmptyDevices:
                 known.empty_since_s = now_s
             if known.empty_since_s is not None and not known.told_empty:
                 waits.append(known.empty_since_s + self._after_s - now_s)
+            # `used` is told at once; `empty` after the time. While a call runs nothing is told: the next look tells what holds then.
             is_empty = known.empty_since_s is not None and now_s - known.empty_since_s >= self._after_s
             if is_empty != known.told_empty and known.call is None and (is_empty or known.empty_since_s is None):
                 known.told_empty = is_empty

@@ -176,10 +176,11 @@ class _Play:
             return None
         devices = self._richest(lease)
         need_mib = ticket.extra_mib if ticket.resize_to is not None else lease.need_mib
-        if not patient and not ticket.kept_on:
+        if not patient and not ticket.kept_on:  # the first round: from memory that no busy lease has to give back
             devices = [device_id for device_id in devices if self._outlook(device_id, lease).calm_mib >= need_mib]
             if len(devices) < lease.count:
                 return _LATER
+        # Each device's way of making room, the quickest first; a lease on several devices takes as many.
         possible = (self._way(device_id, need_mib, lease) for device_id in devices)
         ways = sorted(
             (way for way in possible if way is not None),

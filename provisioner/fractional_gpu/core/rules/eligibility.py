@@ -19,7 +19,7 @@ def eligible_devices(books: Books, pool: PoolSpec, lease: Lease) -> tuple[str, .
         return tuple(device_id for device_id in allowed if _admits(books, device_id))
     homes = tuple(device_id for device_id in lease.home_ids if device_id in books.devices)
     if not homes or len(homes) < len(lease.home_ids):
-        return ()
+        return ()  # a device that its state came from is unknown here: a restore elsewhere could kill the process
     kinds = {books.devices[device_id].spec.name for device_id in homes}
     moves = pool.may_move and len(kinds) == 1 and not any(books.devices[home].spec.why_no_move for home in homes)
     like = tuple(
@@ -29,6 +29,7 @@ def eligible_devices(books: Books, pool: PoolSpec, lease: Lease) -> tuple[str, .
     )
     only = lease.spec.allowed_devices
     home = tuple(one for one in homes if _admits(books, one) and (not only or one in only))
+    # A home that has left the pool is used only where the pool alone has too few devices.
     stays = tuple(device_id for device_id in home if device_id in pool.devices)
     return (*stays, *like) if like and len(stays) + len(like) >= lease.count else home
 

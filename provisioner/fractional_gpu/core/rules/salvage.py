@@ -77,6 +77,7 @@ def plan_saving(candidates: Sequence[Candidate], *, free_ms: Sequence[int], host
         channels.append(chosen)
         names = {one.lease_id for one in chosen}
         rest = [one for one in rest if one.lease_id not in names]
+    # What does not fit into host memory leaves the plan first; the time that it leaves is filled with what does.
     channels = _within_host_memory(channels, host_left_mib)
     channels = _filled(channels, starts, candidates, host_left_mib)
     kept = {one.lease_id for channel in channels for one in channel}

@@ -254,7 +254,7 @@ class NvidiaMonitor:
             newest_us = now_us + _AHEAD_US
             sane = [one for one in samples if int(one.timeStamp) - offset_us <= newest_us and _is_sane(one)]
             sane = [one for one in sane if int(one.timeStamp) - offset_us > since_us and one.pid > 0]
-            if sane or (busy_percent or 0) < _AT_WORK:
+            if sane or (busy_percent or 0) < _AT_WORK:  # else it works for processes that the driver does not show here
                 by_pid = _means(sane)
             until_us = max([until_us, *(int(one.timeStamp) - offset_us for one in sane)])
         return DeviceUtilisation(
