@@ -4,12 +4,14 @@ import sqlite3
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.ledger import LeaseRecord, Ledger, LedgerError, OperationRecord, RecordError, StoryLine
+from fractional_gpu.ledger import ledger as ledger_module
 
 MakeLease = Callable[..., LeaseRecord]
 MakeOperation = Callable[..., OperationRecord]
@@ -242,3 +244,37 @@ def test_an_entry_that_makes_no_sense_stops_the_reader(path: Path, ledger: Ledge
     ledger._write("UPDATE leases SET state = 'resident', spec = '{\"lease_id\": 3}'", ())
     with pytest.raises(LedgerError, match="unreadable entry for lease a: "):
         ledger.live_leases()
+
+
+def test_pruning_gives_the_room_in_the_file_back_bit_by_bit(
+    ledger: Ledger, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_module, "PRUNED_AT_ONCE", 100)
+    with ledger.transaction():
+        for number in range(1000):
+            ledger.record(f"lease {number}", number, "r", "x" * 500)
+    lines, pages = [1000], [ledger._pragma("page_count")]
+    while ledger.prune(990):
+        lines.append(ledger._read("SELECT count(*) AS lines FROM story")[0]["lines"])
+        pages.append(ledger._pragma("page_count"))
+    assert {one - other for one, other in pairwise(lines)} <= {0, 90, 100}
+    assert max(one - other for one, other in pairwise(pages)) <= 100
+    assert [line.sentence for line in ledger.story("lease 990")] == ["x" * 500]
+    assert ledger.story("lease 989") == []
+    assert ledger._pragma("freelist_count") == 0
+    assert ledger._pragma("page_count") < pages[0] // 3
+    ledger.close()
+    assert path.stat().st_size < 4096 * pages[0] // 3
+
+
+def test_the_room_in_a_file_that_cannot_shrink_ends_no_pruning(ledger: Ledger) -> None:
+    """A ledger that was written anew with another tool, such as `VACUUM` without `auto_vacuum`."""
+    ledger._read("PRAGMA auto_vacuum = NONE")
+    ledger._read("VACUUM")
+    with ledger.transaction():
+        for number in range(200):
+            ledger.record("a", number, "r", "x" * 500)
+    while ledger.prune(1000):
+        pass
+    assert ledger._pragma("freelist_count") > 0
+    assert ledger.story("a") == []

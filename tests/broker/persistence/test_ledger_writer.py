@@ -201,3 +201,25 @@ async def test_a_full_disk_is_told_until_something_could_be_written(
     assert changes[0]
     assert changes[1:] == [""]
     await writer.close()
+
+
+async def test_others_write_while_much_is_pruned(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels wait for the ledger before they get a device."""
+    writer, left = LedgerWriter(ledger), [True, True, False]
+    granted = [asyncio.get_running_loop().create_future() for _ in left]
+
+    def prune(_ledger: Ledger, before_ms: int) -> bool:
+        assert before_ms == 7
+        loop.call_soon_threadsafe(write, granted[len(granted) - len(left)])
+        ledger.record("lease", 1, "test", "pruned")
+        return left.pop(0)
+
+    def write(done: asyncio.Future[None]) -> None:
+        writer.submit(note(ledger, "granted")).add_done_callback(lambda _: done.set_result(None))
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(Ledger, "prune", prune)
+    await writer.prune(7)
+    await asyncio.gather(*granted)
+    assert told(ledger) == ["pruned", "granted"] * 3
+    await writer.close()

@@ -86,6 +86,17 @@ class LedgerWriter:
         await self.flushed()
         return await asyncio.get_running_loop().run_in_executor(self._aside, act)
 
+    async def prune(self, before_ms: int) -> None:
+        """Delete what is before that time from the ledger, bit by bit: other writes have their turn in between. Raises LedgerError."""
+        more = True
+
+        def prune() -> None:
+            nonlocal more
+            more = self.ledger.prune(before_ms)
+
+        while more:
+            await self.run(prune)
+
     async def put_back(self) -> None:
         """Write the whole ledger again after its files were deleted. Raises LedgerError. Cancellation does not stop it."""
         await asyncio.get_running_loop().run_in_executor(self._thread, self.ledger.put_back)

@@ -58,6 +58,7 @@ from fractional_gpu.gpu.worker_link import WorkerClaim, WorkerLink
 from fractional_gpu.host.claims import NameClaim
 from fractional_gpu.host.threads import StartedThreads
 from fractional_gpu.ledger.ledger import Ledger
+from fractional_gpu.ledger.records import LedgerError
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
 log = logging.getLogger(__name__)
@@ -379,7 +380,10 @@ class BrokerRun:
         """Remove old entries of the ledger and the audit log, now and once a day, until cancelled."""
         while True:
             await audit.prune()
-            broker.writer.submit(partial(broker.writer.ledger.prune, wall_ms() - _HISTORY_MS))
+            try:
+                await broker.writer.prune(wall_ms() - _HISTORY_MS)
+            except LedgerError as error:  # a full disk: what is left is deleted tomorrow
+                log.error("the ledger's old entries were not deleted: %s", error)  # noqa: TRY400 - a full disk is no defect of ours
             await asyncio.sleep(_DAY_S)
 
     async def _stop_when_unused(self, broker: Broker) -> None:
