@@ -18,6 +18,7 @@ from fractional_gpu.core.metering.budgets import (
     penalty,
 )
 from fractional_gpu.core.metering.usage import Party, Usage, UsageRow
+from tests.support.counted import calls_of
 
 HOUR = 3600
 ANN = Party("lab", "ann", "staff")
@@ -134,3 +135,13 @@ def test_what_follows_is_another_priority_or_nothing() -> None:
     assert penalty(5, [Consequence.NO_SEATS]) is None
     assert penalty(5, [Consequence.LOWER_PRIORITY, Consequence.NO_SEATS]) == 4
     assert penalty(5, [Consequence.WHEN_FREE]) == LAST_PRIORITY
+
+
+def test_what_is_spent_each_minute_is_counted_without_touching_the_hours_of_the_month() -> None:
+    costs = []
+    for hours in (24, 24 * 31):
+        spending, now_s = Spending((EACH,)), 1000 * HOUR
+        spending.add([row(now_s - HOUR * number, 1) for number in range(hours)])
+        costs.append(calls_of(lambda spending=spending, now_s=now_s: spending.add([row(now_s, 1)], now_s)))  # type: ignore[misc]
+        assert spent(spending, 0, now_s) == hours + 1
+    assert costs[0] == costs[1]

@@ -152,9 +152,10 @@ class Spending:
             self._fold(now_s)
 
     def _fold(self, now_s: int) -> None:
-        """Make hours of minutes that are old enough."""
+        """Make hours of minutes that are old enough; hours, of which there may be thousands, stay as they are."""
+        before_s, grid_s = now_s - _MINUTES_FOR_S, self._grid_s
         for buckets in self._spent.values():
-            for at_s in [one for one in buckets if one < now_s - _MINUTES_FOR_S]:
+            for at_s in [one for one in buckets if one < before_s and (one - grid_s) % _HOUR_S]:
                 amount = buckets.pop(at_s)
                 hour_s = at_s - (at_s - self._grid_s) % _HOUR_S
                 buckets[hour_s] = buckets.get(hour_s, 0) + amount
