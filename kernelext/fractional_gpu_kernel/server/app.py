@@ -7,6 +7,7 @@ import asyncio
 import json
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
@@ -87,6 +88,23 @@ class StatusFollower:
             self._client.close()
             if is_connected and not self._stopping.is_set():
                 self._on_status(None)
+
+
+def newest_only(
+    loop: asyncio.AbstractEventLoop, take: Callable[[HostStatus | None], None]
+) -> Callable[[HostStatus | None], None]:
+    """Return what any thread may call with a status, so that `take` gets it on the loop. A loop that was busy gets the newest alone."""
+    newest: deque[HostStatus | None] = deque(maxlen=1)
+
+    def take_newest() -> None:
+        if newest:
+            take(newest.pop())
+
+    def on_status(status: HostStatus | None) -> None:
+        newest.append(status)
+        loop.call_soon_threadsafe(take_newest)
+
+    return on_status
 
 
 # -- browser events ----------------------------------------------------------------------------------------------------
@@ -396,13 +414,8 @@ class FractionalGPUApp(ExtensionApp):
 
     async def _start_jupyter_server_extension(self, _serverapp: Any) -> None:  # noqa: ANN401 - jupyter_server's signature
         """Subscribe, now that the loop runs."""
-        loop = asyncio.get_running_loop()
-
-        def on_status(status: HostStatus | None) -> None:
-            loop.call_soon_threadsafe(self._take, status)
-
         self._events.add_listener(schema_id=_KERNEL_ACTIONS, listener=self._kernel_acted)
-        self._follower = StatusFollower(on_status)
+        self._follower = StatusFollower(newest_only(asyncio.get_running_loop(), self._take))
         self._follower.start()
 
     async def stop_extension(self) -> None:
