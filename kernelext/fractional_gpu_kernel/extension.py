@@ -10,6 +10,7 @@ from fractional_gpu_kernel.cells.acquire import Acquirer, FirstGrant
 from fractional_gpu_kernel.cells.broker_channel import BrokerChannel
 from fractional_gpu_kernel.cells.gate import Gate, make_cell_transform
 from fractional_gpu_kernel.cells.guard import CellGuard, InputRequests
+from fractional_gpu_kernel.cells.loop_watch import LoopWatch
 from fractional_gpu_kernel.display.lines import Notices
 from fractional_gpu_kernel.magics.magics import Magics
 from fractional_gpu_kernel.memory.checkpointability import CheckpointBlockers
@@ -40,6 +41,13 @@ class LeasedKernel:
             why_not=self._blockers.reason,
             waits_for_input=lambda: bool(self._inputs.waiting),
         )
+        watch = LoopWatch(
+            self._on_main_loop,
+            self.gate,
+            self._acquirer,
+            is_held=lambda: self.gate.is_exempt or bool(self._inputs.waiting),
+            notice=self._notices.add,
+        )
         self._channel = BrokerChannel(
             settings,
             self.gate,
@@ -49,6 +57,7 @@ class LeasedKernel:
             managed=lambda: self._blockers.seen,
             inputs=lambda: self._inputs.waiting,
             examine=self._examine_cells,
+            look=watch.look,
             urgent_notice=self._notices.add_urgent,
         )
         self._barrier: Barrier | None = None  # made when the broker first wants the room while a cell runs

@@ -79,6 +79,15 @@ thread.start()
 """
 
 
+TASK = """%%cpu
+import asyncio
+async def later():
+    global seen
+    seen = buffer.sha256() == digest
+task = asyncio.create_task(later())
+"""
+
+
 @pytest.fixture(scope="module")
 def kept_pair() -> Iterator[Kept[Pair]]:
     """Two kernels whose pool tries a refused suspend again after a second."""
@@ -172,6 +181,15 @@ def test_a_background_thread_is_held_while_suspended_and_goes_on_afterwards(pair
     assert second.must(CHECK).text == "intact\n"
     first.must(f"while count <= {int(counted[0])}: pass")
     first.must("stop.set()\nthread.join()\nassert not thread.is_alive()")
+    assert first.must(CHECK).text == "intact\n"
+
+
+def test_a_task_that_outlives_its_cell_and_blocks_on_the_gpu_gets_a_suspended_kernel_back(pair: Pair) -> None:
+    first, second = pair.ready()
+    first.must(TASK)  # runs when the cell is over, and holds the main loop
+    assert first.must("%%cpu\nprint(seen)").text == "True\n"
+    assert pair.world.lease(first.kernel_id).state == "resident"
+    assert second.must(CHECK).text == "intact\n"
     assert first.must(CHECK).text == "intact\n"
 
 

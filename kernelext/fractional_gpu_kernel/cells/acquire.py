@@ -17,6 +17,7 @@ The notes, and what they do to the wait:
     OPENED         the gate has been opened, by the grant or by a command of the broker: the cell enters it
     INTERRUPTED    KeyboardInterrupt, also where it comes behind the last note of the wait
     RefusedError   the GPU will not come
+    FREE           the main loop runs again: ends a wait in its name (`hold`, see `loop_watch`)
 
 What the ticket's thread does when a call fails:
 
@@ -61,6 +62,7 @@ _CALL_AGAIN_S = 1.0  # of a process that cannot call the broker
 
 OPENED = "opened"
 INTERRUPTED = "interrupted"
+FREE = "free"
 REVIVING = "The GPU broker does not answer; it is being started again."
 _CANNOT_ASK = (
     "This kernel cannot ask for the GPU ({why}). The broker sees that the cell waits, and lets it in in its turn."
@@ -134,6 +136,18 @@ class Acquirer:
                     self.leave(waiter, keep=overlaps)
                     entered = self._gate.stop_waiting(on_open, mark if opened else None, overlap=overlaps)
                     entered = entered or mark is None
+
+    def hold(self, waiter: Waiter) -> None:
+        """Take part in the ticket until the gate opens, the GPU is refused, or `waiter` gets FREE."""
+        on_open = partial(waiter.put, OPENED)
+        self._gate.start_waiting(on_open)
+        try:
+            self.join(waiter)
+            while not isinstance(waiter.get(), str | RefusedError):
+                pass
+        finally:
+            self.leave(waiter)
+            self._gate.stop_waiting(on_open, None)
 
     def join(self, waiter: Waiter) -> None:
         """Have `waiter` get the notes from now on, the last `Progress` first. Never blocks."""

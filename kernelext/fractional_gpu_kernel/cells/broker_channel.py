@@ -45,7 +45,7 @@ class BrokerChannel:
 
     `notice` takes a sentence to show; `resize` the variables of a lease that has another size now. `managed` returns why the process cannot
     be saved, as far as is known, `inputs` the requests that use no GPU. `examine` begins to find out whether the running cells can do
-    without the GPU, and returns whether that is under way.
+    without the GPU, and returns whether that is under way. `look` is called at each keep-alive (see `loop_watch`).
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class BrokerChannel:
         managed: Callable[[], str] = str,
         inputs: Callable[[], list[str]] = list,
         examine: Callable[[], bool] = bool,
+        look: Callable[[], None] = lambda: None,
         urgent_notice: Callable[[str, str], None] | None = None,
     ) -> None:
         self._settings = settings
@@ -70,6 +71,7 @@ class BrokerChannel:
         self._managed = managed
         self._inputs = inputs
         self._examine = examine
+        self._look = look
         self._stop = threading.Event()
         self._answers: SimpleQueue[tuple[int, str, str] | None] = SimpleQueue()  # number, word, detail; None: wake up
         self._clients: list[BrokerClient] = []
@@ -205,7 +207,7 @@ class BrokerChannel:
         number = command.number
         match command.verb:
             case "":
-                return
+                self._look()
             case GateVerb.CLOSE:
                 self._answer(number, self._gate.close(), CELL_BARRED if self._gate.is_barred else "")
                 self._repeat_exempt()

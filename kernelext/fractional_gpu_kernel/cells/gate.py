@@ -51,6 +51,7 @@ class Gate:
         self._lock = threading.Lock()
         self.is_open = False
         self.is_inert = False
+        self._was_open = False
         # Marks of cells, each in at most one of the sets. To leave twice, or without having entered, changes nothing.
         self._running: set[object] = set()
         self._paused: set[object] = set()  # waiting for input
@@ -63,6 +64,11 @@ class Gate:
         return (
             f"<Gate {'open' if self.is_open else 'shut'}, running {len(self._running)}, waiting {len(self._waiting)}>"
         )
+
+    @property
+    def is_shut_again(self) -> bool:
+        """Whether the gate is shut and has been open before: the kernel may have state of its own on the GPU."""
+        return self._was_open and not self.is_open
 
     @property
     def is_busy(self) -> bool:
@@ -218,7 +224,7 @@ class Gate:
             if self.is_inert or (still_wanted is not None and not still_wanted()):
                 return False
             self._bind(environment)
-            self.is_open = True
+            self.is_open = self._was_open = True
             if (
                 self._barred
             ):  # in the same step: a cell that reaches the GPU through the open gate always counts as running

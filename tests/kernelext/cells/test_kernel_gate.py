@@ -2,11 +2,13 @@
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from fractional_gpu.protocol.messages import GateVerb, Progress
+from fractional_gpu.protocol.messages import GateCommand, GateVerb, Progress
 from tests.kernelext.kernels import RunningKernel, kernel_environment, running_kernel
 from tests.kernelext.scripted_broker import ScriptedBroker
 
@@ -480,6 +482,90 @@ def test_where_the_pool_allows_it_a_cell_overlaps_with_the_resume_and_its_ticket
     assert kernel.finish(following).printed == "shut\nopen\n"
     assert kernel.run("print('at once')").printed == "at once\n"
     assert broker.count("acquire") == 1
+
+
+BLOCKING_TASK = """
+import asyncio
+async def use_the_gpu():
+    open(fifo).read()
+task = asyncio.create_task(use_the_gpu())
+"""
+
+
+@contextmanager
+def blocked_main_loop(kernel: RunningKernel, broker: ScriptedBroker, fifo: Path) -> Iterator[str]:
+    """A kernel that is off the GPU and whose main loop a task blocks until the end, and the request of the cell that started the task."""
+    open_gate(kernel, broker)
+    os.mkfifo(fifo)
+    request = kernel.send(f"fifo = {str(fifo)!r}{BLOCKING_TASK}")
+    assert kernel.finish(request).status == "ok"
+    gate = broker.stream("gate")
+    with fifo.open("w"):  # opens once the task reads
+        gate.command(GateVerb.CLOSE, 5)
+        assert broker.answer_to(5) == "closed"
+        yield request
+
+
+def test_a_task_that_blocks_the_main_loop_of_a_suspended_kernel_has_the_gpu_asked_for(
+    kernel: RunningKernel, broker: ScriptedBroker, folder: Path
+) -> None:
+    gate = broker.stream("gate")
+    with blocked_main_loop(kernel, broker, folder / "fifo") as started:
+        request = kernel.send("print('answers')")
+        for _ in range(2):
+            gate.send(GateCommand(verb=""))
+        acquire = broker.stream("acquire", 2)
+        kernel.until_shown(started, "A task of this notebook uses the GPU while the kernel is not on it")
+        broker.grant_at_once = True  # for the cell, where the task ends before this grant is read
+        acquire.granted()
+    assert kernel.finish(request).printed == "answers\n"
+    gate.command(GateVerb.CLOSE, 6)
+    assert broker.answer_to(6) == "closed"
+
+
+def test_a_main_loop_that_runs_again_by_itself_asks_no_more(
+    kernel: RunningKernel, broker: ScriptedBroker, folder: Path
+) -> None:
+    gate = broker.stream("gate")
+    with blocked_main_loop(kernel, broker, folder / "fifo"):
+        for _ in range(2):
+            gate.send(GateCommand(verb=""))
+        broker.stream("acquire", 2)
+    broker.wait_for(lambda: broker.hung_up == ["acquire"])
+    request = kernel.send("print('answers')")
+    broker.stream("acquire", 3).granted()
+    assert kernel.finish(request).printed == "answers\n"
+
+
+@pytest.mark.parametrize("cell", ["pass", "%%cpu\nopen(fifo).read()", "input()"])
+def test_a_main_loop_that_is_free_or_held_by_a_cell_without_the_gpu_asks_for_nothing(
+    kernel: RunningKernel, broker: ScriptedBroker, folder: Path, cell: str
+) -> None:
+    open_gate(kernel, broker)
+    fifo = folder / "fifo"
+    os.mkfifo(fifo)
+    kernel.run(f"fifo = {str(fifo)!r}")
+    request = kernel.send(cell, allow_stdin=True)
+    if "fifo" in cell:
+        writer = fifo.open("w")
+    elif "input" in cell:
+        kernel.client.get_stdin_msg(timeout=60)
+        broker.wait_for(lambda: "input" in broker.words())
+    else:
+        kernel.finish(request)
+    gate = broker.stream("gate")
+    gate.command(GateVerb.CLOSE, 5)
+    assert broker.answer_to(5) == "closed"
+    for number in (6, 7, 8):
+        gate.send(GateCommand(verb=""))
+        gate.command(GateVerb.LIMIT, number)
+        assert broker.answer_to(number) == "done"
+        if cell == "pass":
+            kernel.run("%gpu help")  # the loop has gone on
+    assert broker.count("acquire") == 1
+    if "fifo" in cell:
+        writer.close()
+        kernel.finish(request)
 
 
 def test_shrink_runs_on_the_idle_main_loop(kernel: RunningKernel, broker: ScriptedBroker) -> None:
