@@ -105,6 +105,11 @@ def test_a_system_service_comes_before_a_users_own(home: Path) -> None:
     assert socket_path() == str(home / "no-system.sock")
 
 
+def test_while_a_service_restarts_no_broker_of_a_user_takes_its_place(home: Path) -> None:
+    (home / "no-system.sock.lock").touch()  # stays where it was when its socket is gone
+    assert socket_path() == str(home / "no-system.sock")
+
+
 def test_a_users_own_socket_is_in_a_private_folder(home: Path) -> None:
     assert socket_path() == str(home / "rt" / "gpu" / "broker.sock")
     assert (home / "rt" / "gpu").stat().st_mode & 0o777 == 0o700

@@ -77,6 +77,11 @@ def test_no_broker_is_an_ordinary_answer_and_none_is_started(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_service_that_does_not_run_is_started_by_no_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--socket", "/run/jupyter-gpu-nowhere/b.sock"]) == 0
+    assert "an administrator starts it" in capsys.readouterr().out
+
+
 def test_a_dead_brokers_socket_counts_as_no_broker(broker: OwnBroker, capsys: pytest.CaptureFixture[str]) -> None:
     Path(broker.path).rename(f"{broker.path}.left")
     broker.stop()

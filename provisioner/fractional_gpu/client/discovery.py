@@ -2,7 +2,7 @@
 
 Rules:
 
-- The socket: `$JUPYTER_GPU_SOCKET`, else the system service's if it exists, else one in the user's Jupyter runtime
+- The socket: `$JUPYTER_GPU_SOCKET`, else the system service's if the machine has one, else one in the user's Jupyter runtime
   folder. Where that is on a network filesystem, which several hosts may share (a home on NFS), it is a folder for each host: a socket there
   is of one host, and a broker of another one would put its own in its place.
 - Clients send connection keys to the process that serves the socket, so its folder must belong to this user or root and no
@@ -89,14 +89,20 @@ def socket_path() -> str:
 
 
 def _is_system_service_there() -> bool:
-    """Whether the system service's socket exists. In a folder that this user may not enter it counts as there: the devices are its own."""
-    try:
-        os.stat(SYSTEM_SOCKET)  # noqa: PTH116 - `Path.exists` takes a folder without access for none, or raises, by Python's version
-    except PermissionError:
+    """Whether the machine has a system service: its socket, or the lock that it leaves when it stops.
+
+    A user's own broker that starts while the service restarts would take the devices, and the service could not start again.
+    In a folder that this user may not enter it counts as there: the devices are its own.
+    """
+    for name in (SYSTEM_SOCKET, f"{SYSTEM_SOCKET}.lock"):
+        try:
+            os.stat(name)  # noqa: PTH116 - `Path.exists` takes a folder without access for none, or raises, by Python's version
+        except PermissionError:
+            return True
+        except OSError:
+            continue
         return True
-    except OSError:
-        return False
-    return True
+    return False
 
 
 def ensure_broker(
@@ -159,7 +165,7 @@ def _check_may_start(path: str) -> None:
     if is_service_socket(path) or _is_roots(Path(path).absolute().parent):
         raise BrokerUnavailableError(
             f"the GPU broker at {path} is a system service and does not run; "
-            "an administrator starts it (systemctl status jupyter-gpu)"
+            "an administrator starts it (systemctl status jupyter-gpu), or removes its folder where none is to run any more"
         )
     if os.environ.get(IN_WORKLOAD) == "1":
         return

@@ -10,6 +10,7 @@ from typing import Never, TextIO
 from msgspec import to_builtins
 
 from fractional_gpu.client.discovery import socket_path
+from fractional_gpu.client.http import is_service_socket
 from fractional_gpu.commands.terminal.connection import add_socket_argument, broker_if_running
 from fractional_gpu.commands.terminal.output import shown, terminal_width
 from fractional_gpu.commands.terminal.render import render_status
@@ -49,7 +50,12 @@ def show(status: HostStatus | None, *, as_json: bool, socket: str, out: TextIO) 
     if as_json:
         return json.dumps({"running": False} if status is None else {"running": True, **to_builtins(status)}) + "\n"
     if status is None:
-        return f"No broker is running on {socket}; it starts with the first kernel that wants a GPU.\n"
+        starts = (
+            "an administrator starts it"
+            if is_service_socket(socket)
+            else "it starts with the first kernel that wants a GPU"
+        )
+        return f"No broker is running on {socket}; {starts}.\n"
     return shown(render_status(status, terminal_width(out)), out)
 
 

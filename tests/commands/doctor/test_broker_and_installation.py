@@ -83,6 +83,12 @@ def test_a_folder_that_is_not_there_means_no_broker_and_a_file_in_its_place_is_a
     assert the(found).severity is Severity.ERROR
 
 
+def test_a_service_that_does_not_run_is_an_error() -> None:
+    _, found = check_broker("/run/jupyter-gpu-nowhere/b.sock")
+    assert the(found).severity is Severity.ERROR
+    assert "an administrator starts it" in the(found).advice
+
+
 def test_a_socket_path_that_is_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUPYTER_GPU_SOCKET", "/tmp/" + "x" * 200)  # noqa: S108 - nothing is made there
     path, found = check_broker(None)

@@ -11,6 +11,7 @@ from typing import Final
 from fractional_gpu import __version__
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import socket_path
+from fractional_gpu.client.http import is_service_socket
 from fractional_gpu.client.state_folder import filesystem_type, find_ledger, is_network, node_name, state_folder
 from fractional_gpu.commands.doctor.report import Finding, note, ok, problem, warning
 from fractional_gpu.commands.terminal.connection import broker_if_running, kernels_of
@@ -90,6 +91,9 @@ def check_broker(socket: str | None) -> tuple[str | None, list[Finding]]:
     except FractionalGPUError as error:
         return socket, [problem("broker", str(error), "mend that first: no kernel of ours starts without a broker")]
     shared = list(_check_place(path))
+    if client is None and is_service_socket(path):
+        stopped = f"the system service on {path} does not run: no kernel starts"
+        return path, [*shared, problem("broker", stopped, "an administrator starts it: systemctl status jupyter-gpu")]
     if client is None:
         return path, [*shared, note("broker", f"none runs on {path}: it starts with the first kernel that wants a GPU")]
     with closing(client):
