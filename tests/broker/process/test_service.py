@@ -188,3 +188,20 @@ except BrokerUnavailableError as error:
         [sys.executable, "-c", ask], env=environment(), capture_output=True, text=True, timeout=60, check=True, cwd="/"
     )
     assert "is a system service and does not run" in done.stdout
+
+
+def test_a_user_who_starts_a_broker_on_a_services_socket_is_told_whose_it_is() -> None:
+    ask = f"""
+from fractional_gpu.broker.process.restarting import make_socket_folder
+from fractional_gpu.protocol.errors import BrokerUnavailableError
+{BECOME_NOBODY}
+try:
+    make_socket_folder("/run/broker.sock")
+except BrokerUnavailableError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", ask], env=environment(), capture_output=True, text=True, timeout=60, check=True, cwd="/"
+    )
+    assert "is the socket of a system service" in done.stdout
+    assert "--socket" in done.stdout

@@ -196,6 +196,11 @@ def make_socket_folder(socket: str, *, service: bool = False) -> None:
     folder = Path(socket).absolute().parent
     everyone = service or (os.getuid() == 0 and folder == Path(SYSTEM_SOCKET).parent)
     made = not folder.exists()
+    if is_service_socket(socket) and not made and not os.access(folder, os.W_OK):
+        raise BrokerUnavailableError(
+            f"{socket} is the socket of a system service, which an administrator starts; for a broker of your own, name another one "
+            "with --socket"
+        )
     if everyone:
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     else:
