@@ -96,6 +96,16 @@ def test_folders_for_sockets_with_a_long_path_go_too(world: World, tmp_path: Pat
     assert foreign.exists()
 
 
+def test_a_kernelspec_that_is_a_link_goes_too(world: World) -> None:
+    (name,) = world.install(250)
+    kept = world.folder / "dotfiles"
+    (world.kernels_dir / name).rename(kept)
+    (world.kernels_dir / name).symlink_to(kept)
+    assert world.command("uninstall", "--yes").returncode == 0
+    assert list(world.kernels_dir.iterdir()) == []
+    assert (kept / "kernel.json").is_file()
+
+
 def test_where_nobody_can_be_asked_it_says_what_to_do(world: World) -> None:
     said = world.command("uninstall")
     assert said.returncode == 1

@@ -133,6 +133,17 @@ def test_a_name_or_place_that_is_none_is_refused_before_anything_is_written(
     assert list(empty.iterdir()) == []
 
 
+def test_a_kernelspec_that_is_a_link_is_removed_and_not_what_it_names(places: Places) -> None:
+    directory = places.specs
+    (spec,) = install("default", [250], directory=str(directory))
+    kept = directory.parent / "dotfiles"
+    spec.folder.rename(kept)
+    spec.folder.symlink_to(kept)
+    assert [one.name for one in remove(directory=str(directory))] == [spec.name]
+    assert not spec.folder.is_symlink()
+    assert (kept / "kernel.json").is_file()
+
+
 def test_bases_launchers_and_names_do_not_overwrite_each_other(places: Places) -> None:
     directory = str(places.specs)
     places.write_spec("Other.Env")

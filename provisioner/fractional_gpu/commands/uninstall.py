@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import select
-import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -32,7 +31,7 @@ from fractional_gpu.commands.terminal.output import say
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.config.settings import CONFIG_NAME
 from fractional_gpu.host.files import temporary_folder
-from fractional_gpu.jupyter.kernelspecs import list_installed
+from fractional_gpu.jupyter.kernelspecs import delete_folder, list_installed
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
 PACKAGE: Final = "jupyter-fractional-gpu"
@@ -244,7 +243,7 @@ def _remove(items: list[Item]) -> tuple[list[Item], dict[Path, str]]:
         for number, item in enumerate(items):
             count(number, len(items))
             try:
-                shutil.rmtree(item.path)
+                delete_folder(item.path)
             except FileNotFoundError:
                 continue  # the broker has removed it at its end
             except OSError as error:

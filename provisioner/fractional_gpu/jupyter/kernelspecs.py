@@ -172,10 +172,18 @@ def remove(
     removed = [spec for spec in ours if names is None or spec.name in names]
     for spec in removed:
         try:
-            shutil.rmtree(spec.folder)
+            delete_folder(spec.folder)
         except OSError as error:
             raise FractionalGPUError(f"{spec.folder} cannot be removed: {error.strerror}") from error
     return removed
+
+
+def delete_folder(folder: Path) -> None:
+    """Delete a kernelspec's folder; of one that is a link, the link only: what it names is the user's own. Raises OSError."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
 
 
 class SeatKernelSpecManager(KernelSpecManager):
