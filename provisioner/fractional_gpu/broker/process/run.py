@@ -10,6 +10,7 @@ import signal
 import socket as socket_module
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -176,11 +177,13 @@ class BrokerRun:
         asyncio.get_running_loop().set_default_executor(StartedThreads(_THREADS, "broker"))
         for claim in self._claims:
             drain_claim_queries(claim)
-        parts = await self._make_parts()
-        parts.own_files.serve()
-        address = self._settings.metrics_address
-        metrics_server = listen(parts.broker.metrics.full_registry, address) if address is not None else None
-        self._report_ready()
+        async with AsyncExitStack() as undo:  # what a start takes back that comes to nothing
+            parts = await self._make_parts(undo)
+            parts.own_files.serve()
+            address = self._settings.metrics_address
+            metrics_server = listen(parts.broker.metrics.full_registry, address) if address is not None else None
+            self._report_ready()
+            undo.pop_all()
         tasks = [asyncio.create_task(work) for work in self._background_work(parts)]
         try:
             with Watchdog.of(self._settings.hang_limit_ms):
@@ -190,13 +193,14 @@ class BrokerRun:
         log.info("stopped; %s", "leases live on" if leases_live else "no lease was left")
         return leases_live
 
-    async def _make_parts(self) -> _Parts:
-        """Make the parts of the broker, and restore the leases and seats that an earlier broker left."""
+    async def _make_parts(self, undo: AsyncExitStack) -> _Parts:
+        """Make the parts of the broker, and restore the leases and seats that an earlier broker left. `undo` ends the worker."""
         settings, monitor, ledger = self._settings, self._backend.monitor, self._ledger
 
         # The checkpoint worker, and the operations that use it.
         turn = WorkerClaim.open(Path(f"{self._socket}.worker"))
         worker = WorkerLink(self._backend.name, claim=turn, service=self._worker_socket)
+        undo.push_async_callback(worker.close)
         driver = DriverStart(worker, self._specs)
         off = await driver.begin()
         arbiter = make_arbiter(ledger)
