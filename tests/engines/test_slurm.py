@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from fractional_gpu.engines.slurm import Slurm
 from fractional_gpu.protocol.nodes import parse_summary
 from tests.support.paths import PYTHONPATH, ROOT
 from tests.support.slurm import GRES, Cluster, new_cluster
@@ -251,6 +252,24 @@ def test_the_parts_of_a_heterogeneous_job_have_seats_on_their_nodes(slurm: Clust
 
     until(seated, "each part has its seat")
     slurm.cancel(job)
+
+
+def test_a_jobs_comment_is_no_other_tasks_or_parts(slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of an array's last task is the array's, and that of a heterogeneous job's first part the whole job's."""
+    monkeypatch.setenv("SLURM_CONF", str(slurm.conf))
+    array = slurm.sbatch("exec sleep 600", "--array=1-2")
+    script = slurm.folder / "two.sh"
+    script.write_text("#!/bin/sh\n#SBATCH --nodelist=n1\n#SBATCH hetjob\n#SBATCH --nodelist=n2\nexec sleep 600\n")
+    parts = slurm.call("sbatch", "--parsable", "--output=/dev/null", str(script)).strip()
+    for job in (array, parts):
+        until(
+            lambda: slurm.call("squeue", "-h", "-r", "-t", "R", "-j", job, "-o", "%A").split().count(job) == 1,  # noqa: B023 - called at once
+            f"job {job} runs",
+        )
+        until(lambda: slurm.call("squeue", "-h", "-r", "-t", "R", "-j", job).count("\n") == 2, "so do all of it")  # noqa: B023 - as above
+        assert Slurm("n1").comment(int(job), "used")
+        assert slurm.call("scontrol", "show", "job", "-o", job).count("AdminComment=used") == 1
+    slurm.cancel(array, parts)
 
 
 def test_once_writes_at_once_and_says_what(slurm: Cluster, nodes: list[GPUNode]) -> None:

@@ -21,12 +21,16 @@ NODE = (
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
-    """Slurm's commands that print the file `said`, end with the code in `code`, and write down what they were given."""
-    for name in ("scontrol", "squeue", "sacctmgr"):
+    """Slurm's commands that print the file `said`, end with the code in `code`, and write down what they were given.
+
+    A file `said.COMMAND` is printed in its place, by that command.
+    """
+    for name in ("scontrol", "squeue", "sacct", "sacctmgr"):
         script = tmp_path / name
         script.write_text(
-            f'#!/bin/sh\nfor word; do printf "%s\\n" "$word"; done >{tmp_path}/given\ncat {tmp_path}/said; cat {tmp_path}/wrong >&2\n'
-            f"exit $(cat {tmp_path}/code)\n"
+            f'#!/bin/sh\nfor word; do printf "%s\\n" "$word"; done >{tmp_path}/given\ncp {tmp_path}/given {tmp_path}/given.{name}\n'
+            f"if [ -e {tmp_path}/said.{name} ]; then cat {tmp_path}/said.{name}; exit 0; fi\n"
+            f"cat {tmp_path}/said; cat {tmp_path}/wrong >&2\nexit $(cat {tmp_path}/code)\n"
         )
         script.chmod(0o755)
     answer(tmp_path, "")
@@ -115,17 +119,22 @@ def test_a_node_with_shards_has_no_counts_of_ours(slurm: Slurm, tmp_path: Path) 
 
 
 def test_a_job_is_told_from_the_other_tasks_of_its_array(slurm: Slurm, tmp_path: Path) -> None:
-    answer(tmp_path, "4|1000|ada|RUNNING|gres:jgpu:open:250\n3|1000|ada|RUNNING|gres:jgpu:open:500\n")
+    answer(tmp_path, "4|1000|ada|RUNNING|gres:jgpu:open:250|3_1\n3|1000|ada|RUNNING|gres:jgpu:open:500|3_2\n")
     job = slurm.job(3)
     assert job is not None
-    assert (job.uid, job.user, dict(job.gres)) == (1000, "ada", {"jgpu:open": 500})
+    assert (job.name, job.uid, job.user, dict(job.gres)) == ("3_2", 1000, "ada", {"jgpu:open": 500})
     given_words = (tmp_path / "given").read_text().splitlines()
-    assert given_words == ["--noheader", "--states=all", "--jobs=3", "--format=%A|%U|%u|%T|%b"]
+    assert given_words == ["--noheader", "--states=all", "--jobs=3", "--format=%A|%U|%u|%T|%b|%i"]
 
 
 def test_a_job_that_is_resized_lives(slurm: Slurm, tmp_path: Path) -> None:
-    answer(tmp_path, "4|1000|ada|RESIZING|gres:jgpu:open:250\n5|1000|ada|COMPLETED|N/A\n")
+    answer(tmp_path, "4|1000|ada|RESIZING|gres:jgpu:open:250|4\n5|1000|ada|COMPLETED|N/A|5\n")
     assert [(job.job_id, job.has_ended) for job in slurm.jobs()] == [(4, False), (5, True)]
+
+
+def test_tasks_that_wait_are_named_by_their_number(slurm: Slurm, tmp_path: Path) -> None:
+    answer(tmp_path, "3|1000|ada|PENDING|gres:jgpu:open:250|3_[2-9%1]\n")
+    assert [job.name for job in slurm.jobs()] == ["3"]
 
 
 @pytest.mark.parametrize(
@@ -158,13 +167,59 @@ def test_a_command_that_hangs_or_is_missing_is_a_controller_that_is_down(
         Slurm("n1").call("no-such-command-of-slurm")
 
 
+RUNNING = "12|1000|ada|RUNNING|gres:jgpu:open:250|12\n"
+
+
 def test_comments_of_ended_jobs_are_no_error(slurm: Slurm, tmp_path: Path) -> None:
-    answer(tmp_path, "", "Job has already finished for job 1", 1)
-    assert slurm.comment(1, "used \x1b[2J nothing") is False
-    assert (tmp_path / "given").read_text().splitlines()[-1] == "admincomment=used ?[2J nothing"
-    answer(tmp_path, "")
-    slurm.comment_in_accounting(1, 'a "quoted" text')
-    assert (tmp_path / "given").read_text().splitlines()[-1] == 'admincomment="a ?quoted? text"'
+    (tmp_path / "said.squeue").write_text(RUNNING)
+    answer(tmp_path, "", "Job has already finished for job 12", 1)
+    assert slurm.comment(12, "used \x1b[2J nothing") is False
+    assert (tmp_path / "given.scontrol").read_text().splitlines()[-1] == "admincomment=used ?[2J nothing"
+    (tmp_path / "given.scontrol").unlink()
+    for said in (RUNNING.replace("RUNNING", "COMPLETED"), ""):
+        (tmp_path / "said.squeue").write_text(said)
+        assert slurm.comment(12, "used") is False
+    assert not (tmp_path / "given.scontrol").exists()
+
+
+@pytest.mark.parametrize("name", ["12_3", "12+0", "12"])
+def test_a_comment_is_of_one_task_of_an_array_and_of_one_part_of_a_heterogeneous_job(
+    slurm: Slurm, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "said.squeue").write_text(f"13|1000|ada|RUNNING|N/A|12_1\n{RUNNING.strip()[:-2]}{name}\n")
+    assert slurm.comment(12, "used")
+    assert (tmp_path / "given.scontrol").read_text().splitlines() == ["update", f"jobid={name}", "admincomment=used"]
+    (tmp_path / "said.sacct").write_text(f"13|12_1|2026-11-28T11:22:35|\n12|{name}|2026-11-28T11:22:35|\n")
+    assert slurm.comment_in_accounting(12, 'a "quoted" text')
+    words = (tmp_path / "given.sacctmgr").read_text().splitlines()
+    assert words == ["-i", "modify", "job", "where", f"jobid={name}", "set", 'admincomment="a ?quoted? text"']
+
+
+@pytest.mark.parametrize(
+    ("record", "done", "written"),
+    [
+        ("", False, False),  # the database does not know the job yet
+        ("12|12|Unknown|\n", False, False),  # nor its end: what is reported of it then replaces the comment
+        ("12|12|2026-11-28T11:22:35|jupyter-gpu: kernels=1 cost=0.10EUR\n", True, True),
+        ("12|12|2026-11-28T11:22:35|jupyter-gpu: kernels=2 cost=0.62eur\n", True, False),  # written before
+        ("12|12|2026-11-28T11:22:35|JS1:H4sIAL|Of another\nin two lines\n", True, False),
+    ],
+)
+def test_an_ended_job_gets_its_comment_once_its_end_is_known_and_anothers_stays(
+    slurm: Slurm, tmp_path: Path, record: str, done: bool, written: bool
+) -> None:
+    (tmp_path / "said.sacct").write_text(record)
+    assert slurm.comment_in_accounting(12, "jupyter-gpu: kernels=2 cost=0.62EUR") is done
+    assert (tmp_path / "given.sacctmgr").exists() is written
+
+
+def test_an_accounting_database_that_is_down_is_named(slurm: Slurm, tmp_path: Path) -> None:
+    answer(tmp_path, "", "sacct: error: Sending PersistInit msg: Connection refused", 1)
+    with pytest.raises(EngineUnavailableError, match="slurmdbd does not answer"):
+        slurm.comment_in_accounting(12, "used")
+    (tmp_path / "sacct").write_text("#!/bin/sh\nexec sleep 600\n")
+    with pytest.raises(EngineUnavailableError, match="slurmdbd is down"):
+        Slurm("n1", timeout_s=0.2).comment_in_accounting(12, "used")
 
 
 @pytest.mark.parametrize("name", ["", "-o", "n1;id", "n1 n2", "a" * 70])
@@ -184,7 +239,7 @@ def test_a_jobs_number_is_a_number(text: str) -> None:
 
 def job(**gres: int) -> SlurmJob:
     counts = {name.replace("_", ":"): count for name, count in gres.items()}
-    return SlurmJob(job_id=5, uid=1000, user="ada", state="RUNNING", gres=counts)
+    return SlurmJob(job_id=5, name="5", uid=1000, user="ada", state="RUNNING", gres=counts)
 
 
 POOLS = {"jgpu": "default", "jgpubig": "big"}

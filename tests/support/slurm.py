@@ -23,18 +23,19 @@ from pathlib import Path
 
 from fractional_gpu.engines.slurm import parse_gres
 from tests.support.ports import free_ports
+from tests.support.slurm_accounting import Accounting
 from tests.support.world import World, until
 
 __all__ = ["GRES", "Cluster", "Node", "new_cluster"]
 
 GRES = "jgpu"
 _CONFIG = """\
-ClusterName=jfg
+ClusterName={name}
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={munge}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -45,7 +46,7 @@ SlurmctldPort={port}
 MpiDefault=none
 SwitchType=switch/none
 JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
+{accounting}
 FirstJobId={first}
 ReturnToService=2
 SelectType=select/cons_tres
@@ -59,6 +60,7 @@ PrologFlags=Alloc
 {lines}
 PartitionName=gpu Nodes={names} Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
 """
+_NO_ACCOUNTING = "AccountingStorageType=accounting_storage/none"
 _FREE = "GresTypes={gres}\nProctrackType=proctrack/linuxproc\nTaskPlugin=task/none"
 _CONSTRAINED = "GresTypes={gres}\nProctrackType=proctrack/cgroup\nTaskPlugin=task/cgroup"
 _CGROUP = """\
@@ -99,6 +101,8 @@ class Cluster:
         closed: int,
         node_gres: str,
         gres: Mapping[str, str],
+        accounting: Accounting | None = None,
+        sibling: "Cluster | None" = None,
     ) -> None:
         missing = [name for name in _DAEMONS if shutil.which(name, path=_path()) is None]
         assert not missing, f"{', '.join(missing)} not found: `tests/run setup` installs Debian's slurm-wlm and munge"
@@ -110,6 +114,10 @@ class Cluster:
         self._constrained = constrained
         self._node_gres = node_gres or f"{GRES}:open:{opened},{GRES}:closed:{closed}"
         self._gres = dict(gres)
+        self._accounting = accounting
+        self.name: str = "jfg" if sibling is None else f"{sibling.name}x"
+        self.munge: Path = folder / "munge.socket" if sibling is None else sibling.munge
+        self._has_munge = sibling is None
         self._ports = free_ports(3)
         # Nodes of several clusters on a machine share the names of control groups: their jobs must differ in their numbers.
         self.first_job = random.SystemRandom().randrange(1_000, 60_000_000, 1_000)
@@ -124,22 +132,29 @@ class Cluster:
     def start(self) -> None:
         """Write the configuration, start the daemons, and return when both nodes are idle."""
         self.write()
+        if self._has_munge:
+            self.start_munge()
+        if self._accounting is not None:
+            self._accounting.begin(self.munge, self.environment)
+        self.start_controller("-c")
+        for node in self.nodes:
+            self.start_node(node)
+        until(lambda: set(self.states().values()) == {"idle"}, "both nodes are idle")
+
+    def start_munge(self) -> None:
+        """Start munged, by which all daemons know each other."""
         munge = self.folder / "munge"
         munge.mkdir(mode=0o755)
         self.call("mungekey", "--create", f"--keyfile={munge}/key")
         self.call(
             "munged",
             "--force",
-            f"--socket={self.folder}/munge.socket",
+            f"--socket={self.munge}",
             f"--key-file={munge}/key",
             f"--log-file={munge}/log",
             f"--pid-file={self.folder}/munged.pid",
             f"--seed-file={munge}/seed",
         )
-        self.start_controller("-c")
-        for node in self.nodes:
-            self.start_node(node)
-        until(lambda: set(self.states().values()) == {"idle"}, "both nodes are idle")
 
     def write(self) -> None:
         """Write slurm.conf, gres.conf and cgroup.conf."""
@@ -156,6 +171,9 @@ class Cluster:
         self.conf.write_text(
             _CONFIG.format(
                 host=host,
+                name=self.name,
+                munge=self.munge,
+                accounting=_NO_ACCOUNTING if self._accounting is None else self._accounting.lines(self.munge),
                 user=pwd.getpwuid(os.getuid()).pw_name,
                 folder=self.folder,
                 port=self._ports[0],
@@ -330,14 +348,25 @@ def new_cluster(
     closed: int = 3000,
     node_gres: str = "",
     gres: Mapping[str, str] | None = None,
+    accounting: Accounting | None = None,
+    sibling: Cluster | None = None,
 ) -> Iterator[Cluster]:
     """A cluster that ends with the block. `scripts`: Prolog, Epilog and TaskProlog; `opened`, `closed`: each node's counts at its start.
 
     `node_gres`, `gres`: other GRES in their place, the node's and, by name, the rest of the lines of gres.conf.
+    `accounting`: its database; `sibling`: a cluster with which it may be in a federation, on the same database.
     """
     folder = Path(tempfile.mkdtemp(prefix="jfg-slurm-"))
     cluster = Cluster(
-        folder, constrained=constrained, scripts={}, opened=opened, closed=closed, node_gres=node_gres, gres=gres or {}
+        folder,
+        constrained=constrained,
+        scripts={},
+        opened=opened,
+        closed=closed,
+        node_gres=node_gres,
+        gres=gres or {},
+        accounting=accounting,
+        sibling=sibling,
     )
     if scripts is not None:
         cluster.scripts.update(scripts(cluster.nodes))

@@ -2,18 +2,20 @@
 
 - A running job whose Prolog could not register its seat gets it as soon as the broker answers.
 - A seat whose job Slurm knows no more, or knows as ended, ends: its Epilog did not run, or could not reach the broker.
-- The meter's figures of each job go into its AdminComment, at most once in `comment_ms`, and after its end into the accounting database.
+- The meter's figures of each job go into its AdminComment, at most once in `comment_ms`.
+- The last figures of a job that has ended go into the accounting database. They wait for it, up to `ended_ms` and apart from all else: it
+  learns of a job's end some time after it, and it may be down, or out of reach of the nodes.
 
 Slurm is asked for the node's jobs only where there is a reason: a seat that is missing, or seats that are a while old.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.engines.accounting import JobFigures, figures_of, leases_by_seat, sentence_of
-from fractional_gpu.engines.engine import EngineError
+from fractional_gpu.engines.engine import EngineError, EngineUnavailableError
 from fractional_gpu.engines.hooks import HookSettings, register_late
 from fractional_gpu.engines.job_seats import JobSeat, SeatFiles, job_of
 from fractional_gpu.engines.slurm import Slurm
@@ -22,6 +24,7 @@ from fractional_gpu.protocol.messages import SeatStatus
 __all__ = ["JobKeeper", "KeeperRules"]
 
 _MS = 1_000_000  # nanoseconds
+_AT_ONCE = 8  # jobs whose last figures are written in one look: each takes half a second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +34,16 @@ class KeeperRules:
     jobs_ms: int = 60_000  # how often Slurm is asked for its jobs while seats live
     young_ms: int = 30_000  # a seat that is younger is not examined: its job may be on its way
     comment_ms: int | None = 300_000
+    ended_ms: int = 86_400_000  # how long the last figures of an ended job wait for the accounting database
+
+
+@dataclass(slots=True, kw_only=True)
+class _LastFigures:
+    """The comment of a job that has ended, from when on it is written, and until when."""
+
+    text: str
+    due_ms: int
+    end_ms: int
 
 
 class JobKeeper:
@@ -54,7 +67,10 @@ class JobKeeper:
         self._commented_ms: int | None = None
         self._figures: dict[int, JobFigures] = {}
         self._accounted: bool | None = None  # whether ended jobs can be commented on; None: not asked yet
+        self._last: dict[int, _LastFigures] = {}  # of ended jobs
+        self._accounting_ms = 0  # from when on the accounting database is asked again
         self._said = ""
+        self._said_of_accounting = ""
 
     def look(self, client: SeatClient, seats: list[SeatStatus]) -> None:
         """Do what is due. Raises FractionalGPUError where the broker does not answer; Slurm's troubles are said once."""
@@ -63,6 +79,7 @@ class JobKeeper:
             self._keep_seats(now, client, seats)
             if self._rules.comment_ms is not None:
                 self._keep_figures(now, client, seats, self._rules.comment_ms)
+                self._write_last_figures(now, seats, self._rules.comment_ms)
             self._said = ""
         except EngineError as error:
             if str(error) != self._said:
@@ -113,19 +130,43 @@ class JobKeeper:
         if due:
             self._commented_ms = now
         sums = figures_of(client, self._figures)
-        for job in list(self._figures) if due else ended:
-            self._comment(job, sentence_of(self._figures[job], sums[job]), has_ended=job in ended)
-            if job in ended:
-                del self._figures[job]
+        if ended:
+            self._keep_last_figures(now, {job: sentence_of(self._figures[job], sums[job]) for job in ended})
+        for job, figures in self._figures.items() if due else ():
+            text = sentence_of(figures, sums[job])
+            if text != figures.written and self._slurm.comment(job, text):
+                figures.written = text
 
-    def _comment(self, job: int, text: str, *, has_ended: bool) -> None:
-        known = self._figures[job]
-        if text == known.written:
+    def _keep_last_figures(self, now: int, texts: Mapping[int, str]) -> None:
+        """Keep the comments of jobs that have ended for the accounting database, if there is one."""
+        accounted = self._has_accounting()
+        for job, text in texts.items():
+            if self._figures.pop(job).written != text and accounted:
+                self._last[job] = _LastFigures(text=text, due_ms=now, end_ms=now + self._rules.ended_ms)
+
+    def _write_last_figures(self, now: int, seats: list[SeatStatus], comment_ms: int) -> None:
+        """Write what is due into the accounting database. Its troubles are said once, and stop nothing else."""
+        runs = {job_of(seat) for seat in seats}  # a job that was requeued may run again
+        self._last = {job: last for job, last in self._last.items() if job not in runs and now < last.end_ms}
+        jobs = [job for job, last in self._last.items() if now >= last.due_ms][:_AT_ONCE]
+        if not jobs or now < self._accounting_ms:
             return
-        if not has_ended and self._slurm.comment(job, text):
-            known.written = text
-        elif has_ended and self._has_accounting():
-            self._slurm.comment_in_accounting(job, text)
+        trouble = ""
+        for job in jobs:
+            last = self._last[job]
+            last.due_ms = now + comment_ms
+            try:
+                if self._slurm.comment_in_accounting(job, last.text):
+                    del self._last[job]
+            except EngineUnavailableError as error:
+                trouble = str(error)
+                self._accounting_ms = now + comment_ms
+                break
+            except EngineError as error:
+                trouble = str(error)
+        if trouble and trouble != self._said_of_accounting:
+            self._say(f"the last figures of jobs that have ended are not in the accounting database yet: {trouble}")
+        self._said_of_accounting = trouble
 
     def _has_accounting(self) -> bool:
         if self._accounted is None:

@@ -1,4 +1,4 @@
-"""Slurm's commands: `scontrol` and `squeue`, of 22.05 and newer.
+"""Slurm's commands: `scontrol`, `squeue`, and for ended jobs `sacct` and `sacctmgr`, of 22.05 and newer.
 
 - Arguments go as a list; nothing goes through a shell.
 - A user controls names of jobs, comments and paths, line breaks included, and `scontrol show job` prints them before what we look for. So
@@ -6,7 +6,9 @@
 - A pool's thousandths are one count-only GRES with two types, `jgpu:open:N,jgpu:closed:M`. Jobs ask for the open type, and the agent moves
   thousandths between the two: their sum stays what gres.conf says. It must: when a node registers again, which each does about every
   half hour, slurmctld drains it if jobs use a GRES whose sum has changed ("count changed and jobs are using them").
-- Every call ends within `timeout_s`: these commands wait for a controller that is down.
+- A task of an array and a part of a heterogeneous job are named as users see them (`12_3`, `12+1`): the number of the last task is the
+  array's own, that of the first part the whole job's, and an update of it changes all the others, too.
+- Every call ends within `timeout_s`: these commands wait for a daemon that is down.
 """
 
 import os
@@ -24,8 +26,10 @@ OPEN, CLOSED, SHARD = "open", "closed", "shard"
 
 TIMEOUT_S = 10.0
 _SEPARATOR = "|"
-_COLUMNS = _SEPARATOR.join(("%A", "%U", "%u", "%T", "%b"))  # job id, uid, user, state, GRES of each node
+_COLUMNS = _SEPARATOR.join(("%A", "%U", "%u", "%T", "%b", "%i"))  # job id, uid, user, state, GRES of each node, name
+_ACCOUNTED = "JobIDRaw,JobID,End,AdminComment"  # the last one may have separators, and line breaks
 _JOB_ID = re.compile(r"[1-9][0-9]{0,9}", re.ASCII)
+_JOB_NAME = re.compile(r"[1-9][0-9]{0,9}(?:_[0-9]{1,9}|\+[0-9]{1,9})?", re.ASCII)
 _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 # NAME, TYPE, COUNT. A type may begin with a digit (2080ti, 1g.10gb) or be a number (3090): a number alone after the name is the count.
 _GRES_NAME, _GRES_TYPE = r"([A-Za-z_][\w-]*)", r":((?!no_consume\b)\w[\w.-]*)"
@@ -48,6 +52,8 @@ _DOWN = (
     "in standby mode",
 )
 _LONGEST_COMMENT = 500
+_COMMENT_OF_OURS = "jupyter-gpu: "
+_ACCOUNTING = ("sacct", "sacctmgr")  # commands that ask slurmdbd
 _LIVING = {
     *("RUNNING", "SUSPENDED", "CONFIGURING", "RESIZING", "SIGNALING", "STOPPED", "PENDING", "COMPLETING", "STAGE_OUT")
 }
@@ -55,9 +61,13 @@ _LIVING = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmJob:
-    """A job on a node: what its allocation has of each GRES on each of its nodes, by name."""
+    """A job on a node: what its allocation has of each GRES on each of its nodes, by name.
+
+    `name`: its number for users, such as `12_3` for a task of the array 12.
+    """
 
     job_id: int
+    name: str
     uid: int
     user: str
     state: str
@@ -106,8 +116,8 @@ def _words(text: str) -> list[str]:
 class Slurm:
     """Slurm's commands on a node; `node` is its name in Slurm. Raises EngineError for a name that is none.
 
-    Every method raises EngineUnavailableError where the controller does not answer, or the commands are missing, and EngineError where
-    it refuses.
+    Every method raises EngineUnavailableError where the controller (or slurmdbd, for ended jobs) does not answer, or the commands are
+    missing, and EngineError where it refuses.
     """
 
     def __init__(self, node: str, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -179,9 +189,11 @@ class Slurm:
 
     def comment(self, job_id: int, text: str) -> bool:
         """Set a running job's AdminComment; return False where the job has ended."""
-        shown = "".join(character if character.isprintable() else "?" for character in text)[:_LONGEST_COMMENT]
+        job = self.job(job_id)
+        if job is None or job.has_ended:
+            return False
         try:
-            self.call("scontrol", "update", f"jobid={job_id}", f"admincomment={shown}")
+            self.call("scontrol", "update", f"jobid={job.name}", f"admincomment={_shown(text)}")
         except EngineUnavailableError:
             raise
         except EngineError as error:
@@ -190,11 +202,23 @@ class Slurm:
             raise
         return True
 
-    def comment_in_accounting(self, job_id: int, text: str) -> None:
-        """Set an ended job's AdminComment in the accounting database."""
-        shown = "".join(character if character.isprintable() and character != '"' else "?" for character in text)
-        words = ["-i", "modify", "job", "where", f"jobid={job_id}", "set", f'admincomment="{shown[:_LONGEST_COMMENT]}"']
-        self.call("sacctmgr", *words)
+    def comment_in_accounting(self, job_id: int, text: str) -> bool:
+        """Set an ended job's AdminComment in the accounting database, unless another's stands there.
+
+        Return False where the database does not know of the job's end yet: what slurmctld reports then replaces the comment.
+        """
+        said = self.call("sacct", "--local", "-X", "-n", "-P", f"--jobs={job_id}", f"--format={_ACCOUNTED}")
+        rows = [line.split(_SEPARATOR, 3) for line in said.splitlines()]
+        # The number of an array, or of a heterogeneous job, names all its parts here, too.
+        row = next((row for row in rows if len(row) == 4 and row[0] == str(job_id)), None)
+        if row is None or row[2] in ("", "Unknown"):
+            return False
+        _, name, _, there = row
+        # `sacctmgr` makes capital letters small, in another's text as well.
+        shown = _shown(text.replace('"', "?"))
+        if there.lower() != shown.lower() and (not there or there.startswith(_COMMENT_OF_OURS)):
+            self.call("sacctmgr", "-i", "modify", "job", "where", f"jobid={name}", "set", f'admincomment="{shown}"')
+        return True
 
     def config(self) -> dict[str, str]:
         """Return the controller's configuration, by the names of slurm.conf and cgroup.conf."""
@@ -218,7 +242,7 @@ class Slurm:
             )
         except subprocess.TimeoutExpired:
             raise EngineUnavailableError(
-                f"`{words[0]}` did not answer within {self._timeout_s:g} s: slurmctld is down, or the network to it"
+                f"`{words[0]}` did not answer within {self._timeout_s:g} s: {_daemon_of(words[0])} is down, or the network to it"
             ) from None
         except FileNotFoundError:
             raise EngineUnavailableError(
@@ -231,8 +255,16 @@ class Slurm:
             return done.stdout.decode(errors="replace")
         said = said or " ".join(done.stdout.decode(errors="replace").split()) or f"exit code {done.returncode}"
         if any(sign in said for sign in _DOWN):
-            raise EngineUnavailableError(f"slurmctld does not answer: {said[:300]}")
+            raise EngineUnavailableError(f"{_daemon_of(words[0])} does not answer: {said[:300]}")
         raise EngineError(f"`{' '.join(words[:3])[:120]}` failed: {said[:300]}")
+
+
+def _daemon_of(command: str) -> str:
+    return "slurmdbd" if command in _ACCOUNTING else "slurmctld"
+
+
+def _shown(text: str) -> str:
+    return "".join(character if character.isprintable() else "?" for character in text)[:_LONGEST_COMMENT]
 
 
 def _name_of(word: str) -> str:
@@ -245,7 +277,12 @@ def _job(line: str) -> SlurmJob:
         raise EngineError(f"`squeue` printed a line of another form than it was asked for: {line[:200]!r}")
     try:
         return SlurmJob(
-            job_id=job_number(words[0]), uid=int(words[1]), user=words[2], state=words[3], gres=parse_gres(words[4])
+            job_id=job_number(words[0]),
+            name=words[5] if _JOB_NAME.fullmatch(words[5]) else words[0],  # `12_[4-9]`: tasks that wait
+            uid=int(words[1]),
+            user=words[2],
+            state=words[3],
+            gres=parse_gres(words[4]),
         )
     except ValueError:
         raise EngineError(f"`squeue` printed a line of another form than it was asked for: {line[:200]!r}") from None
