@@ -6,6 +6,7 @@ Not a part of the suite, for its database server. Its name keeps it from being c
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -169,3 +170,21 @@ def ended_job(slurm: Cluster, node: GPUNode, name: str) -> tuple[str, str]:
     slurm.await_job(job, "COMPLETED")
     os.kill(node.agent.pid, signal.SIGCONT)
     return job, before
+
+
+def test_a_job_of_a_federation_is_known_on_the_cluster_where_it_runs(
+    slurm: Cluster, accounting: Accounting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with new_cluster(accounting=accounting, sibling=slurm) as other:
+        slurm.call("sacctmgr", "-i", "add", "federation", "both", f"clusters={slurm.name},{other.name}")
+        until(lambda: other.name in slurm.call("scontrol", "show", "federation"), "they know each other")
+        slurm.call("scontrol", "update", "nodename=n[1-2]", "state=drain", "reason=test")
+        job = slurm.sbatch("exec sleep 600", f"--gres={GRES}:open:250", "-w", "n1")
+        until(lambda: other.call("squeue", "--local", "-h", "-t", "R", "-o", "%A").strip() == job, "it runs there")
+        monkeypatch.setenv("SLURM_CONF", str(other.conf))
+        found = Slurm("n1").job(int(job))
+        assert found is not None
+        assert (found.state, dict(found.gres)) == ("RUNNING", {f"{GRES}:open": 250})
+        assert [one.job_id for one in Slurm("n1").jobs()] == [int(job)]
+        subprocess.run(["scancel", job], env=slurm.environment, check=True)
+        until(lambda: not other.call("squeue", "--local", "-h").strip(), "it has ended")

@@ -124,12 +124,22 @@ def test_a_job_is_told_from_the_other_tasks_of_its_array(slurm: Slurm, tmp_path:
     assert job is not None
     assert (job.name, job.uid, job.user, dict(job.gres)) == ("3_2", 1000, "ada", {"jgpu:open": 500})
     given_words = (tmp_path / "given").read_text().splitlines()
-    assert given_words == ["--noheader", "--states=all", "--jobs=3", "--format=%A|%U|%u|%T|%b|%i"]
+    assert given_words == ["--local", "--noheader", "--states=all", "--jobs=3", "--format=%A|%U|%u|%T|%b|%i"]
 
 
 def test_a_job_that_is_resized_lives(slurm: Slurm, tmp_path: Path) -> None:
     answer(tmp_path, "4|1000|ada|RESIZING|gres:jgpu:open:250|4\n5|1000|ada|COMPLETED|N/A|5\n")
     assert [(job.job_id, job.has_ended) for job in slurm.jobs()] == [(4, False), (5, True)]
+
+
+def test_in_a_federation_this_cluster_alone_is_asked(slurm: Slurm, tmp_path: Path) -> None:
+    """Without it the job's record where it was submitted is shown, REVOKED and without resources, and so it had no seat."""
+    answer(tmp_path, "78066867|1000|ada|RUNNING|gres:jgpu:open:250|78066867\n")
+    slurm.jobs()
+    assert "--local" in (tmp_path / "given").read_text().splitlines()
+    job = slurm.job(78066867)
+    assert job is not None
+    assert "--local" in (tmp_path / "given").read_text().splitlines()
 
 
 def test_tasks_that_wait_are_named_by_their_number(slurm: Slurm, tmp_path: Path) -> None:

@@ -8,6 +8,8 @@
   half hour, slurmctld drains it if jobs use a GRES whose sum has changed ("count changed and jobs are using them").
 - A task of an array and a part of a heterogeneous job are named as users see them (`12_3`, `12+1`): the number of the last task is the
   array's own, that of the first part the whole job's, and an update of it changes all the others, too.
+- In a federation `squeue` may show other clusters' jobs, and of a job that runs here the record of the cluster where it was submitted
+  (REVOKED, without resources): `--local` asks this cluster alone.
 - Every call ends within `timeout_s`: these commands wait for a daemon that is down.
 """
 
@@ -174,7 +176,9 @@ class Slurm:
     def job(self, job_id: int) -> SlurmJob | None:
         """Return a job; None: Slurm does not know it any more."""
         try:
-            text = self.call("squeue", "--noheader", "--states=all", f"--jobs={job_id}", f"--format={_COLUMNS}")
+            text = self.call(
+                "squeue", "--local", "--noheader", "--states=all", f"--jobs={job_id}", f"--format={_COLUMNS}"
+            )
         except EngineError as error:
             if "Invalid job id" in str(error):
                 return None
@@ -184,7 +188,7 @@ class Slurm:
 
     def jobs(self) -> list[SlurmJob]:
         """Return the jobs on this node."""
-        text = self.call("squeue", "--noheader", f"--nodelist={self.node}", f"--format={_COLUMNS}")
+        text = self.call("squeue", "--local", "--noheader", f"--nodelist={self.node}", f"--format={_COLUMNS}")
         return [_job(line) for line in text.splitlines()]
 
     def comment(self, job_id: int, text: str) -> bool:
