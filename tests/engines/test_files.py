@@ -1,6 +1,7 @@
 """The files of a node: those in examples/slurm are what `jupyter gpu node install` writes, and they are sound."""
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -37,6 +38,36 @@ def test_a_hook_ends_with_0_whatever_becomes_of_the_command(tmp_path: Path, name
     script.write_text(text)
     done = subprocess.run(["sh", str(script)], capture_output=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+@pytest.mark.parametrize(
+    ("seats", "lines"),
+    [
+        ("/run/jupyter-gpu/seats", ["RuntimeDirectory=jupyter-gpu", "RuntimeDirectoryPreserve=yes"]),
+        ("/run/site/gpu 1%/seats", ['RuntimeDirectory="site/gpu 1%%"', "RuntimeDirectoryPreserve=yes"]),
+        ("/srv/gpu 1%/seats", ['ReadWritePaths="-/srv/gpu 1%%"']),
+        ("/run/seats", ["ReadWritePaths=-/run"]),
+    ],
+)
+def test_the_agents_unit_makes_the_folder_that_it_may_write_or_names_it(seats: str, lines: list[str]) -> None:
+    """A folder that the broker's unit makes after the agent's start would be read-only for the agent, whose /run is."""
+    unit = install_files(NodeFiles(command=["x"], seats=Path(seats)))["jupyter-gpu-agent.service"].splitlines()
+    assert set(lines) <= set(unit)
+    assert sum(line.startswith(("ReadWritePaths", "RuntimeDirectory=")) for line in unit) == 1
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="takes systemd")
+@pytest.mark.parametrize("unit", ["slurm/jupyter-gpu-agent.service", "systemd/jupyter-gpu.service"])
+def test_systemd_finds_no_fault_in_a_unit(tmp_path: Path, unit: str) -> None:
+    text = (EXAMPLES.parent / unit).read_text()
+    file = tmp_path / Path(unit).name
+    file.write_text(text.replace("ExecStart=/opt/jupyter-gpu/bin/jupyter-gpu ", "ExecStart=/bin/true "))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(file)], capture_output=True, text=True, check=False
+    )
+    assert "/bin/true" in file.read_text()
+    assert [line for line in done.stderr.splitlines() if file.name in line] == []
+    assert done.returncode == 0, done.stderr
 
 
 def task_prolog(tmp_path: Path, content: str | None, job: str = "7", **environment: str) -> str:

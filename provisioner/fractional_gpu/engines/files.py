@@ -14,6 +14,7 @@ from fractional_gpu.engines.slurm import CLOSED, OPEN
 __all__ = ["NodeFiles", "install_files", "slurm_lines"]
 
 _HOOK_S = 9
+_RUN = Path("/run")
 
 _HOOK = """\
 #!/bin/sh
@@ -54,7 +55,7 @@ Restart=always
 RestartSec=5
 # It calls scontrol and squeue, and writes seats' files for users: root, but nothing else of the machine.
 ProtectSystem=strict
-ReadWritePaths=-{parent}
+{writable}
 ProtectHome=yes
 PrivateTmp=yes
 NoNewPrivileges=yes
@@ -84,7 +85,9 @@ def install_files(files: NodeFiles) -> dict[str, str]:
         "prolog": _hook("Prolog", "registers a job's GPU share as a seat.", [*run, "prolog", *files.words]),
         "epilog": _hook("Epilog", "ends the job's seat.", [*run, "epilog", *files.words]),
         "taskprolog": _TASK_PROLOG.format(seats=shlex.quote(str(files.seats))),
-        "jupyter-gpu-agent.service": _AGENT_UNIT.format(command=_unit_words(agent), parent=files.seats.parent),
+        "jupyter-gpu-agent.service": _AGENT_UNIT.format(
+            command=_unit_words(agent), writable=_writable(files.seats.parent)
+        ),
     }
 
 
@@ -121,6 +124,17 @@ TaskProlog={folder}/taskprolog
 
 def _hook(what: str, does: str, command: Sequence[str]) -> str:
     return _HOOK.format(what=what, does=does, limit=_HOOK_S, command=shlex.join(command))
+
+
+def _writable(folder: Path) -> str:
+    """Return the lines by which the agent may write below a folder.
+
+    Below /run systemd makes it: a folder that the broker's unit made after the agent's start would stay read-only for the agent.
+    """
+    below = folder.relative_to(_RUN) if folder.is_relative_to(_RUN) else Path()
+    if not below.parts:
+        return f"ReadWritePaths={_unit_words([f'-{folder}'])}"
+    return f"RuntimeDirectory={_unit_words([str(below)])}\nRuntimeDirectoryMode=0755\nRuntimeDirectoryPreserve=yes"
 
 
 def _unit_words(words: Sequence[str]) -> str:
