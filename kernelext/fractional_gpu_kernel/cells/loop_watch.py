@@ -6,7 +6,7 @@ no effect. Only the extension's threads run on.
 
 The broker's keep-alives, one every `PULSE_S` seconds while the kernel is suspended, drive the watch. At one of them it hands a callback to
 the main loop. If that has not run at the next one, and no cell holds the loop, the watch takes part in the kernel's ticket, as a waiting
-cell does, until the gate opens or the callback runs.
+cell does, until the gate opens or the callback runs. A task that only computes for so long looks the same, and costs a resume.
 """
 
 import threading
@@ -18,8 +18,8 @@ from fractional_gpu_kernel.cells.acquire import FREE, Acquirer, Waiter
 from fractional_gpu_kernel.cells.gate import Gate
 
 BLOCKED = (
-    "A task of this notebook uses the GPU while the kernel is not on it, and nothing else runs until its memory is back. "
-    "The kernel asks for the GPU; what was sent to it runs then."
+    "A task of this notebook blocks the kernel, perhaps in a GPU call: the kernel is not on the GPU. It asks for the GPU now; "
+    "what was sent to it runs when the task lets it."
 )
 
 

@@ -515,7 +515,7 @@ def test_a_task_that_blocks_the_main_loop_of_a_suspended_kernel_has_the_gpu_aske
         for _ in range(2):
             gate.send(GateCommand(verb=""))
         acquire = broker.stream("acquire", 2)
-        kernel.until_shown(started, "A task of this notebook uses the GPU while the kernel is not on it")
+        kernel.until_shown(started, "A task of this notebook blocks the kernel, perhaps in a GPU call")
         broker.grant_at_once = True  # for the cell, where the task ends before this grant is read
         acquire.granted()
     assert kernel.finish(request).printed == "answers\n"
