@@ -10,8 +10,8 @@ from typing import Any
 __all__ = ["Caller", "caller"]
 
 # Sends what its input says, a line for each request, and prints the replies. It also starts processes with a lease's id.
+_IMPORTS = "import json, http.client, os, socket, subprocess, sys"  # where the interpreter lies, perhaps only the test's user may read
 _PROGRAM = """
-import json, http.client, os, socket, subprocess, sys
 class Connection(http.client.HTTPConnection):
     def connect(self):
         self.sock = socket.socket(socket.AF_UNIX); self.sock.settimeout(60); self.sock.connect({socket!r})
@@ -64,8 +64,8 @@ class Caller:
 
 @contextmanager
 def caller(socket: str, *, first: str = "", through: Sequence[str] = ()) -> Iterator[Caller]:
-    """A caller, which ends with the block. `first`: what its program does first; `through`: the command that starts it."""
-    program = f"{first}\n{_PROGRAM.format(socket=socket)}"
+    """A caller, which ends with the block. `first`: what its program does before anything else; `through`: the command that starts it."""
+    program = f"{_IMPORTS}\n{first}\n{_PROGRAM.format(socket=socket)}"
     with subprocess.Popen(
         [*through, sys.executable, "-S", "-c", program],
         stdin=subprocess.PIPE,
