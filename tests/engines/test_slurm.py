@@ -254,6 +254,21 @@ def test_the_parts_of_a_heterogeneous_job_have_seats_on_their_nodes(slurm: Clust
     slurm.cancel(job)
 
 
+def test_each_run_of_a_requeued_job_has_a_seat_of_its_own(slurm: Cluster, nodes: list[GPUNode]) -> None:
+    script = 'test -r "$JUPYTER_GPU_SEAT_FILE" && echo "run ${SLURM_RESTART_COUNT:-0} is seated"; exec sleep 600'
+    job = slurm.sbatch(script, QUARTER, "-w", "n1", "--requeue", "--open-mode=append")
+    until(lambda: "run 0 is seated" in slurm.output(job), "the first run has a seat")
+    slurm.call("scontrol", "requeue", job)
+    until(lambda: not list(nodes[0].seats.iterdir()), "its seat has ended")
+    slurm.await_job(job, "PENDING")
+    # Slurm 22.05 runs no Prolog for a run that begins in the second in which the last one ended.
+    slurm.call("scontrol", "update", f"jobid={job}", "starttime=now+3")
+    until(lambda: "run 1 is seated" in slurm.output(job), "the second run has a seat")
+    with nodes[0].client() as client:
+        assert [seat.server for seat in client.seats().seats] == [f"slurm-{job}"]
+    slurm.cancel(job)
+
+
 def test_a_jobs_comment_is_no_other_tasks_or_parts(slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of an array's last task is the array's, and that of a heterogeneous job's first part the whole job's."""
     monkeypatch.setenv("SLURM_CONF", str(slurm.conf))

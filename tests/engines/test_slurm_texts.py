@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fractional_gpu.commands.node.doctor import check_accounting
 from fractional_gpu.engines.engine import EngineError, EngineUnavailableError, NodeRecord, NodeWrite
 from fractional_gpu.engines.job_seats import JobSeat, job_of, share_of_job, share_of_shards
 from fractional_gpu.engines.slurm import Slurm, SlurmJob, job_number, parse_gres
@@ -230,6 +231,23 @@ def test_an_accounting_database_that_is_down_is_named(slurm: Slurm, tmp_path: Pa
     (tmp_path / "sacct").write_text("#!/bin/sh\nexec sleep 600\n")
     with pytest.raises(EngineUnavailableError, match="slurmdbd is down"):
         Slurm("n1", timeout_s=0.2).comment_in_accounting(12, "used")
+
+
+@pytest.mark.parametrize(
+    ("storage", "wrong", "severity", "said"),
+    [
+        ("(null)", "", "note", "while they run only"),
+        ("accounting_storage/slurmdbd", "", "ok", "at their end"),
+        ("accounting_storage/slurmdbd", "sacct: error: Connection refused", "warning", "slurmdbd does not answer"),
+    ],
+)
+def test_the_doctor_asks_the_accounting_database(
+    slurm: Slurm, tmp_path: Path, *, storage: str, wrong: str, severity: str, said: str
+) -> None:
+    answer(tmp_path, "", wrong, 1 if wrong else 0)
+    (finding,) = check_accounting(slurm, {"AccountingStorageType": storage})
+    assert finding.severity == severity
+    assert said in finding.finding
 
 
 @pytest.mark.parametrize("name", ["", "-o", "n1;id", "n1 n2", "a" * 70])

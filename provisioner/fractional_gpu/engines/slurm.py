@@ -211,8 +211,7 @@ class Slurm:
 
         Return False where the database does not know of the job's end yet: what slurmctld reports then replaces the comment.
         """
-        said = self.call("sacct", "--local", "-X", "-n", "-P", f"--jobs={job_id}", f"--format={_ACCOUNTED}")
-        rows = [line.split(_SEPARATOR, 3) for line in said.splitlines()]
+        rows = [line.split(_SEPARATOR, 3) for line in self._accounted(job_id).splitlines()]
         # The number of an array, or of a heterogeneous job, names all its parts here, too.
         row = next((row for row in rows if len(row) == 4 and row[0] == str(job_id)), None)
         if row is None or row[2] in ("", "Unknown"):
@@ -223,6 +222,13 @@ class Slurm:
         if there.lower() != shown.lower() and (not there or there.startswith(_COMMENT_OF_OURS)):
             self.call("sacctmgr", "-i", "modify", "job", "where", f"jobid={name}", "set", f'admincomment="{shown}"')
         return True
+
+    def _accounted(self, job_id: int) -> str:
+        return self.call("sacct", "--local", "-X", "-n", "-P", f"--jobs={job_id}", f"--format={_ACCOUNTED}")
+
+    def ask_accounting(self) -> None:
+        """Ask the accounting database for nothing: it answers if this returns."""
+        self._accounted(1)
 
     def config(self) -> dict[str, str]:
         """Return the controller's configuration, by the names of slurm.conf and cgroup.conf."""

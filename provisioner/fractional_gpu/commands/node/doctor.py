@@ -68,6 +68,7 @@ def examine(options: argparse.Namespace) -> "Iterator[Finding]":
         yield problem("slurmctld", str(error), "start slurmctld, or set SLURM_CONF, and run this again")
     else:
         yield from check_config(config, list(counts.values()), shards=bool(options.shards))
+        yield from check_accounting(slurm, config)
         yield from check_scripts(config)
         yield from check_gres_file(
             Path(config.get("SLURM_CONF", "/etc/slurm/slurm.conf")).with_name("gres.conf"), counts
@@ -83,7 +84,7 @@ def examine(options: argparse.Namespace) -> "Iterator[Finding]":
 
 def check_config(config: Mapping[str, str], counts: list[str], *, shards: bool) -> "Iterator[Finding]":
     """Check what `scontrol show config` says, by the names of slurm.conf and cgroup.conf."""
-    from fractional_gpu.commands.doctor.report import note, ok, problem, warning  # noqa: PLC0415 - not for help texts
+    from fractional_gpu.commands.doctor.report import ok, problem, warning  # noqa: PLC0415 - not for help texts
 
     types = _words(config, "GresTypes")
     wanted = ["shard"] if shards else counts
@@ -130,13 +131,28 @@ def check_config(config: Mapping[str, str], counts: list[str], *, shards: bool) 
             "PreemptMode is REQUEUE: a job that is preempted is started anew, and its kernels' variables are lost",
             "slurm.conf: PreemptMode=OFF for partitions with shares",
         )
-    accounting = config.get("AccountingStorageType", "")
-    if "slurmdbd" in accounting:
-        yield ok("accounting", "jobs' figures go into AdminComment, while they run and at their end")
-    else:
+
+
+def check_accounting(slurm: "Slurm", config: Mapping[str, str]) -> "Iterator[Finding]":
+    """Check whether this node reaches the accounting database: many sites let only the controller do so."""
+    from fractional_gpu.commands.doctor.report import note, ok, warning  # noqa: PLC0415 - not for help texts
+    from fractional_gpu.engines.engine import EngineError  # noqa: PLC0415 - as above
+
+    if "slurmdbd" not in config.get("AccountingStorageType", ""):
         yield note(
             "accounting", "there is no accounting database: jobs' figures are in AdminComment while they run only"
         )
+        return
+    try:
+        slurm.ask_accounting()
+    except EngineError as error:
+        yield warning(
+            "accounting",
+            f"jobs' last figures do not get into AdminComment at their end: {error}",
+            "let this node reach slurmdbd (slurm.conf: AccountingStorageHost and -Port), or give the agent --comment-every never",
+        )
+    else:
+        yield ok("accounting", "jobs' figures go into AdminComment, while they run and at their end")
 
 
 def _check_groups(config: Mapping[str, str]) -> "Iterator[Finding]":
