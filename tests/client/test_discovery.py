@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 
 from fractional_gpu.client import discovery, state_folder
 from fractional_gpu.client.discovery import ensure_broker, runtime_dir, socket_path, unstarted_broker
-from fractional_gpu.client.http import is_service_socket
+from fractional_gpu.client.http import claim_holder, is_service_socket
 from fractional_gpu.protocol.errors import BrokerUnavailableError, ForbiddenError
 from tests.support.fake_broker import FakeBroker
 from tests.support.full_disks import no_temporary_files
@@ -375,7 +376,25 @@ def test_without_settings_this_interpreter_starts_it(home: Path) -> None:
     assert environment == {}
 
 
-def test_a_system_service_is_never_started_by_us() -> None:
+def test_a_service_that_restarts_is_waited_for(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`systemctl restart`: for a moment no broker runs."""
+    monkeypatch.setattr(discovery, "_is_service", lambda _: True)
+    looked = threading.Event()
+
+    def look(path: str) -> int | None:
+        looked.set()
+        return claim_holder(path)
+
+    monkeypatch.setattr(discovery, "claim_holder", look)
+    with ThreadPoolExecutor(1) as pool:
+        start = pool.submit(ensure_broker, str(home / "b.sock"))
+        assert looked.wait(30)
+        with FakeBroker(str(home / "b.sock")), start.result(30) as client:
+            assert client.ping()
+
+
+def test_a_system_service_is_never_started_by_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "_RESTART_S", 0.1)
     with pytest.raises(BrokerUnavailableError, match="system service"):
         ensure_broker("/run/jupyter-gpu-nowhere/b.sock")
     assert not is_service_socket("/run/user/1000/b.sock")

@@ -221,6 +221,16 @@ def test_pools_whose_names_differ_in_case_only_do_not_overwrite_each_other(place
         install("Teaching", [250], base="env", directory=str(places.specs))
 
 
+def test_where_nothing_can_be_written_another_place_is_advised(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = places.work / "a file"
+    place.write_text("")
+    with pytest.raises(FractionalGPUError, match=r"\(Not a directory\); install for your user \(--user\), or into"):
+        install("default", [250], base="env", prefix=str(place))
+    monkeypatch.setattr(KernelSpecManager, "user_kernel_dir", str(place / "kernels"))
+    with pytest.raises(FractionalGPUError, match=r"\(Not a directory\); install into a folder that you may write to"):
+        install("default", [250], base="env", user=True)
+
+
 def test_what_makes_no_sense_is_refused_before_anything_is_written(places: Places) -> None:
     target = str(places.work / "specs")
     with pytest.raises(BadRequestError, match=r"'\.\./up'"):

@@ -45,6 +45,7 @@ _LONGEST_PATH = 100  # bytes; Linux allows 107, and a broker puts temporary name
 _SIMULATE = "JUPYTER_GPU_SIMULATE"
 _PAUSE_S = 0.05
 _LOCK_PAUSE_S = 0.01
+_RESTART_S = 5.0  # in which a service that is restarted has ended and serves again
 _LONGEST_COMPLAINT = 2000  # bytes
 _EARLIER_MODULES = {
     "provisioner.broker": "fractional_gpu.broker",
@@ -162,7 +163,7 @@ def _check_may_start(path: str) -> None:
 
     Nor on a socket that a service left, in a folder of root's.
     """
-    if is_service_socket(path) or _is_roots(Path(path).absolute().parent):
+    if _is_service(path):
         raise BrokerUnavailableError(
             f"the GPU broker at {path} is a system service and does not run; "
             "an administrator starts it (systemctl status jupyter-gpu), or removes its folder where none is to run any more"
@@ -178,6 +179,11 @@ def _check_may_start(path: str) -> None:
             f"JUPYTER_GPU_SOCKET names its socket. Where {name} has its GPUs to itself, {IN_WORKLOAD}=1 lets a broker start in it",
             reason="in-workload",
         )
+
+
+def _is_service(path: str) -> bool:
+    """Whether the socket is a service's, or in a folder of root's in which this user could put none."""
+    return is_service_socket(path) or _is_roots(Path(path).absolute().parent)
 
 
 def _is_roots(folder: Path) -> bool:
@@ -217,11 +223,13 @@ def _check_folder_if_there(path: str) -> None:
 def _came_back(client: "BrokerClient", timeout_s: float) -> bool:
     """Wait for a broker that runs but cannot be reached, because it starts, ends, or restores its deleted socket.
 
-    Returns False when there is none, or it has ended. Raises BrokerUnavailableError that names its process if it stays unreachable.
+    While a service restarts none runs for a moment: that is waited for, too. Returns False when there is none, or it has ended. Raises
+    BrokerUnavailableError that names its process if it stays unreachable.
     """
-    path, deadline_s = client.socket_path, time.monotonic() + timeout_s
-    while (holder := claim_holder(path)) is not None:
-        if time.monotonic() > deadline_s:
+    path, begun_s = client.socket_path, time.monotonic()
+    deadline_s, restarts_until_s = begun_s + timeout_s, begun_s + min(timeout_s, _RESTART_S if _is_service(path) else 0)
+    while (holder := claim_holder(path)) is not None or time.monotonic() < restarts_until_s:
+        if holder is not None and time.monotonic() > deadline_s:
             raise BrokerUnavailableError(
                 f"the GPU broker at {path} runs (process {holder}), but its socket is gone, and it did not put it back within "
                 f"{timeout_s:g} s: its log says why; `jupyter gpu broker --restart --socket {path}` restarts it, which loses nothing of "

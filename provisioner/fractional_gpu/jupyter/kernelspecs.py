@@ -430,9 +430,11 @@ def _write_folder(folder: Path, content: Mapping[str, Any], svg: str) -> None:
                 folder.rename(Path(scratch) / "old")
             fresh.rename(folder)
     except OSError as error:
+        is_own = folder.parent == Path(KernelSpecManager().user_kernel_dir)
+        elsewhere = "" if is_own else "for your user (--user), or "
         raise FractionalGPUError(
             f"the kernelspec {folder.name} cannot be written to {folder.parent} ({error.strerror}); "
-            "install for your user (--user) or into a folder that you may write to"
+            f"install {elsewhere}into a folder that you may write to (--prefix FOLDER)"
         ) from error
 
 

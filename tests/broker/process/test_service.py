@@ -175,7 +175,9 @@ def test_a_users_kernel_never_starts_a_broker_in_roots_folder(folder: Path) -> N
     socket.parent.mkdir(mode=0o755)
     ask = f"""
 import os, pwd, sys
+from fractional_gpu.client import discovery
 from fractional_gpu.client.discovery import ensure_broker
+discovery._RESTART_S = 0.1
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 import fractional_gpu.client.client, fractional_gpu.host.workload, encodings.idna
 {BECOME_NOBODY}
