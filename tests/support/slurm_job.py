@@ -7,6 +7,7 @@
 
 import os
 import sys
+import tempfile
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ def job_command(folder: Path) -> str:
 
 def main(folder: Path) -> None:
     """Start the kernel and run its cells until the end."""
+    tempfile.tempdir = str(folder)  # a job that is cancelled leaves its kernel's connection file
     manager, client = start_new_kernel(kernel_name="python3", startup_timeout=120)
     try:
         for number in count():
