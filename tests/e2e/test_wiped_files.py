@@ -190,6 +190,8 @@ def test_a_folder_that_another_made_meanwhile_is_not_used(world: World, what: st
     broker = pid_of(world)
     with world.client() as client:
         client.create_lease(LeaseRequest(fraction_milli=250))  # else it would end with its folder
+    # It checks the folder and then writes: stopped in between it would write into the one that comes after.
+    until(lambda: list(run(world).glob("*.leases*/*.json")), "the second record of the lease is there")
     stop(broker)
     place = run(world)
     log = (place / "broker.log").open(encoding="utf-8")  # deleted with the folder, and written on

@@ -33,6 +33,7 @@ from fractional_gpu.host.files import replace_file
 from fractional_gpu.host.process import ProcessIdentity, identify
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import LeaseRecord, SeatRecord
+from fractional_gpu.protocol.errors import BrokerUnavailableError
 from tests.broker.driver import DEVICE, Driver, swaps_of
 from tests.broker.live import BECOME_NOBODY
 
@@ -401,6 +402,28 @@ async def test_a_file_that_cannot_be_written_is_written_later(socket: Path, capl
         files.put(record_of("two", process))
         await files.flushed()
         assert {record.spec.lease_id for record in read_lease_files(files.folder)} == {"one", "two"}
+    await files.close()
+
+
+async def test_a_folder_that_another_has_replaced_is_noticed_though_the_file_seems_to_be_there(
+    socket: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    foreign = False
+
+    def check() -> None:
+        if foreign:
+            raise BrokerUnavailableError("it lies below another user's folder")
+
+    files = LeaseFiles(Path(f"{socket}.leases"), check)
+    with carrier("one", socket) as process:
+        files.put(record_of("one", process))
+        await files.flushed()
+        assert files._missing({"one.json"}) == set()
+        foreign = True
+        files._changed |= files._missing({"one.json"})
+        files._start_writing()
+        await files.flushed()
+        assert "1 second records are not up to date: it lies below another user's folder" in caplog.text
     await files.close()
 
 

@@ -179,9 +179,11 @@ class LeaseFiles:
         fresh.rename(self.folder / name)
 
     def _missing(self, wanted: set[str]) -> set[str]:
+        """Return the files that are not there: all of them, while another user may have made what is seen in their place."""
         try:
+            self._check_above()
             names = set(os.listdir(self.folder))  # noqa: PTH208 - names are enough
-        except OSError:
+        except (OSError, BrokerUnavailableError):
             names = set()
         return wanted - names
 
