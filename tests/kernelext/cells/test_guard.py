@@ -42,40 +42,32 @@ def finish(cell: Coroutine[Any, Any, None]) -> None:
         cell.send(None)
 
 
-def test_an_interrupt_while_a_burst_is_given_back_leaves_no_cell_running() -> None:
+def guarded(bursts: object) -> tuple[Shell, Gate]:
+    """Return a shell whose cells pass a guard, and its gate, which is open."""
     shell, limits = Shell(), MemoryLimits({})
     gate = Gate(limits.bind)
     gate.open({})
-    bursts = cast("CellBursts", InterruptedBursts())
-    guard = CellGuard(
+    CellGuard(
         shell,
         gate,
         cast("Acquirer", None),
         limits,
         FirstGrant(ImportHooks(), {}),
         report_exempt=lambda _: None,
-        make_bursts=lambda: bursts,
-    )
-    guard.install()
+        make_bursts=lambda: cast("CellBursts", bursts),
+    ).install()
+    return shell, gate
+
+
+def test_an_interrupt_while_a_burst_is_given_back_leaves_no_cell_running() -> None:
+    shell, gate = guarded(InterruptedBursts())
     with pytest.raises(KeyboardInterrupt):
         finish(shell.run_cell_async("%%gpu 1\n1", transformed_cell=f"{BURST}1\n1"))
     assert (shell.ran, gate.close()) == (["%%gpu 1\n1"], "closed")
 
 
 def test_an_interrupt_just_when_a_cell_leaves_leaves_no_cell_running() -> None:
-    shell, limits = Shell(), MemoryLimits({})
-    gate = Gate(limits.bind)
-    gate.open({})
-    guard = CellGuard(
-        shell,
-        gate,
-        cast("Acquirer", None),
-        limits,
-        FirstGrant(ImportHooks(), {}),
-        report_exempt=lambda _: None,
-        make_bursts=lambda: cast("CellBursts", None),
-    )
-    guard.install()
+    shell, gate = guarded(None)
     with interrupt_at(Gate.leave), pytest.raises(KeyboardInterrupt):
         finish(shell.run_cell_async("1", transformed_cell="1"))
     assert (shell.ran, gate.close()) == (["1"], "closed")
