@@ -357,9 +357,15 @@ def headers(data: bytes) -> None:
     assert name.isprintable()
 
 
+def _variable(data: bytes) -> None:
+    """A variable is found whether its environment comes in one piece or byte by byte."""
+    whole = process._find_variable(iter([data]), b"A")
+    assert process._find_variable((data[at : at + 1] for at in range(len(data))), b"A") == whole
+
+
 def proc(data: bytes) -> None:
     """What /proc says of a process, which names itself as it likes."""
-    for parse in (process.parse_stat, process.parse_uid, process.parse_environment):
+    for parse in (process.parse_stat, process.parse_uid, _variable):
         try:
             parse(data)
         except ValueError as error:

@@ -11,17 +11,20 @@ from pathlib import Path
 
 import pytest
 
+from fractional_gpu.host import process as process_module
 from fractional_gpu.host.process import (
+    MOST_BYTES,
     ProcessIdentity,
     boot_id,
     environment_value,
     identify,
     is_alive,
     kill_marked,
+    maps,
     open_pidfd,
     owner_uid,
-    parse_environment,
     parse_stat,
+    read_command,
     read_environment,
     read_stat,
 )
@@ -196,8 +199,61 @@ def test_a_stat_of_another_form_is_refused_and_shown(raw: bytes) -> None:
         parse_stat(raw)
 
 
-def test_the_first_of_two_equal_variables_counts() -> None:
-    assert parse_environment(b"A=1\0A=2\0junk\0B=\0\0") == {"A": "1", "B": ""}
+def with_file(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / "7").mkdir(exist_ok=True)
+    (tmp_path / "7" / name).write_bytes(content)
+
+
+def test_the_first_of_two_equal_variables_counts(tmp_path: Path) -> None:
+    with_file(tmp_path, "environ", b"A=1\0A=2\0junk\0B=\0\0")
+    assert read_environment(7, proc=tmp_path) == {"A": "1", "B": ""}
+    assert environment_value(7, "A", proc=tmp_path) == "1"
+
+
+@pytest.mark.parametrize("before", [0, 1, (1 << 16) - 4, (1 << 16) - 1, 1 << 16, MOST_BYTES - 20])
+def test_a_variable_is_found_wherever_the_pieces_begin(tmp_path: Path, before: int) -> None:
+    with_file(tmp_path, "environ", b"x" * max(0, before - 1) + (b"\0" if before else b"") + b"NOTE=a=b c\0NOTE=no\0")
+    assert environment_value(7, "NOTE", proc=tmp_path) == "a=b c"
+
+
+def test_of_what_a_process_may_make_as_long_as_it_likes_eight_mib_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = b"x" * (MOST_BYTES + 7)
+    for name in ("environ", "cmdline", "maps"):
+        with_file(tmp_path, name, long + b"\0NOTE=1\0\n7f-8f r-xp 0 08:01 1 /late\n")
+    read, real = 0, os.read
+
+    def count(descriptor: int, size: int) -> bytes:
+        nonlocal read
+        read += len(piece := real(descriptor, size))
+        return piece
+
+    monkeypatch.setattr(os, "read", count)
+    assert environment_value(7, "NOTE", proc=tmp_path) is None
+    assert read == MOST_BYTES
+    assert not read_environment(7, proc=tmp_path)
+    assert read == 2 * MOST_BYTES
+    assert len(read_command(7, proc=tmp_path)[0]) < 200_000
+    assert read == 3 * MOST_BYTES
+    assert not maps(7, lambda path: path == "/late", proc=tmp_path)
+    assert read == 4 * MOST_BYTES
+
+
+def test_one_users_environments_cost_a_scan_so_much_and_no_more(tmp_path: Path) -> None:
+    mine, theirs = os.getuid(), os.getuid() + 1
+    markers = process_module._Markers(b"NOTE", None)
+    with_file(tmp_path, "environ", b"x" * MOST_BYTES)
+    folder = os.open(tmp_path / "7", os.O_PATH)
+    try:
+        for _ in range(8):
+            assert markers.of(folder, mine) is None
+        with_file(tmp_path, "environ", b"NOTE=1\0")
+        assert markers.of(folder, mine) is None, "that was all"
+        assert markers.of(folder, theirs) == "1", "another user's are read"
+        assert process_module._Markers(b"NOTE", {mine}).of(folder, theirs) is None, "who has no lease is not read"
+    finally:
+        os.close(folder)
 
 
 def test_an_identity_survives_being_written_down() -> None:

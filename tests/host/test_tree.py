@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.host import process as tree_module
 from fractional_gpu.host.process import ProcessIdentity, identify, scan
 from tests.support.counted import calls_of
 from tests.support.stopping import stop
@@ -171,6 +170,18 @@ def proc(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def before_each_file(monkeypatch: pytest.MonkeyPatch, happens: Callable[[int, str], object]) -> None:
+    """Have this happen before a file of a process is opened: it gets the descriptor of the process's folder, and the file's name."""
+    real = os.open
+
+    def opened(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if dir_fd is not None:
+            happens(dir_fd, path)
+        return real(path, flags, mode, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", opened)
+
+
 def test_one_scan_serves_two_hundred_kernels(proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(200):
         root = 1000 + 10 * number
@@ -179,13 +190,7 @@ def test_one_scan_serves_two_hundred_kernels(proc: Path, monkeypatch: pytest.Mon
         make_process(proc, root + 1, root, session=root, environ=environ)
         make_process(proc, root + 2, 1, session=root + 2, environ=environ)
     read = list[str]()
-    real = tree_module._read_at
-
-    def count(folder: int, name: str) -> bytes:
-        read.append(name)
-        return real(folder, name)
-
-    monkeypatch.setattr(tree_module, "_read_at", count)
+    before_each_file(monkeypatch, lambda _folder, name: read.append(name))
     snapshot = scan(MARKER, proc=proc)
     for number in range(200):
         root = 1000 + 10 * number
@@ -215,14 +220,12 @@ def test_a_process_that_exits_while_it_is_looked_at_is_left_out(
 ) -> None:
     make_process(proc, 10, 1)
     make_process(proc, 11, 10)
-    real = tree_module._read_at
 
-    def read(folder: int, name: str) -> bytes:
+    def vanish(folder: int, name: str) -> None:
         if name == vanishes and pid_of(folder) == "11":
             shutil.rmtree(proc / "11")
-        return real(folder, name)
 
-    monkeypatch.setattr(tree_module, "_read_at", read)
+    before_each_file(monkeypatch, vanish)
     assert pids(scan(MARKER, proc=proc).tree(ProcessIdentity("boot", 10, 100))) == [10]
 
 
@@ -237,14 +240,12 @@ def test_zombies_and_kernel_threads_are_left_out_and_pid_two_is_nobody_special(p
 def test_an_unreadable_environment_carries_no_marker(proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_process(proc, 10, 1, environ=f"{MARKER}=x\0".encode())
     make_process(proc, 11, 1, environ=f"{MARKER}=x\0".encode())
-    real = tree_module._read_at
 
-    def read(folder: int, name: str) -> bytes:
+    def refuse(folder: int, name: str) -> None:
         if name == "environ" and pid_of(folder) == "11":
             raise PermissionError(13, "not yours")
-        return real(folder, name)
 
-    monkeypatch.setattr(tree_module, "_read_at", read)
+    before_each_file(monkeypatch, refuse)
     assert pids(scan(MARKER, proc=proc).tree(ProcessIdentity("boot", 10, 100), (MARKER, "x"))) == [10]
 
 

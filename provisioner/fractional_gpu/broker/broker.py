@@ -125,6 +125,7 @@ class Broker:
         self.exit_followers: list[Callable[[Kernel], None]] = []  # are told of each kernel whose process has ended
         writer.connect(wrote=self.metrics.wrote, trouble_changed=self._trouble_changed)
         self._inspector = swaps.inspector
+        self.scans = swaps.inspector.scans
         self._tickets: tuple[int, dict[str, TicketView]] | None = None  # when, and all of them
         self.sensors: dict[str, DeviceSensors] = {}  # by device, as last read
         self.gpu_activity = GpuActivity(self)

@@ -12,6 +12,7 @@ from fractional_gpu.host.process import ProcessIdentity
 
 if TYPE_CHECKING:
     from fractional_gpu.broker.kernels.kernel import Kernel
+    from fractional_gpu.broker.kernels.process_inspector import ProcessScans
 
 
 class Records(Protocol):
@@ -42,6 +43,10 @@ class Runtime(Protocol):
     @property
     def devices(self) -> Mapping[str, DeviceInfo]:
         """The devices that the broker manages, by id."""
+
+    @property
+    def scans(self) -> "ProcessScans":
+        """Passes over /proc. Any thread may use it."""
 
     @property
     def records(self) -> Records:

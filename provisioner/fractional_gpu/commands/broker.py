@@ -22,7 +22,7 @@ from fractional_gpu.commands.terminal.errors import CommandError, UsageError
 from fractional_gpu.commands.terminal.output import say
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.core.units import parse_duration_ms
-from fractional_gpu.host.process import identify, open_pidfd, owner_uid, read_environment, read_stat
+from fractional_gpu.host.process import identify, open_pidfd, owner_uid, read_command, read_environment, read_stat
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.messages import HostStatus
 
@@ -351,7 +351,7 @@ def _check_owner(path: str, pid: int) -> None:
     if is_service_socket(path) and ((unit := _unit(pid)) or os.geteuid() != 0):
         raise CommandError(_service_refusal(path, unit))
     try:
-        uid, words = owner_uid(pid), _command_line(pid)
+        uid, words = owner_uid(pid), read_command(pid)
     except (ProcessLookupError, FileNotFoundError):
         return  # it has ended meanwhile
     if "rescue" in words:
@@ -421,7 +421,7 @@ def _own_command(pid: int) -> _Command | None:
     For a broker whose record of its command (`broker.json`) is gone.
     """
     try:
-        words = _command_line(pid)
+        words = read_command(pid)
         environment = {name: value for name, value in read_environment(pid).items() if name.startswith(_KEPT_VARIABLES)}
     except OSError:
         return None
@@ -435,11 +435,6 @@ def _own_command(pid: int) -> _Command | None:
         return [*words, *([] if "--detach" in words else ["--detach"])], environment
     given.pop("ready_fd", None)
     return [*words[:-1], "--detach", json.dumps(given)], environment
-
-
-def _command_line(pid: int) -> list[str]:
-    """Return the command line of the process. Raises OSError."""
-    return [os.fsdecode(word) for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]]
 
 
 def _start(path: str, command: _Command | None) -> int:

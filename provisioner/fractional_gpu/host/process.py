@@ -9,14 +9,17 @@ The rules:
   looks like one and is none: the threads keep the memory.)
 - Before an operation on a pid, open its pidfd and check the identity again: from then on the pid cannot be reused.
 - Nothing is guessed: PermissionError is passed on, and only "no such process" counts as dead.
+- A process chooses the size of its environment, its command line and its mappings: prctl(PR_SET_MM) makes them gigabytes long. They are
+  read with `pieces` only, which stops after 8 MiB, and never on an event loop.
 """
 
 import os
 import signal
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Final, Self
 
@@ -24,6 +27,11 @@ PROC: Final = Path("/proc")
 _DEAD_STATES: Final = frozenset("ZXx")
 _HELD_UP_STATES: Final = frozenset("Tt")
 _AT_ONCE: Final = 1 << 16  # bytes
+MOST_BYTES: Final = 8 << 20
+"""What is read at most of a file in /proc whose size a process chooses."""
+_MOST_BYTES_PER_UID: Final = 8 * MOST_BYTES  # of environments in one scan
+_LONGEST_ENTRY: Final = 1 << 17  # bytes; Linux allows no longer argument or variable at an exec
+_MOST_DESCRIPTORS: Final = 1 << 16
 _PF_FORKNOEXEC: Final = 0x00000040
 _PF_KTHREAD: Final = 0x00200000
 
@@ -114,16 +122,6 @@ def parse_uid(status: bytes) -> int:
     return int(_status_field(status, b"Uid").split()[0])
 
 
-def parse_environment(raw: bytes) -> dict[str, str]:
-    """Parse /proc/PID/environ; the first of two equal names counts, as it does for getenv()."""
-    found: dict[str, str] = {}
-    for entry in raw.split(b"\0"):
-        name, separator, value = entry.partition(b"=")
-        if separator:
-            found.setdefault(os.fsdecode(name), os.fsdecode(value))
-    return found
-
-
 def boot_id(*, proc: Path = PROC) -> str:
     """Return the id of this boot of the machine; it changes with every boot. Raises OSError."""
     return read_file(f"{proc}/sys/kernel/random/boot_id").decode("ascii").strip()
@@ -168,19 +166,30 @@ def owner_uid(pid: int, *, proc: Path = PROC) -> int:
 
 
 def read_environment(pid: int, *, proc: Path = PROC) -> dict[str, str]:
-    """Return the environment the process was started with. Raises ProcessLookupError, PermissionError.
+    """Return the environment the process was started with; the first of two equal names counts, as it does for getenv().
 
-    A process can overwrite it: about a process of another program it is a hint, never a proof.
+    Blocks. Raises ProcessLookupError, PermissionError. A process can overwrite it: about a process of another program it is a hint, never
+    a proof.
     """
-    return parse_environment(_read(pid, "environ", proc))
+    found: dict[str, str] = {}
+    for entry in _of_process(entries(f"{proc}/{pid}/environ"), pid):
+        name, separator, value = entry.partition(b"=")
+        if separator:
+            found.setdefault(os.fsdecode(name), os.fsdecode(value))
+    return found
 
 
 def environment_value(pid: int, name: str, *, proc: Path = PROC) -> str | None:
-    """Return one variable of the environment the process was started with, None if it was not set.
+    """Return one variable of the environment the process was started with, None if it was not set. Blocks.
 
     Raises ProcessLookupError, PermissionError.
     """
-    return read_environment(pid, proc=proc).get(name)
+    return _find_variable(_of_process(pieces(f"{proc}/{pid}/environ"), pid), os.fsencode(name))
+
+
+def read_command(pid: int, *, proc: Path = PROC) -> list[str]:
+    """Return the arguments of the process's command line. Blocks. Raises ProcessLookupError, PermissionError."""
+    return [os.fsdecode(word) for word in _of_process(entries(f"{proc}/{pid}/cmdline"), pid)]
 
 
 def open_pidfd(identity: ProcessIdentity) -> int:
@@ -225,12 +234,55 @@ def read_file(path: str, folder: int | None = None) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
     try:
         whole = part = os.read(descriptor, _AT_ONCE)
-        while len(part) == _AT_ONCE:  # a read from /proc fills the buffer unless the file ends
+        while len(part) == _AT_ONCE:  # a read of such a file fills the buffer unless the file ends
             part = os.read(descriptor, _AT_ONCE)
             whole += part
         return whole
     finally:
         os.close(descriptor)
+
+
+def pieces(path: str, folder: int | None = None) -> Iterator[bytes]:
+    """Yield a file in /proc whose size a process chooses as it is read: `MOST_BYTES` at most. Blocks. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        left = MOST_BYTES
+        while left > 0 and (piece := os.read(descriptor, min(left, _AT_ONCE))):
+            left -= len(piece)
+            yield piece
+    finally:
+        os.close(descriptor)
+
+
+def entries(path: str, separator: bytes = b"\0") -> Iterator[bytes]:
+    """Yield what stands before each separator in such a file. Entries that are too long are cut. Blocks. Raises OSError."""
+    rest = b""
+    for piece in pieces(path):
+        *whole, rest = (rest + piece).split(separator)
+        yield from whole
+        rest = rest[:_LONGEST_ENTRY]
+    if rest:
+        yield rest
+
+
+def _find_variable(found: Iterator[bytes], name: bytes) -> str | None:
+    """Return a variable's value in the pieces of an environment; no piece after it is read. The first of equal names counts."""
+    marker, kept = b"\0" + name + b"=", b"\0"
+    for piece in found:
+        _, there, value = (kept + piece).partition(marker)
+        if there:
+            while b"\0" not in value and len(value) < _LONGEST_ENTRY and (more := next(found, b"")):
+                value += more
+            return os.fsdecode(value.partition(b"\0")[0])
+        kept = (kept + piece)[-len(marker) :]
+    return None
+
+
+def _of_process(found: Iterator[bytes], pid: int) -> Iterator[bytes]:
+    try:
+        yield from found
+    except (FileNotFoundError, NotADirectoryError, ProcessLookupError):
+        raise ProcessLookupError(f"no process has the id {pid}") from None
 
 
 def lines_of(content: bytes) -> list[str]:
@@ -340,6 +392,10 @@ class Snapshot:
             ancestors.append(process.identity)
         return ancestors
 
+    def marker(self, pid: int) -> str | None:
+        """Return the marker of the process that had this pid, None without one."""
+        return self._by_pid[pid].marker if pid in self._by_pid else None
+
     def marked(self, uid: int | None = None) -> dict[str, list[ProcessIdentity]]:
         """Return the processes with a marker by its value, oldest first; of one user only if `uid` is given."""
         return {
@@ -416,47 +472,59 @@ def is_below(pid: int, root: ProcessIdentity, others: Collection[int] = ()) -> b
     return False
 
 
-def scan(marker_name: str | None = None, *, proc: Path = PROC) -> Snapshot:
-    """Read every process once, and the variable `marker_name` of its environment. Raises OSError."""
+def scan(marker_name: str | None = None, uids: Collection[int] | None = None, *, proc: Path = PROC) -> Snapshot:
+    """Read every process once, and the variable `marker_name` of the environments of these users' processes (None: all users').
+
+    Blocks. Raises OSError.
+    """
     boot = boot_id(proc=proc)
     pids = [int(name) for name in os.listdir(proc) if name.isascii() and name.isdigit()]  # noqa: PTH208
     # Every suspend and resume waits for a pass: no objects for paths and files, and one read per file.
-    marker = None if marker_name is None else b"\0" + os.fsencode(marker_name) + b"="
-    seen = (_look(pid, boot, marker, f"{proc}/{pid}") for pid in pids)
+    markers = None if marker_name is None else _Markers(os.fsencode(marker_name), uids)
+    seen = (_look(pid, boot, markers, f"{proc}/{pid}") for pid in pids)
     return Snapshot(boot, (process for process in seen if process is not None), marker_name)
 
 
-def _look(pid: int, boot: str, marker: bytes | None, path: str) -> _Seen | None:
+class _Markers:
+    """Reads a variable of processes' environments during one scan, within a limit for each user."""
+
+    def __init__(self, name: bytes, uids: Collection[int] | None) -> None:
+        self._name = name
+        self._uids = uids
+        self._left: dict[int, int] = defaultdict(lambda: _MOST_BYTES_PER_UID)
+
+    def of(self, folder: int, uid: int) -> str | None:
+        """Return the variable's value in the process with this folder in /proc. Raises FileNotFoundError, ProcessLookupError."""
+        if (self._uids is not None and uid not in self._uids) or self._left[uid] <= 0:
+            return None
+        try:
+            return _find_variable(self._charged(folder, uid), self._name)
+        except PermissionError:
+            return None
+
+    def _charged(self, folder: int, uid: int) -> Iterator[bytes]:
+        for piece in pieces("environ", folder):
+            self._left[uid] -= len(piece)
+            yield piece
+
+
+def _look(pid: int, boot: str, markers: _Markers | None, path: str) -> _Seen | None:
     try:
         folder = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except (FileNotFoundError, ProcessLookupError):
         return None
     try:
-        stat = parse_stat(_read_at(folder, "stat"))
+        stat = parse_stat(read_file("stat", folder))
         if stat.dead or stat.kernel_thread:
             return None
-        value = None if marker is None else _value(folder, marker)
-        uid = parse_uid(_read_at(folder, "status"))
+        uid = parse_uid(read_file("status", folder))
+        value = None if markers is None else markers.of(folder, uid)
     except (FileNotFoundError, ProcessLookupError):
         return None  # it exited meanwhile
     finally:
         os.close(folder)
     identity = ProcessIdentity(boot, pid, stat.start_time)
     return _Seen(identity, stat.ppid, stat.session, uid, value, stat.stopped_or_traced, stat.forked)
-
-
-def _value(folder: int, marker: bytes) -> str | None:
-    """Return the variable's value; `marker` is NUL, its name and "=". The first of equal names counts, as for getenv()."""
-    try:
-        raw = b"\0" + _read_at(folder, "environ")
-    except PermissionError:
-        return None
-    _before, found, after = raw.partition(marker)
-    return os.fsdecode(after.partition(b"\0")[0]) if found else None
-
-
-def _read_at(folder: int, name: str) -> bytes:
-    return read_file(name, folder)
 
 
 # -- mappings ----------------------------------------------------------------------------------------------------------
@@ -469,29 +537,32 @@ _DELETED: Final = " (deleted)"
 
 
 def maps(pid: int, fits: Callable[[str], bool], *, proc: Path = PROC) -> bool:
-    """Return whether the process has a file mapped whose path fits."""
+    """Return whether the process has a file mapped whose path fits. Blocks."""
     try:
-        with (proc / str(pid) / "maps").open(encoding="utf-8", errors="surrogateescape") as lines:
-            return any(fits(path) for line in lines if (path := _path(line)))
+        return any(fits(path) for line in entries(f"{proc}/{pid}/maps", b"\n") if (path := _path(os.fsdecode(line))))
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return False
 
 
 def holds_open(pid: int, fits: Callable[[str], bool], *, proc: Path = PROC) -> bool:
-    """Return whether the process has a descriptor of a file whose path fits."""
-    folder = proc / str(pid) / "fd"
+    """Return whether the process has a descriptor of a file whose path fits. Blocks.
+
+    Of a process that has more than 65,536 descriptors the others are not read: it may have one.
+    """
+    folder = f"{proc}/{pid}/fd"
     try:
-        names = os.listdir(folder)  # noqa: PTH208 - a process may have thousands
+        with os.scandir(folder) as found:
+            names = [one.name for one in islice(found, _MOST_DESCRIPTORS)]
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return False
     for name in names:
         try:
-            path = str((folder / name).readlink())
+            path = os.readlink(f"{folder}/{name}")  # noqa: PTH115 - a process may have thousands
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # closed meanwhile
         if fits(path.removesuffix(_DELETED)):
             return True
-    return False
+    return len(names) == _MOST_DESCRIPTORS
 
 
 def _path(line: str) -> str:

@@ -16,7 +16,7 @@ import pytest
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.kernels.connection import GateLink
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.kernels.process_inspector import ProcessInspector
+from fractional_gpu.broker.kernels.process_inspector import ProcessInspector, ProcessScans
 from fractional_gpu.broker.monitoring import sampler as watch_module
 from fractional_gpu.broker.monitoring.sampler import Sampler
 from fractional_gpu.broker.supervision.enforcement import Enforcement
@@ -38,6 +38,7 @@ class World:
 
     def __init__(self, state: LeaseState = LeaseState.RESIDENT, *, reserve_mib: int = 500) -> None:
         self.monitor = Driver()
+        self.scans = ProcessScans()
         self.arbiter = self
         self.host_saved_mib = 0
         self.changes = 0

@@ -230,7 +230,7 @@ async def test_all_leases_are_found_with_one_look_at_the_machine(
 ) -> None:
     driver, looks = Driver(), list[str]()
 
-    def scan(name: str) -> Snapshot:
+    def scan(name: str, *_: object) -> Snapshot:
         looks.append(name)
         return real_scan(name)
 
@@ -253,7 +253,7 @@ async def test_all_leases_are_found_with_one_look_at_the_machine(
 async def test_leases_are_found_though_the_first_look_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver, looks = Driver(), list[str]()
 
-    def scan(name: str) -> Snapshot:
+    def scan(name: str, *_: object) -> Snapshot:
         looks.append(name)
         if len(looks) == 1:
             raise OSError(errno.EMFILE, "Too many open files")

@@ -12,11 +12,12 @@ import pytest
 
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.kernels.connection import GateLink
+from fractional_gpu.broker.kernels.process_inspector import LEASE_VARIABLE
 from fractional_gpu.broker.supervision.enforcement import PATIENCE_S, Enforcement
 from fractional_gpu.core.effects import CapBreached
 from fractional_gpu.core.model import Breach, PoolSpec, Strangers
 from fractional_gpu.gpu.interface import DeviceUse, ProcessKind, ProcessUse
-from fractional_gpu.host.process import identify
+from fractional_gpu.host.process import identify, scan
 from tests.broker.driver import DEVICE
 from tests.broker.live import started_for
 from tests.broker.monitoring.test_sampler import LEASE, World
@@ -49,9 +50,8 @@ class Guarded(World):
     def see(self, *pids: int, kind: ProcessKind = ProcessKind.COMPUTE, lease_of: dict[int, str] | None = None) -> None:
         processes = tuple(ProcessUse(pid=pid, used_mib=100, kind=kind) for pid in pids)
         owners = {pid: (lease, identify(pid)) for pid, lease in (lease_of or {}).items()}
-        self.enforcement.see(
-            {DEVICE: DeviceUse(device_id=DEVICE, memory_mib=1024, used_mib=0, processes=processes)}, owners
-        )
+        use = DeviceUse(device_id=DEVICE, memory_mib=1024, used_mib=0, processes=processes)
+        self.enforcement.see({DEVICE: use}, owners, scan(LEASE_VARIABLE))
 
     def passes(self, seconds: float, *pids: int, kind: ProcessKind = ProcessKind.COMPUTE) -> None:
         self.now_s += seconds

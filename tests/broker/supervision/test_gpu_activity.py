@@ -10,6 +10,7 @@ import pytest
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.kernels.iopub import IOPubWatch
 from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.kernels.process_inspector import ProcessScans
 from fractional_gpu.broker.supervision.enforcement import QUIET_S, UNANSWERED_QUIET_S, GpuActivity
 from fractional_gpu.core.model import LeaseState, LeaseView
 from fractional_gpu.gpu.interface import DeviceActivity, GPUError, GPUErrorCode
@@ -29,6 +30,7 @@ class World:
 
     def __init__(self, state: LeaseState = LeaseState.RESIDENT) -> None:
         self.monitor = self
+        self.scans = ProcessScans()
         self.arbiter = self
         self.view: LeaseView = view_of(state)
         self.quiet = Quiet()

@@ -46,7 +46,7 @@ def fails_to_look(monkeypatch: pytest.MonkeyPatch, error: Exception, at: Collect
     """Have these looks at the machine fail, counted from one. However slow the machine is, none is repeated for its age."""
     looks = 0
 
-    def scan(name: str) -> Snapshot:
+    def scan(name: str, *_: object) -> Snapshot:
         nonlocal looks
         looks += 1
         if looks in at:

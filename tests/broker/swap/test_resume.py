@@ -176,7 +176,7 @@ async def test_a_resume_goes_by_what_was_seen_a_moment_ago_and_no_longer(
 ) -> None:
     counted = 0
 
-    def scan(name: str) -> Snapshot:
+    def scan(name: str, *_: object) -> Snapshot:
         nonlocal counted
         counted += 1
         return real_scan(name)

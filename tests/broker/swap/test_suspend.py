@@ -219,7 +219,7 @@ async def test_a_suspend_looks_at_the_processes_twice_and_again_if_shrinking_tak
     driver, looks = Driver(), list[str]()
     monkeypatch.setattr(suspend_module, "FRESH_S", fresh_s)
 
-    def scan(name: str) -> Snapshot:
+    def scan(name: str, *_: object) -> Snapshot:
         looks.append(name)
         return real_scan(name)
 

@@ -6,7 +6,6 @@
 - Administrators see everything.
 """
 
-import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from fractional_gpu.broker.accounting.metering import Metering
+from fractional_gpu.broker.lanes import QUESTIONS
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.config import carbon
 from fractional_gpu.config.carbon import Carbon
@@ -78,7 +78,7 @@ class UsageReports:
         found, note = None, ""
         if self._carbon is not None:
             try:
-                found = await asyncio.to_thread(carbon.read, self._carbon)
+                found = await QUESTIONS.run(carbon.read, self._carbon)
             except ValueError as error:
                 note = f"The carbon figures are missing: {error}"
         times = [one for one in question.by if one in TIMES]

@@ -33,6 +33,7 @@ from fractional_gpu.broker.kernels.request_validation import (
     user_name,
     verified_process,
 )
+from fractional_gpu.broker.lanes import ATTACHING
 from fractional_gpu.broker.persistence.audit import AuditLog
 from fractional_gpu.broker.persistence.ledger_writer import devices_of
 from fractional_gpu.broker.recovery.lost_leases import LostLeases
@@ -343,6 +344,7 @@ class LeaseService:
     async def attach(self, peer: Peer, kernel: Kernel, request: AttachRequest) -> LeaseStatus:
         """Give the lease its kernel's process. Raises BadRequestError, ForbiddenError, NoRoomError or InternalBrokerError."""
         identity = await verified_process(peer, kernel, request)
+        token_file = await ATTACHING.run(token_file_of, identity)
         self.seats.draws.check_process(view_of(self.broker, kernel), identity.pid)
         connection = await self._checked_connection(kernel, request, identity.pid)
         if kernel.identity is not None and kernel.identity != identity and not kernel.ending.survivors:
@@ -352,7 +354,7 @@ class LeaseService:
         kernel.taken_over = False  # the present server starts this process
         kernel.launch.attached(
             server=server_of(peer),
-            token_file=token_file_of(identity),
+            token_file=token_file,
             language=request.language[:MAX_NAME],
             ipykernel=request.ipykernel,
         )
@@ -391,7 +393,7 @@ class LeaseService:
             return command_connection(served=request.served)
         try:
             connection = connection_from_json(request.connection)
-            await asyncio.to_thread(check_endpoints, connection, kernel.uid, pid)
+            await ATTACHING.run(check_endpoints, connection, kernel.uid, pid)
         except ValueError as error:
             raise BadRequestError(str(error), reason="bad-connection") from None
         return json.dumps(request.connection)

@@ -13,11 +13,14 @@ one snapshot. It does not contain what happened after it was taken: certainty ne
 
 import asyncio
 import os
+import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from fractional_gpu.broker.kernels.kernel import Kernel
+from fractional_gpu.broker.lanes import SWAPS
 from fractional_gpu.gpu.interface import DeviceUse, GPUError, GPUErrorCode, Monitor, ProcessState
 from fractional_gpu.gpu.worker_link import WorkerLink
 from fractional_gpu.host.process import ProcessIdentity, Snapshot, holds_open, identify, scan
@@ -76,6 +79,29 @@ class HostSnapshot:
         return tuple(sorted((device for device, mib in mine.items() if mib), key=lambda device: -mine[device]))
 
 
+class ProcessScans:
+    """Passes over /proc that all who need one share: one at a time, and who comes during one waits for the next. Any thread may call.
+
+    `kernels`, a live mapping: only environments of their users' processes are read. None: those of all users' processes.
+    """
+
+    def __init__(self) -> None:
+        self.kernels: Mapping[str, Kernel] | None = None
+        self._lock = threading.Lock()
+        self._last: tuple[float, Snapshot] | None = None
+
+    def take(self, max_age_s: float = 0.0) -> Snapshot:
+        """Return a pass that began after this call, or at most `max_age_s` before it. Blocks. Raises OSError."""
+        asked_s = time.monotonic()
+        with self._lock:
+            if self._last is None or self._last[0] < asked_s - max_age_s:
+                kernels = self.kernels
+                uids = None if kernels is None else {kernel.uid for kernel in list(kernels.values())}
+                begun_s = time.monotonic()
+                self._last = begun_s, scan(LEASE_VARIABLE, uids)
+            return self._last[1]
+
+
 class ProcessInspector:
     """Takes snapshots of the machine, and answers from them and from the driver what a kernel's processes are.
 
@@ -86,6 +112,7 @@ class ProcessInspector:
     def __init__(self, monitor: Monitor, worker: WorkerLink, *, off: str = "") -> None:
         self.off = off
         self.counts_processes = False
+        self.scans = ProcessScans()
         self._monitor = monitor
         self._worker = worker
         self._roots: Callable[[], list[ProcessIdentity]] = list
@@ -98,12 +125,13 @@ class ProcessInspector:
 
     @contextmanager
     def with_roots(self, roots: Sequence[ProcessIdentity]) -> Iterator[None]:
-        """Take these, too, for processes of kernels of their own, until the block ends."""
+        """Take these, too, for processes of kernels of their own, until the block ends: they may be any user's."""
+        kernels, self.scans.kernels = self.scans.kernels, None
         self._other_roots = roots
         try:
             yield
         finally:
-            self._other_roots = ()
+            self._other_roots, self.scans.kernels = (), kernels
 
     def set_off(self, why: str) -> None:
         """Set why the driver cannot be asked, a sentence; empty: it can."""
@@ -116,7 +144,7 @@ class ProcessInspector:
     async def scan_processes(self) -> Snapshot:
         """Read /proc. Raises GPUError where the system is short of what that takes."""
         with _shortage_as_gpu_error():
-            return await asyncio.to_thread(scan, LEASE_VARIABLE)
+            return await SWAPS.run(self.scans.take)
 
     async def take(self, device_ids: Sequence[str] | None = None, processes: Snapshot | None = None) -> HostSnapshot:
         """Return a snapshot of the machine and of these devices (None: all). `processes`, read a moment ago, save the pass over /proc.
@@ -124,11 +152,11 @@ class ProcessInspector:
         Raises GPUError, also where the system is short of what this takes.
         """
         with _shortage_as_gpu_error():
-            reading = asyncio.to_thread(self._uses, device_ids)
+            reading = SWAPS.run(self._uses, device_ids)
             if processes is not None:
                 return HostSnapshot(processes=processes, uses=await reading)
             # One waits for the system and the other for the driver: side by side.
-            found, uses = await asyncio.gather(asyncio.to_thread(scan, LEASE_VARIABLE), reading)
+            found, uses = await asyncio.gather(SWAPS.run(self.scans.take), reading)
             return HostSnapshot(processes=found, uses=uses)
 
     def _uses(self, device_ids: Sequence[str] | None) -> dict[str, DeviceUse]:
@@ -175,7 +203,7 @@ class ProcessInspector:
                 has_memory = await self._has_cuda(kernel, host, identity)
             elif not self.counts_processes:  # then an open device file is all there is to see
                 own = host.processes.runs_own_program(identity)
-                has_memory = own and await asyncio.to_thread(holds_open, identity.pid, is_device_file)
+                has_memory = own and await SWAPS.run(holds_open, identity.pid, is_device_file)
             else:
                 has_memory = False
             if has_memory:
@@ -233,7 +261,7 @@ class ProcessInspector:
         states: dict[ProcessIdentity, ProcessState] = {}
         failed: dict[ProcessIdentity, GPUError] = {}
         for identity in tree:
-            if host.processes.stopped_or_traced(identity) and self._may_use_cuda(kernel, host, identity):
+            if host.processes.stopped_or_traced(identity) and await self._may_use_cuda(kernel, host, identity):
                 raise GPUError(GPUErrorCode.TARGET_STOPPED, stopped_sentence(identity.pid))
             try:
                 states[identity] = await self._worker.state(identity)
@@ -248,7 +276,7 @@ class ProcessInspector:
         heirs = [
             one
             for one in (*doubtful, *failed)
-            if one not in kernel.checkpoint.sizes and self._is_heir(host, one, cuda, answered=one not in failed)
+            if one not in kernel.checkpoint.sizes and await self._is_heir(host, one, cuda, answered=one not in failed)
         ]
         # The driver may fail on an heir, which says nothing about the kernel. Its failure on any other process counts.
         for identity, failure in failed.items():
@@ -257,19 +285,19 @@ class ProcessInspector:
         return {one: state for one, state in states.items() if one in cuda and one not in heirs}, heirs
 
     @staticmethod
-    def _may_use_cuda(kernel: Kernel, host: HostSnapshot, identity: ProcessIdentity) -> bool:
+    async def _may_use_cuda(kernel: Kernel, host: HostSnapshot, identity: ProcessIdentity) -> bool:
         """Return whether a process that cannot be asked may have CUDA state."""
         known = identity in kernel.checkpoint.sizes or host.used_mib(identity.pid) > 0
-        return known or holds_open(identity.pid, is_device_file)
+        return known or await SWAPS.run(holds_open, identity.pid, is_device_file)
 
     @staticmethod
-    def _is_heir(
+    async def _is_heir(
         host: HostSnapshot, identity: ProcessIdentity, cuda: Collection[ProcessIdentity], *, answered: bool
     ) -> bool:
         """Return whether the process inherited the context of a CUDA process and has none of its own."""
         if host.used_mib(identity.pid) or not any(one in cuda for one in host.processes.forked_from(identity)):
             return False
-        return identity in cuda or not answered or holds_open(identity.pid, is_device_file)
+        return identity in cuda or not answered or await SWAPS.run(holds_open, identity.pid, is_device_file)
 
 
 def members_of(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import LEASE_VARIABLE
+from fractional_gpu.broker.lanes import ATTACHING
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.model import LeaseSpec, PoolSpec, ReserveBy
 from fractional_gpu.core.units import format_fraction, format_memory
@@ -24,6 +25,7 @@ from fractional_gpu.protocol.messages import COMMAND, KERNEL, AttachRequest, Lea
 _TOKEN_VARIABLE = "JUPYTER_GPU_TOKEN_FILE"  # noqa: S105 - a variable's name
 _LONGEST_PATH = 1024
 _EXEC_PATIENCE_S = 1.0  # a process that was started a moment ago may not show its environment yet
+_EXEC_PAUSE_S = 0.01  # from the first look at it to the second; then twice as long each time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,9 +179,7 @@ def guaranteed_mib(
 async def verified_process(peer: Peer, kernel: Kernel, request: AttachRequest) -> ProcessIdentity:
     """Return the process that the request states, if /proc agrees. Raises BadRequestError or ForbiddenError."""
     try:
-        pid = _pid_here(peer, request.pid)
-        identity = identify(pid)
-        uid = owner_uid(pid)
+        pid, identity, uid = await ATTACHING.run(_named_process, peer, request.pid)
         lease_id = await _environment_soon(pid, LEASE_VARIABLE, kernel.lease_id)
     except (ProcessLookupError, ValueError) as error:
         raise BadRequestError(
@@ -198,6 +198,12 @@ async def verified_process(peer: Peer, kernel: Kernel, request: AttachRequest) -
     if lease_id != kernel.lease_id:
         raise ForbiddenError(f"process {request.pid} was not started for this lease", reason="wrong-lease")
     return identity
+
+
+def _named_process(peer: Peer, named_pid: int) -> tuple[int, ProcessIdentity, int]:
+    """Return pid, identity and uid of the process that the peer names. Blocks. Raises as `_pid_here` and `identify`."""
+    pid = _pid_here(peer, named_pid)
+    return pid, identify(pid), owner_uid(pid)
 
 
 def _pid_here(peer: Peer, pid: int) -> int:
@@ -222,7 +228,7 @@ def server_of(peer: Peer) -> ProcessIdentity | None:
 
 
 def token_file_of(identity: ProcessIdentity) -> str:
-    """Return the path of the token's file as the process's environment names it, "" if it names none that could be used."""
+    """Return the path of the token's file as the process's environment names it, "" if it names none that could be used. Blocks."""
     try:
         path = environment_value(identity.pid, _TOKEN_VARIABLE) or ""
     except (ProcessLookupError, PermissionError):
@@ -236,9 +242,10 @@ async def _environment_soon(pid: int, name: str, expected: str) -> str | None:
     `exec` closes the old program's descriptors, by which its parent learns that it worked, before Linux puts the new environment in place.
     Until then an empty environment is read. Raises as `environment_value`.
     """
-    end_s = time.monotonic() + _EXEC_PATIENCE_S
-    while (value := environment_value(pid, name)) != expected and time.monotonic() < end_s:  # noqa: ASYNC110 - nothing signals it
-        await asyncio.sleep(0.01)
+    pause_s, end_s = _EXEC_PAUSE_S, time.monotonic() + _EXEC_PATIENCE_S
+    while (value := await ATTACHING.run(environment_value, pid, name)) != expected and time.monotonic() < end_s:
+        await asyncio.sleep(pause_s)
+        pause_s *= 2
     return value
 
 

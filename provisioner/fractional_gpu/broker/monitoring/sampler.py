@@ -16,7 +16,7 @@ from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.kernels.connection import OPEN_LINE_S
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.kernels.process_inspector import LEASE_VARIABLE, members_of
+from fractional_gpu.broker.kernels.process_inspector import members_of
 from fractional_gpu.broker.monitoring.host_memory import HostMemoryPressure
 from fractional_gpu.broker.monitoring.utilisation import Reading, UtilisationMeter
 from fractional_gpu.broker.persistence.ledger_writer import devices_of
@@ -25,7 +25,7 @@ from fractional_gpu.broker.supervision.survivors import KillsSeen
 from fractional_gpu.core.events import DeviceLost, DeviceSeen, HostMemorySeen, HostPressureSeen, LeaseMeasured
 from fractional_gpu.core.model import HOLDING, DeviceSpec, LeaseState, LeaseView
 from fractional_gpu.gpu.interface import DeviceSensors, DeviceUse, GPUError
-from fractional_gpu.host.process import ProcessIdentity, Snapshot, read_stat, scan
+from fractional_gpu.host.process import ProcessIdentity, Snapshot, read_stat
 from fractional_gpu.protocol.limits import PULSE_S
 
 log = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ class Sampler:
         return _Sample(
             uses=uses,
             lost=lost,
-            snapshot=scan(LEASE_VARIABLE) if others else None,
+            snapshot=self._broker.scans.take() if others else None,
             pressed=self._pressure(saved, time.monotonic()),
             sensors={device_id: self._sensors(device_id) for device_id, use in uses.items() if use is not None},
             kills=self._broker.oom_kills.look(known, time.monotonic()),
@@ -178,7 +178,7 @@ class Sampler:
     def _evaluate(self, sample: _Sample, unchanged: set[Kernel]) -> None:
         broker = self._broker
         owners = self._owners(sample.snapshot)
-        broker.enforcement.see(sample.uses, owners)
+        broker.enforcement.see(sample.uses, owners, sample.snapshot)
         used_mib = {device_id: use.used_mib for device_id, use in sample.uses.items() if use is not None}
         broker.set_readings(used_mib, sample.sensors)
         broker.oom_kills.see(sample.kills)

@@ -27,6 +27,7 @@ from fractional_gpu.broker.api.server import PausingListener, Server, drain_clai
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import now_ms, wall_ms
 from fractional_gpu.broker.kernels.kernel import check_pools
+from fractional_gpu.broker.lanes import start_lanes
 from fractional_gpu.broker.monitoring.host_memory import HostBudget, OomProtection
 from fractional_gpu.broker.monitoring.sampler import Sampler
 from fractional_gpu.broker.monitoring.watchdog import Watchdog
@@ -175,6 +176,7 @@ class BrokerRun:
         """
         self._handle_signals()
         asyncio.get_running_loop().set_default_executor(StartedThreads(_THREADS, "broker"))
+        start_lanes()
         for claim in self._claims:
             drain_claim_queries(claim)
         async with AsyncExitStack() as undo:  # what a start takes back that comes to nothing
@@ -225,6 +227,7 @@ class BrokerRun:
         # Leases that live, whether the ledger knows them or not. A sample shows what they use before any request is answered.
         lost = LostLeases(broker, swaps, ledger, files, socket=self._socket, everyone=self._everyone)
         await recover(broker, swaps, ledger, await lost.find())
+        broker.scans.kernels = broker.kernels
         await sampler.sample()
 
         # The API.

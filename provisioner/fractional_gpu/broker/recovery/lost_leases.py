@@ -33,6 +33,7 @@ from fractional_gpu.broker.kernels.connection import check_endpoints, command_co
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import LEASE_VARIABLE, NOMINAL_MIB, HostSnapshot
 from fractional_gpu.broker.kernels.request_validation import Peer, fraction_for, guaranteed_mib, user_group, user_name
+from fractional_gpu.broker.lanes import ATTACHING
 from fractional_gpu.broker.persistence.lease_files import LeaseFiles, read_lease_files, remove_lease_file
 from fractional_gpu.broker.recovery.recovery import follow_found, identity_of, kernel_of, take_over
 from fractional_gpu.broker.swap.swap import Swaps
@@ -41,15 +42,14 @@ from fractional_gpu.core.events import Attached, LeaseRequested, ResizeRequested
 from fractional_gpu.core.model import LeaseSpec, LeaseState, PoolSpec
 from fractional_gpu.gpu.interface import GPUError, ProcessState
 from fractional_gpu.host.process import (
-    PROC,
     ProcessIdentity,
     environment_value,
     find_ipykernel,
     is_alive,
     loads_extension,
     owner_uid,
+    read_command,
     read_environment,
-    read_file,
     scan,
 )
 from fractional_gpu.ledger.ledger import Ledger
@@ -103,7 +103,7 @@ def carriers(uid: int | None, socket: str | None = None) -> list[Carrier]:
 
     With `socket`, only those that were started for the broker on that socket. Blocks. Raises OSError.
     """
-    snapshot = scan(LEASE_VARIABLE)
+    snapshot = scan(LEASE_VARIABLE, None if uid is None else {uid})
     oldest: dict[tuple[str, int], Carrier] = {}
     for lease_id, members in snapshot.marked(uid).items():
         if not _LEASE_ID.fullmatch(lease_id):
@@ -145,7 +145,7 @@ def command_of(one: Carrier) -> Command:
     pid = one.identity.pid
     try:
         kind = environment_value(pid, KIND_VARIABLE)
-        words = [os.fsdecode(word) for word in read_file(f"{PROC}/{pid}/cmdline").split(b"\0")]
+        words = read_command(pid)
         name = read_environment(pid).get(_NAME_VARIABLE, "")
     except OSError:
         return Command()
@@ -229,7 +229,7 @@ class LostLeases:
         known = {record.spec.lease_id for record in (*live, *records)}
         lost = [
             one
-            for one in await asyncio.to_thread(carriers, self._uid, self._socket)
+            for one in await ATTACHING.run(carriers, self._uid, self._socket)
             if one.lease_id not in known and not self._ledger.has_lease(one.lease_id)
         ]
         roots = [identity for record in (*live, *records) if (identity := identity_of(record)) is not None]
@@ -271,7 +271,7 @@ class LostLeases:
                 "lease %s: what process %d has cannot be found out: %s", one.lease_id[:8], one.identity.pid, error
             )
             states = set()
-        command = await asyncio.to_thread(command_of, one)
+        command = await ATTACHING.run(command_of, one)
         # A claim alone gets no lease, and neither does a program on a device that is no kernel.
         away = bool(states & _AWAY)
         if not (states or used_mib) or not (away or command.is_kernel):
@@ -370,16 +370,16 @@ class LostLeases:
         """
         uid, broker = peer.credentials.uid, self._broker
         async with self._one_at_a_time:
-            if lease_id in broker.kernels or not carries(peer.credentials.pid, lease_id):
+            if lease_id in broker.kernels or not await ATTACHING.run(carries, peer.credentials.pid, lease_id):
                 return
             if self._uid is not None and uid != self._uid:
                 return
             if await broker.writer.read(partial(self._ledger.has_lease, lease_id)):
                 return
             self._check_number(uid)
-            files = await asyncio.to_thread(read_lease_files, self.files.folder)
+            files = await ATTACHING.run(read_lease_files, self.files.folder)
             records = [one for one in files if one.spec.lease_id == lease_id and one.uid == uid and _lives(one)]
-            lost = [one for one in await asyncio.to_thread(carriers, uid) if one.lease_id == lease_id]
+            lost = [one for one in await ATTACHING.run(carriers, uid) if one.lease_id == lease_id]
             records = records or await self._examine_all(lost, [])
             if records:
                 await take_over(broker, self._swaps, records)
@@ -410,7 +410,7 @@ class LostLeases:
                 "the cell again when the driver answers: the kernel keeps its variables",
                 reason="driver",
             )
-        command = await asyncio.to_thread(command_of, one)
+        command = await ATTACHING.run(command_of, one)
         pool = self._pool(())
         milli = min((size for size in pool.fractions_milli if size >= _DEFAULT_MILLI), default=_DEFAULT_MILLI)
         share_mib = max(1, min(device.leasable_mib for device in broker.arbiter.devices()) * milli // 1000)

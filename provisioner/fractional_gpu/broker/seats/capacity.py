@@ -5,12 +5,12 @@ seats of users of unknown habits each device takes within the pool's `wait_bound
 may hand out what is admissible in any of the sizes on offer.
 """
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fractional_gpu import __version__
 from fractional_gpu.broker.broker import Broker
+from fractional_gpu.broker.lanes import QUESTIONS
 from fractional_gpu.broker.seats.offers import ANY_FRACTIONS, PoolForecasts
 from fractional_gpu.config.hub import HubPool
 from fractional_gpu.core.model import PoolSpec
@@ -60,7 +60,7 @@ class HostCapacity:
         broker, arbiter = self._broker, self._broker.arbiter
         pools = [self._snapshot(pool, seats) for _, pool in sorted(arbiter.pools().items())]
         left_mib = max(0, arbiter.host_left_mib)
-        answers = await asyncio.to_thread(lambda: [_capacity(pool) for pool in pools])
+        answers = await QUESTIONS.run(lambda: [_capacity(pool) for pool in pools])
         return Capacity(
             version=__version__,
             simulated=broker.monitor.kind == "simulated",

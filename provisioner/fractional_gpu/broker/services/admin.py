@@ -18,15 +18,16 @@ from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.kernels.ending import EVICTED, Evictions, end_processes
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.kernels.process_inspector import LEASE_VARIABLE, members_of
+from fractional_gpu.broker.kernels.process_inspector import members_of
 from fractional_gpu.broker.kernels.request_validation import Peer
+from fractional_gpu.broker.lanes import SWAPS
 from fractional_gpu.broker.persistence.ledger_writer import devices_of
 from fractional_gpu.broker.services.status import lease_status, view_of
 from fractional_gpu.core.effects import Declined
 from fractional_gpu.core.events import MoveRequested
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.scheduler.migration import BUSY_CHANNEL
-from fractional_gpu.host.process import ProcessIdentity, scan
+from fractional_gpu.host.process import ProcessIdentity
 from fractional_gpu.protocol.errors import BadRequestError, ConflictError
 from fractional_gpu.protocol.messages import EvictRequest, LeaseStatus
 
@@ -134,5 +135,5 @@ class AdminService:
             kernel.requests.evictions -= 1
 
     async def _tree(self, kernel: Kernel, root: ProcessIdentity | None) -> list[ProcessIdentity]:
-        snapshot = await asyncio.to_thread(scan, LEASE_VARIABLE)
+        snapshot = await SWAPS.run(self._broker.scans.take)
         return members_of(kernel, root, snapshot, self._broker.roots()) if root is not None else []

@@ -6,18 +6,20 @@ that work for a part of the device. Where the device counts by process, the answ
 Only processes that are on the device now count: one that has ended may have been of a named lease, which nothing tells afterwards.
 """
 
-import asyncio
 import logging
 from collections.abc import Sequence
 
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.kernels.process_inspector import LEASE_VARIABLE, members_of
+from fractional_gpu.broker.kernels.process_inspector import members_of
+from fractional_gpu.broker.lanes import QUESTIONS
 from fractional_gpu.broker.runtime import Runtime
 from fractional_gpu.gpu.interface import DeviceUse, DeviceUtilisation, GPUError, ProcessKind
 from fractional_gpu.host.clock import since_boot_us
-from fractional_gpu.host.process import Snapshot, scan
+from fractional_gpu.host.process import Snapshot
 
 log = logging.getLogger(__name__)
+
+_MOST_AGE_S = 1.0  # of the processes' list: questions do not add up to a pass each
 
 
 async def others_use_milli(broker: Runtime, kernels: Sequence[Kernel], last_ms: int) -> int | None:
@@ -29,7 +31,7 @@ async def others_use_milli(broker: Runtime, kernels: Sequence[Kernel], last_ms: 
     view = broker.arbiter.lease(kernels[0].lease_id)
     if view is None or view.device_id is None or len(view.device_ids) > 1:
         return None
-    reading = await asyncio.to_thread(_read, broker, view.device_id, since_boot_us() - last_ms * 1000)
+    reading = await QUESTIONS.run(_read, broker, view.device_id, since_boot_us() - last_ms * 1000)
     if reading is None:
         return None
     use, utilisation, snapshot = reading
@@ -54,4 +56,4 @@ def _read(broker: Runtime, device_id: str, since_us: int) -> tuple[DeviceUse, De
     except GPUError as error:  # whether it is lost is seen where its memory is sampled
         log.debug("what processes use of device %s could not be read: %s", device_id, error)
         return None
-    return None if utilisation is None else (use, utilisation, scan(LEASE_VARIABLE))
+    return None if utilisation is None else (use, utilisation, broker.scans.take(_MOST_AGE_S))

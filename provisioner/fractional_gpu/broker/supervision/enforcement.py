@@ -21,7 +21,7 @@ from typing import Final
 
 from fractional_gpu.broker.kernels.connection import GateLink
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.kernels.process_inspector import LEASE_VARIABLE, members_of
+from fractional_gpu.broker.kernels.process_inspector import members_of
 from fractional_gpu.broker.kernels.request_validation import user_name
 from fractional_gpu.broker.persistence.ledger_writer import devices_of
 from fractional_gpu.broker.runtime import Runtime
@@ -30,17 +30,7 @@ from fractional_gpu.core.forecasts.estimators import FLOOR_MIB, ContextSize, Con
 from fractional_gpu.core.model import Breach, LeaseState, LeaseView, Strangers
 from fractional_gpu.gpu.interface import DeviceActivity, DeviceUse, GPUError, ProcessKind, ProcessUse
 from fractional_gpu.host.clock import since_boot_us
-from fractional_gpu.host.process import (
-    PROC,
-    ProcessIdentity,
-    Snapshot,
-    environment_value,
-    identify,
-    is_alive,
-    open_pidfd,
-    owner_uid,
-    scan,
-)
+from fractional_gpu.host.process import PROC, ProcessIdentity, Snapshot, identify, is_alive, open_pidfd, owner_uid
 from fractional_gpu.protocol.messages import GateVerb, Stranger
 
 log = logging.getLogger(__name__)
@@ -64,20 +54,25 @@ class Enforcement:
         self._terminated: set[ProcessIdentity] = set()  # strangers that got SIGTERM
         self._not_permitted: set[ProcessIdentity] = set()  # strangers that the broker's user may not signal
 
-    def see(self, uses: Mapping[str, DeviceUse | None], owners: Mapping[int, Owner]) -> None:
-        """Evaluate a sample: the use of each device, and each process's lease, by pid. Ends strangers where a pool says so."""
+    def see(
+        self, uses: Mapping[str, DeviceUse | None], owners: Mapping[int, Owner], processes: Snapshot | None
+    ) -> None:
+        """Evaluate a sample: the use of each device, and each process's lease, by pid. Ends strangers where a pool says so.
+
+        `processes`: as they were then; None if no process but kernels themselves uses a device.
+        """
         self._users = {}
         unwanted: dict[ProcessIdentity, float] = {}
         for device_id, use in uses.items():
-            processes = use.processes if use is not None else ()
-            for process in processes:
+            users = use.processes if use is not None else ()
+            for process in users:
                 if process.pid in owners:
                     lease_id, identity = owners[process.pid]
                     self._users.setdefault(lease_id, set()).add(identity)
-            strangers = [process for process in processes if process.pid not in owners]
+            strangers = [process for process in users if process.pid not in owners]
             self.strangers[device_id] = [_described(process) for process in strangers]
             if strangers and self._refuses(device_id):
-                for identity in self._foreign(strangers):
+                for identity in self._foreign(strangers, processes):
                     unwanted[identity] = self._unwanted.get(identity, self._clock())
         self._unwanted = unwanted
         self._terminated &= set(unwanted)
@@ -111,23 +106,21 @@ class Enforcement:
         pools = self._broker.arbiter.pools().values()
         return any(device_id in pool.devices and pool.strangers is Strangers.REFUSE for pool in pools)
 
-    def _foreign(self, strangers: Iterable[ProcessUse]) -> list[ProcessIdentity]:
+    def _foreign(self, strangers: Iterable[ProcessUse], processes: Snapshot | None) -> list[ProcessIdentity]:
         """Return those that may be ended."""
         found = []
         for process in strangers:
             identity = _living(process.pid) if process.kind is not ProcessKind.GRAPHICS else None
-            if identity is not None and not self._is_spared(process.pid):
+            if identity is not None and not self._is_spared(process.pid, processes):
                 found.append(identity)
         return found
 
-    def _is_spared(self, pid: int) -> bool:
+    def _is_spared(self, pid: int, processes: Snapshot | None) -> bool:
         try:
             command = (PROC / str(pid) / "comm").read_text(errors="replace")
-            lease_id = environment_value(pid, LEASE_VARIABLE)
         except (FileNotFoundError, ProcessLookupError):
             return True  # it ended
-        except PermissionError:
-            lease_id = None
+        lease_id = processes.marker(pid) if processes is not None else None
         return pid in self.exempt_pids or command.startswith(_SERVERS) or lease_id in self._broker.kernels
 
     def _end_stranger(self, identity: ProcessIdentity, there_s: float) -> None:
@@ -432,7 +425,7 @@ class GpuActivity:
                 found[device_id] = activity
                 self._settle_us = max(self._settle_us, activity.settle_us)
         others = any(pid not in known for activity in found.values() for pid in activity.worked_us)
-        return found, scan(LEASE_VARIABLE) if others else None
+        return found, self._broker.scans.take() if others else None
 
     def _judge(
         self, kernel: Kernel, identity: ProcessIdentity, activity: DeviceActivity, snapshot: Snapshot | None

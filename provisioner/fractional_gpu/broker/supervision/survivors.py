@@ -15,24 +15,26 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
 from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.kernels.ending import end_processes
 from fractional_gpu.broker.kernels.kernel import Kernel, Survivor
-from fractional_gpu.broker.kernels.process_inspector import LEASE_VARIABLE, HostSnapshot, ProcessInspector
+from fractional_gpu.broker.kernels.process_inspector import HostSnapshot, ProcessInspector
+from fractional_gpu.broker.lanes import SWAPS
 from fractional_gpu.broker.persistence.ledger_writer import devices_of
 from fractional_gpu.broker.runtime import Runtime
 from fractional_gpu.core.events import LeaseReleased, LeftBehind
 from fractional_gpu.core.model import AfterKernel, LeaseState, LeaseView
 from fractional_gpu.gpu.interface import DeviceUse, GPUError
 from fractional_gpu.host.memory import kill_count, kill_counter, smallest_limit, was_killed
-from fractional_gpu.host.process import PROC, ProcessIdentity, is_alive, open_pidfd, owner_uid, scan
+from fractional_gpu.host.process import ProcessIdentity, is_alive, open_pidfd, owner_uid, read_command, read_stat
 from fractional_gpu.protocol.codec import printable
 from fractional_gpu.protocol.errors import ConflictError
 
@@ -81,7 +83,7 @@ class AbandonedLeases:
         lost = [kernel for kernel in self._broker.kernels.values() if self._is_abandoned(kernel)]
         if any(not kernel.launch.had_process for kernel in lost):
             try:
-                carried = set(await asyncio.to_thread(_carried))
+                carried = set(await asyncio.to_thread(self._carried))
             except OSError as error:
                 log.warning(
                     "the processes of abandoned leases cannot be looked for: %s; they are looked for again", error
@@ -100,10 +102,9 @@ class AbandonedLeases:
         view = self._broker.arbiter.lease(kernel.lease_id)
         return view is not None and view.state is LeaseState.UNATTACHED
 
-
-def _carried() -> list[str]:
-    """Return the ids of the leases that processes carry in their environment. Blocks. Raises OSError."""
-    return list(scan(LEASE_VARIABLE).marked())
+    def _carried(self) -> list[str]:
+        """Return the ids of the leases that processes of their users carry in their environment. Blocks. Raises OSError."""
+        return list(self._broker.scans.take().marked())
 
 
 # -- survivors ---------------------------------------------------------------------------------------------------------
@@ -118,6 +119,7 @@ _LONGEST_PAUSE_S: Final = 2.0  # between looks that find out nothing: each pause
 _SAMPLED_S: Final = 10.0  # the next sample of the devices comes before that
 _SLACK_MIB: Final = 16
 _LONGEST_COMMAND: Final = 200
+_MOST_WORDS: Final = 20  # of it
 _IN_A_SWAP: Final = frozenset(
     {LeaseState.SUSPENDING, LeaseState.SUSPENDED, LeaseState.RESUMING, LeaseState.QUARANTINED}
 )
@@ -227,10 +229,9 @@ class Survivors:
 
         `saved`: some of it may be on the host, of which only the driver knows.
         """
-        found = [
-            Survivor(identity=one, used_mib=host.used_mib(one.pid), name=_name(one.pid), command=_command(one.pid))
-            for one in await self._inspector.with_memory(kernel, root, host, saved=saved)
-        ]
+        found = await SWAPS.run(
+            _described_all, await self._inspector.with_memory(kernel, root, host, saved=saved), host
+        )
         return sorted(found, key=lambda one: (-one.used_mib, one.identity))
 
     def _is_freed(self, device_id: str, use: DeviceUse, pids: set[int]) -> bool:
@@ -419,19 +420,17 @@ def _is_of(pid: int, uid: int) -> bool:
         return False
 
 
-def _name(pid: int) -> str:
-    return printable(_read(pid, "comm").strip()) or "?"
-
-
-def _command(pid: int) -> str:
-    return printable(_read(pid, "cmdline").replace("\0", " ").strip())[:_LONGEST_COMMAND] or _name(pid)
-
-
-def _read(pid: int, name: str) -> str:
-    try:
-        return (PROC / str(pid) / name).read_text(errors="replace")
-    except OSError:  # it ended, or this may not be seen
-        return ""
+def _described_all(identities: Iterable[ProcessIdentity], host: HostSnapshot) -> list[Survivor]:
+    """Return the processes with their names and command lines. Blocks."""
+    found = []
+    for identity in identities:
+        name, command = "?", ""
+        with suppress(OSError):  # it ended, or this may not be seen
+            name = printable(read_stat(identity.pid).comm) or "?"
+            command = printable(" ".join(islice(read_command(identity.pid), _MOST_WORDS)).strip())[:_LONGEST_COMMAND]
+        used_mib = host.used_mib(identity.pid)
+        found.append(Survivor(identity=identity, used_mib=used_mib, name=name, command=command or name))
+    return found
 
 
 async def _wait_for_end(processes: list[ProcessIdentity], patience_s: float) -> None:

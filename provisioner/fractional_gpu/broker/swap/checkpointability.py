@@ -13,12 +13,12 @@ reason, and the lease stays resident:
   `libcupti` itself proves nothing: torch and JAX link it, used or not. Profilers that a kernel starts by itself are found by its extension.
 """
 
-import asyncio
 from collections.abc import Collection
 from contextlib import suppress
 
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import HostSnapshot
+from fractional_gpu.broker.lanes import SWAPS
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.gpu.interface import ProcessKind
 from fractional_gpu.host.process import ProcessIdentity, environment_value, maps
@@ -57,7 +57,7 @@ class Checkpointability:
         unknown = set(processes) - self._without_tools
         if not unknown and len(pids) < _FEWEST_MEMBERS:
             return ""  # reading what a process has mapped takes milliseconds
-        if why_not := await asyncio.to_thread(_find_obstacle, pids, sorted(one.pid for one in unknown)):
+        if why_not := await SWAPS.run(_find_obstacle, pids, sorted(one.pid for one in unknown)):
             return why_not
         self._without_tools = {one for one in self._without_tools if one in host.processes} | unknown
         return ""

@@ -26,6 +26,7 @@ from fractional_gpu.broker.kernels.process_inspector import (
     ProcessInspector,
     stopped_sentence,
 )
+from fractional_gpu.broker.lanes import SWAPS
 from fractional_gpu.broker.swap.outcomes import after_checkpoint, before_checkpoint
 from fractional_gpu.core.effects import Suspend
 from fractional_gpu.core.events import SuspendOutcome
@@ -500,7 +501,7 @@ async def _check_host_memory(use: Mapping[ProcessIdentity, int]) -> None:
             raise StepError(SuspendOutcome.REFUSED, f"no device tells how much memory process {identity.pid} uses")
     needs = {identity.pid: used_mib + _HOST_MARGIN_MIB for identity, used_mib in use.items()}
     try:
-        short = await asyncio.to_thread(shortage, needs)
+        short = await SWAPS.run(shortage, needs)
     except (OSError, ValueError) as error:
         sentence = f"how much host memory is left could not be read: {error}"
         raise StepError(SuspendOutcome.REFUSED, sentence) from error

@@ -18,7 +18,7 @@ from jupyter_core.paths import jupyter_config_path
 from fractional_gpu.commands.doctor.report import Finding, note, ok, problem, warning
 from fractional_gpu.config import Settings
 from fractional_gpu.core.units import format_fraction
-from fractional_gpu.host.process import PROC
+from fractional_gpu.host.process import PROC, read_command
 from fractional_gpu.jupyter.kernel_command import EARLIER_COMMAND, plan_kernel
 from fractional_gpu.jupyter.kernelspecs import InstalledSpec, list_installed
 
@@ -180,7 +180,7 @@ def _running(proc: Path) -> Iterator[tuple[str, str]]:
         if not folder.name.isdigit():
             continue
         try:
-            words = os.fsdecode((folder / "cmdline").read_bytes()).split("\0")
+            words = read_command(int(folder.name), proc=proc)
         except OSError:  # it ended, or is hidden from this user
             continue
         for word in words:

@@ -1,0 +1,61 @@
+"""Threads for blocking work, a pool for each kind: what a user can ask for takes no thread from swaps.
+
+What is in none of them (samples, files, forecasts) runs in the loop's default executor, and nobody can ask for it.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Final, ParamSpec, TypeVar
+
+from fractional_gpu.host.threads import StartedThreads
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+PAYER: Final[ContextVar[Callable[[float], None] | None]] = ContextVar("payer", default=None)
+"""What is charged, in seconds of processor time, for blocking work of the running task; None: nothing."""
+
+
+class Lane:
+    """A pool of `count` threads. `start` it before the broker serves: later the system may have no thread left."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._count = count
+        self.name = name
+        self._threads: StartedThreads | None = None
+
+    def start(self) -> StartedThreads:
+        """Start the threads if they do not run. Raises OSError where they cannot."""
+        if self._threads is None:
+            self._threads = StartedThreads(self._count, self.name)
+        return self._threads
+
+    async def run(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return what `act` returns, and charge its processor time. Cancelled: `act` goes on."""
+        loop, charge = asyncio.get_running_loop(), PAYER.get()
+
+        def work() -> T:
+            begun_s = time.thread_time()
+            try:
+                return act(*args, **kwargs)
+            finally:
+                if charge is not None:
+                    loop.call_soon_threadsafe(charge, time.thread_time() - begun_s)
+
+        return await loop.run_in_executor(self.start(), work)
+
+
+SWAPS: Final = Lane(4, "swap")
+"""Suspending, resuming, and looking at kernels' processes."""
+ATTACHING: Final = Lane(4, "attach")
+"""Checking the processes and connections that users name."""
+QUESTIONS: Final = Lane(2, "question")
+"""Answers that take time."""
+
+
+def start_lanes() -> None:
+    """Start all threads. Raises OSError where the system has none left."""
+    for lane in (SWAPS, ATTACHING, QUESTIONS):
+        lane.start()
