@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -155,7 +155,8 @@ class LiveBroker:
         authorization = {} if token is None else {"Authorization": f"Bearer {token}"}
         connection = _Connection(self.socket)
         try:
-            connection.request(method, target, raw, {**authorization, **headers})
+            with suppress(BrokenPipeError):  # it may be refused before its body is taken
+                connection.request(method, target, raw, {**authorization, **headers})
             reply = connection.getresponse()
             stream = reply.getheader("Transfer-Encoding") == "chunked"
             text = (b"{}" if target.endswith("/gate") else reply.readline()) if stream else reply.read()
@@ -171,14 +172,13 @@ class LiveBroker:
             line.settimeout(DEADLINE_S)
             line.connect(self.socket)
             received = b""
-            try:
+            with suppress(BrokenPipeError, ConnectionResetError):  # hung up in the middle of what we had to say
                 line.sendall(data)
                 if end:
                     line.shutdown(socket.SHUT_WR)
+            with suppress(ConnectionResetError):
                 while part := line.recv(65536):
                     received += part
-            except (BrokenPipeError, ConnectionResetError):
-                pass  # hung up in the middle of what we had to say
             return received
 
     def lease(self, **fields: Any) -> LeaseReply:  # noqa: ANN401 - LeaseRequest's

@@ -15,7 +15,7 @@ import pytest
 from msgspec import to_builtins
 
 from fractional_gpu.broker.accounting import budgets
-from fractional_gpu.broker.api import handler
+from fractional_gpu.broker.api import server
 from fractional_gpu.broker.kernels import request_validation
 from fractional_gpu.broker.kernels.connection import check_endpoints, connection_from_json
 from fractional_gpu.broker.services import admin, residency
@@ -92,7 +92,7 @@ class Refusals:
 def as_another(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The broker takes the peer for an ordinary user."""
     with monkeypatch.context() as patch:
-        patch.setattr(handler, "peer_credentials", lambda _: PeerCredentials(os.getpid(), NOBODY.pw_uid, NOBODY.pw_gid))
+        patch.setattr(server, "peer_credentials", lambda _: PeerCredentials(os.getpid(), NOBODY.pw_uid, NOBODY.pw_gid))
         yield
 
 
@@ -118,6 +118,8 @@ def leases(note: Refusals) -> None:
         note.post(f"a lease, {what}", "/v1/leases", {**LEASE, **wish})
     for what, body in {"nothing": b"", "no JSON": b"{", "a list": b"[1]", "300 KiB": b" " * 300_000}.items():
         note.post(f"a lease, the body is {what}", "/v1/leases", body)
+    for what, header in {"in chunks": ("Transfer-Encoding", "chunked"), "long": ("Content-Length", "long")}.items():
+        note.post(f"a lease, the body is {what}", "/v1/leases", b"", **{header[0]: header[1]})
     with ExitStack() as stack:
         lease = attached(note, stack)
         note.post("a lease without a gate, no device is free", "/v1/leases", {"fraction_milli": 1000, "gated": False})

@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from fractional_gpu.broker.api import handler, lease_routes, lease_service
+from fractional_gpu.broker.api import handler, lease_routes, lease_service, server
 from fractional_gpu.broker.clock import TokenBucket
 from fractional_gpu.broker.services import residency
 from fractional_gpu.broker.services.status import host_status
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.protocol import limits
-from fractional_gpu.protocol.errors import BrokerUnavailableError, TooManyRequestsError
+from fractional_gpu.protocol.errors import BrokerUnavailableError
 from fractional_gpu.protocol.messages import GateVerb
 from tests.broker.live import DEADLINE_S, LiveBroker, live_broker, started_for
 from tests.support.paths import ROOT
@@ -284,48 +284,107 @@ def test_users_who_hold_all_their_connections_keep_neither_each_other_nor_an_adm
 
 @pytest.fixture
 def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveBroker]:
-    """A broker that takes twenty requests of a user, and then one an hour."""
-    monkeypatch.setattr(handler, "REQUEST_BURST", 20.0)
-    monkeypatch.setattr(handler, "REQUESTS_PER_S", 1 / 3600)
+    """A broker that takes nobody for an administrator, and has little patience with who is overdrawn."""
+    monkeypatch.setattr(server, "is_admin", lambda *_: False)
+    monkeypatch.setattr(server, "COST_WAIT_S", 0.05)
     with live_broker() as live:
         yield live
 
 
-def test_who_asks_too_often_is_told_when_to_ask_again(strict: LiveBroker) -> None:
-    assert [strict.call("GET", "/v1/ping").status for _ in range(20)] == [200] * 20
+def charge(live: LiveBroker, seconds: float) -> None:
+    """Charge this user."""
+
+    async def do() -> None:
+        live.broker.costs.of_user(os.getuid()).charge(seconds)
+
+    live.on_loop(do)
+
+
+def test_who_asks_too_much_is_told_when_to_ask_again(strict: LiveBroker) -> None:
+    charge(strict, limits.COST_BURST_S + limits.COST_RESERVE_S / 2)
     refused = strict.call("GET", "/v1/status")
     assert (refused.status, refused.error["reason"]) == (429, "too-many-requests")
-    assert re.search(r"asks the broker too often; .* 20 at once; ask again in 3\d{3} s", refused.error["message"])
+    assert re.search(
+        r"asks more of the broker than it has for one user \(25% .*; ask again in \d+ s", refused.error["message"]
+    )
     assert strict.call("GET", "/nowhere").status == 429, "routes that are none count, too"
     assert strict.call("GET", "/v1/ping", Authorization="Basic x").status == 429, "and so does what is refused anyway"
-    assert b"\r\nRetry-After: 3" in strict.raw(PING + b"Connection: close\r\n\r\n")
-    with BrokerClient(strict.socket, timeout_s=1) as client, pytest.raises(TooManyRequestsError):
-        client.ping()
+    assert b"\r\nRetry-After: " in strict.raw(PING + b"\r\n")
+    refused = strict.call("POST", "/v1/leases", b"{" * 100_000)
+    assert refused.status == 429, "decided before the body is read"
 
 
-def test_a_kernel_gets_through_although_its_user_asks_too_often(strict: LiveBroker) -> None:
-    lease, other = strict.lease(), strict.lease()
-    while strict.call("GET", "/v1/ping").status == 200:
-        pass
-    answer = f"/v1/leases/{lease.lease_id}/answer"
-    pulse = {"number": 0, "word": "pulse"}
-    assert strict.call("POST", answer, pulse, token=lease.token).status == 200
-    assert strict.call("POST", answer, pulse, token=other.token).status == 429
-    assert strict.call("POST", answer, pulse).status == 429
+def test_every_request_is_charged_for_its_steps_and_its_bytes(strict: LiveBroker) -> None:
+    account = strict.broker.costs.of_user(os.getuid())
+    account._clock = lambda: account._at_s  # nothing is earned meanwhile
+
+    def cost(body: bytes) -> float:
+        before_s = account._left
+        strict.call("POST", "/v1/leases", body)
+        return before_s - account._left
+
+    small, large = cost(b" "), cost(b" " * limits.MAX_BODY_BYTES)
+    assert small > limits.COST_REQUEST_S
+    assert large - small > limits.MAX_BODY_BYTES * limits.COST_BYTE_S * 0.9
 
 
-def test_our_client_waits_as_long_as_it_is_told_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handler, "REQUEST_BURST", 5.0)
-    monkeypatch.setattr(handler, "REQUESTS_PER_S", 5.0)
-    with live_broker() as live, BrokerClient(live.socket) as client:
-        assert len({client.ping().pid for _ in range(12)}) == 1
-        assert next(iter(client.events())).pid == client.ping().pid
+def test_neighbours_do_not_wait_for_the_gate_or_the_end_of_one_who_is_overdrawn(strict: LiveBroker) -> None:
+    lease, idle = strict.lease(), strict.lease()
+    with started_for(lease.lease_id) as process:
+        strict.call("POST", f"/v1/leases/{lease.lease_id}/attach", process, token=lease.token)
+        charge(strict, limits.COST_BURST_S + limits.COST_RESERVE_S / 2)
+        pulse = {"number": 0, "word": "pulse"}
+        assert strict.call("POST", f"/v1/leases/{lease.lease_id}/answer", pulse, token=lease.token).status == 200
+        assert strict.call("GET", f"/v1/leases/{lease.lease_id}", token=lease.token).status == 429
+        assert strict.call("DELETE", f"/v1/leases/{idle.lease_id}", token=idle.token).status == 429, "it holds nothing"
+        assert strict.call("DELETE", f"/v1/leases/{lease.lease_id}", token=lease.token).status == 200
+
+
+def test_of_one_who_has_spent_the_reserve_nothing_is_read_until_it_is_earned_back(strict: LiveBroker) -> None:
+    with connected(strict) as kept, connected(strict) as fresh:
+        kept.sendall(PING + b"\r\n")
+        reply = b""
+        while not reply.endswith(b"}"):
+            reply += kept.recv(65536)
+        charge(strict, 2 * limits.COST_BURST_S)
+        account = strict.broker.costs.of_user(os.getuid())
+        for line in (kept, fresh):
+            line.sendall((PING + b"\r\n") * 10)
+        until(lambda: len(account._paused) == 2, "both connections are put aside")
+        kept.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            kept.recv(1)
+        kept.settimeout(DEADLINE_S)
+        charge(strict, -3 * limits.COST_BURST_S)
+        for line in (kept, fresh):
+            assert b" 200 " in line.recv(65536)
+
+
+def test_our_client_waits_as_long_as_it_is_told_and_goes_on(strict: LiveBroker) -> None:
+    charge(strict, limits.COST_BURST_S + limits.COST_RESERVE_S / 2)
+    with BrokerClient(strict.socket) as client:
+        assert client.ping().pid == os.getpid()
+
+
+def test_an_overdrawn_user_does_not_hold_up_the_brokers_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "is_admin", lambda *_: False)
+    with live_broker() as live, connected(live) as line:
+        charge(live, limits.COST_BURST_S + 0.01)
+        account = live.broker.costs.of_user(os.getuid())
+        line.sendall(PING + b"\r\n")
+        until(lambda: bool(account._waiting), "it waits for its turn")
+
+        async def end() -> None:
+            live.broker.costs.release()
+
+        live.on_loop(end)
+        assert b" 200 " in line.recv(65536)
 
 
 def test_nobody_pushes_what_matters_out_of_the_log(live: LiveBroker, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     application: Any = live.server.request_callback
-    application.settings["limiter"]._lines = TokenBucket(1 / 3600, burst=10)
+    application.settings["log_lines"] = TokenBucket(1 / 3600, burst=10)
     for _ in range(30):
         live.call("GET", "/v1/leases/nobody")
     assert sum("refused" in record.message for record in caplog.records) == 10

@@ -21,6 +21,7 @@ from fractional_gpu.broker.accounting.habits import ShareHabits
 from fractional_gpu.broker.accounting.metering import Metering
 from fractional_gpu.broker.accounting.turns import Turns
 from fractional_gpu.broker.clock import DeadlineClock, now_ms, time_of_day, wall_ms
+from fractional_gpu.broker.cost import Account, Costs
 from fractional_gpu.broker.kernels.connection import connection_from_json
 from fractional_gpu.broker.kernels.iopub import IOPubWatch
 from fractional_gpu.broker.kernels.kernel import Kernel, remove_books, sharing_environment
@@ -126,6 +127,7 @@ class Broker:
         writer.connect(wrote=self.metrics.wrote, trouble_changed=self._trouble_changed)
         self._inspector = swaps.inspector
         self.scans = swaps.inspector.scans
+        self.costs = Costs()
         self._tickets: tuple[int, dict[str, TicketView]] | None = None  # when, and all of them
         self.sensors: dict[str, DeviceSensors] = {}  # by device, as last read
         self.gpu_activity = GpuActivity(self)
@@ -423,11 +425,17 @@ class Broker:
             kernel.iopub = IOPubWatch(
                 context,
                 checked,
+                self._account_of(kernel),
                 ipykernel=kernel.launch.ipykernel,
                 changed=partial(self.sync_busy_state, kernel),
                 signed=partial(self.expect_cell, kernel),
             )
         self.dispatch(BusyChanged(at_ms=now_ms(), lease_id=kernel.lease_id, busy=kernel.busy))
+
+    def _account_of(self, kernel: Kernel) -> Account:
+        view = self.arbiter.lease(kernel.lease_id)
+        seat = view.spec.seat if view is not None else ""
+        return self.costs.of_seat(seat) if seat else self.costs.of_user(kernel.uid)
 
     def _context_for(self, kernel: Kernel, identity: ProcessIdentity) -> zmq.asyncio.Context | None:
         """Return the context that reaches the kernel's sockets; None, with a line in its story, where the broker may not listen there."""

@@ -1,14 +1,15 @@
 """JSON of the messages: the broker decodes requests strictly, a client decodes replies leniently.
 
-- A request has exactly the fields of its message, with values of exactly their types, and bounded strings, lists and depth. Any bytes
-  give a message, BadRequestError or RequestTooLargeError.
+- A request has exactly the fields of its message, with values of exactly their types, and bounded strings, depth and number of values. Any
+  bytes give a message, BadRequestError or RequestTooLargeError.
 - A reply may have fields that this version does not know: a newer broker may say more. A known field with a value of another type is
   an InternalBrokerError here; further inside it would end a thread of a kernel, far from the reason.
 - A client sends only the fields of a request that differ from their defaults: an older broker need not know the others.
 """
 
+from collections.abc import Iterable
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -18,30 +19,40 @@ from fractional_gpu.protocol.errors import (
     InternalBrokerError,
     RequestTooLargeError,
 )
-from fractional_gpu.protocol.limits import MAX_DEPTH, MAX_LIST, MAX_STRING
+from fractional_gpu.protocol.limits import MAX_DEPTH, MAX_STRING, MAX_VALUES
 
 Message = TypeVar("Message", bound=msgspec.Struct)
 _LARGEST = 2**63 - 1  # the largest integer that the ledger can store
 _NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_decode_names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode  # the values are skipped, not built
 
 
 def decode_request(body: bytes, kind: type[Message]) -> Message:
     """Decode one request. Raises BadRequestError that names the field, or RequestTooLargeError."""
-    try:
-        raw = msgspec.json.decode(body or b"{}")
-    except _NOT_JSON as error:
-        raise BadRequestError(f"the body is not JSON: {error}") from None
+    # Each value but the first follows a comma, a bracket or a brace; what stands within texts is counted, too.
+    values = body.count(b",") + body.count(b"[") + body.count(b"{")
+    if values > MAX_VALUES:
+        raise RequestTooLargeError(f"the body has {values} values; allowed: {MAX_VALUES}")
     fields = _fields(kind)
     allowed = ", ".join(sorted(fields)) or "no fields"
-    if not isinstance(raw, dict):
-        raise BadRequestError(f"the body is {type(raw).__name__}; allowed: an object with {allowed}")
-    if unknown := sorted(raw.keys() - fields):
-        raise BadRequestError(f"unknown field {unknown[0][:80]!r}; allowed: {allowed}")
-    _check_bounds(raw, "$", 0)
     try:
-        return msgspec.convert(raw, kind)
+        names = _decode_names(body or b"{}")
+    except msgspec.ValidationError as error:
+        raise BadRequestError(f"the body is not an object ({error}); allowed: an object with {allowed}") from None
+    except _NOT_JSON as error:
+        raise BadRequestError(f"the body is not JSON: {error}") from None
+    if unknown := sorted(names.keys() - fields):
+        raise BadRequestError(f"unknown field {unknown[0][:80]!r}; allowed: {allowed}")
+    try:
+        message: Message = _decoder(kind).decode(body or b"{}")
     except msgspec.ValidationError as error:
         raise BadRequestError(str(error)) from None
+    except _NOT_JSON as error:
+        raise BadRequestError(f"the body is not JSON: {error}") from None
+    for field in message.__struct_fields__:
+        if (fault := _fault(getattr(message, field), 1)) is not None:
+            raise _error_of(fault, f"$.{field}")
+    return message
 
 
 def decode_json(text: bytes) -> object:
@@ -97,29 +108,52 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
+@cache
 def _fields(kind: type[msgspec.Struct]) -> frozenset[str]:
     return frozenset(kind.__struct_fields__)
 
 
-def _check_bounds(value: object, path: str, depth: int) -> None:
-    if depth > MAX_DEPTH:
-        raise RequestTooLargeError(f"{path} is nested deeper than {MAX_DEPTH} levels")
+@cache
+def _decoder(kind: type[Message]) -> msgspec.json.Decoder[Message]:
+    return msgspec.json.Decoder(kind)
+
+
+class _Fault(NamedTuple):
+    """What is wrong with a value, and where in it: the path is put together for errors only."""
+
+    sentence: str
+    too_large: bool
+    path: str = ""
+
+
+def _error_of(fault: _Fault, field: str) -> FractionalGPUError:
+    sentence = f"{field}{fault.path} {fault.sentence}"
+    return RequestTooLargeError(sentence) if fault.too_large else BadRequestError(sentence)
+
+
+def _fault(value: object, depth: int) -> _Fault | None:
+    """Return the first thing in the value that is beyond a limit."""
+    fault: _Fault | None = None
     if isinstance(value, str):
-        _check_text(value, path)
-    elif isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
-        raise BadRequestError(f"{path} is a number of more than 63 bits; allowed: -{_LARGEST} to {_LARGEST}")
-    elif isinstance(value, dict | list):
-        if len(value) > MAX_LIST:
-            raise RequestTooLargeError(f"{path} has {len(value)} entries; allowed: {MAX_LIST}")
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, item in items:
-            below = f"{path}.{str(key)[:80]}"
-            _check_text(str(key), f"the name {below}")
-            _check_bounds(item, below, depth + 1)
+        if len(value) > MAX_STRING:
+            fault = _Fault(f"has {len(value)} characters; allowed: {MAX_STRING}", too_large=True)
+        elif "\0" in value:
+            fault = _Fault("contains a NUL character; allowed: text without it", too_large=False)
+    elif isinstance(value, int):
+        if not -_LARGEST <= value <= _LARGEST:
+            fault = _Fault(f"is a number of more than 63 bits; allowed: -{_LARGEST} to {_LARGEST}", too_large=False)
+    elif isinstance(value, dict | list | msgspec.Struct):
+        if depth > MAX_DEPTH:
+            return _Fault(f"is nested deeper than {MAX_DEPTH} levels", too_large=True)
+        for key, item in _items(value):
+            if (fault := _fault(key, depth) or _fault(item, depth + 1)) is not None:
+                return fault._replace(path=f".{str(key)[:80]}{fault.path}")
+    return fault
 
 
-def _check_text(text: str, path: str) -> None:
-    if len(text) > MAX_STRING:
-        raise RequestTooLargeError(f"{path} has {len(text)} characters; allowed: {MAX_STRING}")
-    if "\0" in text:
-        raise BadRequestError(f"{path!r} contains a NUL character; allowed: text without it")
+def _items(value: dict[str, object] | list[object] | msgspec.Struct) -> Iterable[tuple[object, object]]:
+    if isinstance(value, dict):
+        return value.items()
+    if isinstance(value, list):
+        return enumerate(value)
+    return ((field, getattr(value, field)) for field in value.__struct_fields__)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fractional_gpu.broker.api import handler, lease_service
+from fractional_gpu.broker.api import lease_service, server
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.kernels.iopub import IOPubWatch
 from fractional_gpu.client.client import BrokerClient
@@ -70,7 +70,7 @@ def ask_as_another(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> Ask:
 
     def as_if(method: str, target: str, body: object = None, *, token: str | None = None) -> Answer:
         with monkeypatch.context() as patch:
-            patch.setattr(handler, "peer_credentials", lambda _: PeerCredentials(1, NOBODY.pw_uid, NOBODY.pw_gid))
+            patch.setattr(server, "peer_credentials", lambda _: PeerCredentials(1, NOBODY.pw_uid, NOBODY.pw_gid))
             return live.call(method, target, body, token=token)
 
     return really if os.geteuid() == 0 else as_if

@@ -10,6 +10,7 @@ from typing import Any, Self
 import zmq
 import zmq.asyncio
 
+from fractional_gpu.broker.cost import Account
 from fractional_gpu.broker.kernels.connection import connection_from_json
 from fractional_gpu.broker.kernels.iopub import IOPubWatch
 from fractional_gpu.core.model import Sign
@@ -133,8 +134,14 @@ class Watched:
         self._context = zmq.asyncio.Context()
         connection = connection_from_json(line.info)
         self.signs: list[Sign] = []
+        self.account = Account()
         self.watch = _Watch(
-            self._context, connection, ipykernel=ipykernel, changed=self._changed, signed=self.signs.append
+            self._context,
+            connection,
+            self.account,
+            ipykernel=ipykernel,
+            changed=self._changed,
+            signed=self.signs.append,
         )
         self.watch.taken = asyncio.Event()
 

@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from zmq.utils.monitor import parse_monitor_message
 
+from fractional_gpu.broker.cost import Account
 from fractional_gpu.broker.kernels import iopub
 from fractional_gpu.broker.kernels.connection import connection_from_json
 from fractional_gpu.broker.kernels.iopub import USES, IOPubWatch
+from fractional_gpu.protocol.limits import COST_BYTE_S
 from tests.broker.kernels.kernel_line import DEADLINE_S, KEY, KernelLine, Watched, sign
 
 
@@ -381,10 +383,57 @@ async def test_a_message_that_is_too_long_breaks_the_line_and_the_kernel_is_hear
         await line.busy("x" * 10_000)
         await watched.until(lambda: watched.watch.busy)
         assert not watched.watch.executing
-        assert await line.iopub.recv() == b"\0kernel.", "the line was not broken"
+        assert await line.subscribed() == b"kernel.x.status"
+        assert await line.iopub.recv() == b"\0kernel."
+        assert await line.iopub.recv() == b"\0kernel.x.status", "the line was not broken"
         assert await line.subscribed() == b"kernel."
         await line.answer(await line.asked())
         await watched.until(lambda: not watched.watch.busy)
+
+
+async def test_once_the_topic_of_its_status_is_known_output_stays_in_the_kernel(
+    line: KernelLine, watched: Watched
+) -> None:
+    await watched.settle()
+    assert await line.subscribed() == b"kernel.x.status"
+    assert await line.iopub.recv() == b"\0kernel.", "and to nothing else"
+    received: list[list[bytes]] = []
+    take = watched.watch._take
+    watched.watch._take = lambda frames: received.append(frames) or take(frames)  # type: ignore[method-assign, func-returns-value]
+    await line.iopub.send_multipart([b"kernel.x.display_data", b"<IDS|MSG>", b"", *[b"x" * 10_000_000] * 4])
+    await watched.has_heard_all()
+    assert {frames[0] for frames in received} == {b"kernel.x.status"}
+    assert not watched.watch.busy
+
+
+async def test_while_the_account_is_overdrawn_nothing_is_read_and_the_kernel_counts_as_busy(
+    line: KernelLine, watched: Watched
+) -> None:
+    await watched.settle()
+    watched.account.charge(10.0)
+    await line.say("idle", {"msg_id": "the next message", "msg_type": "execute_request"})
+    await watched.until(lambda: watched.watch.busy)
+    watched.watch.taken.clear()
+    await line.busy("unread")
+    assert not watched.watch.executing
+    assert not watched.watch.taken.is_set()
+    watched.account.charge(-20.0)
+    watched.account._wake()  # its timer was set for its debt
+    await line.say("idle", {"msg_id": "unread", "msg_type": "execute_request"})
+    await line.answer(await line.asked())
+    await watched.until(lambda: not watched.watch.busy)
+
+
+async def test_what_a_kernel_sends_is_charged_by_message_and_by_byte(line: KernelLine, watched: Watched) -> None:
+    await watched.settle()
+    costs = []
+    for padding in ("", "x" * (iopub._LONGEST_STATUS // 2)):
+        before_s = watched.account._left
+        await line.say("idle", {"msg_id": "m", "msg_type": "execute_request", "padding": padding})
+        await watched.has_heard_all()
+        costs.append(before_s - watched.account._left)
+    assert costs[0] > 0
+    assert costs[1] - costs[0] > iopub._LONGEST_STATUS / 2 * COST_BYTE_S / 2
 
 
 async def test_what_is_too_long_for_a_status_teaches_nothing(line: KernelLine, watched: Watched) -> None:
@@ -485,6 +534,7 @@ GOOD = {"transport": "tcp", "ip": "127.0.0.1", "iopub_port": 5001, "shell_port":
         ({"key": 5}, ["key is not text", "signing key"]),
         ({"signature_scheme": "hmac-rot13"}, ["'hmac-rot13'", "hmac-sha256"]),
         ({"signature_scheme": "hmac-shake_128"}, ["'hmac-shake_128'", "hmac-sha256"]),
+        ({"signature_scheme": "hmac-sha3_512"}, ["'hmac-sha3_512'", "hmac-sha256, hmac-sha512"]),
         ({"signature_scheme": {"x": "y" * 500}}, ["...", "hmac-sha256"]),
         ({"curve_publickey": "short", "curve_secretkey": "short"}, ["curve_publickey and curve_secretkey", "40 Z85"]),
         ({"curve_publickey": "#" * 40, "curve_secretkey": "#" * 40}, ["40 Z85"]),
@@ -525,7 +575,9 @@ async def test_any_contents_are_a_connection_that_can_be_watched_or_a_value_erro
             assert "connection field" in str(error)  # noqa: PT017 - only if it is one
         else:
             nothing = asyncio.Event()
-            IOPubWatch(context, connection, ipykernel=True, changed=nothing.set, signed=lambda _: nothing.set()).close()
+            IOPubWatch(
+                context, connection, Account(), ipykernel=True, changed=nothing.set, signed=lambda _: nothing.set()
+            ).close()
 
     check_anything()
     context.destroy(linger=0)

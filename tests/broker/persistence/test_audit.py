@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fractional_gpu.broker.api import handler
+from fractional_gpu.broker.api import server
 from fractional_gpu.broker.kernels.request_validation import Peer
 from fractional_gpu.broker.persistence.audit import FILE_NAME, Act, AuditLog, finished_files
 from fractional_gpu.broker.services import admin, residency
@@ -133,8 +133,9 @@ def test_a_lease_of_another_user_or_of_a_seat_is_somebody_elses(
         drawn = fresh.call("POST", "/v1/leases", {"fraction_milli": 250, "seat": seat.seat_id}, token=seat.token)
         assert drawn.status == 200, drawn
         client.resize(drawn.body["lease_id"], ResizeRequest(memory_mib=200))
-        monkeypatch.setattr(handler, "peer_credentials", lambda _: PeerCredentials(1, 65_534, 65_534))
-        monkeypatch.setattr(handler, "is_admin", lambda *_: True)
+    monkeypatch.setattr(server, "peer_credentials", lambda _: PeerCredentials(1, 65_534, 65_534))
+    monkeypatch.setattr(server, "is_admin", lambda *_: True)
+    with SeatClient(fresh.socket) as client:
         client.resize(lease.lease_id, ResizeRequest(memory_mib=200))
     assert [act for act in acts(fresh) if act[0] == "resize"] == [("resize", "done")] * 2
 
@@ -154,7 +155,7 @@ def test_a_full_pool_that_refuses_a_seat_is_a_refusal_in_the_log() -> None:
 
 def test_nobody_else_can_fill_the_log(fresh: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(handler, "peer_credentials", lambda _: PeerCredentials(1, 65_534, 65_534))
+        patch.setattr(server, "peer_credentials", lambda _: PeerCredentials(1, 65_534, 65_534))
         assert fresh.call("POST", "/v1/devices/0/drain", {}).status == 403
         assert fresh.call("POST", "/v1/pools/default", {"keys": {"idle_after": "1m"}}).status == 403
         assert fresh.call("POST", "/v1/devices/0/drain", {}, **{"X-Acting-For": "root"}).status == 403
@@ -163,7 +164,7 @@ def test_nobody_else_can_fill_the_log(fresh: LiveBroker, monkeypatch: pytest.Mon
 
 def test_administrators_are_told_where_the_log_is(fresh: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fresh.call("GET", "/v1/status").body["audit_file"] == str(fresh.service.audit.path)
-    monkeypatch.setattr(handler, "peer_credentials", lambda _: PeerCredentials(1, 65_534, 65_534))
+    monkeypatch.setattr(server, "peer_credentials", lambda _: PeerCredentials(1, 65_534, 65_534))
     assert fresh.call("GET", "/v1/status").body["audit_file"] == ""
 
 

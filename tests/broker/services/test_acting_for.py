@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fractional_gpu.broker.api import handler
+from fractional_gpu.broker.api import server
 from fractional_gpu.broker.api.handler import Handler
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.seat import SeatClient
@@ -74,7 +74,7 @@ def test_from_who_is_no_administrator_it_is_refused_whatever_it_says(
     live: LiveBroker, heard: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(handler, "peer_credentials", lambda _: PeerCredentials(1, 65_534, 65_534))
+        patch.setattr(server, "peer_credentials", lambda _: PeerCredentials(1, 65_534, 65_534))
         for value in ("root", "%ff", ""):
             answer = live.call("GET", "/v1/ping", **{"X-Acting-For": value})
             assert (answer.status, answer.error["reason"]) == (403, "not-admin")

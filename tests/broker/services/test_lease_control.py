@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec import to_builtins
 
-from fractional_gpu.broker.api import handler
+from fractional_gpu.broker.api import server
 from fractional_gpu.broker.clock import wall_ms
 from fractional_gpu.broker.kernels import request_validation
 from fractional_gpu.broker.kernels.request_validation import Peer, lease_spec
@@ -446,8 +446,8 @@ def ask_in_group(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> AskInGrou
 
     def ask(name: str | None) -> int:
         with monkeypatch.context() as patch:
-            patch.setattr(handler, "peer_credentials", lambda _: PeerCredentials(1, 65_534, 65_534))
-            patch.setattr(live.service, "admin_gid", groups[name])
+            patch.setattr(server, "peer_credentials", lambda _: PeerCredentials(1, 65_534, 65_534))
+            patch.setattr(live.server, "_admin_gid", groups[name])
             return live.call("POST", "/v1/devices/0/undrain", {}).status
 
     return ask

@@ -1,7 +1,5 @@
 """The routes that change existing leases, and those by which administrators move, evict and drain."""
 
-import asyncio
-
 from msgspec import to_builtins
 
 from fractional_gpu.broker.api.handler import Handler, StreamHandler
@@ -52,7 +50,7 @@ class _Resize(StreamHandler):
                 status = await self.service.lease_control.resize(kernel, request)
             self.reply(status)
 
-        await self.run(asyncio.create_task(work()))
+        await self.run(work())
 
 
 class _Move(StreamHandler):
@@ -67,7 +65,7 @@ class _Move(StreamHandler):
                 status = await self.service.admin.move(kernel, to)
             self.reply(status)
 
-        await self.run(asyncio.create_task(work()))
+        await self.run(work())
 
 
 class _Evict(Handler):

@@ -6,11 +6,9 @@ versions, never silently ignored.
 """
 
 import asyncio
-import hmac
 import http
 import logging
-import math
-import re
+from collections.abc import Coroutine
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -19,14 +17,14 @@ import msgspec
 from tornado import iostream, web
 
 from fractional_gpu.broker.api.lease_service import LeaseService
-from fractional_gpu.broker.api.server import is_admin
-from fractional_gpu.broker.broker import Broker, token_digest
+from fractional_gpu.broker.api.server import MeteredStream, bearer
 from fractional_gpu.broker.clock import TokenBucket
+from fractional_gpu.broker.cost import metered
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.request_validation import Peer, user_name
+from fractional_gpu.broker.lanes import PAYER
 from fractional_gpu.broker.persistence.audit import Act, is_anothers
 from fractional_gpu.host import files
-from fractional_gpu.host.peers import peer_credentials
 from fractional_gpu.ledger.records import LedgerError
 from fractional_gpu.protocol import names
 from fractional_gpu.protocol.codec import decode_request, error_body, printable
@@ -39,76 +37,13 @@ from fractional_gpu.protocol.errors import (
     TooManyRequestsError,
     UnauthorizedError,
 )
-from fractional_gpu.protocol.limits import (
-    LEASE_REQUEST_BURST,
-    LEASE_REQUESTS_PER_S,
-    MAX_NAME,
-    REQUEST_BURST,
-    REQUESTS_PER_S,
-    TAKEN_S,
-    VERSION_HEADER,
-)
+from fractional_gpu.protocol.limits import MAX_NAME, TAKEN_S, VERSION_HEADER
 from fractional_gpu.protocol.names import ACTING_FOR, decode_acting_for
-
-# -- rate limit --------------------------------------------------------------------------------------------------------
-# Per-user request and log-rate limits.
-#
-# A request with a lease's own token counts for that lease, not for its user: a script of the user that sends too many requests must not
-# keep the user's kernels from the GPU.
-
-
-_LEASE = re.compile(r"/v1/leases/([0-9a-zA-Z_-]{1,64})/")
-_LINES_PER_S = 1.0
-_LINES_BURST = 100.0
-
-
-class RateLimiter:
-    """Counts requests and log lines. One per broker."""
-
-    def __init__(self, broker: Broker) -> None:
-        self._broker = broker
-        self._users = TokenBucket(REQUESTS_PER_S, REQUEST_BURST)
-        self._leases = TokenBucket(LEASE_REQUESTS_PER_S, LEASE_REQUEST_BURST)
-        self._lines = TokenBucket(_LINES_PER_S, _LINES_BURST)
-
-    def admit(self, peer: Peer, path: str) -> None:
-        """Count a request. Raises TooManyRequestsError with the time after which to retry."""
-        uid = peer.credentials.uid
-        lease_id = self._own_lease(peer, path)
-        wait_s = self._users.take(uid) if lease_id is None else self._leases.take(lease_id)
-        if not wait_s:
-            return
-        who = f"user {user_name(uid)}" if lease_id is None else f"the kernel of lease {lease_id[:8]}"
-        per_s, burst = (
-            (REQUESTS_PER_S, REQUEST_BURST) if lease_id is None else (LEASE_REQUESTS_PER_S, LEASE_REQUEST_BURST)
-        )
-        raise TooManyRequestsError(
-            f"{who} asks the broker too often; allowed: {per_s:g} requests a second, and {burst:g} at once; ask again in "
-            f"{math.ceil(wait_s)} s",
-            reason="too-many-requests",
-            retry_s=math.ceil(wait_s),
-        )
-
-    def may_log(self, uid: int) -> bool:
-        """Whether one more line about this user's refused requests may be logged: they must not push other lines out of the log."""
-        return self._lines.take(uid) == 0
-
-    def _own_lease(self, peer: Peer, path: str) -> str | None:
-        """Return the lease of the route if the request has that lease's token."""
-        route = _LEASE.match(path)
-        if route is None or peer.token is None:
-            return None
-        kernel = self._broker.kernels.get(route[1])
-        if kernel is None or kernel.uid != peer.credentials.uid:
-            return None
-        return route[1] if hmac.compare_digest(token_digest(peer.token), kernel.token_sha256) else None
-
-
-# -- handler -----------------------------------------------------------------------------------------------------------
-
 
 log = logging.getLogger(__name__)
 T = TypeVar("T", bound=msgspec.Struct)
+
+LOG_LINES_PER_S, LOG_LINES_BURST = 1.0, 100.0  # in the log, of one user's refused requests
 
 
 class Handler(web.RequestHandler):
@@ -123,20 +58,13 @@ class Handler(web.RequestHandler):
         self.socket_path = socket_path
 
     def prepare(self) -> None:
-        """Identify the peer, and check its rate, its headers and its protocol."""
+        """Identify the peer, and check its headers and its protocol."""
         self.service.broker.note_use()
-        connection: Any = self.request.connection
-        if connection.stream.socket is None:
-            raise iostream.StreamClosedError  # the peer has disconnected
-        credentials = peer_credentials(connection.stream.socket)
-        admin = is_admin(connection.stream.socket, credentials, self.service.admin_gid)
-        authorization = self.request.headers.get("Authorization")
-        scheme, _, token = (authorization or "").partition(" ")
-        self.peer = Peer(credentials=credentials, token=token if scheme == "Bearer" and token else None, admin=admin)
-        self.limiter.admit(self.peer, self.request.path)  # first: a request that is refused below counts, too
-        if authorization is not None and self.peer.token is None:
+        stream, token = self.stream, bearer(self.request.headers)
+        self.peer = Peer(credentials=stream.credentials, token=token or None, admin=stream.admin)
+        if token == "":
             raise UnauthorizedError("the header Authorization is not of the form `Bearer TOKEN`")
-        self.peer = replace(self.peer, acting_for=self._acting_for(admin=admin))
+        self.peer = replace(self.peer, acting_for=self._acting_for(admin=stream.admin))
         if not self.answers_any_version:
             self._check_version()
 
@@ -151,10 +79,17 @@ class Handler(web.RequestHandler):
         self.set_header(VERSION_HEADER, names.OWN.to_header())
 
     @property
-    def limiter(self) -> RateLimiter:
-        """The limits of request rates."""
-        limiter: RateLimiter = self.settings["limiter"]
-        return limiter
+    def stream(self) -> MeteredStream:
+        """The connection of the request."""
+        connection: Any = self.request.connection
+        stream: MeteredStream = connection.stream
+        return stream
+
+    async def _execute(self, transforms: list[web.OutputTransform], *args: bytes, **kwargs: bytes) -> None:
+        """Serve the request, at its account's cost."""
+        charge = self.stream.account.charge
+        PAYER.set(charge)
+        await metered(super()._execute(transforms, *args, **kwargs), charge)
 
     def _check_version(self) -> None:
         client = names.Version.from_header(self.request.headers.get(VERSION_HEADER))
@@ -253,7 +188,8 @@ class Handler(web.RequestHandler):
 
     def _may_log(self) -> bool:
         peer = getattr(self, "peer", None)
-        return peer is None or self.limiter.may_log(peer.credentials.uid)
+        lines: TokenBucket = self.settings["log_lines"]
+        return peer is None or lines.take(peer.credentials.uid) == 0
 
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
         """Log a refused request in one line, and a failure of the broker with its traceback."""
@@ -288,9 +224,9 @@ class StreamHandler(Handler):
 
     _work: asyncio.Task[None] | None = None
 
-    async def run(self, work: "asyncio.Task[None]") -> None:
-        """Run the work until it is done or the peer disconnects."""
-        self._work = work
+    async def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run the work, at the request's cost, until it is done or the peer disconnects."""
+        self._work = work = asyncio.create_task(metered(coroutine, self.stream.account.charge))
         try:
             await asyncio.wait([work])
             if not work.cancelled():

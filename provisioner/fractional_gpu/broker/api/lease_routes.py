@@ -1,6 +1,5 @@
 """The routes of leases, status and events, and the server with all routes. A handler decodes, calls the service and encodes."""
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -12,10 +11,12 @@ from tornado import httputil, web
 
 from fractional_gpu.broker.api.account_routes import ACCOUNT_ROUTES
 from fractional_gpu.broker.api.admin_routes import CONTROL_ROUTES
-from fractional_gpu.broker.api.handler import Handler, RateLimiter, StreamHandler
+from fractional_gpu.broker.api.handler import LOG_LINES_BURST, LOG_LINES_PER_S, Handler, StreamHandler
 from fractional_gpu.broker.api.lease_service import LeaseService
 from fractional_gpu.broker.api.metrics_routes import METRICS_ROUTES, register_collectors
-from fractional_gpu.broker.api.server import DISCARDED_BYTES, DISCARDED_HEADER_BYTES, Server
+from fractional_gpu.broker.api.payers import Payers
+from fractional_gpu.broker.api.server import DISCARDED_HEADER_BYTES, READ_AT_ONCE, Server
+from fractional_gpu.broker.clock import TokenBucket
 from fractional_gpu.broker.services.others_use import others_use_milli
 from fractional_gpu.broker.services.status import StatusStream, forecast_errors, full_lease_status, host_status
 from fractional_gpu.host.peers import detects_unread, unread
@@ -131,7 +132,7 @@ class _Suspend(StreamHandler):
                 status = await self.service.residency.suspend(kernel, self.actor(kernel))
             self.reply(status)
 
-        await self.run(asyncio.create_task(work()))
+        await self.run(work())
 
 
 class _Events(StreamHandler):
@@ -147,7 +148,7 @@ class _Events(StreamHandler):
                 async for status in stream:
                     await self.write_line({} if status is None else status)
 
-        await self.run(asyncio.create_task(work()))
+        await self.run(work())
 
 
 class _Resume(StreamHandler):
@@ -160,7 +161,7 @@ class _Resume(StreamHandler):
                 status = await self.service.residency.resume(kernel, if_blocked=request.if_blocked)
             self.reply(status)
 
-        await self.run(asyncio.create_task(work()))
+        await self.run(work())
 
 
 class _Acquire(StreamHandler):
@@ -173,7 +174,7 @@ class _Acquire(StreamHandler):
                 async for progress in stream:
                     await self.write_line(progress)
 
-        await self.run(asyncio.create_task(work()))
+        await self.run(work())
 
 
 class _Follow(StreamHandler):
@@ -185,7 +186,7 @@ class _Follow(StreamHandler):
                 async for news in stream:
                     await self.write_line(news)
 
-        await self.run(asyncio.create_task(work()))
+        await self.run(work())
 
 
 class _Gate(StreamHandler):
@@ -203,7 +204,7 @@ class _Gate(StreamHandler):
                 await self.write_line(command)
 
         try:
-            await self.run(asyncio.create_task(work()))
+            await self.run(work())
         finally:
             self.service.disconnect_gate(kernel, link)
 
@@ -264,17 +265,19 @@ def make_server(service: LeaseService, socket_path: str, *, more: Sequence[tuple
         default_handler_class=_Missing,
         default_handler_args=shared,
         status_stream=StatusStream(service.broker, socket_path),
-        limiter=RateLimiter(service.broker),
+        log_lines=TokenBucket(LOG_LINES_PER_S, LOG_LINES_BURST),
         hears=detects_unread(),
         log_function=_log_request,
     )
     server = Server(
         application,
         max_header_size=DISCARDED_HEADER_BYTES,
-        max_body_size=DISCARDED_BYTES,
+        max_body_size=MAX_BODY_BYTES,
         max_buffer_size=MAX_BODY_BYTES * 2,
+        chunk_size=READ_AT_ONCE,
         idle_connection_timeout=IDLE_S,
         body_timeout=BODY_S,
+        payers=Payers(service.broker, service.seats),
         admin_gid=service.admin_gid,
     )
     register_collectors(service, server)

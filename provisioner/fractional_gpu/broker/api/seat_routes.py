@@ -1,6 +1,5 @@
 """The routes of seats and pools, for administrators only (the hub shows its users their seats); and of capacity, for any user."""
 
-import asyncio
 from contextlib import aclosing, nullcontext
 
 from fractional_gpu.broker.api.handler import Handler, StreamHandler
@@ -71,7 +70,7 @@ class _Seats(_AdminStream):
             if last is not None:
                 await self.write_line(last)
 
-        await self.run(asyncio.create_task(work()))
+        await self.run(work())
 
 
 class _Seat(_AdminHandler):

@@ -1,12 +1,15 @@
-"""The HTTP server below the routes: it counts connections by uid and enforces the sizes and times of protocol/limits.py.
+"""The HTTP server below the routes: what a connection may send, and when it is read.
 
 Rules:
 
 - The kernel reports the peer's uid (SO_PEERCRED); a client cannot claim another one.
-- A connection beyond a user's limit gets one reply that says so, whatever its request, and is closed. Administrators' connections do
-  not count against the users' common limit: an administrator still gets a descriptor when users have used up theirs.
-- The server discards a request that is too large as it arrives and sends the error at its end: a client that still writes would not
-  read an earlier reply.
+- A request is decided on by its head. What is refused there (a body that is too large, or of unknown length; an account that is
+  overdrawn for long) gets a reply at once, and the connection is closed: its body is never read.
+- The account of a request (`cost.Account`) is charged before the body is read, and waits for its turn first. Nothing is read from the
+  connections of an account that has spent its reserve, too.
+- A user has few connections, and more for each lease with a process. One beyond that gets one reply that says so, whatever its request,
+  and is closed. Administrators' connections do not count against the users' common limit: an administrator still gets a descriptor when
+  users have used up theirs.
 - A request head, a body or a reply that makes no progress within its time closes the connection.
 - A broker without free descriptors pauses its listeners.
 """
@@ -15,31 +18,48 @@ import asyncio
 import errno
 import http
 import logging
+import math
 import os
 import resource
 import socket
+import time
 from collections import Counter
 from collections.abc import Awaitable
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import msgspec
 from tornado import httputil, iostream
 from tornado.httpserver import HTTPServer
 from tornado.ioloop import IOLoop
 
+from fractional_gpu.broker.api.payers import Payer, Payers
 from fractional_gpu.broker.clock import TokenBucket
 from fractional_gpu.host.claims import NameClaim
 from fractional_gpu.host.peers import PeerCredentials, peer_credentials, peer_groups
 from fractional_gpu.protocol.codec import error_body
-from fractional_gpu.protocol.errors import FractionalGPUError, RequestTooLargeError, TooManyRequestsError
-from fractional_gpu.protocol.limits import MAX_BODY_BYTES, MAX_CONNECTIONS_PER_UID, MAX_HEADER_BYTES
+from fractional_gpu.protocol.errors import (
+    BadRequestError,
+    FractionalGPUError,
+    RequestTooLargeError,
+    TooManyRequestsError,
+)
+from fractional_gpu.protocol.limits import (
+    COST_BYTE_S,
+    COST_REQUEST_S,
+    COST_SHARE,
+    COST_WAIT_S,
+    MAX_BODY_BYTES,
+    MAX_CONNECTIONS,
+    MAX_HEADER_BYTES,
+)
 
 log = logging.getLogger(__name__)
-DISCARDED_BYTES = 1 << 40  # of a body, within BODY_S
-DISCARDED_HEADER_BYTES = 4 * MAX_HEADER_BYTES  # larger ones: the connection is closed
+DISCARDED_HEADER_BYTES = 4 * MAX_HEADER_BYTES  # larger ones: the connection is closed without a reply
+READ_AT_ONCE = 16 * 1024  # bytes of a connection that waits for its turn are kept
 _WARNINGS_PER_S = 1 / 60  # log lines about one user's connections
 _PAUSE_S = 0.5
+_LONGEST_NUMBER = 18  # digits
 
 
 def is_admin(sock: socket.socket, credentials: PeerCredentials, group: int | None) -> bool:
@@ -47,84 +67,207 @@ def is_admin(sock: socket.socket, credentials: PeerCredentials, group: int | Non
     return credentials.uid in (0, os.getuid()) or (group is not None and group in peer_groups(sock))
 
 
-class _SizeLimit(httputil.HTTPMessageDelegate):
-    """Passes one request on if it is within the limits; discards a larger one and answers it with an error at its end."""
+def bearer(headers: httputil.HTTPHeaders) -> str | None:
+    """Return the token of a request, "" if its Authorization header has another form, None without one."""
+    authorization = headers.get("Authorization")
+    if authorization is None:
+        return None
+    scheme, _, token = authorization.partition(" ")
+    return token if scheme == "Bearer" else ""
 
-    def __init__(self, request: httputil.HTTPMessageDelegate, connection: httputil.HTTPConnection) -> None:
+
+class MeteredStream(iostream.IOStream):
+    """A connection whose reading is charged to its payer, and which is not read while the payer's reserve is spent."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        credentials: PeerCredentials,
+        payer: Payer,
+        *,
+        admin: bool,
+        max_buffer_size: int | None,
+        read_chunk_size: int | None,
+    ) -> None:
+        super().__init__(connection, max_buffer_size=max_buffer_size, read_chunk_size=read_chunk_size)
+        self.credentials = credentials
+        self.admin = admin
+        self.payer = payer
+        self.account = payer.account  # of the present request, or the last one
+
+    def read_from_fd(self, buf: bytearray | memoryview) -> int | None:
+        """Read, as IOStream does; nothing is there to be read while the account is spent."""
+        return None if self.account.is_spent else super().read_from_fd(buf)
+
+    def _handle_events(self, fd: int | Any, events: int) -> None:  # noqa: ANN401 - tornado's own
+        if self.account.is_spent:
+            # What is not read stays readable: the loop must not be told of it again and again.
+            self.io_loop.update_handler(fd, 0)
+            self.account.when_recovered(self._listen_again)
+            return
+        begun_s = time.thread_time()
+        super()._handle_events(fd, events)
+        self.account.charge(time.thread_time() - begun_s)
+
+    def _listen_again(self) -> None:
+        if not self.closed() and self._state is not None:
+            self.io_loop.update_handler(self.fileno(), self._state)
+
+
+class _Admission(httputil.HTTPMessageDelegate):
+    """Decides on one request by its head, and passes it on when it is its account's turn."""
+
+    def __init__(
+        self,
+        request: httputil.HTTPMessageDelegate,
+        connection: httputil.HTTPConnection,
+        stream: MeteredStream,
+        payers: Payers,
+    ) -> None:
         self._request = request
         self._connection = connection
-        self._left = MAX_BODY_BYTES
-        self._error: RequestTooLargeError | None = None
+        self._stream = stream
+        self._payers = payers
+        self._passed = False
 
-    def headers_received(
+    async def headers_received(
         self, start_line: httputil.RequestStartLine | httputil.ResponseStartLine, headers: httputil.HTTPHeaders
-    ) -> Awaitable[None] | None:
-        size = sum(len(name) + len(value) for name, value in headers.get_all())
-        if size > MAX_HEADER_BYTES:
-            self._error = RequestTooLargeError(f"the headers have {size} bytes; allowed: {MAX_HEADER_BYTES}")
+    ) -> None:
+        """Charge the request, refuse it, or pass it on."""
+        stream, token, line = self._stream, bearer(headers), cast("httputil.RequestStartLine", start_line)
+        path = line.path.partition("?")[0]
+        payer = self._payers.of_request(stream.payer, stream.credentials, line.method, path, token)
+        stream.account = payer.account
+        payer.account.charge(COST_REQUEST_S)
+        try:
+            length = _body_length(headers)
+            await _take_turn(payer)
+        except FractionalGPUError as error:
+            self._refuse(error)
+            return
+        payer.account.charge(length * COST_BYTE_S)
         # The body is JSON, whatever its declared type: Tornado would parse form data.
         headers.pop("Content-Type", None)
-        return self._request.headers_received(start_line, headers)
+        self._passed = True
+        future = self._request.headers_received(start_line, headers)
+        if future is not None:
+            await future
 
     def data_received(self, chunk: bytes) -> Awaitable[None] | None:
-        self._left -= len(chunk)
-        if self._left < 0 and self._error is None:
-            self._error = RequestTooLargeError(f"the body has more than {MAX_BODY_BYTES} bytes; send less")
-        return self._request.data_received(chunk) if self._error is None else None
+        return self._request.data_received(chunk)
 
     def finish(self) -> None:
-        if self._error is None:
+        if self._passed:
             self._request.finish()
-            return
-        log.info("refused a request: %s", self._error)
-        self._request.on_connection_close()  # frees what was read of it
-        line, headers, body = _whole_reply(self._error)
-        self._connection.write_headers(line, headers, body)
-        self._connection.finish()
 
     def on_connection_close(self) -> None:
-        self._request.on_connection_close()
+        if self._passed:
+            self._request.on_connection_close()
+
+    def _refuse(self, error: FractionalGPUError) -> None:
+        log.debug("refused a request: %s", error)
+        if not self._stream.closed():
+            line, headers, body = _whole_reply(error)
+            headers["Connection"] = "close"
+            self._connection.write_headers(line, headers, body)
+            self._connection.finish()  # closes: the body was not read
+
+
+def _body_length(headers: httputil.HTTPHeaders) -> int:
+    """Return the length of the body, bytes. Raises RequestTooLargeError or BadRequestError for what is not to be read."""
+    size = sum(len(name) + len(value) for name, value in headers.get_all())
+    if size > MAX_HEADER_BYTES:
+        raise RequestTooLargeError(f"the headers have {size} bytes; allowed: {MAX_HEADER_BYTES}")
+    if "Transfer-Encoding" in headers:
+        raise BadRequestError("a body in chunks is not taken; send it whole, with its Content-Length", reason="chunked")
+    text = headers.get("Content-Length", "0")
+    if not (text.isascii() and text.isdigit()):
+        raise BadRequestError("the Content-Length is not a number of bytes", reason="bad-length")
+    if len(text) > _LONGEST_NUMBER or int(text) > MAX_BODY_BYTES:
+        raise RequestTooLargeError(f"the body has {text[:40]} bytes; allowed: {MAX_BODY_BYTES}; send less")
+    return int(text)
+
+
+async def _take_turn(payer: Payer) -> None:
+    """Return when the request may be served. Raises TooManyRequestsError after `COST_WAIT_S`."""
+    account = payer.account
+    if not account.must_wait(reserved=payer.reserved):
+        return
+    try:
+        async with asyncio.timeout(COST_WAIT_S):
+            await account.turn(reserved=payer.reserved)
+    except TimeoutError:
+        retry_s = max(1, math.ceil(-account.left_s / COST_SHARE))
+        raise TooManyRequestsError(
+            f"{payer.name} asks more of the broker than it has for one user ({COST_SHARE:.0%} of a processor); ask again in {retry_s} s, "
+            "or find the program that asks so much",
+            reason="too-many-requests",
+            retry_s=retry_s,
+        ) from None
 
 
 def _whole_reply(error: FractionalGPUError) -> tuple[httputil.ResponseStartLine, httputil.HTTPHeaders, bytes]:
     body = msgspec.json.encode(error_body(error))
     headers = httputil.HTTPHeaders({"Content-Type": "application/json", "Content-Length": str(len(body))})
+    if isinstance(error, TooManyRequestsError):
+        headers["Retry-After"] = str(round(error.retry_s))
     return httputil.ResponseStartLine("HTTP/1.1", error.status, http.HTTPStatus(error.status).phrase), headers, body
 
 
 class Server(HTTPServer):
-    """Counts connections by uid and rejects those beyond the limits."""
+    """Counts connections by who pays for them, and rejects those beyond the limits."""
 
-    def initialize(self, *args: Any, admin_gid: int | None = None, **kwargs: Any) -> None:  # noqa: ANN401 - tornado's own
-        """Take HTTPServer's arguments, and the group whose members are administrators."""
+    def initialize(  # type: ignore[override] # tornado passes on what its constructor gets
+        self,
+        *args: Any,  # noqa: ANN401 - tornado's own
+        payers: Payers,
+        admin_gid: int | None = None,
+        **kwargs: Any,  # noqa: ANN401 - tornado's own
+    ) -> None:
+        """Take HTTPServer's arguments, the group whose members are administrators, and who pays for requests."""
         self._admin_gid = admin_gid
-        self._count: Counter[int] = Counter()
+        self._payers = payers
+        self._count: Counter[str] = Counter()  # by the payer's name
+        self._open: dict[object, MeteredStream] = {}
         self._of_users = 0  # connections of users that are not administrators
-        self._open: dict[object, tuple[int, bool]] = {}  # stream -> (uid, is an administrator's)
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if descriptors == resource.RLIM_INFINITY:
             descriptors = 1 << 20
-        self._most = min(MAX_CONNECTIONS_PER_UID, descriptors // 4)
+        self._most = descriptors // 4
         self._most_of_users = descriptors // 2
         self._warnings = TokenBucket(_WARNINGS_PER_S, burst=1)
         super().initialize(*args, **kwargs)
 
-    def handle_stream(self, stream: iostream.IOStream, address: tuple[Any, ...]) -> None:
+    def _handle_connection(self, connection: socket.socket, address: Any) -> None:  # noqa: ANN401 - tornado's own
         """Take a connection, or reject it."""
+        begun_s = time.thread_time()
         try:
-            credentials = peer_credentials(stream.socket)
-            admin = is_admin(stream.socket, credentials, self._admin_gid)
+            credentials = peer_credentials(connection)
+            admin = is_admin(connection, credentials, self._admin_gid)
         except (OSError, ValueError):
-            stream.close()
+            connection.close()
             return
-        uid = credentials.uid
-        if self._count[uid] >= self._most or (not admin and self._of_users >= self._most_of_users):
-            self._reject(stream, uid)
-            return
-        self._count[uid] += 1
-        self._of_users += not admin
-        self._open[stream] = (uid, admin)
-        super().handle_stream(stream, address)
+        payer = self._payers.of_connection(credentials, admin=admin)
+        have = self._count[payer.name]
+        most = self._most
+        if have >= MAX_CONNECTIONS and not admin:
+            most = min(most, self._payers.most_connections(credentials.uid))
+        if have >= most or (not admin and self._of_users >= self._most_of_users):
+            self._reject(connection, payer, have, most)
+        else:
+            stream = MeteredStream(
+                connection,
+                credentials,
+                payer,
+                admin=admin,
+                max_buffer_size=self.max_buffer_size,
+                read_chunk_size=self.read_chunk_size,
+            )
+            self._count[payer.name] += 1
+            self._of_users += not admin
+            self._open[stream] = stream
+            self.handle_stream(stream, address)
+        payer.account.charge(time.thread_time() - begun_s)
 
     def replace_listener(self, old: socket.socket, new: socket.socket) -> None:
         """Listen on another socket from now on. Connections that the old one accepted stay open."""
@@ -137,43 +280,43 @@ class Server(HTTPServer):
         """Return the number of connections of users and of administrators."""
         return self._of_users, len(self._open) - self._of_users
 
-    def _reject(self, stream: iostream.IOStream, uid: int) -> None:
-        have = self._count[uid]
-        if self._warnings.take(uid) == 0:
-            log.warning("user %d has %d connections open; rejecting more", uid, have)
-        most = f"allowed: {self._most}" if have >= self._most else f"all users together may have {self._most_of_users}"
-        line, headers, body = _whole_reply(
-            TooManyRequestsError(
-                f"user {uid} has {have} connections to the broker open, and one more was asked for; {most}; close some, or end the "
-                "programs that hold them",
-                reason="too-many-connections",
+    def _reject(self, connection: socket.socket, payer: Payer, have: int, most: int) -> None:
+        if self._warnings.take(payer.name) == 0:
+            log.warning("%s has %d connections open; rejecting more", payer.name, have)
+        if not payer.account.is_spent:
+            allowed = f"allowed: {most}" if have >= most else f"all users together may have {self._most_of_users}"
+            line, headers, body = _whole_reply(
+                TooManyRequestsError(
+                    f"{payer.name} has {have} connections to the broker open, and one more was asked for; {allowed}; close some, or end "
+                    "the programs that hold them",
+                    reason="too-many-connections",
+                )
             )
-        )
-        headers["Connection"] = "close"
-        headers["Retry-After"] = "1"
-        head = [
-            f"HTTP/1.1 {line.code} {line.reason}",
-            *(f"{name}: {value}" for name, value in headers.get_all()),
-            "",
-            "",
-        ]
-        with suppress(OSError):  # hung up already
-            stream.socket.send("\r\n".join(head).encode("ascii") + body)  # a fresh socket's buffer is empty
-        stream.close()
+            headers["Connection"] = "close"
+            head = [
+                f"HTTP/1.1 {line.code} {line.reason}",
+                *(f"{name}: {value}" for name, value in headers.get_all()),
+                "",
+                "",
+            ]
+            with suppress(OSError):  # hung up already
+                connection.send("\r\n".join(head).encode("ascii") + body)  # a fresh socket's buffer is empty
+        connection.close()
 
     def start_request(self, server_conn: object, request_conn: httputil.HTTPConnection) -> httputil.HTTPMessageDelegate:
         """Take one request of a connection."""
-        return _SizeLimit(super().start_request(server_conn, request_conn), request_conn)
+        stream: MeteredStream = server_conn.stream  # type: ignore[attr-defined] # an HTTP1ServerConnection
+        return _Admission(super().start_request(server_conn, request_conn), request_conn, stream, self._payers)
 
     def on_close(self, server_conn: object) -> None:
         """Forget a connection."""
-        known = self._open.pop(getattr(server_conn, "stream", None), None)
-        if known is not None:
-            uid, admin = known
-            self._count[uid] -= 1
-            self._of_users -= not admin
-            if not self._count[uid]:
-                del self._count[uid]
+        stream = self._open.pop(getattr(server_conn, "stream", None), None)
+        if stream is not None:
+            name = stream.payer.name
+            self._count[name] -= 1
+            self._of_users -= not stream.admin
+            if not self._count[name]:
+                del self._count[name]
         super().on_close(server_conn)
 
 

@@ -8,15 +8,18 @@
 - While a kernel stays busy without a message, each busy shell is probed in the same way, in case an idle was lost. A shell answers in
   order, so its answer clears what it was busy with, and nothing of another shell. A probe waits in the queue of a busy shell and takes
   time from its user there, so probes are repeated ever more rarely.
-- A kernel is its user's: it may send as much as it likes, and the broker must serve all others meanwhile. Other tasks get a turn between
-  two messages, what is too long for a status is not even verified, and few messages of a bounded size wait to be read (what is beyond
-  them waits in the kernel, which drops it in the end). One frame over `_LONGEST_FRAME` breaks the connection: a kernel that publishes
-  images of such a size is in doubt, thus busy, until it is next idle.
+- A kernel is its user's: it may send as much as it likes, and the broker must serve all others meanwhile. Each message is charged to the
+  account of the kernel's user; while that is overdrawn none is read, and the watch is in doubt. What is too long for a status is not even
+  verified, and few messages of a bounded size wait to be read (what is beyond them waits in the kernel, which drops it in the end).
+- A kernel's first status shows the topic of them all: from then on the watch subscribes to that alone, and output stays in the kernel. One
+  frame over `_LONGEST_FRAME` breaks the connection: a kernel with other topics that publishes images of such a size is in doubt, thus
+  busy, until it is next idle.
 """
 
 import asyncio
 import hmac
 import logging
+import re
 import time
 import uuid
 from collections.abc import Callable, Collection
@@ -28,8 +31,10 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from fractional_gpu.broker.cost import Account
 from fractional_gpu.broker.kernels.connection import Connection
 from fractional_gpu.core.model import Sign
+from fractional_gpu.protocol.limits import COST_BYTE_S, COST_REQUEST_S
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +62,10 @@ _SILENCE_S = 60.0  # busy without a message for this long: probe, and then after
 _LONGEST_PATIENCE_S = 3600.0
 _MOST_BUSY = 10_000  # parents that are kept; with more, the watch is in doubt again
 _LONGEST_ID = 200
-_LONGEST_STATUS = 2**20  # bytes; a status has two headers and a word
-_LONGEST_FRAME = 16 * 2**20  # bytes
-_MOST_WAITING = 16  # messages
+_LONGEST_STATUS = 2**16  # bytes; a status has two headers and a word
+_LONGEST_FRAME = 2**17  # bytes
+_MOST_WAITING = 4  # messages
+_STATUS_TOPIC = re.compile(rb"status|kernel(?:_core)?\.[^.]{1,200}\.status")
 _REJOIN_S, _LONGEST_REJOIN_S = 0.2, 30.0  # pauses after a connection that broke: the next one is twice as long ...
 _LASTING_S = 10.0  # ... unless the connection lasted for this long
 _START_S = 30.0  # a starting kernel listens by then; until then attempts follow quickly, so that its first messages are received
@@ -94,7 +100,7 @@ def _try_rarely(socket: zmq.asyncio.Socket) -> None:
 
 
 class IOPubWatch:
-    """Watches one kernel. `changed()` is called on the loop whenever `busy`, or what is being handled, changes.
+    """Watches one kernel, at the account's cost. `changed()` is called on the loop when `busy`, or what is being handled, changes.
 
     `signed(sign)` is called before that for a message that only a person at work sends.
 
@@ -105,12 +111,14 @@ class IOPubWatch:
         self,
         context: zmq.asyncio.Context,
         connection: Connection,
+        account: Account,
         *,
         ipykernel: bool,
         changed: Callable[[], None],
         signed: Callable[[Sign], None],
     ) -> None:
         self._connection = connection
+        self._account = account
         self._changed = changed
         self._signed = signed
         self._busy: dict[str, str] = {}  # message id -> the shell that handles it
@@ -121,7 +129,8 @@ class IOPubWatch:
         self._message_came = asyncio.Event()
         self._iopub: zmq.asyncio.Socket = self._socket(context, zmq.SUB)
         # The topics of ipykernel, which our kernelspecs run, distinguish status from output. Those of other kernels are unknown.
-        self._iopub.subscribe(b"kernel." if ipykernel else b"")
+        self._all_topics = self._topic = b"kernel." if ipykernel else b""
+        self._iopub.subscribe(self._topic)
         self._line_events: zmq.asyncio.Socket = self._iopub.get_monitor_socket(_JOINED | _BROKEN)
         self._iopub.reconnect_ivl = _ms(_START_RETRY_S)
         self._iopub.connect(connection.iopub)
@@ -179,16 +188,20 @@ class IOPubWatch:
             socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = public, secret, public
         return socket
 
-    @staticmethod
-    async def _next(socket: zmq.asyncio.Socket) -> list[bytes]:
-        """Wait for a message. Other tasks get their turn first, even if one is there. Cancelled: no message is lost."""
+    async def _next(self, socket: zmq.asyncio.Socket) -> list[bytes]:
+        """Wait for a message, and charge it. Other tasks get their turn first, even if one is there. Cancelled: no message is lost."""
         await asyncio.sleep(0)
+        if self._account.must_wait():
+            self._lose_certainty()
+            await self._account.turn()
         frames: list[bytes] = await socket.recv_multipart()
+        self._account.charge(COST_REQUEST_S + sum(map(len, frames)) * COST_BYTE_S)
         return frames
 
     async def _listen(self) -> None:
         while True:
             frames = await self._next(self._iopub)
+            begun_s = time.thread_time()
             before = (self.busy, len(self._busy))
             sign = self._take(frames)
             self._message_came.set()
@@ -196,6 +209,21 @@ class IOPubWatch:
                 self._signed(sign)
             if (self.busy, len(self._busy)) != before:
                 self._changed()
+            self._account.charge(time.thread_time() - begun_s)
+
+    def _lose_certainty(self) -> None:
+        """Be in doubt: what was not heard may say that the kernel is busy."""
+        if self._certain:
+            self._certain, self._doubt_since_s = False, time.monotonic()
+            self._message_came.set()
+            self._changed()
+
+    def _subscribe(self, topic: bytes) -> None:
+        """Subscribe to this topic, and to no other."""
+        if topic != self._topic:
+            self._iopub.subscribe(topic)  # before the other one ends: nothing is missed
+            self._iopub.unsubscribe(self._topic)
+            self._topic = topic
 
     async def _keep_line(self) -> None:
         """Follow the state of the IOPub connection, and connect again after a pause when it broke.
@@ -212,16 +240,13 @@ class IOPubWatch:
             self._iopub.disconnect(self._connection.iopub)
             self._iopub.connect(self._connection.iopub)
         while True:
-            if parse_monitor_message(await self._next(self._line_events))["event"] & _JOINED:
+            if parse_monitor_message(await self._line_events.recv_multipart())["event"] & _JOINED:
                 joined_s = time.monotonic()
                 self._join_shell()
                 continue
             self._iopub.disconnect(self._connection.iopub)
-            was_certain, self._certain = self._certain, False
-            self._doubt_since_s = time.monotonic() if was_certain else self._doubt_since_s
-            self._message_came.set()
-            if was_certain:
-                self._changed()
+            self._lose_certainty()
+            self._subscribe(self._all_topics)
             lasted = joined_s is not None and time.monotonic() - joined_s >= _LASTING_S
             pause_s, joined_s = _REJOIN_S if lasted else pause_s, None
             await asyncio.sleep(pause_s)
@@ -249,6 +274,8 @@ class IOPubWatch:
                 return None
             header, parent, _metadata, content = parts
             if _decode_header(header).msg_type == "status":
+                if _STATUS_TOPIC.fullmatch(frames[0]):
+                    self._subscribe(frames[0])
                 return self._apply_status(_decode_parent(parent) or _NO_PARENT, _decode_status(content).execution_state)
         return None
 

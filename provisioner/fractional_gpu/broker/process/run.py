@@ -310,6 +310,7 @@ class BrokerRun:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         parts.own_files.remove_socket()
+        broker.costs.release()
         await parts.server.close_all_connections()
         leases_live = parts.has_leases()
         save_forecasts(broker.arbiter, broker.contexts.sizes, broker.writer)

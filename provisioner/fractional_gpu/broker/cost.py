@@ -1,0 +1,173 @@
+"""What users cost the broker: one budget for all that a user sends, so that no user can keep it from the others.
+
+- An account is a seat, if a token or a control group proves one, else a user. It is charged with what is done for it: the processor time
+  of each step on the loop (`metered`) and of blocking work in threads (`lanes.PAYER`), a fixed price for each request and each message of
+  its kernels, and a price for each byte that arrives.
+- An account gets `COST_SHARE` of a processor, and may save up `COST_BURST_S` of it. An overdrawn account waits: of its requests only the
+  heads are read, of its kernels' messages none. Those that wait get their turns in order, one at a time.
+- What others may wait for (a gate's answer, the end of a lease) is still served, down to a debt of `COST_RESERVE_S`. Below that nothing of
+  the account is read at all.
+- Processor time, not time: a busy machine makes nobody overdrawn.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, Final, TypeVar
+
+from fractional_gpu.protocol.limits import COST_BURST_S, COST_RESERVE_S, COST_SHARE
+
+T = TypeVar("T")
+
+_MOST_DEBT_S: Final = 5.0
+_PAUSE_S: Final = 0.002  # from one turn of those that wait to the next: by then the first has been charged
+_KEPT: Final = 1024  # accounts; beyond that those with a full balance are forgotten, which changes nothing
+
+
+class Account:
+    """One account; for the loop. `exempt`: nothing is charged and nobody waits."""
+
+    def __init__(self, *, exempt: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+        self._exempt = exempt
+        self._clock = clock
+        self._left = COST_BURST_S
+        self._at_s = clock()
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._reserved: deque[asyncio.Future[None]] = deque()
+        self._paused: list[Callable[[], None]] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def left_s(self) -> float:
+        """What may be spent now, seconds of processor time; negative: a debt."""
+        now_s = self._clock()
+        self._left = min(COST_BURST_S, self._left + (now_s - self._at_s) * COST_SHARE)
+        self._at_s = now_s
+        return self._left
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the reserve is spent, too: nothing of the account is to be read."""
+        return not self._exempt and self.left_s <= -COST_RESERVE_S
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether nothing would change if the account were forgotten."""
+        return self.left_s == COST_BURST_S and self._timer is None
+
+    def charge(self, seconds: float) -> None:
+        """Charge processor time."""
+        if not self._exempt:
+            self._left = max(-_MOST_DEBT_S, self.left_s - seconds)
+
+    def must_wait(self, *, reserved: bool = False) -> bool:
+        """Whether `turn` would wait now."""
+        queue, floor_s = (self._reserved, -COST_RESERVE_S) if reserved else (self._waiting, 0.0)
+        return not self._exempt and (bool(queue) or self.left_s <= floor_s)
+
+    async def turn(self, *, reserved: bool = False) -> None:
+        """Return when something may be done for the account. Cancelled: the place in the queue is given up."""
+        if not self.must_wait(reserved=reserved):
+            return
+        turn = asyncio.get_running_loop().create_future()
+        (self._reserved if reserved else self._waiting).append(turn)
+        self._set_timer()
+        await turn
+
+    def when_recovered(self, call: Callable[[], None]) -> None:
+        """Call this once the account is not spent any more."""
+        self._paused.append(call)
+        self._set_timer()
+
+    def release(self) -> None:
+        """Exempt the account from now on, and let all go on that wait: the broker ends."""
+        self._exempt = True
+        for turn in (*self._reserved, *self._waiting):
+            if not turn.done():
+                turn.set_result(None)
+        self._wake()
+
+    def _set_timer(self) -> None:
+        if self._timer is None:
+            floor_s = -COST_RESERVE_S if self._reserved or self._paused else 0.0
+            wait_s = max(_PAUSE_S, (floor_s - self.left_s) / COST_SHARE)
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._wake)
+
+    def _wake(self) -> None:
+        """Give one that waits its turn, if the balance allows it, and look again later."""
+        self._timer = None
+        if not self.is_spent:
+            paused, self._paused = self._paused, []
+            for call in paused:
+                call()
+        for queue, reserved in ((self._reserved, True), (self._waiting, False)):
+            while queue and queue[0].done():  # cancelled
+                queue.popleft()
+            if queue and self.left_s > (-COST_RESERVE_S if reserved else 0.0):
+                queue.popleft().set_result(None)
+                break
+        if self._reserved or self._waiting or self._paused:
+            self._set_timer()
+
+
+EXEMPT: Final = Account(exempt=True)
+"""The account of administrators."""
+
+
+class Costs:
+    """All accounts of one broker."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[int | str, Account] = {}
+
+    def of_user(self, uid: int) -> Account:
+        """Return the account of a user."""
+        return self._account(uid)
+
+    def of_seat(self, seat_id: str) -> Account:
+        """Return the account of a seat."""
+        return self._account(seat_id)
+
+    def _account(self, key: int | str) -> Account:
+        account = self._accounts.get(key)
+        if account is None:
+            if len(self._accounts) >= _KEPT:
+                self._accounts = {key: one for key, one in self._accounts.items() if not one.is_at_rest}
+            account = self._accounts[key] = Account()
+        return account
+
+    def release(self) -> None:
+        """Let all go on that wait: the broker ends."""
+        for account in self._accounts.values():
+            account.release()
+
+
+class _Metered:
+    """Runs a coroutine as `await` does, and charges the processor time of each of its steps."""
+
+    def __init__(self, work: Coroutine[Any, Any, T], charge: Callable[[float], None]) -> None:
+        self._work = work
+        self._charge = charge
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        thrown: BaseException | None = None
+        while True:
+            begun_s = time.thread_time()
+            try:
+                waits_for = self._work.send(None) if thrown is None else self._work.throw(thrown)
+            except StopIteration as end:
+                return end.value
+            finally:
+                self._charge(time.thread_time() - begun_s)
+            thrown = None
+            try:
+                yield waits_for
+            except BaseException as error:  # noqa: BLE001 - what it waited for failed, or it is cancelled: the work decides
+                thrown = error
+
+
+async def metered(work: Coroutine[Any, Any, T], charge: Callable[[float], None]) -> T:
+    """Return what the work returns, and charge the processor time of its steps on the loop. Cancelled: the work is."""
+    result: T = await _Metered(work, charge)
+    return result

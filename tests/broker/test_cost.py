@@ -1,0 +1,177 @@
+"""What one user costs is charged to that user, who waits once it is too much; no other user does."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fractional_gpu.broker.cost import EXEMPT, Account, Costs, metered
+from fractional_gpu.broker.lanes import PAYER, Lane
+from fractional_gpu.protocol.limits import COST_BURST_S, COST_RESERVE_S, COST_SHARE
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def spin(seconds: float) -> None:
+    """Compute for so long, by the thread's own clock."""
+    end_s = time.thread_time() + seconds
+    while time.thread_time() < end_s:
+        pass
+
+
+@given(st.lists(st.tuples(st.floats(0, 2), st.floats(0, 20)), max_size=60))
+def test_an_account_gets_its_share_and_one_burst_and_no_more(charges: list[tuple[float, float]]) -> None:
+    clock = Clock()
+    account = Account(clock=clock)
+    spent_s = 0.0
+    for cost_s, pause_s in charges:
+        clock.now_s += pause_s
+        if not account.must_wait():
+            account.charge(cost_s)
+            spent_s += cost_s
+        last_s = max((cost for cost, _ in charges), default=0.0)
+        assert spent_s <= COST_BURST_S + clock.now_s * COST_SHARE + last_s + 1e-6
+
+
+def test_a_debt_is_forgiven_after_a_while_however_large_it_was() -> None:
+    clock = Clock()
+    account = Account(clock=clock)
+    account.charge(1e9)
+    assert account.is_spent
+    clock.now_s = 60.0
+    assert not account.must_wait()
+
+
+async def test_those_that_wait_get_their_turns_in_order_and_one_at_a_time() -> None:
+    account = Account()
+    account.charge(COST_BURST_S + 0.01)
+    order: list[int] = []
+
+    async def ask(number: int) -> None:
+        await account.turn()
+        assert account.left_s > 0, "the one before was not charged yet"
+        order.append(number)
+        account.charge(0.02)
+
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        for number in range(5):
+            group.create_task(ask(number))
+    assert order == [0, 1, 2, 3, 4]
+    assert account.left_s < 0
+
+
+async def test_who_gives_up_costs_no_turn() -> None:
+    account = Account()
+    account.charge(COST_BURST_S + 0.01)
+    first, second = asyncio.create_task(account.turn()), asyncio.create_task(account.turn())
+    await asyncio.sleep(0)
+    first.cancel()
+    async with asyncio.timeout(30):
+        await second
+    with suppress(asyncio.CancelledError):
+        await first
+
+
+async def test_what_others_may_wait_for_has_a_reserve_of_its_own() -> None:
+    account = Account()
+    account.charge(COST_BURST_S + COST_RESERVE_S / 2)
+    assert account.must_wait()
+    assert not account.must_wait(reserved=True)
+    assert not account.is_spent
+    account.charge(COST_RESERVE_S)
+    assert account.must_wait(reserved=True)
+    waits, urgent = asyncio.create_task(account.turn()), asyncio.create_task(account.turn(reserved=True))
+    recovered = asyncio.Event()
+    account.when_recovered(recovered.set)
+    async with asyncio.timeout(30):
+        await urgent
+        await recovered.wait()
+        assert not waits.done()
+        account.release()
+        await waits
+
+
+def test_administrators_never_wait() -> None:
+    EXEMPT.charge(1e9)
+    assert not EXEMPT.must_wait()
+    assert not EXEMPT.is_spent
+
+
+def test_each_user_and_each_seat_has_an_account_that_stays_while_it_is_in_debt() -> None:
+    costs = Costs()
+    mine = costs.of_user(1000)
+    assert costs.of_user(1000) is mine
+    assert costs.of_user(1001) is not mine
+    assert costs.of_seat("1000") is not mine
+    mine.charge(3.0)
+    for uid in range(2000, 5000):
+        costs.of_user(uid)
+    assert costs.of_user(1000) is mine
+    assert len(costs._accounts) < 2000
+
+
+@pytest.mark.parametrize("how", ["returns", "raises", "is cancelled"])
+async def test_the_steps_of_work_are_charged_and_not_its_waits(how: str) -> None:
+    charges: list[float] = []
+
+    async def inner(waiting: asyncio.Event) -> str:
+        spin(0.01)
+        try:
+            await waiting.wait()
+        finally:
+            spin(0.01)
+        if how == "raises":
+            raise ValueError(how)
+        return how
+
+    waiting = asyncio.Event()
+    task = asyncio.create_task(metered(inner(waiting), charges.append))
+    begun_s = time.thread_time()
+    await asyncio.sleep(0)
+    assert 0.01 <= sum(charges) <= time.thread_time() - begun_s
+    if how == "is cancelled":
+        task.cancel()
+    waiting.set()
+    await asyncio.wait([task])
+    assert 0.02 <= sum(charges) <= time.thread_time() - begun_s
+    if how == "is cancelled":
+        assert task.cancelled()
+    elif how == "raises":
+        assert isinstance(task.exception(), ValueError)
+    else:
+        assert task.result() == how
+
+
+async def test_blocking_work_is_charged_to_the_task_that_asks_for_it() -> None:
+    lane, charges = Lane(1, "test"), list[float]()
+
+    async def asks(charge: Callable[[float], None]) -> None:
+        PAYER.set(charge)
+        await lane.run(spin, 0.01)
+
+    await asyncio.create_task(asks(charges.append))
+    await lane.run(spin, 0.01)  # of nobody's task
+    await asyncio.sleep(0)
+    assert len(charges) == 1
+    assert charges[0] >= 0.01
+    assert lane._threads is not None
+    lane._threads.shutdown()
+
+
+async def test_a_lane_has_its_threads_before_they_are_needed_and_uses_no_others() -> None:
+    lane = Lane(2, "test")
+    threads = lane.start()
+    assert len(threads._threads) == 2
+    names = await asyncio.gather(*(lane.run(lambda: threading.current_thread().name) for _ in range(4)))
+    assert all(name.startswith("test") for name in names)
+    threads.shutdown()
