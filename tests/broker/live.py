@@ -33,6 +33,7 @@ from fractional_gpu.core.model import DeviceSpec
 from fractional_gpu.gpu.open import open_monitor
 from fractional_gpu.gpu.simulated.host import create, destroy
 from fractional_gpu.gpu.worker_link import WorkerLink
+from fractional_gpu.host.accounts import ACCOUNTS
 from fractional_gpu.host.process import identify
 from fractional_gpu.protocol.messages import LeaseReply, LeaseRequest
 from tests.broker.persistence.disk import Disk
@@ -114,6 +115,7 @@ class LiveBroker:
         monitor = open_monitor(f"simulated:{host}")
         self.disk = Disk.open(self._folder / "ledger.sqlite")
         settings = load(None, self._overrides)
+        ACCOUNTS.unknown = settings.account_of_unknown_uids
         worker = WorkerLink(f"simulated:{host}")
         swaps = Swaps(monitor, worker, SwapTimes(gate_s=5, lock_s=5, checkpoint_s=30))
         self.loop = asyncio.get_running_loop()

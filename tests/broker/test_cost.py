@@ -32,7 +32,7 @@ def spin(seconds: float) -> None:
 @given(st.lists(st.tuples(st.floats(0, 2), st.floats(0, 20)), max_size=60))
 def test_an_account_gets_its_share_and_one_burst_and_no_more(charges: list[tuple[float, float]]) -> None:
     clock = Clock()
-    account = Account(clock=clock)
+    account = Account("user x", clock=clock)
     spent_s = 0.0
     for cost_s, pause_s in charges:
         clock.now_s += pause_s
@@ -45,7 +45,7 @@ def test_an_account_gets_its_share_and_one_burst_and_no_more(charges: list[tuple
 
 def test_a_debt_is_forgiven_after_a_while_however_large_it_was() -> None:
     clock = Clock()
-    account = Account(clock=clock)
+    account = Account("user x", clock=clock)
     account.charge(1e9)
     assert account.is_spent
     clock.now_s = 60.0
@@ -53,7 +53,7 @@ def test_a_debt_is_forgiven_after_a_while_however_large_it_was() -> None:
 
 
 async def test_those_that_wait_get_their_turns_in_order_and_one_at_a_time() -> None:
-    account = Account()
+    account = Account("user x")
     account.charge(COST_BURST_S + 0.01)
     order: list[int] = []
 
@@ -71,7 +71,7 @@ async def test_those_that_wait_get_their_turns_in_order_and_one_at_a_time() -> N
 
 
 async def test_who_gives_up_costs_no_turn() -> None:
-    account = Account()
+    account = Account("user x")
     account.charge(COST_BURST_S + 0.01)
     first, second = asyncio.create_task(account.turn()), asyncio.create_task(account.turn())
     await asyncio.sleep(0)
@@ -83,7 +83,7 @@ async def test_who_gives_up_costs_no_turn() -> None:
 
 
 async def test_what_others_may_wait_for_has_a_reserve_of_its_own() -> None:
-    account = Account()
+    account = Account("user x")
     account.charge(COST_BURST_S + COST_RESERVE_S / 2)
     assert account.must_wait()
     assert not account.must_wait(reserved=True)
@@ -112,7 +112,7 @@ def test_each_user_and_each_seat_has_an_account_that_stays_while_it_is_in_debt()
     mine = costs.of_user(1000)
     assert costs.of_user(1000) is mine
     assert costs.of_user(1001) is not mine
-    assert costs.of_seat("1000") is not mine
+    assert costs.of_seat("1000", "ada") is not mine
     mine.charge(3.0)
     for uid in range(2000, 5000):
         costs.of_user(uid)

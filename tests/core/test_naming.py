@@ -17,8 +17,8 @@ from fractional_gpu.core.model import LeaseState
 from tests.core.driving import Hand, spec
 
 
-def start(hand: Hand, name: str, *, owner: str = "ann", label: str = "") -> None:
-    what = replace(spec(name, 600), owner=owner, label=label)
+def start(hand: Hand, name: str, *, owner: str = "ann", uid: int | None = None, label: str = "") -> None:
+    what = replace(spec(name, 600), owner=owner, uid=uid, label=label)
     hand.send(LeaseRequested(at_ms=hand.now, spec=what))
     hand.send(Attached(at_ms=hand.now, lease_id=name, gated=True))
 
@@ -27,13 +27,20 @@ def told(effects: list[Effect], name: str) -> list[str]:
     return [one.sentence for one in effects if isinstance(one, Recorded) and one.lease_id == name]
 
 
-@pytest.mark.parametrize(("owner", "needs"), [("ann", "train.ipynb"), ("bob", "another user's kernel")])
-def test_who_needs_the_room_is_named_to_the_same_user_only(owner: str, needs: str) -> None:
+@pytest.mark.parametrize(
+    ("owner", "uid", "needs"),
+    [
+        ("ann", 1000, "train.ipynb"),
+        ("bob", 1001, "another user's kernel"),
+        ("ann", 300_000, "another user's kernel"),  # it counts for ann
+    ],
+)
+def test_who_needs_the_room_is_named_to_the_same_user_only(owner: str, uid: int, needs: str) -> None:
     hand = Hand()
-    start(hand, "a", label="mine.ipynb")
+    start(hand, "a", uid=1000, label="mine.ipynb")
     hand.want("a")
     hand.idle_again("a")
-    start(hand, "b", owner=owner, label="train.ipynb")
+    start(hand, "b", owner=owner, uid=uid, label="train.ipynb")
     effects = hand.want("b") + hand.wait(60_000)
     assert f"idle, and {needs} needs 600 MiB" in told(effects, "a")
     assert [one.for_lease_id for one in effects if isinstance(one, Suspend)] == ["b"]

@@ -20,6 +20,7 @@ import pytest
 from fractional_gpu.broker.kernels import iopub, request_validation
 from fractional_gpu.broker.process.logs import _PrivateLog
 from fractional_gpu.client import seat
+from fractional_gpu.commands.broker import _own_command
 from fractional_gpu.commands.main import main
 from fractional_gpu.jupyter import kernel_lease
 from fractional_gpu.ledger import records
@@ -122,6 +123,28 @@ def test_a_token_is_nowhere_but_in_its_file(told: dict[str, str]) -> None:
     # which are their owner's alone.
     allowed = re.compile(r"/kernel-[^/]*\.json$|\.sqlite(-wal|-shm)?$|\.leases-simulated/[0-9a-f]+\.json$")
     assert [name for name, text in told.items() for key in keys if key in text and not allowed.search(name)] == []
+
+
+def test_how_to_start_the_broker_again_is_kept_without_a_secret_of_its_environment(world: World) -> None:
+    secrets = {
+        "JUPYTER_TOKEN",
+        "JUPYTER_GPU_TOKEN_FILE",
+        "JUPYTERHUB_API_TOKEN",
+        "PYTHON_KEYRING_PASSWORD",
+        "XDG_SECRET",
+    }
+    world.environment |= dict.fromkeys(secrets, "hunter2") | {"XDG_DATA_HOME": "/data"}
+    world.start_broker()
+    pid = world.broker_pid()
+    assert pid is not None
+    kept = [Path(world.socket).with_name("broker.json"), world.state / "broker.json"]
+    commands = [json.loads(path.read_text()) for path in kept]
+    own = _own_command(pid)  # if both files are gone
+    assert own is not None
+    for environment in (*(one["env"] for one in commands), own[1]):
+        assert "hunter2" not in json.dumps(environment)
+        assert environment["XDG_DATA_HOME"] == "/data"
+        assert environment["JUPYTER_GPU_SIMULATE"] == world.simulate
 
 
 @pytest.mark.parametrize(

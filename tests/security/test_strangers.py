@@ -278,7 +278,7 @@ def test_users_who_hold_all_their_connections_keep_neither_each_other_nor_an_adm
         assert "4 connections to the broker open, and one more was asked for; allowed: 4" in first["error"]["message"]
         assert "pid" in stack.enter_context(holding(live, "daemon", 4)), "another user has connections of his own"
         third = stack.enter_context(holding(live, "games", 1))
-        assert "all users together may have 8" in third["error"]["message"]
+        assert "all users may have 8" in third["error"]["message"]
         assert live.is_alive(), "an administrator gets in"
 
 

@@ -44,11 +44,43 @@ def test_a_client_of_another_protocol_is_told_both_versions_and_which_to_update(
         assert older in message
 
 
-@pytest.mark.parametrize(
-    "header", ["", "x", "1; protocol=", "1; protocol=-1", "1; protocol=9" * 99, "1; protocol=٣", "\xff"]
-)
-def test_a_version_that_cannot_be_read_says_nothing(live: LiveBroker, header: str) -> None:
-    assert live.call("GET", "/v1/status", **{VERSION_HEADER: header.encode("utf-8").decode("latin-1")}).status == 200
+UNREADABLE = [
+    "",
+    "x",
+    "1; protocol=",
+    "1; protocol=-1",
+    "0.3.1; protocol=99999999999999999999999999",
+    "1; protocol=9" * 99,
+    "1; protocol=1, 1; protocol=1",
+    "1; protocol=٣",
+    "\xff",
+]
+
+
+@pytest.mark.parametrize("header", UNREADABLE)
+def test_a_version_that_cannot_be_read_is_refused_with_what_is_allowed(live: LiveBroker, header: str) -> None:
+    answer = live.call("GET", "/v1/status", **{VERSION_HEADER: header.encode("utf-8").decode("latin-1")})
+    assert (answer.status, answer.error["reason"]) == (400, "bad-version")
+    message = answer.error["message"]
+    assert message.isascii()
+    assert len(message) < 300
+    assert f"such as {OWN.to_header()!r}, or no such header" in message
+
+
+def test_a_request_without_a_version_is_served(live: LiveBroker) -> None:
+    assert live.call("GET", "/v1/status").status == 200
+
+
+def test_a_client_takes_a_broker_whose_version_cannot_be_read_for_one_that_names_none(
+    live: LiveBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Version, "to_header", lambda _: "x")
+    with BrokerClient(live.socket) as speaker, pytest.raises(NotFoundError, match=r"of yours; .* lists them$"):
+        speaker.lease("nobody")
+
+
+def test_this_version_can_be_read() -> None:
+    assert Version.from_header(OWN.to_header()) == OWN
 
 
 def test_a_later_client_that_asks_nothing_new_is_understood(live: LiveBroker) -> None:
@@ -84,10 +116,14 @@ def test_a_client_does_not_begin_with_a_broker_of_another_protocol(
 
 
 @given(st.text(max_size=60) | st.from_regex(r"[0-9a-z.+]{1,42}; protocol=[0-9]{1,8}", fullmatch=True))
-def test_any_header_is_a_version_or_none(text: str) -> None:
-    version = Version.from_header(text)
-    if version is not None:
-        assert version.to_header().isascii()
-        assert Version.from_header(version.to_header()) == version
-        assert bool(refusal(client=OWN, broker=version)) == (version.protocol != OWN.protocol)
-        assert bool(hint(client=OWN, broker=version)) == (version.release != OWN.release)
+def test_any_header_is_a_version_or_refused(text: str) -> None:
+    try:
+        version = Version.from_header(text)
+    except BadRequestError as error:
+        assert len(str(error)) < 300  # noqa: PT017 - most texts are refused
+        return
+    assert version is not None
+    assert version.to_header().isascii()
+    assert Version.from_header(version.to_header()) == version
+    assert bool(refusal(client=OWN, broker=version)) == (version.protocol != OWN.protocol)
+    assert bool(hint(client=OWN, broker=version)) == (version.release != OWN.release)

@@ -434,8 +434,9 @@ class Broker:
 
     def _account_of(self, kernel: Kernel) -> Account:
         view = self.arbiter.lease(kernel.lease_id)
-        seat = view.spec.seat if view is not None else ""
-        return self.costs.of_seat(seat) if seat else self.costs.of_user(kernel.uid)
+        if view is not None and view.spec.seat:
+            return self.costs.of_seat(view.spec.seat, view.spec.owner)
+        return self.costs.of_user(kernel.uid)
 
     def _context_for(self, kernel: Kernel, identity: ProcessIdentity) -> zmq.asyncio.Context | None:
         """Return the context that reaches the kernel's sockets; None, with a line in its story, where the broker may not listen there."""

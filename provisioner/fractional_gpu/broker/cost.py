@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Final, TypeVar
 
+from fractional_gpu.host.accounts import account_uid, user_name
 from fractional_gpu.protocol.limits import COST_BURST_S, COST_RESERVE_S, COST_SHARE
 
 T = TypeVar("T")
@@ -26,9 +27,10 @@ _KEPT: Final = 1024  # accounts; beyond that those with a full balance are forgo
 
 
 class Account:
-    """One account; for the loop. `exempt`: nothing is charged and nobody waits."""
+    """One account; for the loop. `name`: what people call who pays; `exempt`: nothing is charged and nobody waits."""
 
-    def __init__(self, *, exempt: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, name: str, *, exempt: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+        self.name = name
         self._exempt = exempt
         self._clock = clock
         self._left = COST_BURST_S
@@ -111,7 +113,7 @@ class Account:
             self._set_timer()
 
 
-EXEMPT: Final = Account(exempt=True)
+EXEMPT: Final = Account("an administrator", exempt=True)
 """The account of administrators."""
 
 
@@ -122,19 +124,18 @@ class Costs:
         self._accounts: dict[int | str, Account] = {}
 
     def of_user(self, uid: int) -> Account:
-        """Return the account of a user."""
-        return self._account(uid)
+        """Return the account of the user that the uid counts for."""
+        uid = account_uid(uid)
+        return self._accounts.get(uid) or self._new(uid, f"user {user_name(uid)}")
 
-    def of_seat(self, seat_id: str) -> Account:
-        """Return the account of a seat."""
-        return self._account(seat_id)
+    def of_seat(self, seat_id: str, owner: str) -> Account:
+        """Return the account of a seat. `owner`: whose it is, for people."""
+        return self._accounts.get(seat_id) or self._new(seat_id, f"the seat of {owner}")
 
-    def _account(self, key: int | str) -> Account:
-        account = self._accounts.get(key)
-        if account is None:
-            if len(self._accounts) >= _KEPT:
-                self._accounts = {key: one for key, one in self._accounts.items() if not one.is_at_rest}
-            account = self._accounts[key] = Account()
+    def _new(self, key: int | str, name: str) -> Account:
+        if len(self._accounts) >= _KEPT:
+            self._accounts = {key: one for key, one in self._accounts.items() if not one.is_at_rest}
+        account = self._accounts[key] = Account(name)
         return account
 
     def release(self) -> None:

@@ -241,8 +241,11 @@ class Connection:
 
     @property
     def version(self) -> Version | None:
-        """The version of the broker that replied, if it says so."""
-        return Version.from_header(self._headers.get(VERSION_HEADER.lower()))
+        """The version of the broker that replied; None if it names none that can be read."""
+        try:
+            return Version.from_header(self._headers.get(VERSION_HEADER.lower()))
+        except BadRequestError:
+            return None
 
     @property
     def retry_s(self) -> float:

@@ -14,7 +14,7 @@ from contextlib import closing, redirect_stderr, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fractional_gpu.broker.process.restarting import BrokerOptions, resolved, start_detached
+from fractional_gpu.broker.process.restarting import BrokerOptions, kept_environment, resolved, start_detached
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import ensure_broker, restart_command, socket_path
 from fractional_gpu.client.http import ANSWER_S, is_service_socket, listener_pid
@@ -222,7 +222,6 @@ def run(options: argparse.Namespace) -> int:
 ORDERLY_S = 30.0
 _KILLED_S = 10.0
 _SERVICE = re.compile(r"([\w@.\\-]+\.service)\Z", re.ASCII)
-_KEPT_VARIABLES = ("JUPYTER_", "PYTHON", "XDG_")
 _Command = tuple[list[str], dict[str, str]]
 
 
@@ -422,7 +421,7 @@ def _own_command(pid: int) -> _Command | None:
     """
     try:
         words = read_command(pid)
-        environment = {name: value for name, value in read_environment(pid).items() if name.startswith(_KEPT_VARIABLES)}
+        environment = kept_environment(read_environment(pid))
     except OSError:
         return None
     if not words:

@@ -54,6 +54,7 @@ class Settings:
     devices: tuple[str, ...] | None  # references; None: all
     devices_where: str  # the key of `devices`, for errors that depend on the devices
     pools: tuple[PoolSettings, ...]
+    account_of_unknown_uids: int | None = None  # a uid; None: each is a separate user
     seats_required: bool = False
     device_kind: str = ""  # "": NVIDIA's
     admin_group: str = ""
@@ -121,6 +122,7 @@ class Settings:
 
 
 _PARSERS: Mapping[str, Callable[[object], Any]] = {
+    "account_of_unknown_uids": values.account,
     "state_dir": values.state_dir,
     "idle_exit": values.duration(least_ms=1000, word="never"),
     "hang_limit": values.duration(least_ms=1000, word="never"),
@@ -176,6 +178,7 @@ def translate(traits: GPUBroker, where: Callable[[str], str], files: tuple[Path,
         devices=plain["devices"],
         devices_where=where("devices"),
         pools=configured,
+        account_of_unknown_uids=plain["account_of_unknown_uids"],
         seats_required=traits.seats_required,
         device_kind=traits.device_kind,
         admin_group=traits.admin_group,

@@ -87,6 +87,12 @@ class GPUBroker(Configurable):
         help="""A group of the operating system whose members are administrators, like root and the broker's own user: they may see and
         control all users' kernels and drain devices. Empty: no group.""",
     ).tag(config=True, example="gpu-admins")
+    account_of_unknown_uids = Unicode(
+        "",
+        help="""A user of this machine for whom uids without a passwd entry count, all together, in limits, shares and budgets. Subordinate
+        uids count for their owner by /etc/subuid instead. Name a user with which no person works: it sees what is charged to it. Empty:
+        each of these uids is a separate user.""",
+    ).tag(config=True, example="nobody")
     seats_required = Bool(
         default_value=False,
         help="""Refuse every kernel without a seat from a hub, whatever its user. A hub that runs the broker sets this.""",

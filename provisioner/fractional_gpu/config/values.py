@@ -3,6 +3,7 @@
 Each function takes the value as it is written and returns the plain one, or raises ValueError (never TypeError) with what is allowed.
 """
 
+import pwd
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -299,6 +300,14 @@ def _absolute(value: object, examples: str) -> Path | None:
     if not path.is_absolute():
         raise ValueError(allowed)
     return path
+
+
+def account(value: object) -> int | None:
+    """Return the uid of a user of this host; None for no user."""
+    try:
+        return pwd.getpwnam(str(value)).pw_uid if value else None
+    except (KeyError, ValueError):
+        raise ValueError("this host has no such user; create it, or leave it empty") from None
 
 
 def notice_source(value: object) -> Path | str | None:

@@ -196,7 +196,7 @@ class LeaseSpec:
 
     lease_id: str
     pool: str
-    owner: str  # the user it counts for
+    owner: str  # the user it counts for: their limits, shares and budgets
     fraction_milli: int
     reserve_mib: int
     priority: int = 0
@@ -211,6 +211,11 @@ class LeaseSpec:
     allowed_devices: tuple[str, ...] = ()  # the only devices of the pool that it may go to; empty: all of them
     # Its priority but for a budget that is used up; None: `priority` is its own
     own_priority: int | None = None
+    uid: int | None = None  # the machine's user that it belongs to, who may count for another owner; None: a seat's
+
+    def is_same_user(self, other: "LeaseSpec") -> bool:
+        """Whether both belong to one user, so that each may be named to the other. An owner may have several."""
+        return (self.owner, self.uid) == (other.owner, other.uid)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from urllib.parse import quote, unquote
 
 from fractional_gpu import __version__
 from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableError
-from fractional_gpu.protocol.limits import PROTOCOL_VERSION
+from fractional_gpu.protocol.limits import PROTOCOL_VERSION, VERSION_HEADER
 
 if TYPE_CHECKING:  # messages need msgspec, whose absence this module reports
     from fractional_gpu.protocol.messages import DeviceStatus, LeaseStatus
@@ -164,13 +164,13 @@ def _duration(ms: int) -> str:
 #   `ping`, and both sides say so. What is only added (routes, fields with defaults, verbs) leaves the number as it is.
 # - Within one number a client leaves out every field that has its default, so an older broker understands whatever it knows. The
 #   default of a field that was released never changes.
-# - A missing or unreadable header counts as our protocol: the header explains errors and gives no rights.
+# - A missing header counts as our protocol: the header explains errors and gives no rights. The broker refuses an unreadable one.
 # - Each side needs msgspec, which defines the messages. A kernel runs in an environment of its own, which may have none, or an old one.
 
 
 LOWEST_MSGSPEC = "0.19"  # as in pyproject.toml
 
-_HEADER = re.compile(r"([0-9A-Za-z.+!_-]{1,40}); protocol=([0-9]{1,6})", re.ASCII)
+_HEADER = re.compile(r"([0-9A-Za-z.+!_-]{1,80}); protocol=([0-9]{1,6})", re.ASCII)
 _RESTARTS = {
     "broker": "update jupyter-fractional-gpu where the broker is installed and restart the broker (kernels live on)",
     "client": "update jupyter-fractional-gpu in this environment and restart what runs there (the kernel or the server)",
@@ -189,9 +189,16 @@ class Version(NamedTuple):
 
     @staticmethod
     def from_header(value: str | None) -> "Version | None":
-        """Return the version in a header's value; None without the header, and for an unreadable one."""
-        found = _HEADER.fullmatch(value or "")
-        return Version(found[1], int(found[2])) if found is not None else None
+        """Return the version in a header's value; None without the header. Raises BadRequestError for one that cannot be read."""
+        if value is None:
+            return None
+        if (found := _HEADER.fullmatch(value)) is None:
+            raise BadRequestError(
+                f"the header {VERSION_HEADER} is {value[:40]!a}; send a release and a protocol number of at most 6 digits, such as "
+                f"{OWN.to_header()!r}, or no such header",
+                reason="bad-version",
+            )
+        return Version(found[1], int(found[2]))
 
 
 OWN = Version(__version__, PROTOCOL_VERSION)

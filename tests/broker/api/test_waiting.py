@@ -69,7 +69,7 @@ def test_a_waiting_cell_is_told_which_notebook_is_pinned_and_until_when(live: Li
 
 def test_another_users_notebook_has_no_name(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(live, "secret.ipynb"):
-        monkeypatch.setattr(request_validation, "user_name", lambda _uid: "somebody else")
+        monkeypatch.setattr(request_validation, "account_name", lambda _uid: "somebody else")
         with kernel(live, "mine.ipynb") as second, acquiring(live, second) as lines:
             assert next(lines).sentence.endswith("another user's kernel is running a cell")
 

@@ -134,7 +134,7 @@ class Watched:
         self._context = zmq.asyncio.Context()
         connection = connection_from_json(line.info)
         self.signs: list[Sign] = []
-        self.account = Account()
+        self.account = Account("user x")
         self.watch = _Watch(
             self._context,
             connection,

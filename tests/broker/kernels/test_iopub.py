@@ -576,7 +576,12 @@ async def test_any_contents_are_a_connection_that_can_be_watched_or_a_value_erro
         else:
             nothing = asyncio.Event()
             IOPubWatch(
-                context, connection, Account(), ipykernel=True, changed=nothing.set, signed=lambda _: nothing.set()
+                context,
+                connection,
+                Account("user x"),
+                ipykernel=True,
+                changed=nothing.set,
+                signed=lambda _: nothing.set(),
             ).close()
 
     check_anything()

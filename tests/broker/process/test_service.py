@@ -79,6 +79,20 @@ def test_a_service_serves_every_user_on_any_socket_until_it_is_told_to_stop(fold
         assert service.wait(DEADLINE_S) == 0
 
 
+def test_a_service_counts_uids_without_a_user_for_the_account_that_it_was_given(folder: Path) -> None:
+    socket = str(folder / "gpu" / "broker.sock")
+    argv = command(folder, "--settings", '{"account_of_unknown_uids": "daemon"}')
+    with subprocess.Popen(argv, env=environment()) as service:
+        try:
+            until(lambda: answers(socket), "it serves")
+            with caller(socket, first="os.setgroups([]); os.setgid(400000); os.setuid(400000)") as user:
+                assert user.call("POST", "/v1/leases", body={"fraction_milli": 250})[0] == 200
+                assert [lease["owner"] for lease in user.call("GET", "/v1/status")[1]["leases"]] == ["daemon"]
+        finally:
+            service.send_signal(signal.SIGTERM)
+        assert service.wait(DEADLINE_S) == 0
+
+
 def test_a_service_has_no_idle_end_unless_one_is_given() -> None:
     assert _overrides(restarting.BrokerOptions(service=True))["idle_exit"] == "never"
     assert _overrides(restarting.BrokerOptions(service=True, idle_exit="5m"))["idle_exit"] == "5m"

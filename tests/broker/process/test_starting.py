@@ -1,6 +1,7 @@
 """A broker that cannot start says why in one sentence, which reaches whoever needed it, and leaves everything as it was."""
 
 import json
+import re
 import sqlite3
 import urllib.error
 from collections.abc import Callable, Iterator
@@ -12,13 +13,14 @@ import pytest
 from fractional_gpu.broker.kernels.kernel import launch_environment
 from fractional_gpu.broker.process import driver_start
 from fractional_gpu.broker.process.driver_start import BackendError, open_backend
-from fractional_gpu.broker.process.restarting import BrokerOptions, resolved
+from fractional_gpu.broker.process.restarting import KEPT_VARIABLES, NOT_INHERITED, BrokerOptions, resolved
 from fractional_gpu.client.discovery import ensure_broker
 from fractional_gpu.client.state_folder import make_state_folder
 from fractional_gpu.core.model import LeaseSpec, PoolSpec
 from fractional_gpu.gpu.interface import DeviceInfo, GPUError, GPUErrorCode
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.protocol.errors import BrokerUnavailableError
+from tests.support.paths import SOURCES
 from tests.support.world import Server, World, new_world
 
 
@@ -295,3 +297,29 @@ def test_a_detached_broker_listens_where_its_starter_meant(tmp_path: Path, monke
     """It runs in the root folder."""
     monkeypatch.chdir(tmp_path)
     assert resolved(BrokerOptions(socket="run/b.sock")).socket == str(tmp_path / "run" / "b.sock")
+
+
+# What the broker and the programs that it starts do not read from their own environment, though other processes do.
+READ_ELSEWHERE = {
+    "JUPYTER_GPU_BROKER_IN_WORKLOAD",  # who starts a broker
+    "JUPYTER_GPU_DEFAULT_FRACTION",  # Jupyter servers and commands, as the next ones
+    "JUPYTER_GPU_DEFAULT_POOL",
+    "JUPYTER_GPU_MEASURE",
+    "JUPYTER_GPU_POD_SHARE",
+    "JUPYTER_GPU_FAILPOINTS",  # this test suite sets it for each process
+    "JUPYTER_GPU_PAGE_COMPONENT",  # the hub's page
+    "JUPYTER_GPU_PAGE_NAMESPACE",
+    "JUPYTER_GPU_PAGE_NODES",
+    "JUPYTER_GPU_PRELOAD",  # kernels, as the next ones: the broker sets it for them
+    "JUPYTER_GPU_SIMULATED_DIR",
+    "JUPYTER_GPU_SIMULATED_UNINTERRUPTIBLE",
+    "JUPYTER_GPU_SOCKET",  # a starter names the socket
+}
+
+
+def test_each_variable_of_ours_is_kept_for_the_next_broker_or_known_not_to_be_needed() -> None:
+    code = "\n".join(path.read_text() for folder in SOURCES for path in folder.rglob("*.py"))
+    ours = set(re.findall(r"JUPYTER_GPU_[A-Z_]*[A-Z]", code))
+    not_kept = {name for name in NOT_INHERITED if name.startswith("JUPYTER_GPU_")} | READ_ELSEWHERE
+    assert ours == {name for name in KEPT_VARIABLES if name.startswith("JUPYTER_GPU_")} | not_kept
+    assert not_kept.isdisjoint(KEPT_VARIABLES)

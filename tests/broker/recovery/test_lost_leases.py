@@ -29,6 +29,7 @@ from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.events import DeviceSeen, HostMemorySeen, PoolConfigured
 from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, LeaseView, PoolSpec
 from fractional_gpu.gpu.interface import GPUErrorCode, Monitor, ProcessState
+from fractional_gpu.host.accounts import ACCOUNTS, Accounts
 from fractional_gpu.host.files import replace_file
 from fractional_gpu.host.process import ProcessIdentity, identify
 from fractional_gpu.ledger.ledger import Ledger
@@ -338,6 +339,20 @@ async def test_a_broker_of_one_user_takes_no_lease_of_another_user(socket: Path,
         async with started(socket, driver, everyone=True) as (broker, _):
             assert broker.kernels["one"].uid == 65534
             assert view_of(broker, "one").spec.owner == "nobody"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="starts processes of another user")
+async def test_a_lost_lease_of_a_subordinate_uid_counts_for_its_owner_again(
+    socket: Path, connection: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "subuid").write_text("nobody:300000:1\n")
+    monkeypatch.setattr(ACCOUNTS, "__dict__", vars(Accounts(tmp_path / "subuid")))
+    driver = OneDevice()
+    with carrier("one", socket, connection=connection, first="import os; os.setuid(300000)") as process:
+        driver.has_context(process.pid, S.CHECKPOINTED, 300)
+        async with started(socket, driver, everyone=True) as (broker, _):
+            spec = view_of(broker, "one").spec
+            assert (broker.kernels["one"].uid, spec.owner, spec.uid) == (300_000, "nobody", 300_000)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="starts processes of another user")

@@ -66,7 +66,7 @@ def test_neighbours_have_names_only_for_their_own_user(live: LiveBroker, monkeyp
     mine = live.lease(gated=False, label="mine.ipynb", wait_ms=1000)
     also = live.lease(gated=False, label="also.ipynb", wait_ms=1000)
     try:
-        monkeypatch.setattr(request_validation, "user_name", lambda _uid: "somebody else")
+        monkeypatch.setattr(request_validation, "account_name", lambda _uid: "somebody else")
         theirs = live.lease(gated=False, label="secret.ipynb", wait_ms=1000)
         try:
             told = live.call("GET", f"/v1/leases/{mine.lease_id}").body["neighbours"]

@@ -9,12 +9,12 @@ from fractional_gpu.broker.accounting.reports import Question, Reader
 from fractional_gpu.broker.accounting.terms import charge_terms
 from fractional_gpu.broker.api.handler import Handler
 from fractional_gpu.broker.clock import wall_ms
-from fractional_gpu.broker.kernels.request_validation import user_name
 from fractional_gpu.config.budgets import parse_amount
 from fractional_gpu.core.metering.budgets import Subject
 from fractional_gpu.core.metering.tariffs import Tariff
 from fractional_gpu.core.metering.usage import ACCOUNTS
 from fractional_gpu.core.model import LeaseView
+from fractional_gpu.host.accounts import account_name, user_name
 from fractional_gpu.protocol.accounts import USAGE_BY, USAGE_ONLY, BudgetExtension, BudgetList, Cost, UsageReport
 from fractional_gpu.protocol.advice import ShareAdvice
 from fractional_gpu.protocol.errors import BadRequestError, ForbiddenError, NotFoundError
@@ -156,9 +156,8 @@ class _Cost(Handler):
 class _Budgets(Handler):
     def get(self) -> None:
         budgets, reader = self.service.seats.budgets, reader_of(self)
-        seen = (
-            budgets.all() if reader.administrator else budgets.seen_by(reader.owner, reader.group, seated=reader.seated)
-        )
+        owner = reader.owner if reader.seated else account_name(self.peer.credentials.uid)
+        seen = budgets.all() if reader.administrator else budgets.seen_by(owner, reader.group, seated=reader.seated)
         self.reply(BudgetList(budgets=seen, scope="all" if reader.administrator else "own"))
 
 

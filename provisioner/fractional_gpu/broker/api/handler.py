@@ -21,10 +21,11 @@ from fractional_gpu.broker.api.server import MeteredStream, bearer
 from fractional_gpu.broker.clock import TokenBucket
 from fractional_gpu.broker.cost import metered
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.kernels.request_validation import Peer, user_name
+from fractional_gpu.broker.kernels.request_validation import Peer
 from fractional_gpu.broker.lanes import PAYER
 from fractional_gpu.broker.persistence.audit import Act, is_anothers
 from fractional_gpu.host import files
+from fractional_gpu.host.accounts import user_name
 from fractional_gpu.ledger.records import LedgerError
 from fractional_gpu.protocol import names
 from fractional_gpu.protocol.codec import decode_request, error_body, printable

@@ -30,7 +30,6 @@ from fractional_gpu.broker.kernels.request_validation import (
     lease_spec,
     server_of,
     token_file_of,
-    user_name,
     verified_process,
 )
 from fractional_gpu.broker.lanes import ATTACHING
@@ -45,9 +44,10 @@ from fractional_gpu.broker.services.status import full_lease_status, view_of
 from fractional_gpu.config.settings import Settings
 from fractional_gpu.core.effects import LeaseRefused
 from fractional_gpu.core.events import Attached, Checkpointable, LeaseRequested
-from fractional_gpu.core.model import LeaseState
+from fractional_gpu.core.model import LeaseSpec, LeaseState
 from fractional_gpu.core.rules.admission import UNATTACHED_LIMIT
 from fractional_gpu.core.units import format_duration
+from fractional_gpu.host.accounts import account_uid
 from fractional_gpu.host.process import ProcessIdentity, is_below, read_stat
 from fractional_gpu.ledger.records import LedgerError
 from fractional_gpu.protocol.codec import printable
@@ -229,8 +229,8 @@ class LeaseService:
         """Admit a new lease. Raises BadRequestError, NoRoomError or RequestTooLargeError. Cancelled: the lease expires by itself."""
         broker, uid = self.broker, peer.credentials.uid
         await self._let_others_start(peer, request)
-        self._check_count(uid)
         spec = self.seats.draws.apply_terms(peer, request, lease_spec(broker.arbiter, peer, request))
+        self._check_count(spec)
         if not spec.seat:  # a seat's kernels may start for as long as the seat lasts
             self.seats.budgets.check(party_of(spec))
         token = secrets.token_urlsafe(32)
@@ -280,12 +280,12 @@ class LeaseService:
             notice=evicted,
         )
 
-    def _check_count(self, uid: int) -> None:
-        """Raise RequestTooLargeError if the user, or the host, has as many leases as there may be."""
-        kernels = self.broker.kernels
-        if sum(kernel.uid == uid for kernel in kernels.values()) >= MAX_LEASES_PER_UID:
+    def _check_count(self, spec: LeaseSpec) -> None:
+        """Raise RequestTooLargeError if the user, or the host, has as many leases as there may be. A seat has its own limit."""
+        kernels, account = self.broker.kernels, None if spec.uid is None else account_uid(spec.uid)
+        if sum(account_uid(kernel.uid) == account for kernel in kernels.values()) >= MAX_LEASES_PER_UID:
             raise RequestTooLargeError(
-                f"user {user_name(uid)} has {MAX_LEASES_PER_UID} leases, the most there may be; shut a kernel down",
+                f"user {spec.owner} has {MAX_LEASES_PER_UID} leases, the most there may be; shut a kernel down",
                 reason="too-many-leases-of-a-user",
             )
         if len(kernels) >= MAX_LEASES:

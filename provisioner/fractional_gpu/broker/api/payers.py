@@ -2,13 +2,13 @@
 
 import hmac
 import re
-from typing import Final, NamedTuple
+from typing import Final
 
 from fractional_gpu.broker.broker import Broker, token_digest
 from fractional_gpu.broker.cost import EXEMPT, Account
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.kernels.request_validation import user_name
 from fractional_gpu.broker.seats.seats import Seats
+from fractional_gpu.host.accounts import account_uid
 from fractional_gpu.host.peers import PeerCredentials
 from fractional_gpu.ledger.records import SeatRecord
 from fractional_gpu.protocol.limits import CONNECTIONS_PER_LEASE, MAX_CONNECTIONS, MOST_CONNECTIONS
@@ -18,17 +18,6 @@ _RESERVED: Final = frozenset({("POST", "answer"), ("POST", "gate"), ("POST", "de
 """What other users may wait for: a gate that answers, a lease that ends."""
 
 
-class Payer(NamedTuple):
-    """Who pays: the account, what people call it, and whether other users may wait for the request."""
-
-    account: Account
-    name: str
-    reserved: bool = False
-
-
-_ADMIN: Final = Payer(EXEMPT, "an administrator")
-
-
 class Payers:
     """Finds who pays. One per broker."""
 
@@ -36,38 +25,41 @@ class Payers:
         self._broker = broker
         self._seats = seats
 
-    def of_connection(self, credentials: PeerCredentials, *, admin: bool) -> Payer:
+    def of_connection(self, credentials: PeerCredentials, *, admin: bool) -> Account:
         """Return who pays for a connection whose requests show no token. Administrators are exempt."""
         if admin:
-            return _ADMIN
+            return EXEMPT
         if (pod := self._seats.workloads.of_pod(credentials.pid)) is not None:
             return self._of_seat(pod)
-        return Payer(self._broker.costs.of_user(credentials.uid), f"user {user_name(credentials.uid)}")
+        return self._broker.costs.of_user(credentials.uid)
 
     def of_request(
-        self, connection: Payer, credentials: PeerCredentials, method: str, path: str, token: str | None
-    ) -> Payer:
-        """Return who pays for a request of the connection."""
-        if connection is _ADMIN:
-            return connection
+        self, connection: Account, credentials: PeerCredentials, method: str, path: str, token: str | None
+    ) -> tuple[Account, bool]:
+        """Return who pays for a request of the connection, and whether other users may wait for the request."""
+        if connection is EXEMPT:
+            return EXEMPT, True
         route = _LEASE.fullmatch(path)
         kernel = self._broker.kernels.get(route[1]) if route is not None else None
         if kernel is not None and kernel.uid != credentials.uid:
             kernel = None
         seat = self._seat_of(token, kernel) if token else None
-        payer = connection if seat is None else self._of_seat(seat)
+        account = connection if seat is None else self._of_seat(seat)
         if route is None or kernel is None or kernel.identity is None:
-            return payer
-        return payer._replace(reserved=(method, route[2]) in _RESERVED)
+            return account, False
+        return account, (method, route[2]) in _RESERVED
 
     def most_connections(self, uid: int) -> int:
         """Return how many connections a user may have open: few, and more for each kernel and each seat that there is."""
-        kernels = sum(one.uid == uid and one.identity is not None for one in self._broker.kernels.values())
+        user = account_uid(uid)
+        kernels = sum(
+            one.identity is not None and account_uid(one.uid) == user for one in self._broker.kernels.values()
+        )
         seats = sum(one.uid in (None, uid) for one in self._seats.live())
         return min(MOST_CONNECTIONS, MAX_CONNECTIONS + CONNECTIONS_PER_LEASE * (kernels + seats))
 
-    def _of_seat(self, seat: SeatRecord) -> Payer:
-        return Payer(self._broker.costs.of_seat(seat.seat_id), f"the seat of {seat.owner}")
+    def _of_seat(self, seat: SeatRecord) -> Account:
+        return self._broker.costs.of_seat(seat.seat_id, seat.owner)
 
     def _seat_of(self, token: str, kernel: Kernel | None) -> SeatRecord | None:
         """Return the seat that the token proves: its own token, or that of the lease in the request's path."""

@@ -33,8 +33,9 @@ from tornado import httputil, iostream
 from tornado.httpserver import HTTPServer
 from tornado.ioloop import IOLoop
 
-from fractional_gpu.broker.api.payers import Payer, Payers
+from fractional_gpu.broker.api.payers import Payers
 from fractional_gpu.broker.clock import TokenBucket
+from fractional_gpu.broker.cost import Account
 from fractional_gpu.host.claims import NameClaim
 from fractional_gpu.host.peers import PeerCredentials, peer_credentials, peer_groups
 from fractional_gpu.protocol.codec import error_body
@@ -59,6 +60,7 @@ DISCARDED_HEADER_BYTES = 4 * MAX_HEADER_BYTES  # larger ones: the connection is 
 READ_AT_ONCE = 16 * 1024  # bytes of a connection that waits for its turn are kept
 _WARNINGS_PER_S = 1 / 60  # log lines about one user's connections
 _PAUSE_S = 0.5
+_ACCEPTED_AT_ONCE = 8  # connections in one turn of the loop, so that a flood of them keeps no other work waiting
 _LONGEST_NUMBER = 18  # digits
 
 
@@ -77,13 +79,13 @@ def bearer(headers: httputil.HTTPHeaders) -> str | None:
 
 
 class MeteredStream(iostream.IOStream):
-    """A connection whose reading is charged to its payer, and which is not read while the payer's reserve is spent."""
+    """A connection whose reading is charged to its account, and which is not read while the account's reserve is spent."""
 
     def __init__(
         self,
         connection: socket.socket,
         credentials: PeerCredentials,
-        payer: Payer,
+        account: Account,
         *,
         admin: bool,
         max_buffer_size: int | None,
@@ -92,8 +94,8 @@ class MeteredStream(iostream.IOStream):
         super().__init__(connection, max_buffer_size=max_buffer_size, read_chunk_size=read_chunk_size)
         self.credentials = credentials
         self.admin = admin
-        self.payer = payer
-        self.account = payer.account  # of the present request, or the last one
+        self.opened_by = account
+        self.account = account  # of the present request, or the last one
 
     def read_from_fd(self, buf: bytearray | memoryview) -> int | None:
         """Read, as IOStream does; nothing is there to be read while the account is spent."""
@@ -136,16 +138,16 @@ class _Admission(httputil.HTTPMessageDelegate):
         """Charge the request, refuse it, or pass it on."""
         stream, token, line = self._stream, bearer(headers), cast("httputil.RequestStartLine", start_line)
         path = line.path.partition("?")[0]
-        payer = self._payers.of_request(stream.payer, stream.credentials, line.method, path, token)
-        stream.account = payer.account
-        payer.account.charge(COST_REQUEST_S)
+        account, reserved = self._payers.of_request(stream.opened_by, stream.credentials, line.method, path, token)
+        stream.account = account
+        account.charge(COST_REQUEST_S)
         try:
             length = _body_length(headers)
-            await _take_turn(payer)
+            await _take_turn(account, reserved=reserved)
         except FractionalGPUError as error:
             self._refuse(error)
             return
-        payer.account.charge(length * COST_BYTE_S)
+        account.charge(length * COST_BYTE_S)
         # The body is JSON, whatever its declared type: Tornado would parse form data.
         headers.pop("Content-Type", None)
         self._passed = True
@@ -188,18 +190,17 @@ def _body_length(headers: httputil.HTTPHeaders) -> int:
     return int(text)
 
 
-async def _take_turn(payer: Payer) -> None:
-    """Return when the request may be served. Raises TooManyRequestsError after `COST_WAIT_S`."""
-    account = payer.account
-    if not account.must_wait(reserved=payer.reserved):
+async def _take_turn(account: Account, *, reserved: bool) -> None:
+    """Return when a request may be served. Raises TooManyRequestsError after `COST_WAIT_S`."""
+    if not account.must_wait(reserved=reserved):
         return
     try:
         async with asyncio.timeout(COST_WAIT_S):
-            await account.turn(reserved=payer.reserved)
+            await account.turn(reserved=reserved)
     except TimeoutError:
         retry_s = max(1, math.ceil(-account.left_s / COST_SHARE))
         raise TooManyRequestsError(
-            f"{payer.name} asks more of the broker than it has for one user ({COST_SHARE:.0%} of a processor); ask again in {retry_s} s, "
+            f"{account.name} asks more of the broker than it has for one user ({COST_SHARE:.0%} of a processor); ask again in {retry_s} s, "
             "or find the program that asks so much",
             reason="too-many-requests",
             retry_s=retry_s,
@@ -227,9 +228,10 @@ class Server(HTTPServer):
         """Take HTTPServer's arguments, the group whose members are administrators, and who pays for requests."""
         self._admin_gid = admin_gid
         self._payers = payers
-        self._count: Counter[str] = Counter()  # by the payer's name
-        self._open: dict[object, MeteredStream] = {}
+        self._count: Counter[Account] = Counter()  # connections, by who pays for them
         self._of_users = 0  # connections of users that are not administrators
+        self._open: dict[object, MeteredStream] = {}
+        self._refusals: set[asyncio.Task[None]] = set()
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if descriptors == resource.RLIM_INFINITY:
             descriptors = 1 << 20
@@ -239,7 +241,7 @@ class Server(HTTPServer):
         super().initialize(*args, **kwargs)
 
     def _handle_connection(self, connection: socket.socket, address: Any) -> None:  # noqa: ANN401 - tornado's own
-        """Take a connection, or reject it."""
+        """Take a connection, or refuse it. Those of one who has too many come as fast as they are refused: that must cost little."""
         begun_s = time.thread_time()
         try:
             credentials = peer_credentials(connection)
@@ -247,27 +249,64 @@ class Server(HTTPServer):
         except (OSError, ValueError):
             connection.close()
             return
-        payer = self._payers.of_connection(credentials, admin=admin)
-        have = self._count[payer.name]
-        most = self._most
-        if have >= MAX_CONNECTIONS and not admin:
-            most = min(most, self._payers.most_connections(credentials.uid))
-        if have >= most or (not admin and self._of_users >= self._most_of_users):
-            self._reject(connection, payer, have, most)
+        account = self._payers.of_connection(credentials, admin=admin)
+        have = self._count[account]
+        if have >= self._most or (not admin and self._of_users >= self._most_of_users):
+            allowed = f"allowed: {self._most}" if have >= self._most else f"all users may have {self._most_of_users}"
+            self._refuse(connection, account, allowed)
         else:
-            stream = MeteredStream(
-                connection,
-                credentials,
-                payer,
-                admin=admin,
-                max_buffer_size=self.max_buffer_size,
-                read_chunk_size=self.read_chunk_size,
-            )
-            self._count[payer.name] += 1
+            self._count[account] += 1
             self._of_users += not admin
-            self._open[stream] = stream
-            self.handle_stream(stream, address)
-        payer.account.charge(time.thread_time() - begun_s)
+            most = MAX_CONNECTIONS
+            if not admin and have >= most and have >= (most := self._payers.most_connections(credentials.uid)):
+                task = asyncio.create_task(self._refuse_later(connection, account, most))
+                self._refusals.add(task)
+                task.add_done_callback(self._refusals.discard)
+            else:
+                stream = MeteredStream(
+                    connection,
+                    credentials,
+                    account,
+                    admin=admin,
+                    max_buffer_size=self.max_buffer_size,
+                    read_chunk_size=self.read_chunk_size,
+                )
+                self._open[stream] = stream
+                self.handle_stream(stream, address)
+        account.charge(time.thread_time() - begun_s)
+
+    async def _refuse_later(self, connection: socket.socket, account: Account, most: int) -> None:
+        """Refuse a connection after a while, when it is its account's turn: at once, another one would come at once, too."""
+        try:
+            await asyncio.sleep(COST_WAIT_S)
+            await account.turn()
+            account.charge(COST_REQUEST_S)
+        finally:
+            self._forget(account, admin=False)
+            self._refuse(connection, account, f"allowed: {most}")
+
+    def _refuse(self, connection: socket.socket, account: Account, allowed: str) -> None:
+        """Close a connection. It gets the reason, unless nothing is read of its account anyway."""
+        have = self._count[account]
+        if self._warnings.take(account) == 0:
+            log.warning("%s has %d connections open; rejecting more", account.name, have)
+        if not account.is_spent:
+            error = TooManyRequestsError(
+                f"{account.name} has {have} connections to the broker open, and one more was asked for; {allowed}; close some, or end the "
+                "programs that hold them",
+                reason="too-many-connections",
+            )
+            line, headers, body = _whole_reply(error)
+            head = [f"HTTP/1.1 {line.code} {line.reason}", *(f"{name}: {value}" for name, value in headers.get_all())]
+            with suppress(OSError):  # hung up already
+                connection.send("\r\n".join([*head, "Connection: close", "", ""]).encode("ascii") + body)
+        connection.close()
+
+    def _forget(self, account: Account, *, admin: bool) -> None:
+        self._count[account] -= 1
+        self._of_users -= not admin
+        if not self._count[account]:
+            del self._count[account]
 
     def replace_listener(self, old: socket.socket, new: socket.socket) -> None:
         """Listen on another socket from now on. Connections that the old one accepted stay open."""
@@ -278,30 +317,13 @@ class Server(HTTPServer):
 
     def connections(self) -> tuple[int, int]:
         """Return the number of connections of users and of administrators."""
-        return self._of_users, len(self._open) - self._of_users
+        return self._of_users, self._count.total() - self._of_users
 
-    def _reject(self, connection: socket.socket, payer: Payer, have: int, most: int) -> None:
-        if self._warnings.take(payer.name) == 0:
-            log.warning("%s has %d connections open; rejecting more", payer.name, have)
-        if not payer.account.is_spent:
-            allowed = f"allowed: {most}" if have >= most else f"all users together may have {self._most_of_users}"
-            line, headers, body = _whole_reply(
-                TooManyRequestsError(
-                    f"{payer.name} has {have} connections to the broker open, and one more was asked for; {allowed}; close some, or end "
-                    "the programs that hold them",
-                    reason="too-many-connections",
-                )
-            )
-            headers["Connection"] = "close"
-            head = [
-                f"HTTP/1.1 {line.code} {line.reason}",
-                *(f"{name}: {value}" for name, value in headers.get_all()),
-                "",
-                "",
-            ]
-            with suppress(OSError):  # hung up already
-                connection.send("\r\n".join(head).encode("ascii") + body)  # a fresh socket's buffer is empty
-        connection.close()
+    async def close_all_connections(self) -> None:
+        """Close all connections, those too that wait for their refusal."""
+        for task in self._refusals:
+            task.cancel()
+        await super().close_all_connections()
 
     def start_request(self, server_conn: object, request_conn: httputil.HTTPConnection) -> httputil.HTTPMessageDelegate:
         """Take one request of a connection."""
@@ -312,11 +334,7 @@ class Server(HTTPServer):
         """Forget a connection."""
         stream = self._open.pop(getattr(server_conn, "stream", None), None)
         if stream is not None:
-            name = stream.payer.name
-            self._count[name] -= 1
-            self._of_users -= not stream.admin
-            if not self._count[name]:
-                del self._count[name]
+            self._forget(stream.opened_by, admin=stream.admin)
         super().on_close(server_conn)
 
 
@@ -328,6 +346,7 @@ class PausingListener(socket.socket):
     """
 
     _paused: object | None = None
+    _accepted = 0  # in this turn of the loop
 
     @classmethod
     def of(cls, listener: socket.socket) -> Self:
@@ -337,10 +356,14 @@ class PausingListener(socket.socket):
         return pausing
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accept a connection. Raises BlockingIOError, and pauses, when there is no descriptor for it."""
+        """Accept a connection. Raises BlockingIOError when others' turn has come; and pauses when there is no descriptor for it."""
+        if self._accepted == _ACCEPTED_AT_ONCE:
+            self._accepted = 0
+            raise BlockingIOError(errno.EAGAIN, "enough for one turn")
         try:
-            return super().accept()
+            accepted = super().accept()
         except OSError as error:
+            self._accepted = 0
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
             log.error("cannot accept connections: %s; retrying in %g s", error, _PAUSE_S)  # noqa: TRY400 - a traceback adds nothing
@@ -348,6 +371,8 @@ class PausingListener(socket.socket):
             loop.update_handler(self.fileno(), 0)
             self._paused = loop.call_later(_PAUSE_S, loop.update_handler, self.fileno(), IOLoop.READ)
             raise BlockingIOError(errno.EAGAIN, "no descriptor is free") from error
+        self._accepted += 1
+        return accepted
 
     def close(self) -> None:
         """Stop listening."""

@@ -16,7 +16,8 @@ from contextlib import suppress
 from typing import Final
 
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.kernels.request_validation import Peer, user_name
+from fractional_gpu.broker.kernels.request_validation import Peer
+from fractional_gpu.host.accounts import user_name
 from fractional_gpu.host.process import ProcessIdentity, open_pidfd
 from fractional_gpu.protocol.codec import printable
 from fractional_gpu.protocol.errors import ConflictError

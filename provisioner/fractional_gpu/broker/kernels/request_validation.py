@@ -14,6 +14,7 @@ from fractional_gpu.broker.lanes import ATTACHING
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.model import LeaseSpec, PoolSpec, ReserveBy
 from fractional_gpu.core.units import format_fraction, format_memory
+from fractional_gpu.host.accounts import account_name, account_uid
 from fractional_gpu.host.namespaces import pid_meant_by
 from fractional_gpu.host.peers import PeerCredentials
 from fractional_gpu.host.process import ProcessIdentity, boot_id, environment_value, identify, owner_uid
@@ -57,7 +58,8 @@ def lease_spec(arbiter: Arbiter, peer: Peer, request: LeaseRequest) -> LeaseSpec
     return LeaseSpec(
         lease_id=secrets.token_hex(12),
         pool=pool.name,
-        owner=user_name(peer.credentials.uid),
+        owner=account_name(peer.credentials.uid),
+        uid=peer.credentials.uid,
         fraction_milli=request.fraction_milli,
         reserve_mib=reserve_mib,
         request_mib=guaranteed_mib(arbiter, pool, request.fraction_milli, reserve_mib, request.request_mib),
@@ -105,11 +107,11 @@ def _check_priority(pool: PoolSpec, peer: Peer, priority: int) -> None:
 
 
 def user_group(uid: int, pool: PoolSpec) -> str:
-    """Return the first group of the pool's limits that the user is a member of, or ""."""
+    """Return the first group of the pool's limits that the user's account is a member of, or ""."""
     if not pool.group_limits:
         return ""
     try:
-        user = pwd.getpwuid(uid)
+        user = pwd.getpwuid(account_uid(uid))
     except KeyError:
         return ""
     groups = set(os.getgrouplist(user.pw_name, user.pw_gid))
@@ -247,11 +249,3 @@ async def _environment_soon(pid: int, name: str, expected: str) -> str | None:
         await asyncio.sleep(pause_s)
         pause_s *= 2
     return value
-
-
-def user_name(uid: int) -> str:
-    """Return the user's name, or its number where it has none."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"uid {uid}"

@@ -29,9 +29,10 @@ from typing import Any
 from tornado.iostream import StreamClosedError
 
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.kernels.request_validation import Peer, user_name
+from fractional_gpu.broker.kernels.request_validation import Peer
 from fractional_gpu.config.settings import Settings
 from fractional_gpu.core.model import LeaseView
+from fractional_gpu.host.accounts import user_name
 from fractional_gpu.host.files import open_own
 from fractional_gpu.host.threads import StartedThreads
 from fractional_gpu.ledger.records import LedgerError

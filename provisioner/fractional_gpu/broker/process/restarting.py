@@ -31,21 +31,20 @@ from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPU
 
 log = logging.getLogger(__name__)
 
-_RESTART_ENVIRONMENT = ("JUPYTER_", "PYTHON", "XDG_")
+# What decides where the broker finds its code, its configuration and its folders, and what its devices are. `broker.json` keeps these only:
+# the environment of a starter has secrets, such as JUPYTER_TOKEN.
+KEPT_VARIABLES = (
+    "JUPYTER_CONFIG_DIR", "JUPYTER_CONFIG_PATH", "JUPYTER_DATA_DIR", "JUPYTER_GPU_SIMULATE", "JUPYTER_NO_CONFIG",
+    "JUPYTER_PLATFORM_DIRS", "JUPYTER_PREFER_ENV_PATH", "JUPYTER_RUNTIME_DIR",
+    "PYTHONHOME", "PYTHONNOUSERSITE", "PYTHONPATH", "PYTHONUSERBASE",
+    "XDG_CONFIG_DIRS", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME",
+)  # fmt: skip
+# What a broker does not take from the kernel or the server that starts it.
 NOT_INHERITED = (
-    "JUPYTER_GPU_LEASE",
-    "JUPYTER_GPU_TOKEN_FILE",
-    "JUPYTER_GPU_NOTICE",
-    "JUPYTER_GPU_SEAT_FILE",
-    "JUPYTER_GPU_KIND",
-    "JUPYTER_GPU_MEMORY_FRACTION",
-    "JUPYTER_GPU_MEMORY_MIB",
-    "JUPYTER_GPU_DEVICE_MIB",
-    "JUPYTER_GPU_CONTEXT_MIB",
-    "JUPYTER_GPU_SIMULATED_DEVICE",
-    "JPY_PARENT_PID",
-    "CUDA_VISIBLE_DEVICES",
-)
+    "JUPYTER_GPU_LEASE", "JUPYTER_GPU_TOKEN_FILE", "JUPYTER_GPU_NOTICE", "JUPYTER_GPU_SEAT_FILE", "JUPYTER_GPU_KIND",
+    "JUPYTER_GPU_MEMORY_FRACTION", "JUPYTER_GPU_MEMORY_MIB", "JUPYTER_GPU_DEVICE_MIB", "JUPYTER_GPU_CONTEXT_MIB",
+    "JUPYTER_GPU_SIMULATED_DEVICE", "JPY_PARENT_PID", "CUDA_VISIBLE_DEVICES",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,12 +117,13 @@ def _content(options: BrokerOptions, socket: str) -> dict[str, object]:
             "--detach",
             json.dumps({**argument, "socket": socket}),
         ],
-        "env": {
-            name: value
-            for name, value in os.environ.items()
-            if name.startswith(_RESTART_ENVIRONMENT) and name not in NOT_INHERITED
-        },
+        "env": kept_environment(os.environ),
     }
+
+
+def kept_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what the next broker needs of this one's environment."""
+    return {name: environment[name] for name in KEPT_VARIABLES if name in environment}
 
 
 # -- detaching ---------------------------------------------------------------------------------------------------------

@@ -57,6 +57,7 @@ from fractional_gpu.core.events import DeviceDrained, DeviceSeen, Event, HostMem
 from fractional_gpu.core.model import DeviceSpec
 from fractional_gpu.core.units import format_memory
 from fractional_gpu.gpu.worker_link import WorkerClaim, WorkerLink
+from fractional_gpu.host.accounts import ACCOUNTS
 from fractional_gpu.host.claims import NameClaim
 from fractional_gpu.host.threads import StartedThreads
 from fractional_gpu.ledger.ledger import Ledger
@@ -198,6 +199,7 @@ class BrokerRun:
     async def _make_parts(self, undo: AsyncExitStack) -> _Parts:
         """Make the parts of the broker, and restore the leases and seats that an earlier broker left. `undo` ends the worker."""
         settings, monitor, ledger = self._settings, self._backend.monitor, self._ledger
+        ACCOUNTS.unknown = settings.account_of_unknown_uids
 
         # The checkpoint worker, and the operations that use it.
         turn = WorkerClaim.open(Path(f"{self._socket}.worker"))

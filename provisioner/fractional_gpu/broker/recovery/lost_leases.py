@@ -32,7 +32,7 @@ from fractional_gpu.broker.clock import TokenBucket, now_ms, wall_ms
 from fractional_gpu.broker.kernels.connection import check_endpoints, command_connection, connection_from_json
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import LEASE_VARIABLE, NOMINAL_MIB, HostSnapshot
-from fractional_gpu.broker.kernels.request_validation import Peer, fraction_for, guaranteed_mib, user_group, user_name
+from fractional_gpu.broker.kernels.request_validation import Peer, fraction_for, guaranteed_mib, user_group
 from fractional_gpu.broker.lanes import ATTACHING
 from fractional_gpu.broker.persistence.lease_files import LeaseFiles, read_lease_files, remove_lease_file
 from fractional_gpu.broker.recovery.recovery import follow_found, identity_of, kernel_of, take_over
@@ -41,6 +41,7 @@ from fractional_gpu.core.effects import LeaseRefused
 from fractional_gpu.core.events import Attached, LeaseRequested, ResizeRequested
 from fractional_gpu.core.model import LeaseSpec, LeaseState, PoolSpec
 from fractional_gpu.gpu.interface import GPUError, ProcessState
+from fractional_gpu.host.accounts import account_name, account_uid
 from fractional_gpu.host.process import (
     ProcessIdentity,
     environment_value,
@@ -249,9 +250,9 @@ class LostLeases:
             try:
                 host = await self._swaps.inspector.take()
                 for one in _most_credible(lost, host):
-                    if one.lease_id in found or counts[one.uid] >= MAX_LEASES_PER_UID:
+                    if one.lease_id in found or counts[account_uid(one.uid)] >= MAX_LEASES_PER_UID:
                         continue
-                    counts[one.uid] += 1
+                    counts[account_uid(one.uid)] += 1
                     record = await self._examine(one, host)
                     if record is not None:
                         found[one.lease_id] = record
@@ -297,7 +298,8 @@ class LostLeases:
         return LeaseSpec(
             lease_id=one.lease_id,
             pool=pool.name,
-            owner=user_name(one.uid),
+            owner=account_name(one.uid),
+            uid=one.uid,
             fraction_milli=milli,
             reserve_mib=reserve_mib,
             request_mib=guaranteed_mib(arbiter, pool, milli, reserve_mib, None),
@@ -388,17 +390,19 @@ class LostLeases:
 
     def _check_number(self, uid: int) -> None:
         """Raise what a request for one lease more raises."""
-        if wait_s := self._recalls.take(uid):
+        account = account_uid(uid)
+        if wait_s := self._recalls.take(account):
             raise TooManyRequestsError(
-                f"too many kernels of {user_name(uid)} ask for leases that this broker does not know; ask again in a moment",
+                f"too many kernels of {account_name(uid)} ask for leases that this broker does not know; ask again in a moment",
                 reason="too-many-requests",
                 retry_s=max(1, round(wait_s)),
             )
         kernels = self._broker.kernels.values()
-        if sum(kernel.uid == uid for kernel in kernels) >= MAX_LEASES_PER_UID or len(kernels) >= MAX_LEASES:
+        own = sum(account_uid(kernel.uid) == account for kernel in kernels)
+        if own >= MAX_LEASES_PER_UID or len(kernels) >= MAX_LEASES:
             raise RequestTooLargeError(
-                f"this kernel's lease was lost, and {user_name(uid)} or this host has no place for another one; shut a kernel down that "
-                "is not needed, and run the cell again: this kernel keeps its variables"
+                f"this kernel's lease was lost, and {account_name(uid)} or this host has no place for another one; shut a kernel down "
+                "that is not needed, and run the cell again: this kernel keeps its variables"
             )
 
     async def _request(self, one: Carrier) -> None:
@@ -418,7 +422,8 @@ class LostLeases:
         spec = LeaseSpec(
             lease_id=one.lease_id,
             pool=pool.name,
-            owner=user_name(one.uid),
+            owner=account_name(one.uid),
+            uid=one.uid,
             fraction_milli=milli,
             reserve_mib=reserve_mib,
             request_mib=guaranteed_mib(broker.arbiter, pool, milli, reserve_mib, None),

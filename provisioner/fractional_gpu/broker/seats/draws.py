@@ -97,6 +97,7 @@ class SeatDraws:
             seat=seat.seat_id,
             allowed_devices=seat.allowed_devices,
             owner=seat.owner,
+            uid=None,
             group=seat.group_name,
             priority=min(spec.priority, seat.priority) if request.priority else seat.priority,
             owner_weight=seat.weight,

@@ -236,7 +236,7 @@ def device_status(broker: Broker, device_id: str) -> DeviceStatus:
 
 
 def neighbours(broker: Broker, lease: LeaseView) -> list[Neighbour]:
-    """Return the other leases with memory on the lease's devices, the largest first; labels only of the same owner's leases."""
+    """Return the other leases with memory on the lease's devices, the largest first; labels only of the same user's leases."""
     mine = set(devices_of(lease)) if lease.reserved_mib else set()
     there = [
         view
@@ -249,7 +249,7 @@ def neighbours(broker: Broker, lease: LeaseView) -> list[Neighbour]:
             reserved_mib=view.reserved_mib,
             state=view.state.value,
             busy=view.busy,
-            label=view.spec.label if view.spec.owner == lease.spec.owner else "",
+            label=view.spec.label if view.spec.is_same_user(lease.spec) else "",
         )
         for view in sorted(there, key=lambda view: (-view.reserved_mib, view.spec.lease_id))
     ]

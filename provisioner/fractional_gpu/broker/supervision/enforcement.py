@@ -22,13 +22,13 @@ from typing import Final
 from fractional_gpu.broker.kernels.connection import GateLink
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import members_of
-from fractional_gpu.broker.kernels.request_validation import user_name
 from fractional_gpu.broker.persistence.ledger_writer import devices_of
 from fractional_gpu.broker.runtime import Runtime
 from fractional_gpu.core.effects import CapBreached
 from fractional_gpu.core.forecasts.estimators import FLOOR_MIB, ContextSize, ContextSizes
 from fractional_gpu.core.model import Breach, LeaseState, LeaseView, Strangers
 from fractional_gpu.gpu.interface import DeviceActivity, DeviceUse, GPUError, ProcessKind, ProcessUse
+from fractional_gpu.host.accounts import user_name
 from fractional_gpu.host.clock import since_boot_us
 from fractional_gpu.host.process import PROC, ProcessIdentity, Snapshot, identify, is_alive, open_pidfd, owner_uid
 from fractional_gpu.protocol.messages import GateVerb, Stranger

@@ -184,7 +184,7 @@ def _describe_blockers(
     """
     clauses: dict[str, int] = {}
     for other in described:
-        mine = other.spec.owner == lease.spec.owner
+        mine = other.spec.is_same_user(lease.spec)
         if other.left_behind:
             clauses[_left_behind(other, mine=mine)] = 1
             continue
@@ -263,8 +263,8 @@ def _left_behind(lease: Lease, *, mine: bool) -> str:
 
 
 def name_for(reader: Lease, other: Lease) -> str:
-    """Return the name of another lease in the story of `reader`: its notebook if the owner is the same, else an anonymous one."""
-    return display_name(other) if other.spec.owner == reader.spec.owner else _OTHERS
+    """Return the name of another lease in the story of `reader`: its notebook if the user is the same, else an anonymous one."""
+    return display_name(other) if other.spec.is_same_user(reader.spec) else _OTHERS
 
 
 def display_name(lease: Lease) -> str:

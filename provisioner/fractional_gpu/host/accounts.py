@@ -1,0 +1,83 @@
+"""Which user is charged for a process: one person may run processes with many uids.
+
+- A uid with a passwd entry counts for itself.
+- A subordinate uid (rootless containers) counts for its owner by /etc/subuid. Other sources of such ranges (sssd) are not read.
+- Every other uid counts for itself, or for one account that the administrator sets.
+
+This is for limits, shares, budgets and rates. Permissions never follow it: the real uid decides who may see or steer a lease.
+"""
+
+import pwd
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+_RANGE = re.compile(r"^([^:#\n][^:\n]*):(\d{1,10}):(\d{1,10})$", re.ASCII | re.MULTILINE)
+_FRESH_S = 60.0
+_MOST = 10_000  # uids that are remembered: one user may have 65,536
+
+
+class Accounts:
+    """Finds accounts; `file` has the subordinate uids. For one thread, the broker's loop."""
+
+    def __init__(
+        self, file: Path = Path("/etc/subuid"), unknown: int | None = None, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.unknown = unknown  # the uid that is charged for uids without a user; None: each of them itself
+        self._file, self._now, self._stale_s = file, now, 0.0
+        self._ranges: list[tuple[str, int, int]] = []
+        self._known: dict[int, int] = {}
+
+    def uid_of(self, uid: int) -> int:
+        """Return the uid that is charged for what a process of this uid does: the key for counters of leases, connections and requests.
+
+        Cheap: name services are asked once a minute for each uid. Keep an administrator's connections apart, as those of (account, admin):
+        containers with subordinate uids of root must not use them up.
+        """
+        if self._now() >= self._stale_s or len(self._known) >= _MOST:
+            self._stale_s = self._now() + _FRESH_S
+            try:
+                text = self._file.read_text(errors="replace")
+            except OSError:
+                text = ""
+            self._ranges = [(owner, int(first), int(count)) for owner, first, count in _RANGE.findall(text)]
+            self._known.clear()
+        if uid not in self._known:
+            self._known[uid] = self._find(uid)
+        return self._known[uid]
+
+    def _find(self, uid: int) -> int:
+        if _uid_in(pwd.getpwuid, uid) is not None:
+            return uid
+        for owner, first, count in self._ranges:
+            if first <= uid < first + count:
+                found = int(owner) if owner.isdecimal() else _uid_in(pwd.getpwnam, owner)
+                if found is not None:
+                    return found
+        return uid if self.unknown is None else self.unknown
+
+
+def _uid_in(lookup: Callable[..., pwd.struct_passwd], key: object) -> int | None:
+    try:
+        return lookup(key).pw_uid
+    except (KeyError, ValueError):  # there is none, or its name has a NUL
+        return None
+
+
+ACCOUNTS = Accounts()
+"""This machine's."""
+account_uid = ACCOUNTS.uid_of
+
+
+def account_name(uid: int) -> str:
+    """Return the name of the user that the uid counts for."""
+    return user_name(account_uid(uid))
+
+
+def user_name(uid: int) -> str:
+    """Return the user's name, or its number where it has none."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"uid {uid}"
