@@ -335,6 +335,7 @@ class LeaseRecords:
             server=launch.server.to_text() if launch.server is not None else "",
             token_file=launch.token_file,
             taken_over=kernel.taken_over,
+            had_process=launch.had_process,
             own_size=_own_size(kernel),
             pinned_until_ms=self._deadlines.now_ms() + pin_left_ms if pin_left_ms > 0 else 0,
         )
