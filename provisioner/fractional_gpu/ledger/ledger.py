@@ -77,6 +77,7 @@ FROM operations WHERE finished_ms IS NULL ORDER BY operation_id
 """
 _PRUNED = {
     "metered": ("hour_s < ?", 1000),
+    "usage": ("day < ?", 86_400_000),
     # An ended lease with an open operation stays: deleting it would delete the operation, and with it what may have happened.
     "leases": ("ended_ms < ? AND lease_id NOT IN (SELECT lease_id FROM operations WHERE finished_ms IS NULL)", 1),
     "operations": ("finished_ms < ?", 1),
@@ -85,10 +86,16 @@ _PRUNED = {
     "turns": ("ended_ms < ?", 1),
     "seats": ("ended_ms < ?", 1),
     "unstarted": ("hour < ?", 3_600_000),
-    "usage": ("day < ?", 86_400_000),
+    "share_days": ("day < ?", 86_400_000),
+    "advised": ("day < ?", 86_400_000),
 }
 """By table: which rows are old, and the milliseconds of its unit of time."""
+_ACCOUNTS = frozenset({"metered", "usage"})  # what leases used
 _PRUNE = "DELETE FROM {table} WHERE rowid IN (SELECT rowid FROM {table} WHERE {old} LIMIT ?)"
+HISTORY_MS: Final = 90 * 86_400_000
+"""How long history is kept: ended leases, their stories, cells and points."""
+ACCOUNTS_MS: Final = 400 * 86_400_000
+"""How long what leases used is kept: long enough for the bills of a year."""
 PRUNED_AT_ONCE: Final = 5000
 """Rows of each table, and pages of the file, in one transaction of `Ledger.prune`: about a tenth of a second."""
 STORY_LINES: Final = 1000
@@ -158,9 +165,7 @@ WHERE pool = ? AND ended_ms IS NOT NULL ORDER BY ended_ms DESC LIMIT ?
 """
 METER: Final = "meter"
 """The name of the meter's state among the kept texts."""
-ACCOUNT_DAYS: Final = 310
 _ADVISED_DAYS: Final = 60  # advice is kept so much longer than the days that it was made from
-_DAY_MS = 86_400_000
 _HOUR_MS = 3_600_000
 _LOCK = ".lock"
 _FILES = ("", "-wal", "-shm", _LOCK)
@@ -530,20 +535,23 @@ class Ledger:
         rows = self._read("SELECT value FROM kept WHERE name = ?", (name,))
         return str(rows[0]["value"]) if rows else None
 
-    def prune(self, before_ms: int) -> bool:
-        """Delete some of what is before that time: ended leases and seats, finished operations, usage, points and story lines.
+    def prune(self, before_ms: int, accounts_before_ms: int = 0) -> bool:
+        """Delete some of the history before `before_ms`, and some of what leases used before `accounts_before_ms`. Live rows stay.
 
-        What leases used is kept for `ACCOUNT_DAYS` more, for the bills of a whole year. The file gets smaller by what is free in it.
-        Returns whether there is more: repeat it, with other writes in between, since kernels wait for those.
+        The file gets smaller by what is free in it. Returns whether there is more: repeat it, with other writes in between, since kernels
+        wait for those.
         """
-        bounds_ms = dict.fromkeys(_PRUNED, before_ms)
-        bounds_ms["metered"] -= ACCOUNT_DAYS * _DAY_MS
         with self.transaction():
-            deleted = [
-                self._write(_PRUNE.format(table=table, old=old), (bounds_ms[table] // unit_ms, PRUNED_AT_ONCE))
-                for table, (old, unit_ms) in _PRUNED.items()
-            ]
+            deleted = []
+            for table, (old, unit_ms) in _PRUNED.items():
+                bound_ms = accounts_before_ms if table in _ACCOUNTS else before_ms
+                values = (bound_ms // unit_ms, PRUNED_AT_ONCE)
+                deleted.append(self._write(_PRUNE.format(table=table, old=old), values))
             return self._shrink() or max(deleted) == PRUNED_AT_ONCE
+
+    def size_bytes(self) -> int:
+        """Return the size of the file without its free pages, which are filled first."""
+        return (self._pragma("page_count") - self._pragma("freelist_count")) * self._pragma("page_size")
 
     def _shrink(self) -> bool:
         """Give some of the file's free pages back; return whether there are more. To be called in a transaction."""
