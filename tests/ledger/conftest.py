@@ -39,6 +39,7 @@ _LEASE = LeaseRecord(
     server="4000-77-boot-1",
     token_file="/run/user/1000/lease-1f.token",  # noqa: S106 - a path
     taken_over=True,
+    had_process=True,
 )
 _OPERATION = OperationRecord(
     operation_id=1,

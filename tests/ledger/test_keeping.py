@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.core.model import LeaseState
-from fractional_gpu.ledger import LeaseRecord, Ledger, LedgerError, OperationRecord, RecordError, StoryLine
+from fractional_gpu.ledger import LeaseRecord, Ledger, LedgerError, OperationRecord, PointRecord, RecordError, StoryLine
 from fractional_gpu.ledger import ledger as ledger_module
 
 MakeLease = Callable[..., LeaseRecord]
@@ -82,6 +82,46 @@ def test_an_ended_lease_stays_ended_and_its_secrets_are_erased(
         rows = reader.execute("SELECT ended_ms, end_reason, connection, token_sha256, state FROM leases").fetchall()
     reader.close()
     assert rows == [(5, "released", "", "", "ended")]
+
+
+def test_of_a_lease_that_never_had_a_process_only_a_count_by_user_and_hour_stays(
+    ledger: Ledger, make_lease: MakeLease
+) -> None:
+    never = {"pid": None, "had_process": False, "state": LeaseState.UNATTACHED}
+    hour_ms = 3_600_000
+    for lease_id, uid, at_ms in (("a", 7, 5), ("b", 7, 6), ("c", 8, 7), ("d", 7, hour_ms)):
+        ledger.save_lease(make_lease(lease_id, uid=uid, **never))
+        ledger.record(lease_id, 1, "r", "s")
+        ledger.add_point(PointRecord(lease_id=lease_id, at_ms=1, state="unattached", used_mib=0, saved_mib=0))
+        for _ in range(2):
+            ledger.end_lease(lease_id, at_ms, "released")
+        assert (ledger.has_lease(lease_id), ledger.story(lease_id), ledger.points(lease_id)) == (False, [], [])
+    rows = ledger._read("SELECT hour, uid, leases FROM unstarted ORDER BY hour, uid")
+    assert [tuple(row) for row in rows] == [(0, 7, 2), (0, 8, 1), (1, 7, 1)]
+    ledger.prune(hour_ms)
+    assert [tuple(row) for row in ledger._read("SELECT hour, uid, leases FROM unstarted")] == [(1, 7, 1)]
+
+
+@pytest.mark.parametrize("had", [{"pid": 5, "had_process": False}, {"pid": None, "had_process": True}])
+def test_a_lease_that_has_or_had_a_process_keeps_its_history(
+    ledger: Ledger, make_lease: MakeLease, had: dict[str, object]
+) -> None:
+    ledger.save_lease(make_lease(**had))
+    ledger.record("a", 1, "r", "s")
+    ledger.end_lease("a", 5, "released")
+    assert ledger.has_lease("a")
+    assert [line.sentence for line in ledger.story("a")] == ["s"]
+    assert ledger._read("SELECT * FROM unstarted") == []
+
+
+def test_the_last_lines_of_a_story_are_kept(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger_module, "STORY_LINES", 3)
+    for number in range(5):
+        ledger.record("a", number, "r", f"a {number}")
+        ledger.record("b", number, "r", f"b {number}")
+    for lease_id in "ab":
+        assert [line.sentence for line in ledger.story(lease_id)] == [f"{lease_id} {number}" for number in (2, 3, 4)]
+        assert ledger.story_length(lease_id) == 3
 
 
 def test_an_operation_is_open_from_intent_to_outcome(

@@ -95,6 +95,8 @@ def test_an_earlier_program_of_the_same_schema_opens_and_writes_what_this_one_wr
         writer.execute(insert, ("lease-9", *row[1:]))
     with Ledger.open(path) as ledger:
         assert [(lease.members, lease.released) for lease in ledger.live_leases()] == [((), False)] * 3
+        ledger.end_lease("lease-2", 1, "released")
+        assert ledger.has_lease("lease-2"), "whether it ever had a process is not known"
 
 
 @pytest.mark.parametrize("name", [name for name in dumps() if int(name[0]) < schema.newest_version()])

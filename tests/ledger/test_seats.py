@@ -84,7 +84,7 @@ def test_old_seats_and_usage_are_forgotten_and_living_seats_are_not(ledger: Ledg
     ledger.save_seat(replace(_SEAT, seat_id="over"))
     ledger.end_seat("over", _SEAT.created_ms, "released")
     ledger.add_usage(_USAGE)
-    ledger.prune(max(_SEAT.created_ms + 1, (_USAGE.day + 1) * _DAY_MS))
+    ledger.prune(_SEAT.created_ms + 1, (_USAGE.day + 1) * _DAY_MS)
     assert ledger.live_seats() == [_SEAT]
     assert ledger.seat_times_ms("default") == []
     assert ledger.usage(0) == []

@@ -16,7 +16,7 @@ from fractional_gpu.broker.recovery import lost_leases
 from fractional_gpu.broker.recovery.lost_leases import LostLeases
 from fractional_gpu.host.peers import PeerCredentials
 from fractional_gpu.host.process import identify
-from tests.broker.live import BECOME_NOBODY, LiveBroker, live_broker
+from tests.broker.live import BECOME_NOBODY, LiveBroker, attach_fields, live_broker
 
 IMPORTS = "import http.client, json, socket, sys\n"  # before it becomes somebody who may not read them
 # Sends the requests that it reads, a JSON list [method, route, body, token] a line, and answers each with status and body.
@@ -150,8 +150,9 @@ def test_another_user_neither_gets_nor_blocks_a_lease(live: LiveBroker, kernels:
 
 def test_a_lease_that_was_ended_is_not_asked_back(live: LiveBroker, kernels: list[Kernel]) -> None:
     reply = live.lease()
-    assert live.call("DELETE", f"/v1/leases/{reply.lease_id}").status == 200
     kernels.append(kernel := Kernel(live, reply.lease_id))
+    kernel.ask("attach", token=reply.token, body=attach_fields(kernel.process.pid))
+    assert live.call("DELETE", f"/v1/leases/{reply.lease_id}").status == 200
     status, answer = kernel.ask("acquire", token=reply.token)
     assert (status, answer["error"]["reason"]) == (404, "unknown-lease")
 

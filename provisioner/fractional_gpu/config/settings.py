@@ -40,6 +40,7 @@ class Settings:
 
     files: tuple[Path, ...]  # that were read; the last one wins
     state_dir: Path | None  # None: the folder that fractional_gpu.client.state_folder chooses
+    ledger_limit_mib: int
     idle_exit_ms: int | None  # None: never
     hang_limit_ms: int | None  # None: never
     host_memory_mib: int | None  # either this
@@ -124,6 +125,7 @@ class Settings:
 _PARSERS: Mapping[str, Callable[[object], Any]] = {
     "account_of_unknown_uids": values.account,
     "state_dir": values.state_dir,
+    "ledger_limit": values.file_size,
     "idle_exit": values.duration(least_ms=1000, word="never"),
     "hang_limit": values.duration(least_ms=1000, word="never"),
     "host_memory": values.host_memory,
@@ -133,7 +135,7 @@ _PARSERS: Mapping[str, Callable[[object], Any]] = {
     "log_level": values.log_level,
     "devices": values.device_references,
     "audit_file": values.audit_file,
-    "audit_max_size": values.audit_size,
+    "audit_max_size": values.file_size,
     "audit_files": values.whole_number(1, 10_000),
     "audit_keep": values.duration(least_ms=3_600_000, word="forever"),
     "on_empty": values.program,
@@ -164,6 +166,7 @@ def translate(traits: GPUBroker, where: Callable[[str], str], files: tuple[Path,
     return Settings(
         files=files,
         state_dir=plain["state_dir"],
+        ledger_limit_mib=plain["ledger_limit"],
         idle_exit_ms=plain["idle_exit"],
         hang_limit_ms=plain["hang_limit"],
         host_memory_mib=None if is_share else host,

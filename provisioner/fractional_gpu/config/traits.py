@@ -19,6 +19,11 @@ class GPUBroker(Configurable):
         Empty: /var/lib/jupyter-gpu for a system service; else a folder for each host and socket in the user's state folder
         (~/.local/state/jupyter-gpu), or in /var/tmp/jupyter-gpu-UID if that one is on a network filesystem.""",
     ).tag(config=True, example="/var/lib/jupyter-gpu")
+    ledger_limit = _text_or_number(
+        "4GiB",
+        help="""The size that the ledger may have on its disk, such as '16GiB'. A larger one loses its oldest history before its time (90
+        days), and what leases used (kept for 400 days) only when no history is left. What kernels need is always written.""",
+    ).tag(config=True, example="16GiB")
     idle_exit = _text_or_number(
         "10m",
         help="""The broker stops itself when it has had no request and no lease for this long, such as '30m'. 'never': it does not

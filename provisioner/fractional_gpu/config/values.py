@@ -27,7 +27,7 @@ _PERCENT = re.compile(r"\s*(\d{1,3}(?:\.\d{1,3})?)\s*%\s*", re.ASCII)
 _SHARE = re.compile(r"(\d{1,3}(?:\.\d)?)\s*%", re.ASCII)
 _NUMBER = re.compile(r"\d{1,9}(?:\.\d{1,9})?", re.ASCII)
 _PORT = re.compile(r"\d{1,5}", re.ASCII)
-_MOST_AUDIT_MIB = 1 << 20
+_MOST_FILE_MIB = 1 << 20
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _MOST_DEVICES = 1024
 _MOST_GROUPS = 1000
@@ -330,10 +330,10 @@ def notice_source(value: object) -> Path | str | None:
     return value
 
 
-def audit_size(value: object) -> int:
+def file_size(value: object) -> int:
     """Return MiB, at least one."""
     mib = memory(value)
-    if not 1 <= mib <= _MOST_AUDIT_MIB:
+    if not 1 <= mib <= _MOST_FILE_MIB:
         raise ValueError("allowed: from 1MiB to 1TiB")
     return mib
 

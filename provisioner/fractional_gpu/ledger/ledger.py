@@ -6,7 +6,8 @@
   at the end. After a crash an open operation says what may have happened; nothing is replayed.
 - Any thread may call. A mutex admits one at a time, and none during another thread's transaction. `metered` alone reads past it, by a
   connection of its own: figures of a year take seconds, and grants wait for writes.
-- An ended lease stays ended; its secrets (connection, token) are erased with its end.
+- An ended lease stays ended; its secrets (connection, token) are erased with its end. Of one that never had a process only a count
+  stays: a user could make any number of them.
 - Every failure is a LedgerError, after which nothing of the failed write or transaction remains.
 """
 
@@ -56,6 +57,11 @@ _END_LEASE = """
 UPDATE leases SET ended_ms = ?, end_reason = ?, state = ?, connection = '', token_sha256 = ''
 WHERE lease_id = ? AND ended_ms IS NULL
 """
+_COUNT_UNSTARTED = """
+INSERT INTO unstarted (hour, uid, leases)
+SELECT ?, uid, 1 FROM leases WHERE lease_id = ? AND ended_ms IS NULL AND pid IS NULL AND NOT had_process
+ON CONFLICT (hour, uid) DO UPDATE SET leases = leases + 1
+"""
 _BEGIN = """
 INSERT INTO operations (operation_id, lease_id, generation, kind, device_id, phase, begun_ms, phase_ms, pids, saved_mib)
 VALUES (:operation_id, :lease_id, :generation, :kind, :device_id, :phase, :begun_ms, :begun_ms, :pids, :saved_mib)
@@ -71,6 +77,7 @@ FROM operations WHERE finished_ms IS NULL ORDER BY operation_id
 """
 _PRUNED = {
     "metered": ("hour_s < ?", 1000),
+    "usage": ("day < ?", 86_400_000),
     # An ended lease with an open operation stays: deleting it would delete the operation, and with it what may have happened.
     "leases": ("ended_ms < ? AND lease_id NOT IN (SELECT lease_id FROM operations WHERE finished_ms IS NULL)", 1),
     "operations": ("finished_ms < ?", 1),
@@ -78,12 +85,25 @@ _PRUNED = {
     "points": ("at_ms < ?", 1),
     "turns": ("ended_ms < ?", 1),
     "seats": ("ended_ms < ?", 1),
-    "usage": ("day < ?", 86_400_000),
+    "unstarted": ("hour < ?", 3_600_000),
+    "share_days": ("day < ?", 86_400_000),
+    "advised": ("day < ?", 86_400_000),
 }
 """By table: which rows are old, and the milliseconds of its unit of time."""
+_ACCOUNTS = frozenset({"metered", "usage"})  # what leases used
 _PRUNE = "DELETE FROM {table} WHERE rowid IN (SELECT rowid FROM {table} WHERE {old} LIMIT ?)"
+HISTORY_MS: Final = 90 * 86_400_000
+"""How long history is kept: ended leases, their stories, cells and points."""
+ACCOUNTS_MS: Final = 400 * 86_400_000
+"""How long what leases used is kept: long enough for the bills of a year."""
 PRUNED_AT_ONCE: Final = 5000
 """Rows of each table, and pages of the file, in one transaction of `Ledger.prune`: about a tenth of a second."""
+STORY_LINES: Final = 1000
+"""Lines that are kept of a lease's story, the last ones: a user can cause any number."""
+_TRIM_STORY = """
+DELETE FROM story WHERE lease_id = :lease_id
+AND line_id <= (SELECT line_id FROM story WHERE lease_id = :lease_id ORDER BY line_id DESC LIMIT 1 OFFSET :kept)
+"""
 _STORY = """
 SELECT at_ms, reason, sentence
 FROM (SELECT * FROM story WHERE lease_id = ? ORDER BY line_id DESC LIMIT ?) ORDER BY line_id
@@ -145,9 +165,8 @@ WHERE pool = ? AND ended_ms IS NOT NULL ORDER BY ended_ms DESC LIMIT ?
 """
 METER: Final = "meter"
 """The name of the meter's state among the kept texts."""
-ACCOUNT_DAYS: Final = 310
 _ADVISED_DAYS: Final = 60  # advice is kept so much longer than the days that it was made from
-_DAY_MS = 86_400_000
+_HOUR_MS = 3_600_000
 _LOCK = ".lock"
 _FILES = ("", "-wal", "-shm", _LOCK)
 
@@ -302,8 +321,16 @@ class Ledger:
         return bool(self._read("SELECT 1 FROM leases WHERE lease_id = ?", (lease_id,)))
 
     def end_lease(self, lease_id: str, at_ms: int, reason: str) -> None:
-        """End the lease and erase its secrets. Ignores an unknown lease and one that has ended."""
-        self._write(_END_LEASE, (at_ms, reason, LeaseState.ENDED.value, lease_id))
+        """End the lease and erase its secrets. Ignores an unknown lease and one that has ended.
+
+        A lease that never had a process is counted for its user and hour, and everything else about it is deleted.
+        """
+        with self.transaction():
+            if not self._write(_COUNT_UNSTARTED, (at_ms // _HOUR_MS, lease_id)):
+                self._write(_END_LEASE, (at_ms, reason, LeaseState.ENDED.value, lease_id))
+                return
+            for table in ("story", "points", "leases"):
+                self._write(f"DELETE FROM {table} WHERE lease_id = ?", (lease_id,))  # noqa: S608 - our own names
 
     # Operations
 
@@ -452,11 +479,13 @@ class Ledger:
     # Stories
 
     def record(self, lease_id: str, at_ms: int, reason: str, sentence: str) -> None:
-        """Add a line to the lease's story. The lease may be unknown: a refused lease has a story, too."""
-        self._write(
-            "INSERT INTO story (lease_id, at_ms, reason, sentence) VALUES (?, ?, ?, ?)",
-            (lease_id, at_ms, reason, sentence),
-        )
+        """Add a line to the lease's story. The lease may be unknown."""
+        with self.transaction():
+            self._write(
+                "INSERT INTO story (lease_id, at_ms, reason, sentence) VALUES (?, ?, ?, ?)",
+                (lease_id, at_ms, reason, sentence),
+            )
+            self._write(_TRIM_STORY, {"lease_id": lease_id, "kept": STORY_LINES})
 
     def story(self, lease_id: str, limit: int = 200) -> list[StoryLine]:
         """Return the last `limit` lines, oldest first."""
@@ -506,20 +535,23 @@ class Ledger:
         rows = self._read("SELECT value FROM kept WHERE name = ?", (name,))
         return str(rows[0]["value"]) if rows else None
 
-    def prune(self, before_ms: int) -> bool:
-        """Delete some of what is before that time: ended leases and seats, finished operations, usage, points and story lines.
+    def prune(self, before_ms: int, accounts_before_ms: int = 0) -> bool:
+        """Delete some of the history before `before_ms`, and some of what leases used before `accounts_before_ms`. Live rows stay.
 
-        What leases used is kept for `ACCOUNT_DAYS` more, for the bills of a whole year. The file gets smaller by what is free in it.
-        Returns whether there is more: repeat it, with other writes in between, since kernels wait for those.
+        The file gets smaller by what is free in it. Returns whether there is more: repeat it, with other writes in between, since kernels
+        wait for those.
         """
-        bounds_ms = dict.fromkeys(_PRUNED, before_ms)
-        bounds_ms["metered"] -= ACCOUNT_DAYS * _DAY_MS
         with self.transaction():
-            deleted = [
-                self._write(_PRUNE.format(table=table, old=old), (bounds_ms[table] // unit_ms, PRUNED_AT_ONCE))
-                for table, (old, unit_ms) in _PRUNED.items()
-            ]
+            deleted = []
+            for table, (old, unit_ms) in _PRUNED.items():
+                bound_ms = accounts_before_ms if table in _ACCOUNTS else before_ms
+                values = (bound_ms // unit_ms, PRUNED_AT_ONCE)
+                deleted.append(self._write(_PRUNE.format(table=table, old=old), values))
             return self._shrink() or max(deleted) == PRUNED_AT_ONCE
+
+    def size_bytes(self) -> int:
+        """Return the size of the file without its free pages, which are filled first."""
+        return (self._pragma("page_count") - self._pragma("freelist_count")) * self._pragma("page_size")
 
     def _shrink(self) -> bool:
         """Give some of the file's free pages back; return whether there are more. To be called in a transaction."""
@@ -592,7 +624,7 @@ class Ledger:
         values = {name: row[name] for name in LeaseRecord.__dataclass_fields__}
         try:
             values |= {name: msgspec.json.decode(row[name]) for name in ("spec", *_LISTS)}
-            values |= {name: bool(row[name]) for name in ("ipykernel", "released", "taken_over")}
+            values |= {name: bool(row[name]) for name in ("ipykernel", "released", "taken_over", "had_process")}
             return msgspec.convert(values, LeaseRecord)
         except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
             raise opening.ledger_error(

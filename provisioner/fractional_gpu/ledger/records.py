@@ -53,6 +53,7 @@ class LeaseRecord:
     server: str = ""  # the process that starts its kernel (`ProcessIdentity.to_text`); "": unknown
     token_file: str = ""  # the path of the token's file, as the kernel's environment names it
     taken_over: bool = False  # an earlier server than that of its seat started its kernel
+    had_process: bool = False  # a process was attached at some time
     own_size: tuple[
         int, ...
     ] = ()  # in a burst: the size to which it goes back, milli, MiB, and MiB that are guaranteed if not all

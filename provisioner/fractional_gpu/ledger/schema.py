@@ -171,6 +171,8 @@ OPTIONAL_COLUMNS: dict[str, dict[str, str]] = {
         "taken_over": "INTEGER NOT NULL DEFAULT 0",
         # leases that are larger for one cell
         "own_size": "TEXT NOT NULL DEFAULT '[]'",
+        # leases that never had a process leave no history; 1: it had one, or that is not known
+        "had_process": "INTEGER NOT NULL DEFAULT 1",
     },
     # several hubs at one broker
     "seats": {
@@ -254,6 +256,15 @@ OPTIONAL_TABLES: tuple[str, ...] = (
         before_milli INTEGER NOT NULL,
         milli        INTEGER NOT NULL,
         PRIMARY KEY (pool, owner, seated, kind, label)
+    )
+    """,
+    # how many leases ended that never had a process, by user and hour since 1970
+    """
+    CREATE TABLE IF NOT EXISTS unstarted (
+        hour   INTEGER NOT NULL,
+        uid    INTEGER NOT NULL,
+        leases INTEGER NOT NULL,
+        PRIMARY KEY (hour, uid)
     )
     """,
 )

@@ -541,7 +541,7 @@ class HostStatus(Struct, frozen=True, kw_only=True):
     leases: list[LeaseStatus]
     pools: dict[str, list[int]] = {}  # name -> fractions on offer, milli-GPU
     audit_file: str = ""  # the path of the audit log, for administrators
-    trouble: str = ""  # why the broker cannot write now, and what to do; it recovers by itself
+    trouble: str = ""  # that the ledger cannot be written now, or is at its limit, and what to do
     seats: list[SeatStatus] = []  # not in `/v1/events`
     seat_queue: list[SeatWait] = []  # by pool and position; not in `/v1/events`
     goes_away_in_ms: int | None = None  # the host itself, with its memory, by a cloud's notice; 0: that has passed

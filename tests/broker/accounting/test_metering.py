@@ -12,7 +12,7 @@ import pytest
 from fractional_gpu.broker.accounting.metering import Clocks, Metering, local_time
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.core.effects import Effect
-from fractional_gpu.core.events import Event, LeaseRecovered, ProcessExited
+from fractional_gpu.core.events import Attached, Event, LeaseRecovered, LeaseReleased, LeaseRequested, ProcessExited
 from fractional_gpu.core.metering.tariffs import LocalTime, Tariff
 from fractional_gpu.core.metering.usage import Usage
 from fractional_gpu.core.model import LeaseState
@@ -121,6 +121,24 @@ def test_a_lease_is_counted_through_its_states_and_its_swaps(world: World) -> No
     assert (b.reserved_ms, b.held_ms) == (30_000, 28_000)
     assert a.charge_milli == 250 * 62_000 // 3_600_000
     assert world.written().occupied_us == 90_000_000
+
+
+def test_room_that_was_kept_for_a_start_is_the_pools(world: World) -> None:
+    """So nothing that was charged is lost when the ledger forgets a lease that never had a process."""
+    for name in ("never", "late"):
+        world.kernel(name)
+        world.hand.send(LeaseRequested(at_ms=world.hand.now, spec=spec(name, gated=False), needs_reservation=True))
+        assert world.hand.view(name).reserved_mib
+        world.wait(10 * SECOND)
+        if name == "late":
+            world.hand.send(Attached(at_ms=world.hand.now, lease_id=name, gated=False))
+            world.wait(20 * SECOND)
+        world.hand.send(LeaseReleased(at_ms=world.hand.now, lease_id=name))
+    world.metering.write()
+    assert world.written("never") == Usage()
+    assert world.written("").occupied_us == 20_000_000
+    assert (world.written("late").reserved_ms, world.written("late").occupied_us) == (20_000, 20_000_000)
+    assert world.written("late").charge_milli == 250 * 20_000 // 3_600_000
 
 
 def test_what_comes_back_was_moved_twice(world: World) -> None:

@@ -235,6 +235,13 @@ def test_a_ledger_that_cannot_be_written_is_told(fresh: LiveBroker) -> None:
     assert value(values_of(text_of(fresh)), "ledger_trouble") == 0
 
 
+def test_the_ledgers_size_and_limit_are_told(fresh: LiveBroker) -> None:
+    fresh.lease()
+    values = values_of(text_of(fresh))
+    assert value(values, "ledger_bytes") == fresh.disk.size_bytes() > 0
+    assert value(values, "ledger_limit_bytes") == 4 * 2**30
+
+
 def test_a_wait_over_the_pools_target_is_counted() -> None:
     with live_broker(pools={"default": {"wait_target": "1ms", "wait_bound": "2%"}}) as live:
         live.call("POST", "/v1/devices/0/drain", {})

@@ -11,7 +11,7 @@ import pytest
 
 from fractional_gpu.broker.persistence import ledger_writer as writer_module
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
-from fractional_gpu.ledger.ledger import Ledger
+from fractional_gpu.ledger.ledger import ACCOUNTS_MS, HISTORY_MS, Ledger
 from fractional_gpu.ledger.records import LedgerError, RecordError
 from tests.broker.persistence.disk import Disk
 
@@ -208,8 +208,8 @@ async def test_others_write_while_much_is_pruned(ledger: Ledger, monkeypatch: py
     writer, left = LedgerWriter(ledger), [True, True, False]
     granted = [asyncio.get_running_loop().create_future() for _ in left]
 
-    def prune(_ledger: Ledger, before_ms: int) -> bool:
-        assert before_ms == 7
+    def prune(_ledger: Ledger, before_ms: int, accounts_before_ms: int) -> bool:
+        assert (before_ms, accounts_before_ms) == (ACCOUNTS_MS - HISTORY_MS, 0)
         loop.call_soon_threadsafe(write, granted[len(granted) - len(left)])
         ledger.record("lease", 1, "test", "pruned")
         return left.pop(0)
@@ -219,7 +219,7 @@ async def test_others_write_while_much_is_pruned(ledger: Ledger, monkeypatch: py
 
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(Ledger, "prune", prune)
-    await writer.prune(7)
+    await writer.prune(ACCOUNTS_MS)
     await asyncio.gather(*granted)
     assert told(ledger) == ["pruned", "granted"] * 3
     await writer.close()

@@ -113,6 +113,14 @@ async def test_what_the_driver_says_is_believed(
             assert (driver.states.get(process["pid"]) is S.LOCKED) is False, "it was left locked"
 
 
+@pytest.mark.parametrize("had_process", [True, False])
+async def test_whether_a_lease_ever_had_a_process_outlives_the_broker(tmp_path: Path, *, had_process: bool) -> None:
+    async with recovered(tmp_path, Driver(), record_of(None, L.UNATTACHED, had_process=had_process)) as broker:
+        await broker.survivors.release(broker.kernels[LEASE])
+        await broker.writer.flushed()
+        assert broker.writer.ledger.has_lease(LEASE) is had_process, "one that never had leaves no history"
+
+
 async def test_after_a_reboot_nobody_is_taken_for_the_kernel_that_had_its_pid(tmp_path: Path) -> None:
     """What was saved is gone with the machine's memory, and a process that has the pid by chance is nobody's kernel."""
     driver = Driver()

@@ -71,6 +71,8 @@ BOOK_METRICS = (
     Metric("gauge", "host_budget_bytes", "Host memory that both together may take"),
     Metric("gauge", "host_goes_away_seconds", "While a notice says that the host goes away: what is left before that; 0: it has passed"),
     Metric("gauge", "ledger_trouble", "1 while the broker cannot write its ledger"),
+    Metric("gauge", "ledger_bytes", "What the ledger takes of its disk"),
+    Metric("gauge", "ledger_limit_bytes", "What it may take, by ledger_limit: beyond that its oldest history is deleted early"),
     Metric("gauge", "connections", "Connections to the broker's socket", ("peer",)),
     Metric("counter", "forecasts", "Forecasts that were compared with what happened", ("what",)),
     Metric("gauge", "forecast_error_ratio", "Median error of the last 256, as a share of what happened", ("what",)),
@@ -208,6 +210,8 @@ class BooksCollector(Collector):
             if (deadline_ms := self._service.broker.host_deadline_ms) is None
             else [((), max(0, deadline_ms - now_ms()) / 1000)],
             "ledger_trouble": [((), int(bool(self._service.broker.writer.trouble)))],
+            "ledger_bytes": [((), self._service.broker.writer.size_bytes)],
+            "ledger_limit_bytes": [((), self._service.broker.writer.limit_bytes)],
             "connections": [(("user",), users), (("administrator",), administrators)],
         }
 

@@ -7,7 +7,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,15 +21,17 @@ from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.forecasts.estimators import ContextSizes
 from fractional_gpu.core.forecasts.forecasts import Forecasts
 from fractional_gpu.core.model import HOLDING, LeaseState, LeaseView
+from fractional_gpu.core.units import format_memory
 from fractional_gpu.host import files
 from fractional_gpu.host.threads import StartedThreads
-from fractional_gpu.ledger.ledger import Ledger
+from fractional_gpu.ledger.ledger import ACCOUNTS_MS, HISTORY_MS, Ledger
 from fractional_gpu.ledger.records import LeaseRecord, LedgerError, PointRecord, RecordError
 from fractional_gpu.protocol.messages import GateVerb
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 _LOOK_AGAIN_S = 2.0
+_LEAST_KEPT_MS = 3_600_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +43,13 @@ class _Write:
 class LedgerWriter:
     """The only user of an open ledger: one thread, one writer. Long reads have a thread of their own: no write waits for them."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, *, limit_bytes: int = 2**32) -> None:
         self.ledger = ledger
+        self.limit_bytes = limit_bytes
+        self.size_bytes = ledger.size_bytes()  # after the last transaction
+        self.over_limit = (
+            ""  # that history is deleted early, why, and what to do: as `trouble`, but everything can be written
+        )
         self._thread = StartedThreads(1, "ledger")
         self._aside = StartedThreads(1, "ledger-reports")
         self._pending: list[_Write] = []
@@ -53,7 +60,7 @@ class LedgerWriter:
         self._again: asyncio.TimerHandle | None = None
 
     def connect(self, *, wrote: Callable[[float], None], trouble_changed: Callable[[], None]) -> None:
-        """Set what is called, on the loop, after each transaction (with the seconds that it took) and when `trouble` changes."""
+        """Set what is called, on the loop: after each transaction, with its seconds, and when `trouble` or `over_limit` changes."""
         self._wrote, self._trouble_changed = wrote, trouble_changed
 
     def submit(self, act: Callable[[], None], unwritten: Callable[[], None] | None = None) -> asyncio.Future[None]:
@@ -86,16 +93,38 @@ class LedgerWriter:
         await self.flushed()
         return await asyncio.get_running_loop().run_in_executor(self._aside, act)
 
-    async def prune(self, before_ms: int) -> None:
-        """Delete what is before that time from the ledger, bit by bit: other writes have their turn in between. Raises LedgerError."""
+    async def prune(self, now_ms: int) -> None:
+        """Delete what is old, and the oldest history while the ledger is larger than `limit_bytes`. Raises LedgerError.
+
+        One transaction deletes little, so that other writes do not wait long.
+        """
         more = True
 
-        def prune() -> None:
+        def prune(history_ms: int, accounts_ms: int) -> None:
             nonlocal more
-            more = self.ledger.prune(before_ms)
+            more = self.ledger.prune(now_ms - history_ms, now_ms - accounts_ms)
 
         while more:
-            await self.run(prune)
+            await self.run(partial(prune, HISTORY_MS, ACCOUNTS_MS))
+        self._note_size()
+        for kept_ms in _retentions():
+            more = True
+            while more and self.size_bytes > self.limit_bytes:
+                await self.run(partial(prune, *kept_ms))
+
+    def _note_size(self) -> None:
+        """Update `over_limit`, and log it once: it stays until the ledger is well below its limit."""
+        if self.size_bytes > self.limit_bytes and not self.over_limit:
+            self.over_limit = (
+                f"the ledger {self.ledger.path} has reached its limit of {format_memory(self.limit_bytes // 2**20)}, so its oldest history "
+                "is deleted early; no kernel is affected; find out what fills it (docs/operating.md), or raise c.GPUBroker.ledger_limit"
+            )
+            log.warning("%s", self.over_limit)
+        elif self.size_bytes <= self.limit_bytes * 9 // 10 and self.over_limit:
+            self.over_limit = ""
+        else:
+            return
+        self._trouble_changed()
 
     async def put_back(self) -> None:
         """Write the whole ledger again after its files were deleted. Raises LedgerError. Cancellation does not stop it."""
@@ -180,8 +209,20 @@ class LedgerWriter:
                 else:
                     failures.append(None)
             _reach(points, "unfinished")
+        self.size_bytes = self.ledger.size_bytes()
         _reach(points, "after")
         return failures
+
+
+def _retentions() -> Iterator[tuple[int, int]]:
+    """Yield how long to keep history and what leases used: less and less history, and once that is an hour, less of the other."""
+    history_ms, accounts_ms = HISTORY_MS, ACCOUNTS_MS
+    while history_ms > _LEAST_KEPT_MS:
+        history_ms = history_ms * 3 // 4
+        yield history_ms, accounts_ms
+    while accounts_ms > _LEAST_KEPT_MS:
+        accounts_ms = accounts_ms * 3 // 4
+        yield history_ms, accounts_ms
 
 
 def _name(act: Callable[[], None]) -> str:
@@ -335,6 +376,7 @@ class LeaseRecords:
             server=launch.server.to_text() if launch.server is not None else "",
             token_file=launch.token_file,
             taken_over=kernel.taken_over,
+            had_process=launch.had_process,
             own_size=_own_size(kernel),
             pinned_until_ms=self._deadlines.now_ms() + pin_left_ms if pin_left_ms > 0 else 0,
         )

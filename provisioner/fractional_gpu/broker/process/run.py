@@ -67,7 +67,7 @@ from fractional_gpu.protocol.errors import BrokerUnavailableError
 log = logging.getLogger(__name__)
 
 _DAY_S = 24 * 3600
-_HISTORY_MS = 90 * _DAY_S * 1000  # ended leases stay in the ledger for 90 days
+_LIMIT_LOOK_S = 60.0
 _THREADS = min(32, (os.cpu_count() or 1) + 4)  # for what blocks, as many as asyncio would start one by one
 _SOCKET_MODE_OWN = 0o600
 _SOCKET_MODE_SERVICE = 0o666  # a system service serves every user; peer credentials tell them apart
@@ -218,7 +218,7 @@ class BrokerRun:
             arbiter,
             monitor,
             swaps,
-            LedgerWriter(ledger),
+            LedgerWriter(ledger, limit_bytes=settings.ledger_limit_mib * 2**20),
             devices={device.device_id: device for device in self._backend.devices if device.device_id in self._specs},
             files=files,
             context_sizes=load_context_sizes(ledger),
@@ -387,14 +387,18 @@ class BrokerRun:
 
     @staticmethod
     async def _prune_history(broker: Broker, audit: AuditLog) -> None:
-        """Remove old entries of the ledger and the audit log, now and once a day, until cancelled."""
+        """Remove old entries of the ledger and the audit log once a day, and of a ledger over its limit each minute, until cancelled."""
+        writer, due_s = broker.writer, time.monotonic()
         while True:
-            await audit.prune()
+            if is_due := time.monotonic() >= due_s:
+                due_s += _DAY_S
+                await audit.prune()
             try:
-                await broker.writer.prune(wall_ms() - _HISTORY_MS)
-            except LedgerError as error:  # a full disk: what is left is deleted tomorrow
+                if is_due or writer.size_bytes > writer.limit_bytes:
+                    await writer.prune(wall_ms())
+            except LedgerError as error:  # a full disk: what is left is deleted the next time
                 log.error("the ledger's old entries were not deleted: %s", error)  # noqa: TRY400 - a full disk is no defect of ours
-            await asyncio.sleep(_DAY_S)
+            await asyncio.sleep(_LIMIT_LOOK_S)
 
     async def _stop_when_unused(self, broker: Broker) -> None:
         limit_ms = self._settings.idle_exit_ms

@@ -365,7 +365,7 @@ class LostLeases:
     # -- on demand -----------------------------------------------------------------------------------------------------------
 
     async def recall(self, peer: Peer, lease_id: str) -> None:
-        """Take back the lease of the kernel that makes the request, unless that lease has ended. Any other stays as it is.
+        """Take back the lease of the kernel that makes the request, unless it is in the ledger as ended. Any other stays as it is.
 
         Raises NoRoomError, RequestTooLargeError, ConflictError or TooManyRequestsError where its lease cannot be had now: nothing of the
         kernel is lost by that. Cancelled: the lease is there, or not yet.

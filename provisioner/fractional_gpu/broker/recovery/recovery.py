@@ -206,7 +206,7 @@ def kernel_of(record: LeaseRecord) -> Kernel:
             language=record.language,
             ipykernel=record.ipykernel,
             server=_server_of(record),
-            had_process=record.pid is not None or record.state is not LeaseState.UNATTACHED,
+            had_process=record.had_process or record.pid is not None or record.state is not LeaseState.UNATTACHED,
             token_file=record.token_file,
             command=command,
             served=served,

@@ -210,7 +210,7 @@ def host_status(
             for kernel, view in broker.views()
             if is_shown(kernel, view, uid, seat, owner)
         ],
-        trouble=broker.writer.trouble,
+        trouble=broker.writer.trouble or broker.writer.over_limit,
         pools={name: list(pool.fractions_milli) for name, pool in sorted(broker.arbiter.pools().items())},
         goes_away_in_ms=_left_ms(broker.host_deadline_ms),
     )
