@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fractional_gpu.broker.cost import EXEMPT, Account, Costs, metered
 from fractional_gpu.broker.lanes import PAYER, Lane
-from fractional_gpu.protocol.limits import COST_BURST_S, COST_RESERVE_S, COST_SHARE
+from fractional_gpu.protocol.limits import COST_BURST_S, COST_RESERVE_S, COST_SHARE, COST_SHARE_OF_ALL
 
 
 class Clock:
@@ -41,6 +41,20 @@ def test_an_account_gets_its_share_and_one_burst_and_no_more(charges: list[tuple
             spent_s += cost_s
         last_s = max((cost for cost, _ in charges), default=0.0)
         assert spent_s <= COST_BURST_S + clock.now_s * COST_SHARE + last_s + 1e-6
+
+
+async def test_many_who_are_overdrawn_share_what_one_or_two_could_have() -> None:
+    costs = Costs()
+    accounts = [costs.of_user(uid) for uid in range(70_000, 70_010)]
+    for account in accounts:
+        account.charge(COST_BURST_S + 0.1)
+    assert accounts[0].share == COST_SHARE
+    waiting = [asyncio.create_task(account.turn()) for account in accounts]
+    await asyncio.sleep(0)
+    assert sum(account.share for account in accounts) == pytest.approx(COST_SHARE_OF_ALL)
+    costs.release()
+    await asyncio.gather(*waiting)
+    assert accounts[0].share == COST_SHARE
 
 
 def test_a_debt_is_forgiven_after_a_while_however_large_it_was() -> None:

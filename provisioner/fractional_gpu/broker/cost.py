@@ -5,6 +5,7 @@
   its kernels, and a price for each byte that arrives.
 - An account gets `COST_SHARE` of a processor, and may save up `COST_BURST_S` of it. An overdrawn account waits: of its requests only the
   heads are read, of its kernels' messages none. Those that wait get their turns in order, one at a time.
+- All accounts that wait get `COST_SHARE_OF_ALL` together, in equal parts: many users at once leave the others room, too.
 - What others may wait for (a gate's answer, the end of a lease) is still served, down to a debt of `COST_RESERVE_S`. Below that nothing of
   the account is read at all.
 - Processor time, not time: a busy machine makes nobody overdrawn.
@@ -17,7 +18,7 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Final, TypeVar
 
 from fractional_gpu.host.accounts import account_uid, user_name
-from fractional_gpu.protocol.limits import COST_BURST_S, COST_RESERVE_S, COST_SHARE
+from fractional_gpu.protocol.limits import COST_BURST_S, COST_RESERVE_S, COST_SHARE, COST_SHARE_OF_ALL
 
 T = TypeVar("T")
 
@@ -29,8 +30,16 @@ _KEPT: Final = 1024  # accounts; beyond that those with a full balance are forgo
 class Account:
     """One account; for the loop. `name`: what people call who pays; `exempt`: nothing is charged and nobody waits."""
 
-    def __init__(self, name: str, *, exempt: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        crowd: "set[Account] | None" = None,
+        exempt: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.name = name
+        self._crowd = set() if crowd is None else crowd  # the accounts that wait
         self._exempt = exempt
         self._clock = clock
         self._left = COST_BURST_S
@@ -44,9 +53,14 @@ class Account:
     def left_s(self) -> float:
         """What may be spent now, seconds of processor time; negative: a debt."""
         now_s = self._clock()
-        self._left = min(COST_BURST_S, self._left + (now_s - self._at_s) * COST_SHARE)
+        self._left = min(COST_BURST_S, self._left + (now_s - self._at_s) * self.share)
         self._at_s = now_s
         return self._left
+
+    @property
+    def share(self) -> float:
+        """What the account earns now, of a processor."""
+        return min(COST_SHARE, COST_SHARE_OF_ALL / max(1, len(self._crowd)))
 
     @property
     def is_spent(self) -> bool:
@@ -93,7 +107,8 @@ class Account:
     def _set_timer(self) -> None:
         if self._timer is None:
             floor_s = -COST_RESERVE_S if self._reserved or self._paused else 0.0
-            wait_s = max(_PAUSE_S, (floor_s - self.left_s) / COST_SHARE)
+            self._crowd.add(self)
+            wait_s = max(_PAUSE_S, (floor_s - self.left_s) / self.share)
             self._timer = asyncio.get_running_loop().call_later(wait_s, self._wake)
 
     def _wake(self) -> None:
@@ -111,6 +126,8 @@ class Account:
                 break
         if self._reserved or self._waiting or self._paused:
             self._set_timer()
+        else:
+            self._crowd.discard(self)
 
 
 EXEMPT: Final = Account("an administrator", exempt=True)
@@ -122,6 +139,7 @@ class Costs:
 
     def __init__(self) -> None:
         self._accounts: dict[int | str, Account] = {}
+        self._crowd: set[Account] = set()
 
     def of_user(self, uid: int) -> Account:
         """Return the account of the user that the uid counts for."""
@@ -135,7 +153,7 @@ class Costs:
     def _new(self, key: int | str, name: str) -> Account:
         if len(self._accounts) >= _KEPT:
             self._accounts = {key: one for key, one in self._accounts.items() if not one.is_at_rest}
-        account = self._accounts[key] = Account(name)
+        account = self._accounts[key] = Account(name, crowd=self._crowd)
         return account
 
     def release(self) -> None:

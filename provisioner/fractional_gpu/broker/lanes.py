@@ -4,12 +4,15 @@ What is in none of them (samples, files, forecasts) runs in the loop's default e
 """
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Final, ParamSpec, TypeVar
 
 from fractional_gpu.host.threads import StartedThreads
+
+_SWITCH_S: Final = 0.0005  # a thread that computes holds the interpreter for so long when the loop needs it; Python's own value is 5 ms
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -51,11 +54,12 @@ SWAPS: Final = Lane(4, "swap")
 """Suspending, resuming, and looking at kernels' processes."""
 ATTACHING: Final = Lane(4, "attach")
 """Checking the processes and connections that users name."""
-QUESTIONS: Final = Lane(2, "question")
+QUESTIONS: Final = Lane(1, "question")
 """Answers that take time."""
 
 
 def start_lanes() -> None:
     """Start all threads. Raises OSError where the system has none left."""
+    sys.setswitchinterval(_SWITCH_S)
     for lane in (SWAPS, ATTACHING, QUESTIONS):
         lane.start()

@@ -15,6 +15,7 @@ MAX_CONNECTIONS = 64  # of one user ...
 CONNECTIONS_PER_LEASE = 8  # ... and so many more for each lease with a process, and for each seat ...
 MOST_CONNECTIONS = 2048  # ... up to this, or a quarter of the broker's descriptors, if that is less
 COST_SHARE = 0.25  # of a processor, for what one user's or seat's requests and kernels' messages cost in the long run
+COST_SHARE_OF_ALL = 0.5  # of a processor, for all together that have overdrawn theirs, in equal parts
 COST_BURST_S = 1.0  # seconds of processor time more than that at once
 COST_RESERVE_S = 0.2  # beyond that, for gates' answers and leases' ends alone; below it nothing of the user is read
 COST_WAIT_S = 2.0  # a request of an overdrawn user waits so long for its turn before it is refused

@@ -198,7 +198,7 @@ async def _take_turn(account: Account, *, reserved: bool) -> None:
         async with asyncio.timeout(COST_WAIT_S):
             await account.turn(reserved=reserved)
     except TimeoutError:
-        retry_s = max(1, math.ceil(-account.left_s / COST_SHARE))
+        retry_s = max(1, math.ceil(-account.left_s / account.share))
         raise TooManyRequestsError(
             f"{account.name} asks more of the broker than it has for one user ({COST_SHARE:.0%} of a processor); ask again in {retry_s} s, "
             "or find the program that asks so much",
