@@ -1,5 +1,6 @@
 """A user who runs processes with many uids counts as one user, and sees and steers no more leases by that."""
 
+import logging
 import pwd
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fractional_gpu.broker.api import lease_service
+from fractional_gpu.broker.api import lease_routes, lease_service, payers, server
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.config import ConfigError, load
 from fractional_gpu.host.accounts import ACCOUNTS, Accounts
@@ -83,6 +84,41 @@ def test_subordinate_uids_and_their_owner_have_as_many_leases_as_one_user(monkey
         assert (status, refused["error"]["reason"]) == (413, "too-many-leases-of-a-user")
         assert refused["error"]["message"].startswith("user nobody has 2 leases, the most there may be")
         assert ask(other)[0] == 200
+
+
+def test_subordinate_uids_and_their_owner_have_the_connections_of_one_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (server, payers):
+        monkeypatch.setattr(module, "MAX_CONNECTIONS", 2)
+    with live_broker() as live, callers(live, FIRST, SECOND, NOBODY, UNKNOWN) as (one, two, owner, other):
+        assert [who.call("GET", "/v1/ping")[0] for who in (one, two)] == [200, 200], "each keeps its connection"
+        status, refused = owner.call("GET", "/v1/ping")
+        assert (status, refused["error"]["reason"]) == (429, "too-many-connections")
+        assert refused["error"]["message"].startswith("user nobody has 2 connections")
+        assert other.call("GET", "/v1/ping")[0] == 200
+
+
+def test_what_subordinate_uids_cost_the_broker_is_charged_to_their_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "COST_WAIT_S", 0.05)
+    with live_broker() as live, callers(live, FIRST, NOBODY, UNKNOWN) as (one, owner, other):
+
+        async def overdraw() -> None:
+            account = live.broker.costs.of_user(FIRST)
+            account.charge(account.left_s + 0.1)
+
+        live.on_loop(overdraw)
+        assert [who.call("GET", "/v1/ping")[0] for who in (one, owner, other)] == [429, 429, 200]
+
+
+def test_subordinate_uids_and_their_owner_leave_as_many_lines_in_the_log_as_one_user(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lease_routes, "LOG_LINES_BURST", 2.0)
+    monkeypatch.setattr(lease_routes, "LOG_LINES_PER_S", 1 / 3600)
+    caplog.set_level(logging.INFO)
+    with live_broker() as live, callers(live, FIRST, SECOND, NOBODY, UNKNOWN) as every:
+        assert [who.call("GET", f"/v1/nowhere-{number}")[0] for number, who in enumerate(every)] == [404] * 4
+    logged = [number for number in range(4) if f"/v1/nowhere-{number} refused" in caplog.text]
+    assert logged == [0, 1, 3]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,10 @@ for line in sys.stdin:
         print(json.dumps([200, attach(children[-1].pid)]), flush=True)
         continue
     connection = Connection("broker")
-    connection.request(method, path, json.dumps(body), {{"Authorization": "Bearer " + token}} if token else {{}})
+    try:
+        connection.request(method, path, json.dumps(body), {{"Authorization": "Bearer " + token}} if token else {{}})
+    except BrokenPipeError:
+        pass  # turned away before it could ask: the reply is there
     reply = connection.getresponse()
     print(json.dumps([reply.status, json.loads(reply.read())]), flush=True)
 for child in children:

@@ -32,8 +32,7 @@ class Accounts:
     def uid_of(self, uid: int) -> int:
         """Return the uid that is charged for what a process of this uid does: the key for counters of leases, connections and requests.
 
-        Cheap: name services are asked once a minute for each uid. Keep an administrator's connections apart, as those of (account, admin):
-        containers with subordinate uids of root must not use them up.
+        Cheap: name services are asked once a minute for each uid.
         """
         if self._now() >= self._stale_s or len(self._known) >= _MOST:
             self._stale_s = self._now() + _FRESH_S

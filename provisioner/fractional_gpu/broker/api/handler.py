@@ -25,7 +25,7 @@ from fractional_gpu.broker.kernels.request_validation import Peer
 from fractional_gpu.broker.lanes import PAYER
 from fractional_gpu.broker.persistence.audit import Act, is_anothers
 from fractional_gpu.host import files
-from fractional_gpu.host.accounts import user_name
+from fractional_gpu.host.accounts import account_uid, user_name
 from fractional_gpu.ledger.records import LedgerError
 from fractional_gpu.protocol import names
 from fractional_gpu.protocol.codec import decode_request, error_body, printable
@@ -190,7 +190,7 @@ class Handler(web.RequestHandler):
     def _may_log(self) -> bool:
         peer = getattr(self, "peer", None)
         lines: TokenBucket = self.settings["log_lines"]
-        return peer is None or lines.take(peer.credentials.uid) == 0
+        return peer is None or lines.take(account_uid(peer.credentials.uid)) == 0
 
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
         """Log a refused request in one line, and a failure of the broker with its traceback."""

@@ -55,7 +55,7 @@ class Payers:
         kernels = sum(
             one.identity is not None and account_uid(one.uid) == user for one in self._broker.kernels.values()
         )
-        seats = sum(one.uid in (None, uid) for one in self._seats.live())
+        seats = sum(one.uid is None or account_uid(one.uid) == user for one in self._seats.live())
         return min(MOST_CONNECTIONS, MAX_CONNECTIONS + CONNECTIONS_PER_LEASE * (kernels + seats))
 
     def _of_seat(self, seat: SeatRecord) -> Account:
