@@ -84,6 +84,22 @@ async def test_those_that_wait_get_their_turns_in_order_and_one_at_a_time() -> N
     assert account.left_s < 0
 
 
+async def test_one_who_asks_for_much_at_once_waits_behind_one_who_asks_for_little() -> None:
+    costs, order = Costs(), list[str]()
+
+    async def ask(account: Account) -> None:
+        await account.turn()
+        order.append(account.name)
+
+    much, little = costs.of_user(70_000), costs.of_user(70_001)
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        for account in (*[much] * 100, little):
+            group.create_task(ask(account))
+    assert order.index(little.name) < 10
+    assert order.count(much.name) == 100
+    assert not much._crowd, "it was not overdrawn"
+
+
 async def test_who_gives_up_costs_no_turn() -> None:
     account = Account("user x")
     account.charge(COST_BURST_S + 0.01)

@@ -5,6 +5,7 @@
   its kernels, and a price for each byte that arrives.
 - An account gets `COST_SHARE` of a processor, and may save up `COST_BURST_S` of it. An overdrawn account waits: of its requests only the
   heads are read, of its kernels' messages none. Those that wait get their turns in order, one at a time.
+- An account has a few turns in each round of the loop, overdrawn or not: who sends much at once waits behind whoever sends little.
 - All accounts that wait get `COST_SHARE_OF_ALL` together, in equal parts: many users at once leave the others room, too.
 - What others may wait for (a gate's answer, the end of a lease) is still served, down to a debt of `COST_RESERVE_S`. Below that nothing of
   the account is read at all.
@@ -23,7 +24,8 @@ from fractional_gpu.protocol.limits import COST_BURST_S, COST_RESERVE_S, COST_SH
 T = TypeVar("T")
 
 _MOST_DEBT_S: Final = 5.0
-_PAUSE_S: Final = 0.002  # from one turn of those that wait to the next: by then the first has been charged
+_TURNS: Final = 2  # in one round of the loop
+_PAUSE_S: Final = 0.002  # from one turn of an overdrawn account to the next: by then the first has been charged
 _KEPT: Final = 1024  # accounts; beyond that those with a full balance are forgotten, which changes nothing
 
 
@@ -47,7 +49,8 @@ class Account:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._reserved: deque[asyncio.Future[None]] = deque()
         self._paused: list[Callable[[], None]] = []
-        self._timer: asyncio.TimerHandle | None = None
+        self._turns = 0  # in this round of the loop
+        self._timer: asyncio.Handle | None = None
 
     @property
     def left_s(self) -> float:
@@ -80,16 +83,22 @@ class Account:
     def must_wait(self, *, reserved: bool = False) -> bool:
         """Whether `turn` would wait now."""
         queue, floor_s = (self._reserved, -COST_RESERVE_S) if reserved else (self._waiting, 0.0)
-        return not self._exempt and (bool(queue) or self.left_s <= floor_s)
+        return not self._exempt and (bool(queue) or self._turns >= _TURNS or self.left_s <= floor_s)
 
     async def turn(self, *, reserved: bool = False) -> None:
         """Return when something may be done for the account. Cancelled: the place in the queue is given up."""
         if not self.must_wait(reserved=reserved):
+            if not self._turns:
+                asyncio.get_running_loop().call_soon(self._begin_round)
+            self._turns += 1
             return
         turn = asyncio.get_running_loop().create_future()
         (self._reserved if reserved else self._waiting).append(turn)
         self._set_timer()
         await turn
+
+    def _begin_round(self) -> None:
+        self._turns = 0
 
     def when_recovered(self, call: Callable[[], None]) -> None:
         """Call this once the account is not spent any more."""
@@ -107,13 +116,17 @@ class Account:
     def _set_timer(self) -> None:
         if self._timer is None:
             floor_s = -COST_RESERVE_S if self._reserved or self._paused else 0.0
+            loop, debt_s = asyncio.get_running_loop(), floor_s - self.left_s
+            if debt_s < 0:
+                self._timer = loop.call_soon(self._wake)
+                return
             self._crowd.add(self)
-            wait_s = max(_PAUSE_S, (floor_s - self.left_s) / self.share)
-            self._timer = asyncio.get_running_loop().call_later(wait_s, self._wake)
+            self._timer = loop.call_later(max(_PAUSE_S, debt_s / self.share), self._wake)
 
     def _wake(self) -> None:
         """Give one that waits its turn, if the balance allows it, and look again later."""
         self._timer = None
+        self._crowd.discard(self)
         if not self.is_spent:
             paused, self._paused = self._paused, []
             for call in paused:
@@ -126,8 +139,6 @@ class Account:
                 break
         if self._reserved or self._waiting or self._paused:
             self._set_timer()
-        else:
-            self._crowd.discard(self)
 
 
 EXEMPT: Final = Account("an administrator", exempt=True)

@@ -60,6 +60,7 @@ DISCARDED_HEADER_BYTES = 4 * MAX_HEADER_BYTES  # larger ones: the connection is 
 READ_AT_ONCE = 16 * 1024  # bytes of a connection that waits for its turn are kept
 _WARNINGS_PER_S = 1 / 60  # log lines about one user's connections
 _PAUSE_S = 0.5
+_READS_AT_ONCE = 16  # IOStream reads for as long as more comes, if only a byte each time
 _ACCEPTED_AT_ONCE = 8  # connections in one turn of the loop, so that a flood of them keeps no other work waiting
 _LONGEST_NUMBER = 18  # digits
 
@@ -96,10 +97,14 @@ class MeteredStream(iostream.IOStream):
         self.admin = admin
         self.opened_by = account
         self.account = account  # of the present request, or the last one
+        self._reads = 0  # in this turn of the loop
 
     def read_from_fd(self, buf: bytearray | memoryview) -> int | None:
-        """Read, as IOStream does; nothing is there to be read while the account is spent."""
-        return None if self.account.is_spent else super().read_from_fd(buf)
+        """Read, as IOStream does; nothing is there to be read while the account is spent, or after some reads in one turn of the loop."""
+        self._reads += 1
+        if self._reads > _READS_AT_ONCE or self.account.is_spent:
+            return None
+        return super().read_from_fd(buf)
 
     def _handle_events(self, fd: int | Any, events: int) -> None:  # noqa: ANN401 - tornado's own
         if self.account.is_spent:
@@ -108,6 +113,7 @@ class MeteredStream(iostream.IOStream):
             self.account.when_recovered(self._listen_again)
             return
         begun_s = time.thread_time()
+        self._reads = 0
         super()._handle_events(fd, events)
         self.account.charge(time.thread_time() - begun_s)
 
@@ -193,6 +199,7 @@ def _body_length(headers: httputil.HTTPHeaders) -> int:
 async def _take_turn(account: Account, *, reserved: bool) -> None:
     """Return when a request may be served. Raises TooManyRequestsError after `COST_WAIT_S`."""
     if not account.must_wait(reserved=reserved):
+        await account.turn(reserved=reserved)  # at once
         return
     try:
         async with asyncio.timeout(COST_WAIT_S):

@@ -191,9 +191,9 @@ class IOPubWatch:
     async def _next(self, socket: zmq.asyncio.Socket) -> list[bytes]:
         """Wait for a message, and charge it. Other tasks get their turn first, even if one is there. Cancelled: no message is lost."""
         await asyncio.sleep(0)
-        if self._account.must_wait():
+        if self._account.left_s <= 0:
             self._lose_certainty()
-            await self._account.turn()
+        await self._account.turn()
         frames: list[bytes] = await socket.recv_multipart()
         self._account.charge(COST_REQUEST_S + sum(map(len, frames)) * COST_BYTE_S)
         return frames

@@ -112,6 +112,7 @@ class HostMemoryPressure:
 log = logging.getLogger(__name__)
 
 _OWN_ADJUSTMENT: Final = -500
+_OWN_NICENESS: Final = -10  # computing programs of users share what the broker leaves
 """For the broker and its worker: they are taken after all processes of users, and before what the system cannot do without."""
 _SWEEP_S: Final = 30.0
 _SHORTEST_S: Final = 0.05
@@ -301,8 +302,10 @@ def _living(found: Iterable[Lowered]) -> list[Lowered]:
 
 
 def protect_this_process() -> None:
-    """Make the killer take users' processes before this one and those that it starts, as far as is permitted."""
+    """Let this process, and those that it starts, compute before users' processes, and be killed after them, as far as is permitted."""
     me = os.getpid()
+    with suppress(PermissionError):  # of a user's own broker
+        os.setpriority(os.PRIO_PROCESS, me, min(_OWN_NICENESS, os.getpriority(os.PRIO_PROCESS, me)))
     try:
         if adjustment(me) > _OWN_ADJUSTMENT:
             log.info(
