@@ -133,6 +133,7 @@ class LiveBroker:
         await self._stop.wait()
         await self.stop_seats()
         server.stop()
+        self.broker.costs.release()
         await server.close_all_connections()
         await self.broker.close()
         self.service.audit.close()

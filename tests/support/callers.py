@@ -10,11 +10,14 @@ from typing import Any
 __all__ = ["Caller", "caller"]
 
 # Sends what its input says, a line for each request, and prints the replies. It also starts processes with a lease's id.
-_IMPORTS = "import json, http.client, os, socket, subprocess, sys"  # where the interpreter lies, perhaps only the test's user may read
+# Where the interpreter lies, perhaps only the test's user may read: these are loaded first.
+_IMPORTS = "import errno, json, http.client, os, socket, subprocess, sys, time"
 _PROGRAM = """
 class Connection(http.client.HTTPConnection):
     def connect(self):
-        self.sock = socket.socket(socket.AF_UNIX); self.sock.settimeout(60); self.sock.connect({socket!r})
+        self.sock = socket.socket(socket.AF_UNIX); self.sock.settimeout(60)
+        while self.sock.connect_ex({socket!r}) == errno.EAGAIN:  # a full backlog, as our client does it
+            time.sleep(0.02)
 def attach(pid):
     with open("/proc/%s/stat" % pid) as stat, open("/proc/sys/kernel/random/boot_id") as boot:
         start = int(stat.read().rpartition(")")[2].split()[19])
