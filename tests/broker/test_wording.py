@@ -50,7 +50,6 @@ ELSEWHERE = frozenset(
         "too-many-leases",
         "too-many-leases-of-a-user",
         "too-many-requests",
-        "too-many-waiters",
     }
 )
 

@@ -15,7 +15,6 @@ import pytest
 
 from fractional_gpu.broker.api import handler, lease_routes, lease_service, server
 from fractional_gpu.broker.clock import TokenBucket
-from fractional_gpu.broker.services import residency
 from fractional_gpu.broker.services.status import host_status
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.protocol import limits
@@ -396,13 +395,6 @@ def test_the_leases_of_all_users_have_a_limit(live: LiveBroker, monkeypatch: pyt
     live.lease()
     refused = live.call("POST", "/v1/leases", {"fraction_milli": 250})
     assert (refused.status, refused.error["reason"]) == (413, "too-many-leases")
-
-
-def test_a_kernel_waits_in_so_many_places_at_most(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residency, "MAX_WAITERS_PER_LEASE", 0)
-    lease = live.lease()
-    refused = live.call("POST", f"/v1/leases/{lease.lease_id}/acquire", {}, token=lease.token)
-    assert (refused.status, refused.error["reason"]) == (429, "too-many-waiters")
 
 
 def test_the_page_names_every_limit_with_its_value() -> None:

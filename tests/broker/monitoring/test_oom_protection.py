@@ -36,7 +36,7 @@ from fractional_gpu.host.memory import Headroom, smallest_limit
 from fractional_gpu.host.process import ProcessIdentity, Snapshot, identify, scan
 from fractional_gpu.ledger.ledger import Ledger
 from tests.broker.driver import DEVICE, Driver, swaps_of
-from tests.broker.live import DEADLINE_S, attach_fields
+from tests.broker.live import BECOME_NOBODY, DEADLINE_S, attach_fields
 from tests.broker.monitoring.test_sampler import LEASE, view_of
 from tests.broker.recovery.test_recovery import record_of
 from tests.support.control_group import JOIN, memory_group
@@ -484,3 +484,13 @@ def test_a_group_that_is_gone_or_cannot_be_read_accounts_for_nothing(kills: OomK
     assert kills.account_for(kernel(1)) == ""
     kills.see(kills.look({2, 3}, 20.0))
     assert kills.account_for(kernel(2)) == kills.account_for(kernel(3)) == ""
+
+
+@pytest.mark.parametrize(("first", "niceness"), [("", -10), (BECOME_NOBODY, 0)], ids=["a service", "a user's own"])
+def test_a_service_computes_before_users_programs_and_a_users_own_broker_as_they_do(first: str, niceness: int) -> None:
+    program = (
+        "from fractional_gpu.broker.monitoring.host_memory import protect_this_process\n"
+        f"{first}\nprotect_this_process()\nimport os\nprint(os.getpriority(os.PRIO_PROCESS, 0))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/")
+    assert ended.stdout == f"{niceness}\n"

@@ -21,7 +21,7 @@ from fractional_gpu.broker.services.others_use import others_use_milli
 from fractional_gpu.broker.services.status import StatusStream, forecast_errors, full_lease_status, host_status
 from fractional_gpu.host.peers import detects_unread, unread
 from fractional_gpu.protocol.errors import BadRequestError, NotFoundError
-from fractional_gpu.protocol.limits import BODY_S, IDLE_S, MAX_BODY_BYTES, MAX_LAST_MS, MAX_LEASES_NAMED, MAX_NAME
+from fractional_gpu.protocol.limits import BODY_S, IDLE_S, MAX_BODY_BYTES, MAX_LAST_MS, MAX_NAME
 from fractional_gpu.protocol.messages import (
     AcquireRequest,
     AttachRequest,
@@ -103,10 +103,6 @@ class _Others(Handler):
                 reason="bad-period",
             )
         beside = [one for one in self.get_query_argument("with", "").split(",") if one]
-        if len(beside) > MAX_LEASES_NAMED:
-            raise BadRequestError(
-                f"with= names {len(beside)} leases; allowed: {MAX_LEASES_NAMED} at most", reason="too-many-leases-named"
-            )
         kernels = [self.find(one) for one in (lease_id, *beside)]
         self.reply(OthersUse(used_milli=await others_use_milli(self.service.broker, kernels, int(text))))
 

@@ -7,9 +7,9 @@ Rules:
   overdrawn for long) gets a reply at once, and the connection is closed: its body is never read.
 - The account of a request (`cost.Account`) is charged before the body is read, and waits for its turn first. Nothing is read from the
   connections of an account that has spent its reserve, too.
-- A user has few connections, and more for each lease with a process. One beyond that gets one reply that says so, whatever its request,
-  and is closed. Administrators' connections do not count against the users' common limit: an administrator still gets a descriptor when
-  users have used up theirs.
+- A user has few connections, and more for each lease with a process. One beyond that waits for a moment, gets one reply that says so,
+  whatever its request, and is closed. Administrators' connections do not count against the users' common limit: an administrator still
+  gets a descriptor when users have used up theirs.
 - A request head, a body or a reply that makes no progress within its time closes the connection.
 - A broker without free descriptors pauses its listeners.
 """
@@ -89,10 +89,9 @@ class MeteredStream(iostream.IOStream):
         account: Account,
         *,
         admin: bool,
-        max_buffer_size: int | None,
-        read_chunk_size: int | None,
+        **sizes: int | None,
     ) -> None:
-        super().__init__(connection, max_buffer_size=max_buffer_size, read_chunk_size=read_chunk_size)
+        super().__init__(connection, **sizes)
         self.credentials = credentials
         self.admin = admin
         self.opened_by = account
@@ -198,9 +197,6 @@ def _body_length(headers: httputil.HTTPHeaders) -> int:
 
 async def _take_turn(account: Account, *, reserved: bool) -> None:
     """Return when a request may be served. Raises TooManyRequestsError after `COST_WAIT_S`."""
-    if not account.must_wait(reserved=reserved):
-        await account.turn(reserved=reserved)  # at once
-        return
     try:
         async with asyncio.timeout(COST_WAIT_S):
             await account.turn(reserved=reserved)

@@ -28,7 +28,7 @@ from typing import Final
 import msgspec
 
 from fractional_gpu.broker.broker import Broker
-from fractional_gpu.broker.clock import TokenBucket, now_ms, wall_ms
+from fractional_gpu.broker.clock import now_ms, wall_ms
 from fractional_gpu.broker.kernels.connection import check_endpoints, command_connection, connection_from_json
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import LEASE_VARIABLE, NOMINAL_MIB, HostSnapshot
@@ -56,7 +56,7 @@ from fractional_gpu.host.process import (
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import LeaseRecord
 from fractional_gpu.protocol.codec import printable
-from fractional_gpu.protocol.errors import ConflictError, NoRoomError, RequestTooLargeError, TooManyRequestsError
+from fractional_gpu.protocol.errors import ConflictError, NoRoomError, RequestTooLargeError
 from fractional_gpu.protocol.limits import MAX_LEASES, MAX_LEASES_PER_UID, MAX_NAME
 from fractional_gpu.protocol.messages import COMMAND
 
@@ -193,8 +193,6 @@ def _connection(path: str, uid: int, pid: int) -> str:
 log = logging.getLogger(__name__)
 
 _EVERY_S: Final = 1.0
-_RECALLS_PER_S: Final = 1.0  # of a user: each reads every process
-_RECALL_BURST: Final = 32
 _DEFAULT_MILLI: Final = 250
 _UNSIZED: Final = "unsized-leases"  # kept in the ledger under this name
 _AWAY: Final = frozenset(
@@ -217,7 +215,6 @@ class LostLeases:
         self._ledger = ledger
         self._socket = socket
         self._uid = None if everyone else os.getuid()
-        self._recalls = TokenBucket(_RECALLS_PER_S, _RECALL_BURST)
         self._one_at_a_time = asyncio.Lock()
         self._unsized = _read_unsized(ledger)
 
@@ -367,7 +364,7 @@ class LostLeases:
     async def recall(self, peer: Peer, lease_id: str) -> None:
         """Take back the lease of the kernel that makes the request, unless it is in the ledger as ended. Any other stays as it is.
 
-        Raises NoRoomError, RequestTooLargeError, ConflictError or TooManyRequestsError where its lease cannot be had now: nothing of the
+        Raises NoRoomError, RequestTooLargeError or ConflictError where its lease cannot be had now: nothing of the
         kernel is lost by that. Cancelled: the lease is there, or not yet.
         """
         uid, broker = peer.credentials.uid, self._broker
@@ -391,12 +388,6 @@ class LostLeases:
     def _check_number(self, uid: int) -> None:
         """Raise what a request for one lease more raises."""
         account = account_uid(uid)
-        if wait_s := self._recalls.take(account):
-            raise TooManyRequestsError(
-                f"too many kernels of {account_name(uid)} ask for leases that this broker does not know; ask again in a moment",
-                reason="too-many-requests",
-                retry_s=max(1, round(wait_s)),
-            )
         kernels = self._broker.kernels.values()
         own = sum(account_uid(kernel.uid) == account for kernel in kernels)
         if own >= MAX_LEASES_PER_UID or len(kernels) >= MAX_LEASES:

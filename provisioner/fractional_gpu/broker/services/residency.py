@@ -19,8 +19,8 @@ from fractional_gpu.broker.services.status import HAD_ITS_TURN, full_lease_statu
 from fractional_gpu.core.events import BusyChanged, SuspendRequested, Unwanted, Wanted
 from fractional_gpu.core.handlers.overrides import REVOKED
 from fractional_gpu.core.model import FOUND_FAILED, LeaseState, LeaseView
-from fractional_gpu.protocol.errors import RESTART, ConflictError, TooManyRequestsError
-from fractional_gpu.protocol.limits import MAX_WAIT_S, MAX_WAITERS_PER_LEASE
+from fractional_gpu.protocol.errors import RESTART, ConflictError
+from fractional_gpu.protocol.limits import MAX_WAIT_S
 from fractional_gpu.protocol.messages import AcquireRequest, LeaseNews, LeaseStatus, Progress, ProgressKind
 
 _QUEUE_PAUSE_S = 0.1
@@ -51,12 +51,6 @@ class Residency:
         patience_s = math.inf if request.hold else max(0, min(request.wait_ms / 1000, MAX_WAIT_S))
         deadline_s = time.monotonic() + patience_s
         ends = {ProgressKind.REFUSED} if request.hold else {ProgressKind.REFUSED, ProgressKind.GRANTED}
-        if kernel.requests.waiters >= MAX_WAITERS_PER_LEASE:
-            raise TooManyRequestsError(
-                f"{kernel.requests.waiters} callers wait for the GPU in the name of this kernel; allowed: {MAX_WAITERS_PER_LEASE}; hang up "
-                "some of them first",
-                reason="too-many-waiters",
-            )
         kernel.requests.waiters += 1
         try:
             self._report_busy(kernel)
