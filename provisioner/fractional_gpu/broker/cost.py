@@ -56,7 +56,7 @@ class Account:
     def left_s(self) -> float:
         """What may be spent now, seconds of processor time; negative: a debt."""
         now_s = self._clock()
-        self._left = min(COST_BURST_S, self._left + (now_s - self._at_s) * self.share)
+        self._left = min(COST_BURST_S, max(-_MOST_DEBT_S, self._left) + (now_s - self._at_s) * self.share)
         self._at_s = now_s
         return self._left
 
@@ -67,8 +67,8 @@ class Account:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the reserve is spent, too: nothing of the account is to be read."""
-        return not self._exempt and self.left_s <= -COST_RESERVE_S
+        """Whether the reserve is spent, too: nothing of the account is to be read. Asked at each read, so it costs little."""
+        return self._left < 0 and not self._exempt and self.left_s <= -COST_RESERVE_S
 
     @property
     def is_at_rest(self) -> bool:
@@ -78,27 +78,33 @@ class Account:
     def charge(self, seconds: float) -> None:
         """Charge processor time."""
         if not self._exempt:
-            self._left = max(-_MOST_DEBT_S, self.left_s - seconds)
+            self._left -= seconds  # what was earned since is added at the next turn
 
-    def must_wait(self, *, reserved: bool = False) -> bool:
-        """Whether `turn` would wait now."""
+    def take_turn(self, *, reserved: bool = False) -> bool:
+        """Take a turn now, if there is one: then return True."""
+        if self._exempt:
+            return True
         queue, floor_s = (self._reserved, -COST_RESERVE_S) if reserved else (self._waiting, 0.0)
-        return not self._exempt and (bool(queue) or self._turns >= _TURNS or self.left_s <= floor_s)
+        if queue or self.left_s <= floor_s:
+            return False
+        if self._turns == 0:
+            asyncio.get_running_loop().call_soon(self._begin_round)
+        elif self._turns == _TURNS:
+            return False
+        self._turns += 1
+        return True
+
+    def _begin_round(self) -> None:
+        self._turns = 0
 
     async def turn(self, *, reserved: bool = False) -> None:
         """Return when something may be done for the account. Cancelled: the place in the queue is given up."""
-        if not self.must_wait(reserved=reserved):
-            if not self._turns:
-                asyncio.get_running_loop().call_soon(self._begin_round)
-            self._turns += 1
+        if self.take_turn(reserved=reserved):
             return
         turn = asyncio.get_running_loop().create_future()
         (self._reserved if reserved else self._waiting).append(turn)
         self._set_timer()
         await turn
-
-    def _begin_round(self) -> None:
-        self._turns = 0
 
     def when_recovered(self, call: Callable[[], None]) -> None:
         """Call this once the account is not spent any more."""

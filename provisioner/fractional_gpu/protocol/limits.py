@@ -18,6 +18,7 @@ COST_BURST_S = 1.0  # seconds of processor time more than that at once
 COST_RESERVE_S = 0.2  # beyond that, for gates' answers and leases' ends alone; below it nothing of the user is read
 COST_WAIT_S = 2.0  # a request of an overdrawn user waits so long for its turn before it is refused
 COST_REQUEST_S = 0.0002  # for each request, beside what its handler takes
+COST_READ_S = 0.00005  # for each connection, and each time that something arrives on one
 COST_BYTE_S = 50e-9  # for each byte of a body or of a kernel's message
 IDLE_S = 30.0  # a connection is closed after so long without a whole request head
 BODY_S = 10.0  # for the whole body of a request to arrive

@@ -22,7 +22,6 @@ import math
 import os
 import resource
 import socket
-import time
 from collections import Counter
 from collections.abc import Awaitable
 from contextlib import suppress
@@ -47,6 +46,7 @@ from fractional_gpu.protocol.errors import (
 )
 from fractional_gpu.protocol.limits import (
     COST_BYTE_S,
+    COST_READ_S,
     COST_REQUEST_S,
     COST_SHARE,
     COST_WAIT_S,
@@ -111,10 +111,9 @@ class MeteredStream(iostream.IOStream):
             self.io_loop.update_handler(fd, 0)
             self.account.when_recovered(self._listen_again)
             return
-        begun_s = time.thread_time()
         self._reads = 0
+        self.account.charge(COST_READ_S)
         super()._handle_events(fd, events)
-        self.account.charge(time.thread_time() - begun_s)
 
     def _listen_again(self) -> None:
         if not self.closed() and self._state is not None:
@@ -145,14 +144,12 @@ class _Admission(httputil.HTTPMessageDelegate):
         path = line.path.partition("?")[0]
         account, reserved = self._payers.of_request(stream.opened_by, stream.credentials, line.method, path, token)
         stream.account = account
-        account.charge(COST_REQUEST_S)
         try:
-            length = _body_length(headers)
+            account.charge(COST_REQUEST_S + _body_length(headers) * COST_BYTE_S)
             await _take_turn(account, reserved=reserved)
         except FractionalGPUError as error:
             self._refuse(error)
             return
-        account.charge(length * COST_BYTE_S)
         # The body is JSON, whatever its declared type: Tornado would parse form data.
         headers.pop("Content-Type", None)
         self._passed = True
@@ -197,6 +194,8 @@ def _body_length(headers: httputil.HTTPHeaders) -> int:
 
 async def _take_turn(account: Account, *, reserved: bool) -> None:
     """Return when a request may be served. Raises TooManyRequestsError after `COST_WAIT_S`."""
+    if account.take_turn(reserved=reserved):
+        return
     try:
         async with asyncio.timeout(COST_WAIT_S):
             await account.turn(reserved=reserved)
@@ -245,7 +244,6 @@ class Server(HTTPServer):
 
     def _handle_connection(self, connection: socket.socket, address: Any) -> None:  # noqa: ANN401 - tornado's own
         """Take a connection, or refuse it. Those of one who has too many come as fast as they are refused: that must cost little."""
-        begun_s = time.thread_time()
         try:
             credentials = peer_credentials(connection)
             admin = is_admin(connection, credentials, self._admin_gid)
@@ -276,7 +274,7 @@ class Server(HTTPServer):
                 )
                 self._open[stream] = stream
                 self.handle_stream(stream, address)
-        account.charge(time.thread_time() - begun_s)
+        account.charge(COST_READ_S)
 
     async def _refuse_later(self, connection: socket.socket, account: Account, most: int) -> None:
         """Refuse a connection after a while, when it is its account's turn: at once, another one would come at once, too."""
