@@ -64,6 +64,7 @@ _COMBINED: Final = (
 )
 _IDLE_S: Final = 8.0
 _PATIENCE_S: Final = 60.0  # for what is under way when the time is over; then the attack ends
+_RECOVERY_S: Final = 180.0  # and for what could not be finished before
 _PING_TIMES, _CELL_TIMES, _CELL_MORE_S, _MEMORY_TIMES = 10.0, 3.0, 2.0, 2.0
 
 
@@ -110,7 +111,7 @@ def measure(name: str, users: int, seconds: float) -> Result:
         with ExitStack() as stack:
             got = [stack.enter_context(attacking(broker.socket, name, uid=uid)) for uid in ATTACKERS[:users]]
             under = _used(one, seconds)
-        under = under or one.figures(_PATIENCE_S)  # it could not finish under the attack
+        under = under or one.figures(_RECOVERY_S)
         if under is None:
             raise RuntimeError(f"{name}: the user still waits after the attack\n{broker.log()}")
         return Result(
@@ -197,7 +198,7 @@ def run_combined(minutes: float) -> list[str]:
                 for uid, names in zip(ATTACKERS, _COMBINED, strict=False)
             ]
             figures = _used(one, 60 * minutes)
-        figures = figures or one.figures(_PATIENCE_S)
+        figures = figures or one.figures(_RECOVERY_S)
         if figures is None:
             return [f"the user still waits after the attack\n{broker.log()}"]
         for tallies in got:
@@ -242,16 +243,21 @@ def main() -> int:
         return bool(found)
     plans = [plan for plan in PLANS if not options.only or {plan[0], plan[0].partition(":")[0]} & set(options.only)]
     plans = plans or [(name, options.users) for name in options.only]
-    results = []
+    results, stuck = list[Result](), False
     for name, users in plans:
-        result = measure(name, users, options.seconds)
+        try:
+            result = measure(name, users, options.seconds)
+        except RuntimeError as error:
+            stuck = True
+            _say(str(error))
+            continue
         results.append(result)
         _say(_describe_got(result))
         _say(" | ".join(_cells(result)))
     print(f"{as_table(results)}\n\n{_circumstances()}")
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(result) for result in results]) + "\n", encoding="utf-8")
-    return any(broken(result) for result in results)
+    return stuck or any(broken(result) for result in results)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.protocol.errors import BrokerUnavailableError
+from fractional_gpu.protocol.messages import LeaseRequest
 from tests.support.paths import COMPLETE_PYTHONPATH
 from tests.support.waiting import DEADLINE_S, until
 
@@ -41,7 +42,7 @@ class Service:
     def __init__(self, folder: Path, simulate: str) -> None:
         self.socket = str(folder / "gpu" / "broker.sock")
         self.peak_mib = 0.0  # resident, since `forget_peak`
-        self.simulated: Path | None = None
+        self._simulated = ""  # the folder of the simulated devices
         self._state, self._log = folder / "state", folder / "broker.log"
         serve = f"broker --service --socket {self.socket} --simulate {simulate} --state-dir {self._state}".split()
         # The signal comes when the thread ends that started it, with this process at the latest.
@@ -58,6 +59,10 @@ class Service:
         """Return when it serves."""
         self._thread.start()
         until(self._serves, "the broker serves")
+        with BrokerClient(self.socket) as client:
+            lease = client.create_lease(LeaseRequest(fraction_milli=125))
+            self._simulated = lease.environment["JUPYTER_GPU_SIMULATED_DIR"]
+            client.release(lease.lease_id)
 
     def stop(self) -> None:
         """End it."""
@@ -67,8 +72,8 @@ class Service:
             if self._process is not None:
                 self._process.send_signal(signal.SIGTERM if time.monotonic() < end_s else signal.SIGKILL)
             self._thread.join(1.0)
-        if self.simulated is not None:  # a program that was killed at a bad moment keeps it
-            shutil.rmtree(self.simulated, ignore_errors=True)
+        if self._simulated:  # the broker leaves it for leases that live
+            shutil.rmtree(self._simulated, ignore_errors=True)
 
     def identity(self) -> tuple[int, bytes]:
         """Return what changes when the broker is started again, or executes itself again."""
@@ -214,10 +219,8 @@ def user(one: Service, *, programs: int = 2, threads: int = 1, uid: int = USER) 
     words = ("--socket", one.socket, "--programs", str(programs), "--threads", str(threads))
     one_user = User(uid, "swapping_user.py", words)
     try:
-        ready = one_user.line(_START_S)
-        if ready is None:
+        if one_user.line(_START_S) is None:
             raise RuntimeError("the user's programs do not get the device")
-        one.simulated = Path(ready.strip())
         yield one_user
     finally:
         one_user.end()

@@ -2,10 +2,10 @@
 
     python -P swapping_user.py --socket PATH [--programs 2] [--threads 1]
 
-It prints the folder of the simulated devices when its programs are there. `go` on the standard input has it begin, `stop` finish what it is
-at and print the figures since then, one JSON object. A cell is what a notebook's is: the lease is acquired, for which another one may have
-to be suspended, and every byte is looked at. What fails because the broker is away is tried again until it works; that is part of the time
-that it takes. Ends with its standard input.
+It prints a line when its programs are there. `go` on the standard input has it begin, `stop` finish what it is at and print the figures
+since then, one JSON object. A cell is what a notebook's is: the lease is acquired, for which another one may have to be suspended, and
+every byte is looked at. What fails because the broker is away is tried again until it works; that is part of the time that it takes. Ends
+with its standard input.
 """
 
 import argparse
@@ -54,7 +54,6 @@ class Program:
         with BrokerClient(socket, timeout_s=_PATIENCE_S) as broker:
             lease = broker.create_lease(LeaseRequest(fraction_milli=_MILLI, gated=False, kind=COMMAND))
         self._first: list[object] | None = [number]
-        self.simulated = lease.environment["JUPYTER_GPU_SIMULATED_DIR"]
         self.lease_id = lease.lease_id
         self.client = BrokerClient(socket, token=lease.token, timeout_s=_PATIENCE_S)
         self._process = subprocess.Popen(
@@ -110,7 +109,6 @@ class User:
         self._failed, self._wrong = Counter[str](), 0
         self._threads = options.threads
         self._working: list[threading.Thread] = []
-        self.simulated = self._programs[0].simulated
         for program in self._programs * 2:  # a device counts it as work for a while that the first use fills memory
             self._use(program)
 
@@ -188,7 +186,7 @@ def main() -> None:
         hold()
         return
     user = User(options)
-    print(user.simulated, flush=True)  # noqa: T201 - the protocol with its user
+    print("ready", flush=True)  # noqa: T201 - the protocol with its user
     for line in sys.stdin:
         if line == "go\n":
             user.go()
