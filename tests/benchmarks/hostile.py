@@ -56,7 +56,7 @@ PLANS: Final = (
     ("gates:200", 1),
     ("events:400", 1),
 )
-"""The attacks, each with the number of users who make it."""
+"""The attacks, each with the number of uids, of one user, that make it."""
 _COMBINED: Final = (
     ("environ:200", "slow-bodies:1900", "json:1000", "capacity:400", "ledger:4", "events:400"),
     ("environ-lease:1024", "slow-bodies:200", "json-attach:200", "others:400", "connects:100", "pipelined:50"),
@@ -100,8 +100,8 @@ def _say(line: str) -> None:
 
 
 def measure(name: str, users: int, seconds: float) -> Result:
-    """Measure one attack by so many users."""
-    with service() as broker, user(broker) as one:
+    """Measure one attack by so many uids, which count as one user."""
+    with service(one_account=users > 1) as broker, user(broker) as one:
         broker.forget_peak()
         idle = _used(one, _IDLE_S)
         if idle is None or not idle.cell_s:
@@ -115,7 +115,7 @@ def measure(name: str, users: int, seconds: float) -> Result:
         if under is None:
             raise RuntimeError(f"{name}: the user still waits after the attack\n{broker.log()}")
         return Result(
-            attack=name if users == 1 else f"{name}, {users} users",
+            attack=name if users == 1 else f"{name}, {users} uids",
             idle=idle,
             under=under,
             idle_mib=idle_mib,
@@ -228,7 +228,9 @@ def main() -> int:
     parser.add_argument(
         "--only", metavar="NAME[:SIZE]", action="append", help="attacks, of the plan or of another size"
     )
-    parser.add_argument("--users", type=int, default=1, help="how many users make an attack that is not in the plan")
+    parser.add_argument(
+        "--users", type=int, default=1, help="how many uids of one user make an attack that is not in the plan"
+    )
     parser.add_argument("--seconds", type=float, default=15.0, help="how long each attack lasts (default 15)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the numbers here")
     parser.add_argument("--combined", action="store_true", help="all attacks at once, by three users")

@@ -5,6 +5,7 @@ PYTHONPATH, if it is set, names the packages that are used: those of any checkou
 
 import json
 import os
+import pwd
 import re
 import select
 import shutil
@@ -28,9 +29,9 @@ from tests.support.waiting import DEADLINE_S, until
 
 __all__ = ["ATTACKERS", "Figures", "Service", "User", "attacking", "service", "user"]
 
-USER: Final = 61_100
+USER: Final = pwd.getpwnam("games").pw_uid
 ATTACKERS: Final = tuple(range(61_001, 61_006))
-"""User ids; they need no entry in the system's files."""
+"""User ids without an entry in the system's files."""
 _FOLDER: Final = Path(__file__).parent
 _START_S: Final = 120.0
 _SAMPLE_S: Final = 0.2
@@ -39,12 +40,14 @@ _SAMPLE_S: Final = 0.2
 class Service:
     """A broker that serves all users, and is started again when it ends, as systemd would do it."""
 
-    def __init__(self, folder: Path, simulate: str) -> None:
+    def __init__(self, folder: Path, simulate: str, *, one_account: bool) -> None:
         self.socket = str(folder / "gpu" / "broker.sock")
         self.peak_mib = 0.0  # resident, since `forget_peak`
         self._simulated = ""  # the folder of the simulated devices
         self._state, self._log = folder / "state", folder / "broker.log"
-        serve = f"broker --service --socket {self.socket} --simulate {simulate} --state-dir {self._state}".split()
+        config = folder / "config.py"
+        config.write_text('c.GPUBroker.account_of_unknown_uids = "nobody"\n' if one_account else "")
+        serve = f"broker --service --socket {self.socket} --simulate {simulate} --state-dir {self._state} --config {config}".split()
         # The signal comes when the thread ends that started it, with this process at the latest.
         self._command = ["setpriv", "--pdeathsig", "TERM", sys.executable, "-m", "fractional_gpu.commands.main", *serve]
         self._environment = {
@@ -121,11 +124,11 @@ def _peak_mib(pid: int) -> float:
 
 
 @contextmanager
-def service(simulate: str = "1x1GiB") -> Iterator[Service]:
-    """A service for one block, in a folder that all users may enter."""
+def service(simulate: str = "1x1GiB", *, one_account: bool = False) -> Iterator[Service]:
+    """A service for one block, in a folder that all users may enter. `one_account`: uids without a user count as one user."""
     folder = Path(tempfile.mkdtemp(prefix="jfg-"))
     folder.chmod(0o755)
-    one = Service(folder, simulate)
+    one = Service(folder, simulate, one_account=one_account)
     try:
         one.start()
         yield one

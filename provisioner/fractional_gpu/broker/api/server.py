@@ -29,6 +29,7 @@ from typing import Any, Self, cast
 
 import msgspec
 from tornado import httputil, iostream
+from tornado.http1connection import HTTP1Connection
 from tornado.httpserver import HTTPServer
 from tornado.ioloop import IOLoop
 
@@ -126,7 +127,7 @@ class _Admission(httputil.HTTPMessageDelegate):
     def __init__(
         self,
         request: httputil.HTTPMessageDelegate,
-        connection: httputil.HTTPConnection,
+        connection: HTTP1Connection,
         stream: MeteredStream,
         payers: Payers,
     ) -> None:
@@ -170,11 +171,10 @@ class _Admission(httputil.HTTPMessageDelegate):
 
     def _refuse(self, error: FractionalGPUError) -> None:
         log.debug("refused a request: %s", error)
-        if not self._stream.closed():
-            line, headers, body = _whole_reply(error)
-            headers["Connection"] = "close"
-            self._connection.write_headers(line, headers, body)
-            self._connection.finish()  # closes: the body was not read
+        stream = self._connection.detach()  # what was read of the body already is not looked at
+        if not stream.closed():
+            stream.write(_last_reply(error))
+            stream.close()
 
 
 def _body_length(headers: httputil.HTTPHeaders) -> int:
@@ -209,12 +209,18 @@ async def _take_turn(account: Account, *, reserved: bool) -> None:
         ) from None
 
 
-def _whole_reply(error: FractionalGPUError) -> tuple[httputil.ResponseStartLine, httputil.HTTPHeaders, bytes]:
+def _last_reply(error: FractionalGPUError) -> bytes:
+    """Return a whole reply, after which the connection is closed."""
     body = msgspec.json.encode(error_body(error))
-    headers = httputil.HTTPHeaders({"Content-Type": "application/json", "Content-Length": str(len(body))})
+    lines = [
+        f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+        "Connection: close",
+    ]
     if isinstance(error, TooManyRequestsError):
-        headers["Retry-After"] = str(round(error.retry_s))
-    return httputil.ResponseStartLine("HTTP/1.1", error.status, http.HTTPStatus(error.status).phrase), headers, body
+        lines.append(f"Retry-After: {round(error.retry_s)}")
+    return "\r\n".join([*lines, "", ""]).encode("ascii") + body
 
 
 class Server(HTTPServer):
@@ -297,10 +303,8 @@ class Server(HTTPServer):
                 "programs that hold them",
                 reason="too-many-connections",
             )
-            line, headers, body = _whole_reply(error)
-            head = [f"HTTP/1.1 {line.code} {line.reason}", *(f"{name}: {value}" for name, value in headers.get_all())]
             with suppress(OSError):  # hung up already
-                connection.send("\r\n".join([*head, "Connection: close", "", ""]).encode("ascii") + body)
+                connection.send(_last_reply(error))
         connection.close()
 
     def _forget(self, account: Account, *, admin: bool) -> None:
@@ -329,7 +333,8 @@ class Server(HTTPServer):
     def start_request(self, server_conn: object, request_conn: httputil.HTTPConnection) -> httputil.HTTPMessageDelegate:
         """Take one request of a connection."""
         stream: MeteredStream = server_conn.stream  # type: ignore[attr-defined] # an HTTP1ServerConnection
-        return _Admission(super().start_request(server_conn, request_conn), request_conn, stream, self._payers)
+        connection = cast("HTTP1Connection", request_conn)
+        return _Admission(super().start_request(server_conn, request_conn), connection, stream, self._payers)
 
     def on_close(self, server_conn: object) -> None:
         """Forget a connection."""
