@@ -73,6 +73,17 @@ def test_a_preempted_kernel_waits_by_itself_and_goes_on_when_there_is_room() -> 
     assert (hand.state("low"), hand.view("low").busy) == (LeaseState.RESIDENT, True)
 
 
+def test_a_kernel_that_host_memory_is_too_short_for_saves_no_other_one_from_preemption() -> None:
+    hand = Hand(pools=[_pool(equals=True)], host_mib=150)
+    for name, reserve_mib, used_mib in (("large", 550, 500), ("left", 100, 100), ("right", 200, 100)):
+        _runs(hand, name, reserve_mib=reserve_mib)
+        hand.send(LeaseMeasured(at_ms=hand.now, lease_id=name, used_mib=used_mib))
+        hand.wait(MINIMUM_MS)
+    _start(hand, "new", reserve_mib=300)
+    effects = [*hand.want("new"), *hand.wait(10 * MINIMUM_MS)]
+    assert _preempted(effects) == ["right"], "it alone makes enough room, and fits into host memory"
+
+
 def test_no_pool_preempts_across_priorities_that_does_not_want_to() -> None:
     hand = Hand(pools=[_pool(priorities=False)])
     _runs(hand, "low")
