@@ -409,8 +409,8 @@ class Laws:
     def _nobody_blocks_each_other(self, line: list[tuple[Seen, TicketView]]) -> None:
         """Room is kept for those who do not fit: if everybody who waits would fit by himself, somebody must have been served."""
         kept = [(seen, view) for seen, view in line if view.kept_on or view.reason in _KEEPING]
-        if any(view.reason == "wait.retry" or seen.here for seen, view in kept):
-            return  # room is kept for one that pauses, or that waits to grow
+        if any(view.reason == "wait.retry" or seen.here or seen.state is S.SUSPENDING for seen, view in kept):
+            return  # room is kept for one that pauses, that waits to grow, or that is being moved
         waiting = [(seen, view) for seen, view in line if view.reason != "wait.retry" and seen.waits]
         fits = [self._world.fits(seen, view.need_mib) and self._world.within_limits(seen) for seen, view in waiting]
         law(7, not waiting or not all(fits), "they keep room from each other:", line)

@@ -3,6 +3,10 @@
 What is measured of a kernel is not what a suspend of it saves (`real_memory`). The driver counts that, mostly asks for what it needs beyond
 the reservation, and saves no more than is reserved then, unless it lies.
 
+Worlds differ in what happens in them (swarm testing: Groce and others, 2012): each has its own mix of happenings and its own sizes of
+leases. Some faults need a rare event again and again, others need it to stay away: where leases wait, what is done only while none waits
+is never done.
+
 `simulate(seed, events)` runs it and checks everything after every event. The same seed gives the same story.
 """
 
@@ -116,6 +120,9 @@ class World:
     counted: dict[int, int] = field(default_factory=dict)  # by operation: what its suspend would save, MiB
     devices: list[DeviceSpec] = field(default_factory=list)
     pools: list[PoolSpec] = field(default_factory=list)
+    sizes: tuple[int, ...] = ()  # of leases, MiB
+    leaps: float = 0  # how often time leaps to what comes next, so that nothing else happens before it
+    weights: list[float] = field(default_factory=list)  # of happenings
     number: int = 0
     honest: bool = False  # the driver does what it is told from now on, and says so
 
@@ -125,6 +132,9 @@ class World:
         self.arbiter = Arbiter(parallel_swaps=self.parallel_swaps)
         self.observer = Observer(self.arbiter, parallel_swaps=self.parallel_swaps)
         self.memory = RealMemory(random)
+        self.sizes = random.choice(((100, 125, 250, 250, 400, 700, 990), (50, 100, 125)))
+        self.leaps = random.choice((0.02, 0.1, 0.5))
+        self.weights = [weight * random.choice((0, 0.1, 1, 5) if weight < 8 else (0.2, 1)) for weight, _ in _HAPPENINGS]
         count = random.choice((1, 1, 2, 3, 4))
         fixed = random.choice(("", "", "", "the driver moves nothing"))
         self.devices = [
@@ -148,6 +158,8 @@ class World:
 
     def _pool(self, name: str, devices: tuple[str, ...]) -> PoolSpec:
         random = self.random
+        if random.random() < 0.3:
+            return PoolSpec(name=name, devices=devices)  # what most administrators have
         return PoolSpec(
             name=name,
             devices=devices,
@@ -192,6 +204,8 @@ class World:
         effects = self.arbiter.handle(event)
         self.observer.see(event, effects, whole=len(self.log) % self.whole_every == 0)
         self.made += effects
+        if self.random.random() < 0.5:
+            self.arbiter.run_deferred_work()
         for effect in effects:
             answer = self._answer(effect)
             if answer is not None:
@@ -290,7 +304,7 @@ class World:
         due = [self.late[0][0]] if self.late else []
         if self.observer.wake is not None:
             due.append(self.observer.wake)
-        if due and random.random() < 0.5:
+        if due and random.random() < (0.5 if min(due) <= self.now else self.leaps):
             self.now = max(self.now, min(due))
             if self.late and self.late[0][0] <= self.now:
                 self._arrive(heapq.heappop(self.late)[2])
@@ -298,7 +312,7 @@ class World:
                 self.send(Tick(at_ms=self.now))
             return
         self.now += random.choice((0, 0, 1, 50, 1_000))
-        _, make = random.choices(_HAPPENINGS, [weight for weight, _ in _HAPPENINGS])[0]
+        _, make = random.choices(_HAPPENINGS, self.weights)[0]
         self.send(make(self, self.now - (random.randrange(5_000) if random.random() < 0.03 else 0)))
 
     def _arrive(self, what: Event | _Count | _Save) -> None:
@@ -337,6 +351,8 @@ class World:
     def check_rest(self) -> None:
         """Nothing was left undone, and nothing would happen by time alone before the alarm."""
         wake = self.observer.wake
+        if wake is not None and wake <= self.observer.now + 1:
+            return  # the alarm does what is undone, by what was learnt since the last event, at once
         clone: Arbiter = pickle.loads(pickle.dumps(self.arbiter))  # noqa: S301 - our own; faster than a deep copy
         clone._changes.now_ms = max(clone._changes.now_ms, wake - 1 if wake is not None else self.now + _FAR_MS)
         clone._scheduler.serve()
@@ -378,7 +394,7 @@ def _spec(world: World) -> LeaseSpec:
         fraction_milli=random.choice((125, 250, 250, 500)) if devices == 1 else 1_000,
         devices=devices,
         request_mib=random.choice((None, 50, 100)),
-        reserve_mib=random.choice((100, 125, 250, 250, 400, 700, 990)),
+        reserve_mib=random.choice(world.sizes),
         priority=random.choice((0, 0, 0, 1)),
         gated=random.random() < 0.7,
         owner_weight=random.choice((50, 100, 100, 300)),
@@ -453,6 +469,20 @@ def _drained(world: World, at_ms: int) -> Event:
         evict_busy=world.random.random() < 0.5,
         deadline_ms=None if after_ms is None else at_ms + after_ms,
     )
+
+
+def _device_changed(world: World, at_ms: int) -> Event:
+    """Have a device go or come back: in one happening, as a world in which they only go would soon be still."""
+    device_id = world.random.choice(world.devices).device_id
+    match world.random.randrange(6):
+        case 0:
+            return DeviceLost(at_ms=at_ms, device_id=device_id)
+        case 1:
+            return _drained(world, at_ms)
+        case 2 | 3:
+            return DeviceUndrained(at_ms=at_ms, device_id=device_id)
+        case _:
+            return _seen(world, at_ms)
 
 
 def _busy_changed(world: World, at_ms: int, name: str) -> Event:
@@ -550,11 +580,14 @@ def _returned(world: World, at_ms: int, name: str) -> Event:
 
 
 def _named(make: Callable[[World, int, str], Event], *states: LeaseState) -> Callable[[World, int], Event]:
-    """Return a maker of events about a lease: mostly one of these states, sometimes any, or none that exists."""
+    """Return a maker of events about a lease: mostly in one of these states, each alike, sometimes any, or none that exists."""
 
     def choose(world: World, at_ms: int) -> Event:
-        fitting = [name for name, seen in world.observer.leases.items() if seen.state in states]
-        names = fitting if fitting and world.random.random() < 0.9 else _NAMES
+        by_state: dict[LeaseState | None, list[str]] = {}
+        for name, seen in world.observer.leases.items():
+            by_state.setdefault(seen.state, []).append(name)
+        fitting = [by_state[state] for state in states if state in by_state]
+        names = world.random.choice(fitting) if fitting and world.random.random() < 0.9 else _NAMES
         return make(world, at_ms, world.random.choice(names))
 
     return choose
@@ -563,8 +596,7 @@ def _named(make: Callable[[World, int, str], Event], *states: LeaseState) -> Cal
 _HAPPENINGS: list[tuple[int, Callable[[World, int], Event]]] = [
     (8, _requested),
     (1, _recovered),
-    (2, _seen),
-    (1, lambda world, at: DeviceLost(at_ms=at, device_id=world.random.choice(world.devices).device_id)),
+    (6, _device_changed),
     (1, lambda world, at: HostMemorySeen(at_ms=at, budget_mib=world.random.choice((200, 800, 2000, 10_000)))),
     (1, _configured),
     (12, _named(lambda _, at, name: Attached(at_ms=at, lease_id=name, gated=True), _S.UNATTACHED)),
@@ -607,13 +639,11 @@ _HAPPENINGS: list[tuple[int, Callable[[World, int], Event]]] = [
             _S.SUSPENDED,
         ),
     ),
-    (1, _drained),
-    (2, lambda world, at: DeviceUndrained(at_ms=at, device_id=world.random.choice(world.devices).device_id)),
     (2, _named(_pinned, _S.RESIDENT, _S.SUSPENDED)),
     (1, _named(lambda _, at, name: UnpinRequested(at_ms=at, lease_id=name), _S.RESIDENT)),
     (3, _named(_resized, _S.RESIDENT, _S.RESIDENT, _S.SUSPENDED, _S.NO_CONTEXT)),
     (2, _named(_priority_changed, _S.RESIDENT, _S.RESIDENT, _S.SUSPENDED, _S.NO_CONTEXT, _S.RESUMING)),
-    (2, _named(_seat_ended, _S.RESIDENT, _S.SUSPENDED, _S.NO_CONTEXT, _S.RESUMING, _S.SUSPENDING)),
+    (2, _named(_seat_ended, *_S)),
     (3, _seat_renewed),
     (1, lambda _, at: Tick(at_ms=at)),
 ]

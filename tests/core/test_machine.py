@@ -163,6 +163,11 @@ class ArbiterMachine(RuleBasedStateMachine):
         self.now = max(self.now, self.observer.wake or 0)
         self.send(Tick)
 
+    @rule()
+    def pause(self) -> None:
+        self.arbiter.run_deferred_work()
+        self.arbiter.validate()
+
     # -- devices, pools, host ----------------------------------------------------------------------------------------------------
 
     @rule(name=devices, stranger_mib=st.sampled_from([0, 0, 100, 700, 5_000, -1]))

@@ -1,5 +1,6 @@
 """A lease whose seat has ended leaves its device, waits for nothing, and ends in time unless another seat takes it over."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,8 +18,11 @@ from fractional_gpu.core.events import (
     PoolConfigured,
     ProcessExited,
     ResizeRequested,
+    ResumeOutcome,
     SeatEnded,
     SeatRenewed,
+    SuspendOutcome,
+    SuspendRequested,
 )
 from fractional_gpu.core.model import LeaseState, Limits, ReserveBy
 from tests.core.driving import Hand, device, pool, spec
@@ -126,6 +130,55 @@ def test_the_next_seat_takes_it_over_and_the_cell_that_was_preempted_goes_on() -
     assert hand.view("a").spec.seat == "next"
     assert not hand.view("a").revoked
     assert hand.view("a").ends_ms is None
+
+
+def suspending(hand: Hand) -> list[Effect]:
+    hand.idle("a")
+    effects = hand.send(SuspendRequested(at_ms=hand.now, lease_id="a"))
+    hand.work("a")
+    hand.want("a")
+    return effects
+
+
+def resuming(hand: Hand) -> list[Effect]:
+    hand.idle("a")
+    hand.saved(hand.send(SuspendRequested(at_ms=hand.now, lease_id="a")))
+    hand.work("a")
+    return hand.want("a")
+
+
+def resuming_what_was_left_behind(hand: Hand) -> list[Effect]:
+    effects = resuming(hand)
+    hand.send(LeftBehind(at_ms=hand.now, lease_id="a", what="process 7 (train)"))
+    return effects
+
+
+def quarantined(hand: Hand) -> list[Effect]:
+    return hand.saved(suspending(hand), SuspendOutcome.UNKNOWN)
+
+
+def unarmed(hand: Hand) -> list[Effect]:
+    hand.run("b", 900)
+    hand.start("a")
+    hand.work("a")
+    return hand.want("a")
+
+
+@pytest.mark.parametrize("begin", [suspending, resuming, resuming_what_was_left_behind, quarantined, unarmed])
+def test_a_busy_one_that_is_taken_over_at_once_waits_again_whatever_it_was_doing(
+    begin: Callable[[Hand], list[Effect]],
+) -> None:
+    hand = Hand()
+    effects = begin(hand)
+    assert hand.arbiter.ticket("a") is not None
+    revoke(hand, "a")
+    assert hand.arbiter.ticket("a") is None
+    renew(hand, "a")
+    if hand.state("a") is LeaseState.SUSPENDING:
+        hand.saved(effects)
+    elif hand.state("a") is LeaseState.RESUMING:
+        hand.restored(effects, ResumeOutcome.NOT_STARTED)
+    assert hand.arbiter.ticket("a") is not None
 
 
 def test_an_idle_one_that_was_taken_over_comes_back_with_its_next_cell() -> None:

@@ -174,6 +174,18 @@ def test_a_pinned_lease_is_not_moved() -> None:
     assert not world.suspends(relieved(world))
 
 
+@pytest.mark.parametrize("stays", [policy(), PoolSpec(name="p", devices=("d0", "d1"))], ids=["this pool", "default"])
+def test_a_busy_kernel_that_uses_nothing_of_its_device_stays_there_and_another_one_moves(stays: PoolSpec) -> None:
+    world = Hand(device("d0"), device("d1"), pools=[stays])
+    crowded(world)
+    world.run("cpu", SMALL)
+    assert world.view("cpu").device_id == "d1"
+    world.wait(HALF_HOUR_MS)
+    seen(world, "cpu", 0)
+    effects = [*seen(world, "a", 500), *seen(world, "b", 500), *seen(world, "cpu", 0), *ends(world, "x")]
+    assert moves(effects) in (["a"], ["b"])
+
+
 class Crowd:
     """Kernels that run cells at random on three devices which all of them do not fit on; every step checks the laws."""
 
@@ -197,7 +209,7 @@ class Crowd:
         name = random.choice(self.kernels)
         view = world.view(name)
         if view.busy:
-            util_milli = random.choice((50, 300, 600, 950))
+            util_milli = random.choice((0, 50, 300, 600, 950))
             self.take(world.rest(name) if random.random() < 0.1 else seen(world, name, util_milli))
         elif view.state is LeaseState.RESIDENT and not view.gate_closed:
             self.take(world.work(name))

@@ -89,8 +89,7 @@ def test_nothing_comes_back_early_while_a_ticket_waits() -> None:
     hand.want("t")
     assert hand.ticket("t").position == 1
     assert not hand.resumes(expect(hand, "a"))
-    hand.give_up("t")
-    assert hand.resumes(expect(hand, "a"))
+    assert hand.resumes(hand.give_up("t")) == [("a", "d1")], "as soon as none waits any more"
 
 
 def test_a_ticket_that_comes_meanwhile_waits_for_the_rest_of_the_swap_and_takes_the_room_at_once(alone: Hand) -> None:

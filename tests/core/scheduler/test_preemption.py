@@ -73,6 +73,37 @@ def test_a_preempted_kernel_waits_by_itself_and_goes_on_when_there_is_room() -> 
     assert (hand.state("low"), hand.view("low").busy) == (LeaseState.RESIDENT, True)
 
 
+def test_a_kernel_that_host_memory_is_too_short_for_saves_no_other_one_from_preemption() -> None:
+    hand = Hand(pools=[_pool(equals=True)], host_mib=150)
+    for name, reserve_mib, used_mib in (("large", 550, 500), ("left", 100, 100), ("right", 200, 100)):
+        _runs(hand, name, reserve_mib=reserve_mib)
+        hand.send(LeaseMeasured(at_ms=hand.now, lease_id=name, used_mib=used_mib))
+        hand.wait(MINIMUM_MS)
+    _start(hand, "new", reserve_mib=300)
+    effects = [*hand.want("new"), *hand.wait(10 * MINIMUM_MS)]
+    assert _preempted(effects) == ["right"], "it alone makes enough room, and fits into host memory"
+
+
+def test_a_minimum_residency_ends_by_what_the_last_swap_has_taught() -> None:
+    hand = Hand(pools=[dataclasses.replace(_pool(swaps_milli=30_000), min_residency_ms=0)])
+    _runs(hand, "low")
+    _start(hand, "high", priority=1)
+    hand.want("high")
+    hand.saved(hand.wait(MINIMUM_MS * 10), saved_mib=600)
+    hand.work("high")
+    effects = hand.saved(hand.rest("high"), saved_mib=600)
+    assert hand.resumes(effects) == [("low", "d0")]
+    hand.want("high")
+    hand.now += 1
+    hand.restored(effects)  # much faster than was expected
+    since_ms = hand.now
+    hand.arbiter.run_deferred_work()
+    swap_ms = sum(hand.arbiter.forecasts.swap_ms(kind, "H", 600) for kind in ("suspend", "resume"))
+    while not _preempted(hand.wait((hand.observer.wake or 0) - hand.now)):
+        pass
+    assert hand.now == since_ms + 30 * swap_ms
+
+
 def test_no_pool_preempts_across_priorities_that_does_not_want_to() -> None:
     hand = Hand(pools=[_pool(priorities=False)])
     _runs(hand, "low")

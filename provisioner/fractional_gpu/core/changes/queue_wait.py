@@ -495,8 +495,8 @@ class ForecastRecorder:
 
     @property
     def recheck_ms(self) -> int | None:
-        """When to look again because of what is learnt after this event: swap times may make early swaps possible."""
-        return self._books.now_ms + 1 if self._swaps and self._books.expected else None
+        """When to look again because of what is learnt after this event: with other swap times, other swaps are possible."""
+        return self._books.now_ms + 1 if self._swaps else None
 
     def lease_ended(self, lease: Lease) -> None:
         """Forget a lease that is over."""

@@ -386,10 +386,10 @@ class Lifecycle:
             ticket.after_suspend = ticket.after_suspend if lease.target_ids else None
             return False
         left_out = lease.bucket is not None and ticket.wait_pass != self._books.passes and not ticket.kept_on
-        left_out = left_out and not ticket.urgent
+        left_out = left_out and not ticket.urgent  # it kept nothing and decided about no turn
         self._changes.forecast_recorder.ticket_given_up(lease)
         self._changes.withdraw_ticket(lease)
-        return not left_out  # a ticket that was left out kept nothing and decided about no turn
+        return not left_out or lease.spec.pool not in self._books.lines  # the last one of a pool lets more begin
 
     def busy_changed(self, lease: Lease, *, busy: bool, by_cell: bool) -> bool:
         """Note that the kernel began or ended to run something, perhaps a cell. Returns whether any decision depends on it."""

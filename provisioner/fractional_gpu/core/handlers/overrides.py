@@ -136,14 +136,14 @@ class Revocations:
         )
 
     def reinstate(self, lease: Lease, seat: str) -> None:
-        """Reinstate a lease that draws on another seat. A kernel whose cell was preempted waits for its turn again."""
+        """Reinstate a lease that draws on another seat. A kernel that is busy without its device waits for its turn again."""
         changes = self._changes
         if not lease.revoked:
             return
         self._books.reinstate(lease, replace(lease.spec, seat=seat))
         changes.record(lease.lease_id, "seat-renewed", "the next seat of its user's server has taken it over")
         changes.requeued.add(lease.spec.pool)
-        if lease.state is LeaseState.SUSPENDED and (lease.busy or lease.left_behind):
+        if lease.state is not LeaseState.RESIDENT and lease.busy:  # so is one with processes left behind
             changes.file_ticket(lease, preempted=True)
 
     def suspend_ready(self) -> None:

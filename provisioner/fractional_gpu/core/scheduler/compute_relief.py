@@ -177,7 +177,7 @@ class ComputeRelief:
         device_id = device.spec.device_id
         if device_id not in loads:
             weight = sum(self._weight(lease) for lease in _busy_on(device))
-            wants_milli = tuple(lease.counted_milli for lease in device.holders.values() if lease.counted_milli)
+            wants_milli = tuple(lease.counted_milli for lease in device.holders.values())
             loads[device_id] = _Load(wants_milli, weight)
         return loads[device_id]
 

@@ -265,7 +265,8 @@ class Victims:
         able = partial(self._candidates, found, beneficiary, busy=busy, between_cells=between_cells)
         chosen, too_large = _enough(able(), short_mib, {*taken, beneficiary.lease_id}, also, host_mib)
         if not chosen and too_large:
-            chosen, _ = _enough(able(), short_mib, {*taken, beneficiary.lease_id}, also, None)
+            fitting_first = sorted(able(), key=lambda one: one.busy and one.host_need_mib > (host_mib or 0))
+            chosen, _ = _enough(iter(fitting_first), short_mib, {*taken, beneficiary.lease_id}, also, None)
         return chosen or None
 
     def _is_too_little(
@@ -324,24 +325,23 @@ def _enough(
     able: Iterator[Lease], short_mib: int, taken: set[str], also: Sequence[Lease], host_mib: int | None
 ) -> tuple[tuple[Lease, ...], bool]:
     """Return the first leases that cover the shortage, or none, and whether one was left out for want of host memory."""
-    chosen: list[Lease] = []
-    room, too_large = 0, False
+    chosen, too_large, room = list[Lease](), list[Lease](), 0
     for other in able:
         if other.lease_id in taken or other in also:
             continue
-        if too_large and other.busy:
+        if other.busy and too_large and not too_large[0].busy:
             break  # a busy lease is not preempted because host memory is too short for an idle one
         if host_mib is not None:
             need_mib = other.host_need_mib
             if need_mib > host_mib:
-                too_large = True
+                too_large.append(other)
                 continue
             host_mib -= need_mib
         chosen.append(other)
         room += other.held_mib
         if room >= short_mib:
-            return tuple(_without_spare(chosen, room - short_mib)), too_large
-    return (), too_large
+            return tuple(_without_spare(chosen, room - short_mib)), bool(too_large)
+    return (), bool(too_large)
 
 
 def _without_spare(chosen: list[Lease], spare_mib: int) -> list[Lease]:
