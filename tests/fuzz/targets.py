@@ -200,7 +200,9 @@ def status(data: bytes) -> None:
 def _watch() -> IOPubWatch:
     watch = object.__new__(IOPubWatch)  # no sockets: frames are given
     connection = Connection(iopub="tcp://127.0.0.1:9", shell="tcp://127.0.0.1:9", key=b"k", digest="sha256", curve=None)  # noqa: S604
-    vars(watch).update(_connection=connection, _busy={}, _cells=set(), _probes={"probe": ""}, _certain=True)
+    vars(watch).update(
+        _connection=connection, _busy={}, _cells=set(), _probes={"probe": ""}, _certain=True, _topic=b"kernel.x.status"
+    )
     return watch
 
 

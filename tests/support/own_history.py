@@ -33,7 +33,7 @@ def lease(spec: LeaseSpec, at_ms: int) -> LeaseRecord:
     return LeaseRecord(
         spec=spec, state=LeaseState.UNATTACHED, generation=1, device_id=None, saved_mib=0, uid=1000, kernel_id="",
         token_sha256="", boot_id="", pid=None, start_time=None, connection="", language="python", ipykernel=True,
-        created_ms=at_ms, suspends=0, resumes=0,
+        created_ms=at_ms, suspends=0, resumes=0, had_process=True,
     )  # fmt: skip
 
 
