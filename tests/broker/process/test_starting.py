@@ -84,8 +84,8 @@ def foreign(path: Path) -> None:
         (garbage, ledger_of, ["is not a ledger", "put a backup in its place"]),
         (emptiness, earlier_ledger_of, ["is empty (zero bytes)", "put a backup in its place"]),
         (folder, ledger_of, ["is a directory, not a regular file", "move it away or choose another state_dir"]),
-        (newer, ledger_of, ["was written by a newer version (schema 999", "install that version again"]),
-        (newer, earlier_ledger_of, ["was written by a newer version (schema 999", "install that version again"]),
+        (newer, ledger_of, ["was written by another version (schema 999", "install that version again"]),
+        (newer, earlier_ledger_of, ["was written by another version (schema 999", "install that version again"]),
         (foreign, earlier_ledger_of, ["is a database of another program", "choose another state_dir"]),
     ],
 )

@@ -19,8 +19,8 @@ from fractional_gpu.config import ConfigError, Settings, load
 from fractional_gpu.core.units import format_memory
 from fractional_gpu.gpu.simulated.host import parse_devices
 from fractional_gpu.gpu.simulated.store import SimulatedHostError
-from fractional_gpu.ledger.opening import set_aside_command
-from fractional_gpu.ledger.schema import APPLICATION_ID, newest_version
+from fractional_gpu.ledger.opening import other_schema, set_aside_command
+from fractional_gpu.ledger.schema import APPLICATION_ID, SCHEMA
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.limits import PROTOCOL_VERSION
 from fractional_gpu.protocol.messages import ForecastError, Pong
@@ -234,9 +234,9 @@ def _ledger(file: Path) -> Finding:
                 return problem(
                     "ledger", f"{file} is not a ledger of this project", _KEEP.format(set_aside_command(file))
                 )
-            if version > newest_version():
-                newer = f"{file} was written by a newer version (schema {version}, known: {newest_version()})"
-                return problem("ledger", newer, "install that version again")
+            if version != SCHEMA:
+                wrong, remedy = other_schema(file, version)
+                return problem("ledger", f"{file} {wrong}", remedy)
             (sound,) = connection.execute("PRAGMA quick_check(1)").fetchone()
             if sound != "ok":
                 return problem("ledger", f"{file} is damaged: {sound}", _KEEP.format(set_aside_command(file)))
