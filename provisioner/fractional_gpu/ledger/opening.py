@@ -19,7 +19,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from fractional_gpu.host.files import open_own
+from fractional_gpu.host.files import open_own, sync_folder
 from fractional_gpu.ledger.records import LedgerError, LedgerInUseError
 from fractional_gpu.ledger.schema import APPLICATION_ID, SCHEMA, TABLES, create_tables
 
@@ -134,7 +134,7 @@ def copy_whole(path: Path, connection: sqlite3.Connection) -> None:
         connection.execute("VACUUM INTO ?", (str(unfinished),))
         os.fsync(descriptor)
         unfinished.rename(path.with_name(path.name + WHOLE))
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
@@ -147,7 +147,7 @@ def adopt_whole(path: Path) -> None:
     for suffix in ("-wal", "-shm"):  # of an older file: SQLite would apply them to the new one
         path.with_name(path.name + suffix).unlink(missing_ok=True)
     path.with_name(path.name + WHOLE).rename(path)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def reconnect(path: Path) -> sqlite3.Connection:
@@ -162,36 +162,6 @@ def reconnect(path: Path) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
-
-
-def fold_wal(path: Path) -> None:
-    """Merge the write-ahead log into the file, so that the file alone is the ledger. The lock must be held.
-
-    Raises LedgerError for a ledger that is not sound, OSError if there is none. Its schema stays.
-    """
-    _check_file(path, os.lstat(path))
-    with contextlib.closing(_connect(path)) as connection:
-        try:
-            _check_contents(path, connection)
-            connection.execute("PRAGMA synchronous = FULL")
-            (mode,) = connection.execute("PRAGMA journal_mode = DELETE").fetchone()
-        except sqlite3.Error as error:
-            raise ledger_error(
-                path, f"cannot be moved: {error}", "end the program that has it open, if there is one"
-            ) from error
-    if mode != "delete":
-        raise ledger_error(path, "cannot be moved: another program has it open", "end that program")
-
-
-def count_live(path: Path) -> int:
-    """Return how many leases have not ended. The lock must be held. Raises LedgerError."""
-    try:
-        _check_file(path, os.lstat(path))
-        with contextlib.closing(_connect(path)) as connection:
-            (live,) = connection.execute("SELECT count(*) FROM leases WHERE ended_ms IS NULL").fetchone()
-    except (OSError, sqlite3.Error) as error:
-        raise ledger_error(path, f"cannot be read: {error}") from error
-    return int(live)
 
 
 @contextlib.contextmanager
@@ -343,19 +313,10 @@ def _create(path: Path) -> None:
             connection.execute("PRAGMA synchronous = FULL")
             create_tables(connection)
         unfinished.rename(path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         raise ledger_error(
             path, f"cannot be created: {error.strerror}", "check the folder's owner and mode and the room on its disk"
         ) from error
     except sqlite3.Error as error:
         raise ledger_error(path, f"cannot be created: {error}", "check the room on its disk") from error
-
-
-def _sync_folder(folder: Path) -> None:
-    """Synchronize the folder's names with the disk. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

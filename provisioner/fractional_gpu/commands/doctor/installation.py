@@ -12,7 +12,7 @@ from fractional_gpu import __version__
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.client.http import is_service_socket
-from fractional_gpu.client.state_folder import filesystem_type, find_ledger, is_network, node_name, state_folder
+from fractional_gpu.client.state_folder import LEDGER_NAMES, filesystem_type, is_network, node_name, state_folder
 from fractional_gpu.commands.doctor.report import Finding, note, ok, problem, warning
 from fractional_gpu.commands.terminal.connection import broker_if_running, kernels_of
 from fractional_gpu.config import ConfigError, Settings, load
@@ -204,8 +204,8 @@ def check_ledgers(socket: str, settings: Settings | None) -> Iterator[Finding]:
     configured = settings.state_dir if settings is not None else None
     folder = state_folder(socket, configured)
     there = False
-    for simulated in (False, True):
-        file = find_ledger(socket, configured, simulated=simulated)
+    for name in LEDGER_NAMES:
+        file = folder / name
         if file.exists():
             there = True
             yield _ledger(file)
