@@ -7,8 +7,7 @@ A seat is left over where its hub was killed together with its broker, where the
 answer when a server ended. Nothing else ends such a seat, and its pool counts it. So each hub gives leftover seats back, when it starts
 and every minute after that (`Reconciler`):
 
-- Only seats that this hub took: a broker can serve several hubs. A hub is known by the address of its API. Seats of an earlier version
-  name no hub; they are this hub's if the hub runs the broker itself.
+- Only seats that this hub took: a broker can serve several hubs. A hub is known by the address of its API.
 - A seat is in use if its server starts, stops or is being checked, or runs with this very seat.
 """
 
@@ -23,13 +22,12 @@ from html import escape
 from pathlib import Path
 from typing import Any, TypeVar
 
-from msgspec.structs import replace
 from prometheus_client import REGISTRY, Counter, Histogram
 from prometheus_client.registry import Collector
 from tornado import web
 
 from fractional_gpu.client.seat import SeatClient
-from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableError, FractionalGPUError
+from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
 from fractional_gpu.protocol.messages import SeatStatus
 from fractional_gpu.protocol.seats import OfferRequest, Offers, SeatList, SeatProgress, SeatRequest
 
@@ -224,12 +222,7 @@ class AsyncSeatClient:
 
     async def offers(self, request: OfferRequest) -> Offers:
         """Return what the user can choose from. Raises FractionalGPUError. Cancelled: the call ends by itself."""
-        try:
-            return await self._call(lambda client: client.offers(request))
-        except BadRequestError as error:
-            if not _is_unknown_hub(error, request):
-                raise
-        return await self._call(lambda client: client.offers(replace(request, hub="")))
+        return await self._call(lambda client: client.offers(request))
 
     async def seats(self) -> SeatList:
         """Return all seats. Raises FractionalGPUError. Cancelled: the call ends by itself."""
@@ -259,11 +252,6 @@ class AsyncSeatClient:
             except BrokerUnavailableError:
                 if time.monotonic() > end_s:
                     raise
-            except BadRequestError as error:
-                if not _is_unknown_hub(error, request):
-                    raise
-                request = replace(request, hub="")
-                continue
             else:
                 return
             finally:
@@ -280,11 +268,6 @@ class AsyncSeatClient:
                     if time.monotonic() > end_s:
                         raise
             await asyncio.sleep(_PAUSE_S)
-
-
-def _is_unknown_hub(error: BadRequestError, request: OfferRequest | SeatRequest) -> bool:
-    """Whether the broker refused the request because it is an earlier one, which has no field for the hub."""
-    return bool(request.hub) and "unknown field 'hub'" in str(error)
 
 
 BROKER_SERVICE = "gpu-broker"
@@ -357,9 +340,7 @@ class Reconciler:
                 self._log.warning("The seat %s of %s was given back: its server is gone", seat.seat_id[:8], name)
 
     def _is_ours(self, seat: SeatStatus) -> bool:
-        if seat.hub:
-            return bool(seat.hub == self._app.hub.api_url)
-        return any(service.get("name") == BROKER_SERVICE for service in self._app.services)
+        return bool(seat.hub == self._app.hub.api_url)
 
     def _is_used(self, seat: SeatStatus) -> bool:
         from jupyterhub.orm import User  # noqa: PLC0415 - the service's process imports this module, and waits for no database

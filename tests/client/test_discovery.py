@@ -306,17 +306,6 @@ def test_a_broker_that_keeps_stderr_open_does_not_hold_the_start_up(home: Path) 
     (home / "fifo").open("w").close()  # lets the child go
 
 
-def test_a_start_command_of_an_earlier_version_starts_the_package_of_this_one(home: Path) -> None:
-    code = "import sys; name = sys.argv[1]; sys.exit(name if name[0] == 'f' else f'No module named {name}')"
-    for module in ("broker", "commands.main"):
-        write_settings(home, code, f"provisioner.{module}")
-        with pytest.raises(BrokerUnavailableError, match=rf"^fractional_gpu\.{module}$"):
-            ensure_broker(str(home / "b.sock"))
-    write_settings(home, "import sys; sys.exit('no driver')", "provisioner.broker")
-    with pytest.raises(BrokerUnavailableError, match=r"^no driver$"):
-        ensure_broker(str(home / "b.sock"))
-
-
 def test_an_interpreter_that_was_removed_is_named(home: Path) -> None:
     (home / "broker.json").write_text('{"argv": ["/nowhere/python"]}')
     (home / "broker.json").chmod(0o600)

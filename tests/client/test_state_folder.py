@@ -11,7 +11,6 @@ from fractional_gpu.client.discovery import restart_command, restart_file, spare
 from fractional_gpu.client.state_folder import (
     SERVICE_STATE,
     filesystem_type,
-    find_ledger,
     is_network,
     make_state_folder,
     state_folder,
@@ -57,7 +56,7 @@ def test_a_folder_that_is_configured_on_a_network_filesystem_is_one_for_each_nod
     assert len(folders) == 4, "an id that is not made yet is none, and of nodes with one id the names count"
     shared.mkdir()
     (shared / "ledger.sqlite").touch()
-    assert state_folder(SOCKET, shared) == shared, "what an earlier version has there is found"
+    assert state_folder(SOCKET, shared) == shared, "a ledger that lies there is found"
 
 
 def test_an_image_without_an_id_of_its_own_tells_hosts_apart_by_their_names(
@@ -202,20 +201,6 @@ def test_what_others_could_read_is_made_private() -> None:
     folder.parent.parent.chmod(0o755)
     assert make_state_folder(SOCKET) == folder
     assert {stat.S_IMODE(one.stat().st_mode) for one in (folder, folder.parent.parent)} == {0o700}
-
-
-def test_the_ledger_is_found_where_an_earlier_version_left_it(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    socket = str(run / "broker.sock")
-    new = state_folder(socket) / "ledger.sqlite"
-    assert find_ledger(socket, None, simulated=False) == new
-    (run / "ledger.sqlite").touch()
-    assert find_ledger(socket, None, simulated=False) == run / "ledger.sqlite"
-    assert find_ledger(socket, None, simulated=True).parent == new.parent
-    make_state_folder(socket)
-    new.touch()
-    assert find_ledger(socket, None, simulated=False) == new
 
 
 def test_how_to_start_the_broker_is_found_without_the_runtime_folder(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`jupyter gpu audit` reads the log: one line for each act, over its files, and as it grows."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 from fractional_gpu.broker.kernels.request_validation import Peer
 from fractional_gpu.broker.persistence.audit import Act
 from fractional_gpu.client.seat import SeatClient
+from fractional_gpu.client.state_folder import make_state_folder
 from fractional_gpu.commands import audit
 from fractional_gpu.commands.main import main
 from fractional_gpu.host.peers import PeerCredentials
@@ -121,7 +123,9 @@ def test_the_broker_says_where_its_log_is(live: LiveBroker, capsys: pytest.Captu
 def test_without_a_broker_it_is_where_the_configuration_says(
     log: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("JUPYTER_GPU_SOCKET", str(log.parent / "broker.sock"))
+    socket = str(log.parent / "broker.sock")
+    monkeypatch.setenv("JUPYTER_GPU_SOCKET", socket)
+    shutil.copytree(log.parent, make_state_folder(socket), dirs_exist_ok=True)
     assert main(["audit"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
 

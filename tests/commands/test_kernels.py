@@ -95,26 +95,6 @@ def test_the_list_for_people_and_for_programs(tmp_path: Path, capsys: pytest.Cap
     assert Path(kernel["folder"], "kernel.json").is_file()
 
 
-def test_a_kernelspec_of_an_earlier_version_is_marked_and_what_replaces_it_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    listing = ["kernels", "list", "--prefix", str(tmp_path)]
-    main(["kernels", "install", "--fraction", "1/4", "1/2", "--prefix", str(tmp_path)])
-    (quarter, _) = list_installed(prefix=str(tmp_path))
-    capsys.readouterr()
-    assert main(listing) == 0
-    assert "earlier" not in capsys.readouterr().out
-    file = quarter.folder / "kernel.json"
-    file.write_text(file.read_text().replace("fractional_gpu_kernel", "kernelext"))
-    assert main(listing) == 0
-    _, first, second, sentence = capsys.readouterr().out.splitlines()
-    assert first.endswith(f"{quarter.folder}  (cannot start: of an earlier version)")
-    assert "cannot start" not in second
-    assert "`jupyter gpu kernels install`" in sentence
-    assert main([*listing, "--json"]) == 0
-    assert [one["earlier"] for one in json.loads(capsys.readouterr().out)["kernels"]] == [True, False]
-
-
 def test_what_is_replaced_or_shadowed_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from fractional_gpu.broker.persistence.lease_files import lease_folder
@@ -131,4 +132,20 @@ def test_a_damaged_ledger_is_set_aside_by_the_command_that_the_cell_is_told(worl
     assert notebook.must(CHECK).text == "intact\n"
     notebook.restart()
     notebook.must(fill(2))
+    assert notebook.must(CHECK).text == "intact\n"
+
+
+def test_a_broker_that_another_environment_starts_finds_the_ledger(world: World, server: Server) -> None:
+    """It is started with the state folder that the last broker had."""
+    (spec,) = world.install(750)
+    notebook = suspended(world, server, spec, 1)
+    ledger = world.ledger
+    world.kill_broker()
+    elsewhere = {**world.environment, "XDG_STATE_HOME": str(world.folder / "elsewhere")}
+    code = "from fractional_gpu.client.discovery import ensure_broker; ensure_broker().close()"
+    subprocess.run([sys.executable, "-c", code], env=elsewhere, check=True)
+    with world.client() as client:
+        assert [lease.state for lease in client.status().leases] == ["suspended"]
+    assert not list(world.folder.glob("elsewhere/**/*.sqlite"))
+    assert ledger.exists()
     assert notebook.must(CHECK).text == "intact\n"

@@ -344,28 +344,17 @@ def test_the_counter_goes_on_when_a_broker_opens_the_host_again(simulated: Simul
     assert machine.counter() == 0
 
 
-def test_a_host_that_an_older_version_made_begins_to_count(simulated: SimulatedHost) -> None:
-    with closing(Store(simulated.directory)) as store, store.transaction() as db:
-        db.execute("DROP TABLE meters")
-        db.execute("DROP TABLE spent")
-    with closing(SimulatedMonitor(simulated.directory)) as monitor:
-        device = simulated.devices[1].device_id
-        begun_mj = monitor.sensors(device).energy_mj
-        assert begun_mj is not None
-        eventually(lambda: (monitor.sensors(device).energy_mj or 0) > begun_mj, "it counts")
-
-
 def test_a_host_of_another_version_is_left_as_it_is(simulated: SimulatedHost) -> None:
     with closing(Store(simulated.directory)) as store:
         with store.transaction() as db:
-            db.execute("DROP TABLE meters")
             db.execute("UPDATE meta SET value='99' WHERE name='version'")
         with pytest.raises(SimulatedHostError, match="version 99"):
             host.open_host(simulated.directory)
-        assert store.query("SELECT 1 FROM sqlite_master WHERE name='meters'") == []
 
 
-def test_a_context_of_an_older_version_draws_nothing_that_is_known(simulated: SimulatedHost, machine: Machine) -> None:
+def test_a_process_whose_record_of_its_work_is_gone_draws_nothing_that_is_known(
+    simulated: SimulatedHost, machine: Machine
+) -> None:
     machine.works("a", 1000)
     (machine.store.process_folder("a") / "used").unlink()
     machine.passes(1000)

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import aclosing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +17,9 @@ from traitlets.log import get_logger
 
 import fractional_gpu_hub
 from fractional_gpu.client.seat import SeatClient
-from fractional_gpu.protocol import codec
-from fractional_gpu.protocol.messages import ProgressKind
-from fractional_gpu.protocol.seats import OfferRequest, SeatRequest
+from fractional_gpu.protocol.seats import SeatRequest
 from fractional_gpu_hub import seats as hub_seats
-from fractional_gpu_hub.seats import BROKER_SERVICE, AsyncSeatClient, Reconciler
+from fractional_gpu_hub.seats import Reconciler
 from fractional_gpu_hub.service import add_page
 from tests.broker.live import DEADLINE_S, LiveBroker, live_broker
 
@@ -59,7 +56,7 @@ def spawner(seat_id: str | None = None, *, active: bool = True, pending: str | N
     return SimpleNamespace(active=active, pending=pending, gpu_seat={"seat_id": seat_id} if seat_id else None)
 
 
-def hub_with(servers: dict[str, dict[str, SimpleNamespace]], *, manages_broker: bool = False) -> Any:  # noqa: ANN401
+def hub_with(servers: dict[str, dict[str, SimpleNamespace]]) -> Any:  # noqa: ANN401
     """A hub with these users, and their servers as it knows them."""
     db = orm.new_session_factory("sqlite:///:memory:")()
     users: dict[orm.User, SimpleNamespace] = {}
@@ -70,8 +67,7 @@ def hub_with(servers: dict[str, dict[str, SimpleNamespace]], *, manages_broker: 
             db.add(orm.Spawner(name=server, user=user))
         db.commit()
         users[user] = SimpleNamespace(spawners=spawners)
-    services = [{"name": BROKER_SERVICE}] if manages_broker else []
-    return SimpleNamespace(db=db, users=users, hub=SimpleNamespace(api_url=HUB), services=services, log=get_logger())
+    return SimpleNamespace(db=db, users=users, hub=SimpleNamespace(api_url=HUB), log=get_logger())
 
 
 async def test_seats_of_servers_that_are_gone_are_given_back(live: LiveBroker) -> None:
@@ -108,28 +104,6 @@ async def test_seats_of_another_hub_stay(live: LiveBroker) -> None:
     take(live, "bob", hub="")
     await Reconciler(hub_with({}), live.socket).reconcile()
     assert left(live) == ["ada/", "bob/"]
-    await Reconciler(hub_with({}, manages_broker=True), live.socket).reconcile()
-    assert left(live) == ["ada/"], "one that names no hub is of an earlier version of the hub that runs the broker"
-
-
-async def test_an_earlier_broker_gives_a_seat_though_it_keeps_no_hub_with_it(
-    live: LiveBroker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fields(kind: type[Any]) -> frozenset[str]:
-        return frozenset(kind.__struct_fields__) - {"hub"}
-
-    monkeypatch.setattr(codec, "_fields", fields)
-    request = SeatRequest(owner="ada", pool="default", fraction_milli=125, hub=HUB)
-    async with aclosing(AsyncSeatClient(live.socket, patience_s=DEADLINE_S).take(request)) as lines:
-        assert [line.kind async for line in lines] == [ProgressKind.GRANTED]
-
-
-async def test_an_earlier_broker_makes_offers_though_it_asks_for_no_hub(
-    live: LiveBroker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(codec, "_fields", lambda kind: frozenset(kind.__struct_fields__) - {"hub"})
-    offers = await AsyncSeatClient(live.socket, patience_s=DEADLINE_S).offers(OfferRequest(owner="ada", hub=HUB))
-    assert [pool.pool for pool in offers.pools] == ["default"]
 
 
 async def test_a_hub_whose_configuration_took_the_broker_out_again_says_so(

@@ -10,22 +10,15 @@ from typing import Any
 
 import pytest
 
-from fractional_gpu.host.process import EXTENSION_ARGUMENT, find_ipykernel, is_of_earlier_version, loads_extension
+from fractional_gpu.host.process import EXTENSION_ARGUMENT, find_ipykernel, loads_extension
 from fractional_gpu.jupyter import kernel_command
 from fractional_gpu.jupyter.kernel_command import MARK, KernelPlan, plan_kernel
 from fractional_gpu.jupyter.provisioner import FractionalGPUProvisioner
-from fractional_gpu.protocol.errors import BadRequestError
 from fractional_gpu.protocol.names import LOWEST_MSGSPEC
 from tests.jupyter.conftest import Places
 from tests.support.fake_broker import FakeBroker
 from tests.support.kernels import evaluate, running_kernel, talking_to
 from tests.support.paths import ROOT
-
-EARLIER = [
-    "-P",
-    "-c",
-    "import sys, kernelext, provisioner; from ipykernel.kernelapp import launch_new_instance; launch_new_instance()",
-]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +26,6 @@ EARLIER = [
     [
         (["python", "-m", "ipykernel_launcher", "-f", "c"], 1),
         (["python", "-Xfrozen_modules=off", "-W", "error", "-m", "ipykernel", "-f", "c"], 4),
-        (["python", *EARLIER, "-f", "c"], 2),
         (["python", "-c", "print()"], None),
         (["python", "-m", "bash_kernel", "-f", "c"], None),
         (["conda", "run", "python", "-m", "ipykernel_launcher"], None),
@@ -50,36 +42,16 @@ def test_ipykernel_is_recognised_by_what_python_is_told_to_run(argv: list[str], 
 
 
 @pytest.mark.parametrize(
-    ("argv", "loads", "earlier"),
+    ("argv", "loads"),
     [
-        (["python", "-m", "ipykernel_launcher", "-f", "c"], False, False),
-        (["python", "-m", "ipykernel_launcher", "-f", "c", EXTENSION_ARGUMENT], True, False),
-        (["python", "-m", "ipykernel_launcher", "-f", "c", "--IPKernelApp.extra_extensions=kernelext"], True, True),
-        (["python", *EARLIER, "-f", "c"], True, True),
-        (["python", "-c", "import kernelext"], False, False),
-        (["bash_kernel", "-f", "c", EXTENSION_ARGUMENT], False, False),
-        (["python", "-P", "-m", "provisioner.launcher", "--", "python"], False, True),
-        (["python", "-P", "-m", "fractional_gpu.jupyter.launcher", "--", "python"], False, False),
+        (["python", "-m", "ipykernel_launcher", "-f", "c"], False),
+        (["python", "-m", "ipykernel_launcher", "-f", "c", EXTENSION_ARGUMENT], True),
+        (["bash_kernel", "-f", "c", EXTENSION_ARGUMENT], False),
     ],
     ids=str,
 )
-def test_kernels_and_kernelspecs_of_an_earlier_version_are_recognised(
-    argv: list[str], loads: bool, earlier: bool
-) -> None:
-    assert (loads_extension(argv), is_of_earlier_version(argv)) == (loads, earlier)
-
-
-def test_a_kernelspec_of_an_earlier_version_is_refused_with_the_command_that_replaces_it(
-    places: Places, broker: FakeBroker
-) -> None:
-    name = places.write_gpu_spec(argv=[places.python, *EARLIER, "-f", "{connection_file}"])
-    with (
-        pytest.raises(BadRequestError, match="`jupyter gpu kernels install` to replace it") as raised,
-        running_kernel(name),
-    ):
-        pass
-    assert raised.value.reason == "earlier-kernelspec"
-    assert broker.calls == []
+def test_a_kernel_with_the_extension_is_recognised_by_its_command(argv: list[str], loads: bool) -> None:
+    assert loads_extension(argv) == loads
 
 
 def plan(places: Places, *options: str, interpreter: str | None = None, **environment: str) -> KernelPlan:

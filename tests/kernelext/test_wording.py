@@ -179,7 +179,6 @@ def test_what_the_magics_answer_is_as_it_was_read(kernel: RunningKernel, broker:
     said["%gpu pin 2h, suspended"] = "\n".join(kernel.run("%gpu pin 2h").shown)
     broker.extra = {}
     said["%gpu unpin"] = "\n".join(kernel.run("%gpu unpin").shown)
-    said["%gpu cost, an earlier broker"] = "\n".join(kernel.run("%gpu cost").shown)
     said["%gpu resume"] = "\n".join(kernel.run("%gpu resume").shown)
     said["%gpu request 1/2"] = "\n".join(kernel.run("%gpu request 1/2").shown)
     said["%gpu resize 1/2 --later"] = last_shown(kernel, "%gpu resize 1/2 --later", "Its share is")

@@ -79,19 +79,3 @@ def make_operation() -> Callable[..., OperationRecord]:
         return replace(_OPERATION, operation_id=operation_id, **changes)
 
     return make
-
-
-@pytest.fixture
-def save_old() -> Callable[[Ledger], None]:
-    """Save a lease called `old` as the first version did."""
-
-    def save(ledger: Ledger) -> None:
-        spec = '{"lease_id": "old", "pool": "p", "owner": "o", "fraction_milli": 1, "reserve_mib": 1, "seat": ""}'
-        ledger._write(
-            "INSERT INTO leases (lease_id, spec, state, generation, saved_mib, uid, kernel_id, token_sha256, boot_id,"
-            " connection, language, ipykernel, created_ms, suspends, resumes)"
-            " VALUES ('old', ?, 'suspended', 1, 7, 0, '', '', '', '', '', 1, 0, 0, 0)",
-            (spec,),
-        )
-
-    return save

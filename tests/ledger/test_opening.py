@@ -69,7 +69,7 @@ def test_a_new_ledger_is_private_and_whole(path: Path) -> None:
         assert modes == dict.fromkeys(("ledger.db", "ledger.db-wal", "ledger.db-shm", "ledger.db.lock"), 0o600)
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     with closing(sqlite3.connect(path)) as reader:
-        assert reader.execute("PRAGMA user_version").fetchone() == (schema.newest_version(),)
+        assert reader.execute("PRAGMA user_version").fetchone() == (schema.SCHEMA,)
         assert reader.execute("PRAGMA application_id").fetchone() == (schema.APPLICATION_ID,)
 
 
@@ -115,17 +115,16 @@ def test_a_database_of_another_program_is_refused(path: Path) -> None:
     _assert_refused_untouched(path, "is a database of another program; choose another state_dir")
 
 
-def test_a_ledger_of_a_newer_version_is_refused(kept: Path) -> None:
+@pytest.mark.parametrize("other", [0, schema.SCHEMA + 1])
+def test_a_ledger_of_another_schema_is_refused_and_left_as_it_is(kept: Path, other: int) -> None:
     with closing(sqlite3.connect(kept)) as writer:
-        writer.execute(f"PRAGMA user_version = {schema.newest_version() + 1}")
-    newest = schema.newest_version()
-    _assert_refused_untouched(kept, rf"newer version \(schema {newest + 1}, this one knows up to {newest}\)")
-
-
-def test_a_ledger_without_a_version_is_refused(kept: Path) -> None:
-    with closing(sqlite3.connect(kept)) as writer:
-        writer.execute("PRAGMA user_version = 0")
-    _assert_refused_untouched(kept, "has no schema version")
+        writer.execute(f"PRAGMA user_version = {other}")
+    names = sorted(kept.parent.iterdir())
+    _assert_refused_untouched(
+        kept,
+        rf"written by another version \(schema {other}, this one uses schema {schema.SCHEMA}\); install that version again",
+    )
+    assert sorted(kept.parent.iterdir()) == names
 
 
 def test_a_ledger_that_lacks_a_table_is_refused(kept: Path) -> None:
@@ -228,38 +227,6 @@ def test_an_unfinished_new_ledger_is_built_again(path: Path) -> None:
     with Ledger.open(path) as ledger:
         assert ledger.live_leases() == []
     assert not path.with_name(".ledger.db.new").exists()
-
-
-def test_an_old_ledger_is_migrated_and_keeps_its_leases(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def add_a_note(connection: sqlite3.Connection) -> None:
-        connection.execute("ALTER TABLE leases ADD COLUMN note TEXT NOT NULL DEFAULT 'migrated'")
-
-    version = schema.newest_version() + 1
-    monkeypatch.setitem(schema.MIGRATIONS, version, add_a_note)
-    with Ledger.open(kept) as ledger:
-        assert len(ledger.live_leases()) == 200
-        assert ledger._read("SELECT DISTINCT note FROM leases")[0]["note"] == "migrated"
-        assert ledger._read("PRAGMA user_version")[0][0] == version
-    Ledger.open(kept).close()
-
-
-def test_a_migration_that_fails_changes_nothing(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail_half_way(connection: sqlite3.Connection) -> None:
-        connection.execute("DROP TABLE story")
-        connection.execute("SELECT * FROM nowhere")
-
-    version = schema.newest_version()
-    with monkeypatch.context() as patch:
-        patch.setitem(schema.MIGRATIONS, version + 1, fail_half_way)
-        with pytest.raises(LedgerError, match="cannot be read: no such table: nowhere"):
-            Ledger.open(kept)
-    with Ledger.open(kept) as ledger:
-        assert ledger._read("PRAGMA user_version")[0][0] == version
-        assert ledger.story("a") == []
-
-
-def test_the_table_of_migrations_has_no_gap() -> None:
-    assert sorted(schema.MIGRATIONS) == list(range(1, schema.newest_version() + 1))
 
 
 def test_a_file_system_without_a_write_ahead_log_is_refused(path: Path) -> None:

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.ledger import LeaseRecord, Ledger, LedgerError, PointRecord, opening, schema
-
-_VERSION_2 = frozenset({"leases", "operations", "story", "counters", "seats", "usage"})
+from fractional_gpu.ledger import LeaseRecord, Ledger, LedgerError, PointRecord
 
 
 def point(at_ms: int, lease_id: str = "a") -> PointRecord:
@@ -57,25 +55,6 @@ def test_what_was_learnt_is_kept_by_name(path: Path) -> None:
         ledger.keep("forecasts", "[2]")
     with Ledger.open(path) as ledger:
         assert ledger.kept("forecasts") == "[2]"
-
-
-def test_a_ledger_of_schema_2_keeps_its_leases_and_learns_the_rest(
-    path: Path,
-    make_lease: Callable[..., LeaseRecord],
-    save_old: Callable[[Ledger], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with monkeypatch.context() as patch:
-        for version in [number for number in schema.MIGRATIONS if number > 2]:
-            patch.delitem(schema.MIGRATIONS, version)
-        patch.setattr(opening, "TABLES", _VERSION_2)
-        with Ledger.open(path) as ledger:
-            save_old(ledger)
-    with Ledger.open(path) as ledger:
-        (old,) = ledger.live_leases()
-        assert (old.saved_mib, old.device_ids, old.home_device_ids, old.pinned_until_ms) == (7, (), (), 0)
-        ledger.save_lease(make_lease("new"))
-        assert ledger.live_leases()[-1] == make_lease("new")
 
 
 def test_devices_that_make_no_sense_are_an_error_and_not_an_empty_list(

@@ -1,14 +1,11 @@
-"""Seats and usage outlive the broker, and a ledger of schema 1 learns to keep them."""
+"""Seats and usage outlive the broker."""
 
-import sqlite3
-from collections.abc import Callable
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fractional_gpu.ledger import Ledger, RecordError, SeatRecord, UsageRecord, opening, schema
+from fractional_gpu.ledger import Ledger, RecordError, SeatRecord, UsageRecord
 
 _SEAT = SeatRecord(
     seat_id="s1",
@@ -88,27 +85,3 @@ def test_old_seats_and_usage_are_forgotten_and_living_seats_are_not(ledger: Ledg
     assert ledger.live_seats() == [_SEAT]
     assert ledger.seat_times_ms("default") == []
     assert ledger.usage(0) == []
-
-
-def test_a_ledger_of_schema_1_keeps_its_leases_and_learns_seats(
-    path: Path, save_old: Callable[[Ledger], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        for version in [number for number in schema.MIGRATIONS if number > 1]:
-            patch.delitem(schema.MIGRATIONS, version)
-        patch.setattr(opening, "TABLES", frozenset({"leases", "operations", "story", "counters"}))
-        with Ledger.open(path) as ledger:
-            save_old(ledger)
-            ledger.record("old", 1, "begun", "It began.")
-    with closing(sqlite3.connect(path)) as reader:
-        assert reader.execute("PRAGMA user_version").fetchone() == (1,)
-        # Written by a broker that knew no seats: its leases' specs do not speak of them.
-        spec = reader.execute("SELECT json_remove(spec, '$.seat') FROM leases").fetchone()
-        reader.execute("UPDATE leases SET spec = ?", spec)
-        reader.commit()
-    with Ledger.open(path) as ledger:
-        assert [lease.spec.lease_id for lease in ledger.live_leases()] == ["old"]
-        assert [line.reason for line in ledger.story("old")] == ["begun"]
-        assert ledger.live_seats() == []
-        ledger.save_seat(_SEAT)
-        assert ledger.live_seats() == [_SEAT]

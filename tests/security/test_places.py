@@ -197,9 +197,8 @@ def test_a_link_in_a_files_place_is_not_followed(world: World) -> None:
     for name, folder in zip(names, folders, strict=True):
         folder.mkdir(mode=0o700)
         (folder / name).symlink_to(precious)
-    # an earlier version's place of the ledger, which is moved from there
-    Path(world.socket).with_name("ledger-simulated.sqlite").symlink_to(precious)
-    names.append("ledger-simulated.sqlite")
+    world.ledger.symlink_to(precious)
+    names.append(world.ledger.name)
     folders.append(Path(world.socket).parent)
     for name, said in zip(names, refused_starts(world, folders), strict=True):
         assert name in said.replace(str(world.folder / name), "")

@@ -546,12 +546,12 @@ def test_a_figure_that_is_wrong_or_unknown_is_named(capsys: pytest.CaptureFixtur
 
 def test_what_cannot_be_audited_is_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     record, figures = run(tmp_path, host(), TURNS)
-    (tmp_path / "old.log").write_text('{"format":"jupyter-gpu-events","version":1,"parallel_swaps":1}\n')
+    (tmp_path / "old.log").write_text('{"format":"jupyter-gpu-events","version":2,"parallel_swaps":1}\n')
     (tmp_path / "empty.log").write_text("")
     (tmp_path / "odd.log").write_text(record.read_text() + '{"world":"ends"}\n')
     (tmp_path / "half.gz").write_bytes(b"\x1f\x8b")
     for name, sentence in (
-        ("old.log", "the record is not of version 4; record the run again with --record"),
+        ("old.log", "the record is not of version 1; record the run again with --record"),
         ("empty.log", "is empty"),
         ("odd.log", "cannot be read: KeyError 'at_ms'"),
         ("half.gz", "cannot be read"),

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.protocol.accounts import BudgetStatus, UsageReport
-from fractional_gpu.protocol.errors import BadRequestError, NotFoundError
+from fractional_gpu.protocol.errors import BadRequestError
 from fractional_gpu.reports.chargeback import as_csv
 from fractional_gpu.reports.columns import budget_names, tabulated
 from fractional_gpu.reports.page import DARK, LIGHT, STYLE, bars, body, html_table, meaning, period_text
@@ -141,12 +141,11 @@ def _is_own(budget: BudgetStatus, viewer: Viewer) -> bool:
 
 
 def _budgets(client: SeatClient) -> list[BudgetStatus]:
-    """Return all budgets, those of which the largest part is spent first; none of a broker that does not know them."""
-    try:
-        found = client.budgets().budgets
-    except NotFoundError:
-        return []
-    return sorted(found, key=lambda one: (-one.spent * 1000 // max(1, one.amount), one.kind, one.name, one.text))
+    """Return all budgets, those of which the largest part is spent first."""
+    return sorted(
+        client.budgets().budgets,
+        key=lambda one: (-one.spent * 1000 // max(1, one.amount), one.kind, one.name, one.text),
+    )
 
 
 def _checked(report: UsageReport, group: str) -> UsageReport:

@@ -189,7 +189,7 @@ class BrokerChannel:
         finally:
             self._is_connected = False
             self._discard(client)
-            if not self._needs_pulse:  # the next broker may be another version
+            if not self._needs_pulse:  # the next broker may not see whether its stream is read
                 self._needs_pulse = True
                 self._answers.put(None)  # wake the other thread, which waits without a timeout
         return got_command

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fractional_gpu.core.units import format_fraction, format_memory, format_rough
-from fractional_gpu.protocol.errors import BrokerUnavailableError, ConflictError, FractionalGPUError, NotFoundError
+from fractional_gpu.protocol.errors import BrokerUnavailableError, ConflictError, FractionalGPUError
 from fractional_gpu.protocol.messages import LeaseStatus, PinRequest, ResizeRequest
 from fractional_gpu_kernel.cells.acquire import Acquirer, RefusedError
 from fractional_gpu_kernel.cells.gate import Gate
@@ -354,13 +354,6 @@ class Actions:
             cost = self._read(lambda client: client.cost(self._settings.lease_id))
         except BrokerUnavailableError as error:
             publish(self._shell, Sentence(f"{error}. What this kernel costs is shown when a broker serves again."))
-        except NotFoundError as error:
-            if error.reason != "unknown-route":
-                raise
-            publish(
-                self._shell,
-                Sentence("The GPU broker is of an earlier version, which does not count what kernels cost."),
-            )
         else:
             publish(self._shell, CostView(cost))
 

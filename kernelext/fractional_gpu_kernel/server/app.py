@@ -31,7 +31,7 @@ from fractional_gpu.protocol.messages import DeviceStatus, ExpectRequest, HostSt
 # It has a thread of its own: the client is synchronous, and the server's loop must not wait.
 #
 # The stream's first line is the whole host's status; each later line holds what has changed, and the client decodes no more than that
-# (`BrokerClient.events`). A broker of an earlier version sends whole statuses.
+# (`BrokerClient.events`).
 
 
 log = logging.getLogger(__name__)

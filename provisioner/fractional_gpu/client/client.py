@@ -32,7 +32,6 @@ from fractional_gpu.protocol.errors import (
     BadRequestError,
     BrokerUnavailableError,
     FractionalGPUError,
-    InternalBrokerError,
     NotFoundError,
     TooManyRequestsError,
     error_from_reply,
@@ -80,8 +79,7 @@ _KEPT_CONNECTIONS = 2
 _END_S = 60.0  # SIGTERM, SIGKILL, and the driver that frees what the processes had
 _FOR_EVER_S = 20 * 86_400.0  # of a stream that says nothing while nothing changes; sockets allow 24 days
 _SILENCE_S = 3 * PULSE_S  # without a keep-alive for so long, a stream is dead
-_EVENTS = "/v1/events?changes=1"  # a broker of an earlier version ignores the query and sends whole statuses
-_FRESH = "?fresh=1"  # a broker of an earlier version ignores the query
+_FRESH = "?fresh=1"
 _OF_VERSIONS = frozenset({"bad-request", "unknown-route", "bad-method"})  # reasons that another version may have caused
 
 
@@ -123,7 +121,7 @@ class BrokerClient:
         return self._call(HostStatus, "GET", "/v1/status" + _FRESH * fresh)
 
     def capacity(self) -> "Capacity":
-        """Return what the host could still give, by pool. Raises as every call; NotFoundError from a broker of an earlier version."""
+        """Return what the host could still give, by pool. Raises as every call."""
         from fractional_gpu.protocol.capacity import Capacity  # noqa: PLC0415 - kernels need it rarely
 
         return self._call(Capacity, "GET", "/v1/capacity")
@@ -135,7 +133,7 @@ class BrokerClient:
         thread calls `close`.
         """
         status: HostStatus | None = None
-        with closing(self._stream("GET", _EVENTS, None, max(self.timeout_s, _SILENCE_S))) as stream:
+        with closing(self._stream("GET", "/v1/events", None, max(self.timeout_s, _SILENCE_S))) as stream:
             for payload in stream:
                 if payload:
                     status = _next_status(status, payload)
@@ -487,15 +485,13 @@ def _payload(connection: Connection) -> object:
 
 
 def _next_status(status: HostStatus | None, payload: object) -> HostStatus:
-    """Return the whole status after a line of events: the line itself, or `status` with the changes that the line lists.
+    """Return the whole status after a line of events: the first line itself, or `status` with the changes that the line lists.
 
     With many kernels nearly nothing changes at a time, so nearly nothing is decoded again. Raises InternalBrokerError.
     """
-    if not isinstance(payload, dict) or "ended" not in payload:
+    if status is None:
         return decode_reply(payload, HostStatus)
     change = decode_reply(payload, HostChange)
-    if status is None:
-        raise InternalBrokerError("the broker's answer is a HostChange before any HostStatus")
     devices = {device.device_id: device for device in (*status.devices, *change.changed.devices)}
     leases = {lease.lease_id: lease for lease in (*status.leases, *change.changed.leases)}
     return replace(

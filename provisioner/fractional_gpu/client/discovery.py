@@ -47,10 +47,6 @@ _PAUSE_S = 0.05
 _LOCK_PAUSE_S = 0.01
 _RESTART_S = 5.0  # in which a service that is restarted has ended and serves again
 _LONGEST_COMPLAINT = 2000  # bytes
-_EARLIER_MODULES = {
-    "provisioner.broker": "fractional_gpu.broker",
-    "provisioner.commands.main": "fractional_gpu.commands.main",
-}
 _LONGEST_SETTINGS = 64 * 1024  # bytes
 
 
@@ -304,14 +300,8 @@ def _start(path: str, timeout_s: float, command: tuple[list[str], dict[str, str]
             if process.poll() is None:
                 process.kill()
                 process.wait()
-        if code == 0:
-            return
-        sentence = _last_sentence(complaint.fileno(), code)
-    # An earlier version, whose package was named `provisioner`, wrote this command, and its environment has been upgraded since.
-    if not any(word in _EARLIER_MODULES and word in sentence for word in argv):
-        raise BrokerUnavailableError(sentence)
-    renamed = [_EARLIER_MODULES.get(word, word) for word in argv]
-    _start(path, timeout_s, (renamed, environment))
+        if code != 0:
+            raise BrokerUnavailableError(_last_sentence(complaint.fileno(), code))
 
 
 def _has_ended(process: subprocess.Popen[bytes], patience_s: float) -> bool:

@@ -11,7 +11,6 @@ host and each broker's socket has a state folder, on a local disk:
   ledger lies in it already.
 
 Of the user's two folders, the existing one is taken, so that a broker finds its ledger after a mount has changed.
-Earlier versions kept the state beside the socket: `find_ledger` searches there, too.
 """
 
 import hashlib
@@ -62,23 +61,6 @@ def state_folder(socket: str, configured: Path | None = None) -> Path:
     # Root may write to another user's home, by `sudo -E`, whose owner could then not use what root makes there.
     suits = _is_writable(bases[0]) and not is_network(bases[0]) and foreign_above(bases[0]) is None
     return (bases[0] if suits else bases[-1]) / tail
-
-
-def old_folder(socket: str) -> Path:
-    """Return the folder in which an earlier version kept its state: the socket's."""
-    return Path(socket).parent
-
-
-def find_ledger(socket: str, configured: Path | None, *, simulated: bool) -> Path:
-    """Return the ledger of the broker on this socket: the existing one, else where the next broker makes it."""
-    return find_state_file(socket, configured, ledger_name(simulated=simulated))
-
-
-def find_state_file(socket: str, configured: Path | None, name: str) -> Path:
-    """Return a file of the broker's state: the existing one, in an earlier version's folder too, else where it will be."""
-    path = state_folder(socket, configured) / name
-    before = old_folder(socket) / name
-    return before if not os.path.lexists(path) and os.path.lexists(before) else path
 
 
 def make_state_folder(socket: str, configured: Path | None = None) -> Path:

@@ -17,7 +17,7 @@ from typing import Any
 from fractional_gpu.broker.persistence.audit import FILE_NAME, finished_files
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import socket_path
-from fractional_gpu.client.state_folder import find_state_file
+from fractional_gpu.client.state_folder import state_folder
 from fractional_gpu.commands.terminal.connection import add_socket_argument
 from fractional_gpu.commands.terminal.errors import CommandError, parse_argument
 from fractional_gpu.commands.terminal.growing_log import INTERVAL_S, GrowingLog, explained
@@ -86,7 +86,7 @@ def _path(socket: str | None) -> Path:
         settings = load()
     except ConfigError as error:
         raise CommandError(f"{error}; or name the log with --file") from None
-    return settings.audit_file or find_state_file(where, settings.state_dir, FILE_NAME)
+    return settings.audit_file or state_folder(where, settings.state_dir) / FILE_NAME
 
 
 class _Log:

@@ -52,10 +52,6 @@ examples:
 
 Kernels that run are not touched.
 """
-_REPLACE = (
-    "A kernelspec of an earlier version imports modules that have other names now: run `jupyter gpu kernels install` with the same options "
-    "as the first time (--base, --user, --launcher, ...) to replace it."
-)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -257,15 +253,12 @@ def _list(options: argparse.Namespace) -> int:
         ]
         width = terminal_width(sys.stdout)
         write(table(("NAME", "SHOWN AS", "POOL", "GPU", "FOLDER"), rows, indent="", width=width))
-        if any(spec.earlier for spec in specs):
-            print(_REPLACE)
     return 0
 
 
 def _where(spec: InstalledSpec) -> str:
-    cannot_start = "  (cannot start: of an earlier version)" if spec.earlier else ""
     shadowed = f"  (shadowed by {spec.shadowed_by})" if spec.shadowed_by is not None else ""
-    return f"{spec.folder}{cannot_start}{shadowed}"
+    return f"{spec.folder}{shadowed}"
 
 
 def _as_json(spec: InstalledSpec) -> dict[str, Any]:
@@ -279,6 +272,5 @@ def _as_json(spec: InstalledSpec) -> dict[str, Any]:
         "simulated": spec.simulated,
         "launcher": spec.launcher,
         "base": spec.base,
-        "earlier": spec.earlier,
         "shadowed_by": None if spec.shadowed_by is None else str(spec.shadowed_by),
     }

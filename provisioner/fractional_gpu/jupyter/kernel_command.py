@@ -54,10 +54,6 @@ print(json.dumps([*map(describe, {_OURS!r}), needed]), flush=True)
 _PROBE_TIMEOUT_S = 30.0
 _PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "PYTHONNOUSERSITE", "HOME")
 
-EARLIER_COMMAND = (
-    "an earlier version of jupyter-fractional-gpu made its kernelspec, whose command imports modules that have other names now; run "
-    "`jupyter gpu kernels install` to replace it"
-)
 _FOREIGN = (
     "{interpreter} imports {origin} as {name}, a name that jupyter-fractional-gpu needs there for {purpose}; without it "
     "this kernel has no %gpu, and keeps its share of the GPU reserved from its start. Rename that module, or take it out of the "

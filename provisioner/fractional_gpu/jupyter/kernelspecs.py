@@ -32,7 +32,7 @@ from traitlets import TraitError
 
 from fractional_gpu.client.seat import own_share
 from fractional_gpu.core.units import format_fraction, parse_fraction_milli
-from fractional_gpu.host.process import find_ipykernel, is_of_earlier_version
+from fractional_gpu.host.process import find_ipykernel
 from fractional_gpu.jupyter.kernel_command import KernelPlan, check_pool_name, find_interpreter, plan_kernel
 from fractional_gpu.protocol.errors import BadRequestError, FractionalGPUError, NotFoundError
 from fractional_gpu.protocol.limits import MAX_NAME
@@ -49,9 +49,7 @@ _UNREADABLE = (OSError, ValueError, TypeError, RecursionError, TraitError)  # of
 class InstalledSpec:
     """A kernelspec of ours. `gated`: the extension will load in its kernels; `launcher`: its command takes the lease.
 
-    `earlier`: an earlier version wrote its command, which cannot run any more.
-
-    `base` is empty for one of an earlier version. `shadowed_by`: the folder that Jupyter takes in its place.
+    `base`: the kernelspec that it was made from. `shadowed_by`: the folder that Jupyter takes in its place.
     """
 
     name: str
@@ -64,7 +62,6 @@ class InstalledSpec:
     launcher: bool = False
     base: str = ""
     shadowed_by: Path | None = None
-    earlier: bool = False
     replaced: bool = field(default=False, compare=False)  # this installation replaced an older one
     obstacle: str = field(default="", compare=False)  # why this installation found that the extension cannot be loaded
 
@@ -399,11 +396,10 @@ def _check_replaced(folder: Path, content: Mapping[str, Any]) -> bool:
         raise FractionalGPUError(
             f"{folder} belongs to pool {old.pool!r}, and Jupyter does not tell it from {new.pool!r}; rename one of the pools"
         )
-    same_base = not old.base or (old.base, old.launcher) == (new.base, new.launcher)
-    if (old.pool, old.fraction_milli) != (new.pool, new.fraction_milli) or not same_base:
+    if (old.pool, old.fraction_milli, old.base, old.launcher) != (new.pool, new.fraction_milli, new.base, new.launcher):
         raise FractionalGPUError(
             f"{folder} is another kernelspec, {old.display_name!r} ({format_fraction(old.fraction_milli)} GPU of pool {old.pool!r}, made "
-            f"from {old.base or 'an unknown base'}); give this one another name (--name), or remove that one first"
+            f"from {old.base}); give this one another name (--name), or remove that one first"
         )
     return True
 
@@ -439,7 +435,7 @@ def _write_folder(folder: Path, content: Mapping[str, Any], svg: str) -> None:
 
 
 def _describe(folder: Path, content: Mapping[str, Any]) -> InstalledSpec:
-    mark, argv = content["metadata"][_MADE_BY], content.get("argv")
+    mark = content["metadata"][_MADE_BY]
     return InstalledSpec(
         name=folder.name,
         display_name=str(content.get("display_name", folder.name)),
@@ -450,5 +446,4 @@ def _describe(folder: Path, content: Mapping[str, Any]) -> InstalledSpec:
         simulated=bool(mark.get("simulated")),
         launcher=bool(mark.get("launcher")),
         base=str(mark.get("base", "")),
-        earlier=isinstance(argv, list) and is_of_earlier_version([str(word) for word in argv]),
     )

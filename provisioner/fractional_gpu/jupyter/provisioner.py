@@ -34,14 +34,8 @@ from traitlets import Float, Unicode, default
 
 from fractional_gpu.client.discovery import runtime_dir
 from fractional_gpu.client.threads import in_thread
-from fractional_gpu.host.process import find_ipykernel, is_of_earlier_version
-from fractional_gpu.jupyter.kernel_command import (
-    EARLIER_COMMAND,
-    KernelConfig,
-    KernelPlan,
-    parse_kernel_config,
-    plan_kernel,
-)
+from fractional_gpu.host.process import find_ipykernel
+from fractional_gpu.jupyter.kernel_command import KernelConfig, KernelPlan, parse_kernel_config, plan_kernel
 from fractional_gpu.jupyter.kernel_lease import (
     KernelLease,
     attach_request,
@@ -55,7 +49,7 @@ from fractional_gpu.jupyter.kernel_lease import (
 )
 from fractional_gpu.jupyter.kernel_process import AdoptedProcess, KernelPorts, ProcessGoneError, identity_of
 from fractional_gpu.jupyter.kernel_record import KernelRecord, RecordFile
-from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableError, FractionalGPUError
+from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
 from fractional_gpu.protocol.limits import MAX_NAME
 from fractional_gpu.protocol.messages import LeaseRequest
 
@@ -377,8 +371,6 @@ class FractionalGPUProvisioner(LocalProvisioner):
     def _config(self) -> KernelConfig:
         """Return the checked stanza. Raises FractionalGPUError with one sentence."""
         try:
-            if self._is_named_by_kernelspec and is_of_earlier_version(self.kernel_spec.argv):
-                raise BadRequestError(EARLIER_COMMAND, reason="earlier-kernelspec")
             return parse_kernel_config(
                 self._stanza, default_pool=self.default_pool, default_fraction=self.default_fraction
             )

@@ -185,7 +185,7 @@ class Ledger:
     def open(cls, path: str | PathLike[str]) -> Self:
         """Open the ledger, or create it if there is no file; its folder is created with mode 0700.
 
-        Raises LedgerError if the file is in use, unreadable, corrupt, empty, of another program or newer than this one, and leaves it
+        Raises LedgerError if the file is in use, unreadable, corrupt, empty, of another program or of another schema, and leaves it
         unchanged.
         """
         path = Path(path)

@@ -19,9 +19,9 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from fractional_gpu.host.files import open_own
+from fractional_gpu.host.files import open_own, sync_folder
 from fractional_gpu.ledger.records import LedgerError, LedgerInUseError
-from fractional_gpu.ledger.schema import APPLICATION_ID, TABLES, migrate, newest_version, read_version
+from fractional_gpu.ledger.schema import APPLICATION_ID, SCHEMA, TABLES, create_tables
 
 WHOLE = ".whole"  # suffix of a whole new copy that has yet to take the ledger's name
 _MAGIC = b"SQLite format 3\x00"
@@ -50,6 +50,16 @@ def set_aside_command(path: Path) -> str:
     )
     moves = [(one, f"{aside}{one.removeprefix(str(path))}") for one in there or [str(path)]]
     return " && ".join(f"mv {shlex.quote(old)} {shlex.quote(new)}" for old, new in moves)
+
+
+def other_schema(path: Path, version: int) -> tuple[str, str]:
+    """Return what is wrong with a ledger of another schema than `SCHEMA`, and what to do."""
+    wrong = f"was written by another version (schema {version}, this one uses schema {SCHEMA})"
+    remedy = (
+        "install that version again, or give this one another state_dir; if that version was never released, end its kernels, then set "
+        f"the ledger aside with `{set_aside_command(path)}`"
+    )
+    return wrong, remedy
 
 
 def lock(path: Path) -> int:
@@ -124,7 +134,7 @@ def copy_whole(path: Path, connection: sqlite3.Connection) -> None:
         connection.execute("VACUUM INTO ?", (str(unfinished),))
         os.fsync(descriptor)
         unfinished.rename(path.with_name(path.name + WHOLE))
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
@@ -137,7 +147,7 @@ def adopt_whole(path: Path) -> None:
     for suffix in ("-wal", "-shm"):  # of an older file: SQLite would apply them to the new one
         path.with_name(path.name + suffix).unlink(missing_ok=True)
     path.with_name(path.name + WHOLE).rename(path)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def reconnect(path: Path) -> sqlite3.Connection:
@@ -152,36 +162,6 @@ def reconnect(path: Path) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
-
-
-def fold_wal(path: Path) -> None:
-    """Merge the write-ahead log into the file, so that the file alone is the ledger. The lock must be held.
-
-    Raises LedgerError for a ledger that is not sound, OSError if there is none. Its schema stays.
-    """
-    _check_file(path, os.lstat(path))
-    with contextlib.closing(_connect(path)) as connection:
-        try:
-            _check_contents(path, connection)
-            connection.execute("PRAGMA synchronous = FULL")
-            (mode,) = connection.execute("PRAGMA journal_mode = DELETE").fetchone()
-        except sqlite3.Error as error:
-            raise ledger_error(
-                path, f"cannot be moved: {error}", "end the program that has it open, if there is one"
-            ) from error
-    if mode != "delete":
-        raise ledger_error(path, "cannot be moved: another program has it open", "end that program")
-
-
-def count_live(path: Path) -> int:
-    """Return how many leases have not ended. The lock must be held. Raises LedgerError."""
-    try:
-        _check_file(path, os.lstat(path))
-        with contextlib.closing(_connect(path)) as connection:
-            (live,) = connection.execute("SELECT count(*) FROM leases WHERE ended_ms IS NULL").fetchone()
-    except (OSError, sqlite3.Error) as error:
-        raise ledger_error(path, f"cannot be read: {error}") from error
-    return int(live)
 
 
 @contextlib.contextmanager
@@ -289,15 +269,9 @@ def _check_file(path: Path, found: os.stat_result) -> None:
 
 
 def _check_contents(path: Path, connection: sqlite3.Connection) -> None:
-    version, newest = read_version(connection), newest_version()
-    if version > newest:
-        raise ledger_error(
-            path,
-            f"was written by a newer version (schema {version}, this one knows up to {newest})",
-            "install that version again, or give this one another state_dir",
-        )
-    if version < 1:
-        raise ledger_error(path, "has no schema version")
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version != SCHEMA:
+        raise ledger_error(path, *other_schema(path, version))
     (verdict,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
     if verdict != "ok":
         raise ledger_error(path, f"is corrupt: {' '.join(str(verdict).split())}")
@@ -314,9 +288,9 @@ def _prepare(path: Path, connection: sqlite3.Connection) -> None:
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA foreign_keys = ON")
     connection.execute("PRAGMA trusted_schema = OFF")
-    migrate(connection)
+    # The first read after `journal_mode` also makes the files of the log, which `Ledger.is_in_place` looks for.
     tables = {str(name) for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    if missing := sorted(TABLES - tables):
+    if missing := sorted(TABLES.keys() - tables):
         raise ledger_error(path, f"is corrupt: it lacks the table {missing[0]}")
 
 
@@ -336,23 +310,13 @@ def _create(path: Path) -> None:
         os.close(os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         with contextlib.closing(_connect(unfinished)) as connection:
             connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
-            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             connection.execute("PRAGMA synchronous = FULL")
-            migrate(connection)
+            create_tables(connection)
         unfinished.rename(path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         raise ledger_error(
             path, f"cannot be created: {error.strerror}", "check the folder's owner and mode and the room on its disk"
         ) from error
     except sqlite3.Error as error:
         raise ledger_error(path, f"cannot be created: {error}", "check the room on its disk") from error
-
-
-def _sync_folder(folder: Path) -> None:
-    """Synchronize the folder's names with the disk. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -52,9 +52,7 @@ class UsageReport(Struct, frozen=True, kw_only=True):
         ShareAdvice
     ] = []  # where it is asked for: what is suggested for the reader's notebooks, for administrators for all
     visible: str = "own"  # whose figures users may see by the broker's setting `usage_visible`: `own`, `group` or `all`
-    periods: dict[
-        str, tuple[int, int]
-    ] = {}  # when the days and months of `entries` begin and end, seconds since 1970; none from a broker of an earlier version
+    periods: dict[str, tuple[int, int]] = {}  # when the days and months of `entries` begin and end, seconds since 1970
 
 
 class BudgetStatus(Struct, frozen=True, kw_only=True):

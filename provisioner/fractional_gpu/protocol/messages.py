@@ -33,9 +33,8 @@ Routes (all under /v1; `L` is a lease id; authorisation: peer uid, and `Authoriz
     POST   /v1/leases/L/answer GateAnswer  -> Done                the extension's answer to one command, or a pulse
     GET    /v1/capacity                    -> Capacity            what each pool could still give (`protocol.capacity`)
     GET    /v1/status                      -> HostStatus          with `?fresh=1`: devices are sampled first
-    GET    /v1/events                      -> stream of HostStatus lines (NDJSON): the present one, then one after each change (a few a
-                                              second at most); `{}` is a keep-alive. With `?changes=1` the lines after the
-                                              first are HostChanges
+    GET    /v1/events                      -> stream of lines (NDJSON): the present HostStatus, then a HostChange after each change (a
+                                              few a second at most); `{}` is a keep-alive
     POST   /v1/devices/D/drain DrainRequest -> DeviceStatus       administrators: empty a device
     POST   /v1/devices/D/undrain           -> DeviceStatus        administrators
 """
@@ -368,7 +367,7 @@ class Progress(WaitLine, frozen=True, kw_only=True):
 CELL_RUNS, NO_CELL_RUNS = "a cell runs", "no cell runs"
 CELL_EXAMINED = "a cell runs; whether it can reach the GPU is being found out"
 CELL_BARRED = "a cell runs that cannot reach the GPU without waiting for it"
-"""Details of the answer to PREEMPT, the last one also of `closed` to CLOSE. Older extensions send none."""
+"""Details of the answer to PREEMPT, the last one also of `closed` to CLOSE."""
 
 
 class GateVerb(StrEnum):
@@ -385,7 +384,7 @@ class GateVerb(StrEnum):
 class GateCommand(Struct, frozen=True, kw_only=True):
     """A line of the gate stream. The answer to a command repeats its `number` (0: no answer); an empty verb is a keep-alive.
 
-    `urgent`: show the sentence of a notice now, also while a cell runs; older extensions show it when the cell has ended.
+    `urgent`: show the sentence of a notice now, also while a cell runs.
     `topic`: the sentence takes the place of an earlier one with this topic where that is not yet part of a cell's output.
     `hears`, in any line: the broker itself detects whether this stream is read, so the extension need not pulse.
     """
@@ -549,7 +548,7 @@ class HostStatus(Struct, frozen=True, kw_only=True):
 
 
 class HostChange(Struct, frozen=True, kw_only=True):
-    """How a host's status differs from the line before (`GET /v1/events?changes=1`)."""
+    """How a host's status differs from the line before (`GET /v1/events`)."""
 
     changed: HostStatus  # its devices and leases are those that changed; everything else is complete
     ended: list[str]  # ids of leases that are no longer shown

@@ -1,7 +1,7 @@
 """Sums of what leases used, by what is asked: the same function for the broker's ledger and for files of rows.
 
 Sums by user keep a hub's user apart from a user of the machine with the same name: their entries have an `account`, `hub` or `machine`,
-though no question names it. The pool's own part has none, nor have the entries of a broker of an earlier version, which adds the two up.
+though no question names it. The pool's own part has none.
 
 A sum of a finer report's entries (`rolled_up`) is what the coarser report says, to the last unit: all figures are integers that add up.
 """
@@ -122,8 +122,6 @@ def of_no_lease(entries: Iterable[UsageEntry]) -> list[UsageEntry]:
 
 
 def _value(of: Mapping[str, str], name: str) -> str:
-    if name == ACCOUNT:
-        return of.get(ACCOUNT, "")
     if name in of or name not in _LENGTHS:
         return of[name]
     return next(of[finer] for finer in TIMES if finer in of)[: _LENGTHS[name]]

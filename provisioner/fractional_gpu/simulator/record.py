@@ -22,11 +22,6 @@ The same run gives the same bytes.
   nothing.
 - Baselines without the arbiter have no events. `comes`: the session is at the door (host 0 for want of a better one). `takes`: it has
   `device_ids` of a host with `mib` on each. `culled`: it is shut down for having been idle. `gives`: it has no devices any more. `closes`.
-
-Version 3 is of arbiters that chose devices by the memory that is left, without what a pool is asked for (`core.rules.fragmentation`).
-Version 2 had one host, whose fields were those of the first line, and named it nowhere else.
-Version 1 had neither sessions nor moments of the world, and only the digest of the effects, as `effects`.
-All of them are still read and replayed; where an arbiter of today decides otherwise, the replay says so.
 """
 
 import gzip
@@ -51,9 +46,7 @@ from fractional_gpu.simulator.hosts import DoorRule, Machine, hosts_of
 from fractional_gpu.simulator.traces import Session
 
 _FORMAT = "jupyter-gpu-events"
-_VERSION = 4
-_REPLAYED = (1, 2, 3, 4)
-_SEVERAL_HOSTS = 3  # since this version
+_VERSION = 1
 _IF_SAID = ("group", "pool")  # left out where they are empty
 _ABOUT_SESSIONS = ("user", "open_ms", "close_ms", "gpus", "gpu_mib", "priority", "asked_mib")
 _EVENTS: dict[str, type[Event]] = {
@@ -61,8 +54,6 @@ _EVENTS: dict[str, type[Event]] = {
     for name, kind in vars(events).items()
     if isinstance(kind, type) and issubclass(kind, Event) and kind is not Event
 }
-_DROPPED: dict[str, frozenset[str]] = {"LeaseMeasured": frozenset({"armed"})}
-"""By type, fields that older records carry and that change no decision: a replay leaves them out."""
 
 
 def digest(effects: Sequence[Effect]) -> str:
@@ -140,18 +131,18 @@ def replay(path: Path) -> tuple[int, int]:
     events_seen = effects_seen = 0
     try:
         with _reading(path) as file:
-            version, arbiters = _begin(path, file.readline())
+            arbiters = _begin(path, file.readline())
             for number, line in enumerate(file, 2):
                 entry = _object(path, number, line)
-                if version > 1 and "event" not in entry and ("world" in entry or "session" in entry):
+                if "world" in entry or "session" in entry:
                     continue
                 event = _event(path, number, entry)
-                expected = str(entry.get("digest" if version > 1 else "effects"))
+                expected = str(entry.get("digest"))
                 effects = _arbiter(path, number, entry, arbiters).handle(event)
                 if digest(effects) != expected:
                     raise SimulationError(
                         f"{path}, line {number}: the arbiter now answers {type(event).__name__} with other effects than recorded "
-                        f"({digest(effects)} instead of {expected}); {_why_otherwise(version)}"
+                        f"({digest(effects)} instead of {expected}); the log is of another release, or a decision is not reproducible"
                     )
                 events_seen, effects_seen = events_seen + 1, effects_seen + len(effects)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -163,30 +154,23 @@ def replay(path: Path) -> tuple[int, int]:
     return events_seen, effects_seen
 
 
-def _why_otherwise(version: int) -> str:
-    if version < _VERSION:
-        return f"the log is of version {version}, whose arbiters chose devices by other rules; record the run again with --record"
-    return "the log is of another release, or a decision is not reproducible"
-
-
 def _reading(path: Path) -> IO[str]:
     return gzip.open(path, "rt", encoding="ascii") if path.suffix == ".gz" else path.open(encoding="ascii")
 
 
-def _begin(path: Path, line: str) -> tuple[int, list[Arbiter]]:
-    """Return the version of a record, and a new arbiter for each of its hosts."""
+def _begin(path: Path, line: str) -> list[Arbiter]:
+    """Return a new arbiter for each host of a record."""
     head = _object(path, 1, line)
-    version = head.get("version")
-    hosts = head.get("hosts") if isinstance(version, int) and version >= _SEVERAL_HOSTS else [head]
+    hosts = head.get("hosts")
     swaps = [host.get("parallel_swaps") for host in hosts if isinstance(host, dict)] if isinstance(hosts, list) else []
     sound = [one for one in swaps if isinstance(one, int) and one > 0]
-    if head.get("format") != _FORMAT or version not in _REPLAYED or not sound or len(sound) != len(swaps):
-        raise TraceError(f"{path} is not an event log of version 1 to {_VERSION}; record one with --record")
+    if (head.get("format"), head.get("version")) != (_FORMAT, _VERSION) or not sound or len(sound) != len(swaps):
+        raise TraceError(f"{path} is not an event log of version {_VERSION}; record one with --record")
     if head.get("baseline") is not None:
         raise TraceError(
             f"{path} is of the baseline {head.get('name')}, in which no arbiter decides; there is nothing to replay"
         )
-    return version, [Arbiter(parallel_swaps=one) for one in sound]
+    return [Arbiter(parallel_swaps=one) for one in sound]
 
 
 def _arbiter(path: Path, number: int, entry: dict[str, Any], arbiters: Sequence[Arbiter]) -> Arbiter:
@@ -225,9 +209,7 @@ def _decode(kind: Any, value: Any) -> object:  # noqa: ANN401 - types and JSON v
         if not isinstance(value, dict):
             raise TypeError(f"expected an object for {kind.__name__}")
         hints = get_type_hints(kind)
-        known, dropped = {field.name for field in fields(kind)}, _DROPPED.get(kind.__name__, frozenset())
-        value = {name: item for name, item in value.items() if name not in dropped}
-        if unknown := sorted(set(value) - known):
+        if unknown := sorted(set(value) - {field.name for field in fields(kind)}):
             raise ValueError(f"{kind.__name__} has no field {unknown[0]!r}")
         return kind(**{name: _decode(hints[name], item) for name, item in value.items()})
     if isinstance(kind, type) and issubclass(kind, Enum):

@@ -373,7 +373,7 @@ def test_a_process_whose_python_does_not_run_reads_nothing(live: LiveBroker) -> 
     ("detail", "held"),
     [
         ("gc, torch, reserved_mib=1234", 1234),
-        ("gc, torch", None),  # an extension of an earlier release
+        ("gc, torch", None),
         ("reserved_mib=", None),
         ("reserved_mib=-5", None),
         ("reserved_mib=12345678901234567890", None),

@@ -48,11 +48,6 @@ def ledger_of(world: World) -> Path:
     return make_state_folder(world.socket) / "ledger-simulated.sqlite"
 
 
-def earlier_ledger_of(world: World) -> Path:
-    """Where an earlier version had it."""
-    return Path(world.socket).with_name("ledger-simulated.sqlite")
-
-
 def garbage(path: Path) -> None:
     path.write_bytes(b"this is not a database" * 100)
 
@@ -79,20 +74,19 @@ def foreign(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "place", "says"),
+    ("spoil", "says"),
     [
-        (garbage, ledger_of, ["is not a ledger", "put a backup in its place"]),
-        (emptiness, earlier_ledger_of, ["is empty (zero bytes)", "put a backup in its place"]),
-        (folder, ledger_of, ["is a directory, not a regular file", "move it away or choose another state_dir"]),
-        (newer, ledger_of, ["was written by a newer version (schema 999", "install that version again"]),
-        (newer, earlier_ledger_of, ["was written by a newer version (schema 999", "install that version again"]),
-        (foreign, earlier_ledger_of, ["is a database of another program", "choose another state_dir"]),
+        (garbage, ["is not a ledger", "put a backup in its place"]),
+        (emptiness, ["is empty (zero bytes)", "put a backup in its place"]),
+        (folder, ["is a directory, not a regular file", "move it away or choose another state_dir"]),
+        (newer, ["was written by another version (schema 999", "install that version again"]),
+        (foreign, ["is a database of another program", "choose another state_dir"]),
     ],
 )
 def test_an_unreadable_ledger_stops_the_broker_and_is_left_as_it_is(
-    world: World, spoil: Callable[[Path], None], place: Callable[[World], Path], says: list[str]
+    world: World, spoil: Callable[[Path], None], says: list[str]
 ) -> None:
-    path = place(world)
+    path = ledger_of(world)
     spoil(path)
     before = path.read_bytes() if path.is_file() else None
     message = complaint(world)

@@ -568,13 +568,6 @@ def test_servers_with_the_same_names_at_two_hubs_have_a_seat_each() -> None:
         assert take(live, hub="http://127.0.0.1:7081/hub/api").reason == "user-limit", "those of other hubs do"
 
 
-def test_a_seat_of_a_hub_replaces_that_of_an_earlier_version_which_names_none() -> None:
-    with live_broker(pools=POOLS) as live, client_of(live) as client:
-        take(live)
-        newer = take(live, hub="http://127.0.0.1:8081/hub/api")
-        assert [seat.seat_id for seat in client.seats().seats] == [newer.seat_id]
-
-
 def test_who_gives_up_leaves_the_queue(live: LiveBroker) -> None:
     pools = {"default": {"oversubscription": 1, "wait_bound": "100%"}}
     with live_broker(pools=pools) as small, client_of(small) as client, client_of(small) as hub:

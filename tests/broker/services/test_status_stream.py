@@ -5,7 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import aclosing, closing, contextmanager
+from contextlib import aclosing, contextmanager
 from functools import partial
 from queue import Queue
 from types import SimpleNamespace
@@ -18,11 +18,9 @@ from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.services import status
 from fractional_gpu.broker.services.status import RATE_S, StatusStream, host_status
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.client.http import Connection
 from fractional_gpu.core.model import LeaseView
-from fractional_gpu.protocol.codec import decode_json
 from fractional_gpu.protocol.errors import BrokerUnavailableError
-from fractional_gpu.protocol.messages import HostChange, HostStatus, LeaseReply
+from fractional_gpu.protocol.messages import HostChange, HostStatus
 from tests.broker.live import DEADLINE_S, LiveBroker
 
 
@@ -94,7 +92,7 @@ def test_a_line_of_changes_has_what_changed_alone(live: LiveBroker) -> None:
     kept, ended = live.lease(), live.lease()
 
     async def story() -> None:
-        stream = StatusStream(live.broker, live.socket).follow(None, changes_only=True)
+        stream = StatusStream(live.broker, live.socket).follow(None)
 
         async def line() -> HostStatus | HostChange:
             while (status := await anext(stream)) is None:
@@ -122,29 +120,6 @@ def test_a_line_of_changes_has_what_changed_alone(live: LiveBroker) -> None:
     live.call("DELETE", f"/v1/leases/{kept.lease_id}")
 
 
-def test_a_client_that_does_not_ask_for_changes_gets_whole_statuses(live: LiveBroker) -> None:
-    """A client of an earlier version sends no `changes=1`."""
-    first = live.lease()
-    with closing(Connection(live.socket, DEADLINE_S)) as connection:
-        connection.send("GET", "/v1/events", None, None)
-        connection.read_head()
-        second: LeaseReply | None = None
-        for line in connection.lines():
-            payload = decode_json(line)
-            assert isinstance(payload, dict)
-            if payload:
-                assert "ended" not in payload
-                leases = [lease["lease_id"] for lease in payload["leases"]]
-                if second is None:
-                    assert leases == [first.lease_id]
-                    second = live.lease()
-                elif leases == [first.lease_id, second.lease_id]:
-                    break
-    for lease in (first, second):
-        assert lease is not None
-        live.call("DELETE", f"/v1/leases/{lease.lease_id}")
-
-
 @pytest.mark.parametrize(
     ("left_ms", "shown_s"),
     [(None, None), (0, 0), (1, 5), (5_000, 5), (5_001, 10), (120_000, 120), (120_001, 180), (600_000, 600)],
@@ -157,7 +132,7 @@ def test_each_line_has_what_is_left_before_a_deadline(live: LiveBroker) -> None:
     lease = live.lease()
 
     async def story() -> None:
-        stream = StatusStream(live.broker, live.socket).follow(None, changes_only=True)
+        stream = StatusStream(live.broker, live.socket).follow(None)
 
         async def line() -> HostStatus | HostChange:
             while (found := await anext(stream)) is None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fractional_gpu.client.state_folder import make_state_folder
 from fractional_gpu.commands.doctor import memory as memory_checks
 from fractional_gpu.commands.doctor.installation import (
     check_broker,
@@ -100,56 +101,61 @@ def test_a_socket_path_that_is_too_long_is_an_error(monkeypatch: pytest.MonkeyPa
 # -- the ledger -------------------------------------------------------------------------------------------------------------
 
 
-def ledgers(folder: Path) -> list[Finding]:
-    return list(check_ledgers(str(folder / "broker.sock"), None))
+def ledgers(socket: str) -> list[Finding]:
+    return list(check_ledgers(socket, None))
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    made = tmp_path / "state"
-    made.mkdir(mode=0o700)
-    return made
+def socket(tmp_path: Path) -> str:
+    return str(tmp_path / "broker.sock")
 
 
-def test_no_ledger_is_ordinary(folder: Path) -> None:
-    assert the(ledgers(folder)).severity is Severity.NOTE
+@pytest.fixture
+def folder(socket: str) -> Path:
+    return make_state_folder(socket)
 
 
-def test_a_sound_ledger_is_read_while_its_broker_has_it(folder: Path) -> None:
+def test_no_ledger_is_ordinary(socket: str) -> None:
+    assert the(ledgers(socket)).severity is Severity.NOTE
+
+
+def test_a_sound_ledger_is_read_while_its_broker_has_it(socket: str, folder: Path) -> None:
     with Ledger.open(folder / "ledger.sqlite"):
-        found = the(ledgers(folder))
+        found = the(ledgers(socket))
         assert (found.severity, "with 0 live leases" in found.finding) == (Severity.OK, True)
     before = (folder / "ledger.sqlite").read_bytes()
-    assert the(ledgers(folder)).severity is Severity.OK
+    assert the(ledgers(socket)).severity is Severity.OK
     assert (folder / "ledger.sqlite").read_bytes() == before
 
 
-def test_a_ledger_in_the_configured_folder_is_the_one_that_counts(folder: Path, jupyter_home: Path) -> None:
-    state = folder / "elsewhere"
+def test_a_ledger_in_the_configured_folder_is_the_one_that_counts(
+    socket: str, tmp_path: Path, jupyter_home: Path
+) -> None:
+    state = tmp_path / "elsewhere"
     text = f"c.GPUBroker.state_dir = {str(state)!r}\n"
     (jupyter_home / "config" / "jupyter_gpu_config.py").write_text(text)
     Ledger.open(state / "ledger.sqlite").close()
     settings, _ = check_settings()
-    assert str(state) in the(list(check_ledgers(str(folder / "broker.sock"), settings))).finding
+    assert str(state) in the(list(check_ledgers(socket, settings))).finding
 
 
-def test_what_is_no_ledger_is_an_error(folder: Path) -> None:
+def test_what_is_no_ledger_is_an_error(socket: str, folder: Path) -> None:
     file = folder / "ledger.sqlite"
     for content in (b"", b"no database at all, but long enough to be one" * 100):
         file.write_bytes(content)
-        assert the(ledgers(folder)).severity is Severity.ERROR
+        assert the(ledgers(socket)).severity is Severity.ERROR
         file.unlink()
 
 
-def test_a_newer_or_damaged_ledger_is_an_error(folder: Path) -> None:
+def test_a_newer_or_damaged_ledger_is_an_error(socket: str, folder: Path) -> None:
     file = folder / "ledger-simulated.sqlite"
     Ledger.open(file).close()
     with sqlite3.connect(file) as connection:
         connection.execute("PRAGMA user_version = 999")
     connection.close()
-    assert "newer version" in the(ledgers(folder)).finding
+    assert "another version (schema 999" in the(ledgers(socket)).finding
     file.write_bytes(file.read_bytes()[:4096])
-    assert the(ledgers(folder)).severity is Severity.ERROR
+    assert the(ledgers(socket)).severity is Severity.ERROR
 
 
 # -- configuration, versions, memory ---------------------------------------------------------------------------------------------

@@ -63,24 +63,6 @@ def test_a_vanished_interpreter_is_an_error(specs: Path) -> None:
     assert "/gone/bin/python" in found.finding
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["-P", "-c", "import sys, kernelext, provisioner; launch_new_instance()"],
-        ["-m", "ipykernel_launcher", "--IPKernelApp.extra_extensions=kernelext"],
-        ["-P", "-m", "provisioner.launcher", "--", "python"],
-    ],
-    ids=["provisioner", "extension", "launcher"],
-)
-def test_a_kernelspec_of_an_earlier_version_is_an_error_that_says_what_to_run(specs: Path, command: list[str]) -> None:
-    set_up(specs, 250)
-    change_argv(specs, "fractional-gpu-default-250-plain", [sys.executable, *command])
-    found = the(list(check_kernelspecs(None)))
-    assert found.severity is Severity.ERROR
-    assert "fractional-gpu-default-250-plain" in found.finding
-    assert found.advice.startswith("jupyter gpu kernels install")
-
-
 def test_a_shadowed_kernelspec_is_a_warning(specs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "first"))
     install("default", [250], directory=str(tmp_path / "first" / "kernels"), base="plain")

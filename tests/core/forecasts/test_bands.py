@@ -242,20 +242,6 @@ def test_bounds_and_slowdowns_outlive_the_broker() -> None:
     assert again.slowdown_span("a", "H100", 1, 1_500) == forecasts.slowdown_span("a", "H100", 1, 1_500)
 
 
-NEWER = ("later_accuracy", "bands", "alone", "company")
-
-
-def test_a_state_of_an_earlier_release_is_taken_and_one_of_this_release_can_be_taken_by_an_earlier_one() -> None:
-    state = learnt().state()
-    earlier = {part: value for part, value in state.items() if part not in NEWER}
-    again = Forecasts.from_state(earlier)
-    assert {part: value for part, value in again.state().items() if part not in NEWER} == earlier
-    assert again.swap_ms(RESUME, "H100", 9_000) == learnt().swap_ms(RESUME, "H100", 9_000)
-    accuracy = state["accuracy"]
-    assert isinstance(accuracy, dict)
-    assert set(accuracy) == {"wait", "suspend", "resume", "cell"}, "an earlier release refuses other kinds in this part"
-
-
 @pytest.mark.parametrize(
     ("part", "damaged"),
     [
@@ -263,7 +249,7 @@ def test_a_state_of_an_earlier_release_is_taken_and_one_of_this_release_can_be_t
         ("bands", {"resume H100": [-1, 0, 768, 0]}),
         ("bands", {"resume H100": [768, 0, 0.5, 0]}),
         ("bands", {"guess H100": [768, 0, 768, 0]}),
-        ("later_accuracy", {"guess": [1, [1]]}),
+        ("accuracy", {"guess": [1, [1]]}),
         ("alone", {"a": [5]}),
         ("company", {"one H100": [[1, 1]]}),
     ],

@@ -283,15 +283,6 @@ def test_what_was_learnt_survives_as_json() -> None:
         assert again.next_cell(lease_id).expected_ms == pytest.approx(expected, rel=0.2)
 
 
-def test_a_state_from_before_a_part_was_learnt_is_taken() -> None:
-    kept = taught(1).state()
-    for part in ("demands", "pool_demands", "signs", "lease_signs", "holds", "recent_waits"):
-        del kept[part]
-    again = Forecasts.from_state(kept)
-    assert again.hold_cost("p0", 1_000, 40_000_000) == 0
-    assert again.swap_span(SUSPEND, "d 80", 3_000) == taught(1).swap_span(SUSPEND, "d 80", 3_000)
-
-
 def test_equal_calls_give_equal_answers() -> None:
     assert answers(taught(1)) == answers(taught(1))
     assert answers(taught(1)) != answers(taught(2))

@@ -342,7 +342,7 @@ def test_the_slowdown_of_a_cell_names_the_neighbours_that_cause_it() -> None:
     assert describe_slowdown(books, leases[0]) == Slowdown()
 
 
-def test_demands_survive_in_the_state_and_an_older_state_has_none() -> None:
+def test_demands_survive_in_the_state() -> None:
     forecasts = Forecasts()
     for _ in range(20):
         forecasts.demand_seen("a", "p", 800)
@@ -351,5 +351,3 @@ def test_demands_survive_in_the_state_and_an_older_state_has_none() -> None:
     assert again.demand_milli("a", "p") == forecasts.demand_milli("a", "p") > 700
     assert again.demand_milli("new", "p") == forecasts.demand_milli("new", "p")
     assert again.state() == forecasts.state()
-    del state["demands"], state["pool_demands"]
-    assert Forecasts.from_state(state).demand_milli("a", "p") == 300

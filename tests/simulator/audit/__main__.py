@@ -15,7 +15,7 @@ from tests.simulator.audit.leases import Leases
 from tests.simulator.audit.sessions import AuditError, Entry
 
 MOST_SHOWN = 40
-FORMAT, VERSION = "jupyter-gpu-events", 4
+FORMAT, VERSION = "jupyter-gpu-events", 1
 
 
 def read(path: Path) -> Audit:

@@ -135,11 +135,10 @@ class _Events(StreamHandler):
     async def get(self) -> None:
         uid = None if self.peer.admin else self.peer.credentials.uid
         seat = self.service.seats.draws.of_token(self.peer.token)
-        changes_only = self.get_query_argument("changes", "") == "1"
 
         async def work() -> None:
             owner = self.service.seats.draws.owner_of(seat)
-            lines = self.settings["status_stream"].follow(uid, seat, owner, changes_only=changes_only)
+            lines = self.settings["status_stream"].follow(uid, seat, owner)
             async with aclosing(lines) as stream:
                 async for status in stream:
                     await self.write_line({} if status is None else status)

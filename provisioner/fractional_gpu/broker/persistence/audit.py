@@ -33,7 +33,7 @@ from fractional_gpu.broker.kernels.request_validation import Peer
 from fractional_gpu.config.settings import Settings
 from fractional_gpu.core.model import LeaseView
 from fractional_gpu.host.accounts import user_name
-from fractional_gpu.host.files import open_own
+from fractional_gpu.host.files import open_own, sync_folder
 from fractional_gpu.host.threads import StartedThreads
 from fractional_gpu.ledger.records import LedgerError
 from fractional_gpu.protocol.errors import FractionalGPUError, InternalBrokerError
@@ -203,7 +203,7 @@ class AuditLog:
         finally:
             os.close(descriptor)
         if new:
-            _sync_folder(self.path.parent)
+            sync_folder(self.path.parent)
 
     def _rotate(self, more_bytes: int) -> None:
         """Begin a new file if the line would make this one too large, or if this one is old."""
@@ -253,11 +253,3 @@ def _begun_s(path: Path) -> float:
 def _write_all(descriptor: int, data: bytes) -> None:
     while data:
         data = data[os.write(descriptor, data) :]
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TextIO
 
 from fractional_gpu.broker.monitoring.host_memory import protect_this_process
-from fractional_gpu.broker.persistence.ledger_move import move_ledger
 from fractional_gpu.broker.process.driver_start import BackendError, open_backend
 from fractional_gpu.broker.process.logs import set_up_logging
 from fractional_gpu.broker.process.own_files import BrokerLock
@@ -36,7 +35,7 @@ from fractional_gpu.broker.process.run import BrokerRun, device_specs, is_servic
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.client.http import claim_address, claim_holder
-from fractional_gpu.client.state_folder import ledger_name, make_state_folder, old_folder
+from fractional_gpu.client.state_folder import ledger_name, make_state_folder
 from fractional_gpu.config import ConfigError, load
 from fractional_gpu.gpu.interface import GPUError
 from fractional_gpu.host.claims import DeviceClaim, DeviceClaimedError, NameClaim
@@ -115,7 +114,7 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
             specs = device_specs(settings, backend)
             claims += [stack.enter_context(_claimed(spec.device_id)) for spec in specs]
             folder = make_state_folder(socket, settings.state_dir)
-            ledger = _opened(folder / ledger_name(simulated=backend.simulated), old_folder(socket))
+            ledger = _opened(folder / ledger_name(simulated=backend.simulated))
             restart = RestartFiles(replace(options, state_dir=str(folder)), socket)
             restart.write()
             run = BrokerRun(
@@ -163,12 +162,11 @@ def _claimed(device_id: str) -> DeviceClaim:
             time.sleep(_RETRY_S)
 
 
-def _opened(path: Path, before: Path) -> Ledger:
-    """Open the ledger, after moving it from an earlier version's folder. Retry for a moment, as in `_claimed`."""
+def _opened(path: Path) -> Ledger:
+    """Open the ledger. Retry for a moment, as in `_claimed`."""
     deadline = time.monotonic() + _LETTING_GO_S
     while True:
         try:
-            move_ledger(before / path.name, path)
             return Ledger.open(path)
         except LedgerInUseError:
             if time.monotonic() > deadline:

@@ -27,7 +27,7 @@ from fractional_gpu.broker.swap.suspend import SwapTimes
 from fractional_gpu.broker.swap.swap import Swaps
 from fractional_gpu.client.discovery import restart_command, socket_path
 from fractional_gpu.client.http import claim_address, claim_holder
-from fractional_gpu.client.state_folder import find_ledger
+from fractional_gpu.client.state_folder import ledger_name, state_folder
 from fractional_gpu.config import Settings, load
 from fractional_gpu.core.effects import Resume
 from fractional_gpu.core.events import ResumeOutcome
@@ -95,7 +95,7 @@ def rescue(options: BrokerOptions) -> Rescue:
         backend = stack.enter_context(open_backend(simulate, socket, device_kind=settings.device_kind))
         for device in backend.devices:
             stack.enter_context(DeviceClaim.claim(device.device_id))
-        path = find_ledger(socket, settings.state_dir, simulated=backend.simulated)
+        path = state_folder(socket, settings.state_dir) / ledger_name(simulated=backend.simulated)
         ledger, problem = _opened(path)
         if ledger is not None:
             stack.enter_context(closing(ledger))

@@ -6,7 +6,7 @@
   larger, of another pool or group, or of a higher priority stays revoked.
 - If no seat takes a lease over within its pool's `revoked_ttl`, its processes are ended as by an eviction.
 - The ledger keeps the end and the owner of a seat for as long as it has leases. A lease whose seat is neither live nor in these records
-  (the ledger was lost, or an earlier version ended the seat) is revoked from now on; any server of its user takes it over.
+  (the ledger was lost) is revoked from now on; any server of its user takes it over.
 """
 
 import asyncio

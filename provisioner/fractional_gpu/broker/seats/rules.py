@@ -68,12 +68,8 @@ def percent(milli: int) -> str:
 
 
 def is_of_same_server(seat: SeatRecord, request: SeatRequest) -> bool:
-    """Whether the request replaces the seat. Two hubs may have a server with the same names: they are two servers.
-
-    A seat or a request that names no hub is of an earlier version, or of a broker's only hub.
-    """
-    same_hub = seat.hub == request.hub or not seat.hub or not request.hub
-    return same_hub and (seat.owner, seat.server) == (request.owner, request.server)
+    """Whether the request replaces the seat. Two hubs may have a server with the same names: they are two servers."""
+    return (seat.hub, seat.owner, seat.server) == (request.hub, request.owner, request.server)
 
 
 def check_request(request: SeatRequest, pool: PoolSpec) -> None:

@@ -266,7 +266,7 @@ def neighbours(broker: Broker, lease: LeaseView) -> list[Neighbour]:
 #   run on by themselves: a difference in them alone causes no line. The time that is left before a deadline causes one in coarse steps.
 # - A subscriber sees the leases that `GET /v1/status` would show it. They are found by its uid or seat: a hub has a subscriber for each
 #   server, and none of them costs a pass over all leases.
-# - With `changes_only` a line after the first holds the devices and leases that differ from the line before. Pinned leases, and what has a
+# - A line after the first holds the devices and leases that differ from the line before. Pinned leases, and what has a
 #   deadline, are in each line, because clients count down from when they receive it.
 
 
@@ -348,11 +348,11 @@ class StatusStream:
         self._changed = asyncio.Event()  # replaced with each edition
 
     async def follow(
-        self, uid: int | None, seat: str | None = None, owner: str = "", *, changes_only: bool = False
+        self, uid: int | None, seat: str | None = None, owner: str = ""
     ) -> AsyncGenerator[HostStatus | HostChange | None, None]:
-        """Yield the status that this uid (None: all) and seat, of this owner, may see: at once, and after each change.
+        """Yield the status that this uid (None: all) and seat, of this owner, may see, and after each change what has changed.
 
-        Yields None when nothing has changed for `PULSE_S`. With `changes_only` all but the first are `HostChange`s.
+        Yields None when nothing has changed for `PULSE_S`.
 
         Close it to stop: the last subscriber that leaves ends the sampling.
         """
@@ -368,7 +368,7 @@ class StatusStream:
                     edition, begun_s = self._edition, time.monotonic()
                     status = _seen_by(latest, self._places, self._broker, uid, seat, owner)
                     before, told = told, _Lasting.of(status)
-                    line = status if before is None or not changes_only else _difference(before, told, status)
+                    line = status if before is None else _difference(before, told, status)
                     self._took_s += time.monotonic() - begun_s
                     if before != told:
                         yield line

@@ -12,15 +12,15 @@ from fractional_gpu import __version__
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.client.http import is_service_socket
-from fractional_gpu.client.state_folder import filesystem_type, find_ledger, is_network, node_name, state_folder
+from fractional_gpu.client.state_folder import LEDGER_NAMES, filesystem_type, is_network, node_name, state_folder
 from fractional_gpu.commands.doctor.report import Finding, note, ok, problem, warning
 from fractional_gpu.commands.terminal.connection import broker_if_running, kernels_of
 from fractional_gpu.config import ConfigError, Settings, load
 from fractional_gpu.core.units import format_memory
 from fractional_gpu.gpu.simulated.host import parse_devices
 from fractional_gpu.gpu.simulated.store import SimulatedHostError
-from fractional_gpu.ledger.opening import set_aside_command
-from fractional_gpu.ledger.schema import APPLICATION_ID, newest_version
+from fractional_gpu.ledger.opening import other_schema, set_aside_command
+from fractional_gpu.ledger.schema import APPLICATION_ID, SCHEMA
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.limits import PROTOCOL_VERSION
 from fractional_gpu.protocol.messages import ForecastError, Pong
@@ -204,8 +204,8 @@ def check_ledgers(socket: str, settings: Settings | None) -> Iterator[Finding]:
     configured = settings.state_dir if settings is not None else None
     folder = state_folder(socket, configured)
     there = False
-    for simulated in (False, True):
-        file = find_ledger(socket, configured, simulated=simulated)
+    for name in LEDGER_NAMES:
+        file = folder / name
         if file.exists():
             there = True
             yield _ledger(file)
@@ -234,9 +234,9 @@ def _ledger(file: Path) -> Finding:
                 return problem(
                     "ledger", f"{file} is not a ledger of this project", _KEEP.format(set_aside_command(file))
                 )
-            if version > newest_version():
-                newer = f"{file} was written by a newer version (schema {version}, known: {newest_version()})"
-                return problem("ledger", newer, "install that version again")
+            if version != SCHEMA:
+                wrong, remedy = other_schema(file, version)
+                return problem("ledger", f"{file} {wrong}", remedy)
             (sound,) = connection.execute("PRAGMA quick_check(1)").fetchone()
             if sound != "ok":
                 return problem("ledger", f"{file} is damaged: {sound}", _KEEP.format(set_aside_command(file)))

@@ -19,7 +19,7 @@ from fractional_gpu.commands.doctor.report import Finding, note, ok, problem, wa
 from fractional_gpu.config import Settings
 from fractional_gpu.core.units import format_fraction
 from fractional_gpu.host.process import PROC, read_command
-from fractional_gpu.jupyter.kernel_command import EARLIER_COMMAND, plan_kernel
+from fractional_gpu.jupyter.kernel_command import plan_kernel
 from fractional_gpu.jupyter.kernelspecs import InstalledSpec, list_installed
 
 _INSTALL: Final = "jupyter gpu kernels install"
@@ -60,9 +60,6 @@ def _interpreter(spec: InstalledSpec) -> Iterator[Finding]:
     argv = _argv(spec)
     if not argv:
         yield problem("kernelspecs", f"{spec.folder / 'kernel.json'} names no command", f"{_INSTALL} writes it again")
-    elif spec.earlier:
-        how = "the same options as the first time (--base, --user, --launcher, ...)"
-        yield problem("kernelspecs", f"{spec.name} cannot start: {EARLIER_COMMAND}", f"{_INSTALL}, with {how}")
     elif shutil.which(argv[0]) is None:
         gone = f"{spec.name} starts {argv[0]}, which is not there or cannot be run"
         yield problem("kernelspecs", gone, f"{_INSTALL} for another base, or jupyter gpu kernels remove {spec.name}")
@@ -98,7 +95,7 @@ def _extension(specs: Iterable[InstalledSpec]) -> list[Finding]:
     by_interpreter: dict[str, str] = {}
     for spec in specs:
         argv = _argv(spec)
-        if spec.gated and not spec.earlier and argv and shutil.which(argv[0]) is not None:
+        if spec.gated and argv and shutil.which(argv[0]) is not None:
             by_interpreter.setdefault(argv[0], spec.name)
     return [finding for python, name in by_interpreter.items() for finding in _check_imports(python, name)]
 

@@ -106,9 +106,9 @@ class Slowdowns:
 
     def take_state(self, read: StateReader) -> None:
         """Take what was learnt before; releases that did not learn it wrote nothing. Raises ValueError."""
-        for lease_id, (alone,) in read.later("alone", 1):
+        for lease_id, (alone,) in read.named("alone", 1):
             self._alone[lease_id] = read.wholes(alone)[-KEPT:]
-        for name, (weights,) in read.later("company", 1):
+        for name, (weights,) in read.named("company", 1):
             others, _, device_name = name.partition(" ")
             key = device_name, read.whole(others)
             self._ratios[key] = Histogram(RATIOS, memory=_MEMORY, weights=read.weights(weights, RATIOS))

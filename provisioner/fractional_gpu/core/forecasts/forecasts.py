@@ -214,35 +214,30 @@ class Forecasts:
                 cells=LeaseDurations(self._cells, weights=read.weights(cells, DURATIONS)),
                 gaps=LeaseDurations(self._gaps, weights=read.weights(gaps, DURATIONS)),
             )
-        self._take_later_parts(read)
+        for part, demands, memory in (
+            ("demands", self._demands, LEASE_SAMPLES),
+            ("pool_demands", self._pool_demands, POOL_SAMPLES),
+        ):
+            for name, (count, fine) in read.named(part, 2):
+                demands[name] = DecayedMean(memory=memory).restore(read.whole(count), read.whole(fine))
+        for name, (lost, held) in read.named("holds", 2):
+            self._holds[name] = HoldCosts(read.whole(lost), read.whole(held))
+        for name, (sizes,) in read.named("asks", 1):
+            self._asks[name] = AskMix(read.sizes(sizes))
+        for name, (count, fine) in read.named("signs", 2):
+            read.known(name, _SIGNS)
+            self._signs[name] = DecayedMean(memory=POOL_SAMPLES).restore(read.whole(count), read.whole(fine))
+        for name, (count, fine) in read.named("lease_signs", 2):
+            sign, _, lease_id = name.partition(" ")
+            read.known(sign, _SIGNS)
+            own = self._lease_signs.setdefault(lease_id, {})
+            own[sign] = DecayedMean(memory=LEASE_SAMPLES).restore(read.whole(count), read.whole(fine))
         for name, (ratios,) in read.named("waits", 1):
             kind, _, length = name.partition(" ")
             corrected = Histogram(RATIOS, memory=_WAIT_MEMORY, weights=read.weights(ratios, RATIOS))
             self._waits[kind, read.whole(length)] = corrected
             self._wait_totals[kind, read.whole(length)] = corrected.totals()
         self.record.take_state(read)
-
-    def _take_later_parts(self, read: StateReader) -> None:
-        """Take what earlier releases did not write."""
-        for part, demands, memory in (
-            ("demands", self._demands, LEASE_SAMPLES),
-            ("pool_demands", self._pool_demands, POOL_SAMPLES),
-        ):
-            for name, (count, fine) in read.later(part, 2):
-                demands[name] = DecayedMean(memory=memory).restore(read.whole(count), read.whole(fine))
-        for name, (lost, held) in read.later("holds", 2):
-            self._holds[name] = HoldCosts(read.whole(lost), read.whole(held))
-        for name, (sizes,) in read.later("asks", 1):
-            self._asks[name] = AskMix(read.sizes(sizes))
-        for name, (count, fine) in read.later("signs", 2):
-            read.known(name, _SIGNS)
-            self._signs[name] = DecayedMean(memory=POOL_SAMPLES).restore(read.whole(count), read.whole(fine))
-        for name, (count, fine) in read.later("lease_signs", 2):
-            sign, _, lease_id = name.partition(" ")
-            read.known(sign, _SIGNS)
-            own = self._lease_signs.setdefault(lease_id, {})
-            own[sign] = DecayedMean(memory=LEASE_SAMPLES).restore(read.whole(count), read.whole(fine))
-
         self.wait_prices.take_state(read)
         self._slowdowns.take_state(read)
 

@@ -35,11 +35,6 @@ class StateReader:
         for key, value in self._mapping(self._state.get(name)).items():
             yield key, self._items(value, length)
 
-    def later(self, name: str, length: int) -> Iterator[tuple[str, list[object]]]:
-        """Yield the same of a part that earlier releases did not write: nothing where it is missing."""
-        if self._state.get(name) is not None:
-            yield from self.named(name, length)
-
     def whole(self, value: object) -> int:
         """Return a whole number from 0 up; text of one, too."""
         if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 18:

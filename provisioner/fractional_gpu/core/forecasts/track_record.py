@@ -4,7 +4,6 @@ A forecast passes through here twice. `stated` gives it the bounds that people s
 """
 
 from collections.abc import Callable
-from itertools import chain
 from typing import NamedTuple
 
 from fractional_gpu.core.forecasts.bands import Band
@@ -18,7 +17,6 @@ KINDS = (WAIT, SUSPEND, RESUME, CELL, REST, SLOWDOWN, SEAT)
 """What is forecast. `REST` is of a running cell; slowdowns are in thousandths, all others in ms."""
 EVEN_MS = 50
 """Added to both sides of a ratio of times, so that shorter ones do not matter."""
-_FIRST_KINDS = KINDS[:4]  # earlier releases refuse a state with other kinds in its part "accuracy"
 _MOST_BANDS = 512
 
 
@@ -75,19 +73,17 @@ class TrackRecord:
 
     def state(self) -> ForecastState:
         """Return the parts of the forecasts' state, for JSON."""
-        accuracy = {kind: [one.count, one.recent] for kind, one in self._accuracy.items()}
         return {
-            "accuracy": {kind: accuracy[kind] for kind in _FIRST_KINDS},
-            "later_accuracy": {kind: one for kind, one in accuracy.items() if kind not in _FIRST_KINDS},
+            "accuracy": {kind: [one.count, one.recent] for kind, one in self._accuracy.items()},
             "bands": {f"{kind} {name}": band.state() for (kind, name), band in self._bands.items()},
         }
 
     def take_state(self, read: StateReader) -> None:
         """Take what was learnt before. Raises ValueError."""
-        for kind, (count, recent) in chain(read.named("accuracy", 2), read.later("later_accuracy", 2)):
+        for kind, (count, recent) in read.named("accuracy", 2):
             read.known(kind, self._accuracy)
             self._accuracy[kind] = Accuracy(kind, count=read.whole(count), recent=read.wholes(recent))
-        for key, levels in read.later("bands", 4):
+        for key, levels in read.named("bands", 4):
             kind, _, name = key.partition(" ")
             self._bands[kind, name] = Band.from_state(read.wholes(levels), read.known(kind, _FIRST_BANDS).even)
 

@@ -115,7 +115,7 @@ class WaitPrices:
 
     def take_state(self, read: StateReader) -> None:
         """Replace what is known by what was learnt before, if that was written. Raises ValueError for damaged data."""
-        for pool, (waits_ms, returns, queued) in read.later("recent_waits", 3):
+        for pool, (waits_ms, returns, queued) in read.named("recent_waits", 3):
             self._pools[pool] = WaitPrice(read.wholes(waits_ms), returns=read.whole(returns), queued=read.whole(queued))
 
 

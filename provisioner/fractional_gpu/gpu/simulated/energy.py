@@ -23,20 +23,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-SCHEMA: Final = (
-    """
+SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS meters (
   device TEXT PRIMARY KEY, boot TEXT NOT NULL, since_ns INTEGER NOT NULL, idle_mw INTEGER NOT NULL, peak_mw INTEGER NOT NULL,
   noise_milli INTEGER NOT NULL, drawn_uj INTEGER NOT NULL DEFAULT 0, counted_ns INTEGER NOT NULL DEFAULT 0,
   booked_ns INTEGER NOT NULL DEFAULT 0, shift_mj INTEGER NOT NULL DEFAULT 0, shows_power INTEGER NOT NULL DEFAULT 1,
-  shows_counter INTEGER NOT NULL DEFAULT 1)
-""",
-    """
+  shows_counter INTEGER NOT NULL DEFAULT 1);
 CREATE TABLE IF NOT EXISTS spent (
   process TEXT NOT NULL, device TEXT NOT NULL, pid INTEGER NOT NULL, lease TEXT NOT NULL, ns INTEGER NOT NULL,
-  PRIMARY KEY (process, device))
-""",
-)
+  PRIMARY KEY (process, device));
+"""
 PROMISE_NS: Final = 60_000_000  # `cuda.launch` says every 50 ms how far it is
 
 _USED: Final = "used"
@@ -99,7 +95,7 @@ def _check(fields: tuple[int, ...]) -> int:
 
 
 def read_used(folder: str) -> Used | None:
-    """Return what a process said last; None if its folder is gone, or its context is of an older version."""
+    """Return what a process said last; None if its folder is gone."""
     try:
         file = os.open(f"{folder}/{_USED}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, PermissionError):

@@ -28,7 +28,6 @@ from fractional_gpu.host.clock import since_boot_us
 _SETTLE_US: Final = 100_000  # a thread between two pieces of work begins the next one within this time
 _RECENT_US: Final = 1_000_000
 _REAP_S: Final = 10.0
-_LONGEST_WORK_US: Final = 86_400_000_000  # of one call: a day
 
 UNABLE: Final = "the simulated driver was told that it cannot checkpoint"
 
@@ -93,8 +92,7 @@ class SimulatedMonitor:
                 # Read every second for many processes: no Path for each.
                 work = os.stat(f"{self._store.memory}/{process.key}/{WORK}")  # noqa: PTH116
                 until_us = work.st_mtime_ns // 1000
-                # A context of an older version stamped its work with the wall clock, decades ahead of the time since boot: skip it.
-                if since_us < until_us < now_us + _LONGEST_WORK_US:
+                if since_us < until_us:
                     worked_us[process.pid] = min(until_us, now_us)
         return DeviceActivity(known_until_us=now_us, settle_us=_SETTLE_US, worked_us=worked_us)
 

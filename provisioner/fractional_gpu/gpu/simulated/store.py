@@ -49,7 +49,6 @@ CREATE TABLE IF NOT EXISTS faults (
   id INTEGER PRIMARY KEY AUTOINCREMENT, operation TEXT NOT NULL, fault TEXT NOT NULL, left INTEGER, pid INTEGER,
   taken INTEGER NOT NULL DEFAULT 0);
 """
-_SETTINGS: Final = "SELECT value FROM meta WHERE name='settings'"
 _DRAW: Final = ("idle_mw", "peak_mw", "power_noise_milli")
 
 
@@ -134,10 +133,8 @@ class Store:
             db.execute("PRAGMA synchronous=OFF")
             if create:
                 db.execute("PRAGMA journal_mode=WAL").fetchone()
-                db.executescript(SCHEMA)
+                db.executescript(SCHEMA + energy.SCHEMA)
             found = db.execute("SELECT value FROM meta WHERE name='version'").fetchone()
-            if found is None or found[0] == str(VERSION):
-                self._add_meters(db)
         except sqlite3.Error:
             db.close()
             raise
@@ -148,16 +145,6 @@ class Store:
                 "remove the folder to start afresh"
             )
         return db
-
-    def _add_meters(self, db: sqlite3.Connection) -> None:
-        """Begin to count energy: in a new host, or in one that an older version made."""
-        if db.execute("SELECT 1 FROM sqlite_master WHERE name='meters'").fetchone():
-            return
-        db.execute("BEGIN IMMEDIATE")  # the tables come at once, for other processes open the host at the same time
-        for statement in energy.SCHEMA:
-            db.execute(statement)
-        energy.begin_meters(db, *_settings(db.execute(_SETTINGS).fetchall()).draw)
-        db.execute("COMMIT")
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
@@ -207,7 +194,8 @@ class Store:
 
     def settings(self) -> Settings:
         """Return the settings in force now."""
-        return _settings(self.query(_SETTINGS))
+        rows = self.query("SELECT value FROM meta WHERE name='settings'")
+        return Settings(**json.loads(rows[0][0])) if rows else Settings()
 
     def configure(self, **changes: int) -> Settings:
         """Change settings for every process, from the next operation on. Raises SimulatedHostError."""
@@ -237,10 +225,6 @@ class Store:
                 f"the books of {self.directory} name a process {key[:80]!r}, which cannot be: {_AFRESH}"
             )
         return self.memory / key
-
-
-def _settings(rows: list[Any]) -> Settings:
-    return Settings(**json.loads(rows[0][0])) if rows else Settings()
 
 
 def own_namespace() -> str:
