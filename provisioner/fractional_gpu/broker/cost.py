@@ -5,11 +5,11 @@
   its kernels, and a price for each byte that arrives.
 - An account gets `COST_SHARE` of a processor, and may save up `COST_BURST_S` of it. An overdrawn account waits: of its requests only the
   heads are read, of its kernels' messages none. Those that wait get their turns in order, one at a time.
-- An account has a few turns in each round of the loop, overdrawn or not: who sends much at once waits behind whoever sends little.
+- An account has a few turns in each round of the loop, overdrawn or not: a user who sends much at once waits behind one who sends little.
 - All accounts that wait get `COST_SHARE_OF_ALL` together, in equal parts: many users at once leave the others room, too.
 - What others may wait for (a gate's answer, the end of a lease) is still served, down to a debt of `COST_RESERVE_S`. Below that nothing of
   the account is read at all.
-- Processor time, not time: a busy machine makes nobody overdrawn.
+- Processor time is charged, not elapsed time: a slow machine makes no account overdrawn.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _KEPT: Final = 1024  # accounts; beyond that those with a full balance are forgo
 
 
 class Account:
-    """One account; for the loop. `name`: what people call who pays; `exempt`: nothing is charged and nobody waits."""
+    """One account; for the loop. `name`: what people call who pays; `exempt`: nothing is charged, and `turn` never waits."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Threads for blocking work, a pool for each kind: what a user can ask for takes no thread from swaps.
 
-What is in none of them (samples, files, forecasts) runs in the loop's default executor, and nobody can ask for it.
+The rest (samples, files, forecasts) runs in the loop's default executor, and no request causes it.
 """
 
 import asyncio

@@ -61,7 +61,7 @@ DISCARDED_HEADER_BYTES = 4 * MAX_HEADER_BYTES  # larger ones: the connection is 
 READ_AT_ONCE = 16 * 1024  # bytes of a connection that waits for its turn are kept
 _WARNINGS_PER_S = 1 / 60  # log lines about one user's connections
 _PAUSE_S = 0.5
-_READS_AT_ONCE = 16  # IOStream reads for as long as more comes, if only a byte each time
+_READS_AT_ONCE = 16  # in one round of the loop; IOStream reads while there is more, even a byte at a time
 _ACCEPTED_AT_ONCE = 8  # connections in one turn of the loop, so that a flood of them keeps no other work waiting
 _LONGEST_NUMBER = 18  # digits
 
@@ -108,7 +108,7 @@ class MeteredStream(iostream.IOStream):
 
     def _handle_events(self, fd: int | Any, events: int) -> None:  # noqa: ANN401 - tornado's own
         if self.account.is_spent:
-            # What is not read stays readable: the loop must not be told of it again and again.
+            # Unread data keeps the descriptor readable, and the loop would report it in each round.
             self.io_loop.update_handler(fd, 0)
             self.account.when_recovered(self._listen_again)
             return
@@ -249,7 +249,7 @@ class Server(HTTPServer):
         super().initialize(*args, **kwargs)
 
     def _handle_connection(self, connection: socket.socket, address: Any) -> None:  # noqa: ANN401 - tornado's own
-        """Take a connection, or refuse it. Those of one who has too many come as fast as they are refused: that must cost little."""
+        """Take a connection, or refuse it. A user with too many opens the next as soon as one is refused: that must cost little."""
         try:
             credentials = peer_credentials(connection)
             admin = is_admin(connection, credentials, self._admin_gid)

@@ -27,10 +27,8 @@ from fractional_gpu.protocol.messages import COMMAND, GateAnswer, GateCommand, G
 
 _LONGEST_PATH: Final = 100  # bytes; UNIX sockets allow 107
 _FIRST_PORT: Final = 1024
-_DIGESTS: Final = (
-    "sha256",
-    "sha512",
-)  # what Jupyter offers; others may cost the broker a hundred times as much for each message
+# Jupyter's default and its twin; other digests may cost the broker much more for each message.
+_DIGESTS: Final = ("sha256", "sha512")
 _WRITABLE: Final = stat.S_IWGRP | stat.S_IWOTH
 
 
