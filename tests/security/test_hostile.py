@@ -178,7 +178,7 @@ def bounded(live: LiveBroker, seen: Seen, name: str, enough: Callable[[], bool])
     return got[name]
 
 
-def answered(seen: Seen, most: int = 200) -> Callable[[], bool]:
+def answered(seen: Seen, most: int) -> Callable[[], bool]:
     return lambda: seen.answers.count(ATTACKER) >= most
 
 
@@ -220,7 +220,7 @@ def test_bodies_in_chunks_are_refused_and_nothing_of_them_is_read(live: LiveBrok
 
 @pytest.mark.parametrize("name", ["json:20", "json:300", "json-attach:40"])
 def test_large_bodies_are_decoded_at_once_and_charged(live: LiveBroker, seen: Seen, name: str) -> None:
-    got = bounded(live, seen, name, answered(seen))
+    got = bounded(live, seen, name, answered(seen, 30))
     assert got["413"] + got.get("400", 0) > 0
     account = live.broker.costs.of_user(ATTACKER)
     assert account.left_s < 0.9
@@ -264,14 +264,14 @@ def test_floods_of_questions_cost_another_user_a_few_answers(live: LiveBroker, s
 
 def test_questions_about_others_share_a_scan_and_take_no_thread_from_swaps(live: LiveBroker, seen: Seen) -> None:
     begun_s = time.monotonic()
-    bounded(live, seen, "others:100", answered(seen))
+    bounded(live, seen, "others:100", answered(seen, 100))
     assert seen.most_scanning == 1
     assert seen.scans < 10 + 2 * (time.monotonic() - begun_s), "a pass each second, not for each question"
     assert all("scan" not in one and "_read" not in one for one in seen.shared)
 
 
 def test_leases_that_come_and_go_leave_no_rows(live: LiveBroker, seen: Seen) -> None:
-    got = bounded(live, seen, "ledger:2", answered(seen))
+    got = bounded(live, seen, "ledger:2", answered(seen, 100))
     assert got["leases"] > 20
 
     async def rows() -> int:
