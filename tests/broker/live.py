@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from msgspec import to_builtins
-from tornado.httpserver import HTTPServer
 from tornado.netutil import bind_unix_socket
 
 from fractional_gpu.broker.api.lease_routes import make_server
 from fractional_gpu.broker.api.lease_service import LeaseService
 from fractional_gpu.broker.api.seat_routes import SEAT_ROUTES
+from fractional_gpu.broker.api.server import Server
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.broker.process.run import configuration, make_arbiter
@@ -93,7 +93,7 @@ class LiveBroker:
         self.disk: Disk
         self.broker: Broker
         self.service: LeaseService
-        self.server: HTTPServer
+        self.server: Server
         self.loop: asyncio.AbstractEventLoop
         self._seats: asyncio.Task[None]
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))

@@ -104,6 +104,7 @@ class MeteredStream(iostream.IOStream):
         self._reads += 1
         if self._reads > _READS_AT_ONCE or self.account.is_spent:
             return None
+        self.account.charge(COST_READ_S)
         return super().read_from_fd(buf)
 
     def _handle_events(self, fd: int | Any, events: int) -> None:  # noqa: ANN401 - tornado's own
@@ -113,7 +114,6 @@ class MeteredStream(iostream.IOStream):
             self.account.when_recovered(self._listen_again)
             return
         self._reads = 0
-        self.account.charge(COST_READ_S)
         super()._handle_events(fd, events)
 
     def _listen_again(self) -> None:
