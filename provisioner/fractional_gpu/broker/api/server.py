@@ -22,6 +22,7 @@ import math
 import os
 import resource
 import socket
+import time
 from collections import Counter
 from collections.abc import Awaitable
 from contextlib import suppress
@@ -47,7 +48,7 @@ from fractional_gpu.protocol.errors import (
 )
 from fractional_gpu.protocol.limits import (
     COST_BYTE_S,
-    COST_READ_S,
+    COST_CONNECTION_S,
     COST_REQUEST_S,
     COST_SHARE,
     COST_WAIT_S,
@@ -104,7 +105,6 @@ class MeteredStream(iostream.IOStream):
         self._reads += 1
         if self._reads > _READS_AT_ONCE or self.account.is_spent:
             return None
-        self.account.charge(COST_READ_S)
         return super().read_from_fd(buf)
 
     def _handle_events(self, fd: int | Any, events: int) -> None:  # noqa: ANN401 - tornado's own
@@ -113,8 +113,10 @@ class MeteredStream(iostream.IOStream):
             self.io_loop.update_handler(fd, 0)
             self.account.when_recovered(self._listen_again)
             return
+        begun_s = time.thread_time()
         self._reads = 0
         super()._handle_events(fd, events)
+        self.account.charge(time.thread_time() - begun_s)
 
     def _listen_again(self) -> None:
         if not self.closed() and self._state is not None:
@@ -280,7 +282,7 @@ class Server(HTTPServer):
                 )
                 self._open[stream] = stream
                 self.handle_stream(stream, address)
-        account.charge(COST_READ_S)
+        account.charge(COST_CONNECTION_S)
 
     async def _refuse_later(self, connection: socket.socket, account: Account, most: int) -> None:
         """Refuse a connection after a while, when it is its account's turn: at once, another one would come at once, too."""
