@@ -111,6 +111,8 @@ async def test_who_gives_up_costs_no_turn() -> None:
         await second
     with suppress(asyncio.CancelledError):
         await first
+    assert first.cancelled()
+    assert not account._waiting
 
 
 async def test_what_others_may_wait_for_has_a_reserve_of_its_own() -> None:

@@ -67,7 +67,7 @@ class Account:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the reserve is spent, too: nothing of the account is to be read. Asked at each read, so it costs little."""
+        """Whether the reserve is spent, too, so that nothing of the account is read. Asked at each read, so it costs little."""
         return self._left < 0 and not self._exempt and self.left_s <= -COST_RESERVE_S
 
     @property
@@ -112,7 +112,7 @@ class Account:
         self._set_timer()
 
     def release(self) -> None:
-        """Exempt the account from now on, and let all go on that wait: the broker ends."""
+        """Exempt the account, and wake all that wait: the broker ends."""
         self._exempt = True
         for turn in (*self._reserved, *self._waiting):
             if not turn.done():
@@ -174,7 +174,7 @@ class Costs:
         return account
 
     def release(self) -> None:
-        """Let all go on that wait: the broker ends."""
+        """Wake all that wait: the broker ends."""
         for account in self._accounts.values():
             account.release()
 
