@@ -34,6 +34,7 @@ class Seen:
     saved: int = 0
     host: int = 0
     used: int = 0
+    measured: bool = False  # since it came to its devices
     shrinking: int = -1  # the generation in which it was asked to give caches back, and has not answered
     shrunk: bool | None = None  # what it answered since it became idle: whether it did; None: nothing
     why_not: str = ""  # why its process cannot be checkpointed
@@ -74,7 +75,7 @@ class Seen:
     @property
     def save_at_least(self) -> int:
         """What must be reserved on the host for a suspend: what it uses as far as is known, else all it holds."""
-        unknown = 0 if self.shrunk else self.held * len(self.devices)
+        unknown = 0 if self.measured else self.held * len(self.devices)
         return max(1, self.floor, self.used or unknown)
 
     @property

@@ -26,8 +26,8 @@ class ExpectedCells:
         """A sign of a cell was given; it counts while no cell runs or waits."""
         if (seen.busy and seen.state is not LeaseState.SUSPENDED) or seen.asked >= 0 or seen.left or seen.revoked:
             return
-        if seen.sent_away and event.sign in {Sign.FOCUS, Sign.SCROLL}:
-            return  # a look at the notebook says nothing against its user's own request
+        if seen.sent_away:
+            return  # nothing but a cell undoes its user's own request
         if self._world.pool(seen).foresight is not Foresight.OFF:
             seen.expected_until = max(seen.expected_until, min(event.until_ms, self._world.now + _LONGEST_MS))
 

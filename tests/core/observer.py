@@ -222,9 +222,10 @@ class Observer:
                 seen.ran |= busy
             case Shrunk(generation=generation, used_mib=used_mib) if generation == seen.generation == seen.shrinking:
                 seen.shrinking, seen.shrunk = -1, used_mib is not None
-                seen.used = seen.used if used_mib is None else max(0, used_mib)
+                if used_mib is not None:
+                    seen.used, seen.measured = max(0, used_mib), True
             case LeaseMeasured(used_mib=used_mib) if seen.state in {S.NO_CONTEXT, S.RESIDENT, S.SUSPENDING}:
-                seen.used = max(0, used_mib)
+                seen.used, seen.measured = max(0, used_mib), True
             case Checkpointable(why_not=why_not):
                 if seen.why_not and not why_not:
                     seen.alone_until = seen.pauses_until = 0
@@ -375,6 +376,7 @@ class Observer:
             case S.UNATTACHED | S.NO_CONTEXT | S.ENDED:
                 world.hold(seen, () if seen.state is not S.NO_CONTEXT else seen.devices, 0)
                 seen.saved = seen.host = seen.used = 0
+                seen.measured = seen.measured and seen.state is S.NO_CONTEXT
                 if seen.state is not S.NO_CONTEXT:
                     seen.busy = seen.ran = False
                     seen.left = ""
@@ -382,7 +384,7 @@ class Observer:
                 seen.home = ()
             case S.RESIDENT if old is S.NO_CONTEXT:
                 self._given(seen, device)
-                seen.ran = seen.busy
+                seen.ran, seen.measured = seen.busy, False
             case S.RESIDENT:
                 law(1, device is not None, seen.lease_id, "is resident nowhere")
                 if old in {None, S.QUARANTINED}:
@@ -391,6 +393,7 @@ class Observer:
                     seen.used = seen.saved
                     seen.asked = -1  # it has what it asked for; a claim to more comes after everybody's
                 seen.saved = seen.host = 0
+                seen.measured = seen.measured and old is S.SUSPENDING
                 seen.home = ()
                 seen.ran = seen.busy or seen.early if old is not S.SUSPENDING else seen.ran
             case S.SUSPENDING:

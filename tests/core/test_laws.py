@@ -65,7 +65,7 @@ def test_law_2_no_suspend_without_host_memory_and_no_resume_without_room_for_wha
         hand.send(HostMemorySeen(at_ms=0, budget_mib=budgets[number]))
         for effect in hand.send(SuspendRequested(at_ms=0, lease_id=name)):
             if isinstance(effect, Suspend):
-                assert (used[number] or cap) <= effect.host_mib <= max(cap, used[number])
+                assert max(1, used[number]) <= effect.host_mib <= max(cap, used[number])
                 assert hand.arbiter.host_saved_mib + hand.arbiter.host_reserved_mib <= budgets[number]
                 begun = [*hand.saved([effect], saved_mib=saved[number]), *hand.want(name)]
                 while resumes := [effect for effect in begun if isinstance(effect, Resume)]:  # asked for, or early

@@ -6,18 +6,13 @@ from tests.support.world import Notebook, Server, World
 
 
 def suspended(world: World, server: Server, policy: str = "") -> Notebook:
-    """A kernel with three quarters of the device, suspended at its user's request."""
+    """A kernel with three quarters of the device, suspended as its device was emptied."""
     world.configure(f"c.GPUBroker.pools = {{'default': {{{policy}}}}}")
     (name,) = world.install(750)
     notebook = server.start(name)
     notebook.must(fill(1))
-    suspend(world, notebook)
+    world.suspend_for_others(notebook.kernel_id)
     return notebook
-
-
-def suspend(world: World, notebook: Notebook) -> None:
-    with world.client() as client:
-        client.suspend(world.lease(notebook.kernel_id).lease_id)
 
 
 def reasons(world: World, notebook: Notebook) -> list[str]:
@@ -45,6 +40,23 @@ def test_a_completion_brings_the_kernel_back_so_that_the_cell_does_not_wait(worl
     assert not world.lease(notebook.kernel_id).came_early
 
 
+def test_a_kernel_that_its_user_suspended_stays_suspended_until_a_cell_runs(world: World, server: Server) -> None:
+    world.complete_without_jedi()
+    (name,) = world.install(750)
+    notebook = server.start(name)
+    notebook.must(fill(1))
+    notebook.must("%gpu release")
+    world.await_state(notebook.kernel_id, "suspended")
+    notebook.ask("complete_request", {"code": "buff", "cursor_pos": 4})
+    with world.client() as client:
+        client.expect(world.lease(notebook.kernel_id).lease_id, ExpectRequest(sign="typing", within_ms=60_000))
+    notebook.must("# only a comment")
+    lease = world.lease(notebook.kernel_id)
+    assert (lease.state, lease.next_cell_sign) == ("suspended", "")
+    assert "resume.expected" not in reasons(world, notebook)
+    assert notebook.must(CHECK).text == "intact\n"
+
+
 def test_another_program_can_tell_a_sign_and_one_that_is_wrong_costs_one_move_at_most(
     world: World, server: Server
 ) -> None:
@@ -65,7 +77,7 @@ def test_a_kernel_that_came_early_leaves_at_once_for_one_that_runs_a_cell(world:
     other = server.start(name)
     other.must(fill(2))
     assert world.lease(notebook.kernel_id).state == "suspended"
-    suspend(world, other)
+    world.suspend_for_others(other.kernel_id)
     assert notebook.must(CHECK).text == "intact\n"
 
 

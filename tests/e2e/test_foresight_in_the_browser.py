@@ -51,8 +51,7 @@ def switch_on(world: World, lab: Lab) -> None:
     lab.page.goto(f"{lab.server.url}lab/tree/Untitled.ipynb?reset")
     expect(lab.item).to_contain_text("of 768 MiB")
     (kernel,) = lab.server.request("GET", "api/kernels")
-    with world.client() as client:
-        client.suspend(world.lease(kernel["id"]).lease_id)
+    world.suspend_for_others(kernel["id"])
     expect(lab.item).to_contain_text("suspended")
 
 
@@ -112,8 +111,7 @@ def test_notebook_7_tells_it_alike(world: World) -> None:
         notebook.run(fill(1, 64).strip() + '\nprint("first")')
         expect(notebook.output).to_contain_text("first")
         (kernel,) = notebook.server.request("GET", "api/kernels")
-        with world.client() as client:
-            client.suspend(world.lease(kernel["id"]).lease_id)
+        world.suspend_for_others(kernel["id"])
         notebook.cells.last.locator(".cm-content").click()
         with notebook.page.expect_request(lambda one: one.url.partition("?")[0].endswith("/expect")) as told:
             notebook.page.keyboard.type("p")

@@ -124,3 +124,16 @@ def test_a_kernel_that_the_system_killed_says_so_after_its_restart() -> None:
 def _is_measured(world: World, kernel_id: str) -> bool:
     """The broker measures a lease in the same look in which it reads the counters of its group."""
     return world.lease(kernel_id).used_mib >= 64
+
+
+def test_a_kernel_that_uses_nothing_of_its_gpu_leaves_it_though_host_memory_could_not_hold_the_gpu(
+    world: World, server: Server
+) -> None:
+    Machine(world).leave(system_mib=2200)  # of which about 400 MiB are for saved state
+    (name,) = world.install(1000)
+    first, second = server.start(name), server.start(name)
+    first.must("1")
+    lease = until(lambda: (one := world.lease(first.kernel_id)).state == "resident" and not one.busy and one, "it idles")
+    assert (lease.used_mib, lease.reserve_mib) == (0, 1024)
+    assert second.must("print('ran')").text == "ran\n"
+    assert world.lease(first.kernel_id).state == "unarmed"

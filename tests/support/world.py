@@ -30,7 +30,7 @@ from fractional_gpu.gpu.simulated.host import destroy
 from fractional_gpu.gpu.simulated.store import SimulatedHostError
 from fractional_gpu.jupyter.kernelspecs import install
 from fractional_gpu.protocol.errors import BrokerUnavailableError
-from fractional_gpu.protocol.messages import HostStatus, LeaseStatus
+from fractional_gpu.protocol.messages import DrainRequest, HostStatus, LeaseStatus
 from tests.support.paths import PYTHONPATH
 from tests.support.waiting import DEADLINE_S, until
 
@@ -197,6 +197,14 @@ class World:
             return lease if lease.state == state else None
 
         return until(ask, f"kernel {kernel_id} becomes {state}")
+
+    def suspend_for_others(self, kernel_id: str) -> None:
+        """Have an idle kernel suspended though its user did not ask for it: its device is emptied for a moment."""
+        device_id = self.lease(kernel_id).device_id or ""
+        with self.client() as client:
+            client.drain(device_id, DrainRequest())
+            self.await_state(kernel_id, "suspended")
+            client.undrain(device_id)
 
     def await_restart(self, kernel_id: str, old: int | None) -> LeaseStatus:
         """Wait until the kernel's lease has another process than this one: Jupyter has started the kernel again."""

@@ -93,6 +93,7 @@ def lease_view(books: Books, lease: Lease, foresight: ForecastRecorder) -> Lease
         device_id=lease.device_id,
         saved_mib=lease.saved_mib,
         used_mib=lease.used_mib,
+        is_measured=lease.is_measured,
         busy=lease.busy,
         since_ms=lease.since_ms,
         last_active_ms=lease.last_active_ms,

@@ -227,7 +227,7 @@ class LeaseView:
     generation: int  # grows at every state change; an operation's answer with an old one is stale
     device_id: str | None  # where the reservation is (HOLDING), else the device it was last on
     saved_mib: int  # in host memory while suspended
-    used_mib: int  # last measured use on the device
+    used_mib: int  # last measured use on the device; before the first measurement there, what was brought back or 0
     busy: bool
     since_ms: int  # when it entered this state
     last_active_ms: int
@@ -235,6 +235,7 @@ class LeaseView:
     reason: str  # reason code of the last change
     sentence: str  # the same for people
     reserved_mib: int = 0  # what it holds on `device_id` now (an unattached lease may hold its reservation in advance)
+    is_measured: bool = False  # `used_mib` was measured since it came to its devices
     host_reserved_mib: int = 0  # reserved in host memory for what a suspend under way will save
     suspend_requested: bool = False  # its suspend was requested, and waits for the swap channel
     device_ids: tuple[str, ...] = ()  # all its devices, `device_id` first

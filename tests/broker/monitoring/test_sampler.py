@@ -101,7 +101,7 @@ class World:
     def dispatch(self, event: Event) -> None:
         self.events.append(event)
         if isinstance(event, LeaseMeasured):
-            self.view = replace(self.view, used_mib=event.used_mib)
+            self.view = replace(self.view, used_mib=event.used_mib, is_measured=True)
 
     async def told(self) -> list[Event]:
         """What one look tells."""

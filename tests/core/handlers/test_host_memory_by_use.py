@@ -45,16 +45,20 @@ def reserved_by(hand: Hand, name: str) -> int:
 @pytest.mark.parametrize(
     ("used_mib", "reserved_mib"),
     [
-        (0, 10_000),  # never measured: it may hold all of its reservation
+        (None, 10_000),  # never measured: it may hold all of its reservation
+        (0, 1 + HOST_MARGIN_MIB),  # measured, and nothing is there
         (1_600, 1_600 + HOST_MARGIN_MIB + 1_600 // HOST_MARGIN_PARTS),
         (9_990, 10_000),  # no more than it holds
         (10_500, 10_500),  # it is past its cap
     ],
 )
-def test_what_is_reserved_is_the_use_and_a_margin_within_what_it_holds(used_mib: int, reserved_mib: int) -> None:
+def test_what_is_reserved_is_the_use_and_a_margin_within_what_it_holds(
+    used_mib: int | None, reserved_mib: int
+) -> None:
     hand = Hand(device(memory_mib=20_000))
     hand.idle("a", 10_000)
-    measured(hand, "a", used_mib)
+    if used_mib is not None:
+        measured(hand, "a", used_mib)
     assert reserved_by(hand, "a") == reserved_mib
 
 
@@ -77,6 +81,45 @@ def test_the_use_of_all_devices_together_counts() -> None:
     assert hand.suspends(hand.want("b")) == []
     assert "expected to take 300 MiB of host memory, of which 299 MiB are left" in hand.ticket("b").sentence
     assert hand.suspends(hand.send(HostMemorySeen(at_ms=0, budget_mib=300))) == ["a"], "the margin takes what is left"
+
+
+def test_a_lease_that_is_measured_to_use_nothing_leaves_a_device_that_host_memory_could_not_hold() -> None:
+    hand = Hand(device(memory_mib=81_920), host_mib=12_000)
+    hand.idle("a", 80_000)
+    measured(hand, "a", 0)
+    hand.start("b", 80_000)
+    assert hand.suspends(hand.want("b")) == ["a"]
+
+
+def test_what_was_measured_says_nothing_of_the_next_stay() -> None:
+    hand = Hand(device(memory_mib=20_000))
+    hand.idle("a", 10_000)
+    measured(hand, "a", 0)
+    suspend = suspend_of(hand.send(SuspendRequested(at_ms=hand.now, lease_id="a")))
+    hand.send(
+        SuspendFinished(
+            at_ms=hand.now,
+            lease_id="a",
+            operation_id=suspend.operation_id,
+            generation=suspend.generation,
+            outcome=SuspendOutcome.NOTHING_TO_SAVE,
+        )
+    )
+    hand.want("a")
+    hand.work("a")
+    hand.rest("a")
+    assert hand.state("a") is LeaseState.RESIDENT
+    assert reserved_by(hand, "a") == 10_000
+
+
+def test_no_wait_is_forecast_for_room_that_host_memory_keeps_from_leaving() -> None:
+    hand = Hand(host_mib=599)
+    hand.idle("a")
+    hand.start("b")
+    hand.want("b")
+    assert hand.ticket("b").expected is None
+    assert hand.suspends(measured(hand, "a", 500)) == ["a"]
+    assert hand.ticket("b").expected is not None
 
 
 def test_use_that_falls_lets_a_waiting_ticket_go_on() -> None:

@@ -7,6 +7,8 @@ import pytest
 from fractional_gpu.core.effects import Effect, WakeAt
 from fractional_gpu.core.events import (
     BusyChanged,
+    DeviceDrained,
+    DeviceUndrained,
     Expected,
     LeaseMeasured,
     LeaseReleased,
@@ -27,9 +29,11 @@ def policy(*devices: str, foresight: Foresight = Foresight.FREE) -> PoolSpec:
 
 
 def saved(hand: Hand, name: str, saved_mib: int = 100) -> None:
-    """Have an idle lease be suspended at its user's request."""
-    hand.saved(hand.send(SuspendRequested(at_ms=hand.now, lease_id=name)), saved_mib=saved_mib)
+    """Have an idle lease be suspended as its device is emptied for a moment."""
+    device_id = hand.view(name).device_id or ""
+    hand.saved(hand.send(DeviceDrained(at_ms=hand.now, device_id=device_id)), saved_mib=saved_mib)
     assert hand.state(name) is S.SUSPENDED
+    hand.send(DeviceUndrained(at_ms=hand.now, device_id=device_id))
 
 
 def expect(
@@ -218,11 +222,14 @@ def test_a_sign_that_deceives_loses_its_weight_and_can_win_it_back(alone: Hand) 
 
 
 @pytest.mark.parametrize("sign", list(Sign))
-def test_a_lease_that_was_sent_away_comes_back_when_a_person_is_about_to_run_a_cell_and_not_for_a_look(
-    alone: Hand, sign: Sign
-) -> None:
-    strong = sign not in {Sign.FOCUS, Sign.SCROLL, Sign.RHYTHM}
-    assert bool(alone.resumes(expect(alone, "a", sign=sign))) == strong
+def test_a_lease_whose_user_sent_it_away_stays_away_until_a_cell_asks(sign: Sign) -> None:
+    hand = Hand(pools=[policy()])
+    hand.idle("a")
+    hand.saved(hand.send(SuspendRequested(at_ms=hand.now, lease_id="a")))
+    assert hand.resumes(expect(hand, "a", sign=sign)) == []
+    hand.wait(SOON_MS // 2)
+    assert (hand.state("a"), hand.view("a").expected_until_ms) == (S.SUSPENDED, 0)
+    assert hand.resumes(hand.want("a")) == [("a", "d0")]
 
 
 def test_an_expected_lease_is_not_suspended_for_being_idle_meanwhile() -> None:

@@ -98,7 +98,6 @@ class Ending:
 class Measurement:
     """What the devices counted last. Changed by `Sampler`."""
 
-    reported: int | None = None  # MiB in use, as the arbiter knows them
     grew: bool = False  # that was more than before, where the lease's reservation follows its use
     seen_on: frozenset[str] = frozenset()  # the devices on which its processes had memory
     has_used: bool = False  # a command's had memory on any, at any time

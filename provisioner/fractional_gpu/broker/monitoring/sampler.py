@@ -253,18 +253,14 @@ class Sampler:
             self._broker.sync_busy_state(kernel)
         view = self._broker.arbiter.lease(kernel.lease_id)
         if view is None or view.state not in (LeaseState.RESIDENT, LeaseState.NO_CONTEXT):
-            kernel.measurement.reported, kernel.measurement.grew = None, False
+            kernel.measurement.grew = False
             return
         measured_mib = sum(used.values())
-        # The arbiter forgets the use of a process that has ended; the next one may have exactly the same.
-        changed = kernel.measurement.reported != measured_mib or view.used_mib != measured_mib
+        changed = not view.is_measured or view.used_mib != measured_mib
         grows = measured_mib > view.used_mib
         # Where its reservation follows its use, the arbiter expects more growth until it gets a measurement without growth.
         if changed or kernel.measurement.grew or util_milli is not None:
-            kernel.measurement.reported, kernel.measurement.grew = (
-                measured_mib,
-                grows and self._broker.reserves_by_use(view.spec.pool),
-            )
+            kernel.measurement.grew = grows and self._broker.reserves_by_use(view.spec.pool)
             self._broker.dispatch(
                 LeaseMeasured(at_ms=now_ms(), lease_id=kernel.lease_id, used_mib=measured_mib, util_milli=util_milli)
             )

@@ -405,12 +405,12 @@ class Swaps:
     async def shrink(self, kernel: Kernel) -> int | None:
         """Have an idle kernel give cached memory back; return what its processes use then, MiB.
 
-        None if it could not, or if it is not known what they use. Cancellation leaves it to the kernel.
+        None if it could not. Cancellation leaves it to the kernel.
         """
         if kernel.link is None or kernel.busy or await kernel.link.ask(GateVerb.SHRINK, SHRINK_TIMEOUT_S) != "done":
             return None
         try:
-            return await self.inspector.used_mib(kernel) or None
+            return await self.inspector.used_mib(kernel)
         except GPUError as error:
             log.info("lease %s: what is left after shrinking cannot be read: %s", kernel.lease_id[:8], error)
             return None

@@ -263,7 +263,8 @@ class Lease:
     device_ids: tuple[str, ...] = ()  # where its reservation is, or (it holds nothing) was
     held_mib: int = 0  # reserved on each of its devices
     size_mib: int = 0  # what its pool reserves for it: its cap, or its use and headroom
-    used_mib: int = 0
+    used_mib: int = 0  # as last measured; before the first measurement what was brought back, or 0
+    is_measured: bool = False  # since it came to its devices
     growth_mib: int = 0  # how much its use on each device grew between the last two measurements
     target_ids: tuple[str, ...] = ()  # devices it is being moved to, where room is kept for it
     # Its state in host memory.
@@ -405,12 +406,12 @@ class Lease:
     def host_need_mib(self) -> int:
         """What its suspend is expected to save, and what must be left on the host before it begins.
 
-        That is what it was last measured to use, on all its devices together; what it holds, if it was never measured; and at least what
+        That is what it was last measured to use, on all its devices together; what it holds, if that is not known; and at least what
         an earlier suspend found to be there. If that is too little, its suspend finds out before the point of no return.
         """
         need_mib, floor_mib = self.used_mib, self.shrink.host_floor_mib
         if not need_mib:  # it has a reservation, so something is reserved for its state, too
-            need_mib = 1 if self.shrink.succeeded else max(1, self.held_mib * len(self.device_ids))
+            need_mib = 1 if self.is_measured else max(1, self.held_mib * len(self.device_ids))
         return floor_mib if floor_mib > need_mib else need_mib  # noqa: FURB136 - computed for every candidate
 
     @property

@@ -155,7 +155,7 @@ class Changes:
         lease.gate.open_until_ms = 0
         lease.busy = lease.has_run = lease.preempted = lease.let_in = False
         lease.home_ids, lease.operation, lease.expires_ms = (), None, None
-        lease.used_mib = lease.growth_mib = 0
+        lease.used_mib, lease.growth_mib, lease.is_measured = 0, 0, False
         lease.retries.forget_suspends()
         lease.retries.forget_resumes()
         lease.why_not = lease.unsuspendable_reason = lease.left_behind = ""
@@ -318,7 +318,7 @@ class Changes:
 
     def become_resident(self, lease: Lease) -> None:
         """Start the idle time of a lease that becomes resident; it is not suspended before it has had a chance to run."""
-        lease.last_active_ms = self.now_ms
+        lease.last_active_ms, lease.is_measured = self.now_ms, False
         lease.has_run = lease.busy or lease.came_early
         lease.home_ids, lease.rhythm_ms = (), None
         self.forecast_recorder.became_resident(lease)

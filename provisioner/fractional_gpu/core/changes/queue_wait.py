@@ -2,7 +2,8 @@
 
 **What a device gives back.** Each device has free memory and a list of returns, one for each lease there: an idle lease gives its memory
 back when it may be suspended, a busy one when its cell is expected to end or it may be preempted, one that is being suspended when that
-is done. A lease that cannot be suspended gives nothing back.
+is done. A lease that cannot be suspended gives nothing back, nor does one for which
+host memory has no room, or whose last suspend failed.
 
 **The play.** Tickets are served in order. Each takes the device where it can be brought in first: it uses what is free and the earliest
 returns, waits for the swaps ahead of it and its own, and then gives its memory back after a cell of its own. Swap channels are a heap of
@@ -301,6 +302,8 @@ class _Play:
         """Return in how many ms the lease can give its room to `beside`; None: unknown, or never."""
         if lease.is_unsuspendable:
             return None
+        if lease.state is LeaseState.RESIDENT and lease.host_need_mib > self._books.host_left_mib:
+            return None
         match lease.state:
             case LeaseState.SUSPENDING:
                 return -self._swap_left_ms(lease)
@@ -313,7 +316,8 @@ class _Play:
                 return None if room_ms >= _NEVER_MS else room_ms
             case LeaseState.RESIDENT:
                 willing_ms = suspendable_from_ms(self._books.policy(lease), lease)
-                return None if willing_ms is None else max(0, willing_ms - self._now_ms)
+                failed = lease.retries.suspend_after_ms > self._now_ms  # the next attempt may fail, too
+                return None if willing_ms is None or failed else max(0, willing_ms - self._now_ms)
             case _:
                 return None
 

@@ -7,7 +7,7 @@ lease's own rhythm is a sign, too: kernels whose cells come every so often are e
 signs were right, else all were wrong. How often a kind of sign was right is learnt for each lease, whether or not anything was done
 for it, so a sign that deceives loses its weight and can win it back.
 
-A suspend that was asked for is taken at its word: then the lease is expected only when a person writes or is about to run a cell.
+A suspend that was asked for is taken at its word: no sign brings the lease back, only a cell.
 
 **What is done** for an expected lease is in `foresight`: it comes back early. On its device, it is a dear victim, and is not
 suspended for being idle while it is expected.
@@ -21,7 +21,6 @@ from fractional_gpu.core.rules.likelihood import is_expected
 
 LONGEST_MS = 600_000
 """An expectation lasts no longer than this from its last sign on."""
-_WEAK = frozenset({Sign.FOCUS, Sign.SCROLL, Sign.RHYTHM})  # do not bring a lease back whose suspend was asked for
 
 
 class Expectations:
@@ -38,7 +37,7 @@ class Expectations:
     def _take(self, lease: Lease, sign: Sign, until_ms: int, confidence_milli: int) -> bool:
         books, now_ms = self._books, self._changes.now_ms
         until_ms = min(until_ms, now_ms + LONGEST_MS)
-        if until_ms <= now_ms or not self._may_expect(lease, sign):
+        if until_ms <= now_ms or not self._may_expect(lease):
             return False
         known, was_expected = lease.expectation, is_expected(books, lease)
         if known is None:
@@ -56,12 +55,12 @@ class Expectations:
         expected = is_expected(books, lease)
         return (expected and lease.state is LeaseState.SUSPENDED) or (was_expected and not expected)
 
-    def _may_expect(self, lease: Lease, sign: Sign) -> bool:
+    def _may_expect(self, lease: Lease) -> bool:
         """Return whether a sign means anything now. A suspended kernel that is busy without a ticket handles a completion or the like."""
         runs = lease.busy and lease.state is not LeaseState.SUSPENDED
-        if runs or lease.ticket is not None or lease.left_behind or lease.revoked:
+        if runs or lease.ticket is not None or lease.left_behind or lease.revoked or lease.sent_away:
             return False
-        return self._books.policy(lease).foresight is not Foresight.OFF and not (lease.sent_away and sign in _WEAK)
+        return self._books.policy(lease).foresight is not Foresight.OFF
 
     def came_true(self, lease: Lease) -> None:
         """Note that a cell of the lease came, or asks to: what was moved for it was not in vain."""

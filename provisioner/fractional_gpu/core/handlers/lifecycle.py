@@ -250,6 +250,7 @@ class Lifecycle:
         held_mib = max(lease.need_mib, lease.held_mib, lease.spec.reserve_mib)
         keeps_saved = state in (LeaseState.SUSPENDED, LeaseState.QUARANTINED)
         holds = state in (LeaseState.RESIDENT, LeaseState.QUARANTINED)
+        lease.is_measured = False
         if not holds:
             lease.used_mib = 0
         lease.home_ids = device_ids if keeps_saved else ()
@@ -417,10 +418,10 @@ class Lifecycle:
             return False
         need_mib, stayed, used = lease.host_need_mib, lease.is_unsuspendable, lease.used_mib
         before_mib = lease.used_each_mib
+        was_measured, lease.is_measured = lease.is_measured, True
         lease.used_mib, lease.cost_until_ms = used_mib, 0
         if lease.is_working:  # its residency and its cost depend on what it uses
             self._books.mark_changed(lease)
-        was_measured = lease.state is LeaseState.RESIDENT and before_mib > 0
         lease.growth_mib = max(0, lease.used_each_mib - before_mib) if was_measured else 0
         breaches = self._memory_caps.measured(lease)
         matters = breaches or lease.is_unsuspendable != stayed or self._eases_host_memory(lease, need_mib)
