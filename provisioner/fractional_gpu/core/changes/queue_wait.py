@@ -300,9 +300,8 @@ class _Play:
 
     def _gives_back_ms(self, lease: Lease, beside: Lease) -> int | None:
         """Return in how many ms the lease can give its room to `beside`; None: unknown, or never."""
-        if lease.is_unsuspendable:
-            return None
-        if lease.state is LeaseState.RESIDENT and lease.host_need_mib > self._books.host_left_mib:
+        needs_more = lease.state is LeaseState.RESIDENT and lease.host_need_mib > self._books.host_left_mib
+        if lease.is_unsuspendable or needs_more:
             return None
         match lease.state:
             case LeaseState.SUSPENDING:
