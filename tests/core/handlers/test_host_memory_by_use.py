@@ -52,9 +52,7 @@ def reserved_by(hand: Hand, name: str) -> int:
         (10_500, 10_500),  # it is past its cap
     ],
 )
-def test_what_is_reserved_is_the_use_and_a_margin_within_what_it_holds(
-    used_mib: int | None, reserved_mib: int
-) -> None:
+def test_what_is_reserved_is_the_use_and_a_margin_within_what_it_holds(used_mib: int | None, reserved_mib: int) -> None:
     hand = Hand(device(memory_mib=20_000))
     hand.idle("a", 10_000)
     if used_mib is not None:
