@@ -133,9 +133,7 @@ def test_a_kernel_that_uses_nothing_of_its_gpu_leaves_it_though_host_memory_coul
     (name,) = world.install(1000)
     first, second = server.start(name), server.start(name)
     first.must("1")
-    lease = until(
-        lambda: (one := world.lease(first.kernel_id)).state == "resident" and not one.busy and one, "it idles"
-    )
+    lease = world.await_state(first.kernel_id, "resident")
     assert (lease.used_mib, lease.reserve_mib) == (0, 1024)
     assert second.must("print('ran')").text == "ran\n"
     assert world.lease(first.kernel_id).state == "unarmed"
