@@ -122,3 +122,23 @@ def test_notebook_7_tells_it_alike(world: World) -> None:
         notebook.page.keyboard.insert_text(CHECK.strip())
         notebook.page.keyboard.press("Shift+Enter")
         expect(notebook.output).to_contain_text("intact")
+
+
+def test_a_kernel_that_was_released_stays_away_while_a_comment_is_typed_and_run(world: World) -> None:
+    world.install(750)
+    with opened_lab(world) as lab:
+        lab.launch(KERNEL)
+        lab.run(fill(1, 64).strip() + '\nprint("first")')
+        expect(lab.output).to_contain_text("first")
+        lab.run("%gpu release")
+        expect(lab.item).to_contain_text("suspended")
+        lab.cells.last.locator(".cm-content").click()
+        with lab.page.expect_response(lambda one: one.url.partition("?")[0].endswith("/expect")) as told:
+            lab.page.keyboard.type("# think")
+        assert told.value.ok
+        lab.page.keyboard.press("Shift+Enter")
+        (kernel,) = lab.server.request("GET", "api/kernels")
+        assert world.lease(kernel["id"]).state == "suspended"
+        assert "resume.expected" not in story(world, lab)
+        lab.run(CHECK.strip())
+        expect(lab.output).to_contain_text("intact")
