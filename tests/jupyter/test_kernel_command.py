@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fractional_gpu.host.process import EXTENSION_ARGUMENT, find_ipykernel, loads_extension
+from fractional_gpu.host.process import find_ipykernel, loads_extension
 from fractional_gpu.jupyter import kernel_command
 from fractional_gpu.jupyter.kernel_command import MARK, KernelPlan, plan_kernel
 from fractional_gpu.jupyter.provisioner import FractionalGPUProvisioner
@@ -45,8 +45,9 @@ def test_ipykernel_is_recognised_by_what_python_is_told_to_run(argv: list[str], 
     ("argv", "loads"),
     [
         (["python", "-m", "ipykernel_launcher", "-f", "c"], False),
-        (["python", "-m", "ipykernel_launcher", "-f", "c", EXTENSION_ARGUMENT], True),
-        (["bash_kernel", "-f", "c", EXTENSION_ARGUMENT], False),
+        (["python", "-Wignore", "-m", "fractional_gpu_kernel", "ipykernel_launcher", "-f", "c"], True),
+        (["bash_kernel", "-f", "fractional_gpu_kernel"], False),
+        (["python", "-m"], False),
     ],
     ids=str,
 )
@@ -124,14 +125,14 @@ def test_what_is_found_is_found_again_only_while_it_is_there(places: Places) -> 
 def test_a_module_that_only_has_our_name_is_not_taken_for_ours(places: Places, foreign: str, where: str) -> None:
     (path := places.work / foreign).parent.mkdir(exist_ok=True)
     path.touch()
-    argv = [places.python, "-m", "ipykernel_launcher", "-f", "c", EXTENSION_ARGUMENT]
+    argv = [places.python, "-m", "ipykernel_launcher", "-f", "c"]
     environment = {**os.environ, "PYTHONPATH": str(places.work) if where == "on PYTHONPATH" else ""}
     folder = str(places.work) if where == "beside the notebook" else "/"
     assert plan_kernel(argv, os.environ, "/").gated  # before it is found, and remembered
     found = plan_kernel(argv, environment, folder)
     assert (found.is_ipykernel, found.gated) == (True, False)
     assert f"imports {path} as {foreign[: foreign.index('.')].partition('/')[0]}" in found.obstacle
-    assert found.command(argv) == argv[:-1]
+    assert found.command(argv) == argv
     path.write_text(MARK)
     assert plan_kernel(argv, environment, folder).gated  # ours, in another place
     path.rename(path.with_name("renamed.py"))

@@ -10,7 +10,6 @@ import pytest
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 
-from fractional_gpu.host.process import EXTENSION_ARGUMENT
 from fractional_gpu.jupyter.kernelspecs import (
     PROVISIONER_NAME,
     SeatKernelSpecManager,
@@ -30,10 +29,7 @@ def test_an_installed_kernelspec_says_what_its_base_says(places: Places) -> None
     (spec,) = install("default", [250], base="env", directory=str(places.specs))
     assert (spec.name, spec.gated, spec.simulated) == ("fractional-gpu-default-250-env", True, False)
     content = json.loads((spec.folder / "kernel.json").read_text())
-    assert content["argv"] == [
-        *(places.python, "-m", "ipykernel_launcher", "-f", "{connection_file}"),
-        EXTENSION_ARGUMENT,
-    ]
+    assert content["argv"] == [places.python, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     assert content["metadata"]["kernel_provisioner"] == {
         "provisioner_name": PROVISIONER_NAME,
         "config": {"pool": "default", "fraction": "250m"},
@@ -274,7 +270,7 @@ def test_the_servers_own_python_is_written_in_full(places: Places) -> None:
     (spec,) = install("default", [250], directory=str(places.specs))  # base python3, which ipykernel brings
     argv = json.loads((spec.folder / "kernel.json").read_text())["argv"]
     assert argv[0] == sys.executable
-    assert argv[-3:] == ["-f", "{connection_file}", EXTENSION_ARGUMENT]
+    assert argv[-2:] == ["-f", "{connection_file}"]
 
 
 def test_names_fold_case_as_jupyter_does() -> None:

@@ -2,8 +2,8 @@
 
 Rules:
 
-- The command keeps its form. ipykernel gets one argument more, which loads the extension (and which the extension takes out of
-  `sys.argv` again), so the kernel has the `sys.path`, `sys.argv` and flags that the local provisioner gives it.
+- The command keeps its form: `-m ipykernel_launcher` becomes `-m fractional_gpu_kernel ipykernel_launcher`, so the kernel has the
+  `sys.path`, `sys.argv`, flags and configuration that the local provisioner gives it.
 - The interpreter itself is asked whether it can import the extension. A wrong guess would be costly: a kernel that is believed to have
   a gate and has none would start on the GPU without admission. An interpreter that cannot be asked has no gate.
 - A module of one of our names is ours only if its source has `MARK`. Where another module has the name (on `PYTHONPATH`, or in the
@@ -25,7 +25,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from fractional_gpu.core.units import parse_fraction_milli, parse_memory_mib
-from fractional_gpu.host.process import EXTENSION_ARGUMENT, find_ipykernel
+from fractional_gpu.host.process import EXTENSION, find_ipykernel
 from fractional_gpu.protocol.errors import BadRequestError
 from fractional_gpu.protocol.names import msgspec_problem
 
@@ -91,10 +91,11 @@ class KernelPlan:
     obstacle: str = ""
 
     def command(self, argv: Sequence[str]) -> list[str]:
-        """Return the formatted command with the extension's argument if the kernel is gated, else without it."""
-        if not self.gated:
-            return [word for word in argv if word != EXTENSION_ARGUMENT]
-        return [*argv, *([] if EXTENSION_ARGUMENT in argv else [EXTENSION_ARGUMENT])]
+        """Return the formatted command, with the extension if the kernel is gated."""
+        position = find_ipykernel(argv)
+        if not self.gated or position is None:
+            return list(argv)
+        return [*argv[: position + 1], EXTENSION, *argv[position + 1 :]]
 
 
 def plan_kernel(argv: Sequence[str], environment: Mapping[str, str], folder: str) -> KernelPlan:

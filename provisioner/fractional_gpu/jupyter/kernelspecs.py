@@ -8,8 +8,8 @@ Rules:
   their metadata, never by the name alone.
 - A folder appears whole or not at all. It replaces only a kernelspec of ours for the same base, pool and fraction.
 - Of two folders of one name Jupyter takes the one that it finds first: `InstalledSpec.shadowed_by` is the other one.
-- A base whose interpreter can import our extension gets one argument more, which loads it; any other kernel (another
-  language, an environment without the extension) keeps its command: it then holds its reservation from its start.
+- The command is the base's: what loads our extension is added when a kernel starts. A kernel without the extension (another
+  language, an environment that lacks it) holds its reservation from its start.
 - With `launcher`, the command itself takes the lease (`fractional_gpu.jupyter.launcher`), for programs that ignore provisioners;
   the local provisioner is named then, so that Jupyter servers do not take a second lease for it.
 """
@@ -296,7 +296,7 @@ def _argv(base: KernelSpec) -> tuple[list[str], KernelPlan]:
         # `python` means the server's own for jupyter_client; other servers that see this kernelspec would take theirs.
         argv[0] = find_interpreter(argv[0], environment) or argv[0]
     plan = plan_kernel(argv, environment, base.resource_dir)
-    return plan.command(argv), plan
+    return argv, plan
 
 
 def _content(
