@@ -3,6 +3,7 @@
 - A stub (`stub`) is started first, so that the broker knows the process before the command runs in it.
 - The command has a process group of its own. Where the runner has the terminal, the command's group gets it: Ctrl-C and Ctrl-Z
   reach the command as from any shell. When it stops, the runner takes the terminal back and stops, too; a shell's `fg` continues both.
+- It inherits what it inherits without us: descriptors, signals that are ignored or blocked, niceness, processors, limits.
 - Signals that the runner gets are passed on to the group. A second SIGINT, SIGTERM or SIGHUP ends the group with SIGKILL.
 """
 
@@ -56,17 +57,17 @@ class HeldCommand:
     ) -> None:
         """Start the stub. Raises OSError. To be called in the main thread: the command ends with the thread that starts it."""
         self._program = command[0]
-        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # inherited: the system would drop the exit status
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         source, to_stub = os.pipe()
         from_stub, sink = os.pipe()
         self._to_stub, self._from_stub = os.fdopen(to_stub, "wb"), os.fdopen(from_stub, "rb")
         try:
+            for descriptor in (source, sink):
+                os.set_inheritable(descriptor, True)
             stub = [sys.executable, "-I", "-S", os.fspath(_STUB), str(os.getpid()), str(source), str(sink), *command]
             self._child = subprocess.Popen(
                 stub,
                 env=dict(environment),
-                pass_fds=(source, sink),
+                close_fds=False,  # the command gets what we inherited: ours are closed when it is executed
                 process_group=0,
                 stdin=None if output is None else subprocess.DEVNULL,
                 stdout=output,
@@ -79,6 +80,8 @@ class HeldCommand:
         finally:
             os.close(source)
             os.close(sink)
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # the command inherits it; here it loses the status
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.pid = self._child.pid
 
     def go(self, environment: Mapping[str, str]) -> "RunningCommand":
@@ -185,6 +188,11 @@ class RunningCommand:
                 continue
             self._child.returncode = os.waitstatus_to_exitcode(status)
             return _shell_status(self._child.returncode)
+
+    @property
+    def killed_by(self) -> int:
+        """The signal that ended it, 0 for none."""
+        return max(0, -(self._child.returncode or 0))
 
     def has_ended(self) -> bool:
         """Whether the command has ended. Its exit status is kept for `end`, and so is its group."""

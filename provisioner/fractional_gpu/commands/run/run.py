@@ -32,6 +32,7 @@ from fractional_gpu.commands.run.supervisor import Supervisor, say
 from fractional_gpu.commands.terminal.completers import DURATIONS, FRACTIONS, set_completer
 from fractional_gpu.commands.terminal.errors import UsageError, parse_argument
 from fractional_gpu.core.units import format_duration, parse_duration_ms, parse_fraction_milli, parse_memory_mib
+from fractional_gpu.host.exit import die_of
 from fractional_gpu.jupyter.kernel_command import check_pool_name
 from fractional_gpu.jupyter.kernel_lease import KernelLease, environment_with, lease_label, take_lease
 from fractional_gpu.protocol.errors import FractionalGPUError
@@ -51,8 +52,8 @@ examples:
   jupyter gpu run --memory 20GiB --serve 8000 -- vllm serve MODEL --port 8000
   jupyter gpu run --wait 0 -- python probe.py       now or not at all
 
-The exit status is the command's (128 + N after signal N). Signals are passed on to the command; a second SIGINT, SIGTERM or SIGHUP ends
-it at once. `jupyter gpu status` shows it, and `suspend`, `resume`, `pin`, `resize` and `evict` work on it.
+The exit status is the command's; if a signal ends it, this program dies of the same one ($? is 128 + N). Signals are passed on to
+the command; a second SIGINT, SIGTERM or SIGHUP ends it at once. `jupyter gpu status` shows it, and `suspend`, `resume`, `pin`, `resize` and `evict` work on it.
 While it neither uses the GPU nor, with --serve, has a connection, it may be suspended: it keeps everything, and comes back by itself.
 """
 
@@ -101,6 +102,7 @@ def run(options: argparse.Namespace) -> int:
             with signals_raise():
                 lease, held, environment = _prepare(command, request, wait_ms, served=bool(ports))
         except EndedError as ended:  # a stub that is held still ends with this process
+            die_of(ended.number)
             return _SIGNALLED + ended.number
         running = _go(lease, held, environment)
         supervisor = Supervisor(lease, running.pid, ports)
@@ -114,6 +116,8 @@ def run(options: argparse.Namespace) -> int:
     supervisor.close(was_killed=killed)
     with suppress(FractionalGPUError):  # the broker sees by itself that the command has ended
         lease.release()
+    if running.killed_by:
+        die_of(running.killed_by)
     return status
 
 
