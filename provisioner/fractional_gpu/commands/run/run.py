@@ -53,7 +53,8 @@ examples:
   jupyter gpu run --wait 0 -- python probe.py       now or not at all
 
 The exit status is the command's; if a signal ends it, this program dies of the same one ($? is 128 + N). Signals are passed on to
-the command; a second SIGINT, SIGTERM or SIGHUP ends it at once. `jupyter gpu status` shows it, and `suspend`, `resume`, `pin`, `resize` and `evict` work on it.
+the command; a second SIGINT, SIGTERM or SIGHUP ends it at once.
+`jupyter gpu status` shows it, and `suspend`, `resume`, `pin`, `resize` and `evict` work on it.
 While it neither uses the GPU nor, with --serve, has a connection, it may be suspended: it keeps everything, and comes back by itself.
 """
 
