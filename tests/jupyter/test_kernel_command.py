@@ -81,7 +81,7 @@ def test_kernels_that_start_at_the_same_time_ask_the_interpreter_once(
                 all_ask.set()
             return answer
 
-    def probe(command: list[str], environment: Mapping[str, str]) -> kernel_command._Modules | None:
+    def probe(command: list[str], environment: Mapping[str, str]) -> kernel_command._Modules | str:
         asked.append(command)
         assert all_ask.wait(60)
         return real(command, environment)
@@ -96,15 +96,72 @@ def test_kernels_that_start_at_the_same_time_ask_the_interpreter_once(
     assert kernel_command._running_probes == {}
 
 
-def test_an_interpreter_that_cannot_be_asked_has_no_extension(places: Places) -> None:
-    without = KernelPlan(is_ipykernel=True, gated=False)
+@pytest.mark.parametrize("prints", ["import atexit; atexit.register(lambda: print('bye'))", "print('hello', end=' ')"])
+def test_an_interpreter_whose_site_prints_is_found_to_have_it(places: Places, prints: str) -> None:
+    (places.work / "sitecustomize.py").write_text(prints)
+    assert plan(places, PYTHONPATH=str(places.work)) == KernelPlan(is_ipykernel=True, gated=True)
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("echo this is wrong >&2; exit 1", "this is wrong"),
+        ("exit 3", "exit code 3"),
+        ("echo hello", "exit code 0"),
+        (None, "No such file or directory"),
+    ],
+)
+def test_an_interpreter_that_cannot_be_asked_has_no_extension_and_the_reason_is_told(
+    places: Places, script: str | None, why: str
+) -> None:
     broken = places.work / "broken"
-    broken.write_text("#!/bin/sh\nexit 1\n")
-    broken.chmod(0o755)
-    assert plan(places, interpreter=str(broken)) == without
-    assert plan(places, interpreter="/nowhere/python") == without
-    assert plan(places, interpreter="no-such-python") == without
+    if script is not None:
+        broken.write_text(f"#!/bin/sh\n{script}\n")
+        broken.chmod(0o755)
+    found = plan(places, interpreter=str(broken))
+    assert (found.is_ipykernel, found.gated) == (True, False)
+    assert found.obstacle.startswith(f"{broken} cannot be asked whether it has the GPU extension ({why})")
+    assert "keeps its share of the GPU reserved from its start" in found.obstacle
+
+
+def test_an_interpreter_without_the_extension_has_no_obstacle(places: Places) -> None:
+    without = KernelPlan(is_ipykernel=True, gated=False)
     assert plan(places, "-I", "-S") == without  # without site-packages it is not importable
+
+
+@pytest.mark.parametrize(
+    ("argv", "language", "is_told"),
+    [
+        (["/opt/helper.sh", "python", "-m", "ipykernel_launcher", "-f", "{connection_file}"], "python", True),
+        (
+            ["conda", "run", "-n", "env", "python", "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+            "python",
+            True,
+        ),
+        (["/opt/helper.sh", "{connection_file}"], "Python", True),
+        (["/opt/helper.sh", "{connection_file}"], "R", False),
+        (["python", "-m", "bash_kernel", "-f", "{connection_file}"], "bash", False),
+    ],
+)
+def test_a_command_that_may_hide_python_is_told_with_what_to_do(argv: list[str], language: str, is_told: bool) -> None:
+    found = plan_kernel(argv, os.environ, "/", language)
+    assert (found.is_ipykernel, found.gated, found.command(argv)) == (False, False, argv)
+    assert found.obstacle.startswith(f"{argv[0]} starts this kernel") == is_told
+    assert ("`%load_ext fractional_gpu_kernel`" in found.obstacle) == is_told
+
+
+def test_a_kernel_with_a_wrapper_starts_and_says_what_loads_the_extension(
+    places: Places, broker: FakeBroker, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrapper = places.work / "helper.sh"
+    wrapper.write_text('#!/bin/sh\nexec "$@"\n')
+    wrapper.chmod(0o755)
+    argv = [str(wrapper), places.python, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    with running_kernel(places.write_gpu_spec(argv=argv)) as manager, talking_to(manager):
+        assert isinstance(manager.provisioner, FractionalGPUProvisioner)
+        assert "`%load_ext fractional_gpu_kernel`" in manager.provisioner.gpu_notice
+    assert broker.bodies("create")[0]["gated"] is False
+    assert f"{wrapper} starts this kernel" in caplog.text
 
 
 def test_what_is_found_is_found_again_only_while_it_is_there(places: Places) -> None:

@@ -61,9 +61,15 @@ class InstalledSpec:
     simulated: bool
     launcher: bool = False
     base: str = ""
+    argv: tuple[str, ...] = ()
     shadowed_by: Path | None = None
     replaced: bool = field(default=False, compare=False)  # this installation replaced an older one
     obstacle: str = field(default="", compare=False)  # why this installation found that the extension cannot be loaded
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The kernel's command, without our launcher."""
+        return self.argv[self.argv.index("--") + 1 :] if self.launcher and "--" in self.argv else self.argv
 
 
 def spec_name(pool: str, fraction_milli: int, *, base: str = _DEFAULT_BASE, launcher: bool = False) -> str:
@@ -145,6 +151,13 @@ def list_installed(
     seen = KernelSpecManager().find_kernel_specs()
     found = [replace(spec, shadowed_by=_shadow(spec.folder, seen)) for spec in found]
     return sorted(found, key=lambda spec: (spec.pool, spec.fraction_milli, spec.name, spec.shadowed_by is not None))
+
+
+def plan_of(spec: InstalledSpec) -> KernelPlan:
+    """Return how the kernelspec's kernels are to start now. It may run their interpreter."""
+    content = _read_ours(spec.folder) or {}
+    environment = {**os.environ, **(content.get("env") or {})}
+    return plan_kernel(spec.command, environment, os.path.sep, str(content.get("language", "")))
 
 
 def remove(
@@ -289,14 +302,11 @@ def _target_folder(*, prefix: str | None, user: bool, directory: str | None) -> 
 def _argv(base: KernelSpec) -> tuple[list[str], KernelPlan]:
     """Return the base's command, changed for our kernels, and its plan."""
     argv = [word.replace("{resource_dir}", base.resource_dir) for word in base.argv]
-    if find_ipykernel(argv) is None:
-        return argv, KernelPlan(is_ipykernel=False, gated=False)
     environment = {**os.environ, **(base.env or {})}
-    if not Path(argv[0]).is_absolute():
+    if find_ipykernel(argv) is not None and not Path(argv[0]).is_absolute():
         # `python` means the server's own for jupyter_client; other servers that see this kernelspec would take theirs.
         argv[0] = find_interpreter(argv[0], environment) or argv[0]
-    plan = plan_kernel(argv, environment, base.resource_dir)
-    return argv, plan
+    return argv, plan_kernel(argv, environment, base.resource_dir, base.language)
 
 
 def _content(
@@ -435,7 +445,7 @@ def _write_folder(folder: Path, content: Mapping[str, Any], svg: str) -> None:
 
 
 def _describe(folder: Path, content: Mapping[str, Any]) -> InstalledSpec:
-    mark = content["metadata"][_MADE_BY]
+    mark, argv = content["metadata"][_MADE_BY], content.get("argv")
     return InstalledSpec(
         name=folder.name,
         display_name=str(content.get("display_name", folder.name)),
@@ -446,4 +456,5 @@ def _describe(folder: Path, content: Mapping[str, Any]) -> InstalledSpec:
         simulated=bool(mark.get("simulated")),
         launcher=bool(mark.get("launcher")),
         base=str(mark.get("base", "")),
+        argv=tuple(map(str, argv)) if isinstance(argv, list) else (),
     )

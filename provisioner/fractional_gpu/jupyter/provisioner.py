@@ -143,7 +143,9 @@ class FractionalGPUProvisioner(LocalProvisioner):
         if self._lease is None and self._is_named_by_kernelspec:
             # Starting a broker and probing the interpreter are both slow: they run at the same time.
             begin_broker_start(timeout_s=self.broker_timeout, simulate=config.simulate)
-        self._plan = await in_thread(plan_kernel, self.kernel_spec.argv, with_spec, folder)
+        self._plan = await in_thread(
+            plan_kernel, self.kernel_spec.argv, with_spec, folder, self.kernel_spec.language or ""
+        )
         request = self._request(config, environment)
         self._notice = ""
         lease, notice = await self._obtain(request, config.simulate)
