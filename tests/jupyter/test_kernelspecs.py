@@ -10,6 +10,7 @@ import pytest
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 
+from fractional_gpu.jupyter import kernelspecs
 from fractional_gpu.jupyter.kernelspecs import (
     PROVISIONER_NAME,
     SeatKernelSpecManager,
@@ -271,6 +272,19 @@ def test_the_servers_own_python_is_written_in_full(places: Places) -> None:
     argv = json.loads((spec.folder / "kernel.json").read_text())["argv"]
     assert argv[0] == sys.executable
     assert argv[-2:] == ["-f", "{connection_file}"]
+
+
+def test_a_program_that_looks_for_the_kernel_of_its_interpreter_finds_none_of_ours(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `jupytext --set-kernel -` does. In an environment's own folder `python` is its interpreter, as in ipykernel's kernelspec."""
+    monkeypatch.setattr(kernelspecs, "ENV_JUPYTER_PATH", [str(places.work / "share" / "jupyter")])
+    places.write_spec("full", [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"])
+    for base in ("python3", "full"):
+        (spec,) = install("default", [250], base=base, prefix=str(places.work))
+        assert (spec.argv[0], spec.gated) == ("python", True)
+    (other,) = install("default", [250], base="env", prefix=str(places.work))
+    assert other.argv[0] == places.python
 
 
 def test_names_fold_case_as_jupyter_does() -> None:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from jupyter_client.kernelspec import KernelSpec, KernelSpecManager, NoSuchKernel
-from jupyter_core.paths import jupyter_path
+from jupyter_core.paths import ENV_JUPYTER_PATH, SYSTEM_JUPYTER_PATH, jupyter_path
 from traitlets import TraitError
 
 from fractional_gpu.client.seat import own_share
@@ -112,7 +112,7 @@ def install(
         names = dict.fromkeys(names, _check_name(name))
     base_spec = _base_spec(base)
     target = _target_folder(prefix=prefix, user=user, directory=directory)
-    argv, plan = _argv(base_spec)
+    argv, plan = _argv(base_spec, target)
     installed = []
     for milli, folder_name in names.items():
         content = _content(
@@ -299,13 +299,16 @@ def _target_folder(*, prefix: str | None, user: bool, directory: str | None) -> 
     return Path(prefix if prefix is not None else sys.prefix).expanduser().absolute() / "share" / "jupyter" / "kernels"
 
 
-def _argv(base: KernelSpec) -> tuple[list[str], KernelPlan]:
+def _argv(base: KernelSpec, target: Path) -> tuple[list[str], KernelPlan]:
     """Return the base's command, changed for our kernels, and its plan."""
     argv = [word.replace("{resource_dir}", base.resource_dir) for word in base.argv]
     environment = {**os.environ, **(base.env or {})}
-    if find_ipykernel(argv) is not None and not Path(argv[0]).is_absolute():
-        # `python` means the server's own for jupyter_client; other servers that see this kernelspec would take theirs.
-        argv[0] = find_interpreter(argv[0], environment) or argv[0]
+    if find_ipykernel(argv) is not None:
+        # `python` means the server's own for jupyter_client: other servers that see this kernelspec would take theirs. By its full path
+        # programs such as jupytext find the kernel of their interpreter, which should not be one of ours.
+        interpreter = find_interpreter(argv[0], environment) or argv[0]
+        own = str(target.parent) in {*ENV_JUPYTER_PATH} - {*SYSTEM_JUPYTER_PATH}
+        argv[0] = "python" if own and interpreter == sys.executable else interpreter
     return argv, plan_kernel(argv, environment, base.resource_dir, base.language)
 
 

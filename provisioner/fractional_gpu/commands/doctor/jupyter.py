@@ -7,7 +7,6 @@ Configuration files are read as text and never run, so settings from a program's
 import json
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from fractional_gpu.commands.doctor.report import Finding, note, ok, problem, wa
 from fractional_gpu.config import Settings
 from fractional_gpu.core.units import format_fraction
 from fractional_gpu.host.process import PROC, read_command
+from fractional_gpu.jupyter.kernel_command import find_interpreter
 from fractional_gpu.jupyter.kernelspecs import InstalledSpec, list_installed, plan_of
 
 _INSTALL: Final = "jupyter gpu kernels install"
@@ -49,7 +49,7 @@ def check_kernelspecs(settings: Settings | None, specs: Iterable[InstalledSpec] 
 def _interpreter(spec: InstalledSpec) -> Iterator[Finding]:
     if not spec.argv:
         yield problem("kernelspecs", f"{spec.folder / 'kernel.json'} names no command", f"{_INSTALL} writes it again")
-    elif shutil.which(spec.argv[0]) is None:
+    elif find_interpreter(spec.argv[0], os.environ) is None:
         gone = f"{spec.name} starts {spec.argv[0]}, which is not there or cannot be run"
         yield problem("kernelspecs", gone, f"{_INSTALL} for another base, or jupyter gpu kernels remove {spec.name}")
 
@@ -83,7 +83,7 @@ def _extension(specs: Iterable[InstalledSpec]) -> list[Finding]:
     """Check once for each command that its interpreter can import the packages that its kernels need."""
     by_command: dict[tuple[str, ...], InstalledSpec] = {}
     for spec in specs:
-        if spec.command and shutil.which(spec.command[0]) is not None:
+        if spec.command and find_interpreter(spec.command[0], os.environ):
             by_command.setdefault(spec.command, spec)
     return [finding for spec in by_command.values() for finding in _check_imports(spec)]
 
@@ -101,7 +101,7 @@ def _check_imports(spec: InstalledSpec) -> Iterator[Finding]:
 
 
 def _import_failure(python: str) -> str:
-    command = [python, "-P", "-c", _IMPORTS]
+    command = [find_interpreter(python, os.environ) or python, "-P", "-c", _IMPORTS]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_IMPORT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
