@@ -1,6 +1,6 @@
 """`python -m fractional_gpu_kernel MODULE ...`: what `python -m MODULE ...` does for ipykernel's MODULE, with our extension loaded first.
 
-No trait is set that a configuration could set, too: on the command line, `extra_extensions` would replace a user's or a site's list.
+No trait is set that a configuration may set, too: a list of extensions on the command line would replace a user's or a site's.
 `sys.path`, `sys.argv` and `__main__` are what MODULE has without this.
 """
 
@@ -16,4 +16,4 @@ from ipykernel.kernelapp import IPKernelApp  # noqa: E402 - as above
 sys.path[:0] = folder
 application = IPKernelApp.instance()  # the one that ipykernel will use
 application.default_extensions = [*application.default_extensions, "fractional_gpu_kernel"]
-runpy._run_module_as_main(module)  # type: ignore[attr-defined]  # noqa: SLF001 - `run_module` would restore `__main__` before exit handlers run
+runpy._run_module_as_main(module)  # type: ignore[attr-defined]  # noqa: SLF001 - runpy.run_module would restore `__main__` before exit handlers run

@@ -104,10 +104,10 @@ def test_why_a_kernel_is_without_the_extension_is_said(tmp_path: Path, capsys: p
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("JUPYTER_PATH", str(tmp_path / "share" / "jupyter"))
             assert main(["kernels", "install", *words]) == 0
-        assert "note: /opt/helper.sh starts this kernel" in capsys.readouterr().out
+        assert "note: /opt/helper.sh does not start ipykernel directly" in capsys.readouterr().out
     assert main(["kernels", "list", "--prefix", str(tmp_path)]) == 0
     (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
-    assert note.startswith("note: /opt/helper.sh starts this kernel")
+    assert note.startswith("note: /opt/helper.sh does not start ipykernel directly")
 
 
 def test_what_is_replaced_or_shadowed_is_said(

@@ -61,7 +61,7 @@ def plan(places: Places, *options: str, interpreter: str | None = None, **enviro
 
 
 def test_an_interpreter_that_has_the_extension_is_found_to_have_it(places: Places) -> None:
-    assert plan(places) == KernelPlan(is_ipykernel=True, gated=True)
+    assert plan(places) == KernelPlan(gated=True)
 
 
 def test_kernels_that_start_at_the_same_time_ask_the_interpreter_once(
@@ -91,7 +91,7 @@ def test_kernels_that_start_at_the_same_time_ask_the_interpreter_once(
     monkeypatch.setattr(kernel_command, "_probe", probe)
     with ThreadPoolExecutor(4) as threads:
         plans = [threads.submit(plan, places) for _ in range(4)]
-        assert [one.result() for one in plans] == [KernelPlan(is_ipykernel=True, gated=True)] * 4
+        assert [one.result() for one in plans] == [KernelPlan(gated=True)] * 4
     assert len(asked) == 1
     assert kernel_command._running_probes == {}
 
@@ -99,7 +99,7 @@ def test_kernels_that_start_at_the_same_time_ask_the_interpreter_once(
 @pytest.mark.parametrize("prints", ["import atexit; atexit.register(lambda: print('bye'))", "print('hello', end=' ')"])
 def test_an_interpreter_whose_site_prints_is_found_to_have_it(places: Places, prints: str) -> None:
     (places.work / "sitecustomize.py").write_text(prints)
-    assert plan(places, PYTHONPATH=str(places.work)) == KernelPlan(is_ipykernel=True, gated=True)
+    assert plan(places, PYTHONPATH=str(places.work)) == KernelPlan(gated=True)
 
 
 @pytest.mark.parametrize(
@@ -119,13 +119,13 @@ def test_an_interpreter_that_cannot_be_asked_has_no_extension_and_the_reason_is_
         broken.write_text(f"#!/bin/sh\n{script}\n")
         broken.chmod(0o755)
     found = plan(places, interpreter=str(broken))
-    assert (found.is_ipykernel, found.gated) == (True, False)
+    assert not found.gated
     assert found.obstacle.startswith(f"{broken} cannot be asked whether it has the GPU extension ({why})")
     assert "keeps its share of the GPU reserved from its start" in found.obstacle
 
 
 def test_an_interpreter_without_the_extension_has_no_obstacle(places: Places) -> None:
-    without = KernelPlan(is_ipykernel=True, gated=False)
+    without = KernelPlan(gated=False)
     assert plan(places, "-I", "-S") == without  # without site-packages it is not importable
 
 
@@ -145,8 +145,8 @@ def test_an_interpreter_without_the_extension_has_no_obstacle(places: Places) ->
 )
 def test_a_command_that_may_hide_python_is_told_with_what_to_do(argv: list[str], language: str, is_told: bool) -> None:
     found = plan_kernel(argv, os.environ, "/", language)
-    assert (found.is_ipykernel, found.gated, found.command(argv)) == (False, False, argv)
-    assert found.obstacle.startswith(f"{argv[0]} starts this kernel") == is_told
+    assert (found.gated, found.command(argv)) == (False, argv)
+    assert found.obstacle.startswith(f"{argv[0]} does not start ipykernel directly") == is_told
     assert ("`%load_ext fractional_gpu_kernel`" in found.obstacle) == is_told
 
 
@@ -161,7 +161,7 @@ def test_a_kernel_with_a_wrapper_starts_and_says_what_loads_the_extension(
         assert isinstance(manager.provisioner, FractionalGPUProvisioner)
         assert "`%load_ext fractional_gpu_kernel`" in manager.provisioner.gpu_notice
     assert broker.bodies("create")[0]["gated"] is False
-    assert f"{wrapper} starts this kernel" in caplog.text
+    assert f"{wrapper} does not start ipykernel directly" in caplog.text
 
 
 def test_what_is_found_is_found_again_only_while_it_is_there(places: Places) -> None:
@@ -187,7 +187,7 @@ def test_a_module_that_only_has_our_name_is_not_taken_for_ours(places: Places, f
     folder = str(places.work) if where == "beside the notebook" else "/"
     assert plan_kernel(argv, os.environ, "/").gated  # before it is found, and remembered
     found = plan_kernel(argv, environment, folder)
-    assert (found.is_ipykernel, found.gated) == (True, False)
+    assert not found.gated
     assert f"imports {path} as {foreign[: foreign.index('.')].partition('/')[0]}" in found.obstacle
     assert found.command(argv) == argv
     path.write_text(MARK)
@@ -213,7 +213,7 @@ def test_an_interpreter_without_the_msgspec_it_needs_has_no_gate_and_says_why(
 ) -> None:
     (places.work / "msgspec.py").write_text(source)
     found = plan(places, PYTHONPATH=str(places.work))
-    assert (found.is_ipykernel, found.gated) == (True, False)
+    assert not found.gated
     assert says in found.obstacle
     assert "keeps its share of the GPU reserved from its start" in found.obstacle
     assert not plan(places).gated  # beside the notebook

@@ -134,7 +134,7 @@ def running_kernel(environment: dict[str, str], *, extension: bool = True) -> It
     """Start a kernel as Jupyter does, and end it."""
     manager = plain_manager("python3")
     assert manager.kernel_spec is not None
-    manager.kernel_spec.argv = KernelPlan(is_ipykernel=True, gated=extension).command(manager.kernel_spec.argv)
+    manager.kernel_spec.argv = KernelPlan(gated=extension).command(manager.kernel_spec.argv)
     manager.start_kernel(env=environment)
     pid: int = manager.provisioner.pid  # type: ignore[union-attr]
     try:

@@ -1,30 +1,10 @@
 """Ending this process at once."""
 
-import ctypes
 import logging
 import os
-import signal
 import sys
 from contextlib import suppress
 from typing import NoReturn
-
-_PR_SET_DUMPABLE = 4
-
-
-def die_of(number: int) -> None:
-    """Die of the signal that ended a command of ours: a shell's loop and `make` look at that. For the main thread.
-
-    It leaves no core dump, which would not be the command's. Returns if this process is the first one of a container, which no such
-    signal ends.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # its reader has ended
-            stream.flush()
-    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-    with suppress(OSError):  # SIGKILL has no handlers
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
-    os.kill(os.getpid(), number)
 
 
 def exit_now(code: int) -> NoReturn:

@@ -577,8 +577,7 @@ def _path(line: str) -> str:
 # The provisioner reads the commands of kernelspecs; a broker that lost its ledger reads those of living processes.
 
 
-EXTENSION: Final = "fractional_gpu_kernel"
-"""`python -m EXTENSION MODULE ...` is `python -m MODULE ...` with our extension; MODULE is one of ipykernel's."""
+EXTENSION: Final = "fractional_gpu_kernel"  # `-m EXTENSION MODULE` is `-m MODULE` with our extension
 _IPYKERNEL: Final = ("ipykernel_launcher", "ipykernel", EXTENSION)
 _OPTIONS_WITH_VALUE: Final = frozenset({"-X", "-W"})
 

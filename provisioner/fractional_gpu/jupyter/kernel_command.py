@@ -5,8 +5,7 @@ Rules:
 - The command keeps its form: `-m ipykernel_launcher` becomes `-m fractional_gpu_kernel ipykernel_launcher`, so the kernel has the
   `sys.path`, `sys.argv`, flags and configuration that the local provisioner gives it.
 - The interpreter itself is asked whether it can import the extension. A wrong guess would be costly: a kernel that is believed to have
-  a gate and has none would start on the GPU without admission. An interpreter that cannot be asked has no gate, and a command that may
-  hide one (a wrapper) is not asked: the reason is told.
+  a gate and has none would start on the GPU without admission. If it cannot be asked, also in a wrapper, it has no gate, and is told why.
 - A module of one of our names is ours only if its source has `MARK`. Where another module has the name (on `PYTHONPATH`, or in the
   notebook's folder, which ipykernel puts before site-packages), the kernel starts without the extension, and a sentence says which
   module was found. The same holds where msgspec, with which the extension calls the broker, is missing or too old.
@@ -18,7 +17,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -35,7 +33,7 @@ _NAMES = (*_OURS, "msgspec")
 MARK = '__distribution__ = "jupyter-fractional-gpu"'
 """The line in the `__init__.py` of each of our packages that distinguishes it from another package of the same name."""
 
-_ANSWER = "jupyter-fractional-gpu found "  # distinguishes it from what a `sitecustomize` prints
+_ANSWER = "jupyter-fractional-gpu found "  # distinguishes it from what a sitecustomize prints
 # Prints, for each name of ours, the module's file and whether its source has the mark; null: there is no such module.
 # The last entry is the file and the version of msgspec, if it can be imported.
 _PROBE_CODE = f"""
@@ -67,7 +65,7 @@ _UNASKED = (
     "`{interpreter} -c 'import fractional_gpu_kernel'` should work; then restart the kernel"
 )
 _WRAPPED = (
-    "{program} starts this kernel, so the GPU extension is not loaded automatically: if this is an IPython kernel, "
+    "{program} does not start ipykernel directly, so the GPU extension is not loaded automatically: if this is an IPython kernel, "
     f"`%load_ext fractional_gpu_kernel` in its first cell loads it. Until then it {_WITHOUT}"
 )
 
@@ -87,7 +85,6 @@ _Modules = tuple[_Module | None, ...]  # in the order of _NAMES; None: there is 
 _answers: dict[tuple[object, ...], _Modules] = {}
 _Answer = Future[_Modules | str]
 _running_probes: dict[tuple[object, ...], _Answer] = {}  # kernels that start at the same time share one probe
-_answers_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +94,13 @@ class KernelPlan:
     `gated`: the extension will load. `obstacle`: why it cannot be loaded where it is installed, and what to do, a sentence.
     """
 
-    is_ipykernel: bool
     gated: bool
     obstacle: str = ""
 
     def command(self, argv: Sequence[str]) -> list[str]:
         """Return the formatted command, with the extension if the kernel is gated."""
-        position = find_ipykernel(argv)
-        if not self.gated or position is None:
-            return list(argv)
-        return [*argv[: position + 1], EXTENSION, *argv[position + 1 :]]
+        position = find_ipykernel(argv) if self.gated else None
+        return list(argv) if position is None else [*argv[: position + 1], EXTENSION, *argv[position + 1 :]]
 
 
 def plan_kernel(
@@ -118,19 +112,17 @@ def plan_kernel(
     """
     position = find_ipykernel(argv)
     if position is None:
-        hidden = language.lower() == "python" and bool(argv)
-        obstacle = _WRAPPED.format(program=argv[0]) if hidden else ""
-        return KernelPlan(is_ipykernel=False, gated=False, obstacle=obstacle)
+        hidden = argv and language.lower() == "python"
+        return KernelPlan(gated=False, obstacle=_WRAPPED.format(program=argv[0]) if hidden else "")
     interpreter = find_interpreter(argv[0], environment) or argv[0]
     modules = _modules(interpreter, tuple(argv[1:position]), environment)
     if isinstance(modules, str):
-        obstacle = _UNASKED.format(interpreter=interpreter, why=modules)
-        return KernelPlan(is_ipykernel=True, gated=False, obstacle=obstacle)
+        return KernelPlan(gated=False, obstacle=_UNASKED.format(interpreter=interpreter, why=modules))
     found = [module for module in modules if module is not None]
     if len(found) < len(modules):  # our extension is not installed there
-        return KernelPlan(is_ipykernel=True, gated=False)
+        return KernelPlan(gated=False)
     obstacle = _find_obstacle(found, interpreter, folder)
-    return KernelPlan(is_ipykernel=True, gated=not obstacle, obstacle=obstacle)
+    return KernelPlan(gated=not obstacle, obstacle=obstacle)
 
 
 def _find_obstacle(modules: Sequence[_Module], interpreter: str, folder: str) -> str:
@@ -164,8 +156,7 @@ def _modules(interpreter: str, options: tuple[str, ...], environment: Mapping[st
         return error.strerror or str(error)
     variables = tuple(environment.get(name) for name in _PYTHON_VARIABLES)
     key = (interpreter, status.st_mtime_ns, status.st_size, options, variables)
-    with _answers_lock:
-        known = _answers.get(key)
+    known = _answers.get(key)
     if known is not None and _still_holds(known, environment):
         return known
     return _probe_once(key, [interpreter, *options, "-P", "-c", _PROBE_CODE], environment)
@@ -181,8 +172,7 @@ def _probe_once(key: tuple[object, ...], command: list[str], environment: Mappin
         try:
             modules = _probe(command, environment)
             if not isinstance(modules, str) and all(module is not None and module.usable for module in modules):
-                with _answers_lock:
-                    _answers[key] = modules
+                _answers[key] = modules
         finally:
             del _running_probes[mine]
             own.set_result(modules)

@@ -104,7 +104,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         self._lease: KernelLease | None = None  # kept over restarts
         self._launch_lease: KernelLease | None = None  # of the process that is about to start; None: it gets no GPU
         self._notice = ""
-        self._plan = KernelPlan(is_ipykernel=False, gated=False)
+        self._plan = KernelPlan(gated=False)
         self._is_restart = False
         self._frozen_at_shutdown = False
         self._interrupt_thread: threading.Thread | None = None
@@ -434,7 +434,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         if process is None or process.poll() is not None:
             raise _ended_at_once(process)
         language = self.kernel_spec.language or ""
-        ipykernel = self._plan.is_ipykernel
+        ipykernel = find_ipykernel(self.kernel_spec.argv) is not None
         try:
             request = attach_request(process.pid, dict(connection), language=language, ipykernel=ipykernel)
         except ProcessGoneError as error:  # it has ended since

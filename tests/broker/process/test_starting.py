@@ -11,17 +11,18 @@ import sys
 import urllib.error
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fractional_gpu.broker.kernels.kernel import launch_environment
+from fractional_gpu.broker.kernels.kernel import launch_environment, sharing_environment
 from fractional_gpu.broker.process import driver_start
 from fractional_gpu.broker.process.driver_start import BackendError, open_backend
 from fractional_gpu.broker.process.restarting import KEPT_VARIABLES, NOT_INHERITED, BrokerOptions, resolved
 from fractional_gpu.client.discovery import ensure_broker
 from fractional_gpu.client.state_folder import make_state_folder
-from fractional_gpu.core.model import LeaseSpec, PoolSpec
+from fractional_gpu.core.model import LeaseSpec, PoolSpec, Sharing
 from fractional_gpu.gpu.interface import DeviceInfo, GPUError, GPUErrorCode
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.protocol.errors import BrokerUnavailableError
@@ -315,7 +316,7 @@ def test_a_broker_that_a_kernel_starts_is_not_bound_to_the_kernel_s_share(
     library = "/nowhere/libvgpu.so"  # HAMi-core would show the broker a device of the kernel's size
     pool = PoolSpec(name="p", devices=(), hami_library=library)
     spec = LeaseSpec(lease_id="abc", pool="p", owner="ann", fraction_milli=250, reserve_mib=100)
-    theirs = launch_environment(pool, spec)
+    theirs = launch_environment(pool, spec) | sharing_environment(replace(pool, sharing=Sharing.MPS), spec, 100, [])
     for name, value in theirs.items():
         monkeypatch.setenv(name, value)
     ensure_broker(world.socket).close()

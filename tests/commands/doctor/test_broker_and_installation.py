@@ -60,7 +60,7 @@ def test_a_broker_that_serves_is_named(tmp_path: Path) -> None:
     ("how", "words"),
     [
         (["nice", "-n", "5"], "niceness 5 from the program that started it"),
-        (["prlimit", f"--cpu={10**7}"], "a limit on CPU time from"),
+        (["prlimit", f"--cpu={10**7}"], "a hard RLIMIT_CPU from"),
         ([], None),
     ],
 )

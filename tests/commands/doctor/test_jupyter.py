@@ -105,7 +105,7 @@ def test_a_wrapper_around_python_is_a_warning_once(specs: Path) -> None:
     set_up(specs, 250, 500)
     found = the(list(check_kernelspecs(None)))
     assert found.severity is Severity.WARNING
-    assert "/usr/bin/env starts this kernel" in found.finding
+    assert "/usr/bin/env does not start ipykernel directly" in found.finding
     assert "`%load_ext fractional_gpu_kernel`" in found.finding
 
 

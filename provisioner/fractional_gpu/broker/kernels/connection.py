@@ -73,10 +73,8 @@ def connection_from_json(info: object) -> Connection:
         raise ValueError(f"connection field transport is {_shown(transport)}; allowed: tcp, ipc")
     address = _loopback(ip) if transport == "tcp" else ip
     if address is None:
-        raise ValueError(
-            f"connection field ip is {_shown(ip)}; allowed: a loopback address such as 127.0.0.1, or all addresses (0.0.0.0): set "
-            "c.KernelManager.ip to one of these, or leave it out"
-        )
+        allowed = "a loopback address such as 127.0.0.1, or 0.0.0.0 for all addresses (c.KernelManager.ip)"
+        raise ValueError(f"connection field ip is {_shown(ip)}; allowed: {allowed}")
     if transport == "ipc" and not (isinstance(ip, str) and ip.startswith("/") and len(ip.encode()) <= _LONGEST_PATH):
         raise ValueError(
             f"connection field ip is {_shown(ip)}; allowed with ipc: an absolute path of at most {_LONGEST_PATH} bytes"

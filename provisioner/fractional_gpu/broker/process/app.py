@@ -50,7 +50,6 @@ _OTHER_PATIENCE_S = 30.0
 _LETTING_GO_S = 1.0
 _RETRY_S = 0.05
 _OPEN_FILES = 65536
-_MOST_CPUS = 8192
 
 
 def run_broker(options: BrokerOptions) -> int:
@@ -101,7 +100,7 @@ def _shed_inheritance() -> None:
         hard = resource.getrlimit(limit)[1]
         resource.setrlimit(limit, (hard, hard))
     with suppress(PermissionError):
-        os.sched_setaffinity(0, range(_MOST_CPUS))  # the system takes those that may be used
+        os.sched_setaffinity(0, range(8192))  # the system takes those that may be used
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         os.setpriority(os.PRIO_PROCESS, 0, 0)
 

@@ -40,11 +40,11 @@ KEPT_VARIABLES = (
     "XDG_CONFIG_DIRS", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME",
 )  # fmt: skip
 # What a broker does not take from the kernel, the server or the command that starts it, besides what changes CUDA's driver.
-NOT_INHERITED = (
+NOT_INHERITED = {
     "JUPYTER_GPU_LEASE", "JUPYTER_GPU_TOKEN_FILE", "JUPYTER_GPU_NOTICE", "JUPYTER_GPU_SEAT_FILE", "JUPYTER_GPU_KIND",
     "JUPYTER_GPU_MEMORY_FRACTION", "JUPYTER_GPU_MEMORY_MIB", "JUPYTER_GPU_DEVICE_MIB", "JUPYTER_GPU_CONTEXT_MIB",
     "JUPYTER_GPU_SIMULATED_DEVICE", "JPY_PARENT_PID", driver_environment.PRELOADED_FOR_US, "TMPDIR", "TEMP", "TMP",
-)  # fmt: skip
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,12 +232,6 @@ def cannot_run(socket: str, error: OSError) -> str:
     return f"the broker cannot run on {socket}: {error}; fix that, or choose another place with --socket or JUPYTER_GPU_SOCKET"
 
 
-def environment_of_broker(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a broker that a program with this one starts for all kernels."""
-    kept = {name: value for name, value in environment.items() if name not in NOT_INHERITED}
-    return driver_environment.cleaned(kept)
-
-
 def _started(options: BrokerOptions, socket: str) -> tuple[str, subprocess.Popen[bytes]]:
     """Start the process and return what it reports: "ready", or a sentence. Raises OSError."""
     reader, writer = os.pipe()
@@ -248,7 +242,9 @@ def _started(options: BrokerOptions, socket: str) -> tuple[str, subprocess.Popen
                 argument = json.dumps({**asdict(options), "ready_fd": writer})
                 process = subprocess.Popen(
                     [sys.executable, "-P", "-m", "fractional_gpu.broker", argument],
-                    env=environment_of_broker(os.environ),
+                    env=driver_environment.cleaned(
+                        {name: os.environ[name] for name in os.environ.keys() - NOT_INHERITED}
+                    ),
                     stdin=subprocess.DEVNULL,
                     stdout=log_file,
                     stderr=log_file,

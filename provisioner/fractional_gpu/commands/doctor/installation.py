@@ -80,12 +80,7 @@ def check_settings() -> tuple[Settings | None, list[Finding]]:
 # Nothing is changed: no first broker is started, and the ledger is opened for reading only, without its lock.
 
 
-_LIMITS: Final = (
-    ("memory", resource.RLIMIT_AS),
-    ("data", resource.RLIMIT_DATA),
-    ("CPU time", resource.RLIMIT_CPU),
-    ("the size of files", resource.RLIMIT_FSIZE),
-)
+_LIMITS: Final = ("RLIMIT_AS", "RLIMIT_CPU", "RLIMIT_DATA", "RLIMIT_FSIZE")
 _LEAST_FORECASTS: Final = 64
 _FAR_PERMILLE: Final = 150  # of 64 outcomes, three times the error of chance
 _KEEP: Final = "no broker starts with it: put a backup in its place, or set it aside with `{}`; the next broker takes living kernels back"
@@ -186,7 +181,7 @@ def inherited_findings(pid: int) -> Iterator[Finding]:
     with suppress(PermissionError, ProcessLookupError):  # a service's limits are its administrator's choice
         if (niceness := os.getpriority(os.PRIO_PROCESS, pid)) > 0:
             kept.append(f"niceness {niceness}")
-        kept += [f"a limit on {what}" for what, limit in _LIMITS if resource.prlimit(pid, limit)[1] >= 0]
+        kept += [f"a hard {name}" for name in _LIMITS if resource.prlimit(pid, getattr(resource, name))[1] >= 0]
     if kept:
         yield warning(
             "broker",

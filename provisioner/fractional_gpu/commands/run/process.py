@@ -7,6 +7,7 @@
 - Signals that the runner gets are passed on to the group. A second SIGINT, SIGTERM or SIGHUP ends the group with SIGKILL.
 """
 
+import ctypes
 import errno
 import json
 import os
@@ -26,6 +27,7 @@ from fractional_gpu.host.wakeups import drain, signal_pipe
 
 ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_ON: Final = (*ENDING, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_PR_SET_DUMPABLE: Final = 4
 _STUB: Final = Path(__file__).with_name("stub.py")
 _BY_TERMINAL: Final = frozenset({signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU})
 
@@ -128,7 +130,7 @@ class RunningCommand:
         self._terminal = _own_terminal()
 
     def wait(self, *, noted: list[int], passed_on: Callable[[int], None], continued: Callable[[], None]) -> int:
-        """Return the command's exit status as a shell gives it: 128 + N for a signal. Signals `noted` before are passed on first.
+        """Return the command's exit status, -N if signal N ended it. Signals `noted` before are passed on first.
 
         `passed_on` is called with the number of each signal after it was passed on, `continued` when the runner gets SIGCONT.
         """
@@ -140,11 +142,11 @@ class RunningCommand:
                 self._give_terminal()
                 self._pending[:0] = noted
                 self._handle_signals(passed_on, continued)
-                while (status := self.poll()) is None:
+                while self.poll() is None:
                     select.select([wakes], [], [])
                     drain(wakes)
                     self._handle_signals(passed_on, continued)
-                return status
+                return int(self._child.returncode)
             finally:
                 self._take_terminal()
                 for number, handler in handlers.items():
@@ -188,11 +190,6 @@ class RunningCommand:
                 continue
             self._child.returncode = os.waitstatus_to_exitcode(status)
             return _shell_status(self._child.returncode)
-
-    @property
-    def killed_by(self) -> int:
-        """The signal that ended it, 0 for none."""
-        return max(0, -(self._child.returncode or 0))
 
     def has_ended(self) -> bool:
         """Whether the command has ended. Its exit status is kept for `end`, and so is its group."""
@@ -249,6 +246,19 @@ class RunningCommand:
             with suppress(OSError):  # it hung up
                 return os.tcgetpgrp(self._terminal)
         return None
+
+
+def die_of(number: int) -> int:
+    """Die of the signal that ended a command, as a shell's loop expects, and without a core dump of this process. For the main thread.
+
+    Return 128 + N in the first process of a container, which no such signal ends.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    with suppress(OSError):  # SIGKILL has no handlers
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+    os.kill(os.getpid(), number)
+    return _shell_status(-number)
 
 
 def _shell_status(code: int) -> int:

@@ -18,6 +18,7 @@ from fractional_gpu.commands.run.process import (
     HeldCommand,
     RunningCommand,
     check_program,
+    die_of,
     noted_signals,
 )
 from fractional_gpu.commands.run.start import (
@@ -32,7 +33,6 @@ from fractional_gpu.commands.run.supervisor import Supervisor, say
 from fractional_gpu.commands.terminal.completers import DURATIONS, FRACTIONS, set_completer
 from fractional_gpu.commands.terminal.errors import UsageError, parse_argument
 from fractional_gpu.core.units import format_duration, parse_duration_ms, parse_fraction_milli, parse_memory_mib
-from fractional_gpu.host.exit import die_of
 from fractional_gpu.jupyter.kernel_command import check_pool_name
 from fractional_gpu.jupyter.kernel_lease import KernelLease, environment_with, lease_label, take_lease
 from fractional_gpu.protocol.errors import FractionalGPUError
@@ -42,7 +42,9 @@ from fractional_gpu.protocol.messages import COMMAND, LeaseRequest
 _PORTS: Final = range(1, 65_536)
 _DEVICES: Final = range(1, 9)
 _PRIORITIES: Final = range(-1000, 1001)
-_SIGNALLED: Final = 128
+_KILLED: Final = frozenset(
+    {-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGKILL, 128 + signal.SIGTERM}
+)  # a shell adds 128
 _DESCRIPTION: Final = (
     "Run a program on a share of a GPU, suspended while it is idle: a script, a training, a model server."
 )
@@ -103,8 +105,7 @@ def run(options: argparse.Namespace) -> int:
             with signals_raise():
                 lease, held, environment = _prepare(command, request, wait_ms, served=bool(ports))
         except EndedError as ended:  # a stub that is held still ends with this process
-            die_of(ended.number)
-            return _SIGNALLED + ended.number
+            return die_of(ended.number)
         running = _go(lease, held, environment)
         supervisor = Supervisor(lease, running.pid, ports)
         supervisor.start()
@@ -113,13 +114,11 @@ def run(options: argparse.Namespace) -> int:
             passed_on=lambda number: supervisor.wake(ending=number in ENDING),
             continued=supervisor.wake,
         )
-    killed = status in (_SIGNALLED + signal.SIGKILL, _SIGNALLED + signal.SIGTERM) and not running.killed_by_us
+    killed = status in _KILLED and not running.killed_by_us
     supervisor.close(was_killed=killed)
     with suppress(FractionalGPUError):  # the broker sees by itself that the command has ended
         lease.release()
-    if running.killed_by:
-        die_of(running.killed_by)
-    return status
+    return die_of(-status) if status < 0 else status
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
