@@ -337,6 +337,7 @@ READ_ELSEWHERE = {
     "JUPYTER_GPU_DEFAULT_FRACTION",  # Jupyter servers and commands, as the next ones
     "JUPYTER_GPU_DEFAULT_POOL",
     "JUPYTER_GPU_MEASURE",
+    "JUPYTER_GPU_MEMORY_INFO",  # a kernel
     "JUPYTER_GPU_POD_SHARE",
     "JUPYTER_GPU_FAILPOINTS",  # this test suite sets it for each process
     "JUPYTER_GPU_PAGE_COMPONENT",  # the hub's page
