@@ -529,10 +529,6 @@ class ForecastRecorder:
             return None
         return self.forecasts.swap_span(RESUME, device.spec.name, lease.saved_mib)
 
-    def ticket_wait(self, lease: Lease) -> Span | None:
-        """Return how long the lease's ticket will still wait."""
-        return self.queue_waits.wait_of(lease)
-
 
 _SLACK_MS = 1_000  # a forecast is shown in seconds, and may be a second old
 
