@@ -58,6 +58,9 @@ FORECAST = {"expected_ms": 40_000, "low_ms": 10_000, "high_ms": 60_000}
 ROOM = {"reason": "wait.busy-neighbour", "sentence": "20 GiB are needed, 4 GiB are free; 1 kernel is running a cell"}
 WAITS: dict[str, tuple[float, dict[str, object]]] = {
     "with a place, a forecast and a reason": (0, {**FORECAST, **ROOM, "position": 2}),
+    "a turn ends": (3, {**FORECAST, **ROOM, "position": 1, "turn_ms": 28_000}),
+    "a turn ends, and another kernel is before it": (0, {**FORECAST, **ROOM, "position": 2, "turn_ms": 28_000}),
+    "a turn has ended": (28, {**FORECAST, **ROOM, "position": 1, "turn_ms": 28_000}),
     "the forecast counts down": (20, {**FORECAST, **ROOM}),
     "the forecast was wrong": (50, {**FORECAST, **ROOM}),
     "the forecast was very wrong": (70, {**FORECAST, **ROOM}),

@@ -94,11 +94,12 @@ def rendered(error: BaseException) -> BaseException:
 
 # -- the line of a wait ---------------------------------------------------------------------------------------------------------------
 
+_MOMENT_MS = 1_000
 _NEXT = {  # by the reason of the wait
     "wait.restoring": "The cell runs as soon as they are there",
     "wait.own-suspend": "Then the cell runs",
     "wait.making-room": "Then this kernel gets the room and the cell runs",
-    "wait.busy-neighbour": "When that is over, its memory is saved to the host and this kernel gets the room",
+    "wait.busy-neighbour": "When that is over{turn}, its memory is saved to the host and {whoever} gets the room",
     "wait.swap-channel": "Then it is this kernel's turn",
     "wait.user-limit": "It goes on when another kernel of yours gives its share back",
     "wait.group-limit": "It goes on when another kernel of your group gives its share back",
@@ -123,7 +124,10 @@ def wait_text(progress: "Progress", *, waited_s: float, age_s: float) -> str:
         facts.append(f"{format_rough(int(waited_s * 1000))} so far")
     about = "".join(f", {fact}" for fact in facts)
     why = (progress.sentence or "the GPU is in use").rstrip(".")
-    after = f" {_NEXT[progress.reason]}." if progress.reason in _NEXT else ""
+    turn_ms = 0 if progress.turn_ms is None else progress.turn_ms - int(age_s * 1000)
+    turn = f", or when its turn ends, in about {format_rough(turn_ms)}" if turn_ms >= _MOMENT_MS else ""
+    whoever = "this kernel" if progress.position in {None, 1} else "the first in the queue"
+    after = f" {_NEXT[progress.reason]}.".format(turn=turn, whoever=whoever) if progress.reason in _NEXT else ""
     beside = f" It {progress.slowdown_brief}." if progress.slowdown_brief else ""
     return f"This cell waits for the GPU{about}: {why}.{after}{beside} Interrupt the kernel to stop waiting."
 

@@ -623,9 +623,9 @@ class Broker:
             pools = self.arbiter.pools()
             self._tickets = at_ms, {one.lease_id: one for pool in pools for one in self.arbiter.tickets(pool, at_ms)}
             places = {one.lease_id: one.position for one in self._tickets[1].values()}
-            if places != self._places:  # cells that were told their places before are told anew: no two are at the same place
+            if places != self._places:
                 self._places = places
-                self._wake_queue()
+                self._wake_queue()  # cells that were told their places earlier: else two would be at the same place
         return self._tickets[1].get(lease_id)
 
     def roots(self) -> list[ProcessIdentity]:

@@ -12,7 +12,7 @@ cannot be true (a lease recovered in the middle of an operation) raises ValueErr
 """
 
 from fractional_gpu.core.books.books import Books
-from fractional_gpu.core.books.records import Device, Lease, Ticket
+from fractional_gpu.core.books.records import Device, Lease
 from fractional_gpu.core.changes.changes import Changes
 from fractional_gpu.core.changes.queue_wait import ForecastRecorder, shown_span
 from fractional_gpu.core.effects import Effect, WakeAt
@@ -75,7 +75,7 @@ from fractional_gpu.core.rules.eligibility import update_all_suspendability
 from fractional_gpu.core.rules.fairness import queue_delay
 from fractional_gpu.core.rules.likelihood import likelihood_milli
 from fractional_gpu.core.rules.slowdowns import describe_slowdown
-from fractional_gpu.core.rules.wait_reasons import FormatTime, wait_reason
+from fractional_gpu.core.rules.wait_reasons import FormatTime, turn_left_ms, wait_reason
 from fractional_gpu.core.scheduler.migration import kept_mib
 from fractional_gpu.core.scheduler.scheduler import Scheduler
 
@@ -299,6 +299,12 @@ class Arbiter:
         """Return how much neighbours slow the lease's cell down, or would where it waits to go: an estimate."""
         lease = self._books.leases.get(lease_id)
         return Slowdown() if lease is None else describe_slowdown(self._books, lease)
+
+    def turn_left_ms(self, lease_id: str, at_ms: int) -> int | None:
+        """Return in how many ms the turns of busy leases make room for the waiting one, as of `at_ms`; None: they take no turns with it."""
+        lease = self._books.leases.get(lease_id)
+        left_ms = None if lease is None else turn_left_ms(self._books, lease)
+        return None if left_ms is None else max(0, left_ms - max(0, at_ms - self._books.now_ms))
 
     def gate_wait(self, lease_id: str, at_ms: int) -> Span | None:
         """Return how long the lease's next cell still waits at its closed gate, as of `at_ms`; None if it does not wait there."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from fractional_gpu.broker.clock import now_ms, time_of_day
 from fractional_gpu.broker.kernels import request_validation
@@ -152,12 +153,14 @@ def test_when_the_order_changes_every_waiting_cell_is_told_its_new_place(
         (61_000, 500, False),
     ],
 )
-def test_a_forecast_that_does_not_count_down_is_news(expected_ms: int, age_ms: int, *, news: bool) -> None:
+def test_a_time_that_does_not_count_down_is_news(expected_ms: int, age_ms: int, *, news: bool) -> None:
     told = Progress(kind="waiting", reason="wait.x", sentence="x", position=1, expected_ms=60_000, low_ms=1, high_ms=2)
     now = Progress(
         kind="waiting", reason="wait.x", sentence="x", position=1, expected_ms=expected_ms, low_ms=5, high_ms=6
     )
     assert residency._is_news(now, told, age_ms) is news
+    told = Progress(kind="waiting", reason="wait.x", sentence="x", position=1, turn_ms=60_000)
+    assert residency._is_news(structs.replace(told, turn_ms=expected_ms), told, age_ms) is news
 
 
 def test_a_moment_of_another_day_has_its_day() -> None:

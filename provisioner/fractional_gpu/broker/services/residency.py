@@ -111,6 +111,8 @@ class Residency:
         # The restore runs, so only time is needed. The reservation is in the ledger before the grant, not yet here.
         pool = self._broker.arbiter.pools().get(view.spec.pool) if view.state is LeaseState.RESUMING else None
         overlap = pool is not None and pool.overlap_resume
+        busy = reason == "wait.busy-neighbour"
+        turn_ms = self._broker.arbiter.turn_left_ms(kernel.lease_id, now_ms()) if busy else None
         slowdown = self._broker.arbiter.slowdown(kernel.lease_id)
         return Progress(
             kind=ProgressKind.WAITING,
@@ -122,6 +124,7 @@ class Residency:
             expected_ms=expected.expected_ms if expected is not None else None,
             low_ms=expected.low_ms if expected is not None else None,
             high_ms=expected.high_ms if expected is not None else None,
+            turn_ms=turn_ms,
             slowdown_milli=slowdown.milli,
             slowdown_low_milli=slowdown.low_milli,
             slowdown_high_milli=slowdown.high_milli,
@@ -269,13 +272,20 @@ def _failure(view: LeaseView) -> tuple[str, str] | None:
 def _is_news(progress: Progress, told: Progress | None, age_ms: int) -> bool:
     """Whether to send the waiting cell this progress; `age_ms` is the age of what it was sent last.
 
-    The cell counts its forecast down by itself: a forecast that differs little from the counted-down one is not sent.
+    The cell counts its times down by itself: one that differs little from the counted-down one is not sent.
     """
-    if told is None or progress.expected_ms is None or told.expected_ms is None:
-        return progress != told
-    moved_ms = abs(progress.expected_ms - (told.expected_ms - age_ms))
-    same = replace(told, expected_ms=progress.expected_ms, low_ms=progress.low_ms, high_ms=progress.high_ms)
-    return progress != same or moved_ms > max(1000, told.expected_ms // 5)
+    if told is None or _has_moved(progress.expected_ms, told.expected_ms, age_ms):
+        return True
+    if _has_moved(progress.turn_ms, told.turn_ms, age_ms):
+        return True
+    span = {"expected_ms": progress.expected_ms, "low_ms": progress.low_ms, "high_ms": progress.high_ms}
+    return progress != replace(told, turn_ms=progress.turn_ms, **span)
+
+
+def _has_moved(now_ms: int | None, told_ms: int | None, age_ms: int) -> bool:
+    if now_ms is None or told_ms is None:
+        return now_ms != told_ms
+    return abs(now_ms - (told_ms - age_ms)) > max(1000, told_ms // 5)
 
 
 def _look_again_s(told: Progress | None) -> float:

@@ -29,7 +29,7 @@ from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND, Company, Fo
 from fractional_gpu.core.model import LeaseState, Span
 from fractional_gpu.core.rules.contention import beside, busy_others
 from fractional_gpu.core.rules.eligibility import suspendable_from_ms
-from fractional_gpu.core.rules.fairness import gate_opens_ms, goes_before_from_ms, preemptible_from_ms
+from fractional_gpu.core.rules.fairness import gate_opens_ms, preempts_from_ms
 from fractional_gpu.core.rules.wait_reasons import allowed_devices
 
 MOST_AHEAD = 4
@@ -321,11 +321,8 @@ class _Play:
         """Return in how many ms the beneficiary may preempt the lease."""
         if not self._preempts(beneficiary):
             return _NEVER_MS
-        before_ms = goes_before_from_ms(self._books, beneficiary, lease)
-        from_ms = preemptible_from_ms(self._books, lease) if before_ms is not None else None
-        if before_ms is None or from_ms is None:
-            return _NEVER_MS
-        return max(before_ms, from_ms) - self._now_ms
+        from_ms = preempts_from_ms(self._books, beneficiary, lease)
+        return _NEVER_MS if from_ms is None else from_ms - self._now_ms
 
     def _is_alike(self, device_id: str, beneficiary: Lease) -> bool:
         """Return whether the device gives this beneficiary what it gives any other: it is not there and can preempt none of the leases."""

@@ -18,6 +18,7 @@ from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import Lease, OccupancyKind, Reason, Ticket
 from fractional_gpu.core.model import FOUND_FAILED, LeaseState
 from fractional_gpu.core.rules.eligibility import allowed_of, eligible_devices, suspendable_from_ms
+from fractional_gpu.core.rules.fairness import preempts_from_ms
 from fractional_gpu.core.units import format_duration, format_memory
 
 FormatTime = Callable[[int], str]
@@ -127,6 +128,26 @@ def reason_code(books: Books, lease: Lease, devices: Sequence[str], need_mib: in
     if holders and all(other.is_unsuspendable for other in holders):
         return "wait.cannot-be-suspended"
     return "wait.unwilling-neighbour"
+
+
+def turn_left_ms(books: Books, lease: Lease) -> int | None:
+    """Return in how many ms enough busy leases have had their turns to make room for the waiting lease; None: never by time alone."""
+    if lease.bucket is None:
+        return None
+    found = list[int]()
+    for device_id in allowed_devices(books, lease):
+        device = books.devices[device_id]
+        lacks_mib = lease.bucket.key.need_mib - device.free_or_idle_mib
+        busy = [other for other in device.holders.values() if other.busy and other is not lease]
+        turns = [
+            (end_ms, other.held_mib) for other in busy if (end_ms := preempts_from_ms(books, lease, other)) is not None
+        ]
+        for end_ms, mib in sorted(turns):
+            lacks_mib -= mib
+            if lacks_mib <= 0:
+                found.append(end_ms)
+                break
+    return sorted(found)[lease.count - 1] - books.now_ms if len(found) >= lease.count else None
 
 
 def _no_device_code(books: Books, lease: Lease) -> str:
