@@ -1,12 +1,16 @@
 """The extension of a kernel that has a lease: makes its parts, connects them, and installs them into the shell."""
 
 import os
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.inputtransformer2 import cell_magic, leading_empty_lines
 
-from fractional_gpu_kernel.cells.acquire import Acquirer, FirstGrant
+from fractional_gpu_kernel.cells.acquire import OPENED, Acquirer, FirstGrant, Waiter
 from fractional_gpu_kernel.cells.broker_channel import BrokerChannel
 from fractional_gpu_kernel.cells.gate import Gate, make_cell_transform
 from fractional_gpu_kernel.cells.guard import CellGuard, InputRequests
@@ -34,6 +38,7 @@ class LeasedKernel:
         self._first_grant = FirstGrant(self._hooks)
         self.gate = Gate(self._limits.bind, self._first_grant.bind)
         self._acquirer = Acquirer(settings, self.gate, is_reachable=lambda: self._channel.is_connected)
+        self._turns = Acquirer(settings, self.gate, watch=True)
         self._blockers = CheckpointBlockers(self._report_blocker, self._hooks)
         shrinker = Shrinker(
             self._on_main_loop,
@@ -59,6 +64,7 @@ class LeasedKernel:
             examine=self._examine_cells,
             look=watch.look,
             urgent_notice=self._notices.add_urgent,
+            preempted=self._show_turn,
         )
         self._barrier: Barrier | None = None  # made when the broker first wants the room while a cell runs
         self._inputs = InputRequests(shell, self.gate, self._acquirer, self._channel.report_inputs)
@@ -118,6 +124,15 @@ class LeasedKernel:
             return self._barrier.examine()
         except LOCAL_FAILURES:
             return False
+
+    def _show_turn(self) -> None:
+        """Show below the running cell that its kernel was suspended for another one's turn, and when it is back."""
+        waiter: Waiter = SimpleQueue()
+        line = self._notices.line_in_cell(lambda: self.gate.is_running, partial(waiter.put, OPENED))
+        if line is None:
+            return
+        with suppress(RuntimeError):  # no more threads: the cell goes on without the line
+            threading.Thread(target=self._turns.show_turn, args=(line, waiter), name="gpu-turn", daemon=True).start()
 
     def _report_blocker(self, sentence: str) -> None:
         self._channel.report_managed(sentence)

@@ -44,6 +44,7 @@ def test_a_wait_can_be_interrupted(kernel: Kernel, driver: SimulatedCheckpointer
     with pytest.raises(KernelError) as caught:
         kernel.result()
     assert caught.value.name == "KeyboardInterrupt"
+    assert "while it waited for the GPU" in str(caught.value)
     driver.unlock(kernel.pid)
     assert kernel.run("len(x.read())") == 1000
 

@@ -45,7 +45,7 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fractional_gpu_kernel.cells.gate import Gate
-from fractional_gpu_kernel.display.lines import LiveLine, wait_text
+from fractional_gpu_kernel.display.lines import CellLine, LiveLine, wait_text
 from fractional_gpu_kernel.memory.limits import ImportHooks
 from fractional_gpu_kernel.settings import LOCAL_FAILURES, Settings, describe, explain, is_local
 
@@ -101,13 +101,17 @@ class _Ticket:
 class Acquirer:
     """Holds the ticket of one kernel while cells wait.
 
-    `is_reachable` returns whether the broker's commands reach this process, so that the broker can open the gate by itself.
+    `is_reachable` returns whether the broker's commands reach this process, so that the broker can open the gate by itself. With `watch`
+    it follows the ticket that the broker filed for a preempted cell.
     """
 
-    def __init__(self, settings: Settings, gate: Gate, is_reachable: Callable[[], bool] = bool) -> None:
+    def __init__(
+        self, settings: Settings, gate: Gate, is_reachable: Callable[[], bool] = bool, *, watch: bool = False
+    ) -> None:
         self._settings = settings
         self._gate = gate
         self._is_reachable = is_reachable
+        self._watch = watch
         self._lock = threading.Lock()
         self._waiters: list[Waiter] = []
         self._ticket: _Ticket | None = None
@@ -148,6 +152,19 @@ class Acquirer:
         finally:
             self.leave(waiter)
             self._gate.stop_waiting(on_open, None)
+
+    def show_turn(self, line: CellLine, waiter: Waiter) -> None:
+        """Show how the ticket of a preempted cell stands until the gate opens, or `waiter` gets OPENED as the cell has ended."""
+        on_open = partial(waiter.put, OPENED)
+        self._gate.start_waiting(on_open)
+        try:
+            self.join(waiter)
+            with contextlib.suppress(RefusedError):
+                _follow(waiter, line, may_overlap=False)
+        finally:
+            self.leave(waiter)
+            self._gate.stop_waiting(on_open, None)
+            line.close()
 
     def join(self, waiter: Waiter) -> None:
         """Have `waiter` get the notes from now on, the last `Progress` first. Never blocks."""
@@ -252,9 +269,11 @@ class Acquirer:
         client = ticket.client = self._settings.connect()
         try:
             while True:
-                for progress in client.acquire(self._settings.lease_id, AcquireRequest()):
+                for progress in client.acquire(self._settings.lease_id, AcquireRequest(watch=self._watch)):
                     if ticket.withdrawn.is_set():
                         return None
+                    if progress.kind == ProgressKind.GRANTED and self._watch:
+                        return RefusedError("the cell has not lost the GPU, or has it again")
                     if progress.kind == ProgressKind.GRANTED:
                         # Withdrawn meanwhile, the grant is late: the gate may have been shut since, and stays as it is.
                         self._gate.open(progress.environment, lambda: not ticket.withdrawn.is_set())
@@ -332,7 +351,8 @@ def _follow(waiter: Waiter, line: LiveLine | None, *, may_overlap: bool) -> bool
         now_s = time.monotonic()
         quiet_s = begun_s + QUIET_S - now_s
         if line is not None and last is not None and quiet_s <= 0:
-            line.show(wait_text(last, waited_s=now_s - begun_s, age_s=now_s - last_s))
+            preempted = isinstance(line, CellLine)
+            line.show(wait_text(last, waited_s=now_s - begun_s, age_s=now_s - last_s, preempted=preempted))
         # A signal that the system delivers to another thread does not wake this one, and the line counts down: wake now and then.
         patience_s = min(quiet_s, POLL_S) if last is not None and quiet_s > 0 else POLL_S
         try:

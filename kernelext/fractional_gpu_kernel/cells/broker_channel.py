@@ -45,7 +45,8 @@ class BrokerChannel:
 
     `notice` takes a sentence to show; `resize` the variables of a lease that has another size now. `managed` returns why the process cannot
     be saved, as far as is known, `inputs` the requests that use no GPU. `examine` begins to find out whether the running cells can do
-    without the GPU, and returns whether that is under way. `look` is called at each keep-alive (see `loop_watch`).
+    without the GPU, and returns whether that is under way. `look` is called at each keep-alive (see `loop_watch`), `preempted` when the
+    kernel is suspended while a cell runs.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class BrokerChannel:
         examine: Callable[[], bool] = bool,
         look: Callable[[], None] = lambda: None,
         urgent_notice: Callable[[str, str], None] | None = None,
+        preempted: Callable[[], None] = lambda: None,
     ) -> None:
         self._settings = settings
         self._gate = gate
@@ -72,6 +74,7 @@ class BrokerChannel:
         self._inputs = inputs
         self._examine = examine
         self._look = look
+        self._preempted = preempted
         self._stop = threading.Event()
         self._answers: SimpleQueue[tuple[int, str, str] | None] = SimpleQueue()  # number, word, detail; None: wake up
         self._clients: list[BrokerClient] = []
@@ -214,6 +217,8 @@ class BrokerChannel:
             case GateVerb.PREEMPT:
                 self._answer(number, self._gate.preempt(), self._cells(examine=number != 0))
                 self._repeat_exempt()
+                if number and self._gate.is_running:  # without a number, only the next cell is to ask
+                    self._preempted()
             case GateVerb.LIMIT:
                 self._resize(command.environment)
                 self._answer(number, "done")

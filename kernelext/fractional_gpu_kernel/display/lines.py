@@ -7,6 +7,8 @@ import contextvars
 import os
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fractional_gpu_kernel.registrations import Registrations
@@ -69,8 +71,8 @@ class LiveLine:
 
     def blank(self) -> None:
         """Replace the line by an empty one: for a line with other output above it, which has to stay."""
-        if self._shown is not None:
-            self._shown = None
+        if self._shown:
+            self._shown = ""
             publish(self._shell, Blank(), display_id=self._display_id, update=True)
 
     def remove(self) -> None:
@@ -78,6 +80,44 @@ class LiveLine:
         if self._shown is not None:
             self._shown = None
             self._shell.display_pub.clear_output(wait=False)
+
+
+class CellLine(LiveLine):
+    """A line in the output of the cell that runs in `context`, for other threads. It is blank unless `is_due`.
+
+    `close` blanks it for good, and calls `closed` once.
+    """
+
+    def __init__(
+        self,
+        shell: Any,  # noqa: ANN401 - as above
+        context: contextvars.Context,
+        is_due: Callable[[], bool],
+        closed: Callable[[], None],
+    ) -> None:
+        super().__init__(shell)
+        self._context, self._is_due = context, is_due
+        self._closed: Callable[[], None] | None = closed
+        self._lock = threading.Lock()
+
+    def show(self, text: str) -> None:
+        """Show `text`, unless the line is closed."""
+        with self._lock:
+            if self._closed is not None:
+                self._context.copy().run(partial(super().show, text) if self._is_due() else self.blank)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may still be shown."""
+        return self._closed is not None
+
+    def close(self) -> None:
+        """Blank the line: the cell goes on, or has ended."""
+        with self._lock:
+            closed, self._closed = self._closed, None
+            if closed is not None:
+                self._context.copy().run(self.blank)
+                closed()
 
 
 def publish(shell: Any, view: View, *, display_id: str | None = None, update: bool = False) -> None:  # noqa: ANN401 - as above
@@ -109,10 +149,11 @@ _NEXT = {  # by the reason of the wait
 }
 
 
-def wait_text(progress: "Progress", *, waited_s: float, age_s: float) -> str:
+def wait_text(progress: "Progress", *, waited_s: float, age_s: float, preempted: bool = False) -> str:
     """Return the line of a cell that waits: reason, place in the queue, forecast, what happens next, and who would slow the cell down.
 
-    `waited_s` is the time since the wait began, `age_s` the time since the broker sent `progress`.
+    `preempted`: the cell runs, and its kernel was suspended for another one's turn. `waited_s` is the time since the wait began, `age_s`
+    the time since the broker sent `progress`.
     """
     from fractional_gpu.core.units import format_rough  # noqa: PLC0415 - off the kernel's start
 
@@ -129,6 +170,11 @@ def wait_text(progress: "Progress", *, waited_s: float, age_s: float) -> str:
     whoever = "this kernel" if progress.position in {None, 1} else "the first in the queue"
     after = f" {_NEXT[progress.reason]}.".format(turn=turn, whoever=whoever) if progress.reason in _NEXT else ""
     beside = f" It {progress.slowdown_brief}." if progress.slowdown_brief else ""
+    if preempted:
+        return (
+            f"This cell gave the GPU to another kernel and gets it back{about}: {why}.{after}{beside} "
+            "Until then its calls of the GPU wait. Interrupt the kernel to stop the cell."
+        )
     return f"This cell waits for the GPU{about}: {why}.{after}{beside} Interrupt the kernel to stop waiting."
 
 
@@ -181,6 +227,7 @@ class Notices:
         self._kept = [first] if first else []
         self._last_cell: contextvars.Context | None = None  # while the kernel idles: the cell to show it beneath
         self._running: dict[int, contextvars.Context] = {}  # by the cells' threads, in the order in which they began
+        self._cell_lines: dict[int, CellLine] = {}  # of running cells, by their threads
         self._shown: list[LiveLine] = []
         self._topics: dict[str, str] = {}  # the sentences with a topic that are kept
         self._lines: dict[str, LiveLine] = {}  # and those that are shown beneath the last cell
@@ -238,6 +285,16 @@ class Notices:
         except _failures():  # as in `add`
             self.add(sentence, topic)
 
+    def line_in_cell(self, is_due: Callable[[], bool], closed: Callable[[], None]) -> CellLine | None:
+        """Return a line in the output of the cell that began last, until it ends; None: none runs, or its line is shown already."""
+        with self._lock:
+            thread, cell = next(reversed(self._running.items()), (0, None))
+            line = self._cell_lines.get(thread)
+            if cell is None or (line is not None and line.is_open):
+                return None
+            self._cell_lines[thread] = line = CellLine(self._shell, cell, is_due, closed)
+            return line
+
     def _before_cell(self, info: Any) -> None:  # noqa: ANN401 - IPython is untyped
         """`pre_run_cell`, which IPython does not fire for silent requests."""
         if not info.store_history:
@@ -260,11 +317,14 @@ class Notices:
         if result is not None and not result.info.store_history:
             return
         with self._lock:
+            line = self._cell_lines.pop(threading.get_ident(), None)
             self._running.pop(threading.get_ident(), None)  # missing: of a blank cell, which begins without an event
             if not self._running:
                 self._last_cell = contextvars.copy_context()
             kept, self._kept = self._kept, []
             self._topics.clear()
+        if line is not None:
+            line.close()
         if kept:
             self._publish(kept)
 

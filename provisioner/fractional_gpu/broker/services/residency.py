@@ -48,26 +48,13 @@ class Residency:
         With `hold` it waits without a limit and goes on after `granted`; the lease is in use until it is closed.
         """
         broker = self._broker
-        patience_s = math.inf if request.hold else max(0, min(request.wait_ms / 1000, MAX_WAIT_S))
-        deadline_s = time.monotonic() + patience_s
-        ends = {ProgressKind.REFUSED} if request.hold else {ProgressKind.REFUSED, ProgressKind.GRANTED}
         kernel.requests.waiters += 1
         try:
             self._report_busy(kernel)
             broker.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id, urgent=urgent))
-            told: Progress | None = None
-            told_s = time.monotonic()
-            while True:
-                change, queue = kernel.change(), broker.queue_changed
-                progress = self._progress(kernel, deadline_s)
-                if progress is not None and _is_news(progress, told, int((time.monotonic() - told_s) * 1000)):
+            async with aclosing(self.watch(kernel, request)) as lines:
+                async for progress in lines:
                     yield progress
-                    told, told_s = progress, time.monotonic()
-                if progress is not None and progress.kind in ends:
-                    return
-                await _any_of(change, queue, min(_look_again_s(told), max(0.0, deadline_s - time.monotonic())))
-                if not change.is_set():  # only the queue moved: do not wake a hundred waiting cells at each step
-                    await _any_of(change, change, min(_QUEUE_PAUSE_S, max(0.0, deadline_s - time.monotonic())))
         finally:
             kernel.requests.waiters -= 1
             view = broker.arbiter.lease(kernel.lease_id)
@@ -77,6 +64,25 @@ class Residency:
                 if waits and not kernel.cell.ticket_by_broker:
                     broker.dispatch(Unwanted(at_ms=now_ms(), lease_id=kernel.lease_id))
                 broker.sync_busy_state(kernel)
+
+    async def watch(self, kernel: Kernel, request: AcquireRequest) -> AsyncGenerator[Progress, None]:
+        """Yield what `acquire` does, of the ticket that the lease has, if any."""
+        patience_s = math.inf if request.hold else max(0, min(request.wait_ms / 1000, MAX_WAIT_S))
+        deadline_s = time.monotonic() + patience_s
+        ends = {ProgressKind.REFUSED} if request.hold else {ProgressKind.REFUSED, ProgressKind.GRANTED}
+        told: Progress | None = None
+        told_s = time.monotonic()
+        while True:
+            change, queue = kernel.change(), self._broker.queue_changed
+            progress = self._progress(kernel, deadline_s)
+            if progress is not None and _is_news(progress, told, int((time.monotonic() - told_s) * 1000)):
+                yield progress
+                told, told_s = progress, time.monotonic()
+            if progress is not None and progress.kind in ends:
+                return
+            await _any_of(change, queue, min(_look_again_s(told), max(0.0, deadline_s - time.monotonic())))
+            if not change.is_set():  # only the queue moved: do not wake a hundred waiting cells at each step
+                await _any_of(change, change, min(_QUEUE_PAUSE_S, max(0.0, deadline_s - time.monotonic())))
 
     def _progress(self, kernel: Kernel, deadline_s: float) -> Progress | None:
         """Return what the waiting cell should know; None while a grant is being written to the ledger."""
