@@ -1,16 +1,12 @@
 """The extension of a kernel that has a lease: makes its parts, connects them, and installs them into the shell."""
 
 import os
-import threading
 from collections.abc import Mapping
-from contextlib import suppress
-from functools import partial
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.inputtransformer2 import cell_magic, leading_empty_lines
 
-from fractional_gpu_kernel.cells.acquire import OPENED, Acquirer, FirstGrant, Waiter
+from fractional_gpu_kernel.cells.acquire import Acquirer, FirstGrant
 from fractional_gpu_kernel.cells.broker_channel import BrokerChannel
 from fractional_gpu_kernel.cells.gate import Gate, make_cell_transform
 from fractional_gpu_kernel.cells.guard import CellGuard, InputRequests
@@ -120,19 +116,13 @@ class LeasedKernel:
             if self._barrier is None:
                 from fractional_gpu_kernel.cells.barrier import Barrier  # noqa: PLC0415 - few kernels ever need it
 
-                self._barrier = Barrier(self._shell, self.gate, self._acquirer, self._inputs)
+                self._barrier = Barrier(self._shell, self.gate, self._acquirer, self._inputs, unbarred=self._show_turn)
             return self._barrier.examine()
         except LOCAL_FAILURES:
             return False
 
     def _show_turn(self) -> None:
-        """Show below the running cell that its kernel was suspended for another one's turn, and when it is back."""
-        waiter: Waiter = SimpleQueue()
-        line = self._notices.line_in_cell(lambda: self.gate.is_running, partial(waiter.put, OPENED))
-        if line is None:
-            return
-        with suppress(RuntimeError):  # no more threads: the cell goes on without the line
-            threading.Thread(target=self._turns.show_turn, args=(line, waiter), name="gpu-turn", daemon=True).start()
+        self._turns.show_turn(self._notices)
 
     def _report_blocker(self, sentence: str) -> None:
         self._channel.report_managed(sentence)

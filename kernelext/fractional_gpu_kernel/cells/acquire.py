@@ -45,7 +45,7 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fractional_gpu_kernel.cells.gate import Gate
-from fractional_gpu_kernel.display.lines import CellLine, LiveLine, wait_text
+from fractional_gpu_kernel.display.lines import CellLine, LiveLine, Notices, wait_text
 from fractional_gpu_kernel.memory.limits import ImportHooks
 from fractional_gpu_kernel.settings import LOCAL_FAILURES, Settings, describe, explain, is_local
 
@@ -153,18 +153,24 @@ class Acquirer:
             self.leave(waiter)
             self._gate.stop_waiting(on_open, None)
 
-    def show_turn(self, line: CellLine, waiter: Waiter) -> None:
-        """Show how the ticket of a preempted cell stands until the gate opens, or `waiter` gets OPENED as the cell has ended."""
-        on_open = partial(waiter.put, OPENED)
-        self._gate.start_waiting(on_open)
+    def show_turn(self, notices: Notices) -> None:
+        """Show below the running cell, in a thread, that its kernel was suspended for another one's turn, and when it is back."""
+        line = notices.line_in_cell() if self._is_preempted() else None
+        if line is not None:
+            threading.Thread(target=self._follow_turn, args=(line,), name="gpu-turn", daemon=True).start()
+
+    def _follow_turn(self, line: CellLine) -> None:
+        waiter: Waiter = SimpleQueue()
         try:
             self.join(waiter)
             with contextlib.suppress(RefusedError):
-                _follow(waiter, line, may_overlap=False)
+                _follow(waiter, line, may_overlap=False, goes_on=self._is_preempted)
         finally:
             self.leave(waiter)
-            self._gate.stop_waiting(on_open, None)
             line.close()
+
+    def _is_preempted(self) -> bool:
+        return self._gate.is_running and not self._gate.is_open
 
     def join(self, waiter: Waiter) -> None:
         """Have `waiter` get the notes from now on, the last `Progress` first. Never blocks."""
@@ -213,7 +219,7 @@ class Acquirer:
                     waiters, self._waiters = self._waiters, []
                 else:
                     waiters = []
-            if refusal is not None and not self._gate.is_open:
+            if refusal is not None and (self._watch or not self._gate.is_open):
                 for waiter in waiters:
                     waiter.put(refusal)
 
@@ -339,7 +345,13 @@ class Acquirer:
                     waiter.put(progress)
 
 
-def _follow(waiter: Waiter, line: LiveLine | None, *, may_overlap: bool) -> bool:
+def _follow(
+    waiter: Waiter,
+    line: LiveLine | CellLine | None,
+    *,
+    may_overlap: bool,
+    goes_on: Callable[[], bool] = lambda: True,
+) -> bool:
     """Show the broker's lines until the gate opens (False), or until the cell may run although the gate is shut (True).
 
     Raises RefusedError and KeyboardInterrupt.
@@ -347,7 +359,7 @@ def _follow(waiter: Waiter, line: LiveLine | None, *, may_overlap: bool) -> bool
     begun_s = time.monotonic()
     last: Progress | None = None
     last_s = begun_s
-    while True:
+    while goes_on():
         now_s = time.monotonic()
         quiet_s = begun_s + QUIET_S - now_s
         if line is not None and last is not None and quiet_s <= 0:
@@ -369,6 +381,7 @@ def _follow(waiter: Waiter, line: LiveLine | None, *, may_overlap: bool) -> bool
             if note.overlap and may_overlap:
                 return True
             last, last_s = note, time.monotonic()
+    return False
 
 
 @contextlib.contextmanager

@@ -7,8 +7,6 @@ import contextvars
 import os
 import sys
 import threading
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fractional_gpu_kernel.registrations import Registrations
@@ -71,8 +69,8 @@ class LiveLine:
 
     def blank(self) -> None:
         """Replace the line by an empty one: for a line with other output above it, which has to stay."""
-        if self._shown:
-            self._shown = ""
+        if self._shown is not None:
+            self._shown = None
             publish(self._shell, Blank(), display_id=self._display_id, update=True)
 
     def remove(self) -> None:
@@ -82,42 +80,25 @@ class LiveLine:
             self._shell.display_pub.clear_output(wait=False)
 
 
-class CellLine(LiveLine):
-    """A line in the output of the cell that runs in `context`, for other threads. It is blank unless `is_due`.
+class CellLine:
+    """A line below a cell that runs in `context`, for other threads; `close` blanks it for good."""
 
-    `close` blanks it for good, and calls `closed` once.
-    """
-
-    def __init__(
-        self,
-        shell: Any,  # noqa: ANN401 - as above
-        context: contextvars.Context,
-        is_due: Callable[[], bool],
-        closed: Callable[[], None],
-    ) -> None:
-        super().__init__(shell)
-        self._context, self._is_due = context, is_due
-        self._closed: Callable[[], None] | None = closed
+    def __init__(self, line: LiveLine, context: contextvars.Context) -> None:
+        self._line, self._context = line, context
         self._lock = threading.Lock()
+        self.is_closed = False
 
     def show(self, text: str) -> None:
         """Show `text`, unless the line is closed."""
         with self._lock:
-            if self._closed is not None:
-                self._context.copy().run(partial(super().show, text) if self._is_due() else self.blank)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it may still be shown."""
-        return self._closed is not None
+            if not self.is_closed:
+                self._context.copy().run(self._line.show, text)
 
     def close(self) -> None:
-        """Blank the line: the cell goes on, or has ended."""
+        """Blank the line: the cell has the GPU again, or has ended."""
         with self._lock:
-            closed, self._closed = self._closed, None
-            if closed is not None:
-                self._context.copy().run(self.blank)
-                closed()
+            self.is_closed = True
+            self._context.copy().run(self._line.blank)
 
 
 def publish(shell: Any, view: View, *, display_id: str | None = None, update: bool = False) -> None:  # noqa: ANN401 - as above
@@ -134,7 +115,6 @@ def rendered(error: BaseException) -> BaseException:
 
 # -- the line of a wait ---------------------------------------------------------------------------------------------------------------
 
-_MOMENT_MS = 1_000
 _NEXT = {  # by the reason of the wait
     "wait.restoring": "The cell runs as soon as they are there",
     "wait.own-suspend": "Then the cell runs",
@@ -166,16 +146,14 @@ def wait_text(progress: "Progress", *, waited_s: float, age_s: float, preempted:
     about = "".join(f", {fact}" for fact in facts)
     why = (progress.sentence or "the GPU is in use").rstrip(".")
     turn_ms = 0 if progress.turn_ms is None else progress.turn_ms - int(age_s * 1000)
-    turn = f", or when its turn ends, in about {format_rough(turn_ms)}" if turn_ms >= _MOMENT_MS else ""
+    turn = f", or when its turn ends, in about {format_rough(turn_ms)}" if turn_ms >= 1000 else ""
     whoever = "this kernel" if progress.position in {None, 1} else "the first in the queue"
     after = f" {_NEXT[progress.reason]}.".format(turn=turn, whoever=whoever) if progress.reason in _NEXT else ""
     beside = f" It {progress.slowdown_brief}." if progress.slowdown_brief else ""
+    does, end = "waits for the GPU", "Interrupt the kernel to stop waiting."
     if preempted:
-        return (
-            f"This cell gave the GPU to another kernel and gets it back{about}: {why}.{after}{beside} "
-            "Until then its calls of the GPU wait. Interrupt the kernel to stop the cell."
-        )
-    return f"This cell waits for the GPU{about}: {why}.{after}{beside} Interrupt the kernel to stop waiting."
+        does, end = "gave the GPU to another kernel and gets it back", "Until then, its calls of the GPU wait."
+    return f"This cell {does}{about}: {why}.{after}{beside} {end}"
 
 
 def resizing(status: "LeaseStatus") -> str:
@@ -285,14 +263,14 @@ class Notices:
         except _failures():  # as in `add`
             self.add(sentence, topic)
 
-    def line_in_cell(self, is_due: Callable[[], bool], closed: Callable[[], None]) -> CellLine | None:
-        """Return a line in the output of the cell that began last, until it ends; None: none runs, or its line is shown already."""
+    def line_in_cell(self) -> CellLine | None:
+        """Return a line below the cell that began last, until it ends; None: none runs, or its line is not closed yet."""
         with self._lock:
             thread, cell = next(reversed(self._running.items()), (0, None))
-            line = self._cell_lines.get(thread)
-            if cell is None or (line is not None and line.is_open):
+            before = self._cell_lines.get(thread)
+            if cell is None or not (before is None or before.is_closed):
                 return None
-            self._cell_lines[thread] = line = CellLine(self._shell, cell, is_due, closed)
+            self._cell_lines[thread] = line = CellLine(LiveLine(self._shell), cell)
             return line
 
     def _before_cell(self, info: Any) -> None:  # noqa: ANN401 - IPython is untyped

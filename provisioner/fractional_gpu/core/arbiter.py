@@ -75,7 +75,7 @@ from fractional_gpu.core.rules.eligibility import update_all_suspendability
 from fractional_gpu.core.rules.fairness import queue_delay
 from fractional_gpu.core.rules.likelihood import likelihood_milli
 from fractional_gpu.core.rules.slowdowns import describe_slowdown
-from fractional_gpu.core.rules.wait_reasons import FormatTime, turn_left_ms, wait_reason
+from fractional_gpu.core.rules.wait_reasons import FormatTime, turns_end_ms, wait_reason
 from fractional_gpu.core.scheduler.migration import kept_mib
 from fractional_gpu.core.scheduler.scheduler import Scheduler
 
@@ -300,11 +300,10 @@ class Arbiter:
         lease = self._books.leases.get(lease_id)
         return Slowdown() if lease is None else describe_slowdown(self._books, lease)
 
-    def turn_left_ms(self, lease_id: str, at_ms: int) -> int | None:
-        """Return in how many ms the turns of busy leases make room for the waiting one, as of `at_ms`; None: they take no turns with it."""
+    def turns_end_ms(self, lease_id: str) -> int | None:
+        """Return when the turns of busy leases have made room for the waiting one; None: time alone does not bring that about."""
         lease = self._books.leases.get(lease_id)
-        left_ms = None if lease is None else turn_left_ms(self._books, lease)
-        return None if left_ms is None else max(0, left_ms - max(0, at_ms - self._books.now_ms))
+        return None if lease is None else turns_end_ms(self._books, lease)
 
     def gate_wait(self, lease_id: str, at_ms: int) -> Span | None:
         """Return how long the lease's next cell still waits at its closed gate, as of `at_ms`; None if it does not wait there."""

@@ -75,10 +75,8 @@ def test_the_busy_kernel_in_the_way_is_preempted_when_its_turn_was_said_to_end(o
     hand.wait(4_000)
     waits(hand)
     hand.work("b")
-    left_ms = hand.arbiter.turn_left_ms("b", hand.now)
-    assert left_ms == 26_000
-    assert hand.arbiter.turn_left_ms("b", hand.now + 6_000) == 20_000
-    assert not hand.suspends(hand.wait(left_ms - 1))
+    assert hand.arbiter.turns_end_ms("b") == 30_000
+    assert not hand.suspends(hand.wait(25_999))
     assert hand.suspends(hand.wait(1)) == ["a"]
 
 
@@ -88,14 +86,14 @@ def test_the_turn_ends_when_enough_kernels_have_had_theirs() -> None:
         run(hand, name, mib=500)
         hand.wait(10_000)
     waits(hand)
-    assert hand.arbiter.turn_left_ms("b", hand.now) == 20_000
+    assert hand.arbiter.turns_end_ms("b") == 40_000
 
 
 def test_no_turn_ends_where_busy_kernels_are_not_preempted() -> None:
     hand = Hand()
     run(hand, "a")
     waits(hand)
-    assert hand.arbiter.turn_left_ms("b", hand.now) is None
+    assert hand.arbiter.turns_end_ms("b") is None
 
 
 def test_a_pin_is_told_with_its_end() -> None:

@@ -165,9 +165,7 @@ class _Acquire(StreamHandler):
         request = self.decode_body(AcquireRequest)
 
         async def work() -> None:
-            residency = self.service.residency
-            lines = residency.watch(kernel, request) if request.watch else residency.acquire(kernel, request)
-            async with aclosing(lines) as stream:
+            async with aclosing(self.service.residency.acquire(kernel, request)) as stream:
                 async for progress in stream:
                     await self.write_line(progress)
 

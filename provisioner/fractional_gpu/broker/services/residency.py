@@ -45,44 +45,40 @@ class Residency:
     ) -> AsyncGenerator[Progress, None]:
         """Yield why the kernel waits, whenever that changes, then `granted` or `refused`. Closing it withdraws the ticket.
 
-        With `hold` it waits without a limit and goes on after `granted`; the lease is in use until it is closed.
+        With `hold` it waits without a limit and goes on after `granted`; the lease is in use until it is closed. With `watch` it takes no
+        ticket: it follows the one that a preempted cell has.
         """
         broker = self._broker
-        kernel.requests.waiters += 1
+        patience_s = math.inf if request.hold else max(0, min(request.wait_ms / 1000, MAX_WAIT_S))
+        deadline_s = time.monotonic() + patience_s
+        ends = {ProgressKind.REFUSED} if request.hold else {ProgressKind.REFUSED, ProgressKind.GRANTED}
+        kernel.requests.waiters += not request.watch
         try:
-            self._report_busy(kernel)
-            broker.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id, urgent=urgent))
-            async with aclosing(self.watch(kernel, request)) as lines:
-                async for progress in lines:
+            if not request.watch:
+                self._report_busy(kernel)
+                broker.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id, urgent=urgent))
+            told: Progress | None = None
+            told_s = time.monotonic()
+            while True:
+                change, queue = kernel.change(), broker.queue_changed
+                progress = self._progress(kernel, deadline_s)
+                if progress is not None and _is_news(progress, told, int((time.monotonic() - told_s) * 1000)):
                     yield progress
+                    told, told_s = progress, time.monotonic()
+                if progress is not None and progress.kind in ends:
+                    return
+                await _any_of(change, queue, min(_look_again_s(told), max(0.0, deadline_s - time.monotonic())))
+                if not change.is_set():  # only the queue moved: do not wake a hundred waiting cells at each step
+                    await _any_of(change, change, min(_QUEUE_PAUSE_S, max(0.0, deadline_s - time.monotonic())))
         finally:
-            kernel.requests.waiters -= 1
-            view = broker.arbiter.lease(kernel.lease_id)
+            kernel.requests.waiters -= not request.watch
+            view = None if request.watch else broker.arbiter.lease(kernel.lease_id)
             if kernel.requests.waiters == 0 and view is not None:
                 # Keep a ticket that the broker filed because the kernel is blocked: another request needs it.
                 waits = view.state is not LeaseState.RESIDENT or view.at_gate
                 if waits and not kernel.cell.ticket_by_broker:
                     broker.dispatch(Unwanted(at_ms=now_ms(), lease_id=kernel.lease_id))
                 broker.sync_busy_state(kernel)
-
-    async def watch(self, kernel: Kernel, request: AcquireRequest) -> AsyncGenerator[Progress, None]:
-        """Yield what `acquire` does, of the ticket that the lease has, if any."""
-        patience_s = math.inf if request.hold else max(0, min(request.wait_ms / 1000, MAX_WAIT_S))
-        deadline_s = time.monotonic() + patience_s
-        ends = {ProgressKind.REFUSED} if request.hold else {ProgressKind.REFUSED, ProgressKind.GRANTED}
-        told: Progress | None = None
-        told_s = time.monotonic()
-        while True:
-            change, queue = kernel.change(), self._broker.queue_changed
-            progress = self._progress(kernel, deadline_s)
-            if progress is not None and _is_news(progress, told, int((time.monotonic() - told_s) * 1000)):
-                yield progress
-                told, told_s = progress, time.monotonic()
-            if progress is not None and progress.kind in ends:
-                return
-            await _any_of(change, queue, min(_look_again_s(told), max(0.0, deadline_s - time.monotonic())))
-            if not change.is_set():  # only the queue moved: do not wake a hundred waiting cells at each step
-                await _any_of(change, change, min(_QUEUE_PAUSE_S, max(0.0, deadline_s - time.monotonic())))
 
     def _progress(self, kernel: Kernel, deadline_s: float) -> Progress | None:
         """Return what the waiting cell should know; None while a grant is being written to the ledger."""
@@ -117,8 +113,8 @@ class Residency:
         # The restore runs, so only time is needed. The reservation is in the ledger before the grant, not yet here.
         pool = self._broker.arbiter.pools().get(view.spec.pool) if view.state is LeaseState.RESUMING else None
         overlap = pool is not None and pool.overlap_resume
-        busy = reason == "wait.busy-neighbour"
-        turn_ms = self._broker.arbiter.turn_left_ms(kernel.lease_id, now_ms()) if busy else None
+        is_behind_busy = reason == "wait.busy-neighbour"
+        turns_end_ms = self._broker.arbiter.turns_end_ms(kernel.lease_id) if is_behind_busy else None
         slowdown = self._broker.arbiter.slowdown(kernel.lease_id)
         return Progress(
             kind=ProgressKind.WAITING,
@@ -130,7 +126,7 @@ class Residency:
             expected_ms=expected.expected_ms if expected is not None else None,
             low_ms=expected.low_ms if expected is not None else None,
             high_ms=expected.high_ms if expected is not None else None,
-            turn_ms=turn_ms,
+            turn_ms=None if turns_end_ms is None else max(0, turns_end_ms - now_ms()),
             slowdown_milli=slowdown.milli,
             slowdown_low_milli=slowdown.low_milli,
             slowdown_high_milli=slowdown.high_milli,

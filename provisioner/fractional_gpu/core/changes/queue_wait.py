@@ -309,20 +309,14 @@ class _Play:
             case LeaseState.RESIDENT if lease.is_working:  # a cell that waits at its closed gate has not begun
                 # What an ended kernel left behind runs no cell that would end.
                 left_ms = _NEVER_MS if lease.left_behind else self._forecasts.cell_left_ms(lease.lease_id, self._now_ms)
-                room_ms = max(1, min(left_ms, self._preemptible_ms(beside, lease)))
+                from_ms = preempts_from_ms(self._books, beside, lease) if self._preempts(beside) else None
+                room_ms = max(1, left_ms if from_ms is None else min(left_ms, from_ms - self._now_ms))
                 return None if room_ms >= _NEVER_MS else room_ms
             case LeaseState.RESIDENT:
                 willing_ms = suspendable_from_ms(self._books.policy(lease), lease)
                 return None if willing_ms is None else max(0, willing_ms - self._now_ms)
             case _:
                 return None
-
-    def _preemptible_ms(self, beneficiary: Lease, lease: Lease) -> int:
-        """Return in how many ms the beneficiary may preempt the lease."""
-        if not self._preempts(beneficiary):
-            return _NEVER_MS
-        from_ms = preempts_from_ms(self._books, beneficiary, lease)
-        return _NEVER_MS if from_ms is None else from_ms - self._now_ms
 
     def _is_alike(self, device_id: str, beneficiary: Lease) -> bool:
         """Return whether the device gives this beneficiary what it gives any other: it is not there and can preempt none of the leases."""

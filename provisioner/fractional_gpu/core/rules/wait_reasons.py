@@ -130,8 +130,8 @@ def reason_code(books: Books, lease: Lease, devices: Sequence[str], need_mib: in
     return "wait.unwilling-neighbour"
 
 
-def turn_left_ms(books: Books, lease: Lease) -> int | None:
-    """Return in how many ms enough busy leases have had their turns to make room for the waiting lease; None: never by time alone."""
+def turns_end_ms(books: Books, lease: Lease) -> int | None:
+    """Return when enough busy leases have had their turns to make room for the waiting one; None: time alone does not bring that about."""
     if lease.bucket is None:
         return None
     found = list[int]()
@@ -139,15 +139,13 @@ def turn_left_ms(books: Books, lease: Lease) -> int | None:
         device = books.devices[device_id]
         lacks_mib = lease.bucket.key.need_mib - device.free_or_idle_mib
         busy = [other for other in device.holders.values() if other.busy and other is not lease]
-        turns = [
-            (end_ms, other.held_mib) for other in busy if (end_ms := preempts_from_ms(books, lease, other)) is not None
-        ]
-        for end_ms, mib in sorted(turns):
+        turns = [(preempts_from_ms(books, lease, other), other.held_mib) for other in busy]
+        for end_ms, mib in sorted((end_ms, mib) for end_ms, mib in turns if end_ms is not None):
             lacks_mib -= mib
             if lacks_mib <= 0:
                 found.append(end_ms)
                 break
-    return sorted(found)[lease.count - 1] - books.now_ms if len(found) >= lease.count else None
+    return sorted(found)[lease.count - 1] if len(found) >= lease.count else None
 
 
 def _no_device_code(books: Books, lease: Lease) -> str:
