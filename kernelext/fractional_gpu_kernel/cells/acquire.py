@@ -101,17 +101,15 @@ class _Ticket:
 class Acquirer:
     """Holds the ticket of one kernel while cells wait.
 
-    `is_reachable` returns whether the broker's commands reach this process, so that the broker can open the gate by itself. With `watch`
-    it follows the ticket that the broker filed for a preempted cell.
+    `is_reachable` returns whether the broker's commands reach this process, so that the broker can open the gate by itself.
     """
 
-    def __init__(
-        self, settings: Settings, gate: Gate, is_reachable: Callable[[], bool] = bool, *, watch: bool = False
-    ) -> None:
+    _watch = False
+
+    def __init__(self, settings: Settings, gate: Gate, is_reachable: Callable[[], bool] = bool) -> None:
         self._settings = settings
         self._gate = gate
         self._is_reachable = is_reachable
-        self._watch = watch
         self._lock = threading.Lock()
         self._waiters: list[Waiter] = []
         self._ticket: _Ticket | None = None
@@ -134,7 +132,7 @@ class Acquirer:
                 self._gate.start_waiting(on_open)
                 try:
                     self.join(waiter)
-                    overlaps = _follow(waiter, line, may_overlap=mark is not None)
+                    overlaps = _follow(waiter, line, self._gate, may_overlap=mark is not None)
                     opened = True
                 finally:
                     self.leave(waiter, keep=overlaps)
@@ -152,25 +150,6 @@ class Acquirer:
         finally:
             self.leave(waiter)
             self._gate.stop_waiting(on_open, None)
-
-    def show_turn(self, notices: Notices) -> None:
-        """Show below the running cell, in a thread, that its kernel was suspended for another one's turn, and when it is back."""
-        line = notices.line_in_cell() if self._is_preempted() else None
-        if line is not None:
-            threading.Thread(target=self._follow_turn, args=(line,), name="gpu-turn", daemon=True).start()
-
-    def _follow_turn(self, line: CellLine) -> None:
-        waiter: Waiter = SimpleQueue()
-        try:
-            self.join(waiter)
-            with contextlib.suppress(RefusedError):
-                _follow(waiter, line, may_overlap=False, goes_on=self._is_preempted)
-        finally:
-            self.leave(waiter)
-            line.close()
-
-    def _is_preempted(self) -> bool:
-        return self._gate.is_running and not self._gate.is_open
 
     def join(self, waiter: Waiter) -> None:
         """Have `waiter` get the notes from now on, the last `Progress` first. Never blocks."""
@@ -345,13 +324,33 @@ class Acquirer:
                     waiter.put(progress)
 
 
-def _follow(
-    waiter: Waiter,
-    line: LiveLine | CellLine | None,
-    *,
-    may_overlap: bool,
-    goes_on: Callable[[], bool] = lambda: True,
-) -> bool:
+class Turns(Acquirer):
+    """Shows below a preempted cell how the ticket stands that the broker has filed for it."""
+
+    _watch = True
+
+    def __init__(self, settings: Settings, gate: Gate, notices: Notices) -> None:
+        super().__init__(settings, gate)
+        self._notices = notices
+
+    def show(self) -> None:
+        """Begin to show it, in a thread, if a cell runs behind the shut gate."""
+        line = self._notices.line_in_cell() if self._gate.is_preempted and not self._waiters else None
+        if line is not None:
+            threading.Thread(target=self._show, args=(line,), name="gpu-turn", daemon=True).start()
+
+    def _show(self, line: CellLine) -> None:
+        waiter: Waiter = SimpleQueue()
+        try:
+            self.join(waiter)
+            with contextlib.suppress(RefusedError, *LOCAL_FAILURES):
+                _follow(waiter, line, self._gate, may_overlap=False)
+        finally:
+            self.leave(waiter)
+            line.close()
+
+
+def _follow(waiter: Waiter, line: LiveLine | CellLine | None, gate: Gate, *, may_overlap: bool) -> bool:
     """Show the broker's lines until the gate opens (False), or until the cell may run although the gate is shut (True).
 
     Raises RefusedError and KeyboardInterrupt.
@@ -359,11 +358,11 @@ def _follow(
     begun_s = time.monotonic()
     last: Progress | None = None
     last_s = begun_s
-    while goes_on():
+    preempted = isinstance(line, CellLine)
+    while not preempted or gate.is_preempted:
         now_s = time.monotonic()
         quiet_s = begun_s + QUIET_S - now_s
         if line is not None and last is not None and quiet_s <= 0:
-            preempted = isinstance(line, CellLine)
             line.show(wait_text(last, waited_s=now_s - begun_s, age_s=now_s - last_s, preempted=preempted))
         # A signal that the system delivers to another thread does not wake this one, and the line counts down: wake now and then.
         patience_s = min(quiet_s, POLL_S) if last is not None and quiet_s > 0 else POLL_S

@@ -197,14 +197,14 @@ class Barrier:
         inputs: InputRequests,
         libraries: GpuLibraries | None = None,
         *,
-        unbarred: Callable[[], None] = lambda: None,
+        examined: Callable[[], None] = lambda: None,
     ) -> None:
         self._shell = shell
         self._gate = gate
         self._acquirer = acquirer
         self._inputs = inputs
         self._libraries = libraries or GpuLibraries()
-        self._unbarred = unbarred  # called if an examination has barred no cell
+        self._examined = examined  # called after each examination
         self._way = ""  # to the GPU, once one was found: it stays
         self._listens = False
         self._closed = False
@@ -268,8 +268,8 @@ class Barrier:
         finally:
             if not self._gate.is_barred:  # no other thread bars cells, so this stays true
                 self._listens = False
-                self._unbarred()
             self._examination = None
+            self._examined()
 
     def _bar_changed(self, marks: AbstractSet[object]) -> None:
         """Other cells are barred than before. Called with the gate's lock held."""

@@ -85,19 +85,18 @@ class CellLine:
 
     def __init__(self, line: LiveLine, context: contextvars.Context) -> None:
         self._line, self._context = line, context
-        self._lock = threading.Lock()
-        self.is_closed = False
+        self._lock, self._is_closed = threading.Lock(), False
 
     def show(self, text: str) -> None:
         """Show `text`, unless the line is closed."""
         with self._lock:
-            if not self.is_closed:
+            if not self._is_closed:
                 self._context.copy().run(self._line.show, text)
 
     def close(self) -> None:
         """Blank the line: the cell has the GPU again, or has ended."""
         with self._lock:
-            self.is_closed = True
+            self._is_closed = True
             self._context.copy().run(self._line.blank)
 
 
@@ -264,12 +263,11 @@ class Notices:
             self.add(sentence, topic)
 
     def line_in_cell(self) -> CellLine | None:
-        """Return a line below the cell that began last, until it ends; None: none runs, or its line is not closed yet."""
+        """Return a line below the cell that began last, until it ends; None: none runs."""
         with self._lock:
-            thread, cell = next(reversed(self._running.items()), (0, None))
-            before = self._cell_lines.get(thread)
-            if cell is None or not (before is None or before.is_closed):
+            if not self._running:
                 return None
+            thread, cell = next(reversed(self._running.items()))
             self._cell_lines[thread] = line = CellLine(LiveLine(self._shell), cell)
             return line
 

@@ -622,9 +622,8 @@ class Broker:
         if self._tickets is None or at_ms - self._tickets[0] > _TICKETS_MS:
             pools = self.arbiter.pools()
             self._tickets = at_ms, {one.lease_id: one for pool in pools for one in self.arbiter.tickets(pool, at_ms)}
-            places = {one.lease_id: one.position for one in self._tickets[1].values()}
-            if places != self._places:
-                self._places = places
+            before, self._places = self._places, {one.lease_id: one.position for one in self._tickets[1].values()}
+            if before != self._places:
                 self._wake_queue()  # cells that were told their places earlier: else two would be at the same place
         return self._tickets[1].get(lease_id)
 

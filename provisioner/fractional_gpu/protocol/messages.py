@@ -300,8 +300,7 @@ class AcquireRequest(Struct, frozen=True, kw_only=True):
     """Take a ticket for the GPU. The stream ends with `granted` or `refused`; hanging up withdraws the ticket.
 
     With `hold` the wait has no limit, and the stream goes on after `granted`: the lease is in use until the client hangs up. One that is
-    preempted meanwhile waits again, and the stream says so. With `watch` no ticket is taken: the stream follows the one that the lease has,
-    for a cell that was preempted.
+    preempted meanwhile waits again, and the stream says so. With `watch` the stream follows the ticket that a preempted cell has.
     """
 
     wait_ms: int = 3_600_000

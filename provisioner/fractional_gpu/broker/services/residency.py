@@ -29,6 +29,7 @@ _IDLE_PATIENCE_S = 10.0  # a requested suspend waits this long for the kernel to
 _UNWRITTEN = Progress(
     kind=ProgressKind.REFUSED, reason="ledger", sentence="the broker cannot write its ledger; its log says why"
 )
+_COUNTED_DOWN = ("expected_ms", "turn_ms")  # by the cell that waits
 _SETTLED = frozenset(
     {LeaseState.NO_CONTEXT, LeaseState.RESIDENT, LeaseState.SUSPENDED, LeaseState.UNATTACHED, LeaseState.QUARANTINED}
 )
@@ -45,8 +46,7 @@ class Residency:
     ) -> AsyncGenerator[Progress, None]:
         """Yield why the kernel waits, whenever that changes, then `granted` or `refused`. Closing it withdraws the ticket.
 
-        With `hold` it waits without a limit and goes on after `granted`; the lease is in use until it is closed. With `watch` it takes no
-        ticket: it follows the one that a preempted cell has.
+        With `hold` it waits without a limit and goes on after `granted`; the lease is in use until it is closed.
         """
         broker = self._broker
         patience_s = math.inf if request.hold else max(0, min(request.wait_ms / 1000, MAX_WAIT_S))
@@ -276,12 +276,9 @@ def _is_news(progress: Progress, told: Progress | None, age_ms: int) -> bool:
 
     The cell counts its times down by itself: one that differs little from the counted-down one is not sent.
     """
-    if told is None or _has_moved(progress.expected_ms, told.expected_ms, age_ms):
+    if told is None or any(_has_moved(getattr(progress, one), getattr(told, one), age_ms) for one in _COUNTED_DOWN):
         return True
-    if _has_moved(progress.turn_ms, told.turn_ms, age_ms):
-        return True
-    span = {"expected_ms": progress.expected_ms, "low_ms": progress.low_ms, "high_ms": progress.high_ms}
-    return progress != replace(told, turn_ms=progress.turn_ms, **span)
+    return progress != replace(told, **{one: getattr(progress, one) for one in (*_COUNTED_DOWN, "low_ms", "high_ms")})
 
 
 def _has_moved(now_ms: int | None, told_ms: int | None, age_ms: int) -> bool:

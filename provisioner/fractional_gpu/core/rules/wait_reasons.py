@@ -12,7 +12,7 @@ for processes that an ended kernel left behind, as the owner may not know of the
 """
 
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import accumulate, islice
 
 from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import Lease, OccupancyKind, Reason, Ticket
@@ -140,11 +140,9 @@ def turns_end_ms(books: Books, lease: Lease) -> int | None:
         lacks_mib = lease.bucket.key.need_mib - device.free_or_idle_mib
         busy = [other for other in device.holders.values() if other.busy and other is not lease]
         turns = [(preempts_from_ms(books, lease, other), other.held_mib) for other in busy]
-        for end_ms, mib in sorted((end_ms, mib) for end_ms, mib in turns if end_ms is not None):
-            lacks_mib -= mib
-            if lacks_mib <= 0:
-                found.append(end_ms)
-                break
+        ends = sorted((end_ms, mib) for end_ms, mib in turns if end_ms is not None)
+        freed_mib = accumulate(mib for _, mib in ends)
+        found += [end_ms for (end_ms, _), mib in zip(ends, freed_mib, strict=True) if mib >= lacks_mib][:1]
     return sorted(found)[lease.count - 1] if len(found) >= lease.count else None
 
 
