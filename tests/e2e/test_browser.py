@@ -112,7 +112,6 @@ def test_three_notebooks_take_turns_and_each_says_where_it_stands(world: World, 
             "This cell gave the GPU to another kernel and gets it back, place 2 in the queue"
         )
         expect(lab.output).to_contain_text("Untitled1.ipynb is running a cell")
-        lab.picture("preempted")
         lab.page.get_by_role("button", name=re.compile("Interrupt the kernel")).first.click()
         expect(lab.output).to_contain_text("KeyboardInterrupt: interrupted while it waited for the GPU")
         expect(lab.output).not_to_contain_text("Traceback")

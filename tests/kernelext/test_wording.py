@@ -130,6 +130,8 @@ def test_what_is_displayed_is_as_it_was_read() -> None:
     for what, (seconds, fields) in WAITS.items():
         waiting = Progress(kind="waiting", **fields)  # type: ignore[arg-type]
         said[f"a cell waits: {what}"] = wait_text(waiting, waited_s=seconds, age_s=seconds)
+    turn = Progress(kind="waiting", position=1, turn_ms=28_000, **FORECAST, **ROOM)  # type: ignore[arg-type]
+    said["a running cell was preempted"] = wait_text(turn, waited_s=3, age_s=3, preempted=True)
     said["a larger share is waited for"] = resizing(LEASE)
     check_wording(GOLDEN / "views.txt", said)
 

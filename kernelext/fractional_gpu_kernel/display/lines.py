@@ -151,7 +151,10 @@ def wait_text(progress: "Progress", *, waited_s: float, age_s: float, preempted:
     beside = f" It {progress.slowdown_brief}." if progress.slowdown_brief else ""
     does, end = "waits for the GPU", "Interrupt the kernel to stop waiting."
     if preempted:
-        does, end = "gave the GPU to another kernel and gets it back", "Until then, its calls of the GPU wait."
+        does, end = (
+            "gave the GPU to another kernel and gets it back",
+            "Until then, this cell waits at its next use of the GPU.",
+        )
     return f"This cell {does}{about}: {why}.{after}{beside} {end}"
 
 
