@@ -44,7 +44,6 @@ def test_a_wait_can_be_interrupted(kernel: Kernel, driver: SimulatedCheckpointer
     with pytest.raises(KernelError) as caught:
         kernel.result()
     assert caught.value.name == "KeyboardInterrupt"
-    assert "while it waited for the GPU" in str(caught.value)
     driver.unlock(kernel.pid)
     assert kernel.run("len(x.read())") == 1000
 
@@ -73,7 +72,7 @@ def test_a_wait_in_the_drivers_manner_takes_the_interrupt_only_afterwards(
         kernel.interrupt()
         assert kernel.is_blocked()
         driver.unlock(kernel.pid)
-        with pytest.raises(KernelError) as caught:
+        with pytest.raises(KernelError, match="interrupted while it waited for the GPU") as caught:
             kernel.result()
         assert caught.value.name == "KeyboardInterrupt"
 
