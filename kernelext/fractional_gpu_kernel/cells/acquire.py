@@ -335,8 +335,9 @@ class Turns(Acquirer):
 
     def show(self) -> None:
         """Begin to show it, in a thread, if a cell runs behind the shut gate."""
-        line = self._notices.line_in_cell() if self._gate.is_preempted and not self._waiters else None
-        if line is not None:
+        if self._waiters or not (self._gate.is_running and self._gate.is_shut_again):
+            return
+        if (line := self._notices.line_in_cell()) is not None:
             threading.Thread(target=self._show, args=(line,), name="gpu-turn", daemon=True).start()
 
     def _show(self, line: CellLine) -> None:
@@ -359,7 +360,7 @@ def _follow(waiter: Waiter, line: LiveLine | CellLine | None, gate: Gate, *, may
     last: Progress | None = None
     last_s = begun_s
     preempted = isinstance(line, CellLine)
-    while not preempted or gate.is_preempted:
+    while not preempted or (gate.is_running and gate.is_shut_again):
         now_s = time.monotonic()
         quiet_s = begun_s + QUIET_S - now_s
         if line is not None and last is not None and quiet_s <= 0:

@@ -81,11 +81,6 @@ class Gate:
         return bool(self._running)
 
     @property
-    def is_preempted(self) -> bool:
-        """Whether a cell runs behind the shut gate."""
-        return bool(self._running) and not self.is_open
-
-    @property
     def is_exempt(self) -> bool:
         """Whether cells run that need no GPU, and no others."""
         return bool(self._exempt) and not self._running

@@ -131,8 +131,7 @@ _NEXT = {  # by the reason of the wait
 def wait_text(progress: "Progress", *, waited_s: float, age_s: float, preempted: bool = False) -> str:
     """Return the line of a cell that waits: reason, place in the queue, forecast, what happens next, and who would slow the cell down.
 
-    `preempted`: the cell runs, and its kernel was suspended for another one's turn. `waited_s` is the time since the wait began, `age_s`
-    the time since the broker sent `progress`.
+    `preempted`: the cell runs already. `waited_s` is the time since the wait began, `age_s` the time since the broker sent `progress`.
     """
     from fractional_gpu.core.units import format_rough  # noqa: PLC0415 - off the kernel's start
 

@@ -29,7 +29,6 @@ _IDLE_PATIENCE_S = 10.0  # a requested suspend waits this long for the kernel to
 _UNWRITTEN = Progress(
     kind=ProgressKind.REFUSED, reason="ledger", sentence="the broker cannot write its ledger; its log says why"
 )
-_COUNTED_DOWN = ("expected_ms", "turn_ms")  # by the cell that waits
 _SETTLED = frozenset(
     {LeaseState.NO_CONTEXT, LeaseState.RESIDENT, LeaseState.SUSPENDED, LeaseState.UNATTACHED, LeaseState.QUARANTINED}
 )
@@ -276,15 +275,15 @@ def _is_news(progress: Progress, told: Progress | None, age_ms: int) -> bool:
 
     The cell counts its times down by itself: one that differs little from the counted-down one is not sent.
     """
-    if told is None or any(_has_moved(getattr(progress, one), getattr(told, one), age_ms) for one in _COUNTED_DOWN):
+    if told is None:
         return True
-    return progress != replace(told, **{one: getattr(progress, one) for one in (*_COUNTED_DOWN, "low_ms", "high_ms")})
-
-
-def _has_moved(now_ms: int | None, told_ms: int | None, age_ms: int) -> bool:
-    if now_ms is None or told_ms is None:
-        return now_ms != told_ms
-    return abs(now_ms - (told_ms - age_ms)) > max(1000, told_ms // 5)
+    for name in ("expected_ms", "turn_ms"):
+        now_ms, told_ms = getattr(progress, name), getattr(told, name)
+        if now_ms is not None and told_ms is not None:
+            if abs(now_ms - (told_ms - age_ms)) > max(1000, told_ms // 5):
+                return True
+            told = replace(told, **{name: now_ms})
+    return progress != replace(told, low_ms=progress.low_ms, high_ms=progress.high_ms)
 
 
 def _look_again_s(told: Progress | None) -> float:
