@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.inputtransformer2 import cell_magic, leading_empty_lines
 
-from fractional_gpu_kernel.cells.acquire import Acquirer, FirstGrant
+from fractional_gpu_kernel.cells.acquire import Acquirer, FirstGrant, Turns
 from fractional_gpu_kernel.cells.broker_channel import BrokerChannel
 from fractional_gpu_kernel.cells.gate import Gate, make_cell_transform
 from fractional_gpu_kernel.cells.guard import CellGuard, InputRequests
@@ -34,6 +34,7 @@ class LeasedKernel:
         self._first_grant = FirstGrant(self._hooks)
         self.gate = Gate(self._limits.bind, self._first_grant.bind)
         self._acquirer = Acquirer(settings, self.gate, is_reachable=lambda: self._channel.is_connected)
+        self._turns = Turns(settings, self.gate, self._notices)
         self._blockers = CheckpointBlockers(self._report_blocker, self._hooks)
         shrinker = Shrinker(
             self._on_main_loop,
@@ -59,6 +60,7 @@ class LeasedKernel:
             examine=self._examine_cells,
             look=watch.look,
             urgent_notice=self._notices.add_urgent,
+            preempted=self._turns.show,
         )
         self._barrier: Barrier | None = None  # made when the broker first wants the room while a cell runs
         self._inputs = InputRequests(shell, self.gate, self._acquirer, self._channel.report_inputs)
@@ -114,7 +116,7 @@ class LeasedKernel:
             if self._barrier is None:
                 from fractional_gpu_kernel.cells.barrier import Barrier  # noqa: PLC0415 - few kernels ever need it
 
-                self._barrier = Barrier(self._shell, self.gate, self._acquirer, self._inputs)
+                self._barrier = Barrier(self._shell, self.gate, self._acquirer, self._inputs, examined=self._turns.show)
             return self._barrier.examine()
         except LOCAL_FAILURES:
             return False

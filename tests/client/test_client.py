@@ -297,7 +297,7 @@ def test_acquire_tells_how_the_wait_goes_and_ends_with_the_grant(broker: FakeBro
     granted = Progress(kind="granted", environment={"CUDA_VISIBLE_DEVICES": "GPU-1"}, device_id="GPU-1")
     broker.progress = [waiting, granted]
     assert list(client.acquire("lease-1", AcquireRequest(wait_ms=7_000))) == [waiting, granted]
-    assert broker.bodies("acquire") == [{"wait_ms": 7_000, "hold": False}]
+    assert broker.bodies("acquire") == [{"wait_ms": 7_000, "hold": False, "watch": False}]
 
 
 def test_leaving_acquire_hangs_up(broker: FakeBroker, client: BrokerClient) -> None:

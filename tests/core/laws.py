@@ -381,7 +381,7 @@ class Laws:
         for pool in {seen.spec.pool: None for seen in world.leases.values()}:
             views = self._arbiter.tickets(pool)
             resuming = [world.leases[view.lease_id].state is S.RESUMING for view in views]
-            expected = [1 + place - sum(resuming[:place]) for place in range(len(views))]
+            expected = [None if served else 1 + place - sum(resuming[:place]) for place, served in enumerate(resuming)]
             law(4, [view.position for view in views] == expected, "positions are wrong:", views)
             for view in views:
                 seen = world.leases[view.lease_id]

@@ -167,7 +167,7 @@ class Observer:
         """A busy lease keeps its ticket only if it was preempted, which the arbiter must know: one without a ticket waits no more."""
         seen = self.leases.get(lease_id)
         served = any(isinstance(one, StateChanged) and one.lease_id == lease_id for one in effects)
-        if seen is not None and seen.busy and not served and self.arbiter.ticket(lease_id) is None:
+        if seen is not None and seen.busy and not served and not self.arbiter.waits(lease_id):
             seen.asked = -1
 
     def _wants(self, seen: Seen, *, urgent: bool) -> None:
@@ -433,7 +433,7 @@ class Observer:
             or one.state in ELIGIBLE
             or one.resizes
             or one.lease_id in grown
-            or self.arbiter.ticket(one.lease_id) is not None
+            or self.arbiter.waits(one.lease_id)
             for one in others
         )
         law(5, wanted, seen.lease_id, "lost its room, and no other lease can want any")

@@ -25,6 +25,13 @@ while not pathlib.Path({go!r}).exists():
     time.sleep(0.05)
 print("finished")
 """
+WORK = """
+import pathlib
+print("works")
+while not pathlib.Path({go!r}).exists():
+    cuda.launch(0.05)
+print("finished")
+"""
 
 
 def test_two_notebooks_share_a_device_before_a_persons_eyes(world: World, tmp_path: Path) -> None:
@@ -78,6 +85,41 @@ def test_two_notebooks_share_a_device_before_a_persons_eyes(world: World, tmp_pa
         lab.turn_to("Untitled1.ipynb")
         expect(lab.output).to_contain_text("finished")
         expect(lab.item).to_contain_text("3/4 GPU · suspended (simulated)")
+
+
+def test_three_notebooks_take_turns_and_each_says_where_it_stands(world: World, tmp_path: Path) -> None:
+    world.configure("c.GPUBroker.pools = {'default': {'min_residency': '10m', 'min_residency_swaps': 0}}")
+    world.install(750)
+    go = tmp_path / "go"
+    with opened_lab(world) as lab:
+        for seed in (1, 2, 3):
+            lab.launch(KERNEL)
+            lab.run(fill(seed, 16).strip() + "\n" + WORK.format(go=str(go)).strip())
+            if seed == 1:
+                expect(lab.output).to_contain_text("works")
+            else:
+                expect(lab.output).to_contain_text(f"place {seed - 1} in the queue")
+                expect(lab.output).to_contain_text(re.compile("or when its turn ends, in about (10|9) min"))
+        assert world.command("pool", "default", "min_residency=20s").returncode == 0
+        lab.turn_to("Untitled1.ipynb")
+        expect(lab.output).to_contain_text("works")
+        assert world.command("pool", "default", "min_residency=10m").returncode == 0
+
+        lab.turn_to("Untitled2.ipynb")
+        expect(lab.output).to_contain_text("This cell waits for the GPU, place 1 in the queue")
+        lab.turn_to("Untitled.ipynb")
+        expect(lab.output).to_contain_text(
+            "This cell gave the GPU to another kernel and gets it back, place 2 in the queue"
+        )
+        expect(lab.output).to_contain_text("Untitled1.ipynb is running a cell")
+        lab.page.get_by_role("button", name=re.compile("Interrupt the kernel")).first.click()
+        expect(lab.output).to_contain_text("KeyboardInterrupt: interrupted while it waited for the GPU")
+        expect(lab.output).not_to_contain_text("Traceback")
+        expect(lab.output).not_to_contain_text("gave the GPU")
+        lab.turn_to("Untitled1.ipynb")
+        go.touch()
+        expect(lab.output).to_contain_text("finished")
+        expect(lab.output).not_to_contain_text("place")
 
 
 def test_the_panel_does_what_it_says_and_what_jupyterlab_hides_becomes_a_notification(world: World) -> None:

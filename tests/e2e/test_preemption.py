@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -71,6 +72,39 @@ def test_equals_that_are_busy_take_turns_and_both_finish_with_their_bytes(pair: 
     told = world.command("explain", notebooks[0].kernel_id).stdout
     assert "suspend.preempted" in told
     assert "wait.preempted" in told
+
+
+def line_with(messages: Iterator[dict[str, Any]], text: str) -> str:
+    """Read a cell's messages until a line of its output has this text; return the line."""
+    lines = (str(message["content"].get("data", {}).get("text/plain", "")) for message in messages)
+    return next(line for line in lines if text in line)
+
+
+def test_a_cell_whose_turn_is_over_says_so_below_itself_and_an_interrupt_there_is_one_sentence(pair: Pair) -> None:
+    world = pair.world
+    waits, works = pair.ready()
+    ends = world.notebooks / "end", world.notebooks / "other"
+    with pool(world, "preempt=fair", "min_residency=1m", "min_residency_swaps=0"):
+        cell = begin_work(world, works, ends[0])
+        other = waits.send(WORK.format(end=str(ends[1])))
+        line_with(waits.messages(other), "or when its turn ends, in about")
+        assert world.command("pool", "default", "min_residency=10s").returncode == 0
+        world.await_state(works.kernel_id, "suspended")
+        assert world.command("pool", "default", "preempt=never").returncode == 0  # the other keeps the GPU
+        messages = works.messages(cell)
+        line = line_with(messages, "is running a cell")
+        assert "This cell gave the GPU to another kernel and gets it back, place 1 in the queue" in line
+        works.interrupt()
+        rest = list(messages)
+        (error,) = [one["content"] for one in rest if one["header"]["msg_type"] == "error"]
+        assert error["ename"] == "KeyboardInterrupt"
+        assert error["traceback"] == [f"KeyboardInterrupt: {error['evalue']}"]
+        assert "while it waited for the GPU" in error["evalue"]
+        shown = [one["content"]["data"] for one in rest if one["header"]["msg_type"].endswith("display_data")]
+        assert shown[-1]["text/plain"] == ""
+        ends[1].touch()
+        assert waits.wait(other).text == "intact\n"
+    assert works.must(CHECK).text == "intact\n"
 
 
 def test_a_kernel_of_a_higher_priority_takes_the_place_of_a_busy_one(pair: Pair) -> None:

@@ -72,7 +72,7 @@ def test_a_wait_in_the_drivers_manner_takes_the_interrupt_only_afterwards(
         kernel.interrupt()
         assert kernel.is_blocked()
         driver.unlock(kernel.pid)
-        with pytest.raises(KernelError) as caught:
+        with pytest.raises(KernelError, match="interrupted while it waited for the GPU") as caught:
             kernel.result()
         assert caught.value.name == "KeyboardInterrupt"
 

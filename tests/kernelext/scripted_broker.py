@@ -49,7 +49,7 @@ class Stream:
     def refused(self, sentence: str, reason: str = "no-room") -> None:
         self._put(_encode(Progress(kind="refused", reason=reason, sentence=sentence)), None)
 
-    def waiting(self, sentence: str, position: int = 1) -> None:
+    def waiting(self, sentence: str, position: int | None = 1) -> None:
         self.send(Progress(kind="waiting", sentence=sentence, position=position))
 
     def _put(self, *lines: bytes | None) -> None:

@@ -58,6 +58,9 @@ FORECAST = {"expected_ms": 40_000, "low_ms": 10_000, "high_ms": 60_000}
 ROOM = {"reason": "wait.busy-neighbour", "sentence": "20 GiB are needed, 4 GiB are free; 1 kernel is running a cell"}
 WAITS: dict[str, tuple[float, dict[str, object]]] = {
     "with a place, a forecast and a reason": (0, {**FORECAST, **ROOM, "position": 2}),
+    "a turn ends": (3, {**FORECAST, **ROOM, "position": 1, "turn_ms": 28_000}),
+    "a turn ends, and another kernel is before it": (0, {**FORECAST, **ROOM, "position": 2, "turn_ms": 28_000}),
+    "a turn has ended": (28, {**FORECAST, **ROOM, "position": 1, "turn_ms": 28_000}),
     "the forecast counts down": (20, {**FORECAST, **ROOM}),
     "the forecast was wrong": (50, {**FORECAST, **ROOM}),
     "the forecast was very wrong": (70, {**FORECAST, **ROOM}),
@@ -127,6 +130,8 @@ def test_what_is_displayed_is_as_it_was_read() -> None:
     for what, (seconds, fields) in WAITS.items():
         waiting = Progress(kind="waiting", **fields)  # type: ignore[arg-type]
         said[f"a cell waits: {what}"] = wait_text(waiting, waited_s=seconds, age_s=seconds)
+    turn = Progress(kind="waiting", position=1, turn_ms=28_000, **FORECAST, **ROOM)  # type: ignore[arg-type]
+    said["a running cell was preempted"] = wait_text(turn, waited_s=3, age_s=3, preempted=True)
     said["a larger share is waited for"] = resizing(LEASE)
     check_wording(GOLDEN / "views.txt", said)
 

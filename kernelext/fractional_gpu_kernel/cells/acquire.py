@@ -45,7 +45,7 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fractional_gpu_kernel.cells.gate import Gate
-from fractional_gpu_kernel.display.lines import LiveLine, wait_text
+from fractional_gpu_kernel.display.lines import CellLine, LiveLine, Notices, wait_text
 from fractional_gpu_kernel.memory.limits import ImportHooks
 from fractional_gpu_kernel.settings import LOCAL_FAILURES, Settings, describe, explain, is_local
 
@@ -104,6 +104,8 @@ class Acquirer:
     `is_reachable` returns whether the broker's commands reach this process, so that the broker can open the gate by itself.
     """
 
+    _watch = False
+
     def __init__(self, settings: Settings, gate: Gate, is_reachable: Callable[[], bool] = bool) -> None:
         self._settings = settings
         self._gate = gate
@@ -130,7 +132,7 @@ class Acquirer:
                 self._gate.start_waiting(on_open)
                 try:
                     self.join(waiter)
-                    overlaps = _follow(waiter, line, may_overlap=mark is not None)
+                    overlaps = _follow(waiter, line, self._gate, may_overlap=mark is not None)
                     opened = True
                 finally:
                     self.leave(waiter, keep=overlaps)
@@ -196,7 +198,7 @@ class Acquirer:
                     waiters, self._waiters = self._waiters, []
                 else:
                     waiters = []
-            if refusal is not None and not self._gate.is_open:
+            if refusal is not None and (self._watch or not self._gate.is_open):
                 for waiter in waiters:
                     waiter.put(refusal)
 
@@ -252,9 +254,11 @@ class Acquirer:
         client = ticket.client = self._settings.connect()
         try:
             while True:
-                for progress in client.acquire(self._settings.lease_id, AcquireRequest()):
+                for progress in client.acquire(self._settings.lease_id, AcquireRequest(watch=self._watch)):
                     if ticket.withdrawn.is_set():
                         return None
+                    if progress.kind == ProgressKind.GRANTED and self._watch:
+                        return RefusedError("the cell has not lost the GPU, or has it again")
                     if progress.kind == ProgressKind.GRANTED:
                         # Withdrawn meanwhile, the grant is late: the gate may have been shut since, and stays as it is.
                         self._gate.open(progress.environment, lambda: not ticket.withdrawn.is_set())
@@ -320,7 +324,34 @@ class Acquirer:
                     waiter.put(progress)
 
 
-def _follow(waiter: Waiter, line: LiveLine | None, *, may_overlap: bool) -> bool:
+class Turns(Acquirer):
+    """Shows below a preempted cell how the ticket stands that the broker has filed for it."""
+
+    _watch = True
+
+    def __init__(self, settings: Settings, gate: Gate, notices: Notices) -> None:
+        super().__init__(settings, gate)
+        self._notices = notices
+
+    def show(self) -> None:
+        """Begin to show it, in a thread, if a cell runs behind the shut gate."""
+        if self._waiters or not (self._gate.is_running and self._gate.is_shut_again):
+            return
+        if (line := self._notices.line_in_cell()) is not None:
+            threading.Thread(target=self._show, args=(line,), name="gpu-turn", daemon=True).start()
+
+    def _show(self, line: CellLine) -> None:
+        waiter: Waiter = SimpleQueue()
+        try:
+            self.join(waiter)
+            with contextlib.suppress(RefusedError, *LOCAL_FAILURES):
+                _follow(waiter, line, self._gate, may_overlap=False)
+        finally:
+            self.leave(waiter)
+            line.close()
+
+
+def _follow(waiter: Waiter, line: LiveLine | CellLine | None, gate: Gate, *, may_overlap: bool) -> bool:
     """Show the broker's lines until the gate opens (False), or until the cell may run although the gate is shut (True).
 
     Raises RefusedError and KeyboardInterrupt.
@@ -328,11 +359,12 @@ def _follow(waiter: Waiter, line: LiveLine | None, *, may_overlap: bool) -> bool
     begun_s = time.monotonic()
     last: Progress | None = None
     last_s = begun_s
-    while True:
+    preempted = isinstance(line, CellLine)
+    while not preempted or (gate.is_running and gate.is_shut_again):
         now_s = time.monotonic()
         quiet_s = begun_s + QUIET_S - now_s
         if line is not None and last is not None and quiet_s <= 0:
-            line.show(wait_text(last, waited_s=now_s - begun_s, age_s=now_s - last_s))
+            line.show(wait_text(last, waited_s=now_s - begun_s, age_s=now_s - last_s, preempted=preempted))
         # A signal that the system delivers to another thread does not wake this one, and the line counts down: wake now and then.
         patience_s = min(quiet_s, POLL_S) if last is not None and quiet_s > 0 else POLL_S
         try:
@@ -349,6 +381,7 @@ def _follow(waiter: Waiter, line: LiveLine | None, *, may_overlap: bool) -> bool
             if note.overlap and may_overlap:
                 return True
             last, last_s = note, time.monotonic()
+    return False
 
 
 @contextlib.contextmanager

@@ -196,12 +196,15 @@ class Barrier:
         acquirer: Acquirer,
         inputs: InputRequests,
         libraries: GpuLibraries | None = None,
+        *,
+        examined: Callable[[], None] = lambda: None,
     ) -> None:
         self._shell = shell
         self._gate = gate
         self._acquirer = acquirer
         self._inputs = inputs
         self._libraries = libraries or GpuLibraries()
+        self._examined = examined  # called after each examination
         self._way = ""  # to the GPU, once one was found: it stays
         self._listens = False
         self._closed = False
@@ -266,6 +269,7 @@ class Barrier:
             if not self._gate.is_barred:  # no other thread bars cells, so this stays true
                 self._listens = False
             self._examination = None
+            self._examined()
 
     def _bar_changed(self, marks: AbstractSet[object]) -> None:
         """Other cells are barred than before. Called with the gate's lock held."""

@@ -45,7 +45,8 @@ class BrokerChannel:
 
     `notice` takes a sentence to show; `resize` the variables of a lease that has another size now. `managed` returns why the process cannot
     be saved, as far as is known, `inputs` the requests that use no GPU. `examine` begins to find out whether the running cells can do
-    without the GPU, and returns whether that is under way. `look` is called at each keep-alive (see `loop_watch`).
+    without the GPU, and returns whether that is under way. `look` is called at each keep-alive (see `loop_watch`), `preempted` when the
+    kernel is suspended while a cell runs that can reach the GPU.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class BrokerChannel:
         examine: Callable[[], bool] = bool,
         look: Callable[[], None] = lambda: None,
         urgent_notice: Callable[[str, str], None] | None = None,
+        preempted: Callable[[], None] = lambda: None,
     ) -> None:
         self._settings = settings
         self._gate = gate
@@ -72,6 +74,7 @@ class BrokerChannel:
         self._inputs = inputs
         self._examine = examine
         self._look = look
+        self._preempted = preempted
         self._stop = threading.Event()
         self._answers: SimpleQueue[tuple[int, str, str] | None] = SimpleQueue()  # number, word, detail; None: wake up
         self._clients: list[BrokerClient] = []
@@ -202,7 +205,7 @@ class BrokerChannel:
             self._answer(command.number, "busy", f"this kernel could not do it: {describe(error)}"[:200])
 
     def _obey(self, command: "GateCommand") -> None:
-        from fractional_gpu.protocol.messages import CELL_BARRED, GateVerb  # noqa: PLC0415 - off the kernel's start
+        from fractional_gpu.protocol.messages import CELL_BARRED, CELL_RUNS, GateVerb  # noqa: PLC0415 - off the kernel's start
 
         number = command.number
         match command.verb:
@@ -212,8 +215,11 @@ class BrokerChannel:
                 self._answer(number, self._gate.close(), CELL_BARRED if self._gate.is_barred else "")
                 self._repeat_exempt()
             case GateVerb.PREEMPT:
-                self._answer(number, self._gate.preempt(), self._cells(examine=number != 0))
+                word, cells = self._gate.preempt(), self._cells(examine=number != 0)
+                self._answer(number, word, cells)
                 self._repeat_exempt()
+                if number and cells == CELL_RUNS:  # without a number, only the next cell is to ask
+                    self._preempted()
             case GateVerb.LIMIT:
                 self._resize(command.environment)
                 self._answer(number, "done")

@@ -80,6 +80,26 @@ class LiveLine:
             self._shell.display_pub.clear_output(wait=False)
 
 
+class CellLine:
+    """A line below a cell that runs in `context`, for other threads; `close` blanks it for good."""
+
+    def __init__(self, line: LiveLine, context: contextvars.Context) -> None:
+        self._line, self._context = line, context
+        self._lock, self._is_closed = threading.Lock(), False
+
+    def show(self, text: str) -> None:
+        """Show `text`, unless the line is closed."""
+        with self._lock:
+            if not self._is_closed:
+                self._context.copy().run(self._line.show, text)
+
+    def close(self) -> None:
+        """Blank the line: the cell has the GPU again, or has ended."""
+        with self._lock:
+            self._is_closed = True
+            self._context.copy().run(self._line.blank)
+
+
 def publish(shell: Any, view: View, *, display_id: str | None = None, update: bool = False) -> None:  # noqa: ANN401 - as above
     """Publish a view as this cell's output."""
     transient = {"display_id": display_id} if display_id else {}
@@ -98,7 +118,7 @@ _NEXT = {  # by the reason of the wait
     "wait.restoring": "The cell runs as soon as they are there",
     "wait.own-suspend": "Then the cell runs",
     "wait.making-room": "Then this kernel gets the room and the cell runs",
-    "wait.busy-neighbour": "When that is over, its memory is saved to the host and this kernel gets the room",
+    "wait.busy-neighbour": "When that is over{turn}, its memory is saved to the host and {whoever} gets the room",
     "wait.swap-channel": "Then it is this kernel's turn",
     "wait.user-limit": "It goes on when another kernel of yours gives its share back",
     "wait.group-limit": "It goes on when another kernel of your group gives its share back",
@@ -108,10 +128,10 @@ _NEXT = {  # by the reason of the wait
 }
 
 
-def wait_text(progress: "Progress", *, waited_s: float, age_s: float) -> str:
+def wait_text(progress: "Progress", *, waited_s: float, age_s: float, preempted: bool = False) -> str:
     """Return the line of a cell that waits: reason, place in the queue, forecast, what happens next, and who would slow the cell down.
 
-    `waited_s` is the time since the wait began, `age_s` the time since the broker sent `progress`.
+    `preempted`: the cell runs already. `waited_s` is the time since the wait began, `age_s` the time since the broker sent `progress`.
     """
     from fractional_gpu.core.units import format_rough  # noqa: PLC0415 - off the kernel's start
 
@@ -123,9 +143,18 @@ def wait_text(progress: "Progress", *, waited_s: float, age_s: float) -> str:
         facts.append(f"{format_rough(int(waited_s * 1000))} so far")
     about = "".join(f", {fact}" for fact in facts)
     why = (progress.sentence or "the GPU is in use").rstrip(".")
-    after = f" {_NEXT[progress.reason]}." if progress.reason in _NEXT else ""
+    turn_ms = 0 if progress.turn_ms is None else progress.turn_ms - int(age_s * 1000)
+    turn = f", or when its turn ends, in about {format_rough(turn_ms)}" if turn_ms >= 1000 else ""
+    whoever = "this kernel" if progress.position in {None, 1} else "the first in the queue"
+    after = f" {_NEXT[progress.reason]}.".format(turn=turn, whoever=whoever) if progress.reason in _NEXT else ""
     beside = f" It {progress.slowdown_brief}." if progress.slowdown_brief else ""
-    return f"This cell waits for the GPU{about}: {why}.{after}{beside} Interrupt the kernel to stop waiting."
+    does, end = "waits for the GPU", "Interrupt the kernel to stop waiting."
+    if preempted:
+        does, end = (
+            "gave the GPU to another kernel and gets it back",
+            "Until then, this cell waits at its next use of the GPU.",
+        )
+    return f"This cell {does}{about}: {why}.{after}{beside} {end}"
 
 
 def resizing(status: "LeaseStatus") -> str:
@@ -177,6 +206,7 @@ class Notices:
         self._kept = [first] if first else []
         self._last_cell: contextvars.Context | None = None  # while the kernel idles: the cell to show it beneath
         self._running: dict[int, contextvars.Context] = {}  # by the cells' threads, in the order in which they began
+        self._cell_lines: dict[int, CellLine] = {}  # of running cells, by their threads
         self._shown: list[LiveLine] = []
         self._topics: dict[str, str] = {}  # the sentences with a topic that are kept
         self._lines: dict[str, LiveLine] = {}  # and those that are shown beneath the last cell
@@ -234,6 +264,15 @@ class Notices:
         except _failures():  # as in `add`
             self.add(sentence, topic)
 
+    def line_in_cell(self) -> CellLine | None:
+        """Return a line below the cell that began last, until it ends; None: none runs."""
+        with self._lock:
+            if not self._running:
+                return None
+            thread, cell = next(reversed(self._running.items()))
+            self._cell_lines[thread] = line = CellLine(LiveLine(self._shell), cell)
+            return line
+
     def _before_cell(self, info: Any) -> None:  # noqa: ANN401 - IPython is untyped
         """`pre_run_cell`, which IPython does not fire for silent requests."""
         if not info.store_history:
@@ -256,11 +295,14 @@ class Notices:
         if result is not None and not result.info.store_history:
             return
         with self._lock:
+            line = self._cell_lines.pop(threading.get_ident(), None)
             self._running.pop(threading.get_ident(), None)  # missing: of a blank cell, which begins without an event
             if not self._running:
                 self._last_cell = contextvars.copy_context()
             kept, self._kept = self._kept, []
             self._topics.clear()
+        if line is not None:
+            line.close()
         if kept:
             self._publish(kept)
 

@@ -129,6 +129,7 @@ class Broker:
         self.scans = swaps.inspector.scans
         self.costs = Costs()
         self._tickets: tuple[int, dict[str, TicketView]] | None = None  # when, and all of them
+        self._places: dict[str, int | None] = {}  # in the queue, when it was last looked at
         self.sensors: dict[str, DeviceSensors] = {}  # by device, as last read
         self.gpu_activity = GpuActivity(self)
         self.enforcement = Enforcement(self)
@@ -173,6 +174,8 @@ class Broker:
         self._tickets = None
         for effect in effects:
             self._carry_out(effect)
+        if isinstance(event, Tick):
+            self._wake_queue()  # with time alone, a ticket may have overtaken another one
         self.metering.saw(event, effects)
         self.turns.saw(event, effects)
         self.arbiter.run_deferred_work()
@@ -619,6 +622,9 @@ class Broker:
         if self._tickets is None or at_ms - self._tickets[0] > _TICKETS_MS:
             pools = self.arbiter.pools()
             self._tickets = at_ms, {one.lease_id: one for pool in pools for one in self.arbiter.tickets(pool, at_ms)}
+            before, self._places = self._places, {one.lease_id: one.position for one in self._tickets[1].values()}
+            if before != self._places:
+                self._wake_queue()  # cells that were told their places earlier: else two would be at the same place
         return self._tickets[1].get(lease_id)
 
     def roots(self) -> list[ProcessIdentity]:

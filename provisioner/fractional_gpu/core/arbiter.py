@@ -12,7 +12,7 @@ cannot be true (a lease recovered in the middle of an operation) raises ValueErr
 """
 
 from fractional_gpu.core.books.books import Books
-from fractional_gpu.core.books.records import Device, Lease, Ticket
+from fractional_gpu.core.books.records import Device, Lease
 from fractional_gpu.core.changes.changes import Changes
 from fractional_gpu.core.changes.queue_wait import ForecastRecorder, shown_span
 from fractional_gpu.core.effects import Effect, WakeAt
@@ -75,7 +75,7 @@ from fractional_gpu.core.rules.eligibility import update_all_suspendability
 from fractional_gpu.core.rules.fairness import queue_delay
 from fractional_gpu.core.rules.likelihood import likelihood_milli
 from fractional_gpu.core.rules.slowdowns import describe_slowdown
-from fractional_gpu.core.rules.wait_reasons import FormatTime, wait_reason
+from fractional_gpu.core.rules.wait_reasons import FormatTime, turns_end_ms, wait_reason
 from fractional_gpu.core.scheduler.migration import kept_mib
 from fractional_gpu.core.scheduler.scheduler import Scheduler
 
@@ -128,49 +128,33 @@ def _lost_because(books: Books, lease: Lease) -> str:
     return books.unsaved.get(lease.lease_id, "")
 
 
-def ticket_view(
-    books: Books, lease: Lease, foresight: ForecastRecorder, format_time: FormatTime | None = None
-) -> TicketView | None:
-    """Return the lease's place in its pool's queue, or None. `format_time` writes times of day in its sentence."""
-    if lease.ticket is None:
-        return None
-    place = books.queue.place(lease)
-    served = sum(
-        other.ticket is not None and other.spec.pool == lease.spec.pool and books.queue.place(other) < place
-        for other in books.by_state[LeaseState.RESUMING].values()
-    )
-    return _ticket_view(books, lease, lease.ticket, place - served, foresight.ticket_wait(lease), format_time)
-
-
-def _ticket_view(  # noqa: PLR0917 - one caller's loop, and one more
-    books: Books, lease: Lease, ticket: Ticket, position: int, expected: Span | None, format_time: FormatTime | None
-) -> TicketView:
-    wait = wait_reason(books, lease, ticket, format_time)
-    return TicketView(
-        lease_id=lease.lease_id,
-        position=position,
-        asked_ms=ticket.asked_ms,
-        passed_over=ticket.passed_over,
-        reason=wait.code,
-        sentence=wait.sentence,
-        blockers=wait.blockers,
-        urgent=ticket.urgent,
-        need_mib=lease.bucket.key.need_mib if lease.bucket is not None else kept_mib(lease),
-        kept_on=ticket.kept_on,
-        expected=None if expected is None else shown_span(ticket, lease, expected, books.now_ms),
-    )
-
-
 def ticket_views(
     books: Books, pool: str, foresight: ForecastRecorder, format_time: FormatTime | None = None
 ) -> list[TicketView]:
-    """Return the pool's queue in order."""
+    """Return the pool's queue in order. `format_time` writes times of day in its sentences."""
     waits = foresight.queue_waits.waits_of_pool(pool)
-    views, served = [], 0
-    for place, (lease, wait) in enumerate(zip(books.queue.line(pool), waits, strict=True), 1):
-        if lease.ticket is not None:
-            views.append(_ticket_view(books, lease, lease.ticket, place - served, wait, format_time))
-        served += lease.state is LeaseState.RESUMING  # it has its room, so tickets behind do not wait for it
+    views, position = [], 0
+    for lease, expected in zip(books.queue.line(pool), waits, strict=True):
+        if (ticket := lease.ticket) is None:
+            continue
+        wait = wait_reason(books, lease, ticket, format_time)
+        is_served = lease.state is LeaseState.RESUMING  # it has its room, so tickets behind do not wait for it
+        position += not is_served
+        views.append(
+            TicketView(
+                lease_id=lease.lease_id,
+                position=None if is_served else position,
+                asked_ms=ticket.asked_ms,
+                passed_over=ticket.passed_over,
+                reason=wait.code,
+                sentence=wait.sentence,
+                blockers=wait.blockers,
+                urgent=ticket.urgent,
+                need_mib=lease.bucket.key.need_mib if lease.bucket is not None else kept_mib(lease),
+                kept_on=ticket.kept_on,
+                expected=None if expected is None else shown_span(ticket, lease, expected, books.now_ms),
+            )
+        )
     return views
 
 
@@ -295,14 +279,11 @@ class Arbiter:
     def ticket(self, lease_id: str) -> TicketView | None:
         """Return the lease's place in the queue, or None if it does not wait."""
         lease = self._books.leases.get(lease_id)
-        return (
-            None
-            if lease is None
-            else ticket_view(self._books, lease, self._changes.forecast_recorder, self._format_time)
-        )
+        views = [] if lease is None or lease.ticket is None else self.tickets(lease.spec.pool)
+        return next((view for view in views if view.lease_id == lease_id), None)
 
     def waits(self, lease_id: str) -> bool:
-        """Return whether the lease has a ticket. `ticket` works out its place and its wait, too."""
+        """Return whether the lease has a ticket. `ticket` works out the whole queue."""
         lease = self._books.leases.get(lease_id)
         return lease is not None and lease.ticket is not None
 
@@ -319,6 +300,11 @@ class Arbiter:
         """Return how much neighbours slow the lease's cell down, or would where it waits to go: an estimate."""
         lease = self._books.leases.get(lease_id)
         return Slowdown() if lease is None else describe_slowdown(self._books, lease)
+
+    def turns_end_ms(self, lease_id: str) -> int | None:
+        """Return when the turns of busy leases have made room for the waiting one; None: time alone does not bring that about."""
+        lease = self._books.leases.get(lease_id)
+        return None if lease is None else turns_end_ms(self._books, lease)
 
     def gate_wait(self, lease_id: str, at_ms: int) -> Span | None:
         """Return how long the lease's next cell still waits at its closed gate, as of `at_ms`; None if it does not wait there."""

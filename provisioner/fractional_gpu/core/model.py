@@ -300,10 +300,10 @@ class QueueDelay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TicketView:
-    """A place in the queue. `position` counts from 1 within the pool; tickets whose lease is being resumed are not counted before it."""
+    """A place in the queue. `position` counts from 1 within the pool; None: its lease has its room and is being resumed."""
 
     lease_id: str
-    position: int
+    position: int | None
     asked_ms: int
     passed_over: int
     reason: str  # why it waits, machine-readable

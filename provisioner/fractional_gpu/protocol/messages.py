@@ -300,11 +300,12 @@ class AcquireRequest(Struct, frozen=True, kw_only=True):
     """Take a ticket for the GPU. The stream ends with `granted` or `refused`; hanging up withdraws the ticket.
 
     With `hold` the wait has no limit, and the stream goes on after `granted`: the lease is in use until the client hangs up. One that is
-    preempted meanwhile waits again, and the stream says so.
+    preempted meanwhile waits again, and the stream says so. With `watch` the stream follows the ticket that a preempted cell has.
     """
 
     wait_ms: int = 3_600_000
     hold: bool = False
+    watch: bool = False
 
 
 class ResumeRequest(Struct, frozen=True, kw_only=True):
@@ -358,6 +359,7 @@ class Progress(WaitLine, frozen=True, kw_only=True):
     device_id: str | None = None
     environment: dict[str, str] = {}
     overlap: bool = False
+    turn_ms: int | None = None  # the turns of the busy kernels in the way end in so long; None: they are not preempted
     slowdown_milli: int = 1000  # as in LeaseStatus, where the cell would run: a forecast, and its bounds
     slowdown_low_milli: int = 1000
     slowdown_high_milli: int = 1000

@@ -3,17 +3,22 @@
 import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from fractional_gpu.broker.clock import now_ms, time_of_day
 from fractional_gpu.broker.kernels import request_validation
 from fractional_gpu.broker.services import residency
 from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.core.events import Tick
+from fractional_gpu.core.model import TicketView
 from fractional_gpu.core.rules import fairness, wait_reasons
 from fractional_gpu.protocol.messages import AcquireRequest, LeaseReply, Progress, ProgressKind
 from tests.broker.live import DEADLINE_S, LiveBroker, live_broker, started_for
+from tests.support.waiting import until
 
 
 @contextmanager
@@ -106,6 +111,38 @@ def test_a_waiting_cell_hears_anew_though_nothing_happens(live: LiveBroker, monk
         assert re.search(r"analysis\.ipynb has been running a cell for [\d.]+ m?s$", said), said
 
 
+@pytest.mark.parametrize("by_time", [True, False], ids=["when time alone changes it", "when another reader sees it"])
+def test_when_the_order_changes_every_waiting_cell_is_told_its_new_place(
+    monkeypatch: pytest.MonkeyPatch, *, by_time: bool
+) -> None:
+    monkeypatch.setattr(residency, "_look_again_s", lambda _told: 3_600.0)
+    with (
+        live_broker(pools={"default": {"devices": "all", "preempt": "never"}}) as live,
+        running(live, "busy.ipynb"),
+        kernel(live, "first.ipynb") as first,
+        kernel(live, "second.ipynb") as second,
+        acquiring(live, first) as lines_of_first,
+        acquiring(live, second) as lines_of_second,
+    ):
+        assert next(line.position for line in lines_of_first) == 1
+        assert next(line.position for line in lines_of_second) == 2
+        tickets = live.broker.arbiter.tickets
+
+        def overtaken(pool: str, at_ms: int | None = None) -> list[TicketView]:
+            return [replace(view, position=3 - (view.position or 0)) for view in reversed(tickets(pool, at_ms))]
+
+        async def let_time_pass() -> None:
+            live.broker.dispatch(Tick(at_ms=now_ms()))
+
+        monkeypatch.setattr(live.broker.arbiter, "tickets", overtaken)
+        if by_time:
+            live.on_loop(let_time_pass)
+        else:
+            until(lambda: live.call("GET", f"/v1/leases/{second.lease_id}").body["position"] == 1, "it has overtaken")
+        assert next(line.position for line in lines_of_second if line.position != 2) == 1
+        assert next(line.position for line in lines_of_first if line.position != 1) == 2
+
+
 @pytest.mark.parametrize(
     ("expected_ms", "age_ms", "news"),
     [
@@ -116,12 +153,14 @@ def test_a_waiting_cell_hears_anew_though_nothing_happens(live: LiveBroker, monk
         (61_000, 500, False),
     ],
 )
-def test_a_forecast_that_does_not_count_down_is_news(expected_ms: int, age_ms: int, *, news: bool) -> None:
+def test_a_time_that_does_not_count_down_is_news(expected_ms: int, age_ms: int, *, news: bool) -> None:
     told = Progress(kind="waiting", reason="wait.x", sentence="x", position=1, expected_ms=60_000, low_ms=1, high_ms=2)
     now = Progress(
         kind="waiting", reason="wait.x", sentence="x", position=1, expected_ms=expected_ms, low_ms=5, high_ms=6
     )
     assert residency._is_news(now, told, age_ms) is news
+    told = Progress(kind="waiting", reason="wait.x", sentence="x", position=1, turn_ms=60_000)
+    assert residency._is_news(structs.replace(told, turn_ms=expected_ms), told, age_ms) is news
 
 
 def test_a_moment_of_another_day_has_its_day() -> None:

@@ -344,7 +344,7 @@ def test_neighbours_for_which_there_is_no_host_memory_keep_no_other_from_steppin
     assert "gathered" in hand.view("smaller").sentence
 
 
-def test_a_lease_that_is_being_resumed_is_not_counted_before_those_that_wait() -> None:
+def test_a_lease_that_is_being_resumed_has_no_place_and_is_not_counted_before_those_that_wait() -> None:
     hand = Hand()
     hand.idle("a")
     hand.start("b")
@@ -357,6 +357,6 @@ def test_a_lease_that_is_being_resumed_is_not_counted_before_those_that_wait() -
         hand.start(name)
         hand.want(name)
     views = hand.arbiter.tickets("p")
-    assert [(view.lease_id, view.position) for view in views] == [("a", 1), ("c", 1), ("d", 2)]
-    assert [hand.ticket(name).position for name in "acd"] == [1, 1, 2]
+    assert [(view.lease_id, view.position) for view in views] == [("a", None), ("c", 1), ("d", 2)]
+    assert [hand.ticket(name).position for name in "acd"] == [None, 1, 2]
     assert hand.arbiter.queue_lengths() == {"p": 2}

@@ -68,6 +68,34 @@ def test_another_users_kernel_has_no_name() -> None:
     hand.rest("a")
 
 
+@pytest.mark.parametrize("owner", ["ann", "bob"])
+def test_the_busy_kernel_in_the_way_is_preempted_when_its_turn_was_said_to_end(owner: str) -> None:
+    hand = Hand(pools=[pool(preempt_equals=True, min_residency_ms=30_000)])
+    run(hand, "a", owner=owner)
+    hand.wait(4_000)
+    waits(hand)
+    hand.work("b")
+    assert hand.arbiter.turns_end_ms("b") == 30_000
+    assert not hand.suspends(hand.wait(25_999))
+    assert hand.suspends(hand.wait(1)) == ["a"]
+
+
+def test_the_turn_ends_when_enough_kernels_have_had_theirs() -> None:
+    hand = Hand(pools=[pool(preempt_equals=True, min_residency_ms=30_000)])
+    for name in ("a", "c"):
+        run(hand, name, mib=500)
+        hand.wait(10_000)
+    waits(hand)
+    assert hand.arbiter.turns_end_ms("b") == 40_000
+
+
+def test_no_turn_ends_where_busy_kernels_are_not_preempted() -> None:
+    hand = Hand()
+    run(hand, "a")
+    waits(hand)
+    assert hand.arbiter.turns_end_ms("b") is None
+
+
 def test_a_pin_is_told_with_its_end() -> None:
     hand = Hand()
     run(hand, "a", label="tenant-b.ipynb")

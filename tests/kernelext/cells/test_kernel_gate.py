@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -383,8 +384,85 @@ def test_a_preempted_cell_runs_on_and_the_next_one_asks(
     fifo.write_text("")
     assert kernel.finish(running).printed == "on\nover\n"
     following = kernel.send("print('next')")
+    assert not broker.stream("acquire", 2).body["watch"]
     broker.stream("acquire", 2).granted()
     assert kernel.finish(following).printed == "next\n"
+
+
+@contextmanager
+def preempted_cell(kernel: RunningKernel, broker: ScriptedBroker, fifo: Path) -> Iterator[str]:
+    """A cell that runs until the fifo is written to, and has a line below itself that it was preempted."""
+    open_gate(kernel, broker)
+    os.mkfifo(fifo)
+    kernel.run("import sys, types; sys.modules['numba.cuda'] = types.ModuleType('numba.cuda')")  # it can reach the GPU
+    running = kernel.send(f"print('on'); open({str(fifo)!r}).close()")
+    kernel.until_published(running, lambda messages: any(each["msg_type"] == "stream" for each in messages))
+    broker.stream("gate").command(GateVerb.PREEMPT, 5)
+    assert broker.stream("acquire", 2).body["watch"], "it takes no ticket"
+    broker.stream("acquire", 2).waiting("the neighbour runs a cell")
+    kernel.until_shown(
+        running, "gave the GPU to another kernel and gets it back, place 1 in the queue: the neighbour runs"
+    )
+    yield running
+
+
+def is_blank(messages: list[dict[str, Any]]) -> bool:
+    """Whether the last line that a cell has shown was taken away."""
+    shown = [each["content"] for each in messages if each["msg_type"].endswith("display_data")]
+    return (
+        shown[-1]["data"] == {"text/plain": "", "text/html": ""} and len({str(one["transient"]) for one in shown}) == 1
+    )
+
+
+def test_below_a_preempted_cell_stands_where_the_gpu_is_until_it_is_back(
+    kernel: RunningKernel, broker: ScriptedBroker, folder: Path
+) -> None:
+    with preempted_cell(kernel, broker, folder / "fifo") as running:
+        broker.stream("acquire", 2).waiting("its memory is being brought back", position=None)
+        kernel.until_shown(running, "gets it back: its memory is being brought back")
+        broker.stream("gate").command(GateVerb.OPEN)
+        kernel.until_published(running, is_blank)
+        broker.wait_for(lambda: "acquire" in broker.hung_up)
+        (folder / "fifo").write_text("")
+        assert is_blank(kernel.finish(running).published)
+
+
+def test_the_line_is_gone_when_the_preempted_cell_has_ended_without_the_gpu(
+    kernel: RunningKernel, broker: ScriptedBroker, folder: Path
+) -> None:
+    with preempted_cell(kernel, broker, folder / "fifo") as running:
+        (folder / "fifo").write_text("")
+        assert is_blank(kernel.finish(running).published)
+        broker.wait_for(lambda: "acquire" in broker.hung_up)
+
+
+def test_the_line_goes_if_the_broker_says_that_the_cell_stays_after_all(
+    kernel: RunningKernel, broker: ScriptedBroker, folder: Path
+) -> None:
+    with preempted_cell(kernel, broker, folder / "fifo") as running:
+        broker.stream("acquire", 2).granted()
+        kernel.until_published(running, is_blank)
+        broker.stream("gate").command(GateVerb.PREEMPT, 6)
+        broker.stream("acquire", 3).waiting("the neighbour runs another cell")
+        kernel.until_shown(running, "the neighbour runs another cell")
+        (folder / "fifo").write_text("")
+        kernel.finish(running)
+
+
+def test_a_gate_that_shuts_for_the_next_cell_only_takes_nothing_from_the_cell_that_runs(
+    kernel: RunningKernel, broker: ScriptedBroker, folder: Path
+) -> None:
+    open_gate(kernel, broker)
+    fifo = folder / "fifo"
+    os.mkfifo(fifo)
+    running = kernel.send(f"print('on'); open({str(fifo)!r}).close()")
+    kernel.until_published(running, lambda messages: any(each["msg_type"] == "stream" for each in messages))
+    broker.stream("gate").command(GateVerb.PREEMPT)
+    broker.stream("gate").command(GateVerb.LIMIT, 7)
+    assert broker.answer_to(7) == "done"
+    fifo.write_text("")
+    kernel.finish(running)
+    assert broker.count("acquire") == 1
 
 
 @pytest.mark.parametrize(

@@ -51,10 +51,11 @@ class Residency:
         patience_s = math.inf if request.hold else max(0, min(request.wait_ms / 1000, MAX_WAIT_S))
         deadline_s = time.monotonic() + patience_s
         ends = {ProgressKind.REFUSED} if request.hold else {ProgressKind.REFUSED, ProgressKind.GRANTED}
-        kernel.requests.waiters += 1
+        kernel.requests.waiters += not request.watch
         try:
-            self._report_busy(kernel)
-            broker.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id, urgent=urgent))
+            if not request.watch:
+                self._report_busy(kernel)
+                broker.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id, urgent=urgent))
             told: Progress | None = None
             told_s = time.monotonic()
             while True:
@@ -69,8 +70,8 @@ class Residency:
                 if not change.is_set():  # only the queue moved: do not wake a hundred waiting cells at each step
                     await _any_of(change, change, min(_QUEUE_PAUSE_S, max(0.0, deadline_s - time.monotonic())))
         finally:
-            kernel.requests.waiters -= 1
-            view = broker.arbiter.lease(kernel.lease_id)
+            kernel.requests.waiters -= not request.watch
+            view = None if request.watch else broker.arbiter.lease(kernel.lease_id)
             if kernel.requests.waiters == 0 and view is not None:
                 # Keep a ticket that the broker filed because the kernel is blocked: another request needs it.
                 waits = view.state is not LeaseState.RESIDENT or view.at_gate
@@ -111,6 +112,8 @@ class Residency:
         # The restore runs, so only time is needed. The reservation is in the ledger before the grant, not yet here.
         pool = self._broker.arbiter.pools().get(view.spec.pool) if view.state is LeaseState.RESUMING else None
         overlap = pool is not None and pool.overlap_resume
+        is_behind_busy = reason == "wait.busy-neighbour"
+        turns_end_ms = self._broker.arbiter.turns_end_ms(kernel.lease_id) if is_behind_busy else None
         slowdown = self._broker.arbiter.slowdown(kernel.lease_id)
         return Progress(
             kind=ProgressKind.WAITING,
@@ -122,6 +125,7 @@ class Residency:
             expected_ms=expected.expected_ms if expected is not None else None,
             low_ms=expected.low_ms if expected is not None else None,
             high_ms=expected.high_ms if expected is not None else None,
+            turn_ms=None if turns_end_ms is None else max(0, turns_end_ms - now_ms()),
             slowdown_milli=slowdown.milli,
             slowdown_low_milli=slowdown.low_milli,
             slowdown_high_milli=slowdown.high_milli,
@@ -269,13 +273,17 @@ def _failure(view: LeaseView) -> tuple[str, str] | None:
 def _is_news(progress: Progress, told: Progress | None, age_ms: int) -> bool:
     """Whether to send the waiting cell this progress; `age_ms` is the age of what it was sent last.
 
-    The cell counts its forecast down by itself: a forecast that differs little from the counted-down one is not sent.
+    The cell counts its times down by itself: one that differs little from the counted-down one is not sent.
     """
-    if told is None or progress.expected_ms is None or told.expected_ms is None:
-        return progress != told
-    moved_ms = abs(progress.expected_ms - (told.expected_ms - age_ms))
-    same = replace(told, expected_ms=progress.expected_ms, low_ms=progress.low_ms, high_ms=progress.high_ms)
-    return progress != same or moved_ms > max(1000, told.expected_ms // 5)
+    if told is None:
+        return True
+    for name in ("expected_ms", "turn_ms"):
+        now_ms, told_ms = getattr(progress, name), getattr(told, name)
+        if now_ms is not None and told_ms is not None:
+            if abs(now_ms - (told_ms - age_ms)) > max(1000, told_ms // 5):
+                return True
+            told = replace(told, **{name: now_ms})
+    return progress != replace(told, low_ms=progress.low_ms, high_ms=progress.high_ms)
 
 
 def _look_again_s(told: Progress | None) -> float:

@@ -30,7 +30,7 @@ from fractional_gpu.core.forecasts.forecasts import RESUME, SUSPEND, Company, Fo
 from fractional_gpu.core.model import LeaseState, Span
 from fractional_gpu.core.rules.contention import beside, busy_others
 from fractional_gpu.core.rules.eligibility import suspendable_from_ms
-from fractional_gpu.core.rules.fairness import gate_opens_ms, goes_before_from_ms, preemptible_from_ms
+from fractional_gpu.core.rules.fairness import gate_opens_ms, preempts_from_ms
 from fractional_gpu.core.rules.wait_reasons import allowed_devices
 
 MOST_AHEAD = 4
@@ -311,7 +311,8 @@ class _Play:
             case LeaseState.RESIDENT if lease.is_working:  # a cell that waits at its closed gate has not begun
                 # What an ended kernel left behind runs no cell that would end.
                 left_ms = _NEVER_MS if lease.left_behind else self._forecasts.cell_left_ms(lease.lease_id, self._now_ms)
-                room_ms = max(1, min(left_ms, self._preemptible_ms(beside, lease)))
+                from_ms = preempts_from_ms(self._books, beside, lease) if self._preempts(beside) else None
+                room_ms = max(1, left_ms if from_ms is None else min(left_ms, from_ms - self._now_ms))
                 return None if room_ms >= _NEVER_MS else room_ms
             case LeaseState.RESIDENT:
                 willing_ms = suspendable_from_ms(self._books.policy(lease), lease)
@@ -319,16 +320,6 @@ class _Play:
                 return None if willing_ms is None or failed else max(0, willing_ms - self._now_ms)
             case _:
                 return None
-
-    def _preemptible_ms(self, beneficiary: Lease, lease: Lease) -> int:
-        """Return in how many ms the beneficiary may preempt the lease."""
-        if not self._preempts(beneficiary):
-            return _NEVER_MS
-        before_ms = goes_before_from_ms(self._books, beneficiary, lease)
-        from_ms = preemptible_from_ms(self._books, lease) if before_ms is not None else None
-        if before_ms is None or from_ms is None:
-            return _NEVER_MS
-        return max(before_ms, from_ms) - self._now_ms
 
     def _is_alike(self, device_id: str, beneficiary: Lease) -> bool:
         """Return whether the device gives this beneficiary what it gives any other: it is not there and can preempt none of the leases."""
@@ -531,10 +522,6 @@ class ForecastRecorder:
         if device is None or not lease.saved_mib:
             return None
         return self.forecasts.swap_span(RESUME, device.spec.name, lease.saved_mib)
-
-    def ticket_wait(self, lease: Lease) -> Span | None:
-        """Return how long the lease's ticket will still wait."""
-        return self.queue_waits.wait_of(lease)
 
 
 _SLACK_MS = 1_000  # a forecast is shown in seconds, and may be a second old

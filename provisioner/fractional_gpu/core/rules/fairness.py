@@ -105,6 +105,13 @@ def goes_before_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None
     return 0 if lease.ticket is not None and lease.ticket.is_due else _is_behind_from_ms(books, lease, victim)
 
 
+def preempts_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
+    """Return from when on the lease may preempt the busy `victim`, whose turn ends then; None: time alone does not bring that about."""
+    before_ms = goes_before_from_ms(books, lease, victim)
+    had_turn_ms = preemptible_from_ms(books, victim) if before_ms is not None else None
+    return None if before_ms is None or had_turn_ms is None else max(before_ms, had_turn_ms)
+
+
 def _is_behind_from_ms(books: Books, lease: Lease, victim: Lease) -> int | None:
     """Return from when on a lease has used less than another of its priority; None: time alone does not bring that about."""
     behind, _, _ = mine = _clock(books, lease, victim)

@@ -12,12 +12,13 @@ for processes that an ended kernel left behind, as the owner may not know of the
 """
 
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import accumulate, islice
 
 from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import Lease, OccupancyKind, Reason, Ticket
 from fractional_gpu.core.model import FOUND_FAILED, LeaseState
 from fractional_gpu.core.rules.eligibility import allowed_of, eligible_devices, suspendable_from_ms
+from fractional_gpu.core.rules.fairness import preempts_from_ms
 from fractional_gpu.core.units import format_duration, format_memory
 
 FormatTime = Callable[[int], str]
@@ -127,6 +128,22 @@ def reason_code(books: Books, lease: Lease, devices: Sequence[str], need_mib: in
     if holders and all(other.is_unsuspendable for other in holders):
         return "wait.cannot-be-suspended"
     return "wait.unwilling-neighbour"
+
+
+def turns_end_ms(books: Books, lease: Lease) -> int | None:
+    """Return when enough busy leases have had their turns to make room for the waiting one; None: time alone does not bring that about."""
+    if lease.bucket is None:
+        return None
+    found = list[int]()
+    for device_id in allowed_devices(books, lease):
+        device = books.devices[device_id]
+        lacks_mib = lease.bucket.key.need_mib - device.free_or_idle_mib
+        busy = [other for other in device.holders.values() if other.busy and other is not lease]
+        turns = [(preempts_from_ms(books, lease, other), other.held_mib) for other in busy]
+        ends = sorted((end_ms, mib) for end_ms, mib in turns if end_ms is not None)
+        freed_mib = accumulate(mib for _, mib in ends)
+        found += [end_ms for (end_ms, _), mib in zip(ends, freed_mib, strict=True) if mib >= lacks_mib][:1]
+    return sorted(found)[lease.count - 1] if len(found) >= lease.count else None
 
 
 def _no_device_code(books: Books, lease: Lease) -> str:

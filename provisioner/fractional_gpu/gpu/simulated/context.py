@@ -92,7 +92,10 @@ class Gate:
         thread = threading.get_ident()
         try:
             if not self._enter(thread):
-                self._wait(thread)
+                try:
+                    self._wait(thread)
+                except KeyboardInterrupt:
+                    raise _interrupted() from None
             yield
         finally:
             # An interrupt can come at the very entry of `_leave`. A lock that stays by mistake would block every suspend: leave again.
@@ -175,6 +178,13 @@ class Gate:
             raise SimulatedCudaError(process.fatal)
         if os.pread(self._file, 1, 0) == WANTED:
             settle_if_abandoned(self._store, self._key)
+
+
+def _interrupted() -> KeyboardInterrupt:
+    """Return what ends a wait. IPython shows it as one sentence: the stack would be this module's."""
+    error = KeyboardInterrupt("interrupted while it waited for the GPU; the cell ended at this call")
+    error._render_traceback_ = lambda: [f"KeyboardInterrupt: {error}"]  # type: ignore[attr-defined]
+    return error
 
 
 def shut_gate(store: Store, key: str, timeout_s: float) -> bool:
