@@ -66,7 +66,7 @@ examples:
 The program says when a unit of work is done: `from fractional_gpu_kernel.measure import tick`, and `tick()` after each batch. A program
 that never does, and ends, is a unit of work by itself, and so is a notebook (NAME.ipynb). The program is started many times, and ended
 after some seconds: it should have no effects that add up. Units of 50 ms and more are measured well. Only spare room of the pool is used,
-unless --may-wait. The exit status is 0 if something could be compared, else 1.
+and that of your idle kernels, which are suspended for it, unless --may-wait. The exit status is 0 if something could be compared, else 1.
 """
 
 
@@ -376,7 +376,7 @@ class Measurement:
                     raise
                 self._repeats = True
             except _PASSING as error:
-                if time.monotonic() >= limit_s:
+                if not isinstance(error, DisturbedError) or time.monotonic() >= limit_s:
                     raise CommandError(
                         f"nothing could be measured: {error}; try again later, with smaller --fractions, or with --may-wait"
                     ) from None

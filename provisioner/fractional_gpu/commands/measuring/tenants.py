@@ -1,10 +1,11 @@
 """Tenants: programs under leases of their own, on one device together.
 
 A program waits in its stub until all tenants have their places on the same device. Brokers choose devices, so stubs that got places
-elsewhere give them back. Unless waiting is allowed, places come from spare room only: nothing is suspended for them, and nothing that
-waits for a GPU is overtaken.
+elsewhere give them back. Unless waiting is allowed, places come from spare room only, for which the user's own idle kernels are suspended,
+each once: nothing that waits for a GPU is overtaken, and no other lease is suspended.
 """
 
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
@@ -19,8 +20,17 @@ from fractional_gpu.commands.run.start import TIMEOUT_S, attach, command_environ
 from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.jupyter.kernel_lease import KernelLease, environment_with, take_lease
 from fractional_gpu.protocol.accounts import Cost
-from fractional_gpu.protocol.errors import FractionalGPUError
-from fractional_gpu.protocol.messages import COMMAND, AcquireRequest, HostStatus, LeaseRequest, Progress
+from fractional_gpu.protocol.errors import ConflictError, FractionalGPUError
+from fractional_gpu.protocol.messages import (
+    COMMAND,
+    KERNEL,
+    AcquireRequest,
+    DeviceStatus,
+    HostStatus,
+    LeaseRequest,
+    LeaseStatus,
+    Progress,
+)
 from fractional_gpu_kernel.measure import FILE
 
 PATIENCE_S: Final = 2.0  # for a program to end when asked to
@@ -112,7 +122,7 @@ class Tenant:
         return TenantError(f"the program ended with exit status {status}{said}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Places:
     """How tenants get their places."""
 
@@ -122,6 +132,8 @@ class Places:
     folder: Path  # for the tenants' files
     say: Callable[[str], None]
     may_wait: bool
+    _asked: set[str] = field(default_factory=set)  # leases that were suspended: one that came back is in use
+    _ended_s: float = -math.inf  # when the last tenants ended, by `time.monotonic`
 
     @contextmanager
     def tenants(
@@ -132,6 +144,7 @@ class Places:
         `until_s`: how long to wait for room, by `time.monotonic`. Raises NoSpareRoomError, FractionalGPUError.
         """
         with ExitStack() as stack:
+            stack.callback(self._note_end)
             placed: list[Tenant] = []
             elsewhere: list[Tenant] = []
             while len(placed) < len(commands):
@@ -149,6 +162,9 @@ class Places:
             for tenant in elsewhere:
                 tenant.end()
             yield placed
+
+    def _note_end(self) -> None:
+        self._ended_s = time.monotonic()
 
     def _has_room(self, tenant: Tenant, wanted: int) -> bool:
         """Whether the device that a first tenant got has room for all the others."""
@@ -174,7 +190,7 @@ class Places:
         lease = take_lease(request, timeout_s=TIMEOUT_S)
         try:
             if not self.may_wait:
-                self._check_spare(lease.reserve_mib, wanted, device_id, until_s)
+                self._make_room(lease, wanted, device_id, until_s)
             folder = self.folder / lease.lease_id
             folder.mkdir()
         except BaseException:
@@ -183,33 +199,72 @@ class Places:
             raise
         return Tenant(command, lease, folder)
 
-    def _check_spare(self, reserve_mib: int, wanted: int, device_id: str, until_s: float) -> None:
-        """Raise NoSpareRoomError where no device has spare room for so many, for a moment at least; a lease may be about to end.
+    def _make_room(self, lease: KernelLease, wanted: int, device_id: str, until_s: float) -> None:
+        """Return when a device has spare room for so many, suspending the user's idle kernels for it. Raises NoSpareRoomError.
 
         Only the first tenant of a step has the devices sampled: the broker makes others wait for that, and knows its leases without it.
         """
-        limit_s = min(until_s, time.monotonic() + PATIENCE_S)
+        limit_s = min(until_s, self._ended_s + PATIENCE_S)  # the last step's tenants may still be leaving
         is_fresh = not device_id
         while True:
             status, is_fresh = self.client.status(fresh=is_fresh), True
-            why = no_spare_room(status, self.pool, reserve_mib, wanted, device_id)
+            why = no_spare_room(status, self.pool, lease.reserve_mib, wanted, device_id)
             if not why:
                 return
-            if time.monotonic() >= limit_s:
-                raise NoSpareRoomError(why)
-            time.sleep(0.1)
+            leaving = leases_to_suspend(status, lease.lease_id, wanted, device_id, self._asked)
+            for one in leaving:
+                self._asked.add(one.lease_id)
+                self.say(f"{one.label or one.lease_id} is idle and leaves the GPU")
+                with suppress(ConflictError):  # it may have begun a cell
+                    self.client.suspend(one.lease_id)
+            if not leaving:
+                if time.monotonic() >= limit_s:
+                    raise NoSpareRoomError(why)
+                time.sleep(0.1)
+
+
+def _spare_mib(device: DeviceStatus, without: Collection[LeaseStatus] = ()) -> int:
+    """Return what nothing has reserved or uses of a device, MiB. `without`: leases that are taken as gone."""
+    reserved_mib = device.reserved_mib - sum(one.reserved_mib for one in without)
+    return device.leasable_mib - max(reserved_mib, device.used_mib - sum(one.used_mib for one in without))
+
+
+def _devices(status: HostStatus, pool: str, device_id: str) -> list[DeviceStatus]:
+    return [
+        one
+        for one in status.devices
+        if one.pool == pool and not one.lost and not one.draining and device_id in ("", one.device_id)
+    ]
+
+
+def leases_to_suspend(
+    status: HostStatus, lease_id: str, wanted: int, device_id: str = "", but: Collection[str] = ()
+) -> list[LeaseStatus]:
+    """Return the fewest idle kernels' leases of one device that make room there for so many such as `lease_id`; empty: none can.
+
+    They have the owner of that lease, and are not among `but`.
+    """
+    mine = next(one for one in status.leases if one.lease_id == lease_id)
+    idle = [
+        one
+        for one in status.leases
+        if one.owner == mine.owner and one.kind == KERNEL and one.state == "resident"
+        if not (one.lease_id in but or one.busy or one.working or one.pinned_ms or one.stays)
+    ]
+    found = []
+    for device in _devices(status, mine.pool, device_id):
+        here = sorted((one for one in idle if device.device_id in one.device_ids), key=lambda one: -one.reserved_mib)
+        enough = (n for n in range(len(here) + 1) if _spare_mib(device, here[:n]) >= mine.reserve_mib * wanted)
+        if (number := next(enough, None)) is not None:
+            found.append(here[:number])
+    return min(found, key=len, default=[])
 
 
 def no_spare_room(status: HostStatus, pool: str, reserve_mib: int, wanted: int, device_id: str = "") -> str:
     """Return why the pool (or its one device) has no room for so many leases that nothing else uses or waits for; empty if it has."""
     if waiting := next((one for one in status.leases if one.pool == pool and one.position is not None), None):
         return f"{waiting.label or waiting.lease_id} waits for a GPU of the pool {pool}"
-    devices = [
-        one
-        for one in status.devices
-        if one.pool == pool and not one.lost and not one.draining and device_id in ("", one.device_id)
-    ]
-    spare_mib = max((one.leasable_mib - max(one.reserved_mib, one.used_mib) for one in devices), default=0)
+    spare_mib = max((_spare_mib(one) for one in _devices(status, pool, device_id)), default=0)
     if spare_mib >= reserve_mib * wanted:
         return ""
     return (
