@@ -17,11 +17,11 @@ const STATES: Record<string, [Mood, string]> = {
   ended: ['broken', 'ended']
 };
 
-/** 250 -> "1/4", 230 -> "0.23", 1000 -> "1". */
+/** 250 -> "1/4", 62 -> "1/16" (in whole thousandths), 230 -> "0.23", 1000 -> "1". */
 export function share(milli: number): string {
   for (const parts of [1, 2, 3, 4, 5, 6, 8, 10, 12, 16]) {
-    const numerator = (milli * parts) / 1000;
-    if (Number.isInteger(numerator)) {
+    const numerator = Math.ceil((milli * parts) / 1000);
+    if (Math.floor((numerator * 1000) / parts) === milli) {
       return parts === 1 ? `${numerator}` : `${numerator}/${parts}`;
     }
   }

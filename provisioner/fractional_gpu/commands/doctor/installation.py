@@ -16,7 +16,7 @@ from fractional_gpu.client.state_folder import LEDGER_NAMES, filesystem_type, is
 from fractional_gpu.commands.doctor.report import Finding, note, ok, problem, warning
 from fractional_gpu.commands.terminal.connection import broker_if_running, kernels_of
 from fractional_gpu.config import ConfigError, Settings, load
-from fractional_gpu.core.units import format_memory
+from fractional_gpu.core.units import format_memory, plural
 from fractional_gpu.gpu.simulated.host import parse_devices
 from fractional_gpu.gpu.simulated.store import SimulatedHostError
 from fractional_gpu.ledger.opening import other_schema, set_aside_command
@@ -213,7 +213,8 @@ def check_ledgers(socket: str, settings: Settings | None) -> Iterator[Finding]:
         lost = kernels_of(socket)
         none = f"none in {folder}"
         if lost:
-            what = f"{none}, but {len(lost)} kernels with a lease of this broker live (process {lost[0]}{', ...' if lost[1:] else ''})"
+            living = plural(len(lost), "living kernel")
+            what = f"{none}, but this broker's leases have {living} (process {lost[0]}{', ...' if lost[1:] else ''})"
             yield warning("ledger", what, "run `jupyter gpu status`: the broker that it starts takes their leases back")
         else:
             yield note("ledger", f"{none}: the first broker makes one")
