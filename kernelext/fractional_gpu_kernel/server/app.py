@@ -322,7 +322,7 @@ class _Call(_Handler):
         _Call.under_way += 1
         try:
             with self._client as client:
-                return await in_thread(action, client, lease.lease_id)
+                return await in_thread(action, client.because_of(f"`{name}` in JupyterLab"), lease.lease_id)
         finally:
             _Call.under_way -= 1
 

@@ -292,7 +292,7 @@ examples:
 What is left of the pin goes back to your budget. A kernel that is not pinned is no error.
 """,
         doing="unpinning",
-        call=lambda client, lease_id, _: client.unpin(lease_id),
+        call=lambda client, lease_id, _: client.because_of("`jupyter gpu unpin`").unpin(lease_id),
         success=_say_unpinned,
     ),
     "resize": LeaseCommand(

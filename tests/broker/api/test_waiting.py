@@ -62,7 +62,9 @@ def test_a_waiting_cell_is_told_which_notebook_is_pinned_and_until_when(live: Li
         with acquiring(live, second) as lines:
             told = next(lines)
             assert re.search(
-                r"tenant-b\.ipynb is running a cell and is pinned until (\w+ )?\d\d:\d\d$", told.sentence
+                r"tenant-b\.ipynb is running a cell and is pinned until (\w+ )?\d\d:\d\d "
+                rf"\(`jupyter gpu unpin {first.lease_id[:8]}` ends it\)$",
+                told.sentence,
             ), told
             assert why(live, second) == told.sentence.partition("device; ")[2]
 

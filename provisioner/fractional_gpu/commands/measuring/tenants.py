@@ -216,7 +216,7 @@ class Places:
                 self._asked.add(one.lease_id)
                 self.say(f"{one.label or one.lease_id} is idle and leaves the GPU")
                 with suppress(ConflictError):  # it may have begun a cell
-                    self.client.suspend(one.lease_id)
+                    self.client.because_of("`jupyter gpu measure`").suspend(one.lease_id)
             if not leaving:
                 if time.monotonic() >= limit_s:
                     raise NoSpareRoomError(why)
