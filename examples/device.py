@@ -38,8 +38,12 @@ class GPU:
 
     def __init__(self, backend):
         self.backend = backend
+
+    @property
+    def share_bytes(self):
+        """How much memory the share has now: a resize, or a cell under %%gpu, changes it."""
         cap = os.environ.get("JUPYTER_GPU_MEMORY_MIB")
-        self.share_bytes = int(cap) * MIB if cap else backend.total_bytes() // 2
+        return int(cap) * MIB if cap else self.backend.total_bytes() // 2
 
     @property
     def simulated(self):

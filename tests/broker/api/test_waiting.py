@@ -74,7 +74,6 @@ def test_a_waiting_cell_is_told_which_notebook_is_pinned_and_until_when(live: Li
 
 def test_use_counts_as_measured_until_a_cell_begins_or_ends(live: LiveBroker) -> None:
     """What an allocation took is not in the last measurement, so 0 MiB would be wrong."""
-
     with ExitStack() as stack:
         lease = resident(live, stack)
         mine = live.broker.kernels[lease.lease_id]
