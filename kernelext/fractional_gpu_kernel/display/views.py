@@ -5,14 +5,7 @@ import time
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 
-from fractional_gpu.core.units import (
-    format_duration,
-    format_forecast,
-    format_fraction,
-    format_memory,
-    format_rough,
-    plural,
-)
+from fractional_gpu.core.units import format_duration, format_forecast, format_fraction, format_memory, format_rough
 from fractional_gpu.protocol.messages import DeviceStatus, HostStatus, LeaseStatus, Neighbour, Story
 from fractional_gpu.protocol.names import device_deadline, host_deadline, lease_deadline, state_meaning, state_words
 from fractional_gpu_kernel.display.lines import Bundle
@@ -291,11 +284,7 @@ class StoryView:
     def _note(self) -> str:
         if not self._lines and not self._slowdown:
             return "Nothing has happened to this kernel's share yet."
-        omitted = (
-            f"{plural(self._omitted, 'older line')} left out; %gpu explain --lines N shows more."
-            if self._omitted
-            else ""
-        )
+        omitted = f"Older lines left out: {self._omitted}; %gpu explain --lines N shows more." if self._omitted else ""
         slowed = f"Slowed down: {self._slowdown}." if self._slowdown else ""
         return " ".join(filter(None, [omitted, slowed]))
 

@@ -21,7 +21,6 @@ from fractional_gpu.protocol.messages import HostStatus
 INTERVAL_S = 2.0
 _ENTER, _LEAVE = "\x1b[?1049h", "\x1b[?1049l"  # the alternate screen: what was on the other one stays
 _CLEAR = "\x1b[H\x1b[2J"  # cursor home, erase the screen
-_END = "Ctrl-C ends this.\n"
 
 EPILOG = """\
 examples:
@@ -89,9 +88,8 @@ def watch(
 def _beginning(text: str) -> str:
     """Return what the screen has room for: this one cannot be scrolled."""
     lines, most = text.splitlines(keepends=True), max(1, shutil.get_terminal_size().lines - 2)
-    if len(lines) <= most:
-        return f"{text}\n{_END}"
-    return f"{''.join(lines[:most])}... {plural(len(lines) - most, 'more line')}; {_END}"
+    more = f"... {plural(len(lines) - most, 'more line')}; " if len(lines) > most else "\n"
+    return f"{''.join(lines[:most])}{more}Ctrl-C ends this.\n"
 
 
 def run(options: argparse.Namespace) -> int:

@@ -151,6 +151,7 @@ def test_what_others_have_counts_those_whose_leases_are_not_visible(tenant: Tena
         ({"owner": "eve"}, 3, []),
         ({"kind": "command"}, 3, []),
         ({"lease_id": "asked before"}, 3, []),
+        ({"state": "suspended", "position": 1}, 2, []),
     ],
 )
 def test_the_fewest_idle_leases_of_the_user_leave_that_make_enough_room(

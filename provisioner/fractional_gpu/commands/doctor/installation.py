@@ -140,8 +140,9 @@ def _check_answers(client: BrokerClient, path: str) -> Iterator[Finding]:
         )
         return
     status = client.status()
-    leases = f"{len(status.leases)} lease{'' if len(status.leases) == 1 else 's'} of yours"
-    what = f"process {pong.pid}, version {pong.version}, serves on {path}: {leases}"
+    what = (
+        f"process {pong.pid}, version {pong.version}, serves on {path}: {plural(len(status.leases), 'lease')} of yours"
+    )
     if pong.simulated:
         yield note("broker", f"{what}; its devices are simulated")
     elif pong.version != __version__:
@@ -244,4 +245,4 @@ def _ledger(file: Path) -> Finding:
             (leases,) = connection.execute("SELECT count(*) FROM leases WHERE ended_ms IS NULL").fetchone()
     except sqlite3.Error as error:
         return problem("ledger", f"{file} cannot be read: {error}", _KEEP.format(set_aside_command(file)))
-    return ok("ledger", f"{file} is sound, with {leases} live lease{'' if leases == 1 else 's'}")
+    return ok("ledger", f"{file} is sound, with {plural(leases, 'live lease')}")

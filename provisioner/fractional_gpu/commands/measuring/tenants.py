@@ -5,7 +5,6 @@ elsewhere give them back. Unless waiting is allowed, places come from spare room
 each once: nothing that waits for a GPU is overtaken, and no other lease is suspended.
 """
 
-import math
 import os
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
@@ -133,7 +132,7 @@ class Places:
     say: Callable[[str], None]
     may_wait: bool
     _asked: set[str] = field(default_factory=set)  # leases that were suspended: one that came back is in use
-    _ended_s: float = -math.inf  # when the last tenants ended, by `time.monotonic`
+    _patience_s: float = 0.0  # for the room of tenants that have ended
 
     @contextmanager
     def tenants(
@@ -144,7 +143,6 @@ class Places:
         `until_s`: how long to wait for room, by `time.monotonic`. Raises NoSpareRoomError, FractionalGPUError.
         """
         with ExitStack() as stack:
-            stack.callback(self._note_end)
             placed: list[Tenant] = []
             elsewhere: list[Tenant] = []
             while len(placed) < len(commands):
@@ -152,7 +150,8 @@ class Places:
                 wanted = len(commands) - len(placed)
                 tenant = self._tenant(commands[len(placed)], fraction_milli, wanted, device_id, until_s)
                 stack.callback(tenant.end)
-                tenant.place(self._wait_ms(until_s), self.say)
+                wait_ms = round((until_s - time.monotonic()) * 1000) if self.may_wait else 0
+                tenant.place(wait_ms, self.say)
                 if tenant.device_id == device_id or (not placed and self._has_room(tenant, wanted - 1)):
                     placed.append(tenant)
                     continue
@@ -161,10 +160,8 @@ class Places:
                     raise NoSpareRoomError(f"the pool {self.pool} gave {_MOST_ELSEWHERE} places on other devices")
             for tenant in elsewhere:
                 tenant.end()
+            self._patience_s = PATIENCE_S
             yield placed
-
-    def _note_end(self) -> None:
-        self._ended_s = time.monotonic()
 
     def _has_room(self, tenant: Tenant, wanted: int) -> bool:
         """Whether the device that a first tenant got has room for all the others."""
@@ -172,9 +169,6 @@ class Places:
             return True
         status = self.client.status()
         return not no_spare_room(status, self.pool, tenant.lease.reserve_mib, wanted, tenant.device_id)
-
-    def _wait_ms(self, until_s: float) -> int:
-        return round((until_s - time.monotonic()) * 1000) if self.may_wait else 0
 
     def _tenant(
         self, command: Sequence[str], fraction_milli: int, wanted: int, device_id: str, until_s: float
@@ -204,7 +198,7 @@ class Places:
 
         Only the first tenant of a step has the devices sampled: the broker makes others wait for that, and knows its leases without it.
         """
-        limit_s = min(until_s, self._ended_s + PATIENCE_S)  # the last step's tenants may still be leaving
+        limit_s = min(until_s, time.monotonic() + self._patience_s)
         is_fresh = not device_id
         while True:
             status, is_fresh = self.client.status(fresh=is_fresh), True
@@ -223,41 +217,37 @@ class Places:
                 time.sleep(0.1)
 
 
-def _spare_mib(device: DeviceStatus, without: Collection[LeaseStatus] = ()) -> int:
+def _spare_mib(device: DeviceStatus, without: Sequence[LeaseStatus] = ()) -> int:
     """Return what nothing has reserved or uses of a device, MiB. `without`: leases that are taken as gone."""
     reserved_mib = device.reserved_mib - sum(one.reserved_mib for one in without)
     return device.leasable_mib - max(reserved_mib, device.used_mib - sum(one.used_mib for one in without))
 
 
 def _devices(status: HostStatus, pool: str, device_id: str) -> list[DeviceStatus]:
-    return [
-        one
-        for one in status.devices
-        if one.pool == pool and not one.lost and not one.draining and device_id in ("", one.device_id)
-    ]
+    there = [one for one in status.devices if one.pool == pool and device_id in ("", one.device_id)]
+    return [one for one in there if not one.lost and not one.draining]
 
 
 def leases_to_suspend(
     status: HostStatus, lease_id: str, wanted: int, device_id: str = "", but: Collection[str] = ()
-) -> list[LeaseStatus]:
-    """Return the fewest idle kernels' leases of one device that make room there for so many such as `lease_id`; empty: none can.
+) -> Sequence[LeaseStatus]:
+    """Return the fewest idle kernels' leases, not among `but`, that make room on one device for so many such as `lease_id`.
 
-    They have the owner of that lease, and are not among `but`.
+    They have the same owner. Empty: they cannot make it, or another lease waits for it.
     """
     mine = next(one for one in status.leases if one.lease_id == lease_id)
+    own = [one for one in status.leases if one.owner == mine.owner and one.kind == KERNEL and one.lease_id not in but]
     idle = [
-        one
-        for one in status.leases
-        if one.owner == mine.owner and one.kind == KERNEL and one.state == "resident"
-        if not (one.lease_id in but or one.busy or one.working or one.pinned_ms or one.stays)
+        one for one in own if one.state == "resident" and not (one.busy or one.working or one.pinned_ms or one.stays)
     ]
+    idle.sort(key=lambda one: -one.reserved_mib)
     found = []
     for device in _devices(status, mine.pool, device_id):
-        here = sorted((one for one in idle if device.device_id in one.device_ids), key=lambda one: -one.reserved_mib)
-        enough = (n for n in range(len(here) + 1) if _spare_mib(device, here[:n]) >= mine.reserve_mib * wanted)
-        if (number := next(enough, None)) is not None:
-            found.append(here[:number])
-    return min(found, key=len, default=[])
+        here = [one for one in idle if device.device_id in one.device_ids]
+        ways = (here[:number] for number in range(len(here) + 1))
+        found += [way for way in ways if _spare_mib(device, way) >= mine.reserve_mib * wanted]
+    waits = any(one.pool == mine.pool and one.position is not None for one in status.leases)
+    return [] if waits else min(found, key=len, default=[])
 
 
 def no_spare_room(status: HostStatus, pool: str, reserve_mib: int, wanted: int, device_id: str = "") -> str:

@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"released": to_builtins(seat)}))
         return 0
-    kept = f"; its {_kernels(seat)} suspended, with all variables" if seat.kernels else ""
+    kept = f"; suspended, with all variables: {plural(seat.kernels, 'kernel')}" if seat.kernels else ""
     say(f"the seat of {_name(seat)} ({_share(seat)}) has ended{kept}")
     return 0
 
@@ -89,10 +89,6 @@ def _name(seat: SeatStatus) -> str:
 
 def _share(seat: SeatStatus) -> str:
     return f"{format_fraction(seat.fraction_milli)} GPU, {format_memory(seat.memory_mib)}, of pool {seat.pool}"
-
-
-def _kernels(seat: SeatStatus) -> str:
-    return "kernel is" if seat.kernels == 1 else f"{seat.kernels} kernels are"
 
 
 def _listed(seats: Sequence[SeatStatus], waiting: dict[str, int], width: int | None) -> "list[Text]":

@@ -120,7 +120,7 @@ def render_leases(leases: Sequence[LeaseStatus], width: int | None = None) -> "l
     if width is not None and (over := max(one.cell_len for one in lines) - width) > 0:
         most = max(len(lease.label) for lease in leases) - over
         leases = [replace(lease, label=short_path(lease.label, most)) for lease in leases]
-        whole = 2 if max(len(lease.label) for lease in leases) <= width // 2 else 0
+        whole = 2 * (max(len(lease.label) for lease in leases) <= width // 2)
         lines = table(header, [_lease_row(lease) for lease in leases], width=width, whole=whole)
     lines += [line(f"  {lease_name(lease)} cannot be suspended: {lease.stays}") for lease in leases if lease.stays]
     for lease in leases:

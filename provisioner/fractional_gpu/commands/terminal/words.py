@@ -20,9 +20,8 @@ def short_path(label: str, most: int) -> str:
     if len(label) <= most or not (label.startswith("/") or label.endswith(".ipynb")) or "/" not in label:
         return label
     start = "~/..." if label.startswith(os.path.expanduser("~/")) else "..."  # noqa: PTH111 - without HOME, too
-    parts = label.split("/")
-    ends = (start + "/" + "/".join(parts[first:]) for first in range(1, len(parts)))
-    return next((one for one in ends if len(one) <= most), f"{start}/{parts[-1]}")
+    ends = [label[place:] for place, letter in enumerate(label) if letter == "/"]
+    return start + next((one for one in ends if len(start + one) <= most), ends[-1])
 
 
 def lease_name(lease: LeaseStatus) -> str:

@@ -45,8 +45,8 @@ def _why(advice: Advice) -> str:
 
 
 def _figures(advice: Advice) -> str:
-    used = f"at most {format_memory(advice.peak_mib)} of {format_memory(advice.present.share.memory_mib)} was used on "
-    used += plural(advice.days, "day")
+    present_mib, days = advice.present.share.memory_mib, plural(advice.days, "day")
+    used = f"at most {format_memory(advice.peak_mib)} of {format_memory(present_mib)} was used on {days}"
     if advice.growth_milli >= 50:
         used += f" (growing, by about {advice.growth_milli // 10} % in two weeks)"
     if advice.use_milli:
