@@ -65,8 +65,8 @@ examples:
 
 The program says when a unit of work is done: `from fractional_gpu_kernel.measure import tick`, and `tick()` after each batch. A program
 that never does, and ends, is a unit of work by itself, and so is a notebook (NAME.ipynb). The program is started many times, and ended
-after some seconds: it should have no effects that add up. Units of 50 ms and more are measured well. Only spare room of the pool is used,
-and that of your idle kernels, which are suspended for it, unless --may-wait. The exit status is 0 if something could be compared, else 1.
+after some seconds: it should have no effects that add up. Units of 50 ms and more are measured well. It uses only spare
+room of the pool, and suspends your idle kernels for it, unless --may-wait. The exit status is 0 if something could be compared, else 1.
 """
 
 

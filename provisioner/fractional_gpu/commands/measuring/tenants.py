@@ -194,7 +194,7 @@ class Places:
         return Tenant(command, lease, folder)
 
     def _make_room(self, lease: KernelLease, wanted: int, device_id: str, until_s: float) -> None:
-        """Return when a device has spare room for so many, suspending the user's idle kernels for it. Raises NoSpareRoomError.
+        """Suspend idle kernels of the user if `wanted` leases have no room without that; return when a device has it. Raises NoSpareRoomError.
 
         Only the first tenant of a step has the devices sampled: the broker makes others wait for that, and knows its leases without it.
         """
@@ -231,7 +231,7 @@ def _devices(status: HostStatus, pool: str, device_id: str) -> list[DeviceStatus
 def leases_to_suspend(
     status: HostStatus, lease_id: str, wanted: int, device_id: str = "", but: Collection[str] = ()
 ) -> Sequence[LeaseStatus]:
-    """Return the fewest idle kernels' leases, not among `but`, that make room on one device for so many such as `lease_id`.
+    """Return the fewest idle kernels' leases, not among `but`, that make room on one device for `wanted` leases such as `lease_id`.
 
     They have the same owner. Empty: they cannot make it, or another lease waits for it.
     """

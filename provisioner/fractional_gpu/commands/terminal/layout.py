@@ -73,7 +73,7 @@ def table(
 
     An empty `header` makes none. Columns from number `figures_from` on (None: none) are aligned to the right. `least`: how wide the first
     columns are at least, so that they stay where they are from one run to the next. With a `width` in characters the widest columns are
-    made narrower until a line fits, and their cells are broken into several lines, but not those of the first `whole` columns.
+    made narrower until a line fits, and their cells are broken into several lines, except in the first `whole` columns.
     """
     from rich.table import Table  # noqa: PLC0415 - as said above
 
