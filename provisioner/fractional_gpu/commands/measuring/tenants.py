@@ -194,7 +194,7 @@ class Places:
         return Tenant(command, lease, folder)
 
     def _make_room(self, lease: KernelLease, wanted: int, device_id: str, until_s: float) -> None:
-        """Suspend idle kernels of the user if `wanted` leases have no room without that; return when a device has it. Raises NoSpareRoomError.
+        """Suspend idle kernels of the user if `wanted` leases have no room; return when a device has it. Raises NoSpareRoomError.
 
         Only the first tenant of a step has the devices sampled: the broker makes others wait for that, and knows its leases without it.
         """
