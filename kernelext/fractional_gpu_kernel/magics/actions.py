@@ -473,7 +473,7 @@ class Actions:
         del arguments
         self._pins.stop()
         call_broker(
-            self._settings, lambda client: client.because_of("`%gpu unpin`").unpin(self._settings.lease_id), revive=True
+            self._settings, lambda it: it.because_of("`%gpu unpin`").unpin(self._settings.lease_id), revive=True
         )
         publish(self._shell, Sentence("Not pinned: this kernel may be suspended when it is idle."))
 
