@@ -72,12 +72,11 @@ def watch(
 ) -> Never:
     """Show the status again and again; ends only with an exception of `read`, `out` or `pause`."""
     redraw = out.isatty() and not as_json
-    separator = "" if as_json else "\n"
     out.write(_ENTER * redraw)
     try:
         while True:
             text = show(read(), as_json=as_json, socket=socket, out=out)
-            out.write(_CLEAR + _beginning(text) if redraw else text + separator)
+            out.write(_CLEAR + _beginning(text) if redraw else text + "\n" * (not as_json))
             out.flush()
             pause(INTERVAL_S)
     finally:
