@@ -38,8 +38,12 @@ class GPU:
 
     def __init__(self, backend):
         self.backend = backend
+
+    @property
+    def share_bytes(self):
+        """How much memory the share has now: a resize, or a cell under %%gpu, changes it."""
         cap = os.environ.get("JUPYTER_GPU_MEMORY_MIB")
-        self.share_bytes = int(cap) * MIB if cap else backend.total_bytes() // 2
+        return int(cap) * MIB if cap else self.backend.total_bytes() // 2
 
     @property
     def simulated(self):
@@ -79,14 +83,14 @@ class Data:
                 self.backend.add_one(chunk)
             self.steps += 1
         self.backend.finish()
-        return f"{len(self) // MIB} MiB changed {times} times in {time.perf_counter() - started:.1f} s of computing"
+        return f"{len(self) // MIB} MiB changed {times} time{'s' * (times != 1)} in {time.perf_counter() - started:.1f} s of computing"
 
     def wrong_bytes(self):
         """Return how many bytes are not what the seed and the steps say they must be, after looking at every single one."""
         return sum(self.backend.wrong_bytes(chunk, self.seed, index, self.steps) for index, chunk in enumerate(self.chunks))
 
     def __repr__(self):
-        return f"{len(self) // MIB} MiB on the GPU from seed {self.seed}, after {self.steps} steps"
+        return f"{len(self) // MIB} MiB on the GPU from seed {self.seed}, after {self.steps} step{'s' * (self.steps != 1)}"
 
 
 class TorchBackend:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from fractional_gpu.core.units import format_fraction, format_memory, parse_fraction_milli, parse_memory_mib
+from fractional_gpu.core.units import format_fraction, format_memory, parse_fraction_milli, parse_memory_mib, plural
 from fractional_gpu.jupyter.kernel_command import check_pool_name
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.seats import FractionOffer, Offers, PoolOffer
@@ -151,9 +151,8 @@ def _pool(pool: PoolOffer, checked: str) -> str:
 
 
 def _facts(pool: PoolOffer) -> str:
-    devices = "1 GPU" if pool.devices == 1 else f"{pool.devices} GPUs"
     facts = [
-        f"{devices}, {format_memory(pool.free_mib)} of {format_memory(pool.capacity_mib)} not in use now",
+        f"{plural(pool.devices, 'GPU')}, {format_memory(pool.free_mib)} of {format_memory(pool.capacity_mib)} not in use now",
         {0: "no server has a place", 1: "1 server has a place"}.get(pool.seats, f"{pool.seats} servers have a place"),
     ]
     if pool.waiting:

@@ -63,7 +63,7 @@ def test_a_line_that_is_none_is_counted_and_the_others_are_shown(log: Path, caps
     assert main(["audit", "--file", str(log)]) == 0
     shown = capsys.readouterr()
     assert len(shown.out.splitlines()) == 2
-    assert shown.err.startswith("3 lines of ")
+    assert shown.err.endswith(" has 3 lines without an entry, cut short by a crash or changed\n")
 
 
 def test_nothing_in_the_log_steers_the_terminal(log: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -105,10 +106,23 @@ def test_a_watch_on_a_terminal_redraws_every_two_seconds(monkeypatch: pytest.Mon
     monkeypatch.setenv("TERM", "dumb")
     out = Terminal()
     assert pictures_until_enough(out, [a_host(), None], as_json=False) == [2.0, 2.0]
-    screens = out.getvalue().split("\x1b[H\x1b[2J")
-    assert len(screens) == 3
+    enter, *screens, leave = re.split(r"\x1b\[(?:\?1049[hl]|H\x1b\[2J)", out.getvalue())
+    assert out.getvalue().startswith("\x1b[?1049h"), "the alternate screen: what was on the other one stays"
+    assert out.getvalue().endswith("\x1b[?1049l")
+    assert (enter, leave, len(screens)) == ("", "", 3)
     assert screens[1].startswith("GPUs\n")
     assert screens[2].startswith("No broker is running")
+
+
+def test_a_watch_shows_the_beginning_of_what_a_low_terminal_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("LINES", "6")
+    monkeypatch.setenv("COLUMNS", "80")
+    out = Terminal()
+    pictures_until_enough(out, [a_host()], as_json=False)
+    screen = out.getvalue().removesuffix("\x1b[?1049l").rpartition("\x1b[2J")[2].splitlines()
+    whole = show(a_host(), as_json=False, socket="", out=io.StringIO()).splitlines()
+    assert screen == [*whole[:4], f"... {len(whole) - 4} more lines; Ctrl-C ends this."]
 
 
 def test_a_watch_for_programs_is_one_object_a_line() -> None:

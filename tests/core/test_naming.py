@@ -12,6 +12,7 @@ from fractional_gpu.core.events import (
     PinRequested,
     SuspendRequested,
     UnpinRequested,
+    Unwanted,
 )
 from fractional_gpu.core.model import LeaseState
 from tests.core.driving import Hand, spec
@@ -58,16 +59,29 @@ def test_a_grant_says_who_asked_and_how_long_it_took() -> None:
     )
 
 
-@pytest.mark.parametrize("by", ["its user", "administrator grace"])
-def test_who_asked_for_a_suspend_or_ended_a_pin_is_named(by: str) -> None:
+@pytest.mark.parametrize("by", ["`%gpu suspend`", "a request of administrator grace"])
+def test_what_caused_a_suspend_or_the_end_of_a_pin_is_named(by: str) -> None:
     hand = Hand()
     hand.idle("a")
     hand.send(PinRequested(at_ms=hand.now, lease_id="a", duration_ms=60_000))
-    assert f"{by} ended its pin" in told(hand.send(UnpinRequested(at_ms=hand.now, lease_id="a", by=by)), "a")
+    assert f"its pin ended because of {by}" in told(hand.send(UnpinRequested(at_ms=hand.now, lease_id="a", by=by)), "a")
     hand.send(PinRequested(at_ms=hand.now, lease_id="a", duration_ms=60_000))
     effects = hand.send(SuspendRequested(at_ms=hand.now, lease_id="a", by=by))
-    assert f"{by} asked for its suspend, which ends its pin" in told(effects, "a")
-    assert f"{by} asked for it" in told(effects, "a")
+    assert f"its pin ended because of {by}" in told(effects, "a")
+    assert f"suspended because of {by}" in told(effects, "a")
+
+
+def test_a_wait_that_its_user_ends_is_told_and_one_whose_time_is_over_is_not() -> None:
+    hand = Hand()
+    start(hand, "a")
+    hand.want("a")
+    start(hand, "b")
+    for interrupted in (False, True):
+        hand.want("b")
+        effects = hand.send(Unwanted(at_ms=hand.now, lease_id="b", interrupted=interrupted))
+        assert ("gave up its wait (interrupted)" in told(effects, "b")) is interrupted
+    effects = hand.send(Unwanted(at_ms=hand.now, lease_id="b", interrupted=True))
+    assert told(effects, "b") == [], "it did not wait any more"
 
 
 @pytest.mark.parametrize(

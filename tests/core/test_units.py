@@ -11,11 +11,13 @@ from fractional_gpu.core.units import (
     format_duration,
     format_forecast,
     format_fraction,
+    format_gpus,
     format_memory,
     format_rough,
     parse_duration_ms,
     parse_fraction_milli,
     parse_memory_mib,
+    plural,
 )
 
 
@@ -69,6 +71,29 @@ def test_what_is_no_text_or_number_of_ordinary_length_is_refused(value: object) 
 )
 def test_a_fraction_is_read_in_thousandths(value: str | float, milli: int) -> None:
     assert parse_fraction_milli(value) == milli
+
+
+@pytest.mark.parametrize(
+    "text", ["1", "1/2", "1/3", "2/3", "1/4", "4/5", "1/6", "7/8", "1/10", "1/12", "1/16", "15/16", "0.23", "0.09"]
+)
+def test_a_fraction_is_printed_as_people_wrote_it_though_thousandths_are_kept(text: str) -> None:
+    assert format_fraction(parse_fraction_milli(text)) == text
+
+
+def test_counts_are_printed_with_their_noun_and_sums_of_shares_as_gpus() -> None:
+    assert [plural(count, "kernel") for count in (0, 1, 2, 1200)] == [
+        "0 kernels",
+        "1 kernel",
+        "2 kernels",
+        "1,200 kernels",
+    ]
+    assert [format_gpus(milli) for milli in (0, 62, 250, 1000, 1500)] == [
+        "0 GPU",
+        "1/16 GPU",
+        "1/4 GPU",
+        "1 GPU",
+        "1.5 GPUs",
+    ]
 
 
 @given(st.integers(1, 1000))

@@ -136,6 +136,7 @@ def test_the_panel_does_what_it_says_and_what_jupyterlab_hides_becomes_a_notific
         world.kill_broker()
         expect(lab.item).to_be_hidden()
         slowness_is_told(lab, state)
+        use_is_a_figure_once_it_was_measured(lab, state)
         waits_are_forecast_with_bounds(lab, state)
         a_budget_is_told_once_and_once_more_when_it_is_used_up(lab, state)
         a_deadline_is_told_and_taken_back(lab, state)
@@ -272,6 +273,16 @@ def waits_are_forecast_with_bounds(lab: Lab, state: State) -> None:
         state["kernels"][0] |= {"state": "suspended", **waits}
         tell(lab, state)
         expect(lab.panel).to_contain_text(f"{format_forecast(*span_ms)} until it is on the GPU")
+    state["kernels"][0] = before
+
+
+def use_is_a_figure_once_it_was_measured(lab: Lab, state: State) -> None:
+    before = dict(state["kernels"][0])
+    for used_mib, measured, shown in ((0, False, "measuring"), (0, True, "0 MiB of 256 MiB"), (24, False, "24 MiB of")):
+        state["kernels"][0] |= {"state": "resident", "position": None, "used_mib": used_mib, "measured": measured}
+        tell(lab, state)
+        expect(lab.item).to_contain_text(f"1/4 GPU · {shown}")
+        expect(lab.panel).to_contain_text(shown)
     state["kernels"][0] = before
 
 

@@ -33,6 +33,7 @@ def test_a_kernel_is_suspended_and_resumed_from_the_command_line(world: World, s
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["leases"][0]["state"] == "suspended"
     assert "96 MiB saved" in run(world, "status").stdout
+    assert "suspended because of `jupyter gpu suspend`" in run(world, "explain", lease_id).stdout
     done = run(world, "resume", notebook.kernel_id, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["leases"][0]["state"] == "resident"

@@ -119,6 +119,7 @@ def test_gpu_suspend_and_resume_in_a_notebook(pair: Pair) -> None:
     assert world.lease(notebook.kernel_id).state == "suspended"
     assert phases(world) == ["saved", "saved"]
     assert "saved in host memory" in notebook.must("%gpu").data[0]["text/plain"]
+    assert "suspended because of `%gpu suspend`" in notebook.must("%gpu explain").data[0]["text/plain"]
     assert world.lease(notebook.kernel_id).state == "suspended"  # looking does not bring it back
     assert "on the GPU" in notebook.must("%gpu resume").data[-1]["text/plain"]
     assert world.lease(notebook.kernel_id).state == "resident"

@@ -11,7 +11,8 @@ import pytest
 
 from tests.benchmarks.measure_share import MEMORY, Visit, seated_world, visitor
 from tests.support.runs import READER, Run
-from tests.support.world import DEADLINE_S, World, new_world, until
+from tests.support.stories import fill
+from tests.support.world import DEADLINE_S, Server, World, new_world, until
 
 QUICK = "c.GPUBroker.pools = {'default': {'idle_after': 'on-demand'}}"
 WORKS = """
@@ -123,6 +124,30 @@ def test_it_takes_spare_room_only_and_disturbs_nothing(shared: World) -> None:
         assert lease is not None
         assert (lease.state, lease.suspends) == ("resident", 0)
     assert_nothing_left(shared)
+
+
+def test_an_idle_kernel_of_the_user_leaves_for_a_measurement_and_comes_back_with_all_its_memory(
+    world: World, server: Server
+) -> None:
+    (three_quarters,) = world.install(750)
+    notebook = server.start(three_quarters)
+    notebook.must(fill(1))
+    _, found, complaint = measure(world, "--fractions", "1", "--", sys.executable, "-c", RUNS_ONCE)
+    assert found["settings"][0]["unit_s"] >= 0.1, complaint
+    assert "is idle and leaves the GPU" in complaint
+    assert world.lease(notebook.kernel_id).suspends == 1
+    assert notebook.must("print(hashlib.sha256(buffer.read()).hexdigest() == digest)").text == "True\n"
+
+
+def test_a_pinned_kernel_of_the_user_stays_and_the_first_look_is_the_answer(world: World, server: Server) -> None:
+    (three_quarters,) = world.install(750)
+    notebook = server.start(three_quarters)
+    notebook.must(fill(1))
+    notebook.must("%gpu pin 1h")
+    status, _, complaint = measure(world, "--fractions", "1", "--within", "30m", "--", sys.executable, "-c", RUNS_ONCE)
+    assert status == 1
+    assert "nothing could be measured: no device of the pool default has" in complaint
+    assert world.lease(notebook.kernel_id).suspends == 0
 
 
 def test_where_another_lease_works_on_the_device_it_says_that_nothing_can_be_known(shared: World) -> None:

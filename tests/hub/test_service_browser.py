@@ -184,7 +184,7 @@ def an_administrator_suspends_drains_and_may_evict_by_keyboard(
     expect(grace.get_by_role("status")).to_contain_text("suspended")
     expect(row.get_by_role("button").first).to_be_focused()
     row.get_by_role("button", name=re.compile("^Why")).click()
-    expect(grace.get_by_role("dialog")).to_contain_text("administrator grace asked for it")
+    expect(grace.get_by_role("dialog")).to_contain_text("suspended because of a request of administrator grace")
     grace.keyboard.press("Escape")
     expect(grace.get_by_role("dialog")).to_be_hidden()
 

@@ -316,7 +316,7 @@ def test_a_machine_too_small_for_sessions_of_several_gpus_says_what_to_do(capsys
     assert simulated(capsys, "--users", "20", "--devices", "2x80GiB", *ONE_GPU)["sessions"] == 40
     assert main(["simulate", "--users", "20", "--devices", "2x80GiB", "--one-gpu-only", "--json"]) == 0
     shown = capsys.readouterr()
-    assert "sessions that use several GPUs at once are left out" in shown.err
+    assert "with several GPUs at once" in shown.err
     assert json.loads(shown.out)["sessions"] < 40
 
 
@@ -358,7 +358,7 @@ def test_sessions_with_several_gpus_have_whole_ones_or_are_left_out(
     assert "--one-gpu-only" in complaint
     assert main(["simulate", "--one-gpu-only", *files, "--devices", "1x8GiB"]) == 0
     shown = capsys.readouterr()
-    assert "1 sessions that use several GPUs at once are left out" in shown.err
+    assert "left out: 1 session with several GPUs at once" in shown.err
     assert json.loads(shown.out)["sessions"] == 1
 
 

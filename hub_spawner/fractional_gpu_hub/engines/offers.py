@@ -11,7 +11,7 @@ The rules:
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fractional_gpu.core.units import format_duration, format_memory
+from fractional_gpu.core.units import format_duration, format_memory, plural
 from fractional_gpu.protocol.nodes import NodeSummary
 from fractional_gpu.protocol.seats import FractionOffer, Offers
 from fractional_gpu_hub.options import ClusterPoolOffer
@@ -135,11 +135,11 @@ def _facts(nodes: list[NodePool], up: list[NodePool], terms: Terms) -> str:
     held, total = sum(node.held_milli for node in up), sum(node.total_milli for node in up)
     devices = sum(node.devices for node in up)
     parts = [
-        f"{_count(len(up), 'node')} with {_count(devices, 'GPU')}",
+        f"{plural(len(up), 'node')} with {plural(devices, 'GPU')}",
         f"{_devices(held)} of {_devices(total)} GPUs are held, {_devices(sum(_free(node, terms) for node in up))} can be had at once",
     ]
     if waiting := sum(node.waiting for node in up):
-        parts.append(f"{_count(waiting, 'kernel')} {'waits' if waiting == 1 else 'wait'} for a GPU")
+        parts.append(f"{plural(waiting, 'kernel')} {'waits' if waiting == 1 else 'wait'} for a GPU")
     if down := [node for node in nodes if node.why_not]:
         parts.append(
             ", ".join(f"{node.node} is {node.why_not}" for node in _few(down)) + (", ..." if len(down) > 4 else "")
@@ -159,10 +159,6 @@ def _devices(milli: int) -> str:
     return f"{milli / WHOLE:.2f}".rstrip("0").rstrip(".")
 
 
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"
-
-
 def _fraction(milli: int, nodes: list[NodePool], terms: Terms) -> FractionOffer:
     at_once = [node for node in nodes if _free(node, terms) >= milli]
     waits = [node.wait_ms for node in nodes if node.wait_ms is not None and not node.why_not]
@@ -180,7 +176,7 @@ def _fraction(milli: int, nodes: list[NodePool], terms: Terms) -> FractionOffer:
 def _sentence(nodes: list[NodePool], at_once: list[NodePool], terms: Terms) -> str:
     if at_once:
         best = min(at_once, key=lambda node: (node.wait_ms or 0, node.node))
-        words = f"starts at once on {len(at_once)} of {_count(len(nodes), 'node')}"
+        words = f"starts at once on {len(at_once)} of {plural(len(nodes), 'node')}"
         if best.wait_ms is not None and best.wait_p95_ms is not None:
             words += f"; a cell then waits {format_duration(best.wait_ms)} for the GPU"
             words += f", 1 of 20 more than {format_duration(best.wait_p95_ms)}"

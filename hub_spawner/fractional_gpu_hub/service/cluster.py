@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from fractional_gpu.core.units import format_duration, format_fraction, format_memory
+from fractional_gpu.core.units import format_duration, format_fraction, format_memory, plural
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.nodes import STALE_S
 from fractional_gpu_hub.engines.offers import WHOLE, NodePool, Terms
@@ -145,13 +145,13 @@ def _summary(cluster: Cluster, servers: Sequence[ClusterServer], viewer: Viewer,
     pools = [pool for node in cluster.nodes for pool in node.pools if not pool.why_not]
     free = sum(pool.admissible_milli for pool in pools if not terms.is_stale(pool))
     parts = [
-        _count(len(cluster.nodes), "node"),
+        plural(len(cluster.nodes), "node"),
         f"{_devices(sum(pool.held_milli for pool in pools))} of {_devices(sum(pool.total_milli for pool in pools))} GPUs held",
         f"{_devices(free)} can be had at once",
-        _count(len(servers), "server") + ("" if viewer.admin else " of yours"),
+        plural(len(servers), "server") + ("" if viewer.admin else " of yours"),
     ]
     if cluster.others:
-        parts.append(f"{_count(cluster.others, 'further node')} without an agent")
+        parts.append(f"{plural(cluster.others, 'further node')} without an agent")
     return ", ".join(parts)
 
 
@@ -186,12 +186,12 @@ def _row(node: ClusterNode, pool: NodePool, terms: Terms) -> dict[str, Any]:
         "id": f"{node.name}/{pool.pool}",
         "name": node.name,
         "pool": pool.pool,
-        "gpus": f"{_count(pool.devices, 'GPU')}",
+        "gpus": f"{plural(pool.devices, 'GPU')}",
         "gpus_note": f"{format_memory(pool.device_mib)} each" if pool.device_mib else "",
         "held": f"{_devices(pool.held_milli)} of {_devices(pool.total_milli)} held",
         "level": min(100, 100 * pool.held_milli // max(1, pool.total_milli)),
         "free": f"{_devices(pool.admissible_milli)} GPUs at once" if usable else "none",
-        "queue": _count(pool.waiting, "kernel") if pool.waiting else "none",
+        "queue": plural(pool.waiting, "kernel") if pool.waiting else "none",
         "queue_note": _wait(pool),
         "state": node.state,
         "note": ". ".join(_sentence(one).rstrip(".") for one in ([node.problem] if node.problem else []) + notes) + ".",
@@ -223,7 +223,3 @@ def _sentence(text: str) -> str:
 
 def _devices(milli: int) -> str:
     return f"{milli / WHOLE:.2f}".rstrip("0").rstrip(".")
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"

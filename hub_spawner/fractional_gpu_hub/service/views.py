@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from fractional_gpu.core.units import format_duration, format_forecast, format_fraction, format_memory
+from fractional_gpu.core.units import format_duration, format_forecast, format_fraction, format_memory, plural
 from fractional_gpu.protocol.messages import DeviceStatus, HostStatus, LeaseStatus, SeatStatus
 from fractional_gpu.protocol.names import device_deadline, host_deadline, lease_deadline, state_words
 from fractional_gpu.protocol.seats import PoolKeys
@@ -230,7 +230,7 @@ def _kernel_actions(lease: LeaseStatus, viewer: Viewer) -> list[str]:
 
 
 def _seat(seat: SeatStatus, names: dict[str, str], viewer: Viewer) -> dict[str, Any]:
-    kernels = "no kernel" if not seat.kernels else f"{seat.kernels} kernel{'s' if seat.kernels > 1 else ''}"
+    kernels = "no kernel" if not seat.kernels else plural(seat.kernels, "kernel")
     return {
         "id": seat.seat_id,
         "owner": seat.owner,

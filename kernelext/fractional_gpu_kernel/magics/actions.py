@@ -472,7 +472,8 @@ class Actions:
         """End the pin."""
         del arguments
         self._pins.stop()
-        call_broker(self._settings, lambda client: client.unpin(self._settings.lease_id), revive=True)
+        lease_id = self._settings.lease_id
+        call_broker(self._settings, lambda client: client.because_of("`%gpu unpin`").unpin(lease_id), revive=True)
         publish(self._shell, Sentence("Not pinned: this kernel may be suspended when it is idle."))
 
     def _pin(self, duration_ms: int) -> LeaseStatus:

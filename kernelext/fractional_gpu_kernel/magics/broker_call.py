@@ -213,7 +213,7 @@ class AfterCell:
         An earlier request of this kind is withdrawn for this `command`.
         """
         self.withdraw(kind, command)
-        self._newest[kind] = request = _DeferredRequest(self._shell, self._settings, calls, failed)
+        self._newest[kind] = request = _DeferredRequest(self._shell, self._settings, calls, failed, command)
         request.begin(note)
 
     def withdraw(self, kind: str, command: str) -> None:
@@ -224,11 +224,12 @@ class AfterCell:
 
 
 class _DeferredRequest:
-    def __init__(self, shell: Any, settings: Settings, calls: Sequence[Call], failed: str) -> None:  # noqa: ANN401 - as above
+    def __init__(self, shell: Any, settings: Settings, calls: Sequence[Call], failed: str, command: str) -> None:  # noqa: ANN401 - as above
         self._shell = shell
         self._settings = settings
         self._calls = calls
         self._failed = failed
+        self._command = command
         self._line = LiveLine(shell)
         self._context = contextvars.copy_context()  # so that the result lands in this cell
         self._shell_thread: int | None = None  # where the cell runs; None: not in a shell's event loop
@@ -275,6 +276,7 @@ class _DeferredRequest:
         try:
             self._settings.revive()
             with self._settings.connect() as client:
+                client.because_of(f"`{self._command}`")
                 for call in self._calls:
                     with self._lock:
                         if self._withdrawn:

@@ -31,7 +31,7 @@ from fractional_gpu_kernel.magics.arguments import MEASURE, Argument, ArgumentsE
 from fractional_gpu_kernel.settings import Settings
 
 _RUNNER: Final = Path(__file__).with_name("cell_runner.py")
-_SPEAKER: Final = re.compile(r"^jupyter gpu(?: measure)?: ")
+_SPEAKER: Final = re.compile(r"^jupyter gpu(?: measure)?: (?:nothing could be measured: )?")
 _PART: Final = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
 _OWN: Final = re.compile(r"\s*%%gpu\s+measure\b")
 _NO_MEASUREMENT: Final = "Nothing was measured: "

@@ -123,6 +123,7 @@ _KERNEL_FIELDS = (
     "fraction_milli",
     "reserve_mib",
     "used_mib",
+    "measured",
     "saved_mib",
     "device_name",
     "simulated",
@@ -174,6 +175,7 @@ _TYPES: Mapping[str, Mapping[str, Any]] = {
     "slowdown_brief": {"type": "string"},
     "simulated": {"type": "boolean"},
     "busy": {"type": "boolean"},
+    "measured": {"type": "boolean"},
     "over_committed": {"type": "boolean"},
     "lost": {"type": "boolean"},
     "draining": {"type": "boolean"},
@@ -322,7 +324,7 @@ class _Call(_Handler):
         _Call.under_way += 1
         try:
             with self._client as client:
-                return await in_thread(action, client, lease.lease_id)
+                return await in_thread(action, client.because_of(f"`{name}` in JupyterLab"), lease.lease_id)
         finally:
             _Call.under_way -= 1
 

@@ -17,6 +17,7 @@ export interface IKernel {
   fraction_milli: number;
   reserve_mib: number;
   used_mib: number;
+  measured: boolean; // since its last cell began or ended
   saved_mib: number;
   device_name: string;
   simulated: boolean;

@@ -17,11 +17,11 @@ const STATES: Record<string, [Mood, string]> = {
   ended: ['broken', 'ended']
 };
 
-/** 250 -> "1/4", 230 -> "0.23", 1000 -> "1". */
+/** 250 -> "1/4", 62 -> "1/16" (in whole thousandths), 230 -> "0.23", 1000 -> "1". */
 export function share(milli: number): string {
   for (const parts of [1, 2, 3, 4, 5, 6, 8, 10, 12, 16]) {
-    const numerator = (milli * parts) / 1000;
-    if (Number.isInteger(numerator)) {
+    const numerator = Math.ceil((milli * parts) / 1000);
+    if (Math.floor((numerator * 1000) / parts) === milli) {
       return parts === 1 ? `${numerator}` : `${numerator}/${parts}`;
     }
   }
@@ -120,6 +120,11 @@ export function condition(kernel: IKernel): string {
   return (kernel.state === 'resident' ? 'on the GPU' : STATES[kernel.state]?.[1] ?? kernel.state) + risk;
 }
 
+/** What the kernel uses of its memory: 0 MiB only if that was measured. */
+function used(kernel: IKernel): string {
+  return kernel.used_mib || kernel.measured ? `${memory(kernel.used_mib)} of ${memory(kernel.reserve_mib)}` : 'measuring';
+}
+
 /** The line in the status bar. */
 export function line(kernel: IKernel, gpuGoes: Date | null, hostGoes: Date | null): string {
   const words = [`${share(kernel.fraction_milli)} GPU`];
@@ -128,7 +133,7 @@ export function line(kernel: IKernel, gpuGoes: Date | null, hostGoes: Date | nul
     const what = hostGoes !== null ? 'host goes away' : kernel.lost_because ? 'cannot be saved, GPU goes away' : 'saved before GPU goes away';
     words.push(`${what} at ${clock(goes)}`);
   } else if (place(kernel) === 'here') {
-    words.push(`${memory(kernel.used_mib)} of ${memory(kernel.reserve_mib)}`);
+    words.push(used(kernel));
   } else if (place(kernel) === 'waiting') {
     words.push(`waiting, place ${kernel.position}`);
   } else {
@@ -146,7 +151,7 @@ export function facts(kernel: IKernel, pinnedUntil: Date | null, deadline: strin
     ['Share', `${share(kernel.fraction_milli)} GPU` + (kernel.pool === 'default' ? '' : `, pool ${kernel.pool}`)],
     ['State', condition(kernel)],
     place(kernel) === 'here'
-      ? ['Memory', `${memory(kernel.used_mib)} of ${memory(kernel.reserve_mib)}`]
+      ? ['Memory', used(kernel)]
       : ['Memory', `up to ${memory(kernel.reserve_mib)}`]
   ];
   if (kernel.saved_mib > 0) {

@@ -539,7 +539,7 @@ class Broker:
         busy = kernel.busy
         by_cell = busy and kernel.runs_cell
         if view.busy != busy or (by_cell and not kernel.told_cell):
-            kernel.told_cell = by_cell
+            kernel.told_cell, kernel.measurement.is_fresh = by_cell, False
             self.dispatch(BusyChanged(at_ms=now_ms(), lease_id=kernel.lease_id, busy=busy, by_cell=by_cell))
             kernel.notify()
         # A cell that waits at its gate has a ticket by its own request. One that meets no gate, or was preempted, cannot ask: the broker

@@ -66,7 +66,7 @@ from fractional_gpu.protocol.messages import (
     Story,
     WaitLine,
 )
-from fractional_gpu.protocol.names import ACTING_FOR, OWN, encode_acting_for, hint
+from fractional_gpu.protocol.names import ACTING_FOR, CAUSE, OWN, encode_acting_for, hint
 
 if TYPE_CHECKING:
     from fractional_gpu.protocol.accounts import BudgetExtension, BudgetList, Cost, UsageReport
@@ -102,6 +102,11 @@ class BrokerClient:
         self._idle: deque[Connection] = deque()  # append and pop are atomic: no lock that a fork could leave locked
         self._active: set[Call] = set()
         self._headers = {} if acting_for is None else {ACTING_FOR: encode_acting_for(acting_for)}
+
+    def because_of(self, cause: str) -> Self:
+        """Name what the stories of leases say to be the cause of the requests that follow, such as "`%gpu suspend`"; return the client."""
+        self._headers[CAUSE] = cause
+        return self
 
     def __enter__(self) -> Self:
         return self

@@ -23,7 +23,7 @@ from fractional_gpu.commands.terminal.errors import CommandError, parse_argument
 from fractional_gpu.commands.terminal.growing_log import INTERVAL_S, GrowingLog, explained
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.config import ConfigError, load
-from fractional_gpu.core.units import parse_duration_ms
+from fractional_gpu.core.units import parse_duration_ms, plural
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
 EPILOG = """\
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     if not entries:
         print(f"nothing was written to {path} yet", file=sys.stderr)
     if torn:
-        print(f"{torn} lines of {path} are no entries: a crash cut them short, or they were changed", file=sys.stderr)
+        print(f"{path} has {plural(torn, 'line')} without an entry, cut short by a crash or changed", file=sys.stderr)
     return 0
 
 

@@ -36,6 +36,7 @@ from fractional_gpu.core.units import (
     parse_duration_ms,
     parse_fraction_milli,
     parse_memory_mib,
+    plural,
 )
 from fractional_gpu.protocol.messages import (
     DeviceStatus,
@@ -117,7 +118,7 @@ def _say_resized(before: LeaseStatus, after: LeaseStatus) -> str:
 
 def render_story(lease: LeaseStatus, story: Story, now_ms: int, width: int | None = None) -> "list[Text]":
     """Return what happened, one line each, and the lease's state now. `width`: of the terminal, in characters."""
-    lines = [line(f"... {story.omitted} older lines")] if story.omitted else []
+    lines = [line(f"... {plural(story.omitted, 'older line')}")] if story.omitted else []
     happened = [(_moment(one.at_ms, now_ms), f"{one.sentence}  ({one.reason})") for one in story.lines]
     lines += table((), happened, indent="", width=width)
     now = f"{lease_name(lease)}: {describe_state(lease)}"
@@ -291,7 +292,7 @@ examples:
 What is left of the pin goes back to your budget. A kernel that is not pinned is no error.
 """,
         doing="unpinning",
-        call=lambda client, lease_id, _: client.unpin(lease_id),
+        call=lambda client, lease_id, _: client.because_of("`jupyter gpu unpin`").unpin(lease_id),
         success=_say_unpinned,
     ),
     "resize": LeaseCommand(

@@ -14,6 +14,7 @@ from fractional_gpu.commands.terminal.connection import RUN_ONE, add_socket_argu
 from fractional_gpu.commands.terminal.errors import UsageError
 from fractional_gpu.commands.terminal.layout import Style, fitted, line, table
 from fractional_gpu.commands.terminal.output import terminal_width, write
+from fractional_gpu.core.units import plural
 from fractional_gpu.protocol.seats import PoolKeys
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def _said(pool: PoolKeys, width: int | None) -> "list[Text]":
     ]
     note = [f"  note: {pool.note}"] if pool.note else []
     return [
-        line(f"pool {pool.pool}, {count} device{'s' if count != 1 else ''}"),
+        line(f"pool {pool.pool}, {plural(count, 'device')}"),
         *table((), rows, width=width),
         *fitted(note, width),
     ]

@@ -11,6 +11,7 @@ from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.commands.terminal.layout import harmless
 from fractional_gpu.commands.terminal.output import say
 from fractional_gpu.commands.terminal.words import short_id
+from fractional_gpu.core.units import plural
 
 EPILOG = """\
 examples:
@@ -54,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
         socket = options.socket or socket_path()
         if pids := kernels_of(socket):
             raise CommandError(
-                f"no GPU was found: {why}; {len(pids)} kernel processes have state that comes back onto a device only: make the driver "
+                f"no GPU was found: {why}; the state of {plural(len(pids), 'kernel')} comes back onto a device only: make the driver "
                 "work again (`jupyter gpu doctor` says what it finds), leave those processes alone, then run this again"
             )
         return Rescue(ledger="", problem="", kernels=[])

@@ -41,7 +41,7 @@ from fractional_gpu.commands.terminal.layout import fitted, line, table
 from fractional_gpu.commands.terminal.output import say, terminal_width, write
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.config import ConfigError
-from fractional_gpu.core.units import format_memory, parse_duration_ms
+from fractional_gpu.core.units import format_memory, parse_duration_ms, plural
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.baselines import BASELINES, CULL_AFTER_MS, MPS_FILL_PERCENT, WAITING, run_baseline
 from fractional_gpu.simulator.cluster import run_engine
@@ -356,7 +356,7 @@ def _simulate(  # noqa: PLR0917 - as the run that it starts
 
 
 def _devices_of(hosts: Sequence[Host]) -> str:
-    return f"{sum(len(host.devices) for host in hosts)} devices"
+    return plural(sum(len(host.devices) for host in hosts), "device")
 
 
 _NO_INPUT = NO_INPUT | frozenset(
@@ -368,9 +368,7 @@ _NO_INPUT = NO_INPUT | frozenset(
 def _about(options: argparse.Namespace, trace: Sequence[Session], hosts: Sequence[Host]) -> About:
     """Return what the page of a run says about it. Raises CommandError for a configuration file that can no longer be read."""
     sizes = Counter(device.memory_mib for host in hosts for device in host.devices)
-    counted = " and ".join(
-        f"{count:,} device{'s' if count > 1 else ''} of {format_memory(mib)}" for mib, count in sizes.items()
-    )
+    counted = " and ".join(f"{plural(count, 'device')} of {format_memory(mib)}" for mib, count in sizes.items())
     policy = options.policy
     return About(
         users=len({session.user for session in trace}),

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -14,9 +15,11 @@ from fractional_gpu.client.http import is_service_socket
 from fractional_gpu.commands.terminal.connection import add_socket_argument, broker_if_running
 from fractional_gpu.commands.terminal.output import shown, terminal_width
 from fractional_gpu.commands.terminal.render import render_status
+from fractional_gpu.core.units import plural
 from fractional_gpu.protocol.messages import HostStatus
 
 INTERVAL_S = 2.0
+_ENTER, _LEAVE = "\x1b[?1049h", "\x1b[?1049l"  # the alternate screen: what was on the other one stays
 _CLEAR = "\x1b[H\x1b[2J"  # cursor home, erase the screen
 
 EPILOG = """\
@@ -69,12 +72,23 @@ def watch(
 ) -> Never:
     """Show the status again and again; ends only with an exception of `read`, `out` or `pause`."""
     redraw = out.isatty() and not as_json
-    separator = "" if as_json else "\n"
-    while True:
-        text = show(read(), as_json=as_json, socket=socket, out=out)
-        out.write(_CLEAR + text + "\nCtrl-C ends this.\n" if redraw else text + separator)
+    out.write(_ENTER * redraw)
+    try:
+        while True:
+            text = show(read(), as_json=as_json, socket=socket, out=out)
+            out.write(_CLEAR + _beginning(text) if redraw else text + "\n" * (not as_json))
+            out.flush()
+            pause(INTERVAL_S)
+    finally:
+        out.write(_LEAVE * redraw)
         out.flush()
-        pause(INTERVAL_S)
+
+
+def _beginning(text: str) -> str:
+    """Return what the screen has room for: this one cannot be scrolled."""
+    lines, most = text.splitlines(keepends=True), max(1, shutil.get_terminal_size().lines - 2)
+    more = f"... {plural(len(lines) - most, 'more line')}; " if len(lines) > most else "\n"
+    return f"{''.join(lines[:most])}{more}Ctrl-C ends this.\n"
 
 
 def run(options: argparse.Namespace) -> int:

@@ -492,7 +492,7 @@ class Arbiter:
             case Wanted():
                 return does.wanted(lease, urgent=event.urgent)
             case Unwanted():
-                return does.unwanted(lease)
+                return does.unwanted(lease, interrupted=event.interrupted)
             case LeftBehind():
                 does.left_behind(lease, event.what)
             case Attached():
@@ -510,7 +510,7 @@ class Arbiter:
             case PinRequested():
                 self._scheduler.pins.pin(lease, event.duration_ms)
             case UnpinRequested():
-                self._scheduler.pins.unpin(lease, "pin.ended", f"{event.by} ended its pin")
+                self._scheduler.pins.unpin(lease, "pin.ended", f"its pin ended because of {event.by}")
             case PriorityChanged():
                 return set_priority(self._changes, lease, event.priority, event.sentence)
             case SeatEnded():

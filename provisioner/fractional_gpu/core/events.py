@@ -174,6 +174,7 @@ class Unwanted(Event):
     """No cell waits any more (interrupt, client gone): the ticket is withdrawn; a resume under way is completed."""
 
     lease_id: str
+    interrupted: bool = False  # before it got the GPU or an answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

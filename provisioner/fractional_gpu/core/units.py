@@ -13,6 +13,7 @@ _DECIMAL = re.compile(r"(?:\d{1,20}(?:\.\d{0,20})?|\.\d{1,20})", re.ASCII)
 _RATIO = re.compile(r"(\d{1,20})/(\d{1,20})", re.ASCII)
 _MILLI = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)m", re.ASCII)
 _LONGEST = 64
+_COMMON_PARTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 _LEAST_MARGIN_MIB, _MARGIN_PARTS = 256, 50  # 2 %
 _UNDER = "under"
 _LARGEST = 10**18  # whole numbers past this are not sizes or durations, and Python may refuse to print them
@@ -147,8 +148,19 @@ def format_forecast(expected_ms: int, low_ms: int | None, high_ms: int | None, *
 
 
 def format_fraction(milli: int) -> str:
-    """Return `1/4` where the fraction is a common one, else `0.23`; `1` is a whole GPU."""
-    fraction = Fraction(milli, 1000)
-    if fraction == 1:
-        return "1"
-    return f"{fraction.numerator}/{fraction.denominator}" if fraction.denominator <= 16 else f"{milli / 1000:g}"
+    """Return `1/4` or `1/16` if the fraction is a common one, in whole thousandths, else `0.23`; `1` is a whole GPU."""
+    for parts in _COMMON_PARTS:
+        count = -(-milli * parts // 1000)
+        if count * 1000 // parts == milli:
+            return f"{count}/{parts}" if parts > 1 else f"{count}"
+    return f"{milli / 1000:g}"
+
+
+def format_gpus(milli: int) -> str:
+    """Return `1/4 GPU` or `1.5 GPUs`: a sum of fractions may exceed a GPU."""
+    return f"{format_fraction(milli)} GPU" if milli <= 1000 else f"{milli / 1000:g} GPUs"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return `1 kernel` or `2 kernels`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fractional_gpu.core.units import plural
 from fractional_gpu.engines.slurm import CLOSED, OPEN
 
 __all__ = ["NodeFiles", "install_files", "slurm_lines"]
@@ -102,7 +103,7 @@ def slurm_lines(files: NodeFiles, folder: Path, *, devices: int, promise: int, n
     gres = ",".join(f"{name}:{OPEN}:{opened},{name}:{CLOSED}:{closed}" for name in names)
     return {
         "slurm.conf": f"""\
-# {devices} GPU{"s" * (devices > 1)}, {promise} times as much may be promised: the sum never changes, the agent moves parts to `open`.
+# {plural(devices, "GPU")}, {promise} times as much may be promised: the sum never changes, the agent moves parts to `open`.
 GresTypes={",".join(names)}
 NodeName={node} Gres={gres} ...
 SelectType=select/cons_tres

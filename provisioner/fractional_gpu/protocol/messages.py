@@ -294,6 +294,7 @@ class LeaseStatus(Struct, frozen=True, kw_only=True):
     lost_because: str = ""  # why it cannot be saved before, a sentence; empty: it will be
     host_goes_away_in_ms: int | None = None  # as in HostStatus
     advice: ShareAdvice | None = None  # about its share, with one lease only; None: none can be given
+    measured: bool = True  # `used_mib` was measured since its last cell began or ended
 
 
 class AcquireRequest(Struct, frozen=True, kw_only=True):

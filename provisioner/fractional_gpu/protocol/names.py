@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # messages need msgspec, whose absence this module reports
 
 ACTING_FOR = "X-Acting-For"
 MAX_ACTING_FOR = 255  # characters
+CAUSE = "X-Cause"
 
 
 def describe_unprintable(name: str) -> str:

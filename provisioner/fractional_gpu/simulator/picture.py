@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from math import log10
 
+from fractional_gpu.core.units import plural
 from fractional_gpu.pages import begin_page, end_page, round_step
 from fractional_gpu.simulator.result import Result, Timeline
 
@@ -77,8 +78,7 @@ def picture(results: Sequence[Result], about: About) -> str:
 
 def headline(result: Result, about: About) -> str:
     """Return the sentence about what came out."""
-    users = "1 user" if about.users == 1 else f"{about.users:,} users"
-    said = f"{users} on {about.machine}: "
+    said = f"{plural(about.users, 'user')} on {about.machine}: "
     waits, free_percent = result.waits, round(100 - result.waits.nonzero_percent(), 3)
     if not waits.ordered:
         said += "no cell used a GPU"
@@ -89,12 +89,11 @@ def headline(result: Result, about: About) -> str:
         said += f"{free_percent:g} % of the GPU cells did not wait, and the others at most {longest}"
     else:
         said += f"95 % of the GPU cells waited at most {_duration(waits.percentile_ms(95))}"
-    devices = "1 device" if about.whole_gpus == 1 else f"{about.whole_gpus:,} devices"
-    said += f"; whole GPUs for each open session would have taken {devices}"
+    said += f"; whole GPUs for each open session would have taken {plural(about.whole_gpus, 'device')}"
     if result.out_of_memory:
-        said += f"; {result.out_of_memory:,} times a cell found too little memory"
+        said += f"; {plural(result.out_of_memory, 'time')} a cell found too little memory"
     if result.lost:
-        said += f"; {result.lost:,} sessions could not run to their end"
+        said += f"; {plural(result.lost, 'session')} could not run to their end"
     return said + "."
 
 

@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,11 +13,13 @@ from msgspec import structs
 from fractional_gpu.broker.clock import now_ms, time_of_day
 from fractional_gpu.broker.kernels import request_validation
 from fractional_gpu.broker.services import residency
+from fractional_gpu.broker.services.status import lease_status, view_of
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.core.events import Tick
 from fractional_gpu.core.model import TicketView
 from fractional_gpu.core.rules import fairness, wait_reasons
 from fractional_gpu.protocol.messages import AcquireRequest, LeaseReply, Progress, ProgressKind
+from tests.broker.api.test_declined import resident
 from tests.broker.live import DEADLINE_S, LiveBroker, live_broker, started_for
 from tests.support.waiting import until
 
@@ -67,9 +70,29 @@ def test_a_waiting_cell_is_told_which_notebook_is_pinned_and_until_when(live: Li
         with acquiring(live, second) as lines:
             told = next(lines)
             assert re.search(
-                r"tenant-b\.ipynb is running a cell and is pinned until (\w+ )?\d\d:\d\d$", told.sentence
+                r"tenant-b\.ipynb is running a cell and is pinned until (\w+ )?\d\d:\d\d "
+                rf"\(`jupyter gpu unpin {first.lease_id[:8]}` ends it\)$",
+                told.sentence,
             ), told
             assert why(live, second) == told.sentence.partition("device; ")[2]
+
+
+def test_use_counts_as_measured_until_a_cell_begins_or_ends(live: LiveBroker) -> None:
+    """What an allocation took is not in the last measurement, so 0 MiB would be wrong."""
+    with ExitStack() as stack:
+        lease = resident(live, stack)
+        mine = live.broker.kernels[lease.lease_id]
+
+        async def become(*, busy: bool) -> None:
+            mine.measurement.is_fresh = True  # as the sampler does
+            assert lease_status(live.broker, mine, view_of(live.broker, mine)).measured
+            mine.requests.waiters = int(busy)
+            live.broker.sync_busy_state(mine)
+
+        for busy in (True, False):
+            live.on_loop(partial(become, busy=busy))
+            body = live.call("GET", f"/v1/leases/{lease.lease_id}").body
+            assert (body["busy"], body["measured"]) == (busy, False)
 
 
 def test_another_users_notebook_has_no_name(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,6 +210,8 @@ async def test_what_is_seen_is_told_again_when_the_arbiter_has_forgotten_it() ->
     await world.told()
     world.view = view_of(LeaseState.RESIDENT)  # another process, seen to use as much
     assert [event.used_mib for event in await world.told() if isinstance(event, LeaseMeasured)] == [300]
+    world.kernel.measurement.is_fresh = False  # a cell has begun: readers wait to hear that it was measured again
+    assert [event.used_mib for event in await world.told() if isinstance(event, LeaseMeasured)] == [300]
 
 
 async def test_what_goes_past_a_reservation_is_covered_by_nobody() -> None:

@@ -65,6 +65,16 @@ def test_the_notebooks_take_turns_cell_by_cell() -> None:
     assert len(set(counts.values())) == 1, counts
 
 
+@pytest.mark.usefixtures("simulated_share")
+def test_the_device_names_the_share_that_the_kernel_has_now(
+    device: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = device.open()
+    for mib in ("192", "256", "64"):
+        monkeypatch.setenv("JUPYTER_GPU_MEMORY_MIB", mib)  # as a resize does, and a cell under %%gpu
+        assert f"{mib} MiB of it are this kernel's share" in repr(gpu)
+
+
 @pytest.mark.parametrize("name", NOTEBOOKS)
 @pytest.mark.usefixtures("simulated_share", "device")
 def test_a_notebook_finds_its_data_intact_and_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def test_each_finding_is_a_line_with_what_to_do_below_it() -> None:
 
 def test_the_conclusion_counts() -> None:
     assert plain(render([GOOD, ODD])).endswith("\n\nNothing to complain of.\n")
-    assert plain(render([WORST])).endswith("\n\n1 error, no warnings.\n")
+    assert plain(render([WORST])).endswith("\n\n1 error, 0 warnings.\n")
     assert plain(render([WORST, WORST, BAD])).endswith("\n\n2 errors, 1 warning.\n")
 
 

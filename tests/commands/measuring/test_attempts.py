@@ -13,8 +13,8 @@ from fractional_gpu.commands.measuring import measure as measure_module
 from fractional_gpu.commands.measuring.measure import Measurement, Plan
 from fractional_gpu.commands.measuring.step import DisturbedError, TooSlowError
 from fractional_gpu.commands.measuring.study import LEAST_ROUNDS, Sample, Setting
-from fractional_gpu.commands.measuring.tenants import TenantError
-from fractional_gpu.commands.terminal.errors import UsageError
+from fractional_gpu.commands.measuring.tenants import NoSpareRoomError, TenantError
+from fractional_gpu.commands.terminal.errors import CommandError, UsageError
 from fractional_gpu.protocol.errors import ForbiddenError, NoRoomError
 from fractional_gpu.protocol.messages import HostStatus
 from tests.commands.pictures import a_host
@@ -86,6 +86,24 @@ def test_undisturbed_rounds_end_when_all_is_known(measured: Measure) -> None:
     measurement, world = measured(lambda _setting, _count: None)
     assert known(measurement) == [ALONE, HALF, QUARTER]
     assert len(world.attempts) == 1 + 3 * LEAST_ROUNDS
+
+
+@pytest.mark.parametrize("error", [NoSpareRoomError("no device has room"), NoRoomError("the seat is full")])
+def test_where_there_is_no_room_at_first_that_is_the_answer_at_once(measured: Measure, error: Exception) -> None:
+    attempts = []
+
+    def outcome(setting: Setting, _count: int) -> Exception:
+        attempts.append(setting)
+        return error
+
+    with pytest.raises(CommandError, match=f"nothing could be measured: {error}; try again later"):
+        measured(outcome)
+    assert attempts == [ALONE]
+
+
+def test_a_trial_that_others_disturb_is_tried_again(measured: Measure) -> None:
+    measurement, _ = measured(lambda _, count: DisturbedError("ada worked") if count < 5 else None)
+    assert known(measurement) == [ALONE, HALF, QUARTER]
 
 
 @pytest.mark.parametrize(

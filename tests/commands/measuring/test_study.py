@@ -185,7 +185,7 @@ def test_copies_get_the_largest_share_that_fits(copies: list[int]) -> None:
 
 
 def test_too_many_copies_are_refused_with_what_fits() -> None:
-    with pytest.raises(ValueError, match="up to 7 copies"):
+    with pytest.raises(ValueError, match="allowed: at most 7"):
         settings_of_copies([8], OFFERED)
 
 

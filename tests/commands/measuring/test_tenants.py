@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from fractional_gpu.commands.measuring.tenants import Tenant, disturbance, no_spare_room, others_mib, others_work
+from fractional_gpu.commands.measuring.tenants import (
+    Tenant,
+    disturbance,
+    leases_to_suspend,
+    no_spare_room,
+    others_mib,
+    others_work,
+)
 from fractional_gpu.jupyter.kernel_lease import KernelLease
 from fractional_gpu.protocol.messages import HostStatus, LeaseStatus, Stranger
 from tests.commands.pictures import a_device, a_host, a_lease
@@ -127,3 +134,43 @@ def test_a_tenant_that_left_its_device_disturbs(tenant: Tenant) -> None:
 
 def test_what_others_have_counts_those_whose_leases_are_not_visible(tenant: Tenant) -> None:
     assert others_mib(host(OURS, reserved_mib=850, stranger_mib=7), [tenant], "gpu-0") == 607
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted", "leave"),
+    [
+        ({}, 1, []),
+        ({}, 2, ["big"]),
+        ({}, 3, ["big"]),
+        ({}, 4, ["big", "small"]),
+        ({"busy": True}, 2, ["small"]),
+        ({"working": True}, 3, []),
+        ({"pinned_ms": 1}, 3, []),
+        ({"stays": "it has a managed allocation"}, 3, []),
+        ({"state": "suspending"}, 3, []),
+        ({"owner": "eve"}, 3, []),
+        ({"kind": "command"}, 3, []),
+        ({"lease_id": "asked before"}, 3, []),
+        ({"state": "suspended", "position": 1}, 2, []),
+    ],
+)
+def test_the_fewest_idle_leases_of_the_user_leave_that_make_enough_room(
+    changes: dict[str, Any], wanted: int, leave: list[str]
+) -> None:
+    mine = structs.replace(OURS, state="unattached", device_id=None, reserve_mib=250)
+    small = structs.replace(LEASE, lease_id="small", device_ids=["gpu-0"], reserved_mib=250)
+    big = structs.replace(small, **{"lease_id": "big", "reserved_mib": 500, "used_mib": 500, **changes})
+    status = host(mine, small, big, reserved_mib=750, used_mib=500)
+    found = leases_to_suspend(status, "ours", wanted, "gpu-0", {"asked before"})
+    assert [one.lease_id for one in found] == leave
+
+
+def test_no_lease_leaves_a_device_for_room_that_another_device_has() -> None:
+    mine = structs.replace(OURS, state="unattached", device_id=None, reserve_mib=500)
+    idle = structs.replace(LEASE, device_ids=["gpu-0"], reserved_mib=750)
+    two = a_host(
+        devices=[structs.replace(DEVICE, reserved_mib=750), structs.replace(DEVICE, device_id="gpu-1")],
+        leases=[mine, idle],
+    )
+    assert leases_to_suspend(two, "ours", 1) == []
+    assert leases_to_suspend(two, "ours", 1, "gpu-0") == [idle]

@@ -3,7 +3,7 @@
 import pytest
 
 from fractional_gpu.commands.terminal.layout import plain, table
-from fractional_gpu.commands.terminal.render import bar, render_status
+from fractional_gpu.commands.terminal.render import bar, render_leases, render_status
 from fractional_gpu.commands.terminal.words import describe_state, lease_name
 from fractional_gpu.protocol.messages import Stranger
 from tests.commands.pictures import a_device, a_host, a_lease
@@ -54,7 +54,7 @@ def test_every_line_fits_the_terminal_and_nothing_of_it_is_lost() -> None:
             )
         ],
         leases=[
-            a_lease(label="projects/2026/vision/experiments/train-the-large-one.ipynb", busy=True, pinned_ms=90_000),
+            a_lease(label="train the large one, with all of last year's pictures", busy=True, pinned_ms=90_000),
             a_lease(
                 lease_id="77aa00bb11cc", position=1, sentence="4 GiB are needed, 1 GiB are free on the roomiest device"
             ),
@@ -66,6 +66,24 @@ def test_every_line_fits_the_terminal_and_nothing_of_it_is_lost() -> None:
         lines = plain(render_status(status, width)).splitlines()
         assert max(map(len, lines)) <= width, f"at {width}"
         assert sorted("".join("".join(lines).split())) == sorted("".join(wide.split()))
+
+
+def test_a_path_that_is_too_long_is_shortened_on_the_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    labels = ["/home/ada/vision/2026/experiments/train.ipynb", "/data/shared/courses/deep-learning/week-3/lesson.ipynb"]
+    leases = [a_lease(label=label, position=place) for place, label in enumerate([*labels, "Python 3 · 1/4 GPU"], 1)]
+    assert all(label in plain(render_leases(leases)) for label in labels)
+    for width, names in (
+        (200, labels),
+        (100, ["~/.../2026/experiments/train.ipynb", ".../week-3/lesson.ipynb"]),
+        (80, ["~/.../train.ipynb", ".../lesson.ipynb"]),
+        (60, ["~/.../train.ipynb", ".../lesson.ipynb"]),
+    ):
+        shown = plain(render_leases(leases, width))
+        assert max(map(len, shown.splitlines())) <= width
+        for name in [*names, "Python 3 · 1/4 GPU"]:
+            assert f"3f2a9c1b  {name}  " in shown, "in the table, in one piece"
+            assert f". {name} (3f2a9c1b): waits for its turn" in shown
 
 
 def test_a_table_without_a_width_has_one_line_a_row() -> None:

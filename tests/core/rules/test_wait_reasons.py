@@ -101,12 +101,12 @@ def test_a_pin_is_told_with_its_end() -> None:
     run(hand, "a", label="tenant-b.ipynb")
     hand.rest("a")
     hand.send(PinRequested(at_ms=hand.now, lease_id="a", duration_ms=1_800_000))
-    assert waits(hand) == "tenant-b.ipynb is pinned for 30 min more"
+    assert waits(hand) == "tenant-b.ipynb is pinned for 30 min more (`jupyter gpu unpin a` ends it)"
     hand.arbiter.use_time_format(lambda at_ms: f"<{at_ms // 60_000}>")
     hand.wait(1)
-    assert waits(hand) == "tenant-b.ipynb is pinned until <30>"
+    assert waits(hand) == "tenant-b.ipynb is pinned until <30> (`jupyter gpu unpin a` ends it)"
     hand.work("a")
-    assert waits(hand) == "tenant-b.ipynb is running a cell and is pinned until <30>"
+    assert waits(hand) == "tenant-b.ipynb is running a cell and is pinned until <30> (`jupyter gpu unpin a` ends it)"
 
 
 def test_the_story_says_times_from_then_on() -> None:

@@ -3,6 +3,7 @@
 from typing import Final
 
 from fractional_gpu.core.metering.tariffs import Basis, Tariff
+from fractional_gpu.core.units import plural
 
 _MOST_BANDS: Final = 4  # that are listed; a pool may have many more
 
@@ -19,7 +20,7 @@ def charge_terms(tariff: Tariff) -> str:
     prices = [f"{_amount(tariff.price_milli)} {tariff.currency} per hour"]
     prices += [f"{_amount(band.price_milli)} {band.hours}" for band in tariff.bands[:_MOST_BANDS]]
     if (more := len(tariff.bands) - _MOST_BANDS) > 0:
-        prices.append(f"other prices at {more} more times of the week")
+        prices.append(f"other prices at {plural(more, 'more time')} of the week")
     return f"A whole GPU costs {', '.join(prices)}; {basis}."
 
 

@@ -8,6 +8,7 @@ versions, never silently ignored.
 import asyncio
 import http
 import logging
+import re
 from collections.abc import Coroutine
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
@@ -39,10 +40,11 @@ from fractional_gpu.protocol.errors import (
     UnauthorizedError,
 )
 from fractional_gpu.protocol.limits import MAX_NAME, TAKEN_S, VERSION_HEADER
-from fractional_gpu.protocol.names import ACTING_FOR, decode_acting_for
+from fractional_gpu.protocol.names import ACTING_FOR, CAUSE, decode_acting_for
 
 log = logging.getLogger(__name__)
 T = TypeVar("T", bound=msgspec.Struct)
+_CAUSE = re.compile(r"[\w`% ]{1,60}", re.ASCII)
 
 LOG_LINES_PER_S, LOG_LINES_BURST = 1.0, 100.0  # in the log, of one user's refused requests
 
@@ -126,12 +128,13 @@ class Handler(web.RequestHandler):
         return self.audited(act, kernel.lease_id, owner=view.spec.owner, **parameters)
 
     def actor(self, kernel: Kernel) -> str:
-        """Return the requester as the lease's story names it: its user, or an administrator with their name."""
+        """Return the request as the lease's story names it: by the cause that its client gives, and by the administrator's name."""
         view = self.service.broker.arbiter.lease(kernel.lease_id)
-        name = self.peer.acting_for
+        name, cause = self.peer.acting_for, self.request.headers.get(CAUSE, "")
+        cause = cause if _CAUSE.fullmatch(cause) else ""
         if view is None or name == view.spec.owner or not is_anothers(self.peer, kernel, view):
-            return "its user"
-        return f"administrator {name or user_name(self.peer.credentials.uid)}"
+            return cause or "a request of its user"
+        return f"{cause or 'a request'} of administrator {name or user_name(self.peer.credentials.uid)}"
 
     def find(self, lease_id: str, *, own: bool = False) -> Kernel:
         """Return the lease's kernel if the peer may use it. Raises as `LeaseAccess.find`."""

@@ -98,6 +98,7 @@ class Ending:
 class Measurement:
     """What the devices counted last. Changed by `Sampler`."""
 
+    is_fresh: bool = False  # made since a cell began or ended
     grew: bool = False  # that was more than before, where the lease's reservation follows its use
     seen_on: frozenset[str] = frozenset()  # the devices on which its processes had memory
     has_used: bool = False  # a command's had memory on any, at any time

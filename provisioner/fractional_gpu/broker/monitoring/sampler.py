@@ -253,10 +253,11 @@ class Sampler:
             self._broker.sync_busy_state(kernel)
         view = self._broker.arbiter.lease(kernel.lease_id)
         if view is None or view.state not in (LeaseState.RESIDENT, LeaseState.NO_CONTEXT):
-            kernel.measurement.grew = False
+            kernel.measurement.is_fresh = kernel.measurement.grew = False
             return
         measured_mib = sum(used.values())
-        changed = not view.is_measured or view.used_mib != measured_mib
+        changed = not (kernel.measurement.is_fresh and view.is_measured) or view.used_mib != measured_mib
+        kernel.measurement.is_fresh = True
         grows = measured_mib > view.used_mib
         # Where its reservation follows its use, the arbiter expects more growth until it gets a measurement without growth.
         if changed or kernel.measurement.grew or util_milli is not None:

@@ -12,6 +12,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Final
 
+from fractional_gpu.core.units import plural
 from fractional_gpu.host.files import open_own
 
 _AT_ONCE: Final = 3  # equal lines that are written one by one
@@ -83,7 +84,7 @@ class _PrivateLog(logging.handlers.RotatingFileHandler):
         if before and self._lost == before:
             self._lost = 0
             lost = logging.makeLogRecord(
-                {"levelname": "WARNING", "msg": f"{before} lines of this log could not be written"}
+                {"levelname": "WARNING", "msg": f"{plural(before, 'line')} of this log could not be written"}
             )
             super().emit(lost)
 

@@ -22,7 +22,7 @@ from fractional_gpu.config.settings import Settings
 from fractional_gpu.config.values import ConfigError
 from fractional_gpu.core.events import PoolConfigured
 from fractional_gpu.core.model import LeaseView, Limits, PoolSpec
-from fractional_gpu.core.units import format_fraction, format_memory
+from fractional_gpu.core.units import format_fraction, format_gpus, format_memory, plural
 from fractional_gpu.ledger.records import SeatRecord
 from fractional_gpu.protocol.errors import BadRequestError, ForbiddenError, NoRoomError, NotFoundError
 from fractional_gpu.protocol.limits import MAX_NAME
@@ -185,18 +185,12 @@ def _check_limit(who: str, milli: int, there_milli: int, limits: Limits) -> None
     you = who == "you"
     there, remedy = "", "choose a smaller fraction"
     if there_milli:
-        there = f", and {'your other servers have' if you else 'its servers have'} {_gpus(there_milli)}"
+        there = f", and {'your other servers have' if you else 'its servers have'} {format_gpus(there_milli)}"
         remedy = f"{'stop one of them' if you else 'wait until one of them ends'}, or {remedy}"
     raise NoRoomError(
-        f"{format_fraction(milli)} GPU was asked; {who} may have {_gpus(limits.milli)} in this pool{there}; {remedy}",
+        f"{format_fraction(milli)} GPU was asked; {who} may have {format_gpus(limits.milli)} in this pool{there}; {remedy}",
         reason="user-limit" if you else "group-limit",
     )
-
-
-def _gpus(milli: int) -> str:
-    if milli > 1000:
-        return f"{milli / 1000:g} GPUs"
-    return f"{format_fraction(milli)} GPU"
 
 
 def guaranteed_full(pool: PoolSpec, memory_mib: int, promised_mib: int, capacity_mib: int) -> PoolFull | None:
@@ -250,7 +244,7 @@ def check_seat_usage(
         )
     if held.kernels >= seat.max_kernels:
         raise NoRoomError(
-            f"this server has {held.kernels} kernels with a GPU, the most it may have; {more}",
+            f"this server has {plural(held.kernels, 'kernel')} with a GPU, the most it may have; {more}",
             reason="seat-kernels",
         )
 

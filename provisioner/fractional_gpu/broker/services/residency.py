@@ -76,7 +76,8 @@ class Residency:
                 # Keep a ticket that the broker filed because the kernel is blocked: another request needs it.
                 waits = view.state is not LeaseState.RESIDENT or view.at_gate
                 if waits and not kernel.cell.ticket_by_broker:
-                    broker.dispatch(Unwanted(at_ms=now_ms(), lease_id=kernel.lease_id))
+                    interrupted = time.monotonic() < deadline_s
+                    broker.dispatch(Unwanted(at_ms=now_ms(), lease_id=kernel.lease_id, interrupted=interrupted))
                 broker.sync_busy_state(kernel)
 
     def _progress(self, kernel: Kernel, deadline_s: float) -> Progress | None:

@@ -64,6 +64,7 @@ def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus
         fraction_milli=view.spec.fraction_milli,
         reserve_mib=view.spec.reserve_mib,
         used_mib=view.used_mib,
+        measured=kernel.measurement.is_fresh,
         saved_mib=view.saved_mib,
         device_id=view.device_id,
         device_name=device.name if device else "",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.commands.terminal.layout import Style, fitted, line, table
 from fractional_gpu.commands.terminal.words import describe_device
-from fractional_gpu.core.units import format_fraction, format_memory
+from fractional_gpu.core.units import format_fraction, format_gpus, format_memory, plural
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.messages import LeaseStatus
 from fractional_gpu.protocol.names import state_words
@@ -47,7 +47,7 @@ def find_problems(kernels: Sequence[DemoKernel]) -> list[str]:
     wrong = [f"{kernel.name} lost state" for kernel in kernels if not kernel.state_intact]
     still = [kernel for kernel in kernels if not kernel.suspends or not kernel.resumes]
     return wrong + [
-        f"{kernel.name} was suspended {kernel.suspends} and resumed {kernel.resumes} times: nothing was shown"
+        f"{kernel.name} was suspended {kernel.suspends} and resumed {plural(kernel.resumes, 'time')}: nothing was shown"
         for kernel in still
     ]
 
@@ -78,8 +78,8 @@ def render_report(device: DemoDevice, kernels: Sequence[DemoKernel], width: int 
             kernel.name,
             format_fraction(kernel.fraction_milli),
             state_words(kernel.state),
-            f"{kernel.suspends} times",
-            f"{kernel.resumes} times",
+            plural(kernel.suspends, "time"),
+            plural(kernel.resumes, "time"),
             f"{kernel.moved_s:.1f} s",
             format_memory(kernel.compared_bytes // 2**20),
             "yes" if kernel.state_intact else ("NO", Style.WRONG),
@@ -88,18 +88,13 @@ def render_report(device: DemoDevice, kernels: Sequence[DemoKernel], width: int 
     ]
     wrong = find_problems(kernels)
     asked = sum(kernel.fraction_milli for kernel in kernels)
-    good = f"Together they asked for {format_fraction_sum(asked)} GPUs, and every byte is where it was."
+    good = f"Together they asked for {format_gpus(asked)}, and every byte is where it was."
     conclusion = line(("Something is wrong", Style.WRONG), f": {'; '.join(wrong)}.") if wrong else line(good)
     return [
         line(describe_device(device.name, device.memory_mib, simulated=device.simulated)),
         *table(header, rows, width=width),
         *fitted([conclusion], width),
     ]
-
-
-def format_fraction_sum(milli: int) -> str:
-    """Return `1.5` for 1500: a sum of fractions may exceed a GPU."""
-    return f"{milli / 1000:g}"
 
 
 # -- monitor -----------------------------------------------------------------------------------------------------------

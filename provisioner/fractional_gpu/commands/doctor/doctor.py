@@ -37,7 +37,7 @@ from fractional_gpu.commands.doctor.report import (
 from fractional_gpu.commands.terminal.connection import add_socket_argument
 from fractional_gpu.commands.terminal.output import say, terminal_width, write
 from fractional_gpu.commands.terminal.progress import Progress
-from fractional_gpu.core.units import format_memory
+from fractional_gpu.core.units import format_memory, plural
 from fractional_gpu.gpu.interface import DeviceInfo, GPUError
 from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor
 from fractional_gpu.gpu.open import NVIDIA, backend_name, open_monitor
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     with Progress(_EXAMINING, blocks=True, silent=True) as progress:
         for finding in examine(options.socket, try_it=not options.no_try):
             findings.append(finding)
-            progress.what = f"{_EXAMINING} {len(findings)} checks made"
+            progress.what = f"{_EXAMINING} {plural(len(findings), 'check')} made"
         then = next_step(findings, [] if exit_code(findings) else list_installed())
     if options.json:
         sys.stdout.write(as_json(findings, then))

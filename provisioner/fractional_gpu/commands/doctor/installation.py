@@ -18,7 +18,7 @@ from fractional_gpu.client.state_folder import LEDGER_NAMES, filesystem_type, is
 from fractional_gpu.commands.doctor.report import Finding, note, ok, problem, warning
 from fractional_gpu.commands.terminal.connection import broker_if_running, kernels_of
 from fractional_gpu.config import ConfigError, Settings, load
-from fractional_gpu.core.units import format_memory
+from fractional_gpu.core.units import format_memory, plural
 from fractional_gpu.gpu.simulated.host import parse_devices
 from fractional_gpu.gpu.simulated.store import SimulatedHostError
 from fractional_gpu.ledger.opening import other_schema, set_aside_command
@@ -143,8 +143,9 @@ def _check_answers(client: BrokerClient, path: str) -> Iterator[Finding]:
         )
         return
     status = client.status()
-    leases = f"{len(status.leases)} lease{'' if len(status.leases) == 1 else 's'} of yours"
-    what = f"process {pong.pid}, version {pong.version}, serves on {path}: {leases}"
+    what = (
+        f"process {pong.pid}, version {pong.version}, serves on {path}: {plural(len(status.leases), 'lease')} of yours"
+    )
     if pong.simulated:
         yield note("broker", f"{what}; its devices are simulated")
     elif pong.version != __version__:
@@ -232,7 +233,8 @@ def check_ledgers(socket: str, settings: Settings | None) -> Iterator[Finding]:
         lost = kernels_of(socket)
         none = f"none in {folder}"
         if lost:
-            what = f"{none}, but {len(lost)} kernels with a lease of this broker live (process {lost[0]}{', ...' if lost[1:] else ''})"
+            living = plural(len(lost), "living kernel")
+            what = f"{none}, but this broker's leases have {living} (process {lost[0]}{', ...' if lost[1:] else ''})"
             yield warning("ledger", what, "run `jupyter gpu status`: the broker that it starts takes their leases back")
         else:
             yield note("ledger", f"{none}: the first broker makes one")
@@ -262,4 +264,4 @@ def _ledger(file: Path) -> Finding:
             (leases,) = connection.execute("SELECT count(*) FROM leases WHERE ended_ms IS NULL").fetchone()
     except sqlite3.Error as error:
         return problem("ledger", f"{file} cannot be read: {error}", _KEEP.format(set_aside_command(file)))
-    return ok("ledger", f"{file} is sound, with {leases} live lease{'' if leases == 1 else 's'}")
+    return ok("ledger", f"{file} is sound, with {plural(leases, 'live lease')}")

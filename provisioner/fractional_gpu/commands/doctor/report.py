@@ -28,6 +28,7 @@ from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.commands.terminal.connection import broker_if_running
 from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.commands.terminal.layout import Piece, Style, fitted, line, table
+from fractional_gpu.core.units import plural
 from fractional_gpu.protocol.errors import FractionalGPUError
 
 if TYPE_CHECKING:
@@ -121,19 +122,15 @@ def render(findings: Sequence[Finding], next_step: str = "", width: int | None =
     """Return the findings, a conclusion, and what to do now last. `width`: of the terminal, in characters."""
     counts = {severity: sum(one.severity is severity for one in findings) for severity in Severity}
     if counts[Severity.ERROR]:
-        conclusion = f"{_count(counts[Severity.ERROR], 'error')}, {_count(counts[Severity.WARNING], 'warning')}."
+        conclusion = f"{plural(counts[Severity.ERROR], 'error')}, {plural(counts[Severity.WARNING], 'warning')}."
     elif counts[Severity.WARNING]:
-        conclusion = f"No errors, {_count(counts[Severity.WARNING], 'warning')}."
+        conclusion = f"No errors, {plural(counts[Severity.WARNING], 'warning')}."
     else:
         conclusion = "Nothing to complain of."
     room = None if width is None else min(width, _MOST_READABLE)
     end = fitted([line(("Next:", Style.HEADING), f" {next_step}")], room) if next_step else []
     rows = [row for finding in findings for row in _rows(finding)]
     return [*table((), rows, indent="", width=room, least=_LEAST_CELLS), line(), line(conclusion), *end]
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
 
 
 def _rows(finding: Finding) -> Iterator[tuple[Piece, str, str]]:

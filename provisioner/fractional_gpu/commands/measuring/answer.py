@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from fractional_gpu.commands.measuring.study import WHOLE_MILLI, Finding, right_share
 from fractional_gpu.commands.terminal.layout import table
-from fractional_gpu.core.units import format_fraction, format_memory
+from fractional_gpu.core.units import format_fraction, format_memory, plural
 from fractional_gpu.curves import Panel, Series, curves
 from fractional_gpu.stats import median
 
@@ -47,7 +47,7 @@ def _alone(found: Finding) -> str:
 def name(found: Finding) -> str:
     """Return `1/4 beside 3 others`."""
     others = found.setting.tenants - 1
-    beside = f" beside {others} other{'s' * (others > 1)}" if others else ""
+    beside = f" beside {plural(others, 'other')}" if others else ""
     return f"{format_fraction(found.setting.fraction_milli)}{beside}"
 
 

@@ -42,7 +42,7 @@ from fractional_gpu.commands.terminal.errors import CommandError, UsageError, pa
 from fractional_gpu.commands.terminal.layout import fitted, line
 from fractional_gpu.commands.terminal.output import terminal_width, write
 from fractional_gpu.commands.terminal.progress import Progress
-from fractional_gpu.core.units import format_fraction, parse_duration_ms, parse_fraction_milli, parse_memory_mib
+from fractional_gpu.core.units import format_fraction, parse_duration_ms, parse_fraction_milli, parse_memory_mib, plural
 from fractional_gpu.jupyter.kernel_command import check_pool_name
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError, NoRoomError
 from fractional_gpu.protocol.messages import HostStatus
@@ -65,8 +65,8 @@ examples:
 
 The program says when a unit of work is done: `from fractional_gpu_kernel.measure import tick`, and `tick()` after each batch. A program
 that never does, and ends, is a unit of work by itself, and so is a notebook (NAME.ipynb). The program is started many times, and ended
-after some seconds: it should have no effects that add up. Units of 50 ms and more are measured well. Only spare room of the pool is used,
-unless --may-wait. The exit status is 0 if something could be compared, else 1.
+after some seconds: it should have no effects that add up. Units of 50 ms and more are measured well. It uses only spare
+room of the pool, and suspends your idle kernels for it, unless --may-wait. The exit status is 0 if something could be compared, else 1.
 """
 
 
@@ -342,7 +342,7 @@ class Measurement:
         if self.disturbed:
             often = sum(self.disturbed.values())
             reason = max(self.disturbed, key=lambda one: self.disturbed[one])
-            lines.append(f"{often} step{'s' * (often > 1)} left out as others came between, most often: {reason}")
+            lines.append(f"{plural(often, 'step')} left out as others came between, most often: {reason}")
         return lines
 
     def _settings(self) -> list[Setting]:
@@ -376,7 +376,7 @@ class Measurement:
                     raise
                 self._repeats = True
             except _PASSING as error:
-                if time.monotonic() >= limit_s:
+                if not isinstance(error, DisturbedError) or time.monotonic() >= limit_s:
                     raise CommandError(
                         f"nothing could be measured: {error}; try again later, with smaller --fractions, or with --may-wait"
                     ) from None
@@ -459,7 +459,7 @@ class Measurement:
         for setting in self.study.settings:
             if quotients := self.study.quotients.get(setting):
                 so_far = answer.percent_slower(quotients)
-                sure = "sure enough" if self.study.is_narrow(setting) else f"{len(quotients)} rounds"
+                sure = "sure enough" if self.study.is_narrow(setting) else plural(len(quotients), "round")
                 parts.append(f"{format_fraction(setting.fraction_milli)} x {setting.tenants}: {so_far} ({sure})")
         spent_s = time.monotonic() - self._began_s
         spent = f"{spent_s:.0f} s of at most {self.plan.within_s:.0f} s"

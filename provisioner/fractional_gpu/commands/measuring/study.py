@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from fractional_gpu.core.units import format_fraction
 from fractional_gpu.stats import Estimate, centre_estimate, median, midmean, percentile
 
 WHOLE_MILLI: Final = 1000
@@ -206,8 +207,8 @@ def settings_of_copies(copies: Sequence[int], offered_milli: Sequence[int]) -> l
         if not fitting:
             least = min(offered_milli)
             raise ValueError(
-                f"{number} copies beside the measured one do not fit on a device: the smallest share on offer is {least / 1000:g}; "
-                f"allowed: up to {WHOLE_MILLI // least - 1} copies"
+                f"{number} beside the measured one do not fit on a device: the smallest share on offer is {format_fraction(least)}; "
+                f"allowed: at most {WHOLE_MILLI // least - 1}"
             )
         found.append(Setting(max(fitting), number + 1))
     return found

@@ -1,8 +1,8 @@
 """Tenants: programs under leases of their own, on one device together.
 
 A program waits in its stub until all tenants have their places on the same device. Brokers choose devices, so stubs that got places
-elsewhere give them back. Unless waiting is allowed, places come from spare room only: nothing is suspended for them, and nothing that
-waits for a GPU is overtaken.
+elsewhere give them back. Unless waiting is allowed, places come from spare room only, for which the user's own idle kernels are suspended,
+each once: nothing that waits for a GPU is overtaken, and no other lease is suspended.
 """
 
 import os
@@ -19,8 +19,17 @@ from fractional_gpu.commands.run.start import TIMEOUT_S, attach, command_environ
 from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.jupyter.kernel_lease import KernelLease, environment_with, take_lease
 from fractional_gpu.protocol.accounts import Cost
-from fractional_gpu.protocol.errors import FractionalGPUError
-from fractional_gpu.protocol.messages import COMMAND, AcquireRequest, HostStatus, LeaseRequest, Progress
+from fractional_gpu.protocol.errors import ConflictError, FractionalGPUError
+from fractional_gpu.protocol.messages import (
+    COMMAND,
+    KERNEL,
+    AcquireRequest,
+    DeviceStatus,
+    HostStatus,
+    LeaseRequest,
+    LeaseStatus,
+    Progress,
+)
 from fractional_gpu_kernel.measure import FILE
 
 PATIENCE_S: Final = 2.0  # for a program to end when asked to
@@ -112,7 +121,7 @@ class Tenant:
         return TenantError(f"the program ended with exit status {status}{said}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Places:
     """How tenants get their places."""
 
@@ -122,6 +131,8 @@ class Places:
     folder: Path  # for the tenants' files
     say: Callable[[str], None]
     may_wait: bool
+    _asked: set[str] = field(default_factory=set)  # leases that were suspended: one that came back is in use
+    _patience_s: float = 0.0  # for the room of tenants that have ended
 
     @contextmanager
     def tenants(
@@ -139,7 +150,8 @@ class Places:
                 wanted = len(commands) - len(placed)
                 tenant = self._tenant(commands[len(placed)], fraction_milli, wanted, device_id, until_s)
                 stack.callback(tenant.end)
-                tenant.place(self._wait_ms(until_s), self.say)
+                wait_ms = round((until_s - time.monotonic()) * 1000) if self.may_wait else 0
+                tenant.place(wait_ms, self.say)
                 if tenant.device_id == device_id or (not placed and self._has_room(tenant, wanted - 1)):
                     placed.append(tenant)
                     continue
@@ -148,6 +160,7 @@ class Places:
                     raise NoSpareRoomError(f"the pool {self.pool} gave {_MOST_ELSEWHERE} places on other devices")
             for tenant in elsewhere:
                 tenant.end()
+            self._patience_s = PATIENCE_S
             yield placed
 
     def _has_room(self, tenant: Tenant, wanted: int) -> bool:
@@ -156,9 +169,6 @@ class Places:
             return True
         status = self.client.status()
         return not no_spare_room(status, self.pool, tenant.lease.reserve_mib, wanted, tenant.device_id)
-
-    def _wait_ms(self, until_s: float) -> int:
-        return round((until_s - time.monotonic()) * 1000) if self.may_wait else 0
 
     def _tenant(
         self, command: Sequence[str], fraction_milli: int, wanted: int, device_id: str, until_s: float
@@ -174,7 +184,7 @@ class Places:
         lease = take_lease(request, timeout_s=TIMEOUT_S)
         try:
             if not self.may_wait:
-                self._check_spare(lease.reserve_mib, wanted, device_id, until_s)
+                self._make_room(lease, wanted, device_id, until_s)
             folder = self.folder / lease.lease_id
             folder.mkdir()
         except BaseException:
@@ -183,33 +193,68 @@ class Places:
             raise
         return Tenant(command, lease, folder)
 
-    def _check_spare(self, reserve_mib: int, wanted: int, device_id: str, until_s: float) -> None:
-        """Raise NoSpareRoomError where no device has spare room for so many, for a moment at least; a lease may be about to end.
+    def _make_room(self, lease: KernelLease, wanted: int, device_id: str, until_s: float) -> None:
+        """Suspend idle kernels of the user if `wanted` leases have no room; return when a device has it. Raises NoSpareRoomError.
 
         Only the first tenant of a step has the devices sampled: the broker makes others wait for that, and knows its leases without it.
         """
-        limit_s = min(until_s, time.monotonic() + PATIENCE_S)
+        limit_s = min(until_s, time.monotonic() + self._patience_s)
         is_fresh = not device_id
         while True:
             status, is_fresh = self.client.status(fresh=is_fresh), True
-            why = no_spare_room(status, self.pool, reserve_mib, wanted, device_id)
+            why = no_spare_room(status, self.pool, lease.reserve_mib, wanted, device_id)
             if not why:
                 return
-            if time.monotonic() >= limit_s:
-                raise NoSpareRoomError(why)
-            time.sleep(0.1)
+            leaving = leases_to_suspend(status, lease.lease_id, wanted, device_id, self._asked)
+            for one in leaving:
+                self._asked.add(one.lease_id)
+                self.say(f"{one.label or one.lease_id} is idle and leaves the GPU")
+                with suppress(ConflictError):  # it may have begun a cell
+                    self.client.because_of("`jupyter gpu measure`").suspend(one.lease_id)
+            if not leaving:
+                if time.monotonic() >= limit_s:
+                    raise NoSpareRoomError(why)
+                time.sleep(0.1)
+
+
+def _spare_mib(device: DeviceStatus, without: Sequence[LeaseStatus] = ()) -> int:
+    """Return what nothing has reserved or uses of a device, MiB. `without`: leases that are taken as gone."""
+    reserved_mib = device.reserved_mib - sum(one.reserved_mib for one in without)
+    return device.leasable_mib - max(reserved_mib, device.used_mib - sum(one.used_mib for one in without))
+
+
+def _devices(status: HostStatus, pool: str, device_id: str) -> list[DeviceStatus]:
+    there = [one for one in status.devices if one.pool == pool and device_id in ("", one.device_id)]
+    return [one for one in there if not one.lost and not one.draining]
+
+
+def leases_to_suspend(
+    status: HostStatus, lease_id: str, wanted: int, device_id: str = "", but: Collection[str] = ()
+) -> Sequence[LeaseStatus]:
+    """Return the fewest idle kernels' leases, not among `but`, that make room on one device for `wanted` leases such as `lease_id`.
+
+    They have the same owner. Empty: they cannot make it, or another lease waits for it.
+    """
+    mine = next(one for one in status.leases if one.lease_id == lease_id)
+    own = [one for one in status.leases if one.owner == mine.owner and one.kind == KERNEL and one.lease_id not in but]
+    idle = [
+        one for one in own if one.state == "resident" and not (one.busy or one.working or one.pinned_ms or one.stays)
+    ]
+    idle.sort(key=lambda one: -one.reserved_mib)
+    found = []
+    for device in _devices(status, mine.pool, device_id):
+        here = [one for one in idle if device.device_id in one.device_ids]
+        ways = (here[:number] for number in range(len(here) + 1))
+        found += [way for way in ways if _spare_mib(device, way) >= mine.reserve_mib * wanted]
+    waits = any(one.pool == mine.pool and one.position is not None for one in status.leases)
+    return [] if waits else min(found, key=len, default=[])
 
 
 def no_spare_room(status: HostStatus, pool: str, reserve_mib: int, wanted: int, device_id: str = "") -> str:
     """Return why the pool (or its one device) has no room for so many leases that nothing else uses or waits for; empty if it has."""
     if waiting := next((one for one in status.leases if one.pool == pool and one.position is not None), None):
         return f"{waiting.label or waiting.lease_id} waits for a GPU of the pool {pool}"
-    devices = [
-        one
-        for one in status.devices
-        if one.pool == pool and not one.lost and not one.draining and device_id in ("", one.device_id)
-    ]
-    spare_mib = max((one.leasable_mib - max(one.reserved_mib, one.used_mib) for one in devices), default=0)
+    spare_mib = max((_spare_mib(one) for one in _devices(status, pool, device_id)), default=0)
     if spare_mib >= reserve_mib * wanted:
         return ""
     return (

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from fractional_gpu.commands.node.options import add_node_options, counts_of, seats_folder
 from fractional_gpu.commands.terminal.output import terminal_width, write
 from fractional_gpu.commands.terminal.progress import Progress
+from fractional_gpu.core.units import format_gpus, plural
 
 if TYPE_CHECKING:
     from fractional_gpu.commands.doctor.report import Finding
@@ -301,7 +302,7 @@ def _check_node(slurm: "Slurm", counts: list[str], *, shards: bool) -> "Iterator
     if summary.problem:
         yield warning("agent", f"the agent says: {summary.problem}", "systemctl status jupyter-gpu")
     else:
-        free = ", ".join(f"{pool.name}: {pool.free_milli / 1000:g} GPU" for pool in summary.pools)
+        free = ", ".join(f"{pool.name}: {format_gpus(pool.free_milli)}" for pool in summary.pools)
         yield ok("agent", f"the agent's last summary says what is free: {free or 'no pools'}")
 
 
@@ -354,7 +355,7 @@ def _check_seats(folder: Path) -> "Iterator[Finding]":
             "seats", f"{folder} belongs to uid {status.st_uid}", f"remove {folder}: the next job makes it again"
         )
     else:
-        yield ok("seats", f"{folder} has the files of {len(list(folder.glob('job-*.wanted')))} jobs")
+        yield ok("seats", f"{folder} has the files of {plural(len(list(folder.glob('job-*.wanted'))), 'job')}")
 
 
 def _check_unit() -> "Iterator[Finding]":

@@ -10,7 +10,7 @@ from msgspec import to_builtins
 from fractional_gpu.commands.terminal.connection import add_socket_argument, running_broker, say_if_slow
 from fractional_gpu.commands.terminal.layout import fitted
 from fractional_gpu.commands.terminal.output import terminal_width, write
-from fractional_gpu.core.units import format_duration, format_fraction, format_memory
+from fractional_gpu.core.units import format_duration, format_fraction, format_gpus, format_memory, plural
 from fractional_gpu.protocol.capacity import Capacity, PoolCapacity
 
 EPILOG = """\
@@ -53,10 +53,9 @@ def described(capacity: Capacity) -> list[str]:
 def _pool(pool: PoolCapacity) -> str:
     wait_s = pool.wait_p95_s
     wait = "start at once" if not wait_s else f"start within {format_duration(max(1, round(wait_s)) * 1000)}"
-    count = len(pool.devices)
     queue = f"; {pool.waiting} waiting" if pool.waiting else ""
     return (
-        f"pool {pool.name}: {count} GPU{'s' * (count != 1)}, {pool.held_milli / 1000:g} GPU held, "
-        f"{pool.admissible_milli / 1000:g} GPU more granted now; with one more seat of {format_fraction(pool.fraction_milli)} GPU "
+        f"pool {pool.name}: {plural(len(pool.devices), 'GPU')}, {format_gpus(pool.held_milli)} held, "
+        f"{format_gpus(pool.admissible_milli)} more granted now; with one more seat of {format_fraction(pool.fraction_milli)} GPU "
         f"95 % of the cells {wait}{queue}"
     )

@@ -14,7 +14,7 @@ from fractional_gpu.commands.terminal.connection import add_socket_argument, run
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError
 from fractional_gpu.commands.terminal.layout import Piece, Style, fitted, line, table
 from fractional_gpu.commands.terminal.output import say, terminal_width, write
-from fractional_gpu.core.units import format_duration, format_fraction, format_memory
+from fractional_gpu.core.units import format_duration, format_fraction, format_gpus, format_memory, plural
 from fractional_gpu.protocol.messages import KUBERNETES, SLURM, SeatStatus
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"released": to_builtins(seat)}))
         return 0
-    kept = f"; its {_kernels(seat)} suspended, with all variables" if seat.kernels else ""
+    kept = f"; suspended, with all variables: {plural(seat.kernels, 'kernel')}" if seat.kernels else ""
     say(f"the seat of {_name(seat)} ({_share(seat)}) has ended{kept}")
     return 0
 
@@ -91,10 +91,6 @@ def _share(seat: SeatStatus) -> str:
     return f"{format_fraction(seat.fraction_milli)} GPU, {format_memory(seat.memory_mib)}, of pool {seat.pool}"
 
 
-def _kernels(seat: SeatStatus) -> str:
-    return "kernel is" if seat.kernels == 1 else f"{seat.kernels} kernels are"
-
-
 def _listed(seats: Sequence[SeatStatus], waiting: dict[str, int], width: int | None) -> "list[Text]":
     rows: list[tuple[str, Piece]] = []
     for seat in seats:
@@ -110,8 +106,8 @@ def _listed(seats: Sequence[SeatStatus], waiting: dict[str, int], width: int | N
 
 def _said(seat: SeatStatus) -> str:
     return (
-        f"{_name(seat)}: {_share(seat)}; {seat.kernels} kernel{'s' * (seat.kernels != 1)} with "
-        f"{seat.used_milli / 1000:g} GPU; for {format_duration(seat.age_ms // 1000 * 1000)}"
+        f"{_name(seat)}: {_share(seat)}; {plural(seat.kernels, 'kernel')} with "
+        f"{format_gpus(seat.used_milli)}; for {format_duration(seat.age_ms // 1000 * 1000)}"
         + ("" if seat.workload is None else f"; of {_WORKLOADS.get(seat.workload.engine, '')} {seat.workload.id}")
         + ("" if seat.confirmed else "; not confirmed yet")
     )

@@ -10,7 +10,7 @@ from typing import Any, Final
 from fractional_gpu.commands.simulation.own_history import read_history, sessions_of
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError
 from fractional_gpu.commands.terminal.progress import Progress
-from fractional_gpu.core.units import parse_duration_ms
+from fractional_gpu.core.units import parse_duration_ms, plural
 from fractional_gpu.simulator.load import CLASS_SIZE, SEVERAL_PERCENT, Habit, Load, Memory, Pace, synthetic_sessions
 from fractional_gpu.simulator.load.groups import Group, in_groups
 from fractional_gpu.simulator.traces import Session, read_sessions
@@ -256,7 +256,7 @@ def read_trace(options: argparse.Namespace) -> list[Session]:
         return trace
     kept = [session for session in trace if session.most_gpus <= 1]
     if len(kept) < len(trace):
-        print(f"{len(trace) - len(kept)} sessions that use several GPUs at once are left out", file=sys.stderr)
+        print(f"left out: {plural(len(trace) - len(kept), 'session')} with several GPUs at once", file=sys.stderr)
     if not kept:
         where = options.sessions or "the synthetic users"
         raise CommandError(f"every session of {where} uses several GPUs at once; nothing is left to simulate")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from fractional_gpu.commands.simulation.machine import parsed
 from fractional_gpu.commands.terminal.errors import UsageError
 from fractional_gpu.commands.terminal.layout import fitted, table
-from fractional_gpu.core.units import parse_duration_ms
+from fractional_gpu.core.units import parse_duration_ms, plural
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.revocation.lifetimes import PUBLISHED, lifetimes_of
 from fractional_gpu.simulator.revocation.revocations import Revocation
@@ -86,13 +86,15 @@ def revocation_text(figures: dict[str, Any], width: int | None = None) -> "list[
         for name, loss in figures["unsaved"].items()
     ]
     before = (
-        f"{figures['devices']:,} devices went away, after {figures['notices']:,} notices; on them were {there['kernels']:,} kernels with "
+        f"{plural(figures['devices'], 'device')} went away, after {plural(figures['notices'], 'notice')}; "
+        f"on them were {plural(there['kernels'], 'kernel')} with "
         f"{there['gib']:,.1f} GiB and the work of {there['busy_gpu_hours']:,.2f} busy GPU hours"
     )
     after = []
     if (lost := figures.get("lost_with_the_hosts")) is not None:
         after.append(
-            f"With the hosts' memory all of it is lost, in every order, and what was suspended before: {lost['kernels']:,} kernels with "
+            f"With the hosts' memory all of it is lost, in every order, and what was suspended before: "
+            f"{plural(lost['kernels'], 'kernel')} with "
             f"{lost['gib']:,.1f} GiB and the work of {lost['busy_gpu_hours']:,.2f} busy GPU hours. A snapshot of the hosts would keep what "
             "is not in the table."
         )

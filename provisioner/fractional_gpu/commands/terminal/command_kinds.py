@@ -138,6 +138,7 @@ class BulkCommand:
                 f"say which kernels to {self.verb}: the ids of leases, or --all (`jupyter gpu status` lists them)"
             )
         with running_broker(options.socket) as client:
+            client.because_of(f"`jupyter gpu {self.verb}`")
             done, refused = self._call_each(client, self._chosen(options, client.status().leases))
         if options.json:
             errors = [{"lease_id": lease.lease_id, "message": message} for lease, message in refused]

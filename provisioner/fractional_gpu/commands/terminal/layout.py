@@ -67,12 +67,13 @@ def table(
     width: int | None = None,
     figures_from: int | None = None,
     least: Sequence[int] = (),
+    whole: int = 0,
 ) -> "list[Text]":
     """Return the lines of a table, its columns two spaces apart, without trailing blanks.
 
     An empty `header` makes none. Columns from number `figures_from` on (None: none) are aligned to the right. `least`: how wide the first
     columns are at least, so that they stay where they are from one run to the next. With a `width` in characters the widest columns are
-    made narrower until a line fits, and their cells are broken into several lines.
+    made narrower until a line fits, and their cells are broken into several lines, except in the first `whole` columns.
     """
     from rich.table import Table  # noqa: PLC0415 - as said above
 
@@ -86,7 +87,7 @@ def table(
         name = line(header[number]) if header else ""
         justify: JustifyMethod = "right" if figures_from is not None and number >= figures_from else "left"
         narrowest = least[number] if number < len(least) else None
-        drawn.add_column(name, justify=justify, overflow="fold", min_width=narrowest)
+        drawn.add_column(name, justify=justify, overflow="fold", min_width=narrowest, no_wrap=number < whole)
     for row in rows:
         drawn.add_row(*(line(cell) for cell in row))
     room = _ENDLESS if width is None else max(width - len(indent), columns)

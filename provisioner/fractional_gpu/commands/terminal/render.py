@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from fractional_gpu.commands.terminal.layout import Piece, Style, fitted, line, table
-from fractional_gpu.commands.terminal.words import describe_state, expected_wait, lease_name, short_id
+from fractional_gpu.commands.terminal.words import describe_state, expected_wait, lease_name, short_id, short_path
 from fractional_gpu.core.units import format_duration, format_forecast, format_fraction, format_memory
 from fractional_gpu.protocol.messages import COMMAND, DeviceStatus, HostStatus, LeaseStatus, SeatWait
 from fractional_gpu.protocol.names import device_deadline, gpu_deadline, host_deadline
@@ -112,9 +114,14 @@ def _left_line(lease: LeaseStatus) -> str:
 
 
 def render_leases(leases: Sequence[LeaseStatus], width: int | None = None) -> "list[Text]":
-    """Return a table of the leases, and under it why each of those that wait does."""
+    """Return a table of the leases, and under it why each of those that wait does. Paths too long for `width` are shortened."""
     header = ("LEASE", "KERNEL", "GPU", "STATE", "MEMORY", "SAVED")
-    lines = table(header, [_lease_row(lease) for lease in leases], width=width)
+    lines = table(header, [_lease_row(lease) for lease in leases])
+    if width is not None and (over := max(one.cell_len for one in lines) - width) > 0:
+        most = max(len(lease.label) for lease in leases) - over
+        leases = [replace(lease, label=short_path(lease.label, most)) for lease in leases]
+        whole = 2 * (max(len(lease.label) for lease in leases) <= width // 2)
+        lines = table(header, [_lease_row(lease) for lease in leases], width=width, whole=whole)
     lines += [line(f"  {lease_name(lease)} cannot be suspended: {lease.stays}") for lease in leases if lease.stays]
     for lease in leases:
         if deadline := gpu_deadline(lease):

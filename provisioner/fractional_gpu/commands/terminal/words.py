@@ -1,5 +1,7 @@
 """Leases and devices in words: what sentences of several commands have in common. No word of it can control a terminal."""
 
+import os
+
 from fractional_gpu.commands.terminal.layout import harmless
 from fractional_gpu.core.units import format_duration, format_forecast, format_memory
 from fractional_gpu.protocol.messages import LeaseStatus
@@ -11,6 +13,15 @@ SHORT_ID = 8
 def short_id(lease_id: str) -> str:
     """Return the beginning of a lease id, which is enough to name the lease."""
     return lease_id[:SHORT_ID]
+
+
+def short_path(label: str, most: int) -> str:
+    """Return a path of at most `most` characters, and its last part in any case: `~/.../name.ipynb`. Other labels are unchanged."""
+    if len(label) <= most or not (label.startswith("/") or label.endswith(".ipynb")) or "/" not in label:
+        return label
+    start = "~/..." if label.startswith(os.path.expanduser("~/")) else "..."  # noqa: PTH111 - without HOME, too
+    ends = [label[place:] for place, letter in enumerate(label) if letter == "/"]
+    return start + next((one for one in ends if len(start + one) <= most), ends[-1])
 
 
 def lease_name(lease: LeaseStatus) -> str:

@@ -1,7 +1,7 @@
 """Advice about shares in words: a sentence with its figures and its risk, and a few words for a page."""
 
 from fractional_gpu.core.forecasts.advice import Advice, Risk, Verdict
-from fractional_gpu.core.units import format_fraction, format_memory
+from fractional_gpu.core.units import format_fraction, format_memory, plural
 
 _SLOWED_MILLI = 1_005
 
@@ -19,7 +19,7 @@ def sentence(advice: Advice) -> str:
         full = f"full on {followed.full_days}" if followed.full_days else "never full"
         parts.append(
             f"since {now} GPU was taken as advised (instead of {before}): at most {format_memory(followed.peak_mib)} on "
-            f"{_days(followed.days)}, {full}"
+            f"{plural(followed.days, 'day')}, {full}"
         )
     return ". ".join(_begun(part) for part in parts)
 
@@ -29,7 +29,9 @@ def brief(advice: Advice) -> str:
     risk = advice.risk
     match advice.verdict:
         case Verdict.SMALLER:
-            return f"{_share(risk)} would have been enough on {risk.days - risk.short_days} of {_days(risk.days)}"
+            return (
+                f"{_share(risk)} would have been enough on {risk.days - risk.short_days} of {plural(risk.days, 'day')}"
+            )
         case Verdict.LARGER:
             return f"{_share(risk)} is suggested: {format_memory(advice.peak_mib)} of {format_memory(advice.present.share.memory_mib)} used"
         case _:
@@ -43,7 +45,8 @@ def _why(advice: Advice) -> str:
 
 
 def _figures(advice: Advice) -> str:
-    used = f"at most {format_memory(advice.peak_mib)} of {format_memory(advice.present.share.memory_mib)} was used on {_days(advice.days)}"
+    present_mib, days = advice.present.share.memory_mib, plural(advice.days, "day")
+    used = f"at most {format_memory(advice.peak_mib)} of {format_memory(present_mib)} was used on {days}"
     if advice.growth_milli >= 50:
         used += f" (growing, by about {advice.growth_milli // 10} % in two weeks)"
     if advice.use_milli:
@@ -65,15 +68,11 @@ def _risk(risk: Risk) -> str:
 
 
 def _short(risk: Risk) -> str:
-    return f"would have been short of memory on {risk.short_days} of {_days(risk.days)}"
+    return f"would have been short of memory on {risk.short_days} of {plural(risk.days, 'day')}"
 
 
 def _share(risk: Risk) -> str:
     return f"{format_fraction(risk.share.milli)} GPU ({format_memory(risk.share.memory_mib)})"
-
-
-def _days(count: int) -> str:
-    return f"{count} day" if count == 1 else f"{count} days"
 
 
 def _begun(text: str) -> str:

@@ -370,7 +370,7 @@ class Lifecycle:
             self._changes.file_ticket(lease, before_start=not lease.spec.gated, urgent=urgent)
         return not self._changes.is_known_unservable(lease)
 
-    def unwanted(self, lease: Lease) -> bool:
+    def unwanted(self, lease: Lease, *, interrupted: bool = False) -> bool:
         """Withdraw the ticket, as no cell waits any more. Returns whether any decision depends on it.
 
         A preempted cell still waits, a claim to grow stays, and so does the ticket of what a kernel left behind.
@@ -378,6 +378,8 @@ class Lifecycle:
         ticket = lease.ticket
         self._books.set_let_in(lease, let_in=False)
         self._books.parked.pop(lease.lease_id, None)
+        if interrupted and (ticket or lease.gate.ticket):
+            self._changes.record(lease.lease_id, "wait.given-up", "gave up its wait (interrupted)")
         if lease.gate.ticket is not None:
             self._books.set_gate(lease, closed=True)
             return True

@@ -10,7 +10,7 @@ from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import Account, Lease, OccupancyKind, Reason
 from fractional_gpu.core.model import LeaseSpec, LeaseState, Limits, PoolSpec
 from fractional_gpu.core.rules.eligibility import allowed_of, lacks_device, steps_aside, suspendable_from_ms
-from fractional_gpu.core.units import format_duration, format_fraction, format_memory
+from fractional_gpu.core.units import format_duration, format_fraction, format_gpus, format_memory, plural
 
 # -- limits ------------------------------------------------------------------------------------------------------------
 # What one user, or one group, may have of a pool.
@@ -39,7 +39,7 @@ def limit_refusal(
             others = f", among them {describe_absent(books, absent)}" if absent else ""
             return Reason(
                 f"{who}-limit",
-                f"{name} has {account.leases} of at most {limits.leases} kernels in pool {pool.name!r}{others}: "
+                f"{name} has {account.leases} of at most {plural(limits.leases, 'kernel')} in pool {pool.name!r}{others}: "
                 "shut one down, or ask the administrator for more",
             )
         asked = spec.fraction_milli * spec.devices
@@ -51,8 +51,8 @@ def limit_refusal(
         ):
             return Reason(
                 f"{who}-limit",
-                f"{_gpus(asked)} was asked, but {name} has {_gpus(had)} of at most {_gpus(limits.milli)} in pool {pool.name!r}: "
-                "shut a kernel down, or ask for a smaller fraction",
+                f"{format_gpus(asked)} was asked, but {name} has {format_gpus(had)} of at most {format_gpus(limits.milli)} "
+                f"in pool {pool.name!r}: shut a kernel down, or ask for a smaller fraction",
             )
     return None
 
@@ -90,8 +90,8 @@ def over_limit(books: Books, lease: Lease, milli: int) -> Reason | None:
         there = [other for other in account.holders.values() if other.spec.pool == lease.spec.pool]
         return Reason(
             f"wait.{who}-limit",
-            f"{_gpus(milli)} is needed, but {who} {account.name!r} has {_gpus(account.resident_milli)} of at most "
-            f"{_gpus(most)} on devices at a time: it waits until one of these kernels makes room",
+            f"{format_gpus(milli)} is needed, but {who} {account.name!r} has {format_gpus(account.resident_milli)} of at most "
+            f"{format_gpus(most)} on devices at a time: it waits until one of these kernels makes room",
             tuple(other.lease_id for other in there),
         )
     return None
@@ -131,12 +131,6 @@ def _may_be_suspended(books: Books, lease: Lease, hint: Callable[[int], None]) -
     return from_ms is not None and from_ms <= books.now_ms
 
 
-def _gpus(milli: int) -> str:
-    if milli <= 1000:
-        return f"{format_fraction(milli)} GPU"
-    return f"{milli / 1000:g} GPUs"
-
-
 # -- admission ---------------------------------------------------------------------------------------------------------
 
 
@@ -174,7 +168,7 @@ def _unattached_refusal(books: Books, pool: PoolSpec, spec: LeaseSpec) -> Reason
     if len(there) >= pool.unattached_leases:
         return Reason(
             UNATTACHED_LIMIT,
-            f"one more kernel was asked, but {spec.owner!r} has {len(there)} leases in pool {pool.name!r} whose kernels have not "
+            f"one more kernel was asked, but {spec.owner!r} has {plural(len(there), 'lease')} in pool {pool.name!r} whose kernels have not "
             f"started, of at most {pool.unattached_leases}; {remedy}",
         )
     if pool.oversubscription_milli is None or not there:

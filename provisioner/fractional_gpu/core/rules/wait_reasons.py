@@ -228,6 +228,8 @@ def _doing(books: Books, lease: Lease, *, mine: bool, format_time: FormatTime | 
             if format_time is None
             else f"is pinned until {format_time(lease.pinned_until_ms)}"
         )
+        if mine:
+            pinned += f" (`jupyter gpu unpin {lease.lease_id[:8]}` ends it)"
     if lease.busy:
         lasts_ms = now_ms - lease.last_active_ms
         runs = (

@@ -220,11 +220,10 @@ class Scheduler:
                     continue  # its answer decides
                 self._changes.decline_suspend(lease, wait.code, wait.sentence)
             elif self._changes.channel_free:
+                by = lease.suspend_requested_by
                 if lease.pinned_until_ms:
-                    self.pins.unpin(
-                        lease, "pin.ended", f"{lease.suspend_requested_by} asked for its suspend, which ends its pin"
-                    )
-                self._changes.begin_suspend(lease, "suspend.asked", f"{lease.suspend_requested_by} asked for it")
+                    self.pins.unpin(lease, "pin.ended", f"its pin ended because of {by}")
+                self._changes.begin_suspend(lease, "suspend.asked", f"suspended because of {by}")
 
     def move_requested(self, lease: Lease, device_id: str | None) -> None:
         """Move the lease at an administrator's request, at once or not at all."""
