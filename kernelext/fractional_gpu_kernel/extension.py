@@ -143,10 +143,10 @@ class LeasedKernel:
 
     def _on_main_loop(self, callback: Any) -> bool:  # noqa: ANN401 - tornado's callbacks are untyped
         """Hand a callback to the kernel's main loop; False if that does not run (a terminal, or a GUI event loop of an older ipykernel)."""
-        kernel = getattr(self._shell, "kernel", None)
+        kernel: Any = getattr(self._shell, "kernel", None)
         loop = getattr(kernel, "io_loop", None)
-        shell_channel = getattr(kernel, "shell_channel_thread", None)
-        if kernel is None or loop is None or (self._has_gui_loop() and shell_channel is None):
+        shell_channel: Any = getattr(kernel, "shell_channel_thread", None)
+        if loop is None or (self._has_gui_loop() and shell_channel is None):
             return False
         loop.add_callback(callback)
         if self._has_gui_loop() and not self._is_held():

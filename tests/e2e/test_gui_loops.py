@@ -65,7 +65,7 @@ def display() -> Iterator[str]:
         ["Xvfb", "-displayfd", str(writable), "-nolisten", "tcp"], pass_fds=[writable], stderr=subprocess.DEVNULL
     ) as server:
         os.close(writable)
-        with open(readable) as number:
+        with os.fdopen(readable) as number:
             yield f":{number.readline().strip()}"
         server.terminate()
 

@@ -440,9 +440,9 @@ class RunningCells(Protocol):
 class Shrinker:
     """Runs `free_caches` on the main loop, or answers why not.
 
-    `schedule` hands a callback to the main loop and returns whether that runs. `why_not` returns why the process cannot be saved at all; the
-    answer is then "managed". While a cell `waits_for_input`, nothing is freed, and a suspend may go on. A callback that did not run proves
-    nothing if the kernel `has_gui_loop`, in which a dialog may be open: then it is the same.
+    `schedule` hands a callback to the main loop and returns whether that runs. `why_not` returns why the process cannot be saved at all;
+    the answer is then "managed". Nothing is freed, and a suspend may go on, while a cell `waits_for_input`, and if the callback was late in
+    a kernel that `has_gui_loop`: there may be a dialog in it, and the kernel idles nevertheless.
     """
 
     def __init__(
