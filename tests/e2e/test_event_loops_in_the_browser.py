@@ -4,11 +4,11 @@ from playwright.sync_api import expect
 
 from tests.e2e.browser import Lab, opened_lab
 from tests.e2e.test_debugger import TOUCHING
-from tests.e2e.test_gui_loops import COUNT, REGISTERED, ticks
+from tests.e2e.test_gui_loops import COUNT, REGISTERED, await_ticks
 from tests.support.pair import NO_TURNS
 from tests.support.paths import COMPLETE_PYTHONPATH
 from tests.support.stories import CHECK, fill
-from tests.support.world import Notebook, World, until
+from tests.support.world import Notebook, World
 
 KERNEL = "Python 3 · 3/4 GPU"
 
@@ -60,5 +60,4 @@ def test_a_notebook_with_a_gui_event_loop_makes_room_and_goes_on(world: World) -
         lab.run(CHECK.strip())
         expect(lab.output).to_contain_text("intact")
         expect(lab.item).to_contain_text("of 768 MiB")
-        before = ticks(first)
-        until(lambda: ticks(first) > before, "the loop goes on after the resume")
+        await_ticks(world)

@@ -135,7 +135,7 @@ async def test_what_may_run_code_or_touch_a_tensor_is_use(line: KernelLine, watc
 async def test_questions_about_the_kernel_are_no_use(line: KernelLine, watched: Watched) -> None:
     await watched.settle()
     before = watched.changes
-    for kind in ("kernel_info_request", "comm_info_request", "history_request", "usage_request", "debug_request"):
+    for kind in ("kernel_info_request", "comm_info_request", "history_request", "usage_request"):
         await line.busy(kind, kind)
     await watched.has_heard_all()
     assert not watched.watch.busy
