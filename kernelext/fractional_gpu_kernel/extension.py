@@ -41,12 +41,13 @@ class LeasedKernel:
             self.gate,
             why_not=self._blockers.reason,
             waits_for_input=lambda: bool(self._inputs.waiting),
+            has_gui_loop=self._has_gui_loop,
         )
         watch = LoopWatch(
             self._on_main_loop,
             self.gate,
             self._acquirer,
-            is_held=lambda: self.gate.is_exempt or bool(self._inputs.waiting),
+            is_held=self._is_held,
             notice=self._notices.add,
         )
         self._channel = BrokerChannel(
@@ -134,10 +135,24 @@ class LeasedKernel:
         if self._limits.is_stale and not (self._limits.is_lowered and self.gate.is_running):
             self._limits.refresh()
 
+    def _is_held(self) -> bool:
+        """Return whether a cell holds the main loop, or is about to."""
+        return self.gate.is_busy or self.gate.is_exempt or bool(self._inputs.waiting)
+
+    def _has_gui_loop(self) -> bool:
+        """Return whether the main thread runs a GUI event loop (`%gui`) between cells: no callback of the main loop runs meanwhile."""
+        return getattr(getattr(self._shell, "kernel", None), "eventloop", None) is not None
+
     def _on_main_loop(self, callback: Any) -> bool:  # noqa: ANN401 - tornado's callbacks are untyped
-        """Hand a callback to the kernel's main loop; False where there is none (a terminal, or a kernel that has not started)."""
-        loop = getattr(getattr(self._shell, "kernel", None), "io_loop", None)
-        if loop is None:
+        """Hand a callback to the kernel's main loop; False if that does not run (a terminal, or a GUI event loop of an older ipykernel)."""
+        kernel: Any = getattr(self._shell, "kernel", None)
+        loop = getattr(kernel, "io_loop", None)
+        shell_channel: Any = getattr(kernel, "shell_channel_thread", None)
+        if loop is None or (self._has_gui_loop() and shell_channel is None):
             return False
         loop.add_callback(callback)
+        if self._has_gui_loop() and not self._is_held():
+            # A GUI event loop returns to the main loop when a shell message comes. ipykernel drops this one without a word. Not during a
+            # cell: if the cell fails, the message would let those behind it run.
+            shell_channel.io_loop.add_callback(kernel._post_dummy_stop_aborting_message, None)  # noqa: SLF001 - there is no public way
         return True

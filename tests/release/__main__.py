@@ -28,7 +28,10 @@ from typing import Final, NamedTuple
 
 from tests.support.paths import ROOT
 
-LEFT_OUT: Final = ("tests/kernelext/cells/test_msgspec.py",)  # has an environment of its own, which tests/run sets up
+LEFT_OUT: Final = (
+    "tests/kernelext/cells/test_msgspec.py",  # has an environment of its own, which tests/run sets up
+    "tests/kernelext/cells/test_gui_loops.py",  # ipykernel 6 has no way to wake such a loop: nothing is freed there
+)
 JUDGED: Final = ("tests/site/test_build.py", "tests/e2e/test_accessible_notebook.py", "tests/reports/test_page.py")
 CORE: Final = ("tests/config", "tests/ledger", "tests/client", "tests/commands", "tests/kernelext")
 _TEST_PACKAGES: Final = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis", "websocket-client")

@@ -510,9 +510,23 @@ class Notebook:
         """Send another kind of request on the shell channel, such as `complete_request`, and return its reply's content."""
         msg_id = uuid.uuid4().hex
         self._send("shell", kind, msg_id, content)
+        return self._reply(msg_id)
+
+    def _reply(self, msg_id: str) -> dict[str, Any]:
         (reply,) = [message for message in self.messages(msg_id) if message["header"]["msg_type"].endswith("_reply")]
         answer: dict[str, Any] = reply["content"]
         return answer
+
+    def debug(self, command: str, arguments: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Send a request of the debugger's protocol, as JupyterLab's debugger does, and return the reply."""
+        return self._reply(self.send_debug(command, arguments))
+
+    def send_debug(self, command: str, arguments: Mapping[str, Any] | None = None) -> str:
+        """Send such a request, and return its message id."""
+        msg_id = uuid.uuid4().hex
+        request = {"type": "request", "seq": 1, "command": command, "arguments": arguments or {}}
+        self._send("control", "debug_request", msg_id, request)
+        return msg_id
 
     def run(self, code: str) -> Reply:
         """Run a cell to its end, whatever that is."""

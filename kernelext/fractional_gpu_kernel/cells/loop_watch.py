@@ -6,7 +6,8 @@ no effect. Only the extension's threads run on.
 
 The broker's keep-alives, one every `PULSE_S` seconds while the kernel is suspended, drive the watch. At one of them it hands a callback to
 the main loop. If that has not run at the next one, and no cell holds the loop, the watch takes part in the kernel's ticket, as a waiting
-cell does, until the gate opens or the callback runs. A task that only computes for so long looks the same, and costs a resume.
+cell does, until the gate opens or the callback runs. A task that only computes for so long looks the same, and costs a resume; so does
+a dialog of a GUI event loop (`%gui`), which is otherwise woken for the callback.
 """
 
 import threading
@@ -26,8 +27,8 @@ BLOCKED = (
 class LoopWatch:
     """The watch of one kernel.
 
-    `schedule` hands a callback to the main loop, and returns whether there is one; `is_held` returns whether a cell without the GPU may
-    hold the loop; `notice` takes a sentence to show.
+    `schedule` hands a callback to the main loop, and returns whether that runs; `is_held` returns whether a cell may hold the loop;
+    `notice` takes a sentence to show.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class LoopWatch:
     def look(self) -> None:
         """Called now and then by one thread. Never blocks. Raises RuntimeError if there are no more threads."""
         notes, self._notes = self._notes, None
-        if not self._gate.is_shut_again or self._gate.is_busy or self._is_held():
+        if not self._gate.is_shut_again or self._is_held():
             return
         if notes is None or not notes.empty():
             notes = SimpleQueue()

@@ -102,8 +102,27 @@ class CellLine:
 
 def publish(shell: Any, view: View, *, display_id: str | None = None, update: bool = False) -> None:  # noqa: ANN401 - as above
     """Publish a view as this cell's output."""
-    transient = {"display_id": display_id} if display_id else {}
-    shell.display_pub.publish(data=view.bundle(), metadata={}, transient=transient, update=update)
+    publisher = shell.display_pub
+    hooked = hasattr(publisher, "register_hook")  # not in a terminal, nor beneath `%%capture`
+    if hooked:
+        publisher.register_hook(_as_no_result)  # for this thread
+    try:
+        transient = {"display_id": display_id} if display_id else {}
+        publisher.publish(data=view.bundle(), metadata={}, transient=transient, update=update)
+    finally:
+        if hooked:
+            publisher.unregister_hook(_as_no_result)
+
+
+def _as_no_result(message: dict[str, Any]) -> dict[str, Any]:
+    """Let the message belong to its cell by the request's id only.
+
+    JupyterLab's debugger inspects all variables at each message about an `execute_request`. That could use the GPU, which an idle kernel
+    may just have left.
+    """
+    if parent := message["parent_header"]:
+        message["parent_header"] = {**parent, "msg_type": "display_data"}
+    return message
 
 
 def rendered(error: BaseException) -> BaseException:

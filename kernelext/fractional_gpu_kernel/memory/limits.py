@@ -510,8 +510,9 @@ class RunningCells(Protocol):
 class Shrinker:
     """Runs `free_caches` on the main loop, or answers why not.
 
-    `schedule` hands a callback to the main loop and returns whether there is one. `why_not`, called on the main loop, returns why the
-    process cannot be saved at all; the answer is then "managed". While a cell `waits_for_input`, nothing is freed, and a suspend may go on.
+    `schedule` hands a callback to the main loop and returns whether that runs. `why_not` returns why the process cannot be saved at all;
+    the answer is then "managed". Nothing is freed, and a suspend may go on, while a cell `waits_for_input`, and if the callback was late in
+    a kernel that `has_gui_loop`: there may be a dialog in it, and the kernel idles nevertheless.
     """
 
     def __init__(
@@ -522,9 +523,11 @@ class Shrinker:
         *,
         why_not: Callable[[], str] = str,
         waits_for_input: Callable[[], bool] = bool,
+        has_gui_loop: Callable[[], bool] = bool,
     ) -> None:
         self._why_not = why_not
         self._waits_for_input = waits_for_input
+        self._has_gui_loop = has_gui_loop
         self._schedule = schedule
         self._gate = gate
         self._time_limit_s = time_limit_s
@@ -534,18 +537,28 @@ class Shrinker:
         if self._gate.is_running:
             answer("busy", "a cell runs")
             return
-        if self._waits_for_input():  # this cell holds the main loop, so nothing else runs there
-            why_not = self._why_not()
-            answer("managed" if why_not else "done", why_not or "nothing freed: a cell waits for input")
-            return
-        late = f"the main loop was not free within {self._time_limit_s:g} s"
         once = _Once(answer)
-        timer = threading.Timer(self._time_limit_s, once, ("busy", late))
+        if self._waits_for_input():  # this cell holds the main loop, so nothing else runs there
+            self._leave(once, "a cell waits for input")
+            return
+        timer = threading.Timer(self._time_limit_s, self._give_up, (once,))
         timer.daemon = True
         timer.start()
         if not self._schedule(lambda: self._on_main_loop(once, timer)):
             timer.cancel()
-            once("done", "nothing freed: this kernel has no main loop")
+            self._leave(once, "the main loop of this kernel does not run")
+
+    def _give_up(self, once: "_Once") -> None:
+        late = f"the main loop was not free within {self._time_limit_s:g} s"
+        if self._has_gui_loop():
+            self._leave(once, late)
+        else:
+            once("busy", late)
+
+    def _leave(self, once: "_Once", why: str) -> None:
+        """Answer that nothing was freed, and why."""
+        why_not = self._why_not()
+        once("managed" if why_not else "done", why_not or f"nothing freed: {why}")
 
     def _on_main_loop(self, once: "_Once", timer: threading.Timer) -> None:
         if once.is_spent:

@@ -67,7 +67,7 @@ async def test_an_answer_that_a_late_subscription_missed_is_asked_for_again(
 
 async def test_what_only_a_person_at_work_sends_is_a_sign_and_no_cell(line: KernelLine, watched: Watched) -> None:
     await watched.settle()
-    for kind in ("complete_request", "inspect_request", "comm_msg", "comm_open", "execute_request"):
+    for kind in ("complete_request", "inspect_request", "debug_request", "comm_msg", "comm_open", "execute_request"):
         request = await line.busy(kind, kind)
         await watched.until(lambda: watched.watch.executing)
         assert watched.watch.runs_cell == (kind == "execute_request")
@@ -135,7 +135,7 @@ async def test_what_may_run_code_or_touch_a_tensor_is_use(line: KernelLine, watc
 async def test_questions_about_the_kernel_are_no_use(line: KernelLine, watched: Watched) -> None:
     await watched.settle()
     before = watched.changes
-    for kind in ("kernel_info_request", "comm_info_request", "history_request", "usage_request", "debug_request"):
+    for kind in ("kernel_info_request", "comm_info_request", "history_request", "usage_request"):
         await line.busy(kind, kind)
     await watched.has_heard_all()
     assert not watched.watch.busy

@@ -35,6 +35,16 @@ def test_a_cell_waits_is_granted_and_runs_with_the_device_bound(kernel: RunningK
     assert outcome.kinds.index("clear_output") < outcome.kinds.index("stream"), "the line is gone before the output"
 
 
+def test_what_is_shown_below_a_cell_is_no_result_of_it_to_a_debugger(
+    kernel: RunningKernel, broker: ScriptedBroker
+) -> None:
+    broker.grant_at_once = True
+    for code in ("%gpu suspend", "display('a result')"):
+        outcome = kernel.run(code)
+        kinds = [one["parent_header"]["msg_type"] for one in outcome.published if one["msg_type"] == "display_data"]
+        assert kinds == ["display_data" if code.startswith("%gpu") else "execute_request"]
+
+
 def test_a_grant_at_once_shows_nothing(kernel: RunningKernel, broker: ScriptedBroker) -> None:
     broker.grant_at_once = True
     outcome = kernel.run("1 + 1")

@@ -86,6 +86,19 @@ def test_a_loop_that_is_not_free_in_time_is_busy_and_nothing_is_done_later(
     assert answers.words == ["busy"]
 
 
+@pytest.mark.parametrize(("why_not", "word"), [("", "done"), ("it uses managed memory", "managed")])
+def test_a_gui_event_loop_that_runs_no_callback_is_no_reason_to_stay(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch, why_not: str, word: str
+) -> None:
+    monkeypatch.setattr("fractional_gpu_kernel.memory.limits.free_caches", lambda: pytest.fail("too late"))
+    loop, answers = Loop(), Answers()
+    shrinker = Shrinker(loop.schedule, gate, 0.01, why_not=lambda: why_not, has_gui_loop=lambda: True)
+    shrinker.shrink(answers)
+    assert answers.came.wait(60)
+    loop.callbacks.pop()()
+    assert answers.words == [word]
+
+
 def test_a_kernel_without_a_main_loop_has_nothing_to_free(gate: Gate) -> None:
     answers = Answers()
     Shrinker(lambda _: False, gate).shrink(answers)

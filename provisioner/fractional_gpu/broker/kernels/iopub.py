@@ -38,7 +38,9 @@ from fractional_gpu.protocol.limits import COST_BYTE_S, COST_REQUEST_S
 
 log = logging.getLogger(__name__)
 
-USES = frozenset({"execute_request", "complete_request", "inspect_request", "comm_open", "comm_msg", "comm_close"})
+USES = frozenset(
+    {"execute_request", "complete_request", "inspect_request", "debug_request", "comm_open", "comm_msg", "comm_close"}
+)
 """Parent message types that may run the user's code or touch a tensor."""
 SIGNS = {
     "complete_request": Sign.COMPLETION,
@@ -163,7 +165,7 @@ class IOPubWatch:
 
     @property
     def runs_cell(self) -> bool:
-        """Whether a cell is being run, or may be: not only a completion, a tooltip or a widget's message."""
+        """Whether a cell is being run, or may be: not only a completion, a tooltip, or a message of a widget or debugger."""
         return not self._certain or not self._cells.isdisjoint(self._busy)
 
     def handles_other_than(self, requests: Collection[str]) -> bool:

@@ -25,7 +25,8 @@ from fractional_gpu.protocol.messages import AcquireRequest, LeaseNews, LeaseSta
 
 _QUEUE_PAUSE_S = 0.1
 _LONGEST_LOOK_S = 30.0  # a waiting cell learns what has changed with time alone
-_IDLE_PATIENCE_S = 10.0  # a requested suspend waits this long for the kernel to become idle
+_IDLE_PATIENCE_S = 10.0  # a requested suspend waits this long for the kernel to become idle, and to stay so
+_AGAIN_S = 0.3
 _UNWRITTEN = Progress(
     kind=ProgressKind.REFUSED, reason="ledger", sentence="the broker cannot write its ledger; its log says why"
 )
@@ -161,19 +162,25 @@ class Residency:
         view = view_of(self._broker, kernel)
         if view.state in (LeaseState.SUSPENDED, LeaseState.NO_CONTEXT):
             return full_lease_status(self._broker, kernel)
-        request = Request()
+        request, until_s = Request(), time.monotonic() + _IDLE_PATIENCE_S
         kernel.requests.suspend_waiters += 1  # an explicit request: only a running cell prevents it
         try:
-            if view.state is LeaseState.RESIDENT:
-                self._broker.sync_busy_state(kernel)
-                await self._until(kernel, lambda: not kernel.busy, _IDLE_PATIENCE_S)
-                if (
-                    view_of(self._broker, kernel).state is LeaseState.RESIDENT
-                ):  # it may have left the device in the meantime
-                    kernel.requests.suspends.append(request)
-                    self._broker.dispatch(SuspendRequested(at_ms=now_ms(), lease_id=kernel.lease_id, by=by))
-            # The suspend may have to wait for the swap channel: until then the lease is still resident, with the request pending.
-            await self._until(kernel, lambda: request.declined is not None or self._settled(kernel), None)
+            while True:
+                if view.state is LeaseState.RESIDENT:
+                    self._broker.sync_busy_state(kernel)
+                    await self._until(kernel, lambda: not kernel.busy, until_s - time.monotonic())
+                    if (
+                        view_of(self._broker, kernel).state is LeaseState.RESIDENT
+                    ):  # it may have left the device in the meantime
+                        if request not in kernel.requests.suspends:
+                            kernel.requests.suspends.append(request)
+                        self._broker.dispatch(SuspendRequested(at_ms=now_ms(), lease_id=kernel.lease_id, by=by))
+                # The suspend may have to wait for the swap channel: until then the lease is still resident, with the request pending.
+                await self._until(kernel, lambda: request.declined is not None or self._settled(kernel), None)
+                view = view_of(self._broker, kernel)
+                if request.declined is not None or view.reason != "suspend.aborted" or time.monotonic() >= until_s:
+                    break
+                await asyncio.sleep(_AGAIN_S)  # a message came meanwhile: a debugger asked for the variables, say
         finally:
             kernel.requests.suspend_waiters -= 1
             if request in kernel.requests.suspends:

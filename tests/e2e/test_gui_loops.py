@@ -1,0 +1,126 @@
+"""GUI event loops in kernels (`%gui`): such a kernel is suspended when it idles, and its loop goes on, before and after its resume."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.stories import CHECK, fill
+from tests.support.world import Notebook, Server, World, new_world, until
+
+COUNT = """
+def tick():
+    with open("ticks", "a") as file:
+        file.write(".")
+"""
+QT = """
+from PyQt5.QtCore import QTimer
+from PyQt5.QtWidgets import QLabel
+%gui qt
+window = QLabel("in a window")
+window.show()
+timer = QTimer(window)
+timer.timeout.connect(tick)
+timer.start(10)
+"""
+TK = """
+import tkinter
+window = tkinter.Tk()
+def tick_again():
+    tick()
+    window.after(10, tick_again)
+tick_again()
+%gui tk
+"""
+ASYNCIO = """
+import asyncio
+async def tick_on():
+    while True:
+        tick()
+        await asyncio.sleep(0.01)
+task = asyncio.create_task(tick_on())
+%gui asyncio
+"""
+REGISTERED = """
+import time
+from ipykernel.eventloops import get_shell_stream, register_integration
+@register_integration("polled")
+def poll(kernel):
+    stream = get_shell_stream(kernel)
+    while not stream.flush(limit=1):
+        tick()
+        time.sleep(0.01)
+%gui polled
+"""
+LOOPS = {"qt": QT, "tk": TK, "asyncio": ASYNCIO, "registered": REGISTERED}
+
+
+@pytest.fixture(scope="module")
+def display() -> Iterator[str]:
+    """An X server without a screen: Tk needs one."""
+    readable, writable = os.pipe()
+    with subprocess.Popen(
+        ["Xvfb", "-displayfd", str(writable), "-nolisten", "tcp"], pass_fds=[writable], stderr=subprocess.DEVNULL
+    ) as server:
+        os.close(writable)
+        with os.fdopen(readable) as number:
+            yield f":{number.readline().strip()}"
+        server.terminate()
+
+
+@pytest.fixture(scope="module")
+def desk(display: str) -> Iterator[Server]:
+    """A server whose kernels can open windows, and leave the GPU as soon as they idle."""
+    with new_world() as world:
+        world.environment |= {"DISPLAY": display, "QT_QPA_PLATFORM": "offscreen", "XDG_RUNTIME_DIR": str(world.folder)}
+        world.configure("c.GPUBroker.pools = {'default': {'idle_after': 0, 'min_residency': 0}}")
+        with Server(world) as server:
+            yield server
+
+
+def await_ticks(world: World) -> None:
+    """Wait until the loop has gone on. No message does that: it would wake the loop."""
+    ticks = world.notebooks / "ticks"
+    before = ticks.stat().st_size
+    until(lambda: ticks.stat().st_size > before, "the loop goes on")
+
+
+def await_suspend(world: World, notebook: Notebook, number: int) -> None:
+    until(lambda: world.lease(notebook.kernel_id).suspends >= number, f"suspend {number} of the kernel with a GUI")
+    world.await_state(notebook.kernel_id, "suspended")
+
+
+@pytest.mark.parametrize("loop", list(LOOPS))
+def test_an_idle_kernel_with_a_gui_event_loop_is_suspended_and_its_loop_runs_after_the_resume(
+    desk: Server, loop: str
+) -> None:
+    world = desk.world
+    (name,) = world.install(250)
+    notebook = desk.start(name)
+    notebook.must(fill(1))
+    await_suspend(world, notebook, 1)
+    notebook.must(COUNT + LOOPS[loop])
+    await_suspend(world, notebook, 2)
+    await_ticks(world)
+    assert world.lease(notebook.kernel_id).suspends == 2
+    assert notebook.must(CHECK).text == "intact\n"
+    await_ticks(world)
+    await_suspend(world, notebook, 3)
+    notebook.shut_down()
+
+
+def test_a_kernel_with_a_gui_event_loop_is_suspended_when_it_is_asked_to_and_makes_room(
+    world: World, server: Server
+) -> None:
+    (name,) = world.install(750)
+    first, second = server.start(name), server.start(name)
+    first.must(fill(1) + COUNT + REGISTERED)
+    asked = first.send("%gpu suspend")
+    while "Suspended" not in str(first.await_message("update_display_data", asked)):
+        pass
+    assert world.lease(first.kernel_id).state == "suspended"
+    assert first.must(CHECK).text == "intact\n"
+    second.must(fill(2))
+    world.await_state(first.kernel_id, "suspended")
+    assert first.must(CHECK).text == "intact\n"
