@@ -8,7 +8,7 @@ There are two ways to a GPU, each with a class of its own on top of this one:
 
 Rules:
 
-- What users send (`user_options`) is checked here for its form, and by `gpu_take` for what they may have.
+- What users send of ours (`user_options`) is checked here for its form, and by `gpu_take` for what they may have.
 - No GPU is visible to the server's processes but through a lease: `CUDA_VISIBLE_DEVICES` is empty until a kernel has one.
 """
 
@@ -109,11 +109,8 @@ class GPUChoiceMixin(_Spawner):
 
     def gpu_choice(self, options: object) -> Choice:
         """Return what was chosen. Raises the error that stops the spawn, and logs the user and the reason."""
-        # With a form or a hook of its own, the spawner below has options of its own, which are not checked here.
-        hook = getattr(self, "apply_user_options", None)  # new in JupyterHub 5.3
-        has_others = bool(self.options_form) or hook not in {None, check_options}
         try:
-            choice = parse_options(options, others=None if has_others else ())
+            choice = parse_options(options)
         except OptionsError as error:
             self.log.warning("User options of %s were refused: %s", self._log_name, error)
             raise spawn_error(str(error), reason="gpu-options") from None
@@ -130,7 +127,7 @@ class GPUChoiceMixin(_Spawner):
         last = self.orm_spawner.user_options if self.orm_spawner is not None else None
         chosen, without = None, False
         with contextlib.suppress(OptionsError):
-            choice = parse_options(last or {}, others=None)
+            choice = parse_options(last or {})
             without = choice.without
             if choice.pool is not None and choice.fraction_milli is not None:
                 chosen = (choice.pool, choice.fraction_milli)

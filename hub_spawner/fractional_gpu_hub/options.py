@@ -1,14 +1,15 @@
 """The choice of a GPU when a server is started: the spawn page's form, and the options that come back from it or from the REST API.
 
-Options are never trusted. `user_options` may hold `pool`, `fraction` (1/4, 0.25 or 250m; `none`: a server without a GPU) and `memory`
-(20GiB); what is missing has its default. The form sends one field, `gpu`, with `POOL/THOUSANDTHS` or `none`.
+Options are never trusted. Ours among `user_options` are `pool`, `fraction` (1/4, 0.25 or 250m; `none`: a server without a GPU) and `memory`
+(20GiB); what is missing has its default. All others belong to other code, and stay as they are. The form sends one field, `gpu`, with
+`POOL/THOUSANDTHS` or `none`.
 
 The form is plain HTML, one group of radio buttons. It needs no script, and neither colour nor position carries meaning: each pool is a
 fieldset with a legend, each choice a radio button with its own label and a description of what to expect of it, for keyboards and screen
 readers, too.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -44,13 +45,10 @@ class Choice:
     memory_mib: int | None = None
 
 
-def parse_options(options: object, *, others: Collection[str] | None = ()) -> Choice:
-    """Return what was chosen. `others` are keys of other code; None: any key may be there. Raises OptionsError."""
+def parse_options(options: object) -> Choice:
+    """Return what was chosen. Raises OptionsError."""
     if not isinstance(options, Mapping):
         raise OptionsError(f"the options are {_shown(options)}; allowed: an object with {', '.join(KEYS)}")
-    for key in options:
-        if key not in KEYS and others is not None and key not in others:
-            raise OptionsError(f"unknown option {_shown(key)}; allowed: {', '.join(KEYS)}")
     pool, fraction, memory = (options.get(key) for key in KEYS)
     without = fraction == WITHOUT
     if without and (pool is not None or memory is not None):

@@ -1,18 +1,22 @@
-"""Run the public test suites of other Jupyter projects with our provisioner and with the local one, and compare them test by test.
+"""Run the public test suites of other Jupyter projects with our provisioner or spawner and without, and compare them test by test.
 
     python tests/e2e/strangers.py [--keep] [NAME ...]
 
 `strangers.toml`, beside this file, pins the projects and lists every test that is known to differ, with the reason. For each project this
 script downloads the pinned source distribution into a temporary folder, makes a virtual environment with the project and what its tests
 need, and runs the suite twice: with the local provisioner before this project is installed there, then with this project as the default
-provisioner (`JUPYTER_DEFAULT_PROVISIONER_NAME`) on a simulated device. The files of tests that differ and are not listed run again,
-`AGAIN` times under both: a test whose outcomes overlap is unsteady by itself, and is printed as such. Prints a table, and exits with 1 if
-a test that is not listed differs, a listed one no longer differs, or a suite does not run to its end. `--keep` leaves the folder with
-every log and report. Needs a network for pip, and about half an hour for all projects on an idle machine with two processors.
+provisioner (`JUPYTER_DEFAULT_PROVISIONER_NAME`) on a simulated device. A suite about spawners has a plugin for pytest beside this file,
+which puts ours into the second run. Where no distribution has the tests, the release is cloned with Git (`repository`); Git's own setting
+`url.<base>.insteadOf` names a copy of it on a machine that the site is out of reach of. The files of tests that differ and are not listed
+run again, `AGAIN` times under both: a test whose outcomes overlap is unsteady by itself, and is printed as such. Prints a table, and
+exits with 1 if a test that is not listed differs, a listed one no longer differs, or a suite does not run to its end. `--keep` leaves the
+folder with every log and report. Needs a network for pip, configurable-http-proxy for JupyterHub's tests, and about an hour for all
+projects on an idle machine with two processors.
 """
 
 import argparse
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -50,7 +54,11 @@ class SuiteError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Project:
-    """One entry of the pins. `known` maps the names of tests that differ to the reason."""
+    """One entry of the pins. `known` maps the names of tests that differ to the reason.
+
+    `plugin`: the module beside this file that puts our spawner into the suite; `repository`: what is cloned, for lack of a source
+    distribution with tests.
+    """
 
     name: str
     version: str
@@ -58,6 +66,8 @@ class Project:
     requires: Sequence[str] = ()
     arguments: Sequence[str] = ()
     paths: Sequence[str] = ()
+    plugin: str = ""
+    repository: str = ""
     suite_s: int = 1200
     known: Mapping[str, str] = field(default_factory=dict)
 
@@ -131,15 +141,23 @@ class Suite:
         """Download the sources and install the project. Raises SuiteError."""
         name, version = self._project.name, self._project.version
         venv.create(self.folder / "venv", with_pip=True)
-        self._pip(
-            "download", "--no-deps", "--no-binary", name, "--dest", str(self.folder / "sdist"), f"{name}=={version}"
-        )
-        (archive,) = (self.folder / "sdist").iterdir()
-        unpack(archive, self.folder)
-        self._sources = self.folder / archive.name.removesuffix(".tar.gz")
+        if self._project.repository:
+            self._sources = self.folder / "sources"
+            clone = ("git", "clone", "--quiet", "--depth=1", f"--branch=v{version}", self._project.repository)
+            self._call(*clone, str(self._sources))
+        else:
+            self._pip(
+                "download", "--no-deps", "--no-binary", name, "--dest", str(self.folder / "sdist"), f"{name}=={version}"
+            )
+            (archive,) = (self.folder / "sdist").iterdir()
+            unpack(archive, self.folder)
+            self._sources = self.folder / archive.name.removesuffix(".tar.gz")
         extras = f"[{self._project.extras}]" if self._project.extras else ""
         self._pip("install", f"{name}{extras}=={version}", "pytest", "pytest-timeout", *self._project.requires)
-        if not (self.folder / "venv/share/jupyter/kernels/python3/kernel.json").exists():
+        if self._project.plugin:
+            (self.folder / "plugin").mkdir()
+            shutil.copy(PINS.with_name(f"{self._project.plugin}.py"), self.folder / "plugin")
+        elif not (self.folder / "venv/share/jupyter/kernels/python3/kernel.json").exists():
             # Our wheel would bring ipykernel along, and tests that start kernels would fail with the local provisioner only.
             raise SuiteError(f"no kernelspec python3 without our wheel: add ipykernel to `requires` in {PINS.name}")
 
@@ -169,6 +187,7 @@ class Suite:
             *("nice", str(self._python), "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}"),
             *(f"--timeout={TEST_S}", "--timeout-method=signal", "-o", "junit_family=xunit1", "-q"),
             *self._project.arguments,
+            *(("-p", self._project.plugin) if self._project.plugin and provisioner == _OURS else ()),
         ]
         command += sorted({_file_of(test, self._sources) for test in again}) if again else self._project.paths
         print(f"  {self._project.name}: {provisioner}{f', {len(again)} tests again' if again else ''}", flush=True)
@@ -212,6 +231,8 @@ class Suite:
             if not name.startswith(("JUPYTER", "IPYTHON", "JPY_", "PYTEST", "PYTHON", "XDG_", "VIRTUAL_ENV"))
         }
         ours = {"JUPYTER_GPU_SIMULATE": "1x80GiB", "JUPYTER_GPU_SOCKET": str(run / "broker" / "broker.sock")}
+        if self._project.plugin:
+            ours["PYTHONPATH"] = str(self.folder / "plugin")
         return {
             **kept,
             **(ours if provisioner == _OURS else {}),
@@ -223,11 +244,13 @@ class Suite:
         }
 
     def _pip(self, *arguments: str) -> None:
-        log = self.folder / "pip.log"
+        self._call(str(self._python), "-m", "pip", "--disable-pip-version-check", *arguments)
+
+    def _call(self, *command: str) -> None:
+        log = self.folder / "prepare.log"
         with log.open("ab") as output:
-            command = ["nice", str(self._python), "-m", "pip", "--disable-pip-version-check", *arguments]
-            if subprocess.run(command, stdout=output, stderr=output, check=False).returncode:
-                raise SuiteError(f"pip {arguments[0]} failed: {log}")
+            if subprocess.run(["nice", *command], stdout=output, stderr=output, check=False).returncode:
+                raise SuiteError(f"{shlex.join(command)} failed: {log}")
 
 
 def unpack(archive: Path, folder: Path) -> None:

@@ -3,7 +3,7 @@
 import tarfile
 from pathlib import Path
 
-from tests.e2e.strangers import Comparison, differing, outcomes, read_pins, settle, unpack
+from tests.e2e.strangers import PINS, Comparison, differing, outcomes, read_pins, settle, unpack
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.test_a" name="test_passes"/>
@@ -56,3 +56,4 @@ def test_every_pinned_project_can_be_read_and_every_difference_has_a_reason() ->
     assert len(projects) >= 6
     assert all(project.version for project in projects.values())
     assert all(reason.strip() for project in projects.values() for reason in project.known.values())
+    assert all(PINS.with_name(f"{one.plugin}.py").exists() for one in projects.values() if one.plugin)
