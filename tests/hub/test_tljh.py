@@ -178,6 +178,8 @@ def test_its_spawner_is_tljhs_with_seats() -> None:
 def test_a_real_hub_runs_with_its_configuration(stand_in: Path) -> None:
     with new_world("1x256MiB") as world:
         world.install(500)
+        for folder in (world.folder, Path(world.socket).parent):
+            folder.chmod(0o755)  # its users reach the socket
         world.environment["PYTHONPATH"] = f"{stand_in}:{world.environment['PYTHONPATH']}"
         before = (
             "import os\nfrom jupyterhub.spawner import SimpleLocalProcessSpawner\n"
