@@ -170,28 +170,28 @@ def _check_system(path: str, given: Sequence[str]) -> None:
         get_logger().warning(note)
 
 
+def _check_socket(path: str, *, everyone: bool) -> None:
+    """Raise ConfigError or BrokerUnavailableError for a socket on which this hub's broker cannot serve."""
+    if len(os.fsencode(path)) > _LONGEST_PATH:
+        raise ConfigError(f"longer than {_LONGEST_PATH} bytes; pass a shorter path as socket")
+    if path == SYSTEM_SOCKET and not _is_root():
+        raise ConfigError("only a hub that runs as root can serve there; leave socket out")
+    if everyone:
+        check_reachable(path)
+
+
 def _add_service(
     c: Config, path: str, given: dict[str, Any], *, config_file: str | None, simulate: str | None, everyone: bool
 ) -> None:
     """Add the broker to the hub's managed services. `everyone`: its servers run as other users."""
-    root = _is_root()
-    if len(os.fsencode(path)) > _LONGEST_PATH:
-        raise ConfigError(
-            f"{_WHERE}: socket = {path!r}: longer than {_LONGEST_PATH} bytes; pass a shorter path as socket"
-        )
-    if everyone:
-        try:
-            check_reachable(path)
-        except FractionalGPUError as error:
-            raise ConfigError(f"{_WHERE}: socket = {path!r}: {error}") from None
+    try:
+        _check_socket(path, everyone=everyone)
+    except (ConfigError, FractionalGPUError) as error:
+        raise ConfigError(f"{_WHERE}: socket = {path!r}: {error}") from None
     given.setdefault("seats_required", True)
     given.setdefault("idle_exit", "never")
-    if root and path == SYSTEM_SOCKET:
+    if path == SYSTEM_SOCKET:
         given.setdefault("state_dir", str(SERVICE_STATE))
-    elif path == SYSTEM_SOCKET:
-        raise ConfigError(
-            f"{_WHERE}: socket = {path!r}: only a hub that runs as root can serve there; leave socket out"
-        )
     else:
         folder = Path(jupyter_data_dir()) / "gpu-hub"
         if not is_network(folder):  # else the broker's own choice, which is on a local disk
