@@ -1,7 +1,7 @@
 """One call in `jupyterhub_config.py` sets a hub up: pools, the broker as a managed service, the spawner.
 
     from fractional_gpu_hub import configure
-    configure(c, spawner="fractional-gpu-local", pools={"default": {"fractions": ["1/4", "1/2"], "oversubscription": 6}})
+    configure(c, spawner="fractional-gpu-local", pools={"default": {"fractions": ["1/4", "1/2"], "wait_bound": "10%"}})
 
 Everything is checked here, while the hub reads its configuration: what is wrong stops the hub at its start, with the key, the value
 and the allowed form. A hub that runs as root serves every user of the machine on `/run/jupyter-gpu/broker.sock` and keeps its ledger
@@ -167,7 +167,7 @@ def _check_system(path: str, given: Sequence[str]) -> None:
     except FractionalGPUError as error:
         raise ConfigError(f"{_WHERE}: the system's GPU broker on {path} cannot be used: {error}") from error
     for note in notes:  # a broker that the hub runs logs them itself
-        get_logger().warning(note)
+        get_logger().info(note)
 
 
 def _check_socket(path: str, *, everyone: bool) -> None:

@@ -44,8 +44,9 @@ def test_one_pool_alone(pools: OwnBroker, tmp_path: Path, capsys: pytest.Capture
     assert pools.routes().count("status") == 2
 
 
+@pytest.mark.usefixtures("pools")
 def test_kernels_that_no_pool_offers_any_more_are_removed(
-    pools: OwnBroker, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "user"))

@@ -737,37 +737,47 @@ def test_seats_are_packed_by_use_until_cells_would_wait_too_long() -> None:
         assert take(live, owner="light").kind == ProgressKind.GRANTED
 
 
+_FORECAST = "; with more, over {} % of the cells would wait longer than 30 s (wait_bound, wait_target), if users compute {} % of the time"
+
+
 @pytest.mark.parametrize(
-    ("terms", "said"),
+    ("terms", "fractions", "fit", "limit"),
     [
+        ({"oversubscription": 2}, ["1/4", "1/2"], "7 of 1/4 GPU, or 2 of 1/2 GPU", _FORECAST.format(5, 25.7)),
+        ({"wait_bound": "10%"}, ["1/4", "1/2"], "8 of 1/4 GPU, or 3 of 1/2 GPU", _FORECAST.format(10, 25.7)),
         (
-            {},
-            "a seat of 1 GPU never shares a device, not even with one of 1/8: 22.5 % of their cells would wait longer than 30 s",
+            {"expected_use": "10%", "oversubscription": 4},
+            ["1/4", "1/2"],
+            "16 of 1/4 GPU (oversubscription), or 5 of 1/2 GPU",
+            _FORECAST.format(5, 10),
         ),
-        ({"fractions": ["1"]}, "a seat of 1 GPU never shares a device, not even with one of 1: "),
-        ({"wait_bound": "25%"}, ""),
-        ({"expected_use": "3%"}, ""),
-        ({"wait_target": "10m"}, ""),
-        ({"fractions": ["1/8", "1/2", "3/4"]}, ""),
-        ({"oversubscription": 1}, ""),
+        ({"oversubscription": 1}, ["1"], "1 of 1 GPU (oversubscription)", ""),
+        ({"wait_bound": "100%"}, ["1/2"], "32 of 1/2 GPU or more", ""),
     ],
 )
-def test_a_pool_whose_largest_fraction_never_shares_says_so(
-    caplog: pytest.LogCaptureFixture, terms: dict[str, Any], said: str
+def test_a_pool_says_at_the_start_how_many_seats_fit_and_what_limits_them(
+    caplog: pytest.LogCaptureFixture, terms: dict[str, Any], fractions: list[str], fit: str, limit: str
 ) -> None:
-    with live_broker(seats_required=True, pools={"default": terms}) as live, client_of(live) as client:
+    caplog.set_level(logging.INFO)
+    with (
+        live_broker(seats_required=True, pools={"default": {**terms, "fractions": fractions}}) as live,
+        client_of(live) as client,
+    ):
 
         async def recover() -> None:
             live.service.seats.recover(live.disk)
 
         live.on_loop(recover)  # as a broker does at its start
-        logged = [line for line in caplog.messages if line.startswith("pool 'default': ")]
+        said = f"pool 'default': with these terms about so many seats fit: {fit}{limit}"
         (pool,) = client.pools().pools
-        assert (logged or [""]) == [pool.note]
-        assert said in pool.note
-        assert bool(said) == bool(pool.note)
-        if said:
-            assert client.change_pool("default", {"wait_bound": "100%"}).note == ""
+        assert pool.note.removesuffix(" (expected_use)") == said
+        assert pool.note in caplog.messages
+        if fractions == ["1/4", "1/2"] and "wait_bound" in terms:
+            for number in range(3):
+                assert take(live, owner=f"u{number}", fraction_milli=500).kind == ProgressKind.GRANTED
+            fourth = take(live, owner="u3", fraction_milli=500, wait_ms=0)
+            assert "10 % are allowed" in fourth.sentence, "it is what the forecast says of a real request"
+            assert "about so many seats fit: 7 of" in client.change_pool("default", {"wait_bound": "5%"}).note
 
 
 def test_seats_outlive_the_broker() -> None:

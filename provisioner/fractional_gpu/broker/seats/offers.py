@@ -43,7 +43,6 @@ from fractional_gpu.protocol.seats import FractionOffer, OfferRequest, Offers, P
 
 HISTORY_DAYS = 28
 LAST_SEATS = 200  # of each pool, from which the wait for a place is worked out
-_NEVER_SHARED = 1000  # oversubscription: what there is, once
 ANY_FRACTIONS = (125, 250, 500, 750, 1000)  # what a page offers of a pool that gives any
 
 
@@ -153,32 +152,6 @@ class PoolForecasts:
         full = self.full(request, pool, hub, memory_mib, [])
         if isinstance(full, PoolFull):
             raise NoRoomError(f"{full.sentence}; that is more than the empty pool can give", reason="too-large")
-
-    def unshared(self, pool: PoolSpec) -> str:
-        """Return a sentence if seats of the pool's largest fraction never share a device with any other seat; empty: they can.
-
-        It assumes users with the prior's habits. A pool without oversubscription is not meant to share: no sentence.
-        """
-        hub, devices = self.hub(pool.name), self.usable_devices(pool)
-        if not devices or (pool.oversubscription_milli or _NEVER_SHARED + 1) <= _NEVER_SHARED:
-            return ""
-        fractions = pool.fractions_milli or ANY_FRACTIONS
-        largest, smallest = (
-            self.load("", pool, self.memory_mib(pool, milli, None)) for milli in (max(fractions), min(fractions))
-        )
-        beside = [replace(empty, loads=(smallest,), kind="") for empty in self.places(pool, devices, [])]
-        device_id, chance = choose_device(
-            largest, beside, target_ms=hub.wait_target_ms, bound_milli=hub.wait_bound_milli
-        )
-        if device_id is not None:
-            return ""
-        return (
-            f"pool {pool.name!r}: a seat of {format_fraction(max(fractions))} GPU never shares a device, not even with one of "
-            f"{format_fraction(min(fractions))}: {percent(-(-chance // 1000))} of their cells would wait longer than "
-            f"{format_duration(hub.wait_target_ms)} (wait_target), and {percent(hub.wait_bound_milli)} may (wait_bound), if users compute "
-            f"{percent(hub.expected_use_milli)} of the time (expected_use). Such a seat has a device to itself for as long as its server "
-            "runs; to let it share, raise wait_bound or wait_target, or leave that fraction out of fractions"
-        )
 
     def load(self, owner: str, pool: PoolSpec, memory_mib: int) -> SeatLoad:
         """Return the load that a seat of this user with so much memory is expected to be for its device."""
