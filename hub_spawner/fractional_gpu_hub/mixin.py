@@ -159,10 +159,12 @@ class FractionalGPUMixin(GPUChoiceMixin):
                         self._gpu_keep(request, line)
                         self._gpu_progress.add(70, f"Your server has {wanted}")
                         return
+                    told = _waiting(line)
                     if not waited:
-                        self.log.info("%s waits for %s: %s", self._log_name, wanted, _waiting(line))
+                        told = f"{told} {await self._gpu_hint()}".rstrip()
+                        self.log.info("%s waits for %s: %s", self._log_name, wanted, told)
                         waited = True
-                    self._gpu_progress.add(min(60, 10 + self._gpu_progress.count), _waiting(line))
+                    self._gpu_progress.add(min(60, 10 + self._gpu_progress.count), told)
         except FractionalGPUError as error:
             self.log.warning("%s got no seat: %s", self._log_name, error)
             raise spawn_error_of(error) from error

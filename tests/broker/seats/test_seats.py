@@ -309,6 +309,16 @@ def test_the_wait_for_a_seat_is_forecast_with_bounds_and_compared_with_what_happ
         assert seats.forecasts.expected("default", 1, 1) != seats.forecasts.worked_out("default", 1, 1), "that widens"
 
 
+def test_the_wait_for_a_seat_is_forecast_before_any_has_ended() -> None:
+    with live_broker(pools={"default": {"oversubscription": 1, "wait_bound": "100%"}}) as live, client_of(live) as hub:
+        take(live, fraction_milli=500)
+        take(live, owner="carol", fraction_milli=500)
+        with waiting_for(live, "bob", 1000):
+            (wait,) = hub.status().seat_queue
+            minutes = [ms // 60_000 for ms in (wait.low_ms or 0, wait.expected_ms or 0, wait.high_ms or 0)]
+            assert minutes == [15, 105, 240], "half of a short look, of an afternoon, of a working day"
+
+
 def test_the_wait_for_a_seat_is_forecast_from_the_seats_that_ended_under_this_broker_too() -> None:
     with live_broker(pools={"default": {"oversubscription": 1, "wait_bound": "100%"}}) as live, client_of(live) as hub:
         hub.release_seat(take(live, fraction_milli=1000).seat_id)

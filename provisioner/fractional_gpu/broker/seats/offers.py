@@ -43,6 +43,11 @@ from fractional_gpu.protocol.seats import FractionOffer, OfferRequest, Offers, P
 
 HISTORY_DAYS = 28
 LAST_SEATS = 200  # of each pool, from which the wait for a place is worked out
+_FIRST_SEATS_MS = (
+    30 * 60_000,
+    2 * 3_600_000,
+    8 * 3_600_000,
+)  # assumed until one has ended: a short look, an afternoon, a working day
 ANY_FRACTIONS = (125, 250, 500, 750, 1000)  # what a page offers of a pool that gives any
 
 
@@ -201,8 +206,8 @@ class PoolForecasts:
 
     def worked_out(self, pool: str, position: int, seats: int) -> Span | None:
         """Return what that wait would be if so many seats had to end at the pace of the last ones, or of the shorter or longer ones."""
-        lasted = sorted(self.lasted_ms.get(pool) or ())
-        if not lasted or not seats:
+        lasted = sorted(self.lasted_ms.get(pool) or _FIRST_SEATS_MS)
+        if not seats:
             return None
         tenth = len(lasted) // 10
         paces = (sum(lasted) // len(lasted), lasted[tenth], lasted[-1 - tenth])
