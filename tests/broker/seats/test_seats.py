@@ -31,7 +31,7 @@ from fractional_gpu.ledger import UsageRecord
 from fractional_gpu.ledger.records import LedgerError, SeatRecord
 from fractional_gpu.protocol.codec import decode_reply
 from fractional_gpu.protocol.errors import BadRequestError, InternalBrokerError, NotFoundError
-from fractional_gpu.protocol.messages import HostChange, HostStatus, LeaseRequest, ProgressKind
+from fractional_gpu.protocol.messages import DrainRequest, HostChange, HostStatus, LeaseRequest, ProgressKind
 from fractional_gpu.protocol.seats import OfferRequest, SeatProgress, SeatRequest
 from tests.broker.live import BECOME_NOBODY, DEADLINE_S, LiveBroker, live_broker
 
@@ -702,7 +702,7 @@ def test_offers_say_what_is_free_what_it_costs_and_what_to_expect(live: LiveBrok
     quarter = pool.fractions[1]
     assert (quarter.fraction_milli, quarter.memory_mib, quarter.price) == (250, 256, "0.20 EUR per hour")
     assert quarter.free
-    assert quarter.sentence == "free now; about 100 % of the cells start at once"
+    assert quarter.sentence == "free now"
 
 
 def test_offers_leave_out_the_pools_of_others_and_say_why_one_is_closed() -> None:
@@ -788,6 +788,26 @@ def test_a_pool_says_at_the_start_how_many_seats_fit_and_what_limits_them(
             fourth = take(live, owner="u3", fraction_milli=500, wait_ms=0)
             assert "10 % are allowed" in fourth.sentence, "it is what the forecast says of a real request"
             assert "about so many seats fit: 7 of" in client.change_pool("default", {"wait_bound": "5%"}).note
+
+
+def test_an_offer_says_how_many_cells_start_at_once_only_if_some_do_not() -> None:
+    with live_broker(seats_required=True, pools={"default": {"wait_bound": "100%"}}) as live, client_of(live) as client:
+        (offer,) = client.offers(OfferRequest(owner="ada")).pools
+        assert {one.sentence for one in offer.fractions} == {"free now"}
+        take(live, owner="bob", fraction_milli=750)
+        (offer,) = client.offers(OfferRequest(owner="ada")).pools
+        sentences = {one.fraction_milli: one.sentence for one in offer.fractions}
+        assert sentences[250] == "free now"
+        assert sentences[500].startswith("free now; about ")
+        assert sentences[500].endswith(" % of the cells start at once")
+
+
+def test_an_offer_says_that_a_gpu_is_being_emptied() -> None:
+    with live_broker(seats_required=True) as live, client_of(live) as client:
+        client.drain(client.status().devices[0].device_id, DrainRequest())
+        (offer,) = client.offers(OfferRequest(owner="ada")).pools
+        assert offer.why_not == "pool 'default' has no device now: its GPU is being emptied; ask your administrator"
+        assert take(live).sentence == offer.why_not
 
 
 def test_seats_outlive_the_broker() -> None:

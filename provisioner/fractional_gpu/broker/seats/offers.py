@@ -113,7 +113,9 @@ class PoolForecasts:
         """Return the memory cap of a seat of this size, MiB. Raises NoRoomError if no device (of the `allowed` ones) has so much."""
         sizes = [device.leasable_mib for device in self.usable_devices(pool, allowed)]
         if not sizes:
-            raise NoRoomError(f"pool {pool.name!r} has no device now; ask your administrator", reason="no-device")
+            emptied = [one for one in self._broker.arbiter.devices() if one.device_id in pool.devices and one.draining]
+            why = {0: "", 1: ": its GPU is being emptied"}.get(len(emptied), ": its GPUs are being emptied")
+            raise NoRoomError(f"pool {pool.name!r} has no device now{why}; ask your administrator", reason="no-device")
         mib = max(1, min(sizes) * fraction_milli // 1000) if asked_mib is None else asked_mib
         if not 1 <= mib <= max(sizes):
             raise NoRoomError(
@@ -345,7 +347,8 @@ def _expectation(offer: FractionOffer, hub: HubPool) -> str:
     if offer.why_not:
         return offer.why_not
     if offer.free:
-        return f"free now; about {percent(offer.at_once_milli)} of the cells start at once"
+        some = offer.at_once_milli < 1000
+        return "free now" + (f"; about {percent(offer.at_once_milli)} of the cells start at once" if some else "")
     if not hub.waits_when_full:
         return "full now"
     if offer.expected_ms is None:
