@@ -26,7 +26,7 @@ from fractional_gpu.protocol.errors import (
     InternalBrokerError,
     TooManyRequestsError,
 )
-from fractional_gpu.protocol.seats import SeatRequest
+from fractional_gpu.protocol.seats import SeatProgress, SeatRequest
 from fractional_gpu_hub.mixin import FractionalGPUMixin
 from tests.broker.live import LiveBroker, live_broker
 
@@ -423,11 +423,22 @@ async def test_a_full_pool_says_how_long_and_what_is_free_and_every_viewer_hears
     assert [event["message"] for event in early] == [event["message"] for event in late]
     assert early[0]["message"] == "Asking for 1/2 GPU of pool default"
     assert "has promised 768 MiB of the 1 GiB that it may promise" in early[1]["message"]
-    assert "to wait. What you can have now: 1/8 GPU of pool default, 1/4 GPU of pool default." in early[1]["message"]
+    assert (
+        "to wait. What you can have now: 1/8 GPU of pool default, 1/4 GPU of pool default, a server without a GPU."
+        in early[1]["message"]
+    )
+
+    def more() -> SeatProgress:
+        with SeatClient(live.socket) as client:
+            return list(client.take_seat(SeatRequest(owner="eve", pool="default", fraction_milli=125)))[-1]
+
+    other = await asyncio.to_thread(more)
+    assert "What you can have now: " in (await viewer(one, "has promised 896 MiB"))[-1]["message"], "it stays in sight"
 
     def let_go() -> None:
         with SeatClient(live.socket) as client:
-            client.release_seat(holder.seat_id)
+            for seat in (holder, other):
+                client.release_seat(seat.seat_id)
 
     waits = [line for line in caplog.messages if "waits for 1/2 GPU of pool default" in line]
     assert len(waits) == 1, "the hub's log has one line for the wait, however often its reason changes"
