@@ -203,7 +203,10 @@ def users_share_the_gpu(log: Path) -> None:
         expect(waiting).to_contain_text("to wait. What you can have now: ")
         say(f"{LATE}: {waiting.text_content()}")
     text = log.read_text()
-    assert "about so many seats fit: 20 of 1/8 GPU, or 8 of 1/4 GPU, or 3 of 1/2 GPU; with more, over 10 %" in text
+    assert (
+        "it has room for about 20 seats of 1/8 GPU, or 8 seats of 1/4 GPU, or 3 seats of 1/2 GPU; with more, over 10 %"
+        in text
+    )
     assert "got no kernel" not in text
 
 

@@ -204,7 +204,7 @@ def test_a_broker_of_the_system_is_found_and_used(
         assert services(c) == []
         assert c.FractionalGPUMixin.gpu_socket == live.socket
         configure(Config(), broker="system")
-        assert any("about so many seats fit: " in line for line in caplog.messages)
+        assert any("it has room for about " in line for line in caplog.messages)
         for name, value in (("pools", {"default": {}}), ("config_file", "pools.py"), ("simulate", "2x8GiB")):
             with pytest.raises(ConfigError, match=rf"{name} was given, but a broker of the system serves"):
                 configure(Config(), **{name: value})  # type: ignore[arg-type]

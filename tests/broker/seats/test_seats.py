@@ -753,16 +753,26 @@ _FORECAST = "; with more, over {} % of the cells would wait longer than 30 s (wa
 @pytest.mark.parametrize(
     ("terms", "fractions", "fit", "limit"),
     [
-        ({"oversubscription": 2}, ["1/4", "1/2"], "7 of 1/4 GPU, or 2 of 1/2 GPU", _FORECAST.format(5, 25.7)),
-        ({"wait_bound": "10%"}, ["1/4", "1/2"], "8 of 1/4 GPU, or 3 of 1/2 GPU", _FORECAST.format(10, 25.7)),
+        (
+            {"oversubscription": 2},
+            ["1/4", "1/2"],
+            "7 seats of 1/4 GPU, or 2 seats of 1/2 GPU",
+            _FORECAST.format(5, 25.7),
+        ),
+        (
+            {"wait_bound": "10%"},
+            ["1/4", "1/2"],
+            "8 seats of 1/4 GPU, or 3 seats of 1/2 GPU",
+            _FORECAST.format(10, 25.7),
+        ),
         (
             {"expected_use": "10%", "oversubscription": 4},
             ["1/4", "1/2"],
-            "16 of 1/4 GPU (oversubscription), or 5 of 1/2 GPU",
+            "16 seats of 1/4 GPU (oversubscription), or 5 seats of 1/2 GPU",
             _FORECAST.format(5, 10),
         ),
-        ({"oversubscription": 1}, ["1"], "1 of 1 GPU (oversubscription)", ""),
-        ({"wait_bound": "100%"}, ["1/2"], "32 of 1/2 GPU or more", ""),
+        ({"oversubscription": 1}, ["1"], "1 seat of 1 GPU (oversubscription)", ""),
+        ({"wait_bound": "100%"}, ["1/2"], "32 seats of 1/2 GPU or more", ""),
     ],
 )
 def test_a_pool_says_at_the_start_how_many_seats_fit_and_what_limits_them(
@@ -778,7 +788,7 @@ def test_a_pool_says_at_the_start_how_many_seats_fit_and_what_limits_them(
             live.service.seats.recover(live.disk)
 
         live.on_loop(recover)  # as a broker does at its start
-        said = f"pool 'default': with these terms about so many seats fit: {fit}{limit}"
+        said = f"pool 'default': with these terms it has room for about {fit}{limit}"
         (pool,) = client.pools().pools
         assert pool.note.removesuffix(" (expected_use)") == said
         assert pool.note in caplog.messages
@@ -787,7 +797,7 @@ def test_a_pool_says_at_the_start_how_many_seats_fit_and_what_limits_them(
                 assert take(live, owner=f"u{number}", fraction_milli=500).kind == ProgressKind.GRANTED
             fourth = take(live, owner="u3", fraction_milli=500, wait_ms=0)
             assert "10 % are allowed" in fourth.sentence, "it is what the forecast says of a real request"
-            assert "about so many seats fit: 7 of" in client.change_pool("default", {"wait_bound": "5%"}).note
+            assert "it has room for about 7 seats" in client.change_pool("default", {"wait_bound": "5%"}).note
 
 
 def test_an_offer_says_how_many_cells_start_at_once_only_if_some_do_not() -> None:
