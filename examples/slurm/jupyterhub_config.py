@@ -1,6 +1,6 @@
 # A hub in front of Slurm: servers are jobs with a share of a GPU. The nodes need what docs/clusters.md says; the hub runs no broker.
 #
-# On the hub's machine: pip install 'jupyter-fractional-gpu[slurm]' (as on the nodes), Slurm's client commands, and a `slurm.conf` that they find.
+# On the hub's machine: pip install './jupyter_fractional_gpu-0.1.0-py3-none-any.whl[slurm]' (as on the nodes), Slurm's client commands, and a `slurm.conf` that they find.
 # The hub's users are users of the cluster. Where the hub runs as root, it becomes the user for sbatch, squeue and scancel:
 c = get_config()  # noqa: F821 - JupyterHub's
 

@@ -249,8 +249,8 @@ def check_options(spawner: GPUChoiceMixin, options: object) -> None:
     spawner.gpu_choice(options)
 
 
-def free_fractions(offers: Offers) -> str:
-    """Return a sentence with what can be had at once, for an error; empty: nothing can."""
+def free_fractions(offers: Offers, *, without: bool = False) -> str:
+    """Return a sentence with what can be had at once, `without` a GPU, too; empty: nothing can."""
     free = [
         f"{format_fraction(one.fraction_milli)} GPU of pool {pool.pool}"
         for pool in offers.pools
@@ -258,4 +258,5 @@ def free_fractions(offers: Offers) -> str:
         for one in pool.fractions
         if one.free
     ]
+    free += ["a server without a GPU"] if without else []
     return f"What you can have now: {', '.join(free)}." if free else ""

@@ -1,7 +1,7 @@
 """One call in `jupyterhub_config.py` sets a hub up: pools, the broker as a managed service, the spawner.
 
     from fractional_gpu_hub import configure
-    configure(c, spawner="fractional-gpu-local", pools={"default": {"fractions": ["1/4", "1/2"], "oversubscription": 6}})
+    configure(c, spawner="fractional-gpu-local", pools={"default": {"fractions": ["1/4", "1/2"], "wait_bound": "10%"}})
 
 Everything is checked here, while the hub reads its configuration: what is wrong stops the hub at its start, with the key, the value
 and the allowed form. A hub that runs as root serves every user of the machine on `/run/jupyter-gpu/broker.sock` and keeps its ledger
@@ -21,12 +21,13 @@ from jupyter_core.paths import jupyter_data_dir
 from traitlets.config import Config
 from traitlets.log import get_logger
 
-from fractional_gpu.client.discovery import SYSTEM_SOCKET, restart_file, runtime_dir
+from fractional_gpu.client.discovery import SYSTEM_SOCKET, check_reachable, restart_file, runtime_dir
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.client.state_folder import SERVICE_STATE, is_network
 from fractional_gpu.config import ConfigError, load
 from fractional_gpu.jupyter.kernel_command import SIMULATED
 from fractional_gpu.protocol.errors import FractionalGPUError
+from fractional_gpu_hub.base import GPUChoiceMixin
 from fractional_gpu_hub.engines import EngineGPUMixin
 from fractional_gpu_hub.mixin import FractionalGPUMixin
 from fractional_gpu_hub.seats import BROKER_SERVICE, expect_service, start_with_hub
@@ -59,10 +60,8 @@ def configure(
     those of the broker (as in `jupyter_gpu_config.py`, whose values they replace); `broker` is `managed` (the hub runs it), `system` (it
     runs already) or `auto`; `socket` is where it serves; `simulate` replaces the hardware, as in `2x80GiB`. Raises ConfigError.
     """
-    if isinstance(spawner, str) and spawner not in SPAWNERS:
-        _check_registered(spawner)
-    elif isinstance(spawner, type):
-        _check_needs_broker(spawner, spawner.__name__)
+    kind = _registered(spawner) if isinstance(spawner, str) else spawner
+    _check_needs_broker(kind, spawner if isinstance(spawner, str) else spawner.__name__)
     if simulate is not None and SIMULATED.fullmatch(simulate) is None:
         raise ConfigError(
             f"{_WHERE}: simulate = {simulate!r}: allowed: COUNTxMEMORY such as '2x8GiB' or '2x80GiB,1x40GiB'"
@@ -77,7 +76,8 @@ def configure(
         _check_system(path, [*(name for name, value in its_own.items() if value is not None), *sorted(settings)])
     else:
         given = {**settings, **({"pools": dict(pools)} if pools is not None else {})}
-        _add_service(c, path, given, config_file=config_file, simulate=simulate)
+        everyone = _is_root() and getattr(kind, "gpu_user_ids", None) is not FractionalGPUMixin.gpu_user_ids
+        _add_service(c, path, given, config_file=config_file, simulate=simulate, everyone=everyone)
     if spawner == "fractional-gpu-simple" and _is_root():
         get_logger().warning(_ROOT_AND_SIMPLE)
     start_with_hub(path)
@@ -85,8 +85,8 @@ def configure(
     c.JupyterHub.spawner_class = spawner
 
 
-def _check_registered(name: str) -> None:
-    """Raise ConfigError unless another package has registered a spawner with the mixin under this name."""
+def _registered(name: str) -> type:
+    """Return the spawner that a package has registered under this name. Raises ConfigError unless it is one with a choice of GPU."""
     registered = entry_points(group="jupyterhub.spawners")
     if name not in registered.names:
         raise ConfigError(
@@ -99,13 +99,12 @@ def _check_registered(name: str) -> None:
         raise ConfigError(
             f"{_WHERE}: spawner = {name!r}: {registered[name].value} cannot be imported: {error}"
         ) from None
-    if isinstance(kind, type):
-        _check_needs_broker(kind, name)
-    if not (isinstance(kind, type) and issubclass(kind, FractionalGPUMixin)):
+    if not (isinstance(kind, type) and issubclass(kind, GPUChoiceMixin)):
         raise ConfigError(
             f"{_WHERE}: spawner = {name!r}: {registered[name].value} has no FractionalGPUMixin; allowed: {', '.join(SPAWNERS)}, or a "
             "spawner with it"
         )
+    return kind
 
 
 def _check_needs_broker(kind: type, name: str) -> None:
@@ -168,24 +167,31 @@ def _check_system(path: str, given: Sequence[str]) -> None:
     except FractionalGPUError as error:
         raise ConfigError(f"{_WHERE}: the system's GPU broker on {path} cannot be used: {error}") from error
     for note in notes:  # a broker that the hub runs logs them itself
-        get_logger().warning(note)
+        get_logger().info(note)
 
 
-def _add_service(c: Config, path: str, given: dict[str, Any], *, config_file: str | None, simulate: str | None) -> None:
-    """Add the broker to the hub's managed services."""
-    root = _is_root()
+def _check_socket(path: str, *, everyone: bool) -> None:
+    """Raise ConfigError or BrokerUnavailableError for a socket on which this hub's broker cannot serve."""
     if len(os.fsencode(path)) > _LONGEST_PATH:
-        raise ConfigError(
-            f"{_WHERE}: socket = {path!r}: longer than {_LONGEST_PATH} bytes; pass a shorter path as socket"
-        )
+        raise ConfigError(f"longer than {_LONGEST_PATH} bytes; pass a shorter path as socket")
+    if path == SYSTEM_SOCKET and not _is_root():
+        raise ConfigError("only a hub that runs as root can serve there; leave socket out")
+    if everyone:
+        check_reachable(path)
+
+
+def _add_service(
+    c: Config, path: str, given: dict[str, Any], *, config_file: str | None, simulate: str | None, everyone: bool
+) -> None:
+    """Add the broker to the hub's managed services. `everyone`: its servers run as other users."""
+    try:
+        _check_socket(path, everyone=everyone)
+    except (ConfigError, FractionalGPUError) as error:
+        raise ConfigError(f"{_WHERE}: socket = {path!r}: {error}") from None
     given.setdefault("seats_required", True)
     given.setdefault("idle_exit", "never")
-    if root and path == SYSTEM_SOCKET:
+    if path == SYSTEM_SOCKET:
         given.setdefault("state_dir", str(SERVICE_STATE))
-    elif path == SYSTEM_SOCKET:
-        raise ConfigError(
-            f"{_WHERE}: socket = {path!r}: only a hub that runs as root can serve there; leave socket out"
-        )
     else:
         folder = Path(jupyter_data_dir()) / "gpu-hub"
         if not is_network(folder):  # else the broker's own choice, which is on a local disk
@@ -200,6 +206,7 @@ def _add_service(c: Config, path: str, given: dict[str, Any], *, config_file: st
         raise ConfigError(f"{_WHERE}: the settings of the broker must be plain values: {error}") from error
     command = [sys.executable, "-P", str(Path(__file__).with_name("attendant.py"))]
     command += [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "broker", "--socket", path, "--stand-by"]
+    command += ["--service"] if everyone and path != SYSTEM_SOCKET else []
     command += ["--settings", text]
     if config_file is not None:
         command += ["--config", str(Path(config_file).absolute())]

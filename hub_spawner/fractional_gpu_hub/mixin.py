@@ -145,7 +145,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
         wanted = f"{format_fraction(request.fraction_milli)} GPU of pool {request.pool}"
         self._gpu_progress.add(5, f"Asking for {wanted}")
         begun_s = time.monotonic()
-        waited = False
+        place, hint = None, ""
         try:
             async with contextlib.aclosing(self._gpu_client.take(request)) as lines:
                 async for line in lines:
@@ -154,15 +154,18 @@ class FractionalGPUMixin(GPUChoiceMixin):
                     if line.kind == ProgressKind.GRANTED:
                         wait_s = time.monotonic() - begun_s
                         SEAT_WAIT.labels(pool=request.pool).observe(wait_s)
-                        if waited:
+                        if place is not None:
                             self.log.info("%s waited %.0f s for %s", self._log_name, wait_s, wanted)
                         self._gpu_keep(request, line)
                         self._gpu_progress.add(70, f"Your server has {wanted}")
                         return
-                    if not waited:
-                        self.log.info("%s waits for %s: %s", self._log_name, wanted, _waiting(line))
-                        waited = True
-                    self._gpu_progress.add(min(60, 10 + self._gpu_progress.count), _waiting(line))
+                    if line.position != place:  # not with each line: a hint costs the broker a forecast
+                        hint = await self._gpu_hint()
+                    told = f"{_waiting(line)} {hint}".rstrip()
+                    if place is None:
+                        self.log.info("%s waits for %s: %s", self._log_name, wanted, told)
+                    place = line.position
+                    self._gpu_progress.add(min(60, 10 + self._gpu_progress.count), told)
         except FractionalGPUError as error:
             self.log.warning("%s got no seat: %s", self._log_name, error)
             raise spawn_error_of(error) from error
@@ -196,7 +199,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
             offers = await AsyncSeatClient(self.gpu_socket, patience_s=0).offers(self._gpu_offer_request())
         except FractionalGPUError:
             return ""
-        return free_fractions(offers)
+        return free_fractions(offers, without=self.gpu_allow_without)
 
     def _gpu_keep(self, request: SeatRequest, granted: SeatProgress) -> None:
         """Write the seat's file for the server."""

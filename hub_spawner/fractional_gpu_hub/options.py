@@ -110,7 +110,8 @@ def gpu_form(
             parts.append("<p>These GPUs are simulated: for trying out, they compute nothing.</p>")
         if not offers.pools and not problem:
             parts.append("<p>There is no pool of GPUs for you; ask your administrator.</p>")
-        parts += [_pool(pool, checked) for pool in offers.pools]
+        first = checked.rpartition("/")[0]
+        parts += [_pool(pool, checked) for pool in sorted(offers.pools, key=lambda pool: pool.pool != first)]
     if allow_without:
         none = _radio(WITHOUT, "gpu-none", "No GPU", "starts at once", checked=checked == WITHOUT, disabled=False)
         parts.append(f'<div class="mt-3">{none}</div>')  # apart from the last pool, whose choice it is not
@@ -149,8 +150,9 @@ def _pool(pool: PoolOffer, checked: str) -> str:
 
 
 def _facts(pool: PoolOffer) -> str:
+    free = f"{plural(pool.devices, 'GPU')}, {format_memory(pool.free_mib)} of {format_memory(pool.capacity_mib)} not in use now"
     facts = [
-        f"{plural(pool.devices, 'GPU')}, {format_memory(pool.free_mib)} of {format_memory(pool.capacity_mib)} not in use now",
+        *([free] if pool.devices else []),
         {0: "no server has a place", 1: "1 server has a place"}.get(pool.seats, f"{pool.seats} servers have a place"),
     ]
     if pool.waiting:

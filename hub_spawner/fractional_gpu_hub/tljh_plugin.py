@@ -1,6 +1,6 @@
 """A plugin for The Littlest JupyterHub: packages, the broker as a service of the machine, the hub's configuration, and the kernels.
 
-TLJH's installer finds it by the entry point `tljh` (`--plugin jupyter-fractional-gpu`). What it does comes from the section
+TLJH's installer finds it by the entry point `tljh` (`--plugin`). What it does comes from the section
 `fractional_gpu` of TLJH's config.yaml, whose keys are those of `fractional_gpu_hub.configure`.
 
 TLJH's hub runs in a unit that sees no devices (`PrivateDevices`), so the broker cannot be a service that the hub manages: it is a unit of
@@ -8,9 +8,11 @@ its own, written and started after the installation. Servers run as system users
 them made before the seat is taken, because a seat belongs to a uid.
 """
 
+import json
 import subprocess
 import sys
 from collections.abc import MutableMapping
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,13 +39,13 @@ hookimpl = pluggy.HookimplMarker("tljh")  # as TLJH's own marker
 @hookimpl
 def tljh_extra_user_pip_packages() -> list[str]:
     """Return what users' servers and kernels need."""
-    return [f"{PACKAGE}[lab,cuda]=={__version__}"]
+    return [_requirement("lab,cuda")]
 
 
 @hookimpl
 def tljh_extra_hub_pip_packages() -> list[str]:
     """Return what the hub needs; the broker runs in its environment, too."""
-    return [f"{PACKAGE}[hub,cuda]=={__version__}"]
+    return [_requirement("hub,cuda")]
 
 
 @hookimpl
@@ -83,6 +85,15 @@ def tljh_post_install() -> None:
         program = str(Path(USER_ENV_PREFIX, "bin", "jupyter-gpu"))
         install = [program, "kernels", "install", "--sys-prefix", "--pool", pool.name, "--fraction", *fractions]
         subprocess.run(install, check=True)
+
+
+def _requirement(extras: str) -> str:
+    """Return this package from where it was installed itself: a file, a repository, or this version from an index."""
+    origin = json.loads(distribution(PACKAGE).read_text("direct_url.json") or "{}")
+    url, vcs = origin.get("url"), origin.get("vcs_info")
+    if vcs:
+        url = f"{vcs['vcs']}+{url}@{vcs['commit_id']}"
+    return f"{PACKAGE}[{extras}]" + (f" @ {url}" if url else f"=={__version__}")
 
 
 def spawner_class(base: type) -> type:

@@ -44,6 +44,33 @@ def test_one_pool_alone(pools: OwnBroker, tmp_path: Path, capsys: pytest.Capture
     assert pools.routes().count("status") == 2
 
 
+@pytest.mark.usefixtures("pools")
+def test_kernels_that_no_pool_offers_any_more_are_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "user"))
+    before = (("gone", "1/4"), ("default", "1/8"), ("default", "1/4"), ("teaching", "1/3"))
+    for pool, fraction in before:
+        assert main(["kernels", "install", "--pool", pool, "--fraction", fraction]) == 0
+    assert main(["kernels", "install", "--pool", "gone", "--fraction", "1/2", "--user"]) == 0
+    capsys.readouterr()
+    assert main(["kernels", "install", "--pool", "default"]) == 0
+    names = [(pool, milli) for pool, milli, _ in installed(tmp_path)]
+    assert names == [("default", 250), ("default", 500), ("gone", 250), ("teaching", 333)], "one pool alone"
+    assert "removed Python 3 · 1/8 GPU  " in capsys.readouterr().out
+    assert main(["kernels", "install"]) == 0
+    kept = {(pool, milli) for pool, milli, _ in installed(tmp_path)}
+    assert kept == {
+        ("default", 250),
+        ("default", 500),
+        ("teaching", 333),
+        *(("teaching", one) for one in ANY_OFFERS_MILLI),
+    }
+    assert "removed Python 3 · 1/4 GPU · gone  " in capsys.readouterr().out
+    assert [spec.pool for spec in list_installed(user=True)] == ["gone"], "in another place"
+
+
 def test_given_fractions_need_no_broker(broker: OwnBroker, tmp_path: Path) -> None:
     assert main(["kernels", "install", "--fraction", "1/4", "0.5", "--prefix", str(tmp_path)]) == 0
     assert installed(tmp_path) == [("default", 250, False), ("default", 500, False)]

@@ -1,8 +1,10 @@
 """`configure` sets a hub up, or stops it at its start with the key, the value and the allowed form."""
 
 import json
+import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -13,14 +15,26 @@ from typing import Any
 import pytest
 from traitlets.config import Config
 
+from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import SYSTEM_SOCKET
 from fractional_gpu.config import ConfigError
+from fractional_gpu.protocol.errors import BrokerUnavailableError
 from fractional_gpu_hub import configuration, configure
 from fractional_gpu_hub.configuration import SPAWNERS
 from fractional_gpu_hub.engines.slurm import FractionalGPUSlurmSpawner
 from fractional_gpu_hub.mixin import FractionalGPUMixin
-from tests.broker.live import live_broker
+from tests.broker.live import BECOME_NOBODY, DEADLINE_S, live_broker
+from tests.support.callers import caller
 from tests.support.paths import PYTHONPATH
+from tests.support.world import World, until
+
+
+def broker_at(socket: Path) -> int | None:
+    try:
+        with BrokerClient(str(socket), timeout_s=DEADLINE_S) as client:
+            return client.ping().pid
+    except BrokerUnavailableError:
+        return None
 
 
 def services(c: Config) -> list[dict[str, Any]]:
@@ -51,20 +65,22 @@ def test_the_hub_runs_the_broker_with_its_pools(tmp_path: Path) -> None:
     assert c.JupyterHub.spawner_class == "fractional-gpu-simple"
 
 
-def test_services_of_others_stay(tmp_path: Path) -> None:
+def test_services_of_others_stay(open_folder: Path) -> None:
     c = Config()
     c.JupyterHub.services = [{"name": "culler"}]
-    configure(c, socket=str(tmp_path / "broker.sock"))
+    configure(c, socket=str(open_folder / "broker.sock"))
     assert [service["name"] for service in c.JupyterHub.services] == ["culler", "gpu-broker"]
 
 
-def test_what_the_site_says_wins_over_the_hubs_defaults(tmp_path: Path) -> None:
+def test_what_the_site_says_wins_over_the_hubs_defaults(open_folder: Path) -> None:
     c = Config()
-    configure(c, socket=str(tmp_path / "broker.sock"), seats_required=False, state_dir=str(tmp_path), log_level="debug")
+    configure(
+        c, socket=str(open_folder / "broker.sock"), seats_required=False, state_dir=str(open_folder), log_level="debug"
+    )
     assert settings(c) == {
         "seats_required": False,
         "idle_exit": "never",
-        "state_dir": str(tmp_path),
+        "state_dir": str(open_folder),
         "log_level": "debug",
     }
 
@@ -79,15 +95,39 @@ def test_a_hub_that_runs_as_root_serves_every_user_of_the_machine(monkeypatch: p
 
 @pytest.mark.parametrize(("spawner", "is_root"), [("simple", True), ("simple", False), ("local", True)])
 def test_a_hub_that_runs_as_root_with_servers_of_its_own_user_is_told_what_to_set(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, spawner: str, is_root: bool
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, open_folder: Path, spawner: str, is_root: bool
 ) -> None:
     monkeypatch.setattr(configuration, "_is_root", lambda: is_root)
-    configure(Config(), spawner=f"fractional-gpu-{spawner}", socket=str(tmp_path / "broker.sock"))
+    configure(Config(), spawner=f"fractional-gpu-{spawner}", socket=str(open_folder / "broker.sock"))
     told = [line for line in caplog.messages if "this hub runs as root" in line]
     assert len(told) == (spawner == "simple" and is_root)
     for line in told:
         assert "spawner='fractional-gpu-local'" in line
         assert "c.Spawner.args = ['--allow-root']" in line
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_users_of_a_hub_that_runs_as_root_reach_its_broker_on_any_socket(open_folder: Path) -> None:
+    c, socket = Config(), open_folder / "gpu" / "broker.sock"
+    configure(c, socket=str(socket), simulate="1x1GiB", state_dir=str(open_folder / "state"))
+    (service,) = services(c)
+    with subprocess.Popen(service["command"], env=os.environ | {"PYTHONPATH": PYTHONPATH}) as attendant:
+        try:
+            until(lambda: broker_at(socket), "its broker serves")
+            with caller(str(socket), first=BECOME_NOBODY) as user:
+                assert user.call("GET", "/v1/status")[0] == 200
+        finally:
+            World.end(broker_at(socket) or attendant.pid, signal.SIGTERM)
+        assert attendant.wait(DEADLINE_S) == 0
+
+
+def test_a_socket_that_users_do_not_reach_stops_the_hub(open_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configuration, "_is_root", lambda: True)
+    closed = open_folder / "closed"
+    closed.mkdir(mode=0o700)
+    with pytest.raises(ConfigError, match=f"socket = '{closed}/broker.sock': users cannot enter {closed}, so they"):
+        configure(Config(), socket=str(closed / "broker.sock"))
+    configure(Config(), socket=str(closed / "broker.sock"), spawner="fractional-gpu-simple")
 
 
 def test_a_hub_that_does_not_keeps_to_its_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,24 +166,24 @@ def test_a_hub_that_does_not_keeps_to_its_own_folder(monkeypatch: pytest.MonkeyP
         ({"broker": "mine"}, "allowed: 'auto', 'managed' or 'system'"),
     ],
 )
-def test_what_is_wrong_is_named_with_what_is_allowed(tmp_path: Path, given: dict[str, Any], sentence: str) -> None:
+def test_what_is_wrong_is_named_with_what_is_allowed(open_folder: Path, given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        configure(Config(), **{"socket": str(tmp_path / "broker.sock"), **given})
+        configure(Config(), **{"socket": str(open_folder / "broker.sock"), **given})
     assert str(caught.value).startswith("jupyterhub_config.py: ")
     assert sentence in str(caught.value)
 
 
-def test_a_hub_with_a_wrong_pool_does_not_start(tmp_path: Path) -> None:
-    config = tmp_path / "jupyterhub_config.py"
+def test_a_hub_with_a_wrong_pool_does_not_start(open_folder: Path) -> None:
+    config = open_folder / "jupyterhub_config.py"
     config.write_text(
         "from fractional_gpu_hub import configure\n"
-        f"configure(get_config(), socket={str(tmp_path / 'broker.sock')!r}, pools={{'default': {{'price': 'much'}}}})\n"
+        f"configure(get_config(), socket={str(open_folder / 'broker.sock')!r}, pools={{'default': {{'price': 'much'}}}})\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", "from jupyterhub.app import main; main()", "-f", str(config)],
         capture_output=True,
         text=True,
-        cwd=tmp_path,
+        cwd=open_folder,
         env=os.environ | {"PYTHONPATH": PYTHONPATH},
         timeout=120,
         check=False,
@@ -156,6 +196,7 @@ def test_a_hub_with_a_wrong_pool_does_not_start(tmp_path: Path) -> None:
 def test_a_broker_of_the_system_is_found_and_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     with live_broker() as live:
         monkeypatch.setattr(configuration, "SYSTEM_SOCKET", live.socket)
         c = Config()
@@ -163,7 +204,7 @@ def test_a_broker_of_the_system_is_found_and_used(
         assert services(c) == []
         assert c.FractionalGPUMixin.gpu_socket == live.socket
         configure(Config(), broker="system")
-        assert any("a seat of 1 GPU never shares a device" in line for line in caplog.messages)
+        assert any("it has room for about " in line for line in caplog.messages)
         for name, value in (("pools", {"default": {}}), ("config_file", "pools.py"), ("simulate", "2x8GiB")):
             with pytest.raises(ConfigError, match=rf"{name} was given, but a broker of the system serves"):
                 configure(Config(), **{name: value})  # type: ignore[arg-type]

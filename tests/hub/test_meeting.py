@@ -125,7 +125,7 @@ def test_the_page_shows_what_the_user_may_choose_and_a_sensible_default(hub: Hub
     )
     assert page.text.count("A whole GPU costs") == 1, "pools without a price have no terms"
     assert "you may have 1/2 GPU in this pool" in page.text, "why some cannot be chosen"
-    assert "free now; about" in page.text
+    assert "(free now)" in page.text
     assert "These GPUs are simulated" in page.text
     assert "Pool staff" in Visitor(hub, "grace").get("hub/spawn").text
 

@@ -26,7 +26,7 @@ from fractional_gpu.protocol.errors import (
     InternalBrokerError,
     TooManyRequestsError,
 )
-from fractional_gpu.protocol.seats import SeatRequest
+from fractional_gpu.protocol.seats import SeatProgress, SeatRequest
 from fractional_gpu_hub.mixin import FractionalGPUMixin
 from tests.broker.live import LiveBroker, live_broker
 
@@ -430,12 +430,12 @@ async def test_what_a_user_is_called_cannot_break_the_refusals_page(live: LiveBr
     assert "<script>" not in caught.value.jupyterhub_html_message  # type: ignore[attr-defined]
 
 
-async def test_a_full_pool_says_how_long_and_every_viewer_hears_all_of_it(
+async def test_a_full_pool_says_how_long_and_what_is_free_and_every_viewer_hears_all_of_it(
     live: LiveBroker, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     with SeatClient(live.socket) as client:
-        holder = list(client.take_seat(SeatRequest(owner="bob", pool="default", fraction_milli=1000)))[-1]
+        holder = list(client.take_seat(SeatRequest(owner="bob", pool="default", fraction_milli=750)))[-1]
     one = spawner(live)
     one._spawn_pending = True
     start = asyncio.create_task(hub_starts(one, pool="default", fraction="1/2"))
@@ -443,15 +443,27 @@ async def test_a_full_pool_says_how_long_and_every_viewer_hears_all_of_it(
     late = await viewer(one, "number 1 in the queue")
     assert [event["message"] for event in early] == [event["message"] for event in late]
     assert early[0]["message"] == "Asking for 1/2 GPU of pool default"
-    assert "has promised 1 GiB of the 1 GiB that it may promise" in early[1]["message"]
+    assert "has promised 768 MiB of the 1 GiB that it may promise" in early[1]["message"]
+    assert (
+        "to wait. What you can have now: 1/8 GPU of pool default, 1/4 GPU of pool default, a server without a GPU."
+        in early[1]["message"]
+    )
+
+    def more() -> SeatProgress:
+        with SeatClient(live.socket) as client:
+            return list(client.take_seat(SeatRequest(owner="eve", pool="default", fraction_milli=125)))[-1]
+
+    other = await asyncio.to_thread(more)
+    assert "What you can have now: " in (await viewer(one, "has promised 896 MiB"))[-1]["message"], "it stays in sight"
 
     def let_go() -> None:
         with SeatClient(live.socket) as client:
-            client.release_seat(holder.seat_id)
+            for seat in (holder, other):
+                client.release_seat(seat.seat_id)
 
     waits = [line for line in caplog.messages if "waits for 1/2 GPU of pool default" in line]
     assert len(waits) == 1, "the hub's log has one line for the wait, however often its reason changes"
-    assert "has promised 1 GiB of the 1 GiB" in waits[0]
+    assert "has promised 768 MiB of the 1 GiB" in waits[0]
     assert "number 1 in the queue" in waits[0]
     await asyncio.to_thread(let_go)
     await start

@@ -54,6 +54,23 @@ def test_a_pool_says_in_one_line_which_share_would_have_been_enough() -> None:
     )
 
 
+def test_the_pool_of_the_preselected_fraction_comes_first() -> None:
+    pools = [replace(POOL, pool="batch"), POOL, replace(POOL, pool="teaching")]
+    for offers, chosen, first in (
+        (Offers(pools=pools, default_pool="default", default_fraction_milli=250), None, "default"),
+        (Offers(pools=pools, default_pool="default", default_fraction_milli=250), ("teaching", 500), "teaching"),
+        (Offers(pools=pools), None, "batch"),
+    ):
+        html = gpu_form(offers, chosen=chosen, without=False, allow_without=True)
+        assert html.index(f"Pool {first}<") == min(html.index(f"Pool {pool.pool}<") for pool in pools)
+
+
+def test_a_pool_without_a_gpu_has_no_figures() -> None:
+    html = form(replace(POOL, devices=0, free_mib=0, capacity_mib=0, why_not="its GPU is being emptied", fractions=[]))
+    assert "0 MiB" not in html
+    assert "<strong>Not available:</strong> its GPU is being emptied." in html
+
+
 def test_nothing_of_it_becomes_markup() -> None:
     offers = Offers(pools=[replace(POOL, terms="<b>", budget="<i>")])
     html = gpu_form(offers, chosen=None, without=False, allow_without=False)

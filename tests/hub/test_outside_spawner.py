@@ -16,10 +16,10 @@ from tests.hub.test_engines import made
 from tests.support.outside import as_installed
 
 
-async def test_its_server_has_the_seat_that_was_chosen(tmp_path: Path) -> None:
+async def test_its_server_has_the_seat_that_was_chosen(tmp_path: Path, open_folder: Path) -> None:
     config = Config()
     with as_installed("spawner", tmp_path / "site"), live_broker(seats_required=True) as live:
-        configure(config, spawner="example-fractional-gpu", socket=str(tmp_path / "broker.sock"))
+        configure(config, spawner="example-fractional-gpu", socket=str(open_folder / "broker.sock"))
         assert config.JupyterHub.spawner_class == "example-fractional-gpu"
         (point,) = entry_points(group="jupyterhub.spawners", name=config.JupyterHub.spawner_class)
         spawner = made(live, point.load(), home_dir_template=str(tmp_path / "{username}"))

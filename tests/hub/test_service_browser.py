@@ -72,6 +72,17 @@ def an_administrator_changes_a_pools_settings_by_keyboard(page: Page) -> None:
     expect(idle).to_have_value("auto")
     expect(idle).to_have_accessible_description(re.compile("Suspend a kernel that has been idle .* By default auto"))
     take(page, "hub-pool-settings")
+    fractions = dialog.get_by_role("group", name="fractions")
+    expect(fractions.get_by_role("checkbox")).to_have_count(6)
+    expect(fractions.get_by_role("checkbox", checked=True)).to_have_count(1)
+    expect(fractions.get_by_label("1/8")).to_be_checked()
+    fractions.get_by_label("1/8").uncheck()
+    dialog.get_by_role("button", name="Change").click()
+    expect(dialog.get_by_role("alert")).to_contain_text("expected a list")
+    expect(fractions.get_by_label("1/8")).to_be_focused()
+    for share in ("1/8", "1/4"):
+        fractions.get_by_label(share).check()
+    idle.focus()
     tabs_go_through_a_dialog_in_its_order(page, dialog)
     foresight = dialog.get_by_label("foresight", exact=True)
     expect(foresight).to_be_hidden()
@@ -90,15 +101,43 @@ def an_administrator_changes_a_pools_settings_by_keyboard(page: Page) -> None:
     page.keyboard.press("Enter")
     expect(dialog).to_be_hidden()
     expect(edit).to_be_focused()
-    expect(pool).to_contain_text("foresight, idle_after, move_busy")
+    expect(pool).to_contain_text("foresight, fractions, idle_after, move_busy")
+    expect(pool).to_contain_text("1/8, 1/4")
     page.keyboard.press("Enter")
     expect(idle).to_have_value("5m")
-    expect(dialog.locator(".changed:visible")).to_have_count(3)
+    expect(dialog.locator(".changed:visible")).to_have_count(4)
     page.keyboard.press("Enter")
     expect(dialog.get_by_role("alert")).to_contain_text("no setting has another value than before")
     page.keyboard.press("Escape")
     expect(dialog).to_be_hidden()
     expect(edit).to_be_focused()
+
+
+# Words that stand on two lines, and boxes that scroll sideways.
+_BROKEN = """() => {
+  const broken = [...document.querySelectorAll('html, main *:not(thead, thead *)')]
+    .filter((box) => box.scrollWidth > box.clientWidth + 1 && box.clientWidth)
+    .map((box) => `${box.tagName} ${box.id} ${box.className} scrolls`);
+  const texts = document.createTreeWalker(document.querySelector('main'), NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) {
+    for (const { index, 0: word } of texts.currentNode.data.matchAll(/[^\\s-]+/g)) {
+      const range = document.createRange();
+      range.setStart(texts.currentNode, index);
+      range.setEnd(texts.currentNode, index + word.length);
+      if (range.getClientRects().length > 1) broken.push(word);
+    }
+  }
+  return broken;
+}"""
+
+
+def a_phone_shows_whole_words_and_scrolls_one_way(page: Page) -> None:
+    size = page.viewport_size
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert page.evaluate(_BROKEN) == []
+    assert_accessible(page)
+    assert size is not None
+    page.set_viewport_size(size)
 
 
 def tabs_go_through_a_dialog_in_its_order(page: Page, dialog: Locator) -> None:
@@ -238,6 +277,7 @@ def test_a_person_picks_a_fraction_and_an_administrator_watches_kernels_take_tur
         expect(row).to_contain_text("waits, place 1")
         take(grace, "hub-page")
         assert_accessible_in_any_look(grace)
+        a_phone_shows_whole_words_and_scrolls_one_way(grace)
 
         user = logged_in(browser, hub, "ada")
         user.goto(hub.url + PAGE)

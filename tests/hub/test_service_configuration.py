@@ -21,10 +21,10 @@ def listed(lazy: Any) -> list[Any]:  # noqa: ANN401 - traitlets' own
 
 
 def test_the_page_is_a_service_beside_the_broker_and_follows_its_socket(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(JupyterHub, "extra_user_scopes", set(), raising=False)  # JupyterHub 6, whichever this is
-    c, socket = Config(), str(tmp_path / "broker.sock")
+    c, socket = Config(), str(open_folder / "broker.sock")
     configure(c, socket=socket, pools={"default": {}})
     add_page(c, admins=["grace"], admin_groups=["operators"])
     _, page = listed(c.JupyterHub.services)

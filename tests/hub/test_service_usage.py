@@ -234,6 +234,12 @@ async def test_an_administrator_reads_all_figures_and_has_a_page_of_their_own(pa
     assert 'href="/services/gpu/usage/all"' not in (await pages.get("usage")).body
 
 
+async def test_use_without_a_group_says_why(pages: Service) -> None:
+    page = await pages.get("usage/all?by=group,user", "grace")
+    assert "no group carol" in page.text
+    assert "Use counts for a group that its pool" in page.text
+
+
 @pytest.mark.parametrize("path", ["usage", "usage.csv", "usage/all", "usage/all.csv"])
 async def test_who_has_no_scope_or_is_not_logged_in_reads_nothing(pages: Service, path: str) -> None:
     for user in ("nobody", "robot"):

@@ -4,6 +4,7 @@ TLJH itself is not installed: a stand-in has the hook specifications (names and 
 modules that the plugin calls. Its installer, systemd and traefik are not run.
 """
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from jupyterhub.spawner import SimpleLocalProcessSpawner
 from systemdspawner import SystemdSpawner
 from traitlets.config import Config
 
+from fractional_gpu import __version__
 from fractional_gpu.config import ConfigError, load
 from fractional_gpu_hub import tljh_plugin
 from fractional_gpu_hub.mixin import FractionalGPUMixin
@@ -90,11 +92,29 @@ def tljh() -> pluggy.PluginManager:
     return manager
 
 
-def test_hub_and_users_get_the_packages_of_this_version(tljh: pluggy.PluginManager) -> None:
-    for hook in (tljh.hook.tljh_extra_hub_pip_packages, tljh.hook.tljh_extra_user_pip_packages):
-        ((package,),) = hook()
-        assert package.startswith("jupyter-fractional-gpu[")
-        assert "==" in package
+_WHEEL = "file:///srv/jupyter_fractional_gpu-0.1.0-py3-none-any.whl"
+_GIT = {"url": "https://git.example.org/gpu", "vcs_info": {"vcs": "git", "commit_id": "abc"}}
+
+
+@pytest.mark.parametrize(
+    ("origin", "wanted"),
+    [
+        (None, f"=={__version__}"),
+        ({"url": _WHEEL, "archive_info": {}}, f" @ {_WHEEL}"),
+        (_GIT, " @ git+https://git.example.org/gpu@abc"),
+    ],
+)
+def test_hub_and_users_get_the_package_from_where_the_plugin_is(
+    tljh: pluggy.PluginManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, origin: object, wanted: str
+) -> None:
+    info = tmp_path / "jupyter_fractional_gpu-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: jupyter-fractional-gpu\nVersion: 0\n")
+    if origin is not None:
+        (info / "direct_url.json").write_text(json.dumps(origin))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    for hook, extras in (("tljh_extra_hub_pip_packages", "hub,cuda"), ("tljh_extra_user_pip_packages", "lab,cuda")):
+        assert getattr(tljh.hook, hook)() == [[f"jupyter-fractional-gpu[{extras}]{wanted}"]]
 
 
 def test_a_section_that_is_there_stays(tljh: pluggy.PluginManager) -> None:
@@ -178,6 +198,8 @@ def test_its_spawner_is_tljhs_with_seats() -> None:
 def test_a_real_hub_runs_with_its_configuration(stand_in: Path) -> None:
     with new_world("1x256MiB") as world:
         world.install(500)
+        for folder in (world.folder, Path(world.socket).parent):
+            folder.chmod(0o755)  # its users reach the socket
         world.environment["PYTHONPATH"] = f"{stand_in}:{world.environment['PYTHONPATH']}"
         before = (
             "import os\nfrom jupyterhub.spawner import SimpleLocalProcessSpawner\n"

@@ -182,7 +182,7 @@ def test_a_kernel_whose_package_is_gone_says_what_to_do(world: World, tmp_path: 
     assert (said.returncode, said.stdout) == (1, "")
     assert said.stderr == (
         "This kernel needs the package jupyter-fractional-gpu, which is not installed any more: install it "
-        f"(`{sys.executable} -m pip install jupyter-fractional-gpu`), or remove the kernel (`jupyter kernelspec remove {name}`).\n"
+        f"for {sys.executable} again, or remove the kernel (`jupyter kernelspec remove {name}`).\n"
     )
 
 

@@ -12,13 +12,14 @@ from fractional_gpu.config import COMMON_POOL_KEYS, POOL_KEYS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One key. `default` and `example` are as one types them; `boolean`: only true and false are allowed."""
+    """One key. `default` and `example` are as one types them; `boolean`: only true and false are allowed; `choices`: of a list."""
 
     key: str
     help: str
     default: str
     example: str
     boolean: bool
+    choices: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,7 @@ def _setting(key: str) -> Setting:
         default=_typed(rule.default),
         example=_typed(rule.example),
         boolean=isinstance(rule.default, bool),
+        choices=tuple(rule.default) if isinstance(rule.default, list) else (),
     )
 
 

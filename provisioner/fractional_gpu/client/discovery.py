@@ -436,6 +436,17 @@ def check_folder(path: str) -> None:
         )
 
 
+def check_reachable(path: str) -> None:
+    """Raise BrokerUnavailableError if other users cannot enter the socket's folder; one that does not exist yet is made open."""
+    folder = Path(path).absolute().parent
+    for one in (folder, *folder.parents):
+        if one.exists() and not one.stat().st_mode & stat.S_IXOTH:
+            raise BrokerUnavailableError(
+                f"users cannot enter {one}, so they could not reach the service's socket in {folder}; choose another socket, such as "
+                f"{SYSTEM_SOCKET}, or let them enter (chmod o+x {one})"
+            )
+
+
 def check_above(folder: Path) -> None:
     """Raise BrokerUnavailableError for a folder, existing or not, that another user could replace."""
     if (found := foreign_above(folder)) is not None:

@@ -42,8 +42,8 @@ examples:
   jupyter gpu kernels install --simulate 1x2GiB --user
   jupyter gpu kernels install --launcher --user              for VS Code and others that ignore kernel provisioners
 
-Without --fraction the command reads from the broker what its pools offer, and starts a broker if none runs. With --fraction it needs
-no broker, for instance while a container image is built.
+Without --fraction the command reads from the broker what its pools offer, starts a broker if none runs, and removes kernels from there
+that no pool offers any more. With --fraction it needs no broker, for instance while a container image is built.
 """
 REMOVE_EPILOG = """\
 examples:
@@ -138,6 +138,9 @@ def _install(options: argparse.Namespace) -> int:
                 for sentence in _said_of(spec):
                     progress.say(sentence, sys.stdout)
                 specs.append(spec)
+        if specs and not options.fraction:
+            for spec in _remove_stale(offers, str(specs[0].folder.parent), pool=options.pool):
+                progress.say(f"removed {spec.display_name}  {spec.folder}  (not on offer any more)", sys.stdout)
     if specs:
         say(_where_they_appear(specs[0].folder.parent))
     return 0
@@ -183,7 +186,7 @@ def _where_they_appear(place: Path) -> str:
 def install_offers(
     pools: Mapping[str, Sequence[int]], *, directory: str, simulated: bool, simulate: str | None = None
 ) -> list[InstalledSpec]:
-    """Make the folder of kernelspecs hold exactly what the pools offer (milli-GPU each; none: any).
+    """Make the folder of kernelspecs hold what the pools offer (milli-GPU each; none: any).
 
     Raises what `install` and `remove` raise.
     """
@@ -192,10 +195,21 @@ def install_offers(
         installed += install(
             pool, offered or ANY_OFFERS_MILLI, directory=directory, simulated=simulated, simulate=simulate
         )
-    names = {spec.name for spec in installed}
-    stale = [spec.name for spec in list_installed(directory=directory) if spec.name not in names]
-    remove(stale, directory=directory)
+    _remove_stale(pools, directory)
     return installed
+
+
+def _remove_stale(
+    offers: Mapping[str, Sequence[int]], directory: str, *, pool: str | None = None
+) -> list[InstalledSpec]:
+    """Remove the kernelspecs (of this pool only) that are not on offer, and return them."""
+    stale = [
+        spec.name
+        for spec in list_installed(directory=directory)
+        if pool in {None, spec.pool}
+        and (spec.pool not in offers or (offers[spec.pool] and spec.fraction_milli not in offers[spec.pool]))
+    ]
+    return remove(stale, directory=directory)
 
 
 def simulated_devices(status: HostStatus) -> str | None:

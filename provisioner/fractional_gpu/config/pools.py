@@ -39,7 +39,7 @@ KEYS: Mapping[str, Key] = {
         default="unlimited",
         example=4,
         help="How many times its capacity the pool may promise in all: with 4, four times the memory of its devices. 'unlimited': only "
-        "host memory limits it.",
+        "host memory limits it. Seats of a hub's servers are limited by wait_bound, usually before.",
     ),
     "idle_after": Key(
         field="idle_after_ms",

@@ -282,7 +282,7 @@ def more_seats(
     bins: int = _BINS,
 ) -> int:
     """Return how many seats of this load a device takes beside the sorted `loads` within the bound; at most `most`. Cached."""
-    if load.mib > capacity_mib or not load.duty_milli:
+    if load.mib > capacity_mib or not load.duty_milli or bound_milli >= 1000:
         return most if load.mib <= capacity_mib else 0
     chance, active = (known.copy() for known in _distribution(loads, capacity_mib, bins))
     expected = sum(one.duty_milli for one in loads)

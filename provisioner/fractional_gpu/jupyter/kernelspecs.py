@@ -357,7 +357,7 @@ def _add_launcher(content: dict[str, Any], name: str, *, pool: str, milli: int, 
     """Put the launcher before the command of kernel.json, and name the local provisioner."""
     gone = (
         f"This kernel needs the package jupyter-fractional-gpu, which is not installed any more: install it "
-        f"(`{sys.executable} -m pip install jupyter-fractional-gpu`), or remove the kernel (`jupyter kernelspec remove {name}`)."
+        f"for {sys.executable} again, or remove the kernel (`jupyter kernelspec remove {name}`)."
     )
     words = ["--pool", pool, "--fraction", f"{milli}m", "--language", content["language"]]
     words += ["--simulate", simulate] if simulate else []

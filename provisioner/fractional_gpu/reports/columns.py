@@ -189,9 +189,9 @@ def budget_names(budgets: Sequence[BudgetStatus]) -> Callable[[BudgetStatus], st
 
 
 def name_text(report: UsageReport, column: str, value: str) -> str:
-    """Return a value of a column for people: names of devices, short ids of leases; `-` for none."""
+    """Return a value of a column for people: names of devices, short ids of leases, or that there is none."""
     if not value:
-        return "on no device" if column == "device" else "-"
+        return {"device": "on no device", "group": "no group"}.get(column, "-")
     if column == "device":
         return f"{report.devices[value]} ({value})" if report.devices.get(value) else value
     return value[:SHORT_ID] if column == "lease" else value

@@ -211,7 +211,8 @@ def meaning(report: UsageReport) -> str:
     return (
         f'<h2>What the figures mean</h2><dl class="meaning">{said}</dl>'
         "<p>A GPU hour is a whole GPU for an hour: half a GPU for two hours is one, too. Parts are rounded so that they add up "
-        f"to their totals; amounts are exact.</p>{notes}"
+        "to their totals; amounts are exact. Use counts for a group that its pool (<code>groups</code>, <code>group_limits</code>) or a "
+        f"budget names; use that neither names has no group, although its user may be in some.</p>{notes}"
     )
 
 

@@ -31,7 +31,7 @@ from fractional_gpu.ledger import UsageRecord
 from fractional_gpu.ledger.records import LedgerError, SeatRecord
 from fractional_gpu.protocol.codec import decode_reply
 from fractional_gpu.protocol.errors import BadRequestError, InternalBrokerError, NotFoundError
-from fractional_gpu.protocol.messages import HostChange, HostStatus, LeaseRequest, ProgressKind
+from fractional_gpu.protocol.messages import DrainRequest, HostChange, HostStatus, LeaseRequest, ProgressKind
 from fractional_gpu.protocol.seats import OfferRequest, SeatProgress, SeatRequest
 from tests.broker.live import BECOME_NOBODY, DEADLINE_S, LiveBroker, live_broker
 
@@ -307,6 +307,16 @@ def test_the_wait_for_a_seat_is_forecast_with_bounds_and_compared_with_what_happ
             (error,) = [one for one in client.status().forecasts if one.what == "seat"]
             assert (error.count, error.covered_permille) == (1, 0), "it was given within a moment"
         assert seats.forecasts.expected("default", 1, 1) != seats.forecasts.worked_out("default", 1, 1), "that widens"
+
+
+def test_the_wait_for_a_seat_is_forecast_before_any_has_ended() -> None:
+    with live_broker(pools={"default": {"oversubscription": 1, "wait_bound": "100%"}}) as live, client_of(live) as hub:
+        take(live, fraction_milli=500)
+        take(live, owner="carol", fraction_milli=500)
+        with waiting_for(live, "bob", 1000):
+            (wait,) = hub.status().seat_queue
+            minutes = [ms // 60_000 for ms in (wait.low_ms or 0, wait.expected_ms or 0, wait.high_ms or 0)]
+            assert minutes == [15, 105, 240], "half of a short look, of an afternoon, of a working day"
 
 
 def test_the_wait_for_a_seat_is_forecast_from_the_seats_that_ended_under_this_broker_too() -> None:
@@ -692,7 +702,7 @@ def test_offers_say_what_is_free_what_it_costs_and_what_to_expect(live: LiveBrok
     quarter = pool.fractions[1]
     assert (quarter.fraction_milli, quarter.memory_mib, quarter.price) == (250, 256, "0.20 EUR per hour")
     assert quarter.free
-    assert quarter.sentence == "free now; about 100 % of the cells start at once"
+    assert quarter.sentence == "free now"
 
 
 def test_offers_leave_out_the_pools_of_others_and_say_why_one_is_closed() -> None:
@@ -737,37 +747,77 @@ def test_seats_are_packed_by_use_until_cells_would_wait_too_long() -> None:
         assert take(live, owner="light").kind == ProgressKind.GRANTED
 
 
+_FORECAST = "; with more, over {} % of the cells would wait longer than 30 s (wait_bound, wait_target), if users compute {} % of the time"
+
+
 @pytest.mark.parametrize(
-    ("terms", "said"),
+    ("terms", "fractions", "fit", "limit"),
     [
         (
-            {},
-            "a seat of 1 GPU never shares a device, not even with one of 1/8: 22.5 % of their cells would wait longer than 30 s",
+            {"oversubscription": 2},
+            ["1/4", "1/2"],
+            "7 seats of 1/4 GPU, or 2 seats of 1/2 GPU",
+            _FORECAST.format(5, 25.7),
         ),
-        ({"fractions": ["1"]}, "a seat of 1 GPU never shares a device, not even with one of 1: "),
-        ({"wait_bound": "25%"}, ""),
-        ({"expected_use": "3%"}, ""),
-        ({"wait_target": "10m"}, ""),
-        ({"fractions": ["1/8", "1/2", "3/4"]}, ""),
-        ({"oversubscription": 1}, ""),
+        (
+            {"wait_bound": "10%"},
+            ["1/4", "1/2"],
+            "8 seats of 1/4 GPU, or 3 seats of 1/2 GPU",
+            _FORECAST.format(10, 25.7),
+        ),
+        (
+            {"expected_use": "10%", "oversubscription": 4},
+            ["1/4", "1/2"],
+            "16 seats of 1/4 GPU (oversubscription), or 5 seats of 1/2 GPU",
+            _FORECAST.format(5, 10),
+        ),
+        ({"oversubscription": 1}, ["1"], "1 seat of 1 GPU (oversubscription)", ""),
+        ({"wait_bound": "100%"}, ["1/2"], "32 seats of 1/2 GPU or more", ""),
     ],
 )
-def test_a_pool_whose_largest_fraction_never_shares_says_so(
-    caplog: pytest.LogCaptureFixture, terms: dict[str, Any], said: str
+def test_a_pool_says_at_the_start_how_many_seats_fit_and_what_limits_them(
+    caplog: pytest.LogCaptureFixture, terms: dict[str, Any], fractions: list[str], fit: str, limit: str
 ) -> None:
-    with live_broker(seats_required=True, pools={"default": terms}) as live, client_of(live) as client:
+    caplog.set_level(logging.INFO)
+    with (
+        live_broker(seats_required=True, pools={"default": {**terms, "fractions": fractions}}) as live,
+        client_of(live) as client,
+    ):
 
         async def recover() -> None:
             live.service.seats.recover(live.disk)
 
         live.on_loop(recover)  # as a broker does at its start
-        logged = [line for line in caplog.messages if line.startswith("pool 'default': ")]
+        said = f"pool 'default': with these terms it has room for about {fit}{limit}"
         (pool,) = client.pools().pools
-        assert (logged or [""]) == [pool.note]
-        assert said in pool.note
-        assert bool(said) == bool(pool.note)
-        if said:
-            assert client.change_pool("default", {"wait_bound": "100%"}).note == ""
+        assert pool.note.removesuffix(" (expected_use)") == said
+        assert pool.note in caplog.messages
+        if fractions == ["1/4", "1/2"] and "wait_bound" in terms:
+            for number in range(3):
+                assert take(live, owner=f"u{number}", fraction_milli=500).kind == ProgressKind.GRANTED
+            fourth = take(live, owner="u3", fraction_milli=500, wait_ms=0)
+            assert "10 % are allowed" in fourth.sentence, "it is what the forecast says of a real request"
+            assert "it has room for about 7 seats" in client.change_pool("default", {"wait_bound": "5%"}).note
+
+
+def test_an_offer_says_how_many_cells_start_at_once_only_if_some_do_not() -> None:
+    with live_broker(seats_required=True, pools={"default": {"wait_bound": "100%"}}) as live, client_of(live) as client:
+        (offer,) = client.offers(OfferRequest(owner="ada")).pools
+        assert {one.sentence for one in offer.fractions} == {"free now"}
+        take(live, owner="bob", fraction_milli=750)
+        (offer,) = client.offers(OfferRequest(owner="ada")).pools
+        sentences = {one.fraction_milli: one.sentence for one in offer.fractions}
+        assert sentences[250] == "free now"
+        assert sentences[500].startswith("free now; about ")
+        assert sentences[500].endswith(" % of the cells start at once")
+
+
+def test_an_offer_says_that_a_gpu_is_being_emptied() -> None:
+    with live_broker(seats_required=True) as live, client_of(live) as client:
+        client.drain(client.status().devices[0].device_id, DrainRequest())
+        (offer,) = client.offers(OfferRequest(owner="ada")).pools
+        assert offer.why_not == "pool 'default' has no device now: its GPU is being emptied; ask your administrator"
+        assert take(live).sentence == offer.why_not
 
 
 def test_seats_outlive_the_broker() -> None:

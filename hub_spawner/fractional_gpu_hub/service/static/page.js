@@ -52,20 +52,24 @@ function fillActions(cell, kind, row) {
 }
 
 function fillTable(table, rows) {
-  const columns = [...table.tHead.rows[0].cells].map((head) => ({ ...head.dataset, actions: "actions" in head.dataset }));
+  const columns = [...table.tHead.rows[0].cells].map((head) => ({ ...head.dataset, label: head.textContent, actions: "actions" in head.dataset }));
   const body = table.tBodies[0];
   const there = new Map([...body.rows].filter((tr) => tr.dataset.id && tr.dataset.live).map((tr) => [tr.dataset.id, tr]));
   const wanted = rows.map((row) => {
-    const tr = there.get(row.id) ?? made("tr", {}, ...columns.map(() => made("td")));
+    const tr = there.get(row.id) ?? made("tr", { role: "row" }, ...columns.map(() => made("td", { role: "cell" })));
     tr.dataset.id = row.id;
     tr.dataset.live = "yes";
     tr.dataset.phase = row.waits ? "waiting" : row.phase ?? row.state ?? "";
-    columns.forEach((column, at) => (column.actions ? fillActions(tr.cells[at], table.id, row) : fillCell(tr.cells[at], row, column)));
+    columns.forEach((column, at) => {
+      tr.cells[at].dataset.label = column.label;
+      if (column.actions) fillActions(tr.cells[at], table.id, row);
+      else fillCell(tr.cells[at], row, column);
+    });
     return tr;
   });
   if (!wanted.length) {
-    const cell = made("td", { colSpan: columns.length, textContent: table.dataset.empty });
-    wanted.push(made("tr", { className: "empty" }, cell));
+    const cell = made("td", { role: "cell", colSpan: columns.length, textContent: table.dataset.empty });
+    wanted.push(made("tr", { role: "row", className: "empty" }, cell));
     if (body.rows.length === 1 && body.rows[0].className === "empty") return;
   }
   if (wanted.length !== body.rows.length || wanted.some((tr, at) => body.rows[at] !== tr)) {
@@ -224,10 +228,24 @@ function settings(row) {
     if (value === undefined) { setting.remove(); continue; }
     input.value = input.dataset.was = typeof value === "string" ? value : JSON.stringify(value);
     setting.querySelector(".changed").hidden = !changed.includes(input.name);
+    const group = setting.querySelector(".choices");
+    if (group) choose(group, input, value);
   }
   details.open = Boolean(details.querySelector(".changed:not([hidden])"));
   details.querySelector("summary").textContent = `All settings (${details.querySelectorAll("[name]").length} more)`;
   return [form];
+}
+
+// Checkboxes for a list: the choices, and what else it has now. `any` stands for every value.
+function choose(group, input, value) {
+  const now = [value].flat().map(String);
+  for (const one of new Set([...group.dataset.choices.split(" "), ...now, "any"])) {
+    group.append(made("label", {}, made("input", { type: "checkbox", value: one, checked: now.includes(one) }), one));
+  }
+  group.addEventListener("change", () => {
+    const chosen = [...group.querySelectorAll(":checked")].map((box) => box.value);
+    input.value = chosen.includes("any") ? "any" : JSON.stringify(chosen);
+  });
 }
 
 // Lead to the input that a refusal names.
@@ -237,7 +255,7 @@ function lead(inputs, message) {
   if (!named) return;
   named.setAttribute("aria-invalid", "true");
   named.closest("details")?.setAttribute("open", "");
-  named.focus();
+  (named.type === "hidden" ? named.nextElementSibling.querySelector("input") : named).focus();
 }
 
 function field(name, label, input) {
@@ -284,10 +302,10 @@ async function ask(kind, row, act) {
   if (fields) {
     try { byId("ask-fields").replaceChildren(...await fields(row)); } catch (error) { setText(problem, error.message); }
   }
-  (dialog.querySelector("#ask-fields input, #ask-fields select") ?? byId(tells || !danger ? "ask-yes" : "ask-no")).focus();
+  (dialog.querySelector("#ask-fields input:not([type=hidden]), #ask-fields select") ?? byId(tells || !danger ? "ask-yes" : "ask-no")).focus();
   yes.onclick = async () => {
     if (tells) return dialog.close();
-    const inputs = Object.fromEntries([...dialog.querySelectorAll("input, select")].map((input) => [input.name, input]));
+    const inputs = Object.fromEntries([...dialog.querySelectorAll("[name]")].map((input) => [input.name, input]));
     yes.disabled = true;
     setText(problem, "");
     try {

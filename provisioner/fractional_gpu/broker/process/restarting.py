@@ -6,7 +6,6 @@ The file is beside the socket, where clients of every version read it, and in th
 import json
 import logging
 import os
-import stat
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from fractional_gpu.client.discovery import (
     SYSTEM_SOCKET,
     check_above,
     check_folder,
+    check_reachable,
     restart_file,
     socket_path,
     spare_restart_file,
@@ -199,7 +199,7 @@ def make_socket_folder(socket: str, *, service: bool = False) -> None:
         folder.chmod(0o755)  # whatever the umask is
     check_folder(socket)
     if service:
-        _check_reachable(folder)
+        check_reachable(socket)
 
 
 def _check_service() -> None:
@@ -215,16 +215,6 @@ def _check_service() -> None:
             f"this is {name}: a service of the node does not run in a job or pod of its own, with which it would end in the middle of a "
             "suspend; start it outside (by systemd, examples/systemd), or in a DaemonSet's pod with hostPID"
         )
-
-
-def _check_reachable(folder: Path) -> None:
-    """Check that users can reach the socket in this folder. Raises BrokerUnavailableError."""
-    for one in (folder, *folder.parents):
-        if not one.stat().st_mode & stat.S_IXOTH:
-            raise BrokerUnavailableError(
-                f"users cannot enter {one}, so they could not reach the service's socket in {folder}; choose another --socket, such as "
-                f"{SYSTEM_SOCKET}, or let them enter (chmod o+x {one})"
-            )
 
 
 def cannot_run(socket: str, error: OSError) -> str:

@@ -12,6 +12,7 @@ from fractional_gpu import __version__
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.lanes import QUESTIONS
 from fractional_gpu.broker.seats.offers import ANY_FRACTIONS, PoolForecasts
+from fractional_gpu.broker.seats.rules import percent
 from fractional_gpu.config.hub import HubPool
 from fractional_gpu.core.model import PoolSpec
 from fractional_gpu.core.seat_packing import (
@@ -24,6 +25,7 @@ from fractional_gpu.core.seat_packing import (
     wait_chance_with,
     wait_quantile_ms,
 )
+from fractional_gpu.core.units import format_duration, format_fraction
 from fractional_gpu.host.memory import machine_total_mib
 from fractional_gpu.ledger.records import SeatRecord
 from fractional_gpu.protocol.capacity import Capacity, PoolCapacity
@@ -67,6 +69,24 @@ class HostCapacity:
             host_memory_total_mib=machine_total_mib(),
             host_memory_left_mib=left_mib,
             pools=answers,
+        )
+
+    def fitting(self, pool: PoolSpec) -> str:
+        """Return a sentence: how many seats of users of unknown habits fit into the empty pool, and what limits that. Empty: no device."""
+        empty, fit, limited = self._snapshot(pool, []), [], False
+        for milli, load in empty.loads.items():
+            count, promised = _count(empty, milli, load), _promised(empty, milli)
+            why = " (oversubscription)" if count == promised else " or more" if count >= _most(milli) else ""
+            fit.append(f"{count} seat{'' if count == 1 else 's'} of {format_fraction(milli)} GPU{why}")
+            limited |= not why
+        said = f"pool {pool.name!r}: with these terms it has room for about {', or '.join(fit)}"
+        if not limited:
+            return said if fit else ""
+        hub = empty.hub
+        return (
+            f"{said}; with more, over {percent(hub.wait_bound_milli)} of the cells would wait longer than "
+            f"{format_duration(hub.wait_target_ms)} (wait_bound, wait_target), if users compute {percent(hub.expected_use_milli)} of the "
+            "time (expected_use)"
         )
 
     def _snapshot(self, pool: PoolSpec, seats: Sequence[SeatRecord]) -> _Pool:
@@ -138,8 +158,16 @@ def _count(pool: _Pool, milli: int, load: SeatLoad) -> int:
         load,
         target_ms=pool.hub.wait_target_ms,
         bound_milli=pool.hub.wait_bound_milli,
-        most=max(1, _MOST_ON_A_DEVICE_MILLI // milli),
+        most=_most(milli),
     )
-    if pool.promised_left_mib is None:
-        return there
-    return min(there, pool.promised_left_mib // pool.memory_mib[milli])
+    promised = _promised(pool, milli)
+    return there if promised is None else min(there, promised)
+
+
+def _promised(pool: _Pool, milli: int) -> int | None:
+    """Return how many more seats of this fraction the pool may promise; None: no limit."""
+    return None if pool.promised_left_mib is None else pool.promised_left_mib // pool.memory_mib[milli]
+
+
+def _most(milli: int) -> int:
+    return max(1, _MOST_ON_A_DEVICE_MILLI // milli)

@@ -43,7 +43,11 @@ from fractional_gpu.protocol.seats import FractionOffer, OfferRequest, Offers, P
 
 HISTORY_DAYS = 28
 LAST_SEATS = 200  # of each pool, from which the wait for a place is worked out
-_NEVER_SHARED = 1000  # oversubscription: what there is, once
+_FIRST_SEATS_MS = (
+    30 * 60_000,
+    2 * 3_600_000,
+    8 * 3_600_000,
+)  # assumed until one has ended: a short look, an afternoon, a working day
 ANY_FRACTIONS = (125, 250, 500, 750, 1000)  # what a page offers of a pool that gives any
 
 
@@ -109,7 +113,9 @@ class PoolForecasts:
         """Return the memory cap of a seat of this size, MiB. Raises NoRoomError if no device (of the `allowed` ones) has so much."""
         sizes = [device.leasable_mib for device in self.usable_devices(pool, allowed)]
         if not sizes:
-            raise NoRoomError(f"pool {pool.name!r} has no device now; ask your administrator", reason="no-device")
+            emptied = [one for one in self._broker.arbiter.devices() if one.device_id in pool.devices and one.draining]
+            why = {0: "", 1: ": its GPU is being emptied"}.get(len(emptied), ": its GPUs are being emptied")
+            raise NoRoomError(f"pool {pool.name!r} has no device now{why}; ask your administrator", reason="no-device")
         mib = max(1, min(sizes) * fraction_milli // 1000) if asked_mib is None else asked_mib
         if not 1 <= mib <= max(sizes):
             raise NoRoomError(
@@ -153,32 +159,6 @@ class PoolForecasts:
         full = self.full(request, pool, hub, memory_mib, [])
         if isinstance(full, PoolFull):
             raise NoRoomError(f"{full.sentence}; that is more than the empty pool can give", reason="too-large")
-
-    def unshared(self, pool: PoolSpec) -> str:
-        """Return a sentence if seats of the pool's largest fraction never share a device with any other seat; empty: they can.
-
-        It assumes users with the prior's habits. A pool without oversubscription is not meant to share: no sentence.
-        """
-        hub, devices = self.hub(pool.name), self.usable_devices(pool)
-        if not devices or (pool.oversubscription_milli or _NEVER_SHARED + 1) <= _NEVER_SHARED:
-            return ""
-        fractions = pool.fractions_milli or ANY_FRACTIONS
-        largest, smallest = (
-            self.load("", pool, self.memory_mib(pool, milli, None)) for milli in (max(fractions), min(fractions))
-        )
-        beside = [replace(empty, loads=(smallest,), kind="") for empty in self.places(pool, devices, [])]
-        device_id, chance = choose_device(
-            largest, beside, target_ms=hub.wait_target_ms, bound_milli=hub.wait_bound_milli
-        )
-        if device_id is not None:
-            return ""
-        return (
-            f"pool {pool.name!r}: a seat of {format_fraction(max(fractions))} GPU never shares a device, not even with one of "
-            f"{format_fraction(min(fractions))}: {percent(-(-chance // 1000))} of their cells would wait longer than "
-            f"{format_duration(hub.wait_target_ms)} (wait_target), and {percent(hub.wait_bound_milli)} may (wait_bound), if users compute "
-            f"{percent(hub.expected_use_milli)} of the time (expected_use). Such a seat has a device to itself for as long as its server "
-            "runs; to let it share, raise wait_bound or wait_target, or leave that fraction out of fractions"
-        )
 
     def load(self, owner: str, pool: PoolSpec, memory_mib: int) -> SeatLoad:
         """Return the load that a seat of this user with so much memory is expected to be for its device."""
@@ -228,8 +208,8 @@ class PoolForecasts:
 
     def worked_out(self, pool: str, position: int, seats: int) -> Span | None:
         """Return what that wait would be if so many seats had to end at the pace of the last ones, or of the shorter or longer ones."""
-        lasted = sorted(self.lasted_ms.get(pool) or ())
-        if not lasted or not seats:
+        lasted = sorted(self.lasted_ms.get(pool) or _FIRST_SEATS_MS)
+        if not seats:
             return None
         tenth = len(lasted) // 10
         paces = (sum(lasted) // len(lasted), lasted[tenth], lasted[-1 - tenth])
@@ -367,7 +347,8 @@ def _expectation(offer: FractionOffer, hub: HubPool) -> str:
     if offer.why_not:
         return offer.why_not
     if offer.free:
-        return f"free now; about {percent(offer.at_once_milli)} of the cells start at once"
+        some = offer.at_once_milli < 1000
+        return "free now" + (f"; about {percent(offer.at_once_milli)} of the cells start at once" if some else "")
     if not hub.waits_when_full:
         return "full now"
     if offer.expected_ms is None:

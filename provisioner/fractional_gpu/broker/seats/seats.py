@@ -107,7 +107,7 @@ class Seats:
         broker.habits.seat_share = self._share
         self._usage_recorder = UsageRecorder(broker, self.forecasts)
         self.revocations = Revocations(broker)
-        self.pools = PoolEditor(broker, settings, self._pool_changed, self.forecasts.unshared)
+        self.pools = PoolEditor(broker, settings, self._pool_changed, self._capacity.fitting)
 
     # -- what is there -----------------------------------------------------------------------------------------------------
 
@@ -132,8 +132,9 @@ class Seats:
         self._usage_recorder.recover(ledger)
         self.budgets.recover(ledger)
         self.revocations.recover(ledger, self._seats)
-        for pool in self._broker.arbiter.pools():
-            self._warn(pool)
+        if self._settings.seats_required:
+            for said in map(self._capacity.fitting, self._broker.arbiter.pools().values()):
+                log.info("%s", said or "a pool has no device: no seat fits")
 
     def live(self) -> list[SeatRecord]:
         """Return all seats, oldest first."""
@@ -611,13 +612,7 @@ class Seats:
     def _pool_changed(self, pool: PoolSettings) -> None:
         self.forecasts.pool_changed(pool)
         self._broker.metering.set_tariff(pool.name, pool.hub.tariff)
-        self._warn(pool.name)
         self._notify()  # waiting requests check again
-
-    def _warn(self, name: str) -> None:
-        """Log if the pool's terms keep seats of its largest fraction from sharing, where a hub gives seats in it."""
-        if self._settings.seats_required and (sentence := self.forecasts.unshared(self._pool(name)[0])):
-            log.warning("%s", sentence)
 
     def _of_pool(self, pool: str) -> list[SeatRecord]:
         return [seat for seat in self._seats.values() if seat.pool == pool]
