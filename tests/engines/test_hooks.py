@@ -54,9 +54,9 @@ def test_a_controller_that_hangs_costs_its_time_only_and_the_job_is_told(
 def test_without_a_broker_the_request_is_kept_for_the_agent(
     settings: HookSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commands(tmp_path, monkeypatch, 'echo "12|1000|ada|RUNNING|gres:jgpu:open:250|12"')
+    commands(tmp_path, monkeypatch, 'echo "12|1000|ada|RUNNING|gres:jgpu:open:250|12|cpu=1,mem=4G,node=1|1|"')
     hooks.begin(settings, ENVIRONMENT, lambda _: None)
-    wanted = JobSeat(job_id=12, uid=1000, user="ada", pool="default", fraction_milli=250)
+    wanted = JobSeat(job_id=12, uid=1000, user="ada", pool="default", fraction_milli=250, memory_mib=4096)
     assert list(SeatFiles(settings.folder).wanted()) == [wanted]
     written = files(settings)["job-12.env"].splitlines()
     assert f"JUPYTER_GPU_SEAT_FILE={settings.folder}/job-12.json" in written
@@ -78,7 +78,7 @@ def test_a_request_is_registered_by_one_process_at_a_time(settings: HookSettings
 def test_a_job_without_a_share_leaves_no_trace(
     settings: HookSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commands(tmp_path, monkeypatch, 'echo "12|1000|ada|RUNNING|gres:gpu:1|12"')
+    commands(tmp_path, monkeypatch, 'echo "12|1000|ada|RUNNING|gres:gpu:1|12|cpu=1,mem=4G,node=1|1|"')
     said: list[str] = []
     hooks.begin(settings, ENVIRONMENT, said.append)
     hooks.end(settings, ENVIRONMENT, said.append)
@@ -98,7 +98,7 @@ def test_an_environment_that_is_not_slurms_is_said_and_raises_nothing(
 def test_a_folder_that_cannot_be_made_is_said_and_raises_nothing(
     settings: HookSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commands(tmp_path, monkeypatch, 'echo "12|1000|ada|RUNNING|gres:jgpu:open:250|12"')
+    commands(tmp_path, monkeypatch, 'echo "12|1000|ada|RUNNING|gres:jgpu:open:250|12|cpu=1,mem=4G,node=1|1|"')
     settings.folder.write_text("a file")
     said: list[str] = []
     hooks.begin(settings, ENVIRONMENT, said.append)

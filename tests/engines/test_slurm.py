@@ -225,7 +225,7 @@ def test_tasks_of_an_array_and_steps_of_salloc_have_seats(slurm: Cluster) -> Non
     outputs = slurm.folder / "array-%a.out"
     first = slurm.sbatch(script, QUARTER, "-w", "n1", "--array=1-2", output=outputs)
     slurm.await_end(first)
-    said = [(slurm.folder / f"array-{task}.out").read_text().split() for task in (1, 2)]
+    said = [(slurm.folder / f"array-{task}.out").read_text().splitlines()[-1].split() for task in (1, 2)]
     assert [words[0] for words in said] == ["1:", "2:"]
     assert len({words[1] for words in said}) == 2
     assert [words[2] for words in said] == ["250m", "250m"]

@@ -103,6 +103,7 @@ class Cluster:
         gres: Mapping[str, str],
         accounting: Accounting | None = None,
         sibling: "Cluster | None" = None,
+        edit: "Callable[[Cluster], None] | None" = None,
     ) -> None:
         missing = [name for name in _DAEMONS if shutil.which(name, path=_path()) is None]
         assert not missing, f"{', '.join(missing)} not found: `tests/run setup` installs Debian's slurm-wlm and munge"
@@ -115,6 +116,8 @@ class Cluster:
         self._node_gres = node_gres or f"{GRES}:open:{opened},{GRES}:closed:{closed}"
         self._gres = dict(gres)
         self._accounting = accounting
+        self._edit = edit
+        self.prefixes: dict[str, list[str]] = {}  # by node: how its slurmd is started, such as in a mount namespace
         self.name: str = "jfg" if sibling is None else f"{sibling.name}x"
         self.munge: Path = folder / "munge.socket" if sibling is None else sibling.munge
         self._has_munge = sibling is None
@@ -189,6 +192,8 @@ class Cluster:
         version_1 = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes").exists()
         if self._constrained:
             (self.folder / "cgroup.conf").write_text(_CGROUP.format(plugin="cgroup/v1" if version_1 else "autodetect"))
+        if self._edit is not None:
+            self._edit(self)
 
     def start_controller(self, *options: str) -> None:
         """Start slurmctld."""
@@ -196,7 +201,7 @@ class Cluster:
 
     def start_node(self, node: Node) -> None:
         """Start a node's slurmd."""
-        self.call("slurmd", "-N", node.name)
+        self.call(*self.prefixes.get(node.name, ()), "slurmd", "-N", node.name)
 
     def restart_node(self, node: Node) -> None:
         """End a node's slurmd and start it again; its jobs live on. Returns when it has registered."""
@@ -350,11 +355,12 @@ def new_cluster(
     gres: Mapping[str, str] | None = None,
     accounting: Accounting | None = None,
     sibling: Cluster | None = None,
+    edit: Callable[[Cluster], None] | None = None,
 ) -> Iterator[Cluster]:
     """A cluster that ends with the block. `scripts`: Prolog, Epilog and TaskProlog; `opened`, `closed`: each node's counts at its start.
 
     `node_gres`, `gres`: other GRES in their place, the node's and, by name, the rest of the lines of gres.conf.
-    `accounting`: its database; `sibling`: a cluster with which it may be in a federation, on the same database.
+    `edit` changes the files of the configuration once they are written. `accounting`: its database; `sibling`: a cluster with which it may be in a federation, on the same database.
     """
     folder = Path(tempfile.mkdtemp(prefix="jfg-slurm-"))
     cluster = Cluster(
@@ -367,6 +373,7 @@ def new_cluster(
         gres=gres or {},
         accounting=accounting,
         sibling=sibling,
+        edit=edit,
     )
     if scripts is not None:
         cluster.scripts.update(scripts(cluster.nodes))

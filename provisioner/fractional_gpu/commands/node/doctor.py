@@ -1,12 +1,12 @@
 """`jupyter gpu node doctor`: Slurm's configuration, the scripts, the broker and the agent of this node: finding, and what to change.
 
-Changes nothing. What Slurm itself says (`scontrol show config`, `scontrol show node`) counts, not its files, which may not be read yet; of
-the files gres.conf alone is read, because Slurm does not show it.
+Changes nothing. What Slurm itself says (`scontrol show config`, `scontrol show node`) counts; its files are read for what Slurm does not show:
+gres.conf, keys that are given twice, and what waits for a restart.
 """
 
 import argparse
 import os
-import re
+import shlex
 import socket as socket_module
 import subprocess
 import sys
@@ -14,12 +14,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fractional_gpu.commands.node.install import FOLDER, WRAPPER, node_files
 from fractional_gpu.commands.node.options import add_node_options, counts_of, seats_folder
 from fractional_gpu.commands.terminal.output import terminal_width, write
 from fractional_gpu.commands.terminal.progress import Progress
 
 if TYPE_CHECKING:
     from fractional_gpu.commands.doctor.report import Finding
+    from fractional_gpu.engines.files import NodeFiles
     from fractional_gpu.engines.slurm import Slurm
 
 _ROOT_ONLY = 0o022
@@ -27,6 +29,7 @@ EPILOG = """\
 examples:
   jupyter gpu node doctor
   jupyter gpu node doctor --json        one object: {"ok": ..., "worst": ..., "findings": [...]}
+  jupyter gpu node doctor --everywhere  whether every node has the wrapper: a short job on each; before slurm.conf names it
 
 Exit code 0: it works, perhaps with warnings. 1: something cannot work. Run it as root on a node; nothing is changed.
 """
@@ -37,6 +40,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = "Examine Slurm's configuration, the scripts, the broker and the agent of this node."
     parser.epilog = EPILOG
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--everywhere",
+        action="store_true",
+        help="only check that each node of the cluster has the wrapper, by a short job on each",
+    )
+    parser.add_argument(
+        "--folder", metavar="DIR", type=Path, default=FOLDER, help=f"where this node's scripts are (default: {FOLDER})"
+    )
     parser.add_argument("--node", metavar="NAME", help="the node's name in Slurm (default: the host's short name)")
     add_node_options(parser)
 
@@ -62,17 +73,19 @@ def examine(options: argparse.Namespace) -> "Iterator[Finding]":
 
     counts = counts_of(options.pool)
     slurm = Slurm(options.node or socket_module.gethostname().partition(".")[0])
+    if options.everywhere:
+        yield from check_everywhere(slurm, slurm.conf().with_name(WRAPPER))
+        return
     try:
         config = slurm.config()
     except EngineError as error:
         yield problem("slurmctld", str(error), "start slurmctld, or set SLURM_CONF, and run this again")
     else:
-        yield from check_config(config, list(counts.values()), shards=bool(options.shards))
+        yield from check_preemption(config)
         yield from check_accounting(slurm, config)
         yield from check_scripts(config)
-        yield from check_gres_file(
-            Path(config.get("SLURM_CONF", "/etc/slurm/slurm.conf")).with_name("gres.conf"), counts
-        )
+        yield from _check_hook(options.folder / "prolog", slurm)
+        yield from _check_files(slurm, node_files(options))
         yield from _check_node(slurm, list(counts.values()), shards=bool(options.shards))
     yield from _check_broker(options.socket, counts)
     yield from _check_seats(seats_folder(options))
@@ -82,55 +95,19 @@ def examine(options: argparse.Namespace) -> "Iterator[Finding]":
 # -- Slurm's configuration -----------------------------------------------------------------------------------------------------
 
 
-def check_config(config: Mapping[str, str], counts: list[str], *, shards: bool) -> "Iterator[Finding]":
-    """Check what `scontrol show config` says, by the names of slurm.conf and cgroup.conf."""
-    from fractional_gpu.commands.doctor.report import ok, problem, warning  # noqa: PLC0415 - not for help texts
+def check_preemption(config: Mapping[str, str]) -> "Iterator[Finding]":
+    """Check what Slurm does to jobs that others preempt."""
+    from fractional_gpu.commands.doctor.report import warning  # noqa: PLC0415 - not for help texts
 
-    types = _words(config, "GresTypes")
-    wanted = ["shard"] if shards else counts
-    missing = [name for name in wanted if name not in types]
-    if missing:
-        yield problem(
-            "gres types",
-            f"GresTypes is {config.get('GresTypes', '(null)')}, without {', '.join(missing)}",
-            f"slurm.conf: GresTypes={','.join([*types, *missing])}, then restart slurmctld and each slurmd",
-        )
-    else:
-        yield ok("gres types", f"GresTypes has {', '.join(wanted)}")
-    select = config.get("SelectType", "")
-    if select.endswith(("cons_tres", "cons_res")):
-        yield ok("select", f"SelectType is {select}: jobs can share a node")
-    else:
-        yield problem(
-            "select", f"SelectType is {select}: a job takes a whole node", "slurm.conf: SelectType=select/cons_tres"
-        )
-    flags = _words(config, "PrologFlags")
-    if "contain" in flags:
-        yield ok(
-            "prolog flags",
-            "the Prolog runs when a job is allocated, and a job keeps its control groups between its steps",
-        )
-    else:
-        yield warning(
-            "prolog flags",
-            f"PrologFlags is {config.get('PrologFlags', '(null)')}: "
-            + ("" if "alloc" in flags else "the Prolog runs with a job's first step only, and ")
-            + "a job of `salloc` loses its control groups, and with them its share, between two steps",
-            "slurm.conf: PrologFlags=Contain",
-        )
-    yield from _check_groups(config)
-    if "suspend" in config.get("PreemptMode", "").lower() or "gang" in config.get("PreemptMode", "").lower():
-        yield warning(
-            "preemption",
-            f"PreemptMode is {config['PreemptMode']}: a job that Slurm suspends keeps its share, so this makes no room",
-            "slurm.conf: PreemptMode=OFF for partitions with shares",
-        )
-    if "requeue" in config.get("PreemptMode", "").lower():
-        yield warning(
-            "preemption",
-            "PreemptMode is REQUEUE: a job that is preempted is started anew, and its kernels' variables are lost",
-            "slurm.conf: PreemptMode=OFF for partitions with shares",
-        )
+    mode = config.get("PreemptMode", "")
+    for sign, what in (
+        ("suspend", "a job that Slurm suspends keeps its share, so this makes no room"),
+        ("requeue", "a job that is preempted is started again, and its kernels' variables are lost"),
+    ):
+        if sign in mode.lower().replace("gang", "suspend"):
+            yield warning(
+                "preemption", f"PreemptMode is {mode}: {what}", "slurm.conf: PreemptMode=OFF for partitions with shares"
+            )
 
 
 def check_accounting(slurm: "Slurm", config: Mapping[str, str]) -> "Iterator[Finding]":
@@ -155,107 +132,114 @@ def check_accounting(slurm: "Slurm", config: Mapping[str, str]) -> "Iterator[Fin
         yield ok("accounting", "jobs' figures go into AdminComment, while they run and at their end")
 
 
-def _check_groups(config: Mapping[str, str]) -> "Iterator[Finding]":
-    from fractional_gpu.commands.doctor.report import ok, problem, warning  # noqa: PLC0415 - not for help texts
-
-    if config.get("ProctrackType") != "proctrack/cgroup" or "task/cgroup" not in config.get("TaskPlugin", ""):
-        yield problem(
-            "control groups",
-            f"ProctrackType is {config.get('ProctrackType')} and TaskPlugin is {config.get('TaskPlugin')}: a process cannot be told from "
-            "another job's of the same user, and may outlive its job",
-            "slurm.conf: ProctrackType=proctrack/cgroup, TaskPlugin=task/cgroup",
-        )
-        return
-    yield ok("control groups", "each job has control groups of its own")
-    if config.get("ConstrainRAMSpace", "").lower() == "yes":
-        yield ok(
-            "memory",
-            "a job's memory is limited; what its kernels save when they idle counts there, so --mem must cover it",
-        )
-    else:
-        yield warning(
-            "memory",
-            "ConstrainRAMSpace is not yes: what kernels save on the host is limited by no job",
-            "cgroup.conf: ConstrainRAMSpace=yes",
-        )
-
-
 def check_scripts(config: Mapping[str, str]) -> "Iterator[Finding]":
-    """Check that Prolog, Epilog and TaskProlog are there, are ours or call ours, and can be changed by root only."""
-    from fractional_gpu.commands.doctor.report import ok, problem, warning  # noqa: PLC0415 - not for help texts
+    """Check that this node has what Slurm runs as Prolog, Epilog and TaskProlog, and that only root can change it."""
+    from fractional_gpu.commands.doctor.report import ok, problem  # noqa: PLC0415 - not for help texts
 
-    for name in ("Prolog", "Epilog", "TaskProlog"):
-        check, given = name.lower(), config.get(name, "(null)")
-        if given in ("(null)", ""):
-            yield problem(check, f"{name} is not set", f"slurm.conf: {name}=/etc/jupyter-gpu/slurm/{name.lower()}")
-            continue
-        texts = {}
-        for path in sorted(_scripts(given)):
-            try:
-                status = path.stat()
-                texts[path] = path.read_text(errors="replace")
-            except OSError as error:
-                yield problem(check, f"{path} cannot be read: {error.strerror}", "`jupyter gpu node install` writes it")
-                continue
-            if not status.st_mode & 0o111:
-                yield problem(check, f"{path} is not executable: Slurm drains the node", f"chmod 755 {path}")
-            if status.st_uid != 0 or status.st_mode & _ROOT_ONLY:
-                yield problem(
-                    check,
-                    f"{path} belongs to uid {status.st_uid} with mode {status.st_mode & 0o777:04o}, and runs on every node",
-                    f"chown root {path}; chmod 755 {path}",
-                )
-        sign = "jupyter-gpu" if name == "TaskProlog" else "node " + check
-        ours = [
-            path for path, text in texts.items() if sign in text or "jupyter gpu node" in text or "jupyter-gpu" in text
-        ]
-        if ours:
-            yield ok(check, f"{ours[0]}")
-        else:
-            yield warning(
-                check,
-                f"{given} does not call ours",
-                f"call /etc/jupyter-gpu/slurm/{check} at its end, or name it in slurm.conf",
+    for path in {Path(config.get(name, "(null)")) for name in ("Prolog", "Epilog", "TaskProlog")} - {Path("(null)")}:
+        try:
+            status = path.stat()
+        except OSError as error:
+            yield problem(
+                "scripts", f"{path}: {error.strerror}: Slurm drains this node at its next job", "copy it to every node"
             )
+            continue
+        if status.st_uid != 0 or status.st_mode & _ROOT_ONLY or not status.st_mode & 0o111:
+            yield problem(
+                "scripts",
+                f"{path} belongs to uid {status.st_uid} with mode {status.st_mode & 0o777:04o}, and root runs it on every node",
+                f"chown root {path}; chmod 755 {path}",
+            )
+        else:
+            yield ok("scripts", f"{path}")
 
 
-def check_gres_file(path: Path, counts: Mapping[str, str]) -> "Iterator[Finding]":
-    """Check gres.conf: each count is a count only, and no file fences devices off from jobs that ask for a share."""
-    from fractional_gpu.commands.doctor.report import note, ok, problem  # noqa: PLC0415 - not for help texts
-    from fractional_gpu.engines.slurm import CLOSED, OPEN  # noqa: PLC0415 - as above
+def check_everywhere(slurm: "Slurm", wrapper: Path) -> "Iterator[Finding]":
+    """Check by a short job on each node that it has the wrapper. A node that can take no job now is named."""
+    from fractional_gpu.commands.doctor.report import ok, problem, warning  # noqa: PLC0415 - not for help texts
+    from fractional_gpu.engines.engine import EngineError  # noqa: PLC0415 - as above
 
-    try:
-        text = path.read_text(errors="replace")
-    except OSError as error:
-        yield note(
-            "gres.conf",
-            f"{path} cannot be read here ({error.strerror}): with configless Slurm it lies at the controller",
-        )
-        return
-    lines = [
-        dict(re.findall(r"(\w+)=(\S+)", line.lower()))
-        for line in text.splitlines()
-        if not line.lstrip().startswith("#")
-    ]
-    for name in counts.values():
-        found = [line for line in lines if line.get("name") == name]
-        if {line.get("type") for line in found} >= {OPEN, CLOSED} and all(
-            "countonly" in line.get("flags", "") for line in found
-        ):
-            yield ok("gres.conf", f"{name} is a count only, with an open and a closed type")
+    test = f"test -x {shlex.quote(str(wrapper))} && echo there || echo missing"
+    rows = slurm.call("sinfo", "--noheader", "--Node", "--format=%N %R").split()
+    there = []
+    for node, partition in dict(zip(rows[::2], rows[1::2], strict=True)).items():
+        where = (f"--partition={partition}", f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--immediate=5")
+        try:
+            found = slurm.call("srun", "--job-name=jupyter-gpu-doctor", "--chdir=/", *where, "sh", "-c", test)
+        except EngineError as error:
+            yield warning(
+                node, f"it takes no job now, so nothing is known of it: {error}", f"look there: test -x {wrapper}"
+            )
+            continue
+        if "there" in found.split():
+            there.append(node)
         else:
             yield problem(
-                "gres.conf",
-                f"{name} is {'not a count only with the types open and closed' if found else 'not in it'}",
-                f"gres.conf: NodeName=... Name={name} Type={OPEN} Count=1000 Flags=CountOnly, and the same with Type={CLOSED}",
+                node,
+                f"{wrapper} is missing: Slurm drains the node once slurm.conf names it",
+                "copy it there, executable",
             )
-    if any(line.get("name") == "gpu" and ("file" in line or "autodetect" in line) for line in lines):
-        yield problem(
-            "gres.conf",
-            "the node has GPUs as gres/gpu, too: with ConstrainDevices=yes a job that asks for a share only is denied all devices, and "
-            "whole GPUs that Slurm gives away are not the broker's to share",
-            "take the gpu line out for nodes with shares, or use gres/shard with --shards (jobs stay on the GPU that Slurm chose)",
+    if there:
+        yield ok("wrapper", f"{wrapper} is on {len(there)} nodes: {', '.join(there)}")
+
+
+def _check_hook(script: Path, slurm: "Slurm") -> "Iterator[Finding]":
+    """Run the Prolog of this node as slurmd does, without a PATH, up to its question to the controller."""
+    from fractional_gpu.commands.doctor.report import ok, problem  # noqa: PLC0415 - not for help texts
+
+    environment = {"SLURM_CONF": str(slurm.conf()), "SLURMD_NODENAME": slurm.node}
+    try:
+        done = subprocess.run(
+            [script, "--check"], env=environment, capture_output=True, text=True, timeout=20, check=False
         )
+        said = (
+            ""
+            if done.returncode == 0
+            else " ".join((done.stdout + done.stderr).split()) or f"exit code {done.returncode}"
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        said = str(error)
+    if said:
+        yield problem(
+            "hook",
+            f"{script}, started as slurmd starts it, cannot ask Slurm: {said[:300]}",
+            "`jupyter gpu node install --force --slurm-bin DIR`, with the folder of squeue and scontrol",
+        )
+    else:
+        yield ok("hook", f"{script} reaches slurmctld with the environment that slurmd gives it")
+
+
+def _check_files(slurm: "Slurm", files: "NodeFiles") -> "Iterator[Finding]":
+    """Check that Slurm's files give no key twice, and have all that `install` would change in them."""
+    from fractional_gpu.commands.doctor.report import note, ok, problem  # noqa: PLC0415 - not for help texts
+    from fractional_gpu.engines.engine import EngineError  # noqa: PLC0415 - as above
+    from fractional_gpu.engines.files import KEYS, change_site, site_files  # noqa: PLC0415 - as above
+
+    try:
+        confs = site_files(slurm.conf())
+        change_site(files, confs, confs[0].path.with_name(WRAPPER), slurm.node, slurm.names)
+    except (EngineError, OSError) as error:
+        yield problem("slurm.conf", str(error), "`jupyter gpu node install` needs it, too")
+        return
+    for found in confs[0].twice(KEYS):
+        said = " and ".join(f"{one.text.strip()} ({one.place})" for one in found)
+        yield problem("slurm.conf", f"{said}: Slurm takes the last one only", "make one line of them")
+    for conf in confs:
+        changes = [
+            line for line in conf.diff().splitlines() if line[:1] in ("+", "-") and line[1:3] not in ("++", "--")
+        ]
+        if not conf.path.exists():
+            yield note(
+                conf.path.name, f"{conf.path} is not on this node: with configless Slurm it lies at the controller"
+            )
+        elif changes:
+            yield problem(
+                conf.path.name,
+                f"shares need changes: {'; '.join(changes)}",
+                "`jupyter gpu node install` prints them as a diff",
+            )
+        else:
+            yield ok(conf.path.name, "it has what shares need")
 
 
 def _check_node(slurm: "Slurm", counts: list[str], *, shards: bool) -> "Iterator[Finding]":
@@ -270,11 +254,18 @@ def _check_node(slurm: "Slurm", counts: list[str], *, shards: bool) -> "Iterator
     except EngineError as error:
         yield problem("node", str(error), "give the node's name in slurm.conf with --node")
         return
-    if "DRAIN" in fields.get("State", ""):
+    state = fields.get("State", "UNKNOWN")
+    if any(sign in state for sign in ("UNKNOWN", "DOWN", "FAIL", "INVAL", "NOT_RESPONDING", "*")):
+        yield problem(
+            "node",
+            f"node {slurm.node} takes no jobs, its state is {state}: {fields.get('Reason', 'its slurmd has not registered')}",
+            "start slurmd there (systemctl status slurmd); its log says why it does not register",
+        )
+    elif "DRAIN" in state:
         yield warning(
             "node",
             f"node {slurm.node} is drained: {fields.get('Reason', 'no reason is given')}",
-            "scontrol update state=resume",
+            f"scontrol update nodename={slurm.node} state=resume",
         )
     if total_of(there, "shard"):
         yield note(
@@ -287,10 +278,12 @@ def _check_node(slurm: "Slurm", counts: list[str], *, shards: bool) -> "Iterator
         yield problem(
             "node",
             f"node {slurm.node} has {fields.get('Gres', '(null)')}, without the open and the closed type of {', '.join(missing)}",
-            f"slurm.conf: NodeName={slurm.node} Gres={missing[0]}:{OPEN}:1000,{missing[0]}:{CLOSED}:3000",
+            f"`jupyter gpu node install` says what to change",
         )
-    else:
-        yield ok("node", f"node {slurm.node} has {fields['Gres']}, in use: {fields.get('GresUsed', 'unknown')}")
+    elif "DRAIN" not in state:
+        yield ok(
+            "node", f"node {slurm.node} ({state}) has {fields['Gres']}, in use: {fields.get('GresUsed', 'unknown')}"
+        )
     try:
         summary = parse_summary(fields.get("Extra", ""))
     except ValueError:
@@ -376,17 +369,3 @@ def _check_unit() -> "Iterator[Finding]":
         yield warning(
             "unit", f"jupyter-gpu-agent.service is not active ({said})", "systemctl enable --now jupyter-gpu-agent"
         )
-
-
-def _words(config: Mapping[str, str], name: str) -> set[str]:
-    return {word.strip().lower() for word in config.get(name, "").split(",") if word.strip() not in ("", "(null)")}
-
-
-def _scripts(given: str) -> set[Path]:
-    """Return the scripts that a value names: a path, several with commas, or a pattern."""
-    found: set[Path] = set()
-    for word in given.split(","):
-        path = Path(word)
-        matches = set(path.parent.glob(path.name)) if any(sign in path.name for sign in "*?[") else set()
-        found |= matches or {path}
-    return found

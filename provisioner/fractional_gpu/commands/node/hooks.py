@@ -25,17 +25,23 @@ class _Hook:
         parser.description = self._description
         parser.epilog = _EPILOG
         add_node_options(parser)
+        parser.add_argument(
+            "--check", action="store_true", help="only say whether Slurm's commands answer in this environment"
+        )
         parser.add_argument("--log", metavar="FILE", type=Path, help="write the log there (default: the system's log)")
 
     def run(self, options: argparse.Namespace) -> int:
         from fractional_gpu.engines import hooks  # noqa: PLC0415 - not for help texts
 
+        if options.check:
+            return _check()
         settings = hooks.HookSettings(
             socket=options.socket,
             folder=seats_folder(options),
             pools={count: pool for pool, count in counts_of(options.pool).items()},
             shard_pool=options.shards,
             has_groups=not options.no_groups,
+            short_memory=options.short_memory,
         )
         hook: Callable[[hooks.HookSettings, Mapping[str, str], Callable[[str], None]], None] = {
             "prolog": hooks.begin,
@@ -43,6 +49,18 @@ class _Hook:
         }[self._name]
         hook(settings, os.environ, _logger(self._name, options.log))
         return 0
+
+
+def _check() -> int:
+    from fractional_gpu.engines.engine import EngineError  # noqa: PLC0415 - not for help texts
+    from fractional_gpu.engines.slurm import Slurm  # noqa: PLC0415 - as above
+
+    try:
+        Slurm(os.environ.get("SLURMD_NODENAME", "")).jobs()
+    except EngineError as error:
+        print(error)
+        return 1
+    return 0
 
 
 def _logger(name: str, file: Path | None) -> Callable[[str], None]:
