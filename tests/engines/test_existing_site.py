@@ -1,5 +1,6 @@
 """A Slurm site that exists already: the installation page followed line by line, and jobs from environments of its users."""
 
+import json
 import re
 import shlex
 import signal
@@ -14,7 +15,7 @@ from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.protocol.errors import FractionalGPUError
 from tests.site.blocks import blocks, commands
 from tests.support.paths import ROOT
-from tests.support.slurm import Cluster
+from tests.support.slurm import Cluster, new_cluster
 from tests.support.slurm_site import View, new_environment, new_site
 from tests.support.world import until
 
@@ -67,7 +68,8 @@ class Page:
         match action, unit:
             case "enable", "jupyter-gpu":
                 text = UNIT.read_text()
-                self.start(unit, text, " --simulate 1x1GiB", XDG_STATE_HOME="/var/lib/state")
+                # Another test's broker may have claimed the same socket in this network namespace.
+                self.start(unit, text, " --simulate 1x1GiB", "unshare", "-n", XDG_STATE_HOME="/var/lib/state")
                 until(self._serves, "the broker serves")
             case "enable", "jupyter-gpu-agent":
                 text = self.type(f"cat /etc/systemd/system/{unit}.service")
@@ -84,11 +86,11 @@ class Page:
             case _:
                 raise AssertionError((action, unit))
 
-    def start(self, name: str, unit: str, more: str, **environment: str) -> None:
+    def start(self, name: str, unit: str, more: str, *before: str, **environment: str) -> None:
         """Start a unit's command in its environment."""
         given = dict(re.findall('^Environment="(.*?)=(.*)"$', unit, re.MULTILINE))
         (command,) = re.findall("^ExecStart=(.*)$", unit, re.MULTILINE)
-        self.services[name] = self.view.start(command + more, **environment, **given)
+        self.services[name] = self.view.start(command + more, *before, **environment, **given)
 
     def stop(self, name: str) -> None:
         """End a unit."""
@@ -139,6 +141,50 @@ def job_on(site: Page, node: str, *options: str) -> str:
     return site.cluster.output(job)
 
 
+def doctor(site: Page, *words: str) -> dict[str, str]:
+    """Return what the doctor finds wrong, by check."""
+    done = site.view.run("/opt/jupyter-gpu/bin/jupyter", "gpu", "node", "doctor", "--json", "--node", "n1", *words)
+    found = json.loads(done.stdout)["findings"]
+    assert done.returncode == any(one["severity"] == "error" for one in found)
+    return {one["check"]: f"{one['finding']} | {one['advice']}" for one in found if one["severity"] == "error"}
+
+
+def a_node_without_the_wrapper_is_found(site: Page) -> None:
+    assert site.views["n2"].run("mount", "--bind", "/usr", "/etc/slurm").returncode == 0
+    try:
+        found = doctor(site, "--everywhere")
+        assert list(found) == ["n2"]
+        assert "/etc/slurm/jupyter-gpu-wrapper is missing" in found["n2"]
+    finally:
+        assert site.views["n2"].run("umount", "/etc/slurm").returncode == 0
+
+
+def the_doctor_sees_that_a_restart_is_missing(site: Page) -> None:
+    site.cluster.call("scontrol", "reconfigure")
+    assert "restart slurmctld, then each slurmd" in doctor(site)["counts"]
+
+
+def the_doctor_finds_a_key_that_is_given_twice(site: Page) -> None:
+    conf = site.cluster.folder / "nodes.conf"
+    text = conf.read_text()
+    conf.write_text(f"{text}\nGresTypes=gpu\n")
+    assert "GresTypes=gpu,jgpu (/etc/slurm/slurm.conf" in doctor(site)["given twice"]
+    conf.write_text(text)
+    assert doctor(site) == {}
+
+
+def the_doctor_finds_a_prolog_that_does_not_find_slurm_and_install_keeps_an_edit(site: Page) -> None:
+    script = "/etc/jupyter-gpu/slurm/prolog"
+    site.type(f"sed -i s,/opt/slurm/bin:,, {script}")
+    assert "cannot ask Slurm: `squeue`" in doctor(site)["hook"]
+    done = site.view.run("/opt/jupyter-gpu/bin/jupyter", "gpu", "node", "install", "--node", "n1")
+    assert done.returncode == 1
+    assert f"{script} differs and stays as it is" in done.stdout
+    assert site.type(f"diff {script} {script}.new || true").count("/opt/slurm/bin") == 1
+    site.type("/opt/jupyter-gpu/bin/jupyter gpu node install --force")
+    assert doctor(site) == {}
+
+
 def test_the_page_installs_shares_on_a_site_and_takes_them_away_without_draining_a_node(site: Page) -> None:
     before = site.files()
     for command in site.follow("Step by step"):
@@ -148,6 +194,12 @@ def test_the_page_installs_shares_on_a_site_and_takes_them_away_without_draining
         )  # the site's own scripts run at every step, on a node without ours
         if "--everywhere" in command:
             assert "on 2 nodes: n1, n2" in site.said
+            a_node_without_the_wrapper_is_found(site)
+        if command.startswith("patch"):
+            the_doctor_sees_that_a_restart_is_missing(site)
+        if command.endswith("node doctor"):
+            the_doctor_finds_a_key_that_is_given_twice(site)
+            the_doctor_finds_a_prolog_that_does_not_find_slurm_and_install_keeps_an_edit(site)
     assert "JUPYTER_GPU_SEAT_FILE=/run/jupyter-gpu/seats/job-" in site.said
     assert "GresTypes=gpu,jgpu\n" in (site.cluster.folder / "slurm.conf").read_text()
     assert job_on(site, "n2", "--gres=gpu:1").endswith("yes n2\n")
@@ -160,3 +212,28 @@ def test_the_page_installs_shares_on_a_site_and_takes_them_away_without_draining
     assert site.files() == before
     assert job_on(site, "n1", "--gres=gpu:1") == "yes n1\n"
     assert site.cluster.node("n1")["Gres"] == "gpu:1"
+
+
+def submits_by_lua(cluster: Cluster) -> None:
+    (cluster.folder / "job_submit.lua").write_text((ROOT / "examples" / "slurm" / "job_submit.lua").read_text())
+    cluster.conf.write_text(f"{cluster.conf.read_text()}JobSubmitPlugins=lua\n")
+
+
+def test_the_example_of_a_submit_plugin_refuses_jobs_that_would_have_no_share() -> None:
+    with new_cluster(edit=submits_by_lua) as slurm:
+
+        def said(*options: str) -> str:
+            done = subprocess.run(
+                ["sbatch", "--test-only", "--wrap=true", *options],
+                env=slurm.environment, cwd="/", capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            return "" if done.returncode == 0 else done.stderr
+
+        share = "--gres=jgpu:open:250"
+        assert "--mem=21504M" in said(share, "--mem=8G", "--partition=gpu")
+        assert "--mem=21504M" in said(share, "--mem-per-cpu=8G", "--cpus-per-task=2", "--partition=gpu")
+        assert "is for jobs with a share" in said("--partition=gpu")
+        assert "in thousandths" in said("--gres=jgpu:250")
+        assert said(share, "--mem=21504M", "--partition=gpu") == ""
+        assert said(share, "--mem-per-cpu=11G", "--cpus-per-task=2", "--partition=gpu") == ""
+        assert said(share, "--mem=0", "--partition=gpu") == ""

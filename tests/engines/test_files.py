@@ -20,7 +20,7 @@ WRITE = bool(os.environ.get("JUPYTER_GPU_WRITE_GOLDEN"))
 def texts() -> dict[str, str]:
     confs = site_files(Path("/nowhere/slurm.conf"))
     change_site(FILES, confs, WRAPPER, "gpu[01-08]", str.split, devices=4, promise=4)
-    lines = {conf.path.name: f"# Lines to add to {conf.path.name}.\n{conf.changed()}" for conf in confs}
+    lines = {conf.path.name: f"# Lines to add to {conf.path.name}.\n{conf.changed(conf.path)}" for conf in confs}
     return {**install_files(FILES), **lines, WRAPPER.name: wrapper_text(FOLDER, {})}
 
 

@@ -55,7 +55,7 @@ SchedulerParameters=bf_interval=1,sched_interval=2,sched_min_interval=20000
 SlurmdParameters=config_overrides
 KillWait=2
 MessageTimeout=30
-DefMemPerCPU=100
+DefMemPerCPU=1600
 PrologFlags=Alloc
 {lines}
 PartitionName=gpu Nodes={names} Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
@@ -163,7 +163,7 @@ class Cluster:
         """Write slurm.conf, gres.conf and cgroup.conf."""
         host = socket.gethostname()
         places = [
-            f"NodeName={node.name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=16 RealMemory=8000 "
+            f"NodeName={node.name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=16 RealMemory=32000 "
             f"Gres={self._node_gres} State=UNKNOWN"
             for node, port in zip(self.nodes, self._ports[1:], strict=True)
         ]
@@ -360,7 +360,8 @@ def new_cluster(
     """A cluster that ends with the block. `scripts`: Prolog, Epilog and TaskProlog; `opened`, `closed`: each node's counts at its start.
 
     `node_gres`, `gres`: other GRES in their place, the node's and, by name, the rest of the lines of gres.conf.
-    `edit` changes the files of the configuration once they are written. `accounting`: its database; `sibling`: a cluster with which it may be in a federation, on the same database.
+    `edit` changes the files of the configuration once they are written.
+    `accounting`: its database; `sibling`: a cluster with which it may be in a federation, on the same database.
     """
     folder = Path(tempfile.mkdtemp(prefix="jfg-slurm-"))
     cluster = Cluster(

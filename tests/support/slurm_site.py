@@ -82,6 +82,7 @@ class View:
             f"mount --bind {folder}/run /run",
             f"mount --bind {node.run} /run/jupyter-gpu",
             f"mount --bind {folder}/lib /var/lib",
+            "mount -t tmpfs none /dev/shm",
             "echo ready; exec sleep infinity",
         ]
         script = "; ".join(mounts)
@@ -99,11 +100,11 @@ class View:
             [*self.prefix, *words], env=environment, cwd="/", capture_output=True, text=True, check=False, timeout=120
         )
 
-    def start(self, command: str, **environment: str) -> "subprocess.Popen[bytes]":
-        """Start a service as systemd does."""
+    def start(self, command: str, *more: str, **environment: str) -> "subprocess.Popen[bytes]":
+        """Start a service as systemd does, by `more` if given."""
         with self.log.open("ab") as log:
             return subprocess.Popen(
-                [*self.prefix, "sh", "-c", f"exec {command}"],
+                [*self.prefix, *more, "sh", "-c", f"exec {command}"],
                 env={"PATH": PATH, **environment},
                 cwd="/",
                 stdin=subprocess.DEVNULL,

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fractional_gpu.engines.engine import EngineError
-from fractional_gpu.engines.site_files import ConfigFile, Setting, extended
-from fractional_gpu.engines.slurm import CLOSED, OPEN, parse_gres, total_of
+from fractional_gpu.engines.site_files import ConfigFile, extended
+from fractional_gpu.engines.slurm import CLOSED, OPEN, gres_words, parse_gres, total_of
 
 __all__ = ["KEYS", "SCRIPTS", "NodeFiles", "change_site", "install_files", "site_files", "wrapper_text"]
 
@@ -29,7 +29,8 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _WRAPPER = """\
 #!/bin/sh
 # Prolog, Epilog and TaskProlog of Slurm, the same file on every node: Slurm drains a node that lacks what slurm.conf names.
-# It runs the site's own script, whose failure counts, and then ours, on nodes that have it. Written by `jupyter gpu node install --wrapper`.
+# It runs the site's own script, whose failure counts, and then ours, on nodes that have it.
+# Written by `jupyter gpu node install --wrapper`.
 case $SLURM_SCRIPT_CONTEXT in
 {cases}  *) exit 0 ;;
 esac
@@ -126,22 +127,15 @@ def install_files(files: NodeFiles) -> dict[str, str]:
     ours = "|".join(shlex.quote(name) for name in files.partitions)
     others = f"case $SLURM_JOB_PARTITION in {ours}) ;; *) exit 0 ;; esac\n" if ours else ""
     unknown = f"[ -e {shlex.quote(str(files.seats))}/job-$SLURM_JOB_ID.env ] || exit 0\n"
-    hooks = {
-        "prolog": ("Prolog", "registers a job's GPU share as a seat.", others),
-        "epilog": ("Epilog", "ends the job's seat.", unknown),
-    }
+    path = shlex.quote(files.path)
+
+    def hook(what: str, does: str, skip: str) -> str:
+        command = shlex.join([*run, what.lower(), *files.words])
+        return _HOOK.format(what=what, does=does, skip=skip, limit=_HOOK_S, path=path, command=command)
+
     return {
-        **{
-            name: _HOOK.format(
-                what=what,
-                does=does,
-                skip=skip,
-                limit=_HOOK_S,
-                path=shlex.quote(files.path),
-                command=shlex.join([*run, name, *files.words]),
-            )
-            for name, (what, does, skip) in hooks.items()
-        },
+        "prolog": hook("Prolog", "registers a job's GPU share as a seat.", others),
+        "epilog": hook("Epilog", "ends the job's seat.", unknown),
         "taskprolog": _TASK_PROLOG.format(seats=shlex.quote(str(files.seats))),
         "jupyter-gpu-agent.service": _AGENT_UNIT.format(
             command=_unit_words(agent), path=_escaped(files.path), writable=_writable(files.seats.parent)
@@ -173,11 +167,11 @@ def change_site(
     devices: int | None = None,
     promise: int | None = None,
 ) -> None:
-    """Change a site's files so that nodes give shares. Raises EngineError for what a person must decide.
+    """Change a site's files so that the nodes on the line of `node` in slurm.conf give shares. Raises EngineError.
 
-    `node`: one of the nodes whose line in slurm.conf changes; `names_of` lists the nodes of an expression. `devices`: of each node, None: as
-    many as slurm.conf says; `promise`: how many times its devices the pools may promise (their `oversubscription`), which is the most that the
-    agent can open. Until it opens more, after a restart too, a node takes what its devices have without sharing.
+    `names_of` lists the nodes of an expression. `devices`: of each node, None: as many as slurm.conf says; `promise`: how many times they
+    may be promised (the pools' `oversubscription`), which is the most that the agent can open. Until it opens more, after a restart too, a
+    node takes what its devices have without sharing.
     """
     conf, gres, cgroup = confs
     for name in SCRIPTS:
@@ -193,7 +187,7 @@ def change_site(
         return  # gpu and shard stay as they are
     names = sorted(files.counts.values())
     conf.set("GresTypes", extended(conf.value("GresTypes"), *names))
-    nodes = conf.records("NodeName")
+    nodes = conf.of_key("NodeName")
     line = next((one for one in nodes if node in names_of(one.value("NodeName"))), None)
     if nodes and line is None:
         raise EngineError(f"{conf.path} names no node {node!r}; give the node's name in Slurm with --node")
@@ -204,50 +198,38 @@ def change_site(
     ours = {f"{name}:{kind}": amount for name in names for kind, amount in kinds}
     if not (devices or promise) and ours.keys() <= there.keys():
         ours = {key: there[key] for key in ours}
-    kept = [word for word in text.split(",") if word and word.partition(":")[0] not in ("gpu", *names)]
+    kept = [word for word in gres_words(text) if word.partition(":")[0] not in ("gpu", *names)]
+    wanted = ",".join([*kept, *(f"{name}:{count}" for name, count in ours.items())])
     if line is None:
-        conf.add(f"NodeName={node} Gres={_counted(ours)} ...")
-    elif ours != {key: there.get(key) for key in ours} or total_of(there, "gpu"):
-        conf.change(line, "Gres", ",".join([*kept, _counted(ours)]))
-    where = line.value("NodeName") if line is not None else node
+        conf.add(f"NodeName={node} Gres={wanted} ...")
+    elif parse_gres(wanted) != there:
+        conf.change(line, "Gres", wanted)
     others = ",".join(one.value("NodeName") for one in nodes if one is not line and "gpu" in one.value("Gres"))
-    wanted = {
-        key: f"NodeName={where} Name={key.replace(':', ' Type=')} Count={amount} Flags=CountOnly"
-        for key, amount in ours.items()
-    }
-    for one in gres.settings:
-        key = f"{one.value('Name')}:{one.value('Type')}"
-        if (
-            key in wanted
-            and f"Count={ours[key]} Flags=CountOnly" in one.text
-            and node in names_of(one.value("NodeName"))
-        ):
+    _change_gres(gres, ours, line.value("NodeName") if line is not None else node, others, names_of)
+
+
+def _change_gres(
+    gres: ConfigFile, ours: Mapping[str, int], where: str, others: str, names_of: Callable[[str], list[str]]
+) -> None:
+    """Give the nodes `where` the counts `ours` instead of whole GPUs, which `others` keep. Raises EngineError."""
+    form = "NodeName={} Name={} Count={} Flags=CountOnly"
+    wanted = {key: form.format(where, key.replace(":", " Type="), amount) for key, amount in ours.items()}
+    names = {key.partition(":")[0] for key in ours}
+    for line in gres.settings:
+        name, about = line.value("Name"), line.value("NodeName")
+        key = f"{name}:{line.value('Type')}"
+        if name not in {"gpu", "", *names} or (about and not set(names_of(about)) & set(names_of(where))):
+            continue
+        if key in wanted and wanted[key].partition(" ")[2] in line.text:
             del wanted[key]
-        elif one.value("Name") in ("gpu", *names) or one.value("AutoDetect"):
-            _keep_for_others(gres, one, where, others, names_of)
+        elif about == where or (not about and (name in names or not others)):
+            gres.remove(line)
+        elif not about:
+            gres.put_before(line, f"NodeName={others} ")
+        else:
+            raise EngineError(f"{line.file}: make two lines of that about {about}: only {where} is to have shares")
     for added in wanted.values():
         gres.add(added)
-
-
-def _counted(counts: Mapping[str, int]) -> str:
-    return ",".join(f"{name}:{count}" for name, count in counts.items())
-
-
-def _keep_for_others(
-    gres: ConfigFile, line: Setting, where: str, others: str, names_of: Callable[[str], list[str]]
-) -> None:
-    """Change a line of gres.conf about whole GPUs so that it holds for other nodes than `where` alone. Raises EngineError."""
-    about = line.value("NodeName")
-    if about and not set(names_of(about)) & set(names_of(where)):
-        return
-    if about in ("", where) and (about or not others):
-        gres.remove(line)
-    elif not about:
-        gres.put_before(line, f"NodeName={others} ")
-    else:
-        raise EngineError(
-            f"{line.place} is about {about}, of which only {where} is to have shares: make it two lines, then run this again"
-        )
 
 
 def _writable(folder: Path) -> str:

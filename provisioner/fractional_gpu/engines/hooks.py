@@ -35,8 +35,8 @@ class HookSettings:
     """What Prolog, Epilog and agent agree on.
 
     `pools`: the pool of each count, by its name in Slurm; `shard_pool`: that of shards, empty: shards are left alone.
-    `has_groups`: Slurm gives each job control groups of its own (`proctrack/cgroup`). `short_memory`: what becomes of a share whose data the
-    job's memory cannot hold.
+    `has_groups`: Slurm gives each job control groups of its own (`proctrack/cgroup`). `short_memory`: what becomes of a share whose data
+    the job's memory cannot hold.
     """
 
     socket: str

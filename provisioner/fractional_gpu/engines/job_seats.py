@@ -47,7 +47,7 @@ _LONGEST = 16 * 1024  # bytes
 class JobSeat:
     """What a job's allocation entitles it to on this node. `devices`: the UUIDs of the only devices it may use; None: any of the pool.
 
-    `memory_mib`: what it has of the node's memory, None: no limit; `fits`: a share whose data that memory cannot hold becomes a smaller one.
+    `memory_mib`: what it has of the node's memory, None: no limit; `fits`: a share whose data this cannot hold becomes a smaller one.
     """
 
     job_id: int
@@ -164,8 +164,8 @@ class SeatFiles:
     def register(self, client: SeatClient, wanted: JobSeat) -> tuple[JobSeat, list[str]]:
         """Take the job's seat, write its file, and return the seat that it is, with warnings.
 
-        A kernel that the job's memory cannot hold while it idles would keep its room on the GPU. The job's control group with its limit does
-        not exist yet, so what the job asked Slurm for counts. Raises NoRoomError with the reason if the broker refuses the seat,
+        A kernel that the job's memory cannot hold while it idles would keep its room on the GPU. The job's control group does not exist
+        yet, so what the job asked Slurm for counts. Raises NoRoomError with the reason if the broker refuses the seat,
         BadRequestError if the job's memory is too small, other FractionalGPUErrors, and OSError.
         """
         for line in client.take_seat(wanted.request()):
@@ -192,8 +192,8 @@ class SeatFiles:
     def _register_smaller(self, client: SeatClient, wanted: JobSeat, cap_mib: int) -> tuple[JobSeat, list[str]]:
         has_mib = wanted.memory_mib or 0
         why = (
-            f"the job has {has_mib} MiB of memory, less than the {BASE_MIB} MiB that a kernel takes and the {cap_mib} MiB of GPU memory that "
-            f"are saved there while it idles; ask for --mem={BASE_MIB + cap_mib}M"
+            f"the job has {has_mib} MiB of memory, less than the {BASE_MIB} MiB that a kernel takes and the {cap_mib} MiB of GPU memory "
+            f"that are saved there while it idles; ask for --mem={BASE_MIB + cap_mib}M"
         )
         offers = next((pool.fractions_milli for pool in client.capacity().pools if pool.name == wanted.pool), [])
         most_milli = wanted.fraction_milli * (has_mib - BASE_MIB) // cap_mib

@@ -1,4 +1,4 @@
-"""Slurm's configuration as a site has it (slurm.conf with its includes, gres.conf, cgroup.conf), and the changes that shares need, as a diff.
+"""Slurm's configuration as a site has it (slurm.conf with its includes, gres.conf, cgroup.conf), and changes of it as a diff.
 
 - Slurm takes the last line of a key that is given twice, without a word. So a key that is there is changed in its line, never added.
 - Nothing is written here: `diff` is for `patch`, which also takes it back (`patch -R`), byte for byte.
@@ -6,34 +6,27 @@
 
 import difflib
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = ["ConfigFile", "Setting", "extended"]
 
 _COMMENT = re.compile(r"#[^\n]*")
-_RECORD = re.compile(r"\s*(?:NodeName|PartitionName|FrontendName|NodeSet|DownNodes)\s*=", re.IGNORECASE)
+_RECORD = re.compile(r"\s*(?:(?:Node|Partition|Frontend)Name|NodeSet|DownNodes)\s*=", re.IGNORECASE)
 _INCLUDE = re.compile(r"\s*include\s+(\S+)", re.IGNORECASE)
 _MARK = "# for shares of GPUs (jupyter-fractional-gpu)\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A line of a file, which `\\` may continue. `begin`: its offset; `text` has blanks instead of its comments."""
+    r"""A line of a file, which `\` may continue. `begin`: its offset; `text` has blanks instead of its comments."""
 
     file: Path
-    number: int
     begin: int
     text: str
 
-    @property
-    def place(self) -> str:
-        """Where it is, for people."""
-        return f"{self.file}:{self.number}"
-
     def find(self, key: str) -> re.Match[str] | None:
-        """Return the match of a key whose group 1 is its value."""
+        """Return the match of a key; its group 1 is the value."""
         return re.search(rf"(?:^|\s){key}\s*=\s*([^\s\\]+)", self.text, re.IGNORECASE)
 
     def value(self, key: str) -> str:
@@ -57,35 +50,28 @@ class ConfigFile:
         # Without translation of line ends: a diff that is taken back must leave the same bytes.
         text = path.read_bytes().decode(errors="surrogateescape") if path.exists() else ""
         self._texts[path], self._edits[path] = text, []
-        begin, number, start, end = 0, 1, 1, 0
+        begin = end = 0
         for line in _lines(text):
-            end, number = end + len(line), number + 1
+            end += len(line)
             if line.rstrip("\r\n").endswith("\\"):
                 continue
             whole = _COMMENT.sub(lambda found: " " * len(found[0]), text[begin:end])
             if include := _INCLUDE.match(whole):
                 self._read(self.path.parent / include[1])
             elif whole.strip():
-                self.settings.append(Setting(path, start, begin, whole))
-            begin, start = end, number
+                self.settings.append(Setting(path, begin, whole))
+            begin = end
 
     def of_key(self, key: str) -> list[Setting]:
-        """Return the lines that set a key of the whole cluster; Slurm takes the last one."""
-        return [one for one in self.settings if not _RECORD.match(one.text) and one.value(key)]
+        """Return the lines that set a key of the whole cluster, of which Slurm takes the last one, or that are records (NodeName)."""
+        of_records = bool(_RECORD.match(f"{key}="))
+        return [one for one in self.settings if one.value(key) and of_records == bool(_RECORD.match(one.text))]
 
     def value(self, key: str) -> str:
         """Return the value that Slurm takes; "" without one."""
         return self.of_key(key)[-1].value(key) if self.of_key(key) else ""
 
-    def records(self, key: str) -> list[Setting]:
-        """Return the lines with a record's key, such as NodeName."""
-        return [one for one in self.settings if one.value(key)]
-
     # -- changes -----------------------------------------------------------------------------------------------------------
-
-    def twice(self, keys: Sequence[str]) -> list[list[Setting]]:
-        """Return the lines of each key that is given more than once."""
-        return [found for key in keys if len(found := self.of_key(key)) > 1]
 
     def set(self, key: str, value: str) -> None:
         """Change the value of a key, or add it."""
@@ -115,9 +101,8 @@ class ConfigFile:
         """Add a line at the end of the file."""
         self._added += [*([] if self._added else [_MARK]), f"{line}\n"]
 
-    def changed(self, file: Path | None = None) -> str:
-        """Return the file with its changes, or one that it includes."""
-        file = file or self.path
+    def changed(self, file: Path) -> str:
+        """Return the file, or one that it includes, with its changes."""
         text = self._texts[file]
         for begin, end, value in sorted(self._edits[file], reverse=True):
             text = text[:begin] + value + text[end:]

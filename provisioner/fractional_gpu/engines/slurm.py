@@ -23,7 +23,7 @@ from pathlib import Path
 
 from fractional_gpu.engines.engine import EngineError, EngineUnavailableError, NodeRecord, NodeWrite
 
-__all__ = ["CLOSED", "OPEN", "SHARD", "Slurm", "SlurmJob", "job_number", "parse_gres"]
+__all__ = ["CLOSED", "OPEN", "SHARD", "Slurm", "SlurmJob", "gres_words", "job_number", "parse_gres"]
 
 OPEN, CLOSED, SHARD = "open", "closed", "shard"
 """The type that jobs ask for, the type that holds the rest, and Slurm's own GRES of parts of a GPU."""
@@ -100,7 +100,7 @@ def parse_gres(text: str) -> dict[str, int]:
     Raises EngineError for a text that is none.
     """
     found: dict[str, int] = {}
-    for word in _words(text):
+    for word in gres_words(text):
         plain = word.removeprefix("gres:").removeprefix("gres/")
         match = next(filter(None, (form.fullmatch(plain) for form in _GRES)), None)
         if match is None:
@@ -115,7 +115,7 @@ def total_of(gres: Mapping[str, int], name: str) -> int:
     return sum(count for key, count in gres.items() if key.partition(":")[0] == name)
 
 
-def _words(text: str) -> list[str]:
+def gres_words(text: str) -> list[str]:
     """Return the entries of a text of GRES, without a type that is not set."""
     words = _COMMA.split(text.strip().replace(":(null)", ""))
     return [word for word in words if word not in ("", "(null)", "N/A")]
@@ -168,7 +168,7 @@ class Slurm:
         """
         words = [f"nodename={self.node}"]
         if write.counts:
-            others = [word.partition("(")[0] for word in _words(record.text) if _name_of(word) not in write.counts]
+            others = [word.partition("(")[0] for word in gres_words(record.text) if _name_of(word) not in write.counts]
             for name, count in sorted(write.counts.items()):
                 most = record.most[name]
                 others += [f"{name}:{OPEN}:{min(count, most)}", f"{name}:{CLOSED}:{max(0, most - count)}"]
@@ -251,12 +251,12 @@ class Slurm:
         return found
 
     def conf(self) -> Path:
-        """Return the site's slurm.conf: what SLURM_CONF names, else what the controller says, else Slurm's default."""
-        if given := os.environ.get("SLURM_CONF"):
-            return Path(given)
-        with suppress(EngineError):
-            return Path(self.config().get("SLURM_CONF", _CONF))
-        return Path(_CONF)
+        """Return the site's slurm.conf: what SLURM_CONF names, else the usual one, else what the controller says."""
+        path = Path(os.environ.get("SLURM_CONF") or _CONF)
+        if not path.exists():
+            with suppress(EngineError):
+                return Path(self.config().get("SLURM_CONF", path))
+        return path
 
     def call(self, *words: str) -> str:
         """Run a command and return what it printed."""

@@ -1,8 +1,7 @@
 """Gives kernels that name no provisioner ours, in a job with a share. Python imports this when it starts (`jupyter-fractional-gpu.pth`).
 
 JUPYTER_DEFAULT_PROVISIONER_NAME cannot do it: the whole job inherits it, and in an environment without this package every kernel then
-fails to start. So jupyter_client is told here to read our variable instead, which only environments with this package do. That covers
-servers, papermill, nbclient and consoles alike.
+fails to start. So jupyter_client is told here to read another variable.
 """
 
 import os
@@ -17,7 +16,7 @@ _FACTORY = "jupyter_client.provisioning.factory"
 
 
 class _Finder(MetaPathFinder):
-    """Finds jupyter_client's factory as Python does, and changes it once it is loaded: most programs of a job never load it."""
+    """Finds jupyter_client's factory as Python does, and changes it once it is loaded."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, _target: ModuleType | None = None

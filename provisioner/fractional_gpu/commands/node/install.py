@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 FOLDER = Path("/etc/jupyter-gpu/slurm")
 WRAPPER = "jupyter-gpu-wrapper"  # beside slurm.conf
 DIFF = "site.diff"
+PARTITION_HELP = (
+    "only its jobs may have shares: those of others cost slurmctld no question (default: all; several: once for each)"
+)
 EPILOG = """\
 examples:
   jupyter gpu node install --wrapper                write what slurm.conf is to name on every node, beside slurm.conf
@@ -40,44 +43,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", metavar="DIR", type=Path, default=FOLDER, help=f"where to (default: {FOLDER})")
     parser.add_argument("--print", action="store_true", help="print the files, and write nothing")
     parser.add_argument("--force", action="store_true", help="replace files that differ")
-    parser.add_argument(
-        "--wrapper", action="store_true", help="write only the wrapper, which every node of the cluster needs"
-    )
-    parser.add_argument(
-        "--conf", metavar="FILE", type=Path, help="the site's slurm.conf (default: SLURM_CONF, or what slurmctld says)"
-    )
-    parser.add_argument(
-        "--slurm-bin", metavar="DIR", help="where Slurm's commands are (default: where this shell finds squeue)"
-    )
-    parser.add_argument(
-        "--partition",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="only its jobs may have shares: the jobs of others cost this node no question to slurmctld (default: all; several: once for each)",
-    )
-    parser.add_argument("--node", metavar="NAME", help="the node's name in Slurm (default: the host's short name)")
-    parser.add_argument(
-        "--devices", metavar="N", type=int, help="how many GPUs the node has (default: as in slurm.conf, or 1)"
-    )
-    parser.add_argument(
-        "--promise",
-        metavar="TIMES",
-        type=int,
-        help="how many times its GPUs may be promised: the pool's oversubscription (default: as in slurm.conf, or 4)",
-    )
+    parser.add_argument("--wrapper", action="store_true", help="write only the wrapper, which every node needs")
+    parser.add_argument("--partition", metavar="NAME", action="append", default=[], help=PARTITION_HELP)
+    for name, metavar, kind, text in (
+        ("--slurm-bin", "DIR", str, "where Slurm's commands are (default: where this shell finds squeue)"),
+        ("--node", "NAME", str, "the node's name in Slurm (default: the host's short name)"),
+        ("--devices", "N", int, "how many GPUs the node has (default: as in slurm.conf, or 1)"),
+        (
+            "--promise",
+            "TIMES",
+            int,
+            "how many times they may be promised: the pool's oversubscription (default: as in slurm.conf, or 4)",
+        ),
+    ):
+        parser.add_argument(name, metavar=metavar, type=kind, help=text)
     add_node_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Write or print the files. Raises CommandError where they cannot be written, EngineError, and UsageError."""
-    from fractional_gpu.engines.files import (  # noqa: PLC0415 - not for help texts
-        SCRIPTS,
-        change_site,
-        install_files,
-        site_files,
-        wrapper_text,
-    )
+    from fractional_gpu.engines.files import SCRIPTS, change_site, install_files, site_files, wrapper_text  # noqa: PLC0415 - not for help texts
     from fractional_gpu.engines.slurm import Slurm  # noqa: PLC0415 - as above
 
     for name, value in (("--devices", options.devices), ("--promise", options.promise)):
@@ -88,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
     node = options.node or socket_module.gethostname().partition(".")[0]
     files = node_files(options)
     slurm = Slurm(node)
-    path = options.conf or slurm.conf()
+    path = slurm.conf()
     try:
         confs = site_files(path)
     except OSError as error:
@@ -107,14 +92,10 @@ def run(options: argparse.Namespace) -> int:
         return code
     print(f"==== changes of Slurm's files\n{diff or 'none: they have what shares need'}")
     if not wrapper.exists():
-        print(
-            f"{wrapper} is missing: `jupyter gpu node install --wrapper` writes it; copy it to every node before slurm.conf names it."
-        )
+        print(f"{wrapper} is missing: give --wrapper, and copy it to every node before slurm.conf names it.")
     print(
-        f"To change them where you keep them: `patch -d / -p1 < {options.folder / DIFF}`, and copy them to all nodes. Then restart slurmctld "
-        "and each slurmd: `scontrol reconfigure` takes no new GresTypes.\n"
-        f"The agent: `ln -s {options.folder}/jupyter-gpu-agent.service /etc/systemd/system/ && systemctl enable --now "
-        "jupyter-gpu-agent`. Then `jupyter gpu node doctor` here."
+        f"Next: `patch -d / -p1 < {options.folder / DIFF}` where you keep these files, copy them to all nodes, restart slurmctld and each "
+        "slurmd (`scontrol reconfigure` takes no new GresTypes). Then the agent, and `jupyter gpu node doctor`: docs/clusters.md."
     )
     return code
 

@@ -43,8 +43,8 @@ def add_node_options(parser: argparse.ArgumentParser) -> None:
         "--short-memory",
         choices=("fit", "refuse", "allow"),
         default="fit",
-        help="what becomes of a share if the job's memory (--mem) cannot hold what is saved of its kernels: it is made smaller until it fits, "
-        "the job gets none, or it is given nevertheless and its kernels may keep others from the GPU (default: fit)",
+        help="a share whose data the job's memory (--mem) cannot hold: make it smaller, give none, or give it although its kernels may "
+        "keep others from the GPU (default: fit)",
     )
 
 
