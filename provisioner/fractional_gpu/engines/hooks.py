@@ -22,7 +22,7 @@ from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableErr
 
 __all__ = ["HookSettings", "begin", "end", "register_late"]
 
-FIT, REFUSE, ALLOW = "fit", "refuse", "allow"
+FIT, ALLOW = "fit", "allow"
 CONTROLLER_S = 3.0
 BROKER_S = 3.0
 _PROC_GPUS = Path("/proc/driver/nvidia/gpus")

@@ -31,8 +31,7 @@ class Setting:
 
     def value(self, key: str) -> str:
         """Return the value of a key in this line; "" without one."""
-        match = self.find(key)
-        return match[1] if match is not None else ""
+        return match[1] if (match := self.find(key)) else ""
 
 
 class ConfigFile:

@@ -32,9 +32,11 @@ class _Hook:
 
     def run(self, options: argparse.Namespace) -> int:
         from fractional_gpu.engines import hooks  # noqa: PLC0415 - not for help texts
+        from fractional_gpu.engines.slurm import Slurm  # noqa: PLC0415 - as above
 
         if options.check:
-            return _check()
+            Slurm(os.environ.get("SLURMD_NODENAME", "")).jobs()  # raises EngineError
+            return 0
         settings = hooks.HookSettings(
             socket=options.socket,
             folder=seats_folder(options),
@@ -49,18 +51,6 @@ class _Hook:
         }[self._name]
         hook(settings, os.environ, _logger(self._name, options.log))
         return 0
-
-
-def _check() -> int:
-    from fractional_gpu.engines.engine import EngineError  # noqa: PLC0415 - not for help texts
-    from fractional_gpu.engines.slurm import Slurm  # noqa: PLC0415 - as above
-
-    try:
-        Slurm(os.environ.get("SLURMD_NODENAME", "")).jobs()
-    except EngineError as error:
-        print(error)
-        return 1
-    return 0
 
 
 def _logger(name: str, file: Path | None) -> Callable[[str], None]:

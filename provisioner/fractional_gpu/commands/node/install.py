@@ -17,10 +17,6 @@ if TYPE_CHECKING:
 
 FOLDER = Path("/etc/jupyter-gpu/slurm")
 WRAPPER = "jupyter-gpu-wrapper"  # beside slurm.conf
-DIFF = "site.diff"
-PARTITION_HELP = (
-    "only its jobs may have shares: those of others cost slurmctld no question (default: all; several: once for each)"
-)
 EPILOG = """\
 examples:
   jupyter gpu node install --wrapper                write what slurm.conf is to name on every node, beside slurm.conf
@@ -44,17 +40,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--print", action="store_true", help="print the files, and write nothing")
     parser.add_argument("--force", action="store_true", help="replace files that differ")
     parser.add_argument("--wrapper", action="store_true", help="write only the wrapper, which every node needs")
-    parser.add_argument("--partition", metavar="NAME", action="append", default=[], help=PARTITION_HELP)
+    only = "only its jobs may have shares: others cost slurmctld no question (default: all; several: once for each)"
+    parser.add_argument("--partition", metavar="NAME", action="append", default=[], help=only)
     for name, metavar, kind, text in (
         ("--slurm-bin", "DIR", str, "where Slurm's commands are (default: where this shell finds squeue)"),
         ("--node", "NAME", str, "the node's name in Slurm (default: the host's short name)"),
         ("--devices", "N", int, "how many GPUs the node has (default: as in slurm.conf, or 1)"),
-        (
-            "--promise",
-            "TIMES",
-            int,
-            "how many times they may be promised: the pool's oversubscription (default: as in slurm.conf, or 4)",
-        ),
+        ("--promise", "TIMES", int, "the pool's oversubscription (default: as in slurm.conf, or 4)"),
     ):
         parser.add_argument(name, metavar=metavar, type=kind, help=text)
     add_node_options(parser)
@@ -87,14 +79,14 @@ def run(options: argparse.Namespace) -> int:
     change_site(files, confs, wrapper, node, slurm.names, devices=options.devices, promise=options.promise)
     texts = {options.folder / name: text for name, text in install_files(files).items()}
     diff = "".join(one.diff() for one in confs)
-    code = _put(options, {**texts, **({options.folder / DIFF: diff} if diff else {})})
+    code = _put(options, {**texts, **({options.folder / "site.diff": diff} if diff else {})})
     if options.print:
         return code
     print(f"==== changes of Slurm's files\n{diff or 'none: they have what shares need'}")
     if not wrapper.exists():
         print(f"{wrapper} is missing: give --wrapper, and copy it to every node before slurm.conf names it.")
     print(
-        f"Next: `patch -d / -p1 < {options.folder / DIFF}` where you keep these files, copy them to all nodes, restart slurmctld and each "
+        f"Next: `patch -d / -p1 < {options.folder / 'site.diff'}` where you keep these files, copy them to all nodes, restart slurmctld and each "
         "slurmd (`scontrol reconfigure` takes no new GresTypes). Then the agent, and `jupyter gpu node doctor`: docs/clusters.md."
     )
     return code
