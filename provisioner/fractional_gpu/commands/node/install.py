@@ -86,8 +86,8 @@ def run(options: argparse.Namespace) -> int:
     if not wrapper.exists():
         print(f"{wrapper} is missing: give --wrapper, and copy it to every node before slurm.conf names it.")
     print(
-        f"Next: `patch -d / -p1 < {options.folder / 'site.diff'}` where you keep these files, copy them to all nodes, restart slurmctld and each "
-        "slurmd (`scontrol reconfigure` takes no new GresTypes). Then the agent, and `jupyter gpu node doctor`: docs/clusters.md."
+        f"Next: `patch -d / -p1 < {options.folder / 'site.diff'}` where you keep these files; copy them to all nodes; restart slurmctld "
+        "and each slurmd (`scontrol reconfigure` takes no new GresTypes). Then the agent, and `jupyter gpu node doctor`: docs/clusters.md."
     )
     return code
 
