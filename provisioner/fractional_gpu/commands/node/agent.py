@@ -107,7 +107,6 @@ def run(options: argparse.Namespace) -> int:
         pools={count: pool for pool, count in counts.items()},
         shard_pool=options.shards,
         has_groups=not options.no_groups,
-        short_memory=options.short_memory,
     )
     slurm = Slurm(node)
     keeper = JobKeeper(slurm, settings, KeeperRules(jobs_ms=2 * look_ms, young_ms=look_ms, comment_ms=comments), _say)
