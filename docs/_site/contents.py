@@ -14,7 +14,7 @@ SECTIONS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
     ),
     "Run a cluster": (
         "Shares of GPUs for the jobs of Slurm and the pods of Kubernetes.",
-        ("clusters", "kubernetes", "workloads", "cluster-simulation"),
+        ("clusters", "clusters-operating", "clusters-facts", "kubernetes", "workloads", "cluster-simulation"),
     ),
     "Operate": (
         "Install, look after and mend it; what happens when something goes away.",

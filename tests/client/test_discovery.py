@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from fractional_gpu.client import discovery, state_folder
+from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import ensure_broker, runtime_dir, socket_path, unstarted_broker
 from fractional_gpu.client.http import claim_holder, is_service_socket
 from fractional_gpu.protocol.errors import BrokerUnavailableError, ForbiddenError
@@ -280,6 +281,13 @@ def test_a_start_that_fails_says_why(home: Path, code: str, says: str) -> None:
     write_settings(home, code)
     with pytest.raises(BrokerUnavailableError, match=says):
         ensure_broker(str(home / "b.sock"))
+
+
+def test_in_a_job_nobody_is_told_to_start_a_broker(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for job, advice in (("", "start one with `jupyter gpu broker`"), ("12", "an administrator starts the node's")):
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        with BrokerClient(str(home / "b.sock")) as client, pytest.raises(BrokerUnavailableError, match=advice):
+            client.ping()
 
 
 def test_a_start_that_fails_says_why_where_no_temporary_file_can_be_made(

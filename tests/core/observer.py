@@ -67,7 +67,7 @@ __all__ = ["LawBrokenError", "Observer"]
 S = LeaseState
 
 
-_ROLLED_BACK = {SuspendOutcome.ABORTED, SuspendOutcome.REFUSED, SuspendOutcome.IMPOSSIBLE}
+_ROLLED_BACK = {SuspendOutcome.ABORTED, SuspendOutcome.REFUSED, SuspendOutcome.NO_MEMORY, SuspendOutcome.IMPOSSIBLE}
 
 
 class Observer:

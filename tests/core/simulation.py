@@ -219,7 +219,7 @@ class World:
 
     def _answer_suspend(self, suspend: Suspend) -> Event | _Save:
         random = self.random
-        outcome = random.choices(list(SuspendOutcome), (12, 2, 2, 1, 1, 1))[0]
+        outcome = random.choices(list(SuspendOutcome), (12, 2, 2, 1, 1, 1, 1))[0]
         if self.honest or outcome is SuspendOutcome.SAVED:
             if self.honest or random.random() < 0.9:
                 self._later(_Count(suspend, asks=self.honest or random.random() < 0.8), random.choice((0, 10, 300)))

@@ -47,7 +47,7 @@ c.JupyterHub.spawner_class = Spawner
 c.BatchSpawnerBase.exec_prefix = "setpriv --reuid {username} --regid {username} --init-groups --"  # keeps HOME, which runuser sets
 c.BatchSpawnerBase.req_options = "--nodelist=n1 --cpus-per-task=1"
 c.BatchSpawnerBase.batchspawner_singleuser_cmd = given["wrapper"]
-c.EngineGPUMixin.gpu_base_memory = "800MiB"
+c.EngineGPUMixin.gpu_base_memory = "1100MiB"
 c.EngineGPUMixin.gpu_wait = 240
 c.FractionalGPUSlurmSpawner.startup_poll_interval = 0.2
 c.FractionalGPUSlurmSpawner.gpu_nodes_cache = 0

@@ -149,7 +149,7 @@ def figures_changed(slurm: Cluster, job: str, before: str) -> bool:
 def ended_job(slurm: Cluster, node: GPUNode, name: str) -> tuple[str, str]:
     """Run a job with a kernel to its end. Return its number, and the last comment while it ran: it has used more since then."""
     kernel = JobKernel(slurm.folder / name)
-    job = slurm.sbatch(kernel.command, f"--gres={GRES}:open:250", "-w", node.node.name, "--mem=900")
+    job = slurm.sbatch(kernel.command, f"--gres={GRES}:open:250", "-w", node.node.name, "--mem=1600")
     assert kernel.cell(FIRST_KERNEL) == "3\n"
     until(lambda: running_comment(slurm, job), "it has figures")
     assert node.agent is not None

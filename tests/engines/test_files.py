@@ -7,18 +7,21 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.commands.main import main
-from fractional_gpu.engines.files import NodeFiles, install_files, slurm_lines
+from fractional_gpu.engines.files import NodeFiles, change_site, install_files, site_files, wrapper_text
 from tests.support.paths import ROOT
 
 EXAMPLES = ROOT / "examples" / "slurm"
 FOLDER = Path("/etc/jupyter-gpu/slurm")
+WRAPPER = Path("/etc/slurm/jupyter-gpu-wrapper")
 FILES = NodeFiles(command=["/opt/jupyter-gpu/bin/jupyter-gpu"], seats=Path("/run/jupyter-gpu/seats"))
 WRITE = bool(os.environ.get("JUPYTER_GPU_WRITE_GOLDEN"))
 
 
 def texts() -> dict[str, str]:
-    lines = slurm_lines(FILES, FOLDER, devices=4, promise=4, node="gpu[01-08]")
-    return {**install_files(FILES), **{name: f"# Lines to add to {name}.\n{text}" for name, text in lines.items()}}
+    confs = site_files(Path("/nowhere/slurm.conf"))
+    change_site(FILES, confs, WRAPPER, "gpu[01-08]", str.split, devices=4, promise=4)
+    lines = {conf.path.name: f"# Lines to add to {conf.path.name}.\n{conf.changed(conf.path)}" for conf in confs}
+    return {**install_files(FILES), **lines, WRAPPER.name: wrapper_text(FOLDER, {})}
 
 
 @pytest.mark.parametrize("name", sorted(texts()))
@@ -26,7 +29,7 @@ def test_the_examples_are_what_is_installed(name: str) -> None:
     if WRITE:
         EXAMPLES.mkdir(exist_ok=True)
         (EXAMPLES / name).write_text(texts()[name])
-    assert (EXAMPLES / name).read_text() == texts()[name], "JUPYTER_GPU_WRITE_GOLDEN=1 writes it anew"
+    assert (EXAMPLES / name).read_text() == texts()[name], "JUPYTER_GPU_WRITE_GOLDEN=1 writes it again"
 
 
 @pytest.mark.parametrize("name", ["prolog", "epilog"])

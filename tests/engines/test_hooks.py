@@ -1,5 +1,6 @@
 """Prolog and Epilog where something is missing: they end, soon, and raise nothing; and they import little."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from fractional_gpu.engines import hooks
 from fractional_gpu.engines.hooks import HookSettings
 from fractional_gpu.engines.job_seats import JobSeat, SeatFiles
-from tests.support.paths import PYTHONPATH
+from tests.support.paths import PYTHONPATH, ROOT
 
 ENVIRONMENT = {"SLURM_JOB_ID": "12", "SLURMD_NODENAME": "n1"}
 HEAVY = (
@@ -54,13 +55,30 @@ def test_a_controller_that_hangs_costs_its_time_only_and_the_job_is_told(
 def test_without_a_broker_the_request_is_kept_for_the_agent(
     settings: HookSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commands(tmp_path, monkeypatch, 'echo "12|1000|ada|RUNNING|gres:jgpu:open:250|12"')
+    commands(tmp_path, monkeypatch, 'echo "12|1000|ada|RUNNING|gres:jgpu:open:250|12|cpu=1,mem=4G,node=1|1|"')
     hooks.begin(settings, ENVIRONMENT, lambda _: None)
-    wanted = JobSeat(job_id=12, uid=1000, user="ada", pool="default", fraction_milli=250)
+    wanted = JobSeat(job_id=12, uid=1000, user="ada", pool="default", fraction_milli=250, memory_mib=4096)
     assert list(SeatFiles(settings.folder).wanted()) == [wanted]
     written = files(settings)["job-12.env"].splitlines()
     assert f"JUPYTER_GPU_SEAT_FILE={settings.folder}/job-12.json" in written
     assert any(line.startswith("print ") and "when the node's broker answers" in line for line in written)
+
+
+def test_an_ssh_session_in_a_job_takes_its_environment_from_the_file(
+    settings: HookSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line of docs/clusters-operating.md."""
+    commands(tmp_path, monkeypatch, 'echo "12|1000|ada|RUNNING|gres:jgpu:open:250|12|cpu=1,mem=4G,node=1|1|"')
+    hooks.begin(settings, ENVIRONMENT, lambda _: None)
+    (line,) = re.findall(
+        r"`(export \$\(grep .*)`\.$", (ROOT / "docs" / "clusters-operating.md").read_text(), re.MULTILINE
+    )
+    line = line.replace("/run/jupyter-gpu/seats", str(settings.folder))
+    said = subprocess.run(
+        ["sh", "-c", f"{line}; env"], env={"SLURM_JOB_ID": "12", "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=True
+    )  # fmt: skip
+    assert {"JUPYTER_GPU_DEFAULT_FRACTION=250m", "CUDA_VISIBLE_DEVICES="} <= set(said.stdout.splitlines())
+    assert said.stderr == ""
 
 
 def test_a_request_is_registered_by_one_process_at_a_time(settings: HookSettings) -> None:
@@ -78,7 +96,7 @@ def test_a_request_is_registered_by_one_process_at_a_time(settings: HookSettings
 def test_a_job_without_a_share_leaves_no_trace(
     settings: HookSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commands(tmp_path, monkeypatch, 'echo "12|1000|ada|RUNNING|gres:gpu:1|12"')
+    commands(tmp_path, monkeypatch, 'echo "12|1000|ada|RUNNING|gres:gpu:1|12|cpu=1,mem=4G,node=1|1|"')
     said: list[str] = []
     hooks.begin(settings, ENVIRONMENT, said.append)
     hooks.end(settings, ENVIRONMENT, said.append)
@@ -98,7 +116,7 @@ def test_an_environment_that_is_not_slurms_is_said_and_raises_nothing(
 def test_a_folder_that_cannot_be_made_is_said_and_raises_nothing(
     settings: HookSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commands(tmp_path, monkeypatch, 'echo "12|1000|ada|RUNNING|gres:jgpu:open:250|12"')
+    commands(tmp_path, monkeypatch, 'echo "12|1000|ada|RUNNING|gres:jgpu:open:250|12|cpu=1,mem=4G,node=1|1|"')
     settings.folder.write_text("a file")
     said: list[str] = []
     hooks.begin(settings, ENVIRONMENT, said.append)

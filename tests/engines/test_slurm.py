@@ -2,8 +2,11 @@
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +16,7 @@ from tests.support.paths import PYTHONPATH, ROOT
 from tests.support.slurm import GRES, Cluster, new_cluster
 from tests.support.slurm_job import JobKernel
 from tests.support.slurm_nodes import GPUNode, gpu_nodes, install_scripts
+from tests.support.slurm_site import new_environment
 from tests.support.stopping import stop
 from tests.support.world import until
 
@@ -225,7 +229,7 @@ def test_tasks_of_an_array_and_steps_of_salloc_have_seats(slurm: Cluster) -> Non
     outputs = slurm.folder / "array-%a.out"
     first = slurm.sbatch(script, QUARTER, "-w", "n1", "--array=1-2", output=outputs)
     slurm.await_end(first)
-    said = [(slurm.folder / f"array-{task}.out").read_text().split() for task in (1, 2)]
+    said = [(slurm.folder / f"array-{task}.out").read_text().splitlines()[-1].split() for task in (1, 2)]
     assert [words[0] for words in said] == ["1:", "2:"]
     assert len({words[1] for words in said}) == 2
     assert [words[2] for words in said] == ["250m", "250m"]
@@ -287,6 +291,90 @@ def test_a_jobs_comment_is_no_other_tasks_or_parts(slurm: Cluster, monkeypatch: 
     slurm.cancel(array, parts)
 
 
+CELL = "import os; open('OUT', 'a').write(f'{bool(os.environ.get(\"JUPYTER_GPU_LEASE\"))} ')"
+NOTEBOOK = {
+    "cells": [{"cell_type": "code", "id": "a", "metadata": {}, "outputs": [], "execution_count": None, "source": CELL}],
+    "metadata": {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},
+    "nbformat": 4,
+    "nbformat_minor": 5,
+}
+PROGRAMS = {
+    "nbclient": "-c 'import nbclient, nbformat; nbclient.execute(nbformat.read(\"it.ipynb\", 4))'",
+    "papermill": "-m papermill --log-level ERROR --no-progress-bar it.ipynb done.ipynb",
+    "nbconvert": "-m nbconvert --execute --to notebook --log-level ERROR --output done.ipynb it.ipynb",
+}
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_kernels_of_any_program_have_the_share_in_an_environment_with_the_package_and_work_without_it(
+    slurm: Cluster, tmp_path: Path, ours: bool
+) -> None:
+    """One job runs all three programs, each of which starts an ordinary `python3`."""
+    new_environment(tmp_path / "env", tmp_path / "env", ours=ours)
+    (tmp_path / "it.ipynb").write_text(json.dumps(NOTEBOOK).replace("OUT", str(tmp_path / "out")))
+    lines = [f"env/bin/python -P {words}" for words in PROGRAMS.values()]
+    script = "\n".join(["unset PYTHONPATH", f"cd {tmp_path}", "set -e", *lines, "echo all ran"])
+    job = slurm.sbatch(script, HALF, "-w", "n1", "--mem=900")
+    slurm.await_end(job)
+    assert slurm.output(job).endswith("all ran\n"), slurm.output(job)
+    assert "1/2 GPU for the kernels of environments that have jupyter-fractional-gpu; kernels of other" in slurm.output(
+        job
+    )
+    assert (tmp_path / "out").read_text() == f"{ours} " * len(PROGRAMS)
+
+
+def remote_calls(slurm: Cluster) -> int:
+    """How many requests of users slurmctld has answered that ask it about jobs or partitions: what `squeue` does."""
+    text = slurm.call("sdiag").partition("statistics by message type")[2].partition("by user")[0]
+    asked = re.findall(r"REQUEST_(?:JOB_INFO\w*|PARTITION_INFO|FED_INFO)\s.*count:(\d+)", text)
+    return sum(map(int, asked))
+
+
+def test_a_job_costs_slurmctld_one_question_at_most_and_none_in_another_partition(
+    slurm: Cluster, nodes: list[GPUNode]
+) -> None:
+    for node in nodes:
+        node.stop_agent()
+    script = slurm.folder / "scripts" / "n1" / "prolog"
+    text = script.read_text()
+    costs = {}
+    try:
+        for partitions in ([], ["--partition", "others"]):
+            slurm.call(*nodes[0].main, "node", "install", "--force", "--folder", str(script.parent), "--node", "n1",
+                       *nodes[0].words, *partitions, environment=nodes[0].environment)  # fmt: skip
+            for gres in ("", HALF):
+                before = remote_calls(slurm)
+                job = slurm.sbatch("true", "-w", "n1", *([gres] if gres else []))
+                until((slurm.folder / f"job-{job}.out").exists, "it has run")
+                until(lambda: not list(nodes[0].seats.glob("job-*")), "and has ended")
+                costs[bool(partitions), bool(gres)] = remote_calls(slurm) - before
+    finally:
+        script.write_text(text)
+        for node in nodes:
+            node.start_agent()
+    assert costs == {(False, False): 2, (False, True): 2, (True, False): 0, (True, True): 0}
+
+
+def test_a_job_is_told_that_it_has_no_share_because_the_disk_of_seats_is_full(
+    slurm: Cluster, nodes: list[GPUNode]
+) -> None:
+    seats = nodes[0].seats
+    seats.mkdir(mode=0o711, exist_ok=True)
+    slurm.call("mount", "-t", "tmpfs", "-o", "size=64k,mode=711", "none", str(seats))
+    try:
+        with (seats / "filler").open("wb") as filler, suppress(OSError):
+            filler.write(bytes(1 << 20))
+            filler.flush()
+        job = slurm.sbatch('echo "<$CUDA_VISIBLE_DEVICES>"', HALF, "-w", "n1")
+        slurm.await_job(job, "COMPLETED")
+        assert slurm.output(job) == (
+            f"jupyter gpu: this job has no GPU share: the disk of {seats}/job-{job}.env is full\n<>\n"
+        )
+    finally:
+        slurm.cancel_all()
+        slurm.call("umount", str(seats))
+
+
 def test_once_writes_at_once_and_says_what(slurm: Cluster, nodes: list[GPUNode]) -> None:
     node = nodes[0]
     words = ["--node", "n1", "--once", "--json", *node.words]
@@ -303,9 +391,10 @@ def test_the_doctor_names_what_is_wrong_and_what_to_change(slurm: Cluster, nodes
     report, _, code = text.partition("code ")
     findings = {one["check"]: one for one in json.loads(report)["findings"]}
     assert code.strip() == "1"
-    assert findings["control groups"]["severity"] == "error"  # this Slurm has none
-    assert "ProctrackType=proctrack/cgroup" in findings["control groups"]["advice"]
-    for check in ("gres types", "select", "prolog", "epilog", "taskprolog", "gres.conf", "node", "agent", "seats"):
+    assert findings["slurm.conf"]["severity"] == "error"  # this Slurm has no control groups
+    assert "-ProctrackType=proctrack/linuxproc; " in findings["slurm.conf"]["finding"]
+    assert "+ProctrackType=proctrack/cgroup; " in findings["slurm.conf"]["finding"]
+    for check in ("scripts", "gres.conf", "counts", "agent", "seats"):
         assert findings[check]["severity"] == "ok", findings[check]
 
 

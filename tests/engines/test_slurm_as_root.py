@@ -6,6 +6,7 @@ import signal
 import stat
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -77,9 +78,9 @@ def job_processes(slurm: Cluster) -> list[int]:
     return found
 
 
-def started(slurm: Cluster, name: str, mem: str = "900", *more: str) -> tuple[JobKernel, str]:
+def started(slurm: Cluster, name: str, mem: str = "1600", gres: str = HALF) -> tuple[JobKernel, str]:
     kernel = JobKernel(slurm.folder / name)
-    job = slurm.sbatch(kernel.command, HALF, "-w", "n1", f"--mem={mem}", *more)
+    job = slurm.sbatch(kernel.command, gres, "-w", "n1", f"--mem={mem}")
     slurm.await_job(job, "RUNNING")
     return kernel, job
 
@@ -123,7 +124,7 @@ def test_two_jobs_of_one_user_cannot_use_each_others_seat(slurm: Cluster, nodes:
     file = nodes[0].seats / f"job-{first}.json"
     until(file.exists, "the first job has its seat")
     other = JobKernel(slurm.folder / "foreign")
-    job = slurm.sbatch(f"export JUPYTER_GPU_SEAT_FILE={file}; {other.command}", HALF, "-w", "n1", "--mem=900")
+    job = slurm.sbatch(f"export JUPYTER_GPU_SEAT_FILE={file}; {other.command}", HALF, "-w", "n1", "--mem=1600")
     slurm.await_job(job, "RUNNING")
     assert "Error" in other.cell(FILL.format(seed=9, mib=64))
     assert f"this seat belongs to Slurm job {first}, and the process that asks runs in Slurm job {job}" in nodes[0].log(
@@ -132,31 +133,79 @@ def test_two_jobs_of_one_user_cannot_use_each_others_seat(slurm: Cluster, nodes:
     assert {lease.seat for lease in nodes[0].status().leases} <= {seat_of(nodes[0], first)}
 
 
-def test_a_memory_limit_that_is_too_small_is_named_and_a_job_that_it_kills_leaves_nothing(
+@contextmanager
+def short_memory(slurm: Cluster, node: GPUNode, choice: str) -> Iterator[None]:
+    """The site's choice for jobs with too little memory, while the block runs."""
+    script = slurm.folder / "scripts" / "n1" / "prolog"
+    text = script.read_text()
+    words = ["install", "--force", "--folder", str(script.parent), "--node", "n1", "--short-memory", choice]
+    slurm.call(*node.main, "node", *words, *node.words, environment=node.environment)
+    yield
+    script.write_text(text)
+
+
+def test_a_share_that_the_jobs_memory_cannot_hold_becomes_the_largest_that_it_can(
     slurm: Cluster, nodes: list[GPUNode]
 ) -> None:
-    kernel, job = started(slurm, "small", "400")
-    assert kernel.cell(FILL.format(seed=1, mib=320)) == "0\n"
+    """The Prolog runs before the job has a control group: what the job asked Slurm for counts."""
+    for mem in ("--mem=1300", "--mem-per-cpu=325"):
+        job = slurm.sbatch(
+            "echo $JUPYTER_GPU_DEFAULT_FRACTION; exec sleep 600", HALF, "-w", "n1", mem, "--cpus-per-task=4"
+        )
+        until(lambda: slurm.output(job).endswith("\n250m\n"), "its kernels' share is smaller")  # noqa: B023 - called at once
+        assert (
+            "this job's share is 1/4 GPU instead of 1/2: the job has 1300 MiB of memory, less than the 1024 MiB that a kernel takes "
+            "and the 512 MiB of GPU memory that are saved there while it idles; ask for --mem=1536M"
+        ) in slurm.output(job)
+        with nodes[0].client() as client:
+            assert [(seat.fraction_milli, seat.warning) for seat in client.seats().seats] == [(250, "")]
+        slurm.cancel(job)
+
+
+def test_a_site_may_refuse_a_share_that_the_jobs_memory_cannot_hold(slurm: Cluster, nodes: list[GPUNode]) -> None:
+    with short_memory(slurm, nodes[0], "refuse"):
+        job = slurm.sbatch('echo "<$JUPYTER_GPU_SEAT_FILE>"', HALF, "-w", "n1", "--mem=1300")
+        slurm.await_job(job, "COMPLETED")
+    assert "this job has no GPU share: the job has 1300 MiB of memory" in slurm.output(job)
+    assert slurm.output(job).endswith("\n<>\n")
+    assert not seats(nodes[0])
+
+
+def test_a_memory_limit_that_is_too_small_is_named_to_all_and_a_job_that_it_kills_leaves_nothing(
+    slurm: Cluster, nodes: list[GPUNode]
+) -> None:
+    with short_memory(slurm, nodes[0], "allow"):
+        kernel, job = started(slurm, "small", "400")
+        assert kernel.cell(FILL.format(seed=1, mib=320)) == "0\n"
     with nodes[0].client() as client:
         (seat,) = client.seats().seats
         assert f"job_{job}" in seat.warning
         lease = only_lease(nodes[0])
         with pytest.raises(ConflictError, match=f"job_{job}"):
             client.suspend(lease.lease_id)
+    neighbour, _ = started(slurm, "neighbour", "3000", gres=f"--gres={GRES}:open:1000")
+    neighbour.start_cell(FILL.format(seed=2, mib=700))
+    until(
+        lambda: any(
+            "could not be suspended" in one.sentence and f"job_{job}" in one.sentence
+            for one in nodes[0].status().leases
+        ),
+        "the neighbour is told what keeps the GPU",
+    )
     assert kernel.cell(CHECK) == "0\n"
     kernel.start_cell("hoard = bytearray(1 << 30); hoard[::4096] = b'x' * len(hoard[::4096])")
-    until(lambda: only_lease(nodes[0]).pid is None, "the kernel is killed")
+    until(lambda: any(one.pid is None for one in nodes[0].status().leases), "the kernel is killed")
     slurm.cancel(job)
 
 
 def test_a_job_that_is_cancelled_in_the_middle_of_a_swap_leaves_nothing_and_hurts_no_neighbour(
     slurm: Cluster, nodes: list[GPUNode]
 ) -> None:
-    leaving, job = started(slurm, "leaving", "1500")
-    staying, _ = started(slurm, "staying", "1500")
+    leaving, job = started(slurm, "leaving", "1600")
+    staying, _ = started(slurm, "staying", "1600")
     assert leaving.cell(FILL.format(seed=3, mib=320)) == "0\n"
     assert staying.cell(FILL.format(seed=4, mib=320)) == "0\n"
-    pushing, _ = started(slurm, "pushing", "1500")
+    pushing, _ = started(slurm, "pushing", "1600")
     pushing.start_cell(FILL.format(seed=5, mib=320))
     until(lambda: "suspending" in nodes[0].lease_states() or "suspended" in nodes[0].lease_states(), "a swap begins")
     slurm.cancel(job)
@@ -167,7 +216,7 @@ def test_a_job_that_is_cancelled_in_the_middle_of_a_swap_leaves_nothing_and_hurt
 
 def test_brokers_and_agents_that_die_drain_no_node_and_lose_no_job(slurm: Cluster, nodes: list[GPUNode]) -> None:
     node = nodes[0]
-    kernel, _ = started(slurm, "outliving", "1500")
+    kernel, _ = started(slurm, "outliving", "1600")
     assert kernel.cell(FILL.format(seed=6, mib=64)) == "0\n"
     assert node.agent is not None
     node.agent.kill()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fractional_gpu.commands.node.doctor import check_accounting
+from fractional_gpu.commands.node.checks import check_accounting
 from fractional_gpu.engines.engine import EngineError, EngineUnavailableError, NodeRecord, NodeWrite
 from fractional_gpu.engines.job_seats import JobSeat, job_of, share_of_job, share_of_shards
 from fractional_gpu.engines.slurm import Slurm, SlurmJob, job_number, parse_gres
@@ -120,22 +120,28 @@ def test_a_node_with_shards_has_no_counts_of_ours(slurm: Slurm, tmp_path: Path) 
 
 
 def test_a_job_is_told_from_the_other_tasks_of_its_array(slurm: Slurm, tmp_path: Path) -> None:
-    answer(tmp_path, "4|1000|ada|RUNNING|gres:jgpu:open:250|3_1\n3|1000|ada|RUNNING|gres:jgpu:open:500|3_2\n")
+    answer(
+        tmp_path,
+        "4|1000|ada|RUNNING|gres:jgpu:open:250|3_1|cpu=1,mem=4G,node=1|1|\n3|1000|ada|RUNNING|gres:jgpu:open:500|3_2|cpu=1,mem=4G,node=1|1|\n",
+    )
     job = slurm.job(3)
     assert job is not None
     assert (job.name, job.uid, job.user, dict(job.gres)) == ("3_2", 1000, "ada", {"jgpu:open": 500})
     given_words = (tmp_path / "given").read_text().splitlines()
-    assert given_words == ["--local", "--noheader", "--states=all", "--jobs=3", "--format=%A|%U|%u|%T|%b|%i"]
+    assert given_words == ["--local", "--noheader", "--states=all", "--jobs=3", COLUMNS]
 
 
 def test_a_job_that_is_resized_lives(slurm: Slurm, tmp_path: Path) -> None:
-    answer(tmp_path, "4|1000|ada|RESIZING|gres:jgpu:open:250|4\n5|1000|ada|COMPLETED|N/A|5\n")
+    answer(
+        tmp_path,
+        "4|1000|ada|RESIZING|gres:jgpu:open:250|4|cpu=1,mem=4G,node=1|1|\n5|1000|ada|COMPLETED|N/A|5|cpu=1,mem=4G,node=1|1|\n",
+    )
     assert [(job.job_id, job.has_ended) for job in slurm.jobs()] == [(4, False), (5, True)]
 
 
 def test_in_a_federation_this_cluster_alone_is_asked(slurm: Slurm, tmp_path: Path) -> None:
     """Without it the job's record where it was submitted is shown, REVOKED and without resources, and so it had no seat."""
-    answer(tmp_path, "78066867|1000|ada|RUNNING|gres:jgpu:open:250|78066867\n")
+    answer(tmp_path, "78066867|1000|ada|RUNNING|gres:jgpu:open:250|78066867|cpu=1,mem=4G,node=1|1|\n")
     slurm.jobs()
     assert "--local" in (tmp_path / "given").read_text().splitlines()
     job = slurm.job(78066867)
@@ -144,7 +150,7 @@ def test_in_a_federation_this_cluster_alone_is_asked(slurm: Slurm, tmp_path: Pat
 
 
 def test_tasks_that_wait_are_named_by_their_number(slurm: Slurm, tmp_path: Path) -> None:
-    answer(tmp_path, "3|1000|ada|PENDING|gres:jgpu:open:250|3_[2-9%1]\n")
+    answer(tmp_path, "3|1000|ada|PENDING|gres:jgpu:open:250|3_[2-9%1]|cpu=1,mem=4G,node=1|1|\n")
     assert [job.name for job in slurm.jobs()] == ["3"]
 
 
@@ -178,7 +184,8 @@ def test_a_command_that_hangs_or_is_missing_is_a_controller_that_is_down(
         Slurm("n1").call("no-such-command-of-slurm")
 
 
-RUNNING = "12|1000|ada|RUNNING|gres:jgpu:open:250|12\n"
+COLUMNS = "--Format=JobID:|,UserID:|,UserName:|,State:|,tres-per-node:|,JobArrayID:|,tres-alloc:|,NumNodes:|"
+RUNNING = "12|1000|ada|RUNNING|gres:jgpu:open:250|12|cpu=1,mem=4G,node=1|1|\n"
 
 
 def test_comments_of_ended_jobs_are_no_error(slurm: Slurm, tmp_path: Path) -> None:
@@ -197,7 +204,9 @@ def test_comments_of_ended_jobs_are_no_error(slurm: Slurm, tmp_path: Path) -> No
 def test_a_comment_is_of_one_task_of_an_array_and_of_one_part_of_a_heterogeneous_job(
     slurm: Slurm, tmp_path: Path, name: str
 ) -> None:
-    (tmp_path / "said.squeue").write_text(f"13|1000|ada|RUNNING|N/A|12_1\n{RUNNING.strip()[:-2]}{name}\n")
+    (tmp_path / "said.squeue").write_text(
+        f"13|1000|ada|RUNNING|N/A|12_1|cpu=1,mem=4G,node=1|1|\n{RUNNING.replace('|12|', f'|{name}|')}"
+    )
     assert slurm.comment(12, "used")
     assert (tmp_path / "given.scontrol").read_text().splitlines() == ["update", f"jobid={name}", "admincomment=used"]
     (tmp_path / "said.sacct").write_text(f"13|12_1|2026-11-28T11:22:35|\n12|{name}|2026-11-28T11:22:35|\n")

@@ -35,6 +35,12 @@ def test_the_wheel_is_installed_used_and_uninstalled_without_a_trace(tmp_path: P
     where = run([python, "-c", "import fractional_gpu; print(fractional_gpu.__file__)"], home.environment)
     assert Path(where.strip()).is_relative_to(prefix), "it is the wheel that is tested"
 
+    ask = "from jupyter_client.provisioning.factory import KernelProvisionerFactory as f; print(f.instance().default_provisioner_name)"
+    assert run([python, "-c", ask], home.environment).strip() == "local-provisioner"
+    job = {**home.environment, "JUPYTER_GPU_DEFAULT_PROVISIONER": "fractional-gpu-provisioner"}
+    assert run([python, "-c", ask], job).strip() == "fractional-gpu-provisioner"
+    assert run([python, "-c", ask], {**job, "JUPYTER_DEFAULT_PROVISIONER_NAME": "another"}).strip() == "another"
+
     command = first_hour(home, Installed(python, prefix / "bin" / "jupyter-gpu"), prefix)
 
     assert command == f"{python} -m pip uninstall {PACKAGE}"

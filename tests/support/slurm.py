@@ -55,7 +55,7 @@ SchedulerParameters=bf_interval=1,sched_interval=2,sched_min_interval=20000
 SlurmdParameters=config_overrides
 KillWait=2
 MessageTimeout=30
-DefMemPerCPU=100
+DefMemPerCPU=1600
 PrologFlags=Alloc
 {lines}
 PartitionName=gpu Nodes={names} Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
@@ -103,6 +103,7 @@ class Cluster:
         gres: Mapping[str, str],
         accounting: Accounting | None = None,
         sibling: "Cluster | None" = None,
+        edit: "Callable[[Cluster], None] | None" = None,
     ) -> None:
         missing = [name for name in _DAEMONS if shutil.which(name, path=_path()) is None]
         assert not missing, f"{', '.join(missing)} not found: `tests/run setup` installs Debian's slurm-wlm and munge"
@@ -115,6 +116,8 @@ class Cluster:
         self._node_gres = node_gres or f"{GRES}:open:{opened},{GRES}:closed:{closed}"
         self._gres = dict(gres)
         self._accounting = accounting
+        self._edit = edit
+        self.prefixes: dict[str, list[str]] = {}  # by node: how its slurmd is started, such as in a mount namespace
         self.name: str = "jfg" if sibling is None else f"{sibling.name}x"
         self.munge: Path = folder / "munge.socket" if sibling is None else sibling.munge
         self._has_munge = sibling is None
@@ -160,7 +163,7 @@ class Cluster:
         """Write slurm.conf, gres.conf and cgroup.conf."""
         host = socket.gethostname()
         places = [
-            f"NodeName={node.name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=16 RealMemory=8000 "
+            f"NodeName={node.name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=16 RealMemory=32000 "
             f"Gres={self._node_gres} State=UNKNOWN"
             for node, port in zip(self.nodes, self._ports[1:], strict=True)
         ]
@@ -189,6 +192,8 @@ class Cluster:
         version_1 = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes").exists()
         if self._constrained:
             (self.folder / "cgroup.conf").write_text(_CGROUP.format(plugin="cgroup/v1" if version_1 else "autodetect"))
+        if self._edit is not None:
+            self._edit(self)
 
     def start_controller(self, *options: str) -> None:
         """Start slurmctld."""
@@ -196,10 +201,11 @@ class Cluster:
 
     def start_node(self, node: Node) -> None:
         """Start a node's slurmd."""
-        self.call("slurmd", "-N", node.name)
+        self.call(*self.prefixes.get(node.name, ()), "slurmd", "-N", node.name)
 
     def restart_node(self, node: Node) -> None:
         """End a node's slurmd and start it again; its jobs live on. Returns when it has registered."""
+        until(lambda: self.node(node.name)["SlurmdStartTime"] != "None", f"{node.name} has registered")
         before = self.node(node.name)["SlurmdStartTime"]
         until(lambda: time.strftime("%Y-%m-%dT%H:%M:%S") > before, "the next second: a start is known by it")
         self._end(f"slurmd.{node.name}.pid", signal.SIGTERM)
@@ -350,10 +356,12 @@ def new_cluster(
     gres: Mapping[str, str] | None = None,
     accounting: Accounting | None = None,
     sibling: Cluster | None = None,
+    edit: Callable[[Cluster], None] | None = None,
 ) -> Iterator[Cluster]:
     """A cluster that ends with the block. `scripts`: Prolog, Epilog and TaskProlog; `opened`, `closed`: each node's counts at its start.
 
     `node_gres`, `gres`: other GRES in their place, the node's and, by name, the rest of the lines of gres.conf.
+    `edit` changes the files of the configuration once they are written.
     `accounting`: its database; `sibling`: a cluster with which it may be in a federation, on the same database.
     """
     folder = Path(tempfile.mkdtemp(prefix="jfg-slurm-"))
@@ -367,6 +375,7 @@ def new_cluster(
         gres=gres or {},
         accounting=accounting,
         sibling=sibling,
+        edit=edit,
     )
     if scripts is not None:
         cluster.scripts.update(scripts(cluster.nodes))

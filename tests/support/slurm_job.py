@@ -6,14 +6,14 @@
 """
 
 import os
+import site
 import sys
 import tempfile
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from jupyter_client.manager import start_new_kernel
-
+from tests.support.paths import ROOT
 from tests.support.waiting import until
 
 __all__ = ["JobKernel", "job_command"]
@@ -61,6 +61,9 @@ def job_command(folder: Path) -> str:
 
 def main(folder: Path) -> None:
     """Start the kernel and run its cells until the end."""
+    site.addsitedir(str(ROOT / "provisioner"))  # reads its .pth, as Python does at its start for an installed package
+    from jupyter_client.manager import start_new_kernel  # noqa: PLC0415 - it is changed by the above
+
     tempfile.tempdir = str(folder)  # a job that is cancelled leaves its kernel's connection file
     manager, client = start_new_kernel(kernel_name="python3", startup_timeout=120)
     try:

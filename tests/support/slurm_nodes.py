@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fractional_gpu.client.seat import SeatClient
+from fractional_gpu.commands.node.install import WRAPPER
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.messages import HostStatus
 from tests.support.paths import PYTHONPATH
@@ -161,16 +162,15 @@ def install_scripts(nodes: Sequence[Node], environment: Mapping[str, str], *more
         subprocess.run(
             [*command, *options_of(node, *more)], env=dict(environment), check=True, stdout=subprocess.DEVNULL
         )
-    named = {}
-    for name in ("Prolog", "Epilog", "TaskProlog"):
-        script = folder / name.lower()
-        # slurmd gives its scripts a clean environment: an installed package needs none, a checkout does.
-        said = "# calls what `jupyter gpu node install` wrote for each node"
-        call = f'exec {folder}/"$SLURMD_NODENAME"/{name.lower()}'
-        script.write_text(f'#!/bin/sh\n{said}\nexport PYTHONPATH="{PYTHONPATH}"\n{call}\n')
-        script.chmod(0o755)
-        named[name] = str(script)
-    return named
+    # slurmd gives its scripts a clean environment: an installed package needs none, a checkout does.
+    script = nodes[0].run.parent / WRAPPER
+    script.write_text(
+        f'#!/bin/sh\nexport PYTHONPATH="{PYTHONPATH}"\n'
+        "case $SLURM_SCRIPT_CONTEXT in prolog_slurmd) name=prolog ;; epilog_slurmd) name=epilog ;; *) name=taskprolog ;; esac\n"
+        f'exec {folder}/"$SLURMD_NODENAME"/$name\n'
+    )
+    script.chmod(0o755)
+    return dict.fromkeys(("Prolog", "Epilog", "TaskProlog"), str(script))
 
 
 @contextmanager

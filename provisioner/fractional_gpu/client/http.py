@@ -422,13 +422,13 @@ def _connect(path: str, timeout_s: float | None) -> socket.socket:
 
 def _no_connection(path: str, error: OSError) -> BrokerUnavailableError:
     if isinstance(error, FileNotFoundError | ConnectionRefusedError):
-        reason, why = (
-            "no-broker",
-            (
-                f"no GPU broker serves at {path}; start one with `jupyter gpu broker`, "
-                "or set JUPYTER_GPU_SOCKET to the socket of one that runs"
-            ),
+        from fractional_gpu.host.workload import own_workload  # noqa: PLC0415 - if none serves only
+
+        start = (
+            "an administrator starts the node's" if own_workload(os.environ) else "start one with `jupyter gpu broker`"
         )
+        reason = "no-broker"
+        why = f"no GPU broker serves at {path}; {start}, or set JUPYTER_GPU_SOCKET to the socket of one that runs"
     elif isinstance(error, PermissionError):
         reason, why = (
             "no-access",

@@ -290,6 +290,7 @@ class SuspendOutcome(StrEnum):
     NOTHING_TO_SAVE = "nothing-to-save"  # no CUDA context: the reservation is given back, lease unarmed
     ABORTED = "aborted"  # rolled back (became busy, gate did not close, lock timed out): resident
     REFUSED = "refused"  # not now: resident, and not tried again for a while
+    NO_MEMORY = "no-memory"  # as REFUSED: the memory of its job or pod, or of the host, cannot hold what would be saved
     IMPOSSIBLE = "impossible"  # cannot be checkpointed: resident, and not tried again while this process lives
     UNKNOWN = "unknown"  # quarantine
 

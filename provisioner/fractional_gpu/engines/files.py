@@ -1,42 +1,72 @@
-"""The files that Slurm's and systemd's configuration name on a node, and the lines to add to Slurm's own files. Pure text.
+"""The files that Slurm's and systemd's configuration name on a node, and the changes of Slurm's own files. Pure text.
 
-Prolog and Epilog are shell scripts with a time limit around our command, and end with 0 whatever becomes of it: Slurm drains a node
-otherwise. The task's prolog is plain POSIX shell: it runs before each task, as the user, and must cost nothing.
+slurm.conf is the same on all nodes, and Slurm drains a node that lacks the Prolog or Epilog that it names. So it names the wrapper, which
+is made on every node; the wrapper calls the site's own script, and ours if this node has it. Ours have a time limit around our command
+and end with 0 whatever happens. The task's prolog is plain POSIX shell: it runs before each task, as the user, and must cost nothing.
 """
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fractional_gpu.core.units import plural
-from fractional_gpu.engines.slurm import CLOSED, OPEN
+from fractional_gpu.engines.engine import EngineError
+from fractional_gpu.engines.site_files import ConfigFile, extended
+from fractional_gpu.engines.slurm import CLOSED, OPEN, gres_words, parse_gres, total_of
 
-__all__ = ["NodeFiles", "install_files", "slurm_lines"]
+__all__ = ["KEYS", "SCRIPTS", "NodeFiles", "change_site", "install_files", "site_files", "wrapper_text"]
 
+_PROMISE = 4
+
+SCRIPTS = {"Prolog": "prolog_slurmd", "Epilog": "epilog_slurmd", "TaskProlog": "prolog_task"}
+"""The scripts by their names in slurm.conf, and what Slurm calls each in SLURM_SCRIPT_CONTEXT."""
+
+KEYS = ("GresTypes", "TaskPlugin", "PrologFlags", "ProctrackType", "SelectType", *SCRIPTS)
 _HOOK_S = 9
 _RUN = Path("/run")
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+_WRAPPER = """\
+#!/bin/sh
+# Prolog, Epilog and TaskProlog of Slurm, the same file on every node: Slurm drains a node that lacks what slurm.conf names.
+# It runs the site's own script, whose failure counts, and then ours, on nodes that have it.
+# Written by `jupyter gpu node install --wrapper`.
+case $SLURM_SCRIPT_CONTEXT in
+{cases}  *) exit 0 ;;
+esac
+for script in $site; do
+  "$script" "$@" || exit
+done
+[ -x {folder}/$ours ] && {folder}/$ours
+exit 0
+"""
 
 _HOOK = """\
 #!/bin/sh
 # {what} of Slurm: {does}
 # Written by `jupyter gpu node install`. Slurm drains a node whose {what} fails: this one always ends with 0, within {limit} s.
+# slurmd gives it no PATH.
+export PATH={path}
 cd / || true
-timeout -k 1 {limit} {command} </dev/null >/dev/null 2>&1
+[ "$1" != --check ] || exec {command} --check
+{skip}timeout -k 1 {limit} {command} </dev/null >/dev/null 2>&1
 exit 0
 """
 
 _TASK_PROLOG = """\
 #!/bin/sh
 # TaskProlog of Slurm: what the tasks of a job with a GPU share get in their environment. It runs as the user, before each task;
-# Slurm reads `export NAME=value` and `print TEXT` from its output.
-# Written by `jupyter gpu node install`. If you have a TaskProlog already, call this one at its end.
+# Slurm reads `export NAME=value` and `print TEXT` from its output. Written by `jupyter gpu node install`.
 case $SLURM_JOB_ID in '' | *[!0-9]*) exit 0 ;; esac
 file={seats}/job-$SLURM_JOB_ID.env
 [ -r "$file" ] || exit 0
+if [ ! -s "$file" ]; then # the Prolog could make the file, and write nothing into it
+  printf '%s\\n' 'export CUDA_VISIBLE_DEVICES=' "print jupyter gpu: this job has no GPU share: the disk of $file is full"
+fi
 while IFS= read -r line; do
   case $line in
     'print '*) [ "${{SLURM_LOCALID:-0}}" != 0 ] || printf '%s\\n' "$line" ;;
+    'batch '*) [ -n "${{SLURM_STEP_ID:-}}" ] || printf 'print %s\\n' "${{line#batch }}" ;;
     [A-Z]*=*) printf 'export %s\\n' "$line" ;;
   esac
 done <"$file"
@@ -51,6 +81,7 @@ After=network-online.target jupyter-gpu.service
 Wants=network-online.target
 
 [Service]
+Environment="PATH={path}"
 ExecStart={command}
 Restart=always
 RestartSec=5
@@ -69,62 +100,136 @@ WantedBy=multi-user.target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFiles:
-    """What the files are made from. `command`: how `jupyter gpu` is run; `words`: its options that agent, Prolog and Epilog share."""
+    """What the files are made from. `command`: how `jupyter gpu` is run; `words`: its options that agent, Prolog and Epilog share.
+
+    `slurm_bin`: where Slurm's commands are, if not on the usual path; `partitions`: the only ones whose jobs may have shares, if given.
+    """
 
     command: Sequence[str]
     seats: Path
     words: Sequence[str] = ()
     node: str = ""  # the node's name in Slurm; empty: its host's
     counts: Mapping[str, str] = field(default_factory=lambda: {"default": "jgpu"})  # by pool
+    slurm_bin: str = ""
+    partitions: Sequence[str] = ()
+
+    @property
+    def path(self) -> str:
+        """The PATH of agent, Prolog and Epilog."""
+        return ":".join([*([self.slurm_bin] if self.slurm_bin else []), _PATH])
 
 
 def install_files(files: NodeFiles) -> dict[str, str]:
     """Return the text of each file, by its name in the folder of the installation. All but the unit are to be executable."""
     run = [*files.command, "node"]
     agent = [*run, "agent", "--engine", "slurm", *(["--node", files.node] if files.node else []), *files.words]
+    # Jobs of other partitions cost no Python and no question to the controller. Nor does the end of a job without files here.
+    ours = "|".join(shlex.quote(name) for name in files.partitions)
+    others = f"case $SLURM_JOB_PARTITION in {ours}) ;; *) exit 0 ;; esac\n" if ours else ""
+    unknown = f"[ -e {shlex.quote(str(files.seats))}/job-$SLURM_JOB_ID.env ] || exit 0\n"
+    path = shlex.quote(files.path)
+
+    def hook(what: str, does: str, skip: str) -> str:
+        command = shlex.join([*run, what.lower(), *files.words])
+        return _HOOK.format(what=what, does=does, skip=skip, limit=_HOOK_S, path=path, command=command)
+
     return {
-        "prolog": _hook("Prolog", "registers a job's GPU share as a seat.", [*run, "prolog", *files.words]),
-        "epilog": _hook("Epilog", "ends the job's seat.", [*run, "epilog", *files.words]),
+        "prolog": hook("Prolog", "registers a job's GPU share as a seat.", others),
+        "epilog": hook("Epilog", "ends the job's seat.", unknown),
         "taskprolog": _TASK_PROLOG.format(seats=shlex.quote(str(files.seats))),
         "jupyter-gpu-agent.service": _AGENT_UNIT.format(
-            command=_unit_words(agent), writable=_writable(files.seats.parent)
+            command=_unit_words(agent), path=_escaped(files.path), writable=_writable(files.seats.parent)
         ),
     }
 
 
-def slurm_lines(files: NodeFiles, folder: Path, *, devices: int, promise: int, node: str) -> dict[str, str]:
-    """Return the lines to add to each of Slurm's files, by its name.
+def wrapper_text(folder: Path, site: Mapping[str, str]) -> str:
+    """Return the wrapper. `site`: the site's own scripts (paths or patterns) by their names in slurm.conf."""
+    cases = "".join(
+        f"  {context}) site={shlex.quote(site.get(name, '').replace(',', ' '))} ours={name.lower()} ;;\n"
+        for name, context in SCRIPTS.items()
+    )
+    return _WRAPPER.format(cases=cases, folder=shlex.quote(str(folder)))
 
-    `devices`: of the node; `promise`: how many times its devices the pools may promise (their `oversubscription`), which is the most that
-    the agent can open. Until it opens more, after a restart too, a node takes what its devices have without sharing.
+
+def site_files(conf: Path) -> list[ConfigFile]:
+    """Read a site's slurm.conf, and gres.conf and cgroup.conf beside it. Raises OSError."""
+    return [ConfigFile(conf), *(ConfigFile(conf.with_name(name)) for name in ("gres.conf", "cgroup.conf"))]
+
+
+def change_site(
+    files: NodeFiles,
+    confs: Sequence[ConfigFile],
+    wrapper: Path,
+    node: str,
+    names_of: Callable[[str], list[str]],
+    *,
+    devices: int | None = None,
+    promise: int | None = None,
+) -> None:
+    """Change a site's files so that the nodes on the line of `node` in slurm.conf give shares. Raises EngineError.
+
+    `names_of` lists the nodes of an expression. `devices`: of each node, None: as many as slurm.conf says; `promise`: how many times they
+    may be promised (the pools' `oversubscription`), which is the most that the agent can open. Until it opens more, after a restart too, a
+    node takes what its devices have without sharing.
     """
+    conf, gres, cgroup = confs
+    for name in SCRIPTS:
+        conf.set(name, str(wrapper))
+    conf.set("PrologFlags", extended(conf.value("PrologFlags"), "Contain"))
+    conf.set("ProctrackType", "proctrack/cgroup")
+    conf.set("TaskPlugin", extended(conf.value("TaskPlugin"), "task/cgroup"))
+    if not conf.value("SelectType").endswith(("cons_tres", "cons_res")):
+        conf.set("SelectType", "select/cons_tres")
+    if cgroup.value("ConstrainRAMSpace").lower() != "yes":
+        cgroup.set("ConstrainRAMSpace", "yes")
+    if "--shards" in files.words:
+        return  # gpu and shard stay as they are
     names = sorted(files.counts.values())
-    opened, closed = 1000 * devices, 1000 * devices * max(0, promise - 1)
-    gres = ",".join(f"{name}:{OPEN}:{opened},{name}:{CLOSED}:{closed}" for name in names)
-    return {
-        "slurm.conf": f"""\
-# {plural(devices, "GPU")}, {promise} times as much may be promised: the sum never changes, the agent moves parts to `open`.
-GresTypes={",".join(names)}
-NodeName={node} Gres={gres} ...
-SelectType=select/cons_tres
-ProctrackType=proctrack/cgroup
-TaskPlugin=task/cgroup
-PrologFlags=Contain
-Prolog={folder}/prolog
-Epilog={folder}/epilog
-TaskProlog={folder}/taskprolog
-""",
-        "gres.conf": "".join(
-            f"NodeName={node} Name={name} Type={kind} Count={count} Flags=CountOnly\n"
-            for name in names
-            for kind, count in ((OPEN, opened), (CLOSED, closed))
-        ),
-        "cgroup.conf": "ConstrainRAMSpace=yes\n",
-    }
+    conf.set("GresTypes", extended(conf.value("GresTypes"), *names))
+    nodes = conf.of_key("NodeName")
+    line = next((one for one in nodes if node in names_of(one.value("NodeName"))), None)
+    if nodes and line is None:
+        raise EngineError(f"{conf.path} names no node {node!r}; give the node's name in Slurm with --node")
+    text = line.value("Gres") if line is not None else ""
+    there = parse_gres(text)
+    opened = 1000 * (devices or total_of(there, "gpu") or 1)
+    kinds = ((OPEN, opened), (CLOSED, opened * ((promise or _PROMISE) - 1)))
+    ours = {f"{name}:{kind}": amount for name in names for kind, amount in kinds}
+    if not (devices or promise) and ours.keys() <= there.keys():
+        ours = {key: there[key] for key in ours}
+    kept = [word for word in gres_words(text) if word.partition(":")[0] not in ("gpu", *names)]
+    wanted = ",".join([*kept, *(f"{name}:{count}" for name, count in ours.items())])
+    if line is None:
+        conf.add(f"NodeName={node} Gres={wanted} ...")
+    elif parse_gres(wanted) != there:
+        conf.change(line, "Gres", wanted)
+    others = ",".join(one.value("NodeName") for one in nodes if one is not line and "gpu" in one.value("Gres"))
+    _change_gres(gres, ours, line.value("NodeName") if line is not None else node, others, names_of)
 
 
-def _hook(what: str, does: str, command: Sequence[str]) -> str:
-    return _HOOK.format(what=what, does=does, limit=_HOOK_S, command=shlex.join(command))
+def _change_gres(
+    gres: ConfigFile, ours: Mapping[str, int], where: str, others: str, names_of: Callable[[str], list[str]]
+) -> None:
+    """Give the nodes `where` the counts `ours` instead of whole GPUs, which `others` keep. Raises EngineError."""
+    form = "NodeName={} Name={} Count={} Flags=CountOnly"
+    wanted = {key: form.format(where, key.replace(":", " Type="), amount) for key, amount in ours.items()}
+    names = {key.partition(":")[0] for key in ours}
+    for line in gres.settings:
+        name, about = line.value("Name"), line.value("NodeName")
+        key = f"{name}:{line.value('Type')}"
+        if name not in {"gpu", "", *names} or (about and not set(names_of(about)) & set(names_of(where))):
+            continue
+        if key in wanted and wanted[key].partition(" ")[2] in line.text:
+            del wanted[key]
+        elif about == where or (not about and (name in names or not others)):
+            gres.remove(line)
+        elif not about:
+            gres.put_before(line, f"NodeName={others} ")
+        else:
+            raise EngineError(f"{line.file}: make two lines of that about {about}: only {where} is to have shares")
+    for added in wanted.values():
+        gres.add(added)
 
 
 def _writable(folder: Path) -> str:

@@ -9,7 +9,7 @@
 
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableErr
 
 __all__ = ["HookSettings", "begin", "end", "register_late"]
 
+FIT, ALLOW = "fit", "allow"
 CONTROLLER_S = 3.0
 BROKER_S = 3.0
 _PROC_GPUS = Path("/proc/driver/nvidia/gpus")
@@ -34,7 +35,8 @@ class HookSettings:
     """What Prolog, Epilog and agent agree on.
 
     `pools`: the pool of each count, by its name in Slurm; `shard_pool`: that of shards, empty: shards are left alone.
-    `has_groups`: Slurm gives each job control groups of its own (`proctrack/cgroup`).
+    `has_groups`: Slurm gives each job control groups of its own (`proctrack/cgroup`). `short_memory`: what becomes of a share whose data
+    the job's memory cannot hold.
     """
 
     socket: str
@@ -42,6 +44,7 @@ class HookSettings:
     pools: Mapping[str, str] = field(default_factory=lambda: {"jgpu": "default"})
     shard_pool: str = ""
     has_groups: bool = True
+    short_memory: str = FIT
     controller_s: float = CONTROLLER_S
     broker_s: float = BROKER_S
 
@@ -61,8 +64,8 @@ def begin(settings: HookSettings, environment: Mapping[str, str], log: Callable[
             return
         files.prepare()
         with files.writing_wanted(wanted):
-            told = _register(settings, files, wanted, log)
-            files.write_environment(wanted, settings.socket, told)
+            seat, told = _register(settings, files, wanted, log)
+            files.write_environment(seat, settings.socket, told)
     except (FractionalGPUError, OSError) as error:
         log(f"job {environment.get('SLURM_JOB_ID', '?')[:20]!a}: no seat: {error}")
         if number is not None:
@@ -95,8 +98,8 @@ def register_late(settings: HookSettings, client: SeatClient, wanted: JobSeat, l
         with files.claimed(wanted.job_id) as free:
             if not free or any(job_of(seat) == wanted.job_id for seat in client.seats().seats):
                 return False
-            warning = files.register(client, wanted)
-            files.write_environment(wanted, settings.socket, [warning] if warning else [])
+            seat, told = files.register(client, wanted)
+            files.write_environment(seat, settings.socket, told)
     except (FractionalGPUError, OSError) as error:
         log(f"job {wanted.job_id}: still without a seat: {error}")
         return False
@@ -106,50 +109,45 @@ def register_late(settings: HookSettings, client: SeatClient, wanted: JobSeat, l
 
 def _wanted(settings: HookSettings, slurm: Slurm, job: SlurmJob, environment: Mapping[str, str]) -> JobSeat | None:
     """Return the seat that the job is entitled to; None: it asked for no share. Raises EngineError."""
-    share = share_of_job(job, settings.pools)
-    if share is not None:
-        pool, milli = share
-        return JobSeat(
-            job_id=job.job_id,
-            uid=job.uid,
-            user=job.user,
-            pool=pool,
-            fraction_milli=milli,
-            has_groups=settings.has_groups,
-        )
-    if not settings.shard_pool or not total_of(job.gres, SHARD):
-        return None
-    indexes = [int(word) for word in environment.get("SLURM_JOB_GPUS", "").split(",") if word.isdecimal()]
-    milli_of_shards = share_of_shards(job, slurm.fields().get("Gres", ""), indexes)
-    if milli_of_shards is None:
-        return None
+    share, devices = share_of_job(job, settings.pools), None
+    if share is None:
+        if not settings.shard_pool or not total_of(job.gres, SHARD):
+            return None
+        indexes = [int(word) for word in environment.get("SLURM_JOB_GPUS", "").split(",") if word.isdecimal()]
+        milli_of_shards = share_of_shards(job, slurm.fields().get("Gres", ""), indexes)
+        if milli_of_shards is None:
+            return None
+        share, devices = (settings.shard_pool, milli_of_shards), [_device(settings, indexes[0])]
+    pool, milli = share
     return JobSeat(
         job_id=job.job_id,
         uid=job.uid,
         user=job.user,
-        pool=settings.shard_pool,
-        fraction_milli=milli_of_shards,
-        devices=[_device(settings, indexes[0])],
+        pool=pool,
+        fraction_milli=milli,
+        devices=devices,
         has_groups=settings.has_groups,
+        memory_mib=job.memory_mib if settings.has_groups and settings.short_memory != ALLOW else None,
+        fits=settings.short_memory == FIT,
     )
 
 
-def _register(settings: HookSettings, files: SeatFiles, wanted: JobSeat, log: Callable[[str], None]) -> Sequence[str]:
-    """Register the seat; return what the job is told. Raises BadRequestError and ForbiddenError where it can never have one."""
+def _register(
+    settings: HookSettings, files: SeatFiles, wanted: JobSeat, log: Callable[[str], None]
+) -> tuple[JobSeat, list[str]]:
+    """Register the seat; return it and what the job is told. Raises BadRequestError and ForbiddenError if it can never have one."""
     try:
         with _client(settings) as client:
-            warning = files.register(client, wanted)
+            seat, told = files.register(client, wanted)
     except (BadRequestError, ForbiddenError):
         raise
     except (FractionalGPUError, OSError) as error:
         log(f"job {wanted.job_id}: no seat yet: {error}")
         if isinstance(error, BrokerUnavailableError):
-            return [f"{told_of(error)}; it gets it when the node's broker answers"]
-        return [told_of(error)]
-    log(
-        f"job {wanted.job_id}: a seat of {wanted.fraction_milli} thousandths in pool {wanted.pool!r} for {wanted.user!a}"
-    )
-    return [warning] if warning else []
+            return wanted, [f"{told_of(error)}; it gets it when the node's broker answers"]
+        return wanted, [told_of(error)]
+    log(f"job {seat.job_id}: a seat of {seat.fraction_milli} thousandths in pool {seat.pool!r} for {seat.user!a}")
+    return seat, told
 
 
 @contextmanager

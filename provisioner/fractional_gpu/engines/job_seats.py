@@ -20,14 +20,16 @@ import pwd
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from fractional_gpu.client.seat import Seat, SeatClient, write_seat
+from fractional_gpu.core.units import format_fraction
 from fractional_gpu.engines.engine import EngineError
 from fractional_gpu.engines.slurm import OPEN, SHARD, SlurmJob, parse_gres, total_of
 from fractional_gpu.host.files import replace_file
-from fractional_gpu.protocol.errors import FractionalGPUError, NoRoomError, NotFoundError
+from fractional_gpu.host.workload import BASE_MIB
+from fractional_gpu.protocol.errors import BadRequestError, FractionalGPUError, NoRoomError, NotFoundError
 from fractional_gpu.protocol.messages import SLURM, ProgressKind, SeatStatus, Workload
 from fractional_gpu.protocol.seats import SeatRequest
 
@@ -43,7 +45,10 @@ _LONGEST = 16 * 1024  # bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSeat:
-    """What a job's allocation entitles it to on this node. `devices`: the UUIDs of the only devices it may use; None: any of the pool."""
+    """What a job's allocation entitles it to on this node. `devices`: the UUIDs of the only devices it may use; None: any of the pool.
+
+    `memory_mib`: what it has of the node's memory, None: no limit; `fits`: a share whose data this cannot hold becomes a smaller one.
+    """
 
     job_id: int
     uid: int
@@ -52,6 +57,8 @@ class JobSeat:
     fraction_milli: int
     devices: list[str] | None = None
     has_groups: bool = True  # Slurm gives each job control groups of its own, by which its processes are known
+    memory_mib: int | None = None
+    fits: bool = True
 
     def request(self) -> SeatRequest:
         """Return the request for the seat, which the broker grants without a forecast: Slurm has decided."""
@@ -154,16 +161,22 @@ class SeatFiles:
     def _wanted_path(self, job_id: int) -> Path:
         return self.folder / f"job-{job_id}.wanted"
 
-    def register(self, client: SeatClient, wanted: JobSeat) -> str:
-        """Take the job's seat, write its file, and return the broker's warning (empty: none).
+    def register(self, client: SeatClient, wanted: JobSeat) -> tuple[JobSeat, list[str]]:
+        """Take the job's seat, write its file, and return the seat that it is, with warnings.
 
-        Raises NoRoomError with the reason where the broker refuses it, other FractionalGPUErrors, and OSError.
+        A kernel that the job's memory cannot hold while it idles would keep its room on the GPU. The job's control group does not exist
+        yet, so what the job asked Slurm for counts. Raises NoRoomError with the reason if the broker refuses the seat,
+        BadRequestError if the job's memory is too small, other FractionalGPUErrors, and OSError.
         """
         for line in client.take_seat(wanted.request()):
             if line.kind == ProgressKind.REFUSED:
                 raise NoRoomError(line.sentence, reason=line.reason)
             if line.kind != ProgressKind.GRANTED:
                 continue
+            need_mib = BASE_MIB + line.memory_mib
+            if wanted.memory_mib is not None and wanted.memory_mib < need_mib:
+                client.release_seat(line.seat_id)
+                return self._register_smaller(client, wanted, line.memory_mib)
             seat = Seat(
                 seat_id=line.seat_id,
                 token=line.token,
@@ -173,8 +186,26 @@ class SeatFiles:
             )
             write_seat(seat, self.seat_path(wanted.job_id), uid=wanted.uid)
             client.confirm_seat(line.seat_id)
-            return line.warning
+            return wanted, [line.warning] if line.warning else []
         raise NoRoomError("the broker ended the request for the seat without a reason; its log may say more")
+
+    def _register_smaller(self, client: SeatClient, wanted: JobSeat, cap_mib: int) -> tuple[JobSeat, list[str]]:
+        has_mib = wanted.memory_mib or 0
+        why = (
+            f"the job has {has_mib} MiB of memory, less than the {BASE_MIB} MiB that a kernel takes and the {cap_mib} MiB of GPU memory "
+            f"that are saved there while it idles; ask for --mem={BASE_MIB + cap_mib}M"
+        )
+        offers = next((pool.fractions_milli for pool in client.capacity().pools if pool.name == wanted.pool), [])
+        most_milli = wanted.fraction_milli * (has_mib - BASE_MIB) // cap_mib
+        fitting = [milli for milli in offers if milli <= most_milli]
+        if not wanted.fits or not fitting:
+            raise BadRequestError(why)
+        seat, said = self.register(client, replace(wanted, fraction_milli=max(fitting)))
+        share = format_fraction(seat.fraction_milli)
+        return seat, [
+            f"this job's share is {share} GPU instead of {format_fraction(wanted.fraction_milli)}: {why}",
+            *said,
+        ]
 
     def write_environment(self, wanted: JobSeat, socket: str, lines: Sequence[str] = ()) -> None:
         """Write what the job's tasks get; `lines`: what they are told. Raises OSError."""
@@ -183,14 +214,22 @@ class SeatFiles:
             "JUPYTER_GPU_SEAT_FILE": str(self.seat_path(wanted.job_id)),
             "JUPYTER_GPU_DEFAULT_POOL": wanted.pool,
             "JUPYTER_GPU_DEFAULT_FRACTION": f"{wanted.fraction_milli}m",
-            "JUPYTER_DEFAULT_PROVISIONER_NAME": "fractional-gpu-provisioner",
+            "JUPYTER_GPU_DEFAULT_PROVISIONER": "fractional-gpu-provisioner",
             "CUDA_VISIBLE_DEVICES": "",
         }
-        self._write_environment(wanted.job_id, [f"{name}={value}" for name, value in values.items()], lines)
+        about = (
+            f"batch jupyter gpu: {format_fraction(wanted.fraction_milli)} GPU for the kernels of environments that have "
+            "jupyter-fractional-gpu; kernels of other environments, and other programs, see no GPU"
+        )
+        self._write_environment(wanted.job_id, [*(f"{name}={value}" for name, value in values.items()), about], lines)
 
     def write_refusal(self, job_id: int, socket: str, line: str) -> None:
         """Write what the tasks of a job get that has no seat and will have none. Raises OSError."""
-        self._write_environment(job_id, [f"JUPYTER_GPU_SOCKET={socket}", "CUDA_VISIBLE_DEVICES="], [line])
+        try:
+            self._write_environment(job_id, [f"JUPYTER_GPU_SOCKET={socket}", "CUDA_VISIBLE_DEVICES="], [line])
+        except OSError:  # a disk that is full has room for a name: the task's prolog says what an empty file means
+            self._environment_path(job_id).touch()
+            self._environment_path(job_id).chmod(0o644)
 
     def _write_environment(self, job_id: int, values: Sequence[str], lines: Sequence[str]) -> None:
         told = [f"print jupyter gpu: {_one_line(line)}" for line in lines]

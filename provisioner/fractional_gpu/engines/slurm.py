@@ -17,18 +17,21 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from fractional_gpu.engines.engine import EngineError, EngineUnavailableError, NodeRecord, NodeWrite
 
-__all__ = ["CLOSED", "OPEN", "SHARD", "Slurm", "SlurmJob", "job_number", "parse_gres"]
+__all__ = ["CLOSED", "OPEN", "SHARD", "Slurm", "SlurmJob", "gres_words", "job_number", "parse_gres"]
 
 OPEN, CLOSED, SHARD = "open", "closed", "shard"
 """The type that jobs ask for, the type that holds the rest, and Slurm's own GRES of parts of a GPU."""
 
+_CONF = "/etc/slurm/slurm.conf"
 TIMEOUT_S = 10.0
 _SEPARATOR = "|"
-_COLUMNS = _SEPARATOR.join(("%A", "%U", "%u", "%T", "%b", "%i"))  # job id, uid, user, state, GRES of each node, name
+_COLUMNS = ("JobID", "UserID", "UserName", "State", "tres-per-node", "JobArrayID", "tres-alloc", "NumNodes")
 _ACCOUNTED = "JobIDRaw,JobID,End,AdminComment"  # the last one may have separators, and line breaks
 _JOB_ID = re.compile(r"[1-9][0-9]{0,9}", re.ASCII)
 _JOB_NAME = re.compile(r"[1-9][0-9]{0,9}(?:_[0-9]{1,9}|\+[0-9]{1,9})?", re.ASCII)
@@ -42,6 +45,8 @@ _GRES = [
 ]
 _COMMA = re.compile(r",(?![^(]*\))")
 _SUFFIX = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
+_MIB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
+_MEMORY = re.compile(r"(?:^|,)mem=(\d+(?:\.\d+)?)([KMGT]?)")
 _FIELD = re.compile(r"(\S+?)=(.*?)(?= \S+?=|\s*$)")
 _DOWN = (
     "Unable to contact slurm controller",
@@ -65,7 +70,7 @@ _LIVING = {
 class SlurmJob:
     """A job on a node: what its allocation has of each GRES on each of its nodes, by name.
 
-    `name`: its number for users, such as `12_3` for a task of the array 12.
+    `name`: its number for users, such as `12_3` for a task of the array 12; `memory_mib`: what it has of each node's memory, None: unknown.
     """
 
     job_id: int
@@ -74,6 +79,7 @@ class SlurmJob:
     user: str
     state: str
     gres: Mapping[str, int]
+    memory_mib: int | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -94,7 +100,7 @@ def parse_gres(text: str) -> dict[str, int]:
     Raises EngineError for a text that is none.
     """
     found: dict[str, int] = {}
-    for word in _words(text):
+    for word in gres_words(text):
         plain = word.removeprefix("gres:").removeprefix("gres/")
         match = next(filter(None, (form.fullmatch(plain) for form in _GRES)), None)
         if match is None:
@@ -109,7 +115,7 @@ def total_of(gres: Mapping[str, int], name: str) -> int:
     return sum(count for key, count in gres.items() if key.partition(":")[0] == name)
 
 
-def _words(text: str) -> list[str]:
+def gres_words(text: str) -> list[str]:
     """Return the entries of a text of GRES, without a type that is not set."""
     words = _COMMA.split(text.strip().replace(":(null)", ""))
     return [word for word in words if word not in ("", "(null)", "N/A")]
@@ -162,7 +168,7 @@ class Slurm:
         """
         words = [f"nodename={self.node}"]
         if write.counts:
-            others = [word.partition("(")[0] for word in _words(record.text) if _name_of(word) not in write.counts]
+            others = [word.partition("(")[0] for word in gres_words(record.text) if _name_of(word) not in write.counts]
             for name, count in sorted(write.counts.items()):
                 most = record.most[name]
                 others += [f"{name}:{OPEN}:{min(count, most)}", f"{name}:{CLOSED}:{max(0, most - count)}"]
@@ -171,14 +177,16 @@ class Slurm:
             words.append(f"extra={write.summary}")
         self.call("scontrol", "update", *words)
 
+    def names(self, expression: str) -> list[str]:
+        """Return the nodes of an expression such as `gpu[01-08]`."""
+        return self.call("scontrol", "show", "hostnames", expression).split()
+
     # -- jobs --------------------------------------------------------------------------------------------------------------
 
     def job(self, job_id: int) -> SlurmJob | None:
         """Return a job; None: Slurm does not know it any more."""
         try:
-            text = self.call(
-                "squeue", "--local", "--noheader", "--states=all", f"--jobs={job_id}", f"--format={_COLUMNS}"
-            )
+            text = self._squeue("--states=all", f"--jobs={job_id}")
         except EngineError as error:
             if "Invalid job id" in str(error):
                 return None
@@ -188,8 +196,11 @@ class Slurm:
 
     def jobs(self) -> list[SlurmJob]:
         """Return the jobs on this node."""
-        text = self.call("squeue", "--local", "--noheader", f"--nodelist={self.node}", f"--format={_COLUMNS}")
-        return [_job(line) for line in text.splitlines()]
+        return [_job(line) for line in self._squeue(f"--nodelist={self.node}").splitlines()]
+
+    def _squeue(self, *words: str) -> str:
+        columns = ",".join(f"{name}:{_SEPARATOR}" for name in _COLUMNS)
+        return self.call("squeue", "--local", "--noheader", *words, f"--Format={columns}")
 
     def comment(self, job_id: int, text: str) -> bool:
         """Set a running job's AdminComment; return False where the job has ended."""
@@ -239,6 +250,14 @@ class Slurm:
                 found.setdefault(name.strip(), value.strip())
         return found
 
+    def conf(self) -> Path:
+        """Return the site's slurm.conf: what SLURM_CONF names, else the usual one, else what the controller says."""
+        path = Path(os.environ.get("SLURM_CONF") or _CONF)
+        if not path.exists():
+            with suppress(EngineError):
+                return Path(self.config().get("SLURM_CONF", path))
+        return path
+
     def call(self, *words: str) -> str:
         """Run a command and return what it printed."""
         try:
@@ -282,8 +301,8 @@ def _name_of(word: str) -> str:
 
 
 def _job(line: str) -> SlurmJob:
-    words: Sequence[str] = line.strip().split(_SEPARATOR)
-    if len(words) != _COLUMNS.count(_SEPARATOR) + 1:
+    words: Sequence[str] = line.strip().removesuffix(_SEPARATOR).split(_SEPARATOR)
+    if len(words) != len(_COLUMNS):
         raise EngineError(f"`squeue` printed a line of another form than it was asked for: {line[:200]!r}")
     try:
         return SlurmJob(
@@ -293,9 +312,18 @@ def _job(line: str) -> SlurmJob:
             user=words[2],
             state=words[3],
             gres=parse_gres(words[4]),
+            memory_mib=_memory_mib(words[6], words[7]),
         )
     except ValueError:
         raise EngineError(f"`squeue` printed a line of another form than it was asked for: {line[:200]!r}") from None
+
+
+def _memory_mib(allocated: str, nodes: str) -> int | None:
+    """Return a job's memory on each of its nodes."""
+    found = _MEMORY.search(allocated)
+    return (
+        int(float(found[1]) * _MIB[found[2]] / max(1, int(nodes))) if found is not None and nodes.isdecimal() else None
+    )
 
 
 def _environment() -> dict[str, str]:

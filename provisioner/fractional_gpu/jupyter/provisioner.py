@@ -12,8 +12,8 @@ Rules:
   never: the broker sees processes end by itself.
 - Where the server keeps its kernels (`kernel_manager`), each is started so that it outlives the server, with a record from which
   the next server takes it over.
-- As the default provisioner (`JUPYTER_DEFAULT_PROVISIONER_NAME`) it also starts kernelspecs that name no provisioner. Where no broker can
-  be started, these start as under the local provisioner.
+- As the default provisioner (JUPYTER_DEFAULT_PROVISIONER_NAME, and `job_default`) it also starts kernelspecs that name none. If no broker
+  can be started, these start as under the local provisioner.
 """
 
 import os

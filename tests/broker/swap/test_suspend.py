@@ -119,7 +119,7 @@ async def test_what_would_not_fit_in_host_memory_is_not_saved(monkeypatch: pytes
     async with kernel_of(1, CLOSES) as (kernel, _, pids):
         running(driver, pids)
         outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
-    assert outcome is SuspendOutcome.REFUSED
+    assert outcome is SuspendOutcome.NO_MEMORY
     assert all(one in sentence for one in ("300 MiB", "200 MiB", "the group of the notebook server"))
     assert driver.calls == []
 
@@ -130,7 +130,7 @@ async def test_a_control_group_with_an_odd_name_does_not_spoil_the_sentence(monk
     async with kernel_of(1, CLOSES) as (kernel, _, pids):
         running(driver, pids)
         outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
-    assert outcome is SuspendOutcome.REFUSED
+    assert outcome is SuspendOutcome.NO_MEMORY
     assert "a??[2J" in sentence
 
 
@@ -237,7 +237,7 @@ async def test_what_several_processes_would_save_is_added_up(monkeypatch: pytest
     async with kernel_of(2, CLOSES) as (kernel, _, pids):
         running(driver, pids)
         outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
-    assert (outcome, driver.calls) == (SuspendOutcome.REFUSED, [])
+    assert (outcome, driver.calls) == (SuspendOutcome.NO_MEMORY, [])
     assert "600 MiB would have to be saved" in sentence
 
 

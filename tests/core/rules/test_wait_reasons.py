@@ -147,14 +147,27 @@ def test_a_suspend_that_was_refused_is_told_with_its_reason_to_its_own_user(owne
     assert waits(hand) == f"{name} could not be suspended{why}; the next attempt follows within a minute"
 
 
-def _refused(hand: Hand, suspend: object) -> SuspendFinished:
+def test_others_are_told_that_the_memory_of_a_job_cannot_hold_what_would_be_saved_and_not_whose() -> None:
+    hand = Hand()
+    run(hand, "a", owner="bob", label="secret.ipynb")
+    hand.rest("a")
+    start(hand, "b")
+    suspend = next(one for one in hand.want("b") if type(one).__name__ == "Suspend")
+    hand.send(_refused(hand, suspend, SuspendOutcome.NO_MEMORY))
+    assert waits(hand) == (
+        "another user's kernel could not be suspended (the memory of its job or pod, or of this host, cannot hold what would be saved of "
+        "it); the next attempt follows within a minute"
+    )
+
+
+def _refused(hand: Hand, suspend: object, outcome: SuspendOutcome = SuspendOutcome.REFUSED) -> SuspendFinished:
     assert isinstance(suspend, Suspend)
     return SuspendFinished(
         at_ms=hand.now,
         lease_id=suspend.lease_id,
         operation_id=suspend.operation_id,
         generation=suspend.generation,
-        outcome=SuspendOutcome.REFUSED,
+        outcome=outcome,
         sentence="process 7 is stopped",
     )
 

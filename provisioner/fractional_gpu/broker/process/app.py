@@ -219,6 +219,7 @@ def _take_turn(lock: BrokerLock, socket: str, ready: TextIO | None, *, patience_
     """
     deadline = time.monotonic() + patience_s
     while True:
+        apart = ""
         if lock.take():
             claim = NameClaim.take(claim_address(socket))
             if isinstance(claim, NameClaim):
@@ -233,11 +234,17 @@ def _take_turn(lock: BrokerLock, socket: str, ready: TextIO | None, *, patience_
                 )
                 return None
             lock.give_up()
+            apart = "another broker" if pid is None else f"process {pid}"
         try:
             with closing(BrokerClient(socket, timeout_s=5)) as client:
                 pong = client.ping()
         except BrokerUnavailableError as error:
             if time.monotonic() > deadline:
+                if apart:
+                    return (
+                        f"{apart} serves on a {socket} that is not this one: a broker with another filesystem, such as a "
+                        "container's, in this network namespace; give this one another --socket, or a network namespace of its own"
+                    )
                 holder = claim_holder(socket)
                 who = "another broker" if holder is None else f"another broker, process {holder},"
                 return f"{who} holds {socket}.lock but does not answer: {error}; `jupyter gpu broker --restart` ends it and starts another"

@@ -73,6 +73,7 @@ def after_restore(code: GPUErrorCode, states: Collection[ProcessState]) -> Resum
 _BECOMES: Mapping[SuspendOutcome | ResumeOutcome, str] = {
     SuspendOutcome.ABORTED: "resident, tried again soon",
     SuspendOutcome.REFUSED: "resident, left alone for a while",
+    SuspendOutcome.NO_MEMORY: "resident, left alone for a while",
     SuspendOutcome.IMPOSSIBLE: "resident, not tried again",
     SuspendOutcome.UNKNOWN: "quarantined",
     ResumeOutcome.NOT_STARTED: "suspended, tried again",

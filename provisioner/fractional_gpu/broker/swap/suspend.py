@@ -507,7 +507,7 @@ async def _check_host_memory(use: Mapping[ProcessIdentity, int]) -> None:
         raise StepError(SuspendOutcome.REFUSED, sentence) from error
     if short is not None:
         raise StepError(
-            SuspendOutcome.REFUSED,
+            SuspendOutcome.NO_MEMORY,
             f"{format_memory(sum(use.values()))} would have to be saved in host memory, "
             f"where {format_memory(short.left_mib)} are left (limited by {printable(short.limited_by)})",
         )

@@ -25,17 +25,25 @@ class _Hook:
         parser.description = self._description
         parser.epilog = _EPILOG
         add_node_options(parser)
+        parser.add_argument(
+            "--check", action="store_true", help="only say whether Slurm's commands answer in this environment"
+        )
         parser.add_argument("--log", metavar="FILE", type=Path, help="write the log there (default: the system's log)")
 
     def run(self, options: argparse.Namespace) -> int:
         from fractional_gpu.engines import hooks  # noqa: PLC0415 - not for help texts
+        from fractional_gpu.engines.slurm import Slurm  # noqa: PLC0415 - as above
 
+        if options.check:
+            Slurm(os.environ.get("SLURMD_NODENAME", "")).jobs()  # raises EngineError
+            return 0
         settings = hooks.HookSettings(
             socket=options.socket,
             folder=seats_folder(options),
             pools={count: pool for pool, count in counts_of(options.pool).items()},
             shard_pool=options.shards,
             has_groups=not options.no_groups,
+            short_memory=options.short_memory,
         )
         hook: Callable[[hooks.HookSettings, Mapping[str, str], Callable[[str], None]], None] = {
             "prolog": hooks.begin,

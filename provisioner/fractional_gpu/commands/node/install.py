@@ -1,80 +1,126 @@
-"""`jupyter gpu node install`: writes Slurm's scripts and the agent's unit, and prints the lines that Slurm's own files need."""
+"""`jupyter gpu node install`: writes Slurm's scripts and the agent's unit, and prints the changes that Slurm's own files need."""
 
 import argparse
 import os
+import shutil
 import socket as socket_module
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fractional_gpu.commands.node.options import add_node_options, counts_of, seats_folder, words_of
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError
 
+if TYPE_CHECKING:
+    from fractional_gpu.engines.files import NodeFiles
+
 FOLDER = Path("/etc/jupyter-gpu/slurm")
+WRAPPER = "jupyter-gpu-wrapper"  # beside slurm.conf
 EPILOG = """\
 examples:
-  jupyter gpu node install                          write the scripts and the unit to /etc/jupyter-gpu/slurm
+  jupyter gpu node install --wrapper                write what slurm.conf is to name on every node, beside slurm.conf
+  jupyter gpu node install                          write this node's scripts and the unit to /etc/jupyter-gpu/slurm
   jupyter gpu node install --print                  print them, and write nothing
   jupyter gpu node install --pool default=jgpu --pool big=jgpubig
 
-Slurm's own files are not touched: the lines that they need are printed. Nothing is started. To uninstall, take the lines out again
-and delete the folder; docs/clusters.md says in which order.
+Slurm's own files are read, and never written: what has to change in them is printed, and written to site.diff for `patch`. A file of an
+earlier installation that differs, by an edit of yours or by other options, stays as it is: the new one lies beside it as FILE.new.
+Nothing is started. docs/clusters.md has the steps, and how to uninstall.
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the action and add its arguments."""
     parser.description = (
-        "Write Slurm's scripts and the agent's unit for this node, and say what to add to Slurm's files."
+        "Write Slurm's scripts and the agent's unit for this node, and say what to change in Slurm's files."
     )
     parser.epilog = EPILOG
     parser.add_argument("--folder", metavar="DIR", type=Path, default=FOLDER, help=f"where to (default: {FOLDER})")
     parser.add_argument("--print", action="store_true", help="print the files, and write nothing")
-    parser.add_argument("--node", metavar="NAME", help="the node's name in Slurm (default: the host's short name)")
-    parser.add_argument("--devices", metavar="N", type=int, default=1, help="how many GPUs the node has (default: 1)")
-    parser.add_argument(
-        "--promise",
-        metavar="TIMES",
-        type=int,
-        default=4,
-        help="how many times its GPUs may be promised: the pool's oversubscription (default: 4)",
-    )
+    parser.add_argument("--force", action="store_true", help="replace files that differ")
+    parser.add_argument("--wrapper", action="store_true", help="write only the wrapper, which every node needs")
+    only = "only its jobs may have shares: others cost slurmctld no question (default: all; several: once for each)"
+    parser.add_argument("--partition", metavar="NAME", action="append", default=[], help=only)
+    for name, metavar, kind, text in (
+        ("--slurm-bin", "DIR", str, "where Slurm's commands are (default: where this shell finds squeue)"),
+        ("--node", "NAME", str, "the node's name in Slurm (default: the host's short name)"),
+        ("--devices", "N", int, "how many GPUs the node has (default: as in slurm.conf, or 1)"),
+        ("--promise", "TIMES", int, "the pool's oversubscription (default: as in slurm.conf, or 4)"),
+    ):
+        parser.add_argument(name, metavar=metavar, type=kind, help=text)
     add_node_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write or print the files. Raises CommandError where they cannot be written, and UsageError."""
-    from fractional_gpu.engines.files import NodeFiles, install_files, slurm_lines  # noqa: PLC0415 - not for help texts
+    """Write or print the files. Raises CommandError where they cannot be written, EngineError, and UsageError."""
+    from fractional_gpu.engines.files import SCRIPTS, change_site, install_files, site_files, wrapper_text  # noqa: PLC0415 - not for help texts
+    from fractional_gpu.engines.slurm import Slurm  # noqa: PLC0415 - as above
 
     for name, value in (("--devices", options.devices), ("--promise", options.promise)):
-        if not 1 <= value <= 64:
+        if value is not None and not 1 <= value <= 64:
             raise UsageError(f"{name} {value}: allowed are 1 to 64")
     if not options.folder.is_absolute():
         raise UsageError(f"--folder {options.folder}: Slurm needs an absolute path, such as {FOLDER}")
-    files = NodeFiles(
+    node = options.node or socket_module.gethostname().partition(".")[0]
+    files = node_files(options)
+    slurm = Slurm(node)
+    path = slurm.conf()
+    try:
+        confs = site_files(path)
+    except OSError as error:
+        raise CommandError(f"{error.filename} cannot be read: {error.strerror}") from error
+    wrapper = path.with_name(WRAPPER)
+    named = {name: confs[0].value(name) for name in SCRIPTS}
+    if options.wrapper:
+        if str(wrapper) in named.values():
+            raise CommandError(f"{path} names {wrapper} already, which knows the site's own scripts: it stays as it is")
+        return _put(options, {wrapper: wrapper_text(options.folder, named)})
+    change_site(files, confs, wrapper, node, slurm.names, devices=options.devices, promise=options.promise)
+    texts = {options.folder / name: text for name, text in install_files(files).items()}
+    diff = "".join(one.diff() for one in confs)
+    code = _put(options, {**texts, **({options.folder / "site.diff": diff} if diff else {})})
+    if options.print:
+        return code
+    print(f"==== changes of Slurm's files\n{diff or 'none: they have what shares need'}")
+    if not wrapper.exists():
+        print(f"{wrapper} is missing: give --wrapper, and copy it to every node before slurm.conf names it.")
+    print(
+        f"Next: `patch -d / -p1 < {options.folder / 'site.diff'}` where you keep these files; copy them to all nodes; restart slurmctld "
+        "and each slurmd (`scontrol reconfigure` takes no new GresTypes). Then the agent, and `jupyter gpu node doctor`: docs/clusters.md."
+    )
+    return code
+
+
+def node_files(options: argparse.Namespace) -> "NodeFiles":
+    """Return what the files are made from."""
+    from fractional_gpu.engines.files import NodeFiles  # noqa: PLC0415 - not for help texts
+
+    return NodeFiles(
         command=_command(),
         seats=seats_folder(options),
         words=words_of(options),
         node=options.node or "",
         counts=counts_of(options.pool),
+        slurm_bin=getattr(options, "slurm_bin", None) or os.path.dirname(shutil.which("squeue") or ""),  # noqa: PTH120 - "" without one
+        partitions=getattr(options, "partition", ()),
     )
-    texts = install_files(files)
-    node = options.node or socket_module.gethostname().partition(".")[0]
-    for name, text in texts.items():
+
+
+def _put(options: argparse.Namespace, texts: Mapping[Path, str]) -> int:
+    """Write or print files; return 1 if one was left as it is because it differs."""
+    code = 0
+    for path, text in texts.items():
         if options.print:
-            print(f"==== {options.folder / name}\n{text}")
-        else:
-            _write(options.folder / name, text, executable=not name.endswith(".service"))
-            print(f"wrote {options.folder / name}")
-    for name, text in slurm_lines(
-        files, options.folder, devices=options.devices, promise=options.promise, node=node
-    ).items():
-        print(f"==== for {name}\n{text}")
-    if not options.print:
-        print(
-            f"The agent: `ln -s {options.folder}/jupyter-gpu-agent.service /etc/systemd/system/ && systemctl enable --now "
-            "jupyter-gpu-agent`. Then `scontrol reconfigure`, and `jupyter gpu node doctor` here."
-        )
-    return 0
+            print(f"==== {path}\n{text}")
+            continue
+        fresh = path
+        if path.exists() and path.read_bytes() != text.encode(errors="surrogateescape") and not options.force:
+            fresh, code = path.with_name(f"{path.name}.new"), 1
+            print(f"{path} differs and stays as it is: compare it with {fresh}, or give --force")
+        _write(fresh, text, executable=path.suffix not in (".service", ".diff"))
+        print(f"wrote {fresh}")
+    return code
 
 
 def _command() -> list[str]:
@@ -89,7 +135,9 @@ def _write(path: Path, text: str, *, executable: bool) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         mode = 0o755 if executable else 0o644
-        replace_file(path, text.encode(), prepare=lambda descriptor: os.fchmod(descriptor, mode))
+        replace_file(
+            path, text.encode(errors="surrogateescape"), prepare=lambda descriptor: os.fchmod(descriptor, mode)
+        )
     except OSError as error:
         raise CommandError(
             f"{path} cannot be written: {error.strerror}; run this as root, or choose --folder"

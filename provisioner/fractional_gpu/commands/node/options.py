@@ -39,6 +39,13 @@ def add_node_options(parser: argparse.ArgumentParser) -> None:
         help="Slurm runs without proctrack/cgroup: a job's processes are then known by its user alone, and two jobs of one user "
         "are not told apart",
     )
+    parser.add_argument(
+        "--short-memory",
+        choices=("fit", "refuse", "allow"),
+        default="fit",
+        help="a share whose data the job's memory (--mem) cannot hold: make it smaller, give none, or give it although its kernels may "
+        "keep others from the GPU (default: fit)",
+    )
 
 
 def seats_folder(options: argparse.Namespace) -> Path:
@@ -73,4 +80,5 @@ def words_of(options: argparse.Namespace) -> list[str]:
     for pool in options.pool or ():
         words += ["--pool", pool]
     words += ["--shards", options.shards] if options.shards else []
-    return words + (["--no-groups"] if options.no_groups else [])
+    words += ["--no-groups"] if options.no_groups else []
+    return words + ([] if options.short_memory == "fit" else ["--short-memory", options.short_memory])

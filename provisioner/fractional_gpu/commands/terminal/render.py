@@ -181,7 +181,7 @@ def render_status(status: HostStatus, width: int | None = None) -> "list[Text]":
     lines += [line(), line(("Kernels", Style.HEADING))]
     lines += render_leases(status.leases, width) if status.leases else [line("  none holds or waits for a GPU")]
     if seats := render_seats(status, width):
-        lines += [line(), line(("Seats of a hub's servers", Style.HEADING)), *seats]
+        lines += [line(), line(("Seats", Style.HEADING)), *seats]
     saved, budget = format_memory(status.host_saved_mib), format_memory(status.host_budget_mib)
     lines += [
         line(),

@@ -62,7 +62,7 @@ class OperationResults:
                 self._record_return(lease, came_back)
             case SuspendOutcome.UNKNOWN:
                 changes.quarantine(lease, sentence)
-            case SuspendOutcome.ABORTED | SuspendOutcome.REFUSED | SuspendOutcome.IMPOSSIBLE:
+            case _:  # rolled back
                 if event.need_mib > lease.host_mib:
                     lease.shrink.host_floor_mib = event.need_mib
                 self._rolled_back(lease, event.outcome, sentence)

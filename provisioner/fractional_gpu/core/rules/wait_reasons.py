@@ -16,6 +16,7 @@ from itertools import accumulate, islice
 
 from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import Lease, OccupancyKind, Reason, Ticket
+from fractional_gpu.core.events import SuspendOutcome
 from fractional_gpu.core.model import FOUND_FAILED, LeaseState
 from fractional_gpu.core.rules.eligibility import allowed_of, eligible_devices, suspendable_from_ms
 from fractional_gpu.core.rules.fairness import preempts_from_ms
@@ -27,6 +28,7 @@ _MOST_DESCRIBED = 4
 _LONGEST_NAME = 60
 _MINUTE_MS = 60_000
 _OTHERS = "another user's kernel"
+_NO_MEMORY = " (the memory of its job or pod, or of this host, cannot hold what would be saved of it)"
 _DOING = {
     LeaseState.SUSPENDING: "is being suspended",
     LeaseState.RESUMING: "is being brought back to its device",
@@ -254,11 +256,9 @@ def _waits_for(books: Books, lease: Lease, *, mine: bool) -> str:
         return "is idle"
     left = _about(willing_ms - now_ms)
     if lease.retries.suspend_after_ms == willing_ms:
-        detail = (
-            f" ({lease.sentence.rstrip('.')})"
-            if mine and lease.reason.startswith("suspend.") and lease.sentence
-            else ""
-        )
+        detail = _NO_MEMORY if lease.reason == f"suspend.{SuspendOutcome.NO_MEMORY}" else ""
+        if mine and lease.reason.startswith("suspend.") and lease.sentence:
+            detail = f" ({lease.sentence.rstrip('.')})"
         return f"could not be suspended{detail}; the next attempt follows within {left}"
     return f"came onto the device a moment ago and may run for {left} more"
 

@@ -1,0 +1,258 @@
+"""What `jupyter gpu node doctor` examines: Slurm's configuration, the scripts, the broker and the agent of this node."""
+
+import argparse
+import os
+import shlex
+import socket as socket_module
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.commands.doctor.report import Finding, note, ok, problem, warning
+from fractional_gpu.commands.node.install import WRAPPER, node_files
+from fractional_gpu.commands.node.options import counts_of, seats_folder
+from fractional_gpu.core.units import format_gpus, plural
+from fractional_gpu.engines.engine import EngineError
+from fractional_gpu.engines.files import KEYS, SCRIPTS, NodeFiles, change_site, site_files
+from fractional_gpu.engines.slurm import CLOSED, OPEN, Slurm, parse_gres, total_of
+from fractional_gpu.protocol.errors import FractionalGPUError
+from fractional_gpu.protocol.nodes import parse_summary
+
+_ROOT_ONLY = 0o022
+_NO_JOBS = ("UNKNOWN", "DOWN", "FAIL", "INVAL", "NOT_RESPONDING", "*")  # states of a node
+
+
+def examine(options: argparse.Namespace) -> Iterator[Finding]:
+    """Make every check."""
+    counts = counts_of(options.pool)
+    slurm = Slurm(options.node or socket_module.gethostname().partition(".")[0])
+    if options.everywhere:
+        yield from check_everywhere(slurm, slurm.conf().with_name(WRAPPER))
+        return
+    try:
+        config = slurm.config()
+    except EngineError as error:
+        yield problem("slurmctld", str(error), "start slurmctld, or set SLURM_CONF, and run this again")
+    else:
+        yield from check_preemption(config)
+        yield from check_accounting(slurm, config)
+        yield from check_scripts(config)
+        yield from check_hook(options.folder / "prolog", slurm)
+        yield from check_files(slurm, node_files(options))
+        yield from check_node(slurm, list(counts.values()), shards=bool(options.shards))
+    yield from check_broker(options.socket, counts)
+    yield from check_seats(seats_folder(options))
+    yield from check_unit()
+
+
+# -- Slurm's configuration -----------------------------------------------------------------------------------------------------
+
+
+def check_preemption(config: Mapping[str, str]) -> Iterator[Finding]:
+    """Check what Slurm does to jobs that others preempt."""
+    mode = config.get("PreemptMode", "")
+    for sign, what in (
+        ("suspend", "a job that Slurm suspends keeps its share, so this makes no room"),
+        ("requeue", "a job that is preempted is started again, and its kernels' variables are lost"),
+    ):
+        if sign in mode.lower().replace("gang", "suspend"):
+            advice = "slurm.conf: PreemptMode=OFF for partitions with shares"
+            yield warning("preemption", f"PreemptMode is {mode}: {what}", advice)
+
+
+def check_accounting(slurm: Slurm, config: Mapping[str, str]) -> Iterator[Finding]:
+    """Check whether this node reaches the accounting database: many sites let only the controller do so."""
+    if "slurmdbd" not in config.get("AccountingStorageType", ""):
+        said = "there is no accounting database: jobs' figures are in AdminComment while they run only"
+        yield note("accounting", said)
+        return
+    try:
+        slurm.ask_accounting()
+    except EngineError as error:
+        yield warning(
+            "accounting",
+            f"jobs' last figures do not get into AdminComment at their end: {error}",
+            "let this node reach slurmdbd (slurm.conf: AccountingStorageHost and -Port), or give the agent --comment-every never",
+        )
+    else:
+        yield ok("accounting", "jobs' figures go into AdminComment, while they run and at their end")
+
+
+def check_scripts(config: Mapping[str, str]) -> Iterator[Finding]:
+    """Check that this node has what Slurm runs as Prolog, Epilog and TaskProlog, and that only root can change it."""
+    for path in {Path(config.get(name, "(null)")) for name in SCRIPTS} - {Path("(null)")}:
+        try:
+            status = path.stat()
+        except OSError as error:
+            said = f"{path}: {error.strerror}: Slurm drains this node at its next job"
+            yield problem("scripts", said, "copy it to every node")
+            continue
+        if status.st_uid != 0 or status.st_mode & _ROOT_ONLY or not status.st_mode & 0o111:
+            said = f"{path} belongs to uid {status.st_uid} with mode {status.st_mode & 0o777:04o}, and root runs it on every node"
+            yield problem("scripts", said, f"chown root {path}; chmod 755 {path}")
+        else:
+            yield ok("scripts", f"{path}")
+
+
+def check_everywhere(slurm: Slurm, wrapper: Path) -> Iterator[Finding]:
+    """Check by a short job on each node that it has the wrapper. A node that can take no job now is named."""
+    test = f"test -x {shlex.quote(str(wrapper))} && echo there || echo missing"
+    rows = slurm.call("sinfo", "--noheader", "--Node", "--format=%N %R").split()
+    there = []
+    for node, partition in dict(zip(rows[::2], rows[1::2], strict=True)).items():
+        where = (f"--partition={partition}", f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--immediate=5")
+        try:
+            found = slurm.call("srun", "--job-name=jupyter-gpu-doctor", "--chdir=/", *where, "sh", "-c", test)
+        except EngineError as error:
+            yield warning(node, f"it takes no job now: {error}", f"look there: test -x {wrapper}")
+            continue
+        if "there" in found.split():
+            there.append(node)
+        else:
+            yield problem(
+                node, f"{wrapper} is missing: Slurm drains the node once slurm.conf names it", "copy it there"
+            )
+    if there:
+        yield ok("wrapper", f"{wrapper} is on {plural(len(there), 'node')}: {', '.join(there)}")
+
+
+def check_hook(script: Path, slurm: Slurm) -> Iterator[Finding]:
+    """Run the Prolog of this node as slurmd does, without a PATH, up to its question to the controller."""
+    environment = {"SLURM_CONF": str(slurm.conf()), "SLURMD_NODENAME": slurm.node}
+    call = [str(script), "--check"]
+    try:
+        done = subprocess.run(call, env=environment, capture_output=True, text=True, timeout=20, check=False)
+        said = " ".join((done.stdout + done.stderr).split()) or f"exit code {done.returncode}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        done, said = None, str(error)
+    if done is None or done.returncode:
+        yield problem(
+            "hook",
+            f"{script}, started as slurmd starts it, cannot ask Slurm: {said[:300]}",
+            "`jupyter gpu node install --force --slurm-bin DIR`, with the folder of squeue and scontrol",
+        )
+    else:
+        yield ok("hook", f"{script} reaches slurmctld with the environment that slurmd gives it")
+
+
+def check_files(slurm: Slurm, files: NodeFiles) -> Iterator[Finding]:
+    """Check that Slurm's files give no key twice, and have all that `install` would change in them."""
+    try:
+        confs = site_files(slurm.conf())
+        change_site(files, confs, confs[0].path.with_name(WRAPPER), slurm.node, slurm.names)
+    except (EngineError, OSError) as error:
+        yield problem("slurm.conf", str(error), "`jupyter gpu node install` needs it, too")
+        return
+    for found in (found for key in KEYS if len(found := confs[0].of_key(key)) > 1):
+        said = " and ".join(f"{one.text.strip()} ({one.file})" for one in found)
+        yield problem("given twice", f"{said}: Slurm takes the last one only", "make one line of them")
+    for conf in confs:
+        lines = conf.diff().splitlines()
+        changes = [line for line in lines if line[:1] in ("+", "-") and line[1:3] not in ("++", "--")]
+        if not conf.path.exists():
+            yield note(conf.path.name, f"{conf.path} is not on this node: with configless Slurm look at the controller")
+        elif changes:
+            said = f"shares need changes: {'; '.join(changes)}"
+            yield problem(conf.path.name, said, "`jupyter gpu node install` prints them as a diff")
+        else:
+            yield ok(conf.path.name, "it has what shares need")
+
+
+def check_node(slurm: Slurm, counts: list[str], *, shards: bool) -> Iterator[Finding]:
+    """Check the node's state, its counts, and what the agent has published."""
+    try:
+        fields = slurm.fields()
+        there = parse_gres(fields.get("Gres", ""))
+    except EngineError as error:
+        yield problem("node", str(error), "give the node's name in slurm.conf with --node")
+        return
+    state, has = fields.get("State", "UNKNOWN"), f"node {slurm.node} has {fields.get('Gres', '(null)')}"
+    why = f"node {slurm.node} is {state}: {fields.get('Reason', 'no reason is given')}"
+    if any(sign in state for sign in _NO_JOBS):
+        yield problem("node", why, "start slurmd there; its log says why it does not register")
+    elif "DRAIN" in state:
+        yield warning("node", why, f"scontrol update nodename={slurm.node} state=resume")
+    elif total_of(there, "shard"):
+        advice = "" if shards else "; give --shards POOL to agent, Prolog and Epilog"
+        yield note(
+            "node", f"{has}: Slurm cannot change counts of a node with shards, and each job stays on its GPU{advice}"
+        )
+    if not total_of(there, "shard"):
+        missing = [name for name in counts if not {f"{name}:{OPEN}", f"{name}:{CLOSED}"} <= there.keys()]
+        if missing:
+            yield problem(
+                "counts",
+                f"{has}, without the open and the closed type of {', '.join(missing)}",
+                "if slurm.conf has them, restart slurmctld, then each slurmd: `scontrol reconfigure` takes no new GresTypes",
+            )
+        else:
+            yield ok("counts", f"{has}, in use: {fields.get('GresUsed', 'unknown')}")
+    try:
+        summary = parse_summary(fields.get("Extra", ""))
+    except ValueError:
+        said = "the agent has published no summary in the node's Extra"
+        yield warning("agent", said, "systemctl status jupyter-gpu-agent")
+        return
+    if summary.problem:
+        yield warning("agent", f"the agent says: {summary.problem}", "systemctl status jupyter-gpu")
+    else:
+        free = ", ".join(f"{pool.name}: {format_gpus(pool.free_milli)}" for pool in summary.pools)
+        yield ok("agent", f"the agent's last summary says what is free: {free or 'no pools'}")
+
+
+# -- our own parts -------------------------------------------------------------------------------------------------------------
+
+
+def check_broker(socket: str, counts: Mapping[str, str]) -> Iterator[Finding]:
+    """Check that the node's broker answers, has the pools, and lets users connect."""
+    try:
+        with BrokerClient(socket, timeout_s=5) as client:
+            there = {pool.name for pool in client.capacity().pools}
+    except FractionalGPUError as error:
+        advice = "systemctl enable --now jupyter-gpu: the node's broker is a service, outside of any job"
+        yield problem("broker", str(error), advice)
+        return
+    if missing := sorted(counts.keys() - there):
+        said = f"it has no pool {', '.join(missing)}, but {', '.join(sorted(there))}"
+        yield problem("broker", said, "give --pool POOL=COUNT, or add the pool")
+    else:
+        yield ok("broker", f"it answers on {socket}, with pool {', '.join(sorted(counts))}")
+    mode = Path(socket).stat().st_mode & 0o777
+    if mode & 0o006 != 0o006:
+        said = f"users may not connect to {socket} (mode {mode:04o})"
+        yield problem("broker", said, "run it as `jupyter gpu broker --service`")
+
+
+def check_seats(folder: Path) -> Iterator[Finding]:
+    """Check whose folder the one of jobs' seats is."""
+    try:
+        status = folder.lstat()
+    except FileNotFoundError:
+        yield note("seats", f"{folder} is not there yet: the first job makes it")
+        return
+    except OSError as error:
+        yield problem("seats", f"{folder}: {error.strerror}", f"remove {folder}")
+        return
+    if status.st_uid != os.geteuid() and status.st_uid != 0:
+        said = f"{folder} belongs to uid {status.st_uid}"
+        yield problem("seats", said, f"remove {folder}: the next job makes it again")
+    else:
+        yield ok("seats", f"{folder} has the files of {plural(len(list(folder.glob('job-*.wanted'))), 'job')}")
+
+
+def check_unit() -> Iterator[Finding]:
+    """Check that systemd runs the agent."""
+    call = ["systemctl", "is-active", "jupyter-gpu-agent"]
+    try:
+        done = subprocess.run(call, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        said = f"systemd cannot be asked ({error}): whatever starts the agent must start it again when it ends"
+        yield note("unit", said)
+        return
+    if done.stdout.strip() == "active":
+        yield ok("unit", "jupyter-gpu-agent.service is active")
+    else:
+        said = done.stdout.strip() or " ".join(done.stderr.split())[:100]
+        advice = "systemctl enable --now jupyter-gpu-agent"
+        yield warning("unit", f"jupyter-gpu-agent.service is not active ({said})", advice)

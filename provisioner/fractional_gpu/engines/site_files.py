@@ -1,0 +1,130 @@
+"""Slurm's configuration as a site has it (slurm.conf with its includes, gres.conf, cgroup.conf), and changes of it as a diff.
+
+- Slurm takes the last line of a key that is given twice, without a word. So a key that is there is changed in its line, never added.
+- Nothing is written here: `diff` is for `patch`, which also takes it back (`patch -R`), byte for byte.
+"""
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["ConfigFile", "Setting", "extended"]
+
+_COMMENT = re.compile(r"#[^\n]*")
+_RECORD = re.compile(r"\s*(?:(?:Node|Partition|Frontend)Name|NodeSet|DownNodes)\s*=", re.IGNORECASE)
+_INCLUDE = re.compile(r"\s*include\s+(\S+)", re.IGNORECASE)
+_MARK = "# for shares of GPUs (jupyter-fractional-gpu)\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    r"""A line of a file, which `\` may continue. `begin`: its offset; `text` has blanks instead of its comments."""
+
+    file: Path
+    begin: int
+    text: str
+
+    def find(self, key: str) -> re.Match[str] | None:
+        """Return the match of a key; its group 1 is the value."""
+        return re.search(rf"(?:^|\s){key}\s*=\s*([^\s\\]+)", self.text, re.IGNORECASE)
+
+    def value(self, key: str) -> str:
+        """Return the value of a key in this line; "" without one."""
+        return match[1] if (match := self.find(key)) else ""
+
+
+class ConfigFile:
+    """A file and what it includes. A file that is not there is empty. Raises OSError for one that cannot be read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.settings: list[Setting] = []
+        self._texts: dict[Path, str] = {}
+        self._edits: dict[Path, list[tuple[int, int, str]]] = {}
+        self._added: list[str] = []
+        self._read(path)
+
+    def _read(self, path: Path) -> None:
+        # Without translation of line ends: a diff that is taken back must leave the same bytes.
+        text = path.read_bytes().decode(errors="surrogateescape") if path.exists() else ""
+        self._texts[path], self._edits[path] = text, []
+        begin = end = 0
+        for line in _lines(text):
+            end += len(line)
+            if line.rstrip("\r\n").endswith("\\"):
+                continue
+            whole = _COMMENT.sub(lambda found: " " * len(found[0]), text[begin:end])
+            if include := _INCLUDE.match(whole):
+                self._read(self.path.parent / include[1])
+            elif whole.strip():
+                self.settings.append(Setting(path, begin, whole))
+            begin = end
+
+    def of_key(self, key: str) -> list[Setting]:
+        """Return the lines that set a key of the whole cluster, of which Slurm takes the last one, or that are records (NodeName)."""
+        of_records = bool(_RECORD.match(f"{key}="))
+        return [one for one in self.settings if one.value(key) and of_records == bool(_RECORD.match(one.text))]
+
+    def value(self, key: str) -> str:
+        """Return the value that Slurm takes; "" without one."""
+        return self.of_key(key)[-1].value(key) if self.of_key(key) else ""
+
+    # -- changes -----------------------------------------------------------------------------------------------------------
+
+    def set(self, key: str, value: str) -> None:
+        """Change the value of a key, or add it."""
+        if not (found := self.of_key(key)):
+            self.add(f"{key}={value}")
+        elif found[-1].value(key) != value:
+            self.change(found[-1], key, value)
+
+    def change(self, setting: Setting, key: str, value: str) -> None:
+        """Change a key within a line, or add it at the line's end."""
+        if (match := setting.find(key)) is not None:
+            begin, end = match.span(1)
+        else:
+            begin = end = len(setting.text.rstrip())
+            value = f" {key}={value}"
+        self._edits[setting.file].append((setting.begin + begin, setting.begin + end, value))
+
+    def put_before(self, setting: Setting, text: str) -> None:
+        """Insert a text at the beginning of a line."""
+        self._edits[setting.file].append((setting.begin, setting.begin, text))
+
+    def remove(self, setting: Setting) -> None:
+        """Take a line out."""
+        self._edits[setting.file].append((setting.begin, setting.begin + len(setting.text), ""))
+
+    def add(self, line: str) -> None:
+        """Add a line at the end of the file."""
+        self._added += [*([] if self._added else [_MARK]), f"{line}\n"]
+
+    def changed(self, file: Path) -> str:
+        """Return the file, or one that it includes, with its changes."""
+        text = self._texts[file]
+        for begin, end, value in sorted(self._edits[file], reverse=True):
+            text = text[:begin] + value + text[end:]
+        if file == self.path and self._added:
+            text += "\n" * (text[-1:] not in ("", "\n")) + "".join(self._added)
+        return text
+
+    def diff(self) -> str:
+        """Return the changes as a diff for `patch -d / -p1`; "" without one."""
+        return "".join(_diff(file, text, self.changed(file)) for file, text in self._texts.items())
+
+
+def _diff(file: Path, old: str, new: str) -> str:
+    name = str(file).lstrip("/")
+    lines = difflib.unified_diff(_lines(old), _lines(new), f"a/{name}" if old else "/dev/null", f"b/{name}")
+    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+
+
+def _lines(text: str) -> list[str]:
+    return re.findall(r"[^\n]*\n|[^\n]+", text)
+
+
+def extended(value: str, *words: str) -> str:
+    """Return a list such as `gpu` with more words: `gpu,jgpu`."""
+    there = [word for word in value.split(",") if word and word.lower() not in ("(null)", "none", "task/none")]
+    return ",".join([*there, *(word for word in words if word.lower() not in [one.lower() for one in there])])

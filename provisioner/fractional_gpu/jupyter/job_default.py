@@ -1,0 +1,40 @@
+"""Gives kernels that name no provisioner ours, in a job with a share. Python imports this when it starts (`jupyter-fractional-gpu.pth`).
+
+JUPYTER_DEFAULT_PROVISIONER_NAME cannot do it: the whole job inherits it, and in an environment without this package every kernel then
+fails to start. So jupyter_client is told here to read another variable.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+
+VARIABLE = "JUPYTER_GPU_DEFAULT_PROVISIONER"
+_FACTORY = "jupyter_client.provisioning.factory"
+
+
+class _Finder(MetaPathFinder):
+    """Finds jupyter_client's factory as Python does, and changes it once it is loaded."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, _target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != _FACTORY:
+            return None
+        spec = PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                factory = module.KernelProvisionerFactory
+                if factory.default_provisioner_name_env not in os.environ:
+                    factory.default_provisioner_name_env = VARIABLE
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign] # of this spec alone
+        return spec
+
+
+sys.meta_path.insert(0, _Finder())
