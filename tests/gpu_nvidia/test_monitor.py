@@ -1,5 +1,7 @@
 """Promises of NvidiaMonitor and of the tables it relies on, against a double of NVML."""
 
+import os
+import threading
 import time
 from collections.abc import Callable
 from importlib import metadata
@@ -230,6 +232,34 @@ def test_what_processes_used_is_the_mean_of_their_sane_samples_since_then() -> N
     found = measured(FakeGPU(samples=samples + absurd, busy=90))
     assert found.by_pid == {7: 550, 8: 0}
     assert found.device_milli == 900
+
+
+def test_samples_of_processes_that_the_device_does_not_list_are_no_ones() -> None:
+    """In a namespace of pids NVML translates its lists, and leaves the samples with the host's pids."""
+    now = time.time_ns() // 1000
+    gpu = FakeGPU(samples=[(7, now, 80), (8, now, 30)], unlisted=frozenset({8}), busy=90)
+    assert measured(gpu).by_pid == {7: 800}
+    activity = monitor_of(FakeNVML(gpu)).activity(gpu.uuid, since_boot_us() - SECOND)
+    assert activity is not None
+    assert set(activity.worked_us) == {7}
+
+
+def test_a_process_that_is_named_by_its_thread_counts_as_the_process() -> None:
+    now = time.time_ns() // 1000
+    ready, done = threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: (ready.set(), done.wait()))
+    thread.start()
+    try:
+        ready.wait()
+        number = thread.native_id
+        assert number is not None
+        gpu = FakeGPU(samples=[(number, now, 80)], processes={number: 300 * MIB}, busy=90)
+        use = monitor_of(FakeNVML(gpu)).use(gpu.uuid)
+        assert [(one.pid, one.used_mib) for one in use.processes] == [(os.getpid(), 300)]
+        assert measured(gpu).by_pid == {os.getpid(): 800}
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_the_next_period_begins_at_the_newest_sample() -> None:

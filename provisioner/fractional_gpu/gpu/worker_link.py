@@ -124,6 +124,7 @@ class WorkerClaim:
 log = logging.getLogger(__name__)
 
 START_S: Final = 60.0  # initialising a driver takes seconds
+_STATE_S: Final = 30.0  # a driver that is at work in the process answers only afterwards
 _KILL_S: Final = 5.0
 _ALONE_S: Final = 2.0  # a worker whose broker is gone ends itself so much later than a living broker would kill it
 _CODES: Final = frozenset(code.value for code in GPUErrorCode)
@@ -142,7 +143,7 @@ class _Call:
 class WorkerLink:
     """One worker for one backend (`nvidia` or `simulated:DIRECTORY`).
 
-    `answer_s` limits quick operations (state, unlock), and a lock beyond its own timeout; `start_s` limits the opening of the backend.
+    `answer_s` limits quick operations (unlock), and a lock beyond its own timeout; `start_s` limits the opening of the backend.
     Both in seconds. The caller closes `claim`, after the link.
     `service`: the socket of the service that starts the worker; it needs a claim.
     """
@@ -192,7 +193,7 @@ class WorkerLink:
 
     async def state(self, identity: ProcessIdentity) -> ProcessState:
         """Return the process's state; GONE when there is no such process. Raises GPUError. For cancellation see above."""
-        reply = await self._call({"op": "state", "target": identity.to_dict()}, self._answer_s)
+        reply = await self._call({"op": "state", "target": identity.to_dict()}, max(_STATE_S, self._answer_s))
         try:
             return ProcessState(reply["state"])
         except ValueError:

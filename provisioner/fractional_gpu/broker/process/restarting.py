@@ -134,6 +134,7 @@ def kept_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 _OF_A_SHARE = (
+    "CUDA_MPS_PIPE_DIRECTORY",
     "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
     "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
     "CUDA_DEVICE_MEMORY_LIMIT",
