@@ -326,6 +326,19 @@ def test_processes_that_only_started_the_driver_are_saved_and_come_back(mode: Nv
     mode.settled()
 
 
+def test_a_child_that_only_asked_for_the_devices_is_left_alone(mode: NvidiaMode, server: Server) -> None:
+    """NVML lists it with no memory, and the driver does not know it when it is to be locked."""
+    mode.double.set(init_only_listed="zero", init_only_lock=3, no_cuda=1)
+    parent = mode.start(server)
+    parent.must(fill(1) + CHILD)
+    child = int(parent.must("print(child.pid)").text)
+    mode.suspend(parent)
+    assert (mode.state(mode.pid(parent)), mode.state(child)) == ("checkpointed", "running")
+    assert parent.must(CHECK).text == "intact\n"
+    parent.must("child.communicate('')")
+    mode.settled()
+
+
 def test_a_forked_child_that_shares_the_context_is_named_until_it_ends(mode: NvidiaMode, server: Server) -> None:
     mode.double.set(forked_known=True)
     notebook = mode.start(server)

@@ -247,7 +247,12 @@ def test_samples_of_processes_that_the_device_does_not_list_are_no_ones() -> Non
 def test_a_process_that_is_named_by_its_thread_counts_as_the_process() -> None:
     now = time.time_ns() // 1000
     ready, done = threading.Event(), threading.Event()
-    thread = threading.Thread(target=lambda: (ready.set(), done.wait()))
+
+    def wait() -> None:
+        ready.set()
+        done.wait()
+
+    thread = threading.Thread(target=wait)
     thread.start()
     try:
         ready.wait()

@@ -86,7 +86,10 @@ _HINTS: Final[Mapping[tuple[str, GPUErrorCode], str]] = {
 _GENERAL_HINTS: Final[Mapping[GPUErrorCode, str]] = {
     GPUErrorCode.NOT_INITIALIZED: "it is not a CUDA process",
     GPUErrorCode.ILLEGAL_STATE: "it is not in the state that this starts from",
-    GPUErrorCode.NOT_PERMITTED: "the driver lets only its own user do this, or root, or a user who may trace it",
+    GPUErrorCode.NOT_PERMITTED: (
+        "the driver lets only its own user do this, or root, or a user who may trace it; or persistence mode is off "
+        "(as root: `nvidia-smi -pm 1`)"
+    ),
     GPUErrorCode.NOT_SUPPORTED: "the driver cannot do this for this process, device or driver release",
     GPUErrorCode.OPERATING_SYSTEM: "the driver did not get what it needs from the operating system",
 }
