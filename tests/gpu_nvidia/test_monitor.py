@@ -5,10 +5,12 @@ import threading
 import time
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
 from fractional_gpu.gpu.interface import DeviceUtilisation, GPUError, GPUErrorCode, Monitor, ProcessKind, ProcessUse
+from fractional_gpu.gpu.nvidia import support
 from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor
 from fractional_gpu.gpu.nvidia.support import driver_refusal, driver_warnings, moving_refusal, why_no_bindings
 from fractional_gpu.host.clock import WallClock, since_boot_us
@@ -448,8 +450,11 @@ def test_who_cannot_move_kernels_is_known_before_one_is_moved(
     assert found.why_no_move == moving_refusal(driver)
 
 
-def test_a_machine_of_another_kind_is_refused() -> None:
+def test_a_machine_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert driver_refusal("580.65.06", machine="x86_64") == ""
+    monkeypatch.setattr(support, "_WSL_DEVICE", tmp_path)
+    assert "under WSL2" in driver_refusal("580.65.06", machine="x86_64")
+    monkeypatch.undo()
     assert "of the kind aarch64: use an x86-64 one" in driver_refusal("580.65.06", machine="aarch64")
 
 
