@@ -1,6 +1,6 @@
 """The IPython extension: gate, magics, memory limits, displays.
 
-Loaded in the kernel by `--IPKernelApp.extra_extensions=fractional_gpu_kernel`. Rules of this room:
+`python -m fractional_gpu_kernel ipykernel_launcher ...` starts a kernel that has it. Rules of this room:
 
 - It must not be felt: loading costs a few milliseconds (what is not needed at once is imported later, in a thread), a cell on an open
   gate costs microseconds, and without a lease there is only a `%gpu` that reports it.
@@ -9,15 +9,16 @@ Loaded in the kernel by `--IPKernelApp.extra_extensions=fractional_gpu_kernel`. 
 """
 
 import os
-import sys
-from typing import Any
+
+TYPE_CHECKING = False  # a kernel's folder is on `sys.path` here, and may have a module `typing`
+if TYPE_CHECKING:
+    from typing import Any
 
 __all__ = ["load_ipython_extension", "unload_ipython_extension"]
 
 __distribution__ = "jupyter-fractional-gpu"  # distinguishes this package from another module of its name
 
-_ARGUMENT = "--IPKernelApp.extra_extensions=fractional_gpu_kernel"
-_loaded: dict[int, Any] = {}  # what was loaded into which shell, by id
+_loaded: "dict[int, Any]" = {}  # what was loaded into which shell, by id
 
 
 def _after_fork_in_child() -> None:
@@ -28,16 +29,13 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def load_ipython_extension(ipython: Any) -> None:  # noqa: ANN401 - IPython is untyped
+def load_ipython_extension(ipython: "Any") -> None:  # noqa: ANN401 - IPython is untyped
     """Load into a shell; IPython calls this. A second call changes nothing."""
     if id(ipython) in _loaded:
         return
     # Here, because a Jupyter server imports this package for its server extension and is no kernel.
     from fractional_gpu_kernel.settings import NOTICE, Settings  # noqa: PLC0415
 
-    # IPython has read the argument: a notebook sees those that its kernel has without this extension.
-    if _ARGUMENT in sys.argv:
-        sys.argv.remove(_ARGUMENT)
     settings = Settings.from_environment(os.environ)
     if settings is None:
         from fractional_gpu_kernel.no_lease import UnleasedKernel as Extension  # noqa: PLC0415 - only one of the two is ever needed
@@ -50,7 +48,7 @@ def load_ipython_extension(ipython: Any) -> None:  # noqa: ANN401 - IPython is u
     _loaded[id(ipython)].load()
 
 
-def unload_ipython_extension(ipython: Any) -> None:  # noqa: ANN401 - as above
+def unload_ipython_extension(ipython: "Any") -> None:  # noqa: ANN401 - as above
     """Leave the shell as it was. The lease stays: its broker sees an ordinary kernel without an extension."""
     extension = _loaded.pop(id(ipython), None)
     if extension is not None:

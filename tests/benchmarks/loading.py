@@ -33,6 +33,7 @@ def measure_loading(pairs: int, say: Callable[[str], None]) -> Row:
     with tempfile.TemporaryDirectory(prefix="jfg-") as name:
         folder = Path(name)
         (folder / "token").write_text("token")
+        (folder / "measured.py").write_text(_START)
         times: dict[bool, list[float]] = {True: [], False: []}
         for number in range(pairs + 1):
             for extension in (number % 2 == 0, number % 2 == 1):
@@ -61,13 +62,11 @@ def _ready_ms(folder: Path, *, extension: bool) -> float:
         "JUPYTER_GPU_SOCKET": str(folder / "broker.sock"),  # nobody listens: loading needs nobody
         "JUPYTER_GPU_LEASE": "benchmark",
         "JUPYTER_GPU_TOKEN_FILE": str(folder / "token"),
-        "PYTHONPATH": COMPLETE_PYTHONPATH,
+        "PYTHONPATH": os.pathsep.join((COMPLETE_PYTHONPATH, str(folder))),
     }
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # kept, as it is where the project is installed
-    arguments = ["-f", str(folder / "connection.json"), "--quiet"]
-    if extension:
-        arguments.append("--IPKernelApp.extra_extensions=fractional_gpu_kernel")
-    command = [sys.executable, "-c", _START, *arguments]
+    modules = ["fractional_gpu_kernel", "measured"] if extension else ["measured"]
+    command = [sys.executable, "-m", *modules, "-f", str(folder / "connection.json"), "--quiet"]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)

@@ -95,6 +95,21 @@ def test_the_list_for_people_and_for_programs(tmp_path: Path, capsys: pytest.Cap
     assert Path(kernel["folder"], "kernel.json").is_file()
 
 
+def test_why_a_kernel_is_without_the_extension_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (base := tmp_path / "share" / "jupyter" / "kernels" / "wrapped").mkdir(parents=True)
+    argv = ["/opt/helper.sh", "python", "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    (base / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "Wrapped", "language": "python"}))
+    for launcher in ([], ["--launcher"]):
+        words = ["--base", "wrapped", "--fraction", "1/4", "1/2", "--prefix", str(tmp_path), *launcher]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("JUPYTER_PATH", str(tmp_path / "share" / "jupyter"))
+            assert main(["kernels", "install", *words]) == 0
+        assert "note: /opt/helper.sh does not start ipykernel directly" in capsys.readouterr().out
+    assert main(["kernels", "list", "--prefix", str(tmp_path)]) == 0
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert note.startswith("note: /opt/helper.sh does not start ipykernel directly")
+
+
 def test_what_is_replaced_or_shadowed_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,10 +1,13 @@
 """`jupyter gpu run`: scripts and servers under the lease of a kernel, in real processes on the simulated device."""
 
+import json
 import os
 import pty
+import re
 import select
 import signal
 import socket
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -187,7 +190,7 @@ def test_a_server_is_suspended_without_connections_and_back_at_the_first_one(sha
         assert run.await_state("suspended").suspends > lease.suspends
         run.process.send_signal(signal.SIGINT)
         status, complaint = run.end()
-        assert (status, "KeyboardInterrupt" in complaint) == (130, True), complaint
+        assert (status, "KeyboardInterrupt" in complaint) == (-signal.SIGINT, True), complaint
 
 
 # -- deaths ------------------------------------------------------------------------------------------------------------
@@ -234,7 +237,7 @@ def test_one_that_is_evicted_says_by_whom_and_why(shared: World) -> None:
         lease = run.await_state("suspended")
         assert shared.command("evict", lease.lease_id, "--confirm", "--why", "maintenance").returncode == 0
         status, complaint = run.end()
-    assert status == 128 + signal.SIGTERM
+    assert status == -signal.SIGTERM
     assert "ended this command at" in complaint
     assert "maintenance" in complaint
 
@@ -248,8 +251,65 @@ def test_one_past_its_cap_is_ended_where_the_pool_says_so_and_says_why(shared: W
         status = run.process.wait(DEADLINE_S)
         assert run.process.stderr is not None
         complaint = run.process.stderr.read()
-    assert status == 128 + signal.SIGKILL
+    assert status == -signal.SIGKILL
     assert "more than its cap of 256 MiB" in complaint
+
+
+HERITAGE = """
+import json, os, resource, signal
+found = {}
+for name in os.listdir("/proc/self/fd"):
+    try:
+        found[name] = os.readlink(f"/proc/self/fd/{name}")
+    except FileNotFoundError:
+        pass  # of the list itself
+kept = "SigBlk", "SigIgn", "Umask", "Cpus_allowed_list", "NoNewPrivs", "Seccomp"
+status = [line for line in open("/proc/self/status").read().splitlines() if line.split(":")[0] in kept]
+limits = [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
+print(json.dumps([found, status, limits, os.getpriority(os.PRIO_PROCESS, 0), os.getsid(0), os.getcwd()]))
+"""
+LEAVES = """
+import os, resource, signal, sys
+os.dup2(os.open(os.devnull, os.O_RDONLY), 4)
+os.dup2(os.pipe()[0], 9)
+for descriptor in (4, 9):
+    os.set_inheritable(descriptor, True)
+os.close(0)
+os.nice(3)
+os.umask(0o027)
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+resource.setrlimit(resource.RLIMIT_STACK, (1 << 22, 1 << 23))
+for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGCHLD):
+    signal.signal(number, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2, signal.SIGTERM})
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def test_a_command_inherits_what_it_inherits_without_us(shared: World) -> None:
+    """Descriptors under their numbers, signals that are ignored or blocked, niceness, processors, mask of modes, limits."""
+    command = [sys.executable, "-c", HERITAGE]
+    found = []
+    for words in (command, [sys.executable, "-m", "fractional_gpu.commands.main", "run", "--", *command]):
+        with subprocess.Popen(
+            [sys.executable, "-c", LEAVES, *words],
+            env=shared.environment,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        ) as process:
+            assert process.stdout is not None
+            descriptors, *others = json.loads(process.stdout.read())
+        assert process.returncode == 0
+        others[3] -= process.pid  # the session's
+        found.append([{name: re.sub(r"pipe:\[\d+\]", "a pipe", of) for name, of in descriptors.items()}, *others])
+    assert found[0] == found[1]
+    assert {"1", "2", "4", "9"} == found[0][0].keys()
+
+
+def test_a_shells_process_substitution_reaches_the_command(shared: World) -> None:
+    line = f"{sys.executable} -m fractional_gpu.commands.main run -- cat <(echo hi)"
+    done = subprocess.run(["bash", "-c", line], env=shared.environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "hi\n")
 
 
 # -- signals -----------------------------------------------------------------------------------------------------------
@@ -262,8 +322,21 @@ def test_signals_are_passed_on_and_the_second_that_asks_to_end_ends(shared: Worl
         run.process.send_signal(signal.SIGTERM)
         assert run.line() == "asked to end\n"
         run.process.send_signal(signal.SIGTERM)
-        assert run.end()[0] == 128 + signal.SIGKILL
+        assert run.end()[0] == -signal.SIGKILL
         run.await_no_lease()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGSEGV, signal.SIGKILL, signal.SIGRTMIN])
+def test_the_runner_dies_of_the_signal_that_ended_its_command_and_dumps_no_core(
+    shared: World, tmp_path: Path, number: int
+) -> None:
+    kills = f"ulimit -c unlimited; cd {tmp_path}; {sys.executable} -m fractional_gpu.commands.main run -- sh -c 'kill -{number} $$'"
+    done = subprocess.run(
+        ["sh", "-c", f"{kills}; echo $?"], env=shared.environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == f"{128 + number}\n"
+    with Run(shared, "killed", "--", "sh", "-c", f"kill -{number} $$") as run:
+        assert run.end()[0] == -number
 
 
 def test_a_signal_ends_the_wait_for_the_gpu(shared: World) -> None:
@@ -272,12 +345,12 @@ def test_a_signal_ends_the_wait_for_the_gpu(shared: World) -> None:
         with Run(shared, "waits", "--fraction", "3/4", "--", "echo", "never") as run:
             until(lambda: (lease := run.lease()) is not None and lease.position == 1, "it waits")
             run.process.send_signal(signal.SIGTERM)
-            assert run.end()[0] == 128 + signal.SIGTERM
+            assert run.end()[0] == -signal.SIGTERM
             assert run.line() == ""
             run.await_no_lease()
 
 
-def test_a_terminals_ctrl_z_stops_it_and_fg_continues_it(shared: World) -> None:
+def test_a_terminals_ctrl_z_stops_it_fg_continues_it_and_ctrl_c_ends_a_loop_of_it(shared: World) -> None:
     # The system's own reaction to Ctrl-C: an interrupt between Python's print and its read would be noticed after the read only.
     told = (
         "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
@@ -289,14 +362,14 @@ def test_a_terminals_ctrl_z_stops_it_and_fg_continues_it(shared: World) -> None:
     if pid == 0:
         os.environ.update({**shared.environment, "PS1": "$ "})
         os.execvp("bash", ["bash", "--norc", "--noprofile", "-i"])  # noqa: S606 - a shell is what is tested
-    seen = b""
+    seen = between = b""
 
     def expect(words: bytes) -> None:
-        nonlocal seen
+        nonlocal seen, between
         while words not in seen:
             assert select.select([terminal], [], [], DEADLINE_S)[0], seen
             seen += os.read(terminal, 4096)
-        seen = seen.partition(words)[2]
+        between, _, seen = seen.partition(words)
 
     try:
         python = f'{sys.executable} -m fractional_gpu.commands.main run -- {sys.executable} -c "{told}"; echo end$?ed\n'
@@ -311,6 +384,15 @@ def test_a_terminals_ctrl_z_stops_it_and_fg_continues_it(shared: World) -> None:
         os.write(terminal, python.encode())
         expect(b"ready\r\n")
         os.write(terminal, b"\x03")
+        expect(b"$ ")  # as after any command that dies of that: what follows on its line does not run
+        os.write(terminal, b"echo end$?ed\n")
+        expect(b"end130ed")
+        os.write(terminal, f"for i in 1 2 3; do {python.strip()}; done; echo went o''n\n".encode())
+        expect(b"ready\r\n")
+        os.write(terminal, b"\x03")
+        expect(b"$ ")
+        assert b"went on" not in between
+        os.write(terminal, b"echo end$?ed\n")
         expect(b"end130ed")
         os.write(terminal, b"exit\n")
     finally:

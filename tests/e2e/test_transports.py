@@ -17,6 +17,21 @@ def name(world: World) -> str:
     return installed
 
 
+def test_a_kernel_that_listens_on_all_addresses_starts_and_is_heard(world: World, name: str) -> None:
+    with entered(world):
+        manager = KernelManager(kernel_name=name, ip="0.0.0.0")  # noqa: S104 - what a container's image sets
+        manager.start_kernel(cwd=str(world.notebooks))
+        try:
+            with client_of(manager) as client:
+                must(client, fill(1))
+                until(
+                    lambda: not any(lease.busy for lease in world.status().leases), "the broker hears that it is idle"
+                )
+                assert must(client, CHECK) == "intact\n"
+        finally:
+            manager.shutdown_kernel(now=True)
+
+
 @pytest.mark.parametrize("ip", ["beside-the-connection-file", "relative"])
 def test_two_kernels_on_unix_sockets_take_turns_and_restart(world: World, name: str, ip: str) -> None:
     with entered(world):

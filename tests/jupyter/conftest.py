@@ -65,6 +65,9 @@ def kernel_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     (site / "tests-environment.pth").write_text(sysconfig.get_path("purelib"))
     (site / "fractional_gpu_kernel").mkdir()
     (site / "fractional_gpu_kernel" / "__init__.py").write_text(_STAND_IN)
+    (site / "fractional_gpu_kernel" / "__main__.py").symlink_to(
+        REPOSITORY / "kernelext" / "fractional_gpu_kernel" / "__main__.py"
+    )
     (site / "fractional_gpu").symlink_to(REPOSITORY / "provisioner" / "fractional_gpu")
     return str(home / "bin" / "python")
 

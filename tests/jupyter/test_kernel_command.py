@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fractional_gpu.host.process import EXTENSION_ARGUMENT, find_ipykernel, loads_extension
+from fractional_gpu.host.process import find_ipykernel, loads_extension
 from fractional_gpu.jupyter import kernel_command
 from fractional_gpu.jupyter.kernel_command import MARK, KernelPlan, plan_kernel
 from fractional_gpu.jupyter.provisioner import FractionalGPUProvisioner
@@ -45,8 +45,9 @@ def test_ipykernel_is_recognised_by_what_python_is_told_to_run(argv: list[str], 
     ("argv", "loads"),
     [
         (["python", "-m", "ipykernel_launcher", "-f", "c"], False),
-        (["python", "-m", "ipykernel_launcher", "-f", "c", EXTENSION_ARGUMENT], True),
-        (["bash_kernel", "-f", "c", EXTENSION_ARGUMENT], False),
+        (["python", "-Wignore", "-m", "fractional_gpu_kernel", "ipykernel_launcher", "-f", "c"], True),
+        (["bash_kernel", "-f", "fractional_gpu_kernel"], False),
+        (["python", "-m"], False),
     ],
     ids=str,
 )
@@ -60,7 +61,7 @@ def plan(places: Places, *options: str, interpreter: str | None = None, **enviro
 
 
 def test_an_interpreter_that_has_the_extension_is_found_to_have_it(places: Places) -> None:
-    assert plan(places) == KernelPlan(is_ipykernel=True, gated=True)
+    assert plan(places) == KernelPlan(gated=True)
 
 
 def test_kernels_that_start_at_the_same_time_ask_the_interpreter_once(
@@ -80,7 +81,7 @@ def test_kernels_that_start_at_the_same_time_ask_the_interpreter_once(
                 all_ask.set()
             return answer
 
-    def probe(command: list[str], environment: Mapping[str, str]) -> kernel_command._Modules | None:
+    def probe(command: list[str], environment: Mapping[str, str]) -> kernel_command._Modules | str:
         asked.append(command)
         assert all_ask.wait(60)
         return real(command, environment)
@@ -90,20 +91,77 @@ def test_kernels_that_start_at_the_same_time_ask_the_interpreter_once(
     monkeypatch.setattr(kernel_command, "_probe", probe)
     with ThreadPoolExecutor(4) as threads:
         plans = [threads.submit(plan, places) for _ in range(4)]
-        assert [one.result() for one in plans] == [KernelPlan(is_ipykernel=True, gated=True)] * 4
+        assert [one.result() for one in plans] == [KernelPlan(gated=True)] * 4
     assert len(asked) == 1
     assert kernel_command._running_probes == {}
 
 
-def test_an_interpreter_that_cannot_be_asked_has_no_extension(places: Places) -> None:
-    without = KernelPlan(is_ipykernel=True, gated=False)
+@pytest.mark.parametrize("prints", ["import atexit; atexit.register(lambda: print('bye'))", "print('hello', end=' ')"])
+def test_an_interpreter_whose_site_prints_is_found_to_have_it(places: Places, prints: str) -> None:
+    (places.work / "sitecustomize.py").write_text(prints)
+    assert plan(places, PYTHONPATH=str(places.work)) == KernelPlan(gated=True)
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("echo this is wrong >&2; exit 1", "this is wrong"),
+        ("exit 3", "exit code 3"),
+        ("echo hello", "exit code 0"),
+        (None, "No such file or directory"),
+    ],
+)
+def test_an_interpreter_that_cannot_be_asked_has_no_extension_and_the_reason_is_told(
+    places: Places, script: str | None, why: str
+) -> None:
     broken = places.work / "broken"
-    broken.write_text("#!/bin/sh\nexit 1\n")
-    broken.chmod(0o755)
-    assert plan(places, interpreter=str(broken)) == without
-    assert plan(places, interpreter="/nowhere/python") == without
-    assert plan(places, interpreter="no-such-python") == without
+    if script is not None:
+        broken.write_text(f"#!/bin/sh\n{script}\n")
+        broken.chmod(0o755)
+    found = plan(places, interpreter=str(broken))
+    assert not found.gated
+    assert found.obstacle.startswith(f"{broken} cannot be asked whether it has the GPU extension ({why})")
+    assert "keeps its share of the GPU reserved from its start" in found.obstacle
+
+
+def test_an_interpreter_without_the_extension_has_no_obstacle(places: Places) -> None:
+    without = KernelPlan(gated=False)
     assert plan(places, "-I", "-S") == without  # without site-packages it is not importable
+
+
+@pytest.mark.parametrize(
+    ("argv", "language", "is_told"),
+    [
+        (["/opt/helper.sh", "python", "-m", "ipykernel_launcher", "-f", "{connection_file}"], "python", True),
+        (
+            ["conda", "run", "-n", "env", "python", "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+            "python",
+            True,
+        ),
+        (["/opt/helper.sh", "{connection_file}"], "Python", True),
+        (["/opt/helper.sh", "{connection_file}"], "R", False),
+        (["python", "-m", "bash_kernel", "-f", "{connection_file}"], "bash", False),
+    ],
+)
+def test_a_command_that_may_hide_python_is_told_with_what_to_do(argv: list[str], language: str, is_told: bool) -> None:
+    found = plan_kernel(argv, os.environ, "/", language)
+    assert (found.gated, found.command(argv)) == (False, argv)
+    assert found.obstacle.startswith(f"{argv[0]} does not start ipykernel directly") == is_told
+    assert ("`%load_ext fractional_gpu_kernel`" in found.obstacle) == is_told
+
+
+def test_a_kernel_with_a_wrapper_starts_and_says_what_loads_the_extension(
+    places: Places, broker: FakeBroker, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrapper = places.work / "helper.sh"
+    wrapper.write_text('#!/bin/sh\nexec "$@"\n')
+    wrapper.chmod(0o755)
+    argv = [str(wrapper), places.python, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    with running_kernel(places.write_gpu_spec(argv=argv)) as manager, talking_to(manager):
+        assert isinstance(manager.provisioner, FractionalGPUProvisioner)
+        assert "`%load_ext fractional_gpu_kernel`" in manager.provisioner.gpu_notice
+    assert broker.bodies("create")[0]["gated"] is False
+    assert f"{wrapper} does not start ipykernel directly" in caplog.text
 
 
 def test_what_is_found_is_found_again_only_while_it_is_there(places: Places) -> None:
@@ -124,14 +182,14 @@ def test_what_is_found_is_found_again_only_while_it_is_there(places: Places) -> 
 def test_a_module_that_only_has_our_name_is_not_taken_for_ours(places: Places, foreign: str, where: str) -> None:
     (path := places.work / foreign).parent.mkdir(exist_ok=True)
     path.touch()
-    argv = [places.python, "-m", "ipykernel_launcher", "-f", "c", EXTENSION_ARGUMENT]
+    argv = [places.python, "-m", "ipykernel_launcher", "-f", "c"]
     environment = {**os.environ, "PYTHONPATH": str(places.work) if where == "on PYTHONPATH" else ""}
     folder = str(places.work) if where == "beside the notebook" else "/"
     assert plan_kernel(argv, os.environ, "/").gated  # before it is found, and remembered
     found = plan_kernel(argv, environment, folder)
-    assert (found.is_ipykernel, found.gated) == (True, False)
+    assert not found.gated
     assert f"imports {path} as {foreign[: foreign.index('.')].partition('/')[0]}" in found.obstacle
-    assert found.command(argv) == argv[:-1]
+    assert found.command(argv) == argv
     path.write_text(MARK)
     assert plan_kernel(argv, environment, folder).gated  # ours, in another place
     path.rename(path.with_name("renamed.py"))
@@ -155,7 +213,7 @@ def test_an_interpreter_without_the_msgspec_it_needs_has_no_gate_and_says_why(
 ) -> None:
     (places.work / "msgspec.py").write_text(source)
     found = plan(places, PYTHONPATH=str(places.work))
-    assert (found.is_ipykernel, found.gated) == (True, False)
+    assert not found.gated
     assert says in found.obstacle
     assert "keeps its share of the GPU reserved from its start" in found.obstacle
     assert not plan(places).gated  # beside the notebook

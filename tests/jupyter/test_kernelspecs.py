@@ -10,7 +10,7 @@ import pytest
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 
-from fractional_gpu.host.process import EXTENSION_ARGUMENT
+from fractional_gpu.jupyter import kernelspecs
 from fractional_gpu.jupyter.kernelspecs import (
     PROVISIONER_NAME,
     SeatKernelSpecManager,
@@ -30,10 +30,7 @@ def test_an_installed_kernelspec_says_what_its_base_says(places: Places) -> None
     (spec,) = install("default", [250], base="env", directory=str(places.specs))
     assert (spec.name, spec.gated, spec.simulated) == ("fractional-gpu-default-250-env", True, False)
     content = json.loads((spec.folder / "kernel.json").read_text())
-    assert content["argv"] == [
-        *(places.python, "-m", "ipykernel_launcher", "-f", "{connection_file}"),
-        EXTENSION_ARGUMENT,
-    ]
+    assert content["argv"] == [places.python, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     assert content["metadata"]["kernel_provisioner"] == {
         "provisioner_name": PROVISIONER_NAME,
         "config": {"pool": "default", "fraction": "250m"},
@@ -274,7 +271,20 @@ def test_the_servers_own_python_is_written_in_full(places: Places) -> None:
     (spec,) = install("default", [250], directory=str(places.specs))  # base python3, which ipykernel brings
     argv = json.loads((spec.folder / "kernel.json").read_text())["argv"]
     assert argv[0] == sys.executable
-    assert argv[-3:] == ["-f", "{connection_file}", EXTENSION_ARGUMENT]
+    assert argv[-2:] == ["-f", "{connection_file}"]
+
+
+def test_a_program_that_looks_for_the_kernel_of_its_interpreter_finds_none_of_ours(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `jupytext --set-kernel -` does. In an environment's own folder `python` is its interpreter, as in ipykernel's kernelspec."""
+    monkeypatch.setattr(kernelspecs, "ENV_JUPYTER_PATH", [str(places.work / "share" / "jupyter")])
+    places.write_spec("full", [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"])
+    for base in ("python3", "full"):
+        (spec,) = install("default", [250], base=base, prefix=str(places.work))
+        assert (spec.argv[0], spec.gated) == ("python", True)
+    (other,) = install("default", [250], base="env", prefix=str(places.work))
+    assert other.argv[0] == places.python
 
 
 def test_names_fold_case_as_jupyter_does() -> None:

@@ -87,6 +87,49 @@ def test_a_kernel_starts_with_its_lease_and_gives_it_back(places: Places, broker
     assert token_files(places) == []
 
 
+CONFIGURATION = """
+(lambda sys, app: {
+    "configuration": [str(app.config[section] | {"connection_file": ""}) for section in sorted(app.config)],
+    "extensions": [app.extensions, app.extra_extensions],
+    "loaded": sorted(app.shell.extension_manager.loaded - {"fractional_gpu_kernel"}),
+    "arguments": [word for word in sys.argv if not word.endswith(".json")],
+    "path": sys.path,
+    "flags": str(sys.flags),
+    "main": sys.modules["__main__"].__name__,
+})(__import__("sys"), get_ipython().kernel.parent)
+"""
+
+
+@pytest.mark.usefixtures("broker")
+@pytest.mark.parametrize(
+    ("file", "text", "arguments"),
+    [
+        ("ipython_kernel_config.py", "c.IPKernelApp.extra_extensions = ['mine']", []),
+        ("ipython_config.py", "c.InteractiveShellApp.extra_extensions = ['mine']", []),
+        ("ipython_config.json", '{"InteractiveShellApp": {"extra_extensions": ["mine"]}}', []),
+        ("site.py", "c.InteractiveShellApp.extra_extensions.append('mine')", ["--config=site.py"]),
+        ("none.py", "", ["--InteractiveShellApp.extra_extensions=mine"]),
+        ("none.py", "", ["--ext", "mine"]),
+    ],
+)
+def test_a_kernel_has_the_configuration_that_it_has_without_us(
+    places: Places, file: str, text: str, arguments: list[str]
+) -> None:
+    """And our extension, also next to modules that have names of the standard library's."""
+    (profile := Path(os.environ["IPYTHONDIR"], "profile_default")).mkdir(parents=True)
+    (profile / file).write_text(text)
+    (places.work / "mine.py").write_text("def load_ipython_extension(shell): shell.user_ns['mine'] = 1")
+    (places.work / "typing.py").write_text("raise ImportError('not the one of the standard library')")
+    argv = [places.python, "-m", "ipykernel_launcher", "-f", "{connection_file}", *arguments]
+    found = []
+    for name in (places.write_spec("local", argv), places.write_gpu_spec("gpu", argv)):
+        with running_kernel(name, cwd=str(places.work)) as manager, talking_to(manager) as client:
+            found.append(ast.literal_eval(evaluate(client, CONFIGURATION)))
+            assert evaluate(client, "mine") == "1"
+            assert ("site-packages/fractional_gpu_kernel" in evaluate(client, "gpu_extension")) == (name == "gpu")
+    assert found[0] == found[1]
+
+
 def test_a_name_that_is_not_valid_text_keeps_no_kernel_from_its_start(
     places: Places, broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

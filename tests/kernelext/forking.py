@@ -12,20 +12,20 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["ipykernel.kernelapp", "IPython.core.oinspect", __name__])
 
 
-def start(connection_file: str, arguments: list[str], environment: Mapping[str, str]) -> BaseProcess:
+def start(connection_file: str, environment: Mapping[str, str]) -> BaseProcess:
     """Start a kernel in a session of its own. Its `sys.path` is this process's, whatever the environment says."""
-    process = _CONTEXT.Process(
-        target=_run, args=(connection_file, arguments, {**environment, "JPY_PARENT_PID": str(os.getpid())})
-    )
+    process = _CONTEXT.Process(target=_run, args=(connection_file, {**environment, "JPY_PARENT_PID": str(os.getpid())}))
     process.start()
     return process
 
 
-def _run(connection_file: str, arguments: list[str], environment: dict[str, str]) -> None:
+def _run(connection_file: str, environment: dict[str, str]) -> None:
     from ipykernel.kernelapp import IPKernelApp  # noqa: PLC0415 - not in the process that starts kernels
 
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = ["ipykernel_launcher", "-f", connection_file, *arguments]
+    sys.argv = ["ipykernel_launcher", "-f", connection_file]
+    application = IPKernelApp.instance()
+    application.default_extensions = [*application.default_extensions, "fractional_gpu_kernel"]
     IPKernelApp.launch_instance()

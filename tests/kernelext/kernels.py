@@ -11,6 +11,7 @@ from typing import Any
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
+from fractional_gpu.jupyter.kernel_command import KernelPlan
 from tests.kernelext import forking
 from tests.kernelext.scripted_broker import LEASE, TOKEN
 from tests.support.fake_broker import DEADLINE_S
@@ -18,9 +19,6 @@ from tests.support.kernels import plain_manager
 from tests.support.paths import PYTHONPATH
 
 __all__ = ["Outcome", "RunningKernel", "forked_kernel", "kernel_environment", "running_kernel"]
-
-
-_EXTENSION = ["--IPKernelApp.extra_extensions=fractional_gpu_kernel"]
 
 
 class Outcome:
@@ -135,7 +133,9 @@ def kernel_environment(folder: Path, socket: str) -> dict[str, str]:
 def running_kernel(environment: dict[str, str], *, extension: bool = True) -> Iterator[RunningKernel]:
     """Start a kernel as Jupyter does, and end it."""
     manager = plain_manager("python3")
-    manager.start_kernel(extra_arguments=_EXTENSION if extension else [], env=environment)
+    assert manager.kernel_spec is not None
+    manager.kernel_spec.argv = KernelPlan(gated=extension).command(manager.kernel_spec.argv)
+    manager.start_kernel(env=environment)
     pid: int = manager.provisioner.pid  # type: ignore[union-attr]
     try:
         with _connected(manager) as client:
@@ -162,7 +162,7 @@ def forked_kernel(environment: dict[str, str]) -> Iterator[RunningKernel]:
     """The same with the extension, in a third of the time; the environment has no say in where modules are found."""
     manager = plain_manager("python3")
     manager.write_connection_file()
-    process = forking.start(manager.connection_file, _EXTENSION, environment)
+    process = forking.start(manager.connection_file, environment)
     assert process.pid is not None
     manager.provisioner = _Forked(process)  # type: ignore[assignment]
     try:

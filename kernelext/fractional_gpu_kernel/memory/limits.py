@@ -5,11 +5,12 @@ allocator takes, so its limit is the cap less the context: the size that the bro
 each grant, `CONTEXT_MIB` until then. These limits keep honest programs within their share and give them the framework's own out-of-memory
 error; the broker sees what allocates past them.
 
-- JAX and CuPy read environment variables when they are imported: set at load and at each grant, where the user has not set them.
+- JAX and CuPy read environment variables: set at load and at each grant, unless the user has set them. JAX refuses its two names at once.
 - TensorFlow has no variable for a limit, only one for growing as needed. Its call for a limit has to come before TensorFlow starts CUDA,
   excludes `set_memory_growth`, which many notebooks call, and renames devices: it is left to the user.
 - torch has a call, `torch.cuda.set_per_process_memory_fraction`, which would initialise CUDA. Right after torch is imported, the call is
-  put into torch's own queue of things to do when CUDA is initialised.
+  put into torch's own queue of things to do when CUDA is initialised. Child processes get a variable, if the installed torch reads it.
+- What plans by the size of the device (accelerate, transformers, vLLM) asks torch, and torch answers with the limit.
 - In torch's older releases that call makes a context on the device, and may leave that device current (`SetDevice`, then
   `cudaMemGetInfo`; newer releases only note a number). So the current device is limited when CUDA is initialised, all others when their
   first allocation has been seen, and at once where the first limit made no context (`TorchLimits`).
@@ -17,13 +18,15 @@ error; the broker sees what allocates past them.
   loop while no cell runs, or before the next cell. JAX reads its own once: a changed limit needs a restart of the kernel.
 """
 
+import contextlib
 import functools
 import gc
 import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
@@ -135,8 +138,15 @@ MEMORY = "JUPYTER_GPU_MEMORY_MIB"
 DEVICE = "JUPYTER_GPU_DEVICE_MIB"
 CONTEXT = "JUPYTER_GPU_CONTEXT_MIB"
 CUPY_LIMIT = "CUPY_GPU_MEMORY_LIMIT"
+MEMORY_INFO = "JUPYTER_GPU_MEMORY_INFO"
 
 _MIB = 2**20
+_JAX_READS = Call("jaxlib.xla_client", ("jaxlib.xla_client",), "generate_pjrt_gpu_plugin_options", "")
+_JAX_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # older releases read the second only
+_JAX_READER = ("jaxlib", "xla_client.py", _JAX_FRACTIONS[0])  # a package, its file that reads the name, the name
+_TORCH_FRACTION = "per_process_memory_fraction"
+_TORCH_READER = ("torch", "include/c10/cuda/CUDAAllocatorConfig.h", _TORCH_FRACTION)
+_TORCH_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # CUDA's allocator reads the first that is set
 _UNCOUNTED = ("numba.cuda", "paddle", "pycuda.driver", "rmm", "tensorflow")
 """Packages whose device memory is not counted here. (torch itself imports `cuda.bindings`.)"""
 
@@ -198,6 +208,7 @@ class MemoryLimits:
         self._hooks = hooks or ImportHooks()
         self._torch = TorchLimits()
         self._ours: dict[str, str] = {}  # set here, not by the user: a resize may change them
+        self._torch_setting = ""  # likewise, among the user's own
         self._cap_mib: int | None = None
         self._limit_mib: int | None = None  # what a framework may take of the cap
         self._read()
@@ -208,6 +219,8 @@ class MemoryLimits:
         """Set what can be set now, and watch for torch."""
         self._hint()
         self._hooks.after("torch", self.torch_imported)
+        self._hooks.after("torch._utils", lambda _: self._hint())  # before torch's libraries, which read the variables
+        self._hooks.after(_JAX_READS.package, lambda _: note_calls(_JAX_READS, lambda _: self._hint()))
 
     def uninstall(self) -> None:
         """Stop watching imports, for all users of the hooks; limits that were set stay."""
@@ -243,6 +256,7 @@ class MemoryLimits:
         when_initialised = getattr(cuda, "_lazy_call", None)
         if cuda is None:
             return
+        self._report_share(torch, cuda)
         if when_initialised is not None:
             when_initialised(lambda: self._limit(torch))
         elif cuda.is_initialized():
@@ -279,6 +293,28 @@ class MemoryLimits:
             self._limit_cupy(cupy)
         return True
 
+    def _report_share(self, torch: ModuleType, cuda: Any) -> None:  # noqa: ANN401 - as above
+        """Let torch's functions report what its allocator may take, in bytes: (free, total)."""
+
+        def reporting(original: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
+            @functools.wraps(original)
+            def report(*device: Any, **named: Any) -> tuple[int, int]:  # noqa: ANN401 - whatever names a device to torch
+                free, total = original(*device, **named)
+                if self._limit_mib is None or self._environment.get(MEMORY_INFO) == "device":
+                    return free, total
+                total = min(total, self._limit_mib * _MIB)
+                return max(min(free, total - cuda.memory_reserved(*device, **named)), 0), total
+
+            setattr(report, _MARK, True)
+            return report
+
+        accelerator = getattr(torch, "accelerator", None)
+        for owner in (cuda, getattr(cuda, "memory", None), accelerator, getattr(accelerator, "memory", None)):
+            for name in ("mem_get_info", "get_memory_info"):
+                original = getattr(owner, name, None)
+                if original is not None:  # after a reload, the extension before has wrapped it
+                    setattr(owner, name, reporting(original.__wrapped__ if hasattr(original, _MARK) else original))
+
     def _limit(self, torch: ModuleType) -> None:
         limit = self._limit_mib
         if limit is not None:
@@ -287,7 +323,7 @@ class MemoryLimits:
     def _limit_cupy(self, cupy: Any) -> None:  # noqa: ANN401 - CuPy is not ours to import
         """CuPy read its limit from the environment when it was imported; a user's own limit there stays."""
         limit = self._limit_mib
-        if limit is not None and self._environment.get(CUPY_LIMIT) == self._ours.get(CUPY_LIMIT):
+        if limit is not None and self._is_free(CUPY_LIMIT):
             cupy.get_default_memory_pool().set_limit(size=limit * 2**20)
 
     def _hint(self) -> None:
@@ -300,11 +336,45 @@ class MemoryLimits:
             "TF_FORCE_GPU_ALLOW_GROWTH": "true",
         }
         device_mib = _positive(self._environment.get(DEVICE))
+        torch_settings = {}
         if device_mib is not None:
-            hints["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{min(1.0, mib / device_mib):.4f}"
-        for name, value in hints.items():
-            if self._environment.get(name) == self._ours.get(name):  # absent, or as we left it
-                self._environment[name] = self._ours[name] = value
+            fraction = f"{min(1.0, mib / device_mib):.4f}"
+            hints |= dict.fromkeys(_JAX_FRACTIONS, "")
+            if all(map(self._is_free, _JAX_FRACTIONS)):
+                hints[_JAX_FRACTIONS[not self._reads(*_JAX_READER)]] = fraction
+            if self._reads(*_TORCH_READER):
+                torch_settings = self._with_torch_fraction(fraction)
+        changes = {name: value for name, value in hints.items() if self._is_free(name)}
+        self._ours |= changes
+        for name, value in (changes | torch_settings).items():
+            if value:
+                self._environment[name] = value
+            else:
+                self._environment.pop(name, None)
+
+    def _with_torch_fraction(self, fraction: str) -> dict[str, str]:
+        """Return the user's settings for torch's allocator, with the fraction for child processes if they have none."""
+        before, self._torch_setting = self._torch_setting, f"{_TORCH_FRACTION}:{fraction}"
+        settings = {
+            name: [one for one in self._environment.get(name, "").split(",") if one not in ("", before)]
+            for name in _TORCH_SETTINGS
+        }
+        read = next((name for name in _TORCH_SETTINGS if settings[name]), _TORCH_SETTINGS[0])
+        if not any(_TORCH_FRACTION in one for one in settings[read]):
+            settings[read].append(self._torch_setting)
+        return {name: ",".join(those) for name, those in settings.items()}
+
+    def _reads(self, package: str, file: str, name: str) -> bool:
+        """Return whether the installed package reads the name. False for another process: its packages are unknown."""
+        spec = PathFinder.find_spec(package) if self._environment is os.environ else None
+        for folder in (spec and spec.submodule_search_locations) or ():
+            with contextlib.suppress(OSError):
+                return name in Path(folder, file).read_text(encoding="utf-8", errors="replace")
+        return False
+
+    def _is_free(self, name: str) -> bool:
+        """Whether the variable is not the user's: absent, or as we left it."""
+        return self._environment.get(name, "") == self._ours.get(name, "")
 
 
 def _positive(text: str | None) -> int | None:

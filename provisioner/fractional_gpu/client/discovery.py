@@ -64,7 +64,12 @@ def runtime_dir() -> Path:
 
 def runtime_place() -> Path:
     """Return the folder below Jupyter's runtime folder that is this host's, whether it exists or not, and whoever has it."""
-    runtime = Path(jupyter_runtime_dir()).absolute()
+    try:
+        runtime = Path(jupyter_runtime_dir()).absolute()
+    except RuntimeError as error:
+        raise BrokerUnavailableError(
+            f"there is no place for the GPU broker's socket: {error} Set HOME, or JUPYTER_RUNTIME_DIR, to a folder of your own"
+        ) from error
     return runtime / (f"gpu-{node_name()}" if is_network(runtime) else "gpu")
 
 

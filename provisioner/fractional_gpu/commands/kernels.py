@@ -21,7 +21,7 @@ from fractional_gpu.commands.terminal.output import say, terminal_width, write
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.core.model import PoolSpec
 from fractional_gpu.core.units import format_fraction, parse_fraction_milli
-from fractional_gpu.jupyter.kernelspecs import InstalledSpec, install, list_installed, remove
+from fractional_gpu.jupyter.kernelspecs import InstalledSpec, install, list_installed, plan_of, remove
 from fractional_gpu.protocol.messages import HostStatus
 
 ANY_OFFERS_MILLI: tuple[int, ...] = PoolSpec(name="", devices=()).fractions_milli
@@ -253,6 +253,9 @@ def _list(options: argparse.Namespace) -> int:
         ]
         width = terminal_width(sys.stdout)
         write(table(("NAME", "SHOWN AS", "POOL", "GPU", "FOLDER"), rows, indent="", width=width))
+        for obstacle in dict.fromkeys(plan_of(spec).obstacle for spec in specs if not spec.gated):
+            if obstacle:
+                say(f"note: {obstacle}")
     return 0
 
 

@@ -296,7 +296,11 @@ def _where(source: str | None, name: str) -> str:
 
 def _search() -> tuple[Path, ...]:
     """Return the files along Jupyter's path, least important first."""
-    candidates = dict.fromkeys(Path(folder) / CONFIG_NAME for folder in reversed(jupyter_config_path()))
+    try:
+        folders = jupyter_config_path()
+    except RuntimeError as error:  # this user has no home folder
+        raise ConfigError(f"{CONFIG_NAME} cannot be looked for: {error} Set HOME to a folder of your own") from error
+    candidates = dict.fromkeys(Path(folder) / CONFIG_NAME for folder in reversed(folders))
     return tuple(file for file in candidates if _is_there(file))
 
 

@@ -580,7 +580,8 @@ def _path(line: str) -> str:
 # The provisioner reads the commands of kernelspecs; a broker that lost its ledger reads those of living processes.
 
 
-EXTENSION_ARGUMENT: Final = "--IPKernelApp.extra_extensions=fractional_gpu_kernel"
+EXTENSION: Final = "fractional_gpu_kernel"  # `-m EXTENSION MODULE` is `-m MODULE` with our extension
+_IPYKERNEL: Final = ("ipykernel_launcher", "ipykernel", EXTENSION)
 _OPTIONS_WITH_VALUE: Final = frozenset({"-X", "-W"})
 
 
@@ -592,8 +593,7 @@ def find_ipykernel(argv: Sequence[str]) -> int | None:
     position = 1
     while position < len(argv) and argv[position].startswith("-"):
         if argv[position] == "-m":
-            runs_ipykernel = argv[position + 1 : position + 2] in (["ipykernel_launcher"], ["ipykernel"])
-            return position if runs_ipykernel else None
+            return position if position + 1 < len(argv) and argv[position + 1] in _IPYKERNEL else None
         if argv[position] == "-c":
             return None
         position += 2 if argv[position] in _OPTIONS_WITH_VALUE else 1
@@ -602,4 +602,5 @@ def find_ipykernel(argv: Sequence[str]) -> int | None:
 
 def loads_extension(argv: Sequence[str]) -> bool:
     """Return whether the command starts ipykernel with our extension."""
-    return EXTENSION_ARGUMENT in argv and find_ipykernel(argv) is not None
+    position = find_ipykernel(argv)
+    return position is not None and argv[position + 1] == EXTENSION

@@ -2,10 +2,10 @@
 
 Rules:
 
-- The command keeps its form. ipykernel gets one argument more, which loads the extension (and which the extension takes out of
-  `sys.argv` again), so the kernel has the `sys.path`, `sys.argv` and flags that the local provisioner gives it.
+- The command keeps its form: `-m ipykernel_launcher` becomes `-m fractional_gpu_kernel ipykernel_launcher`, so the kernel has the
+  `sys.path`, `sys.argv`, flags and configuration that the local provisioner gives it.
 - The interpreter itself is asked whether it can import the extension. A wrong guess would be costly: a kernel that is believed to have
-  a gate and has none would start on the GPU without admission. An interpreter that cannot be asked has no gate.
+  a gate and has none would start on the GPU without admission. If it cannot be asked, also in a wrapper, it has no gate, and is told why.
 - A module of one of our names is ours only if its source has `MARK`. Where another module has the name (on `PYTHONPATH`, or in the
   notebook's folder, which ipykernel puts before site-packages), the kernel starts without the extension, and a sentence says which
   module was found. The same holds where msgspec, with which the extension calls the broker, is missing or too old.
@@ -17,7 +17,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from fractional_gpu.core.units import parse_fraction_milli, parse_memory_mib
-from fractional_gpu.host.process import EXTENSION_ARGUMENT, find_ipykernel
+from fractional_gpu.host.process import EXTENSION, find_ipykernel
 from fractional_gpu.protocol.errors import BadRequestError
 from fractional_gpu.protocol.names import msgspec_problem
 
@@ -34,6 +33,7 @@ _NAMES = (*_OURS, "msgspec")
 MARK = '__distribution__ = "jupyter-fractional-gpu"'
 """The line in the `__init__.py` of each of our packages that distinguishes it from another package of the same name."""
 
+_ANSWER = "jupyter-fractional-gpu found "  # distinguishes it from what a sitecustomize prints
 # Prints, for each name of ours, the module's file and whether its source has the mark; null: there is no such module.
 # The last entry is the file and the version of msgspec, if it can be imported.
 _PROBE_CODE = f"""
@@ -49,15 +49,24 @@ try:
     needed = [msgspec.__file__ or "", getattr(msgspec, "__version__", None)]
 except Exception:
     needed = ["", None]
-print(json.dumps([*map(describe, {_OURS!r}), needed]), flush=True)
+print({_ANSWER!r} + json.dumps([*map(describe, {_OURS!r}), needed]), flush=True)
 """
 _PROBE_TIMEOUT_S = 30.0
 _PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "PYTHONNOUSERSITE", "HOME")
 
+_WITHOUT = "has no %gpu, and keeps its share of the GPU reserved from its start"
 _FOREIGN = (
     "{interpreter} imports {origin} as {name}, a name that jupyter-fractional-gpu needs there for {purpose}; without it "
-    "this kernel has no %gpu, and keeps its share of the GPU reserved from its start. Rename that module, or take it out of the "
+    f"this kernel {_WITHOUT}. Rename that module, or take it out of the "
     "notebook's folder and of PYTHONPATH, and restart the kernel"
+)
+_UNASKED = (
+    f"{{interpreter}} cannot be asked whether it has the GPU extension ({{why}}), so this kernel {_WITHOUT}. "
+    "`{interpreter} -c 'import fractional_gpu_kernel'` should work; then restart the kernel"
+)
+_WRAPPED = (
+    "{program} does not start ipykernel directly, so the GPU extension is not loaded automatically: if this is an IPython kernel, "
+    f"`%load_ext fractional_gpu_kernel` in its first cell loads it. Until then it {_WITHOUT}"
 )
 
 
@@ -74,9 +83,8 @@ _Modules = tuple[_Module | None, ...]  # in the order of _NAMES; None: there is 
 
 # Answers are kept only where all modules are usable: a missing one may be installed at any time.
 _answers: dict[tuple[object, ...], _Modules] = {}
-_Answer = Future[_Modules | None]
+_Answer = Future[_Modules | str]
 _running_probes: dict[tuple[object, ...], _Answer] = {}  # kernels that start at the same time share one probe
-_answers_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,34 +94,35 @@ class KernelPlan:
     `gated`: the extension will load. `obstacle`: why it cannot be loaded where it is installed, and what to do, a sentence.
     """
 
-    is_ipykernel: bool
     gated: bool
     obstacle: str = ""
 
     def command(self, argv: Sequence[str]) -> list[str]:
-        """Return the formatted command with the extension's argument if the kernel is gated, else without it."""
-        if not self.gated:
-            return [word for word in argv if word != EXTENSION_ARGUMENT]
-        return [*argv, *([] if EXTENSION_ARGUMENT in argv else [EXTENSION_ARGUMENT])]
+        """Return the formatted command, with the extension if the kernel is gated."""
+        position = find_ipykernel(argv) if self.gated else None
+        return list(argv) if position is None else [*argv[: position + 1], EXTENSION, *argv[position + 1 :]]
 
 
-def plan_kernel(argv: Sequence[str], environment: Mapping[str, str], folder: str) -> KernelPlan:
+def plan_kernel(
+    argv: Sequence[str], environment: Mapping[str, str], folder: str, language: str = "python"
+) -> KernelPlan:
     """Find out whether the extension can be loaded by this kernelspec's `argv`, started in `folder` with `environment`.
 
     Runs the kernel's interpreter once, unless its answer is known: from an event loop, call it in a thread. Raises nothing.
     """
     position = find_ipykernel(argv)
     if position is None:
-        return KernelPlan(is_ipykernel=False, gated=False)
-    interpreter = find_interpreter(argv[0], environment)
-    modules = None if interpreter is None else _modules(interpreter, tuple(argv[1:position]), environment)
-    if interpreter is None or modules is None:
-        return KernelPlan(is_ipykernel=True, gated=False)
+        hidden = argv and language.lower() == "python"
+        return KernelPlan(gated=False, obstacle=_WRAPPED.format(program=argv[0]) if hidden else "")
+    interpreter = find_interpreter(argv[0], environment) or argv[0]
+    modules = _modules(interpreter, tuple(argv[1:position]), environment)
+    if isinstance(modules, str):
+        return KernelPlan(gated=False, obstacle=_UNASKED.format(interpreter=interpreter, why=modules))
     found = [module for module in modules if module is not None]
     if len(found) < len(modules):  # our extension is not installed there
-        return KernelPlan(is_ipykernel=True, gated=False)
+        return KernelPlan(gated=False)
     obstacle = _find_obstacle(found, interpreter, folder)
-    return KernelPlan(is_ipykernel=True, gated=not obstacle, obstacle=obstacle)
+    return KernelPlan(gated=not obstacle, obstacle=obstacle)
 
 
 def _find_obstacle(modules: Sequence[_Module], interpreter: str, folder: str) -> str:
@@ -121,7 +130,7 @@ def _find_obstacle(modules: Sequence[_Module], interpreter: str, folder: str) ->
     msgspec = modules[-1]
     if not msgspec.usable and (msgspec.version or not msgspec.origin):  # else another module has the name
         problem = msgspec_problem(msgspec.version, python=interpreter)
-        return f"{problem}. Until then it has no %gpu, and keeps its share of the GPU reserved from its start"
+        return f"{problem}. Until then it {_WITHOUT}"
     for name, module in zip(_NAMES, modules, strict=True):
         foreign = _foreign_in(folder, name, module.origin) if module.usable else module.origin
         if foreign:
@@ -139,33 +148,31 @@ def find_interpreter(program: str, environment: Mapping[str, str]) -> str | None
     return shutil.which(program, path=environment.get("PATH"))
 
 
-def _modules(interpreter: str, options: tuple[str, ...], environment: Mapping[str, str]) -> _Modules | None:
-    """Return what the interpreter would import under our names, or None if it cannot be asked."""
+def _modules(interpreter: str, options: tuple[str, ...], environment: Mapping[str, str]) -> _Modules | str:
+    """Return what the interpreter would import under our names, or why it cannot be asked."""
     try:
         status = Path(interpreter).stat()
-    except OSError:
-        return None
+    except OSError as error:
+        return error.strerror or str(error)
     variables = tuple(environment.get(name) for name in _PYTHON_VARIABLES)
     key = (interpreter, status.st_mtime_ns, status.st_size, options, variables)
-    with _answers_lock:
-        known = _answers.get(key)
+    known = _answers.get(key)
     if known is not None and _still_holds(known, environment):
         return known
     return _probe_once(key, [interpreter, *options, "-P", "-c", _PROBE_CODE], environment)
 
 
-def _probe_once(key: tuple[object, ...], command: list[str], environment: Mapping[str, str]) -> _Modules | None:
+def _probe_once(key: tuple[object, ...], command: list[str], environment: Mapping[str, str]) -> _Modules | str:
     """Return what `_probe` returns. Of several threads that need the same answer, one starts the interpreter for all."""
     mine = os.getpid(), *key  # a forked child inherits the parent's entries, but not the threads that complete them
     own = _Answer()
     answer = _running_probes.setdefault(mine, own)
     if answer is own:
-        modules = None
+        modules: _Modules | str = "it was interrupted"
         try:
             modules = _probe(command, environment)
-            if modules is not None and all(module is not None and module.usable for module in modules):
-                with _answers_lock:
-                    _answers[key] = modules
+            if not isinstance(modules, str) and all(module is not None and module.usable for module in modules):
+                _answers[key] = modules
         finally:
             del _running_probes[mine]
             own.set_result(modules)
@@ -183,7 +190,8 @@ def _still_holds(known: _Modules, environment: Mapping[str, str]) -> bool:
     )
 
 
-def _probe(command: list[str], environment: Mapping[str, str]) -> _Modules | None:
+def _probe(command: list[str], environment: Mapping[str, str]) -> _Modules | str:
+    """Return what the interpreter imports, or why it does not say so."""
     try:
         done = subprocess.run(
             command,
@@ -191,13 +199,19 @@ def _probe(command: list[str], environment: Mapping[str, str]) -> _Modules | Non
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=_PROBE_TIMEOUT_S,
-            check=True,
+            check=False,
         )
-        *ours, (origin, version) = json.loads(done.stdout.splitlines()[-1])
+    except OSError as error:
+        return error.strerror or str(error)
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_PROBE_TIMEOUT_S:g} s"
+    try:
+        *ours, (origin, version) = json.loads(done.stdout.partition(_ANSWER.encode())[2].splitlines()[0])
         modules = [None if one is None else _Module(str(one[0]), one[1] is True) for one in ours]
         return (*modules, _Module(origin, not msgspec_problem(version), version))
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError, TypeError):
-        return None
+    except (ValueError, IndexError, TypeError):
+        complaints = done.stderr.decode(errors="replace").split("\n")
+        return next((line.strip() for line in reversed(complaints) if line.strip()), f"exit code {done.returncode}")
 
 
 def _foreign_in(folder: str, name: str, origin: str) -> Path | None:

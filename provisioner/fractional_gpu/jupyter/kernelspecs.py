@@ -8,8 +8,8 @@ Rules:
   their metadata, never by the name alone.
 - A folder appears whole or not at all. It replaces only a kernelspec of ours for the same base, pool and fraction.
 - Of two folders of one name Jupyter takes the one that it finds first: `InstalledSpec.shadowed_by` is the other one.
-- A base whose interpreter can import our extension gets one argument more, which loads it; any other kernel (another
-  language, an environment without the extension) keeps its command: it then holds its reservation from its start.
+- The command is the base's: what loads our extension is added when a kernel starts. A kernel without the extension (another
+  language, an environment that lacks it) holds its reservation from its start.
 - With `launcher`, the command itself takes the lease (`fractional_gpu.jupyter.launcher`), for programs that ignore provisioners;
   the local provisioner is named then, so that Jupyter servers do not take a second lease for it.
 """
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from jupyter_client.kernelspec import KernelSpec, KernelSpecManager, NoSuchKernel
-from jupyter_core.paths import jupyter_path
+from jupyter_core.paths import ENV_JUPYTER_PATH, SYSTEM_JUPYTER_PATH, jupyter_path
 from traitlets import TraitError
 
 from fractional_gpu.client.seat import own_share
@@ -61,9 +61,15 @@ class InstalledSpec:
     simulated: bool
     launcher: bool = False
     base: str = ""
+    argv: tuple[str, ...] = ()
     shadowed_by: Path | None = None
     replaced: bool = field(default=False, compare=False)  # this installation replaced an older one
     obstacle: str = field(default="", compare=False)  # why this installation found that the extension cannot be loaded
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The kernel's command, without our launcher."""
+        return self.argv[self.argv.index("--") + 1 :] if self.launcher and "--" in self.argv else self.argv
 
 
 def spec_name(pool: str, fraction_milli: int, *, base: str = _DEFAULT_BASE, launcher: bool = False) -> str:
@@ -106,7 +112,7 @@ def install(
         names = dict.fromkeys(names, _check_name(name))
     base_spec = _base_spec(base)
     target = _target_folder(prefix=prefix, user=user, directory=directory)
-    argv, plan = _argv(base_spec)
+    argv, plan = _argv(base_spec, target)
     installed = []
     for milli, folder_name in names.items():
         content = _content(
@@ -145,6 +151,13 @@ def list_installed(
     seen = KernelSpecManager().find_kernel_specs()
     found = [replace(spec, shadowed_by=_shadow(spec.folder, seen)) for spec in found]
     return sorted(found, key=lambda spec: (spec.pool, spec.fraction_milli, spec.name, spec.shadowed_by is not None))
+
+
+def plan_of(spec: InstalledSpec) -> KernelPlan:
+    """Return how the kernelspec's kernels are to start now. It may run their interpreter."""
+    content = _read_ours(spec.folder) or {}
+    environment = {**os.environ, **(content.get("env") or {})}
+    return plan_kernel(spec.command, environment, os.path.sep, str(content.get("language", "")))
 
 
 def remove(
@@ -286,17 +299,17 @@ def _target_folder(*, prefix: str | None, user: bool, directory: str | None) -> 
     return Path(prefix if prefix is not None else sys.prefix).expanduser().absolute() / "share" / "jupyter" / "kernels"
 
 
-def _argv(base: KernelSpec) -> tuple[list[str], KernelPlan]:
+def _argv(base: KernelSpec, target: Path) -> tuple[list[str], KernelPlan]:
     """Return the base's command, changed for our kernels, and its plan."""
     argv = [word.replace("{resource_dir}", base.resource_dir) for word in base.argv]
-    if find_ipykernel(argv) is None:
-        return argv, KernelPlan(is_ipykernel=False, gated=False)
     environment = {**os.environ, **(base.env or {})}
-    if not Path(argv[0]).is_absolute():
-        # `python` means the server's own for jupyter_client; other servers that see this kernelspec would take theirs.
-        argv[0] = find_interpreter(argv[0], environment) or argv[0]
-    plan = plan_kernel(argv, environment, base.resource_dir)
-    return plan.command(argv), plan
+    if find_ipykernel(argv) is not None:
+        # `python` means the server's own for jupyter_client: other servers that see this kernelspec would take theirs. By its full path
+        # programs such as jupytext find the kernel of their interpreter, which should not be one of ours.
+        interpreter = find_interpreter(argv[0], environment) or argv[0]
+        own = str(target.parent) in {*ENV_JUPYTER_PATH} - {*SYSTEM_JUPYTER_PATH}
+        argv[0] = "python" if own and interpreter == sys.executable else interpreter
+    return argv, plan_kernel(argv, environment, base.resource_dir, base.language)
 
 
 def _content(
@@ -435,7 +448,7 @@ def _write_folder(folder: Path, content: Mapping[str, Any], svg: str) -> None:
 
 
 def _describe(folder: Path, content: Mapping[str, Any]) -> InstalledSpec:
-    mark = content["metadata"][_MADE_BY]
+    mark, argv = content["metadata"][_MADE_BY], content.get("argv")
     return InstalledSpec(
         name=folder.name,
         display_name=str(content.get("display_name", folder.name)),
@@ -446,4 +459,5 @@ def _describe(folder: Path, content: Mapping[str, Any]) -> InstalledSpec:
         simulated=bool(mark.get("simulated")),
         launcher=bool(mark.get("launcher")),
         base=str(mark.get("base", "")),
+        argv=tuple(map(str, argv)) if isinstance(argv, list) else (),
     )

@@ -75,7 +75,7 @@ def _lease_and_become(options: argparse.Namespace) -> NoReturn:
     config = parse_kernel_config(stanza, default_pool="default", default_fraction="1/4")
     command = list(options.command)
     path, _ = _connection(command)
-    plan = plan_kernel(command, os.environ, str(Path.cwd()))
+    plan = plan_kernel(command, os.environ, str(Path.cwd()), options.language)
     command = plan.command(command)
     if plan.obstacle:
         sys.stderr.write(f"{plan.obstacle}.\n")

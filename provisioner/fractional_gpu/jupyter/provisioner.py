@@ -104,7 +104,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         self._lease: KernelLease | None = None  # kept over restarts
         self._launch_lease: KernelLease | None = None  # of the process that is about to start; None: it gets no GPU
         self._notice = ""
-        self._plan = KernelPlan(is_ipykernel=False, gated=False)
+        self._plan = KernelPlan(gated=False)
         self._is_restart = False
         self._frozen_at_shutdown = False
         self._interrupt_thread: threading.Thread | None = None
@@ -143,7 +143,9 @@ class FractionalGPUProvisioner(LocalProvisioner):
         if self._lease is None and self._is_named_by_kernelspec:
             # Starting a broker and probing the interpreter are both slow: they run at the same time.
             begin_broker_start(timeout_s=self.broker_timeout, simulate=config.simulate)
-        self._plan = await in_thread(plan_kernel, self.kernel_spec.argv, with_spec, folder)
+        self._plan = await in_thread(
+            plan_kernel, self.kernel_spec.argv, with_spec, folder, self.kernel_spec.language or ""
+        )
         request = self._request(config, environment)
         self._notice = ""
         lease, notice = await self._obtain(request, config.simulate)
@@ -432,7 +434,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         if process is None or process.poll() is not None:
             raise _ended_at_once(process)
         language = self.kernel_spec.language or ""
-        ipykernel = self._plan.is_ipykernel
+        ipykernel = find_ipykernel(self.kernel_spec.argv) is not None
         try:
             request = attach_request(process.pid, dict(connection), language=language, ipykernel=ipykernel)
         except ProcessGoneError as error:  # it has ended since

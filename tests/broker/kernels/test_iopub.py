@@ -520,8 +520,7 @@ GOOD = {"transport": "tcp", "ip": "127.0.0.1", "iopub_port": 5001, "shell_port":
     ("change", "says"),
     [
         ({"transport": "udp"}, ["transport is 'udp'", "allowed: tcp, ipc"]),
-        ({"ip": "10.0.0.1"}, ["ip is '10.0.0.1'", "allowed: a loopback address such as 127.0.0.1"]),
-        ({"ip": "::"}, ["ip is '::'", "loopback"]),
+        ({"ip": "10.0.0.1"}, ["ip is '10.0.0.1'", "loopback address such as 127.0.0.1", "c.KernelManager.ip"]),
         ({"ip": "127.0.0.1.evil.org"}, ["evil.org", "loopback"]),
         ({"ip": "127.1"}, ["'127.1'", "loopback"]),
         ({"ip": 2130706433}, ["2130706433", "loopback"]),
@@ -551,6 +550,21 @@ def test_a_connection_that_cannot_be_used_is_refused_with_what_is_allowed(
         connection_from_json({**GOOD, **change})
     assert all(part in str(caught.value) for part in says), caught.value
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("ip", "host"),
+    [
+        ("0.0.0.0", "127.0.0.1"),  # noqa: S104 - nothing is bound
+        ("*", "127.0.0.1"),
+        ("::", "[::1]"),
+        ("localhost", "localhost"),
+        ("127.0.0.9", "127.0.0.9"),
+    ],
+)
+def test_a_kernel_that_listens_everywhere_is_reached_on_the_loopback(ip: str, host: str) -> None:
+    found = connection_from_json({**GOOD, "ip": ip})
+    assert (found.iopub, found.shell) == (f"tcp://{host}:5001", f"tcp://{host}:5002")
 
 
 NEARLY = {

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.broker.kernels.kernel import check_pools, launch_environment, remove_books, sharing_environment
-from fractional_gpu.broker.process.restarting import without_share
 from fractional_gpu.config import ConfigError
 from fractional_gpu.core.model import DeviceView, LeaseSpec, PoolSpec, Sharing
 from fractional_gpu.host.files import temporary_folder
@@ -99,23 +98,6 @@ def test_a_lease_ends_where_no_temporary_file_can_be_made(monkeypatch: pytest.Mo
 def test_what_a_user_preloads_stays(before: dict[str, str], after: str) -> None:
     environment = launch_environment(pool(library="/opt/libvgpu.so"), spec())
     assert environment_with(lease_of(environment), before)["LD_PRELOAD"] == after
-
-
-@pytest.mark.parametrize(
-    "before", [{}, {"LD_PRELOAD": "/lib/mine.so"}, {"LD_PRELOAD": "/lib/a.so:/lib/b.so", "HOME": "/h"}]
-)
-@pytest.mark.parametrize("sharing", [Sharing.TIME_SLICE, Sharing.MPS])
-def test_a_broker_that_a_kernel_starts_has_nothing_of_the_kernel_s_share(
-    before: dict[str, str], sharing: Sharing
-) -> None:
-    shared = pool(sharing, library="/opt/libvgpu.so")
-    ours = {**launch_environment(shared, spec()), **sharing_environment(shared, spec(), 10_000, [])}
-    inherited = {
-        **before,
-        **ours,
-        "LD_PRELOAD": ":".join([*filter(None, [before.get("LD_PRELOAD")]), ours["LD_PRELOAD"]]),
-    }
-    assert without_share(inherited) == before
 
 
 def lease_of(environment: dict[str, str]) -> KernelLease:

@@ -1,22 +1,28 @@
 """A broker that cannot start says why in one sentence, which reaches whoever needed it, and leaves everything as it was."""
 
 import json
+import os
 import re
+import resource
+import signal
 import sqlite3
+import subprocess
+import sys
 import urllib.error
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fractional_gpu.broker.kernels.kernel import launch_environment
+from fractional_gpu.broker.kernels.kernel import launch_environment, sharing_environment
 from fractional_gpu.broker.process import driver_start
 from fractional_gpu.broker.process.driver_start import BackendError, open_backend
 from fractional_gpu.broker.process.restarting import KEPT_VARIABLES, NOT_INHERITED, BrokerOptions, resolved
 from fractional_gpu.client.discovery import ensure_broker
 from fractional_gpu.client.state_folder import make_state_folder
-from fractional_gpu.core.model import LeaseSpec, PoolSpec
+from fractional_gpu.core.model import LeaseSpec, PoolSpec, Sharing
 from fractional_gpu.gpu.interface import DeviceInfo, GPUError, GPUErrorCode
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.protocol.errors import BrokerUnavailableError
@@ -271,20 +277,52 @@ def test_what_stops_a_kernel_reaches_the_dialog_in_one_sentence(world: World) ->
         assert server.request("GET", "api/kernels") == []
 
 
+STARTER = """
+import os, resource, signal, sys
+os.nice(7)
+os.umask(0o077)
+os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGCHLD):
+    signal.signal(number, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR2})
+hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+resource.setrlimit(resource.RLIMIT_CPU, (10_000, hard))
+os.environ |= {"TMPDIR": sys.argv[2], "LD_PRELOAD": "libm.so.6", "CUDA_LAUNCH_BLOCKING": "1"}
+from fractional_gpu.client.discovery import ensure_broker
+ensure_broker(sys.argv[1]).close()
+"""
+
+
+def test_a_broker_for_all_kernels_has_nothing_of_the_program_that_starts_it(world: World, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", STARTER, world.socket, str(tmp_path)], env=world.environment, check=True)
+    pid = world.broker_pid()
+    assert pid is not None
+    status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    by_python = sum(1 << number - 1 for number in (signal.SIGPIPE, signal.SIGXFSZ))
+    assert (int(status["SigBlk"], 16), int(status["SigIgn"], 16), status["Umask"]) == (0, by_python, "0022")
+    assert os.sched_getaffinity(pid) == os.sched_getaffinity(0)
+    assert os.sched_getscheduler(pid) == os.SCHED_OTHER
+    assert os.getpriority(os.PRIO_PROCESS, pid) == (-10 if os.geteuid() == 0 else 7)
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_CPU)
+    assert soft == hard
+    environment = Path(f"/proc/{pid}/environ").read_text()
+    assert not any(f"{name}=" in environment for name in ("TMPDIR", "LD_PRELOAD", "CUDA_LAUNCH_BLOCKING"))
+
+
 def test_a_broker_that_a_kernel_starts_is_not_bound_to_the_kernel_s_share(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = "/nowhere/libvgpu.so"  # HAMi-core would show the broker a device of the kernel's size
     pool = PoolSpec(name="p", devices=(), hami_library=library)
     spec = LeaseSpec(lease_id="abc", pool="p", owner="ann", fraction_milli=250, reserve_mib=100)
-    theirs = {**launch_environment(pool, spec), "LD_PRELOAD": f"libm.so.6:{library}"}
+    theirs = launch_environment(pool, spec) | sharing_environment(replace(pool, sharing=Sharing.MPS), spec, 100, [])
     for name, value in theirs.items():
         monkeypatch.setenv(name, value)
     ensure_broker(world.socket).close()
     pid = world.broker_pid()
-    lines = Path(f"/proc/{pid}/environ").read_text().split("\0")
-    inherited = dict(line.split("=", 1) for line in lines if "=" in line)
-    assert {name: inherited[name] for name in theirs if name in inherited} == {"LD_PRELOAD": "libm.so.6"}
+    environment = Path(f"/proc/{pid}/environ").read_text()
+    assert not any(f"{name}=" in environment for name in theirs)
 
 
 def test_a_detached_broker_listens_where_its_starter_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +342,6 @@ READ_ELSEWHERE = {
     "JUPYTER_GPU_PAGE_COMPONENT",  # the hub's page
     "JUPYTER_GPU_PAGE_NAMESPACE",
     "JUPYTER_GPU_PAGE_NODES",
-    "JUPYTER_GPU_PRELOAD",  # kernels, as the next ones: the broker sets it for them
     "JUPYTER_GPU_SIMULATED_DIR",
     "JUPYTER_GPU_SIMULATED_UNINTERRUPTIBLE",
     "JUPYTER_GPU_SOCKET",  # a starter names the socket

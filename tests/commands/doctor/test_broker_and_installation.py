@@ -1,6 +1,7 @@
 """The socket, the ledger, the configuration and host memory."""
 
 import sqlite3
+import subprocess
 from importlib import metadata
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from fractional_gpu.commands.doctor.installation import (
     check_simulation,
     check_versions,
     forecast_findings,
+    inherited_findings,
 )
 from fractional_gpu.commands.doctor.memory import check_memory
 from fractional_gpu.commands.doctor.report import Finding, Severity
@@ -52,6 +54,26 @@ def test_a_broker_that_serves_is_named(tmp_path: Path) -> None:
     assert path == broker.path
     assert found[0].check == "broker"
     assert f"serves on {broker.path}: 0 leases" in found[0].finding
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (["nice", "-n", "5"], "niceness 5 from the program that started it"),
+        (["prlimit", f"--cpu={10**7}"], "a hard RLIMIT_CPU from"),
+        ([], None),
+    ],
+)
+def test_what_a_broker_has_of_the_program_that_started_it_is_a_warning(how: list[str], words: str | None) -> None:
+    with subprocess.Popen([*how, "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"runs\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"runs\n"
+        found = [one.finding for one in inherited_findings(process.pid)]
+    assert len(found) == (words is not None)
+    assert words is None or words in found[0]
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,14 @@
 """The command as a whole, on this machine as it is and on a simulated device."""
 
+import errno
 import json
+import os
+import pwd
 from pathlib import Path
 
 import pytest
 
+from fractional_gpu.client import discovery
 from fractional_gpu.commands.doctor import doctor
 from fractional_gpu.commands.doctor.nvidia import NvidiaReport
 from fractional_gpu.commands.doctor.report import ok
@@ -63,6 +67,40 @@ def test_an_error_is_exit_code_1_and_does_not_end_the_other_checks(
     assert "error    configuration" in shown
     assert " cullers " in shown
     assert "1 error" in shown
+
+
+@pytest.mark.usefixtures("no_driver")
+def test_a_user_without_a_home_folder_gets_findings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As in a container that runs as a uid of its own choice."""
+    for name in [name for name in os.environ if name == "HOME" or name.startswith(("JUPYTER_", "XDG_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    monkeypatch.setattr(discovery, "SYSTEM_SOCKET", str(tmp_path / "no-system.sock"))
+    assert main(["doctor", "--json", "--no-try"]) == 1
+    findings = {finding["check"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
+    for check in ("configuration", "broker", "kernelspecs", "cullers"):
+        assert findings[check]["severity"] == "error"
+        assert "home directory" in findings[check]["finding"]
+        assert "set HOME" in f"{findings[check]['finding']} {findings[check]['advice']}".replace("Set", "set")
+    assert findings["swap"]["severity"] != "error"
+    assert main(["status"]) == 1
+    assert "Set HOME, or JUPYTER_RUNTIME_DIR, to a folder of your own" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_driver")
+def test_a_check_that_cannot_be_made_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/elsewhere/ledger")
+
+    monkeypatch.setattr(doctor, "check_ledgers", fails)
+    assert main(["doctor", "--json", "--no-try"]) == 1
+    findings = {finding["check"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
+    assert "Permission denied: '/elsewhere/ledger'" in findings["ledger"]["finding"]
+    assert "cullers" in findings
 
 
 def test_a_wish_for_simulated_devices_that_is_wrong_is_an_error(

@@ -89,6 +89,26 @@ def test_an_interpreter_without_the_extension_is_an_error_once(specs: Path, tmp_
     assert "No module named 'fractional_gpu_kernel'" in found.finding
 
 
+def test_an_interpreter_that_does_not_answer_is_a_warning(specs: Path, tmp_path: Path) -> None:
+    set_up(specs, 250)
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 0\n")
+    python.chmod(0o755)
+    change_argv(specs, "fractional-gpu-default-250-plain", [str(python), "-m", "ipykernel_launcher"])
+    found = the(list(check_kernelspecs(None)))
+    assert found.severity is Severity.WARNING
+    assert f"{python} cannot be asked" in found.finding
+
+
+def test_a_wrapper_around_python_is_a_warning_once(specs: Path) -> None:
+    change_argv(specs, "plain", ["/usr/bin/env", "A=1", sys.executable, "-m", "ipykernel_launcher", "-f", "x"])
+    set_up(specs, 250, 500)
+    found = the(list(check_kernelspecs(None)))
+    assert found.severity is Severity.WARNING
+    assert "/usr/bin/env does not start ipykernel directly" in found.finding
+    assert "`%load_ext fractional_gpu_kernel`" in found.finding
+
+
 def test_a_module_that_only_has_the_extensions_name_is_a_warning(
     specs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

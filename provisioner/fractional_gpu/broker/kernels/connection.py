@@ -3,7 +3,7 @@
 The broker connects to a kernel's sockets with its own rights, so it connects only where no other user can have put them:
 
 - A UNIX socket: in a folder that the kernel's user owns and no other user can write to, below folders where no other user can exchange it.
-- A TCP port: of a loopback address, and none of those that system services listen on.
+- A TCP port: on a loopback address (also of a kernel that listens on all addresses), and none of those that system services listen on.
 """
 
 import asyncio
@@ -71,8 +71,10 @@ def connection_from_json(info: object) -> Connection:
     transport, ip = info.get("transport", "tcp"), info.get("ip", "127.0.0.1")
     if transport not in ("tcp", "ipc"):
         raise ValueError(f"connection field transport is {_shown(transport)}; allowed: tcp, ipc")
-    if transport == "tcp" and not _is_loopback(ip):
-        raise ValueError(f"connection field ip is {_shown(ip)}; allowed: a loopback address such as 127.0.0.1")
+    address = _loopback(ip) if transport == "tcp" else ip
+    if address is None:
+        allowed = "a loopback address such as 127.0.0.1, or 0.0.0.0 for all addresses (c.KernelManager.ip)"
+        raise ValueError(f"connection field ip is {_shown(ip)}; allowed: {allowed}")
     if transport == "ipc" and not (isinstance(ip, str) and ip.startswith("/") and len(ip.encode()) <= _LONGEST_PATH):
         raise ValueError(
             f"connection field ip is {_shown(ip)}; allowed with ipc: an absolute path of at most {_LONGEST_PATH} bytes"
@@ -87,8 +89,8 @@ def connection_from_json(info: object) -> Connection:
     if not isinstance(key, str):
         raise ValueError('connection field key is not text; allowed: the signing key of the kernel, or ""')  # noqa: TRY004 - one kind of error for what was sent
     return Connection(
-        iopub=_endpoint(transport, ip, info, "iopub_port"),
-        shell=_endpoint(transport, ip, info, "shell_port"),
+        iopub=_endpoint(transport, address, info, "iopub_port"),
+        shell=_endpoint(transport, address, info, "shell_port"),
         key=key.encode(),
         digest=digest,
         curve=_curve(info.get("curve_publickey"), info.get("curve_secretkey")),
@@ -155,11 +157,17 @@ def _shown(value: object) -> str:
     return text if len(text) <= 80 else text[:80] + "..."
 
 
-def _is_loopback(ip: object) -> bool:
+def _loopback(ip: object) -> str | None:
+    """Return the loopback address on which a kernel that listens there is reached, None if it is not."""
+    if ip == "localhost":
+        return "localhost"
     try:
-        return ip == "localhost" or (isinstance(ip, str) and ipaddress.ip_address(ip).is_loopback)
+        address = ipaddress.ip_address("0.0.0.0" if ip == "*" else str(ip))  # noqa: S104 - nothing is bound
     except ValueError:
-        return False
+        return None
+    if address.is_unspecified:
+        return "127.0.0.1" if address.version == 4 else "::1"
+    return str(address) if address.is_loopback else None
 
 
 def _curve(public: object, secret: object) -> tuple[bytes, bytes] | None:

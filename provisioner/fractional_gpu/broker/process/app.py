@@ -13,9 +13,10 @@ import logging
 import math
 import os
 import resource
+import signal
 import sys
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
@@ -73,6 +74,7 @@ def run_broker(options: BrokerOptions) -> int:
 
 def run_detached(argument: str) -> int:
     """Entry point of the process that `start_detached` starts. `argument`: JSON of the options, with the descriptor to report to."""
+    _shed_inheritance()
     given = json.loads(argument)
     report = os.fdopen(int(given.pop("ready_fd")), "w")
     options = BrokerOptions(**given)
@@ -85,6 +87,22 @@ def run_detached(argument: str) -> int:
     if not report.closed:
         report.close()
     return 1 if sentence else 0
+
+
+def _shed_inheritance() -> None:
+    """Undo what the program that happened to start this broker for all kernels has set for itself. `doctor` reports what had to stay."""
+    os.umask(0o022)
+    for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:  # Python ignores these two
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for limit in (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_DATA, resource.RLIMIT_FSIZE):
+        hard = resource.getrlimit(limit)[1]
+        resource.setrlimit(limit, (hard, hard))
+    with suppress(PermissionError):
+        os.sched_setaffinity(0, range(8192))  # the system takes those that may be used
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
 
 
 def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:

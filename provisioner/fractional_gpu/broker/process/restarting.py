@@ -24,7 +24,7 @@ from fractional_gpu.client.discovery import (
 )
 from fractional_gpu.client.http import is_service_socket
 from fractional_gpu.client.state_folder import make_state_folder
-from fractional_gpu.gpu.driver_environment import PRELOAD, PRELOADED_FOR_US
+from fractional_gpu.gpu import driver_environment
 from fractional_gpu.host.files import make_private_folder, open_own, replace_file
 from fractional_gpu.host.workload import own_workload, serves_whole_host
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
@@ -39,12 +39,12 @@ KEPT_VARIABLES = (
     "PYTHONHOME", "PYTHONNOUSERSITE", "PYTHONPATH", "PYTHONUSERBASE",
     "XDG_CONFIG_DIRS", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME",
 )  # fmt: skip
-# What a broker does not take from the kernel or the server that starts it.
-NOT_INHERITED = (
+# What a broker does not take from the kernel, the server or the command that starts it, besides what changes CUDA's driver.
+NOT_INHERITED = {
     "JUPYTER_GPU_LEASE", "JUPYTER_GPU_TOKEN_FILE", "JUPYTER_GPU_NOTICE", "JUPYTER_GPU_SEAT_FILE", "JUPYTER_GPU_KIND",
     "JUPYTER_GPU_MEMORY_FRACTION", "JUPYTER_GPU_MEMORY_MIB", "JUPYTER_GPU_DEVICE_MIB", "JUPYTER_GPU_CONTEXT_MIB",
-    "JUPYTER_GPU_SIMULATED_DEVICE", "JPY_PARENT_PID", "CUDA_VISIBLE_DEVICES",
-)  # fmt: skip
+    "JUPYTER_GPU_SIMULATED_DEVICE", "JPY_PARENT_PID", driver_environment.PRELOADED_FOR_US, "TMPDIR", "TEMP", "TMP",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,17 +131,6 @@ def kept_environment(environment: Mapping[str, str]) -> dict[str, str]:
 #
 # The broker is a new process in a session of its own. Its environment lacks the starter's lease variables: the starter may be a kernel.
 # Through a pipe it reports that a broker serves, or what went wrong.
-
-
-_OF_A_SHARE = (
-    "CUDA_MPS_PIPE_DIRECTORY",
-    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
-    "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
-    "CUDA_DEVICE_MEMORY_LIMIT",
-    "CUDA_DEVICE_SM_LIMIT",
-    "CUDA_DEVICE_MEMORY_SHARED_CACHE",
-    PRELOADED_FOR_US,
-)
 
 
 def resolved(options: BrokerOptions) -> BrokerOptions:
@@ -243,14 +232,6 @@ def cannot_run(socket: str, error: OSError) -> str:
     return f"the broker cannot run on {socket}: {error}; fix that, or choose another place with --socket or JUPYTER_GPU_SOCKET"
 
 
-def without_share(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return a kernel's environment without the variables of its share: with these, HAMi-core would limit the broker, too."""
-    others = {name: value for name, value in environment.items() if name not in _OF_A_SHARE}
-    ours, preloaded = environment.get(PRELOADED_FOR_US), others.pop(PRELOAD, "")
-    kept = [library for library in preloaded.split(":") if library and library != ours]
-    return {**others, PRELOAD: ":".join(kept)} if kept else others
-
-
 def _started(options: BrokerOptions, socket: str) -> tuple[str, subprocess.Popen[bytes]]:
     """Start the process and return what it reports: "ready", or a sentence. Raises OSError."""
     reader, writer = os.pipe()
@@ -261,7 +242,9 @@ def _started(options: BrokerOptions, socket: str) -> tuple[str, subprocess.Popen
                 argument = json.dumps({**asdict(options), "ready_fd": writer})
                 process = subprocess.Popen(
                     [sys.executable, "-P", "-m", "fractional_gpu.broker", argument],
-                    env={name: value for name, value in without_share(os.environ).items() if name not in NOT_INHERITED},
+                    env=driver_environment.cleaned(
+                        {name: os.environ[name] for name in os.environ.keys() - NOT_INHERITED}
+                    ),
                     stdin=subprocess.DEVNULL,
                     stdout=log_file,
                     stderr=log_file,

@@ -8,7 +8,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
         for finding in examine(options.socket, try_it=not options.no_try):
             findings.append(finding)
             progress.what = f"{_EXAMINING} {len(findings)} checks made"
-        then = next_step(findings, list_installed())
+        then = next_step(findings, [] if exit_code(findings) else list_installed())
     if options.json:
         sys.stdout.write(as_json(findings, then))
     else:
@@ -123,20 +123,28 @@ def examine(socket: str | None, *, try_it: bool) -> Iterator[Finding]:
         devices = nvidia.devices
         yield from nvidia.findings
         yield from _try_real(devices) if try_it and devices else ()
-    yield from check_memory(devices, settings)
-    yield from check_huge_pages()
-    yield from check_swap()
+    yield from _made("host-memory", lambda: check_memory(devices, settings))
+    yield from _made("huge-pages", check_huge_pages)
+    yield from _made("swap", check_swap)
     if not simulate:
         yield from check_pools(settings, devices)
     path, said = check_broker(socket)
     yield from said
     pid = broker_pid(path)
-    yield from check_claims(devices, pid)
-    yield from check_oom(pid)
+    yield from _made("claims", lambda: check_claims(devices, pid))
+    yield from _made("oom", lambda: check_oom(pid))
     if path is not None:
-        yield from check_ledgers(path, settings)
-    yield from check_kernelspecs(settings)
-    yield from check_cullers()
+        yield from _made("ledger", lambda: check_ledgers(path, settings))
+    yield from _made("kernelspecs", lambda: check_kernelspecs(settings))
+    yield from _made("cullers", check_cullers)
+
+
+def _made(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+    """Make a check. One that fails does not end the others."""
+    try:
+        yield from check()
+    except (OSError, RuntimeError) as error:
+        yield problem(name, f"it cannot be examined: {error}", "mend that; without a home folder, set HOME to one")
 
 
 def _check_kind(name: str) -> Finding:

@@ -1,9 +1,11 @@
 """The doctor's checks of the installation and of the broker: versions, configuration, simulated devices, what the broker says."""
 
+import os
 import platform
+import resource
 import sqlite3
 from collections.abc import Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Final
@@ -78,6 +80,7 @@ def check_settings() -> tuple[Settings | None, list[Finding]]:
 # Nothing is changed: no first broker is started, and the ledger is opened for reading only, without its lock.
 
 
+_LIMITS: Final = ("RLIMIT_AS", "RLIMIT_CPU", "RLIMIT_DATA", "RLIMIT_FSIZE")
 _LEAST_FORECASTS: Final = 64
 _FAR_PERMILLE: Final = 150  # of 64 outcomes, three times the error of chance
 _KEEP: Final = "no broker starts with it: put a backup in its place, or set it aside with `{}`; the next broker takes living kernels back"
@@ -148,6 +151,7 @@ def _check_answers(client: BrokerClient, path: str) -> Iterator[Finding]:
         yield warning("broker", what, f"restart it to have version {__version__}: kernels outlive that")
     else:
         yield ok("broker", what)
+    yield from inherited_findings(pong.pid)
     for lease in status.leases:
         if lease.state == "quarantined":
             yield warning(
@@ -168,6 +172,21 @@ def _check_answers(client: BrokerClient, path: str) -> Iterator[Finding]:
             "broker",
             f"kernels on device {which} cannot be suspended now: {why_not}",
             "they stay on it; where the broker tries again it says when, else mend the reason and restart it (kernels outlive that)",
+        )
+
+
+def inherited_findings(pid: int) -> Iterator[Finding]:
+    """Return a warning about what a broker has of the program that started it and was not permitted to undo."""
+    kept = []
+    with suppress(PermissionError, ProcessLookupError):  # a service's limits are its administrator's choice
+        if (niceness := os.getpriority(os.PRIO_PROCESS, pid)) > 0:
+            kept.append(f"niceness {niceness}")
+        kept += [f"a hard {name}" for name in _LIMITS if resource.prlimit(pid, getattr(resource, name))[1] >= 0]
+    if kept:
+        yield warning(
+            "broker",
+            f"the broker has {' and '.join(kept)} from the program that started it: every kernel's waits and swaps suffer from that",
+            "`jupyter gpu broker --restart` in a shell without them starts another; kernels outlive that",
         )
 
 

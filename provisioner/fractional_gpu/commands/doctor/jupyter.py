@@ -7,7 +7,6 @@ Configuration files are read as text and never run, so settings from a program's
 import json
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -19,8 +18,8 @@ from fractional_gpu.commands.doctor.report import Finding, note, ok, problem, wa
 from fractional_gpu.config import Settings
 from fractional_gpu.core.units import format_fraction
 from fractional_gpu.host.process import PROC, read_command
-from fractional_gpu.jupyter.kernel_command import plan_kernel
-from fractional_gpu.jupyter.kernelspecs import InstalledSpec, list_installed
+from fractional_gpu.jupyter.kernel_command import find_interpreter
+from fractional_gpu.jupyter.kernelspecs import InstalledSpec, list_installed, plan_of
 
 _INSTALL: Final = "jupyter gpu kernels install"
 _IMPORTS: Final = "import fractional_gpu_kernel, fractional_gpu, ipykernel"
@@ -47,21 +46,11 @@ def check_kernelspecs(settings: Settings | None, specs: Iterable[InstalledSpec] 
         yield ok("kernelspecs", ", ".join(spec.display_name for spec in found))
 
 
-def _argv(spec: InstalledSpec) -> list[str]:
-    """Return the command; empty for a kernelspec that has none."""
-    try:
-        argv = json.loads((spec.folder / "kernel.json").read_text(encoding="utf-8")).get("argv")
-    except (OSError, ValueError):
-        return []
-    return [str(word) for word in argv] if isinstance(argv, list) else []
-
-
 def _interpreter(spec: InstalledSpec) -> Iterator[Finding]:
-    argv = _argv(spec)
-    if not argv:
+    if not spec.argv:
         yield problem("kernelspecs", f"{spec.folder / 'kernel.json'} names no command", f"{_INSTALL} writes it again")
-    elif shutil.which(argv[0]) is None:
-        gone = f"{spec.name} starts {argv[0]}, which is not there or cannot be run"
+    elif find_interpreter(spec.argv[0], os.environ) is None:
+        gone = f"{spec.name} starts {spec.argv[0]}, which is not there or cannot be run"
         yield problem("kernelspecs", gone, f"{_INSTALL} for another base, or jupyter gpu kernels remove {spec.name}")
 
 
@@ -91,32 +80,33 @@ def _shadowed(spec: InstalledSpec) -> Iterator[Finding]:
 
 
 def _extension(specs: Iterable[InstalledSpec]) -> list[Finding]:
-    """Check once for each interpreter that it can import the packages that its kernels need."""
-    by_interpreter: dict[str, str] = {}
+    """Check once for each command that its interpreter can import the packages that its kernels need."""
+    by_command: dict[tuple[str, ...], InstalledSpec] = {}
     for spec in specs:
-        argv = _argv(spec)
-        if spec.gated and argv and shutil.which(argv[0]) is not None:
-            by_interpreter.setdefault(argv[0], spec.name)
-    return [finding for python, name in by_interpreter.items() for finding in _check_imports(python, name)]
+        if spec.command and find_interpreter(spec.command[0], os.environ):
+            by_command.setdefault(spec.command, spec)
+    return [finding for spec in by_command.values() for finding in _check_imports(spec)]
 
 
-def _check_imports(python: str, name: str) -> Iterator[Finding]:
-    if obstacle := plan_kernel([python, "-m", "ipykernel_launcher"], os.environ, os.path.sep).obstacle:
-        yield warning("kernelspecs", f"{name}: {obstacle}", "mend that interpreter's environment as the finding says")
-        return
-    command = [python, "-P", "-c", _IMPORTS]
+def _check_imports(spec: InstalledSpec) -> Iterator[Finding]:
+    failure = _import_failure(spec.command[0]) if spec.gated else ""
+    if failure:
+        yield problem(
+            "kernelspecs",
+            f"{spec.name}: {spec.command[0]} cannot import what its kernels need: {failure}",
+            f"install jupyter-fractional-gpu and ipykernel there, or {_INSTALL} for another base",
+        )
+    elif obstacle := plan_of(spec).obstacle:
+        yield warning("kernelspecs", f"{spec.name}: {obstacle}", "do what the finding says")
+
+
+def _import_failure(python: str) -> str:
+    command = [find_interpreter(python, os.environ) or python, "-P", "-c", _IMPORTS]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_IMPORT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        yield problem("kernelspecs", f"{name}: {python} cannot be asked: {error}", f"{_INSTALL} for another base")
-        return
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        yield problem(
-            "kernelspecs",
-            f"{name}: {python} cannot import what its kernels need: {last}",
-            f"install jupyter-fractional-gpu and ipykernel there, or {_INSTALL} for another base",
-        )
+        return str(error)
+    return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
 
 
 def check_cullers(

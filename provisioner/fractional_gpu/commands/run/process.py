@@ -3,9 +3,11 @@
 - A stub (`stub`) is started first, so that the broker knows the process before the command runs in it.
 - The command has a process group of its own. Where the runner has the terminal, the command's group gets it: Ctrl-C and Ctrl-Z
   reach the command as from any shell. When it stops, the runner takes the terminal back and stops, too; a shell's `fg` continues both.
+- It inherits what it inherits without us: descriptors, signals that are ignored or blocked, niceness, processors, limits.
 - Signals that the runner gets are passed on to the group. A second SIGINT, SIGTERM or SIGHUP ends the group with SIGKILL.
 """
 
+import ctypes
 import errno
 import json
 import os
@@ -25,6 +27,7 @@ from fractional_gpu.host.wakeups import drain, signal_pipe
 
 ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_ON: Final = (*ENDING, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_PR_SET_DUMPABLE: Final = 4
 _STUB: Final = Path(__file__).with_name("stub.py")
 _BY_TERMINAL: Final = frozenset({signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU})
 
@@ -56,17 +59,17 @@ class HeldCommand:
     ) -> None:
         """Start the stub. Raises OSError. To be called in the main thread: the command ends with the thread that starts it."""
         self._program = command[0]
-        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # inherited: the system would drop the exit status
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         source, to_stub = os.pipe()
         from_stub, sink = os.pipe()
         self._to_stub, self._from_stub = os.fdopen(to_stub, "wb"), os.fdopen(from_stub, "rb")
         try:
+            for descriptor in (source, sink):
+                os.set_inheritable(descriptor, True)
             stub = [sys.executable, "-I", "-S", os.fspath(_STUB), str(os.getpid()), str(source), str(sink), *command]
             self._child = subprocess.Popen(
                 stub,
                 env=dict(environment),
-                pass_fds=(source, sink),
+                close_fds=False,  # the command gets what we inherited: ours are closed when it is executed
                 process_group=0,
                 stdin=None if output is None else subprocess.DEVNULL,
                 stdout=output,
@@ -79,6 +82,8 @@ class HeldCommand:
         finally:
             os.close(source)
             os.close(sink)
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # the command inherits it; here it loses the status
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.pid = self._child.pid
 
     def go(self, environment: Mapping[str, str]) -> "RunningCommand":
@@ -125,7 +130,7 @@ class RunningCommand:
         self._terminal = _own_terminal()
 
     def wait(self, *, noted: list[int], passed_on: Callable[[int], None], continued: Callable[[], None]) -> int:
-        """Return the command's exit status as a shell gives it: 128 + N for a signal. Signals `noted` before are passed on first.
+        """Return the command's exit status, -N if signal N ended it. Signals `noted` before are passed on first.
 
         `passed_on` is called with the number of each signal after it was passed on, `continued` when the runner gets SIGCONT.
         """
@@ -137,11 +142,11 @@ class RunningCommand:
                 self._give_terminal()
                 self._pending[:0] = noted
                 self._handle_signals(passed_on, continued)
-                while (status := self.poll()) is None:
+                while self.poll() is None:
                     select.select([wakes], [], [])
                     drain(wakes)
                     self._handle_signals(passed_on, continued)
-                return status
+                return int(self._child.returncode)
             finally:
                 self._take_terminal()
                 for number, handler in handlers.items():
@@ -241,6 +246,19 @@ class RunningCommand:
             with suppress(OSError):  # it hung up
                 return os.tcgetpgrp(self._terminal)
         return None
+
+
+def die_of(number: int) -> int:
+    """Die of the signal that ended a command, as a shell's loop expects, and without a core dump of this process. For the main thread.
+
+    Return 128 + N in the first process of a container, which no such signal ends.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    with suppress(OSError):  # SIGKILL has no handlers
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+    os.kill(os.getpid(), number)
+    return _shell_status(-number)
 
 
 def _shell_status(code: int) -> int:

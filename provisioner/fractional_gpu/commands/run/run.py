@@ -18,6 +18,7 @@ from fractional_gpu.commands.run.process import (
     HeldCommand,
     RunningCommand,
     check_program,
+    die_of,
     noted_signals,
 )
 from fractional_gpu.commands.run.start import (
@@ -41,7 +42,9 @@ from fractional_gpu.protocol.messages import COMMAND, LeaseRequest
 _PORTS: Final = range(1, 65_536)
 _DEVICES: Final = range(1, 9)
 _PRIORITIES: Final = range(-1000, 1001)
-_SIGNALLED: Final = 128
+_KILLED: Final = frozenset(
+    {-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGKILL, 128 + signal.SIGTERM}
+)  # a shell adds 128
 _DESCRIPTION: Final = (
     "Run a program on a share of a GPU, suspended while it is idle: a script, a training, a model server."
 )
@@ -51,8 +54,9 @@ examples:
   jupyter gpu run --memory 20GiB --serve 8000 -- vllm serve MODEL --port 8000
   jupyter gpu run --wait 0 -- python probe.py       now or not at all
 
-The exit status is the command's (128 + N after signal N). Signals are passed on to the command; a second SIGINT, SIGTERM or SIGHUP ends
-it at once. `jupyter gpu status` shows it, and `suspend`, `resume`, `pin`, `resize` and `evict` work on it.
+The exit status is the command's; if a signal ends it, this program dies of the same one ($? is 128 + N). Signals are passed on to
+the command; a second SIGINT, SIGTERM or SIGHUP ends it at once.
+`jupyter gpu status` shows it, and `suspend`, `resume`, `pin`, `resize` and `evict` work on it.
 While it neither uses the GPU nor, with --serve, has a connection, it may be suspended: it keeps everything, and comes back by itself.
 """
 
@@ -101,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
             with signals_raise():
                 lease, held, environment = _prepare(command, request, wait_ms, served=bool(ports))
         except EndedError as ended:  # a stub that is held still ends with this process
-            return _SIGNALLED + ended.number
+            return die_of(ended.number)
         running = _go(lease, held, environment)
         supervisor = Supervisor(lease, running.pid, ports)
         supervisor.start()
@@ -110,11 +114,11 @@ def run(options: argparse.Namespace) -> int:
             passed_on=lambda number: supervisor.wake(ending=number in ENDING),
             continued=supervisor.wake,
         )
-    killed = status in (_SIGNALLED + signal.SIGKILL, _SIGNALLED + signal.SIGTERM) and not running.killed_by_us
+    killed = status in _KILLED and not running.killed_by_us
     supervisor.close(was_killed=killed)
     with suppress(FractionalGPUError):  # the broker sees by itself that the command has ended
         lease.release()
-    return status
+    return die_of(-status) if status < 0 else status
 
 
 # -- options -----------------------------------------------------------------------------------------------------------

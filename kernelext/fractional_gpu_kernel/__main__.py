@@ -1,0 +1,19 @@
+"""`python -m fractional_gpu_kernel MODULE ...`: what `python -m MODULE ...` does for ipykernel's MODULE, with our extension loaded first.
+
+No trait is set that a configuration may set, too: a list of extensions on the command line would replace a user's or a site's.
+`sys.path`, `sys.argv` and `__main__` are what MODULE has without this.
+"""
+
+import sys
+
+module = sys.argv.pop(1)
+folder = [] if sys.flags.safe_path else [sys.path.pop(0)]  # its modules must not hide those that ipykernel imports
+
+import runpy  # noqa: E402 - as above
+
+from ipykernel.kernelapp import IPKernelApp  # noqa: E402 - as above
+
+sys.path[:0] = folder
+application = IPKernelApp.instance()  # the one that ipykernel will use
+application.default_extensions = [*application.default_extensions, "fractional_gpu_kernel"]
+runpy._run_module_as_main(module)  # type: ignore[attr-defined]  # noqa: SLF001 - runpy.run_module would restore `__main__` before exit handlers run
