@@ -101,11 +101,11 @@ def tried(act: Callable[[], object]) -> object:
     """Return what it gives, or what went wrong in words: for what is a finding either way."""
     try:
         return act()
-    except (TalkError, OSError, RuntimeError, ValueError, KeyError) as error:
+    except (TalkError, OSError, RuntimeError, ValueError, KeyError, ImportError) as error:
         return f"{type(error).__name__}: {error}"
 
 
-def cycle(caller: Talker, pid: int, *, within_s: float = 60.0, **given: object) -> dict[str, Any]:
+def cycle(caller: Talker, pid: int, *, within_s: float = 20.0, **given: object) -> dict[str, Any]:
     """Lock, checkpoint, restore and unlock, and return each answer with the state after it; ends at the first that fails.
 
     `given`: more of the caller's requests. Raises SilentError and EndedError of the caller.
@@ -156,19 +156,21 @@ def main(module: str, items: Mapping[str, Item], arguments: Sequence[str] | None
     if options.item:
         return _be_one(items[options.item], options)
     found: dict[str, Any] = {"items": {}}
-    failed = False
+    failed: list[str] = []
     with opened_backend(simulated=options.simulated) as backend:
         for name in options.only or items:
             _say(f"{name}: at most {items[name].longest_s} s")
             row = found["items"][name] = _run(module, name, items[name], backend, options)
-            failed |= row["outcome"] not in ("answered", "not here")
+            failed += [name] if row["outcome"] not in ("answered", "not here") else []
             _say(f"{name}: {row['outcome']} in {row['seconds']} s {row.get('why', '')}".rstrip())
             if options.json is not None:
                 options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
             if row["outcome"] == _INTERRUPTED:
                 break
     sys.stdout.write(as_table(found))
-    return int(failed)
+    if failed:
+        sys.stdout.write(f"not answered: {', '.join(failed)}\n")
+    return int(bool(failed))
 
 
 def as_table(found: Mapping[str, Any]) -> str:

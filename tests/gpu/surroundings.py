@@ -54,9 +54,12 @@ def machine(setting: Setting, note: Note) -> None:
     for path in _FILES:
         note(path, tried(partial(_words, path)))
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    note("process", {name: status[name].strip() for name in ("Uid", "CapEff", "NSpid", "Seccomp") if name in status})
+    note(
+        "process",
+        {name: " ".join(status[name].split()) for name in ("Uid", "CapEff", "NSpid", "Seccomp") if name in status},
+    )
     note("compiler", shutil.which("cc") or "none")
-    note("packages", {name: tried(partial(metadata.version, name)) for name in _PACKAGES})
+    note("packages", {one.name: one.version for one in metadata.distributions() if one.name in _PACKAGES})
     if not setting.simulated:
         note("device", tried(_device))
 
@@ -70,7 +73,11 @@ def _device() -> dict[str, object]:
     nvml.nvmlInit()
     handle = nvml.nvmlDeviceGetHandleByIndex(0)
     found: dict[str, object] = {"driver": nvml.nvmlSystemGetDriverVersion(), "count": nvml.nvmlDeviceGetCount()}
-    found |= {name: tried(partial(getattr(nvml, f"nvmlDeviceGet{name}"), handle)) for name in _DEVICE}
+    for name in _DEVICE:
+        try:
+            found[name] = getattr(nvml, f"nvmlDeviceGet{name}")(handle)
+        except nvml.NVMLError as error:
+            found[name] = str(error)
     return found
 
 

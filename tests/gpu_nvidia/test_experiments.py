@@ -136,6 +136,20 @@ def test_questions_about_a_stopped_process_have_time_limits(double: DriverDouble
     assert saw["intact"] is True
 
 
+def test_what_surrounds_a_target_is_told_or_not_to_be_had_here(double: DriverDouble, tmp_path: Path) -> None:
+    asked = ("machine", "memory-total", "net-namespace", "pid-namespace", "memory-limits", "torch-loader", "numba")
+    status, rows = run("tests.gpu.questions", tmp_path, *(f"--only={name}" for name in asked), double=double)
+    assert status == 0, rows
+    assert rows["machine"]["saw"]["device"]["driver"] == "580.65.06"
+    assert rows["machine"]["saw"]["packages"]["nvidia-ml-py"]
+    assert rows["memory-total"]["saw"]["touched"]["mib"] > 0
+    assert rows["memory-limits"]["outcome"] == "not here"
+    assert rows["torch-loader"]["why"] == "needs torch"
+    for name in ("net-namespace", "pid-namespace"):
+        if rows[name]["outcome"] == "answered":  # it needs root
+            assert rows[name]["saw"]["intact"] is True
+
+
 def test_a_lock_gives_up_before_the_work_and_the_process_goes_on(double: DriverDouble, tmp_path: Path) -> None:
     status, rows = run("tests.gpu.questions", tmp_path, "--only=lock-timeout", double=double)
     assert status == 0, rows
