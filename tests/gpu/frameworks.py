@@ -137,7 +137,7 @@ _HELD: Final = {
 
 
 def saved(setting: Setting, note: Note, name: str) -> None:
-    """Whether a process that holds this can be saved, holds nothing meanwhile, and goes on with all of it."""
+    """Whether a process that holds this can be saved, and still has all of it afterwards."""
     held = _HELD[name]
     if "cc" in held.needs and shutil.which("cc") is None:
         raise NotHereError("there is no C compiler")

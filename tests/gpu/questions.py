@@ -185,7 +185,7 @@ def _waits(holder: Talker) -> str:
 
 
 def lock_timeout(setting: Setting, note: Note) -> None:
-    """A lock with a limit shorter than the work on the device: when does it give up, and does the process go on?"""
+    """A lock with a limit shorter than the work on the device: when does it give up, and is the process unharmed?"""
     with setting.hold() as holder, setting.caller() as caller:
         holder.ask(_START_S, do="hold", mib=_MAPPED_MIB, cached_mib=0)
         work_ms = round(setting.hangs_s * 1000)
@@ -232,7 +232,7 @@ def no_cuda(setting: Setting, note: Note) -> None:
 
 
 def forked(setting: Setting, note: Note, *, job_file: bool) -> None:
-    """A child that inherited a context and makes no call: what is said of it, and whether its parent can be saved, alone and with it."""
+    """A child that inherited a context and makes no call: is it known, and can its parent be saved, alone and with the child?"""
     with setting.hold(job_file=job_file) as holder, setting.caller() as caller:
         holder.ask(_START_S, do="hold", mib=_MAPPED_MIB, cached_mib=0)
         child = holder.ask(_ANSWER_S, do="fork")["child"]

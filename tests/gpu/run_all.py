@@ -1,7 +1,7 @@
 """Everything that wants a GPU, in one command: python tests/gpu/run_all.py FOLDER (see docs/gpu-tests.md).
 
-Each step is a process of its own with a time limit, and what one wrote stays if the next hangs or the whole is stopped. What the kernel
-logs about the driver meanwhile is kept with the step. The steps are in the order of what they tell; those that may spoil it come last.
+Each step is a process of its own with a time limit, and what one wrote stays if the next hangs or the whole is stopped. The
+kernel's messages about the driver are kept with the step. The steps are in the order of what they tell; those that may spoil it come last.
 `--part` takes those that fit into one command of ten minutes.
 FOLDER gets a log of each step, `results.json` with what each step saw, and `summary.txt`, which is also the last thing printed: a part
 makes at most eight files.
@@ -40,7 +40,7 @@ from tests.support.paths import PYTHONPATH, ROOT
 # Only what the tests need: other plugins of that environment may warn, and a warning is an error here. The ordinary run's conftest.py
 # needs more packages than these tests do.
 _PYTEST: Final = (
-    *("-m", "pytest", "-p", "pytest_asyncio.plugin", "-p", "pytest_timeout", "--timeout=75"),
+    *("-m", "pytest", "-p", "pytest_asyncio.plugin", "-p", "pytest_timeout", "--timeout=100"),
     *("--confcutdir=tests/gpu", "--durations=0"),
 )
 _BROKER: Final = tuple(
@@ -99,13 +99,13 @@ def _items(module: str, longest_s: int, part: int, *more: str) -> Step:
 # In the order of what they tell. The limits of a part leave half a minute of ten for the installation of wheels.
 STEPS: Final = {
     "questions": _items("questions", 540, 1),
-    "tests": Step(arguments=(*_PYTEST, *_BROKER, "-k", "not hundred"), longest_s=320, part=2),
+    "tests": Step(arguments=(*_PYTEST, *_BROKER, "-k", "not hundred"), longest_s=300, part=2),
     "torch": Step(
-        arguments=(*_PYTEST, "tests/gpu/test_torch_state.py"), longest_s=60, part=2, simulated=None, double=None
+        arguments=(*_PYTEST, "tests/gpu/test_torch_state.py"), longest_s=90, part=2, simulated=None, double=None
     ),
     "rounds": Step(arguments=(*_PYTEST, _BROKER[0], "-k", "hundred"), longest_s=80, part=2),
     "managed": Step(
-        arguments=(*_PYTEST, "tests/gpu/test_torch_managed.py"), longest_s=80, part=2, simulated=None, double=None
+        arguments=(*_PYTEST, "tests/gpu/test_torch_managed.py"), longest_s=70, part=2, simulated=None, double=None
     ),
     "phases": _phases(150, "512", "2048", "8192", "32768"),
     "small-pages": replace(

@@ -82,7 +82,7 @@ def _device() -> dict[str, object]:
 
 
 def memory_total(setting: Setting, note: Note) -> None:
-    """Whether the machine's memory grows when it is used, and how fast fresh memory is to be had."""
+    """Whether the machine's memory grows when it is used, and how fast the kernel hands out fresh memory."""
     before = _meminfo()
     note("before_mib", before)
     mib = min(6 * setting.large_mib, before["MemAvailable"] - _HOST_MIB)
@@ -117,7 +117,7 @@ def _meminfo() -> dict[str, int]:
 
 
 def in_namespace(setting: Setting, note: Note, options: tuple[str, ...]) -> None:
-    """A target in a namespace of its own, driven from outside: what is said of it, and a whole cycle."""
+    """A target in a separate namespace, driven from outside: how driver and NVML know it, and a whole cycle."""
     with setting.hold(prefix=("unshare", *options)) as holder, setting.caller() as caller:
         holder.ask(_START_S, do="hold", mib=setting.small_mib, cached_mib=0)
         inner = Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()
