@@ -367,7 +367,7 @@ CUresult CUDAAPI cuCheckpointProcessGetState(int pid, CUprocessState *state) {
     Call call;
     if (begin(&call, "cuCheckpointProcessGetState", pid)) {
         Record record;
-        if (!read_record(pid, &record) || !is_cuda_process(&record)) call.result = CUDA_ERROR_NOT_INITIALIZED;
+        if (!read_record(pid, &record) || !is_cuda_process(&record)) call.result = (CUresult)setting("no_cuda", 3);
         else if (!(call.result = why_not_ask(pid, "stopped_state")) && read_record(pid, &record)) {
             uint32_t is = atomic_load(&record.state);
             bool told = setting("tells_moving", 1) != 0; /* older drivers do not have these states */
@@ -393,7 +393,10 @@ CUresult CUDAAPI cuCheckpointProcessLock(int pid, CUcheckpointLockArgs *args) {
     Call call;
     char bytes[129];
     if (begin(&call, "cuCheckpointProcessLock", pid)) {
+        Record record;
+        bool init_only = read_record(pid, &record) && !record.devices && !record.inherited;
         if (args && !all_zero(args, 4, sizeof *args)) call.result = CUDA_ERROR_INVALID_VALUE;
+        else if (init_only && setting("init_only_lock", 0)) call.result = (CUresult)setting("init_only_lock", 0);
         else call.result = ask(pid, LOCK, args ? args->timeoutMs : 0, NULL);
     }
     return end(&call, "pid=%d args=%s", pid, hex(bytes, args, sizeof *args));

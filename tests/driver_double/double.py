@@ -59,6 +59,8 @@ DEFAULTS: Final[Mapping[str, object]] = {
     "save_gb_s": 0.0,  # speed of a checkpoint and of a restore; 0: as fast as it goes
     "load_gb_s": 0.0,
     "init_only_known": True,  # whether a process that only called cuInit has a checkpoint state
+    "init_only_lock": 0,  # what locking it gives
+    "no_cuda": 3,  # what asking for the state of a process without CUDA gives
     "init_only_listed": "unlisted",  # how NVML lists it: unlisted, zero
     "nvml_hides": (),  # pids that NVML does not list
     "nvml_tells_zero": (),  # pids that it lists with no memory

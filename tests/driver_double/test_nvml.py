@@ -56,47 +56,52 @@ def test_a_device_that_is_not_there_is_told(remote: Remote) -> None:
 @pytest.mark.parametrize(
     ("results", "seen"),
     [
-        ([], {7}),
+        ([], {"kernel"}),
         ([6], set()),  # no sample
         ([0], set()),  # none to count: pynvml makes an error of that success
-        ([7, 7], {7}),  # how many there are; and then there were more
+        ([7, 7], {"kernel"}),  # how many there are; and then there were more
     ],
 )
 def test_who_works_is_read_whatever_order_samples_come_in(
-    double: DriverDouble, remote: Remote, results: list[int], seen: set[int]
+    double: DriverDouble, remote: Remote, kernel: KernelProcess, results: list[int], seen: set[str]
 ) -> None:
-    double.set_device(0, samples=[(7, 0, 55, 0)])
+    """Process 7 is one that the device does not list, as one outside of this namespace of pids."""
+    kernel.run("!x = cuda.allocate(1 << 20)")
+    double.set_device(0, samples=[(kernel.pid, 0, 55, 0), (7, 0, 55, 0)])
     for result in results:
         double.fail(SAMPLES, result)
     activity = remote.monitor.activity(double.devices[0].device_id, since_boot_us() - 2_000_000)
     assert activity is not None
-    assert set(activity.worked_us) == seen
+    assert {{kernel.pid: "kernel"}[pid] for pid in activity.worked_us} == seen
     assert not list((double.folder / "faults").glob("*/*")), "each result was taken"
 
 
 @pytest.mark.parametrize(
     ("results", "by_pid"),
     [
-        ([], {7: 550}),
-        ([6], {}),  # no sample is newer
-        ([7, 7], {7: 550}),  # how many there are; and then there were more
+        ([], [550]),
+        ([6], []),  # no sample is newer
+        ([7, 7], [550]),  # how many there are; and then there were more
         ([3], None),  # not supported
         ([4], None),  # not permitted
         ([13], None),  # no such function
     ],
 )
 def test_utilisation_is_read_since_a_time_whatever_the_driver_answers(
-    double: DriverDouble, remote: Remote, results: list[int], by_pid: dict[int, int] | None
+    double: DriverDouble, remote: Remote, kernel: KernelProcess, results: list[int], by_pid: list[int] | None
 ) -> None:
+    kernel.run("!x = cuda.allocate(1 << 20)")
     device = double.devices[0].device_id
     old = time.time_ns() // 1000 - 5_000_000
-    double.set_device(0, samples=[(7, 0, 55, 0), (8, old, 90, 0)], busy_percent=5)
+    double.set_device(0, samples=[(kernel.pid, 0, 55, 0), (8, old, 90, 0)], busy_percent=5)
     for result in results:
         double.fail(SAMPLES, result)
     since_us = since_boot_us() - 2_000_000
     found = remote.monitor.utilisation(device, since_us)
     assert found is not None
-    assert (found.by_pid, found.device_milli) == (by_pid, 50)
+    values = None if found.by_pid is None else [*found.by_pid.values()]
+    assert (values, found.device_milli) == (by_pid, 50)
+    assert set(found.by_pid or ()) <= {kernel.pid}
     assert since_us < found.until_us <= since_boot_us()
     (first, *_) = double.calls(SAMPLES)
     asked_us = int(first.arguments["since"]) - (time.time_ns() // 1000 - since_boot_us())
@@ -117,14 +122,16 @@ def test_samples_that_are_never_as_many_as_said_are_an_error(double: DriverDoubl
         remote.monitor.activity(double.devices[0].device_id, 0)
 
 
-def test_samples_are_told_as_they_were_set_however_absurd(double: DriverDouble, remote: Remote) -> None:
+def test_samples_are_told_as_they_were_set_however_absurd(
+    double: DriverDouble, remote: Remote, kernel: KernelProcess
+) -> None:
+    kernel.run("!x = cuda.allocate(1 << 20)")
     device = double.devices[0].device_id
     now = time.time_ns() // 1000
-    double.set_device(0, samples=[(7, 0, 55, 1), (8, now - 5_000_000, 9, 0), (9, now + 10**12, 37_100, 0)])
+    double.set_device(0, samples=[(kernel.pid, 0, 55, 1), (8, now - 5_000_000, 9, 0), (9, now + 10**12, 37_100, 0)])
     activity = remote.monitor.activity(device, since_boot_us() - 2_000_000)
     assert activity is not None
-    assert 7 in activity.worked_us
-    assert 8 not in activity.worked_us
+    assert set(activity.worked_us) == {kernel.pid}
     (first, *_) = double.calls("nvmlDeviceGetProcessUtilization")
     assert (first.arguments["room"], first.result) == ("0", 7), "pynvml asks for the number first"
 

@@ -130,12 +130,23 @@ def test_doctor_and_broker_try_a_checkpoint_and_the_doctor_says_whether_kernels_
         if driver == "570":  # the broker's trial is the same on either
             return
         mode.world.start_broker()
-        until(lambda: "tried on a process of our own: it works" in mode.world.logs()["broker.log"], "the broker tried")
+        assert "tried on a process of our own: it works" in mode.world.logs()["broker.log"], "before it serves"
         assert len(mode.calls("cuCheckpointProcessRestore")) == 2
         until(
             lambda: {one.pid for one in mode.double.processes()} <= set(mode.workers()),
             "the processes tried on are gone",
         )
+
+
+def test_missing_rights_are_found_before_the_kernel_that_starts_the_broker_is_admitted() -> None:
+    with nvidia_mode(driver="580") as mode, Server(mode.world) as server:
+        mode.double.fail("cuCheckpointProcessLock", 304, times=None)
+        mode.start(server)
+        with mode.world.client() as client:
+            (device,) = client.status().devices
+        assert "missing rights" in device.why_not
+        assert "gVisor" in device.why_not
+        assert len(mode.calls("cuCheckpointProcessLock")) == 1, "it is not tried again"
 
 
 # -- turns and moves -----------------------------------------------------------------------------------------------------------
@@ -322,6 +333,19 @@ def test_processes_that_only_started_the_driver_are_saved_and_come_back(mode: Nv
         bare.must("buffer = cuda.allocate(1 << 20); buffer.fill(b'after')")
         assert parent.must(CHECK).text == "intact\n"
         assert mode.state(child) == "running"
+    parent.must("child.communicate('')")
+    mode.settled()
+
+
+def test_a_child_that_only_asked_for_the_devices_is_left_alone(mode: NvidiaMode, server: Server) -> None:
+    """NVML lists it with no memory, and the driver does not know it when it is to be locked."""
+    mode.double.set(init_only_listed="zero", init_only_lock=3, no_cuda=1)
+    parent = mode.start(server)
+    parent.must(fill(1) + CHILD)
+    child = int(parent.must("print(child.pid)").text)
+    mode.suspend(parent)
+    assert (mode.state(mode.pid(parent)), mode.state(child)) == ("checkpointed", "running")
+    assert parent.must(CHECK).text == "intact\n"
     parent.must("child.communicate('')")
     mode.settled()
 

@@ -4,7 +4,8 @@
 
 Its first line says how long opening took. `{"call": "state", "pid": N}` (or thread, lock with `timeout_ms`, checkpoint, restore, unlock)
 is answered with `{"result": CUDA's number, "name": ..., "value": ..., "seconds": ...}`; on a simulated device the result is 0 or the
-error's code. The product's checkpoint worker makes the same calls; this one keeps their raw results and knows nothing of leases.
+error's code. `job_file` is set as the target's job file for the call. The product's checkpoint worker makes the same calls; this one keeps
+their raw results and knows nothing of leases.
 """
 
 import json
@@ -13,6 +14,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
+
+from tests.gpu.talk import JOB_FILE
 
 __all__ = ["main"]
 
@@ -86,6 +89,9 @@ def main(arguments: list[str]) -> int:
     _say({"opened_s": round(time.perf_counter() - begun, 4)})
     for line in sys.stdin:
         request = json.loads(line)
+        os.environ.pop(JOB_FILE, None)
+        if "job_file" in request:
+            os.environ[JOB_FILE] = request["job_file"]
         begun = time.perf_counter()
         answer = calls.call(request["call"], request["pid"], request.get("timeout_ms", 10_000))
         _say({**answer, "seconds": round(time.perf_counter() - begun, 5)})

@@ -10,15 +10,15 @@ Fact = tuple[str, str]
 
 _STATES: Final = {0: "running", 1: "locked", 2: "checkpointed", 3: "failed", 4: "checkpointing", 5: "restoring"}
 _PHASES: Final = ("lock", "checkpoint", "restore", "unlock")
-_MOST: Final = 200
+_MOST: Final = 160
 
 
 def facts(item: str, saw: Saw) -> list[Fact]:
-    """Return questions with their answers; none for an item that this does not know or that saw too little."""
-    tell = _TELL.get(item)
+    """Return questions with their answers. An item without words of its own tells all that it saw, in words by its form."""
+    tell = _TELL.get(item, _everything)
     found: list[Fact] = []
     try:
-        for what, answer in tell(saw) if tell is not None else ():
+        for what, answer in tell(saw):
             found.append((what, answer[:_MOST]))
     except (KeyError, TypeError, AttributeError, IndexError) as error:  # it ended before it had seen that
         found.append(("the rest", f"not seen ({type(error).__name__}: {error})"))
@@ -76,28 +76,24 @@ def _process(told: Mapping[str, Any]) -> str:
     return f"{_state(told['state'])}, restore thread {number}, NVML: {_listed(told['nvml'])}"
 
 
-def _rows(saw: Saw, *names: str) -> Iterator[Fact]:
-    for name in names:
-        if name in saw:
-            yield name, str(saw[name])
+def _said(value: Any) -> str:  # noqa: ANN401 - whatever an item saw
+    if not isinstance(value, Mapping):
+        return str(value)
+    if value.keys() >= {"state", "thread", "nvml"}:
+        return _process(value)
+    if "lock" in value:
+        return _cycle(value)
+    if "result" in value:
+        return _call(value) if value.get("value") is None else _state(value)
+    return ", ".join(f"{key} {one}" for key, one in value.items()) or "ok"
+
+
+def _everything(saw: Saw) -> Iterator[Fact]:
+    for name, value in saw.items():
+        yield name, _said(value)
 
 
 # ---- the items ---------------------------------------------------------------------------------------------------------------
-
-
-def _system(saw: Saw) -> Iterator[Fact]:
-    device = saw.get("device", {})
-    yield (
-        "device",
-        ", ".join(f"{name} {device[name]}" for name in ("Name", "driver", "PersistenceMode") if name in device),
-    )
-    yield from _rows(saw, "kernel", "thp_enabled", "yama_ptrace_scope", "compiler")
-
-
-def _cu_init(saw: Saw) -> Iterator[Fact]:
-    yield "seconds to open the driver", str(saw["opened_s"])
-    on_device = saw["caller_on_the_device"]
-    yield "the caller on the device", f"{on_device['mib']} MiB, {_listed(next(iter(on_device['nvml'].values())))}"
 
 
 def _plain(saw: Saw) -> Iterator[Fact]:
@@ -117,64 +113,15 @@ def _plain(saw: Saw) -> Iterator[Fact]:
     yield "its memory", "intact" if saw["intact"] else "CHANGED"
 
 
-def _locked(saw: Saw) -> Iterator[Fact]:
-    for name in ("a call while locked", "a call while saved", "then"):
-        yield name, str(saw[name])
-    for name in ("checkpoint while running", "lock while locked", "checkpoint with a thread in a call"):
-        yield name, _call(saw[name])
-
-
-def _only_init(saw: Saw) -> Iterator[Fact]:
-    yield "process", _process(saw["process"])
-    yield "cycle", _cycle(saw["cycle"])
-
-
-def _forked(saw: Saw) -> Iterator[Fact]:
-    yield "child", _process(saw["child"])
-    yield "parent alone", _cycle(saw["cycle of the parent alone"])
-    yield "parent's memory", str(saw["parent intact"])
-
-
 def _kinds(saw: Saw) -> Iterator[Fact]:
     for name in saw:
         if name.endswith("beside plain") and not name.startswith("plain"):
             yield name, str(saw[name])
 
 
-def _users(saw: Saw) -> Iterator[Fact]:
-    yield "a user's own process", _cycle(saw["own"])
-    yield "root's process", ", ".join(f"{call} {_call(answer)}" for call, answer in saw["of root"].items())
-    yield "by root", _cycle(saw["by root"])
-
-
-def _doctor(saw: Saw) -> Iterator[Fact]:
-    for one in saw["checkpoint"]:
-        yield one["check"], f"{one['severity']}: {one['finding']}"
-
-
-def _stopped(saw: Saw) -> Iterator[Fact]:
-    yield "state while stopped", _state(saw["state while stopped"])
-    yield "lock while stopped", _call(saw["lock while stopped"])
-    yield "its memory afterwards", str(saw["intact"])
-
-
-def _everything(saw: Saw) -> Iterator[Fact]:
-    for name, value in saw.items():
-        yield (
-            name,
-            ", ".join(f"{key} {one}" for key, one in value.items()) if isinstance(value, Mapping) else str(value),
-        )
-
-
 def _nvml(saw: Saw) -> Iterator[Fact]:
     for name in ("devices", "use", "activity", "sensors"):
         yield f"{name}, ms", f"median {saw[name]['median_ms']}, worst {saw[name]['worst_ms']}"
-
-
-def _rounds(saw: Saw) -> Iterator[Fact]:
-    yield "before", str(saw["before"])
-    yield from _rows(saw, "after 10", "after 30")
-    yield "median seconds", str(saw["median_s"])
 
 
 def _margin(saw: Saw) -> Iterator[Fact]:
@@ -199,41 +146,11 @@ def _killed(saw: Saw) -> Iterator[Fact]:
     yield "neighbour intact", str(saw["neighbour intact"])
 
 
-def _no_room(saw: Saw) -> Iterator[Fact]:
-    for name in ("restore without room", "with room", "unlock"):
-        yield name, _call(saw[name])
-    yield "state", _state(saw["state"])
-    yield "device afterwards, MiB", str(saw["device_mib"])
-
-
-def _cycles(saw: Saw) -> Iterator[Fact]:
-    for name, value in saw.items():
-        is_cycle = isinstance(value, Mapping) and "lock" in value
-        yield name, _cycle(value) if is_cycle else _state(value) if name == "state" else str(value)
-
-
 _TELL: Final[Mapping[str, Callable[[Saw], Iterator[Fact]]]] = {
-    "system": _system,
-    "cu-init": _cu_init,
     "plain": _plain,
-    "calls-while-locked": _locked,
-    "only-cu-init": _only_init,
-    "forked": _forked,
     "kinds-of-memory": _kinds,
-    "same-user-without-root": _users,
-    "doctor": _doctor,
-    "doctor-as-another": _doctor,
-    "stopped": _stopped,
-    "context": _everything,
-    "context-torch": _everything,
     "nvml-times": _nvml,
-    "kinds-that-survive": _everything,
-    "rounds": _rounds,
     "margin": _margin,
-    "profiler": _cycles,
     "killed-in-checkpoint": _killed,
     "killed-in-restore": _killed,
-    "restore-without-room": _no_room,
-    "shared-memory": _cycles,
-    "managed-memory": _cycles,
 }

@@ -1,7 +1,7 @@
 """The figures of a run on hardware, for documents, and the one way into the repository for its results.
 
     python tests/gpu/figures.py FOLDER [FOLDER ...]            prints them; the folders are those of run_all.py, one for each part
-    python tests/gpu/figures.py FOLDER [FOLDER ...] --record   and writes tests/gpu/recorded/DEVICE-DRIVER.json
+    python tests/gpu/figures.py FOLDER [FOLDER ...] --record   and writes tests/gpu/recorded/DEVICE-DRIVER.json, and a row of docs/nvidia.md
     python tests/gpu/figures.py tests/gpu/recorded/FILE        prints what was recorded
 
 Every table names device and driver. Results of a simulated device or of a double of the driver are printed and never recorded.
@@ -19,12 +19,14 @@ _HERE = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(_HERE), *(str(_HERE / folder) for folder in ("provisioner", "kernelext", "hub_spawner"))]
 
 from tests.gpu.facts import described, facts
+from tests.support.paths import ROOT
 
-__all__ = ["RECORDED", "figures", "main", "together"]
+__all__ = ["RECORDED", "figures", "main", "table", "together"]
 
 RECORDED: Final = Path(__file__).with_name("recorded")
-_ITEMS: Final = ("questions", "measures", "spoilers")
-_TESTS: Final = ("tests", "torch", "managed")
+_NVIDIA: Final = ROOT / "docs" / "nvidia.md"
+_SEEN_ON: Final = "| driver | device | seen |\n| --- | --- | --- |\n"
+Row = tuple[str, ...]
 
 
 class ResultsError(Exception):
@@ -60,98 +62,85 @@ def _where(found: Mapping[str, Any]) -> str:
 def figures(found: Mapping[str, Any]) -> str:
     """Return the figures as markdown."""
     lines = [f"Measured on {described(found['machine'])}."]
-    lines += _phases(found)
-    lines += _offload(found)
-    for step in _ITEMS:
-        items = found.get(step, {}).get("items", {})
-        told = [line for name, row in items.items() for line in _item(name, row)]
-        if told:
-            lines += ["", f"| {step} | | |", "| --- | --- | --- |", *told]
-    lines += _tests(found)
+    for step in found["steps"]:
+        lines += table(step, found.get(step, {}))
     return "\n".join(lines) + "\n"
 
 
-def _phases(found: Mapping[str, Any]) -> Iterator[str]:
-    rows = [("", found.get("phases", {})), (", small pages", found.get("small-pages", {}))]
-    if not any(part for _, part in rows):
-        return
-    yield from (
+def table(step: str, saw: Mapping[str, Any]) -> list[str]:
+    """Return what a step saw as a markdown table; a sentence if its results are not whole."""
+    tell = _phases if "phases" in saw else _tests if "tests" in saw else _offload if step == "offload" else _items
+    try:
+        rows = list(tell(saw))
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        rows = [(f"what it saw is in results.json ({type(error).__name__}: {error})",)]
+    if not rows:
+        return []
+    columns = max(len(row) for row in rows)
+    head = (step, *("" for _ in range(columns - 1)))
+    whole = [head, ("---",) * columns, *((*row, *("" for _ in range(columns - len(row)))) for row in rows)]
+    return ["", *(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in whole)]
+
+
+def _phases(saw: Mapping[str, Any]) -> Iterator[Row]:
+    phases = saw["phases"]
+    copies = phases["pinned_copies_gb_per_s"]
+    yield (
+        f"pinned copies, huge pages: {phases['thp']}",
         "",
-        "| held | moved | suspend | resume | of that, checkpoint and restore |",
-        "| --- | --- | --- | --- | --- |",
+        f"{copies['to_host']} GB/s to the host",
+        f"{copies['to_device']} GB/s back",
     )
-    for note, part in rows:
-        phases = part.get("phases", {})
-        for row in phases.get("sizes", []):
-            if "not_measured" in row:
-                yield f"| {row['held_mib']} MiB{note} | {row['not_measured']} | | | |"
-                continue
-            shrunk = ", shrunk before" if row["shrinking"] else ""
-            yield (
-                f"| {row['held_mib']} MiB{note}{shrunk} | {row['moved_mib']} MiB "
-                f"| {row['suspend_s']:.2f} s, {row['suspend_gb_per_s']} GB/s | {row['resume_s']:.2f} s, {row['resume_gb_per_s']} GB/s "
-                f"| {row['phases_s']['checkpoint']:.2f} s, {row['phases_s']['restore']:.2f} s |"
-            )
-    for note, part in rows:
-        phases = part.get("phases", {})
-        if phases:
-            copies = phases["pinned_copies_gb_per_s"]
-            yield ""
-            yield (
-                f"Pinned copies in the same run{note}: {copies['to_device']} GB/s to the device, {copies['to_host']} GB/s to the host; "
-                f"transparent huge pages: {phases['thp']}."
-            )
+    for row in phases["sizes"]:
+        if "not_measured" in row:
+            yield f"{row['held_mib']} MiB", row["not_measured"]
+            continue
+        yield (
+            f"{row['held_mib']} MiB{', shrunk before' if row['shrinking'] else ''}",
+            f"{row['moved_mib']} MiB moved",
+            f"suspend {row['suspend_s']:.2f} s, {row['suspend_gb_per_s']} GB/s",
+            f"resume {row['resume_s']:.2f} s, {row['resume_gb_per_s']} GB/s",
+            f"checkpoint {row['phases_s']['checkpoint']:.2f} s, restore {row['phases_s']['restore']:.2f} s",
+        )
 
 
-def _offload(found: Mapping[str, Any]) -> Iterator[str]:
-    items = found.get("offload", {}).get("items", {})
-    if not items:
-        return
-    yield from ("", "| offload probe | out | back | every byte |", "| --- | --- | --- | --- |")
-    for name, row in items.items():
-        saw = row.get("saw", {})
-        if name.startswith("native") and "steps" in saw:
-            out, back = (saw["steps"].get(step) for step in ("checkpoint", "restore"))
-            yield f"| {name} | {_speed(out)} | {_speed(back)} | {_intact(saw)} |"
-            for way, one in saw.get("pinned copies", {}).items():
-                yield f"| pinned copies {way.replace('_', ' ')} | {_speed(one)} | | |"
-        rounds = {what: one for what, one in saw.items() if "round" in what}
-        if not rounds and not name.startswith("native"):
-            yield f"| {name} | {row['outcome']}: {row.get('why', '')} | | |"
-        for what, one in rounds.items():
-            if "refused" in one:
-                yield f"| {name}, {what} | refused at {', '.join(one['refused'])} | | |"
-            else:
-                yield f"| {name}, {what} | {_speed(one['out'])} | {_speed(one['back'])} | {_intact(one)} |"
+def _offload(saw: Mapping[str, Any]) -> Iterator[Row]:
+    for name, row in saw.get("items", {}).items():
+        seen = row.get("saw", {})
+        yield name, row["outcome"], row.get("why", "")
+        for way, one in seen.get("pinned copies", {}).items():
+            yield "", f"pinned copies {way.replace('_', ' ')}", _speed(one)
+        if name.startswith("native") and "steps" in seen:
+            speeds = [
+                f"{step} {_speed(seen['steps'][step])}" for step in ("checkpoint", "restore") if step in seen["steps"]
+            ]
+            yield "", "the driver's own", ", ".join([*speeds, _intact(seen)])
+        for what, one in seen.items():
+            if "round" in what and "refused" in one:
+                yield "", what, f"refused at {', '.join(one['refused'])}"
+            elif "round" in what:
+                yield "", what, f"out {_speed(one['out'])}, back {_speed(one['back'])}, {_intact(one)}"
 
 
-def _speed(row: Mapping[str, float] | None) -> str:
-    return "-" if row is None else f"{row['seconds']} s, {row['gb_per_s']} GB/s"
+def _speed(row: Mapping[str, float]) -> str:
+    return f"{row['seconds']} s ({row['gb_per_s']} GB/s)"
 
 
 def _intact(saw: Mapping[str, Any]) -> str:
     return {True: "intact", False: "CHANGED", None: "not compared"}[saw.get("intact")]
 
 
-def _item(name: str, row: Mapping[str, Any]) -> Iterator[str]:
-    if row["outcome"] != "answered":
-        yield f"| {name} | {row['outcome']} | {_cell(row.get('why', ''))} |"
-    if row["outcome"] != "not here":
-        for what, answer in facts(name, row.get("saw", {})):
-            yield f"| {name} | {what} | {_cell(answer)} |"
+def _items(saw: Mapping[str, Any]) -> Iterator[Row]:
+    for name, row in saw.get("items", {}).items():
+        left = f", {row['left_mib']} MiB left on the device" if row.get("left_mib") else ""
+        yield name, f"{row['outcome']}, {row['seconds']:.0f} s{left}", row.get("why", "")
+        if row["outcome"] != "not here":
+            yield from (("", what, answer) for what, answer in facts(name, row.get("saw", {})))
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
-
-
-def _tests(found: Mapping[str, Any]) -> Iterator[str]:
-    tests = [(name, one) for step in _TESTS for name, one in found.get(step, {}).get("tests", {}).items()]
-    if not tests:
-        return
-    yield from ("", "| test | outcome | what was seen |", "| --- | --- | --- |")
-    for name, one in tests:
-        yield f"| {name} | {one.get('outcome', 'did not end')} | {_cell(json.dumps(one['saw']))} |"
+def _tests(saw: Mapping[str, Any]) -> Iterator[Row]:
+    for name, one in saw["tests"].items():
+        yield name, one.get("outcome", "did not end"), json.dumps(one["saw"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -179,7 +168,28 @@ def _record(found: Mapping[str, Any]) -> Path:
     RECORDED.mkdir(exist_ok=True)
     path = RECORDED / f"{name}.json"
     path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    _see(found, path)
     return path
+
+
+def _see(found: Mapping[str, Any], path: Path) -> None:
+    """Write the run's row of the table "Seen on", instead of an earlier one of this driver and device."""
+    before, head, after = _NVIDIA.read_text(encoding="utf-8").partition(_SEEN_ON)
+    rows, _, rest = after.partition("\n\n")
+    key = f"| {found['machine']['driver']} | {found['machine']['devices'][0]['name']} |"
+    items = {name: row for step in found["steps"] for name, row in found.get(step, {}).get("items", {}).items()}
+    cycles = {name: row["saw"]["cycle"] for name, row in items.items() if "cycle" in row.get("saw", {})}
+    whole = [
+        name
+        for name, one in cycles.items()
+        if isinstance(one, dict) and not any(call["result"] for call in one.values())
+    ]
+    tests = [one for step in found["steps"] for one in found.get(step, {}).get("tests", {}).values()]
+    passed = sum(one.get("outcome") == "passed" for one in tests)
+    other = ", ".join(name for name in cycles if name not in whole) or "none"
+    seen = f"saved and brought back: {', '.join(whole) or 'none'}; not: {other}; {passed} of {len(tests)} tests passed; {path.name}"
+    kept = [row for row in rows.splitlines() if not row.startswith((key, "| none"))]
+    _NVIDIA.write_text(before + head + "\n".join([*kept, f"{key} {seen} |"]) + "\n\n" + rest, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,11 +3,14 @@
 import ctypes
 import mmap
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from tests.gpu.driver import Driver, Noise
+from tests.gpu.items import DOUBLE
 
 __all__ = ["DriverHolding", "location"]
 
@@ -17,6 +20,25 @@ _COPIES: Final = 5
 _ATTACH_GLOBAL: Final = 1  # of managed memory: any stream on any device
 _HANDLE: Final = 64  # bytes of a CUipcMemHandle
 _LAZY_PEER_ACCESS: Final = 1  # the one flag that opening an IPC handle takes
+_CONTEXT_S: Final = 30.0
+_SPIN: Final = b"""
+.version 6.3
+.target sm_75
+.address_size 64
+.visible .entry spin(.param .u64 nanoseconds)
+{
+    .reg .pred %again;
+    .reg .u64 %begun, %now, %most;
+    ld.param.u64 %most, [nanoseconds];
+    mov.u64 %begun, %globaltimer;
+LOOP:
+    mov.u64 %now, %globaltimer;
+    sub.u64 %now, %now, %begun;
+    setp.lt.u64 %again, %now, %most;
+    @%again bra LOOP;
+    ret;
+}
+"""
 
 
 class DriverHolding:
@@ -38,6 +60,10 @@ class DriverHolding:
         self.also: Mapping[str, Callable[..., dict[str, Any]]] = {
             "started": lambda: {"seconds": round(self._started_s, 4)},
             "context": self._make_context,
+            "count": lambda: {"devices": int(self._driver.do("cuDeviceGetCount"))},
+            "thread": self._context_of_a_thread,
+            "room": lambda: {"free_and_total": [int(one) for one in self._driver.answer("cuMemGetInfo")[2]]},
+            "spin": self._spin,
             "where": lambda: {"address": self._parts[0][0]},
             "managed": self._managed,
             "pinned": self._pinned,
@@ -95,6 +121,34 @@ class DriverHolding:
         begun = time.perf_counter()
         self._driver.start()
         return {"seconds": round(time.perf_counter() - begun, 4)}
+
+    def _context_of_a_thread(self) -> dict[str, Any]:
+        """Make the context in another thread, which stays, and use it in this one."""
+        made = threading.Event()
+
+        def make() -> None:
+            self._driver.start()
+            made.set()
+            signal.pause()
+
+        thread = threading.Thread(target=make, daemon=True)
+        thread.start()
+        if not made.wait(_CONTEXT_S):
+            raise RuntimeError(f"the thread has made no context within {_CONTEXT_S:g} s")
+        self._driver.start()
+        return {"thread": thread.native_id}
+
+    def _spin(self, ms: int) -> dict[str, Any]:
+        """Keep the device at work for so long, and return at once."""
+        if os.environ.get(DOUBLE):  # it runs no kernels
+            ctypes.CDLL("libcuda.so.1").driverDoubleBusy(ms)
+            return {}
+        code = ctypes.create_string_buffer(_SPIN)
+        module = self._driver.do("cuModuleLoadData", ctypes.addressof(code))
+        function = self._driver.do("cuModuleGetFunction", module, b"spin")
+        given = ((ms * 1_000_000,), (ctypes.c_uint64,))
+        self._driver.do("cuLaunchKernel", function, 1, 1, 1, 1, 1, 1, 0, 0, given, 0)
+        return {}
 
     def _managed(self, mib: int) -> dict[str, Any]:
         """Managed memory, small on purpose, written by the host and then by the device."""

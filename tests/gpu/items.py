@@ -23,10 +23,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
+from tests.gpu.look import driver_messages, sees
 from tests.gpu.talk import Talker, TalkError
 from tests.support.paths import PYTHONPATH, ROOT
 
-__all__ = ["DOUBLE", "Item", "NotHereError", "Note", "Setting", "cycle", "main", "opened_backend", "tried"]
+__all__ = ["DOUBLE", "Item", "NotHereError", "Note", "Setting", "cycle", "described", "main", "opened_backend", "tried"]
 
 DOUBLE: Final = "DRIVER_DOUBLE"  # set where the driver is a double: its times say nothing about GPUs
 Note = Callable[[str, object], None]
@@ -63,10 +64,10 @@ class Setting:
         """The kind of tests/gpu/holder.py that holds plain memory here."""
         return "simulated" if self.simulated else "driver"
 
-    def hold(self, kind: str = "", *options: str, uid: int | None = None) -> Talker:
-        """Start a process that holds memory."""
-        environment = self._environment()
-        return Talker(("-m", "tests.gpu.holder", kind or self.holder, *options), environment=environment, uid=uid)
+    def hold(self, kind: str = "", **how: Any) -> Talker:  # noqa: ANN401 - Talker's
+        """Start a process that holds memory. `how`: as Talker takes it."""
+        environment = {**self._environment(), **how.pop("environment", {})}
+        return Talker(("-m", "tests.gpu.holder", kind or self.holder), environment=environment, **how)
 
     @contextmanager
     def caller(self, *, uid: int | None = None, within_s: float = 30.0) -> Iterator[Talker]:
@@ -100,25 +101,34 @@ def tried(act: Callable[[], object]) -> object:
     """Return what it gives, or what went wrong in words: for what is a finding either way."""
     try:
         return act()
-    except (TalkError, OSError, RuntimeError, ValueError, KeyError) as error:
+    except (TalkError, OSError, RuntimeError, ValueError, KeyError, ImportError) as error:
         return f"{type(error).__name__}: {error}"
 
 
-def cycle(caller: Talker, pid: int, *, within_s: float = 60.0, lock_ms: int = 10_000) -> dict[str, Any]:
+def cycle(caller: Talker, pid: int, *, within_s: float = 20.0, **given: object) -> dict[str, Any]:
     """Lock, checkpoint, restore and unlock, and return each answer with the state after it; ends at the first that fails.
 
-    Raises SilentError and EndedError of the caller.
+    `given`: more of the caller's requests. Raises SilentError and EndedError of the caller.
     """
     found: dict[str, Any] = {}
     for phase in ("lock", "checkpoint", "restore", "unlock"):
-        found[phase] = caller.ask(within_s, call=phase, pid=pid, timeout_ms=lock_ms)
+        found[phase] = caller.ask(within_s, call=phase, pid=pid, **given)
         found[phase]["state_after"] = caller.ask(within_s, call="state", pid=pid)["value"]
         if found[phase]["result"] != 0:
             if phase in ("checkpoint", "restore"):
-                found["unlock"] = caller.ask(within_s, call="unlock", pid=pid)
+                found["unlock"] = caller.ask(within_s, call="unlock", pid=pid, **given)
                 found["unlock"]["state_after"] = caller.ask(within_s, call="state", pid=pid)["value"]
             break
     return found
+
+
+def described(setting: Setting, caller: Talker, pid: int) -> dict[str, Any]:
+    """Return state, restore thread and NVML's entry of a process."""
+    return {
+        "state": caller.ask(20, call="state", pid=pid),
+        "thread": caller.ask(20, call="thread", pid=pid),
+        "nvml": sees(setting.backend, pid)["listed"][str(pid)],
+    }
 
 
 @contextmanager
@@ -146,19 +156,21 @@ def main(module: str, items: Mapping[str, Item], arguments: Sequence[str] | None
     if options.item:
         return _be_one(items[options.item], options)
     found: dict[str, Any] = {"items": {}}
-    failed = False
+    failed: list[str] = []
     with opened_backend(simulated=options.simulated) as backend:
         for name in options.only or items:
             _say(f"{name}: at most {items[name].longest_s} s")
             row = found["items"][name] = _run(module, name, items[name], backend, options)
-            failed |= row["outcome"] not in ("answered", "not here")
+            failed += [name] if row["outcome"] not in ("answered", "not here") else []
             _say(f"{name}: {row['outcome']} in {row['seconds']} s {row.get('why', '')}".rstrip())
             if options.json is not None:
                 options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
             if row["outcome"] == _INTERRUPTED:
                 break
     sys.stdout.write(as_table(found))
-    return int(failed)
+    if failed:
+        sys.stdout.write(f"not answered: {', '.join(failed)}\n")
+    return int(bool(failed))
 
 
 def as_table(found: Mapping[str, Any]) -> str:
@@ -215,11 +227,13 @@ def _run(module: str, name: str, item: Item, backend: str, options: argparse.Nam
         command = [sys.executable, "-P", "-m", module, "--item", name, "--backend", backend, "--answer", str(answer)]
         before_mib = _used_mib(backend)
         begun = time.monotonic()
-        with Path(folder, "log").open("w+b") as log:
+        with driver_messages() as messages, Path(folder, "log").open("w+b") as log:
             outcome = _supervise([*command, *(["--small"] if options.small else [])], log, longest_s)
             log.seek(0)
             said = log.read().decode(errors="replace").strip()
         row: dict[str, Any] = {"outcome": outcome, "seconds": round(time.monotonic() - begun, 1)}
+        if messages:
+            row["kernel_log"] = messages
         with suppress(FileNotFoundError):
             row["saw"] = json.loads(answer.read_text(encoding="utf-8"))
         missing = row.get("saw", {}).pop("not here", "")

@@ -1,20 +1,34 @@
 """What NVML and /proc say of a process: the device's lists, its mappings and device files, and how its host memory counts.
 
     python -P -m tests.gpu.look nvidia|simulated:DIRECTORY      prints what the first device holds, MiB
+    python -P -m tests.gpu.look --keep                          keeps NVML and the devices open until its standard input ends
 
 Standard library and nvidia-ml-py only.
 """
 
+import ctypes
 import importlib
+import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import closing
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-__all__ = ["Region", "containing", "device_files", "grown", "host_memory", "kinds_of_mappings", "mappings", "sees"]
+__all__ = [
+    "Region",
+    "containing",
+    "device_files",
+    "driver_messages",
+    "grown",
+    "host_memory",
+    "kernel_log",
+    "kinds_of_mappings",
+    "mappings",
+    "sees",
+]
 
 _MIB: Final = 1 << 20
 _LISTS: Final = {
@@ -194,5 +208,38 @@ def grown(before: Iterable[Region], after: Iterable[Region], *, most: int = 6) -
     return [row for _, row in rows[:most]]
 
 
+# ---- the kernel's log --------------------------------------------------------------------------------------------------------
+
+
+def kernel_log() -> list[str]:
+    """Return the kernel's messages that are still there, oldest first; none if its log cannot be read."""
+    read_all, size = 3, 10  # of syslog(2)
+    libc = ctypes.CDLL(None)
+    buffer = ctypes.create_string_buffer(max(1, libc.klogctl(size, None, 0)))
+    count = libc.klogctl(read_all, buffer, len(buffer))
+    return buffer.raw[: max(0, count)].decode(errors="replace").splitlines()
+
+
+@contextmanager
+def driver_messages() -> Iterator[list[str]]:
+    """Collect, at the block's end, what the kernel has logged about NVIDIA's driver since it began."""
+    found: list[str] = []
+    before = set(kernel_log())
+    yield found
+    found += [line for line in kernel_log() if line not in before and re.search("NVRM|Xid", line)]
+
+
+def _keep() -> None:
+    nvml: Any = importlib.import_module("pynvml")
+    nvml.nvmlInit()
+    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    sys.stdout.write(f"{len(handles)}\n")
+    sys.stdout.flush()
+    os.read(0, 1)
+
+
 if __name__ == "__main__":
-    sys.stdout.write(f"{sees(sys.argv[1])['used_mib']}\n")
+    if sys.argv[1:] == ["--keep"]:
+        _keep()
+    else:
+        sys.stdout.write(f"{sees(sys.argv[1])['used_mib']}\n")

@@ -1,7 +1,7 @@
 """What the product's constants should be, measured: python -P -m tests.gpu.measures --json measures.json
 
-What a context costs by what was loaded into it, how much free memory a restore needs beyond what was saved, whether many rounds give
-everything back, what each call of NVML takes, and which kinds of memory survive. See tests/gpu/items.py for the rules.
+What a context costs by what was loaded into it, what each call of NVML takes, and how much free memory a restore needs beyond what was
+saved. See tests/gpu/items.py for the rules.
 """
 
 import importlib
@@ -9,40 +9,21 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from typing import Any, Final
 
 from fractional_gpu.host.clock import since_boot_us
-from tests.gpu.items import Item, Note, Setting, cycle, main, tried
-from tests.gpu.look import host_memory, sees
+from tests.gpu.items import Item, Note, Setting, main
+from tests.gpu.look import sees
 from tests.gpu.talk import SilentError, Talker, TalkError
 
 __all__ = ["ITEMS"]
 
 _START_S: Final = 30.0
 _ANSWER_S: Final = 60.0
-_ROUNDS: Final = 30
 _NVML_TIMES: Final = 30
 _LOWEST_MIB: Final = -128  # free beyond what was saved: a restore surely fails there
 _HIGHEST_MIB: Final = 512  # and surely succeeds there
 _CLOSE_MIB: Final = 8
-_SUMS: Final = ("Rss", "Anonymous", "AnonHugePages", "VmLck", "VmPin")
-
-
-def context(setting: Setting, note: Note) -> None:
-    """What a plain context costs: NVML's figure less what was allocated, and the device's total likewise."""
-    before = sees(setting.backend)["used_mib"]
-    with setting.hold() as holder:
-        for mib in (1, setting.small_mib):
-            holder.ask(_START_S, do="hold", mib=mib, cached_mib=0)
-            seen = sees(setting.backend, holder.pid)
-            listed = seen["listed"][str(holder.pid)]
-            counted = listed["mib"] if listed else None
-            row = {
-                "listed_less_held_mib": None if counted is None else round(counted - mib, 1),
-                "device_less_held_mib": round(seen["used_mib"] - before - mib, 1),
-            }
-            note(f"holding {mib} MiB", row)
 
 
 def context_with_torch(setting: Setting, note: Note) -> None:
@@ -69,33 +50,19 @@ def context_with_torch(setting: Setting, note: Note) -> None:
             note(stage, row)
 
 
-def kinds_that_survive(setting: Setting, note: Note) -> None:
-    """A whole cycle of a process with pinned, registered, or mapped memory beside plain memory."""
-    for kind in ("pinned", "registered", "mapped"):
-        note(kind, tried(partial(_survives, setting, kind)))
-
-
-def _survives(setting: Setting, kind: str) -> dict[str, Any]:
-    with setting.hold() as holder, setting.caller() as caller:
-        holder.ask(_START_S, do="hold", mib=setting.small_mib, cached_mib=0)
-        holder.ask(_START_S, do=kind, mib=32)
-        results = {name: one["result"] for name, one in cycle(caller, holder.pid).items()}
-        return {"results": results, "intact": holder.ask(_ANSWER_S, do="check")["intact"]}
-
-
 # ---- the margin of a restore -------------------------------------------------------------------------------------------------
 
 
 def margin(setting: Setting, note: Note) -> None:
     """By bisection: how much must be free beyond what the process held? Each try ends its process, for out of memory is fatal."""
     low, high, tries = _LOWEST_MIB, _HIGHEST_MIB, 9
-    with setting.hold() as filler:
+    with setting.hold() as filler, setting.caller() as caller:
         filler.ask(_START_S, do="hold", mib=1, cached_mib=0)
         for held_mib in sorted({4 * setting.small_mib, max(4 * setting.small_mib, setting.large_mib)}):
             rows: list[dict[str, Any]] = []
 
             def restored(beyond_mib: float, held_mib: int = held_mib, rows: list[dict[str, Any]] = rows) -> bool | None:
-                rows.append(_restore_with(setting, filler, held_mib, beyond_mib))
+                rows.append(_restore_with(setting, caller, filler, held_mib, beyond_mib))
                 note(f"tries at {held_mib} MiB", rows)
                 return None if "result" not in rows[-1] else bool(rows[-1]["result"] == 0)
 
@@ -124,9 +91,9 @@ def _bisect(fits: Callable[[float], bool | None], low: float, high: float, tries
     return {"fits_mib": high, "fails_mib": low}
 
 
-def _restore_with(setting: Setting, filler: Talker, held_mib: int, beyond_mib: float) -> dict[str, Any]:
+def _restore_with(setting: Setting, caller: Talker, filler: Talker, held_mib: int, beyond_mib: float) -> dict[str, Any]:
     row: dict[str, Any] = {"beyond_mib": beyond_mib}
-    with setting.hold() as target, setting.caller() as caller:
+    with setting.hold() as target:
         target.ask(_START_S, do="hold", mib=held_mib, cached_mib=0)
         resident_mib = sees(setting.backend)["used_mib"]
         for call in ("lock", "checkpoint"):
@@ -148,35 +115,7 @@ def _restore_with(setting: Setting, filler: Talker, held_mib: int, beyond_mib: f
     return row
 
 
-# ---- many rounds, and NVML ---------------------------------------------------------------------------------------------------
-
-
-def rounds(setting: Setting, note: Note) -> None:
-    """What a process and the device hold before and after many rounds, and how long these take. test_swaps does more, with a kernel."""
-    with setting.hold() as holder, setting.caller() as caller:
-        holder.ask(_START_S, do="hold", mib=64, cached_mib=0)
-        cycle(caller, holder.pid)  # the first one brings what stays
-        seconds: dict[str, list[float]] = {}
-        note("before", _held(setting, holder))
-        for number in range(_ROUNDS):
-            answers = cycle(caller, holder.pid)
-            if any(one["result"] != 0 for one in answers.values()):
-                note("refused", {"round": number, **answers})
-                return
-            for name, one in answers.items():
-                seconds.setdefault(name, []).append(one["seconds"])
-            if number in (9, _ROUNDS - 1):
-                note(f"after {number + 1}", _held(setting, holder))
-                medians = {name: round(statistics.median(values), 4) for name, values in seconds.items()}
-                note("median_s", medians)
-                note("worst_s", {name: round(max(values), 4) for name, values in seconds.items()})
-        note("intact", holder.ask(_ANSWER_S, do="check")["intact"])
-
-
-def _held(setting: Setting, holder: Talker) -> dict[str, Any]:
-    told = host_memory(holder.pid)
-    host = {name: told[name] for name in _SUMS}
-    return {"device_mib": sees(setting.backend)["used_mib"], "host_mib": host}
+# ---- NVML --------------------------------------------------------------------------------------------------------------------
 
 
 class _Timed:
@@ -231,12 +170,9 @@ def _milliseconds(seconds: list[float]) -> dict[str, float]:
 
 
 ITEMS: Final = {
-    "context": Item(act=context, longest_s=60),
     "context-torch": Item(act=context_with_torch, longest_s=150, needs=("driver", "torch")),
     "nvml-times": Item(act=nvml_times, longest_s=60, needs=("driver",)),
-    "kinds-that-survive": Item(act=kinds_that_survive, longest_s=90, needs=("driver",)),
-    "rounds": Item(act=rounds, longest_s=180),
-    "margin": Item(act=margin, longest_s=240),
+    "margin": Item(act=margin, longest_s=120),
 }
 
 

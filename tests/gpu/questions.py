@@ -1,28 +1,27 @@
-"""The open questions about the driver, decided in about 90 seconds: python -P -m tests.gpu.questions --json questions.json
+"""The open questions about the driver, without Jupyter: python -P -m tests.gpu.questions --json questions.json
 
-What the machine is; whom the doctor finds able to checkpoint; what the driver and NVML say of each kind of CUDA process; what can be
-seen of managed memory from outside; what `cuInit` costs; how saved memory counts on the host. See tests/gpu/items.py for the rules.
+What the machine is; what the driver and NVML say of each kind of CUDA process, and whether it can be saved; who may; what surrounds a
+target. Each is a plain process that tests/gpu/caller.py drives. docs/gpu-tests.md says what each item decides, tests/gpu/items.py has the
+rules.
 """
 
 import json
 import os
-import platform
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
+from tests.gpu import frameworks, surroundings
 from tests.gpu.driver import Driver
-from tests.gpu.items import Item, Note, NotHereError, Setting, cycle, main, tried
+from tests.gpu.items import Item, Note, NotHereError, Setting, cycle, described, main, tried
 from tests.gpu.look import containing, device_files, grown, host_memory, kinds_of_mappings, mappings, sees
 from tests.gpu.talk import SilentError, Talker
 from tests.support.paths import PYTHONPATH, ROOT
@@ -33,120 +32,14 @@ _OTHER_UID: Final = 65534  # the user without rights that every system has
 _START_S: Final = 30.0
 _ANSWER_S: Final = 20.0
 _MAPPED_MIB: Final = 32
-_ROOT: Final = ROOT
-_FILES: Final = {
-    "thp_enabled": "/sys/kernel/mm/transparent_hugepage/enabled",
-    "thp_defrag": "/sys/kernel/mm/transparent_hugepage/defrag",
-    "thp_shmem_enabled": "/sys/kernel/mm/transparent_hugepage/shmem_enabled",
-    "nr_hugepages": "/proc/sys/vm/nr_hugepages",
-    "nr_overcommit_hugepages": "/proc/sys/vm/nr_overcommit_hugepages",
-    "overcommit_memory": "/proc/sys/vm/overcommit_memory",
-    "swappiness": "/proc/sys/vm/swappiness",
-    "yama_ptrace_scope": "/proc/sys/kernel/yama/ptrace_scope",
-    "driver": "/proc/driver/nvidia/version",
-}
-
-
-# ---- the machine -------------------------------------------------------------------------------------------------------------
-
-
-def system(setting: Setting, note: Note) -> None:
-    """Driver, persistence, huge pages, yama, memory, what is installed."""
-    note(
-        "kernel",
-        f"{platform.release()} {platform.machine()}, {os.cpu_count()} processors, Python {platform.python_version()}",
-    )
-    for name, path in _FILES.items():
-        note(name, tried(partial(_words, path)))
-    told = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    note(
-        "memory",
-        {
-            name: told[name].strip()
-            for name in ("MemTotal", "MemAvailable", "SwapTotal", "Hugepagesize")
-            if name in told
-        },
-    )
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    note("process", {name: status[name].strip() for name in ("Uid", "CapEff", "NSpid", "Seccomp") if name in status})
-    note("cgroup", tried(lambda: Path("/proc/self/cgroup").read_text().split()))
-    note("numa_nodes", sorted(path.name for path in Path("/sys/devices/system/node").glob("node[0-9]*")))
-    note("compiler", shutil.which("cc") or shutil.which("gcc") or "none")
-    for package in ("cuda-bindings", "nvidia-ml-py", "torch", "msgspec", "ipykernel"):
-        note(package, _version(package))
-    if not setting.simulated:
-        note("device", _device())
-
-
-def _words(path: str) -> str:
-    return " ".join(Path(path).read_text().split())
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _device() -> dict[str, object]:
-    import pynvml as nvml  # noqa: PLC0415 - the simulated device needs none
-
-    nvml.nvmlInit()
-    try:
-        handle = nvml.nvmlDeviceGetHandleByIndex(0)
-
-        def asked(call: str, *given: object) -> object:
-            try:
-                answer = getattr(nvml, call)(*given)
-            except (nvml.NVMLError, AttributeError) as error:
-                return f"{type(error).__name__}: {error}"
-            return answer.decode() if isinstance(answer, bytes) else answer
-
-        found: dict[str, object] = {
-            "count": asked("nvmlDeviceGetCount"),
-            "driver": asked("nvmlSystemGetDriverVersion"),
-            "cuda": asked("nvmlSystemGetCudaDriverVersion_v2"),
-        }
-        for name in (
-            "Name",
-            "PersistenceMode",
-            "ComputeMode",
-            "MigMode",
-            "CurrPcieLinkGeneration",
-            "CurrPcieLinkWidth",
-        ):
-            found[name] = asked(f"nvmlDeviceGet{name}", handle)
-        bus = asked("nvmlDeviceGetPciInfo", handle)
-        place = str(getattr(bus, "busId", "")).lower()[4:]
-        found["numa_node"] = tried(lambda: Path(f"/sys/bus/pci/devices/{place}/numa_node").read_text().strip())
-        return found
-    finally:
-        nvml.nvmlShutdown()
 
 
 # ---- the doctor, and who may -------------------------------------------------------------------------------------------------
 
 
 def doctor(setting: Setting, note: Note) -> None:
-    """What `jupyter gpu doctor` finds as this user."""
-    note("uid", os.geteuid())
-    _doctor(setting, note, {}, None)
-
-
-def doctor_as_another(setting: Setting, note: Note) -> None:
-    """The same as a user without rights."""
-    with _public_copy() as (environment, home):
-        os.chown(home, _OTHER_UID, _OTHER_UID)
-        note("uid", _OTHER_UID)
-        homes = {"HOME": str(home), "TMPDIR": str(home), "XDG_RUNTIME_DIR": str(home)}
-        _doctor(setting, note, {**environment, **homes}, _OTHER_UID)
-
-
-def _doctor(setting: Setting, note: Note, environment: dict[str, str], uid: int | None) -> None:
-    as_user: dict[str, Any] = {} if uid is None else {"user": uid, "group": uid, "extra_groups": []}
-    if setting.simulated:
-        environment = {**environment, "JUPYTER_GPU_SIMULATE": "1x256MiB"}
+    """What `jupyter gpu doctor` finds."""
+    environment = {"JUPYTER_GPU_SIMULATE": "1x256MiB"} if setting.simulated else {}
     done = subprocess.run(
         [sys.executable, "-P", "-m", "fractional_gpu.commands.main", "doctor", "--json"],
         env={**os.environ, **environment},
@@ -155,9 +48,7 @@ def _doctor(setting: Setting, note: Note, environment: dict[str, str], uid: int 
         text=True,
         timeout=80,
         check=False,
-        **as_user,
     )
-    note("status", done.returncode)
     if "No module named" in done.stderr:
         raise NotHereError(done.stderr.strip().splitlines()[-1])
     try:
@@ -165,13 +56,14 @@ def _doctor(setting: Setting, note: Note, environment: dict[str, str], uid: int 
     except (ValueError, KeyError):
         note("said", (done.stdout + done.stderr)[-600:])
         raise
-    note("findings", [one for one in findings if one["severity"] not in ("ok", "note")] or "nothing wrong")
-    note("checkpoint", [one for one in findings if one["check"] in ("checkpoint", "process-use")])
+    for one in findings:
+        if one["severity"] not in ("ok", "note") or one["check"] in ("checkpoint", "process-use"):
+            note(one["check"], f"{one['severity']}: {one['finding']}")
 
 
 @contextmanager
-def _public_copy() -> Iterator[tuple[dict[str, str], Path]]:
-    """A copy of what another user needs of the checkout, which may be out of that user's reach; and an empty folder.
+def _public_copy() -> Iterator[str]:
+    """A copy of what another user needs of the checkout, which may be out of that user's reach: the value of PYTHONPATH.
 
     Raises NotHereError where that user cannot run this Python at all.
     """
@@ -184,41 +76,30 @@ def _public_copy() -> Iterator[tuple[dict[str, str], Path]]:
         raise NotHereError(f"user {_OTHER_UID} cannot use this Python: {done.stderr.strip().splitlines()[-1]}")
     with tempfile.TemporaryDirectory(prefix="jgl-public-") as name:
         folder = Path(name)
-        for part in ("provisioner", "kernelext", "tests/gpu", "tests/support"):
-            shutil.copytree(_ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+        for part in ("tests/gpu", "tests/support"):
+            shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
         (folder / "tests" / "__init__.py").touch()  # before any other package of this name
-        (folder / "home").mkdir()
         for path in (folder, *folder.rglob("*")):
             path.chmod(0o755 if path.is_dir() else 0o644)
         ours = PYTHONPATH.split(os.pathsep)
         inherited = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one and one not in ours]
-        yield (
-            {
-                "PYTHONPATH": os.pathsep.join(
-                    [str(folder / "provisioner"), str(folder / "kernelext"), str(folder), *inherited]
-                )
-            },
-            folder / "home",
-        )
+        yield os.pathsep.join([str(folder), *inherited])
 
 
 def same_user_without_root(setting: Setting, note: Note) -> None:
     """A user without rights saves a process of its own, root saves that user's, and that user tries root's."""
-    before = os.environ.get("PYTHONPATH", "")
-    with _public_copy() as (environment, _home):
-        os.environ.update(environment)
-        try:
-            with setting.hold(uid=_OTHER_UID) as own:
-                own.ask(_START_S, do="hold", mib=_MAPPED_MIB, cached_mib=0)
-                with setting.caller(uid=_OTHER_UID) as caller:
-                    note("own", cycle(caller, own.pid))
-                    note("own intact", tried(lambda: own.ask(_ANSWER_S, do="check")["intact"]))
-                    note("of root", _of_root(setting, caller))
-                with setting.caller() as caller:
-                    note("by root", cycle(caller, own.pid))
-                    note("by root intact", tried(lambda: own.ask(_ANSWER_S, do="check")["intact"]))
-        finally:
-            os.environ["PYTHONPATH"] = before
+    with _public_copy() as path:
+        os.environ["PYTHONPATH"] = path  # this process is the item's own
+        with setting.hold(uid=_OTHER_UID) as own:
+            own.ask(_START_S, do="hold", mib=_MAPPED_MIB, cached_mib=0)
+            with setting.caller(uid=_OTHER_UID) as caller:
+                note("own", cycle(caller, own.pid))
+                note("own intact", tried(lambda: own.ask(_ANSWER_S, do="check")["intact"]))
+                for name, answer in _of_root(setting, caller).items():
+                    note(f"{name} of root's", answer)
+            with setting.caller() as caller:
+                note("by root", cycle(caller, own.pid))
+                note("by root intact", tried(lambda: own.ask(_ANSWER_S, do="check")["intact"]))
 
 
 def _of_root(setting: Setting, caller: Talker) -> dict[str, Any]:
@@ -235,15 +116,6 @@ def _of_root(setting: Setting, caller: Talker) -> dict[str, Any]:
 # ---- kinds of processes ------------------------------------------------------------------------------------------------------
 
 
-def _described(setting: Setting, caller: Talker, pid: int) -> dict[str, Any]:
-    """Return state, restore thread and NVML's entry of a process."""
-    return {
-        "state": caller.ask(_ANSWER_S, call="state", pid=pid),
-        "thread": caller.ask(_ANSWER_S, call="thread", pid=pid),
-        "nvml": sees(setting.backend, pid)["listed"][str(pid)],
-    }
-
-
 def cu_init(setting: Setting, note: Note) -> None:
     """How long opening the driver takes, twice, and what the calling process leaves on the device while it lives."""
     times: list[object] = []
@@ -253,7 +125,13 @@ def cu_init(setting: Setting, note: Note) -> None:
             times.append(caller.listen(_START_S, "opening")["opened_s"])
             during = sees(setting.backend, caller.pid)
     note("opened_s", times)
-    note("caller_on_the_device", {"mib": round(during["used_mib"] - before, 1), "nvml": during["listed"]})
+    note("caller on the device, MiB", round(during["used_mib"] - before, 1))
+    note("caller in NVML's list", during["listed"])
+    if not setting.simulated:
+        driver = Driver()
+        driver.do("cuInit", 0)
+        note("serves CUDA", driver.do("cuDriverGetVersion"))
+        note("bindings know custom storage", hasattr(driver.cuda, "cuCheckpointOperationComplete"))
 
 
 def plain(setting: Setting, note: Note) -> None:
@@ -263,7 +141,7 @@ def plain(setting: Setting, note: Note) -> None:
         if not setting.simulated:
             note("start_s", holder.ask(_START_S, do="started")["seconds"])
         holder.ask(_START_S, do="hold", mib=setting.small_mib, cached_mib=0)
-        note("process", _described(setting, caller, holder.pid))
+        note("process", described(setting, caller, holder.pid))
         resident_mib = sees(setting.backend)["used_mib"]
         note("held_mib", setting.small_mib)
         note("device_mib", {"empty": empty_mib, "resident": resident_mib})
@@ -271,7 +149,7 @@ def plain(setting: Setting, note: Note) -> None:
         note("lock", caller.ask(_ANSWER_S, call="lock", pid=holder.pid))
         note("checkpoint", caller.ask(60, call="checkpoint", pid=holder.pid))
         saved = sees(setting.backend, holder.pid)
-        note("saved", {**_described(setting, caller, holder.pid), "device_mib": saved["used_mib"]})
+        note("saved", {**described(setting, caller, holder.pid), "device_mib": saved["used_mib"]})
         note("host_before_mib", memory_before)
         note("host_saved_mib", tried(lambda: host_memory(holder.pid)))
         if isinstance(before, list):
@@ -306,45 +184,73 @@ def _waits(holder: Talker) -> str:
         return "waits"
 
 
-def only_cu_init(setting: Setting, note: Note) -> None:
-    """A process that has called cuInit and has no context: can it be locked and saved, is it listed?"""
+def lock_timeout(setting: Setting, note: Note) -> None:
+    """A lock with a limit shorter than the work on the device: when does it give up, and is the process unharmed?"""
+    with setting.hold() as holder, setting.caller() as caller:
+        holder.ask(_START_S, do="hold", mib=_MAPPED_MIB, cached_mib=0)
+        work_ms = round(setting.hangs_s * 1000)
+        holder.ask(_ANSWER_S, do="spin", ms=work_ms)
+        note("work_ms", work_ms)
+        note("lock", caller.ask(_ANSWER_S, call="lock", pid=holder.pid, timeout_ms=work_ms // 5))
+        note("state after it", caller.ask(_ANSWER_S, call="state", pid=holder.pid))
+        note("cycle", cycle(caller, holder.pid))
+        note("intact", tried(lambda: holder.ask(_ANSWER_S, do="check")["intact"]))
+
+
+def thread_made(setting: Setting, note: Note) -> None:
+    """A context that another thread made: whose number does NVML list, and whose does the driver know?"""
+    with setting.hold("init") as holder, setting.caller() as caller:
+        thread = holder.ask(_START_S, do="thread")["thread"]
+        holder.ask(_START_S, do="hold", mib=_MAPPED_MIB, cached_mib=0)
+        note("by the process's number", described(setting, caller, holder.pid))
+        note("by the thread's number", described(setting, caller, thread))
+        note("cycle", cycle(caller, holder.pid))
+        note("intact", tried(lambda: holder.ask(_ANSWER_S, do="check")["intact"]))
+
+
+def without_context(setting: Setting, note: Note) -> None:
+    """A process that has no context: after cuInit, and after it asked for the number of devices. Is it known, listed, locked?"""
     with setting.hold("init") as holder, setting.caller() as caller:
         holder.ask(_START_S, do="started")
-        note("process", _described(setting, caller, holder.pid))
+        note("after cuInit", described(setting, caller, holder.pid))
+        holder.ask(_START_S, do="count")
+        note("after the count", described(setting, caller, holder.pid))
         note("device_mib", sees(setting.backend)["used_mib"])
         note("cycle", cycle(caller, holder.pid))
         note("a context afterwards", tried(lambda: holder.ask(_START_S, do="context")))
-        note("process with a context", _described(setting, caller, holder.pid))
+        note("with a context", described(setting, caller, holder.pid))
 
 
 def no_cuda(setting: Setting, note: Note) -> None:
-    """What the driver says of a process without CUDA, of one that is gone, and of a thread's number."""
+    """What the driver says of a process without CUDA, and of one that is gone."""
     with setting.caller() as caller:
         with Talker(("-c", "import sys; print('{}', flush=True); sys.stdin.read()")) as other:
             other.listen(_START_S, "starting")
-            note("without CUDA", _described(setting, caller, other.pid))
+            note("without CUDA", described(setting, caller, other.pid))
             note("lock", caller.ask(_ANSWER_S, call="lock", pid=other.pid, timeout_ms=1000))
-        note("gone", _described(setting, caller, other.pid))
-        with setting.hold() as holder:
-            holder.ask(_START_S, do="hold", mib=_MAPPED_MIB, cached_mib=0)
-            threads = [int(path.name) for path in Path(f"/proc/{holder.pid}/task").iterdir()]
-            others = [thread for thread in threads if thread != holder.pid]
-            note("threads", len(threads))
-            for thread in others[:1]:
-                note("a thread's number", _described(setting, caller, thread))
+        note("gone", described(setting, caller, other.pid))
 
 
-def forked(setting: Setting, note: Note) -> None:
-    """A child that inherited a context and makes no call: what is said of it, and whether its parent can be saved."""
-    with setting.hold() as holder, setting.caller() as caller:
+def forked(setting: Setting, note: Note, *, job_file: bool) -> None:
+    """A child that inherited a context and makes no call: is it known, and can its parent be saved, alone and with the child?"""
+    with setting.hold(job_file=job_file) as holder, setting.caller() as caller:
         holder.ask(_START_S, do="hold", mib=_MAPPED_MIB, cached_mib=0)
         child = holder.ask(_ANSWER_S, do="fork")["child"]
-        note("child", _described(setting, caller, child))
-        note("child has", tried(lambda: {"files": device_files(child), "maps": kinds_of_mappings(mappings(child))}))
-        note("cycle of the parent alone", cycle(caller, holder.pid))
+        note("child", described(setting, caller, child))
+        note("child's files", tried(lambda: device_files(child)))
+        note("parent alone", cycle(caller, holder.pid, **holder.given))
         note("parent intact", tried(lambda: holder.ask(_ANSWER_S, do="check")["intact"]))
-        note("lock of the child", caller.ask(_ANSWER_S, call="lock", pid=child, timeout_ms=2000))
-        note("unlock of the child", caller.ask(_ANSWER_S, call="unlock", pid=child))
+        for phase, pids in (
+            ("lock", (holder.pid, child)),
+            ("checkpoint", (holder.pid, child)),
+            ("restore", (child, holder.pid)),
+        ):
+            for pid in pids:
+                name = f"{phase}, {'child' if pid == child else 'parent'}"
+                note(name, caller.ask(_ANSWER_S, call=phase, pid=pid, timeout_ms=2000, **holder.given))
+        for pid in (child, holder.pid):
+            caller.ask(_ANSWER_S, call="unlock", pid=pid, **holder.given)
+        note("intact after both", tried(lambda: holder.ask(_ANSWER_S, do="check")["intact"]))
 
 
 def stopped(setting: Setting, note: Note) -> None:
@@ -426,37 +332,23 @@ def _differences(ordinary: dict[str, Any], shown: dict[str, Any]) -> dict[str, A
     return more
 
 
-def what_the_bindings_know(_setting: Setting, note: Note) -> None:
-    """Which calls that might be used one day these bindings and this driver have."""
-    driver = Driver()
-    note("cuInit", driver.answer("cuInit", 0)[:2])
-    result, name, values = driver.answer("cuDriverGetVersion")
-    note("driver serves CUDA", values[0] if result == 0 else name)
-    for call in (
-        "cuCheckpointProcessGetRestoreThreadId",
-        "cuCheckpointOperationComplete",
-        "cuMemCreate",
-        "cuMemHostRegister",
-    ):
-        note(call, hasattr(driver.cuda, call))
-    note("CUcheckpointGpuPair", hasattr(driver.cuda, "CUcheckpointGpuPair"))
-    note("threads", threading.active_count())
-
-
 ITEMS: Final = {
-    "system": Item(act=system, longest_s=30),
-    "bindings": Item(act=what_the_bindings_know, longest_s=30, needs=("driver",)),
-    "cu-init": Item(act=cu_init, longest_s=60),
-    "plain": Item(act=plain, longest_s=90),
-    "calls-while-locked": Item(act=calls_while_locked, longest_s=90),
-    "only-cu-init": Item(act=only_cu_init, longest_s=60, needs=("driver",)),
-    "no-cuda": Item(act=no_cuda, longest_s=60),
-    "forked": Item(act=forked, longest_s=90, needs=("driver",)),
-    "kinds-of-memory": Item(act=kinds_of_memory, longest_s=120, needs=("driver",)),
-    "same-user-without-root": Item(act=same_user_without_root, longest_s=90, needs=("driver", "root")),
+    **surroundings.FIRST,
+    "cu-init": Item(act=cu_init),
+    "plain": Item(act=plain),
+    "thread-made": Item(act=thread_made, needs=("driver",)),
+    "without-context": Item(act=without_context, needs=("driver",)),
+    "no-cuda": Item(act=no_cuda),
+    "lock-timeout": Item(act=lock_timeout, needs=("driver",)),
+    "forked": Item(act=partial(forked, job_file=False), needs=("driver",)),
+    "forked-job-file": Item(act=partial(forked, job_file=True), needs=("driver",)),
+    **frameworks.ITEMS,
+    "calls-while-locked": Item(act=calls_while_locked),
     "doctor": Item(act=doctor, longest_s=90),
-    "doctor-as-another": Item(act=doctor_as_another, longest_s=90, needs=("root",)),
-    "stopped": Item(act=stopped, longest_s=90),
+    "same-user-without-root": Item(act=same_user_without_root, needs=("driver", "root")),
+    "kinds-of-memory": Item(act=kinds_of_memory, longest_s=90, needs=("driver",)),
+    "stopped": Item(act=stopped),
+    **surroundings.LAST,
 }
 
 

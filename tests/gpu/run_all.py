@@ -1,7 +1,8 @@
 """Everything that wants a GPU, in one command: python tests/gpu/run_all.py FOLDER (see docs/gpu-tests.md).
 
-Each step is a process of its own with a time limit, and what one wrote stays if the next hangs or the whole is stopped. The steps are in
-the order of what they tell; those that may spoil the driver come last. `--part` takes those that fit into one command of ten minutes.
+Each step is a process of its own with a time limit, and what one wrote stays if the next hangs or the whole is stopped. The
+kernel's messages about the driver are kept with the step. The steps are in the order of what they tell; those that may spoil it come last.
+`--part` takes those that fit into one command of ten minutes.
 FOLDER gets a log of each step, `results.json` with what each step saw, and `summary.txt`, which is also the last thing printed: a part
 makes at most eight files.
 
@@ -16,9 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -30,20 +31,21 @@ if "tests" not in sys.modules:
     sys.modules["tests"] = ModuleType("tests")
     sys.modules["tests"].__path__ = [str(_HERE / "tests")]
 
-from tests.gpu.facts import described, facts
+from tests.gpu.facts import described
+from tests.gpu.figures import table
 from tests.gpu.installed import entry_points_installed
+from tests.gpu.look import driver_messages
 from tests.support.paths import PYTHONPATH, ROOT
 
-_BENCH: Final = ("tests/gpu/bench.py",)
 # Only what the tests need: other plugins of that environment may warn, and a warning is an error here. The ordinary run's conftest.py
 # needs more packages than these tests do.
 _PYTEST: Final = (
-    *("-m", "pytest", "-p", "pytest_asyncio.plugin", "-p", "pytest_timeout"),
+    *("-m", "pytest", "-p", "pytest_asyncio.plugin", "-p", "pytest_timeout", "--timeout=100"),
     *("--confcutdir=tests/gpu", "--durations=0"),
 )
-_WITH_TORCH: Final = ("tests/gpu/test_torch_state.py", "tests/gpu/test_torch_variants.py")
-_MANAGED: Final = "tests/gpu/test_torch_managed.py"
-_MEASURE: Final = "tests/gpu/test_measure.py"  # many starts of torch: too long for the step of all other tests
+_BROKER: Final = tuple(
+    f"tests/gpu/test_{name}.py" for name in ("swaps", "kills", "endings", "idle_and_caps", "waiting")
+)
 _KILL_S: Final = 30.0
 _KILLED_S: Final = 10.0
 _LOOK_S: Final = 90.0
@@ -70,74 +72,48 @@ class Step:
     tuned: bool = False
 
 
-STEPS: Final = {
-    "questions": Step(
-        arguments=("-P", "-m", "tests.gpu.questions"),
-        longest_s=300,
-        part=1,
-        simulated=("--simulated",),
-        double=("--small",),
-        json="--json",
-    ),
-    "offload": Step(
-        arguments=("-P", "-m", "tests.gpu.offload_probe"),
-        longest_s=500,
-        part=1,
-        simulated=("--simulated", "--sizes", "16"),
-        double=("--small", "--sizes", "16"),
-        json="--json",
-        tuned=True,
-    ),
-    "phases": Step(
-        arguments=(*_BENCH, "--only", "phases", "--sizes", "512", "2048", "8192", "32768"),
-        longest_s=400,
-        part=2,
+def _phases(longest_s: int, *sizes: str) -> Step:
+    return Step(
+        arguments=("tests/gpu/bench.py", "--times", "2", "--sizes", *sizes),
+        longest_s=longest_s,
+        part=3,
         simulated=("--simulated", "--times", "1", "--sizes", "16", "64"),
         double=("--holder", "driver", "--times", "1", "--sizes", "16", "64"),
         json="--json",
         tuned=True,
-    ),
-    "small-pages": Step(
-        arguments=(*_BENCH, "--only", "phases", "--small-pages", "--times", "1", "--sizes", "2048", "8192"),
-        longest_s=200,
-        part=2,
-        simulated=("--simulated", "--sizes", "16"),
-        double=("--holder", "driver", "--sizes", "16"),
+    )
+
+
+def _items(module: str, longest_s: int, part: int, *more: str) -> Step:
+    return Step(
+        arguments=("-P", "-m", f"tests.gpu.{module}", *more),
+        longest_s=longest_s,
+        part=part,
+        simulated=("--simulated", *(("--sizes", "16") if more else ())),
+        double=("--small", *(("--sizes", "16") if more else ())),
         json="--json",
-        tuned=True,
+        tuned=bool(more),
+    )
+
+
+# In the order of what they tell. The limits of a part leave half a minute of ten for the installation of wheels.
+STEPS: Final = {
+    "questions": _items("questions", 540, 1),
+    "tests": Step(arguments=(*_PYTEST, *_BROKER, "-k", "not hundred"), longest_s=300, part=2),
+    "torch": Step(
+        arguments=(*_PYTEST, "tests/gpu/test_torch_state.py"), longest_s=90, part=2, simulated=None, double=None
     ),
-    "measures": Step(
-        arguments=("-P", "-m", "tests.gpu.measures"),
-        longest_s=500,
-        part=3,
-        simulated=("--simulated",),
-        double=("--small",),
-        json="--json",
+    "rounds": Step(arguments=(*_PYTEST, _BROKER[0], "-k", "hundred"), longest_s=80, part=2),
+    "managed": Step(
+        arguments=(*_PYTEST, "tests/gpu/test_torch_managed.py"), longest_s=70, part=2, simulated=None, double=None
     ),
-    "torch": Step(arguments=(*_PYTEST, *_WITH_TORCH), longest_s=400, part=4, simulated=None, double=None),
-    "kernels": Step(
-        arguments=(*_BENCH, "--only", "cells", "--only", "sharing"),
-        longest_s=300,
-        part=4,
-        simulated=("--simulated",),
-        double=None,
-        json="--json",
+    "phases": _phases(150, "512", "2048", "8192", "32768"),
+    "small-pages": replace(
+        _phases(40), arguments=("tests/gpu/bench.py", "--small-pages", "--times", "1", "--sizes", "2048")
     ),
-    "tests": Step(
-        arguments=(*_PYTEST, "tests/gpu", *(f"--ignore={file}" for file in (*_WITH_TORCH, _MANAGED, _MEASURE))),
-        longest_s=540,
-        part=5,
-    ),
-    "measure": Step(arguments=(*_PYTEST, _MEASURE), longest_s=420, part=6, double=None),
-    "spoilers": Step(
-        arguments=("-P", "-m", "tests.gpu.spoilers"),
-        longest_s=400,
-        part=7,
-        simulated=("--simulated",),
-        double=("--small",),
-        json="--json",
-    ),
-    "managed": Step(arguments=(*_PYTEST, _MANAGED), longest_s=180, part=7, simulated=None, double=None),
+    "offload": _items("offload_probe", 110, 3, "--sizes", "8192"),
+    "measures": _items("measures", 130, 3),
+    "spoilers": _items("spoilers", 110, 3),
 }
 PARTS: Final = sorted({step.part for step in STEPS.values()})
 
@@ -151,18 +127,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A shell ignores it for what it starts in the background, and so would the steps, which are ended by it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     ends = time.monotonic() + options.within
-    with _environment(options) as environment:
+    with _environment(options) as environment, _device_kept(environment):
         machine = _machine(environment)
-        lines = [f"  {described(machine)}"]
         _write(folder / "results.json", json.dumps({**_read(folder / "results.json"), "machine": machine}) + "\n")
+        lines, seen = [described(machine)], []
         for name in _chosen(options):
             left_s = int(ends - time.monotonic() - _KILL_S - _KILLED_S)  # a step that must be ended takes that besides
             longest_s = min(options.longest or STEPS[name].longest_s, left_s)
-            lines += _step(name, folder, environment, longest_s, options)
-            _write(folder / "summary.txt", "\n".join(lines) + "\n")
-    summary = "\n".join(lines) + "\n"
-    sys.stdout.write(f"\n{summary}")
-    return 0 if all(line.startswith(_GOOD) for line in lines if line[0] != " ") else 1
+            line, tells = _step(name, folder, environment, longest_s, options)
+            lines.append(line)
+            seen += tells
+            _write(folder / "summary.txt", "\n".join([*seen, "", *lines]).lstrip() + "\n")
+    sys.stdout.write("\n" + (folder / "summary.txt").read_text(encoding="utf-8"))
+    return 0 if all(line.startswith(_GOOD) for line in lines[1:]) else 1
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -265,6 +242,25 @@ def _double(*, on: bool) -> Iterator[dict[str, str]]:
 
 
 @contextmanager
+def _device_kept(environment: Mapping[str, str]) -> Iterator[None]:
+    """Keep NVML and the devices open for the block, as persistence mode would: a driver that nothing uses is unloaded."""
+    keeper = subprocess.Popen(
+        [sys.executable, "-P", "-m", "tests.gpu.look", "--keep"],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        keeper.kill()
+        with suppress(subprocess.TimeoutExpired):
+            keeper.communicate(timeout=_KILLED_S)
+
+
+@contextmanager
 def _tuned(*, on: bool) -> Iterator[None]:
     """Switch transparent huge pages on and allow reserved ones for the block; both settings are put back at its end. Raises OSError."""
     before: dict[Path, str] = {}
@@ -285,32 +281,32 @@ _GOOD: Final = ("ok ", "not here ")
 
 def _step(
     name: str, folder: Path, environment: Mapping[str, str], longest_s: int, options: argparse.Namespace
-) -> list[str]:
-    """Run a step and return its line of the summary and what it saw; the results go to results.json."""
+) -> tuple[str, list[str]]:
+    """Run a step and return its line of the summary and the table of what it saw; the results go to results.json."""
     step = STEPS[name]
     besides = step.simulated if options.simulated else step.double if options.double else ()
     if besides is None:
-        return [f"not here {name}: needs torch on a GPU"]
+        return f"not here {name}: needs torch on a GPU", []
     if longest_s < min(_LEAST_S, step.longest_s, options.longest or _LEAST_S):
-        return [f"not begun {name}: no time left of {options.within} s"]
+        return f"not begun {name}: no time left of {options.within} s", []
     sys.stdout.write(f"{name}: at most {longest_s} s, log in {folder / name}.log\n")
     sys.stdout.flush()
     try:
-        with _tuned(on=options.tune and step.tuned):
+        with driver_messages() as messages, _tuned(on=options.tune and step.tuned):
             line = _run(name, folder, environment, longest_s, besides)
     except OSError as error:
-        line = f"failed {name}: {error}"  # of the log, or of a setting that may not be changed
+        line, messages = f"failed {name}: {error}", []  # of the log, or of a setting that may not be changed
     found = _read(folder / f"{name}.json")
     together = _read(folder / "results.json")
     if found:
         together[name] = found
     together.setdefault("steps", {})[name] = line
+    together.setdefault("kernel_log", {})[name] = messages
     _write(folder / "results.json", json.dumps(together, indent=2) + "\n")
     (folder / f"{name}.json").unlink(missing_ok=True)
-    try:
-        return [line, *_SEEN[name](found)]
-    except (KeyError, TypeError, AttributeError, IndexError) as error:  # results of a step that ended half way
-        return [line, f"  what it saw is in results.json ({type(error).__name__}: {error})"]
+    if messages:
+        line = f"{line}; the kernel logged {len(messages)} lines, the last: {messages[-1][-120:]}"
+    return line, table(name, found)
 
 
 def _write(path: Path, text: str) -> None:
@@ -385,92 +381,6 @@ def _last_line(log: Path) -> str:
     return next((line for line in reversed(lines) if line), "it said nothing")
 
 
-# ---- what each step saw, in few lines, each indented -------------------------------------------------------------------------
-
-
-def _items_seen(found: Mapping[str, Any]) -> list[str]:
-    lines = []
-    for name, row in found.get("items", {}).items():
-        why = f": {row['why']}" if row.get("why") else ""
-        left = f" (left on the device: {row['left_mib']} MiB)" if row.get("left_mib") else ""
-        lines.append(f"  {name}: {row['outcome']}{why}{left}")
-        if row["outcome"] != "not here":
-            lines += [f"    {what}: {answer}" for what, answer in facts(name, row.get("saw", {}))]
-    return lines
-
-
-def _offload_seen(found: Mapping[str, Any]) -> list[str]:
-    lines = []
-    for name, row in found.get("items", {}).items():
-        saw = row.get("saw", {})
-        if name.startswith("native") and "steps" in saw:
-            steps = saw.get("steps", {})
-            told = [f"{step} {steps[step]['gb_per_s']} GB/s" for step in ("checkpoint", "restore") if step in steps]
-            copies = [f"{way} {one['gb_per_s']} GB/s" for way, one in saw.get("pinned copies", {}).items()]
-            lines.append(f"  {name}: {row['outcome']}, {', '.join(told)}; pinned copies: {', '.join(copies)}")
-            continue
-        rounds = {what: one for what, one in saw.items() if "round" in what}
-        lines.append(f"  {name}: {row['outcome']}{', ' + row['why'] if row.get('why') else ''}")
-        for what, one in rounds.items():
-            if "refused" in one:
-                lines.append(f"    {what}: refused at {', '.join(one['refused'])}")
-            else:
-                intact = "intact" if one["intact"] else "CHANGED"
-                ways = ", ".join(
-                    f"{way} {one[way]['seconds']} s ({one[way]['gb_per_s']} GB/s)" for way in ("out", "back")
-                )
-                lines.append(f"    {what}: {ways}, {intact}")
-    return lines
-
-
-def _tests_seen(found: Mapping[str, Any]) -> list[str]:
-    tests: dict[str, dict[str, Any]] = found.get("tests", {})
-    if not tests:
-        return []
-    ended = [one for one in tests.values() if "outcome" in one]
-    passed = sum(one["outcome"] == "passed" for one in ended)
-    lines = [f"  {passed} of {len(ended)} passed"]
-    lines += [
-        f"  {name}: {one['outcome']}" for name, one in tests.items() if one.get("outcome") not in ("passed", None)
-    ]
-    for name, one in tests.items():
-        lines += [f"  {name}: {what} {one['saw'][what]}" for what in ("suspend", "not shown") if what in one["saw"]]
-    rounds = tests.get("test_a_hundred_rounds_keep_every_byte", {}).get("saw", {})
-    if "held_before_and_after" in rounds:
-        lines.append(f"  a hundred rounds: held before and after {rounds['held_before_and_after']}")
-    lines += [
-        f"  a hundred rounds: {name} median {value['median']} s, worst {value['max']} s"
-        for name, value in rounds.items()
-        if name.endswith("_s")
-    ]
-    return lines
-
-
-def _phases_seen(found: Mapping[str, Any]) -> list[str]:
-    phases = found.get("phases", {})
-    copies = phases.get("pinned_copies_gb_per_s", {})
-    lines = (
-        [f"  pinned copies: {' GB/s, '.join(f'{name} {speed}' for name, speed in copies.items())} GB/s"]
-        if copies
-        else []
-    )
-    for row in phases.get("sizes", []):
-        if "not_measured" in row:
-            lines.append(f"  {row['held_mib']:>6} MiB: not measured, {row['not_measured']}")
-        else:
-            lines.append(
-                f"  {row['held_mib']:>6} MiB, shrinking {'on ' if row['shrinking'] else 'off'}: "
-                f"suspend {row['suspend_s']:.2f} s ({row['suspend_gb_per_s']} GB/s), "
-                f"resume {row['resume_s']:.2f} s ({row['resume_gb_per_s']} GB/s)"
-            )
-    return lines
-
-
-def _kernels_seen(found: Mapping[str, Any]) -> list[str]:
-    lines = [f"  added to a cell: {found['cells']['added_us']['value']} us"] if "cells" in found else []
-    return lines + [f"  {name}: {value}" for name, value in found.get("sharing", {}).items() if name.endswith("_s")]
-
-
 def _read(path: Path) -> dict[str, Any]:
     """Return the results; nothing where a step ended before there were any."""
     try:
@@ -478,20 +388,6 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     return found
-
-
-_SEEN: Final[Mapping[str, Callable[[Mapping[str, Any]], list[str]]]] = {
-    "questions": _items_seen,
-    "offload": _offload_seen,
-    "phases": _phases_seen,
-    "small-pages": _phases_seen,
-    "measures": _items_seen,
-    "torch": _tests_seen,
-    "tests": _tests_seen,
-    "kernels": _kernels_seen,
-    "spoilers": _items_seen,
-    "managed": _tests_seen,
-}
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def _killed(setting: Setting, note: Note, phase: str) -> None:
     with setting.hold() as neighbour:
         neighbour.ask(_START_S, do="hold", mib=16, cached_mib=0)
         with setting.hold() as holder, setting.caller() as caller:
-            holder.ask(_LONG_S, do="hold", mib=setting.large_mib, cached_mib=0)
+            holder.ask(_LONG_S, do="hold", mib=setting.large_mib // 2, cached_mib=0)
             whole_s = cycle(caller, holder.pid, within_s=_LONG_S)[phase]["seconds"]
             note("undisturbed_s", whole_s)
         for part in _KILLED_AT:
@@ -73,7 +73,7 @@ def _killed(setting: Setting, note: Note, phase: str) -> None:
 def _kill_at(setting: Setting, phase: str, after_s: float, found: dict[str, Any]) -> None:
     """Kill the caller so many seconds into the call, and note what the driver says then and what can be saved."""
     with setting.hold() as holder:
-        holder.ask(_LONG_S, do="hold", mib=setting.large_mib, cached_mib=0)
+        holder.ask(_LONG_S, do="hold", mib=setting.large_mib // 2, cached_mib=0)
         with setting.caller() as caller:
             before = ("lock", "checkpoint") if phase == "restore" else ("lock",)
             for call in before:
@@ -177,12 +177,12 @@ def managed_memory(setting: Setting, note: Note) -> None:
 
 
 ITEMS: Final = {
-    "profiler": Item(act=profiled, longest_s=120, needs=("driver", "torch")),
-    "killed-in-checkpoint": Item(act=killed_in_checkpoint, longest_s=200),
-    "killed-in-restore": Item(act=killed_in_restore, longest_s=200),
-    "restore-without-room": Item(act=restore_without_room, longest_s=90),
-    "shared-memory": Item(act=shared_memory, longest_s=120, needs=("driver",)),
-    "managed-memory": Item(act=managed_memory, longest_s=120, needs=("driver",)),
+    "restore-without-room": Item(act=restore_without_room),
+    "killed-in-restore": Item(act=killed_in_restore, longest_s=90),
+    "killed-in-checkpoint": Item(act=killed_in_checkpoint, longest_s=90),
+    "shared-memory": Item(act=shared_memory, needs=("driver",)),
+    "managed-memory": Item(act=managed_memory, needs=("driver",)),
+    "profiler": Item(act=profiled, longest_s=90, needs=("driver", "torch")),
 }
 
 

@@ -13,8 +13,9 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, Self
 
-__all__ = ["EndedError", "RefusedError", "SilentError", "TalkError", "Talker", "gone"]
+__all__ = ["JOB_FILE", "EndedError", "RefusedError", "SilentError", "TalkError", "Talker", "gone"]
 
+JOB_FILE: Final = "CUDA_CHECKPOINT_JOB_FILE"
 _END_S: Final = 10.0
 _TAIL: Final = 2000
 
@@ -40,24 +41,43 @@ class RefusedError(TalkError):
 
 
 class Talker:
-    """A child process, killed with the block. `uid`: run it as this user, which needs root."""
+    """A child process, killed with the block.
+
+    `prefix`: the program that starts it; `uid`: run it as this user, which needs root; `job_file`: it has one for checkpoints of itself and
+    its forked children, from driver 590 on, and `given` is what tests/gpu/caller.py needs then.
+    """
 
     def __init__(
-        self, arguments: Sequence[str], *, environment: Mapping[str, str] | None = None, uid: int | None = None
+        self,
+        arguments: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+        job_file: bool = False,
+        uid: int | None = None,
     ) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         self._rest = b""
+        environment = {**os.environ, **(environment or {})}
+        files = [os.memfd_create("job")] if job_file else []
+        for file in files:
+            environment[JOB_FILE] = f"/proc/self/fd/{file}"
         as_user: dict[str, Any] = {} if uid is None else {"user": uid, "group": uid, "extra_groups": []}
         self.process = subprocess.Popen(
-            [sys.executable, "-P", *arguments],
+            [*prefix, sys.executable, "-P", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env={**os.environ, **(environment or {})},
+            env=environment,
             cwd="/",
             bufsize=0,
+            pass_fds=files,
             **as_user,
         )
+        self.given: dict[str, Any] = {}
+        for file in files:
+            self.given["job_file"] = f"/proc/{self.pid}/fd/{file}"
+            os.close(file)
 
     def __enter__(self) -> Self:
         return self

@@ -37,6 +37,7 @@ class FakeGPU:
     power: int = 70_000
     energy: int = 1_000
     samples: list[tuple[int, int, int]] = field(default_factory=list)  # pid, time stamp, utilisation of the SMs
+    unlisted: frozenset[int] = frozenset({0})  # pids of samples that no list of processes has
     instances: "dict[int, FakeGPU]" = field(default_factory=dict)  # by number, in MIG mode
     fails: dict[str, int] = field(default_factory=dict)  # call -> error number
 
@@ -162,7 +163,8 @@ class FakeNVML(ModuleType):
 
     def nvmlDeviceGetComputeRunningProcesses(self, gpu: FakeGPU) -> list[SimpleNamespace]:  # noqa: N802
         self._enter("nvmlDeviceGetComputeRunningProcesses", gpu)
-        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in gpu.processes.items()]
+        sampled = {pid: 0 for pid, _, _ in gpu.samples if pid not in gpu.unlisted}
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in {**sampled, **gpu.processes}.items()]
 
     def nvmlDeviceGetGraphicsRunningProcesses(self, gpu: FakeGPU) -> list[SimpleNamespace]:  # noqa: N802
         self._enter("nvmlDeviceGetGraphicsRunningProcesses", gpu)

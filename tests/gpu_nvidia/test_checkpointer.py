@@ -58,7 +58,7 @@ def driver(pid: int) -> FakeDriver:
 
 @pytest.fixture
 def one(driver: FakeDriver) -> NvidiaCheckpointer:
-    return NvidiaCheckpointer(driver=driver)
+    return NvidiaCheckpointer(driver=driver, has_driver=lambda _pid: True)
 
 
 def fails(code: GPUErrorCode, match: str, call: Callable[[], object]) -> None:
@@ -182,7 +182,23 @@ def test_bindings_that_cannot_read_a_refusal_still_tell_a_process_without_cuda(
     assert one.state(pid) is ProcessState.NO_CONTEXT
 
 
-@pytest.mark.parametrize("number", [1, 304, 401, 800, 801, 999])
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_process_without_cuda_is_told_in_two_ways(
+    one: NvidiaCheckpointer, driver: FakeDriver, pid: int, number: int
+) -> None:
+    driver.answers["cuCheckpointProcessGetState"] = (number, 0)
+    assert one.state(pid) is ProcessState.NO_CONTEXT
+    driver.answers["cuCheckpointProcessGetState"] = (304, 0)
+    driver.answers["cuCheckpointProcessGetRestoreThreadId"] = (number, 0)
+    assert one.state(pid) is ProcessState.NO_CONTEXT
+
+
+def test_a_process_that_has_not_loaded_the_driver_is_not_asked_about(driver: FakeDriver, pid: int) -> None:
+    driver.answers["cuCheckpointProcessGetState"] = ValueError("it is asked")
+    assert NvidiaCheckpointer(driver=driver).state(pid) is ProcessState.NO_CONTEXT
+
+
+@pytest.mark.parametrize("number", [304, 401, 800, 801, 999])
 def test_an_ambiguous_refusal_is_settled_by_asking_for_the_restore_thread(
     one: NvidiaCheckpointer, driver: FakeDriver, pid: int, number: int
 ) -> None:

@@ -12,9 +12,11 @@ import pytest
 
 from tests.driver_double import releases
 from tests.driver_double.double import Device, DriverDouble
+from tests.gpu import measures, questions, spoilers
 from tests.gpu.facts import facts
+from tests.gpu.run_all import STEPS
 from tests.gpu.talk import gone
-from tests.support.paths import PYTHONPATH
+from tests.support.paths import PYTHONPATH, ROOT
 
 CONTEXT_MIB = 48
 
@@ -41,6 +43,15 @@ def double(tmp_path: Path) -> DriverDouble:
     host = DriverDouble(tmp_path / "host", devices=(Device(mib=1024),))
     host.set(context_mib=CONTEXT_MIB)
     return host
+
+
+def test_the_document_says_what_each_item_decides() -> None:
+    text = (ROOT / "docs" / "gpu-tests.md").read_text()
+    told = set(re.findall(r"`([^`]+)`", "".join(re.findall(r"^\| (`[^|]*`) \|", text, re.MULTILINE))))
+    items = {*questions.ITEMS, *measures.ITEMS, *spoilers.ITEMS}
+    assert items - told == set()
+    of_steps = {*STEPS, *(path.stem for path in (ROOT / "tests" / "gpu").glob("test_*.py"))}
+    assert told - items - of_steps == set(), "the document names items that there are not"
 
 
 # ---- one that hangs or crashes stops none of the others ----------------------------------------------------------------------
@@ -76,7 +87,17 @@ def test_items_that_hang_crash_fail_or_lack_something_are_told_apart_and_the_oth
 
 def test_the_questions_are_answered_on_a_double_as_it_plays_them(double: DriverDouble, tmp_path: Path) -> None:
     double.set(nvml_tells_memory=True, init_only_listed="zero", forked_known=True, forked_restore=1)
-    asked = ("plain", "only-cu-init", "forked", "kinds-of-memory", "cu-init", "no-cuda")
+    asked = (
+        "plain",
+        "without-context",
+        "forked",
+        "kinds-of-memory",
+        "cu-init",
+        "no-cuda",
+        "thread-made",
+        "mapped",
+        "forked-job-file",
+    )
     status, rows = run("tests.gpu.questions", tmp_path, *(f"--only={name}" for name in asked), double=double)
     assert status == 0, rows
     saw = {name: row["saw"] for name, row in rows.items()}
@@ -89,12 +110,19 @@ def test_the_questions_are_answered_on_a_double_as_it_plays_them(double: DriverD
     assert plain["intact"] is True
     assert plain["host_saved_mib"]["Anonymous"] - plain["host_before_mib"]["Anonymous"] == pytest.approx(16, abs=1)
     assert plain["saved_lies_in"][0]["grown_mib"] == pytest.approx(16, abs=1)
-    assert saw["only-cu-init"]["process"]["nvml"] == {"list": "compute", "mib": 0.0}
-    assert saw["only-cu-init"]["process with a context"]["nvml"]["mib"] == CONTEXT_MIB
+    for when in ("after cuInit", "after the count"):
+        assert saw["without-context"][when]["nvml"] == {"list": "compute", "mib": 0.0}
+    assert saw["without-context"]["with a context"]["nvml"]["mib"] == CONTEXT_MIB
     assert saw["forked"]["child"]["state"]["result"] == 0
     assert saw["forked"]["parent intact"] is True
+    assert saw["forked"]["intact after both"] is True
+    assert "/memfd:job (deleted)" in saw["forked-job-file"]["child's files"]
+    assert "/memfd:job (deleted)" not in saw["forked"]["child's files"]
+    assert saw["thread-made"]["by the process's number"]["nvml"]["mib"] == CONTEXT_MIB + 32
+    assert saw["mapped"]["intact"] is True
+    assert facts("mapped", saw["mapped"])[2][1].startswith("whole cycle ok, lock ")
     assert saw["no-cuda"]["without CUDA"]["state"]["result"] == 3
-    assert saw["cu-init"]["caller_on_the_device"]["mib"] == 0
+    assert saw["cu-init"]["caller on the device, MiB"] == 0
     assert saw["kinds-of-memory"]["managed, beside plain"]["files"] == {"/memfd:device memory (deleted)": -1}
     assert isinstance(saw["kinds-of-memory"]["import"], dict), saw["kinds-of-memory"]["import"]
 
@@ -108,20 +136,40 @@ def test_questions_about_a_stopped_process_have_time_limits(double: DriverDouble
     assert saw["intact"] is True
 
 
+def test_what_surrounds_a_target_is_told_or_not_to_be_had_here(double: DriverDouble, tmp_path: Path) -> None:
+    asked = ("machine", "memory-total", "net-namespace", "pid-namespace", "memory-limits", "torch-loader", "numba")
+    status, rows = run("tests.gpu.questions", tmp_path, *(f"--only={name}" for name in asked), double=double)
+    assert status == 0, rows
+    assert rows["machine"]["saw"]["device"]["driver"] == "580.65.06"
+    assert rows["machine"]["saw"]["packages"]["nvidia-ml-py"]
+    assert rows["memory-total"]["saw"]["touched"]["mib"] > 0
+    assert rows["memory-limits"]["outcome"] == "not here"
+    assert rows["torch-loader"]["why"] == "needs torch"
+    for name in ("net-namespace", "pid-namespace"):
+        if rows[name]["outcome"] == "answered":  # it needs root
+            assert rows[name]["saw"]["intact"] is True
+
+
+def test_a_lock_gives_up_before_the_work_and_the_process_goes_on(double: DriverDouble, tmp_path: Path) -> None:
+    status, rows = run("tests.gpu.questions", tmp_path, "--only=lock-timeout", double=double)
+    assert status == 0, rows
+    saw = rows["lock-timeout"]["saw"]
+    assert saw["lock"]["result"] == 600
+    assert saw["lock"]["seconds"] < saw["work_ms"] / 1000
+    assert saw["cycle"]["unlock"]["result"] == 0
+    assert saw["intact"] is True
+
+
 # ---- constants and spoilers --------------------------------------------------------------------------------------------------
 
 
-def test_the_margin_of_a_restore_and_a_contexts_cost_are_found(double: DriverDouble, tmp_path: Path) -> None:
-    wanted = ("context", "margin", "nvml-times", "kinds-that-survive")
+def test_the_margin_of_a_restore_and_the_time_of_nvml_are_found(double: DriverDouble, tmp_path: Path) -> None:
+    wanted = ("margin", "nvml-times")
     status, rows = run("tests.gpu.measures", tmp_path, *(f"--only={name}" for name in wanted), double=double)
     assert status == 0, rows
-    for figures in rows["context"]["saw"].values():
-        assert figures == {"listed_less_held_mib": CONTEXT_MIB, "device_less_held_mib": CONTEXT_MIB}
     # The double needs exactly what was saved; allocations of 2 MiB make the device full.
     found = rows["margin"]["saw"]["margin at 64 MiB"]
     assert -8 <= found["fails_mib"] < 0 <= found["fits_mib"] <= 8
-    for survivor in rows["kinds-that-survive"]["saw"].values():
-        assert survivor == {"results": dict.fromkeys(("lock", "checkpoint", "restore", "unlock"), 0), "intact": True}
     assert rows["nvml-times"]["saw"]["calls"]["nvmlDeviceGetMemoryInfo"]["median_ms"] > 0
 
 
@@ -150,7 +198,7 @@ def test_a_restore_without_room_is_fatal_and_managed_memory_is_refused(double: D
 
 def test_facts_of_an_item_that_ended_early_say_what_is_missing() -> None:
     assert facts("plain", {}) == [("the rest", "not seen (KeyError: 'process')")]
-    assert facts("no such item", {"a": 1}) == []
+    assert facts("no such item", {"a": 1}) == [("a", "1")]
 
 
 # ---- the offload probe -------------------------------------------------------------------------------------------------------

@@ -1,12 +1,16 @@
 """Promises of NvidiaMonitor and of the tables it relies on, against a double of NVML."""
 
+import os
+import threading
 import time
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
 from fractional_gpu.gpu.interface import DeviceUtilisation, GPUError, GPUErrorCode, Monitor, ProcessKind, ProcessUse
+from fractional_gpu.gpu.nvidia import support
 from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor
 from fractional_gpu.gpu.nvidia.support import driver_refusal, driver_warnings, moving_refusal, why_no_bindings
 from fractional_gpu.host.clock import WallClock, since_boot_us
@@ -232,6 +236,39 @@ def test_what_processes_used_is_the_mean_of_their_sane_samples_since_then() -> N
     assert found.device_milli == 900
 
 
+def test_samples_of_processes_that_the_device_does_not_list_are_no_ones() -> None:
+    """In a namespace of pids NVML translates its lists, and leaves the samples with the host's pids."""
+    now = time.time_ns() // 1000
+    gpu = FakeGPU(samples=[(7, now, 80), (8, now, 30)], unlisted=frozenset({8}), busy=90)
+    assert measured(gpu).by_pid == {7: 800}
+    activity = monitor_of(FakeNVML(gpu)).activity(gpu.uuid, since_boot_us() - SECOND)
+    assert activity is not None
+    assert set(activity.worked_us) == {7}
+
+
+def test_a_process_that_is_named_by_its_thread_counts_as_the_process() -> None:
+    now = time.time_ns() // 1000
+    ready, done = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        ready.set()
+        done.wait()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    try:
+        ready.wait()
+        number = thread.native_id
+        assert number is not None
+        gpu = FakeGPU(samples=[(number, now, 80)], processes={number: 300 * MIB}, busy=90)
+        use = monitor_of(FakeNVML(gpu)).use(gpu.uuid)
+        assert [(one.pid, one.used_mib) for one in use.processes] == [(os.getpid(), 300)]
+        assert measured(gpu).by_pid == {os.getpid(): 800}
+    finally:
+        done.set()
+        thread.join()
+
+
 def test_the_next_period_begins_at_the_newest_sample() -> None:
     stamp = time.time_ns() // 1000 - 100_000
     gpu = FakeGPU(samples=[(7, stamp, 80), (8, stamp - 500_000, 10)], busy=90)
@@ -413,8 +450,11 @@ def test_who_cannot_move_kernels_is_known_before_one_is_moved(
     assert found.why_no_move == moving_refusal(driver)
 
 
-def test_a_machine_of_another_kind_is_refused() -> None:
+def test_a_machine_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert driver_refusal("580.65.06", machine="x86_64") == ""
+    monkeypatch.setattr(support, "_WSL_DEVICE", tmp_path)
+    assert "under WSL2" in driver_refusal("580.65.06", machine="x86_64")
+    monkeypatch.undo()
     assert "of the kind aarch64: use an x86-64 one" in driver_refusal("580.65.06", machine="aarch64")
 
 

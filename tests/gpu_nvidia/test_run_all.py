@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu import figures, run_all
+from tests.gpu import figures, look, run_all
 from tests.gpu.run_all import PARTS, STEPS, Step, main
 from tests.gpu.talk import gone
 from tests.support.paths import ROOT
@@ -47,11 +47,17 @@ def test_each_step_has_its_line_and_what_it_saw(
     small(monkeypatch, questions="print('all is well')", tests=WRITES)
     folder = tmp_path / "results"
     assert main([str(folder)]) == 0
-    machine, questions, tests, *seen = summary(folder)
-    assert machine == "  NVIDIA H100 80GB HBM3, driver 580.159.04, Linux 6.18, torch 2.11.0, 2026-11-20"
+    *seen, machine, questions, tests = summary(folder)
+    assert machine == "NVIDIA H100 80GB HBM3, driver 580.159.04, Linux 6.18, torch 2.11.0, 2026-11-20"
     assert questions.startswith("ok questions, ")
     assert tests.startswith("ok tests, ")
-    assert seen == ["  1 of 2 passed", "  test_two: failed", "  test_one: suspend refused: no"]
+    assert seen == [
+        "| tests |  |  |",
+        "| --- | --- | --- |",
+        '| test_one | passed | {"suspend": "refused: no"} |',
+        "| test_two | failed | {} |",
+        "",
+    ]
     assert capsys.readouterr().out.endswith("\n".join(summary(folder)) + "\n")
     found = json.loads((folder / "results.json").read_text())
     assert found["machine"] == H100
@@ -71,7 +77,7 @@ def test_a_step_that_fails_is_told_with_its_last_word_and_the_next_one_runs(
     (tmp_path / "tests.json").write_text('{"tests": {"test_old": {"saw": {}, "outcome": "passed"}}}')
     small(monkeypatch, tests="raise SystemExit('no GPU was found')", questions="print('all is well')")
     assert main([str(tmp_path)]) == 1
-    _, first, second = summary(tmp_path)
+    *_, first, second = summary(tmp_path)
     assert first.startswith("failed (status 1) tests, ")
     assert first.endswith(": no GPU was found")
     assert second.startswith("ok questions")
@@ -80,14 +86,14 @@ def test_a_step_that_fails_is_told_with_its_last_word_and_the_next_one_runs(
 def test_a_step_that_does_not_end_is_ended_with_all_that_it_started_and_keeps_its_results(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    small(monkeypatch, tests=HANGS, questions=STUBBORN, kernels="print('reached')")
+    small(monkeypatch, tests=HANGS, questions=STUBBORN, measures="print('reached')")
     monkeypatch.setattr(run_all, "_KILL_S", 0.5)
     assert main([str(tmp_path), "--longest", "2"]) == 1
-    _, tests, questions, unreadable, kernels = summary(tmp_path)
+    *seen, _, _, tests, questions, measures = summary(tmp_path)
     assert tests.startswith("not done within 2 s tests, ")
     assert questions.startswith("not done within 2 s questions, ")
-    assert unreadable == "  what it saw is in results.json (KeyError: 'outcome')"
-    assert kernels.startswith("ok kernels, ")
+    assert seen[-1] == "| what it saw is in results.json (KeyError: 'outcome') |"
+    assert measures.startswith("ok measures, ")
     child = json.loads((tmp_path / "results.json").read_text())["questions"]["items"]["child"]["pid"]
     assert gone(child, 10), "what the step started lives on"
 
@@ -117,7 +123,7 @@ def test_another_package_named_tests_hides_nothing_of_ours(monkeypatch: pytest.M
 def test_a_step_for_which_there_is_no_time_left_is_not_begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     small(monkeypatch, tests="print('reached')", questions="print('reached')")
     assert main([str(tmp_path), "--within", "5"]) == 1
-    assert summary(tmp_path)[1:] == [f"not begun {name}: no time left of 5 s" for name in ("tests", "questions")]
+    assert summary(tmp_path)[-2:] == [f"not begun {name}: no time left of 5 s" for name in ("tests", "questions")]
 
 
 def test_settings_of_the_kernel_are_put_back_whatever_the_step_does(
@@ -133,28 +139,55 @@ def test_settings_of_the_kernel_are_put_back_whatever_the_step_does(
     steps = {"phases": Step(arguments=("-c", code), longest_s=60, part=1, tuned=True)}
     monkeypatch.setattr(run_all, "STEPS", steps)
     assert main([str(tmp_path / "out"), "--tune"]) == 1
-    assert summary(tmp_path / "out")[1].endswith(": always 17000")
+    assert summary(tmp_path / "out")[-1].endswith(": always 17000")
     assert (thp.read_text(), huge.read_text()) == ("madvise", "0")
 
 
-def test_a_part_is_the_steps_of_its_number_and_fits_into_ten_minutes_with_eight_files() -> None:
+def test_the_steps_are_three_parts_of_ten_minutes_with_eight_files_each_even_if_every_step_takes_all_its_time() -> None:
+    assert PARTS == [1, 2, 3]
     for part in PARTS:
         steps = [step for step in STEPS.values() if step.part == part]
         assert len(steps) + 2 <= 8, "logs, results.json and summary.txt"
+        assert sum(step.longest_s for step in steps) <= 540, "no time is left for the wheels"
     order = [step.part for step in STEPS.values()]
     assert order == sorted(order)
     assert next(iter(STEPS)) == "questions"
-    assert next(reversed(STEPS)) == "managed"
+    assert next(reversed(STEPS)) == "spoilers"
+
+
+def test_what_the_kernel_logs_about_the_driver_is_kept_with_the_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log = ["[ 1.0] NVRM: loading"]
+    monkeypatch.setattr(look, "kernel_log", lambda: list(log))
+    run = run_all._run
+
+    def logged(name: str, *rest: Any) -> str:  # noqa: ANN401 - run_all's
+        log.extend(["[ 2.0] eth0: up", f"[ 3.0] NVRM: Xid (PCI:0000:00:1e): 31, {name}"])
+        return run(name, *rest)
+
+    monkeypatch.setattr(run_all, "_run", logged)
+    small(monkeypatch, tests="print('reached')", questions="print('reached')")
+    assert main([str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "results.json").read_text())["kernel_log"] == {
+        name: [f"[ 3.0] NVRM: Xid (PCI:0000:00:1e): 31, {name}"] for name in ("tests", "questions")
+    }
+    assert summary(tmp_path)[-1].endswith(
+        "; the kernel logged 1 lines, the last: [ 3.0] NVRM: Xid (PCI:0000:00:1e): 31, questions"
+    )
 
 
 def test_sizes_and_their_reasons_are_shown() -> None:
-    row = {"shrinking": True, "suspend_s": 4.25, "suspend_gb_per_s": 2.0, "resume_s": 1.5, "resume_gb_per_s": 5.7}
+    row: dict[str, Any] = {"shrinking": False, "suspend_s": 4.25, "suspend_gb_per_s": 2.0}
+    row |= {"resume_s": 1.5, "resume_gb_per_s": 5.7}
+    row |= {"moved_mib": 8704, "phases_s": {"checkpoint": 4.2, "restore": 1.4}}
     rows = [{"held_mib": 8192, **row}, {"held_mib": 65536, "not_measured": "no room"}]
     copies = {"to_device": 50.1, "to_host": 52.2}
-    assert run_all._SEEN["phases"]({"phases": {"pinned_copies_gb_per_s": copies, "sizes": rows}}) == [
-        "  pinned copies: to_device 50.1 GB/s, to_host 52.2 GB/s",
-        "    8192 MiB, shrinking on : suspend 4.25 s (2.0 GB/s), resume 1.50 s (5.7 GB/s)",
-        "   65536 MiB: not measured, no room",
+    lines = figures.table("phases", {"phases": {"pinned_copies_gb_per_s": copies, "thp": "always", "sizes": rows}})
+    assert lines[3:] == [
+        "| pinned copies, huge pages: always |  | 52.2 GB/s to the host | 50.1 GB/s back |  |",
+        "| 8192 MiB | 8704 MiB moved | suspend 4.25 s, 2.0 GB/s | resume 1.50 s, 5.7 GB/s | checkpoint 4.20 s, restore 1.40 s |",
+        "| 65536 MiB | no room |  |  |  |",
     ]
 
 
@@ -204,17 +237,18 @@ def test_on_a_double_of_the_driver_the_table_tells_speeds_and_says_that_they_are
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     only(monkeypatch, "offload", "native-16", "offload-16-huge")
-    steps = ("offload", "phases", "small-pages", "torch", "managed")
+    steps = ("torch", "managed", "phases", "small-pages", "offload")
     assert main([str(tmp_path), "--double", *(f"--only={step}" for step in steps)]) == 0
     lines = summary(tmp_path)
-    assert lines[0] == "  a double of driver 580.65.06: its times say nothing about GPUs"
+    assert "a double of driver 580.65.06: its times say nothing about GPUs" in lines
     text = "\n".join(lines)
     for wanted in (
-        "  native-16: answered, checkpoint ",
-        "  offload-16-huge: answered",
-        "    round 2: out ",
-        "     64 MiB, shrinking off: suspend ",
-        "  pinned copies: to_device ",
+        "| native-16 | answered |",
+        "|  | the driver's own | checkpoint ",
+        "| offload-16-huge | answered |",
+        "|  | round 2 | out ",
+        "| 64 MiB | 112 MiB moved | suspend ",
+        "| pinned copies, huge pages: ",
         "not here torch: needs torch on a GPU",
         "not here managed: needs torch on a GPU",
     ):
@@ -230,7 +264,7 @@ def test_the_tests_with_kernels_run_on_a_double_of_the_driver(monkeypatch: pytes
     arguments = (*run_all._PYTEST, "tests/gpu/test_swaps.py", "-k", "really_free")
     monkeypatch.setattr(run_all, "STEPS", {"tests": Step(arguments=arguments, longest_s=120, part=1)})
     assert main([str(tmp_path), "--double"]) == 0, (tmp_path / "tests.log").read_text()
-    assert summary(tmp_path)[2] == "  1 of 1 passed"
+    assert summary(tmp_path)[2].startswith("| test_memory_is_really_free_while_a_kernel_is_suspended | passed |")
     found = json.loads((tmp_path / "results.json").read_text())["tests"]
     seen = found["tests"]["test_memory_is_really_free_while_a_kernel_is_suspended"]["saw"]
     assert seen["saved_mib"] >= 4 * 64, "the kernel held nothing of the double's"
@@ -240,20 +274,19 @@ def test_the_tests_with_kernels_run_on_a_double_of_the_driver(monkeypatch: pytes
 def test_on_a_simulated_device_the_steps_run_or_say_what_they_need(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    only(monkeypatch, "questions", "bindings", "plain", "calls-while-locked", "doctor", "stopped")
+    only(monkeypatch, "questions", "mapped", "plain", "calls-while-locked", "doctor", "stopped")
     only(monkeypatch, "offload", "offload-16-huge")
     assert main([str(tmp_path), "--simulated", "--only=questions", "--only=offload", "--only=phases"]) == 0
     lines = summary(tmp_path)
-    assert lines[0] == "  a simulated device: its times say nothing about GPUs"
-    assert "  plain: answered" in lines
-    assert "    its memory: intact" in lines
-    assert "  offload-16-huge: not here, needs a driver, a simulated device has none" in lines
+    assert "a simulated device: its times say nothing about GPUs" in lines
+    assert "|  | its memory | intact |" in lines
+    assert "| offload-16-huge | not here | needs a driver, a simulated device has none |" in lines
     rows = json.loads((tmp_path / "results.json").read_text())["questions"]["items"]
     assert rows["plain"]["saw"]["intact"] is True
     assert rows["calls-while-locked"]["saw"]["a call while saved"] == "waits"
     assert rows["calls-while-locked"]["saw"]["then"] == {"intact": True}
     assert rows["stopped"]["saw"]["intact"] is True
-    assert rows["bindings"]["why"] == "needs a driver, a simulated device has none"
+    assert rows["mapped"]["why"] == "needs a driver, a simulated device has none"
 
 
 # ---- figures -----------------------------------------------------------------------------------------------------------------
@@ -283,14 +316,49 @@ def test_figures_name_device_and_driver_and_put_the_parts_of_a_run_together(
     first = results(tmp_path / "one", H100, phases={"phases": phases})
     second = results(tmp_path / "two", H100, offload=offload)
     monkeypatch.setattr(figures, "RECORDED", tmp_path / "recorded")
+    monkeypatch.setattr(figures, "_see", lambda *_: None)
     assert figures.main([str(first), str(second), "--record"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("Measured on NVIDIA H100 80GB HBM3, driver 580.159.04, ")
-    assert "| 8192 MiB | 8704 MiB | 4.25 s, 2.1 GB/s | 1.50 s, 6.1 GB/s | 4.20 s, 1.40 s |" in out
-    assert "| offload-8192-huge, round 1 | 0.2 s, 43.0 GB/s | 0.2 s, 43.0 GB/s | intact |" in out
+    assert (
+        "| 8192 MiB | 8704 MiB moved | suspend 4.25 s, 2.1 GB/s | resume 1.50 s, 6.1 GB/s | checkpoint 4.20 s, restore 1.40 s |"
+        in out
+    )
+    assert "|  | round 1 | out 0.2 s (43.0 GB/s), back 0.2 s (43.0 GB/s), intact |" in out
     recorded = tmp_path / "recorded" / "nvidia-h100-80gb-hbm3-580.159.04.json"
     assert figures.main([str(recorded)]) == 0
     assert capsys.readouterr().out == out
+
+
+def test_a_recorded_run_is_a_row_of_the_devices_that_were_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = tmp_path / "nvidia.md"
+    before = (ROOT / "docs" / "nvidia.md").read_text()
+    document.write_text(before)
+    monkeypatch.setattr(figures, "RECORDED", tmp_path / "recorded")
+    monkeypatch.setattr(figures, "_NVIDIA", document)
+
+    def recorded(folder: str, machine: dict[str, Any], result: int) -> str:
+        rows = {
+            "mapped": {"outcome": "answered", "seconds": 1, "saw": {"cycle": {"lock": {"result": 0}}}},
+            "jax": {"outcome": "answered", "seconds": 1, "saw": {"cycle": {"lock": {"result": result}}}},
+        }
+        tests = {"tests": {"test_one": {"saw": {}, "outcome": "passed"}, "test_two": {"saw": {}}}}
+        found = results(tmp_path / folder, machine, questions={"items": rows}, tests=tests)
+        assert figures.main([str(found), "--record"]) == 0
+        return document.read_text()
+
+    key = "| 580.159.04 | NVIDIA H100 80GB HBM3 | saved and brought back: mapped"
+    ends = "1 of 2 tests passed; nvidia-h100-80gb-hbm3-580.159.04.json |"
+    assert f"{key}; not: jax; {ends}\n" in recorded("one", H100, 801)
+    again = recorded("two", H100, 0)
+    assert f"{key}, jax; not: none; {ends}\n" in again
+    assert again.count("| 580.159.04 |") == 1, "the earlier row stayed"
+    other = recorded("three", {**H100, "driver": "615.10"}, 0)
+    assert "| 580.159.04 |" in other
+    assert "| 615.10 |" in other
+    assert [line for line in other.splitlines() if not line.startswith(("| 580.159.04", "| 615.10"))] == [
+        line for line in before.splitlines() if not line.startswith("| none")
+    ]
 
 
 def test_what_no_gpu_has_shown_is_not_recorded(

@@ -90,6 +90,32 @@ async def test_a_hung_worker_is_killed_and_replaced(
     await link.checkpoint(target, 10)
 
 
+async def test_a_worker_that_fails_on_two_targets_for_no_known_reason_is_replaced(
+    link: WorkerLink, simulated: host.SimulatedHost, target: ProcessIdentity
+) -> None:
+    other = identify(os.getpid())
+
+    async def fail(whom: ProcessIdentity) -> None:
+        faults.inject(simulated.directory, "state", f"fail:{C.UNKNOWN.value}")
+        with pytest.raises(GPUError):
+            await link.state(whom)
+
+    await link.start()
+    first = link.pid
+    for whom in (target, target):  # it may be the target's fault
+        await fail(whom)
+    await link.state(target)
+    await fail(other)
+    assert link.pid == first, "a success came between"
+    await fail(target)
+    assert await link.state(target) is S.RUNNING
+    second = link.pid
+    assert second not in (None, first)
+    link.renew()
+    await link.start()
+    assert link.pid not in (None, second)
+
+
 async def test_an_operation_that_was_done_but_answered_late_is_seen_by_looking(
     link: WorkerLink, simulated: host.SimulatedHost, target: ProcessIdentity
 ) -> None:

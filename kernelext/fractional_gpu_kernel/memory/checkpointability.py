@@ -45,10 +45,14 @@ def _reinitializes_managed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bo
 
 
 def _plugs_allocator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of torch's `MemPool.__init__(self, allocator=None, ...)` has an allocator of its own."""
-    return kwargs.get("allocator", args[1] if len(args) > 1 else None) is not None
+    """Whether a call of torch's `MemPool.__init__(self, allocator=None, ...)` has an allocator of which nothing is known."""
+    given = kwargs.get("allocator", args[1] if len(args) > 1 else None) is not None
+    return given and sys.modules.keys().isdisjoint(_SAVEABLE_ALLOCATORS)
 
 
+# Their pools are made by the driver's virtual memory calls: vLLM's sleep mode, and torch_memory_saver. They are reported to combine with
+# checkpoints.
+_SAVEABLE_ALLOCATORS = ("vllm.cumem_allocator", "torch_memory_saver")
 _RMM = _cannot_save("managed memory through rmm")
 _BINDINGS = _cannot_save("managed memory through NVIDIA's Python bindings")
 _PLUGGED = "torch uses an allocator that was plugged in, and whether the driver can save what that hands out is unknown"

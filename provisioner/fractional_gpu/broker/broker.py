@@ -608,6 +608,10 @@ class Broker:
         kernel.cell.ticket_by_broker = True
         self.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id))
 
+    def device_returned(self) -> None:
+        """Use a new checkpoint worker from now on: what took a device away may have broken the driver in the present one."""
+        self._operations.device_returned()
+
     def driver_started(self) -> None:
         """Examine at once what only the driver knows: it can be asked from now on."""
         self._operations.look_now()

@@ -25,6 +25,10 @@ _START_S: Final = 60.0  # of the probe process: starting the driver takes second
 _ANSWER_S: Final = 20.0
 _LOCK_MS: Final = 10_000
 _COPY_S: Final = 60.0
+_NO_RIGHTS: Final = (
+    "of a process of our own that means missing rights (run the broker as root, or with CAP_SYS_PTRACE), or a sandbox such as gVisor, "
+    "which does not let the driver reach other processes"
+)
 
 
 @dataclass(slots=True)
@@ -66,7 +70,12 @@ async def _move_out_and_back(
     """Move the process's device memory to the host and back; fill in the result step by step, as any step may raise."""
     identity = identify(process.pid)
     result.before_mib = await _used_mib(monitor, device_id, identity)
-    result.phases_us["lock"] = await worker.lock(identity, _LOCK_MS)
+    try:
+        result.phases_us["lock"] = await worker.lock(identity, _LOCK_MS)
+    except GPUError as error:
+        if error.code is not GPUErrorCode.OPERATING_SYSTEM:
+            raise
+        raise GPUError(GPUErrorCode.NOT_PERMITTED, f"{error}; {_NO_RIGHTS}") from error
     result.phases_us["checkpoint"] = await worker.checkpoint(identity, _COPY_S)
     result.left_mib = await _used_mib(monitor, device_id, identity)
     result.phases_us["restore"] = await worker.restore(identity, None, _COPY_S)

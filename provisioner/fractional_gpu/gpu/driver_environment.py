@@ -22,13 +22,13 @@ PRELOADED_FOR_US: Final = "JUPYTER_GPU_PRELOAD"
 
 _PREFIXES: Final = ("CUDA_", "CUPTI_", "NSYS_", "NVTX_INJECTION")
 _NAMES: Final = frozenset({PRELOAD, "LD_AUDIT"})
-_NO_MPS: Final = {"CUDA_MPS_PIPE_DIRECTORY": "/proc/self/without-mps"}
+NO_MPS: Final = {"CUDA_MPS_PIPE_DIRECTORY": "/proc/self/without-mps"}
 
 
 def cleaned(environment: Mapping[str, str], *, keep: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment to start such a process with; the variables in `keep` are added as they are."""
     kept = {name: value for name, value in environment.items() if not _affects_driver(name)}
-    return {**kept, **_NO_MPS, **(keep or {})}
+    return {**kept, **NO_MPS, **(keep or {})}
 
 
 def clean(environment: MutableMapping[str, str], *, keep: tuple[str, ...] = ()) -> None:
@@ -38,7 +38,7 @@ def clean(environment: MutableMapping[str, str], *, keep: tuple[str, ...] = ()) 
     """
     for name in [name for name in environment if _affects_driver(name) and name not in keep]:
         del environment[name]
-    environment.update(_NO_MPS)
+    environment.update(NO_MPS)
 
 
 def _affects_driver(name: str) -> bool:

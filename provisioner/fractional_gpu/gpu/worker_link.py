@@ -8,6 +8,8 @@ The rules:
 - Cancelling a call that waits for its turn withdraws it. Cancelling one that the worker has begun only stops
   the waiting: the operation goes on, its reply is consumed, and calls behind it wait for it as before.
 - After any other failure in a call the worker is killed and the call raises WORKER_DIED: no call waits for ever.
+- A worker whose driver fails without a known reason on two targets in a row is replaced before the next call, as is one that `renew` names:
+  an Xid, a reset or a sleep of the machine may have left the driver broken in that process alone.
 - With a claim, no worker is started before the claim is held, and every worker inherits it: calls raise GPUError WORKER_BUSY
   while the worker of an earlier broker still runs.
 - With `service`, a socket, the worker is started by the service that listens there, in another container: `worker_remote`.
@@ -124,6 +126,7 @@ class WorkerClaim:
 log = logging.getLogger(__name__)
 
 START_S: Final = 60.0  # initialising a driver takes seconds
+_STATE_S: Final = 30.0  # a driver that is at work in the process answers only afterwards
 _KILL_S: Final = 5.0
 _ALONE_S: Final = 2.0  # a worker whose broker is gone ends itself so much later than a living broker would kill it
 _CODES: Final = frozenset(code.value for code in GPUErrorCode)
@@ -135,6 +138,7 @@ class _Call:
     number: int
     line: bytes
     what: str  # for people
+    target: str  # the process, "" if it is about none
     deadline_s: float
     answer: asyncio.Future[dict[str, Any]]
 
@@ -142,7 +146,7 @@ class _Call:
 class WorkerLink:
     """One worker for one backend (`nvidia` or `simulated:DIRECTORY`).
 
-    `answer_s` limits quick operations (state, unlock), and a lock beyond its own timeout; `start_s` limits the opening of the backend.
+    `answer_s` limits quick operations (unlock), and a lock beyond its own timeout; `start_s` limits the opening of the backend.
     Both in seconds. The caller closes `claim`, after the link.
     `service`: the socket of the service that starts the worker; it needs a claim.
     """
@@ -172,6 +176,10 @@ class WorkerLink:
         self._runner: asyncio.Task[None] | None = None
         self._closing = False
         self._number = 0
+        self._unexplained: set[str] = (
+            set()
+        )  # targets on which the driver failed for no known reason, without a success between
+        self._is_stale = False
 
     @property
     def pid(self) -> int | None:
@@ -192,7 +200,7 @@ class WorkerLink:
 
     async def state(self, identity: ProcessIdentity) -> ProcessState:
         """Return the process's state; GONE when there is no such process. Raises GPUError. For cancellation see above."""
-        reply = await self._call({"op": "state", "target": identity.to_dict()}, self._answer_s)
+        reply = await self._call({"op": "state", "target": identity.to_dict()}, max(_STATE_S, self._answer_s))
         try:
             return ProcessState(reply["state"])
         except ValueError:
@@ -218,6 +226,10 @@ class WorkerLink:
     async def unlock(self, identity: ProcessIdentity) -> int:
         """LOCKED -> RUNNING; returns microseconds. Raises GPUError. For cancellation see above."""
         return _elapsed(await self._call({"op": "unlock", "target": identity.to_dict()}, self._answer_s))
+
+    def renew(self) -> None:
+        """Have the next call served by a new worker: what the present one knows of the driver may be out of date."""
+        self._is_stale = True
 
     async def close(self) -> None:
         """Let the current operation finish within its deadline, then end the worker. Idempotent.
@@ -250,7 +262,9 @@ class WorkerLink:
         if len(line) > MAX_LINE:
             raise GPUError(GPUErrorCode.UNKNOWN, f"a request of {len(line)} bytes is too long; at most {MAX_LINE}")
         what = f"{request['op']} of process {request['target']['pid']}" if "target" in request else "ping"
-        call = _Call(request["op"], self._number, line, what, deadline_s, asyncio.get_running_loop().create_future())
+        target = json.dumps(request.get("target", ""))
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        call = _Call(request["op"], self._number, line, what, target, deadline_s, future)
         self._waiting.append(call)
         self._more.set()
         reply = await call.answer
@@ -294,6 +308,10 @@ class WorkerLink:
 
     async def _serve(self, call: _Call) -> dict[str, Any]:
         process = self._process
+        if process is not None and self._is_stale:
+            log.warning("the checkpoint worker %d is replaced: its driver may be in a broken state", process.pid)
+            await self._end(process)
+            process = None
         if process is None or process.returncode is not None:
             process = await self._begin()
         files.reach(f"link.{call.op}.before")
@@ -308,7 +326,17 @@ class WorkerLink:
         if reply["id"] != call.number:
             await self._kill()
             raise GPUError(GPUErrorCode.WORKER_DIED, f"the checkpoint worker answered another request than {call.what}")
+        self._judge(call, reply)
         return reply
+
+    def _judge(self, call: _Call, reply: Mapping[str, Any]) -> None:
+        """Note whether the driver fails without a known reason, whatever the target is."""
+        if reply["ok"]:
+            self._unexplained.clear()
+        elif reply["error"].get("code") == GPUErrorCode.UNKNOWN:
+            self._unexplained.add(call.target)
+            if len(self._unexplained) > 1:
+                self.renew()
 
     async def _begin(self) -> WorkerProcess:
         if self._unkillable is not None and self._unkillable.returncode is None:
@@ -323,6 +351,8 @@ class WorkerLink:
                 GPUErrorCode.WORKER_BUSY,
                 f"the checkpoint worker of {self._claim.holder()} is still at work: nothing is suspended or resumed before it is done",
             )
+        self._is_stale = False
+        self._unexplained.clear()
         self._process = await self._started()
         greeting = await self._exchange(self._process, b"", self._start_s, f"opening {self.backend}")
         if "fatal" in greeting:

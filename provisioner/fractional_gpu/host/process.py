@@ -142,7 +142,7 @@ def identify(pid: int, *, proc: Path = PROC) -> ProcessIdentity:
     stat = read_stat(pid, proc=proc)
     if stat.dead:
         raise ProcessLookupError(f"process {pid} ({stat.comm}) has exited")
-    group = _thread_group(pid, proc)
+    group = thread_group(pid, proc=proc)
     if group != pid:
         raise ValueError(f"{pid} is a thread of process {group}, not a process: give the process id {group}")
     return ProcessIdentity(boot_id(proc=proc), pid, stat.start_time)
@@ -301,7 +301,8 @@ def _read(pid: int, name: str, proc: Path) -> bytes:
         raise ProcessLookupError(f"no process has the id {pid}") from None
 
 
-def _thread_group(pid: int, proc: Path) -> int:
+def thread_group(pid: int, *, proc: Path = PROC) -> int:
+    """Return the process that a thread, or a process, with this number belongs to. Raises ProcessLookupError and PermissionError."""
     return int(_status_field(_read(pid, "status", proc), b"Tgid"))
 
 
@@ -536,11 +537,13 @@ def _look(pid: int, boot: str, markers: _Markers | None, path: str) -> _Seen | N
 _DELETED: Final = " (deleted)"
 
 
-def maps(pid: int, fits: Callable[[str], bool], *, proc: Path = PROC) -> bool:
-    """Return whether the process has a file mapped whose path fits. Blocks."""
+def maps(pid: int, fits: Callable[[str], bool], *, unreadable: bool = False, proc: Path = PROC) -> bool:
+    """Return whether the process has a file mapped whose path fits; `unreadable` if it may not be read. Blocks."""
     try:
         return any(fits(path) for line in entries(f"{proc}/{pid}/maps", b"\n") if (path := _path(os.fsdecode(line))))
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
+    except PermissionError:
+        return unreadable
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

@@ -22,29 +22,35 @@ def spec(milli: int = 250, devices: int = 1) -> LeaseSpec:
     return LeaseSpec(lease_id="abc", pool="p", owner="ann", fraction_milli=milli, reserve_mib=10_000, devices=devices)
 
 
-def held(leasable_mib: int) -> DeviceView:
+def held(leasable_mib: int, device_id: str = "MIG-1") -> DeviceView:
     return DeviceView(
-        device_id="MIG-1", name="1g.10gb", pool="p", memory_mib=leasable_mib, leasable_mib=leasable_mib, reserved_mib=0,
+        device_id=device_id, name="1g.10gb", pool="p", memory_mib=leasable_mib, leasable_mib=leasable_mib, reserved_mib=0,
         stranger_mib=0, over_committed=False, lost=False,
     )  # fmt: skip
 
 
-def test_time_slicing_needs_nothing_more() -> None:
-    assert sharing_environment(pool(), spec(), 10_000, [held(20_000)]) == {}
+def test_time_slicing_needs_nothing_more_than_to_be_no_client_of_a_daemon_of_mps() -> None:
+    (name,) = sharing_environment(pool(), spec(), 10_000, [held(20_000)]).items()
+    assert name == ("CUDA_MPS_PIPE_DIRECTORY", "/proc/self/without-mps")
     assert launch_environment(pool(), spec()) == {}
 
 
 @pytest.mark.parametrize(("milli", "percent"), [(1000, "100"), (250, "25"), (125, "13"), (1, "1")])
 def test_mps_limits_compute_and_memory(milli: int, percent: str) -> None:
-    assert sharing_environment(pool(Sharing.MPS), spec(milli), 10_000, []) == {
+    assert sharing_environment(pool(Sharing.MPS), spec(milli), 10_000, [held(20_000, "GPU-1")]) == {
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": percent,
-        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=10000M",
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "GPU-1=10000M",
+    }
+    assert sharing_environment(pool(Sharing.MPS), spec(milli), 10_000, []) == {
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": percent
     }
 
 
 def test_mps_limits_memory_on_each_device() -> None:
-    environment = sharing_environment(pool(Sharing.MPS), spec(1000, devices=2), 80_000, [])
-    assert environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=80000M,1=80000M"
+    environment = sharing_environment(
+        pool(Sharing.MPS), spec(1000, devices=2), 80_000, [held(90_000, "GPU-1"), held(90_000, "GPU-2")]
+    )
+    assert environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "GPU-1=80000M,GPU-2=80000M"
 
 
 def test_a_mig_instance_is_the_kernel_s_as_a_whole() -> None:

@@ -50,6 +50,7 @@ class World:
         self.metering = self
         self.habits = self
         self.used_mib: dict[str, int] = {}
+        self.returned = 0
         self.events: list[Event] = []
         self.saved: list[frozenset[ProcessIdentity]] = []
         self.wanted: list[str] = []
@@ -89,6 +90,9 @@ class World:
 
     def save(self, kernel: Kernel) -> None:
         self.saved.append(kernel.members)
+
+    def device_returned(self) -> None:
+        self.returned += 1
 
     def request_on_behalf(self, kernel: Kernel) -> None:
         self.wanted.append(kernel.lease_id)
@@ -246,6 +250,7 @@ async def test_a_device_that_cannot_be_read_is_lost_until_it_is_seen_again(
     assert [one.message for one in caplog.records] == [f"device {DEVICE} is lost: it fell off the bus"]
     assert strangers(await world.told()) == [0]
     assert caplog.records[-1].message == f"device {DEVICE} is back"
+    assert world.returned == 1, "its worker is replaced"
 
 
 async def test_a_look_that_a_change_overtook_is_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:

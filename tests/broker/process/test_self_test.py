@@ -93,6 +93,13 @@ async def test_what_is_refused_for_good_becomes_the_devices_reason(world: World,
     assert world.why_not in found
 
 
+async def test_missing_rights_come_as_a_failure_of_the_operating_system_and_are_final(world: World) -> None:
+    faults.inject(world.folder, "lock", f"fail:{GPUErrorCode.OPERATING_SYSTEM.value}")
+    found = await world.found()
+    assert "missing rights" in found
+    assert "gVisor" in world.why_not
+
+
 async def test_a_refusal_does_not_bring_a_lost_device_back(world: World) -> None:
     (device_id,) = world.specs
     world.arbiter.handle(DeviceLost(at_ms=0, device_id=device_id))

@@ -231,6 +231,18 @@ def test_a_memory_pool_of_torch_with_an_allocator_of_its_own_is_not_trusted(pack
     assert "plugged in" in managed.seen
 
 
+@pytest.mark.parametrize("library", ["vllm.cumem_allocator", "torch_memory_saver"])
+def test_pools_of_the_drivers_virtual_memory_can_be_saved(
+    packages: Path, monkeypatch: pytest.MonkeyPatch, library: str
+) -> None:
+    write(packages, {"torch/__init__.py": "", "torch/cuda/__init__.py": "", "torch/cuda/memory.py": MEM_POOL})
+    managed = CheckpointBlockers(lambda _: None)
+    managed.install()
+    monkeypatch.setitem(sys.modules, library, ModuleType(library))
+    importlib.import_module("torch.cuda.memory").MemPool("its own")
+    assert managed.seen == ""
+
+
 def test_torch_s_own_managed_memory_is_seen(packages: Path) -> None:
     cuda = "from .memory import *\nfrom .memory import _use_uvm\n"
     write(packages, {"torch/__init__.py": "", "torch/cuda/__init__.py": cuda, "torch/cuda/memory.py": MEM_POOL})

@@ -16,7 +16,7 @@ from fractional_gpu.broker.kernels.iopub import IOPubWatch
 from fractional_gpu.config import ConfigError
 from fractional_gpu.core.events import ResizeRequested
 from fractional_gpu.core.model import DeviceView, LeaseSpec, PoolSpec, Sharing, Sign
-from fractional_gpu.gpu.driver_environment import PRELOAD, PRELOADED_FOR_US
+from fractional_gpu.gpu.driver_environment import NO_MPS, PRELOAD, PRELOADED_FOR_US
 from fractional_gpu.host.files import temporary_folder
 from fractional_gpu.host.process import ProcessIdentity, open_pidfd
 
@@ -344,8 +344,10 @@ class Kernel:
 # -- sharing -----------------------------------------------------------------------------------------------------------
 # What a pool's way of sharing puts into its kernels' environment, and what it needs of the machine.
 #
+# - `time-slice`: the kernel is no client of a control daemon of MPS that the host may run: its clients cannot be checkpointed.
 # - `mps`: the thread percentage is the fraction (a cap on multiprocessors, not a reservation), and the pinned memory limit is the memory
-#   cap, for each device that the kernel sees. The administrator runs the control daemon.
+#   cap, by the UUID of each device that the kernel sees: a number that it does not see would lift all limits. The administrator runs the
+#   control daemon.
 # - `mig`: the kernel may use the whole instance, whatever the fraction came to.
 # - HAMi-core is preloaded when the kernel starts, if the administrator names its library. Its bookkeeping file would be shared by all
 #   kernels of a machine, so each lease gets a file of its own.
@@ -357,14 +359,14 @@ _MIG = "MIG-"
 def sharing_environment(pool: PoolSpec, spec: LeaseSpec, limit_mib: int, held: Sequence[DeviceView]) -> dict[str, str]:
     """Return what binds a kernel to its share. `limit_mib`: its cap on each device; `held`: the devices that it has so far."""
     if pool.sharing is Sharing.MPS:
-        limits = ",".join(f"{place}={limit_mib}M" for place in range(max(1, spec.devices)))
+        limits = ",".join(f"{device.device_id}={limit_mib}M" for device in held)
         return {
             "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(_percent(spec)),
-            "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": limits,
+            **({"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": limits} if limits else {}),
         }
     if pool.sharing is Sharing.MIG and held:
         return {"JUPYTER_GPU_MEMORY_MIB": str(max(limit_mib, min(device.leasable_mib for device in held)))}
-    return {}
+    return dict(NO_MPS) if pool.sharing is Sharing.TIME_SLICE else {}
 
 
 def launch_environment(pool: PoolSpec, spec: LeaseSpec) -> dict[str, str]:

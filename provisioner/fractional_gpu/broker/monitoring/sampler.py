@@ -287,6 +287,7 @@ class Sampler:
         self._strangers[device_id] = stranger_mib
         if before is None:
             log.warning("device %s is back", device_id)
+            self._broker.device_returned()
         self._broker.dispatch(DeviceSeen(at_ms=now_ms(), device=self._devices[device_id], stranger_mib=stranger_mib))
 
     def _report_host_budget(self) -> None:

@@ -10,7 +10,7 @@ Rules:
 - Until an attempt succeeds, the broker serves without suspending: kernels share devices and stay on them. `Swaps.off` and the devices'
   `why_not` hold the driver's reason and the time of the next attempt, so status, refusals and the doctor repeat both.
 - When an attempt succeeds, both are cleared, leases that stayed for that reason only may be suspended, leases whose state only the driver
-  knows are examined at once, and the self-test runs.
+  knows are examined at once, and the self-test runs. A driver that works from the start is tested before the API answers.
 - While the worker of an earlier broker still runs an operation, there is no reason yet, and the first attempt waits for its end.
 """
 
@@ -112,6 +112,7 @@ log = logging.getLogger(__name__)
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 60.0
 _ORPHAN_PATIENCE_S: Final = 2.0
+_SELF_TEST_S: Final = 20.0
 
 
 class DriverStart:
@@ -141,15 +142,27 @@ class DriverStart:
         return self.off
 
     async def run(self, broker: Broker, swaps: Swaps) -> None:
-        """Try until the driver works or refuses for good, then run the self-test on NVIDIA's devices. Returns only by cancellation."""
+        """Try until the driver works or refuses for good. Returns only by cancellation."""
         while self._pending:
             await self._pause()
             before = self.off
             await self._attempt()
             self._publish(broker, swaps, before)
-        if not self.off and broker.monitor.kind == NVIDIA:
-            log.info("%s", await SelfTest(broker, swaps, self._worker, self._specs).run())
+            await self.try_checkpoint(broker, swaps)
         await asyncio.Event().wait()  # a service of the broker: its end would end the broker
+
+    async def try_checkpoint(self, broker: Broker, swaps: Swaps) -> None:
+        """Run the self-test on NVIDIA's devices if the driver works. At the start this comes before the API: a kernel waits for it.
+
+        Cancellation kills its process.
+        """
+        if self._pending or self.off or broker.monitor.kind != NVIDIA:
+            return
+        try:
+            async with asyncio.timeout(_SELF_TEST_S):
+                log.info("%s", await SelfTest(broker, swaps, self._worker, self._specs).run())
+        except TimeoutError:
+            log.warning("checkpointing was tried on a process of our own, which took more than %g s", _SELF_TEST_S)
 
     async def _is_alone(self) -> bool:
         """Wait a moment for the worker of a killed broker to end, and return whether it has. It completes an operation without a broker."""

@@ -231,6 +231,7 @@ class BrokerRun:
         await recover(broker, swaps, ledger, await lost.find())
         broker.scans.kernels = broker.kernels
         await sampler.sample()
+        await driver.try_checkpoint(broker, swaps)
 
         # The API.
         service = LeaseService(broker, settings, refresh=sampler.refresh, lost=lost)

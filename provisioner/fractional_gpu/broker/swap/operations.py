@@ -103,6 +103,11 @@ class Operations:
         self._look_now.set()
         self._look_now = asyncio.Event()
 
+    def device_returned(self) -> None:
+        """Do the next operation with a new worker, and look at every quarantined lease."""
+        self._swaps.renew_worker()
+        self.look_now()
+
     async def close(self) -> None:
         """Finish the operations that have begun and drop the looks and shrinks. Nothing may be started any more."""
         for task in self._looking:

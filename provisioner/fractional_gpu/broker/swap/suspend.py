@@ -295,8 +295,8 @@ class Suspension:
                 return SuspendOutcome.NOTHING_TO_SAVE, 0, "the kernel has no CUDA context: nothing had to be saved"
             # The journal is written before each step that a broker which dies in it leaves half done: the next one knows what to undo.
             await journal("locking", use, 0)
-            await self._lock_all(use, locked)
-            use = await self._check_locked(kernel, effect, locked, reserve)
+            empty = await self._lock_all(use, locked)
+            use = await self._check_locked(kernel, effect, locked, empty, reserve)
             kernel.checkpoint.sizes = use
             await journal("checkpointing", use, kernel.checkpoint.total_mib)
         except StepError as error:
@@ -395,25 +395,48 @@ class Suspension:
 
     # -- under the locks --------------------------------------------------------------------------------------------------
 
-    async def _lock_all(self, use: Mapping[ProcessIdentity, int], locked: list[ProcessIdentity]) -> None:
-        """Lock the processes. `locked` receives each one before its call: whatever becomes of the call, it may be locked."""
+    async def _lock_all(
+        self, use: Mapping[ProcessIdentity, int], locked: list[ProcessIdentity]
+    ) -> set[ProcessIdentity]:
+        """Lock the processes. `locked` receives each one before its call: whatever becomes of the call, it may be locked.
+
+        Return those that the driver does not know although it lists them: they asked for the devices, and hold nothing.
+        """
+        empty = set()
         for identity in use:
             locked.append(identity)
             try:
                 await self._worker.lock(identity, int(self._times.lock_s * 1000))
             except GPUError as error:
+                if error.code is GPUErrorCode.NOT_INITIALIZED:
+                    locked.remove(identity)
+                    empty.add(identity)
+                    continue
                 if error.code is GPUErrorCode.NOT_READY:
                     raise StepError(SuspendOutcome.ABORTED, f"process {identity.pid} has GPU work under way") from error
                 raise
+        return empty
 
     async def _check_locked(
-        self, kernel: Kernel, effect: Suspend, locked: Sequence[ProcessIdentity], reserve: Reserve
+        self,
+        kernel: Kernel,
+        effect: Suspend,
+        locked: Sequence[ProcessIdentity],
+        empty: Collection[ProcessIdentity],
+        reserve: Reserve,
     ) -> dict[ProcessIdentity, int]:
-        """Return what the locked processes use. Raises StepError if the kernel is not what it was before it was locked."""
+        """Return what the locked processes use; the `empty` ones must use nothing still.
+
+        Raises StepError if the kernel is not what it was before it was locked.
+        """
         check = check_alive if effect.preempt or effect.between_cells else check_idle
         check(kernel)
         host = await self._inspector.take(kernel.measurement.devices_to_read(effect.devices))
         use, heirs = await self._inspector.memory_use(kernel, host)
+        if strange := [one for one in empty if host.used_mib(one.pid)]:
+            sentence = f"process {strange[0].pid} has device memory, and the driver does not know it"
+            raise StepError(before_checkpoint(GPUErrorCode.NOT_INITIALIZED), sentence)
+        use = {one: mib for one, mib in use.items() if one not in empty}
         newcomers = [identity for identity in use if identity not in locked]
         if newcomers:
             raise StepError(SuspendOutcome.ABORTED, f"process {newcomers[0].pid} began to use CUDA meanwhile")

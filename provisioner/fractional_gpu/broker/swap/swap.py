@@ -362,6 +362,10 @@ class Swaps:
         """Why the driver cannot checkpoint at all, a sentence; empty: it can."""
         return self.inspector.off
 
+    def renew_worker(self) -> None:
+        """Have the next operation done by a new worker."""
+        self._worker.renew()
+
     def set_off(self, why: str) -> None:
         """Set why the driver cannot checkpoint at all, a sentence; empty: it can from now on."""
         self.inspector.set_off(why)

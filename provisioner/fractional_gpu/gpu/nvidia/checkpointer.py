@@ -3,6 +3,7 @@
 - It belongs in a process of its own: starting the driver takes seconds, a call may hang, and the variables that change
   the driver are removed from that process's environment (`driver_environment`). A move, for instance, must name every
   device, so none may be hidden. No CUDA context is created.
+- The driver is asked only about processes that have its library mapped: of others it says different things in each release.
 - A pid is checked before each call: a thread's number is refused, a process that is gone is NO_SUCH_PROCESS. That it is
   the right process only the caller can ensure, who holds its pidfd.
 - A lock always has a time limit: without one the driver waits for ever.
@@ -15,17 +16,18 @@ import importlib
 import os
 import select
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any, Final
 
 from fractional_gpu.gpu import driver_environment
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
 from fractional_gpu.gpu.nvidia.support import INSTALL_BINDINGS, MOVING_CUDA_VERSION
-from fractional_gpu.host.process import identify
+from fractional_gpu.host.process import identify, maps
 
 _SUCCESS: Final = 0
-_NOT_INITIALIZED: Final = 3
+# Of a process without CUDA the driver says INVALID_VALUE or NOT_INITIALIZED, by its release.
+_NO_CUDA: Final = frozenset({1, 3})
 _ENDING_MS: Final = 100
 _MAX_TIMEOUT_MS: Final = 2**32 - 1
 
@@ -84,7 +86,10 @@ _HINTS: Final[Mapping[tuple[str, GPUErrorCode], str]] = {
 _GENERAL_HINTS: Final[Mapping[GPUErrorCode, str]] = {
     GPUErrorCode.NOT_INITIALIZED: "it is not a CUDA process",
     GPUErrorCode.ILLEGAL_STATE: "it is not in the state that this starts from",
-    GPUErrorCode.NOT_PERMITTED: "the driver lets only its own user do this, or root, or a user who may trace it",
+    GPUErrorCode.NOT_PERMITTED: (
+        "the driver lets only its own user do this, or root, or a user who may trace it; or persistence mode is off "
+        "(as root: `nvidia-smi -pm 1`)"
+    ),
     GPUErrorCode.NOT_SUPPORTED: "the driver cannot do this for this process, device or driver release",
     GPUErrorCode.OPERATING_SYSTEM: "the driver did not get what it needs from the operating system",
 }
@@ -97,10 +102,12 @@ class NvidiaCheckpointer:
     """The `Checkpointer` of NVIDIA devices. Not safe for use from several threads: one operation at a time per host.
 
     Raises GPUError when the bindings are not installed (NOT_SUPPORTED, with what to install), when the driver is missing or too
-    old (NOT_SUPPORTED) and when it sees no device (NO_SUCH_DEVICE). `driver` stands in for `cuda.bindings.driver` in tests.
+    old (NOT_SUPPORTED) and when it sees no device (NO_SUCH_DEVICE). In tests `driver` stands in for `cuda.bindings.driver`,
+    and `has_driver` for the look at what a process has mapped.
     """
 
-    def __init__(self, *, driver: ModuleType | None = None) -> None:
+    def __init__(self, *, driver: ModuleType | None = None, has_driver: Callable[[int], bool] | None = None) -> None:
+        self._has_driver = _maps_driver if has_driver is None else has_driver
         driver_environment.clean(os.environ)
         self._driver = _load() if driver is None else driver
         missing = next((call for call in _CALLS if not hasattr(self._driver, call)), "")
@@ -143,6 +150,8 @@ class NvidiaCheckpointer:
             if error.code is GPUErrorCode.NO_SUCH_PROCESS:
                 return ProcessState.GONE
             raise
+        if not self._has_driver(pid):
+            return ProcessState.NO_CONTEXT
         try:
             result, state = self._ask("cuCheckpointProcessGetState", pid)
         except _UnknownAnswerError:
@@ -150,11 +159,12 @@ class NvidiaCheckpointer:
             return ProcessState.NO_CONTEXT if self._is_unknown_to_cuda(pid) else ProcessState.UNKNOWN
         if result == _SUCCESS:
             return _STATES.get(state, ProcessState.UNKNOWN) if isinstance(state, int) else ProcessState.UNKNOWN
-        if result == _NOT_INITIALIZED or self._is_unknown_to_cuda(pid):
-            return ProcessState.NO_CONTEXT
+        unknown = result in _NO_CUDA or self._is_unknown_to_cuda(pid)
         failure = self._error("read", pid, result)
         if failure.code is GPUErrorCode.NO_SUCH_PROCESS:
             return ProcessState.GONE
+        if unknown:
+            return ProcessState.NO_CONTEXT
         raise failure
 
     def lock(self, pid: int, timeout_ms: int) -> None:
@@ -250,7 +260,7 @@ class NvidiaCheckpointer:
             result, _ = self._ask("cuCheckpointProcessGetRestoreThreadId", pid)
         except _UnknownAnswerError:
             return False
-        return result == _NOT_INITIALIZED
+        return result in _NO_CUDA
 
     def _error(self, phase: str, pid: int, result: int) -> GPUError:
         code = _CODES.get(result, GPUErrorCode.UNKNOWN)
@@ -294,6 +304,11 @@ def _check(pid: int) -> None:
         raise GPUError(GPUErrorCode.NO_SUCH_PROCESS, str(error)) from error
     except ValueError as error:
         raise GPUError(GPUErrorCode.WRONG_IDENTITY, str(error)) from error
+
+
+def _maps_driver(pid: int) -> bool:
+    """Return whether the process has the driver's library mapped, without which it has no CUDA state, or may not be read."""
+    return maps(pid, lambda path: path.rpartition("/")[2].startswith("libcuda.so"), unreadable=True)
 
 
 def _await_end(pid: int) -> None:

@@ -3,6 +3,8 @@
 - No library, no driver or no device is an ordinary result: `devices()` is empty and `why_none` says why. Each call tries
   again, so a driver that is loaded later is found.
 - A device that fell off the bus is left out of `devices()`, and `use()` of it raises DEVICE_LOST.
+- Drivers before 575.57 name a process by the thread that made its context, and in a pid namespace the samples of utilisation keep the
+  host's pids. So each number is turned into its process's, and samples count only of processes that the device lists.
 - A device's memory is the memory that processes can have: the driver's own reserve is neither in the total nor in the
   use.
 - Devices are named by UUID; an index is for people and may change with every boot.
@@ -31,7 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from fractional_gpu.gpu.interface import (
     DeviceActivity,
@@ -53,6 +55,7 @@ from fractional_gpu.gpu.nvidia.support import (
     why_no_bindings,
 )
 from fractional_gpu.host.clock import WallClock
+from fractional_gpu.host.process import thread_group
 
 T = TypeVar("T")
 
@@ -101,6 +104,19 @@ _MIG: Final = "MIG-"  # an instance's id begins so
 _ON_MIG: Final = "it is a MIG instance, on which the driver cannot checkpoint"
 
 _UNAVAILABLE: Final = frozenset({_NOT_SUPPORTED, _FUNCTION_NOT_FOUND, _ARGUMENT_VERSION_MISMATCH})
+
+
+class _Sample(NamedTuple):
+    """What a process used of a device in a period that ended at `stamp_us` of the wall clock; `rates` in percent, compute first."""
+
+    pid: int
+    stamp_us: int
+    rates: tuple[int, ...]
+
+    @property
+    def is_sane(self) -> bool:
+        """Whether no rate is impossible."""
+        return all(0 <= rate <= _FULL for rate in self.rates)
 
 
 class NvidiaMonitor:
@@ -194,10 +210,11 @@ class NvidiaMonitor:
         kinds: dict[int, ProcessKind] = {}
         for kind, processes in self._processes(handle):
             for process in processes:
+                pid = _process_of(process.pid)
                 # A process that computes and draws is in both lists, each time with all of its memory: not to be added up.
-                known = [one for one in (by_pid.get(process.pid), process.usedGpuMemory) if one is not None]
-                by_pid[process.pid] = max(known, default=None)
-                kinds.setdefault(process.pid, kind)
+                known = [one for one in (by_pid.get(pid), process.usedGpuMemory) if one is not None]
+                by_pid[pid] = max(known, default=None)
+                kinds.setdefault(pid, kind)
         return DeviceUse(
             device_id=device_id,
             memory_mib=total // _MIB,
@@ -215,21 +232,21 @@ class NvidiaMonitor:
         try:
             samples = self._read(device_id, partial(self._samples, max(0, since_us + offset_us)))
             if was_set:
-                self._ambiguous[device_id] = {(int(sample.pid), int(sample.timeStamp)) for sample in samples}
+                self._ambiguous[device_id] = {(sample.pid, sample.stamp_us) for sample in samples}
                 self._steps_known[device_id] = self._steps
             ambiguous = self._ambiguous.get(device_id, set())
             for sample in samples:
-                stamp_us = int(sample.timeStamp) - offset_us
-                if (sample.pid, int(sample.timeStamp)) in ambiguous:
+                stamp_us = sample.stamp_us - offset_us
+                if (sample.pid, sample.stamp_us) in ambiguous:
                     continue
-                if stamp_us <= now_us + _AHEAD_US and _is_sane(sample) and any(_rates(sample)):
+                if stamp_us <= now_us + _AHEAD_US and sample.is_sane and any(sample.rates):
                     at_us = min(stamp_us, now_us) - _SAMPLE_LATE_US
                     worked_us[sample.pid] = max(at_us, worked_us.get(sample.pid, 0))
         except self._nvml.NVMLError as error:
             if error.value in {*_UNAVAILABLE, _NO_PERMISSION}:
                 return None
             raise self._error(error, f"reading who works on device {device_id}") from error
-        worked_us = {pid: at_us for pid, at_us in worked_us.items() if pid > 0 and at_us > since_us}
+        worked_us = {pid: at_us for pid, at_us in worked_us.items() if at_us > since_us}
         return DeviceActivity(known_until_us=now_us - _SAMPLE_LATE_US, settle_us=_SETTLE_US, worked_us=worked_us)
 
     def utilisation(self, device_id: str, since_us: int) -> DeviceUtilisation | None:
@@ -252,11 +269,10 @@ class NvidiaMonitor:
         until_us, by_pid = now_us - _SAMPLE_LATE_US, None
         if samples is not None and not was_set:
             newest_us = now_us + _AHEAD_US
-            sane = [one for one in samples if int(one.timeStamp) - offset_us <= newest_us and _is_sane(one)]
-            sane = [one for one in sane if int(one.timeStamp) - offset_us > since_us and one.pid > 0]
+            sane = [one for one in samples if one.is_sane and since_us < one.stamp_us - offset_us <= newest_us]
             if sane or (busy_percent or 0) < _AT_WORK:  # else it works for processes that the driver does not show here
                 by_pid = _means(sane)
-            until_us = max([until_us, *(int(one.timeStamp) - offset_us for one in sane)])
+            until_us = max([until_us, *(one.stamp_us - offset_us for one in sane)])
         return DeviceUtilisation(
             since_us=since_us,
             until_us=min(until_us, now_us),
@@ -271,7 +287,7 @@ class NvidiaMonitor:
             self._steps += 1
         return known.setdefault(device_id, self._steps) != self._steps
 
-    def _samples_if_any(self, since_us: int, handle: object) -> list[Any] | None:
+    def _samples_if_any(self, since_us: int, handle: object) -> list[_Sample] | None:
         """Return the same samples; None where the device has none or this user may not read them."""
         try:
             return self._samples(since_us, handle)
@@ -280,8 +296,24 @@ class NvidiaMonitor:
                 return None
             raise
 
-    def _samples(self, since_us: int, handle: object) -> list[Any]:
-        """Return the samples that the driver stamped since then, by the wall clock.
+    def _samples(self, since_us: int, handle: object) -> list[_Sample]:
+        """Return the samples of listed processes that the driver stamped since then, by the wall clock."""
+        samples = self._read_samples(since_us, handle)
+        listed = (
+            {_process_of(one.pid) for _, processes in self._processes(handle) for one in processes} if samples else ()
+        )
+        found = (
+            _Sample(
+                _process_of(one.pid),
+                int(one.timeStamp),
+                (int(one.smUtil), int(one.memUtil), int(one.encUtil), int(one.decUtil)),
+            )
+            for one in samples
+        )
+        return [sample for sample in found if sample.pid in listed]
+
+    def _read_samples(self, since_us: int, handle: object) -> list[Any]:
+        """Return all samples since then.
 
         pynvml makes two calls, for the number of samples and for the samples; if more came in between, the second fails. Then read again.
         """
@@ -449,20 +481,20 @@ class NvidiaMonitor:
         return GPUError(code, f"{doing} failed: {error} (NVML error {number})")
 
 
-def _rates(sample: Any) -> tuple[int, ...]:  # noqa: ANN401 - a structure of pynvml
-    return int(sample.smUtil), int(sample.memUtil), int(sample.encUtil), int(sample.decUtil)
+def _process_of(number: int) -> int:
+    """Return the process of a number that may be a thread's; the number itself if nothing with it can be seen."""
+    try:
+        return thread_group(number)
+    except (ProcessLookupError, PermissionError, ValueError):
+        return number
 
 
-def _means(samples: Iterable[Any]) -> dict[int, int]:
+def _means(samples: Iterable[_Sample]) -> dict[int, int]:
     """Return each process's mean utilisation, thousandths of the device."""
     by_pid: dict[int, list[int]] = {}
     for sample in samples:
-        by_pid.setdefault(int(sample.pid), []).append(int(sample.smUtil) * 10)
+        by_pid.setdefault(sample.pid, []).append(sample.rates[0] * 10)
     return {pid: sum(milli) // len(milli) for pid, milli in by_pid.items()}
-
-
-def _is_sane(sample: Any) -> bool:  # noqa: ANN401 - as above
-    return all(0 <= rate <= _FULL for rate in _rates(sample))
 
 
 def _shares(by_pid: Mapping[int, int | None], kinds: Mapping[int, ProcessKind], used: int) -> tuple[ProcessUse, ...]:

@@ -10,11 +10,13 @@
 import platform
 import re
 from importlib import metadata
+from pathlib import Path
 from typing import Final
 
 INSTALL_BINDINGS: Final = "pip install 'jupyter-fractional-gpu[cuda]'"
 MOVING_CUDA_VERSION: Final = 13000  # as cuDriverGetVersion returns it: 1000 * major + 10 * minor
 
+_WSL_DEVICE: Final = Path("/dev/dxg")  # in place of /dev/nvidia*
 _MACHINES: Final = frozenset({"x86_64", "AMD64"})
 _FIRST_DRIVER: Final = 570
 _FIRST_BINDINGS: Final = (12, 8)
@@ -54,6 +56,8 @@ def driver_refusal(version: str, *, machine: str | None = None) -> str:
     machine = platform.machine() if machine is None else machine
     if machine not in _MACHINES:
         return f"NVIDIA's driver does not checkpoint on most machines of the kind {machine}: use an x86-64 one"
+    if _WSL_DEVICE.exists():
+        return "under WSL2 the driver neither checkpoints nor lists processes: kernels share the device and stay on it"
     major = re.match(r"\d+", version)
     if major is None:
         return f"the NVIDIA driver tells the version {version!r}, which cannot be understood"
