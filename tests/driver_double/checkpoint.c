@@ -136,7 +136,8 @@ static int why_not_checkpoint(const Record *record) {
     for (int i = 0; i < count; i++)
         if ((record->devices & 1u << i) && all[i].mig == 1) return CUDA_ERROR_OUT_OF_MEMORY;
     if (record->inherited) return (int)setting("forked_checkpoint", 0);
-    if (setting_lists("mps", getpid())) return CUDA_ERROR_NOT_SUPPORTED;
+    bool client = setting("mps_daemon", 0) && !getenv("CUDA_MPS_PIPE_DIRECTORY");
+    if (client || setting_lists("mps", getpid())) return CUDA_ERROR_NOT_SUPPORTED;
     if (record->managed_bytes && !setting("managed_works", 0)) return CUDA_ERROR_NOT_SUPPORTED;
     return record->shared && !setting("ipc_works", 0) ? CUDA_ERROR_NOT_SUPPORTED : CUDA_SUCCESS;
 }

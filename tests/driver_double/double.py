@@ -65,6 +65,8 @@ DEFAULTS: Final[Mapping[str, object]] = {
     "nvml_hides": (),  # pids that NVML does not list
     "nvml_tells_zero": (),  # pids that it lists with no memory
     "nvml_tells_memory": True,  # False: NVML tells no process's memory, as in some containers
+    "nvml_thread_ids": False,  # whether it names each by a thread (drivers before 575.57)
+    "mps_daemon": False,  # a control daemon serves the default folder: who names no other one is a client
     "mps": (),  # pids that are clients of MPS
     "graphics": (),  # pids that draw, too
     "graphics_only": (),  # pids that draw and do not compute (also in `graphics`)

@@ -216,7 +216,10 @@ static void list_one(const Record *record, void *with) {
     if (setting("nvml_tells_memory", 1) == 0) told = ULLONG_MAX; /* NVML_VALUE_NOT_AVAILABLE */
     if (list->out && list->count < list->room)
         list->out[list->count] = (nvmlProcessInfo_t){
-            .pid = record->pid, .usedGpuMemory = told, .gpuInstanceId = UINT_MAX, .computeInstanceId = UINT_MAX};
+            .pid = setting("nvml_thread_ids", 0) && record->thread_id ? record->thread_id : record->pid,
+            .usedGpuMemory = told,
+            .gpuInstanceId = UINT_MAX,
+            .computeInstanceId = UINT_MAX};
     list->count++;
 }
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import product
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -334,6 +334,21 @@ def test_processes_that_only_started_the_driver_are_saved_and_come_back(mode: Nv
         assert parent.must(CHECK).text == "intact\n"
         assert mode.state(child) == "running"
     parent.must("child.communicate('')")
+    mode.settled()
+
+
+@pytest.mark.parametrize("plays", ["nvml_thread_ids", "mps_daemon"])
+def test_threads_that_nvml_names_and_a_daemon_of_mps_keep_no_kernel(
+    mode: NvidiaMode, server: Server, plays: str
+) -> None:
+    switches: dict[str, Any] = {plays: True}
+    mode.double.set(**switches)
+    notebook = mode.start(server)
+    notebook.must(fill(1))
+    until(lambda: mode.world.lease(notebook.kernel_id).used_mib > 0, "its memory is counted")
+    mode.suspend(notebook)
+    assert mode.state(mode.pid(notebook)) == "checkpointed"
+    assert notebook.must(CHECK).text == "intact\n"
     mode.settled()
 
 

@@ -90,6 +90,17 @@ async def test_a_hung_worker_is_killed_and_replaced(
     await link.checkpoint(target, 10)
 
 
+async def test_a_driver_at_work_may_take_longer_to_tell_a_state_than_for_a_quick_operation(
+    simulated: host.SimulatedHost, target: ProcessIdentity
+) -> None:
+    link = WorkerLink(f"simulated:{simulated.directory}", answer_s=0.2)
+    try:
+        faults.inject(simulated.directory, "state", "slow:600")
+        assert await link.state(target) is S.RUNNING
+    finally:
+        await link.close()
+
+
 async def test_a_worker_that_fails_on_two_targets_for_no_known_reason_is_replaced(
     link: WorkerLink, simulated: host.SimulatedHost, target: ProcessIdentity
 ) -> None:
