@@ -1,5 +1,6 @@
 """Kernels on devices that cannot be checkpointed share them all the same, without ever being suspended."""
 
+import ast
 import subprocess
 import sys
 
@@ -70,7 +71,11 @@ def test_a_pool_that_shares_through_mps_limits_its_kernels_and_suspends_none(wor
     notebook = server.start(name)
     notebook.must(HOLD)
     said = notebook.must("import os; print({name: os.environ[name] for name in os.environ if 'MPS' in name})").text
-    assert said.strip() == ("{'CUDA_MPS_ACTIVE_THREAD_PERCENTAGE': '25', 'CUDA_MPS_PINNED_DEVICE_MEM_LIMIT': '0=256M'}")
+    limit = f"{world.lease(notebook.kernel_id).device_id}=256M"
+    assert ast.literal_eval(said) == {
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25",
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": limit,
+    }
     lease = until(lambda: _used(world, notebook.kernel_id), "its memory is measured")
     assert "MPS" in world.lease(notebook.kernel_id).stays
     with world.client() as client, pytest.raises(ConflictError, match="MPS"):

@@ -143,7 +143,7 @@ def new_environment(folder: Path, place: Path, *, ours: bool) -> None:
     venv.create(folder, with_pip=False, symlinks=True)
     packages = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
     for entry in _PACKAGES.iterdir():
-        if "fractional_gpu" not in entry.name and not (packages / entry.name).exists():
+        if "fractional" not in entry.name and not (packages / entry.name).exists():
             (packages / entry.name).symlink_to(entry)
     if ours:
         (packages / "checkout.pth").write_text("".join(f"{source}\n" for source in SOURCES))

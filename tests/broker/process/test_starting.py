@@ -336,6 +336,7 @@ READ_ELSEWHERE = {
     "JUPYTER_GPU_BROKER_IN_WORKLOAD",  # who starts a broker
     "JUPYTER_GPU_DEFAULT_FRACTION",  # Jupyter servers and commands, as the next ones
     "JUPYTER_GPU_DEFAULT_POOL",
+    "JUPYTER_GPU_DEFAULT_PROVISIONER",
     "JUPYTER_GPU_MEASURE",
     "JUPYTER_GPU_MEMORY_INFO",  # a kernel
     "JUPYTER_GPU_POD_SHARE",
