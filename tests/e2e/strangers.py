@@ -324,6 +324,8 @@ def main() -> int:
     for name in options.names:
         if name not in projects:
             parser.error(f"{name!r} is not in {PINS.name}; allowed: {', '.join(projects)}")
+    # A shell's background jobs ignore SIGINT, and so would each server of a suite.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     folder, rows, good = Path(tempfile.mkdtemp(prefix="jfg-")), [], True
     try:
         wheel = build_wheel(folder)
