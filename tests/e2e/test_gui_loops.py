@@ -47,8 +47,8 @@ import time
 from ipykernel.eventloops import get_shell_stream, register_integration
 @register_integration("polled")
 def poll(kernel):
-    stream = get_shell_stream(kernel)
-    while not stream.flush(limit=1):
+    stream, ends_s = get_shell_stream(kernel), time.monotonic() + 20
+    while not stream.flush(limit=1) and time.monotonic() < ends_s:  # ipykernel may leave a message until the loop ends
         tick()
         time.sleep(0.01)
 %gui polled

@@ -106,7 +106,8 @@ def check_builds(out: Path) -> str:
 def _tops() -> set[str]:
     version = check_version()
     name = f"jupyter_fractional_gpu-{version}"
-    return {"fractional_gpu", "fractional_gpu_kernel", "fractional_gpu_hub", f"{name}.data", f"{name}.dist-info"}
+    packages = {"fractional_gpu", "fractional_gpu_kernel", "fractional_gpu_hub", "jupyter-fractional-gpu.pth"}
+    return packages | {f"{name}.data", f"{name}.dist-info"}
 
 
 def wheel_names(wheel: Path) -> list[str]:
