@@ -4,7 +4,7 @@ from playwright.sync_api import expect
 
 from tests.e2e.browser import Lab, opened_lab
 from tests.e2e.test_debugger import TOUCHING
-from tests.e2e.test_gui_loops import COUNT, REGISTERED, await_ticks
+from tests.e2e.test_gui_loops import COUNT, REGISTERED, await_ticks, nudged
 from tests.support.pair import NO_TURNS
 from tests.support.paths import COMPLETE_PYTHONPATH
 from tests.support.stories import CHECK, fill
@@ -53,11 +53,12 @@ def test_a_notebook_with_a_gui_event_loop_makes_room_and_goes_on(world: World) -
     world.install(750)
     with opened_lab(world) as lab:
         first = launched(lab, fill(1) + COUNT + REGISTERED)
-        launched(lab, fill(2))
-        world.await_state(first.kernel_id, "suspended")
-        lab.turn_to("Untitled.ipynb")
-        expect(lab.item).to_contain_text("3/4 GPU · suspended (simulated)")
-        lab.run(CHECK.strip())
-        expect(lab.output).to_contain_text("intact")
-        expect(lab.item).to_contain_text("of 768 MiB")
-        await_ticks(world)
+        with nudged(first):
+            launched(lab, fill(2))
+            world.await_state(first.kernel_id, "suspended")
+            lab.turn_to("Untitled.ipynb")
+            expect(lab.item).to_contain_text("3/4 GPU · suspended (simulated)")
+            lab.run(CHECK.strip())
+            expect(lab.output).to_contain_text("intact")
+            expect(lab.item).to_contain_text("of 768 MiB")
+            await_ticks(world)
