@@ -117,7 +117,7 @@ class Observer:
 
     # -- the world ---------------------------------------------------------------------------------------------------------------
 
-    def _take(self, event: Event) -> None:  # noqa: C901, PLR0912 - one case per event
+    def _take(self, event: Event) -> None:
         self._answer = None
         world = self.world
         match event:

@@ -11,7 +11,6 @@ from tests.support.paths import ROOT, SOURCES
 
 PAGE = ROOT / "docs" / "architecture.md"
 PACKAGES = ("fractional_gpu", "fractional_gpu_kernel", "fractional_gpu_hub")
-MOST_MODULES = 14
 
 
 def rooms() -> Iterator[Path]:
@@ -74,12 +73,6 @@ def test_a_function_that_a_way_names_exists(name: str) -> None:
             assert defines(ast.parse(file.read_text(encoding="utf-8")), parts[length:]), f"{file} does not define it"
             return
     pytest.fail("there is no such module")
-
-
-@pytest.mark.parametrize("room", list(rooms()), ids=lambda room: str(room.relative_to(ROOT)))
-def test_a_room_has_a_dozen_modules(room: Path) -> None:
-    modules = [file for file in room.glob("*.py") if file.name != "__init__.py"]
-    assert len(modules) <= MOST_MODULES, f"{len(modules)} modules in {room}: give it rooms of its own"
 
 
 def test_paths_in_the_table_of_changes_exist() -> None:

@@ -85,7 +85,7 @@ class World:
             self.at_ms, self.wall_ms, device_id, counter_mj=counter, power_mw=power, quiet=quiet, utilisation=work
         )
 
-    def do(self, step: tuple) -> None:  # type: ignore[type-arg]  # noqa: C901 - one case per step
+    def do(self, step: tuple) -> None:  # type: ignore[type-arg]
         match step:
             case "set", lease_id, holding:
                 self.meter.set_lease(self.at_ms, self.wall_ms, lease_id, holding)

@@ -309,7 +309,7 @@ class ApiServer:
             return self._refuse(404, f'nodes "{name}" not found')
         return web.json_response(self.nodes[name])
 
-    async def _patch(  # noqa: PLR0911 - one for each refusal
+    async def _patch(
         self, request: web.Request, resource: str, objects: dict[str, dict[str, Any]], key: str
     ) -> web.Response:
         if request.content_type not in _PATCH_TYPES:
@@ -471,7 +471,7 @@ def _merged(before: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
     return after
 
 
-def _wrong(found: dict[str, Any]) -> str:  # noqa: C901 - one for each rule
+def _wrong(found: dict[str, Any]) -> str:
     """Return what the API server refuses in the object, and write quantities in their canonical form."""
     annotations = found["metadata"].get("annotations") or {}
     if sum(len(name) + len(value.encode()) for name, value in annotations.items()) > _ANNOTATION_BYTES:

@@ -83,7 +83,7 @@ class HostRun:
 
     # -- effects of the arbiter ----------------------------------------------------------------------------------------
 
-    def _execute(self, effect: Effect) -> None:  # noqa: C901 - one case per effect
+    def _execute(self, effect: Effect) -> None:
         match effect:
             case StateChanged():
                 self._changed(self._state.kernels[effect.lease_id], effect)
