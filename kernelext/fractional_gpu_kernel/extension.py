@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from IPython.core.inputtransformer2 import cell_magic, leading_empty_lines
 
@@ -16,10 +16,7 @@ from fractional_gpu_kernel.magics.magics import Magics
 from fractional_gpu_kernel.memory.checkpointability import CheckpointBlockers
 from fractional_gpu_kernel.memory.limits import ImportHooks, MemoryLimits, Shrinker
 from fractional_gpu_kernel.registrations import Registrations
-from fractional_gpu_kernel.settings import LOCAL_FAILURES, Settings
-
-if TYPE_CHECKING:
-    from fractional_gpu_kernel.cells.barrier import Barrier
+from fractional_gpu_kernel.settings import Settings
 
 
 class LeasedKernel:
@@ -58,12 +55,10 @@ class LeasedKernel:
             self._take_size,
             managed=lambda: self._blockers.seen,
             inputs=lambda: self._inputs.waiting,
-            examine=self._examine_cells,
             look=watch.look,
             urgent_notice=self._notices.add_urgent,
             preempted=self._turns.show,
         )
-        self._barrier: Barrier | None = None  # made when the broker first wants the room while a cell runs
         self._inputs = InputRequests(shell, self.gate, self._acquirer, self._channel.report_inputs)
         self._magics = Magics(shell, settings, self.gate, self._acquirer, limits=self._limits, notify=self._notices.add)
         self._guard = CellGuard(
@@ -90,9 +85,7 @@ class LeasedKernel:
         self._channel.start()
 
     def unload(self) -> None:
-        """Leave the shell as it was; limits that were set stay. Raises as `Barrier.close` does."""
-        if self._barrier is not None:
-            self._barrier.close()
+        """Leave the shell as it was; limits that were set stay."""
         self._channel.stop()
         self._inputs.uninstall()
         self._guard.uninstall()
@@ -108,19 +101,6 @@ class LeasedKernel:
         self.gate.become_inert()
         self._acquirer.become_inert()
         self._inputs.become_inert()
-        if self._barrier is not None:
-            self._barrier.become_inert()
-
-    def _examine_cells(self) -> bool:
-        """Find out whether the running cells could do without the GPU; return whether that is under way."""
-        try:
-            if self._barrier is None:
-                from fractional_gpu_kernel.cells.barrier import Barrier  # noqa: PLC0415 - few kernels ever need it
-
-                self._barrier = Barrier(self._shell, self.gate, self._acquirer, self._inputs, examined=self._turns.show)
-            return self._barrier.examine()
-        except LOCAL_FAILURES:
-            return False
 
     def _report_blocker(self, sentence: str) -> None:
         self._channel.report_managed(sentence)

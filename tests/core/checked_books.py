@@ -191,13 +191,20 @@ class World:
         times = [self.deadlines[one] for one in seen.devices if self.deadlines.get(one, 0) > self.now]
         return min(times, default=None) if seen.held else None
 
+    def unreserved(self, seen: Seen) -> int:
+        """Return what a lease that gave its room up uses on each of its devices: it counts as a stranger's there."""
+        if not seen.devices:
+            return 0
+        return min([seen.used_each, *(self.strangers.get(device, 0) for device in seen.devices)])
+
     def allowed(self, seen: Seen) -> list[str]:
         """Return the devices that the lease may go to now, each by itself."""
         pool = self.pool(seen)
         only = seen.spec.allowed_devices
         devices = [device for device in pool.devices if self.open(device) and (not only or device in only)]
         if seen.state is not S.SUSPENDED:
-            return devices
+            bound = seen.state is S.NO_CONTEXT and self.unreserved(seen)
+            return [device for device in devices if not bound or device in seen.devices]
         homes = [home for home in seen.home if self.open(home) and (not only or home in only)]
         kinds = {self.names.get(home) for home in seen.home}
         moves = self.moves(seen) and len(kinds) == 1  # nothing is like devices of several kinds

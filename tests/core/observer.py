@@ -374,7 +374,8 @@ class Observer:
                 self._given(seen, device)
                 seen.kept_for = world.pool(seen).unattached_hold_ms
             case S.UNATTACHED | S.NO_CONTEXT | S.ENDED:
-                world.hold(seen, () if seen.state is not S.NO_CONTEXT else seen.devices, 0)
+                found = seen.devices or getattr(event, "device_ids", ()) or ((device,) if device else ())
+                world.hold(seen, found if seen.state is S.NO_CONTEXT else (), 0)
                 seen.saved = seen.host = seen.used = 0
                 seen.measured = seen.measured and seen.state is S.NO_CONTEXT
                 if seen.state is not S.NO_CONTEXT:
@@ -383,6 +384,9 @@ class Observer:
                     seen.asked, seen.resizes = -1, []
                 seen.home = ()
             case S.RESIDENT if old is S.NO_CONTEXT:
+                mine = world.unreserved(seen)
+                for place in seen.devices if mine else ():
+                    world.strangers[place] -= mine
                 self._given(seen, device)
                 seen.ran, seen.measured = seen.busy, False
             case S.RESIDENT:
@@ -554,7 +558,6 @@ class Observer:
                 self._asked += 1
                 seen.asked, seen.passed = self._asked, 0
             seen.urgent = ticket.urgent
-            law(4, ticket.passed_over <= self.laws.most_k, lease_id, "was passed over", ticket.passed_over, "times")
 
     # -- does the arbiter say the same? ----------------------------------------------------------------------------------------------
 

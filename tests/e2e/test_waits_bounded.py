@@ -124,41 +124,39 @@ def test_a_kernel_that_became_another_program_makes_room(world: World, server: S
 UNTIL = "import pathlib, time\nwhile not pathlib.Path({go!r}).exists():\n    time.sleep(0.01)\n"
 
 
-def test_a_cell_that_never_ends_and_has_not_used_the_gpu_makes_room_and_waits_before_it_does(
+def test_a_cell_that_has_not_used_the_gpu_keeps_its_room_and_the_wait_says_what_to_do(
     world: World, server: Server
 ) -> None:
     _configure(world, "")
     (name,) = world.install(1000)
     first, second = server.start(name), server.start(name)
-    go, end = world.folder / "go", world.folder / "end"
-    cell = first.send(UNTIL.format(go=str(go)) + ALLOCATE)
+    go = world.folder / "go"
+    cell = first.send(UNTIL.format(go=str(go)))
     until(lambda: world.lease(first.kernel_id).state == "resident", "its cell runs, with room")
-    wait_of(second, world, first, "a cell that never ends and has not used the GPU")
-    with one_cell(second, end):
-        until(lambda: world.lease(second.kernel_id).busy, "the neighbour works")
-        go.touch()
-        until(lambda: world.lease(first.kernel_id).position is not None, "the cell has a ticket for its first use")
-    assert first.wait(cell).status == "ok"
-    first.must(CHECK)
-    second.must(CHECK)
+    waits = second.send(ALLOCATE)
+    lines = (str(message["content"].get("data", {}).get("text/plain", "")) for message in second.messages(waits))
+    line = next(line for line in lines if "has not used the GPU, and keeps its room until it ends" in line)
+    assert "begin it with %%cpu, or have an administrator evict it" in line
+    go.touch()
+    assert first.wait(cell).status == second.wait(waits).status == "ok"
 
 
-def test_a_cell_whose_child_could_use_the_gpu_keeps_its_room_and_says_so(world: World, server: Server) -> None:
+def test_a_pool_may_take_room_from_a_cell_that_does_not_use_it_until_it_does(world: World, server: Server) -> None:
     _configure(world, "")
     (name,) = world.install(1000)
     first, second = server.start(name), server.start(name)
-    first.send("import subprocess, time\nchild = subprocess.Popen(['sleep', '600'])\nwhile True:\n    time.sleep(0.01)")
-    until(lambda: world.lease(first.kernel_id).state == "resident", "its cell runs, with room")
-    waits = second.send(ALLOCATE)
-    with world.client() as client:
-        lease_id = world.lease(first.kernel_id).lease_id
-        until(
-            lambda: any("which the kernel started" in line.sentence for line in client.story(lease_id).lines),
-            "its story says why it keeps its room",
-        )
-    assert world.lease(second.kernel_id).position is not None
-    first.shut_down()
-    assert second.wait(waits).status == "ok"
+    assert world.command("pool", "default", "max_unused_hold=1s", "preempt=never").returncode == 0
+    go, end = world.folder / "go", world.folder / "end"
+    cell = first.send(UNTIL.format(go=str(go)) + ALLOCATE + "\n" + UNTIL.format(go=str(end)))
+    wait_of(second, world, first, "a cell that has not used the GPU")
+    assert world.lease(first.kernel_id).state == "unarmed"
+    go.touch()  # nothing keeps the cell from the GPU: it counts as a stranger there until its ticket is served
+    until(lambda: world.lease(first.kernel_id).state == "resident", "it is admitted on the device that it uses")
+    assert world.lease(second.kernel_id).state == "suspended"
+    end.touch()
+    assert first.wait(cell).status == "ok"
+    for notebook in (first, second):
+        notebook.must(CHECK)
 
 
 USE_MIB, CONTEXT_MIB, CAP_MIB, BUDGET_MIB = 72, 32, 128, 220

@@ -78,7 +78,6 @@ ALLOWED = {
     "provisioner/fractional_gpu/reports/periods.py": "as above",
     "provisioner/fractional_gpu/reports/sums.py": "as above",
     "kernelext/fractional_gpu_kernel/display/chart.py": "what to show",
-    "kernelext/fractional_gpu_kernel/cells/barrier.py": "no date: whether a library is the same file as before",
     "kernelext/fractional_gpu_kernel/display/views.py": "what to show",
 }
 

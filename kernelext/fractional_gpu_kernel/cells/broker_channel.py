@@ -44,9 +44,8 @@ class BrokerChannel:
     """One kernel's channel.
 
     `notice` takes a sentence to show; `resize` the variables of a lease that has another size now. `managed` returns why the process cannot
-    be saved, as far as is known, `inputs` the requests that use no GPU. `examine` begins to find out whether the running cells can do
-    without the GPU, and returns whether that is under way. `look` is called at each keep-alive (see `loop_watch`), `preempted` when the
-    kernel is suspended while a cell runs that can reach the GPU.
+    be saved, as far as is known, `inputs` the requests that wait for input. `look` is called at each keep-alive (see `loop_watch`),
+    `preempted` when the kernel is suspended while a cell runs.
     """
 
     def __init__(
@@ -59,7 +58,6 @@ class BrokerChannel:
         *,
         managed: Callable[[], str] = str,
         inputs: Callable[[], list[str]] = list,
-        examine: Callable[[], bool] = bool,
         look: Callable[[], None] = lambda: None,
         urgent_notice: Callable[[str, str], None] | None = None,
         preempted: Callable[[], None] = lambda: None,
@@ -72,7 +70,6 @@ class BrokerChannel:
         self._resize = resize
         self._managed = managed
         self._inputs = inputs
-        self._examine = examine
         self._look = look
         self._preempted = preempted
         self._stop = threading.Event()
@@ -115,7 +112,7 @@ class BrokerChannel:
             self._answers.put((0, "exempt", ""))
 
     def report_inputs(self, requests: Sequence[str]) -> None:
-        """Report which requests use no GPU now: they wait for input, or are barred. Never blocks."""
+        """Report which requests wait for input now. Never blocks."""
         self._answers.put((0, "input", " ".join(requests)))
 
     def report_managed(self, sentence: str) -> None:
@@ -205,17 +202,17 @@ class BrokerChannel:
             self._answer(command.number, "busy", f"this kernel could not do it: {describe(error)}"[:200])
 
     def _obey(self, command: "GateCommand") -> None:
-        from fractional_gpu.protocol.messages import CELL_BARRED, CELL_RUNS, GateVerb  # noqa: PLC0415 - off the kernel's start
+        from fractional_gpu.protocol.messages import CELL_RUNS, NO_CELL_RUNS, GateVerb  # noqa: PLC0415 - off the kernel's start
 
         number = command.number
         match command.verb:
             case "":
                 self._look()
             case GateVerb.CLOSE:
-                self._answer(number, self._gate.close(), CELL_BARRED if self._gate.is_barred else "")
+                self._answer(number, self._gate.close())
                 self._repeat_exempt()
             case GateVerb.PREEMPT:
-                word, cells = self._gate.preempt(), self._cells(examine=number != 0)
+                word, cells = self._gate.preempt(), CELL_RUNS if self._gate.is_running else NO_CELL_RUNS
                 self._answer(number, word, cells)
                 self._repeat_exempt()
                 if number and cells == CELL_RUNS:  # without a number, only the next cell is to ask
@@ -236,14 +233,6 @@ class BrokerChannel:
                 self._answer(number, "done")
             case _:
                 self._answer(number, "busy", f"this kernel's extension does not know the command {command.verb[:50]!r}")
-
-    def _cells(self, *, examine: bool) -> str:
-        """Return what the cells do behind the shut gate; with `examine`, begin to find out whether they can do without the GPU."""
-        from fractional_gpu.protocol.messages import CELL_BARRED, CELL_EXAMINED, CELL_RUNS, NO_CELL_RUNS  # noqa: PLC0415 - off the kernel's start
-
-        if self._gate.is_running:
-            return CELL_EXAMINED if examine and self._examine() else CELL_RUNS
-        return CELL_BARRED if self._gate.is_barred else NO_CELL_RUNS
 
     def _answer(self, number: int, word: str, detail: str = "") -> None:
         if number:  # 0: the broker waits for no answer

@@ -1,9 +1,9 @@
 """The gate of a kernel: may cells run, does one, and does a cell need the GPU? State under one lock, without I/O.
 
-What the broker, the cells and the barrier do to it; each is one step under the lock, so that the broker never gets an answer that a cell
+What the broker and the cells do to it; each is one step under the lock, so that the broker never gets an answer that a cell
 has overtaken:
 
-    open              binds the process to its device, lets waiting cells enter, and ends the bar
+    open              binds the process to its device, and lets waiting cells enter
     close             shuts the gate, unless a cell runs or waits: then it changes nothing and answers "busy"
     preempt           shuts the gate although cells run: they go on, and their GPU calls block until the kernel's state is back
     enter, leave      a cell that enters the open gate runs until it leaves
@@ -11,7 +11,6 @@ has overtaken:
     start_waiting,    a cell that waits counts as busy from its first moment; it enters in the same step that ends its wait, so that
     stop_waiting      no `close` comes between
     pause, go_on      a cell that waits for input does not count as running, and enters anew when the input is there
-    bar               cells that cannot reach the GPU go on behind the shut gate (see `barrier`), and run again from the opening on
 
 Further rules:
 
@@ -28,16 +27,6 @@ import ast
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Set as AbstractSet
-
-
-class Mark:
-    """One cell, and the id of the request that it belongs to."""
-
-    __slots__ = ("request",)
-
-    def __init__(self, request: str) -> None:
-        self.request = request
 
 
 class Gate:
@@ -55,10 +44,8 @@ class Gate:
         # Marks of cells, each in at most one of the sets. To leave twice, or without having entered, changes nothing.
         self._running: set[object] = set()
         self._paused: set[object] = set()  # waiting for input
-        self._barred: set[object] = set()  # running behind the shut gate
         self._exempt: set[object] = set()  # running without the GPU
         self._waiting: list[Callable[[], None]] = []
-        self._on_bar: Callable[[AbstractSet[object]], None] | None = None
 
     def __repr__(self) -> str:
         return (
@@ -85,12 +72,6 @@ class Gate:
         """Whether cells run that need no GPU, and no others."""
         return bool(self._exempt) and not self._running
 
-    @property
-    def is_barred(self) -> bool:
-        """Whether cells run behind the shut gate because they cannot reach the GPU."""
-        with self._lock:
-            return bool(self._barred)
-
     def runs_beside(self, mark: object) -> bool:
         """Whether another cell than the marked one runs: one around it, or one of another subshell."""
         return any(one is not mark for one in list(self._running))
@@ -115,8 +96,6 @@ class Gate:
             self._exempt.discard(mark)
             self._running.discard(mark)
             self._paused.discard(mark)
-            if mark in self._barred:
-                self._set_barred(self._barred - {mark})
 
     def start_waiting(self, on_open: Callable[[], None]) -> None:
         """A cell waits. `on_open` is called at each opening, from any thread, with the lock held: it must only leave a note."""
@@ -140,11 +119,9 @@ class Gate:
     def pause(self, marks: Iterable[object]) -> list[object]:
         """These cells wait for input. Marks that do not run are ignored; returns the others, in their order."""
         with self._lock:
-            running = self._running | self._barred
-            paused = [mark for mark in marks if mark in running]
+            paused = [mark for mark in marks if mark in self._running]
             self._running.difference_update(paused)
             self._paused.update(paused)
-            self._set_barred(self._barred.difference(paused))
             return paused
 
     def try_to_go_on(self, marks: Iterable[object]) -> bool:
@@ -163,34 +140,6 @@ class Gate:
         paused = self._paused.intersection(marks)
         self._paused -= paused
         self._running |= paused
-
-    # -- the barrier -------------------------------------------------------------------------------------------------------------------
-
-    def watch_bar(self, on_bar: Callable[[AbstractSet[object]], None]) -> None:
-        """Have `on_bar` called with all barred marks at each change, with the lock held: it must not block."""
-        self._on_bar = on_bar
-
-    def bar(self, may: Callable[[], bool]) -> bool:
-        """Let the cells that run go on behind the gate, if it is shut and they `may`; return whether any is barred."""
-        with self._lock:
-            if self.is_open or not self._running or not may():
-                return False
-            barred, self._running = self._barred | self._running, set()
-            self._set_barred(barred)
-            return True
-
-    def pass_barrier(self, note: Callable[[], None]) -> bool:
-        """Return whether no cell is barred, so that this process may open a way to the GPU; call `note` in the same step if so."""
-        with self._lock:
-            if not self._barred:
-                note()
-            return not self._barred
-
-    def _set_barred(self, marks: set[object]) -> None:
-        if marks != self._barred:
-            self._barred = marks
-            if self._on_bar is not None:
-                self._on_bar(marks)
 
     # -- the broker's commands ---------------------------------------------------------------------------------------------------------
 
@@ -225,11 +174,6 @@ class Gate:
                 return False
             self._bind(environment)
             self.is_open = self._was_open = True
-            if (
-                self._barred
-            ):  # in the same step: a cell that reaches the GPU through the open gate always counts as running
-                self._running |= self._barred
-                self._set_barred(set())
             for on_open in self._waiting:
                 on_open()
             return True
@@ -244,7 +188,6 @@ class Gate:
         self.is_inert = True
         self.is_open = True
         self._paused = set()
-        self._barred = set()
         self._exempt = set()
         self._waiting = []
 

@@ -29,12 +29,12 @@ A cell that waits for input (`InputRequests`) needs no GPU meanwhile: its kernel
 import functools
 import sys
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
 from fractional_gpu_kernel.cells.acquire import Acquirer, FirstGrant, RefusedError
-from fractional_gpu_kernel.cells.gate import Gate, Mark, burst_of, needs_gpu
+from fractional_gpu_kernel.cells.gate import Gate, burst_of, needs_gpu
 from fractional_gpu_kernel.display.lines import LiveLine, Sentence, publish, rendered
 from fractional_gpu_kernel.memory.limits import MemoryLimits
 from fractional_gpu_kernel.registrations import Registrations
@@ -112,7 +112,7 @@ class CellGuard:
                 return await self._run_exempt(original(raw_cell, *args, **kwargs))
             if not self._gate.is_open and _is_starting(self._shell):
                 return await _run_within(original(raw_cell, *args, **kwargs), uses_gpu=False)
-            mark = Mark(_request_of(self._shell))
+            mark = object()
             silent = bool(kwargs.get("silent", len(args) > 1 and args[1]))
             try:
                 failure = self._prepare(transformed or "", mark, silent=silent)
@@ -133,7 +133,7 @@ class CellGuard:
 
         return run_cell_async
 
-    def _prepare(self, transformed: str, mark: Mark, *, silent: bool) -> BaseException | None:
+    def _prepare(self, transformed: str, mark: object, *, silent: bool) -> BaseException | None:
         """Wait for what the cell needs, and mark it as running; or return the error that it fails with."""
         burst = burst_of(transformed)
         if burst is None and self._gate.enter(mark):
@@ -156,7 +156,7 @@ class CellGuard:
             take_away()
         return None
 
-    def _before_gpu_cell(self, mark: Mark, *, silent: bool) -> None:
+    def _before_gpu_cell(self, mark: object, *, silent: bool) -> None:
         """Apply limits that have changed; after the first grant, check that the driver finds devices."""
         # A lower limit is kept back while another cell runs: it could fail that cell's next allocation.
         if self._limits.is_stale and not (self._limits.is_lowered and self._gate.runs_beside(mark)):
@@ -166,7 +166,7 @@ class CellGuard:
 
     async def _run_exempt(self, cell: Any) -> Any:  # noqa: ANN401 - IPython's coroutine and result
         """Run a cell without the GPU; the broker learns that the busy kernel wants none."""
-        mark = Mark(_request_of(self._shell))
+        mark = object()
         try:
             self._gate.exempt(mark)
             self._report_exempt(True)
@@ -190,7 +190,7 @@ class CellGuard:
             print("[gpu] Interrupted: a widget's callback runs without waiting for the GPU.", file=sys.stderr)  # noqa: T201 - as above
 
 
-async def _run_within(cell: Any, *marks: Mark, uses_gpu: bool) -> Any:  # noqa: ANN401 - IPython's coroutine and result
+async def _run_within(cell: Any, *marks: object, uses_gpu: bool) -> Any:  # noqa: ANN401 - IPython's coroutine and result
     """Run the cell with `running_cell` set for its code."""
     thread_id, outer = threading.get_ident(), running_cell.get()
     around = outer.marks if outer is not None and outer.thread_id == thread_id else ()
@@ -244,21 +244,12 @@ class InputRequests:
         self._report = report
         self._lock = threading.Lock()
         self._asking: dict[object, str] = {}  # the request of each wait for input: cells nest
-        self._barred: list[str] = []
         self._wrapped: list[str] = []
 
     @property
     def waiting(self) -> list[str]:
-        """The ids of the requests that use no GPU: they wait for input, or are barred."""
-        return list(dict.fromkeys([*self._asking.values(), *self._barred]))
-
-    def replace_barred(self, now: Collection[str]) -> None:
-        """The requests `now` are barred from the GPU, and no others (see `barrier`)."""
-
-        def change() -> None:
-            self._barred = list(now)
-
-        self._change(change)
+        """The ids of the requests that wait for input."""
+        return list(dict.fromkeys(self._asking.values()))
 
     def install(self) -> None:
         """Watch from now on, in a Jupyter kernel; a terminal has no neighbours that wait for its input."""
@@ -278,7 +269,7 @@ class InputRequests:
     def become_inert(self) -> None:
         """In a forked child: another thread of the parent may have held the lock."""
         self._lock = threading.Lock()
-        self._asking, self._barred = {}, []
+        self._asking = {}
 
     def _wrap(self, original: Callable[..., str]) -> Callable[..., str]:
         @functools.wraps(original)

@@ -82,6 +82,10 @@ log = logging.getLogger(__name__)
 _TICKETS_MS = 1000
 _SIGN_MS = 60_000  # a sign of a coming cell lasts for so long, unless its sender says otherwise
 _SIGN_AGAIN_MS = 2_000
+_SHARE_UNUSED = (
+    "This cell has held its share of the GPU without using it for as long as its pool allows (`max_unused_hold`), so others may have the "
+    "share now. The cell goes on. What it uses of the GPU later is not reserved for it until it is this kernel's turn again."
+)
 
 
 class Broker:
@@ -344,6 +348,8 @@ class Broker:
         ):
             # Preempted: the arbiter has filed its ticket. If its cell ends without the GPU, the ticket is withdrawn.
             kernel.cell.ticket_by_broker = kernel.requests.waiters == 0
+        if view is not None and view.state is LeaseState.NO_CONTEXT and kernel.cell.unused and kernel.link is not None:
+            kernel.link.send(GateVerb.NOTICE, sentence=_SHARE_UNUSED, urgent=True)
         self.sync_busy_state(kernel)
 
     def _ended(self, lease_id: str, reason: str) -> None:

@@ -122,6 +122,14 @@ KEYS: Mapping[str, Key] = {
         example="1m",
         help="How long memory is reserved for a kernel without our extension that is about to start; then a waiting kernel may get it.",
     ),
+    "max_unused_hold": Key(
+        field="max_unused_hold_ms",
+        parse=values.duration(word="off"),
+        default="off",
+        example="10m",
+        help="How long a cell may hold memory without using the GPU; then its kernel counts as idle until it uses the GPU, "
+        "which it does without a reservation at first. 'off': until the cell ends.",
+    ),
     "unattached_leases": Key(
         field="unattached_leases",
         parse=values.whole_number(1, 512),

@@ -145,7 +145,7 @@ def ticket_views(
                 lease_id=lease.lease_id,
                 position=None if is_served else position,
                 asked_ms=ticket.asked_ms,
-                passed_over=ticket.passed_over,
+                passed_over=min(ticket.passed_over, books.policy(lease).max_passed_over),
                 reason=wait.code,
                 sentence=wait.sentence,
                 blockers=wait.blockers,
@@ -470,6 +470,9 @@ class Arbiter:
             device = Device(spec=event.device)
             books.add_device(device)
         device.spec, device.stranger_mib, device.lost = event.device, max(0, event.stranger_mib), False
+        for lease in books.by_state[LeaseState.NO_CONTEXT].values():
+            if lease.used_mib:
+                books.note_unreserved(lease)
         if news:
             update_all_suspendability(books, books.leases.values())
 

@@ -154,6 +154,7 @@ class PoolSpec:
     unattached_leases: int = 64  # leases of one owner that have no process
     unattached_share_milli: int = 500  # of the pool's memory that such leases of one owner may hold together
     retry_refused_ms: int = 30_000  # after a refused or aborted suspend, a lease is left alone for this long
+    max_unused_hold_ms: int | None = None  # so long a cell may hold room without using the GPU; None = until it ends
     max_passed_over: int = 8  # K of law 4
     may_move: bool = True  # a suspended lease may be resumed on another device of the same name, where the driver can
     move_busy: bool = False  # with `may_move`: a busy lease may be moved where that lets a waiting one in

@@ -368,9 +368,7 @@ class Progress(WaitLine, frozen=True, kw_only=True):
 
 
 CELL_RUNS, NO_CELL_RUNS = "a cell runs", "no cell runs"
-CELL_EXAMINED = "a cell runs; whether it can reach the GPU is being found out"
-CELL_BARRED = "a cell runs that cannot reach the GPU without waiting for it"
-"""Details of the answer to PREEMPT, the last one also of `closed` to CLOSE."""
+"""Details of the answer to PREEMPT."""
 
 
 class GateVerb(StrEnum):

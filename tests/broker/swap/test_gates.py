@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.swap import suspend
 from fractional_gpu.broker.swap import suspend as suspend_module
 from fractional_gpu.broker.swap.swap import Swaps
 from fractional_gpu.core.events import SuspendOutcome
 from fractional_gpu.gpu.interface import GPUErrorCode
-from fractional_gpu.protocol.messages import CELL_BARRED, CELL_EXAMINED, CELL_RUNS, NO_CELL_RUNS
-from tests.broker.driver import Driver, Quiet, journal, kernel_of, run_extension, suspend_of, swaps_of
+from fractional_gpu.protocol.messages import CELL_RUNS, NO_CELL_RUNS
+from tests.broker.driver import Driver, journal, kernel_of, run_extension, suspend_of, swaps_of
 from tests.broker.swap.kernels import CLOSES, S, room_for, running
 
 
@@ -204,54 +203,13 @@ async def test_a_busy_kernel_without_a_context_is_not_called_saved() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bars", "processes", "outcome"),
-    [
-        (True, 1, SuspendOutcome.NOTHING_TO_SAVE),
-        (True, 2, SuspendOutcome.REFUSED),
-        (False, 1, SuspendOutcome.ABORTED),
-    ],
-    ids=["barred", "barred, with a child", "not known in time"],
-)
-async def test_a_busy_kernel_gives_its_room_back_in_mid_cell_if_nothing_of_it_can_reach_the_gpu(
-    monkeypatch: pytest.MonkeyPatch, *, bars: bool, processes: int, outcome: SuspendOutcome
-) -> None:
-    monkeypatch.setattr(suspend, "_BETWEEN_CELLS_S", 30 if bars else 0.1)
-    details = [CELL_BARRED, CELL_EXAMINED]
-    watches: list[Quiet] = []
-
-    def preempt() -> str:
-        watches[0].busy = not bars  # its requests use no GPU: it says so by itself
-        return f"closed: {details.pop()}"
-
-    async with kernel_of(processes, {"preempt": preempt}) as (kernel, quiet, pids):
-        watches.append(quiet)
-        quiet.busy = True
-        result, _, sentence = await swaps_of(Driver()).suspend(kernel, suspend_of(kernel, preempt=True), journal([]))
-    assert result is outcome, sentence
-    assert (f"process {pids[-1]}, which the kernel started" in sentence) == (processes > 1)
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-async def test_an_idle_kernel_whose_cell_is_barred_is_between_cells_if_it_is_alone(processes: int) -> None:
-    """A broker that begins finds it so, or one whose last attempt to take the room failed."""
-    answers = {"close": f"closed: {CELL_BARRED}", "shrink": "done: nothing freed"}
-    async with kernel_of(processes, answers) as (kernel, _, _pids):
-        outcome, _, _ = await swaps_of(Driver()).suspend(kernel, suspend_of(kernel), journal([]))
-    assert outcome is (SuspendOutcome.NOTHING_TO_SAVE if processes == 1 else SuspendOutcome.REFUSED)
-
-
-@pytest.mark.parametrize(
     ("detail", "outcome"),
     [
         (CELL_RUNS, SuspendOutcome.ABORTED),
-        (CELL_EXAMINED, SuspendOutcome.ABORTED),
-        (CELL_BARRED, SuspendOutcome.NOTHING_TO_SAVE),
         (NO_CELL_RUNS, SuspendOutcome.NOTHING_TO_SAVE),
     ],
 )
-async def test_between_two_cells_no_other_cell_runs_that_could_reach_the_gpu(
-    detail: str, outcome: SuspendOutcome
-) -> None:
+async def test_between_two_cells_no_other_cell_runs(detail: str, outcome: SuspendOutcome) -> None:
     async with kernel_of(1, {"preempt": f"closed: {detail}"}) as (kernel, _, _pids):
         effect = replace(suspend_of(kernel), between_cells=True)
         assert (await swaps_of(Driver()).suspend(kernel, effect, journal([])))[0] is outcome

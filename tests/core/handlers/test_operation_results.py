@@ -19,6 +19,7 @@ from fractional_gpu.core.effects import (
 from fractional_gpu.core.events import (
     Attached,
     DeviceDrained,
+    DeviceSeen,
     HostMemorySeen,
     LeaseMeasured,
     LeaseRecovered,
@@ -194,6 +195,19 @@ def test_a_kernel_without_a_context_gives_its_reservation_back() -> None:
     hand.saved(hand.wait(1_000), SuspendOutcome.NOTHING_TO_SAVE)
     assert (hand.state("a"), hand.arbiter.devices()[0].reserved_mib) == (LeaseState.NO_CONTEXT, 0)
     assert hand.arbiter.host_saved_mib == 0
+
+
+def test_what_a_kernel_uses_after_it_gave_its_room_up_counts_as_a_strangers_until_it_is_admitted_there() -> None:
+    hand = Hand(device("d0"), device("d1"), pools=[pool("p", "d0", "d1", idle_after_ms=1_000)])
+    hand.idle("a", 1000)
+    (there,) = hand.arbiter.lease("a").device_ids  # type: ignore[union-attr]
+    hand.saved(hand.wait(1_000), SuspendOutcome.NOTHING_TO_SAVE)
+    hand.send(LeaseMeasured(at_ms=hand.now, lease_id="a", used_mib=100))
+    hand.send(DeviceSeen(at_ms=hand.now, device=device(there), stranger_mib=100))
+    hand.want("a")
+    assert hand.state("a") is LeaseState.RESIDENT
+    (seen,) = [one for one in hand.arbiter.devices() if one.device_id == there]
+    assert (seen.reserved_mib, seen.stranger_mib) == (1000, 0)
 
 
 def test_an_idle_suspend_is_woken_for() -> None:

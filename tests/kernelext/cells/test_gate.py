@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 import pytest
 from hypothesis import settings
-from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from fractional_gpu_kernel.cells.gate import Gate
@@ -157,9 +156,6 @@ class GateMachine(RuleBasedStateMachine):
         self.gate = Gate(ignore)
         self.running: list[object] = []
         self.waiting: list[object] = []
-        self.barred: list[object] = []
-        self.told: list[object] = []
-        self.gate.watch_bar(lambda marks: self.told.append(set(marks)))
 
     @rule()
     def enter(self) -> None:
@@ -192,27 +188,6 @@ class GateMachine(RuleBasedStateMachine):
     @rule()
     def open(self) -> None:
         assert self.gate.open({})
-        self.running += self.barred
-        self.barred = []
-
-    @rule(may=st.booleans())
-    def bar(self, may: bool) -> None:
-        bars = may and bool(self.running) and not self.gate.is_open
-        assert self.gate.bar(lambda: may) == bars
-        if bars:
-            self.barred += self.running
-            self.running = []
-
-    @precondition(lambda self: self.barred)
-    @rule()
-    def leave_barred(self) -> None:
-        self.gate.leave(self.barred.pop())
-
-    @rule()
-    def pass_barrier(self) -> None:
-        noted: list[bool] = []
-        assert self.gate.pass_barrier(lambda: noted.append(True)) == (not self.barred)
-        assert bool(noted) == (not self.barred)
 
     @rule()
     def close(self) -> None:
@@ -230,9 +205,6 @@ class GateMachine(RuleBasedStateMachine):
     def knows_who_is_there(self) -> None:
         assert self.gate.is_running == bool(self.running)
         assert self.gate.is_busy == bool(self.running or self.waiting)
-        assert self.gate.is_barred == bool(self.barred)
-        assert not (self.gate.is_barred and self.gate.is_open)
-        assert (self.told[-1] if self.told else set()) == set(self.barred)
 
 
 GateMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=20)

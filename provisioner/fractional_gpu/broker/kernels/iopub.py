@@ -22,7 +22,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 
@@ -168,9 +168,10 @@ class IOPubWatch:
         """Whether a cell is being run, or may be: not only a completion, a tooltip, or a message of a widget or debugger."""
         return not self._certain or not self._cells.isdisjoint(self._busy)
 
-    def handles_other_than(self, requests: Collection[str]) -> bool:
-        """Whether a message that counts as use, and is none of these, is being handled for certain."""
-        return any(msg_id not in requests for msg_id in self._busy)
+    @property
+    def handled(self) -> frozenset[str]:
+        """The ids of the messages that count as use and are being handled for certain."""
+        return frozenset(self._busy)
 
     def close(self) -> None:
         """Stop watching."""

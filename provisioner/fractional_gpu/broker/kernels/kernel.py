@@ -139,6 +139,7 @@ class CellState:
     executing_since_s: float | None = None  # monotonic
     granted_s: float = 0.0  # the last grant, monotonic: a cell that waited for it runs since then
     ticket_by_broker: bool = False  # the broker filed the lease's ticket, because of IOPub or of silence
+    unused: frozenset[str] = frozenset()  # requests that count as idle: they held room too long without using the GPU
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -314,18 +315,18 @@ class Kernel:
 
     @property
     def handles_message(self) -> bool:
-        """Whether it handles, or may handle, a message that counts as use, and does not only wait for input."""
+        """Whether it handles, or may handle, a message that counts as use of the GPU."""
         # Doubt counts: a live kernel to whose messages the broker cannot listen may be running a cell. Where the broker may never listen,
         # the gate says whether a cell runs before anything is saved, and the counters say when to ask; without a gate nothing would bring
         # the kernel back.
         if self.unheard and self.link is not None:
             return False
-        return self.iopub is None or (self.iopub.busy and not self._only_waits_for_input)
+        return self.iopub is None or (self.iopub.busy and not self._uses_no_gpu)
 
     @property
     def executing(self) -> bool:
-        """Whether a message that counts as use is being handled for certain, and does not wait for input."""
-        return self.iopub is not None and self.iopub.executing and not self._only_waits_for_input
+        """Whether a message that counts as use of the GPU is being handled for certain."""
+        return self.iopub is not None and self.iopub.executing and not self._uses_no_gpu
 
     @property
     def runs_cell(self) -> bool:
@@ -333,12 +334,11 @@ class Kernel:
         return self.iopub is None or self.requests.waiters > 0 or self.iopub.runs_cell
 
     @property
-    def _only_waits_for_input(self) -> bool:
-        """Whether all that is being handled waits for input. A kernel in doubt may handle more."""
-        inputs = self.link.inputs if self.link is not None else None
-        if not inputs or self.iopub is None or not self.iopub.executing:
+    def _uses_no_gpu(self) -> bool:
+        """Whether all that is being handled waits for input, or holds room unused. A kernel in doubt may handle more."""
+        if self.iopub is None or not self.iopub.executing or not self.iopub.is_certain:
             return False
-        return self.iopub.is_certain and not self.iopub.handles_other_than(inputs)
+        return self.iopub.handled <= self.cell.unused | (self.link.inputs if self.link is not None else frozenset())
 
 
 # -- sharing -----------------------------------------------------------------------------------------------------------

@@ -246,6 +246,28 @@ class Sampler:
                 covered += min(mib, view.reserved_mib)
         return covered
 
+    def _hold_unused(self, kernel: Kernel, view: LeaseView, *, uses: bool) -> None:
+        """Count a cell as idle that has held its room for the pool's `max_unused_hold` without using the GPU, until it uses it.
+
+        If the room is another kernel's by then, what it uses counts as a stranger's until its ticket is served.
+        """
+        cell, pool = kernel.cell, self._broker.arbiter.pools().get(view.spec.pool)
+        if kernel.iopub is None or kernel.link is None or pool is None:
+            return
+        counted, cell.unused = cell.unused, cell.unused & kernel.iopub.handled
+        if uses and counted:
+            cell.unused = frozenset()
+            self._broker.sync_busy_state(kernel)
+            self._broker.request_on_behalf(kernel)
+        elif not uses and pool.max_unused_hold_ms is not None and view.state is LeaseState.RESIDENT:
+            since_s = cell.executing_since_s
+            if (
+                since_s is not None
+                and time.monotonic() - max(since_s, cell.granted_s) >= pool.max_unused_hold_ms / 1000
+            ):
+                cell.unused = kernel.iopub.handled
+                self._broker.sync_busy_state(kernel)
+
     def _report_lease(self, kernel: Kernel, used: dict[str, int], util_milli: int | None) -> None:
         kernel.measurement.seen_on = frozenset(used)
         if used and kernel.launch.command and not kernel.measurement.has_used:
@@ -265,6 +287,7 @@ class Sampler:
             self._broker.dispatch(
                 LeaseMeasured(at_ms=now_ms(), lease_id=kernel.lease_id, used_mib=measured_mib, util_milli=util_milli)
             )
+        self._hold_unused(kernel, view, uses=measured_mib > 0)
 
     def _report_pressure(self, pressed: set[str]) -> None:
         """Report the leases whose control group is short of memory, and those for which that is over."""

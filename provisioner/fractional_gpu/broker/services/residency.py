@@ -62,6 +62,8 @@ class Residency:
             while True:
                 change, queue = kernel.change(), broker.queue_changed
                 progress = self._progress(kernel, deadline_s)
+                if request.watch and kernel.cell.unused:
+                    return  # its cell waits for nothing
                 if progress is not None and _is_news(progress, told, int((time.monotonic() - told_s) * 1000)):
                     yield progress
                     told, told_s = progress, time.monotonic()

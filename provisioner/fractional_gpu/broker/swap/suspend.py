@@ -37,7 +37,7 @@ from fractional_gpu.host.memory import shortage
 from fractional_gpu.host.process import ProcessIdentity, is_alive, read_stat
 from fractional_gpu.ledger.records import LedgerError
 from fractional_gpu.protocol.codec import printable
-from fractional_gpu.protocol.messages import CELL_BARRED, CELL_EXAMINED, CELL_RUNS, NO_CELL_RUNS, GateVerb
+from fractional_gpu.protocol.messages import CELL_RUNS, NO_CELL_RUNS, GateVerb
 
 Journal = Callable[[str, Iterable[ProcessIdentity], int], Awaitable[None]]
 """Writes a step of an operation durably: its phase, the processes, and MiB."""
@@ -95,14 +95,10 @@ async def _always_quiet(_kernel: Kernel) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What became of a kernel's gate: whether it keeps cells out, as far as is known, and whether the extension answers.
-
-    `barred`: a cell runs nevertheless, and waits before its first use of the GPU.
-    """
+    """What became of a kernel's gate: whether it keeps cells out, as far as is known, and whether the extension answers."""
 
     shut: bool = False
     answers: bool = False
-    barred: bool = False
 
 
 class Gates:
@@ -124,7 +120,7 @@ class Gates:
             word = await link.ask(GateVerb.CLOSE, _MUTE_GATE_S if link.mute else self._times.gate_s)
             if word == "closed":
                 check_idle(kernel)
-                return Gate(shut=True, answers=True, barred=link.detail == CELL_BARRED)
+                return Gate(shut=True, answers=True)
             if word:
                 raise StepError(SuspendOutcome.ABORTED, "a cell began to run")
             if link.closed:
@@ -155,12 +151,12 @@ class Gates:
         if link is None:
             return Gate()
         word = await link.ask(GateVerb.PREEMPT, _MUTE_GATE_S if link.mute else self._times.gate_s)
-        if effect.between_cells and word and link.detail in (CELL_RUNS, CELL_EXAMINED):
+        if effect.between_cells and word and link.detail == CELL_RUNS:
             raise StepError(SuspendOutcome.ABORTED, "a cell runs in another shell of the kernel")
-        return Gate(shut=True, answers=bool(word), barred=bool(word) and link.detail == CELL_BARRED)
+        return Gate(shut=True, answers=bool(word))
 
     async def comes_between_cells(self, kernel: Kernel) -> bool:
-        """Return whether a busy kernel, whose gate was shut, ends its cell in a moment, or its cell is barred from the GPU.
+        """Return whether a busy kernel, whose gate was shut, ends its cell in a moment.
 
         From then on no cell can create a context.
         """
@@ -186,8 +182,8 @@ class Gates:
 
 
 def runs_no_cell(kernel: Kernel) -> bool:
-    """Return whether the kernel's gate, which was shut just now, says that no cell runs that could reach the GPU past the gate."""
-    return kernel.link is not None and kernel.link.detail in (NO_CELL_RUNS, CELL_BARRED)
+    """Return whether the kernel's gate, which was shut just now, says that no cell runs."""
+    return kernel.link is not None and kernel.link.detail == NO_CELL_RUNS
 
 
 def is_no_kernel(kernel: Kernel) -> bool:
@@ -325,7 +321,7 @@ class Suspension:
         """
         _check_not_stopped(kernel)
         # A preempted kernel is busy, and one whose next cell waits at its gate waits with its main loop: neither can shrink.
-        is_busy = effect.preempt or effect.between_cells
+        is_busy = effect.preempt or effect.between_cells or bool(kernel.cell.unused)
         gate = await (self._gates.shut(kernel, effect) if is_busy else self._gates.close(kernel))
         shrinks = gate.answers and not is_busy and not self._inspector.off
         unshrunk, host = await self._first_snapshot(kernel, effect, shrinks=shrinks)
@@ -333,7 +329,11 @@ class Suspension:
         if not use:
             if between_cells:
                 return None
-            raise _has_no_context(kernel)
+            raise StepError(
+                SuspendOutcome.REFUSED, "the kernel has no CUDA context yet and could create one at any moment"
+            )
+        if kernel.cell.unused:
+            raise StepError(SuspendOutcome.REFUSED, "its cell uses the GPU by now")
         # Reasons that last come before those that pass: a kernel that can never be saved is not tried again and again.
         if why := self._inspector.off or await self._check(kernel, use, host):
             raise StepError(SuspendOutcome.IMPOSSIBLE, why)
@@ -365,17 +365,14 @@ class Suspension:
     ) -> tuple[dict[ProcessIdentity, int], Sequence[ProcessIdentity], bool]:
         """Return what `ProcessInspector.memory_use` does, and whether no cell of the kernel runs that could create a context now.
 
-        Raises GPUError, and StepError if a cell runs that cannot, but may have started a process that can.
+        Raises GPUError and StepError.
         """
         use, heirs = await self._inspector.memory_use(kernel, host)
-        barred = gate.barred
         if effect.preempt:
-            # A busy kernel without a context gives its room back if it comes to the end of a cell in a moment, or if its extension
-            # vouches that the cell waits before it uses the GPU.
+            # A busy kernel without a context gives its room back if it comes to the end of a cell in a moment.
             between_cells = False
             if not use and gate.answers and await self._gates.comes_between_cells(kernel):
                 between_cells = True
-                barred = kernel.link is not None and kernel.link.detail == CELL_BARRED
                 host = await self._inspector.take(kernel.measurement.devices_to_read(effect.devices))
                 use, heirs = await self._inspector.memory_use(kernel, host)
             between_cells = between_cells or (not use and is_no_kernel(kernel))
@@ -383,14 +380,6 @@ class Suspension:
             if not use and gate.shut and not effect.between_cells:
                 check_idle(kernel)
             between_cells = gate.shut and (not effect.between_cells or runs_no_cell(kernel))
-        if barred and not use and between_cells:
-            # The extension knows what the barred cell will do, and not what a process that the cell started will do.
-            others = [one.pid for one in self._inspector.tree(kernel, host) if one != kernel.identity]
-            if others:
-                raise StepError(
-                    SuspendOutcome.REFUSED,
-                    f"a cell runs, and process {others[0]}, which the kernel started, could begin to use the GPU at any moment",
-                )
         return use, heirs, between_cells
 
     # -- under the locks --------------------------------------------------------------------------------------------------
@@ -469,13 +458,6 @@ def _check_not_stopped(kernel: Kernel) -> None:
         return  # it ended: the next step says so
     if stopped and kernel.identity is not None:
         raise StepError(SuspendOutcome.REFUSED, stopped_sentence(kernel.identity.pid))
-
-
-def _has_no_context(kernel: Kernel) -> StepError:
-    """Return what speaks against taking the room of a kernel without a context while its cell runs."""
-    if kernel.link is not None and kernel.link.detail == CELL_EXAMINED:
-        return StepError(SuspendOutcome.ABORTED, "whether the running cell can reach the GPU is being found out")
-    return StepError(SuspendOutcome.REFUSED, "the kernel has no CUDA context yet and could create one at any moment")
 
 
 def _check_heirs(heirs: Sequence[ProcessIdentity]) -> None:

@@ -163,6 +163,12 @@ class Books:
         lease.device_ids, lease.held_mib = tuple(device_ids), held_mib
         self.refresh(lease)
 
+    def note_unreserved(self, lease: Lease) -> None:
+        """Note what a lease without a reservation has of the strangers' memory on its devices."""
+        strangers = [self.devices[one].stranger_mib for one in lease.device_ids if one in self.devices]
+        lease.unreserved_mib = min([lease.used_each_mib, *strangers]) if strangers else 0
+        self.requeue(lease)
+
     def set_host_memory(self, lease: Lease, *, saved_mib: int = 0, reserved_mib: int = 0) -> None:
         """Set what the lease has in host memory, and what is reserved there for it."""
         self.host_saved_mib += saved_mib - lease.saved_mib

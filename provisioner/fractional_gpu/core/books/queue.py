@@ -190,7 +190,8 @@ def _where(
     home = lease.home_ids if saved else None
     if grows:
         return lease.spec.lease_id
-    return (home, lease.spec.allowed_devices) if lease.spec.allowed_devices else home
+    only = lease.bound_ids or lease.spec.allowed_devices
+    return (home, only) if only else home
 
 
 def _is_plain(key: BucketKey) -> bool:

@@ -72,8 +72,7 @@ class Ticket:
     asked_ms: int
     before_start: bool = False  # may be served before a process stands behind the lease
     urgent: bool = False
-    passed_over: int = 0  # at most the pool's K; from then on room is kept
-    passed_over_elsewhere: int = 0  # times passed over since then, on devices where no room is kept
+    passed_over: int = 0  # from the pool's K on, room is kept
     kept_on: tuple[str, ...] = ()  # devices where room is kept
     resize_to: LeaseSpec | None = None  # the size for which a lease that is on its devices waits there
     extra_mib: int = 0  # what that takes more than the lease holds, on each of its devices
@@ -265,6 +264,7 @@ class Lease:
     size_mib: int = 0  # what its pool reserves for it: its cap, or its use and headroom
     used_mib: int = 0  # as last measured; before the first measurement what was brought back, or 0
     is_measured: bool = False  # since it came to its devices
+    unreserved_mib: int = 0  # what it uses on each device without a reservation: it counts as a stranger's there
     growth_mib: int = 0  # how much its use on each device grew between the last two measurements
     target_ids: tuple[str, ...] = ()  # devices it is being moved to, where room is kept for it
     # Its state in host memory.
@@ -393,8 +393,15 @@ class Lease:
         return self.spec.fraction_milli * self.spec.devices
 
     @property
+    def bound_ids(self) -> tuple[str, ...]:
+        """The devices that it uses without a reservation, after it gave that up: its context stays there."""
+        return self.device_ids if self.state is LeaseState.NO_CONTEXT and self.unreserved_mib else ()
+
+    @property
     def need_mib(self) -> int:
-        """What must be reserved on each device for it: what its pool reserves, or what was saved if it had exceeded its cap."""
+        """What must be free on each device for it: what its pool reserves, or what was saved if it had exceeded its cap."""
+        if self.bound_ids:
+            return max(1, self.size_mib - self.unreserved_mib)
         return max(self.size_mib, self.saved_each_mib) if self.saved_mib else self.size_mib
 
     @property

@@ -155,7 +155,7 @@ class Changes:
         lease.gate.open_until_ms = 0
         lease.busy = lease.has_run = lease.preempted = lease.let_in = False
         lease.home_ids, lease.operation, lease.expires_ms = (), None, None
-        lease.used_mib, lease.growth_mib, lease.is_measured = 0, 0, False
+        lease.used_mib, lease.unreserved_mib, lease.growth_mib, lease.is_measured = 0, 0, 0, False
         lease.retries.forget_suspends()
         lease.retries.forget_resumes()
         lease.why_not = lease.unsuspendable_reason = lease.left_behind = ""
@@ -297,6 +297,10 @@ class Changes:
         """Reserve room for a ticket: a saved lease is resumed, any other one becomes resident at once."""
         waited_ms = self.now_ms - lease.ticket.asked_ms if lease.ticket is not None else 0
         lease.let_in = lease.state is not LeaseState.UNATTACHED and (lease.spec.gated or lease.busy)
+        for device in [self.books.devices[one] for one in lease.bound_ids]:  # it is no stranger any more
+            device.stranger_mib -= lease.unreserved_mib
+            device.recompute_free()
+        lease.unreserved_mib = 0
         self.books.set_reservation(lease, device_ids, lease.need_mib)
         self.granted_devices.update(device_ids)
         self.idle_costs.granted(lease, lease.ticket)

@@ -255,7 +255,8 @@ class Lifecycle:
             lease.used_mib = 0
         lease.home_ids = device_ids if keeps_saved else ()
         self._books.set_host_memory(lease, saved_mib=max(0, saved_mib) if keeps_saved else 0)
-        self._books.set_reservation(lease, device_ids, max(held_mib, lease.need_mib) if holds else 0)
+        places = () if state is LeaseState.UNATTACHED else device_ids
+        self._books.set_reservation(lease, places, max(held_mib, lease.need_mib) if holds else 0)
         lease.has_run = lease.busy
         update_suspendability(self._books, lease)
         if not keeps_saved:
@@ -428,6 +429,9 @@ class Lifecycle:
         breaches = self._memory_caps.measured(lease)
         matters = breaches or lease.is_unsuspendable != stayed or self._eases_host_memory(lease, need_mib)
         matters |= self._resizer.measured(lease)
+        if used_mib != used and lease.state is LeaseState.NO_CONTEXT:
+            self._books.note_unreserved(lease)
+            matters = True
         if used_mib != used and self._books.goes_away(lease):
             matters = True  # so does the plan of what is saved before a deadline
         if used_mib != used and lease.busy and self._books.waiting:

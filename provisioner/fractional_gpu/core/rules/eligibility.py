@@ -16,7 +16,8 @@ def eligible_devices(books: Books, pool: PoolSpec, lease: Lease) -> tuple[str, .
     """
     allowed = allowed_of(pool, lease.spec)
     if lease.state is not LeaseState.SUSPENDED:
-        return tuple(device_id for device_id in allowed if _admits(books, device_id))
+        bound = lease.bound_ids
+        return tuple(one for one in allowed if _admits(books, one) and (not bound or one in bound))
     homes = tuple(device_id for device_id in lease.home_ids if device_id in books.devices)
     if not homes or len(homes) < len(lease.home_ids):
         return ()  # a device that its state came from is unknown here: a restore elsewhere could kill the process

@@ -241,6 +241,11 @@ def _doing(books: Books, lease: Lease, *, mine: bool, format_time: FormatTime | 
         )
         if lease.is_unsuspendable:
             return f"{runs} and cannot be suspended: {lease.unsuspendable_reason}"
+        if lease.is_measured and not lease.used_mib and lease.spec.gated:  # it could begin to use the GPU at any moment
+            remedy = "interrupt it and begin it with %%cpu, or have an" if mine else "its user can interrupt it, or an"
+            return (
+                f"{runs} that has not used the GPU, and keeps its room until it ends: {remedy} administrator evict it"
+            )
         return f"{runs} and {pinned}" if pinned else runs
     if lease.is_unsuspendable:
         return f"cannot be suspended: {lease.unsuspendable_reason}"

@@ -254,8 +254,8 @@ class KeptRoom:
 
         The devices stay the same while they can serve the ticket, so that the room there can grow to what is needed.
         """
-        need_mib, capacity = ticket_need_mib(lease), self._capacity
-        owed = lease.count + ticket.passed_over_elsewhere // max(1, self._books.policy(lease).max_passed_over)
+        need_mib, capacity, most = ticket_need_mib(lease), self._capacity, self._books.policy(lease).max_passed_over
+        owed = lease.count + max(0, ticket.passed_over - most) // max(1, most)
         if len(ticket.kept_on) == owed and all(
             capacity.can_ever_serve(one, need_mib) and one in devices for one in ticket.kept_on
         ):

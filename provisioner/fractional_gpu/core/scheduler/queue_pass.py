@@ -542,12 +542,9 @@ class QueuePass:
     def _add_passed_over(self, lease: Lease, ticket: Ticket) -> bool:
         """Count one more; return whether the ticket was passed over as often as the pool allows."""
         most = self._books.policy(lease).max_passed_over
-        if ticket.passed_over < most:
-            ticket.passed_over += 1
-            if ticket.passed_over == most:
-                self._overdue[lease.lease_id] = lease
-        else:
-            ticket.passed_over_elsewhere += 1
+        ticket.passed_over += 1
+        if ticket.passed_over == most:
+            self._overdue[lease.lease_id] = lease
         return ticket.passed_over >= most
 
 

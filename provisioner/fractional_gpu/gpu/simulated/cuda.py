@@ -8,7 +8,7 @@
 
 The rules:
 - The first use makes the process's context, which takes device memory itself, on the device that
-  JUPYTER_GPU_SIMULATED_DEVICE names in JUPYTER_GPU_SIMULATED_DIR. Python's audit event `FIRST_USE` announces it.
+  JUPYTER_GPU_SIMULATED_DEVICE names in JUPYTER_GPU_SIMULATED_DIR.
 - Every call blocks while the process is locked or checkpointed and goes on afterwards. In the main thread
   KeyboardInterrupt ends the wait, unless JUPYTER_GPU_SIMULATED_UNINTERRUPTIBLE=1: then it waits as a thread blocked in
   the driver does.
@@ -22,7 +22,6 @@ import atexit
 import errno
 import hashlib
 import os
-import sys
 import threading
 import time
 from pathlib import Path
@@ -45,7 +44,6 @@ __all__ = [
     "reset",
 ]
 
-FIRST_USE: Final = "fractional_gpu.gpu.simulated.first_use"
 
 _CHUNK: Final = 4 << 20
 _SLICE_S: Final = 0.05
@@ -179,11 +177,6 @@ def is_available() -> bool:
     return bool(os.environ.get("JUPYTER_GPU_SIMULATED_DIR") and os.environ.get("JUPYTER_GPU_SIMULATED_DEVICE"))
 
 
-def is_in_use() -> bool:
-    """Return whether this process has a context, or is creating one."""
-    return _context is not None or _lock.locked()
-
-
 def device() -> Device:
     """Return the device the process is on now; a resume may have moved it."""
     context = _current()
@@ -244,7 +237,6 @@ def _current() -> Context:
         return context
     with _lock:
         if _context is None:
-            sys.audit(FIRST_USE)
             _context = Context()
         return _context
 
