@@ -12,8 +12,8 @@ if __name__ == "__main__":
         from fractional_gpu.broker.process.restarting import BrokerOptions, start_detached
 
         exit_now(start_detached(BrokerOptions(**json.loads(sys.argv[2]))))
-    from fractional_gpu.broker.process.app import run_detached
+    from fractional_gpu.broker.process.app import run_options
 
     gc.freeze()
     gc.enable()
-    exit_now(run_detached(sys.argv[1]))
+    exit_now(run_options(sys.argv[1]))

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple
-from os import PathLike, close, lstat
+from os import PathLike, close, fstat, lstat
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
@@ -180,6 +180,7 @@ class Ledger:
         self._lock_descriptor = lock
         self._mutex = threading.RLock()
         self._files = self._found()
+        self._is_written_out = False
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> Self:
@@ -201,49 +202,30 @@ class Ledger:
         """Whether the names of the ledger's files still refer to the open files. Any thread may call."""
         return self._found() == self._files
 
-    def put_back(self) -> None:
-        """Write the whole ledger again after its files were deleted or replaced, and continue in the new files. No write is lost.
+    def write_out(self) -> None:
+        """Write the whole ledger to `<file>.whole` after its files were deleted or replaced: the next `open` continues with that.
 
-        A file that has taken its name in the meantime is set aside, unless another process holds its lock. Raises LedgerError: then
-        nothing has changed, unless `is_open` is False because the new file could not be opened.
+        `close` writes it once more, with what comes meanwhile. A file that has taken the ledger's name is set aside, unless another
+        process holds its lock. Raises LedgerError; then nothing has changed.
         """
         with self._mutex:
             connection, path = self._require(), self.path
-            found = self._found()
-            lock = self._lock_descriptor
-            if found[_LOCK] != self._files[_LOCK]:
+            held, taken = fstat(self._lock_descriptor), self._found()
+            if taken[_LOCK] != (held.st_dev, held.st_ino):
                 lock = opening.lock(path)
+                close(self._lock_descriptor)
+                self._lock_descriptor = lock
             try:
                 opening.copy_whole(path, connection)
-                if found[""] not in (None, self._files[""]):
+                if taken[""] not in (None, self._files[""]):
                     path.rename(path.with_name(f"{path.name}.found-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"))
             except (sqlite3.Error, OSError) as error:
-                if lock != self._lock_descriptor:
-                    close(lock)
                 raise opening.ledger_error(
                     path,
                     f"was deleted and cannot be written again: {error}",
                     "check its folder and the room on its disk",
                 ) from error
-            if lock != self._lock_descriptor:
-                close(self._lock_descriptor)
-                self._lock_descriptor = lock
-            self._connection = None
-            # Close the old connection first: at its close, SQLite deletes the file that has the name of its log, even a new one.
-            connection.close()
-            try:
-                opening.adopt_whole(path)
-            except OSError as error:
-                raise opening.ledger_error(
-                    path, f"cannot take its name: {error.strerror}", "start the broker again"
-                ) from error
-            self._connection = opening.reconnect(path)
-            self._files = self._found()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the file is open."""
-        return self._connection is not None
+            self._is_written_out = True
 
     def _found(self) -> dict[str, tuple[int, int] | None]:
         """Return the device and inode that each name of the ledger's files refers to, None for a missing file."""
@@ -262,13 +244,17 @@ class Ledger:
         with self._mutex:
             if self._connection is None:
                 return
-            connection, self._connection = self._connection, None
             try:
-                connection.close()
-            except sqlite3.Error as error:
-                raise opening.ledger_error(self.path, f"could not be closed: {error}", "check its disk") from error
+                if self._is_written_out:
+                    self.write_out()
             finally:
-                close(self._lock_descriptor)
+                connection, self._connection = self._connection, None
+                try:
+                    connection.close()
+                except sqlite3.Error as error:
+                    raise opening.ledger_error(self.path, f"could not be closed: {error}", "check its disk") from error
+                finally:
+                    close(self._lock_descriptor)
 
     def __enter__(self) -> Self:
         return self

@@ -3,8 +3,8 @@
 - An existing file is either a sound ledger or an error. It is never replaced, repaired or emptied. An empty file is an error, too: this
   program never leaves one, since it builds a new ledger under another name and renames it when it is complete.
 - A write-ahead log without its database is an error: the database was removed, and a new one would hide that.
-- If the files are deleted under a running broker, it writes the whole ledger to `<file>.whole`, which then takes the name. If `.whole`
-  exists at the start, a broker was killed in between: `.whole` is the ledger, and the file with the name is older.
+- If the files are deleted under a running broker, it writes the whole ledger to `<file>.whole` and starts again. If `.whole` exists at the
+  start, it is the ledger and takes the name; a file with the name is older.
 - One broker at a time: an advisory lock on `<file>.lock` is held until `close`, and ends with the process.
 - The file contains Jupyter's signing keys: only its owner may read it (0600), in a folder that no other user may write to.
 """
@@ -148,20 +148,6 @@ def adopt_whole(path: Path) -> None:
         path.with_name(path.name + suffix).unlink(missing_ok=True)
     path.with_name(path.name + WHOLE).rename(path)
     sync_folder(path.parent)
-
-
-def reconnect(path: Path) -> sqlite3.Connection:
-    """Open a ledger that this process has just written. The lock must be held. Raises LedgerError."""
-    connection = _connect(path)
-    try:
-        _prepare(path, connection)
-    except sqlite3.Error as error:
-        connection.close()
-        raise ledger_error(path, f"cannot be read: {error}") from error
-    except LedgerError:
-        connection.close()
-        raise
-    return connection
 
 
 @contextlib.contextmanager

@@ -14,8 +14,6 @@ import pytest
 from fractional_gpu.broker.persistence import lease_files
 from fractional_gpu.broker.process import driver_start
 from fractional_gpu.broker.process.driver_start import Backend
-from fractional_gpu.broker.process.own_files import BrokerLock
-from fractional_gpu.broker.process.restarting import BrokerOptions, RestartFiles
 from fractional_gpu.broker.process.run import _THREADS, BrokerRun, device_specs
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.commands.doctor.installation import check_broker
@@ -56,8 +54,6 @@ async def serving(folder: Path, bindings: str, worker: str) -> AsyncIterator[Bro
         ledger=Ledger.open(folder / "ledger.sqlite"),
         socket=str(folder / "broker.sock"),
         ready=ready,
-        lock=BrokerLock(str(folder / "broker.sock")),
-        restart=RestartFiles(BrokerOptions(), str(folder / "broker.sock")),
         everyone=False,
     )
     serving = asyncio.create_task(run.main())

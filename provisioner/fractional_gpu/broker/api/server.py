@@ -315,13 +315,6 @@ class Server(HTTPServer):
         if not self._count[account]:
             del self._count[account]
 
-    def replace_listener(self, old: socket.socket, new: socket.socket) -> None:
-        """Listen on another socket from now on. Connections that the old one accepted stay open."""
-        self.add_socket(new)
-        descriptor = old.fileno()
-        self._handlers.pop(descriptor)()
-        self._sockets.pop(descriptor).close()
-
     def connections(self) -> tuple[int, int]:
         """Return the number of connections of users and of administrators."""
         return self._of_users, self._count.total() - self._of_users

@@ -126,9 +126,9 @@ class LedgerWriter:
             return
         self._trouble_changed()
 
-    async def put_back(self) -> None:
-        """Write the whole ledger again after its files were deleted. Raises LedgerError. Cancellation does not stop it."""
-        await asyncio.get_running_loop().run_in_executor(self._thread, self.ledger.put_back)
+    async def write_out(self) -> None:
+        """Write the whole ledger to another file after its own were deleted. Raises LedgerError. Cancellation does not stop it."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self.ledger.write_out)
 
     async def close(self) -> None:
         """Write what is pending and close the ledger."""

@@ -4,7 +4,8 @@
 - Claims on devices, names in the abstract socket namespace: brokers of different sockets or users do not manage the same device.
 - `broker.json` beside the socket: how to start this broker again after a crash.
 
-`restarting.start_detached` starts a broker in the background; that process begins with `run_detached`.
+`restarting.start_detached` starts a broker in the background; that process begins with `run_options`, as does one that executes itself
+again (`repair`).
 """
 
 import asyncio
@@ -14,17 +15,18 @@ import math
 import os
 import resource
 import signal
+import socket as socket_module
 import sys
 import time
 from contextlib import ExitStack, closing, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TextIO
 
 from fractional_gpu.broker.monitoring.host_memory import protect_this_process
 from fractional_gpu.broker.process.driver_start import BackendError, open_backend
 from fractional_gpu.broker.process.logs import set_up_logging
-from fractional_gpu.broker.process.own_files import BrokerLock
+from fractional_gpu.broker.process.repair import BrokerLock
 from fractional_gpu.broker.process.restarting import (
     BrokerOptions,
     RestartFiles,
@@ -50,6 +52,8 @@ _OTHER_PATIENCE_S = 30.0
 _LETTING_GO_S = 1.0
 _RETRY_S = 0.05
 _OPEN_FILES = 65536
+_CLAIM_VARIABLE = "JUPYTER_GPU_CLAIM"  # the descriptor of the claim that a broker keeps when it executes itself again
+_SOON = "1s"  # how long a broker whose folder was deleted stays after its last lease
 
 
 def run_broker(options: BrokerOptions) -> int:
@@ -72,19 +76,19 @@ def run_broker(options: BrokerOptions) -> int:
     return 0
 
 
-def run_detached(argument: str) -> int:
-    """Entry point of the process that `start_detached` starts. `argument`: JSON of the options, with the descriptor to report to."""
-    _shed_inheritance()
+def run_options(argument: str) -> int:
+    """Serve in a process that another broker or `start_detached` made. `argument`: JSON of the options, and the descriptor to report to."""
     given = json.loads(argument)
-    report = os.fdopen(int(given.pop("ready_fd")), "w")
+    ready_fd = given.pop("ready_fd", None)
     options = BrokerOptions(**given)
-    socket = options.socket or socket_path()
-    sentence = _serve(options, socket, ready=report)
+    if options.detach:
+        _shed_inheritance()
+    report = None if ready_fd is None else os.fdopen(int(ready_fd), "w")
+    sentence = _serve(options, options.socket or socket_path(), ready=report)
     if sentence:
         log.error("%s", sentence)
-        if not report.closed:
-            report.write(sentence)
-    if not report.closed:
+    if report is not None and not report.closed:
+        report.write(sentence)
         report.close()
     return 1 if sentence else 0
 
@@ -107,25 +111,33 @@ def _shed_inheritance() -> None:
 
 def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
     """Return "" after an orderly end, else a sentence with the reason why no broker serves."""
+    again: tuple[BrokerOptions, int] | None = None
     with ExitStack() as stack:
         try:
+            kept = _kept_claim()
             lock = BrokerLock(socket)
             stack.callback(lock.close)
-            if options.stand_by:
+            if options.stand_by and kept is None:
                 lock.take(wait=True)
-            turn = _take_turn(lock, socket, ready, patience_s=math.inf if options.stand_by else _OTHER_PATIENCE_S)
+            patience_s = math.inf if options.stand_by else _OTHER_PATIENCE_S
+            turn = _take_turn(lock, socket, ready, patience_s=patience_s, kept=kept)
             if isinstance(turn, str):
                 return turn
             claims: list[NameClaim] = [] if turn is None else [stack.enter_context(turn)]
             _allow_many_files()
             settings = load(options.config_file, _overrides(options))
-            set_up_logging(settings.log_level, socket, to_file=ready is not None)
+            set_up_logging(settings.log_level, socket, to_file=options.detach)
             protect_this_process()
             # A service may start before the driver is loaded, so it waits. A process that waits for this start needs the reason instead.
-            patient = ready is None and (options.service or is_service_socket(socket))
+            everyone = options.service or is_service_socket(socket)
             undo = stack.enter_context(ExitStack())  # what a start takes back that comes to nothing
             backend = stack.enter_context(
-                open_backend(options.simulate, socket, patient=patient, device_kind=settings.device_kind)
+                open_backend(
+                    options.simulate,
+                    socket,
+                    patient=everyone and not options.detach,
+                    device_kind=settings.device_kind,
+                )
             )
             if backend.is_new:
                 undo.callback(backend.remove_if_unused)
@@ -144,20 +156,46 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
                 socket=socket,
                 ready=ready,
                 serves=undo.pop_all,
-                lock=lock,
-                restart=restart,
                 worker_socket=options.worker_socket,
-                everyone=options.service or is_service_socket(socket),
+                everyone=everyone,
             )
-            leases_live = asyncio.run(run.main())
-            if not leases_live:
+            end = asyncio.run(run.main())
+            if end.is_repair:
+                idle_exit = _SOON if end.lost_folder and settings.idle_exit_ms is not None else options.idle_exit
+                again = replace(options, idle_exit=idle_exit), -1 if turn is None else os.dup(turn.fileno())
+            elif not end.leases_live:
                 backend.remove_if_unused()
                 restart.remove()
         except (ConfigError, BackendError, DeviceClaimedError, LedgerError, GPUError, FractionalGPUError) as error:
             return str(error)
         except OSError as error:
             return cannot_run(socket, error)
+    if again is not None:
+        return _execute_again(*again, socket)
     return ""
+
+
+def _execute_again(options: BrokerOptions, claim: int, socket: str) -> str:
+    """Replace this process by a new start of the same broker, which keeps the claim of the socket's name. Returns why that failed."""
+    environment = dict(os.environ)
+    if claim >= 0:
+        os.set_inheritable(claim, True)
+        environment[_CLAIM_VARIABLE] = str(claim)
+    argument = json.dumps({**asdict(options), "socket": socket})
+    try:
+        os.execve(sys.executable, [sys.executable, "-P", "-m", "fractional_gpu.broker", argument], environment)  # noqa: S606 - no shell is needed
+    except OSError as error:
+        return cannot_run(socket, error)
+
+
+def _kept_claim() -> NameClaim | None:
+    """Return the claim that this process kept when it executed itself again."""
+    descriptor = os.environ.pop(_CLAIM_VARIABLE, None)
+    if descriptor is None:
+        return None
+    listener = socket_module.socket(fileno=int(descriptor))
+    listener.set_inheritable(False)
+    return NameClaim(listener)
 
 
 def _allow_many_files() -> None:
@@ -209,19 +247,22 @@ def _named_settings(text: str) -> dict[str, object]:
     return settings
 
 
-def _take_turn(lock: BrokerLock, socket: str, ready: TextIO | None, *, patience_s: float) -> NameClaim | str | None:
+def _take_turn(
+    lock: BrokerLock, socket: str, ready: TextIO | None, *, patience_s: float, kept: NameClaim | None = None
+) -> NameClaim | str | None:
     """Return the claim of the socket's name if this process is to serve; "" if another broker serves, which is reported to `ready`.
 
     None: this process is to serve, but another user's process holds the claim. Another string: the reason why no broker serves.
 
     A process that holds the lock or the claim is about to serve, serves, or is stopping; after a stop it is this process's turn. A
-    broker with the claim and without the lock has lost its files: it restores them and needs the lock for that, so give it up.
+    broker with the claim and without the lock has lost its files: it executes itself again with the claim that it `kept` and needs the
+    lock, so give it up.
     """
     deadline = time.monotonic() + patience_s
     while True:
         apart = ""
         if lock.take():
-            claim = NameClaim.take(claim_address(socket))
+            claim = kept or NameClaim.take(claim_address(socket))
             if isinstance(claim, NameClaim):
                 return claim
             pid, uid = claim

@@ -64,19 +64,6 @@ class _PrivateLog(logging.handlers.RotatingFileHandler):
         os.fchmod(descriptor, 0o600)
         return os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace")
 
-    def reopen_if_gone(self) -> bool:
-        """Open a new file if this one was deleted; return whether it was. Raises OSError."""
-        if os.path.lexists(self.baseFilename):
-            return False
-        self.acquire()
-        try:
-            stream, self.stream = self.stream, self._open()
-            if stream is not None:
-                stream.close()
-        finally:
-            self.release()
-        return True
-
     def emit(self, record: logging.LogRecord) -> None:
         """Write the line."""
         before = self._lost
@@ -113,10 +100,3 @@ def set_up_logging(level: str, socket: str, *, to_file: bool) -> None:
     root.addHandler(handler)
     root.setLevel(level)
     logging.getLogger("tornado").setLevel(logging.WARNING)
-
-
-def reopen_logs() -> bool:
-    """Open new files for deleted log files; return whether there was one. Raises OSError."""
-    handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, _PrivateLog)]
-    back = [handler.reopen_if_gone() for handler in handlers]
-    return any(back)

@@ -19,7 +19,7 @@ from fractional_gpu.broker.clock import wall_ms
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.persistence.lease_files import lease_folder
 from fractional_gpu.broker.process.driver_start import Backend, open_backend, simulated_folder
-from fractional_gpu.broker.process.own_files import BrokerLock
+from fractional_gpu.broker.process.repair import BrokerLock
 from fractional_gpu.broker.process.restarting import BrokerOptions, make_socket_folder
 from fractional_gpu.broker.recovery.lost_leases import carriers, living_records
 from fractional_gpu.broker.recovery.recovery import kernel_of

@@ -54,7 +54,7 @@ class BrokerOptions:
     socket: str | None = None
     config_file: str | None = None
     simulate: str | None = None
-    detach: bool = False
+    detach: bool = False  # in the background, with a log beside the socket
     idle_exit: str | None = None
     state_dir: str | None = None
     log_level: str | None = None
@@ -71,32 +71,18 @@ class RestartFiles:
 
     def __init__(self, options: BrokerOptions, socket: str) -> None:
         self._socket = socket
+        self._options = options
         self._beside, self._spare = restart_file(socket), spare_restart_file(socket)
-        self._text = json.dumps(_content(options, socket)).encode()
-        self._spare_failed = ""
 
     def write(self) -> None:
         """Write both; they replace an earlier broker's. Raises OSError if the one beside the socket cannot be written."""
-        replace_file(self._beside, self._text)
-        self._write_spare()
-
-    def put_back(self) -> bool:
-        """Write the missing ones; return whether one was missing. Raises OSError."""
-        gone = not os.path.lexists(self._beside)
-        if gone:
-            replace_file(self._beside, self._text)
-        return (not os.path.lexists(self._spare) and self._write_spare()) or gone
-
-    def _write_spare(self) -> bool:
+        text = json.dumps(_content(self._options, self._socket)).encode()
+        replace_file(self._beside, text)
         try:
             make_state_folder(self._socket)
-            replace_file(self._spare, self._text)
+            replace_file(self._spare, text)
         except (OSError, BrokerUnavailableError) as error:
-            if str(error) != self._spare_failed:
-                log.warning("broker.json is beside the socket only, not in the state folder: %s", error)
-            self._spare_failed = str(error)
-            return False
-        return True
+            log.warning("broker.json is beside the socket only, not in the state folder: %s", error)
 
     def remove(self) -> None:
         """Remove both: no lease is left for which the broker would have to start again."""
@@ -107,7 +93,8 @@ class RestartFiles:
 
 def _content(options: BrokerOptions, socket: str) -> dict[str, object]:
     # A starter wants to know at once whether a broker serves, so it must not stand by.
-    argument = {name: value for name, value in asdict(replace(options, stand_by=False)).items() if value is not None}
+    started = replace(options, detach=False, stand_by=False)
+    argument = {name: value for name, value in asdict(started).items() if value is not None}
     return {
         "argv": [
             sys.executable,
@@ -154,7 +141,7 @@ def start_detached(options: BrokerOptions) -> int:
         options = resolved(options)
         socket = options.socket or ""
         make_socket_folder(socket, service=options.service)  # before anything is written there
-        said, process = _started(replace(options, detach=False), socket)
+        said, process = _started(replace(options, detach=True), socket)
     except FractionalGPUError as error:
         return _failed(str(error))
     except OSError as error:

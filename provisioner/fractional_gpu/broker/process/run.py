@@ -41,8 +41,8 @@ from fractional_gpu.broker.persistence.ledger_writer import (
     save_forecasts_periodically,
 )
 from fractional_gpu.broker.process.driver_start import Backend, DriverStart
-from fractional_gpu.broker.process.own_files import BrokerLock, OwnFiles
-from fractional_gpu.broker.process.restarting import RestartFiles, make_socket_folder
+from fractional_gpu.broker.process.repair import Repair
+from fractional_gpu.broker.process.restarting import make_socket_folder
 from fractional_gpu.broker.recovery.lost_leases import LostLeases
 from fractional_gpu.broker.recovery.recovery import recover
 from fractional_gpu.broker.services.empty_devices import EmptyDevices
@@ -127,11 +127,20 @@ class _Parts:
     lost: LostLeases
     service: LeaseService
     server: Server
-    own_files: OwnFiles
+    repair: Repair
 
     def has_leases(self) -> bool:
         """Whether any lease or seat needs this broker, or the next one."""
         return bool(self.broker.kernels or self.service.seats.live())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """How a broker's life ended. `is_repair`: it is to execute itself again, since files of it were deleted."""
+
+    leases_live: bool  # their kernels do, too
+    is_repair: bool
+    lost_folder: bool
 
 
 class BrokerRun:
@@ -148,8 +157,6 @@ class BrokerRun:
         socket: str,
         ready: TextIO | None,
         serves: Callable[[], object] = lambda: None,
-        lock: BrokerLock,
-        restart: RestartFiles,
         everyone: bool,
         worker_socket: str | None = None,
     ) -> None:
@@ -165,13 +172,11 @@ class BrokerRun:
         self._socket = socket
         self._ready = ready
         self._serves = serves
-        self._lock = lock
-        self._restart = restart
         self._everyone = everyone
         self._stop = asyncio.Event()
 
-    async def main(self) -> bool:
-        """Serve until SIGTERM, SIGINT or idle exit. Returns whether leases live on (their kernels do, too).
+    async def main(self) -> End:
+        """Serve until SIGTERM, SIGINT, idle exit, or a deleted file.
 
         Raises OSError where the threads for what blocks cannot be started: later work never lacks one.
         """
@@ -182,7 +187,8 @@ class BrokerRun:
             drain_claim_queries(claim)
         async with AsyncExitStack() as undo:  # what a start takes back that comes to nothing
             parts = await self._make_parts(undo)
-            parts.own_files.serve()
+            parts.server.add_socket(self._bind())
+            parts.repair.begin()
             address = self._settings.metrics_address
             metrics_server = listen(parts.broker.metrics.full_registry, address) if address is not None else None
             self._report_ready()
@@ -194,7 +200,7 @@ class BrokerRun:
         finally:
             leases_live = await self._shut_down(parts, metrics_server, tasks)
         log.info("stopped; %s", "leases live on" if leases_live else "no lease was left")
-        return leases_live
+        return End(leases_live=leases_live, is_repair=parts.repair.is_due, lost_folder=parts.repair.lost_folder)
 
     async def _make_parts(self, undo: AsyncExitStack) -> _Parts:
         """Make the parts of the broker, and restore the leases and seats that an earlier broker left. `undo` ends the worker."""
@@ -238,15 +244,8 @@ class BrokerRun:
         service.seats.recover(ledger)
         await service.audit.check()
         server = make_server(service, self._socket, more=SEAT_ROUTES)
-        own_files = OwnFiles(
-            socket=self._socket,
-            lock=self._lock,
-            restart=self._restart,
-            broker=broker,
-            server=server,
-            bind=self._bind,
-            is_needed=lambda: settings.idle_exit_ms is None or parts.has_leases(),
-            stop=self._stop.set,
+        repair = Repair(
+            self._socket, broker.writer, is_needed=lambda: settings.idle_exit_ms is None or parts.has_leases()
         )
         parts = _Parts(
             turn=turn,
@@ -258,7 +257,7 @@ class BrokerRun:
             lost=lost,
             service=service,
             server=server,
-            own_files=own_files,
+            repair=repair,
         )
         return parts
 
@@ -267,7 +266,7 @@ class BrokerRun:
         broker, service = parts.broker, parts.service
         return (
             parts.sampler.run(),
-            parts.own_files.run(),
+            parts.repair.run(),
             broker.gpu_activity.run(),
             broker.metering.run(),
             parts.driver.run(broker, parts.swaps),
@@ -312,7 +311,7 @@ class BrokerRun:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        parts.own_files.remove_socket()
+        parts.repair.remove_socket()
         broker.costs.release()
         await parts.server.close_all_connections()
         leases_live = parts.has_leases()

@@ -1,4 +1,4 @@
-"""A ledger whose files are deleted while it is open is written anew with all that it holds, and no write is lost."""
+"""A ledger whose files are deleted while it is open is written out with all that it holds, and no write is lost."""
 
 import errno
 import os
@@ -32,19 +32,20 @@ def sentences(ledger: Ledger) -> list[str]:
 
 
 @pytest.mark.parametrize("gone", [[""], ["-wal"], ["-shm"], [".lock"], ["", "-wal"], _FILES])
-def test_what_was_deleted_is_written_anew_with_what_came_meanwhile(kept: Ledger, path: Path, gone: list[str]) -> None:
+def test_the_next_opening_has_all_that_a_ledger_held_whose_files_were_deleted(
+    kept: Ledger, path: Path, gone: list[str]
+) -> None:
     for suffix in gone:
         named(path, suffix).unlink()
     assert not kept.is_in_place()
     kept.record("a", 2, "test", "meanwhile")
-    kept.put_back()
-    assert kept.is_in_place()
+    kept.write_out()
     kept.record("a", 3, "test", "after")
-    assert {named(path, suffix).stat().st_mode & 0o777 for suffix in _FILES} == {0o600}
     with pytest.raises(LedgerInUseError):
         Ledger.open(path)
     kept.close()
     with Ledger.open(path) as again:
+        assert {named(path, suffix).stat().st_mode & 0o777 for suffix in _FILES} == {0o600}
         assert sentences(again) == ["one", "meanwhile", "after"]
         assert [lease.spec.lease_id for lease in again.live_leases()] == ["a"]
 
@@ -53,62 +54,14 @@ def test_the_whole_folder_too(kept: Ledger, path: Path) -> None:
     for suffix in _FILES:
         named(path, suffix).unlink()
     path.parent.rmdir()
-    kept.put_back()
-    kept.record("a", 2, "test", "after")
+    kept.write_out()
     assert path.parent.stat().st_mode & 0o777 == 0o700
     kept.close()
     with Ledger.open(path) as again:
-        assert sentences(again) == ["one", "after"]
+        assert sentences(again) == ["one"]
 
 
-def test_writers_in_other_threads_lose_nothing(kept: Ledger, path: Path) -> None:
-    written: list[str] = []
-    stop = threading.Event()
-
-    def write() -> None:
-        number = 0
-        while not stop.is_set():
-            number += 1
-            kept.record("a", number, "test", f"n{number}")
-            written.append(f"n{number}")
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
-        for _ in range(5):
-            for suffix in _FILES:
-                named(path, suffix).unlink()
-            kept.put_back()
-    finally:
-        stop.set()
-        writer.join(60)
-    kept.close()
-    with Ledger.open(path) as again:
-        assert [line.sentence for line in again.story("a", 10**6)] == ["one", *written]
-
-
-def test_without_room_it_stays_open_and_is_put_back_later(
-    kept: Ledger, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path.unlink()
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        with pytest.raises(LedgerError, match=r"was deleted and cannot be written again: .*No space left"):
-            kept.put_back()
-    assert kept.is_open
-    assert sorted(one.name for one in path.parent.iterdir()) == [
-        f"{path.name}{suffix}" for suffix in ("-shm", "-wal", ".lock")
-    ]
-    kept.record("a", 2, "test", "two")
-    kept.put_back()
-    assert sentences(kept) == ["one", "two"]
-
-
-def test_without_room_for_its_lock_either_it_stays_open_and_is_put_back_later(
+def test_without_room_it_stays_open_and_is_written_out_later(
     kept: Ledger, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for suffix in _FILES:
@@ -122,10 +75,13 @@ def test_without_room_for_its_lock_either_it_stays_open_and_is_put_back_later(
         patch.setattr(os, "fsync", full)
         for _ in range(2):
             with pytest.raises(LedgerError, match=r"was deleted and cannot be written again: .*No space left"):
-                kept.put_back()
-    assert kept.is_open
-    kept.put_back()
-    assert sentences(kept) == ["one"]
+                kept.write_out()
+    assert [one.name for one in path.parent.iterdir()] == [f"{path.name}.lock"]
+    kept.record("a", 2, "test", "two")
+    kept.write_out()
+    kept.close()
+    with Ledger.open(path) as again:
+        assert sentences(again) == ["one", "two"]
 
 
 def test_another_brokers_ledger_is_not_touched(kept: Ledger, path: Path) -> None:
@@ -133,23 +89,24 @@ def test_another_brokers_ledger_is_not_touched(kept: Ledger, path: Path) -> None
         named(path, suffix).unlink()
     with Ledger.open(path) as other:
         with pytest.raises(LedgerInUseError, match="is in use by pid"):
-            kept.put_back()
+            kept.write_out()
         assert sentences(other) == []
-    assert kept.is_open
     assert sentences(kept) == ["one"]
 
 
 def test_a_file_that_was_put_in_its_place_is_set_aside(kept: Ledger, path: Path) -> None:
     path.unlink()
     path.write_bytes(b"a backup, perhaps")
-    kept.put_back()
-    assert sentences(kept) == ["one"]
+    kept.write_out()
+    kept.close()
+    with Ledger.open(path) as again:
+        assert sentences(again) == ["one"]
     (found,) = path.parent.glob("*.found-*")
     assert found.read_bytes() == b"a backup, perhaps"
 
 
 @pytest.mark.parametrize("there", [[], [""], ["", "-wal", "-shm"], ["-wal"]])
-def test_a_broker_that_is_killed_before_the_new_file_has_the_name_leaves_it_to_the_next(
+def test_a_broker_that_is_killed_after_it_wrote_its_ledger_out_leaves_it_to_the_next(
     kept: Ledger, path: Path, tmp_path: Path, there: list[str]
 ) -> None:
     aside = tmp_path / "aside"
@@ -202,20 +159,6 @@ def test_figures_are_read_while_the_files_are_gone(metered: Ledger, path: Path, 
         named(path, suffix).unlink()
     assert hours(metered.metered(["hour"], 0, 2**40)) == [3600, 7200]
     assert [named(path, suffix).exists() for suffix in gone] == [False] * len(gone)
-
-
-def test_a_reader_of_the_old_files_does_the_new_ones_no_harm(metered: Ledger, path: Path) -> None:
-    rows = metered.metered(["hour"], 0, 2**40)
-    first = next(rows)
-    for suffix in _FILES:
-        named(path, suffix).unlink()
-    metered.put_back()
-    metered.record("a", 3, "test", "after")
-    assert hours([first, *rows]) == [3600, 7200]
-    assert metered.is_in_place()
-    metered.close()
-    with Ledger.open(path) as again:
-        assert sentences(again) == ["one", "after"]
 
 
 def test_no_figures_are_read_of_a_closed_ledger(metered: Ledger) -> None:

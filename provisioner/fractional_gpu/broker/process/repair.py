@@ -1,0 +1,147 @@
+"""The one repair of a running broker: if a file is not its own any more, it writes its ledger out and executes itself again.
+
+Cleaners empty runtime folders, and users delete files that look like leftovers. Once a second the broker looks whether the names of its
+files still refer to the files that it made at its start. If one does not, the broker ends as for an upgrade, and then its process
+executes the same program again: that start makes every file, and takes all leases back.
+
+- A deleted ledger is still open here. It is written in full to another file, from which the next start continues (`Ledger.write_out`).
+- A swap that has begun is finished first.
+- The process keeps its claim of the socket's name in the abstract namespace, which has no files: a broker that starts meanwhile waits
+  until this one serves again.
+- Nothing is done while a folder is not private to this user: another user may have made it. The reason is logged once.
+- If the whole folder of the socket was deleted, a broker without leases and seats ends: no kernel's state depends on it, and a test suite
+  or a container's user deletes a runtime folder at the end. One with leases ends soon after its last lease. A broker with
+  `idle_exit: "never"` (a service's, a hub's) serves on.
+"""
+
+import asyncio
+import fcntl
+import logging
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
+from fractional_gpu.broker.process.restarting import make_socket_folder
+from fractional_gpu.client.discovery import restart_file, spare_restart_file
+from fractional_gpu.client.state_folder import make_state_folder, state_folder
+from fractional_gpu.host.files import open_own
+from fractional_gpu.ledger.records import LedgerError
+from fractional_gpu.protocol.errors import BrokerUnavailableError
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 1.0
+_LONGEST_PAUSE_S = 30.0
+
+
+class BrokerLock:
+    """The lock beside the socket: its holder is the socket's broker, or about to be."""
+
+    def __init__(self, socket: str) -> None:
+        """Open the file, or create it; nothing is locked yet. Raises OSError."""
+        self._path = Path(f"{socket}.lock")
+        self._descriptor = self._open()
+
+    def take(self, *, wait: bool = False) -> bool:
+        """Lock the file that has the name now, and return whether that succeeded. With `wait`, block until it does."""
+        if _identity(self._path) != _identity(self._descriptor):
+            os.close(self._descriptor)
+            self._descriptor = self._open()
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            return False
+        return True
+
+    def give_up(self) -> None:
+        """Release the lock."""
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Close the file, which releases the lock."""
+        os.close(self._descriptor)
+
+    def _open(self) -> int:
+        return open_own(self._path, os.O_RDWR | os.O_CREAT)
+
+
+class Repair:
+    """Notices when a file of one broker is not its own any more."""
+
+    def __init__(self, socket: str, writer: LedgerWriter, is_needed: Callable[[], bool]) -> None:
+        """`is_needed` returns whether the broker serves on although its folder was deleted."""
+        self.is_due = False  # the broker is to execute itself again
+        self.lost_folder = False  # the whole folder of the socket was deleted
+        self._socket = Path(socket)
+        self._writer = writer
+        self._is_needed = is_needed
+        self._made: dict[Path, tuple[int, int] | None] = {}
+        self._said = ""
+
+    def begin(self) -> None:
+        """Note which files are this broker's. To be called when all are made."""
+        socket = str(self._socket)
+        paths = (self._socket, Path(f"{socket}.lock"), restart_file(socket), spare_restart_file(socket))
+        self._made = {path: made for path in paths if (made := _identity(path))}
+        self._log = self._socket.with_name("broker.log")
+        self._has_log = _identity(self._log) is not None  # it has other files when it is full: only its name counts
+
+    async def run(self) -> None:
+        """Return when the broker is to end: with `is_due`, or because it is not needed any more."""
+        pause_s = _LOOK_S
+        while True:
+            await asyncio.sleep(pause_s)
+            gone = self._gone()
+            if not gone:
+                pause_s = _LOOK_S
+                continue
+            self.lost_folder = _identity(self._socket.parent) is None
+            if self.lost_folder and not self._is_needed():
+                log.info("the folder of the socket %s was deleted and no lease is left: the broker stops", self._socket)
+                return
+            try:
+                await self._prepare()
+            except (OSError, LedgerError, BrokerUnavailableError) as error:
+                if str(error) != self._said:
+                    self._said = str(error)
+                    log.error("%s was deleted or replaced and cannot be restored: %s; retrying", gone, error)  # noqa: TRY400 - no defect of ours
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)  # a whole ledger is not written to a full disk each second
+                continue
+            log.warning("%s was deleted or replaced: the broker makes its files anew by executing itself again", gone)
+            self.is_due = True
+            return
+
+    def remove_socket(self) -> None:
+        """Remove the socket, if it is still this broker's."""
+        if _identity(self._socket) == self._made.get(self._socket, ()):
+            with suppress(OSError):
+                self._socket.unlink()
+
+    def _gone(self) -> str:
+        """Return what is not this broker's any more, "" if everything is."""
+        for path, made in self._made.items():
+            if _identity(path) != made:
+                return str(path)
+        if self._has_log and _identity(self._log) is None:
+            return str(self._log)
+        ledger = self._writer.ledger
+        return "" if ledger.is_in_place() else f"the ledger {ledger.path}"
+
+    async def _prepare(self) -> None:
+        """Make sure that the next start can make what is missing. Raises OSError, LedgerError or BrokerUnavailableError."""
+        make_socket_folder(str(self._socket))
+        ledger = self._writer.ledger
+        if not ledger.is_in_place():
+            folder = ledger.path.parent
+            make_state_folder(str(self._socket), None if folder == state_folder(str(self._socket)) else folder)
+            await self._writer.write_out()
+
+
+def _identity(file: Path | int) -> tuple[int, int] | None:
+    try:
+        status = os.lstat(file) if isinstance(file, Path) else os.fstat(file)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
