@@ -4,18 +4,16 @@ Options are never trusted. Ours among `user_options` are `pool`, `fraction` (1/4
 (20GiB); what is missing has its default. All others belong to other code, and stay as they are. The form sends one field, `gpu`, with
 `POOL/THOUSANDTHS` or `none`.
 
-The form is plain HTML, one group of radio buttons. It needs no script, and neither colour nor position carries meaning: each pool is a
-fieldset with a legend, each choice a radio button with its own label and a description of what to expect of it, for keyboards and screen
-readers, too.
+The form is plain HTML by a template, and needs no script.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 from fractional_gpu.core.units import format_fraction, format_memory, parse_fraction_milli, parse_memory_mib, plural
 from fractional_gpu.jupyter.kernel_command import check_pool_name
+from fractional_gpu.pages import templates
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.seats import FractionOffer, Offers, PoolOffer
 
@@ -102,21 +100,21 @@ def gpu_form(
     `chosen`: pool and fraction of the last choice; `without`: the last choice was no GPU; `problem`: why nothing is on offer.
     """
     checked = _checked(offers, chosen, without=without and allow_without)
-    parts = ['<fieldset class="gpu-choice"><legend>GPU for your server</legend>']
-    if problem:
-        parts.append(f'<p role="alert" class="alert alert-warning">{escape(problem)}</p>')
-    if offers is not None:
-        if offers.simulated:
-            parts.append("<p>These GPUs are simulated: for trying out, they compute nothing.</p>")
-        if not offers.pools and not problem:
-            parts.append("<p>There is no pool of GPUs for you; ask your administrator.</p>")
-        first = checked.rpartition("/")[0]
-        parts += [_pool(pool, checked) for pool in sorted(offers.pools, key=lambda pool: pool.pool != first)]
-    if allow_without:
-        none = _radio(WITHOUT, "gpu-none", "No GPU", "starts at once", checked=checked == WITHOUT, disabled=False)
-        parts.append(f'<div class="mt-3">{none}</div>')  # apart from the last pool, whose choice it is not
-    parts.append("</fieldset>")
-    return "\n".join(parts)
+    first = checked.rpartition("/")[0]
+    pools = sorted(offers.pools, key=lambda pool: pool.pool != first) if offers is not None else []
+    return (
+        templates("fractional_gpu_hub")
+        .get_template("options.html")
+        .render(
+            offers=offers,
+            pools=[(pool, _facts(pool), [(one, _label(one)) for one in pool.fractions]) for pool in pools],
+            problem=problem,
+            checked=checked,
+            field=FIELD,
+            without=WITHOUT,
+            allow_without=allow_without,
+        )
+    )
 
 
 def _checked(offers: Offers | None, chosen: tuple[str, int] | None, *, without: bool) -> str:
@@ -131,25 +129,9 @@ def _checked(offers: Offers | None, chosen: tuple[str, int] | None, *, without: 
     return WITHOUT
 
 
-def _pool(pool: PoolOffer, checked: str) -> str:
-    lines = [
-        f'<fieldset class="mt-3"><legend>Pool {escape(pool.pool)}</legend>',
-        f"<p>{escape(pool.facts if isinstance(pool, ClusterPoolOffer) else _facts(pool))}.</p>",
-    ]
-    if pool.terms:
-        lines.append(f"<p>{escape(pool.terms)}</p>")
-    if pool.budget:
-        lines.append(f"<p>Budget: {escape(pool.budget)}.</p>")
-    if pool.advice:
-        lines.append(f"<p>By what your servers have used: {escape(pool.advice)}.</p>")
-    if pool.why_not:
-        lines.append(f"<p><strong>Not available:</strong> {escape(pool.why_not)}.</p>")
-    lines += [_fraction(pool, one, checked) for one in pool.fractions]
-    lines.append("</fieldset>")
-    return "\n".join(lines)
-
-
 def _facts(pool: PoolOffer) -> str:
+    if isinstance(pool, ClusterPoolOffer):
+        return pool.facts
     free = f"{plural(pool.devices, 'GPU')}, {format_memory(pool.free_mib)} of {format_memory(pool.capacity_mib)} not in use now"
     facts = [
         *([free] if pool.devices else []),
@@ -162,28 +144,6 @@ def _facts(pool: PoolOffer) -> str:
     return "; ".join(facts)
 
 
-def _fraction(pool: PoolOffer, one: FractionOffer, checked: str) -> str:
-    value = f"{pool.pool}/{one.fraction_milli}"
-    label = f"{format_fraction(one.fraction_milli)} GPU, {format_memory(one.memory_mib)}"
-    if one.price:
-        label += f", {one.price}"
-    disabled = bool(pool.why_not or one.why_not)
-    hint = "" if pool.why_not else one.sentence
-    return _radio(
-        value, f"gpu-{pool.pool}-{one.fraction_milli}", label, hint, checked=value == checked, disabled=disabled
-    )
-
-
-def _radio(value: str, identity: str, label: str, hint: str, *, checked: bool, disabled: bool) -> str:
-    name = escape(identity, quote=True)
-    attributes = (
-        f'type="radio" class="form-check-input" name="{FIELD}" id="{name}" value="{escape(value, quote=True)}" required'
-    )
-    if hint:
-        attributes += f' aria-describedby="{name}-hint"'
-    attributes += " checked" if checked else ""
-    attributes += " disabled" if disabled else ""
-    text = f'<label class="form-check-label" for="{name}">{escape(label)}</label>'
-    if hint:
-        text += f' <small id="{name}-hint">({escape(hint)})</small>'
-    return f'<div class="form-check"><input {attributes}> {text}</div>'
+def _label(one: FractionOffer) -> str:
+    price = f", {one.price}" if one.price else ""
+    return f"{format_fraction(one.fraction_milli)} GPU, {format_memory(one.memory_mib)}{price}"

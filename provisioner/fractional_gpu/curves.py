@@ -2,19 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
-from math import ceil, floor, log10
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 330, 220, 52, 14, 30, 34
+from fractional_gpu.svg import Frame, Svg, element, ticks
+
+_FRAME = Frame(width=330, height=220, left=52, right=14, top=30, bottom=34)
 _HEAD, _LINE, _CHARACTER = 64, 12, 6.2  # the legend; a label's height and the width of one of its characters
-_INTERVALS = 4  # about so many between the ticks of an axis
 _STYLE = (
     "svg{--paper:#fff;--ink:#1f2937;--soft:#4b5563;--grid:#e5e7eb;--a:#2563eb;--b:#d97706;--c:#b91c1c}"
     "@media(prefers-color-scheme:dark){"
     "svg{--paper:#0d1117;--ink:#e5e7eb;--soft:#9ca3af;--grid:#30363d;--a:#60a5fa;--b:#fbbf24;--c:#f87171}}"
     ".paper{fill:var(--paper)}text{font:10px system-ui,sans-serif;fill:var(--soft)}"
     "text.a,text.b,text.c{paint-order:stroke;stroke:var(--paper);stroke-width:3px;stroke-linejoin:round}"
-    ".title{font-size:12px;font-weight:600;fill:var(--ink)}.grid{stroke:var(--grid)}.axis{stroke:var(--soft)}"
+    ".title{font-size:12px;font-weight:600;fill:var(--ink)}.grid{stroke:var(--grid)}"
     ".line{fill:none;stroke-width:1.5}"
     ".line.a{stroke:var(--a)}.line.b{stroke:var(--b)}.line.c{stroke:var(--c)}"
     ".dot.a,text.a{fill:var(--a)}.dot.b,text.b{fill:var(--b)}.dot.c,text.c{fill:var(--c)}"
@@ -39,44 +38,30 @@ class Panel:
     series: Sequence[Series]
 
 
-def ticks(low: float, high: float, intervals: int = _INTERVALS) -> list[float]:
-    """Return round values (1, 2 or 5 times a power of ten apart) from below `low` to above `high`, in about so many intervals."""
-    span = (high - low) or abs(high) or 1.0
-    power = 10.0 ** floor(log10(span / intervals))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor * intervals >= span * 0.999)
-    first, last = floor(low / step + 1e-9), ceil(high / step - 1e-9)
-    return [number * step for number in range(first, max(last, first + 1) + 1)]
-
-
 def curves(rows: Sequence[Sequence[Panel]], *, across: str, up: str, note: str = LOWER_LEFT) -> str:
     """Return the picture. `across` and `up` name the axes of all panels; `note` is the sentence after them."""
-    columns = max(len(row) for row in rows)
-    width, height = columns * _WIDTH, _HEAD + len(rows) * _HEIGHT
+    width, height = max(len(row) for row in rows) * _FRAME.width, _HEAD + len(rows) * _FRAME.height
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
-        f"<title>{escape(up)} against {escape(across)}</title><style>{_STYLE}</style>",
-        f'<rect class="paper" width="{width}" height="{height}"/>',
-        _legend(rows[0][0].series, across, up, note),
+        element("title", f"{up} against {across}"),
+        element("style", Svg(_STYLE)),
+        element("rect", class_="paper", width=width, height=height),
     ]
+    at = 14
+    for kind, one in zip(_KINDS, rows[0][0].series, strict=False):
+        parts.append(_dot(kind, at, 22, large=len(one.points) == 1))
+        parts.append(element("text", one.name, class_="title", x=at + 10, y=26))
+        at += 34 + round(6.6 * len(one.name))
+    parts.append(element("text", f"across: {across}; up: {up}. {note}", x=10, y=46))
     for row, panels in enumerate(rows):
         for column, panel in enumerate(panels):
-            moved = f"translate({column * _WIDTH},{_HEAD + row * _HEIGHT})"
-            parts.append(f'<g transform="{moved}">{_panel(panel)}</g>')
-    return "".join([*parts, "</svg>\n"])
+            moved = f"translate({column * _FRAME.width},{_HEAD + row * _FRAME.height})"
+            parts.append(element("g", *_panel(panel), transform=moved))
+    size: dict[str, str | int] = {"viewBox": f"0 0 {width} {height}", "width": width, "height": height}
+    return element("svg", *parts, xmlns="http://www.w3.org/2000/svg", role="img", **size) + "\n"
 
 
-def _legend(series: Sequence[Series], across: str, up: str, note: str) -> str:
-    parts, at = [], 14.0
-    for kind, one in zip(_KINDS, series, strict=False):
-        parts.append(_dot(kind, at, 22, large=len(one.points) == 1))
-        parts.append(f'<text class="title" x="{at + 10:.0f}" y="26">{escape(one.name)}</text>')
-        at += 34 + 6.6 * len(one.name)
-    axes = f"across: {across}; up: {up}. {note}"
-    return "".join([*parts, f'<text x="10" y="46">{escape(axes)}</text>'])
-
-
-def _dot(kind: str, x: float, y: float, *, large: bool) -> str:
-    return f'<circle class="dot {kind}" cx="{x:.1f}" cy="{y:.1f}" r="{5 if large else 3}"/>'
+def _dot(kind: str, x: float, y: float, *, large: bool) -> Svg:
+    return element("circle", class_=f"dot {kind}", cx=float(x), cy=float(y), r=5 if large else 3)
 
 
 class _Labels:
@@ -89,54 +74,45 @@ class _Labels:
         """Keep a point free."""
         self._taken.append((x - 3, y - 3, x + 3, y + 3))
 
-    def place(self, kind: str, text: str, x: float, y: float) -> str:
+    def place(self, kind: str, text: str, x: float, y: float) -> list[Svg]:
         """Return the label beside its point, or nothing."""
         wide = _CHARACTER * len(text)
         for left, base in ((x + 6, y - 4), (x + 6, y + 12), (x - 6 - wide, y - 4), (x - 6 - wide, y + 12)):
             box = (left, base - _LINE + 3, left + wide, base + 2)
-            inside = box[0] >= _LEFT and box[2] <= _WIDTH - 4 and box[1] >= _TOP - 8 and box[3] <= _HEIGHT - _BOTTOM
+            inside = box[0] >= _FRAME.left and box[2] <= _FRAME.width - 4
+            inside = inside and box[1] >= _FRAME.top - 8 and box[3] <= _FRAME.y(0)
             if inside and not any(
                 box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3]
                 for other in self._taken
             ):
                 self._taken.append(box)
-                return f'<text class="{kind}" x="{left:.1f}" y="{base:.1f}">{escape(text)}</text>'
-        return ""
+                return [element("text", text, class_=kind, x=left, y=base)]
+        return []
 
 
-def _panel(panel: Panel) -> str:
+def _panel(panel: Panel) -> list[Svg]:
     points = [point for one in panel.series for point in one.points]
     across = ticks(min(x for _, x, _ in points), max(x for _, x, _ in points))
     up = ticks(0.0, max(y for _, _, y in points) or 1.0)
 
-    def place(x: float, y: float) -> tuple[float, float]:
-        right = _LEFT + (x - across[0]) / (across[-1] - across[0]) * (_WIDTH - _LEFT - _RIGHT)
-        return right, _HEIGHT - _BOTTOM - y / up[-1] * (_HEIGHT - _BOTTOM - _TOP)
+    def share(x: float) -> float:
+        return (x - across[0]) / (across[-1] - across[0])
 
-    parts = [f'<text class="title" x="{_LEFT}" y="{_TOP - 12}">{escape(panel.title)}</text>']
-    for value in up:
-        _, y = place(across[0], value)
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{_number(value)}</text>')
-    for value in across:
-        x, _ = place(value, 0.0)
-        parts.append(
-            f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{_HEIGHT - _BOTTOM}" y2="{_HEIGHT - _BOTTOM + 3}"/>'
-        )
-        parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 15}" text-anchor="middle">{_number(value)}</text>')
+    parts = [element("text", panel.title, class_="title", x=_FRAME.left, y=_FRAME.top - 12)]
+    parts += _FRAME.marks_up((value / up[-1], _number(value)) for value in up)
+    parts += _FRAME.marks_across((share(value), _number(value)) for value in across)
     labels = _Labels()
-    drawn = [
-        (kind, one, [place(x, y) for _, x, y in one.points]) for kind, one in zip(_KINDS, panel.series, strict=False)
-    ]
-    for kind, _, places in drawn:
-        if len(places) > 1:
-            parts.append(f'<polyline class="line {kind}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}"/>')
-        for x, y in places:
-            parts.append(_dot(kind, x, y, large=len(places) == 1))
-            labels.block(x, y)
-    for kind, one, places in reversed(drawn):  # the last series is named first
-        parts += [labels.place(kind, text, x, y) for (text, _, _), (x, y) in zip(one.points, places, strict=True)]
-    return "".join(parts)
+    for kind, one in zip(_KINDS, panel.series, strict=False):
+        shares = [(share(x), y / up[-1]) for _, x, y in one.points]
+        if len(shares) > 1:
+            parts.append(_FRAME.line(shares, f"line {kind}"))
+        for x, y in shares:
+            parts.append(_dot(kind, _FRAME.x(x), _FRAME.y(y), large=len(shares) == 1))
+            labels.block(_FRAME.x(x), _FRAME.y(y))
+    for kind, one in reversed([*zip(_KINDS, panel.series, strict=False)]):  # the last series is named first
+        for text, x, y in one.points:
+            parts += labels.place(kind, text, _FRAME.x(share(x)), _FRAME.y(y / up[-1]))
+    return parts
 
 
 def _number(value: float) -> str:

@@ -4,7 +4,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from fractional_gpu.curves import Panel, Series, curves, ticks
+from fractional_gpu.curves import Panel, Series, curves
+from fractional_gpu.svg import ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -16,8 +16,7 @@ from fractional_gpu.protocol.accounts import USAGE_BY, UsageReport
 from fractional_gpu.reports.as_json import as_json
 from fractional_gpu.reports.chargeback import NO_CURRENCY, as_csv
 from fractional_gpu.reports.columns import AMOUNT, decimals, tabulated
-from fractional_gpu.reports.days import day_bars
-from fractional_gpu.reports.page import page
+from fractional_gpu.reports.page import day_bars, page
 from fractional_gpu.reports.sums import columns_of, rolled_up, summed
 from tests.reports.made import report_of, reports, rows
 

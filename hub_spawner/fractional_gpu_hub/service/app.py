@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import jinja2
 from jupyterhub.services.auth import HubOAuth, HubOAuthCallbackHandler, HubOAuthenticated, UserNotAllowed
 from tornado import iostream, web
 from tornado.httpserver import HTTPServer
 from tornado.log import enable_pretty_logging
 
+from fractional_gpu import pages
 from fractional_gpu.protocol.errors import BadRequestError, FractionalGPUError
 from fractional_gpu.protocol.limits import TAKEN_S
 from fractional_gpu_hub.service.actions import Actions
@@ -32,7 +32,7 @@ from fractional_gpu_hub.service.broker_follower import BrokerFollower
 from fractional_gpu_hub.service.cluster import ClusterFollower, ClusterSnapshot, cluster_view, reader_of
 from fractional_gpu_hub.service.configuration import ADMIN_SCOPE, READ_SCOPE
 from fractional_gpu_hub.service.pool_settings import pool_settings
-from fractional_gpu_hub.service.usage import BY, DATES, PERIODS, Chosen, Figures, chosen, csv_of, shown, stylesheet
+from fractional_gpu_hub.service.usage import BY, DATES, PERIODS, Chosen, Figures, chosen, csv_of, shown
 from fractional_gpu_hub.service.views import Viewer, view_of
 
 # -- handlers ----------------------------------------------------------------------------------------------------------
@@ -414,16 +414,6 @@ class _Callback(HubOAuthCallbackHandler):  # type: ignore[misc] # untyped
             self.set_header(name, value)
 
 
-class _ReportStyle(web.RequestHandler):
-    """The stylesheet of the pages about usage: the same for all users."""
-
-    def get(self) -> None:
-        self.set_header("Content-Type", "text/css; charset=utf-8")
-        self.set_header("X-Content-Type-Options", "nosniff")
-        self.set_header("Cache-Control", "no-cache")
-        self.finish(stylesheet())
-
-
 class _Static(web.StaticFileHandler):
     """The script and the stylesheet: the same for all users."""
 
@@ -472,7 +462,7 @@ def routes(prefix: str, follower: BrokerFollower, actions: Actions, static: str)
         (prefix + r"api/devices/([^/]{1,200})/(drain|undrain)", _Device, shared),
         (prefix + r"api/seats/([0-9a-zA-Z_-]{1,64})/release", _Seat, shared),
         (prefix + r"api/pools/([0-9a-z._-]{1,63})", _Pool, shared),
-        (prefix + r"static/report\.css", _ReportStyle),
+        (prefix + r"static/(report\.css)", _Static, {"path": Path(pages.__file__).parent / "templates"}),
         (prefix + r"static/(page\.js|page\.css)", _Static, {"path": static}),
     ]
 
@@ -533,16 +523,13 @@ async def _serve(broker: str, listener: socket.socket, hub: int, cluster: str = 
 
 
 def _application(follower: BrokerFollower | ClusterFollower, actions: Actions) -> web.Application:
-    templates = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_HERE / "templates"), autoescape=True, undefined=jinja2.StrictUndefined
-    )
     prefix, static = os.environ["JUPYTERHUB_SERVICE_PREFIX"], str(_HERE / "static")
     return web.Application(
         cluster_routes(prefix, follower, actions, static)
         if isinstance(follower, ClusterFollower)
         else routes(prefix, follower, actions, static),
         cookie_secret=secrets.token_bytes(32),  # new for each process: a browser that is logged in gets a new cookie
-        templates=templates,
+        templates=pages.templates("fractional_gpu_hub.service"),
         default_handler_class=Missing,
         default_handler_args={"follower": follower, "actions": actions, "streams": {}},
         log_function=_log_request,

@@ -14,7 +14,6 @@ import platform
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from html import escape
 from typing import Any, Final
 
 from msgspec.structs import replace
@@ -23,8 +22,8 @@ from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.protocol.accounts import BudgetStatus, UsageReport
 from fractional_gpu.protocol.errors import BadRequestError
 from fractional_gpu.reports.chargeback import as_csv
-from fractional_gpu.reports.columns import budget_names, tabulated
-from fractional_gpu.reports.page import DARK, LIGHT, STYLE, bars, body, html_table, meaning, period_text
+from fractional_gpu.reports.columns import budget_names
+from fractional_gpu.reports.page import body, period_text
 from fractional_gpu.reports.periods import period
 from fractional_gpu_hub.service.views import Viewer
 
@@ -168,9 +167,6 @@ def shown(figures: Figures) -> dict[str, Any]:
     """Return what the page's template needs of the figures: sentences, and parts that are HTML already."""
     report, own = figures.report, figures.report.scope == "own"
     names = budget_names(figures.budgets)
-    parts = [body(report, figures.by, whole=report.scope == "all")]
-    for heading, other in figures.others.items():
-        parts.append(_of_others(heading, other))
     return {
         "time": period_text(report),
         "privacy": PRIVACY.get(report.visible, PRIVACY["own"]) if own else "",
@@ -180,7 +176,7 @@ def shown(figures: Figures) -> dict[str, Any]:
             {"text": one.sentence if own else _budget_text(one, names(one)), "warned": one.warned}
             for one in figures.budgets
         ],
-        "parts": "".join(parts) + meaning(report),
+        "parts": body(report, figures.by, whole=report.scope == "all", others=figures.others),
     }
 
 
@@ -189,17 +185,6 @@ def _budget_text(budget: BudgetStatus, whose: str) -> str:
     return f"{whose[:1].upper()}{whose[1:]}: {budget.text}: {budget.spent_text} spent, {left}"
 
 
-def _of_others(heading: str, report: UsageReport) -> str:
-    table = html_table(tabulated(report, ["user"], only=lambda one: not one.resource), f"{heading}, by user")
-    return f"<h2>{escape(heading)}</h2>{table}{bars(report, 'user')}"
-
-
 def csv_of(figures: Figures) -> bytes:
     """Return the figures by day, user, group and pool, and by what they are asked for, as chargeback systems read them."""
     return as_csv(figures.report, figures.by, provider=platform.node() or "GPU host").encode()
-
-
-def stylesheet() -> str:
-    """Return the stylesheet of the parts, in the colours of the hub's page."""
-    colours = "".join(f"--{name}:light-dark({LIGHT[name]},{DARK[name]});" for name in LIGHT)
-    return f".gpu-report{{--page:var(--ground);--faint:var(--soft);--grid:var(--line);{colours}}}{STYLE}"

@@ -12,8 +12,9 @@ from typing import NamedTuple
 from fractional_gpu.core.units import format_memory
 from fractional_gpu.protocol.messages import History, UsagePoint
 from fractional_gpu.protocol.names import state_words
+from fractional_gpu.svg import Frame, Svg, element
 from fractional_gpu_kernel.display.lines import Bundle
-from fractional_gpu_kernel.display.views import FREE, SAVED, USED, box, escape, moment
+from fractional_gpu_kernel.display.views import FREE, SAVED, USED, box, moment
 
 _TEXT_COLUMNS = 60
 _PICTURE_COLUMNS = 240
@@ -23,7 +24,11 @@ _IN_HOST = "suspended"
 _SIGNS = {"resident": "█", "suspending": "▓", "resuming": "▓", "suspended": "░"}
 _LEGEND = "on GPU: █ on the GPU, ▓ on its way, ░ saved in host memory, blank: neither."
 
-_LEFT, _RIGHT, _TOP, _BOTTOM, _STRIP, _HEIGHT = 62, 632, 10, 120, 130, 176  # of the picture, in its own units
+_FRAME = Frame(width=640, height=176, left=62, right=8, top=10, bottom=56)
+_STRIP = 130  # where the strip of states begins, from the top
+_DASHED = {"fill": "none", "style": f"stroke:{SAVED}", "stroke_width": "2", "stroke_dasharray": "5 3"}
+_FILLED = {"style": f"fill:{USED}", "fill_opacity": ".45"}
+_LIMIT = {"stroke": "currentColor", "stroke_opacity": ".7", "stroke_dasharray": "2 3"}
 
 
 class Column(NamedTuple):
@@ -103,41 +108,29 @@ class HistoryView:
     def _top_mib(self, row: Sequence[Column]) -> int:
         return max(1, self._cap_mib, *(max(column.used_mib, column.saved_mib) for column in row))
 
-    def _picture(self) -> str:
+    def _picture(self) -> Svg:
         fine = self._columns(_PICTURE_COLUMNS)
         top_mib = self._top_mib(fine)
+        left, base = _FRAME.left, _FRAME.y(0)
+        right, cap_y = _FRAME.x(1), _FRAME.y(self._cap_mib / top_mib)
+        filled = {**_FILLED, "style": f"fill:{USED};stroke:{USED}", "stroke_width": "1.5"}
         parts = [
-            self._axes(top_mib),
-            _area(
-                [column.saved_mib for column in fine],
-                top_mib,
-                f'fill="none" style="stroke:{SAVED}" stroke-width="2" stroke-dasharray="5 3"',
-            ),
-            _area(
-                [column.used_mib for column in fine],
-                top_mib,
-                f'style="fill:{USED};stroke:{USED}" fill-opacity=".45" stroke-width="1.5"',
-            ),
+            element("path", d=f"M{left} {_FRAME.top}V{base:.0f}H{right:.0f}", fill="none", stroke="currentColor", stroke_opacity=".5"),
+            element("path", d=f"M{left} {cap_y:.1f}H{right:.0f}", **_LIMIT),
+            _text(left - 6, cap_y + 4, "end", format_memory(self._cap_mib)),
+            _text(left - 6, base, "end", "0"),
+            _text(left - 6, _STRIP + 9, "end", "on GPU"),
+            _text(left, _STRIP + 26, "start", moment(self._since_ms, self._until_ms)),
+            _text(right, _STRIP + 26, "end", moment(self._until_ms, self._until_ms)),
+            element("path", d=_area([column.saved_mib / top_mib for column in fine]), **_DASHED),
+            element("path", d=_area([column.used_mib / top_mib for column in fine]), **filled),
             *_strip(fine),
-            _legend(),
-        ]
-        return (
-            f'<svg role="img" aria-label="{escape(self.summary())}" viewBox="0 0 640 {_HEIGHT}" xmlns="http://www.w3.org/2000/svg" '
-            f'style="width:100%;max-width:640px;font-size:11px" fill="currentColor">{"".join(parts)}</svg>'
-        )
-
-    def _axes(self, top_mib: int) -> str:
-        cap_y = _y(self._cap_mib, top_mib)
-        frame = f'<path d="M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}" fill="none" stroke="currentColor" stroke-opacity=".5"/>'
-        cap = f'<path d="M{_LEFT} {cap_y:.1f}H{_RIGHT}" stroke="currentColor" stroke-opacity=".7" stroke-dasharray="2 3"/>'
-        texts = [
-            (_LEFT - 6, cap_y + 4, "end", format_memory(self._cap_mib)),
-            (_LEFT - 6, _BOTTOM, "end", "0"),
-            (_LEFT - 6, _STRIP + 9, "end", "on GPU"),
-            (_LEFT, _STRIP + 26, "start", moment(self._since_ms, self._until_ms)),
-            (_RIGHT, _STRIP + 26, "end", moment(self._until_ms, self._until_ms)),
-        ]
-        return frame + cap + "".join(_text(*each) for each in texts)
+            *_legend(),
+        ]  # fmt: skip
+        return _FRAME.drawn(
+            parts, aria_label=self.summary(), xmlns="http://www.w3.org/2000/svg",
+            style="width:100%;max-width:640px;font-size:11px", fill="currentColor",
+        )  # fmt: skip
 
 
 def _level(mib: int, top_mib: int) -> str:
@@ -147,57 +140,52 @@ def _level(mib: int, top_mib: int) -> str:
 
 
 def _x(index: int) -> float:
-    return _LEFT + (_RIGHT - _LEFT) * index / _PICTURE_COLUMNS
+    return _FRAME.x(index / _PICTURE_COLUMNS)
 
 
-def _y(mib: int, top_mib: int) -> float:
-    return _BOTTOM - (_BOTTOM - _TOP) * mib / top_mib
+def _area(shares: Sequence[float]) -> str:
+    """Return the path of a stepped area; stretches without memory are left out, so that no line lies on the axis."""
+    steps, base = "", f"{_FRAME.y(0):.0f}"
+    is_open = False
+    for index, share in enumerate([*shares, 0]):
+        if share > 0:
+            steps += ("" if is_open else f"M{_x(index):.1f} {base}") + f"V{_FRAME.y(share):.1f}H{_x(index + 1):.1f}"
+        elif is_open:
+            steps += f"V{base}"
+        is_open = share > 0
+    return steps
 
 
-def _area(row: Sequence[int], top_mib: int, style: str) -> str:
-    """Return a stepped area; stretches without memory are left out, so that no line lies on the axis."""
-    steps = []
-    open_ = False
-    for index, mib in enumerate([*row, 0]):
-        if mib > 0:
-            steps.append(f"{'' if open_ else f'M{_x(index):.1f} {_BOTTOM}'}V{_y(mib, top_mib):.1f}H{_x(index + 1):.1f}")
-        elif open_:
-            steps.append(f"V{_BOTTOM}")
-        open_ = mib > 0
-    return f'<path d="{"".join(steps)}" {style}/>' if steps else ""
-
-
-def _strip(row: Sequence[Column]) -> list[str]:
+def _strip(row: Sequence[Column]) -> list[Svg]:
     """Return the residency: runs of equal states."""
-    looks = {"resident": (USED, 1.0), "suspending": (USED, 0.5), "resuming": (USED, 0.5), _IN_HOST: (FREE, 1.0)}
+    looks = {"resident": (USED, 1), "suspending": (USED, 0.5), "resuming": (USED, 0.5), _IN_HOST: (FREE, 1)}
     pieces = []
     begin = 0
     for index in range(1, len(row) + 1):
         if index < len(row) and row[index].state == row[begin].state:
             continue
-        colour, opacity = looks.get(row[begin].state, (FREE, 0.0))
+        colour, opacity = looks.get(row[begin].state, (FREE, 0))
         pieces.append(
-            f'<rect x="{_x(begin):.1f}" y="{_STRIP}" width="{_x(index) - _x(begin):.1f}" height="10" style="fill:{colour}" '
-            f'fill-opacity="{opacity}"><title>{escape(state_words(row[begin].state))}</title></rect>'
-        )
+            element(
+                "rect", element("title", state_words(row[begin].state)), x=_x(begin), y=_STRIP, width=_x(index) - _x(begin), height=10,
+                style=f"fill:{colour}", fill_opacity=opacity,
+            )
+        )  # fmt: skip
         begin = index
     return pieces
 
 
-def _legend() -> str:
-    y = _HEIGHT - 6
-    square = f'<rect x="{{}}" y="{y - 8}" width="10" height="9" {{}}/>'
-    return "".join(
-        [
-            square.format(_LEFT, f'style="fill:{USED}" fill-opacity=".45"'),
-            _text(_LEFT + 15, y, "start", "used on the GPU"),
-            square.format(_LEFT + 130, f'fill="none" style="stroke:{SAVED}" stroke-width="2" stroke-dasharray="5 3"'),
-            _text(_LEFT + 145, y, "start", "saved in host memory"),
-            f'<path d="M{_LEFT + 290} {y - 4}h18" stroke="currentColor" stroke-opacity=".7" stroke-dasharray="2 3"/>',
-            _text(_LEFT + 313, y, "start", "this kernel's limit"),
-        ]
-    )
+def _legend() -> list[Svg]:
+    left, y = _FRAME.left, _FRAME.height - 6
+    return [
+        element("rect", x=left, y=y - 8, width=10, height=9, **_FILLED),
+        _text(left + 15, y, "start", "used on the GPU"),
+        element("rect", x=left + 130, y=y - 8, width=10, height=9, **_DASHED),
+        _text(left + 145, y, "start", "saved in host memory"),
+        element("path", d=f"M{left + 290} {y - 4}h18", **_LIMIT),
+        _text(left + 313, y, "start", "this kernel's limit"),
+    ]
 
 
-def _text(x: float, y: float, anchor: str, text: str) -> str:
-    return f'<text x="{x:.0f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+def _text(x: float, y: float, anchor: str, text: str) -> Svg:
+    return element("text", text, x=x, y=y, text_anchor=anchor)
