@@ -336,9 +336,10 @@ class Kernel:
     @property
     def _uses_no_gpu(self) -> bool:
         """Whether all that is being handled waits for input, or holds room unused. A kernel in doubt may handle more."""
-        if self.iopub is None or not self.iopub.executing or not self.iopub.is_certain:
+        idle = self.cell.unused | (self.link.inputs if self.link is not None else frozenset())
+        if not idle or self.iopub is None or not self.iopub.executing:
             return False
-        return self.iopub.handled <= self.cell.unused | (self.link.inputs if self.link is not None else frozenset())
+        return self.iopub.is_certain and self.iopub.handled <= idle
 
 
 # -- sharing -----------------------------------------------------------------------------------------------------------
