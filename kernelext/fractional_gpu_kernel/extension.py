@@ -6,11 +6,10 @@ from typing import Any
 
 from IPython.core.inputtransformer2 import cell_magic, leading_empty_lines
 
-from fractional_gpu_kernel.cells.acquire import Acquirer, FirstGrant, Turns
+from fractional_gpu_kernel.cells.acquire import Acquirer, FirstGrant, LoopWatch, Turns
 from fractional_gpu_kernel.cells.broker_channel import BrokerChannel
 from fractional_gpu_kernel.cells.gate import Gate, make_cell_transform
 from fractional_gpu_kernel.cells.guard import CellGuard, InputRequests
-from fractional_gpu_kernel.cells.loop_watch import LoopWatch
 from fractional_gpu_kernel.display.lines import Notices
 from fractional_gpu_kernel.magics.magics import Magics
 from fractional_gpu_kernel.memory.checkpointability import CheckpointBlockers
@@ -32,7 +31,7 @@ class LeasedKernel:
         self.gate = Gate(self._limits.bind, self._first_grant.bind)
         self._acquirer = Acquirer(settings, self.gate, is_reachable=lambda: self._channel.is_connected)
         self._turns = Turns(settings, self.gate, self._notices)
-        self._blockers = CheckpointBlockers(self._report_blocker, self._hooks)
+        self._blockers = CheckpointBlockers(lambda why: self._channel.report_managed(why), self._hooks)  # noqa: PLW0108 - made below
         shrinker = Shrinker(
             self._on_main_loop,
             self.gate,
@@ -101,9 +100,6 @@ class LeasedKernel:
         self.gate.become_inert()
         self._acquirer.become_inert()
         self._inputs.become_inert()
-
-    def _report_blocker(self, sentence: str) -> None:
-        self._channel.report_managed(sentence)
 
     def _take_size(self, environment: Mapping[str, str]) -> None:
         """The lease has another size: later imports read it from the environment, loaded frameworks are limited on the main loop."""

@@ -5,8 +5,7 @@ Two threads take part in a wait:
 - The thread that is to run the cell calls `Acquirer.wait_for_gpu`. It blocks on a queue of notes, never on a socket, and so stays
   interruptible: on the main thread SIGINT puts a note into the queue (`SimpleQueue.put` may be called from a signal handler), and the
   handler that was there before is back when the wait is over. This also works within an asynchronous cell, whose own handler is looked at
-  only when the event loop runs again, and an interrupt cannot strike between two steps that belong together. The thread of a subshell
-  gets no signals: there a wait ends with the broker's answer.
+  only when the event loop runs again. The thread of a subshell gets no signals: there a wait ends with the broker's answer.
 - The ticket's thread (`gpu-acquire`) reads the broker's `acquire` stream and passes each line on to every queue. The first cell that
   waits starts it, later ones join it, and when the last one leaves, its connection is closed, which withdraws the ticket.
 
@@ -17,18 +16,12 @@ The notes, and what they do to the wait:
     OPENED         the gate has been opened, by the grant or by a command of the broker: the cell enters it
     INTERRUPTED    KeyboardInterrupt, also where it comes behind the last note of the wait
     RefusedError   the GPU will not come
-    FREE           the main loop runs again: ends a wait in its name (`hold`, see `loop_watch`)
+    FREE           the main loop runs again: ends a wait in its name (`LoopWatch`)
 
-What the ticket's thread does when a call fails:
-
-- A broker that dies is started again, and the call repeated. A broker that breaks `MAX_FRUITLESS` times in a row without a line in
-  between, or that cannot be started, refuses the cell.
-- The wait goes on for a broker that runs and does not answer, or refuses all calls because there are too many, and the line says so
-  (`fractional_gpu.client.client`).
-- An error within the broker says nothing about the lease: the call is repeated, and refuses the cell as often as breaks do.
-- A process that can make no call any more (`is_local`: no descriptors, another user) waits as long as the broker's commands still come
-  through: the broker sees a busy kernel without a ticket, makes a ticket for it, and opens the gate in its turn. Without commands, the
-  cell is refused.
+A broker that dies during the call is started again, and the call repeated; so is a call that failed by an error within the broker. The
+cell is refused after `MAX_FRUITLESS` such breaks in a row without a line in between. The wait goes on for a broker that runs and does not
+answer, or that has too many calls. A process that can make no call any more (`is_local`: no descriptors, another user) waits as long as the
+broker's commands still come through: the broker sees a busy kernel without a ticket, makes a ticket for it, and opens the gate in its turn.
 """
 
 import contextlib
@@ -50,7 +43,7 @@ from fractional_gpu_kernel.memory.limits import ImportHooks
 from fractional_gpu_kernel.settings import LOCAL_FAILURES, Settings, describe, explain, is_local
 
 if TYPE_CHECKING:
-    from fractional_gpu.client.client import BrokerClient, SilenceWatch
+    from fractional_gpu.client.client import BrokerClient
     from fractional_gpu.protocol.errors import BrokerUnavailableError, InternalBrokerError
     from fractional_gpu.protocol.messages import Progress
 
@@ -113,8 +106,6 @@ class Acquirer:
         self._lock = threading.Lock()
         self._waiters: list[Waiter] = []
         self._ticket: _Ticket | None = None
-
-    # -- in the threads that run cells -------------------------------------------------------------------------------------------------
 
     def wait_for_gpu(self, line: LiveLine | None, mark: object | None = None) -> None:
         """Wait until the gate is open; a `mark` is entered as running in the same step.
@@ -181,36 +172,26 @@ class Acquirer:
         self._waiters = []
         self._ticket = None
 
-    # -- in the ticket's thread --------------------------------------------------------------------------------------------------------
-
     def _run(self, ticket: _Ticket) -> None:
-        refusal: RefusedError | None = RefusedError(_THREAD_ENDED)  # stays where an unforeseen error ends the thread
-        silence: SilenceWatch | None = None
+        refusal: RefusedError | None = RefusedError(_THREAD_ENDED)  # stays if an unforeseen error ends the thread
+        silence: Any = None
         try:
-            silence = self._watch_silence(ticket)
+            with contextlib.suppress(*LOCAL_FAILURES):  # a process that cannot watch cannot call, either
+                from fractional_gpu.client.client import SilenceWatch  # noqa: PLC0415 - off the kernel's start
+
+                silence = SilenceWatch(self._settings.connect, partial(self._report_silence, ticket))
+                silence.start()
             refusal = self._acquire(ticket)
         finally:
             if silence is not None:
                 silence.stop()
             with self._lock:
+                waiters = []
                 if self._ticket is ticket:
-                    self._ticket = None
-                    waiters, self._waiters = self._waiters, []
-                else:
-                    waiters = []
+                    self._ticket, waiters, self._waiters = None, self._waiters, []
             if refusal is not None and (self._watch or not self._gate.is_open):
                 for waiter in waiters:
                     waiter.put(refusal)
-
-    def _watch_silence(self, ticket: _Ticket) -> "SilenceWatch | None":
-        """Start to watch for a broker that does not answer; None where this process cannot: then it cannot call, either."""
-        try:
-            from fractional_gpu.client.client import SilenceWatch  # noqa: PLC0415 - off the kernel's start
-        except LOCAL_FAILURES:
-            return None
-        silence = SilenceWatch(self._settings.connect, partial(self._report_silence, ticket))
-        silence.start()
-        return silence
 
     def _acquire(self, ticket: _Ticket) -> RefusedError | None:
         """Call the broker until it has answered. None: granted (the gate is open) or withdrawn."""
@@ -231,16 +212,19 @@ class Acquirer:
             except LOCAL_FAILURES as error:
                 failure = error
             if is_local(failure):
-                refusal = self._wait_without_calls(ticket, describe(failure))
-            elif isinstance(failure, TooManyRequestsError):
-                refusal = None  # too many calls of this user's, of whatever program: that says nothing about the lease
+                why = describe(failure)
+                if not self._is_reachable():
+                    return RefusedError(_UNREACHABLE.format(why=why))
+                self._notify(ticket, _waiting("cannot-ask", _CANNOT_ASK.format(why=why)))
+                ticket.withdrawn.wait(_CALL_AGAIN_S)  # in which the broker may open the gate by itself
+            elif isinstance(
+                failure, TooManyRequestsError
+            ):  # of this user, in whatever program: says nothing about the lease
                 self._notify(ticket, _waiting("broker-silent", str(failure)))
                 ticket.withdrawn.wait(failure.retry_s)
-            elif isinstance(failure, BrokerUnavailableError | InternalBrokerError):
-                refusal = self._revive(ticket, failure)
-            else:
-                refusal = RefusedError(explain(failure))
-            if refusal is not None:
+            elif not isinstance(failure, BrokerUnavailableError | InternalBrokerError):
+                return RefusedError(explain(failure))
+            elif (refusal := self._revive(ticket, failure)) is not None:
                 return refusal
         return None
 
@@ -275,14 +259,6 @@ class Acquirer:
         finally:
             client.close()
 
-    def _wait_without_calls(self, ticket: _Ticket, why: str) -> RefusedError | None:
-        """This process can make no call: wait a moment, in which the broker may open the gate by itself."""
-        if not self._is_reachable():
-            return RefusedError(_UNREACHABLE.format(why=why))
-        self._notify(ticket, _waiting("cannot-ask", _CANNOT_ASK.format(why=why)))
-        ticket.withdrawn.wait(_CALL_AGAIN_S)
-        return None
-
     def _revive(self, ticket: _Ticket, failure: "BrokerUnavailableError | InternalBrokerError") -> RefusedError | None:
         """The broker broke the call, or failed in it, or none serves: start it, unless that happens again and again."""
         from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError, TooManyRequestsError  # noqa: PLC0415 - off the kernel's start
@@ -293,11 +269,11 @@ class Acquirer:
             return None
         if ticket.fruitless >= MAX_FRUITLESS:
             return RefusedError(str(failure))
+        is_gone = isinstance(failure, BrokerUnavailableError)
+        self._notify(
+            ticket, _waiting("broker-starting", REVIVING) if is_gone else _waiting("broker-silent", str(failure))
+        )
         try:
-            if isinstance(failure, BrokerUnavailableError):
-                self._notify(ticket, _waiting("broker-starting", REVIVING))
-            else:
-                self._notify(ticket, _waiting("broker-silent", str(failure)))
             self._settings.revive()
         except TooManyRequestsError:
             ticket.fruitless = 0  # a broker runs, and the next call waits for it
@@ -349,6 +325,59 @@ class Turns(Acquirer):
         finally:
             self.leave(waiter)
             line.close()
+
+
+# A task or a timer of the notebook may block the main loop of a suspended kernel: an `asyncio` task outlives the cell that started it. If
+# it uses the GPU while the kernel is suspended, its call blocks in the driver, and the main loop with it: the kernel reads no request any
+# more, so it stays idle by its messages, no cell reaches the gate, and interrupts have no effect. Only the extension's threads run on.
+#
+# The broker's keep-alives, one every `PULSE_S` seconds while the kernel is suspended, drive the watch. At one of them it hands a callback
+# to the main loop. If that has not run at the next one, and no cell holds the loop, the watch takes part in the kernel's ticket, as a
+# waiting cell does, until the gate opens or the callback runs. A task that only computes for so long looks the same, and costs a resume;
+# so does a dialog of a GUI event loop (`%gui`), which is otherwise woken for the callback.
+
+
+BLOCKED = (
+    "A task of this notebook blocks the kernel, perhaps in a GPU call: the kernel is not on the GPU. It asks for the GPU now; "
+    "what was sent to it runs when the task lets it."
+)
+
+
+class LoopWatch:
+    """The watch of one kernel.
+
+    `schedule` hands a callback to the main loop, and returns whether that runs; `is_held` returns whether a cell may hold the loop;
+    `notice` takes a sentence to show.
+    """
+
+    def __init__(
+        self,
+        schedule: Callable[[Callable[[], None]], bool],
+        gate: Gate,
+        acquirer: Acquirer,
+        *,
+        is_held: Callable[[], bool],
+        notice: Callable[[str], None],
+    ) -> None:
+        self._schedule = schedule
+        self._gate = gate
+        self._acquirer = acquirer
+        self._is_held = is_held
+        self._notice = notice
+        self._notes: Waiter | None = None  # the callback on the main loop leaves FREE here
+
+    def look(self) -> None:
+        """Called now and then by one thread. Never blocks. Raises RuntimeError if there are no more threads."""
+        notes, self._notes = self._notes, None
+        if not self._gate.is_shut_again or self._is_held():
+            return
+        if notes is None or not notes.empty():
+            notes = SimpleQueue()
+            if self._schedule(partial(notes.put, FREE)):
+                self._notes = notes
+            return
+        threading.Thread(target=self._acquirer.hold, args=(notes,), name="gpu-loop", daemon=True).start()
+        self._notice(BLOCKED)
 
 
 def _follow(waiter: Waiter, line: LiveLine | CellLine | None, gate: Gate, *, may_overlap: bool) -> bool:
@@ -415,20 +444,15 @@ def _waiting(reason: str, sentence: str) -> "Progress":
     return Progress(kind=ProgressKind.WAITING, reason=reason, sentence=sentence)
 
 
-# -- first grant -------------------------------------------------------------------------------------------------------
-# Before its first grant a kernel sees no device: CUDA must not remember that answer.
-#
-# Until then `CUDA_VISIBLE_DEVICES` is empty. A `%%cpu` cell or start-up code that asks for a GPU rightly gets "none", but the answer can
-# stay for the life of the process: the driver reads the variable once, at `cuInit`, and torch keeps the count of devices in a static
-# variable of its library from the first `torch.cuda.is_available()` on. To bind a device earlier would hand out memory that is not
-# reserved. So:
+# Before its first grant a kernel sees no device: CUDA must not remember that answer. `CUDA_VISIBLE_DEVICES` is empty until then. A
+# `%%cpu` cell or start-up code that asks for a GPU rightly gets "none", but the answer can stay for the life of the process: the driver
+# reads the variable once, at `cuInit`, and torch keeps the count of devices from the first `torch.cuda.is_available()` on. So:
 #
 # - torch does not reach the driver until the grant: its two ways from Python (`torch._C._cuda_getDeviceCount`, behind `is_available` and
 #   `device_count`, and `torch._C._cuda_init`, behind everything that needs CUDA) are replaced and answer "no device" by themselves.
-# - Code that reached the driver in another way (another framework, torch's C++ code in a backward pass) is found before the first cell
-#   with the GPU, if the driver's library is loaded by then, and that cell reports it. `cuDeviceGetCount` starts nothing. Where it returns
-#   "not initialised" and a framework is known to have searched for a GPU, `cuInit` repeats its first answer. It is not called otherwise:
-#   it would start CUDA in kernels that never use it.
+# - Code that reached the driver in another way is found before the first cell with the GPU, if the driver's library is loaded by then,
+#   and that cell reports it. `cuDeviceGetCount` starts nothing. Where it returns "not initialised" and a framework is known to have
+#   searched for a GPU, `cuInit` repeats its first answer. It is not called otherwise: it would start CUDA in kernels that never use it.
 
 
 Function = Callable[[], Any]
@@ -485,20 +509,15 @@ class FirstGrant:
         core = getattr(torch, "_C", None)
         if not hasattr(core, "_cuda_getDeviceCount"):
             return  # a torch without CUDA, which is known by this very attribute
-        for name, answer in (("_cuda_getDeviceCount", _no_devices), ("_cuda_init", _not_yet)):
+        for name, answer in (("_cuda_getDeviceCount", int), ("_cuda_init", _not_yet)):
             original: Function | None = getattr(core, name, None)
             if self.is_awaited and original is not None:
-                stand_in = self._until_bound(answer, original)
+                # The grant may come while torch is being imported.
+                def stand_in(answer: Function = answer, original: Function = original) -> Any:  # noqa: ANN401 - as torch's
+                    return answer() if self.is_awaited else original()
+
                 self._held.append((core, name, stand_in, original))
                 setattr(core, name, stand_in)
-
-    def _until_bound(self, answer: Function, original: Function) -> Function:
-        """Return a function that answers by itself until the grant, which may come while torch is being imported."""
-        return lambda: answer() if self.is_awaited else original()
-
-
-def _no_devices() -> int:
-    return 0
 
 
 def _not_yet() -> None:

@@ -1,8 +1,8 @@
 """The kernel's channel to the broker: commands in, answers and pulses out.
 
-Two daemon threads, started a moment after the kernel so that they take nothing from its start:
+Two daemon threads, which begin a moment after the kernel so that they take nothing from its start:
 
-- `gpu-gate` reads the stream of commands and obeys at once what needs no round trip.
+- `gpu-gate` reads the stream of commands and obeys at once what needs no round trip. It starts the other one.
 - `gpu-answers` sends the answers on a second connection. While the gate is shut it also sends a pulse every `PULSE_S` seconds, which
   proves that Python runs, to a broker that cannot see by itself whether its stream is read.
 
@@ -35,16 +35,14 @@ UNHEARD = (
     "This kernel cannot answer the GPU broker ({why}). Nothing is lost: while the kernel idles, the broker may move its GPU memory to host "
     "memory after a short wait, and brings it back for the next cell."
 )
-LONGEST_PAUSE_UNKNOWN_S = (
-    30.0  # the broker answers, but does not know (or want) this lease: nothing is likely to change soon
-)
+LONGEST_PAUSE_UNKNOWN_S = 30.0  # of a broker that does not know (or want) this lease: nothing is likely to change soon
 
 
 class BrokerChannel:
     """One kernel's channel.
 
     `notice` takes a sentence to show; `resize` the variables of a lease that has another size now. `managed` returns why the process cannot
-    be saved, as far as is known, `inputs` the requests that wait for input. `look` is called at each keep-alive (see `loop_watch`),
+    be saved, as far as is known, `inputs` the requests that wait for input. `look` is called at each keep-alive (see `LoopWatch`),
     `preempted` when the kernel is suspended while a cell runs.
     """
 
@@ -76,13 +74,11 @@ class BrokerChannel:
         self._answers: SimpleQueue[tuple[int, str, str] | None] = SimpleQueue()  # number, word, detail; None: wake up
         self._clients: list[BrokerClient] = []
         self._needs_pulse = True  # until a command shows that the broker sees by itself whether its stream is read
-        self._is_connected = False
+        self.is_connected = False  # the broker's commands come through
         self._has_warned = False
 
     def start(self) -> None:
-        """Start both threads; returns at once."""
-        for work, name in ((self._read, "gpu-gate"), (self._send, "gpu-answers")):
-            threading.Thread(target=work, name=name, daemon=True).start()
+        threading.Thread(target=self._read, name="gpu-gate", daemon=True).start()
 
     def stop(self) -> None:
         """Hang up; the threads end soon."""
@@ -90,11 +86,6 @@ class BrokerChannel:
         self._answers.put(None)
         for client in list(self._clients):
             client.close()
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the broker's commands come through."""
-        return self._is_connected
 
     def report_exempt(self, on: bool) -> None:
         """Report that a cell that uses no GPU begins, or has ended: while there are only such cells, the kernel gets no ticket.
@@ -143,9 +134,14 @@ class BrokerChannel:
             self._notice(f"{error}.")
             return
         pause = FIRST_PAUSE_S
+        sender: threading.Thread | None = None
         while not self._stop.is_set():
             longest = LONGEST_PAUSE_S
             try:
+                if sender is None:
+                    thread = threading.Thread(target=self._send, name="gpu-answers", daemon=True)
+                    thread.start()
+                    sender = thread
                 got_command = self._follow()
                 pause = FIRST_PAUSE_S if got_command else pause
             except FractionalGPUError as error:
@@ -173,33 +169,28 @@ class BrokerChannel:
                 inputs=self._inputs(),
             )
             for number, command in enumerate(client.gate(self._settings.lease_id, hello)):
-                self._is_connected = True
+                self.is_connected = True
                 if not number:
                     self._repeat_exempt()  # this broker has not heard it
-                got_command = got_command or bool(
-                    number or command.verb
-                )  # its greeting does not count: a broker that sends no more may be gone at once
+                # Its greeting does not count: a broker that sends no more may be gone at once.
+                got_command = got_command or bool(number or command.verb)
                 self._needs_pulse = self._needs_pulse and not command.hears
-                self._try_to_obey(command)
+                try:
+                    self._obey(command)
+                except LOCAL_FAILURES as error:  # out of threads or descriptors, a closed main loop, replaced functions
+                    self._answer(command.number, "busy", f"this kernel could not do it: {describe(error)}"[:200])
                 with suppress(*LOCAL_FAILURES):  # a failure here must not end the stream
                     self._settings.restore_token_file()
         except BrokerUnavailableError:
             if not got_command:
                 raise
         finally:
-            self._is_connected = False
+            self.is_connected = False
             self._discard(client)
             if not self._needs_pulse:  # the next broker may not see whether its stream is read
                 self._needs_pulse = True
                 self._answers.put(None)  # wake the other thread, which waits without a timeout
         return got_command
-
-    def _try_to_obey(self, command: "GateCommand") -> None:
-        """Obey; a process that cannot (out of threads or descriptors, a closed main loop, replaced functions) says so instead."""
-        try:
-            self._obey(command)
-        except LOCAL_FAILURES as error:
-            self._answer(command.number, "busy", f"this kernel could not do it: {describe(error)}"[:200])
 
     def _obey(self, command: "GateCommand") -> None:
         from fractional_gpu.protocol.messages import CELL_RUNS, NO_CELL_RUNS, GateVerb  # noqa: PLC0415 - off the kernel's start
@@ -239,13 +230,9 @@ class BrokerChannel:
             self._answers.put((number, word, detail))
 
     def _send(self) -> None:
-        self._stop.wait(SETTLE_S)
         from fractional_gpu.protocol.limits import PULSE_S  # noqa: PLC0415 - off the kernel's start
+        from fractional_gpu.protocol.messages import GateAnswer  # noqa: PLC0415 - as above
 
-        try:
-            from fractional_gpu.protocol.messages import GateAnswer  # noqa: PLC0415 - off the kernel's start
-        except ImportError:  # without msgspec, which `_read` reports
-            return
         client: BrokerClient | None = None
         while not self._stop.is_set():
             try:
@@ -268,10 +255,10 @@ class BrokerChannel:
             except FractionalGPUError as error:
                 self._discard(client)
                 client = None
-                if not is_local(error):
-                    return (
-                        None  # the broker is gone, or no longer wants the answer; the next one sends its commands anew
-                    )
+                if not is_local(
+                    error
+                ):  # the broker is gone, or no longer wants the answer; the next one sends its commands anew
+                    return None
                 why = describe(error)
             except LOCAL_FAILURES as error:
                 self._discard(client)
@@ -280,11 +267,7 @@ class BrokerChannel:
                 return client
             if left and self._stop.wait(SEND_AGAIN_S):
                 return None
-        self._warn(answer.number, why)
-        return None
-
-    def _warn(self, number: int, why: str) -> None:
-        """Show the user, once, that the broker's commands get no answer."""
-        if number and not self._has_warned:
+        if answer.number and not self._has_warned:
             self._has_warned = True
             self._notice(UNHEARD.format(why=why))
+        return None

@@ -1,7 +1,6 @@
 """The gate of a kernel: may cells run, does one, and does a cell need the GPU? State under one lock, without I/O.
 
-What the broker and the cells do to it; each is one step under the lock, so that the broker never gets an answer that a cell
-has overtaken:
+What the broker and the cells do to it; each is one step under the lock, so that the broker never gets an answer that a cell has overtaken:
 
     open              binds the process to its device, and lets waiting cells enter
     close             shuts the gate, unless a cell runs or waits: then it changes nothing and answers "busy"
@@ -12,15 +11,9 @@ has overtaken:
     stop_waiting      no `close` comes between
     pause, go_on      a cell that waits for input does not count as running, and enters anew when the input is there
 
-Further rules:
-
-- The gate is shut until the broker has granted the GPU once.
-- A close is answered with "busy" whatever order the kernel's two connections deliver their lines in: the broker then knows that the GPU is
-  in use or wanted.
-- After a preemption the gate stays shut when the running cell ends; the next cell asks for the GPU.
-- Where the pool lets a cell overlap with the resume of its kernel, the cell enters a shut gate, which opens later.
-- An open gate costs a cell two uncontended lock operations and no round trip.
-- In a forked child the gate is inert (always open): the lease, the connections and the threads are the parent's.
+The gate is shut until the broker has granted the GPU once. After a preemption it stays shut when the running cell ends; the next cell
+asks. Where the pool lets a cell overlap with the resume of its kernel, the cell enters a shut gate, which opens later. In a forked child
+the gate is inert (always open): the lease, the connections and the threads are the parent's.
 """
 
 import ast
@@ -47,11 +40,6 @@ class Gate:
         self._exempt: set[object] = set()  # running without the GPU
         self._waiting: list[Callable[[], None]] = []
 
-    def __repr__(self) -> str:
-        return (
-            f"<Gate {'open' if self.is_open else 'shut'}, running {len(self._running)}, waiting {len(self._waiting)}>"
-        )
-
     @property
     def is_shut_again(self) -> bool:
         """Whether the gate is shut and has been open before: the kernel may have state of its own on the GPU."""
@@ -76,8 +64,6 @@ class Gate:
         """Whether another cell than the marked one runs: one around it, or one of another subshell."""
         return any(one is not mark for one in list(self._running))
 
-    # -- cells -------------------------------------------------------------------------------------------------------------------------
-
     def enter(self, mark: object) -> bool:
         """Mark a cell as running if the gate is open; return whether it is."""
         with self._lock:
@@ -86,7 +72,6 @@ class Gate:
             return self.is_open
 
     def exempt(self, mark: object) -> None:
-        """Mark a cell as one that runs without the GPU."""
         with self._lock:
             self._exempt.add(mark)
 
@@ -141,8 +126,6 @@ class Gate:
         self._paused -= paused
         self._running |= paused
 
-    # -- the broker's commands ---------------------------------------------------------------------------------------------------------
-
     def close(self) -> str:
         """Shut the gate and return "closed", or return "busy" and change nothing."""
         with self._lock:
@@ -192,22 +175,18 @@ class Gate:
         self._waiting = []
 
 
-# -- needs gpu ---------------------------------------------------------------------------------------------------------
-# Which cells need the GPU, decided from their text.
+# Which cells need the GPU, decided from their text after IPython's transformations, in which `%gpu`, automagic `gpu`, indentation and
+# pasted prompts all have one form. `%%cpu` and `%%gpu FRACTION` become comments in that text, so the rest of such a cell is an ordinary
+# cell: top-level `await`, the value of its last line and another cell magic all work in it.
 #
-# A cell runs without the GPU in three cases only: all its statements are `%gpu` lines (or help about our magics) or `%%gpu measure`, whose
-# code runs in other processes; it begins with `%%cpu`; or it has only comments. Every other cell needs it, in doubt too: an unnecessary
-# wait costs seconds, while a cell that runs without the GPU it needs blocks its kernel.
-#
-# The decision is made on the text *after* IPython's transformations, where `%gpu`, automagic `gpu`, indentation and pasted prompts all
-# have one form. `%%cpu` becomes a comment (`SENTINEL`) in that text, so the rest of such a cell is an ordinary cell: top-level `await`,
-# the value of its last line and another cell magic all work in it. `%%gpu FRACTION` becomes one (`BURST`) in the same way.
+# A cell runs without the GPU in three cases only: all its statements are `%gpu` lines (or help about our magics) or `%%gpu measure`,
+# whose code runs in other processes; it begins with `%%cpu`; or it has only comments. In doubt a cell needs it: an unnecessary wait costs
+# seconds, while a cell that runs without the GPU it needs blocks its kernel.
 
 
 SENTINEL = "#%%cpu: this cell runs without waiting for the GPU\n"
 BURST = "#%%gpu "
 _OWN_MAGIC = re.compile(r"run_(?:line_magic\('(?:gpu|pinfo2?)'|cell_magic\('gpu')")
-_MEASURE = "measure"
 _COMMENT_MAY_BEGIN = ("#", " ", "\t")
 _HELP_TOPICS = ("%gpu", "%%gpu", "%%cpu")
 
@@ -240,27 +219,21 @@ def _is_own_magic(node: ast.expr) -> bool:
     """Whether the expression is `get_ipython().run_line_magic('gpu', TEXT)`, help about it, or a measurement, and nothing else."""
     match node:
         case ast.Call(
-            func=ast.Attribute(
-                value=ast.Call(func=ast.Name(id="get_ipython"), args=[], keywords=[]), attr="run_line_magic"
-            ),
-            args=[ast.Constant(value=str(name)), ast.Constant(value=str(line))],
+            func=ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython"), args=[], keywords=[]), attr=attr),
+            args=[ast.Constant(value=str(name)), ast.Constant(value=str(line)), *cell],
             keywords=[],
         ):
             pass
-        case ast.Call(
-            func=ast.Attribute(
-                value=ast.Call(func=ast.Name(id="get_ipython"), args=[], keywords=[]), attr="run_cell_magic"
-            ),
-            args=[ast.Constant(value="gpu"), ast.Constant(value=str(line)), ast.Constant(value=str())],
-            keywords=[],
-        ):
-            return is_measure(line) and "{" not in line and "$" not in line
         case _:
             return False
     if name in ("pinfo", "pinfo2"):
-        return line.strip() in _HELP_TOPICS
+        return attr == "run_line_magic" and not cell and line.strip() in _HELP_TOPICS
     # IPython expands {expression} and $variable in a magic's line: that is user code, and it may use the GPU.
-    return name == "gpu" and "{" not in line and "$" not in line
+    if name != "gpu" or "{" in line or "$" in line:
+        return False
+    if attr == "run_cell_magic":
+        return len(cell) == 1 and isinstance(cell[0], ast.Constant) and is_measure(line)
+    return attr == "run_line_magic" and not cell
 
 
 def burst_of(transformed: str) -> str | None:
@@ -272,7 +245,7 @@ def burst_of(transformed: str) -> str | None:
 
 def is_measure(line: str) -> bool:
     """Return whether what stands behind `%%gpu` makes the cell a measurement."""
-    return line.split()[:1] == [_MEASURE]
+    return line.split()[:1] == ["measure"]
 
 
 def make_cell_transform(

@@ -24,7 +24,6 @@ def test_it_is_shut_until_it_is_opened_and_binds_the_device_before_that() -> Non
     gate.open({"CUDA_VISIBLE_DEVICES": "GPU-1"})
     assert bound == [({"CUDA_VISIBLE_DEVICES": "GPU-1"}, False)]
     assert gate.enter("cell")
-    assert repr(gate) == "<Gate open, running 1, waiting 0>"
 
 
 def test_an_opening_tells_everybody_who_waits_and_who_comes_just_then() -> None:
