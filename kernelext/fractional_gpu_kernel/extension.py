@@ -19,8 +19,6 @@ from fractional_gpu_kernel.settings import Settings
 
 
 class LeasedKernel:
-    """Everything that guards one shell."""
-
     def __init__(self, shell: Any, settings: Settings, notice: str) -> None:  # noqa: ANN401 - IPython is untyped
         self._shell = shell
         self._registrations = Registrations(shell)
@@ -72,7 +70,6 @@ class LeasedKernel:
         self._cell_transform = make_cell_transform(cell_magic, leading_empty_lines)
 
     def load(self) -> None:
-        """Guard the shell from now on; returns before any call to the broker."""
         self._limits.install()
         self._first_grant.install()
         self._blockers.install()
@@ -84,7 +81,6 @@ class LeasedKernel:
         self._channel.start()
 
     def unload(self) -> None:
-        """Leave the shell as it was; limits that were set stay."""
         self._channel.stop()
         self._inputs.uninstall()
         self._guard.uninstall()
@@ -96,7 +92,6 @@ class LeasedKernel:
         self._first_grant.release()
 
     def become_inert(self) -> None:
-        """In a forked child: the lease, the connections and the threads are the parent's."""
         self.gate.become_inert()
         self._acquirer.become_inert()
         self._inputs.become_inert()
@@ -112,7 +107,6 @@ class LeasedKernel:
             self._limits.refresh()
 
     def _is_held(self) -> bool:
-        """Return whether a cell holds the main loop, or is about to."""
         return self.gate.is_busy or self.gate.is_exempt or bool(self._inputs.waiting)
 
     def _has_gui_loop(self) -> bool:

@@ -21,8 +21,6 @@ BURST_RUNS = "This cell runs without the larger share that %%gpu asks for."
 
 
 class UnleasedKernel:
-    """Magics and notice of one shell without a lease."""
-
     def __init__(self, shell: Any, notice: str) -> None:  # noqa: ANN401 - as above
         self._shell = shell
         self._registrations = Registrations(shell)
@@ -31,7 +29,6 @@ class UnleasedKernel:
         self._cell_transform = make_cell_transform(cell_magic, leading_empty_lines, measures=False)
 
     def load(self) -> None:
-        """Register the magic and the notice."""
         self._registrations.magic(self.gpu, "line", "gpu")
         self._registrations.magic(self.burst, "cell", "gpu")
         self._registrations.magic(self.cpu, "cell", "cpu")
@@ -40,7 +37,6 @@ class UnleasedKernel:
         self._notices.install()
 
     def unload(self) -> None:
-        """Leave the shell as it was."""
         self._notices.uninstall()
         self._registrations.undo()
 

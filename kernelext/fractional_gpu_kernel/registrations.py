@@ -12,14 +12,11 @@ _MISSING: Any = object()
 
 
 class Registrations:
-    """The registrations of one part of the extension in one shell."""
-
     def __init__(self, shell: Any) -> None:  # noqa: ANN401 - IPython is untyped
         self._shell = shell
         self._undo: list[Callable[[], None]] = []
 
     def magic(self, function: Callable[..., Any], kind: str, name: str) -> None:
-        """Register a magic; `kind` is `line` or `cell`."""
         magics = self._shell.magics_manager.magics[kind]
         before = magics.get(name, _MISSING)
         self._shell.register_magic_function(function, kind, name)
@@ -31,7 +28,6 @@ class Registrations:
         self._undo.append(undo)
 
     def callback(self, event: str, function: Callable[..., Any]) -> None:
-        """Register a callback for one of IPython's events."""
         self._shell.events.register(event, function)
 
         def undo() -> None:
@@ -41,7 +37,6 @@ class Registrations:
         self._undo.append(undo)
 
     def item(self, items: list[Any], item: object) -> None:
-        """Append to one of the shell's lists."""
         items.append(item)
 
         def undo() -> None:
@@ -51,7 +46,6 @@ class Registrations:
         self._undo.append(undo)
 
     def method(self, name: str, function: Callable[..., Any]) -> None:
-        """Set a method of this one shell in place of the present one."""
         own = vars(self._shell)
         before = own.get(name, _MISSING)
         setattr(self._shell, name, function)

@@ -29,8 +29,6 @@ _REVIVE_TIMEOUT_S = 30.0
 
 
 class Settings(NamedTuple):  # a frozen dataclass takes half a millisecond longer to define, at each kernel's start
-    """One lease and its broker's socket."""
-
     lease_id: str
     socket_path: str
     token_file: str
@@ -116,12 +114,10 @@ def is_local(error: Exception) -> bool:
 
 
 def describe(error: Exception) -> str:
-    """Return what went wrong, for people."""
     return str(error) if hasattr(error, "reason") else f"{type(error).__name__}: {error}"
 
 
 def explain(error: Exception) -> str:
-    """Return what an error of the broker means to the user of this kernel."""
     if getattr(error, "reason", "") == "unknown-lease":
         from fractional_gpu.protocol.errors import RESTART  # noqa: PLC0415 - off the kernel's start
 

@@ -310,7 +310,6 @@ class Turns(Acquirer):
         self._notices = notices
 
     def show(self) -> None:
-        """Begin to show it, in a thread, if a cell runs behind the shut gate."""
         if self._waiters or not (self._gate.is_running and self._gate.is_shut_again):
             return
         if (line := self._notices.line_in_cell()) is not None:

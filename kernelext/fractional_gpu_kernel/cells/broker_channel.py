@@ -81,7 +81,6 @@ class BrokerChannel:
         threading.Thread(target=self._read, name="gpu-gate", daemon=True).start()
 
     def stop(self) -> None:
-        """Hang up; the threads end soon."""
         self._stop.set()
         self._answers.put(None)
         for client in list(self._clients):
@@ -103,11 +102,9 @@ class BrokerChannel:
             self._answers.put((0, "exempt", ""))
 
     def report_inputs(self, requests: Sequence[str]) -> None:
-        """Report which requests wait for input now. Never blocks."""
         self._answers.put((0, "input", " ".join(requests)))
 
     def report_managed(self, sentence: str) -> None:
-        """Report that the process cannot be saved from now on, and why. Never blocks."""
         self._answers.put((0, "managed", sentence))
 
     def _connect(self) -> "BrokerClient":
@@ -153,7 +150,6 @@ class BrokerChannel:
             pause = min(pause * 2, longest)
 
     def _follow(self) -> bool:
-        """Obey one stream until it ends; returns whether a command came. Raises FractionalGPUError if it broke before the first line."""
         from fractional_gpu import __version__  # noqa: PLC0415 - off the kernel's start
         from fractional_gpu.protocol.errors import BrokerUnavailableError  # noqa: PLC0415 - off the kernel's start
         from fractional_gpu.protocol.messages import GateHello  # noqa: PLC0415 - off the kernel's start
@@ -244,7 +240,6 @@ class BrokerChannel:
         self._discard(client)
 
     def _deliver(self, client: "BrokerClient | None", answer: "GateAnswer") -> "BrokerClient | None":
-        """Send one answer; return the connection for the next one."""
         from fractional_gpu.protocol.errors import FractionalGPUError  # noqa: PLC0415 - off the kernel's start
 
         why = ""

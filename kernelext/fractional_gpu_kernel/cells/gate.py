@@ -47,17 +47,14 @@ class Gate:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a cell runs or waits."""
         return bool(self._running or self._waiting)
 
     @property
     def is_running(self) -> bool:
-        """Whether a cell runs."""
         return bool(self._running)
 
     @property
     def is_exempt(self) -> bool:
-        """Whether cells run that need no GPU, and no others."""
         return bool(self._exempt) and not self._running
 
     def runs_beside(self, mark: object) -> bool:
@@ -65,7 +62,6 @@ class Gate:
         return any(one is not mark for one in list(self._running))
 
     def enter(self, mark: object) -> bool:
-        """Mark a cell as running if the gate is open; return whether it is."""
         with self._lock:
             if self.is_open:
                 self._running.add(mark)
@@ -76,7 +72,6 @@ class Gate:
             self._exempt.add(mark)
 
     def leave(self, mark: object) -> None:
-        """The cell has ended. A mark that never entered is ignored."""
         with self._lock:
             self._exempt.discard(mark)
             self._running.discard(mark)
@@ -117,7 +112,6 @@ class Gate:
             return self.is_open
 
     def go_on(self, marks: Iterable[object]) -> None:
-        """Mark paused cells as running, open gate or not. Others are ignored."""
         with self._lock:
             self._go_on(marks)
 
@@ -127,7 +121,6 @@ class Gate:
         self._running |= paused
 
     def close(self) -> str:
-        """Shut the gate and return "closed", or return "busy" and change nothing."""
         with self._lock:
             if self._running or self._waiting:
                 return "busy"
@@ -135,13 +128,11 @@ class Gate:
             return "closed"
 
     def preempt(self) -> str:
-        """Shut the gate for the next cell, whatever runs or waits; return "closed"."""
         with self._lock:
             self.is_open = self.is_inert
             return "closed"
 
     def bind(self, environment: Mapping[str, str]) -> None:
-        """Take variables of the lease that have changed while the gate stays as it is."""
         with self._lock:
             if not self.is_inert:
                 self._bind(environment)
@@ -244,7 +235,6 @@ def burst_of(transformed: str) -> str | None:
 
 
 def is_measure(line: str) -> bool:
-    """Return whether what stands behind `%%gpu` makes the cell a measurement."""
     return line.split()[:1] == ["measure"]
 
 

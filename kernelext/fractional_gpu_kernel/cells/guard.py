@@ -162,7 +162,6 @@ class CellGuard:
         return None
 
     def _before_message(self) -> None:
-        """`pre_execute`: of a cell, which has passed the gate already, or of a message to a widget."""
         if self._gate.is_open or running_cell.get() is not None:
             return
         try:
@@ -201,7 +200,6 @@ class InputRequests:
 
     @property
     def waiting(self) -> list[str]:
-        """The ids of the requests that wait for input."""
         return list(dict.fromkeys(self._asking.values()))
 
     def install(self) -> None:
@@ -219,7 +217,6 @@ class InputRequests:
         self._wrapped.clear()
 
     def become_inert(self) -> None:
-        """In a forked child: another thread of the parent may have held the lock."""
         self._lock = threading.Lock()
         self._asking = {}
 

@@ -69,7 +69,6 @@ class HistoryView:
         self._since_ms = first_ms if last_ms is None else max(first_ms, self._until_ms - last_ms)
 
     def summary(self) -> str:
-        """Return the whole in one sentence."""
         if not self._points or self._until_ms <= self._since_ms:
             return "There is no history of this kernel's share yet."
         fine = self._columns(_PICTURE_COLUMNS)
@@ -96,7 +95,6 @@ class HistoryView:
         )
 
     def bundle(self) -> Bundle:
-        """Return text and HTML."""
         title = "GPU memory of this kernel over time"
         if not self._points or self._until_ms <= self._since_ms:
             return {"text/plain": repr(self), "text/html": box(title, note=self.summary())}

@@ -50,7 +50,6 @@ class CostView:
         return [(name, *(figure(entries) for entries in self._periods)) for name, figure in rows]
 
     def sentences(self) -> list[str]:
-        """Return what stands below the table."""
         cost = self._cost
         said = ["Today and this month: all your kernels, by the machine's local time."]
         if self._priced:
@@ -82,7 +81,6 @@ class CostView:
         return "\n".join([*lines, *self.sentences()])
 
     def bundle(self) -> Bundle:
-        """Return text and HTML."""
         rows = [[escape(cell) for cell in row] for row in self.rows()]
         simulated = " on a simulated GPU" if self._cost.simulated else ""
         title = f"What this kernel {'costs' if self._priced else 'uses'}{simulated}"

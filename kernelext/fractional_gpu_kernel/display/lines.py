@@ -20,8 +20,6 @@ SIMULATED = "JUPYTER_GPU_SIMULATED_DIR"
 
 
 class View(Protocol):
-    """Something that can be shown."""
-
     def bundle(self) -> Bundle:
         """Return it as MIME type -> text; "text/plain" is always there."""
 
@@ -37,7 +35,6 @@ class Sentence:
         return f"[{self._speaker}] {self.text}"
 
     def bundle(self) -> Bundle:
-        """Return text and HTML."""
         import html  # noqa: PLC0415 - off the kernel's start
 
         speaker = self._speaker.replace("gpu", "GPU")
@@ -46,10 +43,7 @@ class Sentence:
 
 
 class Blank:
-    """Empty output, which replaces output that was shown."""
-
     def bundle(self) -> Bundle:
-        """Return no text."""
         return {"text/plain": "", "text/html": ""}
 
 
@@ -62,7 +56,6 @@ class LiveLine:
         self._shown: str | None = None
 
     def show(self, text: str) -> None:
-        """Show `text` in place of the line's earlier text."""
         if text != self._shown:
             update, self._shown = self._shown is not None, text
             publish(self._shell, Sentence(text), display_id=self._display_id, update=update)
@@ -88,7 +81,6 @@ class CellLine:
         self._lock, self._is_closed = threading.Lock(), False
 
     def show(self, text: str) -> None:
-        """Show `text`, unless the line is closed."""
         with self._lock:
             if not self._is_closed:
                 self._context.copy().run(self._line.show, text)
@@ -101,7 +93,6 @@ class CellLine:
 
 
 def publish(shell: Any, view: View, *, display_id: str | None = None, update: bool = False) -> None:  # noqa: ANN401 - as above
-    """Publish a view as this cell's output."""
     publisher = shell.display_pub
     hooked = hasattr(publisher, "register_hook")  # not in a terminal, nor beneath `%%capture`
     if hooked:
@@ -177,7 +168,6 @@ def wait_text(progress: "Progress", *, waited_s: float, age_s: float, preempted:
 
 
 def resizing(status: "LeaseStatus") -> str:
-    """Return the line of a kernel that waits for a larger share."""
     left = _left(status.expected_ms, status.low_ms, status.high_ms, 0)
     place = f"place {status.position} in the queue" if status.position is not None else ""
     about = "".join(f", {fact}" for fact in (place, left) if fact)
@@ -232,12 +222,10 @@ class Notices:
         # A topic's line is forgotten, like the others, when the next cell begins.
 
     def install(self) -> None:
-        """Show from now on."""
         self._registrations.callback("pre_run_cell", self._before_cell)
         self._registrations.callback("post_run_cell", self._after_cell)
 
     def uninstall(self) -> None:
-        """Leave the shell as it was."""
         self._registrations.undo()
 
     def add(self, sentence: str, topic: str = "") -> None:

@@ -28,7 +28,6 @@ _CELL = "text-align:left;padding:2px 12px 2px 0;border:none;background:none;vert
 
 
 def escape(text: str) -> str:
-    """Return text as HTML."""
     return html.escape(text)
 
 
@@ -102,7 +101,6 @@ class StatusView:
         self._status = status
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return the rows, as (name, sentence)."""
         status = self._status
         rows = [
             ("share", _share(status)),
@@ -128,7 +126,6 @@ class StatusView:
         return [*rows, *self._remarks()]
 
     def _remarks(self) -> list[tuple[str, str]]:
-        """Return the rows about others, what is suggested, and what happened last."""
         status, rows = self._status, []
         if status.neighbours:
             rows.append(("beside", "; ".join(_neighbour(each) for each in status.neighbours)))
@@ -148,7 +145,6 @@ class StatusView:
         return "\n".join(f"{name:<{width}}  {f'{picture} ' if name == 'memory' else ''}{text}" for name, text in rows)
 
     def bundle(self) -> Bundle:
-        """Return text and HTML."""
         status = self._status
         cells = []
         for name, text in self.rows():
@@ -205,7 +201,6 @@ class TopView:
         return "\n".join([*lines, *self._deadline(), _LEGEND if self._host.devices else _NO_DEVICES])
 
     def bundle(self) -> Bundle:
-        """Return text and HTML."""
         parts = []
         for device in self._host.devices:
             picture = bar(
@@ -265,7 +260,6 @@ class StoryView:
         self._now_ms = int(time.time() * 1000) if now_ms is None else now_ms
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return (time, sentence)."""
         return [(moment(line.at_ms, self._now_ms), line.sentence) for line in self._lines]
 
     def __repr__(self) -> str:
@@ -274,7 +268,6 @@ class StoryView:
         return "\n".join([*(f"{at:>{width}}  {sentence}" for at, sentence in rows), *filter(None, [self._note()])])
 
     def bundle(self) -> Bundle:
-        """Return text and HTML."""
         rows = [(escape(at), escape(sentence)) for at, sentence in self.rows()]
         return {
             "text/plain": repr(self),

@@ -55,8 +55,6 @@ class Argument(NamedTuple):
 
 
 class Command(NamedTuple):
-    """One word after `%gpu`."""
-
     name: str
     summary: str
     arguments: tuple[Argument, ...] = ()
@@ -262,7 +260,6 @@ def _read(prog: str, parser: Callable[[str], int], text: str | None) -> int | No
 
 
 def overview() -> str:
-    """Return the list of everything there is."""
     width = max(len(_signature(command)) for command in COMMANDS.values())
     lines = [f"%gpu {_signature(command):<{width}}  {command.summary}" for command in COMMANDS.values()]
     return "\n".join(
@@ -332,15 +329,11 @@ _KEEP_S = 60.0
 
 
 class Completions(NamedTuple):
-    """What is proposed for the `fragment` before the cursor."""
-
     fragment: str
     texts: list[str]
 
 
 class Completer:
-    """Proposes for one kernel."""
-
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._host: HostStatus | None = None

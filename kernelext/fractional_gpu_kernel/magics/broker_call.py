@@ -1,11 +1,8 @@
 """Calls to the broker from `%gpu`: at once, from the thread that runs the cell, or when the cell has ended.
 
-At once (`call_broker`):
-
-- The call is made in a thread of its own; the cell's thread waits on a queue (as in `cells.acquire`), so an interrupt works at any
-  moment, in asynchronous cells too. It closes the connection, and the broker takes back what it had not begun.
-- If the answer takes longer than a moment, a second connection follows the broker's status of this lease for the live line.
-- A broker that does not answer is reported within 5 s: on the live line, where there is one, else as an error.
+At once (`call_broker`): the call is made in a separate thread; the cell's thread waits on a queue (as in `cells.acquire`), so an interrupt
+works at any moment, in asynchronous cells too. It closes the connection, and the broker takes back what it had not begun. A broker that
+does not answer is reported within 5 s: on the live line, if there is one, else as an error.
 
 When the cell has ended (`AfterCell`): the kernel is busy with the very message that carries the cell, and a broker suspends, or moves,
 only an idle kernel. So such a command leaves a note; when the cell has ended and its event loop has gone on, a thread makes the call (the
@@ -49,61 +46,55 @@ def call_broker(
 ) -> T:
     """Return what `call` returns. `revive`: start a broker first if none answers.
 
-    With `line` and `describe`, a live line is shown while the answer takes longer than a moment.
+    With `line` and `describe`, the lease's status is shown while the answer takes longer than a moment.
     Raises FractionalGPUError, or KeyboardInterrupt when interrupted, which closes the connection.
     """
     notes: SimpleQueue[object] = SimpleQueue()
-    broker_call = _BrokerCall(settings, call, notes.put, timeout_s=timeout_s, revive=revive)
-    follower = _StatusFollower(settings, notes.put) if line is not None and describe is not None else None
+
+    def follow(client: "BrokerClient") -> None:
+        for host in client.events():
+            for lease in host.leases:
+                if lease.lease_id == settings.lease_id:
+                    notes.put(lease)
+
+    asked = _Asking(settings, call, notes.put, timeout_s=timeout_s, revive=revive)
+    follower = _Asking(settings, follow, lambda _: None)  # if it fails, only the line misses it
     silence = SilenceWatch(settings.connect, notes.put)
     with interrupts_to(notes):
         try:
-            broker_call.start()
-            _wait(notes, silence, follower, line, describe)
+            asked.start()
+            loud_from = time.monotonic() + QUIET_S
+            news: object = None
+            while news is not asked:
+                try:
+                    news = notes.get(timeout=max(0.0, min(POLL_S, loud_from - time.monotonic())) or POLL_S)
+                except Empty:
+                    if time.monotonic() >= loud_from:
+                        silence.start()
+                        if line is not None and describe is not None:
+                            follower.start()
+                    continue
+                if news == INTERRUPTED:
+                    raise KeyboardInterrupt
+                if isinstance(news, BrokerUnavailableError) and line is None:
+                    raise news
+                if line is not None:
+                    _show(line, news, describe)
         finally:
             silence.stop()
-            broker_call.hang_up()
-            if follower is not None:
-                follower.hang_up()
-    return broker_call.result()
+            asked.hang_up()
+            follower.hang_up()
+    return asked.result()
 
 
-def _wait(
-    notes: SimpleQueue[object],
-    silence: SilenceWatch,
-    follower: "_StatusFollower | None",
-    line: LiveLine | None,
-    describe: Describe | None,
-) -> None:
-    """Show the lease's status until the answer is there.
-
-    Raises KeyboardInterrupt, and BrokerUnavailableError where the broker does not answer and there is no line to show that.
-    """
-    loud_from = time.monotonic() + QUIET_S
-    while True:
-        try:
-            news = notes.get(timeout=max(0.0, min(POLL_S, loud_from - time.monotonic())) or POLL_S)
-        except Empty:
-            if time.monotonic() >= loud_from:
-                silence.start()
-                if follower is not None:
-                    follower.start()
-            continue
-        if news == INTERRUPTED:
-            raise KeyboardInterrupt
-        if isinstance(news, _BrokerCall):
-            return
-        if isinstance(news, BrokerUnavailableError):
-            if line is None:
-                raise news
-            line.show(
-                f"{news}. It goes on by itself when the broker answers again. Interrupt the kernel to stop waiting."
-            )
-        if isinstance(news, LeaseStatus) and line is not None and describe is not None:
-            line.show(describe(news))
+def _show(line: LiveLine, news: object, describe: Describe | None) -> None:
+    if isinstance(news, BrokerUnavailableError):
+        line.show(f"{news}. It goes on by itself when the broker answers again. Interrupt the kernel to stop waiting.")
+    elif isinstance(news, LeaseStatus) and describe is not None:
+        line.show(describe(news))
 
 
-class _BrokerCall(Generic[T]):
+class _Asking(Generic[T]):
     """One call in a thread."""
 
     def __init__(
@@ -112,8 +103,8 @@ class _BrokerCall(Generic[T]):
         call: Callable[["BrokerClient"], T],
         notify: Callable[[object], None],
         *,
-        timeout_s: float,
-        revive: bool,
+        timeout_s: float = 30.0,
+        revive: bool = False,
     ) -> None:
         self._settings = settings
         self._call = call
@@ -121,29 +112,25 @@ class _BrokerCall(Generic[T]):
         self._timeout_s = timeout_s
         self._revive = revive
         self._client: BrokerClient | None = None
-        self._hung_up = False
-        self._over = False
+        self._is_started = self._is_over = self._hung_up = False
         self._values: list[T] = []
         self._error: FractionalGPUError = InternalBrokerError(
             "the thread that asks the GPU broker ended unexpectedly; the kernel's log says why"
         )
 
     def start(self) -> None:
-        """Make the call."""
-        threading.Thread(target=self._run, name="gpu-ask", daemon=True).start()
+        """Make the call; a second time nothing happens."""
+        if not self._is_started:
+            self._is_started = True
+            threading.Thread(target=self._run, name="gpu-ask", daemon=True).start()
 
     def hang_up(self) -> None:
         """Close the connection: the answer is no longer wanted."""
         self._hung_up = True
-        if self._client is not None and not self._over:
-            self._client.close()
-            # The thread may just be opening its connection, which `close` then does not find: once more in a moment.
-            again = threading.Timer(_AGAIN_S, self._client.close)
-            again.daemon = True
-            again.start()
+        if self._client is not None and not self._is_over:
+            close_soon(self._client)
 
     def result(self) -> T:
-        """Return the answer. Raises FractionalGPUError."""
         if not self._values:
             raise self._error
         return self._values[0]
@@ -158,42 +145,16 @@ class _BrokerCall(Generic[T]):
         except FractionalGPUError as error:
             self._error = error
         finally:
-            self._over = True
+            self._is_over = True
             self._notify(self)
 
 
-class _StatusFollower:
-    """Follows the broker's status of the lease while a call is under way."""
-
-    def __init__(self, settings: Settings, notify: Callable[[object], None]) -> None:
-        self._settings = settings
-        self._notify = notify
-        self._client: BrokerClient | None = None
-        self._started = False
-        self._hung_up = False
-
-    def start(self) -> None:
-        """Follow; a second call changes nothing."""
-        if not self._started:
-            self._started = True
-            threading.Thread(target=self._run, name="gpu-follow", daemon=True).start()
-
-    def hang_up(self) -> None:
-        """Stop following."""
-        self._hung_up = True
-        if self._client is not None:
-            self._client.close()
-
-    def _run(self) -> None:
-        with suppress(FractionalGPUError):  # only the line misses it: the call itself has an answer
-            self._client = client = self._settings.connect()
-            for host in client.events():
-                if self._hung_up:
-                    client.close()
-                    return
-                for lease in host.leases:
-                    if lease.lease_id == self._settings.lease_id:
-                        self._notify(lease)
+def close_soon(client: "BrokerClient") -> None:
+    """Close the client now and in a moment: its thread may just be opening a connection, which the first `close` does not find."""
+    client.close()
+    again = threading.Timer(_AGAIN_S, client.close)
+    again.daemon = True
+    again.start()
 
 
 Call = Callable[["BrokerClient"], str]  # returns the sentence to show if it is the last one
@@ -249,11 +210,7 @@ class _DeferredRequest:
                 return
             self._withdrawn = True
             if self._client is not None:
-                self._client.close()
-                # The thread may just be beginning its call, which `close` then does not find: once more in a moment.
-                again = threading.Timer(_AGAIN_S, self._client.close)
-                again.daemon = True
-                again.start()
+                close_soon(self._client)
         self._context.copy().run(self._line.show, f"{self._failed}{command} came later, and the later command counts.")
 
     def _after_cell(self) -> None:

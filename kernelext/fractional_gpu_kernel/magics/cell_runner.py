@@ -31,7 +31,6 @@ SETUP_HINT = "is not defined in the measured process, which knows only its own c
 
 
 def main(arguments: list[str]) -> int:
-    """Run the job until the process is ended; return the exit status of a job that ends by itself."""
     job = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.path.insert(0, "")  # as in a kernel
@@ -64,7 +63,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _repeat(cell: CodeType, module: ModuleType, loop: "asyncio.Runner", reports: str) -> None:
-    """Run the cell until something ends this process."""
     if reports:
         os.environ[FILE] = reports
     before = _size(reports)

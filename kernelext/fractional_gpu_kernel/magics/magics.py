@@ -26,8 +26,6 @@ class GPURequestError(Exception):
 
 
 class Magics:
-    """The magics of a kernel that has a lease. `notify` takes a sentence to show at the next opportunity."""
-
     def __init__(
         self,
         shell: Any,  # noqa: ANN401 - IPython is untyped
@@ -50,14 +48,12 @@ class Magics:
         self._completer: Completer | None = None
 
     def install(self) -> None:
-        """Register the magics and their completion."""
         self._registrations.magic(self.gpu, "line", "gpu")
         self._registrations.magic(self.burst, "cell", "gpu")
         self._registrations.magic(self.cpu, "cell", "cpu")
         self._registrations.item(self._shell.Completer.custom_matchers, self.complete)
 
     def uninstall(self) -> None:
-        """Leave the shell as it was."""
         self._registrations.undo()
         if self._actions is not None:
             self._actions.stop()
@@ -119,7 +115,6 @@ class Magics:
 
     @context_matcher(identifier="gpu_magic")  # type: ignore[untyped-decorator]
     def complete(self, context: Any) -> Any:  # noqa: ANN401 - IPython's completion context and result
-        """Complete what stands behind `%gpu` and `%%gpu`."""
         if "%gpu" not in context.text_until_cursor:
             return {"completions": [], "suppress": False}
         if self._completer is None:
@@ -133,7 +128,6 @@ class Magics:
         return {"completions": texts, "suppress": True, "matched_fragment": found.fragment}
 
     def bursts(self) -> "CellBursts":
-        """Return what serves `%%gpu`."""
         from fractional_gpu_kernel.magics.actions import CellBursts  # noqa: PLC0415 - off the kernel's start
 
         return CellBursts(self._shell, self._made_resizer())

@@ -51,7 +51,6 @@ class MeasurementView:
         return "\n".join([*self._sentences, "", *self._table]).rstrip()
 
     def bundle(self) -> Bundle:
-        """Return text and HTML."""
         import html  # noqa: PLC0415 - off the kernel's start
 
         lines = "".join(f"<div>{html.escape(one)}</div>" for one in self._sentences)
@@ -97,7 +96,6 @@ def _own_lease(settings: Settings) -> LeaseStatus | None:
 
 
 def _options(arguments: argparse.Namespace, lease: LeaseStatus | None) -> list[str]:
-    """Return the options of `jupyter gpu measure`. The pool is the kernel's own where none is named."""
     found = ["--json", "--end-with-input"]
     if arguments.pool is None and lease is not None:
         found += ["--pool", lease.pool]
@@ -159,8 +157,6 @@ def setup_numbers(text: str, *, last: int) -> list[int]:
 
 
 class _Measurement:
-    """One `jupyter gpu measure` for this cell. One use."""
-
     def __init__(self, shell: Any, options: Sequence[str]) -> None:  # noqa: ANN401 - as above
         self._shell = shell
         self._options = options

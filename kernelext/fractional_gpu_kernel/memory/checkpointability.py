@@ -137,7 +137,6 @@ class CheckpointBlockers:
         self.seen = ""  # the first finding, a sentence
 
     def install(self) -> None:
-        """Watch from now on."""
         for call in (*_CALLS, *PROFILERS):
             self._hooks.after(call.package, lambda _module, call=call: note_calls(call, self._note))  # type: ignore[misc]
 

@@ -57,7 +57,6 @@ class ImportHooks:
             sys.meta_path.insert(0, self)
 
     def close(self) -> None:
-        """Watch no more imports; may be called twice."""
         self._callbacks = {}
         if self in sys.meta_path:
             sys.meta_path.remove(self)
@@ -247,7 +246,6 @@ class MemoryLimits:
 
     @property
     def cap_mib(self) -> int | None:
-        """The cap of the process tree, MiB; None: no cap."""
         return self._cap_mib
 
     def torch_imported(self, torch: ModuleType) -> None:
@@ -282,7 +280,6 @@ class MemoryLimits:
         self._limit_mib = None if cap is None else framework_mib(cap, context_mib)
 
     def _limit_loaded(self) -> bool:
-        """Return whether each loaded framework has its limit, or will get it. Raises what CUDA raises."""
         torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
         if torch is not None and not is_half_imported(torch):
             if torch.cuda.is_initialized():
@@ -500,8 +497,6 @@ def _free_cupy() -> None:
 
 
 class RunningCells(Protocol):
-    """The part of the gate that is used here: whether a cell runs."""
-
     @property
     def is_running(self) -> bool:
         """Whether a cell runs."""
@@ -556,7 +551,6 @@ class Shrinker:
             once("busy", late)
 
     def _leave(self, once: "_Once", why: str) -> None:
-        """Answer that nothing was freed, and why."""
         why_not = self._why_not()
         once("managed" if why_not else "done", why_not or f"nothing freed: {why}")
 
@@ -579,8 +573,6 @@ def _freed() -> str:
 
 
 class _Once:
-    """Passes the first answer on and drops the others."""
-
     def __init__(self, answer: Callable[[str, str], None]) -> None:
         self._answer = answer
         self._lock = threading.Lock()

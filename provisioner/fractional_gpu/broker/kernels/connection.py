@@ -36,7 +36,6 @@ _COMMAND: Final = {"kind": COMMAND}
 
 
 def command_connection(*, served: bool) -> str:
-    """Return what stands for the connection of a command, which has none, as JSON text: records keep it."""
     return json.dumps({**_COMMAND, "served": served})
 
 
@@ -215,8 +214,6 @@ _QUEUE = 64  # commands that the extension has not read; when it is full, the li
 
 
 class Stream(Protocol):
-    """Carries the commands to the extension."""
-
     def keep_alive(self) -> bool:
         """Write an empty command, without waiting; return False if another write is under way."""
 
@@ -322,7 +319,6 @@ class GateLink:
         return await self._queue.get()
 
     def close(self) -> None:
-        """End the line. Each `ask` that waits for an answer returns "" now."""
         if self.closed:
             return
         self.closed = True

@@ -145,7 +145,6 @@ class IOPubWatch:
 
     @property
     def busy(self) -> bool:
-        """Whether a use is under way, or may be."""
         return not self._certain or bool(self._busy)
 
     @property
@@ -155,12 +154,10 @@ class IOPubWatch:
 
     @property
     def is_certain(self) -> bool:
-        """Whether everything that the kernel handles is known here."""
         return self._certain
 
     @property
     def executing(self) -> bool:
-        """Whether a message that counts as use is being handled for certain."""
         return bool(self._busy)
 
     @property
@@ -174,7 +171,6 @@ class IOPubWatch:
         return frozenset(self._busy)
 
     def close(self) -> None:
-        """Stop watching."""
         for task in self._tasks:
             task.cancel()
         self._iopub.disable_monitor()
@@ -222,7 +218,6 @@ class IOPubWatch:
             self._changed()
 
     def _subscribe(self, topic: bytes) -> None:
-        """Subscribe to this topic, and to no other."""
         if topic != self._topic:
             self._iopub.subscribe(topic)  # before the other one ends: nothing is missed
             self._iopub.unsubscribe(self._topic)

@@ -57,7 +57,6 @@ class Launch:
     served: bool = False  # by the connections to it alone, where a device does not count its work
 
     def attached(self, *, server: ProcessIdentity | None, token_file: str, language: str, ipykernel: bool) -> None:
-        """Note what the client said with a new process."""
         self.server, self.token_file, self.had_process = server, token_file, True
         self.language, self.ipykernel = language, ipykernel
 
@@ -79,7 +78,6 @@ class CheckpointState:
 
     @property
     def home(self) -> str | None:
-        """The first of its homes."""
         return self.homes[0] if self.homes else None
 
 
@@ -151,7 +149,6 @@ class GpuWork:
     working: bool = False  # they are at work, or it is not known yet
 
     def clear(self) -> None:
-        """Forget it: a cell runs, or the process has ended."""
         self.idle_us, self.last_us, self.working = None, 0, False
 
 
@@ -209,7 +206,6 @@ class Kernel:
         return self._change
 
     def notify(self) -> None:
-        """Wake every task that waits for a change."""
         self._change.set()
         self._change = asyncio.Event()
 
@@ -251,7 +247,6 @@ class Kernel:
             self._runner_pidfd = None
 
     def end_runner(self) -> None:
-        """Note that the command's runner has ended."""
         self._forget_runner()
         self.runner_gone = True
 
@@ -303,7 +298,6 @@ class Kernel:
 
     @property
     def in_use(self) -> bool:
-        """Whether it is busy by its messages."""
         if self.identity is None:
             return self.ending.task is not None
         if self.requests.waiters > 0:
@@ -330,7 +324,6 @@ class Kernel:
 
     @property
     def runs_cell(self) -> bool:
-        """Whether what makes it busy is, or may be, a cell."""
         return self.iopub is None or self.requests.waiters > 0 or self.iopub.runs_cell
 
     @property
@@ -411,5 +404,4 @@ def _books(lease_id: str) -> Path:
 
 
 def _percent(spec: LeaseSpec) -> int:
-    """Return the fraction in percent, not less than was asked for."""
     return max(1, -(-spec.fraction_milli // 10))

@@ -56,7 +56,6 @@ class Networks:
         return network.context
 
     def forget(self, lease_id: str) -> None:
-        """End the context that only this lease used, with its sockets."""
         for namespace, network in list(self._others.items()):
             network.users.discard(lease_id)
             if not network.users:
@@ -64,7 +63,6 @@ class Networks:
                 network.context.destroy(linger=0)
 
     def close(self) -> None:
-        """End all contexts and their sockets."""
         for network in self._others.values():
             network.context.destroy(linger=0)
         self._others.clear()

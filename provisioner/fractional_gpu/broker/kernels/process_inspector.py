@@ -38,8 +38,6 @@ _NO_CUDA = (ProcessState.NO_CONTEXT, ProcessState.GONE)
 
 @dataclass(frozen=True, slots=True)
 class ProcessesSeen:
-    """The processes as they were at a moment of the monotonic clock, seconds."""
-
     processes: Snapshot
     at_s: float
 
@@ -134,7 +132,6 @@ class ProcessInspector:
             self._other_roots, self.scans.kernels = (), kernels
 
     def set_off(self, why: str) -> None:
-        """Set why the driver cannot be asked, a sentence; empty: it can."""
         self.off = why
 
     def set_counts_processes(self) -> None:
@@ -324,7 +321,6 @@ def _shortage_as_gpu_error() -> Iterator[None]:
 
 
 def stopped_sentence(pid: int) -> str:
-    """Return the sentence about a stopped process, and what to do."""
     return (
         f"process {pid} is stopped and cannot answer the driver: `kill -CONT {pid}` lets it go on (or end its debugger)"
     )
