@@ -19,16 +19,13 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fractional_gpu_kernel.cells.acquire import Acquirer, FirstGrant, RefusedError
 from fractional_gpu_kernel.cells.gate import Gate, burst_of, needs_gpu
 from fractional_gpu_kernel.display.lines import LiveLine, Sentence, publish, rendered
 from fractional_gpu_kernel.memory.limits import MemoryLimits
 from fractional_gpu_kernel.registrations import Registrations
-
-if TYPE_CHECKING:
-    from fractional_gpu_kernel.magics.actions import CellBursts
 
 
 class RunningCell(NamedTuple):
@@ -54,7 +51,7 @@ class CellGuard:
         first_grant: FirstGrant,
         *,
         report_exempt: Callable[[bool], None],
-        make_bursts: "Callable[[], CellBursts]",
+        make_bursts: Callable[[], Any],  # `magics.actions.CellBursts`
     ) -> None:
         self._shell = shell
         self._registrations = Registrations(shell)
@@ -65,7 +62,7 @@ class CellGuard:
         self._first_grant = first_grant
         self._report_exempt = report_exempt
         self._make_bursts = make_bursts
-        self._bursts: CellBursts | None = None  # made for the first `%%gpu`
+        self._bursts: Any = None  # made for the first `%%gpu`
 
     def install(self) -> None:
         self._is_installed = True
