@@ -5,13 +5,15 @@ place: where ours was replaced, nothing changes, and where ours was wrapped, the
 calls through). What ours had replaced is put back.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 _MISSING: Any = object()
 
 
 class Registrations:
+    """The registrations of one part of the extension in one shell."""
+
     def __init__(self, shell: Any) -> None:  # noqa: ANN401 - IPython is untyped
         self._shell = shell
         self._undo: list[Callable[[], None]] = []
@@ -20,12 +22,7 @@ class Registrations:
         magics = self._shell.magics_manager.magics[kind]
         before = magics.get(name, _MISSING)
         self._shell.register_magic_function(function, kind, name)
-
-        def undo() -> None:
-            if magics.get(name) == function:
-                _put_back(before, lambda: magics.pop(name), lambda: magics.__setitem__(name, before))
-
-        self._undo.append(undo)
+        self._undo.append(lambda: _put_back(magics, name, function, before))
 
     def callback(self, event: str, function: Callable[..., Any]) -> None:
         self._shell.events.register(event, function)
@@ -38,24 +35,14 @@ class Registrations:
 
     def item(self, items: list[Any], item: object) -> None:
         items.append(item)
-
-        def undo() -> None:
-            if item in items:
-                items.remove(item)
-
-        self._undo.append(undo)
+        self._undo.append(lambda: items.remove(item) if item in items else None)
 
     def method(self, name: str, function: Callable[..., Any]) -> None:
+        """Set a method of this one shell; without it the class's shows again."""
         own = vars(self._shell)
         before = own.get(name, _MISSING)
         setattr(self._shell, name, function)
-
-        def undo() -> None:
-            if own.get(name) is function:
-                # Without a method of the instance the class's shows again.
-                _put_back(before, lambda: delattr(self._shell, name), lambda: setattr(self._shell, name, before))
-
-        self._undo.append(undo)
+        self._undo.append(lambda: _put_back(own, name, function, before))
 
     def undo(self) -> None:
         """Remove what is still ours, the last first. A second call changes nothing."""
@@ -63,8 +50,10 @@ class Registrations:
             self._undo.pop()()
 
 
-def _put_back(before: object, remove: Callable[[], object], restore: Callable[[], None]) -> None:
+def _put_back(names: MutableMapping[str, Any], name: str, ours: object, before: object) -> None:
+    if names.get(name) != ours:
+        return
     if before is _MISSING:
-        remove()
+        del names[name]
     else:
-        restore()
+        names[name] = before

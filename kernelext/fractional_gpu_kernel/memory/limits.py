@@ -28,13 +28,11 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-# -- imports -----------------------------------------------------------------------------------------------------------
-# Callbacks when packages are imported and when their functions are called. Nothing is imported for it.
-#
-# The user's cells import frameworks, long after this extension was loaded. `ImportHooks` is an entry of `sys.meta_path`: for each module
-# that is imported it costs one dictionary lookup; the import of a watched module ends with a callback.
+# Callbacks when packages are imported and when their functions are called. The user's cells import frameworks, long after this extension
+# was loaded. `ImportHooks` is an entry of `sys.meta_path`: for each module that is imported it costs one dictionary lookup; the import of
+# a watched module ends with a callback.
 
 
 Callback = Callable[[ModuleType], None]
@@ -130,9 +128,6 @@ def is_half_imported(module: ModuleType) -> bool:
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
-# -- limits ------------------------------------------------------------------------------------------------------------
-
-
 MEMORY = "JUPYTER_GPU_MEMORY_MIB"
 DEVICE = "JUPYTER_GPU_DEVICE_MIB"
 CONTEXT = "JUPYTER_GPU_CONTEXT_MIB"
@@ -208,7 +203,7 @@ class MemoryLimits:
         self._torch = TorchLimits()
         self._ours: dict[str, str] = {}  # set here, not by the user: a resize may change them
         self._torch_setting = ""  # likewise, among the user's own
-        self._cap_mib: int | None = None
+        self.cap_mib: int | None = None  # of the process tree; None: no cap
         self._limit_mib: int | None = None  # what a framework may take of the cap
         self._read()
         # The limit that loaded frameworks work with; 0: torch has still to be checked.
@@ -244,10 +239,6 @@ class MemoryLimits:
         limit = self._limit_mib
         return bool(limit and ((self._applied_mib and self._applied_mib > limit) or self._torch.is_stale()))
 
-    @property
-    def cap_mib(self) -> int | None:
-        return self._cap_mib
-
     def torch_imported(self, torch: ModuleType) -> None:
         """Torch is complete: limit it when it initialises CUDA (at once if it has)."""
         cuda = getattr(torch, "cuda", None)
@@ -275,19 +266,22 @@ class MemoryLimits:
             self._applied_mib = self._limit_mib
 
     def _read(self) -> None:
-        self._cap_mib = cap = _positive(self._environment.get(MEMORY))
+        self.cap_mib = cap = _positive(self._environment.get(MEMORY))
         context_mib = _positive(self._environment.get(CONTEXT)) or CONTEXT_MIB
         self._limit_mib = None if cap is None else framework_mib(cap, context_mib)
 
     def _limit_loaded(self) -> bool:
-        torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+        torch = sys.modules.get("torch")
+        cupy: Any = sys.modules.get("cupy")
         if torch is not None and not is_half_imported(torch):
             if torch.cuda.is_initialized():
                 self._limit(torch)
             elif not hasattr(torch.cuda, "_lazy_call"):
                 return False  # nothing would limit it later: check again before the next cell
-        if cupy is not None and self._applied_mib and not is_half_imported(cupy):
-            self._limit_cupy(cupy)
+        # CuPy read its limit from the environment when it was imported; a user's own limit there stays.
+        is_there = cupy is not None and self._applied_mib and not is_half_imported(cupy)
+        if is_there and self._limit_mib is not None and self._is_free(CUPY_LIMIT):
+            cupy.get_default_memory_pool().set_limit(size=self._limit_mib * _MIB)
         return True
 
     def _report_share(self, torch: ModuleType, cuda: Any) -> None:  # noqa: ANN401 - as above
@@ -313,15 +307,8 @@ class MemoryLimits:
                     setattr(owner, name, reporting(original.__wrapped__ if hasattr(original, _MARK) else original))
 
     def _limit(self, torch: ModuleType) -> None:
-        limit = self._limit_mib
-        if limit is not None:
-            self._torch.apply(torch, limit)
-
-    def _limit_cupy(self, cupy: Any) -> None:  # noqa: ANN401 - CuPy is not ours to import
-        """CuPy read its limit from the environment when it was imported; a user's own limit there stays."""
-        limit = self._limit_mib
-        if limit is not None and self._is_free(CUPY_LIMIT):
-            cupy.get_default_memory_pool().set_limit(size=limit * 2**20)
+        if self._limit_mib is not None:
+            self._torch.apply(torch, self._limit_mib)
 
     def _hint(self) -> None:
         mib = self._limit_mib
@@ -428,37 +415,15 @@ def _jax_reserved() -> int | None:
     return sum(int(device.memory_stats()["pool_bytes"]) for device in client.local_devices())
 
 
-# -- shrink ------------------------------------------------------------------------------------------------------------
-# Gives cached device memory back before a suspend: memory that is free need not be copied.
-#
-# Only frameworks that are loaded and have initialised CUDA are called, and only on the kernel's idle main loop: a garbage collection runs
-# finalisers, and those belong to the thread that runs the user's code.
-#
-# A collection visits every container object, which takes tens of milliseconds in a bare kernel and more with large libraries. It is made
-# only where a package is loaded whose Python objects hold device memory.
+# Gives cached device memory back before a suspend: memory that is free need not be copied. Only frameworks that are loaded and have
+# initialised CUDA are called, and only on the kernel's idle main loop: a garbage collection runs finalisers, and those belong to the thread
+# that runs the user's code. It takes tens of milliseconds, and is made only if a package is loaded whose objects hold device memory.
 
 
-_HOLDERS = frozenset(
-    {
-        "torch",
-        "cupy",
-        "jax",
-        "tensorflow",
-        "numba.cuda",
-        "paddle",
-        "mxnet",
-        "warp",
-        "taichi",
-        "pycuda.driver",
-        "cuda.core",
-        "rmm",
-        "xgboost",
-        "tensorrt",
-        "onnxruntime",
-        "llama_cpp",
-        "fractional_gpu.gpu.simulated.cuda",
-    }
-)
+_HOLDERS = frozenset([
+    "torch", "cupy", "jax", "tensorflow", "numba.cuda", "paddle", "mxnet", "warp", "taichi", "pycuda.driver", "cuda.core", "rmm",
+    "xgboost", "tensorrt", "onnxruntime", "llama_cpp", "fractional_gpu.gpu.simulated.cuda",
+])  # fmt: skip
 """Packages whose Python objects own device memory (those of `cuda.bindings` are numbers). One that is missing costs bytes, never state."""
 
 TIME_LIMIT_S = 8.0  # less than a broker waits for the answer
@@ -473,33 +438,21 @@ def free_caches() -> str:
     if not _HOLDERS.isdisjoint(sys.modules):
         gc.collect()
         done.append("gc")
-    for name, free in (("torch", _free_torch), ("cupy", _free_cupy)):
-        if name in sys.modules:
-            try:
-                free()
-            except (RuntimeError, AttributeError) as error:  # CUDA's errors; a module that is still being imported
-                done.append(f"{name} failed: {error}"[:200])
-            else:
-                done.append(name)
+    for name in ("torch", "cupy"):
+        package: Any = sys.modules.get(name)
+        if package is None:
+            continue
+        try:
+            if name == "torch" and package.cuda.is_initialized():
+                package.cuda.empty_cache()
+            elif name == "cupy":
+                package.get_default_memory_pool().free_all_blocks()
+                package.get_default_pinned_memory_pool().free_all_blocks()
+        except (RuntimeError, AttributeError) as error:  # CUDA's errors; a module that is still being imported
+            done.append(f"{name} failed: {error}"[:200])
+        else:
+            done.append(name)
     return ", ".join(done) or "nothing that holds device memory is loaded"
-
-
-def _free_torch() -> None:
-    cuda = sys.modules["torch"].cuda
-    if cuda.is_initialized():
-        cuda.empty_cache()
-
-
-def _free_cupy() -> None:
-    cupy = sys.modules["cupy"]
-    cupy.get_default_memory_pool().free_all_blocks()
-    cupy.get_default_pinned_memory_pool().free_all_blocks()
-
-
-class RunningCells(Protocol):
-    @property
-    def is_running(self) -> bool:
-        """Whether a cell runs."""
 
 
 class Shrinker:
@@ -513,74 +466,60 @@ class Shrinker:
     def __init__(
         self,
         schedule: Callable[[Callable[[], None]], bool],
-        gate: RunningCells,
+        gate: Any,  # noqa: ANN401 - the kernel's gate, of a room above
         time_limit_s: float = TIME_LIMIT_S,
         *,
         why_not: Callable[[], str] = str,
         waits_for_input: Callable[[], bool] = bool,
         has_gui_loop: Callable[[], bool] = bool,
     ) -> None:
-        self._why_not = why_not
-        self._waits_for_input = waits_for_input
-        self._has_gui_loop = has_gui_loop
         self._schedule = schedule
         self._gate = gate
         self._time_limit_s = time_limit_s
+        self._why_not = why_not
+        self._waits_for_input = waits_for_input
+        self._has_gui_loop = has_gui_loop
 
     def shrink(self, answer: Callable[[str, str], None]) -> None:
         """Call `answer(word, detail)` once, from some thread: "done", or "busy" if the main loop was not free in time. Never blocks."""
         if self._gate.is_running:
             answer("busy", "a cell runs")
             return
-        once = _Once(answer)
         if self._waits_for_input():  # this cell holds the main loop, so nothing else runs there
-            self._leave(once, "a cell waits for input")
+            self._leave(answer, "a cell waits for input")
             return
-        timer = threading.Timer(self._time_limit_s, self._give_up, (once,))
+        answered = threading.Lock()  # the timer and the callback: the first one to take it answers
+
+        def give_up() -> None:
+            late = f"the main loop was not free within {self._time_limit_s:g} s"
+            if not answered.acquire(blocking=False):
+                return
+            if self._has_gui_loop():
+                self._leave(answer, late)
+            else:
+                answer("busy", late)
+
+        def on_main_loop() -> None:
+            timer.cancel()
+            if not answered.acquire(blocking=False):
+                return
+            if self._gate.is_running:
+                answer("busy", "a cell runs")
+            elif why_not := self._why_not():
+                answer("managed", why_not)
+            else:
+                # From what the allocators hold now the broker learns the size of a context.
+                done, held_mib = free_caches(), reserved_mib()
+                answer("done", done if held_mib is None else f"{done}, reserved_mib={held_mib}")
+
+        timer = threading.Timer(self._time_limit_s, give_up)
         timer.daemon = True
         timer.start()
-        if not self._schedule(lambda: self._on_main_loop(once, timer)):
+        if not self._schedule(on_main_loop):
             timer.cancel()
-            self._leave(once, "the main loop of this kernel does not run")
+            self._leave(answer, "the main loop of this kernel does not run")
 
-    def _give_up(self, once: "_Once") -> None:
-        late = f"the main loop was not free within {self._time_limit_s:g} s"
-        if self._has_gui_loop():
-            self._leave(once, late)
-        else:
-            once("busy", late)
-
-    def _leave(self, once: "_Once", why: str) -> None:
+    def _leave(self, answer: Callable[[str, str], None], why: str) -> None:
+        """Answer that nothing was freed."""
         why_not = self._why_not()
-        once("managed" if why_not else "done", why_not or f"nothing freed: {why}")
-
-    def _on_main_loop(self, once: "_Once", timer: threading.Timer) -> None:
-        if once.is_spent:
-            return  # too late: the answer was "busy"
-        if self._gate.is_running:
-            once("busy", "a cell runs")
-        elif why_not := self._why_not():
-            once("managed", why_not)
-        else:
-            once("done", _freed())
-        timer.cancel()
-
-
-def _freed() -> str:
-    """Free caches; return what was done, and what the allocators hold now, from which the broker learns the size of a context."""
-    done, held_mib = free_caches(), reserved_mib()
-    return done if held_mib is None else f"{done}, reserved_mib={held_mib}"
-
-
-class _Once:
-    def __init__(self, answer: Callable[[str, str], None]) -> None:
-        self._answer = answer
-        self._lock = threading.Lock()
-        self.is_spent = False
-
-    def __call__(self, word: str, detail: str) -> None:
-        with self._lock:
-            if self.is_spent:
-                return
-            self.is_spent = True
-        self._answer(word, detail)
+        answer("managed" if why_not else "done", why_not or f"nothing freed: {why}")
