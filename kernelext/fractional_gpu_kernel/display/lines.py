@@ -122,17 +122,10 @@ def rendered(error: BaseException) -> BaseException:
     return error
 
 
-# -- the line of a wait ---------------------------------------------------------------------------------------------------------------
-
 _NEXT = {  # by the reason of the wait
-    "wait.restoring": "The cell runs as soon as they are there",
-    "wait.own-suspend": "Then the cell runs",
-    "wait.making-room": "Then this kernel gets the room and the cell runs",
     "wait.busy-neighbour": "When that is over{turn}, its memory is saved to the host and {whoever} gets the room",
-    "wait.swap-channel": "Then it is this kernel's turn",
     "wait.user-limit": "It goes on when another kernel of yours gives its share back",
     "wait.group-limit": "It goes on when another kernel of your group gives its share back",
-    "wait.preempted": "It goes on when it is this kernel's turn again",
     "broker-silent": "The cell goes on by itself when the broker answers again",
     "wait.device-draining": "It goes on when the administrator lets kernels onto the device again",
 }

@@ -20,7 +20,7 @@ from fractional_gpu.broker.accounting.counters import UsageCounters
 from fractional_gpu.broker.accounting.habits import ShareHabits
 from fractional_gpu.broker.accounting.metering import Metering
 from fractional_gpu.broker.accounting.turns import Turns
-from fractional_gpu.broker.clock import DeadlineClock, now_ms, time_of_day, wall_ms
+from fractional_gpu.broker.clock import DeadlineClock, now_ms, wall_ms
 from fractional_gpu.broker.cost import Account, Costs
 from fractional_gpu.broker.kernels.connection import connection_from_json
 from fractional_gpu.broker.kernels.iopub import IOPubWatch
@@ -104,7 +104,6 @@ class Broker:
     ) -> None:
         """`devices`: those that it manages, by id. `files`: for the second records. `context_sizes`: as learned before."""
         self.arbiter = arbiter
-        arbiter.use_time_format(time_of_day)
         self.monitor = monitor
         self.writer = writer
         self.deadlines = DeadlineClock.of(writer.ledger)

@@ -26,14 +26,6 @@ def wall_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def time_of_day(at_ms: int) -> str:
-    """Return a moment of the arbiter's time as local time of day: `12:45`, or `Mon 12:45` on another day."""
-    wall_s = (wall_ms() + at_ms - now_ms()) / 1000
-    at, today = time.localtime(wall_s), time.localtime()
-    same_day = (at.tm_year, at.tm_yday) == (today.tm_year, today.tm_yday)
-    return time.strftime("%H:%M" if same_day else "%a %H:%M", at)
-
-
 class DeadlineClock:
     """The clock of pins and unconfirmed seats, whose ends must survive a restart of the broker and a reboot.
 

@@ -75,7 +75,7 @@ from fractional_gpu.core.rules.eligibility import update_all_suspendability
 from fractional_gpu.core.rules.fairness import queue_delay
 from fractional_gpu.core.rules.likelihood import likelihood_milli
 from fractional_gpu.core.rules.slowdowns import describe_slowdown
-from fractional_gpu.core.rules.wait_reasons import FormatTime, turns_end_ms, wait_reason
+from fractional_gpu.core.rules.wait_reasons import turns_end_ms, wait_reason
 from fractional_gpu.core.scheduler.migration import kept_mib
 from fractional_gpu.core.scheduler.scheduler import Scheduler
 
@@ -128,16 +128,14 @@ def _lost_because(books: Books, lease: Lease) -> str:
     return books.unsaved.get(lease.lease_id, "")
 
 
-def ticket_views(
-    books: Books, pool: str, foresight: ForecastRecorder, format_time: FormatTime | None = None
-) -> list[TicketView]:
-    """Return the pool's queue in order. `format_time` writes times of day in its sentences."""
+def ticket_views(books: Books, pool: str, foresight: ForecastRecorder) -> list[TicketView]:
+    """Return the pool's queue in order."""
     waits = foresight.queue_waits.waits_of_pool(pool)
     views, position = [], 0
     for lease, expected in zip(books.queue.line(pool), waits, strict=True):
         if (ticket := lease.ticket) is None:
             continue
-        wait = wait_reason(books, lease, ticket, format_time)
+        wait = wait_reason(books, lease, ticket)
         is_served = lease.state is LeaseState.RESUMING  # it has its room, so tickets behind do not wait for it
         position += not is_served
         views.append(
@@ -240,18 +238,11 @@ class Arbiter:
         self._operation_results = OperationResults(
             self._changes, self._lifecycle, self._scheduler.resizer, self._scheduler.expectations
         )
-        self._format_time: FormatTime | None = None
         self._wake_ms: int | None = None
         self._check = check
         self._deferred_work_done = True
         self._views: dict[str, LeaseView] = {}  # built since the last event
         self._observer = Observer()
-
-    def use_time_format(self, format_time: FormatTime) -> None:
-        """Write times of day into the sentences of tickets. For a driver with a clock; without one, times are relative."""
-        self._format_time = format_time
-
-    # -- what others may read -----------------------------------------------------------------------------------------
 
     def lease(self, lease_id: str) -> LeaseView | None:
         """Return one lease; None if there is none with this id (any more)."""
@@ -292,7 +283,7 @@ class Arbiter:
         books, event_ms = self._books, self._books.now_ms
         books.now_ms = event_ms if at_ms is None else max(event_ms, at_ms)
         try:
-            return ticket_views(books, pool, self._changes.forecast_recorder, self._format_time)
+            return ticket_views(books, pool, self._changes.forecast_recorder)
         finally:
             books.now_ms = event_ms
 

@@ -265,10 +265,12 @@ class Slowdown:
     milli: int = 1000
     low_milli: int = 1000  # the bounds that four of five cells lie between
     high_milli: int = 1000
-    sentence: str = ""
-    brief: str = (
-        ""  # the same in few words, without its subject: "runs beside eval.ipynb, about 1.4 times as long as alone"
-    )
+    brief: str = ""  # without its subject: "runs beside eval.ipynb, about 1.4 times as long as alone"
+
+    @property
+    def sentence(self) -> str:
+        """The same with its subject."""
+        return f"its cell {self.brief}" if self.brief else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

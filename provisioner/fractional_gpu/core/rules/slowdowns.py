@@ -16,7 +16,6 @@ from fractional_gpu.core.model import LeaseState, Slowdown
 from fractional_gpu.core.rules.contention import beside, busy_others
 from fractional_gpu.core.rules.wait_reasons import allowed_devices, name_for
 
-_MOST_NAMED = 3
 _WAITING = (LeaseState.SUSPENDED, LeaseState.NO_CONTEXT)
 
 
@@ -25,10 +24,8 @@ def describe_slowdown(books: Books, lease: Lease) -> Slowdown:
     devices = books.devices
     if lease.state is LeaseState.RESUMING and lease.let_in:
         there = [(devices[one], busy_others(devices[one], lease)) for one in lease.occupied_ids if one in devices]
-        place = "on the GPU to which it comes, "
     elif lease.ticket is not None and lease.state in _WAITING:
         there = [(devices[one], _staying(devices[one], lease)) for one in allowed_devices(books, lease)]
-        place = "on the least busy GPU that it may use, "
     elif lease.occupancy is OccupancyKind.BUSY:
         there = [(devices[one], busy_others(devices[one], lease)) for one in lease.occupied_ids if one in devices]
         worst = max(there, key=lambda one: beside(lease.busy_milli, one[1]), default=None)
@@ -39,7 +36,7 @@ def describe_slowdown(books: Books, lease: Lease) -> Slowdown:
         return Slowdown()
     # Of the devices that the lease gets, the one with most of these neighbours; it gets those with least.
     worst = sorted(there, key=lambda one: sum(other.busy_milli for other in one[1]))[lease.count - 1]
-    return _described(books, lease, lease.demand_milli, worst, place)
+    return _described(books, lease, lease.demand_milli, worst, runs="would run")
 
 
 def _staying(device: Device, lease: Lease) -> list[Lease]:
@@ -54,9 +51,9 @@ def _staying(device: Device, lease: Lease) -> list[Lease]:
 
 
 def _described(
-    books: Books, lease: Lease, want_milli: int, where: tuple[Device, Sequence[Lease]], place: str = ""
+    books: Books, lease: Lease, want_milli: int, where: tuple[Device, Sequence[Lease]], runs: str = "runs"
 ) -> Slowdown:
-    """Return the forecast for a cell that needs so much of the device, with its neighbours there; `place`: where it will run."""
+    """Return the forecast for a cell that needs so much of the device, with its neighbours there."""
     device, others = where
     if not others:
         return Slowdown()
@@ -65,21 +62,15 @@ def _described(
     )
     if _tenths(span.expected_ms) <= 10:
         return Slowdown()
-    others = sorted(others, key=lambda one: (-one.busy_milli, one.number))
-    named = [f"{name_for(lease, other)} ({other.demand_milli // 10} % of it)" for other in others[:_MOST_NAMED]]
-    if len(others) > _MOST_NAMED:
-        named.append(f"{len(others) - _MOST_NAMED} more")
-    first = name_for(lease, others[0])
+    first, *more = sorted(others, key=lambda one: (-one.busy_milli, one.number))
     expected, low, high = (f"{_tenths(one) / 10}" for one in (span.expected_ms, span.low_ms, span.high_ms))
+    beside_whom = name_for(lease, first) + (f" and {len(more)} more" if more else "")
     times = f"about {expected} times as long as alone" + (f" ({low} to {high})" if low != high else "")
-    more = f" and {len(others) - 1} more" if len(others) > 1 else ""
-    takes, runs = ("its cell would take", "would run") if place else ("its cell takes", "runs")
     return Slowdown(
         milli=span.expected_ms,
         low_milli=span.low_ms,
         high_milli=span.high_ms,
-        sentence=f"{place}{takes} {times}, beside {' and '.join(named)}",
-        brief=f"{runs} beside {first}{more}, {times}",
+        brief=f"{runs} beside {beside_whom}, {times}",
     )
 
 

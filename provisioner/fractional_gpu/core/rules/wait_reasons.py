@@ -11,24 +11,20 @@ rule holds for `neighbours` in a lease's status. The owner is named only
 for processes that an ended kernel left behind, as the owner may not know of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, islice
 
 from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import Lease, OccupancyKind, Reason, Ticket
-from fractional_gpu.core.events import SuspendOutcome
 from fractional_gpu.core.model import FOUND_FAILED, LeaseState
 from fractional_gpu.core.rules.eligibility import allowed_of, eligible_devices, suspendable_from_ms
 from fractional_gpu.core.rules.fairness import preempts_from_ms
 from fractional_gpu.core.units import format_duration, format_memory
 
-FormatTime = Callable[[int], str]
-"""Returns a time of the arbiter (ms) as a time of day."""
 _MOST_DESCRIBED = 4
 _LONGEST_NAME = 60
 _MINUTE_MS = 60_000
 _OTHERS = "another user's kernel"
-_NO_MEMORY = " (the memory of its job or pod, or of this host, cannot hold what would be saved of it)"
 _DOING = {
     LeaseState.SUSPENDING: "is being suspended",
     LeaseState.RESUMING: "is being brought back to its device",
@@ -37,11 +33,8 @@ _DOING = {
 }
 
 
-# -- why a ticket waits ---------------------------------------------------------------------------------------------------
-
-
-def wait_reason(books: Books, lease: Lease, ticket: Ticket, format_time: FormatTime | None = None) -> Reason:
-    """Return why the lease waits, as of the last pass over the queue. `format_time` writes times of day, where there is a clock."""
+def wait_reason(books: Books, lease: Lease, ticket: Ticket) -> Reason:
+    """Return why the lease waits, as of the last pass over the queue."""
     bucket = lease.bucket
     if bucket is None:
         return _state_reason(lease)
@@ -53,33 +46,22 @@ def wait_reason(books: Books, lease: Lease, ticket: Ticket, format_time: FormatT
         return bucket.wait
     if bucket.shape is not None and bucket.shape.wait is not None and bucket.is_skipped(books.passes):
         return bucket.shape.wait
-    return _room_reason(books, lease, allowed_devices(books, lease), bucket.key.need_mib, format_time)
+    return _room_reason(books, lease, allowed_devices(books, lease), bucket.key.need_mib)
 
 
 def _state_reason(lease: Lease) -> Reason:
     """Return why a ticket cannot be served whatever room there is: its lease is in an operation, in doubt, or has not started."""
-    match lease.state:
-        case LeaseState.SUSPENDING if lease.target_ids:
-            return Reason("wait.own-suspend", "this kernel is being moved to another device")
-        case LeaseState.SUSPENDING:
-            return Reason("wait.own-suspend", "this kernel is being suspended; it comes back right after")
-        case LeaseState.RESUMING:
-            return Reason(
-                "wait.restoring", f"its {format_memory(lease.saved_mib)} are being brought back to the device"
-            )
-        case LeaseState.QUARANTINED if lease.reason == FOUND_FAILED:
-            return Reason("wait.failed", lease.sentence)
-        case LeaseState.QUARANTINED:
-            return Reason(
-                "wait.quarantine", "it is not certain in which state this kernel is; the broker examines it again"
-            )
-        case _:
-            return Reason("wait.no-process", "the kernel has not started yet")
+    if lease.state is LeaseState.QUARANTINED and lease.reason == FOUND_FAILED:
+        return Reason("wait.failed", lease.sentence)
+    code = {
+        LeaseState.SUSPENDING: "wait.own-suspend",
+        LeaseState.RESUMING: "wait.restoring",
+        LeaseState.QUARANTINED: "wait.quarantine",
+    }.get(lease.state, "wait.no-process")
+    return Reason(code, f"this kernel {_DOING.get(lease.state, f'is {lease.state}')}")
 
 
-def _room_reason(
-    books: Books, lease: Lease, devices: Sequence[str], need_mib: int, format_time: FormatTime | None = None
-) -> Reason:
+def _room_reason(books: Books, lease: Lease, devices: Sequence[str], need_mib: int) -> Reason:
     """Return the same reason with a sentence and the leases in the way."""
     reason, need = reason_code(books, lease, devices, need_mib), format_memory(need_mib)
     if lease.count > 1:
@@ -100,9 +82,7 @@ def _room_reason(
     holders = [other for other in dict.fromkeys(on_devices) if other is not lease]
     blockers, also = _blockers(books, reason, holders)
     described = [*blockers[:_MOST_DESCRIBED], *also]
-    sentence = (
-        f"{short}; {_describe_blockers(books, lease, described, format_time, besides=len(blockers) - _MOST_DESCRIBED)}"
-    )
+    sentence = f"{short}; {_describe_blockers(books, lease, described, besides=len(blockers) - _MOST_DESCRIBED)}"
     if reason == "wait.cannot-be-suspended":
         sentence += ": it waits until one of them ends"
     return Reason(reason, sentence, tuple([other.lease_id for other in blockers]))
@@ -191,25 +171,15 @@ def _last_active(lease: Lease) -> tuple[int, int]:
     return lease.last_active_ms, lease.number
 
 
-# -- what the leases in the way do -----------------------------------------------------------------------------------------
-
-
-def _describe_blockers(
-    books: Books, lease: Lease, described: Sequence[Lease], format_time: FormatTime | None = None, *, besides: int = 0
-) -> str:
-    """Return why these leases do not give their room to the ticket's lease now, a clause each; `besides`: how many more there are.
-
-    Without `format_time`, times are relative ("for 25 min more").
-    """
+def _describe_blockers(books: Books, lease: Lease, described: Sequence[Lease], *, besides: int = 0) -> str:
+    """Return why these leases do not give their room to the ticket's lease now, a clause each; `besides`: how many more there are."""
     clauses: dict[str, int] = {}
     for other in described:
         mine = other.spec.is_same_user(lease.spec)
         if other.left_behind:
             clauses[_left_behind(other, mine=mine)] = 1
             continue
-        clause = (
-            f"{display_name(other) if mine else _OTHERS} {_doing(books, other, mine=mine, format_time=format_time)}"
-        )
+        clause = f"{display_name(other) if mine else _OTHERS} {_doing(books, other, mine=mine)}"
         clauses[clause] = clauses.get(clause, 0) + 1
     said = [clause if count == 1 else f"{clause} (and {count - 1} more)" for clause, count in clauses.items()]
     if besides > 0:
@@ -217,19 +187,14 @@ def _describe_blockers(
     return "; ".join(said)
 
 
-def _doing(books: Books, lease: Lease, *, mine: bool, format_time: FormatTime | None) -> str:
+def _doing(books: Books, lease: Lease, *, mine: bool) -> str:
     """Return what a lease does, or what keeps it on its device."""
     now_ms = books.now_ms
     if lease.state is not LeaseState.RESIDENT:
         return _DOING.get(lease.state, f"is {lease.state}")
     pinned = ""
     if lease.pinned_until_ms > now_ms:
-        left = _about(lease.pinned_until_ms - now_ms)
-        pinned = (
-            f"is pinned for {left} more"
-            if format_time is None
-            else f"is pinned until {format_time(lease.pinned_until_ms)}"
-        )
+        pinned = f"is pinned for {_about(lease.pinned_until_ms - now_ms)} more"
         if mine:
             pinned += f" (`jupyter gpu unpin {lease.lease_id[:8]}` ends it)"
     if lease.busy:
@@ -261,9 +226,7 @@ def _waits_for(books: Books, lease: Lease, *, mine: bool) -> str:
         return "is idle"
     left = _about(willing_ms - now_ms)
     if lease.retries.suspend_after_ms == willing_ms:
-        detail = _NO_MEMORY if lease.reason == f"suspend.{SuspendOutcome.NO_MEMORY}" else ""
-        if mine and lease.reason.startswith("suspend.") and lease.sentence:
-            detail = f" ({lease.sentence.rstrip('.')})"
+        detail = f" ({lease.sentence.rstrip('.')})" if mine and lease.reason.startswith("suspend.") else ""
         return f"could not be suspended{detail}; the next attempt follows within {left}"
     return f"came onto the device a moment ago and may run for {left} more"
 
@@ -283,9 +246,6 @@ def _left_behind(lease: Lease, *, mine: bool) -> str:
     return f"{whose} has ended, but left {lease.left_behind} with device memory: {who} with `jupyter gpu end {lease.lease_id[:8]}`"
 
 
-# -- names ---------------------------------------------------------------------------------------------------------------
-
-
 def name_for(reader: Lease, other: Lease) -> str:
     """Return the name of another lease in the story of `reader`: its notebook if the user is the same, else an anonymous one."""
     return display_name(other) if other.spec.is_same_user(reader.spec) else _OTHERS
@@ -300,9 +260,6 @@ def display_name(lease: Lease) -> str:
     is_path = label.startswith("/") or label.endswith(".ipynb")
     name = label.rpartition("/")[2] if is_path else label
     return name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 3] + "..."
-
-
-# -- where it may be served ------------------------------------------------------------------------------------------------
 
 
 def allowed_devices(books: Books, lease: Lease) -> tuple[str, ...]:
