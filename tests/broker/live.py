@@ -19,9 +19,8 @@ from typing import Any, TypeVar
 from msgspec import to_builtins
 from tornado.netutil import bind_unix_socket
 
-from fractional_gpu.broker.api.lease_routes import make_server
 from fractional_gpu.broker.api.lease_service import LeaseService
-from fractional_gpu.broker.api.seat_routes import SEAT_ROUTES
+from fractional_gpu.broker.api.routes import make_server
 from fractional_gpu.broker.api.server import Server
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
@@ -126,7 +125,7 @@ class LiveBroker:
         for event in configuration(settings, specs, specs, host_budget_mib=4096):
             self.broker.dispatch(event)
         self.service = LeaseService(self.broker, settings)
-        self.server = server = make_server(self.service, self.socket, more=SEAT_ROUTES)
+        self.server = server = make_server(self.service, self.socket)
         server.add_socket(bind_unix_socket(self.socket, mode=0o666))
         self._seats = asyncio.create_task(self.service.seats.run())
         self._ready.set()

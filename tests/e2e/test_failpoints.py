@@ -19,7 +19,7 @@ from tests.support.world import new_world
 # `test_kills` has the broker and its worker die at each call of the driver (the points `link` and `worker`). In the story's order.
 SAMPLE = [
     Strike("ledger.save_lease.unfinished"),
-    Strike("api.POST.leases.reply"),
+    Strike("api.create.reply"),
     Strike("event.ResumeFinished@resuming.after"),
     Strike("kernel.Gate.close.after"),
 ]

@@ -2,20 +2,20 @@
 
     python -m tests.security.routes > docs/routes.md
 
-The routes come from the server itself, the answers from a broker that runs. Needs root: the roles are real users.
+The routes come from `protocol.routes`, the answers from a broker that runs. Needs root: the roles are real users.
 """
 
 import json
-import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from msgspec import to_builtins
 
 from fractional_gpu.protocol.messages import LeaseRequest
+from fractional_gpu.protocol.routes import RELEASE, ROUTES, Nothing, Route
 from tests.broker.live import LiveBroker, live_broker
 
 __all__ = ["ROLES", "Cell", "end_as_stranger", "probe", "routes_of", "table"]
@@ -62,27 +62,16 @@ ROLES = {
 class Cell:
     """What one role got from one route. `refused` is the error's reason, empty for who was let through (to an error of its own, maybe)."""
 
-    route: str
+    route: Route[Any, Any]
     role: str
     status: int
     refused: str
 
 
-def routes_of(live: LiveBroker) -> list[tuple[str, str]]:
-    """Return method and path of every route that the server has; L, S, D and P stand for a lease, a seat, a device and a pool."""
-    application: Any = live.server.request_callback
-    found = [route for rule in application.wildcard_router.rules for route in _methods(rule)]
-    return sorted(found)
-
-
-def _methods(rule: Any) -> Iterator[tuple[str, str]]:  # noqa: ANN401 - tornado is untyped here
-    path = rule.matcher.regex.pattern.removesuffix("$")
-    for noun, letter in (("leases", "L"), ("seats", "S"), ("devices", "D"), ("pools", "P")):
-        path = re.sub(rf"(/{noun}/)\([^)]*\)", rf"\1{letter}", path)
-    for method in ("GET", "POST", "DELETE", "PUT", "PATCH", "HEAD", "OPTIONS"):
-        function = getattr(rule.target, method.lower())
-        if getattr(function, "__name__", "") != "_unimplemented_method":
-            yield method, path
+def routes_of() -> list[Route[Any, Any]]:
+    """Every route; the one that ends a lease comes last."""
+    routes = sorted(ROUTES, key=lambda route: (route.path, route.method))
+    return [route for route in routes if route is not RELEASE] + [RELEASE]
 
 
 def _call(user: str, live: LiveBroker, calls: Sequence[tuple[str, str, str | None, object]]) -> list[Any]:
@@ -114,21 +103,13 @@ def probe(live: LiveBroker) -> list[Cell]:
     for role, (user, whose) in ROLES.items():
         lease_id, token = _lease(live)  # a fresh one: some of this ends it
         sent = {"own": token, "other": other, None: None}[whose]
-        routes = [route for route in routes_of(live) if route != ("DELETE", "/v1/leases/L")]
-        routes.append(("DELETE", "/v1/leases/L"))
-        targets = [
-            route.replace("/S", "/no-such-seat")
-            .replace("/L", f"/{lease_id}")
-            .replace("/D", f"/{device}")
-            .replace("/P", "/default")
-            for _, route in routes
+        named = {"lease": lease_id, "seat": "no-such-seat", "device": device, "pool": "default"}
+        calls: list[tuple[str, str, str | None, object]] = [
+            (route.method, route.path.format(**named), sent, {}) for route in routes_of()
         ]
-        body: object = {}
-        calls = [(method, target, sent, body) for (method, _), target in zip(routes, targets, strict=True)]
-        for (method, route), (status, reply) in zip(routes, _call(user, live, calls), strict=True):
+        for route, (status, reply) in zip(routes_of(), _call(user, live, calls), strict=True):
             reason = reply.get("error", {}).get("reason", "") if status in (401, 403, 404) else ""
-            is_about_seat = route.startswith("/v1/seats/S") and reason == "unknown-seat"
-            cells.append(Cell(f"{method} {route}", role, status, "" if is_about_seat else reason))
+            cells.append(Cell(route, role, status, "" if reason == "unknown-seat" else reason))
         live.call("POST", f"/v1/devices/{device}/undrain", {})
     return cells
 
@@ -149,15 +130,22 @@ def table(cells: list[Cell]) -> str:
         '"yes": let through; otherwise the status and the reason of the refusal. A lease of somebody else is "unknown": whether it',
         "exists is nobody's business. Administrators are root and the broker's own user.",
         "",
-        "| route | " + " | ".join(ROLES) + " |",
-        "|---|" + "---|" * len(ROLES),
+        "| route | what it is for | request | reply | " + " | ".join(ROLES) + " |",
+        "|---|---|---|---|" + "---|" * len(ROLES),
     ]
-    for route in dict.fromkeys(cell.route for cell in cells):
-        by_role = {cell.role: cell for cell in cells if cell.route == route}
+    for route in routes_of():
+        by_role = {cell.role: cell for cell in cells if cell.route is route}
         words = [
             f"{by_role[role].status} {by_role[role].refused}" if by_role[role].refused else "yes" for role in ROLES
         ]
-        lines.append(f"| `{route}` | " + " | ".join(words) + " |")
+        request, reply = (
+            "" if kind is Nothing else f"`{kind.__name__}`" for kind in (route.request_type, route.reply_type)
+        )
+        reply = f"lines of {reply}" if route.lines else reply
+        audited = f" (audited: `{route.audited}`)" if route.audited else ""
+        lines.append(
+            f"| `{route.method} {route.path}` | {route.does}{audited} | {request} | {reply} | {' | '.join(words)} |"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fractional_gpu.broker.api import lease_routes, lease_service, payers, server
+from fractional_gpu.broker.api import lease_service, payers, routes, server
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.config import ConfigError, load
 from fractional_gpu.host.accounts import ACCOUNTS, Accounts
@@ -112,8 +112,8 @@ def test_what_subordinate_uids_cost_the_broker_is_charged_to_their_owner(monkeyp
 def test_subordinate_uids_and_their_owner_leave_as_many_lines_in_the_log_as_one_user(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(lease_routes, "LOG_LINES_BURST", 2.0)
-    monkeypatch.setattr(lease_routes, "LOG_LINES_PER_S", 1 / 3600)
+    monkeypatch.setattr(routes, "LOG_LINES_BURST", 2.0)
+    monkeypatch.setattr(routes, "LOG_LINES_PER_S", 1 / 3600)
     caplog.set_level(logging.INFO)
     with live_broker() as live, callers(live, FIRST, SECOND, NOBODY, UNKNOWN) as every:
         assert [who.call("GET", f"/v1/nowhere-{number}")[0] for number, who in enumerate(every)] == [404] * 4

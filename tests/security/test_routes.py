@@ -2,20 +2,21 @@
 
 import pytest
 
+from fractional_gpu.protocol.routes import ANYONE, RELEASE, ROUTES
 from tests.broker.live import live_broker
 from tests.security.routes import Cell, end_as_stranger, probe, table
 from tests.support.paths import ROOT
 
 PAGE = ROOT / "docs" / "routes.md"
 OPEN_TO_ALL = {
-    "GET /v1/ping",
-    "GET /v1/metrics",
-    "GET /v1/status",
-    "GET /v1/capacity",
-    "GET /v1/events",
-    "GET /v1/usage",
-    "GET /v1/budgets",
-    "POST /v1/leases",
+    "ping",
+    "metrics",
+    "status",
+    "capacity",
+    "events",
+    "usage",
+    "budgets",
+    "create",
 }  # what they show, or give, is one's own
 TOKEN_ONLY = {"attach", "detach", "acquire", "follow", "gate", "answer"}
 
@@ -30,28 +31,32 @@ def test_the_page_says_what_a_broker_does(cells: list[Cell]) -> None:
     assert PAGE.read_text() == table(cells), "write it again: python -m tests.security.routes > docs/routes.md"
 
 
+def test_what_is_open_to_all_is_ones_own() -> None:
+    assert {route.name for route in ROUTES if route.who == ANYONE} == OPEN_TO_ALL
+
+
 def test_another_user_gets_at_nothing_even_with_a_stolen_token(cells: list[Cell]) -> None:
-    strangers = [cell for cell in cells if cell.role.startswith("another user") and cell.route not in OPEN_TO_ALL]
+    strangers = [cell for cell in cells if cell.role.startswith("another user") and cell.route.who != ANYONE]
     assert strangers
     let_through = [cell for cell in strangers if not cell.refused]
     # Ending a lease that is none of theirs is answered like ending one that is over.
-    assert [cell.route for cell in let_through] == ["DELETE /v1/leases/L"] * 2
+    assert [cell.route for cell in let_through] == [RELEASE] * 2
 
 
 def test_what_a_kernel_does_for_itself_needs_its_own_token(cells: list[Cell]) -> None:
-    own = [cell for cell in cells if cell.route.rpartition("/")[2] in TOKEN_ONLY]
-    assert {cell.route.rpartition("/")[2] for cell in own} == TOKEN_ONLY
+    own = [cell for cell in cells if cell.route.name in TOKEN_ONLY]
+    assert {cell.route.name for cell in own} == TOKEN_ONLY
     let_through = {cell.role for cell in own if not cell.refused}
     assert let_through == {"owner, with the lease's token"}
 
 
 def test_another_leases_token_opens_nothing(cells: list[Cell]) -> None:
-    wrong = [cell for cell in cells if "another lease's" in cell.role and "/leases/L" in cell.route]
+    wrong = [cell for cell in cells if "another lease's" in cell.role and "{lease}" in cell.route.path]
     assert {cell.refused for cell in wrong} == {"foreign-token"}
 
 
 def test_seats_and_devices_are_for_administrators(cells: list[Cell]) -> None:
-    restricted = [cell for cell in cells if any(noun in cell.route for noun in ("seats", "offers", "devices"))]
+    restricted = [cell for cell in cells if any(noun in cell.route.path for noun in ("seats", "offers", "devices"))]
     assert restricted
     assert {cell.role for cell in restricted if not cell.refused} == {"administrator"}
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from fractional_gpu.broker.api import handler, lease_routes, lease_service, server
+from fractional_gpu.broker.api import handler, lease_service, routes, server
 from fractional_gpu.broker.clock import TokenBucket
 from fractional_gpu.broker.services.status import host_status
 from fractional_gpu.client.client import BrokerClient
@@ -58,8 +58,8 @@ def trickle(line: socket.socket, text: bytes) -> bytes:
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveBroker]:
     """A broker that waits for requests for a moment only."""
-    monkeypatch.setattr(lease_routes, "IDLE_S", SOON_S)
-    monkeypatch.setattr(lease_routes, "BODY_S", SOON_S)
+    monkeypatch.setattr(routes, "IDLE_S", SOON_S)
+    monkeypatch.setattr(routes, "BODY_S", SOON_S)
     with live_broker() as live:
         yield live
 
@@ -135,7 +135,7 @@ def test_a_follower_who_never_reads_is_cut_off(unread: LiveBroker) -> None:
     with connected(unread) as line:
         line.sendall(b"GET /v1/events HTTP/1.1\r\nHost: b\r\n\r\n")
         application: Any = unread.server.request_callback
-        stream = application.settings["status_stream"]
+        stream = application.settings["shared"].statuses
         until(lambda: stream._subscribers == 1, "it follows")
         until(lambda: stream._subscribers == 0, "it is cut off")
 
@@ -270,7 +270,7 @@ def test_users_who_hold_all_their_connections_keep_neither_each_other_nor_an_adm
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("fractional_gpu.broker.api.server.resource.getrlimit", lambda _: (16, 16))
-    monkeypatch.setattr(lease_routes, "IDLE_S", 600.0)
+    monkeypatch.setattr(routes, "IDLE_S", 600.0)
     with live_broker() as live, ExitStack() as stack:
         first = stack.enter_context(holding(live, "nobody", 5))
         assert first["error"]["code"] == "too-many"
@@ -383,7 +383,7 @@ def test_an_overdrawn_user_does_not_hold_up_the_brokers_end(monkeypatch: pytest.
 def test_nobody_pushes_what_matters_out_of_the_log(live: LiveBroker, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     application: Any = live.server.request_callback
-    application.settings["log_lines"] = TokenBucket(1 / 3600, burst=10)
+    application.settings["shared"].log_lines = TokenBucket(1 / 3600, burst=10)
     for _ in range(30):
         live.call("GET", "/v1/leases/nobody")
     assert sum("refused" in record.message for record in caplog.records) == 10

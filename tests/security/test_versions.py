@@ -12,6 +12,7 @@ from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableErr
 from fractional_gpu.protocol.limits import VERSION_HEADER
 from fractional_gpu.protocol.messages import Done, LeaseRequest
 from fractional_gpu.protocol.names import OWN, Version, hint, refusal
+from fractional_gpu.protocol.routes import ANYONE, Nothing, Route
 from tests.broker.live import LiveBroker
 
 NEWER = Version("99.1", OWN.protocol + 1)
@@ -99,7 +100,7 @@ def test_a_later_client_that_asks_something_new_is_told_both_versions(
         with pytest.raises(BadRequestError, match=f"unknown field 'colour'.*{both}"):
             speaker.create_lease(LaterLeaseRequest(fraction_milli=250, colour="green"))
         with pytest.raises(NotFoundError, match=f"no such route.*{both}"):
-            speaker._call(Done, "POST", "/v1/paint")
+            speaker.call(Route("paint", "POST", "/v1/paint", Nothing, Done, ANYONE, ""))
         with pytest.raises(NotFoundError, match=r"there is no lease 'nobody' of yours[^(]*$"):
             speaker.lease("nobody")
 

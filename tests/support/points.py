@@ -1,28 +1,23 @@
 """Every failpoint that there is, read from the sources: what no story reaches is not tested."""
 
 import ast
-import inspect
 import re
 from pathlib import Path
 
-import fractional_gpu.broker.api.lease_routes
-import fractional_gpu.broker.api.seat_routes
-from fractional_gpu.broker.api.handler import Handler
+import fractional_gpu.broker.api.routes
 from fractional_gpu.core.events import Event
 from fractional_gpu.gpu.worker import OPERATIONS
+from fractional_gpu.protocol.routes import ROUTES
 
 __all__ = ["UNTOLD", "known_points", "plain"]
 
-_BROKER = Path(fractional_gpu.broker.api.lease_routes.__file__).parent
+_BROKER = Path(fractional_gpu.broker.api.routes.__file__).parent
 _INJECTED = Path(__file__).with_name("injected") / "sitecustomize.py"
 _WRITE = re.compile(r"(?:submit|run)\(\s*partial\(\s*(?:[\w.]*\.)?ledger\.(\w+)")
 
 UNTOLD = {
     "event.HostPressureSeen": "needs a control group that is short of memory; tests/broker/monitoring/test_host_memory.py",
     "event.Checkpointable": "needs managed memory, which the simulated device has not; tests/e2e/test_managed.py",
-    "api.GET.missing": "an answer to a route that there is not changes nothing",
-    "api.POST.missing": "as above",
-    "api.DELETE.missing": "as above",
 }
 """Points that no story reaches, and why that is so."""
 
@@ -41,7 +36,7 @@ def known_points() -> set[str]:
         *(f"ledger.{name}" for name in writes),
         *(f"event.{name}" for name in events),
         *(f"{who}.{operation}" for who in ("link", "worker") for operation in OPERATIONS),
-        *_routes(),
+        *(f"api.{route.name}" for route in ROUTES),
         *_injected(),
     } - {*UNTOLD, "worker.ping"}  # which does nothing
 
@@ -49,15 +44,6 @@ def known_points() -> set[str]:
 def _leaves(kind: type) -> list[type]:
     below: list[type] = kind.__subclasses__()
     return [kind] if not below else [leaf for one in below for leaf in _leaves(one)]
-
-
-def _routes() -> set[str]:
-    return {
-        f"api.{verb.upper()}.{kind.__name__.strip('_').lower()}"
-        for kind in _leaves(Handler)
-        for verb in ("get", "post", "delete")
-        if inspect.isfunction(vars(kind).get(verb))
-    }
 
 
 def _injected() -> set[str]:

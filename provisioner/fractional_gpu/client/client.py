@@ -20,14 +20,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import quote, urlencode
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from fractional_gpu.client.http import ANSWER_S, Call, Connection
-from fractional_gpu.protocol.codec import decode_json, decode_reply, encode_request
+from fractional_gpu.protocol import routes
+from fractional_gpu.protocol.codec import changed_fields, decode_json, decode_reply, encode_request
 from fractional_gpu.protocol.errors import (
     BadRequestError,
     BrokerUnavailableError,
@@ -41,7 +42,6 @@ from fractional_gpu.protocol.messages import (
     AcquireRequest,
     AttachRequest,
     DeviceStatus,
-    Done,
     DrainRequest,
     EvictRequest,
     ExpectRequest,
@@ -67,19 +67,19 @@ from fractional_gpu.protocol.messages import (
     WaitLine,
 )
 from fractional_gpu.protocol.names import ACTING_FOR, CAUSE, OWN, encode_acting_for, hint
+from fractional_gpu.protocol.routes import Fresh, OthersQuery, Route
 
 if TYPE_CHECKING:
     from fractional_gpu.protocol.accounts import BudgetExtension, BudgetList, Cost, UsageReport
     from fractional_gpu.protocol.capacity import Capacity
 
+Request = TypeVar("Request", bound=Struct)
 Reply = TypeVar("Reply", bound=Struct)
 Line = TypeVar("Line", bound=WaitLine)
 
 _KEPT_CONNECTIONS = 2
-_END_S = 60.0  # SIGTERM, SIGKILL, and the driver that frees what the processes had
 _FOR_EVER_S = 20 * 86_400.0  # of a stream that says nothing while nothing changes; sockets allow 24 days
 _SILENCE_S = 3 * PULSE_S  # without a keep-alive for so long, a stream is dead
-_FRESH = "?fresh=1"
 _OF_VERSIONS = frozenset({"bad-request", "unknown-route", "bad-method"})  # reasons that another version may have caused
 
 
@@ -117,19 +117,51 @@ class BrokerClient:
     def __del__(self) -> None:
         self._close_kept()
 
+    def call(
+        self,
+        route: Route[Request, Reply],
+        request: Request | None = None,
+        about: str = "",
+        *,
+        timeout_s: float | None = None,
+    ) -> Reply:
+        """Call a route once and return its reply. `about`: the lease, seat, device or pool in its path.
+
+        Waits `timeout_s` (default: the client's) and as long as the route, or the request's `wait_ms`, lets the broker take. Raises the
+        errors of `fractional_gpu.protocol.errors`.
+        """
+        timeout_s = (self.timeout_s if timeout_s is None else timeout_s) + _wait_s(route, request)
+        target, body = _encode(route, request, about)
+        deadline_s = time.monotonic() + self.timeout_s
+        with self._under_way() as call:
+            while True:
+                try:
+                    return decode_reply(self._attempt(call, route, target, body, timeout_s), route.reply_type)
+                except TooManyRequestsError as error:
+                    _pause(call, error, deadline_s)
+
+    def stream(
+        self, route: Route[Request, Reply], request: Request | None = None, about: str = "", *, silence_s: float
+    ) -> Generator[Reply, None, None]:
+        """Yield the lines of a route until the broker ends them; `silence_s` bounds the wait for each.
+
+        Closing the generator, or an interrupt in it, hangs up. Raises as `call`, also when another thread calls `close`.
+        """
+        with closing(self._payloads(route, request, about, silence_s)) as payloads:
+            for payload in payloads:
+                yield decode_reply(payload, route.reply_type)
+
     def ping(self, timeout_s: float | None = None) -> Pong:
         """Return which broker answers, within `timeout_s` seconds (default: the client's)."""
-        return self._call(Pong, "GET", "/v1/ping", timeout_s=timeout_s)
+        return self.call(routes.PING, timeout_s=timeout_s)
 
     def status(self, *, fresh: bool = False) -> HostStatus:
         """Return devices, pools and the leases that this user may see. `fresh`: the broker samples the devices first."""
-        return self._call(HostStatus, "GET", "/v1/status" + _FRESH * fresh)
+        return self.call(routes.STATUS, Fresh(fresh=fresh))
 
     def capacity(self) -> "Capacity":
-        """Return what the host could still give, by pool. Raises as every call."""
-        from fractional_gpu.protocol.capacity import Capacity  # noqa: PLC0415 - kernels need it rarely
-
-        return self._call(Capacity, "GET", "/v1/capacity")
+        """Return what the host could still give, by pool."""
+        return self.call(routes.CAPACITY)
 
     def events(self) -> Iterator[HostStatus]:
         """Yield what `status` returns: at once, and again after each change, until the broker ends the stream.
@@ -138,156 +170,118 @@ class BrokerClient:
         thread calls `close`.
         """
         status: HostStatus | None = None
-        with closing(self._stream("GET", "/v1/events", None, max(self.timeout_s, _SILENCE_S))) as stream:
-            for payload in stream:
+        with closing(self._payloads(routes.EVENTS, None, "", max(self.timeout_s, _SILENCE_S))) as payloads:
+            for payload in payloads:
                 if payload:
                     status = _next_status(status, payload)
                     yield status
 
     def create_lease(self, request: LeaseRequest) -> LeaseReply:
-        """Request a new lease. Waits `request.wait_ms` longer than other calls: for so long the broker may make room.
-
-        Raises NoRoomError.
-        """
-        timeout_s = self.timeout_s + request.wait_ms / 1000
-        return self._call(LeaseReply, "POST", "/v1/leases", request, timeout_s=timeout_s, idempotent=False)
+        """Request a new lease. Waits `request.wait_ms` longer: for so long the broker may make room. Raises NoRoomError."""
+        return self.call(routes.CREATE, request)
 
     def lease(self, lease_id: str, *, fresh: bool = False) -> LeaseStatus:
         """Return one lease. `fresh`: the broker samples its devices first. Raises NotFoundError."""
-        return self._call(LeaseStatus, "GET", _route(lease_id) + _FRESH * fresh)
+        return self.call(routes.SHOW, Fresh(fresh=fresh), lease_id)
 
     def release(self, lease_id: str) -> None:
         """End a lease; does nothing if it has ended."""
-        self._call(Done, "DELETE", _route(lease_id))
+        self.call(routes.RELEASE, about=lease_id)
 
     def end_left(self, lease_id: str) -> None:
-        """End the processes that a lease's kernel left behind; returns when their device memory is free.
-
-        Raises ConflictError if there are none, or if one of them must not be ended or does not end.
-        """
-        self._call(Done, "POST", _route(lease_id, "end"), timeout_s=_END_S + self.timeout_s)
+        """End the processes that a lease's kernel left behind; returns when their device memory is free. Raises ConflictError."""
+        self.call(routes.END, about=lease_id)
 
     def attach(self, lease_id: str, request: AttachRequest) -> LeaseStatus:
         """Report the lease's process, and how to listen to it."""
-        return self._call(LeaseStatus, "POST", _route(lease_id, "attach"), request)
+        return self.call(routes.ATTACH, request, lease_id)
 
     def detach(self, lease_id: str) -> None:
         """Report that the process is gone or about to be replaced."""
-        self._call(Done, "POST", _route(lease_id, "detach"))
+        self.call(routes.DETACH, about=lease_id)
 
     def suspend(self, lease_id: str) -> LeaseStatus:
-        """Suspend the lease; returns when it is suspended, up to an hour later.
-
-        Raises ConflictError with the reason when it is refused.
-        """
-        return self._call(LeaseStatus, "POST", _route(lease_id, "suspend"), timeout_s=MAX_WAIT_S + self.timeout_s)
+        """Suspend the lease; returns when it is suspended, up to an hour later. Raises ConflictError."""
+        return self.call(routes.SUSPEND, about=lease_id)
 
     def resume(self, lease_id: str, request: ResumeRequest | None = None) -> LeaseStatus:
-        """Resume the lease, as the request says; waits in the queue, up to an hour.
-
-        Raises ConflictError or NoRoomError with the reason when it is refused.
-        """
-        return self._call(
-            LeaseStatus, "POST", _route(lease_id, "resume"), request, timeout_s=MAX_WAIT_S + self.timeout_s
-        )
+        """Resume the lease; waits in the queue, up to an hour. Raises ConflictError or NoRoomError."""
+        return self.call(routes.RESUME, request, lease_id)
 
     def expect(self, lease_id: str, request: ExpectRequest) -> None:
         """Tell a sign that the lease's next cell is near; returns at once. Raises BadRequestError."""
-        self._call(Done, "POST", _route(lease_id, "expect"), request)
+        self.call(routes.EXPECT, request, lease_id)
 
     def pin(self, lease_id: str, request: PinRequest) -> LeaseStatus:
         """Keep the lease resident for a while; replaces an earlier pin. Raises ConflictError with the limit that forbids it."""
-        return self._call(LeaseStatus, "POST", _route(lease_id, "pin"), request)
+        return self.call(routes.PIN, request, lease_id)
 
     def unpin(self, lease_id: str) -> LeaseStatus:
         """End the pin; does nothing if the lease is not pinned."""
-        return self._call(LeaseStatus, "POST", _route(lease_id, "unpin"))
+        return self.call(routes.UNPIN, about=lease_id)
 
     def resize(self, lease_id: str, request: ResizeRequest) -> LeaseStatus:
         """Give the lease another size; returns when it has it, `request.wait_ms` later at most.
 
-        Raises BadRequestError, ConflictError or NoRoomError with the reason when it is refused: the lease is unchanged.
-        `close` from another thread hangs up; a later `resize` replaces one that waits.
+        Raises BadRequestError, ConflictError or NoRoomError when it is refused: the lease is unchanged. A later `resize` replaces one
+        that waits.
         """
-        timeout_s = self.timeout_s + request.wait_ms / 1000
-        return self._call(LeaseStatus, "POST", _route(lease_id, "resize"), request, timeout_s=timeout_s)
+        return self.call(routes.RESIZE, request, lease_id)
 
     def move(self, lease_id: str, request: MoveRequest) -> LeaseStatus:
-        """Move an idle kernel to another device; returns when it is there, up to an hour later. For administrators.
-
-        Raises ForbiddenError, NotFoundError, or ConflictError with the reason why it stays.
-        """
-        timeout_s = MAX_WAIT_S + self.timeout_s
-        return self._call(LeaseStatus, "POST", _route(lease_id, "move"), request, timeout_s=timeout_s)
+        """Move an idle kernel to another device; returns when it is there, up to an hour later. For administrators."""
+        return self.call(routes.MOVE, request, lease_id)
 
     def evict(self, lease_id: str, request: EvictRequest) -> None:
-        """End the kernel and its lease: its variables are lost. For administrators.
-
-        Raises ForbiddenError, BadRequestError without `confirm`, or ConflictError for a process that cannot be ended.
-        """
-        self._call(Done, "POST", _route(lease_id, "evict"), request, timeout_s=MAX_WAIT_S)
+        """End the kernel and its lease: its variables are lost. Raises BadRequestError without `confirm`. For administrators."""
+        self.call(routes.EVICT, request, lease_id)
 
     def story(self, lease_id: str) -> Story:
-        """Return why everything happened to the lease. Raises NotFoundError."""
-        return self._call(Story, "GET", _route(lease_id, "story"))
+        """Return why everything happened to the lease."""
+        return self.call(routes.STORY, about=lease_id)
 
     def history(self, lease_id: str) -> History:
-        """Return the lease's memory and state over time. Raises NotFoundError."""
-        return self._call(History, "GET", _route(lease_id, "history"))
+        """Return the lease's memory and state over time."""
+        return self.call(routes.HISTORY, about=lease_id)
 
     def cost(self, lease_id: str) -> "Cost":
-        """Return what the lease and its user used, and what it costs. Raises NotFoundError."""
-        from fractional_gpu.protocol.accounts import Cost  # noqa: PLC0415 - few kernels ask
-
-        return self._call(Cost, "GET", _route(lease_id, "cost"))
+        """Return what the lease and its user used, and what it costs."""
+        return self.call(routes.COST, about=lease_id)
 
     def others(self, lease_id: str, last_ms: int, beside: Sequence[str] = ()) -> OthersUse:
-        """Return what others used of the lease's device in the last milliseconds (a minute at most). Leases `beside` it are no others.
-
-        Raises NotFoundError, BadRequestError.
-        """
-        query = urlencode({"last_ms": last_ms, **({"with": ",".join(beside)} if beside else {})})
-        return self._call(OthersUse, "GET", f"{_route(lease_id, 'others')}?{query}")
+        """Return what others used of the lease's device in the last milliseconds (a minute at most). Leases `beside` it are no others."""
+        return self.call(routes.OTHERS, OthersQuery(last_ms=last_ms, beside=",".join(beside)), lease_id)
 
     def usage(
         self,
         by: Sequence[str],
         since_s: int,
         until_s: int,
-        only: Mapping[str, str] | None = None,
+        only: Mapping[str, Any] | None = None,
         *,
         advice: bool = False,
     ) -> "UsageReport":
-        """Return sums of what leases used in the hours that begin within the time (seconds since 1970), of what this user may see.
+        """Return sums of what leases used, of what this user may see, as `UsageQuery` says. Raises BadRequestError."""
+        from fractional_gpu.protocol.accounts import UsageQuery  # noqa: PLC0415 - few kernels ask
 
-        `by`: any of `USAGE_BY`; `only`: names of `USAGE_ONLY` with the one value that counts; `advice`: with advice on shares, which
-        sums by notebook have anyway. Raises BadRequestError.
-        """
-        from fractional_gpu.protocol.accounts import UsageReport  # noqa: PLC0415 - few kernels ask
-
-        more = {"advice": "1"} if advice else {}
-        query = urlencode({"by": ",".join(by), "since_s": since_s, "until_s": until_s, **(only or {}), **more})
-        return self._call(UsageReport, "GET", f"/v1/usage?{query}")
+        query = UsageQuery(by=",".join(by), since_s=since_s, until_s=until_s, advice=advice, **(only or {}))
+        return self.call(routes.USAGE, query)
 
     def budgets(self) -> "BudgetList":
         """Return the budgets that this user may see."""
-        from fractional_gpu.protocol.accounts import BudgetList  # noqa: PLC0415 - few kernels ask
-
-        return self._call(BudgetList, "GET", "/v1/budgets")
+        return self.call(routes.BUDGETS)
 
     def extend_budget(self, request: "BudgetExtension") -> "BudgetList":
-        """Give a user or a group more. For administrators. Raises ForbiddenError, NotFoundError or BadRequestError."""
-        from fractional_gpu.protocol.accounts import BudgetList  # noqa: PLC0415 - few kernels ask
-
-        return self._call(BudgetList, "POST", "/v1/budgets/extend", request)
+        """Give a user or a group more. For administrators."""
+        return self.call(routes.EXTEND_BUDGET, request)
 
     def drain(self, device: str, request: DrainRequest) -> DeviceStatus:
-        """Begin to empty a device (id, beginning of one, or number). For administrators. Raises ForbiddenError."""
-        return self._call(DeviceStatus, "POST", f"/v1/devices/{quote(device, safe='')}/drain", request)
+        """Begin to empty a device (id, beginning of one, or number). For administrators."""
+        return self.call(routes.DRAIN, request, device)
 
     def undrain(self, device: str) -> DeviceStatus:
-        """Use a drained device again; does nothing if it is not drained. For administrators. Raises ForbiddenError."""
-        return self._call(DeviceStatus, "POST", f"/v1/devices/{quote(device, safe='')}/undrain")
+        """Use a drained device again; does nothing if it is not drained. For administrators."""
+        return self.call(routes.UNDRAIN, about=device)
 
     def acquire(self, lease_id: str, request: AcquireRequest) -> Generator[Progress, None, None]:
         """Yield the lease's progress while it waits for the GPU; the last line is `granted` or `refused`.
@@ -296,43 +290,30 @@ class BrokerClient:
         and `timeout_s` at most for each line. Raises BrokerUnavailableError when the broker goes away before the last
         line.
         """
-        timeout_s = self.timeout_s + request.wait_ms / 1000
-        return self._wait(Progress, _route(lease_id, "acquire"), request, timeout_s)
+        return self.wait(routes.ACQUIRE, request, lease_id)
 
     def hold(self, lease_id: str, request: AcquireRequest) -> Generator[Progress, None, None]:
         """Yield what `acquire` does, and go on after `granted`: the lease is in use until the generator or the client is closed.
 
         It waits again where the lease is preempted, and says so; it ends with `refused`. Raises BrokerUnavailableError.
         """
-        request = replace(request, hold=True)
-        with closing(self._stream("POST", _route(lease_id, "acquire"), request, _FOR_EVER_S)) as stream:
-            for payload in stream:
-                yield decode_reply(payload, Progress)
+        return self.stream(routes.ACQUIRE, replace(request, hold=True), lease_id, silence_s=_FOR_EVER_S)
 
     def follow(self, lease_id: str) -> Generator[LeaseNews, None, None]:
-        """Yield a command's state and notices as they change, until its lease ends; between them it blocks.
-
-        Raises NotFoundError, and BrokerUnavailableError when the broker goes away or another thread calls `close`.
-        """
-        with closing(self._stream("POST", _route(lease_id, "follow"), None, _FOR_EVER_S)) as stream:
-            for payload in stream:
-                yield decode_reply(payload, LeaseNews)
+        """Yield a command's state and notices as they change, until its lease ends; between them it blocks."""
+        return self.stream(routes.FOLLOW, about=lease_id, silence_s=_FOR_EVER_S)
 
     def gate(self, lease_id: str, hello: GateHello) -> Iterator[GateCommand]:
         """Yield the broker's commands for this kernel's gate, until the broker ends the stream; between them it blocks.
 
         Keep-alives have an empty verb. The broker takes a keep-alive that was read as proof that Python runs in this process, so the
         socket has a timeout: then Python polls before it reads, while without one the system would read alone.
-
-        Raises BrokerUnavailableError when another thread calls `close`.
         """
-        with closing(self._stream("POST", _route(lease_id, "gate"), hello, MAX_WAIT_S)) as stream:
-            for payload in stream:
-                yield decode_reply(payload, GateCommand)
+        return self.stream(routes.GATE, hello, lease_id, silence_s=MAX_WAIT_S)
 
     def answer(self, lease_id: str, answer: GateAnswer) -> None:
         """Send the answer to one command of the gate, or a pulse."""
-        self._call(Done, "POST", _route(lease_id, "answer"), answer)
+        self.call(routes.ANSWER, answer, lease_id)
 
     def close(self) -> None:
         """Close the kept connections and give up every running call, which raises BrokerUnavailableError and is not repeated.
@@ -343,27 +324,17 @@ class BrokerClient:
             call.give_up()
         self._close_kept()
 
-    def _call(
-        self,
-        kind: type[Reply],
-        method: str,
-        target: str,
-        request: Struct | None = None,
-        *,
-        timeout_s: float | None = None,
-        idempotent: bool = True,
-    ) -> Reply:
-        """Make one call and return the decoded reply."""
-        timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        body = _encode(method, request)
-        deadline_s = time.monotonic() + self.timeout_s
-        with self._under_way() as call:
-            while True:
-                try:
-                    payload = self._attempt(call, method, target, body, timeout_s=timeout_s, idempotent=idempotent)
-                    return decode_reply(payload, kind)
-                except TooManyRequestsError as error:
-                    _pause(call, error, deadline_s)
+    def wait(self, route: Route[Request, Line], request: Request, about: str = "") -> Generator[Line, None, None]:
+        """Yield the lines of a route up to the one that is `granted` or `refused`. Raises BrokerUnavailableError if they end before."""
+        silence_s = self.timeout_s + _wait_s(route, request)
+        with closing(self.stream(route, request, about, silence_s=silence_s)) as lines:
+            for line in lines:
+                yield line
+                if line.kind in {ProgressKind.GRANTED, ProgressKind.REFUSED}:
+                    return
+        raise BrokerUnavailableError(
+            f"the GPU broker at {self.socket_path} hung up before it answered", reason="hung-up"
+        )
 
     @contextmanager
     def _under_way(self) -> Iterator[Call]:
@@ -375,20 +346,18 @@ class BrokerClient:
         finally:
             self._active.discard(call)
 
-    def _attempt(
-        self, call: Call, method: str, target: str, body: bytes | None, *, timeout_s: float, idempotent: bool
-    ) -> object:
+    def _attempt(self, call: Call, route: Route[Any, Any], target: str, body: bytes | None, timeout_s: float) -> object:
         """Make the call on a kept connection, or on a new one if there is none or it broke."""
         kept = self._idle_connection()
         if kept is not None:
             kept.set_timeout(timeout_s)
             try:
-                return self._exchange(call, kept, method, target, body)
+                return self._exchange(call, kept, route.method, target, body)
             except BrokerUnavailableError as error:
                 # The broker may have closed the kept connection before it read the request: then the call is made again.
-                if kept.answered or error.reason == "timeout" or not idempotent or call.is_given_up:
+                if kept.answered or error.reason == "timeout" or not route.repeats or call.is_given_up:
                     raise
-        return self._exchange(call, Connection(self.socket_path, timeout_s), method, target, body)
+        return self._exchange(call, Connection(self.socket_path, timeout_s), route.method, target, body)
 
     def _exchange(self, call: Call, connection: Connection, method: str, target: str, body: bytes | None) -> object:
         """Send the request, read the reply, and keep the connection if it can carry another call."""
@@ -408,52 +377,34 @@ class BrokerClient:
             raise _error(payload, connection)
         return payload
 
-    def _wait(self, kind: type[Line], target: str, request: Struct, timeout_s: float) -> Generator[Line, None, None]:
-        """Yield the lines of a stream up to the one that is `granted` or `refused`. Raises BrokerUnavailableError if it ends before."""
-        with closing(self._stream("POST", target, request, timeout_s)) as stream:
-            for payload in stream:
-                line = decode_reply(payload, kind)
-                yield line
-                if line.kind in {ProgressKind.GRANTED, ProgressKind.REFUSED}:
-                    return
-        raise BrokerUnavailableError(
-            f"the GPU broker at {self.socket_path} hung up before it answered", reason="hung-up"
-        )
-
-    def _stream(
-        self, method: str, target: str, request: Struct | None, timeout_s: float
+    def _payloads(
+        self, route: Route[Any, Any], request: object, about: str, silence_s: float
     ) -> Generator[object, None, None]:
-        """Yield the decoded lines of a streamed reply; `timeout_s` bounds the wait for each."""
-        body = _encode(method, request)
+        """Yield the decoded lines of a streamed reply."""
+        target, body = _encode(route, request, about)
         deadline_s = time.monotonic() + self.timeout_s
         with self._under_way() as call:
             while True:
+                connection = Connection(self.socket_path, self.timeout_s)
                 try:
-                    yield from self._stream_once(call, method, target, body, timeout_s)
+                    call.use(connection)
+                    connection.send(route.method, target, self.token, body, self._headers)
+                    connection.set_timeout(silence_s)
+                    connection.read_head()
+                    if connection.status >= 300:
+                        raise _error(decode_json(connection.read_body()), connection)
+                    for line in connection.lines():
+                        payload = decode_json(line)
+                        if isinstance(payload, dict) and "error" in payload:
+                            raise error_from_reply(payload, 500)
+                        yield payload
                 except TooManyRequestsError as error:  # comes before the first line only
                     _pause(call, error, deadline_s)
                 else:
                     return
-
-    def _stream_once(
-        self, call: Call, method: str, target: str, body: bytes | None, timeout_s: float
-    ) -> Generator[object, None, None]:
-        connection = Connection(self.socket_path, self.timeout_s)
-        try:
-            call.use(connection)
-            connection.send(method, target, self.token, body, self._headers)
-            connection.set_timeout(timeout_s)
-            connection.read_head()
-            if connection.status >= 300:
-                raise _error(decode_json(connection.read_body()), connection)
-            for line in connection.lines():
-                payload = decode_json(line)
-                if isinstance(payload, dict) and "error" in payload:
-                    raise error_from_reply(payload, 500)
-                yield payload
-        finally:
-            call.use(None)
-            connection.close()
+                finally:
+                    call.use(None)
+                    connection.close()
 
     def _close_kept(self) -> None:
         while (kept := self._take_kept()) is not None:
@@ -473,11 +424,25 @@ class BrokerClient:
         return None
 
 
-def _encode(method: str, request: Struct | None) -> bytes | None:
-    """Return the body of a request: every POST has one."""
+def _wait_s(route: Route[Any, Any], request: object) -> float:
+    wait_ms: int = getattr(request, "wait_ms", 0)
+    return route.waits_s + wait_ms / 1000
+
+
+def _encode(route: Route[Any, Any], request: Any, about: str) -> tuple[str, bytes | None]:  # noqa: ANN401 - the route's
+    """Return the target and the body of a request: a GET has a query, every POST has a body. Raises BadRequestError."""
+    before, placeholder, after = route.path.partition("{")
+    target = before + quote(about, safe="") + after.partition("}")[2] if placeholder else before
+    if route.method == "GET":
+        fields = {} if request is None else changed_fields(request)
+        if fields:
+            target += "?" + urlencode(
+                {name: int(one) if isinstance(one, bool) else one for name, one in fields.items()}
+            )
+        return target, None
     if request is not None:
-        return encode_request(request)
-    return b"{}" if method == "POST" else None
+        return target, encode_request(request)
+    return target, b"{}" if route.method == "POST" else None
 
 
 def _payload(connection: Connection) -> object:
@@ -524,11 +489,6 @@ def _error(payload: object, connection: Connection) -> FractionalGPUError:
     if isinstance(error, BadRequestError | NotFoundError) and error.reason in _OF_VERSIONS:
         return type(error)(f"{error}{hint(client=OWN, broker=connection.version)}", reason=error.reason)
     return error
-
-
-def _route(lease_id: str, action: str = "") -> str:
-    route = f"/v1/leases/{quote(lease_id, safe='')}"
-    return f"{route}/{action}" if action else route
 
 
 # -- silence -----------------------------------------------------------------------------------------------------------

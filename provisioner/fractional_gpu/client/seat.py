@@ -10,13 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.host.files import replace_file
+from fractional_gpu.protocol import routes
 from fractional_gpu.protocol.errors import FractionalGPUError
-from fractional_gpu.protocol.limits import PULSE_S
-from fractional_gpu.protocol.messages import Done, SeatStatus
+from fractional_gpu.protocol.messages import SeatStatus
 from fractional_gpu.protocol.seats import (
     OfferRequest,
     Offers,
@@ -97,45 +96,37 @@ def write_seat(seat: Seat, path: Path, *, uid: int | None = None, gid: int | Non
     replace_file(path, json.dumps(asdict(seat)).encode(), prepare=give)
 
 
-# -- seat client -------------------------------------------------------------------------------------------------------
-# The client of the broker's routes for hubs: offers, seats and pools. Synchronous; for administrators' processes.
-#
-# The rules of `fractional_gpu.client.client` hold here, too. To end a wait for a seat, close the generator or, from another thread, the
-# client.
-
-
 class SeatClient(BrokerClient):
     """A client that has a hub's routes, too. Each of these raises ForbiddenError for a peer that is no administrator."""
 
     def offers(self, request: OfferRequest) -> Offers:
         """Return what each pool offers one user now."""
-        return self._call(Offers, "POST", "/v1/offers", request)
+        return self.call(routes.OFFERS, request)
 
     def seats(self) -> SeatList:
         """Return all seats, and how many requests wait for one."""
-        return self._call(SeatList, "GET", "/v1/seats")
+        return self.call(routes.SEATS)
 
     def take_seat(self, request: SeatRequest) -> Iterator[SeatProgress]:
         """Yield the request's progress while it waits for a seat; the last line is `granted` or `refused`.
 
-        Closing the generator, or an interrupt in it, hangs up, which withdraws the request. Raises BadRequestError for an invalid
-        request, and BrokerUnavailableError when the broker goes away before the last line.
+        Closing the generator or, from another thread, the client hangs up, which withdraws the request. Raises BadRequestError for an
+        invalid request, and BrokerUnavailableError when the broker goes away before the last line.
         """
-        timeout_s = self.timeout_s + request.wait_ms / 1000 + PULSE_S
-        return self._wait(SeatProgress, "/v1/seats", request, timeout_s)
+        return self.wait(routes.TAKE_SEAT, request)
 
     def confirm_seat(self, seat_id: str) -> SeatStatus:
         """Report that the hub has saved the seat: it no longer expires. Raises NotFoundError."""
-        return self._call(SeatStatus, "POST", f"/v1/seats/{quote(seat_id, safe='')}/confirm")
+        return self.call(routes.CONFIRM_SEAT, about=seat_id)
 
     def pools(self) -> PoolList:
         """Return every pool's present keys."""
-        return self._call(PoolList, "GET", "/v1/pools")
+        return self.call(routes.POOLS)
 
     def change_pool(self, pool: str, keys: Mapping[str, Any]) -> PoolKeys:
         """Change keys of a pool until the broker restarts. Raises NotFoundError, or BadRequestError with the allowed form."""
-        return self._call(PoolKeys, "POST", f"/v1/pools/{quote(pool, safe='')}", PoolChange(keys=dict(keys)))
+        return self.call(routes.CHANGE_POOL, PoolChange(keys=dict(keys)), pool)
 
     def release_seat(self, seat_id: str) -> None:
         """End a seat; does nothing if it has ended."""
-        self._call(Done, "DELETE", f"/v1/seats/{quote(seat_id, safe='')}")
+        self.call(routes.RELEASE_SEAT, about=seat_id)

@@ -1,6 +1,7 @@
 """What crosses the broker's socket. No I/O; kernels load this room.
 
-- `messages`: requests, replies and the routes of the lease API; `seats`: those of a hub
+- `routes`: the one table of all routes
+- `messages`: their requests and replies; `seats`: those of a hub
 - `accounts`: what leases used and what it costs; `advice`: what is suggested about a share
 - `capacity`: what a host could still give; `nodes`: what a node's agent publishes; `pods`: what a Kubernetes pod says
 - `codec`: their JSON, requests decoded strictly and replies leniently

@@ -1,27 +1,37 @@
-"""Messages about what leases used and what it costs.
+"""Messages about what leases used and what it costs."""
 
-Routes (all under /v1; `L` is a lease id):
+from typing import Annotated, Final
 
-    GET    /v1/usage?by=user,day&since_s=S&until_s=S&user=NAME   -> UsageReport   sums of what the peer may see
-    GET    /v1/leases/L/cost                                     -> Cost          what this kernel and its user used
-    GET    /v1/budgets                                           -> BudgetList
-    POST   /v1/budgets/extend BudgetExtension                    -> BudgetList    administrators: more for a user or a group
-
-`by`: what to sum by, any of `USAGE_BY`; nothing: one sum for each currency. `since_s`, `until_s`: seconds since 1970; hours that begin
-within them count. `user`, `group`, `pool`, `device`, `lease`: only of that one, by its exact name (empty: the pool's own part).
-`seated`: only of users of the hub (1), or of the machine (0): two with the same name are two. `advice=1`: with advice on shares, which
-sums by notebook have anyway.
-"""
-
-from typing import Final
-
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from fractional_gpu.core.metering.usage import Usage
 from fractional_gpu.protocol.advice import ShareAdvice
+from fractional_gpu.protocol.limits import MAX_NAME
 
 USAGE_BY: Final = ("hour", "day", "month", "user", "group", "pool", "device", "notebook", "lease")
 USAGE_ONLY: Final = ("user", "group", "pool", "device", "lease", "seated")
+_Name = Annotated[str, Meta(max_length=MAX_NAME)]
+EVER_S: Final = 10**12 - 1
+_Seconds = Annotated[int, Meta(ge=0, le=EVER_S)]
+
+
+class UsageQuery(Struct, frozen=True, kw_only=True):
+    """What to sum by (any of `USAGE_BY`, separated by commas; nothing: one sum for each currency), and over which hours.
+
+    Hours count that begin from `since_s` to `until_s`, seconds since 1970. The others: only of that one, by its exact name (empty: the
+    pool's own part); `seated`: only of users of the hub (1), or of the machine (0): two with the same name are two.
+    """
+
+    by: str = ""
+    since_s: _Seconds = 0
+    until_s: _Seconds = EVER_S
+    user: _Name | None = None
+    group: _Name | None = None
+    pool: _Name | None = None
+    device: _Name | None = None
+    lease: _Name | None = None
+    seated: bool | None = None
+    advice: bool = False  # with advice on shares, which sums by notebook have anyway
 
 
 class UsageEntry(Struct, frozen=True, kw_only=True):

@@ -1,9 +1,4 @@
-"""Messages about what a host could still give: read by node agents of Slurm and Kubernetes, and by people.
-
-Route:
-
-    GET    /v1/capacity                    -> Capacity            any user; it names no user
-"""
+"""Messages about what a host could still give: read by node agents of Slurm and Kubernetes, and by people. They name no user."""
 
 from msgspec import Struct
 

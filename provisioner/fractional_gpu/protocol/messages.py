@@ -1,42 +1,7 @@
 """Messages of the lease API: HTTP + JSON on a UNIX socket.
 
 They are msgspec Structs, since every kernel imports this module: to define the same classes as dataclasses takes 17 ms longer.
-`fractional_gpu.protocol.codec` encodes and decodes them.
-
-Routes (all under /v1; `L` is a lease id; authorisation: peer uid, and `Authorization: Bearer TOKEN` for a lease's own routes):
-
-    GET    /v1/ping                        -> Pong
-    POST   /v1/leases       LeaseRequest   -> LeaseReply          a new lease; never queues
-    GET    /v1/metrics                     -> totals in Prometheus's text format
-    GET    /v1/leases/L                    -> LeaseStatus         with `?fresh=1`: devices are sampled first
-    DELETE /v1/leases/L                    -> Done                idempotent
-    POST   /v1/leases/L/attach AttachRequest -> LeaseStatus       the process behind it, and its Jupyter connection
-    POST   /v1/leases/L/detach             -> Done                the process is gone or about to be replaced (restart)
-    POST   /v1/leases/L/acquire AcquireRequest -> stream of Progress lines (NDJSON), the last one `granted` or `refused`; with `hold`
-                                              it goes on after `granted`, and the lease is in use until the client hangs up
-    POST   /v1/leases/L/follow             -> stream of LeaseNews lines (NDJSON): a command's state and notices, until its lease ends
-    POST   /v1/leases/L/suspend            -> LeaseStatus         waits until it is suspended or refused
-    POST   /v1/leases/L/resume ResumeRequest -> LeaseStatus       waits until it is resident or refused
-    POST   /v1/leases/L/expect ExpectRequest -> Done              a sign that its next cell is near
-    POST   /v1/leases/L/pin    PinRequest  -> LeaseStatus         keeps it resident for a while
-    POST   /v1/leases/L/unpin              -> LeaseStatus
-    POST   /v1/leases/L/resize ResizeRequest -> LeaseStatus       waits until it has its new size or is refused
-    POST   /v1/leases/L/move   MoveRequest -> LeaseStatus         administrators: to another device; waits until it is there or refused
-    POST   /v1/leases/L/evict  EvictRequest -> Done               administrators: ends the kernel, whose state is lost
-    GET    /v1/leases/L/story              -> Story               why everything happened to it
-    GET    /v1/leases/L/history            -> History             its memory and state over time
-    GET    /v1/leases/L/cost               -> Cost                what it and its user used (`protocol.accounts`)
-    GET    /v1/leases/L/others             -> OthersUse           what others used of its device in the last `?last_ms=N`, at most a minute;
-                                              `&with=L,L`: leases that are no others (at most 64)
-    GET    /v1/usage                       -> UsageReport         sums of what leases used (`protocol.accounts`)
-    POST   /v1/leases/L/gate   GateHello   -> stream of GateCommand lines (NDJSON) for the kernel's extension, until it hangs up
-    POST   /v1/leases/L/answer GateAnswer  -> Done                the extension's answer to one command, or a pulse
-    GET    /v1/capacity                    -> Capacity            what each pool could still give (`protocol.capacity`)
-    GET    /v1/status                      -> HostStatus          with `?fresh=1`: devices are sampled first
-    GET    /v1/events                      -> stream of lines (NDJSON): the present HostStatus, then a HostChange after each change (a
-                                              few a second at most); `{}` is a keep-alive
-    POST   /v1/devices/D/drain DrainRequest -> DeviceStatus       administrators: empty a device
-    POST   /v1/devices/D/undrain           -> DeviceStatus        administrators
+`fractional_gpu.protocol.codec` encodes and decodes them, `fractional_gpu.protocol.routes` says where they go.
 """
 
 from enum import StrEnum

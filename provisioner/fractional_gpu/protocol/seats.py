@@ -1,15 +1,5 @@
 """Messages about seats: what a pool offers a hub's user, and the seat of one server.
 
-Routes (all under /v1; `S` is a seat id; administrators only, see DESIGN's Safety):
-
-    POST   /v1/offers        OfferRequest -> Offers               what each pool offers one user
-    POST   /v1/seats         SeatRequest  -> stream of SeatProgress lines (NDJSON), the last one `granted` or `refused`
-    GET    /v1/seats                      -> SeatList
-    POST   /v1/seats/S/confirm            -> SeatStatus           the hub has saved it: it no longer expires
-    DELETE /v1/seats/S                    -> Done                 idempotent
-    GET    /v1/pools                      -> PoolList             every key of every pool, as it is now
-    POST   /v1/pools/P       PoolChange   -> PoolKeys             until the broker restarts
-
 A request for a lease carries the seat's token (header `Authorization: Bearer TOKEN`, field `seat`): the broker then takes owner, pool,
 priority and weight from the seat, not from the request, and bounds the sum of the seat's kernels by the seat.
 """

@@ -64,4 +64,4 @@ def test_users_of_the_hub_and_of_the_machine_are_told_apart(live: LiveBroker) ->
 @pytest.mark.parametrize("text", ["2", "yes", "1 ", "01"])
 def test_a_kind_of_user_that_there_is_not_is_refused(live: LiveBroker, text: str) -> None:
     error = live.call("GET", f"/v1/usage?seated={text.replace(' ', '%20')}").error
-    assert error["reason"] == "bad-usage-query"
+    assert error["reason"] == "bad-query"

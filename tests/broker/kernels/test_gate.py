@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
+from fractional_gpu.broker.api.handler import Shared
 from fractional_gpu.broker.kernels.connection import OPEN_LINE_S, GateLink
 from fractional_gpu.protocol.limits import PULSE_S
 from fractional_gpu.protocol.messages import GateAnswer, GateCommand, GateVerb
@@ -232,10 +233,10 @@ async def test_a_cell_is_exempt_from_when_it_says_so_until_another_answer_that_i
     assert exempt == [False, True, True, False, False]
 
 
-def settings_of(live: LiveBroker) -> dict[str, Any]:
+def shared_of(live: LiveBroker) -> Shared:
     application: Any = live.server.request_callback
-    settings: dict[str, Any] = application.settings
-    return settings
+    shared: Shared = application.settings["shared"]
+    return shared
 
 
 @contextmanager
@@ -251,7 +252,7 @@ def connected(live: LiveBroker) -> Iterator[tuple[GateLink, BinaryIO]]:
         while lines.readline().strip():
             pass
         greeting = next_line(lines)
-        assert (greeting["verb"], greeting["hears"]) == ("", settings_of(live)["hears"])
+        assert (greeting["verb"], greeting["hears"]) == ("", shared_of(live).hears)
         link = live.broker.kernels[lease.lease_id].link
         assert link is not None
         until(lambda: link.stream is not None, "the line carries commands")
@@ -324,7 +325,7 @@ def test_a_keep_alive_comes_between_no_line_and_its_end(live: LiveBroker) -> Non
 def test_where_the_system_does_not_tell_who_reads_kernels_are_told_to_pulse(
     live: LiveBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(settings_of(live), "hears", False)
+    monkeypatch.setattr(shared_of(live), "hears", False)
     with connected(live) as (link, lines):
         for number in range(1, 4):
             assert looked(live, link, number * PULSE_S) == 0

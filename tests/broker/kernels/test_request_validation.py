@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from fractional_gpu.broker.api import lease_routes, payers, server
+from fractional_gpu.broker.api import payers, routes, server
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.protocol.codec import decode_request
 from fractional_gpu.protocol.errors import FractionalGPUError
@@ -202,7 +202,7 @@ def test_a_body_that_is_cut_short_changes_nothing(live: LiveBroker) -> None:
 
 
 def test_a_body_that_trickles_is_hung_up_on_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease_routes, "BODY_S", 0.3)
+    monkeypatch.setattr(routes, "BODY_S", 0.3)
     with live_broker() as live, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
         line.settimeout(DEADLINE_S)
         line.connect(live.socket)

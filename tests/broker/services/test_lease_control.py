@@ -344,20 +344,6 @@ def test_a_device_that_is_not_there_is_named_with_those_that_are(live: LiveBroke
     assert says in answer.error["message"]
 
 
-def test_only_administrators_empty_devices(live: LiveBroker) -> None:
-    peer = Peer(credentials=PeerCredentials(1, 65_534, 65_534), token=None, admin=False)
-
-    async def ask() -> str:
-        with pytest.raises(ForbiddenError) as caught:
-            await live.service.lease_control.drain(peer, "0", evict_busy=True)
-        with pytest.raises(ForbiddenError):
-            await live.service.lease_control.undrain(peer, "0")
-        return caught.value.reason
-
-    assert live.on_loop(ask) == "not-admin"
-    assert not device_of(live)["draining"]
-
-
 # -- wishes ------------------------------------------------------------------------------------------------------------------
 
 

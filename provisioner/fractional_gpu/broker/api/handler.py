@@ -1,4 +1,4 @@
-"""The base classes of the routes: identity of the peer, strict decoding of the body, one JSON form of errors, and streams.
+"""Serves every route of `protocol.routes`: who asks, whether they may, the request's decoding, the audit log, and the form of answers.
 
 The peer's uid and pid come from the operating system (SO_PEERCRED), so a client cannot claim others. Strict decoding refuses unknown
 fields, wrong types, and strings, lists or nesting beyond the limits: what a newer client sends beyond this version is an error with both
@@ -7,17 +7,19 @@ versions, never silently ignored.
 
 import asyncio
 import http
+import inspect
 import logging
 import re
-from collections.abc import Coroutine
-from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 from tornado import iostream, web
 
 from fractional_gpu.broker.api.lease_service import LeaseService
+from fractional_gpu.broker.api.payers import find_route
 from fractional_gpu.broker.api.server import MeteredStream, bearer
 from fractional_gpu.broker.clock import TokenBucket
 from fractional_gpu.broker.cost import metered
@@ -25,11 +27,13 @@ from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.request_validation import Peer
 from fractional_gpu.broker.lanes import PAYER
 from fractional_gpu.broker.persistence.audit import Act, is_anothers
+from fractional_gpu.broker.services.status import StatusStream
 from fractional_gpu.host import files
 from fractional_gpu.host.accounts import account_uid, user_name
+from fractional_gpu.host.peers import unread
 from fractional_gpu.ledger.records import LedgerError
-from fractional_gpu.protocol import names
-from fractional_gpu.protocol.codec import decode_request, error_body, printable
+from fractional_gpu.protocol import names, routes
+from fractional_gpu.protocol.codec import decode_query, decode_request, error_body, printable
 from fractional_gpu.protocol.errors import (
     BadRequestError,
     ForbiddenError,
@@ -40,41 +44,115 @@ from fractional_gpu.protocol.errors import (
     UnauthorizedError,
 )
 from fractional_gpu.protocol.limits import MAX_NAME, TAKEN_S, VERSION_HEADER
+from fractional_gpu.protocol.messages import Done, GateCommand, ProgressKind
 from fractional_gpu.protocol.names import ACTING_FOR, CAUSE, decode_acting_for
+from fractional_gpu.protocol.routes import ADMIN, KERNEL, Route
 
 log = logging.getLogger(__name__)
-T = TypeVar("T", bound=msgspec.Struct)
+Request = TypeVar("Request", bound=msgspec.Struct)
+Reply = TypeVar("Reply", bound=msgspec.Struct)
 _CAUSE = re.compile(r"[\w`% ]{1,60}", re.ASCII)
+_KEEP_ALIVE = msgspec.json.encode(GateCommand()) + b"\n"
 
 LOG_LINES_PER_S, LOG_LINES_BURST = 1.0, 100.0  # in the log, of one user's refused requests
 
 
+@dataclass(slots=True)
+class Shared:
+    """What all requests have in common."""
+
+    service: LeaseService
+    socket_path: str
+    statuses: StatusStream
+    hears: bool  # the operating system tells whether a peer has read what was written
+    log_lines: TokenBucket
+
+
+class Call(Generic[Request]):
+    """One request, as the function that serves its route gets it. `about`: the lease, seat, device or pool that its path names."""
+
+    kernel: Kernel  # on a lease's routes: the peer may use it
+
+    def __init__(self, handler: "Handler", about: str, body: Request) -> None:
+        self.handler = handler
+        self.shared = handler.shared
+        self.service = handler.shared.service
+        self.peer = handler.peer
+        self.about = about
+        self.body = body
+
+    def actor(self) -> str:
+        """Return the request as the lease's story names it: by the cause that its client gives, and by the administrator's name."""
+        view = self.service.broker.arbiter.lease(self.kernel.lease_id)
+        name, cause = self.peer.acting_for, self.handler.request.headers.get(CAUSE, "")
+        cause = cause if _CAUSE.fullmatch(cause) else ""
+        if view is None or name == view.spec.owner or not is_anothers(self.peer, self.kernel, view):
+            return cause or "a request of its user"
+        return f"{cause or 'a request'} of administrator {name or user_name(self.peer.credentials.uid)}"
+
+
+class Text(NamedTuple):
+    """A reply that is no JSON."""
+
+    body: bytes
+    content_type: str
+
+
+Described = tuple[str, dict[str, Any]]
+
+
+class _Served(NamedTuple):
+    function: Callable[[Call[Any]], Any]
+    describe: Callable[[Call[Any]], Described | None]
+
+
+_SERVED: dict[Route[Any, Any], _Served] = {}
+
+
+def _describe(call: Call[Any]) -> Described:
+    return call.about, msgspec.to_builtins(call.body)
+
+
+def serve(
+    route: Route[Request, Reply],
+    function: Callable[
+        [Call[Request]], Reply | Text | Awaitable[Reply | Text | None] | AsyncGenerator[Reply, None] | None
+    ],
+    describe: Callable[[Call[Request]], Described | None] = _describe,
+) -> None:
+    """Let the function answer the route: with a reply (None: `Done`), or with lines, which are closed when the client hangs up.
+
+    `describe`: object and parameters for the audit log; None: this call needs no entry.
+    """
+    _SERVED[route] = _Served(function, describe)
+
+
 class Handler(web.RequestHandler):
-    """The base class of all routes."""
+    """Serves one request."""
 
     peer: Peer
-    answers_any_version = False  # also for a client with another protocol
+    route: Route[Any, Any] | None = None
+    _about = ""
+    _work: asyncio.Task[None] | None = None
+    _writes = False
 
-    def initialize(self, service: LeaseService, socket_path: str) -> None:
-        """Receive the arguments that Tornado passes to every handler."""
-        self.service = service
-        self.socket_path = socket_path
+    def initialize(self) -> None:
+        """Begin, as Tornado does."""
+        self.shared: Shared = self.settings["shared"]
 
     def prepare(self) -> None:
-        """Identify the peer, and check its headers and its protocol."""
-        self.service.broker.note_use()
+        """Identify the peer and the route, and check the peer's headers and its protocol."""
+        self.shared.service.broker.note_use()
         stream, token = self.stream, bearer(self.request.headers)
         self.peer = Peer(credentials=stream.credentials, token=token or None, admin=stream.admin)
         if token == "":
             raise UnauthorizedError("the header Authorization is not of the form `Bearer TOKEN`")
         self.peer = replace(self.peer, acting_for=self._acting_for(admin=stream.admin))
-        if not self.answers_any_version:
+        self.route, self._about = find_route(str(self.request.method), self.request.path)
+        if self.route is not routes.PING:  # it answers any version
             self._check_version()
-
-    @property
-    def wants_fresh(self) -> bool:
-        """Whether the devices should be sampled before the answer (`?fresh=1`)."""
-        return self.get_query_argument("fresh", "") == "1"
+        if self.route is None:
+            raise self._no_route()
 
     def set_default_headers(self) -> None:
         """Send the broker's version with each reply."""
@@ -109,40 +187,98 @@ class Handler(web.RequestHandler):
             )
         return decode_acting_for(values)
 
-    def audited(self, act: str, target: str, **parameters: object) -> AbstractAsyncContextManager[Act | None]:
-        """Return a block that writes an administrator's action and its outcome to the audit log; for other peers it does nothing.
+    def _no_route(self) -> FractionalGPUError:
+        if any(find_route(other, self.request.path)[0] for other in ("GET", "POST", "DELETE")):
+            return _error_for(http.HTTPStatus.METHOD_NOT_ALLOWED)
+        return _error_for(http.HTTPStatus.NOT_FOUND)
 
-        Decode the body before the block and reply after it: then the outcome is on the disk. Raises as `AuditLog.act`.
+    async def _serve(self) -> None:
+        route = self.route
+        if route is None:
+            raise RuntimeError("`prepare` refuses these")
+        call = Call[Any](self, self._about, None)
+        if route.path.startswith("/v1/leases/"):
+            try:
+                call.kernel = await self.shared.service.access.find(self.peer, call.about, own=route.who == KERNEL)
+            except NotFoundError:
+                if route is not routes.RELEASE:
+                    raise
+                self.reply(Done())  # a second release is no error
+                return
+        if route.who == ADMIN and not self.peer.admin:
+            raise ForbiddenError(
+                f"uid {self.peer.credentials.uid} may not do this: only an administrator may (root, the user who runs the broker, or a "
+                "member of its admin_group)",
+                reason="not-admin",
+            )
+        if route.method == "GET":
+            query = {name: self.get_query_argument(name, strip=False) for name in self.request.query_arguments}
+            call.body = decode_query(query, route.request_type)
+        else:
+            call.body = decode_request(self.request.body, route.request_type)
+        work = self._write_lines(route, call) if route.lines else self._answer(route, call)
+        if route.lines or route.withdraws:
+            await self._while_connected(work)
+        else:
+            await work
+
+    get = post = delete = put = patch = head = options = _serve
+
+    async def _answer(self, route: Route[Any, Any], call: Call[Any]) -> None:
+        async with self._audited(route, call):
+            reply = _SERVED[route].function(call)
+            if inspect.isawaitable(reply):
+                reply = await reply
+        # Not before the outcome is in the audit log.
+        if isinstance(reply, Text):
+            self.reply_with(*reply)
+        else:
+            self.reply(Done() if reply is None else reply)
+
+    async def _write_lines(self, route: Route[Any, Any], call: Call[Any]) -> None:
+        last = None
+        async with self._audited(route, call) as act, aclosing(_SERVED[route].function(call)) as lines:
+            async for line in lines:
+                if act is None or line.kind == ProgressKind.WAITING:
+                    await self.write_line(line)
+                    continue
+                last = line
+                if line.kind == ProgressKind.REFUSED:
+                    act.refused(line.reason, line.sentence)
+        if last is not None:
+            await self.write_line(last)
+
+    def _audited(self, route: Route[Any, Any], call: Call[Any]) -> AbstractAsyncContextManager[Act | None]:
+        """Return a block that writes an administrator's action and its outcome to the audit log. Raises as `AuditLog.act`.
+
+        What administrators do to their own leases is not written, except what only they can do.
         """
-        if not self.peer.admin:
+        if not route.audited or not self.peer.admin or (described := _SERVED[route].describe(call)) is None:
             return nullcontext()
-        return self.service.audit.act(act, target, self.peer, parameters)
+        target, parameters = described
+        if route.path.startswith("/v1/leases/"):
+            view = self.shared.service.broker.arbiter.lease(call.kernel.lease_id)
+            if view is None or not (route.who == ADMIN or is_anothers(self.peer, call.kernel, view)):
+                return nullcontext()
+            parameters = {"owner": view.spec.owner, **parameters}
+        return self.shared.service.audit.act(route.audited, target, self.peer, parameters)
 
-    def audited_for_lease(
-        self, act: str, kernel: Kernel, *, even_own: bool = False, **parameters: object
-    ) -> AbstractAsyncContextManager[Act | None]:
-        """Return such a block for an action on a lease. Actions on one's own lease are not audited unless `even_own`."""
-        view = self.service.broker.arbiter.lease(kernel.lease_id)
-        if view is None or not (even_own or is_anothers(self.peer, kernel, view)):
-            return nullcontext()
-        return self.audited(act, kernel.lease_id, owner=view.spec.owner, **parameters)
+    async def _while_connected(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run the work, at the request's cost, until it is done or the peer disconnects."""
+        self._work = work = asyncio.create_task(metered(coroutine, self.stream.account.charge))
+        try:
+            await asyncio.wait([work])
+            if not work.cancelled():
+                work.result()
+        except iostream.StreamClosedError:
+            pass
+        finally:
+            work.cancel()
 
-    def actor(self, kernel: Kernel) -> str:
-        """Return the request as the lease's story names it: by the cause that its client gives, and by the administrator's name."""
-        view = self.service.broker.arbiter.lease(kernel.lease_id)
-        name, cause = self.peer.acting_for, self.request.headers.get(CAUSE, "")
-        cause = cause if _CAUSE.fullmatch(cause) else ""
-        if view is None or name == view.spec.owner or not is_anothers(self.peer, kernel, view):
-            return cause or "a request of its user"
-        return f"{cause or 'a request'} of administrator {name or user_name(self.peer.credentials.uid)}"
-
-    def find(self, lease_id: str, *, own: bool = False) -> Kernel:
-        """Return the lease's kernel if the peer may use it. Raises as `LeaseAccess.find`."""
-        return self.service.access.find(self.peer, lease_id, own=own)
-
-    def decode_body(self, kind: type[T]) -> T:
-        """Decode the request's body. Raises BadRequestError or RequestTooLargeError."""
-        return decode_request(self.request.body, kind)
+    def on_connection_close(self) -> None:
+        """Cancel the work for a peer that has disconnected."""
+        if self._work is not None:
+            self._work.cancel()
 
     def reply(self, message: object) -> None:
         """Send a message as the reply."""
@@ -153,30 +289,45 @@ class Handler(web.RequestHandler):
         self._reach("reply")
         self.set_header("Content-Type", content_type)
         taken = self.finish(body)
+        # A peer that does not read its reply in time is cut off; else the reply would stay in memory.
         patience = asyncio.get_running_loop().call_later(TAKEN_S, self._give_up, taken)
         taken.add_done_callback(lambda _: patience.cancel())
 
     def _give_up(self, taken: "asyncio.Future[None]") -> None:
-        """Close the connection of a peer that has not read its reply in time; else the reply would stay in memory."""
         if not taken.done():
-            connection: Any = self.request.connection
-            connection.stream.close()
+            self.stream.close()
 
     async def write_line(self, message: object) -> None:
         """Write one line of a stream. Raises StreamClosedError if the peer disconnects or does not read it in time."""
         self._reach("line")
+        self._writes = True
         self.write(msgspec.json.encode(message) + b"\n")
         try:
             async with asyncio.timeout(TAKEN_S):
                 await self.flush()
         except TimeoutError:
-            connection: Any = self.request.connection
-            connection.stream.close()
+            self.stream.close()
             raise iostream.StreamClosedError from None
+        finally:
+            self._writes = False
+
+    def keep_alive(self) -> bool:
+        """Write an empty command, unless a line is being written: this flush would replace its future, which would never be done."""
+        if self._writes or self.stream.closed() or self.stream.writing():
+            return False
+        self.write(_KEEP_ALIVE)
+        self.flush()
+        return True
+
+    def is_read(self) -> bool | None:
+        """Whether the peer has read everything that was written; None if the operating system cannot tell."""
+        if not self.shared.hears or self.stream.socket is None:
+            return None
+        return not (self.stream.writing() or unread(self.stream.socket))
 
     def _reach(self, moment: str) -> None:
         if files.enabled():
-            files.reach(f"api.{self.request.method}.{type(self).__name__.strip('_').lower()}.{moment}")
+            files.reach(f"api.{self.route.name if self.route is not None else 'missing'}.{moment}")
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
         """Send any failure in the JSON form of errors."""
@@ -190,15 +341,11 @@ class Handler(web.RequestHandler):
             self.set_header("Retry-After", str(round(error.retry_s)))
         self.reply(error_body(error))
 
-    def _may_log(self) -> bool:
-        peer = getattr(self, "peer", None)
-        lines: TokenBucket = self.settings["log_lines"]
-        return peer is None or lines.take(account_uid(peer.credentials.uid)) == 0
-
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
         """Log a refused request in one line, and a failure of the broker with its traceback."""
         if isinstance(value, FractionalGPUError | web.HTTPError):
-            if self._may_log():
+            peer = getattr(self, "peer", None)
+            if peer is None or self.shared.log_lines.take(account_uid(peer.credentials.uid)) == 0:
                 target = printable(self.request.path[:MAX_NAME])
                 log.info("%s %s refused: %s", self.request.method, target, printable(str(value))[:500])
         elif not isinstance(value, iostream.StreamClosedError):
@@ -207,35 +354,9 @@ class Handler(web.RequestHandler):
 
 def _error_for(status: int) -> FractionalGPUError:
     if status == http.HTTPStatus.NOT_FOUND:
-        return NotFoundError(
-            "there is no such route; fractional_gpu/protocol/messages.py lists the routes",
-            reason="unknown-route",
-        )
+        return NotFoundError("there is no such route; docs/routes.md lists the routes", reason="unknown-route")
     if status == http.HTTPStatus.METHOD_NOT_ALLOWED:
         return BadRequestError("this route does not take that method", reason="bad-method")
     if 400 <= status < 500:
         return BadRequestError("the request is malformed")
     return InternalBrokerError("the broker failed; its log says why")
-
-
-class StreamHandler(Handler):
-    """A route whose work is cancelled when the peer disconnects."""
-
-    def on_connection_close(self) -> None:
-        """Cancel the work for a peer that has disconnected."""
-        if self._work is not None:
-            self._work.cancel()
-
-    _work: asyncio.Task[None] | None = None
-
-    async def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run the work, at the request's cost, until it is done or the peer disconnects."""
-        self._work = work = asyncio.create_task(metered(coroutine, self.stream.account.charge))
-        try:
-            await asyncio.wait([work])
-            if not work.cancelled():
-                work.result()
-        except iostream.StreamClosedError:
-            pass
-        finally:
-            work.cancel()

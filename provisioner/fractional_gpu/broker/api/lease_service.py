@@ -90,13 +90,15 @@ class LeaseAccess:
         self._seats = seats
         self.lost = lost
 
-    def find(self, peer: Peer, lease_id: str, *, own: bool = False) -> Kernel:
+    async def find(self, peer: Peer, lease_id: str, *, own: bool = False) -> Kernel:
         """Return the lease's kernel if the peer may control it. Routes that are `own` need the lease's token.
 
         A process of the kernel that shows no token, because the token's file is gone, is recognized by its place in the kernel's process
         tree. A lease that is being evicted, or that lives on only for processes that its kernel left behind, is over for its own kernel.
-        Raises NotFoundError, UnauthorizedError or ForbiddenError.
+        Raises NotFoundError, UnauthorizedError or ForbiddenError, and what `LostLeases.recall` raises.
         """
+        if own and self.lost is not None and lease_id not in self._broker.kernels:
+            await self.lost.recall(peer, lease_id)  # it may have been lost with the ledger
         kernel = self._broker.kernels.get(lease_id)
         itself = own and peer.token is None and kernel is not None and self._is_of(peer, kernel)
         is_over = kernel is not None and self._is_over_for(peer, kernel, itself=itself)
@@ -112,15 +114,6 @@ class LeaseAccess:
                 "this needs the lease's token, in the header `Authorization: Bearer TOKEN`", reason="no-token"
             )
         return kernel
-
-    async def find_own(self, peer: Peer, lease_id: str) -> Kernel:
-        """Return what `find` returns on a lease's own routes; restore a lease that was lost with the ledger first.
-
-        Raises as `find`, and what `LostLeases.recall` raises.
-        """
-        if self.lost is not None and lease_id not in self._broker.kernels:
-            await self.lost.recall(peer, lease_id)
-        return self.find(peer, lease_id, own=True)
 
     @staticmethod
     def _is_over_for(peer: Peer, kernel: Kernel, *, itself: bool) -> bool:

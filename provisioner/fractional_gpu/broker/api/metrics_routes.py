@@ -25,7 +25,6 @@ from tornado import iostream, web
 from tornado.httpserver import HTTPServer
 
 from fractional_gpu import __version__
-from fractional_gpu.broker.api.handler import Handler
 from fractional_gpu.broker.api.lease_service import LeaseService
 from fractional_gpu.broker.api.server import PausingListener, Server
 from fractional_gpu.broker.clock import now_ms
@@ -89,16 +88,6 @@ def register_collectors(service: LeaseService, server: Server) -> None:
     ProcessCollector(registry=metrics.registry)
     if service.settings.metrics_users:
         metrics.full_registry.register(counters.users)
-
-
-class _Metrics(Handler):
-    def get(self) -> None:
-        encode, content_type = choose_encoder(self.request.headers.get("Accept", ""))
-        metrics = self.service.broker.metrics
-        self.reply_with(encode(metrics.full_registry if self.peer.admin else metrics.registry), content_type)
-
-
-METRICS_ROUTES: tuple[tuple[str, type[Handler]], ...] = (("/v1/metrics", _Metrics),)
 
 
 class _ByTCP(web.RequestHandler):

@@ -2,7 +2,8 @@
 
 import hmac
 import re
-from typing import Final
+from typing import Any, Final
+from urllib.parse import unquote
 
 from fractional_gpu.broker.broker import Broker, token_digest
 from fractional_gpu.broker.cost import EXEMPT, Account
@@ -12,10 +13,29 @@ from fractional_gpu.host.accounts import account_uid
 from fractional_gpu.host.peers import PeerCredentials
 from fractional_gpu.ledger.records import SeatRecord
 from fractional_gpu.protocol.limits import CONNECTIONS_PER_LEASE, MAX_CONNECTIONS, MOST_CONNECTIONS
+from fractional_gpu.protocol.routes import ROUTES, Route
 
-_LEASE: Final = re.compile(r"/v1/leases/([0-9a-zA-Z_-]{1,64})(?:/([a-z]+))?")
-_RESERVED: Final = frozenset({("POST", "answer"), ("POST", "gate"), ("POST", "detach"), ("DELETE", None)})
-"""What other users may wait for: a gate that answers, a lease that ends."""
+_ROUTES: Final = {(route.method, route.path): route for route in ROUTES}
+_NAMES: Final = {
+    "leases": ("{lease}", re.compile(r"[0-9a-zA-Z_-]{1,64}")),
+    "seats": ("{seat}", re.compile(r"[0-9a-zA-Z_-]{1,64}")),
+    "pools": ("{pool}", re.compile(r"[0-9a-z._-]{1,63}")),
+    "devices": ("{device}", re.compile(r"[^/]{1,200}")),
+}
+
+
+def find_route(method: str, path: str) -> tuple[Route[Any, Any] | None, str]:
+    """Return the route, None if there is none, and what its path names: a lease, a seat, a pool or a device."""
+    if (route := _ROUTES.get((method, path))) is not None:
+        return route, ""
+    parts = path.split("/")
+    if len(parts) < 4 or parts[2] not in _NAMES:
+        return None, ""
+    placeholder, allowed = _NAMES[parts[2]]
+    name, parts[3] = unquote(parts[3]), placeholder
+    if not allowed.fullmatch(name):
+        return None, ""
+    return _ROUTES.get((method, "/".join(parts))), name
 
 
 class Payers:
@@ -39,15 +59,13 @@ class Payers:
         """Return who pays for a request of the connection, and whether other users may wait for the request."""
         if connection is EXEMPT:
             return EXEMPT, True
-        route = _LEASE.fullmatch(path)
-        kernel = self._broker.kernels.get(route[1]) if route is not None else None
+        route, name = find_route(method, path)
+        kernel = self._broker.kernels.get(name) if route is not None else None
         if kernel is not None and kernel.uid != credentials.uid:
             kernel = None
         seat = self._seat_of(token, kernel) if token else None
         account = connection if seat is None else self._of_seat(seat)
-        if route is None or kernel is None or kernel.identity is None:
-            return account, False
-        return account, (method, route[2]) in _RESERVED
+        return account, route is not None and route.reserved and kernel is not None and kernel.identity is not None
 
     def most_connections(self, uid: int) -> int:
         """Return how many connections a user may have open: few, and more for each kernel and each seat that there is."""

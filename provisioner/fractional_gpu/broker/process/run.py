@@ -19,10 +19,9 @@ from typing import Any, TextIO
 from tornado.httpserver import HTTPServer
 from tornado.netutil import bind_unix_socket
 
-from fractional_gpu.broker.api.lease_routes import make_server
 from fractional_gpu.broker.api.lease_service import LeaseService
 from fractional_gpu.broker.api.metrics_routes import listen
-from fractional_gpu.broker.api.seat_routes import SEAT_ROUTES
+from fractional_gpu.broker.api.routes import make_server
 from fractional_gpu.broker.api.server import PausingListener, Server, drain_claim_queries
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import now_ms, wall_ms
@@ -243,7 +242,7 @@ class BrokerRun:
         service = LeaseService(broker, settings, refresh=sampler.refresh, lost=lost)
         service.seats.recover(ledger)
         await service.audit.check()
-        server = make_server(service, self._socket, more=SEAT_ROUTES)
+        server = make_server(service, self._socket)
         repair = Repair(
             self._socket, broker.writer, is_needed=lambda: settings.idle_exit_ms is None or parts.has_leases()
         )

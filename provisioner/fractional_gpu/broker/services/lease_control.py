@@ -7,17 +7,18 @@ from functools import partial
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.kernels.kernel import Kernel, Request
-from fractional_gpu.broker.kernels.request_validation import Peer, cap_mib, guaranteed_mib
+from fractional_gpu.broker.kernels.request_validation import cap_mib, guaranteed_mib
 from fractional_gpu.broker.services.status import device_status, lease_status, view_of
 from fractional_gpu.core.effects import Declined
 from fractional_gpu.core.events import DeviceDrained, DeviceUndrained, PinRequested, ResizeRequested, UnpinRequested
 from fractional_gpu.core.model import LeaseState, Sign
 from fractional_gpu.core.units import format_duration, format_fraction, format_memory
 from fractional_gpu.gpu.interface import GPUError
-from fractional_gpu.protocol.errors import BadRequestError, ConflictError, ForbiddenError, NotFoundError
+from fractional_gpu.protocol.errors import BadRequestError, ConflictError, NotFoundError
 from fractional_gpu.protocol.limits import MAX_NAME, MAX_WAIT_S
 from fractional_gpu.protocol.messages import (
     DeviceStatus,
+    DrainRequest,
     ExpectRequest,
     History,
     LeaseStatus,
@@ -267,42 +268,25 @@ class LeaseControl:
 
     # -- devices ------------------------------------------------------------------------------------------------------------
 
-    async def drain(
-        self, peer: Peer, device: str, *, evict_busy: bool, deadline_in_ms: int | None = None
-    ) -> DeviceStatus:
-        """Begin to drain a device, through restarts too, until `undrain`. `deadline_in_ms`: it goes away so long from now.
-
-        Raises ForbiddenError, NotFoundError or BadRequestError.
-        """
-        device_id = self.device(peer, device)
-        if deadline_in_ms is not None and not 1 <= deadline_in_ms <= LONGEST_DEADLINE_MS:
+    async def drain(self, device: str, request: DrainRequest) -> DeviceStatus:
+        """Begin to drain a device, through restarts too, until `undrain`. Raises NotFoundError or BadRequestError."""
+        device_id = self.device(device)
+        left_ms = request.deadline_in_ms
+        if left_ms is not None and not 1 <= left_ms <= LONGEST_DEADLINE_MS:
             raise BadRequestError(
-                f"deadline_in_ms is {deadline_in_ms}; allowed: 1 to {LONGEST_DEADLINE_MS} (a week), or none at all"
+                f"deadline_in_ms is {left_ms}; allowed: 1 to {LONGEST_DEADLINE_MS} (a week), or none at all"
             )
-        await begin_drain(self._broker, device_id, evict_busy=evict_busy, deadline_in_ms=deadline_in_ms)
+        await begin_drain(self._broker, device_id, evict_busy=request.evict_busy, deadline_in_ms=left_ms)
         return device_status(self._broker, device_id)
 
-    async def undrain(self, peer: Peer, device: str) -> DeviceStatus:
-        """Stop draining a device. Raises ForbiddenError or NotFoundError."""
-        device_id = self.device(peer, device)
+    async def undrain(self, device: str) -> DeviceStatus:
+        """Stop draining a device. Raises NotFoundError."""
+        device_id = self.device(device)
         await end_drain(self._broker, device_id)
         return device_status(self._broker, device_id)
 
-    @staticmethod
-    def must_administer(peer: Peer, what: str) -> None:
-        """Raise ForbiddenError unless the peer is an administrator; `what` completes "may ..."."""
-        if not peer.admin:
-            raise ForbiddenError(
-                f"only an administrator (root, the user who runs the broker, or a member of its admin_group) may {what}",
-                reason="not-admin",
-            )
-
-    def device(self, peer: Peer, device: str) -> str:
-        """Return the device that an administrator names by its id, a beginning of it, or its number.
-
-        Raises ForbiddenError or NotFoundError.
-        """
-        self.must_administer(peer, "empty devices")
+    def device(self, device: str) -> str:
+        """Return the device of this id, beginning of one, or number. Raises NotFoundError."""
         devices = self._broker.devices
         found = [name for name, info in devices.items() if device in (name, str(info.index))]
         found = found or [name for name in devices if name.startswith(device)]

@@ -1,0 +1,189 @@
+"""Every route of the broker's API: one table, from which its server, its client and docs/routes.md are made.
+
+HTTP and JSON on a UNIX socket; `{lease}` in a path is a lease's id, and so on. The request of a GET is its query, of any other method its
+body. The peer is known by its uid and by `Authorization: Bearer TOKEN`.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
+
+from msgspec import Meta, Struct
+
+from fractional_gpu.protocol.limits import MAX_LAST_MS, MAX_WAIT_S
+from fractional_gpu.protocol.messages import (
+    AcquireRequest,
+    AttachRequest,
+    DeviceStatus,
+    Done,
+    DrainRequest,
+    EvictRequest,
+    ExpectRequest,
+    GateAnswer,
+    GateCommand,
+    GateHello,
+    History,
+    HostChange,
+    HostStatus,
+    LeaseNews,
+    LeaseReply,
+    LeaseRequest,
+    LeaseStatus,
+    MoveRequest,
+    OthersUse,
+    PinRequest,
+    Pong,
+    Progress,
+    ResizeRequest,
+    ResumeRequest,
+    SeatStatus,
+    Story,
+)
+
+if TYPE_CHECKING:
+    from fractional_gpu.protocol.accounts import BudgetExtension, BudgetList, Cost, UsageQuery, UsageReport
+    from fractional_gpu.protocol.capacity import Capacity
+    from fractional_gpu.protocol.seats import (
+        OfferRequest,
+        Offers,
+        PoolChange,
+        PoolKeys,
+        PoolList,
+        SeatList,
+        SeatProgress,
+        SeatRequest,
+    )
+
+Request = TypeVar("Request", bound=Struct)
+Reply = TypeVar("Reply", bound=Struct)
+
+ANYONE, ADMIN = "anyone", "administrators"
+LEASE = "the lease's user"  # and administrators; a token, if one is sent, must be the lease's or its seat's
+KERNEL = "the lease's token"  # or a process of the kernel whose token file is gone
+
+
+class Nothing(Struct, frozen=True):
+    """A request without fields."""
+
+
+class Fresh(Struct, frozen=True, kw_only=True):
+    """`fresh`: sample the devices first."""
+
+    fresh: bool = False
+
+
+class OthersQuery(Struct, frozen=True, kw_only=True):
+    """How far to look back, and which other leases are no others, separated by commas."""
+
+    last_ms: Annotated[int, Meta(ge=1, le=MAX_LAST_MS)] = 1000
+    beside: str = ""
+
+
+class Route(Struct, Generic[Request, Reply], frozen=True):
+    """One method of one path.
+
+    Messages that a kernel rarely needs are named by their module and class, and imported when they are used.
+    """
+
+    name: str
+    method: str
+    path: str
+    request: type[Request] | str
+    reply: type[Reply] | str
+    who: str
+    does: str
+    audited: str = ""  # the word in the audit log for what an administrator does to what is not their own
+    lines: bool = False  # the reply is a stream of lines (NDJSON)
+    waits_s: float = 0.0  # the broker may let the client wait so much longer than for other answers
+    withdraws: bool = False  # a client that hangs up ends the work; so it does where the reply is lines
+    reserved: bool = False  # others may wait for it: it is served even to a user who has overdrawn their account
+    repeats: bool = True  # a client may repeat it if the connection breaks
+
+    @property
+    def request_type(self) -> type[Request]:
+        """The message that is sent."""
+        kind: type[Request] = _loaded(self.request)
+        return kind
+
+    @property
+    def reply_type(self) -> type[Reply]:
+        """The message that comes back, or each line of it."""
+        kind: type[Reply] = _loaded(self.reply)
+        return kind
+
+
+def _loaded(kind: Any) -> Any:  # noqa: ANN401 - a class, or its name
+    if not isinstance(kind, str):
+        return kind
+    module, _, name = kind.partition(".")
+    return getattr(import_module(f"fractional_gpu.protocol.{module}"), name)
+
+
+_END_S = 60.0  # SIGTERM, SIGKILL, and the driver that frees what the processes had
+_L = "/v1/leases/{lease}"
+_D = "/v1/devices/{device}"
+_S = "/v1/seats/{seat}"
+
+# fmt: off
+PING = Route("ping", "GET", "/v1/ping", Nothing, Pong, ANYONE, "which broker answers")
+STATUS = Route("status", "GET", "/v1/status", Fresh, HostStatus, ANYONE, "devices, pools and the leases that the caller may see")
+EVENTS = Route("events", "GET", "/v1/events", Nothing, HostChange, ANYONE,
+    "the status, then each change of it; `{}` is a keep-alive", lines=True)
+CAPACITY: "Route[Nothing, Capacity]" = Route("capacity", "GET", "/v1/capacity", Nothing, "capacity.Capacity", ANYONE,
+    "what each pool could still give")
+METRICS = Route("metrics", "GET", "/v1/metrics", Nothing, Nothing, ANYONE, "totals in Prometheus's text format")
+USAGE: "Route[UsageQuery, UsageReport]" = Route("usage", "GET", "/v1/usage", "accounts.UsageQuery", "accounts.UsageReport", ANYONE,
+    "sums of what leases used, of what the caller may see")
+BUDGETS: "Route[Nothing, BudgetList]" = Route("budgets", "GET", "/v1/budgets", Nothing, "accounts.BudgetList", ANYONE,
+    "the budgets that the caller may see")
+EXTEND_BUDGET: "Route[BudgetExtension, BudgetList]" = Route("extend", "POST", "/v1/budgets/extend", "accounts.BudgetExtension",
+    "accounts.BudgetList", ADMIN, "more for a user or a group", audited="budget.extend", repeats=False)
+
+CREATE = Route("create", "POST", "/v1/leases", LeaseRequest, LeaseReply, ANYONE, "a new lease; it never queues", repeats=False)
+SHOW = Route("lease", "GET", _L, Fresh, LeaseStatus, LEASE, "one lease")
+RELEASE = Route("release", "DELETE", _L, Nothing, Done, LEASE, "end it; nothing if it has ended", audited="release", reserved=True)
+ATTACH = Route("attach", "POST", _L + "/attach", AttachRequest, LeaseStatus, KERNEL, "its process, and how to listen to that")
+DETACH = Route("detach", "POST", _L + "/detach", Nothing, Done, KERNEL, "its process is gone or about to be replaced", reserved=True)
+ACQUIRE = Route("acquire", "POST", _L + "/acquire", AcquireRequest, Progress, KERNEL,
+    "wait for the GPU; the last line is `granted` or `refused`, with `hold` it is in use until the client hangs up", lines=True)
+FOLLOW = Route("follow", "POST", _L + "/follow", Nothing, LeaseNews, KERNEL, "a command's state and notices, until its lease ends",
+    lines=True)
+GATE = Route("gate", "POST", _L + "/gate", GateHello, GateCommand, KERNEL, "the commands to the kernel's extension", lines=True,
+    reserved=True)
+ANSWER = Route("answer", "POST", _L + "/answer", GateAnswer, Done, KERNEL, "the extension's answer to a command, or a pulse",
+    reserved=True)
+SUSPEND = Route("suspend", "POST", _L + "/suspend", Nothing, LeaseStatus, LEASE, "save it to host memory", audited="suspend",
+    waits_s=MAX_WAIT_S, withdraws=True)
+RESUME = Route("resume", "POST", _L + "/resume", ResumeRequest, LeaseStatus, LEASE, "bring it back", audited="resume",
+    waits_s=MAX_WAIT_S, withdraws=True)
+EXPECT = Route("expect", "POST", _L + "/expect", ExpectRequest, Done, LEASE, "a sign that its next cell is near")
+PIN = Route("pin", "POST", _L + "/pin", PinRequest, LeaseStatus, LEASE, "keep it resident for a while", audited="pin")
+UNPIN = Route("unpin", "POST", _L + "/unpin", Nothing, LeaseStatus, LEASE, "end that", audited="unpin")
+RESIZE = Route("resize", "POST", _L + "/resize", ResizeRequest, LeaseStatus, LEASE, "another size", audited="resize", withdraws=True)
+MOVE = Route("move", "POST", _L + "/move", MoveRequest, LeaseStatus, ADMIN, "to another device", audited="move", waits_s=MAX_WAIT_S,
+    withdraws=True)
+EVICT = Route("evict", "POST", _L + "/evict", EvictRequest, Done, ADMIN, "end the kernel, whose state is lost", audited="evict",
+    waits_s=MAX_WAIT_S)
+END = Route("end", "POST", _L + "/end", Nothing, Done, LEASE, "end the processes that its kernel left", audited="end",
+    waits_s=_END_S)
+STORY = Route("story", "GET", _L + "/story", Nothing, Story, LEASE, "why everything happened to it")
+HISTORY = Route("history", "GET", _L + "/history", Nothing, History, LEASE, "its memory and state over time")
+COST: "Route[Nothing, Cost]" = Route("cost", "GET", _L + "/cost", Nothing, "accounts.Cost", LEASE, "what it and its user used")
+OTHERS = Route("others", "GET", _L + "/others", OthersQuery, OthersUse, LEASE, "what others used of its device lately")
+
+DRAIN = Route("drain", "POST", _D + "/drain", DrainRequest, DeviceStatus, ADMIN, "empty a device", audited="drain")
+UNDRAIN = Route("undrain", "POST", _D + "/undrain", Nothing, DeviceStatus, ADMIN, "use it again", audited="undrain")
+
+OFFERS: "Route[OfferRequest, Offers]" = Route("offers", "POST", "/v1/offers", "seats.OfferRequest", "seats.Offers", ADMIN,
+    "what each pool offers one user of the hub")
+SEATS: "Route[Nothing, SeatList]" = Route("seats", "GET", "/v1/seats", Nothing, "seats.SeatList", ADMIN, "all seats")
+TAKE_SEAT: "Route[SeatRequest, SeatProgress]" = Route("take", "POST", "/v1/seats", "seats.SeatRequest", "seats.SeatProgress", ADMIN,
+    "wait for a seat; the last line is `granted` or `refused`", audited="seat.give", lines=True)
+CONFIRM_SEAT = Route("confirm", "POST", _S + "/confirm", Nothing, SeatStatus, ADMIN, "the hub has saved it: it does not expire")
+RELEASE_SEAT = Route("unseat", "DELETE", _S, Nothing, Done, ADMIN, "end it; nothing if it has ended", audited="seat.end")
+POOLS: "Route[Nothing, PoolList]" = Route("pools", "GET", "/v1/pools", Nothing, "seats.PoolList", ADMIN,
+    "every key of every pool, as it is now")
+CHANGE_POOL: "Route[PoolChange, PoolKeys]" = Route("change", "POST", "/v1/pools/{pool}", "seats.PoolChange", "seats.PoolKeys", ADMIN,
+    "change keys until the broker restarts", audited="pool.change")
+# fmt: on
+
+ROUTES: tuple[Route[Any, Any], ...] = tuple(value for value in list(globals().values()) if isinstance(value, Route))
