@@ -9,7 +9,7 @@ from pathlib import Path
 from fractional_gpu.broker.persistence.lease_files import lease_folder
 from fractional_gpu.protocol.messages import LeaseStatus
 from tests.support.stories import CHECK, fill
-from tests.support.world import Notebook, Server, World, until
+from tests.support.world import Notebook, Server, World
 
 
 def ledger_files(world: World) -> list[Path]:
@@ -46,10 +46,10 @@ def suspend(world: World, notebook: Notebook) -> None:
             client.suspend(lease.lease_id)
 
 
-def lost_and_back(world: World, notebook: Notebook, *, records: bool) -> tuple[LeaseStatus, LeaseStatus]:
+def lost_and_back(world: World, notebook: Notebook) -> tuple[LeaseStatus, LeaseStatus]:
     """Lose the ledger; the next cell brings the kernel back on the lease that it had. Returns the lease as it was before and after."""
     before = world.lease(notebook.kernel_id)
-    lose_ledger(world, records=records)
+    lose_ledger(world, records=False)
     assert notebook.must(CHECK).text == "intact\n"
     after = world.lease(notebook.kernel_id)
     assert (after.lease_id, after.state) == (before.lease_id, "resident")
@@ -67,7 +67,7 @@ def lose_everything(world: World) -> None:
 def test_after_the_ledger_is_lost_cells_and_a_rescue_go_by_the_second_records(world: World, server: Server) -> None:
     (quarter, half) = world.install(250, 500)
     first, second = notebooks = suspended(world, server, quarter, 1), suspended(world, server, half, 2)
-    before, after = lost_and_back(world, first, records=False)
+    before, after = lost_and_back(world, first)
     assert (after.fraction_milli, after.reserve_mib) == (before.fraction_milli, before.reserve_mib)
     assert second.must(CHECK).text == "intact\n"
 
@@ -83,34 +83,27 @@ def test_after_the_ledger_is_lost_cells_and_a_rescue_go_by_the_second_records(wo
         assert notebook.must(CHECK).text == "intact\n"
 
 
-def test_without_any_record_cells_status_and_resume_find_the_kernels(world: World, server: Server) -> None:
-    """A kernel without anything on a device keeps its variables: its lease was lost with everything, and it gets one when it asks."""
+def test_without_any_record_kernels_are_listed_and_a_rescue_brings_them_back(world: World, server: Server) -> None:
+    """Nothing is guessed: the cell and status name the command that writes the records again, for kernels of each kind."""
     (quarter, half) = world.install(250, 500)
-    first, second = notebooks = suspended(world, server, quarter, 1), suspended(world, server, half, 2)
-    lost_and_back(world, first, records=True)
-    assert second.must(CHECK).text == "intact\n"
-    # the smallest fraction that holds what each uses
-    until(lambda: world.lease(second.kernel_id).fraction_milli == 125, "the lease gets the size that it uses")
-
+    notebooks = [suspended(world, server, quarter, 1), suspended(world, server, half, 2)]
     bare = server.start(quarter)
     bare.must("%%cpu\nkept = 42")
-    for notebook in notebooks:
-        suspend(world, notebook)
     lose_everything(world)
     found = json.loads(world.command("status", "--json").stdout)
-    state = {lease["kernel_id"]: lease["state"] for lease in found["leases"]}
-    assert [state.pop(notebook.kernel_id) for notebook in notebooks] == ["suspended", "suspended"]
-    assert state in ({}, {bare.kernel_id: "unarmed"}), "it may have asked already"
-    lose_everything(world)
-    assert "take" in world.command("doctor").stdout
-    done = world.command("resume", "--all")
-    assert done.returncode == 0, done.stderr
+    assert found["leases"] == []
+    assert "the records of 3 living kernels were lost" in found["trouble"]
+    error = notebooks[0].run(CHECK).error
+    assert "restart the kernel" not in error
+    command = ["bash", "-c", error.split("`")[1]]  # as the person who reads it
+    done = subprocess.run(command, env=world.environment, check=True, capture_output=True, text=True)
+    assert done.stdout.count("\n") >= len([*notebooks, bare])
     for notebook in notebooks:
         assert notebook.must(CHECK).text == "intact\n"
     assert bare.must("print(kept)").text == "42\n"
     assert world.lease(bare.kernel_id).state == "resident"
-    bare.must(fill(1))
-    assert bare.must(CHECK).text == "intact\n"
+    assert {world.lease(notebook.kernel_id).pool for notebook in notebooks} == {"default"}
+    assert world.status().trouble == ""
 
 
 def test_a_damaged_ledger_is_set_aside_by_the_command_that_the_cell_is_told(world: World, server: Server) -> None:

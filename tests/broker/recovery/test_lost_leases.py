@@ -22,14 +22,20 @@ from fractional_gpu.broker.broker import Broker, token_digest
 from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.persistence.lease_files import LeaseFiles, read_lease_files, read_seat_files
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
-from fractional_gpu.broker.recovery.lost_leases import UNKNOWN_CONNECTION, LostLeases
+from fractional_gpu.broker.recovery.lost_leases import (
+    UNKNOWN_CONNECTION,
+    Carrier,
+    command_of,
+    lost_kernels,
+    lost_sentence,
+    take_records,
+)
 from fractional_gpu.broker.recovery.recovery import recover
 from fractional_gpu.config import load
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.events import DeviceSeen, HostMemorySeen, PoolConfigured
 from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, LeaseView, PoolSpec
-from fractional_gpu.gpu.interface import GPUErrorCode, Monitor, ProcessState
-from fractional_gpu.host.accounts import ACCOUNTS, Accounts
+from fractional_gpu.gpu.interface import Monitor, ProcessState
 from fractional_gpu.host.files import replace_file
 from fractional_gpu.host.process import ProcessIdentity, identify
 from fractional_gpu.ledger.ledger import Ledger
@@ -116,9 +122,7 @@ def write_record(socket: Path, record: LeaseRecord) -> Path:
 
 
 @asynccontextmanager
-async def started(
-    socket: Path, driver: Driver, *, everyone: bool = False, ledger: Ledger | None = None
-) -> AsyncIterator[tuple[Broker, LostLeases]]:
+async def started(socket: Path, driver: Driver, *, ledger: Ledger | None = None) -> AsyncIterator[Broker]:
     """A broker that has just started on the socket, with a new ledger unless one is given."""
     ledger = ledger or Ledger.open(socket.with_name("ledger.sqlite"))
     swaps = swaps_of(driver)
@@ -130,10 +134,9 @@ async def started(
     devices = tuple(device.device_id for device in driver.devices())
     broker.dispatch(PoolConfigured(at_ms=now_ms(), pool=PoolSpec(name="default", devices=devices)))
     broker.dispatch(HostMemorySeen(at_ms=now_ms(), budget_mib=4096))
-    lost = LostLeases(broker, swaps, ledger, files, socket=str(socket), everyone=everyone)
     try:
-        await recover(broker, swaps, ledger, await lost.find())
-        yield broker, lost
+        await recover(broker, swaps, ledger, take_records(files.folder, ledger))
+        yield broker
     finally:
         await broker.close()
 
@@ -149,7 +152,7 @@ async def test_a_second_record_gives_a_lease_back_as_it_was(socket: Path) -> Non
     with carrier("one", socket) as process:
         driver.has_context(process.pid, S.CHECKPOINTED, 150)
         write_record(socket, record_of("one", process))
-        async with started(socket, driver) as (broker, _):
+        async with started(socket, driver) as broker:
             view, kernel = view_of(broker, "one"), broker.kernels["one"]
             assert (view.state, view.saved_mib, view.device_id) == (L.SUSPENDED, 150, DEVICE)
             assert (view.spec.fraction_milli, view.spec.reserve_mib, view.spec.priority, view.spec.seat) == (
@@ -169,7 +172,7 @@ async def test_a_second_record_gives_a_lease_back_as_it_was(socket: Path) -> Non
 async def test_a_record_counts_only_for_the_process_that_it_names(socket: Path, wrong: dict[str, Any]) -> None:
     with carrier("one", socket) as process:
         path = write_record(socket, record_of("one", process, **wrong))
-        async with started(socket, OneDevice(), everyone=True) as (broker, _):
+        async with started(socket, OneDevice()) as broker:
             assert broker.arbiter.leases() == []
         assert not path.exists()
 
@@ -178,7 +181,7 @@ async def test_a_record_of_another_lease_is_not_taken_by_a_process(socket: Path)
     """A kernel of the same user does not become another lease's by a record that names it."""
     with carrier("mine", socket) as process:
         write_record(socket, record_of("richer", process))
-        async with started(socket, OneDevice()) as (broker, _):
+        async with started(socket, OneDevice()) as broker:
             assert broker.arbiter.leases() == []
 
 
@@ -206,153 +209,36 @@ async def test_what_the_ledger_knows_to_be_over_stays_over(socket: Path) -> None
         path = write_record(socket, record := record_of("one", process))
         ledger.save_lease(record)
         ledger.end_lease("one", 1, "released")
-        async with started(socket, driver, ledger=ledger) as (broker, _):
+        async with started(socket, driver, ledger=ledger) as broker:
             assert broker.arbiter.leases() == []
             assert not path.exists()
 
 
-@pytest.mark.parametrize(
-    ("found", "state", "milli"),
-    [
-        ((S.CHECKPOINTED, 300), L.SUSPENDED, 1000),  # of unknown size: it comes back to an empty device
-        ((S.RUNNING, 300), L.RESIDENT, 500),  # the smallest fraction that holds it
-        ((S.RUNNING, 100), L.RESIDENT, 125),
-        ((S.LOCKED, 100), L.RESIDENT, 125),  # a suspend was half done
-    ],
-)
-async def test_without_a_record_the_driver_and_the_devices_say_what_a_lease_has(
-    socket: Path, connection: Path, found: tuple[ProcessState, int], state: LeaseState, milli: int
-) -> None:
-    driver = OneDevice()
-    boast = {"JUPYTER_GPU_MEMORY_MIB": "900", "JUPYTER_GPU_DEFAULT_POOL": "rich"}
-    with carrier("one", socket, connection=connection, **boast) as process:
-        driver.has_context(process.pid, *found)
-        async with started(socket, driver) as (broker, _):
-            view, kernel = view_of(broker, "one"), broker.kernels["one"]
-            assert (view.state, view.device_id) == (state, DEVICE)
-            assert (view.spec.fraction_milli, view.spec.reserve_mib, view.spec.priority) == (milli, milli, 0)
-            assert (view.spec.pool, view.spec.seat, kernel.launch.kernel_id) == ("default", "", "0b9c")
-            assert json.loads(kernel.connection) == CONNECTION
-            assert driver.states[process.pid] is not S.LOCKED
-
-
-async def test_a_checkpoint_without_record_or_connection_is_kept(socket: Path) -> None:
-    driver = OneDevice()
-    with carrier("one", socket) as process:
-        driver.has_context(process.pid, S.CHECKPOINTED, 300)
-        async with started(socket, driver) as (broker, _):
-            assert view_of(broker, "one").state is L.SUSPENDED
-            assert broker.kernels["one"].identity == process
-            await broker.writer.flushed()
-            (kept,) = broker.writer.ledger.live_leases()
-            assert kept.connection == UNKNOWN_CONNECTION
-        async with started(socket, driver) as (broker, _):
-            assert broker.kernels["one"].identity == process, "the next broker knows it, too"
-
-
-async def test_where_the_device_of_a_checkpoint_is_unknown_the_lease_is_quarantined(
+async def test_kernels_without_a_record_are_listed_and_nothing_of_them_is_guessed(
     socket: Path, connection: Path
 ) -> None:
-    driver = Driver()  # four devices
-    with carrier("one", socket, connection=connection) as process:
-        driver.has_context(process.pid, S.CHECKPOINTED, 300)
-        async with started(socket, driver) as (broker, _):
-            assert view_of(broker, "one").state is L.QUARANTINED
-            assert not [call for call in driver.calls if call[0] == "restore"]
-
-
-async def test_a_lease_of_unknown_size_gets_the_one_that_it_uses(
-    socket: Path, connection: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """Another broker's are not, nor what is no kernel, nor those of a lease that is over."""
     driver = OneDevice()
-    with carrier("one", socket, connection=connection) as process:
-        driver.has_context(process.pid, S.CHECKPOINTED, 300)
-        async with started(socket, driver) as (broker, lost):
-            assert not await lost._settle_size("one")
-        driver.states[process.pid] = S.RUNNING  # it was brought back
-        async with started(socket, driver) as (broker, lost):
-            assert view_of(broker, "one").spec.fraction_milli == 1000
-            assert lost._unsized == {"one"}, "a broker later it is still to be done"
-            for pools in ({}, {"default": PoolSpec(name="default", devices=())}):
-                with monkeypatch.context() as patch:
-                    patch.setattr(broker.arbiter, "pools", lambda pools=pools: pools)
-                    assert not await lost._settle_size("one"), "its pool offers no sizes: it waits for that"
-            assert await lost._settle_size("one")
-            spec = view_of(broker, "one").spec
-            assert (spec.fraction_milli, spec.reserve_mib) == (500, 500)
-
-
-@pytest.mark.parametrize("damaged", ["{", "null", '["one", 2]'])
-async def test_a_damaged_list_of_leases_of_unknown_size_stops_no_broker(
-    socket: Path, connection: Path, damaged: str
-) -> None:
-    driver = OneDevice()
+    other = socket.with_name("other.sock")
     with (
         carrier("one", socket, connection=connection) as process,
-        Ledger.open(socket.parent / "ledger" / "ledger.sqlite") as ledger,
+        carrier("job", socket),
+        carrier("theirs", other, connection=connection),
+        carrier("over", socket, connection=connection) as over,
+        Ledger.open(socket.with_name("ledger.sqlite")) as ledger,
     ):
         driver.has_context(process.pid, S.CHECKPOINTED, 300)
-        ledger.keep("unsized-leases", damaged)
-        async with started(socket, driver, ledger=ledger) as (broker, _):
-            assert view_of(broker, "one").state is L.SUSPENDED
-
-
-async def test_a_flood_of_claims_takes_no_room(socket: Path, connection: Path) -> None:
-    """What has nothing on a device gets nothing: nor does what once belonged to a kernel and is none."""
-    driver = OneDevice()
-    with (
-        carrier("claim-1", socket, connection=connection),
-        carrier("claim-2", socket, connection=connection),
-        carrier("job", socket) as job,
-        carrier("real", socket, connection=connection) as real,
-    ):
-        driver.has_context(real.pid, S.CHECKPOINTED, 300)
-        driver.has_context(job.pid, S.RUNNING, 300)
-        async with started(socket, driver) as (broker, _):
-            assert [view.spec.lease_id for view in broker.arbiter.leases()] == ["real"]
-            assert broker.arbiter.devices()[0].reserved_mib == 0
-
-
-async def test_a_claim_about_which_the_driver_says_nothing_holds_nothing(socket: Path, connection: Path) -> None:
-    driver = OneDevice()
-    with carrier("one", socket, connection=connection) as process:
-        driver.failures["state", process.pid] = GPUErrorCode.NOT_PERMITTED
-        async with started(socket, driver) as (broker, _):
+        ledger.save_lease(record_of("over", over))
+        ledger.end_lease("over", 1, "released")
+        lost = lost_kernels(None, str(socket), ledger, set())
+        assert lost == {"one": Carrier(lease_id="one", uid=os.getuid(), identity=process)}
+        assert f"(process {process.pid}); their variables are there, and `jupyter gpu" in lost_sentence(lost)
+        assert lost_kernels(os.getuid() + 1, str(socket), ledger, set()) == {}
+        assert lost_kernels(None, str(socket), ledger, {"one"}) == {}, "it has a record"
+        async with started(socket, driver, ledger=ledger) as broker:
             assert broker.arbiter.leases() == []
-
-
-async def test_kernels_of_another_broker_are_its_own(socket: Path, connection: Path) -> None:
-    driver = OneDevice()
-    with carrier("one", socket.with_name("other.sock"), connection=connection) as process:
-        driver.has_context(process.pid, S.CHECKPOINTED, 300)
-        async with started(socket, driver) as (broker, _):
-            assert broker.arbiter.leases() == []
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="starts processes of another user")
-async def test_a_broker_of_one_user_takes_no_lease_of_another_user(socket: Path, connection: Path) -> None:
-    driver = OneDevice()
-    with carrier("one", socket, connection=connection, first=BECOME_NOBODY) as process:
-        driver.has_context(process.pid, S.CHECKPOINTED, 300)
-        async with started(socket, driver) as (broker, _):
-            assert broker.arbiter.leases() == []
-        async with started(socket, driver, everyone=True) as (broker, _):
-            assert broker.kernels["one"].uid == 65534
-            assert view_of(broker, "one").spec.owner == "nobody"
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="starts processes of another user")
-async def test_a_lost_lease_of_a_subordinate_uid_counts_for_its_owner_again(
-    socket: Path, connection: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "subuid").write_text("nobody:300000:1\n")
-    monkeypatch.setattr(ACCOUNTS, "__dict__", vars(Accounts(tmp_path / "subuid")))
-    driver = OneDevice()
-    with carrier("one", socket, connection=connection, first="import os; os.setuid(300000)") as process:
-        driver.has_context(process.pid, S.CHECKPOINTED, 300)
-        async with started(socket, driver, everyone=True) as (broker, _):
-            spec = view_of(broker, "one").spec
-            assert (broker.kernels["one"].uid, spec.owner, spec.uid) == (300_000, "nobody", 300_000)
+            assert driver.states[process.pid] is S.CHECKPOINTED
+    assert lost_sentence(lost) == "", "it has ended"
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="starts processes of another user")
@@ -366,7 +252,7 @@ async def test_nobody_takes_the_lease_of_another_user_by_its_id(socket: Path, co
         driver.has_context(thief.pid, S.RUNNING, 10)
         driver.has_context(owner.pid, S.CHECKPOINTED, 150)
         write_record(socket, record_of("one", owner))
-        async with started(socket, driver, everyone=True) as (broker, _):
+        async with started(socket, driver) as broker:
             assert (broker.kernels["one"].identity, broker.kernels["one"].uid) == (owner, 0)
             assert view_of(broker, "one").spec.reserve_mib == 200
 
@@ -444,7 +330,7 @@ async def test_a_folder_that_another_has_replaced_is_noticed_though_the_file_see
 
 async def test_a_confirmed_seat_outlives_its_ledger(socket: Path) -> None:
     """With it a server's next kernels keep what the hub gave it; a seat that was ended stays so."""
-    async with started(socket, OneDevice()) as (broker, _):
+    async with started(socket, OneDevice()) as broker:
         seats = LeaseService(broker, load(None, {})).seats
         for name in ("kept", "ended"):
             seat = replace(SEAT, seat_id=name, server=name)
@@ -455,7 +341,7 @@ async def test_a_confirmed_seat_outlives_its_ledger(socket: Path) -> None:
         assert broker.records.files is not None
         await broker.records.files.flushed()
     socket.with_name("ledger.sqlite").unlink()
-    async with started(socket, OneDevice()) as (broker, _):
+    async with started(socket, OneDevice()) as broker:
         seats = LeaseService(broker, load(None, {})).seats
         seats.recover(broker.writer.ledger)
         assert seats.draws.of_token("secret") == "kept"
@@ -475,25 +361,16 @@ def test_any_bytes_in_a_record_are_decoded_or_left_out(text: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", "[" * 50_000, '{"shell_port": 1, "iopub_port": 2, "ip": "10.0.0.1"}', "\x00"]
+    "content", ["", "[]", "{}", "[" * 50_000, '{"shell_port": 1, "iopub_port": 2, "ip": "10.0.0.1"}', "\x00", None]
 )
-async def test_a_connection_file_that_is_none_makes_a_kernel_that_cannot_be_heard(
-    socket: Path, connection: Path, content: str
+def test_a_connection_file_that_is_none_makes_a_kernel_that_cannot_be_heard(
+    socket: Path, connection: Path, content: str | None
 ) -> None:
-    replace_file(connection, content.encode())
-    driver = OneDevice()
+    if content is None:
+        connection.unlink()
+        os.mkfifo(connection)  # holds nobody up
+    else:
+        replace_file(connection, content.encode())
     with carrier("one", socket, connection=connection) as process:
-        driver.has_context(process.pid, S.RUNNING, 100)
-        async with started(socket, driver) as (broker, _):
-            assert view_of(broker, "one").state is L.RESIDENT
-            assert broker.kernels["one"].busy
-
-
-async def test_a_connection_file_that_is_a_pipe_holds_nobody_up(socket: Path, connection: Path) -> None:
-    os.remove(connection)  # noqa: PTH107 - at once
-    os.mkfifo(connection)
-    driver = OneDevice()
-    with carrier("one", socket, connection=connection) as process:
-        driver.has_context(process.pid, S.RUNNING, 100)
-        async with started(socket, driver) as (broker, _):
-            assert view_of(broker, "one").state is L.RESIDENT
+        command = command_of(Carrier(lease_id="one", uid=os.getuid(), identity=process))
+    assert (command.connection, command.is_kernel, command.kernel_id) == (UNKNOWN_CONNECTION, True, "0b9c")

@@ -35,7 +35,7 @@ from fractional_gpu.broker.kernels.request_validation import (
 from fractional_gpu.broker.lanes import ATTACHING
 from fractional_gpu.broker.persistence.audit import AuditLog
 from fractional_gpu.broker.persistence.ledger_writer import devices_of
-from fractional_gpu.broker.recovery.lost_leases import LostLeases
+from fractional_gpu.broker.recovery.lost_leases import REMEDY, carries
 from fractional_gpu.broker.seats.seats import Seats
 from fractional_gpu.broker.services.admin import AdminService
 from fractional_gpu.broker.services.lease_control import LeaseControl
@@ -53,6 +53,7 @@ from fractional_gpu.ledger.records import LedgerError
 from fractional_gpu.protocol.codec import printable
 from fractional_gpu.protocol.errors import (
     BadRequestError,
+    ConflictError,
     InternalBrokerError,
     NoRoomError,
     NotFoundError,
@@ -83,22 +84,23 @@ from fractional_gpu.protocol.messages import (
 
 
 class LeaseAccess:
-    """Finds leases for peers. `lost` restores leases that the ledger lost."""
+    """Finds leases for peers."""
 
-    def __init__(self, broker: Broker, seats: Seats, lost: LostLeases | None) -> None:
+    def __init__(self, broker: Broker, seats: Seats) -> None:
         self._broker = broker
         self._seats = seats
-        self.lost = lost
 
     async def find(self, peer: Peer, lease_id: str, *, own: bool = False) -> Kernel:
         """Return the lease's kernel if the peer may control it. Routes that are `own` need the lease's token.
 
         A process of the kernel that shows no token, because the token's file is gone, is recognized by its place in the kernel's process
         tree. A lease that is being evicted, or that lives on only for processes that its kernel left behind, is over for its own kernel.
-        Raises NotFoundError, UnauthorizedError or ForbiddenError, and what `LostLeases.recall` raises.
+        Raises NotFoundError, UnauthorizedError or ForbiddenError, and ConflictError for a kernel whose record was lost.
         """
-        if own and self.lost is not None and lease_id not in self._broker.kernels:
-            await self.lost.recall(peer, lease_id)  # it may have been lost with the ledger
+        if own and lease_id in self._broker.lost and await ATTACHING.run(carries, peer.credentials.pid, lease_id):
+            raise ConflictError(
+                f"the record of this kernel's lease was lost; {REMEDY}, and its variables are kept", reason="lost-lease"
+            )
         kernel = self._broker.kernels.get(lease_id)
         itself = own and peer.token is None and kernel is not None and self._is_of(peer, kernel)
         is_over = kernel is not None and self._is_over_for(peer, kernel, itself=itself)
@@ -173,21 +175,16 @@ Refresh = Callable[[], Coroutine[None, None, None]]
 
 
 class LeaseService:
-    """What the routes use: its own methods, and those of its parts. One per broker.
+    """What the routes use: its own methods, and those of its parts. One per broker. `refresh` samples the devices."""
 
-    `refresh` samples the devices; `lost` restores leases that the ledger lost.
-    """
-
-    def __init__(
-        self, broker: Broker, settings: Settings, *, refresh: Refresh | None = None, lost: LostLeases | None = None
-    ) -> None:
+    def __init__(self, broker: Broker, settings: Settings, *, refresh: Refresh | None = None) -> None:
         self.broker = broker
         self.seats = Seats(broker, settings)
         self.lease_control = LeaseControl(broker, self.seats.draws.check_resize)
         self.admin = AdminService(broker)
         self.admin_gid = settings.admin_gid()
         self.settings = settings
-        self.access = LeaseAccess(broker, self.seats, lost)
+        self.access = LeaseAccess(broker, self.seats)
         self.residency = Residency(broker)
         self.audit = AuditLog(settings, broker.writer.ledger.path.parent)
         self.usage = UsageReports(

@@ -32,6 +32,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from fractional_gpu.host.files import write_all
 from fractional_gpu.host.threads import StartedThreads, start
 from fractional_gpu.ledger.records import LeaseRecord, SeatRecord
 from fractional_gpu.protocol.errors import BrokerUnavailableError
@@ -149,7 +150,7 @@ class LeaseFiles:
                 if text is None:
                     (self.folder / name).unlink(missing_ok=True)
                 else:
-                    self._replace(name, text)
+                    _replace(self.folder, name, text)
             except OSError as error:
                 failed.add(name)
                 problem = f"{self.folder}: {error.strerror}"
@@ -161,23 +162,6 @@ class LeaseFiles:
         self._logged = problem
         return failed
 
-    def _replace(self, name: str, text: bytes) -> None:
-        if not _NAME.fullmatch(name):
-            raise OSError(0, f"the id of {name[:80]!r} cannot name a file")
-        with suppress(FileExistsError):
-            self.folder.mkdir(mode=0o700)
-        fresh = self.folder / f".{name}"
-        with suppress(FileNotFoundError):
-            fresh.unlink()  # of a broker that was killed
-        descriptor = os.open(fresh, _WRITE, 0o600)
-        try:
-            left = memoryview(text)
-            while left:
-                left = left[os.write(descriptor, left) :]
-        finally:
-            os.close(descriptor)
-        fresh.rename(self.folder / name)
-
     def _missing(self, wanted: set[str]) -> set[str]:
         """Return the files that are not there: all of them, while another user may have made what is seen in their place."""
         try:
@@ -186,6 +170,27 @@ class LeaseFiles:
         except (OSError, BrokerUnavailableError):
             names = set()
         return wanted - names
+
+
+def write_lease_file(folder: Path, record: LeaseRecord) -> None:
+    """Write one lease's record, where no broker runs that writes its own. Raises OSError."""
+    _replace(folder, record.spec.lease_id + _LEASE, msgspec.json.encode(record))
+
+
+def _replace(folder: Path, name: str, text: bytes) -> None:
+    if not _NAME.fullmatch(name):
+        raise OSError(0, f"the id of {name[:80]!r} cannot name a file")
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    fresh = folder / f".{name}"
+    with suppress(FileNotFoundError):
+        fresh.unlink()  # of a broker that was killed
+    descriptor = os.open(fresh, _WRITE, 0o600)
+    try:
+        write_all(descriptor, text)
+    finally:
+        os.close(descriptor)
+    fresh.rename(folder / name)
 
 
 def read_lease_files(folder: Path) -> list[LeaseRecord]:

@@ -5,6 +5,8 @@
 - A restore without room kills its process. What the ledger, or a lease's second record, says was saved must be free; where neither
   says so, the device must be empty, and all devices where it is not known which one it was.
 - What cannot be brought back now stays as it is: saved, and there for another try.
+- Kernels of which there was no record get one, a second record: the next broker takes them back. Its size is the smallest fraction that
+  holds what the kernel uses, or a whole device for memory of unknown size, which comes back to a device that it has alone.
 """
 
 import asyncio
@@ -12,16 +14,18 @@ import json
 import os
 from collections.abc import Iterable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fractional_gpu.broker.clock import wall_ms
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.persistence.lease_files import lease_folder
+from fractional_gpu.broker.kernels.request_validation import user_group
+from fractional_gpu.broker.persistence.lease_files import lease_folder, write_lease_file
 from fractional_gpu.broker.process.driver_start import Backend, open_backend, simulated_folder
 from fractional_gpu.broker.process.repair import BrokerLock
 from fractional_gpu.broker.process.restarting import BrokerOptions, make_socket_folder
-from fractional_gpu.broker.recovery.lost_leases import carriers, living_records
+from fractional_gpu.broker.process.run import device_specs
+from fractional_gpu.broker.recovery.lost_leases import Carrier, carriers, command_of, living_records
 from fractional_gpu.broker.recovery.recovery import kernel_of
 from fractional_gpu.broker.swap.suspend import SwapTimes
 from fractional_gpu.broker.swap.swap import Swaps
@@ -31,23 +35,28 @@ from fractional_gpu.client.state_folder import ledger_name, state_folder
 from fractional_gpu.config import Settings, load
 from fractional_gpu.core.effects import Resume
 from fractional_gpu.core.events import ResumeOutcome
-from fractional_gpu.core.model import LeaseState
+from fractional_gpu.core.model import LeaseSpec, LeaseState, ReserveBy
 from fractional_gpu.core.units import format_memory
 from fractional_gpu.gpu.worker_link import WorkerClaim, WorkerLink
+from fractional_gpu.host.accounts import account_name
 from fractional_gpu.host.claims import DeviceClaim, NameClaim
 from fractional_gpu.host.process import ProcessIdentity
 from fractional_gpu.ledger import opening
 from fractional_gpu.ledger.ledger import Ledger
-from fractional_gpu.ledger.records import LedgerError
+from fractional_gpu.ledger.records import LeaseRecord, LedgerError
 from fractional_gpu.protocol.errors import ConflictError
 
 _ORPHAN_PATIENCE_S = 60.0  # an operation that a killed broker's worker has begun is let finish
+_DEFAULT_MILLI = 250  # of a kernel that has nothing on a device
 _TOLD = ("config_file", "simulate", "state_dir", "worker_socket")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rescued:
-    """What became of one kernel. `outcome`: restored, running (nothing to do), no-room, failed or unknown. Memory in MiB."""
+    """What became of one kernel. `outcome`: restored, running (nothing to do), saved, no-room, failed or unknown. Memory in MiB.
+
+    Saved: there was no room, and no record; now there is one, by which a broker brings the kernel back with its next cell.
+    """
 
     lease_id: str
     label: str
@@ -58,8 +67,8 @@ class Rescued:
 
     @property
     def is_well(self) -> bool:
-        """Whether the kernel's memory is on the device."""
-        return self.outcome in ("restored", "running")
+        """Whether the kernel's memory is on the device, or comes with its next cell."""
+        return self.outcome in ("restored", "running", "saved")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +86,7 @@ class _Found:
     label: str
     device_id: str | None
     saved_mib: int | None
+    carrier: Carrier | None = None  # of a kernel of which there is no record
 
 
 def rescue(options: BrokerOptions) -> Rescue:
@@ -103,7 +113,9 @@ def rescue(options: BrokerOptions) -> Rescue:
         found = _everything(ledger, files, socket)
         turn = WorkerClaim.open(Path(f"{socket}.worker"))
         worker = WorkerLink(backend.name, claim=turn, service=options.worker_socket)
-        kernels = asyncio.run(_rescue_all(settings, backend, found, ledger, worker=worker, turn=turn))
+        kernels = asyncio.run(_rescue_all(settings, backend, found, ledger, worker=worker, turn=turn, files=files))
+        if ledger is None and opening.exists(path):  # no broker starts with that one
+            kernels = [replace(one, outcome="no-room") if one.outcome == "saved" else one for one in kernels]
     return Rescue(ledger=str(path), problem=problem, kernels=kernels)
 
 
@@ -154,47 +166,30 @@ def _opened(path: Path) -> tuple[Ledger | None, str]:
         return None, str(error)
 
 
-def _in_ledger(ledger: Ledger) -> list[_Found]:
-    saving = {operation.lease_id: operation.saved_mib for operation in ledger.open_operations()}
-    return [
+def _everything(ledger: Ledger | None, files: Path, socket: str) -> list[_Found]:
+    """Find the kernels that the ledger knows, those that have a second record, and the rest by their environment.
+
+    The rest: of every user for root, else our own.
+    """
+    saving = {operation.lease_id: operation.saved_mib for operation in ledger.open_operations()} if ledger else {}
+    records = [*(ledger.live_leases() if ledger else []), *living_records(files, ledger)]
+    found = [
         _Found(
             kernel=kernel_of(record),
             label=record.spec.label,
             device_id=record.home_device_id or record.device_id,
             saved_mib=max(record.saved_mib, saving.get(record.spec.lease_id, 0)),
         )
-        for record in ledger.live_leases()
+        for record in records
     ]
-
-
-def _everything(ledger: Ledger | None, files: Path, socket: str) -> list[_Found]:
-    """Find the kernels that the ledger knows, those that have a second record, and the rest by their environment."""
-    found = _in_ledger(ledger) if ledger is not None else []
-    for record in living_records(files, ledger):
-        found.append(
-            _Found(
-                kernel=kernel_of(record),
-                label=record.spec.label,
-                device_id=record.home_device_id or record.device_id,
-                saved_mib=record.saved_mib,
-            )
-        )
-    known = {one.kernel.lease_id for one in found}
-    rest = [one for one in _in_proc(socket) if one.kernel.lease_id not in known]
-    return found + [one for one in rest if ledger is None or not ledger.has_lease(one.kernel.lease_id)]
-
-
-def _in_proc(socket: str) -> list[_Found]:
-    """Find this broker's kernels by their environment: of every user for root, else our own."""
-    return [
-        _Found(
-            kernel=Kernel(lease_id=one.lease_id, uid=one.uid, token_sha256="", identity=one.identity),
-            label="",
-            device_id=None,
-            saved_mib=None,
-        )
-        for one in sorted(carriers(None if os.getuid() == 0 else os.getuid(), socket), key=lambda one: one.lease_id)
-    ]
+    known = {record.spec.lease_id for record in records}
+    for one in reversed(
+        carriers(None if os.getuid() == 0 else os.getuid(), socket)
+    ):  # the oldest one's record is the last
+        if one.lease_id not in known and (ledger is None or not ledger.has_lease(one.lease_id)):
+            kernel = Kernel(lease_id=one.lease_id, uid=one.uid, token_sha256="", identity=one.identity)
+            found.append(_Found(kernel=kernel, label="", device_id=None, saved_mib=None, carrier=one))
+    return found
 
 
 async def _rescue_all(
@@ -205,6 +200,7 @@ async def _rescue_all(
     *,
     worker: WorkerLink,
     turn: WorkerClaim,
+    files: Path,
 ) -> list[Rescued]:
     times = SwapTimes(
         gate_s=0, lock_s=settings.lock_timeout_ms / 1000, checkpoint_s=settings.checkpoint_deadline_ms / 1000
@@ -215,9 +211,15 @@ async def _rescue_all(
         async with asyncio.timeout(_ORPHAN_PATIENCE_S):
             await worker.wait_for_previous_worker()
         done: list[Rescued] = []
+        writer = _RecordWriter(swaps, settings, backend, files)
         for one in found:
             rescued = await _rescue_one(swaps, backend, one)
             if rescued is not None:
+                if one.carrier is not None and await writer.write(one.carrier, rescued):
+                    sentence = (
+                        f"{rescued.sentence}; its record was lost and is written again: its next cell brings it back"
+                    )
+                    rescued = replace(rescued, outcome="saved", sentence=sentence)
                 done.append(rescued)
                 if ledger is not None and rescued.outcome != "running":
                     ledger.record(one.kernel.lease_id, wall_ms(), f"rescue.{rescued.outcome}", rescued.sentence)
@@ -286,6 +288,82 @@ async def _bring_back(swaps: Swaps, backend: Backend, one: _Found) -> tuple[str,
             return "no-room", sentence
         case ResumeOutcome.UNKNOWN:
             return "failed", sentence
+
+
+@dataclass(frozen=True, slots=True)
+class _RecordWriter:
+    """Writes the records of kernels of which there were none."""
+
+    swaps: Swaps
+    settings: Settings
+    backend: Backend
+    files: Path
+    written: set[str] = field(default_factory=set)
+
+    async def write(self, one: Carrier, rescued: Rescued) -> bool:
+        """Write the kernel's record; return whether it is one whose memory waits for room. Raises GPUError, OSError."""
+        command = command_of(one)
+        is_saved = rescued.outcome not in ("restored", "running")
+        if not (command.is_kernel or is_saved):
+            return False  # some program that a kernel left behind
+        host = await self.swaps.inspector.take()
+        kernel = Kernel(lease_id=one.lease_id, uid=one.uid, token_sha256="", identity=one.identity)
+        pids = {identity.pid for identity in self.swaps.inspector.tree(kernel, host)}
+        used_mib = sum(host.used_mib(pid) for pid in pids)
+        where = host.homes(pids) or (tuple(host.uses) if len(host.uses) == 1 else ())
+        specs = {spec.device_id: spec for spec in device_specs(self.settings, self.backend)}
+        pools = {pool.name: pool for pool in self.settings.pool_specs(list(specs.values()))}
+        own = next((pool for pool in pools.values() if where and where[0] in pool.devices), None)
+        pool = own or pools.get("default") or pools[min(pools)]
+        if is_saved or len(where) > 1:
+            milli, reserve_mib = 1000, max(spec.leasable_mib for spec in specs.values())
+        else:
+            whole_mib = min(specs[device_id].leasable_mib for device_id in pool.devices)
+            least_mib = used_mib or whole_mib * _DEFAULT_MILLI // 1000
+            milli = next((size for size in sorted(pool.fractions_milli) if whole_mib * size // 1000 >= least_mib), 1000)
+            reserve_mib = max(whole_mib * milli // 1000, used_mib)
+        state = LeaseState.SUSPENDED if is_saved else LeaseState.RESIDENT if used_mib else LeaseState.NO_CONTEXT
+        if state is LeaseState.NO_CONTEXT and one.lease_id in self.written:
+            return False  # of two processes that carry one lease, the one with memory counts, and then the older one
+        self.written.add(one.lease_id)
+        write_lease_file(
+            self.files,
+            LeaseRecord(
+                spec=LeaseSpec(
+                    lease_id=one.lease_id,
+                    pool=pool.name,
+                    owner=account_name(one.uid),
+                    uid=one.uid,
+                    fraction_milli=milli,
+                    reserve_mib=reserve_mib,
+                    request_mib=reserve_mib if pool.reserve_by is ReserveBy.USE else None,
+                    devices=max(1, len(where)),
+                    group=user_group(one.uid, pool),
+                    gated=command.gated,
+                    label=command.label,
+                ),
+                state=state,
+                generation=0,
+                device_id=where[0] if where else None,
+                saved_mib=0,  # unknown
+                uid=one.uid,
+                kernel_id=command.kernel_id,
+                token_sha256="",  # unknown: the broker learns it from the kernel's own process
+                boot_id=one.identity.boot_id,
+                pid=one.identity.pid,
+                start_time=one.identity.start_time,
+                connection=command.connection,
+                language="python" if command.ipykernel else "",
+                ipykernel=command.ipykernel,
+                created_ms=wall_ms(),
+                suspends=0,
+                resumes=0,
+                home_device_id=where[0] if where else None,
+                device_ids=where if len(where) > 1 else (),
+                home_device_ids=where if len(where) > 1 else (),
+            ),
+        )
+        return rescued.outcome == "no-room"
 
 
 def _safe_device(backend: Backend) -> str | None:

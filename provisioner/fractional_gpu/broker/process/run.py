@@ -26,7 +26,7 @@ from fractional_gpu.broker.api.server import PausingListener, Server, drain_clai
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import now_ms, wall_ms
 from fractional_gpu.broker.kernels.kernel import check_pools
-from fractional_gpu.broker.lanes import start_lanes
+from fractional_gpu.broker.lanes import ATTACHING, start_lanes
 from fractional_gpu.broker.monitoring.host_memory import HostBudget, OomProtection
 from fractional_gpu.broker.monitoring.sampler import Sampler
 from fractional_gpu.broker.monitoring.watchdog import Watchdog
@@ -42,7 +42,7 @@ from fractional_gpu.broker.persistence.ledger_writer import (
 from fractional_gpu.broker.process.driver_start import Backend, DriverStart
 from fractional_gpu.broker.process.repair import Repair
 from fractional_gpu.broker.process.restarting import make_socket_folder
-from fractional_gpu.broker.recovery.lost_leases import LostLeases
+from fractional_gpu.broker.recovery.lost_leases import lost_kernels, lost_sentence, take_records
 from fractional_gpu.broker.recovery.recovery import recover
 from fractional_gpu.broker.services.empty_devices import EmptyDevices
 from fractional_gpu.broker.services.revocation_notice import RevocationNotice
@@ -123,14 +123,14 @@ class _Parts:
     swaps: Swaps
     broker: Broker
     sampler: Sampler
-    lost: LostLeases
+    files: LeaseFiles
     service: LeaseService
     server: Server
     repair: Repair
 
     def has_leases(self) -> bool:
-        """Whether any lease or seat needs this broker, or the next one."""
-        return bool(self.broker.kernels or self.service.seats.live())
+        """Whether any lease or seat needs this broker, or the next one, or a kernel whose record was lost."""
+        return bool(self.broker.kernels or self.service.seats.live() or lost_sentence(self.broker.lost))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +199,9 @@ class BrokerRun:
         finally:
             leases_live = await self._shut_down(parts, metrics_server, tasks)
         log.info("stopped; %s", "leases live on" if leases_live else "no lease was left")
-        return End(leases_live=leases_live, is_repair=parts.repair.is_due, lost_folder=parts.repair.lost_folder)
+        # One that was told to end meanwhile ends: its ledger is written out, and the next broker makes the files.
+        is_repair = parts.repair.is_due and not self._stop.is_set()
+        return End(leases_live=leases_live, is_repair=is_repair, lost_folder=parts.repair.lost_folder)
 
     async def _make_parts(self, undo: AsyncExitStack) -> _Parts:
         """Make the parts of the broker, and restore the leases and seats that an earlier broker left. `undo` ends the worker."""
@@ -232,14 +234,21 @@ class BrokerRun:
         self._configure(broker)
 
         # Leases that live, whether the ledger knows them or not. A sample shows what they use before any request is answered.
-        lost = LostLeases(broker, swaps, ledger, files, socket=self._socket, everyone=self._everyone)
-        await recover(broker, swaps, ledger, await lost.find())
+        records = await asyncio.to_thread(take_records, files.folder, ledger)
+        for record in records:
+            log.warning("lease %s is not in the ledger: taken back from its second record", record.spec.lease_id[:8])
+        uid = None if self._everyone else os.getuid()
+        known = {record.spec.lease_id for record in records}
+        broker.lost = await ATTACHING.run(lost_kernels, uid, self._socket, ledger, known)
+        if sentence := lost_sentence(broker.lost):
+            log.warning("%s", sentence)
+        await recover(broker, swaps, ledger, records)
         broker.scans.kernels = broker.kernels
         await sampler.sample()
         await driver.try_checkpoint(broker, swaps)
 
         # The API.
-        service = LeaseService(broker, settings, refresh=sampler.refresh, lost=lost)
+        service = LeaseService(broker, settings, refresh=sampler.refresh)
         service.seats.recover(ledger)
         await service.audit.check()
         server = make_server(service, self._socket)
@@ -253,7 +262,7 @@ class BrokerRun:
             swaps=swaps,
             broker=broker,
             sampler=sampler,
-            lost=lost,
+            files=files,
             service=service,
             server=server,
             repair=repair,
@@ -271,8 +280,7 @@ class BrokerRun:
             parts.driver.run(broker, parts.swaps),
             OomProtection(broker, self._ledger.path.with_suffix(".oom.json")).run(),
             service.seats.run(),
-            parts.lost.files.run(),
-            parts.lost.run(),
+            parts.files.run(),
             AbandonedLeases(broker).run(),
             self._stop_when_unused(broker),
             self._prune_history(broker, service.audit),

@@ -16,6 +16,7 @@ from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.persistence.ledger_writer import devices_of
+from fractional_gpu.broker.recovery.lost_leases import lost_sentence
 from fractional_gpu.core.handlers.overrides import REVOKED
 from fractional_gpu.core.model import LeaseView
 from fractional_gpu.core.units import format_duration
@@ -211,7 +212,7 @@ def host_status(
             for kernel, view in broker.views()
             if is_shown(kernel, view, uid, seat, owner)
         ],
-        trouble=broker.writer.trouble or broker.writer.over_limit,
+        trouble=broker.writer.trouble or broker.writer.over_limit or lost_sentence(broker.lost),
         pools={name: list(pool.fractions_milli) for name, pool in sorted(broker.arbiter.pools().items())},
         goes_away_in_ms=_left_ms(broker.host_deadline_ms),
     )
