@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.client.http import claim_holder
-from fractional_gpu.protocol.errors import BrokerUnavailableError
+from fractional_gpu.gpu.simulated.store import Store
+from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
 from fractional_gpu.protocol.messages import LeaseRequest
 from tests.support.stopping import stop
 from tests.support.stories import CHECK, fill
@@ -133,6 +135,32 @@ def test_a_broker_without_leases_ends_with_its_folder_and_one_with_leases_after_
     with world.client() as client:
         client.release(lease_id)
     until(lambda: claim_holder(world.socket) is None, "it has ended after its lease")
+
+
+def test_a_broker_that_is_to_end_while_it_repairs_ends(world: World, server: Server) -> None:
+    """It waits for a swap before it executes itself again; the next broker has all that it wrote meanwhile."""
+    notebook = suspended(world, server, 1)
+    broker = pid_of(world)
+    store = Store(world.simulated_folder)
+    store.configure(restore_mib_s=8)
+    resume = threading.Thread(target=resume_quietly, args=(world, notebook))
+    resume.start()
+    until(lambda: world.lease(notebook.kernel_id).state == "resuming", "a swap begins")
+    log = (run(world) / "broker.log").open(encoding="utf-8")
+    world.ledger.unlink()
+    until(lambda: "executing itself again" in log.read(), "it repairs itself")
+    os.kill(broker, signal.SIGTERM)
+    until(lambda: claim_holder(world.socket) is None, "it has ended")
+    resume.join(60)
+    store.configure(restore_mib_s=0)
+    store.close()
+    log.close()
+    assert notebook.must(CHECK).text == "intact\n"
+
+
+def resume_quietly(world: World, notebook: Notebook) -> None:
+    with suppress(FractionalGPUError), world.client() as client:
+        client.resume(world.lease(notebook.kernel_id).lease_id)
 
 
 def test_a_broker_that_is_to_serve_for_ever_puts_its_folder_back(world: World) -> None:

@@ -19,7 +19,7 @@ examples:
   jupyter gpu rescue --json
 
 It takes the broker's place for a moment: if one serves, use `jupyter gpu resume --all` instead. Kernels that do not fit on their
-device now stay saved; shut others down and run it again.
+device now stay saved; shut others down and run it again. Kernels whose records were lost with the broker's files get new ones.
 
 Without a broker a cell still waits for one. Begin it with %%cpu to run it all the same, and save what you need from there.
 """
