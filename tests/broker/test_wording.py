@@ -38,7 +38,7 @@ ELSEWHERE = frozenset(
     {
         "audit-log",
         "does-not-end",
-        "driver",
+        "lost-lease",
         "no-device",
         "no-permission",
         "not-certain",

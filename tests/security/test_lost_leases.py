@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from fractional_gpu.broker.recovery.lost_leases import Carrier
 from fractional_gpu.host.process import identify
 from tests.broker.live import LiveBroker, attach_fields, live_broker
 
@@ -95,10 +94,7 @@ def kernels(live: LiveBroker) -> Iterator[list[Kernel]]:
 
 def lose(live: LiveBroker, *kernels: Kernel) -> None:
     """Have the broker know these kernels as those whose records were lost."""
-    live.broker.lost = {
-        one.lease_id: Carrier(lease_id=one.lease_id, uid=os.getuid(), identity=identify(one.process.pid))
-        for one in kernels
-    }
+    live.broker.lost = {one.lease_id: identify(one.process.pid) for one in kernels}
 
 
 def test_a_kernel_whose_record_was_lost_is_told_the_remedy_and_nobody_else_is(

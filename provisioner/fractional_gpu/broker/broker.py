@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import zmq.asyncio
 
@@ -78,9 +77,6 @@ from fractional_gpu.host import files
 from fractional_gpu.host.process import ProcessIdentity
 from fractional_gpu.protocol.messages import GateVerb
 
-if TYPE_CHECKING:
-    from fractional_gpu.broker.recovery.lost_leases import Carrier
-
 log = logging.getLogger(__name__)
 
 _TICKETS_MS = 1000
@@ -113,7 +109,7 @@ class Broker:
         self.deadlines = DeadlineClock.of(writer.ledger)
         self.metrics = Metrics(arbiter)
         self.kernels: dict[str, Kernel] = {}
-        self.lost: Mapping[str, Carrier] = {}  # living kernels, by a lease of which there is no record
+        self.lost: Mapping[str, ProcessIdentity] = {}  # living kernels, by a lease of which there is no record
         self.metering = Metering(arbiter, writer, self.kernels)
         self.habits = ShareHabits(arbiter, writer, self.kernels)
         self.turns = Turns(arbiter, writer)

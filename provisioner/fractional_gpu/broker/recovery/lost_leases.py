@@ -160,21 +160,21 @@ def _connection(path: str, uid: int, pid: int) -> str:
     return json.dumps(connection)
 
 
-def lost_kernels(uid: int | None, socket: str, ledger: Ledger, known: Collection[str]) -> dict[str, Carrier]:
+def lost_kernels(uid: int | None, socket: str, ledger: Ledger, known: Collection[str]) -> dict[str, ProcessIdentity]:
     """Return the living kernels of the broker on this socket that neither the ledger nor a record (`known`) knows, by lease.
 
     Blocks. Raises OSError, LedgerError.
     """
     return {
-        one.lease_id: one
+        one.lease_id: one.identity
         for one in carriers(uid, socket)
         if one.lease_id not in known and not ledger.has_lease(one.lease_id) and command_of(one).is_kernel
     }
 
 
-def lost_sentence(lost: Mapping[str, Carrier]) -> str:
+def lost_sentence(lost: Mapping[str, ProcessIdentity]) -> str:
     """Return what status says about those that live still, "" if there is none; a sentence without its full stop."""
-    pids = sorted(one.identity.pid for one in lost.values() if is_alive(one.identity))
+    pids = sorted(identity.pid for identity in lost.values() if is_alive(identity))
     if not pids:
         return ""
     return (
