@@ -39,7 +39,6 @@ ALLOWED = {
     "provisioner/fractional_gpu/broker/kernels/ending.py": "the time of an eviction, in a sentence",
     "provisioner/fractional_gpu/broker/persistence/ledger_writer.py": "dates of points",
     "provisioner/fractional_gpu/broker/kernels/iopub.py": "the date in a message's header, which nothing reads",
-    "provisioner/fractional_gpu/broker/recovery/lost_leases.py": "the date of a lease that is taken back",
     "provisioner/fractional_gpu/broker/seats/draws.py": "on which day use is booked, for reports",
     "provisioner/fractional_gpu/broker/swap/operations.py": "dates of operations",
     "provisioner/fractional_gpu/broker/recovery/recovery.py": "dates of what is written",
