@@ -4,11 +4,13 @@ Where no price is set, GPU hours take the place of amounts: one is a whole GPU f
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from html import escape
 
 from fractional_gpu.core.metering.usage import HOUR_MS, SHARE_HOUR, Usage
 from fractional_gpu.protocol.accounts import Cost, UsageEntry
 from fractional_gpu_kernel.display.lines import Bundle
-from fractional_gpu_kernel.display.views import box, escape, table
+from fractional_gpu_kernel.display.views import box, table
 
 _PERIODS = ("this kernel", "today", "this month")
 _MJ_PER_WH = 3_600_000
@@ -30,15 +32,14 @@ class CostView:
         """Return the table's rows: a name, and a figure for each period."""
         rows: list[tuple[str, Callable[[Sequence[UsageEntry]], str]]] = []
         if self._priced:
-            rows = [
-                ("cost", lambda entries: self._amounts(entries, lambda one: one.charge_milli)),
-                ("as whole GPUs", lambda entries: self._amounts(entries, lambda one: one.whole_milli)),
-                (
-                    "saved by suspending",
-                    lambda entries: self._amounts(entries, lambda one: one.resident_milli - one.charge_milli),
-                ),
-            ]
-        rows.append(("GPU hours charged" if self._priced else "GPU hours", lambda entries: _hours(entries, _charged)))
+            money = {
+                "cost": lambda one: one.charge_milli,
+                "as whole GPUs": lambda one: one.whole_milli,
+                "saved by suspending": lambda one: one.resident_milli - one.charge_milli,
+            }
+            rows = [(name, partial(self._amounts, figure)) for name, figure in money.items()]
+        charged = "GPU hours charged" if self._priced else "GPU hours"
+        rows.append((charged, lambda entries: _hours(entries, lambda one: one.charged_share)))
         rows.append(("GPU hours busy", lambda entries: _hours(entries, lambda one: one.busy_share)))
         if not self._priced:
             rows.append(("GPU hours suspended", lambda entries: _hours(entries, lambda one: one.suspended_share)))
@@ -87,15 +88,11 @@ class CostView:
         html = box(title, table(rows, ("", *_PERIODS)), note=" ".join(self.sentences()))
         return {"text/plain": repr(self), "text/html": html}
 
-    def _amounts(self, entries: Sequence[UsageEntry], figure: Callable[[Usage], int]) -> str:
+    def _amounts(self, figure: Callable[[Usage], int], entries: Sequence[UsageEntry]) -> str:
         """Return the amount in each currency; what was used without a price has none."""
         sums = {entry.currency: figure(entry.usage) for entry in entries if entry.currency}
         sums = sums or {self._cost.currency: 0}
         return " + ".join(f"{_amount(milli)} {currency}".rstrip() for currency, milli in sorted(sums.items()))
-
-
-def _charged(usage: Usage) -> int:
-    return usage.charged_share
 
 
 def _sum(entries: Sequence[UsageEntry], figure: Callable[[Usage], int]) -> int:

@@ -1,16 +1,15 @@
 """Displays of `%gpu`'s commands: this kernel, the machine, the story. Each as HTML and as plain text with the same content."""
 
-import html
 import time
 from collections.abc import Iterable, Sequence
 from datetime import datetime
+from html import escape
 
 from fractional_gpu.core.units import format_duration, format_forecast, format_fraction, format_memory, format_rough
 from fractional_gpu.protocol.messages import DeviceStatus, HostStatus, LeaseStatus, Neighbour, Story
 from fractional_gpu.protocol.names import device_deadline, host_deadline, lease_deadline, state_meaning, state_words
 from fractional_gpu_kernel.display.lines import Bundle
 
-# -- html --------------------------------------------------------------------------------------------------------------
 # Small pieces of HTML that are readable in light and dark themes.
 #
 # Colours are JupyterLab's CSS variables with a fallback that holds on both backgrounds, for notebooks that other programs show. What
@@ -25,10 +24,6 @@ FREE = "var(--jp-border-color2,rgba(127,127,127,.35))"
 _TEXT = "color:var(--jp-content-font-color1,inherit)"
 _MUTED = "opacity:.75"
 _CELL = "text-align:left;padding:2px 12px 2px 0;border:none;background:none;vertical-align:top;white-space:normal"
-
-
-def escape(text: str) -> str:
-    return html.escape(text)
 
 
 def box(title: str, *parts: str, note: str = "") -> str:
@@ -81,9 +76,6 @@ def text_bar(parts: Iterable[tuple[int, str]], whole: int, width: int = 20) -> s
     return f"[{signs:-<{width}}]"
 
 
-# -- views -------------------------------------------------------------------------------------------------------------
-
-
 _WHOLE = 1000  # a device, thousandths
 _HOLDING = frozenset({"resident", "suspending", "resuming", "quarantined"})
 
@@ -102,10 +94,14 @@ class StatusView:
 
     def rows(self) -> list[tuple[str, str]]:
         status = self._status
+        each = f" on each of {len(status.device_ids)} devices" if len(status.device_ids) > 1 else ""
+        share = (
+            f"{format_fraction(status.fraction_milli)} GPU, {format_memory(status.reserve_mib)} of device memory{each}"
+        )
         rows = [
-            ("share", _share(status)),
+            ("share", f"{share}, pool {status.pool}"),
             ("state", f"{state_meaning(status.state)} (for {format_duration(status.age_ms)})"),
-            ("device", _device(status)),
+            ("device", (status.device_name or "none yet") + (" (simulated)" if status.simulated else "")),
             ("memory", f"{format_memory(status.used_mib)} of {format_memory(status.reserve_mib)} used"),
         ]
         if deadline := lease_deadline(status):
@@ -122,11 +118,8 @@ class StatusView:
         if status.pinned_ms:
             rows.append(("pinned", f"for {format_rough(status.pinned_ms)} more; %gpu unpin ends it"))
         if status.suspends or status.resumes:
-            rows.append(("so far", f"suspended {_times(status.suspends)}, resumed {_times(status.resumes)}"))
-        return [*rows, *self._remarks()]
-
-    def _remarks(self) -> list[tuple[str, str]]:
-        status, rows = self._status, []
+            times = ["once" if count == 1 else f"{count} times" for count in (status.suspends, status.resumes)]
+            rows.append(("so far", f"suspended {times[0]}, resumed {times[1]}"))
         if status.neighbours:
             rows.append(("beside", "; ".join(_neighbour(each) for each in status.neighbours)))
         if status.slowdown:
@@ -152,7 +145,9 @@ class StatusView:
             if name == "memory":
                 shown = f"{bar([(status.used_mib, USED)], status.reserve_mib, text)} {shown}"
             cells.append((escape(name), shown))
-        return {"text/plain": repr(self), "text/html": box(_title(status), table(cells))}
+        simulated = " on a simulated GPU" if status.simulated else ""
+        title = f"{format_fraction(status.fraction_milli)} GPU{simulated}: {state_words(status.state)}"
+        return {"text/plain": repr(self), "text/html": box(title, table(cells))}
 
 
 class TopView:
@@ -164,15 +159,15 @@ class TopView:
 
     def tenants(self, device: DeviceStatus) -> list[tuple[str, str, str]]:
         """Return (share, who, what) of a device, the others as one sum last."""
-        mine = [lease for lease in self._host.leases if lease.state in _HOLDING and device.device_id in _devices(lease)]
-        rows = [
-            (
-                f"{format_fraction(lease.fraction_milli)} GPU, {format_memory(lease.reserved_mib)}",
-                self._name(lease),
-                self._doing(lease),
-            )
-            for lease in mine
+        mine = [
+            lease
+            for lease in self._host.leases
+            if lease.state in _HOLDING and device.device_id in (lease.device_ids or [lease.device_id])
         ]
+        rows = []
+        for lease in mine:
+            share = f"{format_fraction(lease.fraction_milli)} GPU, {format_memory(lease.reserved_mib)}"
+            rows.append((share, self._name(lease), self._doing(lease)))
         others_mib = device.reserved_mib - sum(lease.reserved_mib for lease in mine)
         if others_mib > 0:
             rows.append((format_memory(others_mib), "others", "reserved for kernels of other users"))
@@ -224,22 +219,28 @@ class TopView:
         return [] if left_ms is None else [f"This machine is revoked: {host_deadline(left_ms)}."]
 
     def _heading(self, device: DeviceStatus) -> str:
-        marks = [
-            name
-            for name, is_so in (
-                ("simulated", self._host.simulated),
-                (device_deadline(device) or "draining", device.draining),
-                ("lost", device.lost),
-                ("over-committed", device.over_committed),
-            )
-            if is_so
-        ]
+        marks = ["simulated"] if self._host.simulated else []
+        marks += [device_deadline(device) or "draining"] if device.draining else []
+        marks += ["lost"] if device.lost else []
+        marks += ["over-committed"] if device.over_committed else []
         marked = f" ({', '.join(marks)})" if marks else ""
         pool = f", pool {device.pool}" if device.pool else ""
         return f"GPU {device.index}: {device.name}{marked}{pool}"
 
     def _doing(self, lease: LeaseStatus) -> str:
-        return _doing(lease, is_own=lease.lease_id == self._own)
+        words = [state_words(lease.state)]
+        if lease.working:
+            words.append("works in the background")
+        elif lease.busy and lease.lease_id != self._own:  # this kernel is busy with this very command
+            words.append("runs a cell")
+        if lease.position is not None:
+            words.append(f"waits at place {lease.position}" + _expected(lease))
+        if lease.pinned_ms:
+            words.append(f"pinned for {format_rough(lease.pinned_ms)}")
+        if lease.goes_away_in_ms is not None:
+            saved = "cannot be saved" if lease.lost_because else "saved"
+            words.append(f"{saved} before its GPU goes away")
+        return ", ".join(words)
 
     def _name(self, lease: LeaseStatus) -> str:
         return "this kernel" if lease.lease_id == self._own else lease.label or f"your kernel {lease.lease_id[:8]}"
@@ -282,42 +283,6 @@ class StoryView:
         return " ".join(filter(None, [omitted, slowed]))
 
 
-def _title(status: LeaseStatus) -> str:
-    simulated = " on a simulated GPU" if status.simulated else ""
-    return f"{format_fraction(status.fraction_milli)} GPU{simulated}: {state_words(status.state)}"
-
-
-def _share(status: LeaseStatus) -> str:
-    each = f" on each of {len(status.device_ids)} devices" if len(status.device_ids) > 1 else ""
-    memory = f"{format_memory(status.reserve_mib)} of device memory{each}"
-    return f"{format_fraction(status.fraction_milli)} GPU, {memory}, pool {status.pool}"
-
-
-def _device(status: LeaseStatus) -> str:
-    return (status.device_name or "none yet") + (" (simulated)" if status.simulated else "")
-
-
-def _devices(lease: LeaseStatus) -> Sequence[str]:
-    return lease.device_ids or ([lease.device_id] if lease.device_id else [])
-
-
-def _doing(lease: LeaseStatus, *, is_own: bool) -> str:
-    words = [state_words(lease.state)]
-    if lease.working:
-        words.append("works in the background")
-    elif lease.busy and not is_own:  # this kernel is busy with this very command
-        words.append("runs a cell")
-    if lease.position is not None:
-        words.append(f"waits at place {lease.position}" + _expected(lease))
-    if lease.pinned_ms:
-        words.append(f"pinned for {format_rough(lease.pinned_ms)}")
-    if lease.goes_away_in_ms is not None:
-        words.append(
-            "cannot be saved before its GPU goes away" if lease.lost_because else "saved before its GPU goes away"
-        )
-    return ", ".join(words)
-
-
 def _neighbour(neighbour: Neighbour) -> str:
     name = f" “{neighbour.label}” (yours)" if neighbour.label else ""
     doing = "runs a cell" if neighbour.busy else state_words(neighbour.state)
@@ -330,10 +295,6 @@ def _expected(status: LeaseStatus) -> str:
     if status.expected_ms is None:
         return ""
     return f"; {format_forecast(status.expected_ms, status.low_ms, status.high_ms, more=True)}"
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
 
 
 def _sums(device: DeviceStatus) -> str:

@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 from fractional_gpu.core.units import (
@@ -22,9 +21,6 @@ from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.messages import HostStatus
 from fractional_gpu_kernel.memory.limits import DEVICE
 from fractional_gpu_kernel.settings import Settings
-
-_BURST_NAME = "%%gpu"
-
 
 ALWAYS = "always"
 FRACTIONS = ("1/8", "1/4", "1/2", "3/4", "1")
@@ -185,6 +181,20 @@ class HelpRequested(Exception):  # noqa: N818 - not an error
 class _Parser(argparse.ArgumentParser):
     """Raises instead of leaving the kernel."""
 
+    def __init__(self, prog: str, command: Command) -> None:
+        text = f"{command.summary[:1].upper()}{command.summary[1:]}. {command.details}".strip()
+        super().__init__(prog=prog, description=text, allow_abbrev=False)
+        for argument in command.arguments:
+            text = argument.help.replace("%", "%%")
+            if argument.is_flag:
+                self.add_argument(argument.name, action="store_true", help=text)
+            elif argument.is_option:
+                action = "append" if argument.repeatable else "store"
+                self.add_argument(argument.name, metavar=argument.metavar, help=text, action=action)
+            else:
+                count = None if argument.required else "?"
+                self.add_argument(argument.name, metavar=argument.metavar, nargs=count, help=text)
+
     def error(self, message: str) -> NoReturn:
         raise ArgumentsError(f"{self.prog}: {message}; {' '.join(self.format_usage().split())}")
 
@@ -194,48 +204,45 @@ class _Parser(argparse.ArgumentParser):
 
 def parse(line: str) -> argparse.Namespace:
     """Return the command (`name`) and its arguments. Raises ArgumentsError or HelpRequested."""
-    words = _words("%gpu", line)
-    name = words[0] if words else "status"
+    name, *words = _words("%gpu", line) or ["status"]
     if name in ("-h", "--help"):
         raise HelpRequested(overview())
     if name == MEASURE.name:  # the cell magic without a cell
-        _measure_parser().parse_args(words[1:])
+        _Parser(MEASURE_NAME, MEASURE).parse_args(words)
         raise ArgumentsError(
             "%gpu measure needs a cell: write %%gpu measure as the first line of the cell to be measured"
         )
-    if name not in COMMANDS:
-        raise ArgumentsError(_unknown(name))
-    found = _parser(f"%gpu {name}", COMMANDS[name]).parse_args(words[1:])
+    found = _Parser(f"%gpu {name}", _command(name)).parse_args(words)
     if name == "help" and found.command == MEASURE.name:
-        _measure_parser().print_help()
+        _Parser(MEASURE_NAME, MEASURE).print_help()
     if name == "help" and found.command:
-        if found.command not in COMMANDS:
-            raise ArgumentsError(_unknown(found.command))
-        raise HelpRequested(_parser(f"%gpu {found.command}", COMMANDS[found.command]).format_help().rstrip())
+        _Parser(f"%gpu {found.command}", _command(found.command)).print_help()
     found.name = name
     return found
 
 
 def parse_burst(line: str) -> argparse.Namespace:
     """Return `fraction` and `memory` of a `%%gpu` line. Raises ArgumentsError or HelpRequested."""
-    words = _words(_BURST_NAME, line)
+    words = _words("%%gpu", line)
     if words and words[0] in COMMANDS:
         raise ArgumentsError(f"%%gpu takes a share for one cell, as %%gpu 1; for the command write %gpu {words[0]}")
-    return _parser(_BURST_NAME, BURST).parse_args(words)
+    return _Parser("%%gpu", BURST).parse_args(words)
 
 
 def parse_measure(line: str) -> argparse.Namespace:
     """Return the options of a `%%gpu measure` line. Raises ArgumentsError or HelpRequested."""
-    return _measure_parser().parse_args(_words(MEASURE_NAME, line)[1:])
-
-
-def _measure_parser() -> _Parser:
-    return _parser(MEASURE_NAME, MEASURE)
+    return _Parser(MEASURE_NAME, MEASURE).parse_args(_words(MEASURE_NAME, line)[1:])
 
 
 def size(prog: str, fraction: str | None, memory: str | None) -> tuple[int | None, int | None]:
     """Return milli-GPU and MiB, None for what is not given. Raises ArgumentsError."""
-    return _read(prog, parse_fraction_milli, fraction), _read(prog, parse_memory_mib, memory)
+    try:
+        return (
+            None if fraction is None else parse_fraction_milli(fraction),
+            None if memory is None else parse_memory_mib(memory),
+        )
+    except ValueError as error:
+        raise ArgumentsError(f"{prog}: {error}") from None
 
 
 def duration_ms(prog: str, text: str, *, also: str = "") -> int:
@@ -252,25 +259,14 @@ def duration_ms(prog: str, text: str, *, also: str = "") -> int:
     return read_ms
 
 
-def _read(prog: str, parser: Callable[[str], int], text: str | None) -> int | None:
-    try:
-        return None if text is None else parser(text)
-    except ValueError as error:
-        raise ArgumentsError(f"{prog}: {error}") from None
-
-
 def overview() -> str:
-    width = max(len(_signature(command)) for command in COMMANDS.values())
-    lines = [f"%gpu {_signature(command):<{width}}  {command.summary}" for command in COMMANDS.values()]
+    """Return the list of everything there is."""
+    rows = [(f"%gpu {_signature(command)}", command.summary) for command in COMMANDS.values()]
+    width = max(len(words) for words, _ in rows)
+    rows += [("%%gpu FRACTION", BURST.summary), (f"{MEASURE_NAME} [OPTIONS]", MEASURE.summary)]
+    rows.append(("%%cpu", "run this cell without waiting for the GPU (it must not use it)"))
     return "\n".join(
-        [
-            *lines,
-            f"{'%%gpu FRACTION':<{width + 5}}  {BURST.summary}",
-            f"{MEASURE_NAME + ' [OPTIONS]':<{width + 5}}  {MEASURE.summary}",
-            f"{'%%cpu':<{width + 5}}  run this cell without waiting for the GPU (it must not use it)",
-            "",
-            "%gpu COMMAND --help says more about one.",
-        ]
+        [*(f"{words:<{width}}  {summary}" for words, summary in rows), "", "%gpu COMMAND --help says more about one."]
     )
 
 
@@ -282,25 +278,6 @@ def _signature(command: Command) -> str:
     return " ".join(words)
 
 
-def _parser(prog: str, command: Command) -> _Parser:
-    parser = _Parser(
-        prog=prog,
-        description=f"{command.summary[:1].upper()}{command.summary[1:]}. {command.details}".strip(),
-        allow_abbrev=False,
-    )
-    for argument in command.arguments:
-        text = argument.help.replace("%", "%%")
-        if argument.is_flag:
-            parser.add_argument(argument.name, action="store_true", help=text)
-        elif argument.is_option:
-            action = "append" if argument.repeatable else "store"
-            parser.add_argument(argument.name, metavar=argument.metavar, help=text, action=action)
-        else:
-            count = None if argument.required else "?"
-            parser.add_argument(argument.name, metavar=argument.metavar, nargs=count, help=text)
-    return parser
-
-
 def _words(prog: str, line: str) -> list[str]:
     try:
         return shlex.split(line)
@@ -308,19 +285,18 @@ def _words(prog: str, line: str) -> list[str]:
         raise ArgumentsError(f"{prog}: {line[:100]!r} cannot be split into words: {error}") from None
 
 
-def _unknown(name: str) -> str:
+def _command(name: str) -> Command:
+    if name in COMMANDS:
+        return COMMANDS[name]
     import difflib  # noqa: PLC0415 - for slips only
 
     close = difflib.get_close_matches(name, COMMANDS, 1)
     hint = f" Did you mean %gpu {close[0]}?" if close else ""
-    return f"%gpu {name[:50]} is not known; allowed: {', '.join(COMMANDS)}.{hint}"
+    raise ArgumentsError(f"%gpu {name[:50]} is not known; allowed: {', '.join(COMMANDS)}.{hint}")
 
 
-# -- completion --------------------------------------------------------------------------------------------------------
-# Completion of `%gpu` and `%%gpu`: commands, options and values, from the table of commands.
-#
-# Values that only the broker knows (the fractions and the pools on offer) are read once a minute at most, with a short timeout: a
-# completion that blocks is worse than one with the usual proposals.
+# Completion of `%gpu` and `%%gpu`. Values that only the broker knows (the fractions and the pools on offer) are read once a minute at most,
+# with a short timeout: a completion that blocks is worse than one with the usual proposals.
 
 
 _LINE = re.compile(r"\s*(%%?)gpu\s(.*)", re.DOTALL)
@@ -329,11 +305,15 @@ _KEEP_S = 60.0
 
 
 class Completions(NamedTuple):
+    """What is proposed for the `fragment` before the cursor."""
+
     fragment: str
     texts: list[str]
 
 
 class Completer:
+    """Proposes for one kernel."""
+
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._host: HostStatus | None = None
@@ -347,17 +327,14 @@ class Completer:
         *words, fragment = match[2].split(" ")
         words = [word for word in words if word]
         if match[1] == "%%" and words[:1] == [MEASURE.name]:
-            command = MEASURE
-            words = words[1:]
+            proposed = self._proposals(MEASURE, words[1:], fragment)
         elif match[1] == "%%":
-            command = BURST
-        elif not words:
-            return Completions(fragment, [name for name in COMMANDS if name.startswith(fragment)])
+            proposed = self._proposals(BURST, words, fragment)
+        elif words:
+            proposed = self._proposals(COMMANDS.get(words[0], Command("", "")), words[1:], fragment)
         else:
-            command = COMMANDS.get(words.pop(0), Command("", ""))
-        return Completions(
-            fragment, [text for text in self._proposals(command, words, fragment) if text.startswith(fragment)]
-        )
+            proposed = list(COMMANDS)
+        return Completions(fragment, [text for text in proposed if text.startswith(fragment)])
 
     def _proposals(self, command: Command, words: list[str], fragment: str) -> list[str]:
         options = {argument.name: argument for argument in command.arguments if argument.is_option}
@@ -366,35 +343,30 @@ class Completer:
         names = [name for name, option in options.items() if option.repeatable or name not in words]
         if fragment.startswith("-"):
             return [*names, "--help"]
-        given = _positionals(words, options)
+        given, value_follows = 0, False  # words that are neither options nor values of options
+        for word in words:
+            given += not (value_follows or word.startswith("-"))
+            value_follows = not value_follows and word in options and not options[word].is_flag
         places = [argument for argument in command.arguments if not argument.is_option]
         values = self._values(places[given]) if given < len(places) else []
         return [*values, *([MEASURE.name] if command is BURST and not words else []), *names]
 
     def _values(self, argument: Argument) -> list[str]:
-        match argument.kind:
-            case "command":
-                return [*COMMANDS, MEASURE.name]
-            case "fraction":
-                return self._fractions()
-            case "memory":
-                return _sizes()
-            case "pool":
-                return self._pools()
-        return list(argument.values)
-
-    def _fractions(self) -> list[str]:
+        if argument.kind == "command":
+            return [*COMMANDS, MEASURE.name]
+        if argument.kind == "memory":  # shares of the device's memory, whose size came with the last grant
+            device = os.environ.get(DEVICE, "")
+            device_mib = int(device) if device.isascii() and device.isdigit() else 81920
+            return [format_memory(device_mib // part).replace(" ", "") for part in (8, 4, 2, 1)]
+        if argument.kind not in ("fraction", "pool"):
+            return list(argument.values)
         host = self._status()
-        pool = self._own_pool(host)
+        leases = host.leases if host is not None else []
+        pool = next((lease.pool for lease in leases if lease.lease_id == self._settings.lease_id), "")
+        if argument.kind == "pool":
+            return [pool] if pool else []
         milli = host.pools.get(pool, []) if host is not None else []
         return [format_fraction(each) for each in milli] or list(FRACTIONS)
-
-    def _pools(self) -> list[str]:
-        return [name for name in [self._own_pool(self._status())] if name]
-
-    def _own_pool(self, host: HostStatus | None) -> str:
-        leases = host.leases if host is not None else []
-        return next((lease.pool for lease in leases if lease.lease_id == self._settings.lease_id), "")
 
     def _status(self) -> HostStatus | None:
         now_s = time.monotonic()
@@ -406,24 +378,3 @@ class Completer:
             except FractionalGPUError:
                 self._host = None
         return self._host
-
-
-def _positionals(words: list[str], options: dict[str, Argument]) -> int:
-    """Return how many of the words are no options and no option's values."""
-    count = 0
-    value_follows = False
-    for word in words:
-        if value_follows:
-            value_follows = False
-        elif word.startswith("-"):
-            value_follows = word in options and not options[word].is_flag
-        else:
-            count += 1
-    return count
-
-
-def _sizes() -> list[str]:
-    """Return shares of the device's memory, whose size came with the last grant."""
-    device = os.environ.get(DEVICE, "")
-    device_mib = int(device) if device.isascii() and device.isdigit() else 81920
-    return [format_memory(device_mib // part).replace(" ", "") for part in (8, 4, 2, 1)]

@@ -17,7 +17,7 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from zmq.utils import z85
 
@@ -32,11 +32,8 @@ _DIGESTS: Final = ("sha256", "sha512")
 _WRITABLE: Final = stat.S_IWGRP | stat.S_IWOTH
 
 
-_COMMAND: Final = {"kind": COMMAND}
-
-
 def command_connection(*, served: bool) -> str:
-    return json.dumps({**_COMMAND, "served": served})
+    return json.dumps({"kind": COMMAND, "served": served})
 
 
 def is_command(connection: str) -> tuple[bool, bool]:
@@ -110,30 +107,26 @@ def check_endpoints(connection: Connection, uid: int, pid: int) -> None:
 
 
 def _check_folder(folder: Path, uid: int) -> None:
-    advice = (
-        "; start the kernel with its `ip` in a folder that its user alone can write, such as Jupyter's runtime folder"
-    )
+    why = ""
     try:
         # What the path leads to now. If another user than the owner and root could lead it elsewhere, it is refused below.
         real = Path(os.path.realpath(folder, strict=True))
-        statuses = [(one, one.stat()) for one in (real, *real.parents)]
+        own = real.stat()
+        if not stat.S_ISDIR(own.st_mode) or own.st_uid != uid:
+            why = f"is not a folder of its user (uid {uid})"
+        elif own.st_mode & _WRITABLE:
+            why = f"may be written by others (mode {stat.S_IMODE(own.st_mode):04o})"
+        for one in real.parents:
+            status = one.stat()
+            if status.st_uid not in {uid, 0} or (status.st_mode & _WRITABLE and not status.st_mode & stat.S_ISVTX):
+                why = why or f"may be exchanged by others, who may write to {one}"
     except OSError as error:
+        why = f"cannot be used: {error.strerror}"
+    if why:
         raise ValueError(
-            f"the folder of the kernel's sockets, {folder}, cannot be used: {error.strerror}{advice}"
-        ) from None
-    own, above = statuses[0][1], statuses[1:]
-    if not stat.S_ISDIR(own.st_mode) or own.st_uid != uid:
-        raise ValueError(
-            f"{folder}, the place of the kernel's sockets, is not a folder of its user (uid {uid}){advice}"
+            f"the folder of the kernel's sockets, {folder}, {why}; start the kernel with its `ip` in a folder that its user alone can "
+            "write, such as Jupyter's runtime folder"
         )
-    if own.st_mode & _WRITABLE:
-        mode = f"{stat.S_IMODE(own.st_mode):04o}"
-        raise ValueError(f"others may write to the folder of the kernel's sockets, {folder} (mode {mode}){advice}")
-    for one, status in above:
-        if status.st_uid not in {uid, 0} or (status.st_mode & _WRITABLE and not status.st_mode & stat.S_ISVTX):
-            raise ValueError(
-                f"others may exchange the folder of the kernel's sockets, {folder}, since they may write to {one}{advice}"
-            )
 
 
 def _check_mounts(folder: Path, pid: int) -> None:
@@ -197,7 +190,6 @@ def _endpoint(transport: str, ip: str, info: dict[str, Any], field: str) -> str:
     return f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}"
 
 
-# -- gate --------------------------------------------------------------------------------------------------------------
 # The broker's end of the line to one kernel's extension: commands go down a stream, answers come back as requests.
 #
 # The broker must know whether Python still runs in the kernel. It writes a keep-alive, and sees a moment later whether the stream was
@@ -205,20 +197,11 @@ def _endpoint(transport: str, ip: str, info: dict[str, Any], field: str) -> str:
 # few seconds, the pulse, shows the same.
 
 
-OPEN_LINE_S: Final = (
-    3 * PULSE_S
-)  # from one keep-alive to the next while the gate is open: no decision depends on it then
+# From one keep-alive to the next while the gate is open: no decision depends on it then.
+OPEN_LINE_S: Final = 3 * PULSE_S
 _RESERVED: Final = re.compile(r"\breserved_mib=(\d{1,9})\b", re.ASCII)
 _MOST_INPUTS = 64
 _QUEUE = 64  # commands that the extension has not read; when it is full, the line is given up
-
-
-class Stream(Protocol):
-    def keep_alive(self) -> bool:
-        """Write an empty command, without waiting; return False if another write is under way."""
-
-    def is_read(self) -> bool | None:
-        """Whether the extension has read everything that was written; None: unknown here."""
 
 
 class GateLink:
@@ -231,10 +214,8 @@ class GateLink:
         self.closed = False
         self.mute = False  # the last command got no answer in time, and nothing came from the extension since
         self.detail = ""  # of the last answer
-        self.reserved_mib: int | None = (
-            None  # what frameworks held when the last command was answered, if the answer says so
-        )
-        self.stream: Stream | None = None  # once it carries anything
+        self.reserved_mib: int | None = None  # what frameworks held at the last answer, if that says so
+        self.stream: Any = None  # once it carries anything: the route, which has `keep_alive` and `is_read`
         self._line_s = now_s  # when the last keep-alive was written, or last seen unread
         self._on_its_way = False  # that keep-alive has not been seen to be read
         self._numbers = itertools.count(1)

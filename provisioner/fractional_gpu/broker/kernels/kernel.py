@@ -66,9 +66,7 @@ class CheckpointState:
     """What is known of the kernel's checkpoints. Changed by the swap, and by the broker when the lease comes to a device."""
 
     homes: tuple[str, ...] = ()  # the devices on which its processes last had their memory: what a checkpoint is of
-    sizes: Mapping[ProcessIdentity, int] = field(
-        default_factory=dict
-    )  # MiB that this broker's last suspend was to save
+    sizes: Mapping[ProcessIdentity, int] = field(default_factory=dict)  # MiB that the last suspend was to save
     needs_driver: bool = False  # found in the middle of a swap, or saved, while the driver could not be asked
 
     @property
@@ -178,9 +176,7 @@ class Kernel:
     notices: list[str] = field(default_factory=list)  # to be shown by the next extension that connects
     budget: str = ""  # that most of a budget it counts for is spent, or all, a sentence
     budget_used_up: bool = False
-    budget_told: object = (
-        None  # which budget its notebook was last told of, in which window, and whether it was used up
-    )
+    budget_told: object = None  # which budget its notebook was told of, in which window, and whether it was used up
     unsaveable: str = ""  # why its process cannot be checkpointed, as its extension knows, a sentence
     unheard: str = ""  # why the broker cannot listen to its messages, a sentence; empty: it can
     stopped: str = ""  # that its process is stopped, and what to do, a sentence; empty: it runs
@@ -192,14 +188,10 @@ class Kernel:
     requests: PendingRequests = field(default_factory=PendingRequests)
     cell: CellState = field(default_factory=CellState)
     gpu_work: GpuWork = field(default_factory=GpuWork)
-    runner_gone: bool = (
-        False  # of a command: its runner has ended, and no process would say any more that it needs the GPU
-    )
+    runner_gone: bool = False  # of a command: no process would say any more that it needs the GPU
     _pidfd: int | None = None
     _runner_pidfd: int | None = None
     _change: asyncio.Event = field(default_factory=asyncio.Event)
-
-    # -- changes -------------------------------------------------------------------------------------------------------------
 
     def change(self) -> asyncio.Event:
         """Return the event of the next change. Take it before looking at the state, then wait for it: no change is missed."""
@@ -215,8 +207,6 @@ class Kernel:
             async with asyncio.timeout(patience_s):
                 while self.gated and self.link is None:
                     await self.change().wait()
-
-    # -- its process ---------------------------------------------------------------------------------------------------------
 
     def watch_process(self, identity: ProcessIdentity, exited: Callable[[], None]) -> None:
         """Hold the process's pidfd and call `exited` on the loop when it ends. Raises ProcessLookupError if it has ended already."""
@@ -269,8 +259,6 @@ class Kernel:
         self.cell.executing_since_s, self.cell.ticket_by_broker = None, False
         self.gpu_work.clear()
 
-    # -- the gate's line -----------------------------------------------------------------------------------------------------
-
     def connect_gate(self, now_s: float, inputs: Iterable[str]) -> GateLink:
         """Return a new line to the kernel's extension, which replaces an older one. `inputs`: the requests that wait for input."""
         if self.link is not None:
@@ -286,8 +274,6 @@ class Kernel:
             return False
         self.link = None
         return True
-
-    # -- whether it is busy --------------------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
@@ -335,16 +321,14 @@ class Kernel:
         return self.iopub.is_certain and self.iopub.handled <= idle
 
 
-# -- sharing -----------------------------------------------------------------------------------------------------------
 # What a pool's way of sharing puts into its kernels' environment, and what it needs of the machine.
 #
 # - `time-slice`: the kernel is no client of a control daemon of MPS that the host may run: its clients cannot be checkpointed.
 # - `mps`: the thread percentage is the fraction (a cap on multiprocessors, not a reservation), and the pinned memory limit is the memory
-#   cap, by the UUID of each device that the kernel sees: a number that it does not see would lift all limits. The administrator runs the
-#   control daemon.
+#   cap, by the UUID of each device that the kernel sees: a number that it does not see would lift all limits.
 # - `mig`: the kernel may use the whole instance, whatever the fraction came to.
-# - HAMi-core is preloaded when the kernel starts, if the administrator names its library. Its bookkeeping file would be shared by all
-#   kernels of a machine, so each lease gets a file of its own.
+# - HAMi-core is preloaded if the administrator names its library. Its bookkeeping file would be shared by all kernels of a machine, so each
+#   lease has a separate file.
 
 
 _MIG = "MIG-"

@@ -49,8 +49,27 @@ def lease_spec(arbiter: Arbiter, peer: Peer, request: LeaseRequest) -> LeaseSpec
     check_kind(request.kind)
     if not 1 <= request.fraction_milli <= 1000:
         raise BadRequestError(f"fraction_milli is {request.fraction_milli}; allowed: 1 to 1000", reason="bad-fraction")
-    _check_devices(pool, request)
-    _check_priority(pool, peer, request.priority)
+    most = min(pool.max_devices, len(pool.devices))
+    if request.devices != 1 and not 1 <= request.devices <= most:
+        raise BadRequestError(
+            f"devices is {request.devices}; allowed: 1 to {most} (pool {pool.name!r} has {len(pool.devices)}, and gives one kernel "
+            f"{pool.max_devices} at most)",
+            reason="bad-devices",
+        )
+    if request.devices > 1 and request.fraction_milli != 1000:
+        raise BadRequestError(
+            f"devices is {request.devices} with a fraction of {format_fraction(request.fraction_milli)}; several devices are whole "
+            "ones: ask for the fraction 1, or for one device",
+            reason="bad-devices",
+        )
+    if not -1000 <= request.priority <= 1000:
+        raise BadRequestError(f"priority is {request.priority}; allowed: -1000 to 1000", reason="bad-priority")
+    if request.priority > pool.max_priority and not peer.admin:
+        raise ForbiddenError(
+            f"priority {request.priority} was asked, but in pool {pool.name!r} users may ask for {pool.max_priority} at most; ask for "
+            "that or less, or have an administrator raise the pool's max_priority",
+            reason="priority-too-high",
+        )
     for name in ("kernel_id", "label"):
         if len(getattr(request, name)) > MAX_NAME:
             raise RequestTooLargeError(f"{name} has {len(getattr(request, name))} characters; allowed: {MAX_NAME}")
@@ -76,33 +95,6 @@ def check_kind(kind: str) -> None:
     if kind not in (KERNEL, COMMAND):
         raise BadRequestError(
             f"kind is {printable(kind)[:MAX_NAME]!r}; allowed: {KERNEL}, {COMMAND}", reason="bad-kind"
-        )
-
-
-def _check_devices(pool: PoolSpec, request: LeaseRequest) -> None:
-    most = min(pool.max_devices, len(pool.devices))
-    if request.devices != 1 and not 1 <= request.devices <= most:
-        raise BadRequestError(
-            f"devices is {request.devices}; allowed: 1 to {most} (pool {pool.name!r} has {len(pool.devices)}, and gives one kernel "
-            f"{pool.max_devices} at most)",
-            reason="bad-devices",
-        )
-    if request.devices > 1 and request.fraction_milli != 1000:
-        raise BadRequestError(
-            f"devices is {request.devices} with a fraction of {format_fraction(request.fraction_milli)}; several devices are whole "
-            "ones: ask for the fraction 1, or for one device",
-            reason="bad-devices",
-        )
-
-
-def _check_priority(pool: PoolSpec, peer: Peer, priority: int) -> None:
-    if not -1000 <= priority <= 1000:
-        raise BadRequestError(f"priority is {priority}; allowed: -1000 to 1000", reason="bad-priority")
-    if priority > pool.max_priority and not peer.admin:
-        raise ForbiddenError(
-            f"priority {priority} was asked, but in pool {pool.name!r} users may ask for {pool.max_priority} at most; ask for that "
-            "or less, or have an administrator raise the pool's max_priority",
-            reason="priority-too-high",
         )
 
 
@@ -203,22 +195,17 @@ async def verified_process(peer: Peer, kernel: Kernel, request: AttachRequest) -
 
 
 def _named_process(peer: Peer, named_pid: int) -> tuple[int, ProcessIdentity, int]:
-    """Return pid, identity and uid of the process that the peer names. Blocks. Raises as `_pid_here` and `identify`."""
-    pid = _pid_here(peer, named_pid)
-    return pid, identify(pid), owner_uid(pid)
+    """Return pid, identity and uid of the process that the peer names by its pid in the peer's own pid namespace.
 
-
-def _pid_here(peer: Peer, pid: int) -> int:
-    """Return the pid here of the process that the peer names by its pid in the peer's own pid namespace.
-
-    Raises ProcessLookupError, also for a peer that is not visible here, PermissionError.
+    Blocks. Raises ProcessLookupError, also for a peer that is not visible here, PermissionError.
     """
     if peer.credentials.pid <= 0:
         raise ProcessLookupError("the process that names it is in a pid namespace that the broker cannot see")
     try:
-        return pid_meant_by(peer.credentials.pid, pid)
+        pid = pid_meant_by(peer.credentials.pid, named_pid)
     except PermissionError:
-        return pid  # the namespaces of other users' processes may not be read without root: it is verified as one of this namespace
+        pid = named_pid  # the namespaces of other users' processes may not be read without root: it is verified as one of this one
+    return pid, identify(pid), owner_uid(pid)
 
 
 def server_of(peer: Peer) -> ProcessIdentity | None:
