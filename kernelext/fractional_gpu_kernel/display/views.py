@@ -159,11 +159,8 @@ class TopView:
 
     def tenants(self, device: DeviceStatus) -> list[tuple[str, str, str]]:
         """Return (share, who, what) of a device, the others as one sum last."""
-        mine = [
-            lease
-            for lease in self._host.leases
-            if lease.state in _HOLDING and device.device_id in (lease.device_ids or [lease.device_id])
-        ]
+        here = [lease for lease in self._host.leases if lease.state in _HOLDING]
+        mine = [lease for lease in here if device.device_id in (*lease.device_ids, lease.device_id)]
         rows = []
         for lease in mine:
             share = f"{format_fraction(lease.fraction_milli)} GPU, {format_memory(lease.reserved_mib)}"

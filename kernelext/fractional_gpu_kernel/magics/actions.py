@@ -38,7 +38,6 @@ from fractional_gpu_kernel.settings import Settings, explain
 if TYPE_CHECKING:
     from fractional_gpu.client.client import BrokerClient
 
-# -- resize ------------------------------------------------------------------------------------------------------------
 # Changes of the size of this kernel's lease: `%gpu resize`, and the burst of one cell (`%%gpu`).
 #
 # Rules:
@@ -90,7 +89,6 @@ class Resizer:
         return status
 
     def _take(self, memory_mib: int) -> None:
-        """Hold this process to a limit."""
         self._gate.bind({MEMORY: str(memory_mib)})
         if self._limits.is_stale:
             self._limits.refresh()
@@ -98,7 +96,7 @@ class Resizer:
     def begin(self, mark: object, wanted: Size, line: LiveLine | None) -> None:
         """Have at least `wanted` until `end` is called with the same mark. Raises FractionalGPUError or KeyboardInterrupt."""
         status = call_broker(self._settings, lambda client: client.lease(self._settings.lease_id), revive=True)
-        if _holds(status, wanted):
+        if status.fraction_milli >= wanted.milli and status.reserve_mib >= (wanted.memory_mib or 0):
             with self._lock:
                 self._bursts[mark] = wanted
             return
@@ -148,17 +146,16 @@ class Resizer:
                 if not self._bursts:
                     self._own = None
         elif show is not None:
+            memory = f", {format_memory(target.memory_mib)}" if target.memory_mib is not None else ""
             show(
                 f"The larger share of this cell is not given back yet: {failure.rstrip('.')}. It is tried again at the end of each cell; "
-                f"this kernel's own share is {format_fraction(target.milli)} GPU{_memory(target)}."
+                f"this kernel's own share is {format_fraction(target.milli)} GPU{memory}."
             )
 
     def _try(self, request: ResizeRequest) -> str:
         """Resize without waiting; returns "" or why not."""
         try:
             self._take(_limit_mib(self._resize(request, None, timeout_s=_GIVE_BACK_S, revive=False)))
-        except BrokerUnavailableError as error:
-            return str(error)
         except FractionalGPUError as error:
             return str(error)
         except KeyboardInterrupt:
@@ -184,16 +181,6 @@ def _limit_mib(status: LeaseStatus) -> int:
     return status.reserved_mib or status.reserve_mib
 
 
-def _holds(status: LeaseStatus, wanted: Size) -> bool:
-    """Whether the lease is at least as large as what is wanted."""
-    memory_mib = wanted.memory_mib if wanted.memory_mib is not None else 0
-    return status.fraction_milli >= wanted.milli and status.reserve_mib >= memory_mib
-
-
-def _memory(size: Size) -> str:
-    return f", {format_memory(size.memory_mib)}" if size.memory_mib is not None else ""
-
-
 class CellBursts:
     """The bursts of one shell's cells."""
 
@@ -216,15 +203,7 @@ class CellBursts:
 
     def end(self, mark: object, *, silent: bool) -> None:
         """A cell has ended: give back its burst, and what earlier ones still owe."""
-
-        def show(sentence: str) -> None:
-            if not silent:
-                publish(self._shell, Sentence(sentence))
-
-        self._resizer.end(mark, show)
-
-
-# -- actions -----------------------------------------------------------------------------------------------------------
+        self._resizer.end(mark, lambda sentence: None if silent else publish(self._shell, Sentence(sentence)))
 
 
 _READ_S = 5.0
@@ -304,15 +283,11 @@ class Actions:
         self._after = AfterCell(shell, settings)
 
     def run(self, arguments: argparse.Namespace) -> None:
-        """Carry a parsed command out."""
         action: Callable[[argparse.Namespace], None] = getattr(self, arguments.name)
         action(arguments)
 
     def stop(self) -> None:
-        """Renew no pin any more."""
         self._pins.stop()
-
-    # -- displays ---------------------------------------------------------------------------------------------------------------------
 
     def help(self, arguments: argparse.Namespace) -> None:
         """Show the list; help about one command is the parser's."""
@@ -320,27 +295,21 @@ class Actions:
         raise HelpRequested(overview())
 
     def status(self, arguments: argparse.Namespace) -> None:
-        """Show this kernel's share."""
         del arguments
         try:
             status = self._read(lambda client: client.lease(self._settings.lease_id, fresh=True))
         except BrokerUnavailableError as error:
-            now = (
-                "is on the GPU and goes on working"
-                if self._gate.is_open
-                else "is not on the GPU; the next cell starts the broker again"
-            )
+            without = "is not on the GPU; the next cell starts the broker again"
+            now = "is on the GPU and goes on working" if self._gate.is_open else without
             publish(self._shell, Sentence(f"{error}. Meanwhile this kernel {now}."))
         else:
             publish(self._shell, StatusView(status))
 
     def top(self, arguments: argparse.Namespace) -> None:
-        """Show the machine."""
         del arguments
         publish(self._shell, TopView(self._read(lambda client: client.status(fresh=True)), self._settings.lease_id))
 
     def history(self, arguments: argparse.Namespace) -> None:
-        """Show memory and residency over time."""
         last_ms = None if arguments.last is None else duration_ms("%gpu history", arguments.last)
         history = self._read(lambda client: client.history(self._settings.lease_id))
         publish(self._shell, HistoryView(history, last_ms))
@@ -358,20 +327,22 @@ class Actions:
             publish(self._shell, CostView(cost))
 
     def explain(self, arguments: argparse.Namespace) -> None:
-        """Show the story."""
         lines = str(_DEFAULT_LINES) if arguments.lines is None else arguments.lines
         if not (lines.isascii() and lines.isdigit() and 0 < len(lines) < 7 and int(lines)):
             raise ArgumentsError(f"%gpu explain: --lines {lines[:50]!r} is not a number of lines; allowed: 1 to 999999")
         story = self._read(lambda client: client.story(self._settings.lease_id))
         publish(self._shell, StoryView(story, int(lines)))
 
-    # -- the share --------------------------------------------------------------------------------------------------------------------
-
     def request(self, arguments: argparse.Namespace) -> None:
         """Have this share, and be on a GPU."""
         milli, memory_mib = size("%gpu request", arguments.fraction, arguments.memory)
-        if arguments.pool is not None:
-            self._check_pool(arguments.pool)
+        if (pool := arguments.pool) is not None:
+            own = self._read(lambda client: client.lease(self._settings.lease_id)).pool
+            if pool != own:
+                raise ArgumentsError(
+                    f"%gpu request: this kernel is in pool {own!r}, and a running kernel cannot change to {pool[:50]!r}; restart it "
+                    f"with a kernel of that pool (`jupyter gpu kernels install --pool {pool[:50]}` adds one to the launcher)"
+                )
         self._after.withdraw(_ON_GPU, "%gpu request")
         self._after.withdraw(_SHARE, "%gpu request")
         line = LiveLine(self._shell)
@@ -381,7 +352,6 @@ class Actions:
         line.show(f"This kernel is on the GPU. {_new_share(status)}")
 
     def resize(self, arguments: argparse.Namespace) -> None:
-        """Have another share."""
         milli, memory_mib = size("%gpu resize", arguments.fraction, arguments.memory)
         if milli is None and memory_mib is None:
             raise ArgumentsError("%gpu resize: give a FRACTION, --memory SIZE, or both, such as %gpu resize 1/2")
@@ -400,18 +370,7 @@ class Actions:
             command="%gpu resize",
         )
 
-    def _check_pool(self, pool: str) -> None:
-        own = self._read(lambda client: client.lease(self._settings.lease_id)).pool
-        if pool != own:
-            raise ArgumentsError(
-                f"%gpu request: this kernel is in pool {own!r}, and a running kernel cannot change to {pool[:50]!r}; restart it with a "
-                f"kernel of that pool (`jupyter gpu kernels install --pool {pool[:50]}` adds one to the launcher)"
-            )
-
-    # -- being on the GPU -------------------------------------------------------------------------------------------------------------
-
     def resume(self, arguments: argparse.Namespace) -> None:
-        """Wait until the kernel is on a GPU."""
         del arguments
         self._after.withdraw(_ON_GPU, "%gpu resume")
         line = LiveLine(self._shell)
@@ -420,7 +379,6 @@ class Actions:
         line.show("This kernel is on the GPU.")
 
     def suspend(self, arguments: argparse.Namespace) -> None:
-        """Free the GPU after this cell."""
         del arguments
         self._after.request(
             _ON_GPU,
@@ -431,7 +389,6 @@ class Actions:
         )
 
     def release(self, arguments: argparse.Namespace) -> None:
-        """Give the reservation back after this cell."""
         del arguments
         self._pins.stop()
         self._after.request(
@@ -448,7 +405,6 @@ class Actions:
         return f"{done} {format_memory(saved_mib)} lie in host memory." if saved_mib else done
 
     def pin(self, arguments: argparse.Namespace) -> None:
-        """Stay on the GPU for a while."""
         given = arguments.duration
         wanted_ms = _DEFAULT_PIN_MS if given in (None, ALWAYS) else duration_ms("%gpu pin", given, also=ALWAYS)
         self._after.withdraw(_ON_GPU, "%gpu pin")
@@ -469,7 +425,6 @@ class Actions:
         )
 
     def unpin(self, arguments: argparse.Namespace) -> None:
-        """End the pin."""
         del arguments
         self._pins.stop()
         lease_id = self._settings.lease_id
@@ -479,8 +434,6 @@ class Actions:
     def _pin(self, duration_ms: int) -> LeaseStatus:
         request = PinRequest(duration_ms=duration_ms)
         return call_broker(self._settings, lambda client: client.pin(self._settings.lease_id, request), revive=True)
-
-    # -- calls ------------------------------------------------------------------------------------------------------------------------
 
     def _read(self, call: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - what the call returns
         """Make a call that only reads: it starts no broker."""

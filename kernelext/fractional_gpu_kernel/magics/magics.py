@@ -75,10 +75,7 @@ class Magics:
         """
         from fractional_gpu_kernel.magics.arguments import parse  # noqa: PLC0415 - off the kernel's start
 
-        if self._gate.is_inert:
-            raise _usage_error(
-                "This is a forked child of the kernel: the GPU share is the parent's. Use %gpu in the notebook."
-            )
+        self._check_not_forked()
         with _told():
             self._made_actions().run(parse(line))
 
@@ -90,17 +87,13 @@ class Magics:
 
         A notebook's `%%gpu FRACTION` never comes here: it is taken off the cell's text before. This serves `run_cell_magic`.
         """
-        if is_measure(line):
-            self._measure(line, cell)
+        if not is_measure(line):
+            self._shell.run_cell(f"%%gpu {line}\n{cell}").raise_error()
             return
-        self._shell.run_cell(f"%%gpu {line}\n{cell}").raise_error()
-
-    def _measure(self, line: str, cell: str) -> None:
         from fractional_gpu_kernel.magics.arguments import parse_measure  # noqa: PLC0415 - off the kernel's start
         from fractional_gpu_kernel.magics.measure_cell import measure_cell  # noqa: PLC0415 - as above
 
-        if self._gate.is_inert:
-            raise _usage_error("This is a forked child of the kernel: measure in the notebook.")
+        self._check_not_forked()
         with _told():
             measure_cell(self._shell, self._settings, parse_measure(line), cell)
 
@@ -115,17 +108,22 @@ class Magics:
 
     @context_matcher(identifier="gpu_magic")  # type: ignore[untyped-decorator]
     def complete(self, context: Any) -> Any:  # noqa: ANN401 - IPython's completion context and result
-        if "%gpu" not in context.text_until_cursor:
-            return {"completions": [], "suppress": False}
-        if self._completer is None:
+        found = None
+        if "%gpu" in context.text_until_cursor:
             from fractional_gpu_kernel.magics.arguments import Completer  # noqa: PLC0415 - off the kernel's start
 
-            self._completer = Completer(self._settings)
-        found = self._completer.complete(context.text_until_cursor)
+            self._completer = self._completer or Completer(self._settings)
+            found = self._completer.complete(context.text_until_cursor)
         if found is None:
             return {"completions": [], "suppress": False}
         texts = [SimpleCompletion(text=text, type="magic") for text in found.texts]
         return {"completions": texts, "suppress": True, "matched_fragment": found.fragment}
+
+    def _check_not_forked(self) -> None:
+        if self._gate.is_inert:
+            raise _usage_error(
+                "This is a forked child of the kernel: the GPU share is the parent's. Use %gpu in the notebook."
+            )
 
     def bursts(self) -> "CellBursts":
         from fractional_gpu_kernel.magics.actions import CellBursts  # noqa: PLC0415 - off the kernel's start
