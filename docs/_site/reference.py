@@ -5,17 +5,16 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from traitlets import Undefined
 from traitlets.config import Configurable
 
 from fractional_gpu.commands.main import COMMANDS, subcommand
-from fractional_gpu.config.hub import HUB_KEYS
-from fractional_gpu.config.pools import KEYS
-from fractional_gpu.config.traits import GPUBroker
+from fractional_gpu.config import POOL_KEYS, SETTINGS
+from fractional_gpu.config.values import Setting
 from fractional_gpu.core import effects as core_effects
 from fractional_gpu.core import events as core_events
 from fractional_gpu.protocol import errors as protocol_errors
@@ -94,8 +93,8 @@ def settings() -> str:
         "# Every setting\n",
         "Types, defaults and help of the traits. [policies.md](../policies.md) has the keys of a pool.\n",
     ]
+    parts += ["## The broker, in `jupyter_gpu_config.py`\n", *_settings(SETTINGS, "c.GPUBroker.")]
     for title, kind in (
-        ("The broker, in `jupyter_gpu_config.py`", GPUBroker),
         ("All spawners, in `jupyterhub_config.py`", GPUChoiceMixin),
         ("Spawners of one machine", FractionalGPUMixin),
         ("Spawners of a cluster's engine", EngineGPUMixin),
@@ -128,14 +127,17 @@ def pools() -> str:
         "# Every key of a pool\n",
         "`c.GPUBroker.pools = {'NAME': {KEY: VALUE}}`. [policies.md](../policies.md) says what the keys are for.\n",
     ]
-    ours = {name: key for name, key in KEYS.items() if name not in HUB_KEYS}
-    for title, keys in (("Kernels and devices", ours), ("On a hub", HUB_KEYS)):
-        parts.append(f"## {title}\n")
-        for name, key in keys.items():
-            parts.append(f"### {name}\n")
-            parts.append(f"Default: `{json.dumps(key.default)}`; example: `{json.dumps(key.example)}`\n")
-            parts.append(f"{_paragraphs(key.help)}\n")
+    for title, of_arbiter in (("Kernels and devices", True), ("On a hub", False)):
+        keys = {name: key for name, key in POOL_KEYS.items() if bool(key.to) is of_arbiter}
+        parts += [f"## {title}\n", *_settings(keys, "")]
     return "\n".join(parts)
+
+
+def _settings(settings: Mapping[str, Setting[Any]], before: str) -> Iterator[str]:
+    for name, setting in settings.items():
+        yield f"### {before}{name}\n"
+        yield f"Default: `{json.dumps(setting.default_value)}`; example: `{json.dumps(setting.example)}`\n"
+        yield f"{_paragraphs(setting.help)}\n"
 
 
 def errors() -> str:

@@ -81,7 +81,7 @@ def tljh_post_install() -> None:
     for command in (("daemon-reload",), ("enable", UNIT.name), ("restart", UNIT.name)):
         subprocess.run(["systemctl", *command], check=True)
     for pool in settings.pools:
-        fractions = [format_fraction(milli) for milli in pool.fractions_milli] or list(_FRACTIONS)
+        fractions = [format_fraction(milli) for milli in pool.fractions] or list(_FRACTIONS)
         program = str(Path(USER_ENV_PREFIX, "bin", "jupyter-gpu"))
         install = [program, "kernels", "install", "--sys-prefix", "--pool", pool.name, "--fraction", *fractions]
         subprocess.run(install, check=True)

@@ -15,7 +15,7 @@ HOUR_S = 1_795_503_600  # 2026-11-24T07:00Z
 
 
 def tariff(**policy: Any) -> Tariff:  # noqa: ANN401 - whatever a person writes
-    return load(None, {"pools": {"default": policy}}).pools[0].hub.tariff
+    return load(None, {"pools": {"default": policy}}).pools[0].tariff
 
 
 def test_a_pool_without_a_price_charges_nothing() -> None:

@@ -64,8 +64,8 @@ def test_amounts(text: str, parsed: tuple[Unit, int, str], shown: str) -> None:
         ("40 GPU hours", "[0] = '40 GPU hours': a budget is a dictionary"),
         ({"limit": "1 EUR", "per": "day"}, "either 'user' or 'group'"),
         ({**USER, "group": "x"}, "either 'user' or 'group'"),
-        ({**USER, "user": ""}, "['user'] = '': a user's name"),
-        ({**USER, "user": "a\nb"}, "a user's name"),
+        ({**USER, "user": ""}, "['user'] = '': a name, or '*'"),
+        ({**USER, "user": "a\nb"}, "a name, or '*'"),
         ({**USER, "limit": "40"}, "['limit'] = '40': allowed: an amount and its unit"),
         ({**USER, "limit": 40}, "an amount and its unit"),
         ({"user": "*", "per": "day"}, "['limit'] = None"),
@@ -84,19 +84,19 @@ def test_a_wrong_budget_names_the_entry_the_key_and_what_is_allowed(entry: objec
 
 
 def test_the_same_budget_twice_is_a_slip() -> None:
-    with pytest.raises(ConfigError, match=r"\[1\]: the same budget is there already"):
+    with pytest.raises(ConfigError, match=r"\[1\] = .*: the same budget is there already"):
         budgets(USER, dict(USER))
 
 
 def over_budget(value: object) -> tuple[Consequence, ...]:
     (pool,) = load(None, {"pools": {"default": {"over_budget": value}}}).pools
-    return pool.hub.over_budget
+    return pool.over_budget
 
 
 def test_what_a_pool_does() -> None:
     assert over_budget("nothing") == ()
     assert over_budget("when-free, no-new-seats") == (Consequence.WHEN_FREE, Consequence.NO_SEATS)
-    assert load(None, {}).pools[0].hub.over_budget == (Consequence.LOWER_PRIORITY,)
+    assert load(None, {}).pools[0].over_budget == (Consequence.LOWER_PRIORITY,)
 
 
 @pytest.mark.parametrize("value", ["", "kill", "lower-priority, when-free", "when-free,when-free", None, ["when-free"]])

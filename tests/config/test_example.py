@@ -2,14 +2,11 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from fractional_gpu.config import GPUBroker, Settings, example_config, load
-from fractional_gpu.config.pools import KEYS
-from fractional_gpu.core.model import PoolSpec
+from fractional_gpu.config import POOL_KEYS, SETTINGS, Settings, example_config, load
 
 Write = Callable[..., Path]
 
@@ -20,41 +17,32 @@ def _switched_on(text: str) -> str:
     return "\n".join(re.sub(r"^# (?=c\.|    |})", "", line) for line in lines)
 
 
+def _values(settings: Settings) -> dict[str, object]:
+    pools = [{key: getattr(pool, key) for key in POOL_KEYS} for pool in settings.pools]
+    return {name: getattr(settings, name) for name in SETTINGS} | {"pools": pools}
+
+
 def test_the_example_loads_and_changes_nothing(write: Write) -> None:
-    file = write(example_config())
-    settings, defaults = load(file), load()
-    assert [name for name in _names() if getattr(settings, name) != getattr(defaults, name)] == ["files"]
+    assert _values(load(write(example_config()))) == _values(load())
 
 
 def test_everything_in_the_example_can_be_switched_on(write: Write) -> None:
-    settings, defaults = load(write(_switched_on(example_config()))), load()
-    changed = {name for name in _names() if getattr(settings, name) != getattr(defaults, name)}
-    # The examples of the default pool and of the pools are their defaults; "where" is the place of a key, not its value.
-    assert changed == set(_names()) - {"default_pool"}
-    pairs = zip(settings.pools, defaults.pools, strict=True)
-    assert all(one.devices == other.devices and one.policy == other.policy for one, other in pairs)
+    settings, defaults = _values(load(write(_switched_on(example_config())))), _values(load())
+    same = {name for name in SETTINGS if settings[name] == defaults[name]}
+    assert same == {"pools"}  # each key of the example's pool has its default
 
 
-def _names() -> list[str]:
-    return [field.name for field in fields(Settings)]
-
-
-@pytest.mark.parametrize("name", sorted(GPUBroker.class_traits(config=True)))
+@pytest.mark.parametrize("name", sorted(SETTINGS))
 def test_every_setting_has_help_and_an_example_and_is_in_the_example(name: str) -> None:
-    trait = GPUBroker.class_traits(config=True)[name]
-    assert trait.help
-    assert "example" in trait.metadata
+    assert SETTINGS[name].help
     assert f"# c.GPUBroker.{name} = " in example_config()
 
 
-@pytest.mark.parametrize("key", sorted(KEYS))
+@pytest.mark.parametrize("key", sorted(POOL_KEYS))
 def test_every_key_of_a_pool_is_explained_and_its_example_can_be_used(key: str, write: Write) -> None:
     assert f'"{key}": ' in example_config()
-    assert KEYS[key].help
-    assert KEYS[key].example != KEYS[key].default
-    load(write(f"c.GPUBroker.pools = {{'default': {{{key!r}: {KEYS[key].example!r}}}}}"))
-
-
-def test_the_keys_of_a_pool_are_those_that_the_arbiter_knows() -> None:
-    keys = [field for rule in KEYS.values() for field in (rule.field, *rule.also)]
-    assert sorted([*keys, "name"]) == sorted(field.name for field in fields(PoolSpec))
+    setting = POOL_KEYS[key]
+    assert setting.help
+    assert setting.example != setting.default_value
+    more = {"price": "1 EUR"} if key == "price_hours" else {}
+    load(write(f"c.GPUBroker.pools = {{'default': { ({key: setting.example, **more})!r}}}"))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.config import ConfigError, load
+from fractional_gpu.config import POOL_KEYS, ConfigError, load
 from fractional_gpu.core.model import Breach, Sharing, Strangers
 
 Write = Callable[..., Path]
@@ -13,7 +13,7 @@ Write = Callable[..., Path]
 
 def policy(write: Write, pool: object) -> dict[str, object]:
     (settings,) = load(write(f"c.GPUBroker.pools = {{'default': {pool!r}}}")).pools
-    return {**settings.policy, "fractions": settings.fractions_milli}
+    return {name: getattr(settings, name) for name in POOL_KEYS}
 
 
 def test_the_words_are_what_they_mean(write: Write) -> None:
@@ -32,10 +32,10 @@ def test_a_mig_pool_offers_whole_instances(write: Write) -> None:
 @pytest.mark.parametrize(
     ("pool", "says"),
     [
-        ({"sharing": "vgpu"}, "allowed: 'time-slice', 'mps', 'mig'"),
+        ({"sharing": "vgpu"}, "allowed: 'time-slice', 'mps' or 'mig'"),
         ({"sharing": ["mps"]}, "allowed: 'time-slice'"),
-        ({"breach": True}, "allowed: 'warn', 'suspend', 'kill'"),
-        ({"strangers": "kill"}, "allowed: 'show', 'refuse'"),
+        ({"breach": True}, "allowed: 'warn', 'suspend' or 'kill'"),
+        ({"strangers": "kill"}, "allowed: 'show' or 'refuse'"),
         ({"suspend_unseen": 1}, "allowed: True or False"),
         ({"hami_library": "libvgpu.so"}, "the absolute path of a library"),
         ({"hami_library": "/a:/b"}, "without spaces and colons"),

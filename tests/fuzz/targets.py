@@ -77,24 +77,23 @@ REQUESTS = (
 )
 SETTINGS: tuple[Callable[[object], object], ...] = (
     values.duration(),
-    values.duration(least_ms=1000, word="never"),
+    values.or_word("never", values.duration(least_ms=1000)),
     values.memory,
     values.host_memory,
     values.fraction,
     values.fractions,
     values.oversubscription,
     values.times(10),
-    values.reserve_by,
-    values.preempt,
+    values.choice({"cap": 1, "use": 2}),
     values.limits,
     values.group_limits,
     values.boolean,
     values.whole_number(0, 10),
     values.device_references,
     values.log_level,
-    values.state_dir,
+    values.path("/a"),
     values.metrics_address,
-    hub.parse_hours,
+    hub.hours,
 )
 LONG = 100_000  # characters of an error about a name that the caller gave
 

@@ -30,8 +30,8 @@ def test_its_pools_are_understood() -> None:
     assert pool.may_move
     assert pool.user_limits.milli == 250
     (configured,) = settings.pools
-    assert configured.hub.groups is not None
-    assert set(configured.hub.groups) == {"students", "teachers"}
+    assert configured.groups is not None
+    assert set(configured.groups) == {"students", "teachers"}
 
 
 def test_its_hub_runs_the_broker_with_these_pools(monkeypatch: pytest.MonkeyPatch) -> None:

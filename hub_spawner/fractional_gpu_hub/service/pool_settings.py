@@ -45,10 +45,10 @@ def _setting(key: str) -> Setting:
     return Setting(
         key=key,
         help=text[:1].upper() + text[1:],
-        default=_typed(rule.default),
+        default=_typed(rule.default_value),
         example=_typed(rule.example),
-        boolean=isinstance(rule.default, bool),
-        choices=tuple(rule.default) if isinstance(rule.default, list) else (),
+        boolean=isinstance(rule.default_value, bool),
+        choices=tuple(rule.default_value) if isinstance(rule.default_value, list) else (),
     )
 
 

@@ -1,12 +1,10 @@
-"""Pools, devices and policies as traitlets, and their translation into core's plain types."""
+"""The settings of a broker and its pools, which are also those of the arbiter and of hubs."""
 
-from fractional_gpu.config.pools import ALL_KEYS as POOL_KEYS
 from fractional_gpu.config.pools import COMMON_KEYS as COMMON_POOL_KEYS
-from fractional_gpu.config.pools import PoolSettings
-from fractional_gpu.config.settings import CONFIG_NAME, Settings, example_config, load
-from fractional_gpu.config.traits import GPUBroker
+from fractional_gpu.config.pools import POOL_KEYS, Pool
+from fractional_gpu.config.settings import CONFIG_NAME, SETTINGS, Settings, example_config, load
 from fractional_gpu.config.values import ConfigError
 
 __all__ = [
-    "COMMON_POOL_KEYS", "CONFIG_NAME", "POOL_KEYS", "ConfigError", "GPUBroker", "PoolSettings", "Settings", "example_config", "load",
+    "COMMON_POOL_KEYS", "CONFIG_NAME", "POOL_KEYS", "SETTINGS", "ConfigError", "Pool", "Settings", "example_config", "load",
 ]  # fmt: skip

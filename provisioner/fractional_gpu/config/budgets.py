@@ -1,11 +1,11 @@
 """Budgets as they are configured: `{"user": "*", "limit": "40 GPU hours", "per": "month"}`, and their amounts as text."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 
 from fractional_gpu.config import values
-from fractional_gpu.config.values import ConfigError, config_error, did_you_mean
+from fractional_gpu.config.values import G, PartError, did_you_mean
 from fractional_gpu.core.metering.budgets import Budget, Consequence, Unit, WindowKind
 from fractional_gpu.core.metering.usage import MJ_PER_KWH, SHARE_HOUR
 from fractional_gpu.core.units import format_duration
@@ -24,58 +24,65 @@ _GPU_HOURS = frozenset({"gpu hours", "gpu hour", "gpu-hours", "gpuh"})
 _EXAMPLE = "{'user': '*', 'limit': '40 GPU hours', 'per': 'month'}"
 
 
-def parse_budgets(where: str, raw: object) -> tuple[Budget, ...]:
-    """Return the checked budgets. Raises ConfigError that names the entry and the key."""
-    if not isinstance(raw, list | tuple) or len(raw) > _MOST:
-        raise config_error(where, raw, f"a list of at most {_MOST} budgets such as [{_EXAMPLE}]")
+def parse_budgets(value: object) -> tuple[Budget, ...]:
+    """Return the checked budgets. Raises ValueError."""
+    if not isinstance(value, list | tuple) or len(value) > _MOST:
+        raise ValueError(f"a list of at most {_MOST} budgets such as [{_EXAMPLE}]")
     budgets: list[Budget] = []
-    for number, entry in enumerate(raw):
-        at = f"{where}[{number}]"
-        if not isinstance(entry, Mapping):
-            raise config_error(at, entry, f"a budget is a dictionary such as {_EXAMPLE}")
-        if unknown := [key for key in entry if key not in _KEYS]:
-            raise config_error(
-                f"{at}[{unknown[0]!r}]", entry[unknown[0]], f"unknown key; {did_you_mean(str(unknown[0]), _KEYS)}"
-            )
-        budget = _budget(at, entry)
+    for number, entry in enumerate(value):
+        try:
+            budget = _budget(entry)
+        except ValueError as error:
+            raise PartError(f"[{number}]", entry, error) from None
         if budget in budgets:
-            raise ConfigError(f"{at}: the same budget is there already; remove one")
+            raise PartError(f"[{number}]", entry, "the same budget is there already; remove one")
         budgets.append(budget)
     return tuple(budgets)
 
 
-def _budget(where: str, entry: Mapping[str, object]) -> Budget:
+def _budget(entry: object) -> Budget:
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"a budget is a dictionary such as {_EXAMPLE}")  # noqa: TRY004 - callers handle one error
+    for key in entry:
+        if key not in _KEYS:
+            raise PartError(f"[{key!r}]", entry[key], f"unknown key; {did_you_mean(str(key), _KEYS)}")
     kinds = [kind for kind in ("user", "group") if kind in entry]
     if len(kinds) != 1:
-        raise config_error(
-            where, dict(entry), f"a budget has either 'user' or 'group', with a name or '*' for each one, as {_EXAMPLE}"
-        )
-    kind, name = kinds[0], entry[kinds[0]]
-    if not isinstance(name, str) or not 0 < len(name) <= _LONGEST or not name.isprintable():
-        raise config_error(f"{where}[{kind!r}]", name, f"a {kind}'s name, or '*' for each one")
-    try:
-        unit, amount, currency = parse_amount(entry.get("limit"))
-    except ValueError as error:
-        raise config_error(f"{where}['limit']", entry.get("limit"), str(error)) from None
-    try:
-        window, rolling_ms = _window(entry.get("per"))
-    except ValueError as error:
-        raise config_error(f"{where}['per']", entry.get("per"), str(error)) from None
-    pools = entry.get("pools", [])
-    if not isinstance(pools, list | tuple) or not all(isinstance(one, str) and one for one in pools):
-        raise config_error(f"{where}['pools']", pools, "names of the pools whose use counts; leave it out for all")
-    every = f"{format_amount(unit, amount, currency)} per {_per(window, rolling_ms)}"
+        raise ValueError(f"a budget has either 'user' or 'group', with a name or '*' for each one, as {_EXAMPLE}")
+
+    def parsed(key: str, parse: Callable[[object], G], default: object = None) -> G:
+        try:
+            return parse(entry.get(key, default))
+        except ValueError as error:
+            raise PartError(f"[{key!r}]", entry.get(key, default), error) from None
+
+    unit, amount, currency = parsed("limit", parse_amount)
+    window, rolling_ms = parsed("per", _window)
+    pools = parsed("pools", _pools, [])
     return Budget(
-        kind=kind,
-        name=name,
+        kind=kinds[0],
+        name=parsed(kinds[0], _name),
         unit=unit,
         amount=amount,
         currency=currency,
         window=window,
         rolling_s=rolling_ms // 1000,
-        pools=tuple(pools),
-        text=every + (f" in {', '.join(pools)}" if pools else ""),
+        pools=pools,
+        text=f"{format_amount(unit, amount, currency)} per {_per(window, rolling_ms)}"
+        + (f" in {', '.join(pools)}" if pools else ""),
     )
+
+
+def _name(value: object) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= _LONGEST or not value.isprintable():
+        raise ValueError("a name, or '*' for each one")
+    return value
+
+
+def _pools(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(one, str) and one for one in value):
+        raise ValueError("names of the pools whose use counts; leave it out for all")
+    return tuple(value)
 
 
 def parse_amount(value: object) -> tuple[Unit, int, str]:
@@ -112,9 +119,7 @@ def _window(value: object) -> tuple[WindowKind, int]:
     if isinstance(value, str) and value in {"day", "week", "month"}:
         return WindowKind(value), 0
     if isinstance(value, str) and value.startswith("rolling "):
-        lasts_ms = values.duration(least_ms=3_600_000)(value.removeprefix("rolling ").strip())
-        if lasts_ms is not None:
-            return WindowKind.ROLLING, lasts_ms
+        return WindowKind.ROLLING, values.duration(least_ms=3_600_000)(value.removeprefix("rolling ").strip())
     raise ValueError(f"allowed: {_ALLOWED_PER}")
 
 

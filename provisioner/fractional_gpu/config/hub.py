@@ -5,16 +5,12 @@ seat stays through closing time and changes of a group.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
 from fractional_gpu.config import values
-from fractional_gpu.config.budgets import over_budget
-from fractional_gpu.config.values import Key
-from fractional_gpu.core.metering.budgets import Consequence
-from fractional_gpu.core.metering.tariffs import Basis, PriceBand, Tariff
-from fractional_gpu.core.seat_packing import PRIOR_USAGE
+from fractional_gpu.core.metering.tariffs import PriceBand
 
 _PRICE = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)\s+([A-Za-z€$£¥][A-Za-z €$£¥]{0,19})")
 _LONGEST_NAME = 200
@@ -67,44 +63,8 @@ class OpeningHours:
         return f"{_DAYS[start // _DAY_MINUTES]} {start % _DAY_MINUTES // 60:02}:{start % 60:02}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HubPool:
-    """A pool's terms for a hub's users. Durations in milliseconds, chances in thousandths."""
-
-    groups: Mapping[str, GroupTerms] | None = None  # None: everybody, on equal terms
-    hours: OpeningHours | None = None  # None: always
-    price: Price | None = None
-    price_bands: tuple[PriceBand, ...] = ()
-    charge: Basis = Basis.HELD
-    suspended_credit_milli: int = 1000
-    over_budget: tuple[Consequence, ...] = (Consequence.LOWER_PRIORITY,)
-    wait_target_ms: int = 30_000
-    wait_bound_milli: int = 50
-    waits_when_full: bool = True
-    kernels_per_seat: int = 4
-    expected_use_milli: int = PRIOR_USAGE.duty_milli
-
-    @property
-    def tariff(self) -> Tariff:
-        """What the pool charges. Without a price nothing is, and device time is counted alone."""
-        price = self.price or Price(milli=0, unit="")
-        return Tariff(
-            currency=price.unit,
-            price_milli=price.milli,
-            bands=self.price_bands,
-            basis=self.charge,
-            credit_milli=self.suspended_credit_milli,
-        )
-
-    def terms(self, groups: Iterable[str]) -> tuple[str, GroupTerms] | None:
-        """Return the best terms that membership in `groups` gives, with the group's name; None: these groups may not use the pool."""
-        if self.groups is None:
-            return "", GroupTerms()
-        mine = [(name, self.groups[name]) for name in groups if name in self.groups]
-        return max(mine, key=lambda each: (each[1].priority, each[1].weight, each[0]), default=None)
-
-
-def _groups(value: object) -> Mapping[str, GroupTerms] | None:
+def groups(value: object) -> Mapping[str, GroupTerms] | None:
+    """Return the terms of groups; None for 'everybody'."""
     if value == "everybody":
         return None
     allowed = "allowed: 'everybody', or groups such as {'students': {}, 'staff': {'weight': 200, 'priority': 10}}"
@@ -131,7 +91,7 @@ def _terms(name: str, raw: object, allowed: str) -> GroupTerms:
         raise ValueError(f"group {name!r}: {error} (weight from 1 to 10000, priority from -1000 to 1000)") from None
 
 
-def parse_hours(value: object) -> OpeningHours | None:
+def hours(value: object) -> OpeningHours | None:
     """Return the hours, None for 'always'. Raises ValueError with what is allowed."""
     if value == "always":
         return None
@@ -172,7 +132,8 @@ def _minute(hour: str, minute: str) -> int:
     return total
 
 
-def _price(value: object) -> Price | None:
+def price(value: object) -> Price | None:
+    """Return the price of a whole device for an hour; None for none."""
     if value is None:
         return None
     match = _PRICE.fullmatch(value.strip()) if isinstance(value, str) else None
@@ -181,123 +142,19 @@ def _price(value: object) -> Price | None:
     return Price(milli=int(Fraction(match[1]) * 1000), unit=match[2].strip())
 
 
-def _price_bands(value: object) -> tuple[PriceBand, ...]:
+def price_bands(value: object) -> tuple[PriceBand, ...]:
+    """Return the prices by times of the week."""
     allowed = (
         "allowed: prices by times of the week, such as {'Mon-Fri 08:00-18:00': 1.20}, at whole quarters of an hour"
     )
     if not isinstance(value, Mapping) or len(value) > _MOST_BANDS:
         raise ValueError(allowed)
     bands = []
-    for hours, price in value.items():
-        if (parsed := parse_hours(hours)) is None or any(minute % 15 for span in parsed.spans for minute in span):
-            raise ValueError(f"{hours!r}: {allowed}")
+    for when, asked in value.items():
+        if (parsed := hours(when)) is None or any(minute % 15 for span in parsed.spans for minute in span):
+            raise ValueError(f"{when!r}: {allowed}")
         try:
-            bands.append(PriceBand(spans=parsed.spans, price_milli=values.hourly_price(price)))
+            bands.append(PriceBand(spans=parsed.spans, price_milli=values.hourly_price(asked)))
         except ValueError as error:
-            raise ValueError(f"{hours!r} has {price!r}: {error}") from None
+            raise ValueError(f"{when!r} has {asked!r}: {error}") from None
     return tuple(bands)
-
-
-def _basis(value: object) -> Basis:
-    if isinstance(value, str) and value in {str(one) for one in Basis}:
-        return Basis(value)
-    raise ValueError("allowed: 'reserved', 'held' or 'busy'")
-
-
-def _when_full(value: object) -> bool:
-    if value not in ("wait", "refuse"):
-        raise ValueError("allowed: 'wait' or 'refuse'")
-    return value == "wait"
-
-
-HUB_KEYS: Mapping[str, Key] = {
-    "groups": Key(
-        field="groups",
-        parse=_groups,
-        default="everybody",
-        example={"students": {}, "staff": {"weight": 200, "priority": 10}},
-        help="Hub: the groups whose members may use the pool, each with its weight (100 by default; 200 gets twice the share of "
-        "100) and its priority. 'everybody': all users, on equal terms.",
-    ),
-    "hours": Key(
-        field="hours",
-        parse=parse_hours,
-        default="always",
-        example="Mon-Fri 08:00-18:00, Sat 10:00-14:00",
-        help="Hub: when servers may be started, in the machine's local time, or 'always'. Servers that run at closing time go on.",
-    ),
-    "price": Key(
-        field="price",
-        parse=_price,
-        default=None,
-        example="0.80 EUR",
-        help="The price of a whole GPU for an hour, with its currency. Users see their fraction's price before they start a hub's server.",
-    ),
-    "price_hours": Key(
-        field="price_bands",
-        parse=_price_bands,
-        default={},
-        example={"Mon-Fri 08:00-18:00": 1.20},
-        help="Other prices at some times of the week, in the same currency and the machine's local time; the first one that fits counts.",
-    ),
-    "charge": Key(
-        field="charge",
-        parse=_basis,
-        default="held",
-        example="reserved",
-        help="What is charged: 'held': the time in which a kernel has memory on a GPU; 'busy': the time in which it runs cells there; "
-        "'reserved': the time in which the kernel exists, less suspended_credit. Each times its fraction.",
-    ),
-    "suspended_credit": Key(
-        field="suspended_credit_milli",
-        parse=values.share,
-        default="100%",
-        example="80%",
-        help="With charge 'reserved': the part of the price that is not charged while the kernel is suspended.",
-    ),
-    "over_budget": Key(
-        field="over_budget",
-        parse=over_budget,
-        default="lower-priority",
-        example="when-free, no-new-seats",
-        help="What follows for a user or group whose budget (c.GPUBroker.budgets) is used up: 'lower-priority': others go first; "
-        "'when-free': their kernels get a GPU only while nobody else waits; 'no-new-seats': no server with a GPU, and no kernel outside "
-        "of one, is started; 'nothing'. No kernel is ended, and no state is lost.",
-    ),
-    "wait_target": Key(
-        field="wait_target_ms",
-        parse=values.duration(),
-        default="30s",
-        example="2m",
-        help="Hub: the longest time that a cell should wait for the GPU; see wait_bound.",
-    ),
-    "wait_bound": Key(
-        field="wait_bound_milli",
-        parse=values.share,
-        default="5%",
-        example="1%",
-        help="Hub: the share of cells that may wait longer than wait_target. If one more server would exceed it, the pool is full and that "
-        "server gets no seat.",
-    ),
-    "expected_use": Key(
-        field="expected_use_milli",
-        parse=values.share,
-        default="25.7%",
-        example="10%",
-        help="Hub: the share of the time in which a user's kernels are assumed to use the GPU, until enough is known of that user.",
-    ),
-    "when_full": Key(
-        field="waits_when_full",
-        parse=_when_full,
-        default="wait",
-        example="refuse",
-        help="Hub: what happens to a server while the pool is full: 'wait': it waits in the queue; 'refuse': it gets the reason.",
-    ),
-    "kernels_per_seat": Key(
-        field="kernels_per_seat",
-        parse=values.whole_number(1, 512),
-        default=4,
-        example=8,
-        help="Hub: how many kernels with a GPU one server may have; together they share what the server was given.",
-    ),
-}

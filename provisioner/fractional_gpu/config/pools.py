@@ -1,290 +1,37 @@
-"""A pool's policy: the keys of its configuration, and the devices that it gets.
+"""A pool: its settings, which are the keys of its configuration, and the devices that it gets.
 
-- `ALL_KEYS` defines the keys (the arbiter's here and in `sharing`, the hub's in `hub`): name, parser, meaning, default and example. The
-  help, the example configuration and the errors are made from it.
 - A device is in one pool. One pool at most says 'all': it gets the devices that the others leave. A pool without devices is an error,
   except on a host without devices.
 - A device is named by number (as the broker lists it), UUID, or a beginning of a UUID that fits one device only. `model:A100` names all
   devices with that text in their name.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fractional_gpu.config import values
-from fractional_gpu.config.hub import HUB_KEYS, HubPool
-from fractional_gpu.config.sharing import SHARING_KEYS, whole_instances
-from fractional_gpu.config.values import ConfigError, Key, config_error, did_you_mean
-from fractional_gpu.core.model import DeviceSpec, PoolSpec
+from traitlets import HasTraits
 
-KEYS: Mapping[str, Key] = {
-    "devices": Key(
-        field="devices",
-        parse=values.device_references,
-        default="all",
-        example=[0, 1],
-        help="The devices of the pool, by number, UUID or model ('model:A100'); 'all': the devices that no other pool has.",
-    ),
-    "fractions": Key(
-        field="fractions_milli",
-        parse=values.fractions,
-        default=["1/8", "1/4", "1/2", "3/4", "1"],
-        example=["1/4", "1/2", "1"],
-        help="The fractions of a GPU that users may choose; 'any': all of them.",
-    ),
-    "oversubscription": Key(
-        field="oversubscription_milli",
-        parse=values.oversubscription,
-        default="unlimited",
-        example=4,
-        help="How many times its capacity the pool may promise in all: with 4, four times the memory of its devices. 'unlimited': only "
-        "host memory limits it. Seats of a hub's servers are limited by wait_bound, usually before.",
-    ),
-    "idle_after": Key(
-        field="idle_after_ms",
-        parse=values.idle_after,
-        default="auto",
-        example="5m",
-        help="Suspend a kernel that has been idle for this long; 0: at once; 'on-demand': only when another kernel needs the memory; "
-        "'auto': also when to hold the memory is expected to cost others more than it costs this kernel to come back, by its habits.",
-        also=("idle_auto",),
-    ),
-    "hold_price": Key(
-        field="hold_price_milli",
-        parse=values.hourly_price,
-        default=0,
-        example=2.5,
-        help="With idle_after 'auto': what an hour of a whole GPU costs that an idle kernel holds, in any currency, beside what "
-        "other cells lose by it. 0: while other cells find room at once, no kernel leaves.",
-    ),
-    "wait_price": Key(
-        field="wait_price_milli",
-        parse=values.hourly_price,
-        default=40,
-        example=60,
-        help="With idle_after 'auto': what an hour of a person's waiting costs, in the same currency.",
-    ),
-    "empty_devices": Key(
-        field="empty_devices",
-        parse=values.boolean,
-        default=False,
-        example=True,
-        help="With may_move: move idle kernels together on fewer devices, so that whole ones become empty (c.GPUBroker.on_empty is told).",
-    ),
-    "foresight": Key(
-        field="foresight",
-        parse=values.foresight,
-        default="free",
-        example="displace",
-        help="What is done for a suspended kernel whose next cell is expected, because a person types in its notebook, or by its habits: "
-        "'free': it comes back where there is room; 'displace': idle kernels that are expected later make room for it; 'off': nothing.",
-    ),
-    "foresight_swap": Key(
-        field="foresight_swap_ms",
-        parse=values.duration(),
-        default="2s",
-        example="500ms",
-        help="With foresight: no kernel is brought back early that is expected to take longer than this.",
-    ),
-    "foresight_vain": Key(
-        field="foresight_vain_mib",
-        parse=values.memory,
-        default="256GiB",
-        example="64GiB",
-        help="With foresight: how much may be moved to and from one device within an hour for cells that do not come.",
-    ),
-    "min_residency": Key(
-        field="min_residency_ms",
-        parse=values.duration(),
-        default="10s",
-        example="30s",
-        help="How long a busy kernel stays on its device at least before another kernel may take its place.",
-    ),
-    "unattached_ttl": Key(
-        field="unattached_ttl_ms",
-        parse=values.duration(least_ms=1000),
-        default="2m",
-        example="5m",
-        help="A lease without a running kernel ends after this time.",
-    ),
-    "revoked_ttl": Key(
-        field="revoked_ttl_ms",
-        parse=values.duration(least_ms=1000),
-        default="24h",
-        example="2h",
-        help="A kernel whose hub server has ended is suspended and waits this long for the server's next start; then the broker ends it.",
-    ),
-    "unattached_hold": Key(
-        field="unattached_hold_ms",
-        parse=values.duration(),
-        default="15s",
-        example="1m",
-        help="How long memory is reserved for a kernel without our extension that is about to start; then a waiting kernel may get it.",
-    ),
-    "max_unused_hold": Key(
-        field="max_unused_hold_ms",
-        parse=values.duration(word="off"),
-        default="off",
-        example="10m",
-        help="How long a cell may hold memory without using the GPU; then its kernel counts as idle until it uses the GPU, "
-        "which it does without a reservation at first. 'off': until the cell ends.",
-    ),
-    "unattached_leases": Key(
-        field="unattached_leases",
-        parse=values.whole_number(1, 512),
-        default=64,
-        example=128,
-        help="How many leases without a running kernel a user may have: for kernels that are starting or have ended.",
-    ),
-    "unattached_share": Key(
-        field="unattached_share_milli",
-        parse=values.share,
-        default="50%",
-        example="100%",
-        help="The share of the pool that a user's leases without a running kernel may hold, or be promised, together. One such lease is "
-        "always allowed.",
-    ),
-    "retry_refused": Key(
-        field="retry_refused_ms",
-        parse=values.duration(),
-        default="30s",
-        example="1m",
-        help="How long the broker waits before it tries again to suspend a kernel that could not be suspended.",
-    ),
-    "max_passed_over": Key(
-        field="max_passed_over",
-        parse=values.whole_number(0, 1000),
-        default=8,
-        example=4,
-        help="How many kernels may pass a waiting one that needs more memory, before the broker keeps free memory for it.",
-    ),
-    "may_move": Key(
-        field="may_move",
-        parse=values.boolean,
-        default=True,
-        example=False,
-        help="Resume kernels on any device of the same model, where the driver can (580 or newer). False: on their own device only.",
-    ),
-    "move_busy": Key(
-        field="move_busy",
-        parse=values.boolean,
-        default=False,
-        example=True,
-        help="With may_move: also move kernels that run a cell, if that makes room for a waiting one.",
-    ),
-    "reserve": Key(
-        field="reserve_by",
-        parse=values.reserve_by,
-        default="cap",
-        example="use",
-        help="What a kernel on a device reserves: 'cap': all memory that it may use; 'use': the memory that it uses, plus headroom.",
-    ),
-    "compute": Key(
-        field="compute",
-        parse=values.compute,
-        default="spread",
-        example="pack",
-        help="Which device a kernel goes to, where several have the memory: 'spread': one whose busy kernels leave enough compute; 'pack': "
-        "memory alone decides, as it does between equals: the kernel goes where it spoils least for what others ask for. No kernel waits "
-        "because of compute.",
-    ),
-    "slowdown_bound": Key(
-        field="slowdown_bound_milli",
-        parse=values.times(1000),
-        default=1,
-        example=1.5,
-        help="With compute 'spread': how many devices' worth of compute the busy kernels of one device may need together. Beyond that, "
-        "another kernel goes elsewhere if it can, even if its saved memory came from there.",
-    ),
-    "headroom": Key(
-        field="headroom_mib",
-        parse=values.memory,
-        default="512MiB",
-        example="1GiB",
-        help="With reserve 'use': the memory that is reserved for a kernel beyond its use.",
-    ),
-    "min_residency_swaps": Key(
-        field="min_residency_swaps_milli",
-        parse=values.times(1000),
-        default=30,
-        example=9,
-        help="A busy kernel stays on its device at least this many times as long as its suspend and resume are expected to take. With 9, "
-        "two kernels that are always busy spend at most a tenth of their time on swaps; with 30, at most 3%.",
-    ),
-    "preempt": Key(
-        field="preempt_equals",
-        parse=values.preempt,
-        default="fair",
-        example="priorities",
-        help="Whether kernels may be suspended in the middle of a cell: 'never'; 'priorities': for kernels of a higher priority; 'fair': "
-        "also for kernels of the same priority, so that all get their share of the time. At the end of a cell a kernel always makes "
-        "room for kernels that waited longer.",
-        also=("preempt_priorities",),
-    ),
-    "overlap_resume": Key(
-        field="overlap_resume",
-        parse=values.boolean,
-        default=False,
-        example=True,
-        help="Start a cell while its kernel's GPU memory is still being restored. The cell's first GPU call blocks until that is done, and "
-        "cannot be interrupted.",
-    ),
-    "max_pin": Key(
-        field="max_pin_ms",
-        parse=values.duration(),
-        default="4h",
-        example="30m",
-        help="How long a user may pin a kernel to its device at a time; 0: pinning is not allowed.",
-    ),
-    "pin_budget": Key(
-        field="pin_budget_ms",
-        parse=values.duration(word="unlimited"),
-        default="8h",
-        example="2h",
-        help="The pinned time that each user has per day, for all kernels together; it refills evenly. 'unlimited': no budget.",
-    ),
-    "warn_before": Key(
-        field="warn_before_ms",
-        parse=values.duration(),
-        default=0,
-        example="1m",
-        help="How long before an idle kernel is suspended its notebook shows a notice; 0: no notice.",
-    ),
-    "max_devices": Key(
-        field="max_devices",
-        parse=values.whole_number(1, 8),
-        default=8,
-        example=2,
-        help="How many whole devices one kernel may request.",
-    ),
-    "max_priority": Key(
-        field="max_priority",
-        parse=values.whole_number(-1000, 1000),
-        default=0,
-        example=10,
-        help="The highest priority that users may request. Administrators and a hub's seats are not limited.",
-    ),
-    "user_limits": Key(
-        field="user_limits",
-        parse=values.limits,
-        default={},
-        example={"leases": 4, "fraction": 2, "resident": 1},
-        help="The limits of each user: 'leases': number of kernels; 'fraction': GPUs of all kernels together; 'resident': GPUs held at a "
-        "time (further kernels wait). A limit that is left out is unlimited.",
-    ),
-    "group_limits": Key(
-        field="group_limits",
-        parse=values.group_limits,
-        default={},
-        example={"students": {"leases": 60, "resident": 2}},
-        help="The same limits for the members of a group together.",
-    ),
-    **SHARING_KEYS,
-}
+from fractional_gpu.config import budgets, hub, values
+from fractional_gpu.config.hub import GroupTerms
+from fractional_gpu.config.values import ConfigError, PartError, Setting, config_error, did_you_mean, settings_of
+from fractional_gpu.core.metering.tariffs import Basis, Tariff
+from fractional_gpu.core.model import (
+    AfterKernel,
+    Breach,
+    Compute,
+    DeviceSpec,
+    Foresight,
+    PoolSpec,
+    ReserveBy,
+    Sharing,
+    Strangers,
+)
 
 _MODEL = "model:"
-ALL_KEYS: Mapping[str, Key] = {**KEYS, **HUB_KEYS}
+_WHOLE = 1000  # milli-GPU
+# Part of a kernelspec's name, which Jupyter reads in lower case.
+_NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?")
 # What administrators change most, in the order in which a form shows it.
 COMMON_KEYS = (
     "idle_after", "fractions", "oversubscription", "preempt", "max_pin", "user_limits", "kernels_per_seat", "wait_target",
@@ -292,64 +39,334 @@ COMMON_KEYS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolSettings:
-    """A pool as configured. `devices` are references (None: all that are left); `policy` has PoolSpec's other fields."""
+class Pool(HasTraits):
+    """A pool as configured. Durations in milliseconds, memory in MiB, fractions, prices and shares in thousandths.
 
-    name: str
-    where: str  # its key in the configuration, for errors that only the devices can show
-    devices: tuple[str, ...] | None
-    fractions_milli: tuple[int, ...]
-    policy: Mapping[str, Any]
-    hub: HubPool = field(default_factory=HubPool)  # what a hub's users are offered
-    raw: Mapping[str, Any] = field(default_factory=dict)  # as it was written
+    Settings with `to` are the arbiter's; the others are for a hub's users and for what is charged.
+    """
+
+    # fmt: off
+    devices = Setting(
+        values.device_references, "all", [0, 1], to="devices",
+        help="The devices of the pool, by number, UUID or model ('model:A100'); 'all': the devices that no other pool has.",
+    )
+    fractions = Setting(
+        values.fractions, ["1/8", "1/4", "1/2", "3/4", "1"], ["1/4", "1/2", "1"], to="fractions_milli",
+        help="The fractions of a GPU that users may choose; 'any': all of them.",
+    )
+    oversubscription = Setting(
+        values.oversubscription, "unlimited", 4, to="oversubscription_milli",
+        help="How many times its capacity the pool may promise in all: with 4, four times the memory of its devices. 'unlimited': "
+        "only host memory limits it. Seats of a hub's servers are limited by wait_bound, usually before.",
+    )
+    idle_after = Setting(
+        values.idle_after, "auto", "5m", to="idle_after_ms idle_auto",
+        help="Suspend a kernel that has been idle for this long; 0: at once; 'on-demand': only when another kernel needs the "
+        "memory; 'auto': also when to hold the memory is expected to cost others more than it costs this kernel to come back, "
+        "by its habits.",
+    )
+    hold_price = Setting(
+        values.hourly_price, 0, 2.5, to="hold_price_milli",
+        help="With idle_after 'auto': what an hour of a whole GPU costs that an idle kernel holds, in any currency, beside what "
+        "other cells lose by it. 0: while other cells find room at once, no kernel leaves.",
+    )
+    wait_price = Setting(
+        values.hourly_price, 40, 60, to="wait_price_milli",
+        help="With idle_after 'auto': what an hour of a person's waiting costs, in the same currency.",
+    )
+    empty_devices = Setting(
+        values.boolean, False, True, to="empty_devices",
+        help="With may_move: move idle kernels together on fewer devices, so that whole ones become empty (c.GPUBroker.on_empty is "
+        "told).",
+    )
+    foresight = Setting(
+        values.choice(Foresight), "free", "displace", to="foresight",
+        help="What is done for a suspended kernel whose next cell is expected, because a person types in its notebook, or by its "
+        "habits: 'free': it comes back where there is room; 'displace': idle kernels that are expected later make room for "
+        "it; 'off': nothing.",
+    )
+    foresight_swap = Setting(
+        values.duration(), "2s", "500ms", to="foresight_swap_ms",
+        help="With foresight: no kernel is brought back early that is expected to take longer than this.",
+    )
+    foresight_vain = Setting(
+        values.memory, "256GiB", "64GiB", to="foresight_vain_mib",
+        help="With foresight: how much may be moved to and from one device within an hour for cells that do not come.",
+    )
+    min_residency = Setting(
+        values.duration(), "10s", "30s", to="min_residency_ms",
+        help="How long a busy kernel stays on its device at least before another kernel may take its place.",
+    )
+    unattached_ttl = Setting(
+        values.duration(least_ms=1000), "2m", "5m", to="unattached_ttl_ms",
+        help="A lease without a running kernel ends after this time.",
+    )
+    revoked_ttl = Setting(
+        values.duration(least_ms=1000), "24h", "2h", to="revoked_ttl_ms",
+        help="A kernel whose hub server has ended is suspended and waits this long for the server's next start; then the broker "
+        "ends it.",
+    )
+    unattached_hold = Setting(
+        values.duration(), "15s", "1m", to="unattached_hold_ms",
+        help="How long memory is reserved for a kernel without our extension that is about to start; then a waiting kernel may get "
+        "it.",
+    )
+    max_unused_hold = Setting(
+        values.or_word("off", values.duration()), "off", "10m", to="max_unused_hold_ms",
+        help="How long a cell may hold memory without using the GPU; then its kernel counts as idle until it uses the GPU, which "
+        "it does without a reservation at first. 'off': until the cell ends.",
+    )
+    unattached_leases = Setting(
+        values.whole_number(1, 512), 64, 128, to="unattached_leases",
+        help="How many leases without a running kernel a user may have: for kernels that are starting or have ended.",
+    )
+    unattached_share = Setting(
+        values.share, "50%", "100%", to="unattached_share_milli",
+        help="The share of the pool that a user's leases without a running kernel may hold, or be promised, together. One such "
+        "lease is always allowed.",
+    )
+    retry_refused = Setting(
+        values.duration(), "30s", "1m", to="retry_refused_ms",
+        help="How long the broker waits before it tries again to suspend a kernel that could not be suspended.",
+    )
+    max_passed_over = Setting(
+        values.whole_number(0, 1000), 8, 4, to="max_passed_over",
+        help="How many kernels may pass a waiting one that needs more memory, before the broker keeps free memory for it.",
+    )
+    may_move = Setting(
+        values.boolean, True, False, to="may_move",
+        help="Resume kernels on any device of the same model, where the driver can (580 or newer). False: on their own device "
+        "only.",
+    )
+    move_busy = Setting(
+        values.boolean, False, True, to="move_busy",
+        help="With may_move: also move kernels that run a cell, if that makes room for a waiting one.",
+    )
+    reserve = Setting(
+        values.choice(ReserveBy), "cap", "use", to="reserve_by",
+        help="What a kernel on a device reserves: 'cap': all memory that it may use; 'use': the memory that it uses, plus "
+        "headroom.",
+    )
+    compute = Setting(
+        values.choice(Compute), "spread", "pack", to="compute",
+        help="Which device a kernel goes to, where several have the memory: 'spread': one whose busy kernels leave enough compute; "
+        "'pack': memory alone decides, as it does between equals: the kernel goes where it spoils least for what others ask "
+        "for. No kernel waits because of compute.",
+    )
+    slowdown_bound = Setting(
+        values.times(1000), 1, 1.5, to="slowdown_bound_milli",
+        help="With compute 'spread': how many devices' worth of compute the busy kernels of one device may need together. Beyond "
+        "that, another kernel goes elsewhere if it can, even if its saved memory came from there.",
+    )
+    headroom = Setting(
+        values.memory, "512MiB", "1GiB", to="headroom_mib",
+        help="With reserve 'use': the memory that is reserved for a kernel beyond its use.",
+    )
+    min_residency_swaps = Setting(
+        values.times(1000), 30, 9, to="min_residency_swaps_milli",
+        help="A busy kernel stays on its device at least this many times as long as its suspend and resume are expected to take. "
+        "With 9, two kernels that are always busy spend at most a tenth of their time on swaps; with 30, at most 3%.",
+    )
+    preempt = Setting(
+        values.choice({"never": (False, False), "priorities": (False, True), "fair": (True, True)}),
+        "fair", "priorities", to="preempt_equals preempt_priorities",
+        help="Whether kernels may be suspended in the middle of a cell: 'never'; 'priorities': for kernels of a higher priority; "
+        "'fair': also for kernels of the same priority, so that all get their share of the time. At the end of a cell a "
+        "kernel always makes room for kernels that waited longer.",
+    )
+    overlap_resume = Setting(
+        values.boolean, False, True, to="overlap_resume",
+        help="Start a cell while its kernel's GPU memory is still being restored. The cell's first GPU call blocks until that is "
+        "done, and cannot be interrupted.",
+    )
+    max_pin = Setting(
+        values.duration(), "4h", "30m", to="max_pin_ms",
+        help="How long a user may pin a kernel to its device at a time; 0: pinning is not allowed.",
+    )
+    pin_budget = Setting(
+        values.or_word("unlimited", values.duration()), "8h", "2h", to="pin_budget_ms",
+        help="The pinned time that each user has per day, for all kernels together; it refills evenly. 'unlimited': no budget.",
+    )
+    warn_before = Setting(
+        values.duration(), 0, "1m", to="warn_before_ms",
+        help="How long before an idle kernel is suspended its notebook shows a notice; 0: no notice.",
+    )
+    max_devices = Setting(
+        values.whole_number(1, 8), 8, 2, to="max_devices",
+        help="How many whole devices one kernel may request.",
+    )
+    max_priority = Setting(
+        values.whole_number(-1000, 1000), 0, 10, to="max_priority",
+        help="The highest priority that users may request. Administrators and a hub's seats are not limited.",
+    )
+    user_limits = Setting(
+        values.limits, {}, {"leases": 4, "fraction": 2, "resident": 1}, to="user_limits",
+        help="The limits of each user: 'leases': number of kernels; 'fraction': GPUs of all kernels together; 'resident': GPUs "
+        "held at a time (further kernels wait). A limit that is left out is unlimited.",
+    )
+    group_limits = Setting(
+        values.group_limits, {}, {"students": {"leases": 60, "resident": 2}}, to="group_limits",
+        help="The same limits for the members of a group together.",
+    )
+    sharing = Setting(
+        values.choice(Sharing), "time-slice", "mps", to="sharing",
+        help="How kernels share a device: 'time-slice': they take turns, and idle ones are suspended; 'mps': through NVIDIA's MPS "
+        "server, which limits compute and memory; 'mig': each kernel has a whole MIG instance. With 'mps' and 'mig' no kernel "
+        "is suspended.",
+    )
+    breach = Setting(
+        values.choice(Breach), "warn", "suspend", to="breach",
+        help="What happens to a kernel that uses more device memory than its cap: 'warn': its user gets a notice; 'suspend': it is "
+        "suspended when it is idle, and resumes where all of it fits; 'kill': its processes on the device are ended.",
+    )
+    strangers = Setting(
+        values.choice(Strangers), "show", "refuse", to="strangers",
+        help="What happens to processes on the pool's devices that belong to no kernel of the broker: 'show': status lists them; "
+        "'refuse': the broker ends them (SIGTERM, then SIGKILL) if its user may do that.",
+    )
+    after_kernel = Setting(
+        values.choice(AfterKernel), "keep", "end", to="after_kernel",
+        help="What happens to processes that a kernel started, that outlive it and that hold device memory: 'keep': they run on "
+        "and keep the kernel's reservation; 'end': the broker ends them (SIGTERM, then SIGKILL) if its user may do that.",
+    )
+    suspend_unseen = Setting(
+        values.boolean, True, False, to="suspend_unseen",
+        help="Suspend kernels without our extension (other languages), although the broker cannot detect whether they use managed "
+        "memory, which the driver cannot save. False: they stay on their device.",
+    )
+    hami_library = Setting(
+        values.library, "", "/usr/local/vgpu/libvgpu.so", to="hami_library",
+        help="The library of HAMi-core, if it is installed: preloaded into the pool's kernels, it makes allocations beyond the cap "
+        "fail and limits compute to the fraction.",
+    )
+    groups = Setting(
+        hub.groups, "everybody", {"students": {}, "staff": {"weight": 200, "priority": 10}},
+        help="Hub: the groups whose members may use the pool, each with its weight (100 by default; 200 gets twice the share of "
+        "100) and its priority. 'everybody': all users, on equal terms.",
+    )
+    hours = Setting(
+        hub.hours, "always", "Mon-Fri 08:00-18:00, Sat 10:00-14:00",
+        help="Hub: when servers may be started, in the machine's local time, or 'always'. Servers that run at closing time go on.",
+    )
+    price = Setting(
+        hub.price, None, "0.80 EUR",
+        help="The price of a whole GPU for an hour, with its currency. Users see their fraction's price before they start a hub's "
+        "server.",
+    )
+    price_hours = Setting(
+        hub.price_bands, {}, {"Mon-Fri 08:00-18:00": 1.20},
+        help="Other prices at some times of the week, in the same currency and the machine's local time; the first one that fits "
+        "counts.",
+    )
+    charge = Setting(
+        values.choice(Basis), "held", "reserved",
+        help="What is charged: 'held': the time in which a kernel has memory on a GPU; 'busy': the time in which it runs cells "
+        "there; 'reserved': the time in which the kernel exists, less suspended_credit. Each times its fraction.",
+    )
+    suspended_credit = Setting(
+        values.share, "100%", "80%",
+        help="With charge 'reserved': the part of the price that is not charged while the kernel is suspended.",
+    )
+    over_budget = Setting(
+        budgets.over_budget, "lower-priority", "when-free, no-new-seats",
+        help="What follows for a user or group whose budget (c.GPUBroker.budgets) is used up: 'lower-priority': others go first; "
+        "'when-free': their kernels get a GPU only while nobody else waits; 'no-new-seats': no server with a GPU, and no "
+        "kernel outside of one, is started; 'nothing'. No kernel is ended, and no state is lost.",
+    )
+    wait_target = Setting(
+        values.duration(), "30s", "2m",
+        help="Hub: the longest time that a cell should wait for the GPU; see wait_bound.",
+    )
+    wait_bound = Setting(
+        values.share, "5%", "1%",
+        help="Hub: the share of cells that may wait longer than wait_target. If one more server would exceed it, the pool is full "
+        "and that server gets no seat.",
+    )
+    expected_use = Setting(
+        values.share, "25.7%", "10%",
+        help="Hub: the share of the time in which a user's kernels are assumed to use the GPU, until enough is known of that user.",
+    )
+    when_full = Setting(
+        values.one_of("wait", "refuse"), "wait", "refuse",
+        help="Hub: what happens to a server while the pool is full: 'wait': it waits in the queue; 'refuse': it gets the reason.",
+    )
+    kernels_per_seat = Setting(
+        values.whole_number(1, 512), 4, 8,
+        help="Hub: how many kernels with a GPU one server may have; together they share what the server was given.",
+    )
+
+    # fmt: on
+
+    def __init__(self, name: str = "", raw: Mapping[str, object] | None = None) -> None:
+        """Take the keys as they were written. Raises ValueError that names the key."""
+        super().__init__()
+        self.name, self.raw = name, dict(raw or {})
+        for key, value in self.raw.items():
+            if key not in POOL_KEYS:
+                raise PartError(f"[{key!r}]", value, f"unknown key; {did_you_mean(str(key), POOL_KEYS)}")
+            try:
+                setattr(self, key, value)
+            except ValueError as error:
+                raise PartError(f"[{key!r}]", value, error) from None
+        if self.price_hours and self.price is None:
+            problem = "prices at some times need 'price', with the currency, for the others"
+            raise PartError("['price_hours']", self.raw["price_hours"], problem)
+        if self.sharing is Sharing.MIG:
+            if "fractions" in self.raw and self.fractions != (_WHOLE,):
+                problem = "with sharing 'mig' a kernel has a whole instance: leave it out, or say ['1']"
+                raise PartError("['fractions']", self.raw["fractions"], problem)
+            self.fractions = [1]
 
     def spec(self, devices: tuple[str, ...]) -> PoolSpec:
         """Return the pool as the arbiter knows it, with the devices it got."""
-        return PoolSpec(name=self.name, devices=devices, fractions_milli=self.fractions_milli, **self.policy)
+        fields: dict[str, Any] = {}
+        for key, setting in POOL_KEYS.items():
+            value = getattr(self, key)
+            fields |= zip(setting.to, value if len(setting.to) > 1 else (value,), strict=False)
+        return PoolSpec(**{**fields, "name": self.name, "devices": devices})
 
-
-def parse_pool(where: str, name: str, raw: object) -> PoolSettings:
-    """Return the checked pool. Raises ConfigError that names the key."""
-    where = f"{where}[{name!r}]"
-    if not isinstance(raw, Mapping):
-        raise config_error(
-            where, raw, "a pool is a dictionary such as {'fractions': ['1/4', '1/2', '1'], 'idle_after': '5m'}"
+    @property
+    def tariff(self) -> Tariff:
+        """What the pool charges. Without a price nothing is, and device time is counted alone."""
+        return Tariff(
+            currency=self.price.unit if self.price is not None else "",
+            price_milli=self.price.milli if self.price is not None else 0,
+            bands=self.price_hours,
+            basis=self.charge,
+            credit_milli=self.suspended_credit,
         )
-    for key in raw:
-        if key not in ALL_KEYS:
-            raise config_error(f"{where}[{key!r}]", raw[key], f"unknown key; {did_you_mean(str(key), ALL_KEYS)}")
-    parsed = _parsed(where, raw, KEYS)
-    hub = HubPool(**_parsed(where, raw, HUB_KEYS))
-    if hub.price_bands and hub.price is None:
-        raise config_error(
-            f"{where}['price_hours']",
-            raw["price_hours"],
-            "prices at some times need 'price', with the currency, for the others",
-        )
-    whole_instances(where, raw, parsed)
-    return PoolSettings(
-        name=name,
-        where=where,
-        devices=parsed.pop("devices"),
-        fractions_milli=parsed.pop("fractions_milli"),
-        policy=parsed,
-        hub=hub,
-        raw=dict(raw),
-    )
+
+    def terms(self, groups: Iterable[str]) -> tuple[str, GroupTerms] | None:
+        """Return the best terms that membership in `groups` gives, with the group's name; None: these groups may not use the pool."""
+        if self.groups is None:
+            return "", GroupTerms()
+        mine = [(name, self.groups[name]) for name in groups if name in self.groups]
+        return max(mine, key=lambda each: (each[1].priority, each[1].weight, each[0]), default=None)
 
 
-def _parsed(where: str, raw: Mapping[Any, object], keys: Mapping[str, Key]) -> dict[str, Any]:
-    """Return the fields that the keys stand for. Raises ConfigError."""
-    parsed: dict[str, Any] = {}
-    for key, rule in keys.items():
-        value = raw.get(key, rule.default)
+POOL_KEYS = settings_of(Pool)
+
+
+def parse_pools(value: object) -> tuple[Pool, ...]:
+    """Return the checked pools. Raises ValueError."""
+    if not isinstance(value, Mapping) or not value:
+        raise ValueError("there must be a pool, such as {'default': {}}")
+    found = []
+    for name, raw in value.items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            problem = "a pool's name has 1 to 63 small letters, digits, '-', '_' and '.', with a letter or digit at either end"
+            raise PartError(f"[{name!r}]", raw, problem)
+        if not isinstance(raw, Mapping):
+            example = "{'fractions': ['1/4', '1/2', '1'], 'idle_after': '5m'}"
+            raise PartError(f"[{name!r}]", raw, f"a pool is a dictionary such as {example}")
         try:
-            found = rule.parse(value)
+            found.append(Pool(name, raw))
         except ValueError as error:
-            raise config_error(f"{where}[{key!r}]", value, str(error)) from None
-        parsed |= zip((rule.field, *rule.also), found if rule.also else (found,), strict=True)
-    return parsed
+            raise PartError(f"[{name!r}]", raw, error) from None
+    if len(greedy := [pool.name for pool in found if pool.devices is None]) > 1:
+        problem = f"pool {greedy[0]!r} has 'all' already (it is the default); list the devices of all pools but one"
+        raise PartError(f"[{greedy[1]!r}]['devices']", "all", problem)
+    return tuple(found)
 
 
 def find_device(where: str, reference: str, devices: Sequence[DeviceSpec]) -> DeviceSpec:
@@ -379,7 +396,7 @@ def find_devices(where: str, reference: str, devices: Sequence[DeviceSpec]) -> l
 
 
 def assign(
-    pools: Sequence[PoolSettings], devices: Sequence[DeviceSpec], managed: Sequence[DeviceSpec]
+    pools: Sequence[Pool], where: str, devices: Sequence[DeviceSpec], managed: Sequence[DeviceSpec]
 ) -> tuple[PoolSpec, ...]:
     """Give the pools their devices, in the order of the devices. `managed` are those of `devices` that may be used.
 
@@ -388,29 +405,28 @@ def assign(
     usable = {device.device_id for device in managed}
     owner: dict[str, str] = {}
     for pool in pools:
-        where = f"{pool.where}['devices']"
+        key = f"{where}[{pool.name!r}]['devices']"
         for reference in pool.devices or ():
-            for device_id in (device.device_id for device in find_devices(where, reference, devices)):
+            for device_id in (device.device_id for device in find_devices(key, reference, devices)):
                 if device_id not in usable:
                     raise config_error(
-                        where, reference, f"{device_id} is not among the devices that c.GPUBroker.devices allows"
+                        key, reference, f"{device_id} is not among the devices that c.GPUBroker.devices allows"
                     )
                 if device_id in owner:
                     raise config_error(
-                        where,
+                        key,
                         reference,
                         f"{device_id} is in pool {owner[device_id]!r} already; a device is in one pool",
                     )
                 owner[device_id] = pool.name
-    return tuple(_with_devices(pool, managed, owner) for pool in pools)
-
-
-def _with_devices(pool: PoolSettings, managed: Sequence[DeviceSpec], owner: Mapping[str, str]) -> PoolSpec:
-    wanted = pool.name if pool.devices is not None else None
-    mine = tuple(device.device_id for device in managed if owner.get(device.device_id) == wanted)
-    if managed and not mine:
-        raise ConfigError(
-            f"{pool.where}: the pool has no devices: other pools have all {len(managed)}; give it some with 'devices', or "
-            "remove it"
-        )
-    return pool.spec(mine)
+    specs = []
+    for pool in pools:
+        wanted = pool.name if pool.devices is not None else None
+        mine = tuple(device.device_id for device in managed if owner.get(device.device_id) == wanted)
+        if managed and not mine:
+            raise ConfigError(
+                f"{where}[{pool.name!r}]: the pool has no devices: other pools have all {len(managed)}; give it some with 'devices', or "
+                "remove it"
+            )
+        specs.append(pool.spec(mine))
+    return tuple(specs)

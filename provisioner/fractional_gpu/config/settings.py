@@ -1,81 +1,272 @@
-"""The settings of a broker as plain, checked integers: read from files, translated from the traits, and shown as an example.
+"""The settings of a broker: each is declared once, with what parses it, its default, an example and its help.
 
-Loading checks everything that does not depend on the machine's devices; `managed` and `pool_specs` check the rest.
+They are read from files that say `c.GPUBroker.NAME = VALUE`, and from the command line. Loading checks everything that does not depend on
+the machine's devices; `managed` and `pool_specs` check the rest.
+
+- Without an explicit file, every `jupyter_gpu_config.py` along Jupyter's configuration path is read, the system's first and the user's
+  last, so that the user's wins. An explicit file is the only one, and it must be there.
+- A setting that is in no file has its default; the command line wins over the files.
+- An unknown class or setting is an error with a suggestion; traitlets would only warn.
+- A configuration is a program: a file that every user may write to is not run.
 """
 
 import grp
 import json
-import re
 import stat
 import textwrap
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 from jupyter_core.paths import jupyter_config_path
-from traitlets import TraitError
+from traitlets import HasTraits
 from traitlets.config.loader import Config, LazyConfigValue, PyFileConfigLoader
 
 from fractional_gpu.config import carbon, pools, values
 from fractional_gpu.config.budgets import parse_budgets
-from fractional_gpu.config.pools import ALL_KEYS, PoolSettings
-from fractional_gpu.config.traits import GPUBroker
-from fractional_gpu.config.values import ConfigError, config_error, did_you_mean
-from fractional_gpu.core.metering.budgets import Budget
+from fractional_gpu.config.pools import POOL_KEYS, Pool, parse_pools
+from fractional_gpu.config.values import ConfigError, Setting, config_error, did_you_mean, settings_of
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.core.units import format_fraction, restore_margin_mib
 
 DRIVER_MIB = 300  # on each real device
 _USUAL_FRACTION_MILLI = 250
-# Part of a kernelspec's name, which Jupyter reads in lower case.
-_POOL_NAME = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?")
+SECTION = "GPUBroker"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """A broker's settings. Memory in MiB, durations in milliseconds, fractions in milli-GPU."""
+class Settings(HasTraits):
+    """A broker's settings. Memory in MiB, durations in milliseconds, fractions in milli-GPU; None: as the help says of an empty value.
 
-    files: tuple[Path, ...]  # that were read; the last one wins
-    state_dir: Path | None  # None: the folder that fractional_gpu.client.state_folder chooses
-    ledger_limit_mib: int
-    idle_exit_ms: int | None  # None: never
-    hang_limit_ms: int | None  # None: never
-    host_memory_mib: int | None  # either this
-    host_memory_milli: int | None  # or this: thousandths of the machine's memory
-    device_overhead_mib: int | None  # None: by the kind of device, see `overhead_mib`
-    lock_timeout_ms: int
-    gate_timeout_ms: int
-    checkpoint_deadline_ms: int
-    default_pool: str
-    default_fraction_milli: int
-    log_level: str
-    devices: tuple[str, ...] | None  # references; None: all
-    devices_where: str  # the key of `devices`, for errors that depend on the devices
-    pools: tuple[PoolSettings, ...]
-    account_of_unknown_uids: int | None = None  # a uid; None: each is a separate user
-    seats_required: bool = False
-    device_kind: str = ""  # "": NVIDIA's
-    admin_group: str = ""
-    admin_group_where: str = ""  # its key, for an error that depends on the host
-    audit_file: Path | None = None  # None: where the ledger is
-    audit_max_mib: int = 10  # of one file
-    audit_files: int = 20  # finished ones that are kept
-    audit_keep_ms: int | None = None  # None: for ever
-    audit_required: bool = True
-    on_empty: Path | None = None  # a program that is told of empty devices
-    empty_after_ms: int = 300_000
-    revocation_notice: Path | str | None = None  # a file, or a URL
-    revocation_deadline_ms: int = 30_000
-    revocation_drains: bool = False
-    metrics_address: tuple[str, int] | None = None  # IP address and port; None: no listener
-    metrics_public: bool = False
-    budgets: tuple[Budget, ...] = ()
-    metrics_users: bool = False
-    carbon: float | Path | None = None  # grams for each kWh, or a file of them; None: not known
-    usage_visible: str = "own"  # whose use users may see: own, group or all
+    `files` are those that were read.
+    """
+
+    # fmt: off
+    state_dir = Setting(
+        values.path("/var/lib/jupyter-gpu", "~/.local/state/jupyter-gpu"), "", "/var/lib/jupyter-gpu",
+        help="The folder of the ledger, the broker's database: an absolute path on a local disk, private to the broker. Empty: "
+        "/var/lib/jupyter-gpu for a system service; else a folder for each host and socket in the user's state folder "
+        "(~/.local/state/jupyter-gpu), or in /var/tmp/jupyter-gpu-UID if that one is on a network filesystem.",
+    )
+    ledger_limit = Setting(
+        values.file_size, "4GiB", "16GiB",
+        help="The size that the ledger may have on its disk, such as '16GiB'. A larger one loses its oldest history before its "
+        "time (90 days), and what leases used (kept for 400 days) only when no history is left. What kernels need is always "
+        "written.",
+    )
+    idle_exit = Setting(
+        values.or_word("never", values.duration(least_ms=1000)), "10m", "never",
+        help="The broker stops itself when it has had no request and no lease for this long, such as '30m'. 'never': it does not "
+        "stop; use this for a broker that runs as a service.",
+    )
+    hang_limit = Setting(
+        values.or_word("never", values.duration(least_ms=1000)), "30s", "1m",
+        help="A broker whose event loop hangs for this long writes the stacks of its threads to its log and ends itself. The next "
+        "program that needs it starts it again, and no kernel loses its state. 'never': it does not end itself.",
+    )
+    host_memory = Setting(
+        values.host_memory, "50%", "64GiB",
+        help="The host memory that all suspended kernels together may use for their GPU state: a share of the machine's memory, "
+        "such as '50%', or a size, such as '64GiB'. 0: no kernel is suspended.",
+    )
+    device_overhead = Setting(
+        values.optional(values.memory), None, "500MiB",
+        help="The memory of each device that no kernel may reserve: it is for the driver, and it is the margin that a restore "
+        "leaves free (a restore on a full device kills the process). None: on real devices 300MiB plus 2 % of the device (at "
+        "least 256MiB), on simulated ones nothing.",
+    )
+    lock_timeout = Setting(
+        values.duration(least_ms=10), "2s", "5s",
+        help="How long the GPU work of a kernel that is being suspended may take to finish. After this time the kernel is not "
+        "suspended and stays on its device.",
+    )
+    gate_timeout = Setting(
+        values.duration(least_ms=10), "2s", "5s",
+        help="How long the extension of a kernel that is being suspended may take to answer, or to come back after a start of the "
+        "broker. After this time the kernel is suspended only if it has not worked on its device for a while, or is "
+        "preempted.",
+    )
+    checkpoint_deadline = Setting(
+        values.duration(least_ms=1000), "10m", "20m",
+        help="How long one checkpoint or one restore may take. After this time the checkpoint worker counts as hung.",
+    )
+    default_pool = Setting(
+        values.text, "", "default",
+        help="The pool of kernels that name no pool. Empty: the pool called 'default', or the only pool.",
+    )
+    default_fraction = Setting(
+        values.optional(values.fraction), None, "1/2",
+        help="The fraction of a GPU for kernels that name none, such as '1/2', 0.5 or '500m'. None: 1/4 if the default pool offers "
+        "it, else its smallest fraction.",
+    )
+    log_level = Setting(
+        values.log_level, "INFO", "DEBUG",
+        help="The least severe level that is written to the log: DEBUG, INFO, WARNING or ERROR.",
+    )
+    devices = Setting(
+        values.device_references, "all", [0, 1],
+        help="The devices that this broker manages: 'all', or a list of numbers, UUIDs or beginnings of UUIDs. It does not touch "
+        "other devices.",
+    )
+    device_kind = Setting(
+        values.text, "", "example",
+        help="The kind of device that this broker manages. Empty: NVIDIA's GPUs. Else a kind that an installed package offers "
+        "(docs/extending.md).",
+    )
+    admin_group = Setting(
+        values.text, "", "gpu-admins",
+        help="A group of the operating system whose members are administrators, like root and the broker's own user: they may see "
+        "and control all users' kernels and drain devices. Empty: no group.",
+    )
+    account_of_unknown_uids = Setting(
+        values.account, "", "nobody",
+        help="A user of this machine for whom uids without a passwd entry count, all together, in limits, shares and budgets. "
+        "Subordinate uids count for their owner by /etc/subuid instead. Name a user with which no person works: it sees what "
+        "is charged to it. Empty: each of these uids is a separate user.",
+    )
+    seats_required = Setting(
+        values.boolean, False, True,
+        help="Refuse every kernel without a seat from a hub, whatever its user. A hub that runs the broker sets this.",
+    )
+    audit_file = Setting(
+        values.path("/var/log/jupyter-gpu/audit.jsonl"), "", "/var/log/jupyter-gpu/audit.jsonl",
+        help="The file of the audit log, which records administrators' actions: an absolute path. Empty: audit.jsonl in the "
+        "ledger's folder.",
+    )
+    audit_max_size = Setting(
+        values.file_size, "10MiB", "100MiB",
+        help="The largest size of one file of the audit log; the next entry begins a new file.",
+    )
+    audit_files = Setting(
+        values.whole_number(1, 10_000), 20, 100,
+        help="The number of finished files of the audit log to keep; older ones are removed.",
+    )
+    audit_keep = Setting(
+        values.or_word("forever", values.duration(least_ms=3_600_000)), "365d", "90d",
+        help="How long entries of the audit log are kept, such as '90d', or 'forever'. Whole files are removed, and a file covers "
+        "up to a quarter of this time: an entry may stay a quarter longer.",
+    )
+    audit_required = Setting(
+        values.boolean, True, False,
+        help="Refuse administrators' actions while the audit log cannot be written, such as on a full disk. False: execute them, "
+        "and write the missing entries to the broker's log.",
+    )
+    on_empty = Setting(
+        values.path("/usr/local/sbin/gpu-power"), "", "/usr/local/sbin/gpu-power",
+        help="A program that is called with 'empty' and a device's UUID when nothing has been on the device for empty_after, and "
+        "with 'used' when something is again: an absolute path. It runs as the broker's user, at most 30 s, and the broker "
+        "waits for nothing. Pools empty whole devices with empty_devices. Empty: none.",
+    )
+    empty_after = Setting(
+        values.duration(), "5m", "30m",
+        help="How long nothing must have been on a device before on_empty is called.",
+    )
+    revocation_notice = Setting(
+        values.notice_source, "", "/run/revoked",
+        help="Where a notice appears that this host goes away: the absolute path of a file, or a URL on 169.254.169.254, the "
+        "address of clouds' metadata services (AWS: http://169.254.169.254/latest/meta-data/spot/instance-action; Google: "
+        "http://169.254.169.254/computeMetadata/v1/instance/preempted). It is read every 2 s. When there is a notice, every "
+        "user is told to save to disk; when it disappears, that it was withdrawn. Empty: nothing is read.",
+    )
+    revocation_drains = Setting(
+        values.boolean, False, True,
+        help="With revocation_notice: also suspend what can be suspended by the deadline, as `jupyter gpu drain --all --deadline` "
+        "does. For hosts whose memory is saved when they go away (hibernation, snapshots). Elsewhere a suspended kernel is "
+        "lost with the host, and cannot write to a disk any more, while one on its GPU can.",
+    )
+    revocation_deadline = Setting(
+        values.duration(least_ms=1000), "30s", "2m",
+        help="How long after a notice that names no time the host is expected to go away.",
+    )
+    metrics_address = Setting(
+        values.metrics_address, "", "127.0.0.1:9464",
+        help="An IP address and a port at which Prometheus can read the metrics. Empty: none; the broker's socket always has them. "
+        "Every program that reaches the address can read the totals.",
+    )
+    metrics_public = Setting(
+        values.boolean, False, True,
+        help="Allow a metrics_address that other machines can reach. False: only a loopback address such as 127.0.0.1 is allowed.",
+    )
+    budgets = Setting(
+        parse_budgets, [], [{"user": "*", "limit": "40 GPU hours", "per": "month"}],
+        help="How much users and groups may use: a list of {'user' or 'group': a name, or '*' for each one, 'limit': an amount "
+        "such as '40 GPU hours', '100 EUR' or '12 kWh', 'per': 'day', 'week' or 'month' of the calendar, 'hour' (the last 60 "
+        "minutes), or 'rolling 30d', and 'pools': those that count (all, if left out)}. What follows when one is used up: the "
+        "pool's over_budget.",
+    )
+    metrics_users = Setting(
+        values.boolean, False, True,
+        help="Also count what each user uses and is charged. Users' names are personal data: every program that reaches "
+        "metrics_address can read them. On the broker's socket only administrators can. In each pool 256 users are named, the "
+        "others are one sum.",
+    )
+    carbon = Setting(
+        carbon.parse_setting, None, 350,
+        help="How much carbon dioxide the GPUs' energy stands for, for reports: grams for each kWh, or the path of a CSV file with "
+        "the columns time and g_per_kwh and a line for each hour. None: reports show no carbon. Nothing is fetched from a "
+        "network.",
+    )
+    usage_visible = Setting(
+        values.one_of("own", "group", "all"), "own", "group",
+        help="Whose use and costs users may see: 'own'; 'group': also the sums of each user of their group; 'all': of every user. "
+        "Notebooks' names are shown to their own users and to administrators only.",
+    )
+    pools = Setting(
+        parse_pools, {"default": {}}, None,
+        help="The pools: groups of devices with one policy. A key that is left out has its default.",
+    )
+
+    # fmt: on
+
+    def __init__(self, written: Mapping[str, tuple[object, str]], files: tuple[Path, ...] = ()) -> None:
+        """Take the values as they were written, each with where. Raises ConfigError."""
+        super().__init__()
+        self.files = files
+        self._origins = {name: origin for name, (_, origin) in written.items()}
+        for name, (value, _) in written.items():
+            try:
+                setattr(self, name, value)
+            except ValueError as error:
+                raise config_error(self.where(name), value, error) from None
+        by_name = {pool.name: pool for pool in self.pools}
+        if self.default_pool and self.default_pool not in by_name:
+            problem = f"there is no such pool; allowed: {', '.join(by_name)}"
+            raise config_error(self.where("default_pool"), self.default_pool, problem)
+        if not self.default_pool and "default" not in by_name and len(by_name) > 1:
+            problem = f"no pool is called 'default'; set c.GPUBroker.default_pool to one of {', '.join(by_name)}"
+            raise ConfigError(f"{self.where('pools')}: {problem}")
+        offered, milli = self.first_pool.fractions, self.default_fraction
+        if milli is not None and offered and milli not in offered:
+            problem = f"pool {self.first_pool.name!r} does not offer it; it offers: {', '.join(map(format_fraction, offered))}"
+            raise config_error(self.where("default_fraction"), format_fraction(milli), problem)
+        if self.metrics_address is not None and not self.metrics_public:
+            address = self.metrics_address[0]
+            if not ip_address(address).is_loopback:
+                raise config_error(
+                    self.where("metrics_address"),
+                    written["metrics_address"][0],
+                    "other machines reach this address; use a loopback one such as '127.0.0.1:9464', or set "
+                    "c.GPUBroker.metrics_public = True to let every client that reaches it read the totals",
+                )
+
+    def where(self, name: str) -> str:
+        """Return the setting's name and what has set it, for errors."""
+        origin = self._origins.get(name)
+        return f"{origin}: c.{SECTION}.{name}" if origin else f"c.{SECTION}.{name}"
+
+    @property
+    def first_pool(self) -> Pool:
+        """The pool of kernels that name none."""
+        return next((pool for pool in self.pools if pool.name == (self.default_pool or "default")), self.pools[0])
+
+    @property
+    def first_fraction(self) -> int:
+        """The fraction of kernels that name none, milli-GPU."""
+        offered = self.first_pool.fractions
+        if self.default_fraction is not None:
+            return self.default_fraction
+        return _USUAL_FRACTION_MILLI if not offered or _USUAL_FRACTION_MILLI in offered else offered[0]
 
     def admin_gid(self) -> int | None:
         """Return the id of the administrators' group; None if none is set. Raises ConfigError if the host has no such group."""
@@ -84,23 +275,21 @@ class Settings:
         try:
             return grp.getgrnam(self.admin_group).gr_gid
         except KeyError:
-            raise config_error(
-                self.admin_group_where, self.admin_group, "this host has no such group; create it, or leave it empty"
-            ) from None
+            problem = "this host has no such group; create it, or leave it empty"
+            raise config_error(self.where("admin_group"), self.admin_group, problem) from None
 
     def host_budget_mib(self, total_mib: int) -> int:
         """Return the host memory for suspended state on a machine with `total_mib`, at most all of it."""
-        if self.host_memory_mib is not None:
-            return min(self.host_memory_mib, total_mib)
-        return total_mib * (self.host_memory_milli or 0) // 1000
+        amount, is_share = self.host_memory
+        return total_mib * amount // 1000 if is_share else min(amount, total_mib)
 
     def overhead_mib(self, memory_mib: int, *, simulated: bool) -> int:
         """Return the memory of a device with `memory_mib` that no lease may have.
 
         On a real device: what the driver takes, and the margin that the largest restore leaves free.
         """
-        if self.device_overhead_mib is not None:
-            return self.device_overhead_mib
+        if self.device_overhead is not None:
+            return self.device_overhead
         return 0 if simulated else DRIVER_MIB + restore_margin_mib(memory_mib)
 
     def managed(self, devices: Sequence[DeviceSpec]) -> tuple[DeviceSpec, ...]:
@@ -110,7 +299,7 @@ class Settings:
         """
         if self.devices is None:
             return tuple(devices)
-        found = [pools.find_devices(self.devices_where, one, devices) for one in self.devices]
+        found = [pools.find_devices(self.where("devices"), one, devices) for one in self.devices]
         chosen = {device.device_id for some in found for device in some}
         return tuple(device for device in devices if device.device_id in chosen)
 
@@ -119,156 +308,11 @@ class Settings:
 
         Raises ConfigError for a device that is unknown or in two pools, and for a pool without devices, unless the host has none.
         """
-        return pools.assign(self.pools, devices, self.managed(devices))
+        return pools.assign(self.pools, self.where("pools"), devices, self.managed(devices))
 
 
-_PARSERS: Mapping[str, Callable[[object], Any]] = {
-    "account_of_unknown_uids": values.account,
-    "state_dir": values.state_dir,
-    "ledger_limit": values.file_size,
-    "idle_exit": values.duration(least_ms=1000, word="never"),
-    "hang_limit": values.duration(least_ms=1000, word="never"),
-    "host_memory": values.host_memory,
-    "lock_timeout": values.duration(least_ms=10),
-    "gate_timeout": values.duration(least_ms=10),
-    "checkpoint_deadline": values.duration(least_ms=1000),
-    "log_level": values.log_level,
-    "devices": values.device_references,
-    "audit_file": values.audit_file,
-    "audit_max_size": values.file_size,
-    "audit_files": values.whole_number(1, 10_000),
-    "audit_keep": values.duration(least_ms=3_600_000, word="forever"),
-    "on_empty": values.program,
-    "empty_after": values.duration(),
-    "revocation_notice": values.notice_source,
-    "revocation_deadline": values.duration(least_ms=1000),
-    "metrics_address": values.metrics_address,
-    "carbon": carbon.parse_setting,
-    "usage_visible": values.usage_visible,
-}
-
-
-def translate(traits: GPUBroker, where: Callable[[str], str], files: tuple[Path, ...] = ()) -> Settings:
-    """Return the settings; `where` names a trait and the place that set it. Raises ConfigError."""
-
-    def parsed(name: str, parse: Callable[[object], Any]) -> Any:  # noqa: ANN401 -- whatever the parser returns
-        value = getattr(traits, name)
-        try:
-            return parse(value)
-        except ValueError as error:
-            raise config_error(where(name), value, str(error)) from None
-
-    plain = {name: parsed(name, parse) for name, parse in _PARSERS.items()}
-    host, is_share = plain["host_memory"]
-    configured = _pools(traits, where("pools"))
-    default_pool = _default_pool(traits.default_pool, configured, where)
-    fraction = parsed("default_fraction", values.fraction) if traits.default_fraction is not None else None
-    return Settings(
-        files=files,
-        state_dir=plain["state_dir"],
-        ledger_limit_mib=plain["ledger_limit"],
-        idle_exit_ms=plain["idle_exit"],
-        hang_limit_ms=plain["hang_limit"],
-        host_memory_mib=None if is_share else host,
-        host_memory_milli=host if is_share else None,
-        device_overhead_mib=parsed("device_overhead", values.memory) if traits.device_overhead is not None else None,
-        lock_timeout_ms=plain["lock_timeout"],
-        gate_timeout_ms=plain["gate_timeout"],
-        checkpoint_deadline_ms=plain["checkpoint_deadline"],
-        default_pool=default_pool.name,
-        default_fraction_milli=_default_fraction(fraction, default_pool, where("default_fraction")),
-        log_level=plain["log_level"],
-        devices=plain["devices"],
-        devices_where=where("devices"),
-        pools=configured,
-        account_of_unknown_uids=plain["account_of_unknown_uids"],
-        seats_required=traits.seats_required,
-        device_kind=traits.device_kind,
-        admin_group=traits.admin_group,
-        admin_group_where=where("admin_group"),
-        audit_file=plain["audit_file"],
-        audit_max_mib=plain["audit_max_size"],
-        audit_files=plain["audit_files"],
-        audit_keep_ms=plain["audit_keep"],
-        audit_required=traits.audit_required,
-        on_empty=plain["on_empty"],
-        empty_after_ms=plain["empty_after"],
-        revocation_notice=plain["revocation_notice"],
-        revocation_deadline_ms=plain["revocation_deadline"],
-        revocation_drains=traits.revocation_drains,
-        metrics_address=_metrics_address(traits, plain["metrics_address"], where("metrics_address")),
-        metrics_public=traits.metrics_public,
-        budgets=parse_budgets(where("budgets"), traits.budgets),
-        metrics_users=traits.metrics_users,
-        carbon=plain["carbon"],
-        usage_visible=plain["usage_visible"],
-    )
-
-
-def _metrics_address(traits: GPUBroker, address: tuple[str, int] | None, where: str) -> tuple[str, int] | None:
-    if address is not None and not traits.metrics_public and not ip_address(address[0]).is_loopback:
-        raise config_error(
-            where,
-            traits.metrics_address,
-            "other machines reach this address; use a loopback one such as '127.0.0.1:9464', or set "
-            "c.GPUBroker.metrics_public = True to let every client that reaches it read the totals",
-        )
-    return address
-
-
-def _pools(traits: GPUBroker, where: str) -> tuple[PoolSettings, ...]:
-    if not traits.pools:
-        raise config_error(where, traits.pools, "there must be a pool, such as {'default': {}}")
-    for name in traits.pools:
-        if not _POOL_NAME.fullmatch(name):
-            raise config_error(
-                f"{where}[{name!r}]",
-                traits.pools[name],
-                "a pool's name has 1 to 63 small letters, digits, '-', '_' and '.', with a letter or digit at either end",
-            )
-    configured = tuple(pools.parse_pool(where, name, raw) for name, raw in traits.pools.items())
-    if len(greedy := [pool.name for pool in configured if pool.devices is None]) > 1:
-        raise config_error(
-            f"{where}[{greedy[1]!r}]['devices']",
-            "all",
-            f"pool {greedy[0]!r} has 'all' already (it is the default); list the devices of all pools but one",
-        )
-    return configured
-
-
-def _default_pool(name: str, configured: Sequence[PoolSettings], where: Callable[[str], str]) -> PoolSettings:
-    by_name = {pool.name: pool for pool in configured}
-    if name and name not in by_name:
-        raise config_error(where("default_pool"), name, f"there is no such pool; allowed: {', '.join(by_name)}")
-    if not name and "default" not in by_name and len(by_name) > 1:
-        raise ConfigError(
-            f"{where('pools')}: no pool is called 'default'; set c.GPUBroker.default_pool to one of {', '.join(by_name)}"
-        )
-    return by_name.get(name or "default", configured[0])
-
-
-def _default_fraction(milli: int | None, pool: PoolSettings, where: str) -> int:
-    offered = pool.fractions_milli
-    if milli is None:
-        return _USUAL_FRACTION_MILLI if not offered or _USUAL_FRACTION_MILLI in offered else offered[0]
-    if offered and milli not in offered:
-        listed = ", ".join(format_fraction(one) for one in offered)
-        raise config_error(where, format_fraction(milli), f"pool {pool.name!r} does not offer it; it offers: {listed}")
-    return milli
-
-
-# -- loading -----------------------------------------------------------------------------------------------------------
-# Finding and reading `jupyter_gpu_config.py`.
-#
-# - Without an explicit file, every file of that name along Jupyter's configuration path is read, the system's first and the
-#   user's last, so that the user's wins. An explicit file is the only one, and it must be there.
-# - A setting that is in no file has its default; the command line wins over the files.
-# - An unknown class or setting is an error with a suggestion; traitlets would only warn.
-# - A configuration is a program: a file that every user may write to is not run.
-
-
+SETTINGS = settings_of(Settings)
 CONFIG_NAME = "jupyter_gpu_config.py"
-_SECTION = GPUBroker.__name__
 
 
 def load(
@@ -282,16 +326,12 @@ def load(
     Raises ConfigError that names the file, the line or key, the value and what is allowed.
     """
     files = _search() if config_file is None else (Path(config_file).absolute(),)
-    traits, source = GPUBroker(), dict[str, str]()
+    written: dict[str, tuple[object, str]] = {}
     for file in files:
-        _apply(traits, source, _read(file), str(file))
+        _collect(written, _read(file), str(file))
     given = {name: value for name, value in (overrides or {}).items() if value is not None}
-    _apply(traits, source, given, origin)
-    return translate(traits, lambda name: _where(source.get(name), name), files)
-
-
-def _where(source: str | None, name: str) -> str:
-    return f"{source}: c.{_SECTION}.{name}" if source else f"c.{_SECTION}.{name}"
+    _collect(written, given, origin)
+    return Settings(written, files)
 
 
 def _search() -> tuple[Path, ...]:
@@ -337,29 +377,22 @@ def _read(file: Path) -> Mapping[str, Any]:
         line = f", line {lines[-1]}" if lines else ""
         raise ConfigError(f"{file}{line}: {type(error).__name__}: {error}") from error
     for section in config:
-        if section != _SECTION:
-            raise ConfigError(f"{file}: c.{section} is unknown here; {did_you_mean(section, [_SECTION])}")
-    section_config: Mapping[str, Any] = config[_SECTION]
+        if section != SECTION:
+            raise ConfigError(f"{file}: c.{section} is unknown here; {did_you_mean(section, [SECTION])}")
+    section_config: Mapping[str, Any] = config[SECTION]
     return section_config
 
 
-def _apply(traits: GPUBroker, source: dict[str, str], given: Mapping[str, Any], origin: str) -> None:
-    """Set the given values. Raises ConfigError for an unknown name or a value of the wrong type."""
-    known = GPUBroker.class_traits(config=True)
+def _collect(written: dict[str, tuple[object, str]], given: Mapping[str, Any], origin: str) -> None:
+    """Add the given values and where they come from. Raises ConfigError for an unknown name."""
     for name, raw in given.items():
-        where = _where(origin, name)
-        if name not in known:
-            raise ConfigError(f"{where} is unknown; {did_you_mean(name, known)}")
-        value = raw.get_value(getattr(traits, name)) if isinstance(raw, LazyConfigValue) else raw
-        try:
-            setattr(traits, name, value)
-        except TraitError:
-            example = known[name].metadata.get("example")
-            raise config_error(where, value, f"expected {known[name].info()}, for example {example!r}") from None
-        source[name] = origin
+        if name not in SETTINGS:
+            raise ConfigError(f"{origin}: c.{SECTION}.{name} is unknown; {did_you_mean(name, SETTINGS)}")
+        before = written[name][0] if name in written else SETTINGS[name].default_value
+        # A file may also have changed what was there before: `c.GPUBroker.pools.update(...)`.
+        written[name] = (raw.get_value(before) if isinstance(raw, LazyConfigValue) else raw, origin)
 
 
-# -- example -----------------------------------------------------------------------------------------------------------
 # Generates an example configuration file from the help of the settings, so that it always matches them.
 #
 # As in other files that Jupyter generates, `## ` begins help and `# ` begins a disabled setting.
@@ -378,21 +411,20 @@ c = get_config()  # noqa
 def example_config() -> str:
     """Return the text of a file in which every setting is explained and commented out."""
     parts = [_HEAD]
-    for name, trait in sorted(GPUBroker.class_traits(config=True).items()):
-        parts.append(_pools_example(trait.help) if name == "pools" else _setting(name, trait))
+    for name, setting in sorted(SETTINGS.items()):
+        if name == "pools":
+            parts.append(_pools_example(setting.help))
+        else:
+            default, example = _literal(setting.default_value), _literal(setting.example)
+            parts.append(f"{_comment(setting.help)}## Default: {default}\n# c.{SECTION}.{name} = {example}\n")
     return "\n".join(parts)
-
-
-def _setting(name: str, trait: Any) -> str:  # noqa: ANN401 -- traitlets' traits are generic in what they hold
-    default = f"Default: {_literal(trait.default())}"
-    return f"{_comment(trait.help)}## {default}\n# c.GPUBroker.{name} = {_literal(trait.metadata['example'])}\n"
 
 
 def _pools_example(text: str) -> str:
     lines = [_comment(text) + "# c.GPUBroker.pools = {", '#     "default": {']
-    for key, rule in ALL_KEYS.items():
+    for key, rule in POOL_KEYS.items():
         lines += textwrap.wrap(rule.help, _WIDTH, initial_indent="##         ", subsequent_indent="##         ")
-        lines.append(f'#         "{key}": {_literal(rule.default)},  # or {_literal(rule.example)}')
+        lines.append(f'#         "{key}": {_literal(rule.default_value)},  # or {_literal(rule.example)}')
     return "\n".join([*lines, "#     },", "# }"]) + "\n"
 
 

@@ -1,20 +1,23 @@
-"""Parsers of configured values and how a wrong one is reported: sizes to MiB, durations to milliseconds, fractions to thousandths.
+"""Settings, the parsers of their values, and how a wrong value is reported.
 
-Each function takes the value as it is written and returns the plain one, or raises ValueError (never TypeError) with what is allowed.
+A parser takes the value as it is written and returns the plain one, sizes in MiB, durations in milliseconds, fractions and shares in
+thousandths, or raises ValueError (never TypeError) with what is allowed.
 """
 
 import pwd
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
+from enum import StrEnum
 from fractions import Fraction
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from fractional_gpu.core.model import Compute, Foresight, Limits, ReserveBy
+from traitlets import TraitType
+
+from fractional_gpu.core.model import Limits
 from fractional_gpu.core.units import format_duration, parse_duration_ms, parse_fraction_milli, parse_memory_mib
 
 # ruff: noqa: TRY004 -- a value of the wrong type is one more wrong value: callers handle one error
@@ -22,6 +25,7 @@ from fractional_gpu.core.units import format_duration, parse_duration_ms, parse_
 
 _LONGEST_MS = 366 * 86_400_000
 _LONGEST_TEXT = 64
+_LONGEST_SHOWN = 120
 _ZERO = re.compile(r"\s*0+(\.0*)?\s*([KMGT]i?B?)?\s*", re.IGNORECASE)
 _PERCENT = re.compile(r"\s*(\d{1,3}(?:\.\d{1,3})?)\s*%\s*", re.ASCII)
 _SHARE = re.compile(r"(\d{1,3}(?:\.\d)?)\s*%", re.ASCII)
@@ -34,51 +38,104 @@ _MOST_GROUPS = 1000
 _MOST_LEASES = 1_000_000
 _LONGEST_GROUP = 200
 _LIMITS = {"leases": "leases", "fraction": "milli", "resident": "resident_milli"}  # as written, and in core
-_PREEMPT = {"never": (False, False), "priorities": (False, True), "fair": (True, True)}  # equals, priorities
 
 
-def duration(*, least_ms: int = 0, word: str | None = None) -> Callable[[object], int | None]:
-    """Return a parser of durations in milliseconds; `word`, if there is one, stands for None."""
-    or_word = f" or {word!r}" if word else ""
+G = TypeVar("G")
+E = TypeVar("E", bound=StrEnum)
 
-    def parse(value: object) -> int | None:
-        if word is not None and value == word:
-            return None
+
+class ConfigError(Exception):
+    """The configuration cannot be used. The message names the file, the key, the value and what is allowed."""
+
+
+class PartError(ValueError):
+    """A part of a value is wrong: `inside` says which one, such as `['limit']`."""
+
+    def __init__(self, inside: str, value: object, problem: object) -> None:
+        super().__init__(str(problem))
+        self.inside, self.value = inside, value
+        if isinstance(problem, PartError):
+            self.inside, self.value = inside + problem.inside, problem.value
+
+
+def config_error(where: str, value: object, problem: str | ValueError) -> ConfigError:
+    """Return the error for a setting or a part of it; `where` names it and the file."""
+    if isinstance(problem, PartError):
+        where, value = where + problem.inside, problem.value
+    shown = repr(value)
+    if len(shown) > _LONGEST_SHOWN:
+        shown = shown[:_LONGEST_SHOWN] + "..."
+    return ConfigError(f"{where} = {shown}: {problem}")
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """Return the sentence that lists the allowed names, with the most similar one first."""
+    names = sorted(known)
+    similar = get_close_matches(given, names, n=1)
+    hint = f"did you mean {similar[0]!r}? " if similar else ""
+    return f"{hint}Allowed: {', '.join(names)}"
+
+
+class Setting(TraitType[G, Any]):
+    """A setting: what parses it, its default and another value as they are written, and its help.
+
+    Its attribute has the parsed value. `to`: the fields of the arbiter's `PoolSpec` that have it.
+    """
+
+    def __init__(
+        self,
+        parse: Callable[[object], G],
+        default: object,
+        example: object,
+        *,
+        help: str,  # noqa: A002 - as traitlets calls it
+        to: str = "",
+    ) -> None:
+        super().__init__(default, help=help)
+        self.parse, self.example, self.to = parse, example, to.split()
+
+    def validate(self, obj: object, value: object) -> G:  # noqa: ARG002 - traitlets' own
+        """Return the parsed value. Raises ValueError."""
+        return self.parse(value)
+
+
+def settings_of(kind: type) -> dict[str, "Setting[Any]"]:
+    """Return the settings of a class by their names, in the order in which they are declared."""
+    return {name: one for name, one in vars(kind).items() if isinstance(one, Setting)}
+
+
+def duration(*, least_ms: int = 0) -> Callable[[object], int]:
+    """Return a parser of durations in milliseconds."""
+
+    def parse(value: object) -> int:
         if not isinstance(value, (str, int)):
-            raise ValueError(f"expected a duration such as '30s', '5m' or '2h'{or_word}")
-        try:
-            ms = parse_duration_ms(value)
-        except ValueError as error:
-            raise ValueError(f"{error}{or_word}") from None
+            raise ValueError("expected a duration such as '30s', '5m' or '2h'")
+        ms = parse_duration_ms(value)
         if not least_ms <= ms <= _LONGEST_MS:
-            raise ValueError(f"allowed: from {format_duration(least_ms)} to 366 days{or_word}")
+            raise ValueError(f"allowed: from {format_duration(least_ms)} to 366 days")
         return ms
 
     return parse
 
 
+def or_word(word: str, parse: Callable[[object], G]) -> Callable[[object], G | None]:
+    """Return a parser that also takes the word, which stands for None."""
+
+    def parse_or_word(value: object) -> G | None:
+        if isinstance(value, str) and value == word:
+            return None
+        try:
+            return parse(value)
+        except ValueError as error:
+            raise ValueError(f"{error} or {word!r}") from None
+
+    return parse_or_word
+
+
 def idle_after(value: object) -> tuple[int | None, bool]:
     """Return after how long, ms (None: only when room is needed), and whether the arbiter decides."""
-    if value == "auto":
-        return None, True
-    try:
-        return duration(word="on-demand")(value), False
-    except ValueError as error:
-        raise ValueError(f"{error} or 'auto'") from None
-
-
-def foresight(value: object) -> Foresight:
-    """Return what is done for kernels whose next cell is expected."""
-    if isinstance(value, str) and value in {str(one) for one in Foresight}:
-        return Foresight(value)
-    raise ValueError("allowed: 'off', 'free' or 'displace'")
-
-
-def usage_visible(value: object) -> str:
-    """Return whose use users may see."""
-    if isinstance(value, str) and value in {"own", "group", "all"}:
-        return value
-    raise ValueError("allowed: 'own', 'group' or 'all'")
+    found = or_word("auto", or_word("on-demand", duration()))(value)
+    return found, value == "auto"
 
 
 def hourly_price(value: object) -> int:
@@ -169,28 +226,6 @@ def _thousandths(value: object) -> int | None:
     return int(Fraction(str(value)) * 1000)
 
 
-def reserve_by(value: object) -> ReserveBy:
-    """Return whether reservations cover the cap or the measured use."""
-    if not isinstance(value, str) or value not in set(ReserveBy):
-        raise ValueError("allowed: 'cap' or 'use'")
-    return ReserveBy(value)
-
-
-def compute(value: object) -> Compute:
-    """Return whether busy kernels are spread over devices or packed."""
-    if not isinstance(value, str) or value not in set(Compute):
-        raise ValueError("allowed: 'spread' or 'pack'")
-    return Compute(value)
-
-
-def preempt(value: object) -> tuple[bool, bool]:
-    """Return whether equals, and whether lower priorities, may be preempted."""
-    found = _PREEMPT.get(value) if isinstance(value, str) else None
-    if found is None:
-        raise ValueError("allowed: 'never', 'priorities' or 'fair'")
-    return found
-
-
 def limits(value: object) -> Limits:
     """Return a user's or a group's limits."""
     allowed = "allowed: a dictionary such as {'leases': 4, 'fraction': 2, 'resident': 1}, with some of these or none"
@@ -233,6 +268,30 @@ def group_limits(value: object) -> tuple[tuple[str, Limits], ...]:
     return tuple(sorted(found, key=lambda one: one[0]))
 
 
+def one_of(*words: str) -> Callable[[object], str]:
+    """Return a parser of these words."""
+    return choice({word: word for word in words})
+
+
+def optional(parse: Callable[[object], G]) -> Callable[[object], G | None]:
+    """Return a parser that also takes None."""
+    return lambda value: None if value is None else parse(value)
+
+
+def choice(words: Mapping[str, G] | type[E]) -> Callable[[object], G | E]:
+    """Return a parser of some words, each with what it stands for, or of those of an enumeration."""
+    known: Mapping[str, Any] = words if isinstance(words, Mapping) else {one.value: one for one in words}
+    *others, last = (repr(word) for word in known)
+    allowed = f"allowed: {', '.join(others)} or {last}"
+
+    def parse(value: object) -> Any:  # noqa: ANN401 - what the word stands for
+        if not isinstance(value, str) or value not in known:
+            raise ValueError(allowed)
+        return known[value]
+
+    return parse
+
+
 def boolean(value: object) -> bool:
     """Return a bool; 0, 1 and strings are refused."""
     if not isinstance(value, bool):
@@ -266,40 +325,45 @@ def device_references(value: object) -> tuple[str, ...] | None:
 
 def log_level(value: object) -> str:
     """Return the level in capitals."""
-    level = value.upper() if isinstance(value, str) else ""
-    if level not in _LOG_LEVELS:
-        raise ValueError(f"allowed: {', '.join(_LOG_LEVELS)}")
-    return level
+    return one_of(*_LOG_LEVELS)(value.upper() if isinstance(value, str) else value)
 
 
-def state_dir(value: object) -> Path | None:
-    """Return an absolute path, `~` expanded; None for the broker's own choice."""
-    return _absolute(value, "'/var/lib/jupyter-gpu' or '~/.local/state/jupyter-gpu'")
+def text(value: object) -> str:
+    """Return a text."""
+    if not isinstance(value, str):
+        raise ValueError("allowed: a text")
+    return value
 
 
-def audit_file(value: object) -> Path | None:
-    """Return an absolute path, `~` expanded; None for the broker's own choice."""
-    return _absolute(value, "'/var/log/jupyter-gpu/audit.jsonl'")
+def path(*examples: str) -> Callable[[object], Path | None]:
+    """Return a parser of absolute paths, `~` expanded; empty: None."""
+    allowed = f"allowed: an absolute path such as {' or '.join(repr(one) for one in examples)}"
+
+    def parse(value: object) -> Path | None:
+        if value is None or value == "":
+            return None
+        if not isinstance(value, (str, Path)) or "\0" in str(value):
+            raise ValueError(allowed)
+        try:
+            found = Path(value).expanduser()
+        except RuntimeError as error:
+            raise ValueError(f"{error}; {allowed}") from None
+        if not found.is_absolute():
+            raise ValueError(allowed)
+        return found
+
+    return parse
 
 
-def program(value: object) -> Path | None:
-    """Return an absolute path, `~` expanded; None for no program."""
-    return _absolute(value, "'/usr/local/sbin/gpu-power'")
-
-
-def _absolute(value: object, examples: str) -> Path | None:
+def library(value: object) -> str:
+    """Return the path of a library to preload; the broker checks at its start that the file exists."""
     if value is None or value == "":
-        return None
-    allowed = f"allowed: an absolute path such as {examples}"
-    if not isinstance(value, (str, Path)) or "\0" in str(value):
-        raise ValueError(allowed)
-    try:
-        path = Path(value).expanduser()
-    except RuntimeError as error:
-        raise ValueError(f"{error}; {allowed}") from None
-    if not path.is_absolute():
-        raise ValueError(allowed)
-    return path
+        return ""
+    if not isinstance(value, str) or not Path(value).is_absolute() or set(value) & set(" :\n\0"):
+        raise ValueError(
+            "allowed: the absolute path of a library, such as '/usr/local/vgpu/libvgpu.so', without spaces and colons"
+        )
+    return value
 
 
 def account(value: object) -> int | None:
@@ -313,7 +377,7 @@ def account(value: object) -> int | None:
 def notice_source(value: object) -> Path | str | None:
     """Return a file's path, or a URL on the link-local address of clouds' metadata services or the loopback one; None for none."""
     if not isinstance(value, str) or "://" not in value:
-        return _absolute(value, "'/run/revoked', or a URL on 169.254.169.254")
+        return path("/run/revoked")(value)
     allowed = (
         "allowed: an absolute path, or a URL such as 'http://169.254.169.254/latest/meta-data/spot/instance-action': http, on "
         "169.254.169.254 or a loopback address"
@@ -351,47 +415,3 @@ def metrics_address(value: object) -> tuple[str, int] | None:
         return str(ip_address(bare)), int(port)
     except ValueError:
         raise ValueError(allowed) from None
-
-
-# -- keys --------------------------------------------------------------------------------------------------------------
-# What one key of the configuration is, and how a wrong one is reported: the place, the value and what is allowed.
-
-
-_LONGEST_VALUE = 120
-
-
-class ConfigError(Exception):
-    """The configuration cannot be used. The message names the file, the key, the value and what is allowed."""
-
-
-def config_error(where: str, value: object, problem: str) -> ConfigError:
-    """Return the error for one key; `where` names the key and its file."""
-    shown = repr(value)
-    if len(shown) > _LONGEST_VALUE:
-        shown = shown[:_LONGEST_VALUE] + "..."
-    return ConfigError(f"{where} = {shown}: {problem}")
-
-
-def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """Return the sentence that lists the allowed names, with the most similar one first."""
-    names = sorted(known)
-    similar = get_close_matches(given, names, n=1)
-    hint = f"did you mean {similar[0]!r}? " if similar else ""
-    return f"{hint}Allowed: {', '.join(names)}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
-    """One key of a pool; the tables of keys map its name to it.
-
-    `parse` takes the value as it is written and returns the one of `field`, an attribute of `PoolSpec` or `HubPool`; with `also`, it
-    returns a value for `field` and one for each of these. It raises ValueError with what is allowed. The example configuration shows
-    `default`, `example` and `help`.
-    """
-
-    field: str
-    parse: Callable[[object], Any]
-    default: object
-    example: object
-    help: str
-    also: tuple[str, ...] = ()

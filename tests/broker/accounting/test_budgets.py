@@ -11,7 +11,7 @@ import pytest
 from fractional_gpu.broker.accounting.budgets import BudgetKeeper, begin_of, end_of
 from fractional_gpu.broker.kernels.connection import GateLink
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.config.hub import HubPool
+from fractional_gpu.config.pools import Pool
 from fractional_gpu.core.effects import Effect
 from fractional_gpu.core.events import Event
 from fractional_gpu.core.metering.budgets import LAST_PRIORITY, Budget, Consequence, Subject, Unit, WindowKind
@@ -60,7 +60,7 @@ class World:
             cast("Any", self),
             cast("Any", self),
             self.budgets,
-            lambda _: HubPool(over_budget=self.over),
+            lambda _: Pool("", {"over_budget": ", ".join(self.over) or "nothing"}),
             wall=lambda: self.wall_ms,
         )
         self.keeper.recover(self.ledger)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from fractional_gpu.broker.accounting.terms import charge_terms, fraction_price
 from fractional_gpu.config import load
-from fractional_gpu.config.hub import parse_hours
+from fractional_gpu.config.hub import hours
 from fractional_gpu.core.metering.tariffs import PriceBand, Tariff
 
 _DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
@@ -14,7 +14,7 @@ _HELD = "the time in which a kernel has memory on a GPU counts, and suspended ti
 
 
 def _tariff(**keys: object) -> Tariff:
-    return load(None, {"pools": {"default": keys}}).pools[0].hub.tariff
+    return load(None, {"pools": {"default": keys}}).pools[0].tariff
 
 
 @pytest.mark.parametrize(
@@ -75,6 +75,6 @@ _SPANS = st.sets(
 
 @given(_SPANS)
 def test_hours_are_written_so_that_they_are_read_as_the_same_times(spans: set[tuple[int, int]]) -> None:
-    read = parse_hours(PriceBand(tuple(sorted(spans)), 0).hours)
+    read = hours(PriceBand(tuple(sorted(spans)), 0).hours)
     assert read is not None
     assert set(read.spans) == spans

@@ -115,7 +115,7 @@ def test_the_brokers_settings_are_valid(base: list[dict[str, Any]], tmp_path: Pa
     (tmp_path / "jupyter_gpu_config.py").write_text(config["data"]["jupyter_gpu_config.py"])
     settings = load(str(tmp_path / "jupyter_gpu_config.py"), {})
     assert settings.seats_required
-    assert settings.idle_exit_ms is None
+    assert settings.idle_exit is None
     assert [pool.name for pool in settings.pools] == ["default"]
 
 

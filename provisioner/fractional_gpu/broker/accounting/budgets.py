@@ -19,7 +19,7 @@ from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.broker.runtime import Runtime
 from fractional_gpu.config.budgets import format_amount
-from fractional_gpu.config.hub import HubPool
+from fractional_gpu.config.pools import Pool
 from fractional_gpu.core.events import PriorityChanged
 from fractional_gpu.core.metering.budgets import (
     Budget,
@@ -87,7 +87,7 @@ class BudgetKeeper:
         broker: Runtime,
         writer: LedgerWriter,
         budgets: Sequence[Budget],
-        terms: Callable[[str], HubPool],
+        terms: Callable[[str], Pool],
         *,
         wall: Callable[[], int] = wall_ms,
     ) -> None:

@@ -82,7 +82,7 @@ BOOK_METRICS = (
 def register_collectors(service: LeaseService, server: Server) -> None:
     """Add the books, the meter and the broker's process to its registry, and where it is configured users to the full one."""
     metrics, counters, terms = service.broker.metrics, service.broker.usage_counters, service.seats.forecasts.hub
-    metrics.wait_target_ms = lambda pool: terms(pool).wait_target_ms
+    metrics.wait_target_ms = lambda pool: terms(pool).wait_target
     metrics.registry.register(BooksCollector(service, server.connections))
     metrics.registry.register(counters.pools)
     ProcessCollector(registry=metrics.registry)
@@ -251,8 +251,8 @@ class BooksCollector(Collector):
             "queue_length": [((pool,), waiting.get(pool, 0)) for pool in pools],
             "queue_longest_wait_seconds": [((pool,), delays[pool].longest_ms / 1000) for pool in pools],
             "queue_over_bound": [((pool,), delays[pool].over_bound) for pool in pools],
-            "pool_wait_target_seconds": [((pool,), terms[pool].wait_target_ms / 1000) for pool in pools],
-            "pool_wait_bound_ratio": [((pool,), terms[pool].wait_bound_milli / 1000) for pool in pools],
+            "pool_wait_target_seconds": [((pool,), terms[pool].wait_target / 1000) for pool in pools],
+            "pool_wait_bound_ratio": [((pool,), terms[pool].wait_bound / 1000) for pool in pools],
             "seats": [((pool,), taken[pool]) for pool in pools],
             "seats_waiting": [((pool,), seats.get(pool, 0)) for pool in pools],
         }

@@ -99,9 +99,9 @@ class AuditLog:
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         self.path = settings.audit_file or folder / FILE_NAME
-        self._most_bytes = settings.audit_max_mib * 2**20
+        self._most_bytes = settings.audit_max_size * 2**20
         self._files = settings.audit_files
-        self._keep_s = None if settings.audit_keep_ms is None else settings.audit_keep_ms / 1000
+        self._keep_s = None if settings.audit_keep is None else settings.audit_keep / 1000
         self._required = settings.audit_required
         self._closed = False
         self._thread = StartedThreads(1, "audit")

@@ -161,7 +161,7 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
             )
             end = asyncio.run(run.main())
             if end.is_repair:
-                idle_exit = _SOON if end.lost_folder and settings.idle_exit_ms is not None else options.idle_exit
+                idle_exit = _SOON if end.lost_folder and settings.idle_exit is not None else options.idle_exit
                 again = replace(options, idle_exit=idle_exit), -1 if turn is None else os.dup(turn.fileno())
             elif not end.leases_live:
                 backend.remove_if_unused()

@@ -202,9 +202,7 @@ async def _rescue_all(
     turn: WorkerClaim,
     files: Path,
 ) -> list[Rescued]:
-    times = SwapTimes(
-        gate_s=0, lock_s=settings.lock_timeout_ms / 1000, checkpoint_s=settings.checkpoint_deadline_ms / 1000
-    )
+    times = SwapTimes(gate_s=0, lock_s=settings.lock_timeout / 1000, checkpoint_s=settings.checkpoint_deadline / 1000)
     swaps = Swaps(backend.monitor, worker, times)
     swaps.connect(roots=lambda: [one.kernel.identity for one in found if one.kernel.identity is not None])
     try:

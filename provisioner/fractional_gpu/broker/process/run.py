@@ -194,7 +194,7 @@ class BrokerRun:
             undo.pop_all()
         tasks = [asyncio.create_task(work) for work in self._background_work(parts)]
         try:
-            with Watchdog.of(self._settings.hang_limit_ms):
+            with Watchdog.of(self._settings.hang_limit):
                 await self._until_stopped(tasks)
         finally:
             leases_live = await self._shut_down(parts, metrics_server, tasks)
@@ -225,7 +225,7 @@ class BrokerRun:
             arbiter,
             monitor,
             swaps,
-            LedgerWriter(ledger, limit_bytes=settings.ledger_limit_mib * 2**20),
+            LedgerWriter(ledger, limit_bytes=settings.ledger_limit * 2**20),
             devices={device.device_id: device for device in self._backend.devices if device.device_id in self._specs},
             files=files,
             context_sizes=load_context_sizes(ledger),
@@ -252,9 +252,7 @@ class BrokerRun:
         service.seats.recover(ledger)
         await service.audit.check()
         server = make_server(service, self._socket)
-        repair = Repair(
-            self._socket, broker.writer, is_needed=lambda: settings.idle_exit_ms is None or parts.has_leases()
-        )
+        repair = Repair(self._socket, broker.writer, is_needed=lambda: settings.idle_exit is None or parts.has_leases())
         parts = _Parts(
             turn=turn,
             worker=worker,
@@ -294,7 +292,7 @@ class BrokerRun:
         program = self._settings.on_empty
         if program is None:
             return ()
-        after_s = self._settings.empty_after_ms / 1000
+        after_s = self._settings.empty_after / 1000
         watch = EmptyDevices(program, after_s, devices=broker.arbiter.devices, changed=lambda: broker.anything_changed)
         return (watch.run(),)
 
@@ -303,7 +301,7 @@ class BrokerRun:
         if source is None:
             return ()
         notice = RevocationNotice(
-            broker, source, self._settings.revocation_deadline_ms, drains=self._settings.revocation_drains
+            broker, source, self._settings.revocation_deadline, drains=self._settings.revocation_drains
         )
         return (notice.run(),)
 
@@ -331,9 +329,9 @@ class BrokerRun:
 
     def _make_swaps(self, worker: WorkerLink, check: CheckpointCheck, off: str) -> Swaps:
         times = SwapTimes(
-            gate_s=self._settings.gate_timeout_ms / 1000,
-            lock_s=self._settings.lock_timeout_ms / 1000,
-            checkpoint_s=self._settings.checkpoint_deadline_ms / 1000,
+            gate_s=self._settings.gate_timeout / 1000,
+            lock_s=self._settings.lock_timeout / 1000,
+            checkpoint_s=self._settings.checkpoint_deadline / 1000,
         )
         overhead_mib = {name: spec.overhead_mib for name, spec in self._specs.items()}
         return Swaps(self._backend.monitor, worker, times, overhead_mib, check=check, off=off)
@@ -363,7 +361,7 @@ class BrokerRun:
                     at_ms=now_ms(), device_id=device_id, evict_busy=evict_busy, deadline_ms=deadline_ms
                 )
                 broker.dispatch(event)
-        broker.metering.begin(self._ledger, {pool.name: pool.hub.tariff for pool in self._settings.pools})
+        broker.metering.begin(self._ledger, {pool.name: pool.tariff for pool in self._settings.pools})
         broker.habits.begin(self._ledger)
 
     def _bind(self) -> socket_module.socket:
@@ -408,7 +406,7 @@ class BrokerRun:
             await asyncio.sleep(_LIMIT_LOOK_S)
 
     async def _stop_when_unused(self, broker: Broker) -> None:
-        limit_ms = self._settings.idle_exit_ms
+        limit_ms = self._settings.idle_exit
         if limit_ms is None:
             await asyncio.Event().wait()
             return

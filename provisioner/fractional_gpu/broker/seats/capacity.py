@@ -13,7 +13,7 @@ from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.lanes import QUESTIONS
 from fractional_gpu.broker.seats.offers import ANY_FRACTIONS, PoolForecasts
 from fractional_gpu.broker.seats.rules import percent
-from fractional_gpu.config.hub import HubPool
+from fractional_gpu.config.pools import Pool
 from fractional_gpu.core.model import PoolSpec
 from fractional_gpu.core.seat_packing import (
     SeatDevice,
@@ -39,7 +39,7 @@ class _Pool:
     """What the forecast of a pool is computed from; plain data, so that a thread can."""
 
     spec: PoolSpec
-    hub: HubPool
+    hub: Pool
     places: list[SeatDevice]
     loads: dict[int, SeatLoad]  # of a seat of each fraction on offer
     usual_milli: int
@@ -84,8 +84,8 @@ class HostCapacity:
             return said if fit else ""
         hub = empty.hub
         return (
-            f"{said}; with more, over {percent(hub.wait_bound_milli)} of the cells would wait longer than "
-            f"{format_duration(hub.wait_target_ms)} (wait_bound, wait_target), if users compute {percent(hub.expected_use_milli)} of the "
+            f"{said}; with more, over {percent(hub.wait_bound)} of the cells would wait longer than "
+            f"{format_duration(hub.wait_target)} (wait_bound, wait_target), if users compute {percent(hub.expected_use)} of the "
             "time (expected_use)"
         )
 
@@ -132,8 +132,8 @@ def _capacity(pool: _Pool) -> PoolCapacity:
         wait_p95_s=wait_quantile_ms(waiting_millionths, _MOST_CELLS_MILLI) / 1000,
         fraction_milli=pool.usual_milli,
         fractions_milli=list(pool.spec.fractions_milli),
-        wait_target_ms=pool.hub.wait_target_ms,
-        wait_bound_milli=pool.hub.wait_bound_milli,
+        wait_target_ms=pool.hub.wait_target,
+        wait_bound_milli=pool.hub.wait_bound,
         device_mib=min((place.capacity_mib for place in pool.places), default=0),
     )
 
@@ -143,9 +143,7 @@ def _waiting_millionths(pool: _Pool) -> int:
     load = pool.loads.get(pool.usual_milli)
     if load is None:
         return 1_000_000
-    device_id, _ = choose_device(
-        load, pool.places, target_ms=pool.hub.wait_target_ms, bound_milli=pool.hub.wait_bound_milli
-    )
+    device_id, _ = choose_device(load, pool.places, target_ms=pool.hub.wait_target, bound_milli=pool.hub.wait_bound)
     if device_id is None:
         return least_waiting(load, pool.places)[1]
     return wait_chance_with(load, pool.places, device_id)
@@ -156,8 +154,8 @@ def _count(pool: _Pool, milli: int, load: SeatLoad) -> int:
     there = more_seats_in(
         pool.places,
         load,
-        target_ms=pool.hub.wait_target_ms,
-        bound_milli=pool.hub.wait_bound_milli,
+        target_ms=pool.hub.wait_target,
+        bound_milli=pool.hub.wait_bound,
         most=_most(milli),
     )
     promised = _promised(pool, milli)

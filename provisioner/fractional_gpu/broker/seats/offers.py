@@ -22,8 +22,7 @@ from fractional_gpu.broker.seats.rules import (
     is_of_same_server,
     percent,
 )
-from fractional_gpu.config.hub import HubPool
-from fractional_gpu.config.pools import PoolSettings
+from fractional_gpu.config.pools import Pool
 from fractional_gpu.config.settings import Settings
 from fractional_gpu.core.model import DeviceView, PoolSpec, ReserveBy, Span
 from fractional_gpu.core.seat_packing import (
@@ -57,18 +56,18 @@ class PoolForecasts:
     def __init__(self, broker: Broker, settings: Settings) -> None:
         self._broker = broker
         self._settings = settings
-        self._hubs = {pool.name: pool.hub for pool in settings.pools}
+        self._hubs = {pool.name: pool for pool in settings.pools}
         self._usage: dict[tuple[str, str], dict[int, UsageRecord]] = {}  # by owner and pool, then by day
         self._sums: dict[tuple[str, str], UsageRecord] = {}  # of the days, where they were needed since they changed
         self.lasted_ms: dict[str, list[int]] = {}  # by pool: how long the last seats lasted, the latest end first
 
-    def hub(self, pool: str) -> HubPool:
+    def hub(self, pool: str) -> Pool:
         """Return the pool's terms for a hub's users."""
-        return self._hubs.get(pool) or HubPool()
+        return self._hubs.get(pool) or Pool()
 
-    def pool_changed(self, pool: PoolSettings) -> None:
+    def pool_changed(self, pool: Pool) -> None:
         """Use the new terms of a pool."""
-        self._hubs[pool.name] = pool.hub
+        self._hubs[pool.name] = pool
 
     def learn(self, usage: Sequence[UsageRecord]) -> None:
         """Add this usage to what is known of users."""
@@ -96,7 +95,7 @@ class PoolForecasts:
 
     def habits(self, owner: str, pool: str) -> Usage:
         """Return the user's habits in the pool; the less is known, the closer to the prior."""
-        prior = replace(PRIOR_USAGE, duty_milli=self.hub(pool).expected_use_milli)
+        prior = replace(PRIOR_USAGE, duty_milli=self.hub(pool).expected_use)
         who = owner, pool
         days, known = self._usage.get(who), self._sums.get(who)
         if days is None:
@@ -126,7 +125,7 @@ class PoolForecasts:
         return mib
 
     def full(
-        self, request: SeatRequest, pool: PoolSpec, hub: HubPool, memory_mib: int, seats: Sequence[SeatRecord]
+        self, request: SeatRequest, pool: PoolSpec, hub: Pool, memory_mib: int, seats: Sequence[SeatRecord]
     ) -> PoolFull | str | None:
         """Return the device on which one more seat beside `seats` would be placed, or why the pool is full.
 
@@ -140,7 +139,7 @@ class PoolForecasts:
             return promised
         load, allowed = self.load(request.owner, pool, memory_mib), request.allowed_devices
         places = [place for place in self.places(pool, devices, seats) if allowed is None or place.device_id in allowed]
-        device_id, chance = choose_device(load, places, target_ms=hub.wait_target_ms, bound_milli=hub.wait_bound_milli)
+        device_id, chance = choose_device(load, places, target_ms=hub.wait_target, bound_milli=hub.wait_bound)
         if device_id is not None:
             return device_id
         if request.admitted:
@@ -150,11 +149,11 @@ class PoolForecasts:
         return PoolFull(
             "pool-full",
             f"pool {pool.name!r} is full: {there}, and with one more of {format_fraction(request.fraction_milli)} GPU "
-            f"{percent(-(-chance // 1000))} of the cells would wait longer than {format_duration(hub.wait_target_ms)} for the "
-            f"GPU ({percent(hub.wait_bound_milli)} are allowed)",
+            f"{percent(-(-chance // 1000))} of the cells would wait longer than {format_duration(hub.wait_target)} for the "
+            f"GPU ({percent(hub.wait_bound)} are allowed)",
         )
 
-    def check_ever(self, request: SeatRequest, pool: PoolSpec, hub: HubPool, memory_mib: int) -> None:
+    def check_ever(self, request: SeatRequest, pool: PoolSpec, hub: Pool, memory_mib: int) -> None:
         """Check that the empty pool could serve the request. Raises NoRoomError."""
         full = self.full(request, pool, hub, memory_mib, [])
         if isinstance(full, PoolFull):
@@ -242,7 +241,7 @@ class PoolForecasts:
         self,
         request: OfferRequest,
         pool: PoolSpec,
-        hub: HubPool,
+        hub: Pool,
         seats: Sequence[SeatRecord],
         waiting: int,
         *,
@@ -323,9 +322,9 @@ class PoolForecasts:
     def _default(self, offers: Sequence[PoolOffer]) -> tuple[str, int]:
         """Return the configured default if it is free, else the first pool and smallest fraction that are."""
         usable = [offer for offer in offers if not offer.why_not and offer.fractions]
-        usable.sort(key=lambda offer: offer.pool != self._settings.default_pool)
+        usable.sort(key=lambda offer: offer.pool != self._settings.first_pool.name)
         for offer in usable:
-            usual = [one for one in offer.fractions if one.fraction_milli == self._settings.default_fraction_milli]
+            usual = [one for one in offer.fractions if one.fraction_milli == self._settings.first_fraction]
             for one in (*usual, *offer.fractions):
                 if one.free:
                     return offer.pool, one.fraction_milli
@@ -333,7 +332,7 @@ class PoolForecasts:
         return allowed[0] if allowed else ("", 0)
 
 
-def _over_limit(request: SeatRequest, pool: PoolSpec, hub: HubPool, seats: Sequence[SeatRecord]) -> str:
+def _over_limit(request: SeatRequest, pool: PoolSpec, hub: Pool, seats: Sequence[SeatRecord]) -> str:
     found = hub.terms(request.groups)
     try:
         group = counted_group(found[0] if found is not None else "", request.groups, pool)
@@ -343,13 +342,13 @@ def _over_limit(request: SeatRequest, pool: PoolSpec, hub: HubPool, seats: Seque
     return ""
 
 
-def _expectation(offer: FractionOffer, hub: HubPool) -> str:
+def _expectation(offer: FractionOffer, hub: Pool) -> str:
     if offer.why_not:
         return offer.why_not
     if offer.free:
         some = offer.at_once_milli < 1000
         return "free now" + (f"; about {percent(offer.at_once_milli)} of the cells start at once" if some else "")
-    if not hub.waits_when_full:
+    if hub.when_full == "refuse":
         return "full now"
     if offer.expected_ms is None:
         return "full now; your server would wait for a place"

@@ -16,10 +16,10 @@ from typing import Any
 
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import now_ms
-from fractional_gpu.config.hub import GroupTerms, HubPool
-from fractional_gpu.config.pools import ALL_KEYS, PoolSettings, parse_pool
+from fractional_gpu.config.hub import GroupTerms
+from fractional_gpu.config.pools import POOL_KEYS, Pool
 from fractional_gpu.config.settings import Settings
-from fractional_gpu.config.values import ConfigError
+from fractional_gpu.config.values import config_error
 from fractional_gpu.core.events import PoolConfigured
 from fractional_gpu.core.model import LeaseView, Limits, PoolSpec
 from fractional_gpu.core.units import format_fraction, format_gpus, format_memory, plural
@@ -136,7 +136,7 @@ def _check_name(whose: str, name: str, remedy: str) -> None:
         )
 
 
-def check_terms(pool: str, hub: HubPool, groups: Iterable[str], wall_s: float) -> tuple[str, GroupTerms]:
+def check_terms(pool: str, hub: Pool, groups: Iterable[str], wall_s: float) -> tuple[str, GroupTerms]:
     """Return the group through which the user may use the pool, and its terms. Raises ForbiddenError, or NoRoomError (closed)."""
     named = sorted(groups)
     found = hub.terms(named)
@@ -281,7 +281,7 @@ class PoolEditor:
         self,
         broker: Broker,
         settings: Settings,
-        changed: Callable[[PoolSettings], None],
+        changed: Callable[[Pool], None],
         note: Callable[[PoolSpec], str],
     ) -> None:
         self._broker = broker
@@ -307,9 +307,11 @@ class PoolEditor:
                 reason="devices",
             )
         try:
-            fresh = parse_pool("pools", name, {**pool.raw, **change.keys})
-        except ConfigError as error:
-            raise BadRequestError(str(error), reason="bad-pool") from None
+            fresh = Pool(name, {**pool.raw, **change.keys})
+        except ValueError as error:
+            raise BadRequestError(
+                str(config_error(f"pools[{name!r}]", change.keys, error)), reason="bad-pool"
+            ) from None
         if not change.keys:
             return self._keys(pool)
         spec = self._broker.arbiter.pools()[name]
@@ -319,7 +321,7 @@ class PoolEditor:
         self._changed(fresh)
         return self._keys(fresh)
 
-    def _keys(self, pool: PoolSettings) -> PoolKeys:
+    def _keys(self, pool: Pool) -> PoolKeys:
         now = _effective(pool)
         configured = _effective(self._configured[pool.name])
         spec = self._broker.arbiter.pools().get(pool.name)
@@ -332,5 +334,5 @@ class PoolEditor:
         )
 
 
-def _effective(pool: PoolSettings) -> dict[str, Any]:
-    return {key: pool.raw.get(key, rule.default) for key, rule in ALL_KEYS.items() if key != "devices"}
+def _effective(pool: Pool) -> dict[str, Any]:
+    return {key: pool.raw.get(key, rule.default_value) for key, rule in POOL_KEYS.items() if key != "devices"}

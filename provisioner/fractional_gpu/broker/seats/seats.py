@@ -42,8 +42,8 @@ from fractional_gpu.broker.seats.rules import (
     total_usage,
 )
 from fractional_gpu.broker.seats.workloads import Workloads
-from fractional_gpu.config.hub import GroupTerms, HubPool
-from fractional_gpu.config.pools import PoolSettings
+from fractional_gpu.config.hub import GroupTerms
+from fractional_gpu.config.pools import Pool
 from fractional_gpu.config.settings import Settings
 from fractional_gpu.core.forecasts.habits import Share
 from fractional_gpu.core.metering.usage import Party
@@ -101,7 +101,7 @@ class Seats:
             broker, self._seats, self.workloads.check, self.workloads.of_pod, required=settings.seats_required
         )
         self.forecasts = PoolForecasts(broker, settings)
-        self._capacity = HostCapacity(broker, self.forecasts, default_milli=settings.default_fraction_milli)
+        self._capacity = HostCapacity(broker, self.forecasts, default_milli=settings.first_fraction)
         self.budgets = BudgetKeeper(broker, broker.writer, settings.budgets, self.forecasts.hub)
         broker.metering.followers.append(self.budgets.counted)
         broker.habits.seat_share = self._share
@@ -294,7 +294,7 @@ class Seats:
                 changed, last_look = self._changed, now_ms() >= deadline_ms
                 _, hub = self._pool(request.pool)  # again in each turn: an administrator may change the pool
                 full = None
-                if line[:1] == [waiter] or told is None or last_look or not hub.waits_when_full:
+                if line[:1] == [waiter] or told is None or last_look or hub.when_full == "refuse":
                     # Serve the line when a request arrives, since it may pass the others, and before a refusal, since requests ahead
                     # that can be served now are no reason to refuse this one. In between, the first request serves the line for all.
                     full = self._serve(request.pool)
@@ -309,7 +309,7 @@ class Seats:
                     full = PoolFull(
                         "seat-queue", f"{_others_wait(position - 1)} before you for a place in pool {request.pool!r}"
                     )
-                if last_look or not hub.waits_when_full:
+                if last_look or hub.when_full == "refuse":
                     yield self._refused(request, hub, full)
                     return
                 expected = self._expected(waiter, position, first=told is None)
@@ -384,7 +384,7 @@ class Seats:
         return first_full
 
     def _place(
-        self, waiter: _Waiter, pool: PoolSpec, hub: HubPool, unplaced: list[tuple[int, SeatLoad, PoolFull]]
+        self, waiter: _Waiter, pool: PoolSpec, hub: Pool, unplaced: list[tuple[int, SeatLoad, PoolFull]]
     ) -> PoolFull | str | None:
         """Return the device of the seat, or why it does not fit. Raises NoRoomError for a limit.
 
@@ -408,7 +408,7 @@ class Seats:
             unplaced.append((waiter.memory_mib, load, place))
         return place
 
-    def _is_kept_for(self, waiter: _Waiter, pool: PoolSpec, hub: HubPool) -> bool:
+    def _is_kept_for(self, waiter: _Waiter, pool: PoolSpec, hub: Pool) -> bool:
         """Whether the pool keeps its room for this request: it was passed often enough, and the empty pool could serve it."""
         if waiter.passed_over < pool.max_passed_over:
             return False
@@ -420,8 +420,8 @@ class Seats:
         return not any(self._is_kept_for(waiter, pool, hub) for waiter in self._waiting.get(pool_name, ()))
 
     @staticmethod
-    def _refused(request: SeatRequest, hub: HubPool, full: PoolFull) -> SeatProgress:
-        waited = " and no seat became free in time" if hub.waits_when_full and request.wait_ms else ""
+    def _refused(request: SeatRequest, hub: Pool, full: PoolFull) -> SeatProgress:
+        waited = " and no seat became free in time" if hub.when_full == "wait" and request.wait_ms else ""
         sentence = f"{full.sentence}{waited}; try again later, or choose a smaller fraction or another pool"
         log.warning("no seat for %r: %s (%s)", request.owner, sentence, full.reason)
         return SeatProgress(kind=ProgressKind.REFUSED, reason=full.reason, sentence=sentence)
@@ -431,7 +431,7 @@ class Seats:
         log.warning("no seat for %r: %s (%s)", request.owner, error, error.reason)
         return SeatProgress(kind=ProgressKind.REFUSED, reason=error.reason, sentence=str(error))
 
-    def _reserve(self, waiter: _Waiter, hub: HubPool, device_id: str | None) -> None:
+    def _reserve(self, waiter: _Waiter, hub: Pool, device_id: str | None) -> None:
         """Make the seat, so that no other request gets its room, and start to write it. An older seat of the same server ends."""
         request = waiter.request
         waiter.token = secrets.token_urlsafe(32)
@@ -602,16 +602,16 @@ class Seats:
 
     # -- helpers -------------------------------------------------------------------------------------------------------------
 
-    def _pool(self, name: str) -> tuple[PoolSpec, HubPool]:
+    def _pool(self, name: str) -> tuple[PoolSpec, Pool]:
         pool = self._broker.arbiter.pools().get(name)
         if pool is None:
             names = ", ".join(sorted(self._broker.arbiter.pools())) or "none"
             raise BadRequestError(f"there is no pool {name[:MAX_NAME]!r}; pools: {names}", reason="unknown-pool")
         return pool, self.forecasts.hub(name)
 
-    def _pool_changed(self, pool: PoolSettings) -> None:
+    def _pool_changed(self, pool: Pool) -> None:
         self.forecasts.pool_changed(pool)
-        self._broker.metering.set_tariff(pool.name, pool.hub.tariff)
+        self._broker.metering.set_tariff(pool.name, pool.tariff)
         self._notify()  # waiting requests check again
 
     def _of_pool(self, pool: str) -> list[SeatRecord]:

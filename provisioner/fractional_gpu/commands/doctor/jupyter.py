@@ -64,7 +64,7 @@ def _offer(spec: InstalledSpec, settings: Settings | None) -> Iterator[Finding]:
             "kernelspecs", f"{spec.name} is for pool {spec.pool!r}, which is not configured (pools: {there})", _INSTALL
         )
         return
-    offered = pools[spec.pool].fractions_milli
+    offered = pools[spec.pool].fractions
     if offered and spec.fraction_milli not in offered:
         names = ", ".join(format_fraction(one) for one in offered)
         refused = f"{spec.name} asks for {format_fraction(spec.fraction_milli)}, and its pool offers {names}"

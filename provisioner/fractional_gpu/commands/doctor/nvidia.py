@@ -182,20 +182,19 @@ def _modes(nvml: ModuleType, device: DeviceInfo) -> Iterator[Finding]:
 def check_pools(settings: Settings | None, devices: Sequence[DeviceInfo], proc: Path = PROC) -> Iterator[Finding]:
     """Return findings about what pools need and the machine does not have."""
     for pool in settings.pools if settings is not None else ():
-        policy = pool.policy
-        if policy["sharing"] is Sharing.MPS and not mps_processes(proc):
+        if pool.sharing is Sharing.MPS and not mps_processes(proc):
             yield problem(
                 "mps-pool",
                 f"pool {pool.name!r} shares through MPS, and no MPS control daemon runs: its kernels would have no limit on compute",
                 "nvidia-cuda-mps-control -d, as the user of the kernels or as root",
             )
-        if policy["sharing"] is Sharing.MIG and not any(device.device_id.startswith("MIG-") for device in devices):
+        if pool.sharing is Sharing.MIG and not any(device.device_id.startswith("MIG-") for device in devices):
             yield problem(
                 "mig-pool",
                 f"pool {pool.name!r} hands out MIG instances, and there is none",
                 "as root: nvidia-smi -mig 1, then nvidia-smi mig -cgi PROFILE -C",
             )
-        library = policy["hami_library"]
+        library = pool.hami_library
         if library and not Path(library).is_file():
             yield problem(
                 "hami", f"pool {pool.name!r} preloads {library}, and there is no such file", "install HAMi-core there"

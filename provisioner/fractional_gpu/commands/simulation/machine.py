@@ -10,7 +10,6 @@ from pathlib import Path
 from fractional_gpu.commands.simulation.load import percent, positive
 from fractional_gpu.commands.terminal.errors import UsageError
 from fractional_gpu.config import ConfigError, Settings, load
-from fractional_gpu.config.hub import HubPool
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.core.units import parse_duration_ms, parse_memory_mib
 from fractional_gpu.simulator.cluster import EngineDoor, WaitTerms
@@ -148,9 +147,8 @@ class MachineOptions:
         """The waits that the default pool allows."""
         if self.settings is None:
             return WaitTerms()
-        name = self.settings.default_pool
-        hub = next((pool.hub for pool in self.settings.pools if pool.name == name), HubPool())
-        return WaitTerms(target_ms=hub.wait_target_ms, bound_milli=hub.wait_bound_milli)
+        pool = self.settings.first_pool
+        return WaitTerms(target_ms=pool.wait_target, bound_milli=pool.wait_bound)
 
     def hosts(self, count: int | None = None) -> tuple[Host, ...]:
         """Return the hosts; with a count so many of the first shape, or one host with so many GPUs of the first size."""
@@ -175,9 +173,10 @@ class MachineOptions:
         pools: tuple[PoolSpec, ...] = (PoolSpec(name="default", devices=names),)
         budget_mib = 1 << 20
         if settings is not None:
-            first = settings.default_pool
+            first = settings.first_pool.name
             pools = tuple(sorted(settings.pool_specs(devices), key=lambda pool: pool.name != first))
-            budget_mib = settings.host_memory_mib if settings.host_memory_mib is not None else budget_mib
+            amount, is_share = settings.host_memory
+            budget_mib = budget_mib if is_share else amount
         if options.host_memory is not None:
             budget_mib = parsed("--host-memory", parse_memory_mib, options.host_memory)
         return Host(

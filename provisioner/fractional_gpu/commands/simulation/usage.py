@@ -75,7 +75,7 @@ def read_meter(options: argparse.Namespace, machine: MachineOptions) -> RunMeter
     settings = machine.settings
     return RunMeter(
         Metering(
-            tariffs={pool.name: pool.hub.tariff for pool in settings.pools} if settings is not None else {},
+            tariffs={pool.name: pool.tariff for pool in settings.pools} if settings is not None else {},
             power=_power(options.power) if options.power is not None else _USUAL,
             noise_percent=options.power_noise or 0,
             measured_percent=100 if options.measured_use is None else options.measured_use,
