@@ -28,8 +28,8 @@ from tornado import web
 
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
-from fractional_gpu.protocol.messages import SeatStatus
 from fractional_gpu.protocol.seats import OfferRequest, Offers, SeatList, SeatProgress, SeatRequest
+from fractional_gpu.protocol.status import SeatStatus
 
 # -- spawn outcome -----------------------------------------------------------------------------------------------------
 # What a hub shows of a spawn: the error that stopped it, the progress of the start, and the metrics.

@@ -23,7 +23,7 @@ def measure_acquires(socket: str, kernelspec: str, leases: int, rounds: int, say
     with BenchKernel(kernelspec) as kernel, BrokerClient(socket) as broker:
         kernel.run(_TO_THE_GPU)
         mine = kernel.lease(broker)
-        others = [broker.create_lease(LeaseRequest(fraction_milli=mine.fraction_milli)) for _ in range(leases - 1)]
+        others = [broker.create_lease(LeaseRequest(fraction_milli=mine.spec.fraction_milli)) for _ in range(leases - 1)]
         try:
             say(f"acquire: {len(broker.status().leases)} leases")
             token = _token(kernel)

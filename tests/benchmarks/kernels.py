@@ -12,7 +12,7 @@ from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.protocol.messages import LeaseStatus
+from fractional_gpu.protocol.status import LeaseStatus
 
 __all__ = ["PLAIN", "BenchKernel", "KernelDiedError"]
 

@@ -191,7 +191,7 @@ class LiveBroker:
 
     def state(self, lease_id: str) -> str:
         """The state of a lease."""
-        state: str = self.call("GET", f"/v1/leases/{lease_id}").body["state"]
+        state: str = self.call("GET", f"/v1/leases/{lease_id}").body["lease"]["state"]
         return state
 
     def is_alive(self) -> bool:

@@ -34,14 +34,12 @@ from fractional_gpu.protocol.messages import (
     GateAnswer,
     GateCommand,
     GateHello,
-    HostStatus,
     LeaseRequest,
     PinRequest,
     Progress,
     ResizeRequest,
-    StoryLine,
-    UsagePoint,
 )
+from fractional_gpu.protocol.status import HostStatus, StoryLine, UsagePoint
 from tests.support.fake_broker import DEADLINE_S, FakeBroker
 from tests.support.fake_broker import Call as FakeCall
 
@@ -71,7 +69,7 @@ def test_a_lease_is_pinned_and_resized_and_tells_its_story(broker: FakeBroker, c
     client.create_lease(REQUEST)
     assert client.pin("lease-1", PinRequest(duration_ms=60_000)).lease_id == "lease-1"
     assert client.unpin("lease-1").lease_id == "lease-1"
-    assert client.resize("lease-1", ResizeRequest(fraction_milli=500, wait_ms=5)).fraction_milli == 500
+    assert client.resize("lease-1", ResizeRequest(fraction_milli=500, wait_ms=5)).spec.fraction_milli == 500
     assert broker.bodies("pin") == [{"duration_ms": 60_000}]
     assert broker.bodies("resize") == [{"fraction_milli": 500, "memory_mib": None, "wait_ms": 5, "burst": False}]
     broker.extra = {
@@ -101,7 +99,10 @@ def test_events_are_whole_statuses_though_the_broker_sends_changes(broker: FakeB
     whole = broker.answer(FakeCall("status", "", {}, 0), "")
     first, second, third = whole["leases"]
     then = {**whole, "host_saved_mib": 7, "leases": [first, {**third, "saved_mib": 7}]}
-    change = {"changed": {**then, "devices": [], "leases": then["leases"][1:]}, "ended": [second["lease_id"]]}
+    change = {
+        "changed": {**then, "devices": [], "leases": then["leases"][1:]},
+        "ended": [second["lease"]["spec"]["lease_id"]],
+    }
     broker.gate_bytes = [json.dumps(line).encode() + b"\n" for line in (whole, change)]
     events = client.events()
     before, after = next(events), next(events)

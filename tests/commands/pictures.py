@@ -2,7 +2,8 @@
 
 from msgspec.structs import replace
 
-from fractional_gpu.protocol.messages import DeviceStatus, HostStatus, LeaseStatus
+from fractional_gpu.protocol.status import DeviceStatus, HostStatus, LeaseStatus
+from tests.support.statuses import a_status, changed
 
 _DEVICE = DeviceStatus(
     device_id="GPU-0001",
@@ -17,7 +18,7 @@ _DEVICE = DeviceStatus(
     over_committed=False,
     lost=False,
 )
-_LEASE = LeaseStatus(
+_LEASE = a_status(
     lease_id="3f2a9c1b77d0",
     state="resident",
     pool="default",
@@ -55,7 +56,7 @@ def a_device(**differences: object) -> DeviceStatus:
 
 
 def a_lease(**differences: object) -> LeaseStatus:
-    return replace(_LEASE, **differences)
+    return changed(_LEASE, **differences)
 
 
 def a_host(**differences: object) -> HostStatus:

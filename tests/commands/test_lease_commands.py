@@ -13,8 +13,10 @@ from fractional_gpu.commands.main import main
 from fractional_gpu.commands.terminal.command_kinds import LeaseCommand
 from fractional_gpu.commands.terminal.layout import plain
 from fractional_gpu.commands.terminal.render import render_leases, render_status
+from fractional_gpu.core.model import Slowdown
 from fractional_gpu.protocol.errors import ConflictError, ForbiddenError
-from fractional_gpu.protocol.messages import ResizeRequest, Story, StoryLine
+from fractional_gpu.protocol.messages import ResizeRequest
+from fractional_gpu.protocol.status import Story, StoryLine
 from tests.commands.conftest import OwnBroker
 from tests.commands.pictures import a_device, a_host, a_lease
 
@@ -27,7 +29,7 @@ def test_a_kernel_is_pinned_for_the_time_that_was_said(broker: OwnBroker, capsys
     assert main(["unpin", "kernel-1"]) == 0
     assert broker.routes()[-1] == "unpin"
     assert main(["pin", "kernel-1", "2h", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["lease_id"] == lease_id
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["lease"]["spec"]["lease_id"] == lease_id
 
 
 def test_a_kernel_is_resized_to_what_was_said(broker: OwnBroker, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,15 +118,12 @@ def test_a_story_is_told_line_by_line_and_ends_with_how_it_stands() -> None:
         position=2,
         sentence="2 GiB are needed",
         expected_ms=40_200,
-        low_ms=10_000,
-        high_ms=120_000,
+        expected_bounds_ms=(10_000, 120_000),
     )
     story = Story(lease_id="x", lines=lines, omitted=7)
     text = plain(render_story(lease, story, 1_750_000_000_000))
-    slowed = replace(
-        story, slowdown="its cell takes about 1.3 times as long as alone (1.1 to 1.7), beside b.ipynb (60 % of it)"
-    )
-    assert plain(render_story(lease, slowed, 1_750_000_000_000)) == f"{text}slowed down: {slowed.slowdown}\n"
+    slowed = replace(story, slowdown=Slowdown(brief="runs beside b.ipynb, about 1.3 times as long as alone"))
+    assert plain(render_story(lease, slowed, 1_750_000_000_000)) == f"{text}slowed down: {slowed.slowdown.sentence}\n"
     told = text.splitlines()
     assert told[0] == "... 7 older lines"
     assert told[1].startswith("19")  # 1970, or 1969 west of Greenwich: not today
@@ -144,10 +143,7 @@ def test_a_story_is_read_from_the_broker(broker: OwnBroker, capsys: pytest.Captu
         "lease_id": "lease-1",
         "lines": [],
         "omitted": 0,
-        "slowdown_milli": 1000,
-        "slowdown_low_milli": 1000,
-        "slowdown_high_milli": 1000,
-        "slowdown": "",
+        "slowdown": {"milli": 1000, "low_milli": 1000, "high_milli": 1000, "brief": ""},
     }
 
 
@@ -233,7 +229,7 @@ def test_the_status_tells_of_pins_forecasts_and_emptied_devices() -> None:
     lease = a_lease(pinned_ms=600_000)
     assert "on the GPU, idle, 12 s, pinned for 10 min" in plain(render_leases([lease]))
     waiting = a_lease(
-        state="suspended", position=1, sentence="8 GiB are needed", expected_ms=30_000, low_ms=900, high_ms=61_000
+        state="suspended", position=1, sentence="8 GiB are needed", expected_ms=30_000, expected_bounds_ms=(900, 61_000)
     )
     assert "8 GiB are needed; about 30 s (up to 1 min)" in plain(render_leases([waiting]))
     shown = plain(render_status(a_host(devices=[a_device(draining=True)], leases=[])))

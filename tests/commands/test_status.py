@@ -10,7 +10,7 @@ import pytest
 from fractional_gpu.commands.main import main
 from fractional_gpu.commands.status import show, watch
 from fractional_gpu.protocol.errors import InternalBrokerError
-from fractional_gpu.protocol.messages import HostStatus
+from fractional_gpu.protocol.status import HostStatus
 from tests.commands.conftest import OwnBroker
 from tests.commands.pictures import a_host, a_lease
 
@@ -53,7 +53,7 @@ def test_json_has_what_the_broker_said(broker: OwnBroker, capsys: pytest.Capture
     shown = json.loads(capsys.readouterr().out)
     assert shown["running"] is True
     assert shown["simulated"] is True
-    assert [lease["lease_id"] for lease in shown["leases"]] == [lease_id]
+    assert [lease["lease"]["spec"]["lease_id"] for lease in shown["leases"]] == [lease_id]
 
 
 def test_the_status_fits_a_terminal_and_other_readers_get_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from fractional_gpu.commands.terminal.command_kinds import BulkCommand, find_lea
 from fractional_gpu.commands.terminal.connection import say_if_slow
 from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.protocol.errors import ConflictError
-from fractional_gpu.protocol.messages import LeaseStatus
+from fractional_gpu.protocol.status import LeaseStatus
 from tests.commands.conftest import OwnBroker
 from tests.commands.pictures import a_lease
 
@@ -71,7 +71,7 @@ def test_all_means_those_that_can_be_moved(broker: OwnBroker, capsys: pytest.Cap
     first, second, third = (broker.add(state) for state in ("resident", "suspended", "unarmed"))
     assert main(["suspend", "--all", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert [lease["lease_id"] for lease in shown["leases"]] == [first]
+    assert [lease["lease"]["spec"]["lease_id"] for lease in shown["leases"]] == [first]
     assert shown["errors"] == []
     assert main(["resume", "--all"]) == 0
     states = [broker.leases[lease_id].state for lease_id in (first, second, third)]

@@ -6,7 +6,7 @@ from pathlib import Path
 from fractional_gpu.commands.main import COMMANDS, _overview, subcommand
 from fractional_gpu.commands.terminal.layout import plain
 from fractional_gpu.commands.terminal.render import render_status
-from fractional_gpu.protocol.messages import Stranger
+from fractional_gpu.protocol.status import Stranger
 from tests.commands.pictures import a_device, a_host, a_lease
 from tests.support.golden import check_wording
 
@@ -54,7 +54,7 @@ HOSTS = {
                 why_not="the driver is too old",
             )
         ],
-        leases=[a_lease(label="a.ipynb", stays="MPS")],
+        leases=[a_lease(label="a.ipynb", unsuspendable_reason="MPS")],
     ),
     "a device and a host that go away": a_host(
         devices=[

@@ -24,14 +24,14 @@ def test_a_kernel_is_moved_to_and_fro_and_evicted(world: World, server: Server) 
     first = world.lease(notebook.kernel_id)
     moved = world.command("move", notebook.kernel_id, "--json")
     assert moved.returncode == 0, moved.stderr
-    assert json.loads(moved.stdout)["device_id"] not in (None, first.device_id)
+    assert json.loads(moved.stdout)["device_id"] not in (None, first.lease.device_id)
     assert notebook.must(CHECK).text == "intact\n"
-    assert first.device_id is not None
-    back = world.command("move", notebook.kernel_id, "--to", first.device_id)
+    assert first.lease.device_id is not None
+    back = world.command("move", notebook.kernel_id, "--to", first.lease.device_id)
     assert back.returncode == 0, back.stderr
-    assert f"is on {first.device_id} now" in back.stdout
+    assert f"is on {first.lease.device_id} now" in back.stdout
     assert notebook.must(CHECK).text == "intact\n"
-    there = world.command("move", notebook.kernel_id, "--to", first.device_id)
+    there = world.command("move", notebook.kernel_id, "--to", first.lease.device_id)
     assert (there.returncode, "on that device already" in there.stderr) == (1, True)
     with world.client() as client:
         reasons = [line.reason for line in client.story(first.lease_id).lines]

@@ -269,7 +269,8 @@ def waits_are_forecast_with_bounds(lab: Lab, state: State) -> None:
         (5_400_000, 3_600_000, 7_200_000),
     ):
         expected_ms, low_ms, high_ms = span_ms
-        waits = {"position": 1, "expected_ms": expected_ms, "low_ms": low_ms, "high_ms": high_ms}
+        span = {"expected_ms": expected_ms, "low_ms": low_ms, "high_ms": high_ms}
+        waits = {"position": 1, "expected": span}
         state["kernels"][0] |= {"state": "suspended", **waits}
         tell(lab, state)
         expect(lab.panel).to_contain_text(f"{format_forecast(*span_ms)} until it is on the GPU")

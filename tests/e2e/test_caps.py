@@ -54,7 +54,7 @@ def test_it_is_warned(world: World, server: Server) -> None:
 def test_it_is_suspended_and_comes_back_with_all_it_had(world: World, server: Server) -> None:
     notebook, _ = past_its_cap(world, server, "suspend")
     lease = world.await_state(notebook.kernel_id, "suspended")
-    assert lease.saved_mib >= 400
+    assert lease.lease.saved_mib >= 400
     assert "suspend.breach" in story(world, notebook)
     assert notebook.must("print(buffer.read(3))").text == "b'abc'\n"
 

@@ -31,12 +31,12 @@ def test_a_kernel_is_suspended_and_resumed_from_the_command_line(world: World, s
     lease_id = world.lease(notebook.kernel_id).lease_id
     done = run(world, "suspend", lease_id[:6], "--json")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["leases"][0]["state"] == "suspended"
+    assert json.loads(done.stdout)["leases"][0]["lease"]["state"] == "suspended"
     assert "96 MiB saved" in run(world, "status").stdout
     assert "suspended because of `jupyter gpu suspend`" in run(world, "explain", lease_id).stdout
     done = run(world, "resume", notebook.kernel_id, "--json")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["leases"][0]["state"] == "resident"
+    assert json.loads(done.stdout)["leases"][0]["lease"]["state"] == "resident"
     assert notebook.must("print(buffer.read(4))").text == "b'held'\n"
 
 
@@ -48,7 +48,7 @@ def test_a_command_starts_a_crashed_broker_again_when_kernels_need_it(world: Wor
     world.kill_broker()
     done = run(world, "resume", "--all", "--json")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["leases"][0]["state"] == "resident"
+    assert json.loads(done.stdout)["leases"][0]["lease"]["state"] == "resident"
     assert notebook.must("print(buffer.read(4))").text == "b'held'\n"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fractional_gpu.protocol.messages import LeaseStatus
+from fractional_gpu.protocol.status import LeaseStatus
 from tests.labextension.conftest import enable
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World, new_world, until
@@ -55,7 +55,7 @@ def await_measured(world: World, notebook: Notebook, part: float) -> None:
     """Wait until the broker has measured that the kernel uses such a part of its device."""
 
     def measured() -> bool:
-        return abs(world.lease(notebook.kernel_id).demand_milli - part * 1000) <= NEAR_MILLI
+        return abs(world.lease(notebook.kernel_id).lease.demand_milli - part * 1000) <= NEAR_MILLI
 
     until(measured, f"the broker has measured that it uses {part} of its device", deadline_s=90)
 
@@ -71,12 +71,12 @@ def test_busy_kernels_are_spread_and_the_third_goes_where_less_is_needed_and_is_
         heavy = begin(world, first, 1.0)
         await_measured(world, first, 1.0)
         light = begin(world, second, 0.6)
-        assert heavy.device_id != light.device_id
+        assert heavy.lease.device_id != light.lease.device_id
         await_measured(world, second, 0.6)
-        assert demands(world)[light.device_id or ""] < demands(world)[heavy.device_id or ""]
+        assert demands(world)[light.lease.device_id or ""] < demands(world)[heavy.lease.device_id or ""]
         placed = begin(world, third, 1.0)
-        assert placed.device_id == light.device_id
-        until(lambda: world.lease(third.kernel_id).slowdown_milli > 1100, "it is slowed down, and that is known")
+        assert placed.lease.device_id == light.lease.device_id
+        until(lambda: world.lease(third.kernel_id).slowdown.milli > 1100, "it is slowed down, and that is known")
         told = world.command("explain", placed.lease_id)
         assert told.returncode == 0, told.stderr
         last = told.stdout.splitlines()[-1]
@@ -85,10 +85,10 @@ def test_busy_kernels_are_spread_and_the_third_goes_where_less_is_needed_and_is_
         shown = world.command("status").stdout
         assert "so they slow each other down" in shown
         story = json.loads(world.command("explain", placed.lease_id, "--json").stdout)
-        assert story["slowdown_milli"] > 1100
-        assert story["slowdown"].startswith("its cell runs beside ")
+        assert story["slowdown"]["milli"] > 1100
+        assert story["slowdown"]["brief"].startswith("runs beside ")
         status = json.loads(world.command("status", "--json").stdout)
-        slowed = {one["lease_id"]: one["slowdown_milli"] for one in status["leases"]}
+        slowed = {one["lease"]["spec"]["lease_id"]: one["slowdown"]["milli"] for one in status["leases"]}
         assert slowed[placed.lease_id] > 1100
         assert slowed[light.lease_id] > 1100
         assert slowed[heavy.lease_id] == 1000, "it is alone on its device"
@@ -134,7 +134,7 @@ def test_a_pool_that_packs_puts_busy_kernels_together(world: World, server: Serv
     with kernels(world, server, "pack", 2) as (first, second):
         heavy = begin(world, first, 1.0)
         await_measured(world, first, 1.0)
-        assert begin(world, second, 0.6).device_id == heavy.device_id
+        assert begin(world, second, 0.6).lease.device_id == heavy.lease.device_id
 
 
 def test_a_busy_kernel_moves_off_a_crowded_device_in_the_middle_of_its_cell_with_all_its_bytes(
@@ -147,17 +147,19 @@ def test_a_busy_kernel_moves_off_a_crowded_device_in_the_middle_of_its_cell_with
     large, *small = (server.start(name) for name in (whole, quarter, quarter))
     leaves = world.folder / "the large one rests"
     try:
-        apart = begin(world, large, 0.3, until_there_is=leaves).device_id
+        apart = begin(world, large, 0.3, until_there_is=leaves).lease.device_id
         for number, notebook in enumerate(small):
             assert notebook.run(fill(number)).status == "ok"
-            assert begin(world, notebook, 0.9).device_id != apart, "the large kernel has the other device to itself"
+            assert begin(world, notebook, 0.9).lease.device_id != apart, (
+                "the large kernel has the other device to itself"
+            )
             if not number:  # the second is never seen without its neighbour
                 await_measured(world, notebook, 0.9)
-        until(lambda: demands(world)[world.lease(small[0].kernel_id).device_id or ""] > 1200, "the crowd is seen")
+        until(lambda: demands(world)[world.lease(small[0].kernel_id).lease.device_id or ""] > 1200, "the crowd is seen")
         leaves.touch()
 
         def moved() -> list[Notebook]:
-            return [one for one in small if world.lease(one.kernel_id).device_id == apart]
+            return [one for one in small if world.lease(one.kernel_id).lease.device_id == apart]
 
         (mover,) = until(moved, "one of them has moved", deadline_s=90)
         told = world.command("explain", world.lease(mover.kernel_id).lease_id)

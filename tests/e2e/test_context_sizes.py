@@ -71,13 +71,13 @@ def filled(world: World, notebook: Notebook) -> int:
     notebook.must(FILL)
     with world.client() as client:  # fresh: the broker's last sample may be of a moment in which it was not full yet
         leases = client.status(fresh=True).leases
-    return next(lease.used_mib for lease in leases if lease.kernel_id == notebook.kernel_id)
+    return next(lease.lease.used_mib for lease in leases if lease.kernel_id == notebook.kernel_id)
 
 
 def test_the_next_kernels_leave_room_for_what_the_first_one_s_context_took(world: World, server: Server) -> None:
     (name,) = world.install(125)
     first = server.start(name)
-    assert world.lease(first.kernel_id).reserve_mib == CAP_MIB
+    assert world.lease(first.kernel_id).spec.reserve_mib == CAP_MIB
     assert filled(world, first) == CONTEXT_MIB + CAP_MIB - 512, "more than its cap: 512 MiB were assumed"
     with world.client() as client:
         client.suspend(world.lease(first.kernel_id).lease_id)

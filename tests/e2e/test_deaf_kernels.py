@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-from fractional_gpu.protocol.messages import LeaseStatus
+from fractional_gpu.protocol.status import LeaseStatus
 from tests.e2e.test_background_work import CHILD
 from tests.e2e.test_more_edges import STUCK
 from tests.support.stopping import stop
@@ -73,17 +73,17 @@ def stopped_and_named(world: World, first: Notebook, second: Notebook) -> None:
         return waits if f"kill -CONT {pid}" in waits.sentence else None
 
     waits = until(told, "the kernel that waits hears of it")
-    until(lambda: f"kill -CONT {pid}" in world.lease(first.kernel_id).stays, "its status says it")
+    until(lambda: f"kill -CONT {pid}" in world.lease(first.kernel_id).lease.unsuspendable_reason, "its status says it")
     stopped = world.lease(first.kernel_id)
     assert f"process {pid} is stopped" in waits.sentence
-    assert stopped.label[:50] in waits.sentence
+    assert stopped.spec.label[:50] in waits.sentence
     with world.client() as client:
         reasons = [line.reason for line in client.story(stopped.lease_id).lines]
     assert "process.stopped" in reasons
     os.kill(pid, signal.SIGCONT)
     assert second.wait(cell).status == "ok"
     assert first.must(CHECK).text == "intact\n"
-    assert world.lease(first.kernel_id).stays == ""
+    assert world.lease(first.kernel_id).lease.unsuspendable_reason == ""
 
 
 def held_and_busy(world: World, first: Notebook, second: Notebook) -> None:

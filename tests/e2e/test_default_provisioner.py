@@ -86,19 +86,19 @@ def test_kernels_with_and_without_our_extension_and_of_another_make_take_turns(
     plain = server.start("python3")
     until(lambda: world.lease(plain.kernel_id).gated, "its gate is there")
     lease = world.lease(plain.kernel_id)
-    assert (lease.fraction_milli, lease.state) == (750, "unarmed")
+    assert (lease.spec.fraction_milli, lease.state) == (750, "unarmed")
     plain.must(fill(1))
     bare = server.start(
         bare_spec(world, bare_python)
     )  # the first is suspended for it: its device is bound from the start
     lease = world.lease(bare.kernel_id)
-    assert (lease.gated, lease.fraction_milli, lease.state) == (False, 750, "resident")
+    assert (lease.gated, lease.spec.fraction_milli, lease.state) == (False, 750, "resident")
     assert world.lease(plain.kernel_id).state == "suspended"
     assert bare.must("print('fractional_gpu_kernel' in __import__('sys').modules)").text == "False\n"
     bare.must(fill(2))
     tiny = server.start(tiny_spec(world))
     lease = world.lease(tiny.kernel_id)
-    assert (lease.gated, lease.fraction_milli, lease.state) == (False, 750, "resident")
+    assert (lease.gated, lease.spec.fraction_milli, lease.state) == (False, 750, "resident")
     assert world.lease(bare.kernel_id).state == "suspended"
     tiny.must(fill(3))
     take_turns(world, plain, bare, tiny)

@@ -201,7 +201,7 @@ def test_a_child_process_is_suspended_and_resumed_with_its_kernel(pair: Pair, ki
     digest = first.must("%%cpu\nprint(child_digest)").text
     lease = world.lease(first.kernel_id)
     assert phases(world) == ["device", "saved", "saved"]
-    assert lease.saved_mib >= 4 + 8
+    assert lease.lease.saved_mib >= 4 + 8
     first.must("%%cpu\nask()")  # the child tries to use the GPU, and is held
     assert second.must(CHECK).text == "intact\n"
     assert first.must("print(answer())").text == digest

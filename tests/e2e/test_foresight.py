@@ -33,11 +33,11 @@ def test_a_completion_brings_the_kernel_back_so_that_the_cell_does_not_wait(worl
     notebook.ask("complete_request", {"code": "buff", "cursor_pos": 4})
     early = world.await_state(notebook.kernel_id, "resident")
     assert "resume.expected" in reasons(world, notebook)
-    assert early.came_early
+    assert early.lease.came_early
     told = world.command("explain", early.lease_id)
     assert "a cell is expected (a completion was asked for)" in told.stdout, told
     assert not waited(world, notebook)
-    assert not world.lease(notebook.kernel_id).came_early
+    assert not world.lease(notebook.kernel_id).lease.came_early
 
 
 def test_a_kernel_that_its_user_suspended_stays_suspended_until_a_cell_runs(world: World, server: Server) -> None:
@@ -52,7 +52,7 @@ def test_a_kernel_that_its_user_suspended_stays_suspended_until_a_cell_runs(worl
         client.expect(world.lease(notebook.kernel_id).lease_id, ExpectRequest(sign="typing", within_ms=60_000))
     notebook.must("# only a comment")
     lease = world.lease(notebook.kernel_id)
-    assert (lease.state, lease.next_cell_sign) == ("suspended", "")
+    assert (lease.state, lease.lease.expected_by) == ("suspended", "")
     assert "resume.expected" not in reasons(world, notebook)
     assert notebook.must(CHECK).text == "intact\n"
 
@@ -63,7 +63,7 @@ def test_another_program_can_tell_a_sign_and_one_that_is_wrong_costs_one_move_at
     notebook = suspended(world, server, "'foresight_vain': '1MiB'")
     with world.client() as client:
         client.expect(world.lease(notebook.kernel_id).lease_id, ExpectRequest(sign="typing", within_ms=60_000))
-    assert world.lease(notebook.kernel_id).next_cell_sign == "typing"
+    assert world.lease(notebook.kernel_id).lease.expected_by == "typing"
     assert world.lease(notebook.kernel_id).state == "suspended", "to move it would take more than the bound"
     assert waited(world, notebook)
 
@@ -86,5 +86,5 @@ def test_without_foresight_nothing_happens_before_the_cell(world: World, server:
     with world.client() as client:
         client.expect(world.lease(notebook.kernel_id).lease_id, ExpectRequest(sign="typing"))
     lease = world.lease(notebook.kernel_id)
-    assert (lease.state, lease.next_cell_ms) == ("suspended", None)
+    assert (lease.state, lease.lease.expected_until_ms) == ("suspended", 0)
     assert waited(world, notebook)

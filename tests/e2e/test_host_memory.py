@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.protocol.errors import ConflictError
-from fractional_gpu.protocol.messages import LeaseStatus
+from fractional_gpu.protocol.status import LeaseStatus
 from tests.support.control_group import memory_group
 from tests.support.world import Server, World, new_world, until
 
@@ -123,7 +123,7 @@ def test_a_kernel_that_the_system_killed_says_so_after_its_restart() -> None:
 
 def _is_measured(world: World, kernel_id: str) -> bool:
     """The broker measures a lease in the same look in which it reads the counters of its group."""
-    return world.lease(kernel_id).used_mib >= 64
+    return world.lease(kernel_id).lease.used_mib >= 64
 
 
 def test_a_kernel_that_uses_nothing_of_its_gpu_leaves_it_though_host_memory_could_not_hold_the_gpu(
@@ -134,6 +134,6 @@ def test_a_kernel_that_uses_nothing_of_its_gpu_leaves_it_though_host_memory_coul
     first, second = server.start(name), server.start(name)
     first.must("1")
     lease = world.await_state(first.kernel_id, "resident")
-    assert (lease.used_mib, lease.reserve_mib) == (0, 1024)
+    assert (lease.lease.used_mib, lease.spec.reserve_mib) == (0, 1024)
     assert second.must("print('ran')").text == "ran\n"
     assert world.lease(first.kernel_id).state == "unarmed"

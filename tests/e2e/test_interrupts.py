@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fractional_gpu.gpu.simulated import faults
-from fractional_gpu.protocol.messages import LeaseStatus
+from fractional_gpu.protocol.status import LeaseStatus
 from tests.support.kept import Kept
 from tests.support.pair import NO_TURNS, Pair, new_pair
 from tests.support.stories import CHECK, fill
@@ -183,7 +183,7 @@ def test_restarting_a_suspended_kernel_takes_as_long_as_any_and_keeps_its_lease(
     after = world.lease(second.kernel_id)
     assert after.lease_id == before.lease_id
     assert after.pid != before.pid
-    assert (after.state, after.saved_mib) == ("unarmed", 0)
+    assert (after.state, after.lease.saved_mib) == ("unarmed", 0)
     assert world.status().host_saved_mib == 0
     holder.let_go()
     second = server.connect(second.kernel_id)  # the old line may not be subscribed again yet

@@ -218,7 +218,7 @@ def test_a_kernel_killed_at_rest_leaves_no_reservation(world: World, server: Ser
         assert pid is not None
         kill_all([pid])
         lease = world.await_restart(victim.kernel_id, pid)
-        assert (lease.state, lease.saved_mib) == ("unarmed", 0)
+        assert (lease.state, lease.lease.saved_mib) == ("unarmed", 0)
     first, second = (_again(server, one) for one in (pair.resident, pair.suspended))
     first.must(fill(4, MIB))
     second.must(fill(5, MIB))
@@ -278,7 +278,7 @@ def _new_broker_waits_for_the_orphan(world: World, old: int | None) -> None:
     new_broker(world, old)
     assert workers(world) == [orphan]
     status = world.status()
-    moving = [lease for lease in status.leases if lease.pool == "default"]
+    moving = [lease for lease in status.leases if lease.spec.pool == "default"]
     assert [lease.state for lease in moving] == ["quarantined", "quarantined"]
     assert not any(device.over_committed for device in status.devices)
 
@@ -450,7 +450,7 @@ def test_nothing_is_granted_before_the_ledger_holds_it_and_what_was_let_in_keeps
         world.kill_broker()
         world.start_broker()
         lease = world.lease(first.kernel_id)
-        assert (lease.state, world.status().devices[0].reserved_mib) == ("resident", lease.reserve_mib)
+        assert (lease.state, world.status().devices[0].reserved_mib) == ("resident", lease.spec.reserve_mib)
         assert second.must("print('let in')").text == "let in\n"
         first, second = second, first
     settled(world)
@@ -465,12 +465,12 @@ def test_a_broker_killed_in_a_move_remembers_where_the_checkpoint_was_made(world
     (name,) = world.install(750)
     staying, leaving, moving = (server.start(name) for _ in range(3))
     moving.must(fill(1, MIB))
-    home = world.lease(moving.kernel_id).device_id
+    home = world.lease(moving.kernel_id).lease.device_id
     leaving.must(fill(2, MIB))
-    assert world.lease(leaving.kernel_id).device_id != home
+    assert world.lease(leaving.kernel_id).lease.device_id != home
     staying.must(fill(3, MIB))
     world.await_state(moving.kernel_id, "suspended")
-    assert world.lease(staying.kernel_id).device_id == home
+    assert world.lease(staying.kernel_id).lease.device_id == home
     leaving.shut_down()
     faults_in_turn = ("late", "hang") if ALL_KILLS else ("hang",)
     for fault in faults_in_turn:
@@ -480,15 +480,15 @@ def test_a_broker_killed_in_a_move_remembers_where_the_checkpoint_was_made(world
             kill_all(brokers(world) + workers(world))
         reply = moving.wait(cell)
         assert reply.text == "intact\n", reply.error
-        assert world.lease(moving.kernel_id).device_id != home
+        assert world.lease(moving.kernel_id).lease.device_id != home
         assert staying.must(CHECK).text == "intact\n"
         settled(world)
         if fault != faults_in_turn[-1]:  # back home, for another move
             with world.client() as client:
                 client.suspend(world.lease(moving.kernel_id).lease_id)
-            home, blocker = world.lease(moving.kernel_id).device_id, server.start(name)
+            home, blocker = world.lease(moving.kernel_id).lease.device_id, server.start(name)
             blocker.must(fill(4, MIB))
-            assert world.lease(blocker.kernel_id).device_id == home
+            assert world.lease(blocker.kernel_id).lease.device_id == home
             staying.shut_down()
             staying = blocker
     for notebook in (staying, moving):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.host import memory
-from fractional_gpu.protocol.messages import DeviceStatus
+from fractional_gpu.protocol.status import DeviceStatus
 from tests.driver_double.double import Device, DriverDouble
 from tests.driver_double.releases import newest, python_path
 from tests.support.control_group import memory_group, set_limit, used_mib

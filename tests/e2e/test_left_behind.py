@@ -8,7 +8,8 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from fractional_gpu.host.process import identify
-from fractional_gpu.protocol.messages import LeaseStatus, PinRequest
+from fractional_gpu.protocol.messages import PinRequest
+from fractional_gpu.protocol.status import LeaseStatus
 from tests.support.stories import SLEEPS
 from tests.support.world import Notebook, Server, World, until
 
@@ -51,7 +52,7 @@ def child_of(world: World, notebook: Notebook, code: str = IN_A_SESSION) -> Iter
     pid = int(notebook.must(code.format(program=PROGRAM)).text)
     pidfd = os.pidfd_open(pid)
     try:
-        until(lambda: world.lease(notebook.kernel_id).used_mib >= CHILD_MIB, "the child's memory is seen")
+        until(lambda: world.lease(notebook.kernel_id).lease.used_mib >= CHILD_MIB, "the child's memory is seen")
         yield pid
     finally:
         with suppress(ProcessLookupError):

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from fractional_gpu.broker.persistence.lease_files import lease_folder
-from fractional_gpu.protocol.messages import LeaseStatus
+from fractional_gpu.protocol.status import LeaseStatus
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World
 
@@ -68,7 +68,7 @@ def test_after_the_ledger_is_lost_cells_and_a_rescue_go_by_the_second_records(wo
     (quarter, half) = world.install(250, 500)
     first, second = notebooks = suspended(world, server, quarter, 1), suspended(world, server, half, 2)
     before, after = lost_and_back(world, first)
-    assert (after.fraction_milli, after.reserve_mib) == (before.fraction_milli, before.reserve_mib)
+    assert (after.spec.fraction_milli, after.spec.reserve_mib) == (before.spec.fraction_milli, before.spec.reserve_mib)
     assert second.must(CHECK).text == "intact\n"
 
     # Both are brought back at once, where without the records' sizes the second one would need an empty device.
@@ -102,7 +102,7 @@ def test_without_any_record_kernels_are_listed_and_a_rescue_brings_them_back(wor
         assert notebook.must(CHECK).text == "intact\n"
     assert bare.must("print(kept)").text == "42\n"
     assert world.lease(bare.kernel_id).state == "resident"
-    assert {world.lease(notebook.kernel_id).pool for notebook in notebooks} == {"default"}
+    assert {world.lease(notebook.kernel_id).spec.pool for notebook in notebooks} == {"default"}
     assert world.status().trouble == ""
 
 

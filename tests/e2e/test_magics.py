@@ -82,7 +82,7 @@ def test_a_resize_takes_effect_without_a_restart_and_back(world: World, server: 
     assert notebook.run(BIG).status == "error", "more than a quarter"
     assert "Its share is 3/4 GPU, 768 MiB of device memory now." in text(notebook.must("%gpu resize 3/4").data)
     notebook.must(BIG)
-    assert world.lease(notebook.kernel_id).reserved_mib == 768
+    assert world.lease(notebook.kernel_id).lease.reserved_mib == 768
     assert notebook.run("%gpu resize 1/4").status == "error", "less than is in use"
     assert text(notebook.must("%gpu explain").data).count("its size is 3/4 GPU") == 1, "a refusal changed nothing"
     notebook.must("big.free()\ndel big")
@@ -101,23 +101,25 @@ def test_a_burst_takes_an_idle_neighbours_room_waits_for_a_busy_one_and_gives_it
     second.must(FILL)
     first.must("%%gpu 1\nbig = cuda.allocate(512 << 20)\nbig.write(b'y' * (1 << 20))\nbig.free()\ndel big")
     lease = world.lease(first.kernel_id)
-    assert (lease.fraction_milli, lease.reserve_mib) == (500, 512)
+    assert (lease.spec.fraction_milli, lease.spec.reserve_mib) == (500, 512)
     assert world.lease(second.kernel_id).suspends == 1
     assert second.must("print(buffer.read(1))").text == "b'x'\n"
     assert first.must("print(buffer.read(1))").text == "b'x'\n"
     assert world.lease(first.kernel_id).state == "resident", "both fit again"
     waits_says_why_and_can_be_interrupted(world, first, second)
     assert first.run("%%gpu 1\n1/0").status == "error"
-    assert world.lease(first.kernel_id).fraction_milli == 500
+    assert world.lease(first.kernel_id).spec.fraction_milli == 500
     running = first.send(f"%%gpu 1\nprint('on')\n{SLEEPS}")
     printed(first, running)
-    assert world.lease(first.kernel_id).fraction_milli == 1000
+    assert world.lease(first.kernel_id).spec.fraction_milli == 1000
     first.interrupt()
     assert first.wait(running).status == "error"
-    assert world.lease(first.kernel_id).fraction_milli == 500
+    assert world.lease(first.kernel_id).spec.fraction_milli == 500
     dies = int(printed(first, first.send(f"%%gpu 1\nimport os\nprint(os.getpid())\n{SLEEPS}")))
     os.kill(dies, signal.SIGKILL)
-    until(lambda: world.lease(first.kernel_id).fraction_milli == 500, "the share of a kernel that died is given back")
+    until(
+        lambda: world.lease(first.kernel_id).spec.fraction_milli == 500, "the share of a kernel that died is given back"
+    )
     # A server that is to shut a kernel down while it starts it again fails, and then never ends.
     until(lambda: world.lease(first.kernel_id).pid not in (None, dies), "the server starts the kernel again")
     server.connect(first.kernel_id).must("pass")
@@ -143,7 +145,7 @@ def waits_says_why_and_can_be_interrupted(world: World, first: Notebook, second:
     reply = first.wait(asking)
     assert (reply.status, "ran" in reply.text) == ("error", False)
     until(lambda: world.lease(first.kernel_id).position is None, "the broker has seen that it gave up")
-    assert world.lease(first.kernel_id).fraction_milli == 500
+    assert world.lease(first.kernel_id).spec.fraction_milli == 500
     second.interrupt()
     assert second.wait(working).status == "error"
     assert first.must("%%gpu 1\nprint('ran')").text == "ran\n"

@@ -15,8 +15,8 @@ def test_managed_memory_that_the_extension_sees_is_refused_and_survives(world: W
     (name,) = world.install(250)
     notebook = server.start(name)
     notebook.must(HOLD + "\nimport cupy; memory = cupy.cuda.malloc_managed(1 << 20)")
-    until(lambda: world.lease(notebook.kernel_id).stays == REASON, "the broker knows")
-    until(lambda: world.lease(notebook.kernel_id).used_mib >= 64, "its memory is measured")
+    until(lambda: world.lease(notebook.kernel_id).lease.unsuspendable_reason == REASON, "the broker knows")
+    until(lambda: world.lease(notebook.kernel_id).lease.used_mib >= 64, "its memory is measured")
     with world.client() as client, pytest.raises(ConflictError, match=REASON) as refused:
         client.suspend(world.lease(notebook.kernel_id).lease_id)
     assert refused.value.reason == "not-checkpointable"
@@ -25,9 +25,9 @@ def test_managed_memory_that_the_extension_sees_is_refused_and_survives(world: W
 
     world.kill_broker()
     world.start_broker()
-    until(lambda: world.lease(notebook.kernel_id).stays == REASON, "the next broker is told")
+    until(lambda: world.lease(notebook.kernel_id).lease.unsuspendable_reason == REASON, "the next broker is told")
     notebook.restart()
-    until(lambda: world.lease(notebook.kernel_id).stays == "", "the next process is another one")
+    until(lambda: world.lease(notebook.kernel_id).lease.unsuspendable_reason == "", "the next process is another one")
 
 
 def test_what_is_found_only_before_a_suspend_is_refused_then(world: World, server: Server) -> None:
@@ -41,7 +41,7 @@ def test_what_is_found_only_before_a_suspend_is_refused_then(world: World, serve
     )
     with world.client() as client, pytest.raises(ConflictError, match="managed memory through rmm"):
         client.suspend(world.lease(notebook.kernel_id).lease_id)
-    assert "rmm" in world.lease(notebook.kernel_id).stays
+    assert "rmm" in world.lease(notebook.kernel_id).lease.unsuspendable_reason
     assert notebook.must("print(buffer.read(3))").text == "b'abc'\n"
 
 
@@ -59,12 +59,12 @@ def test_a_kernel_that_was_profiled_stays_on_its_device_and_says_why(world: Worl
     notebook = server.start(name)
     notebook.must(HOLD)
     notebook.must(PROFILED)
-    until(lambda: "torch's profiler" in world.lease(notebook.kernel_id).stays, "the broker knows")
-    until(lambda: world.lease(notebook.kernel_id).used_mib >= 64, "its memory is measured")
+    until(lambda: "torch's profiler" in world.lease(notebook.kernel_id).lease.unsuspendable_reason, "the broker knows")
+    until(lambda: world.lease(notebook.kernel_id).lease.used_mib >= 64, "its memory is measured")
     with world.client() as client, pytest.raises(ConflictError, match="CUPTI") as refused:
         client.suspend(world.lease(notebook.kernel_id).lease_id)
     assert refused.value.reason == "not-checkpointable"
     assert "until the kernel restarts" in str(notebook.must("%gpu").data)
     assert notebook.must("print(buffer.read(3))").text == "b'abc'\n"
     notebook.restart()
-    until(lambda: world.lease(notebook.kernel_id).stays == "", "the next process has no profiler")
+    until(lambda: world.lease(notebook.kernel_id).lease.unsuspendable_reason == "", "the next process has no profiler")

@@ -195,7 +195,7 @@ def test_a_program_that_fails_is_told_with_the_last_that_it_printed(shared: Worl
 
 def test_an_interrupt_ends_all_programs_and_leases(shared: World) -> None:
     with start(shared, "--fractions", "1/2,1", "--", sys.executable, "-c", WORKS, "8", "0.3") as process:
-        until(lambda: any(one.used_mib for one in shared.status().leases), "the program works")
+        until(lambda: any(one.lease.used_mib for one in shared.status().leases), "the program works")
         pids = [one.pid for one in shared.status().leases]
         process.send_signal(signal.SIGINT)
         _, complaint = process.communicate(timeout=DEADLINE_S)

@@ -10,7 +10,7 @@ OPTIONS = "--memory 64MiB --copies 1"
 
 
 def leases(world: World) -> list[str]:
-    return [one.label for one in world.status().leases if one.label.startswith("measure")]
+    return [one.spec.label for one in world.status().leases if one.spec.label.startswith("measure")]
 
 
 def test_a_cell_is_measured_in_processes_of_its_own_with_the_setup_that_it_names(world: World, server: Server) -> None:

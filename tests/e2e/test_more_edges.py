@@ -137,7 +137,7 @@ def test_a_cell_that_waits_is_told_when_its_lease_is_taken_away(pair: Pair) -> N
     first, second = pair.ready()
     busy = occupy(second, world)
     cell = first.send(CHECK)
-    assert f"{world.lease(second.kernel_id).label} is running a cell" in sentence(first)
+    assert f"{world.lease(second.kernel_id).spec.label} is running a cell" in sentence(first)
     with world.client() as client:
         client.release(world.lease(first.kernel_id).lease_id)
     answer = first.wait(cell)
@@ -195,7 +195,7 @@ def test_caches_are_given_back_where_host_memory_is_too_small_for_them_and_for_t
     first.must(fill(1) + CACHE)
     second.must(fill(2))
     lease = world.await_state(first.kernel_id, "suspended")
-    assert lease.saved_mib < 128
+    assert lease.lease.saved_mib < 128
     assert first.must(CHECK).text == "intact\n"
     assert first.must("print(cached)").text == "[]\n"
     assert second.must(CHECK).text == "intact\n"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fractional_gpu.protocol.messages import LeaseStatus
+from fractional_gpu.protocol.status import LeaseStatus
 from tests.support.stories import CHECK, fill
 from tests.support.world import World, until
 

@@ -160,7 +160,7 @@ def test_a_move_gives_the_driver_a_pair_for_every_device_and_loses_no_byte_and_a
     notebook.must(fill(1))
     pid = mode.pid(notebook)
     raw = [one.device_id.removeprefix("GPU-").replace("-", "") for one in mode.double.devices]
-    assert mode.world.lease(notebook.kernel_id).device_id == mode.double.devices[0].device_id
+    assert mode.world.lease(notebook.kernel_id).lease.device_id == mode.double.devices[0].device_id
     for old, new, other in ((0, 1, 2), (1, 2, 0)):
         ids = [raw[index] for index in (old, new, other)]
         said = mode.world.command("move", mode.world.lease(notebook.kernel_id).lease_id, "--to", str(new))
@@ -169,7 +169,7 @@ def test_a_move_gives_the_driver_a_pair_for_every_device_and_loses_no_byte_and_a
         found = {pairs[at : at + 32]: pairs[at + 32 : at + 64] for at in range(0, len(pairs), 64)}
         assert found[ids[0]] == ids[1]
         assert set(found) == set(found.values()) == set(ids), "each device once on either side"
-        assert mode.world.lease(notebook.kernel_id).device_id == mode.double.devices[new].device_id
+        assert mode.world.lease(notebook.kernel_id).lease.device_id == mode.double.devices[new].device_id
         (process,) = [one for one in mode.double.processes() if one.pid == pid]
         assert process.mib == {mode.double.devices[new].device_id: DATA_MIB + CONTEXT_MIB}
         assert notebook.must(CHECK).text == "intact\n"
@@ -177,12 +177,12 @@ def test_a_move_gives_the_driver_a_pair_for_every_device_and_loses_no_byte_and_a
     mode.double.set(driver="570")  # which cannot move kernels
     mode.world.kill_broker()
     mode.world.start_broker()
-    home = mode.world.lease(notebook.kernel_id).device_id
+    home = mode.world.lease(notebook.kernel_id).lease.device_id
     said = mode.world.command("move", mode.world.lease(notebook.kernel_id).lease_id, "--to", "1")
     assert said.returncode == 1
     assert "install 580 or newer" in said.stderr, said.stderr
     assert notebook.must(CHECK).text == "intact\n"
-    assert mode.world.lease(notebook.kernel_id).device_id == home
+    assert mode.world.lease(notebook.kernel_id).lease.device_id == home
 
 
 # -- kills ---------------------------------------------------------------------------------------------------------------------
@@ -345,7 +345,7 @@ def test_threads_that_nvml_names_and_a_daemon_of_mps_keep_no_kernel(
     mode.double.set(**switches)
     notebook = mode.start(server)
     notebook.must(fill(1))
-    until(lambda: mode.world.lease(notebook.kernel_id).used_mib > 0, "its memory is counted")
+    until(lambda: mode.world.lease(notebook.kernel_id).lease.used_mib > 0, "its memory is counted")
     mode.suspend(notebook)
     assert mode.state(mode.pid(notebook)) == "checkpointed"
     assert notebook.must(CHECK).text == "intact\n"

@@ -96,7 +96,7 @@ def test_two_kernels_without_our_extension_take_turns_and_keep_their_state(
     first = server.start(spec.name)
     assert first.must(kind.fill(1)).text.replace("\r", "").endswith("filled\n")
     second = server.start(spec.name)  # for which the idle first makes room
-    assert world.await_state(first.kernel_id, "suspended").saved_mib >= MIB
+    assert world.await_state(first.kernel_id, "suspended").lease.saved_mib >= MIB
     assert second.must(kind.fill(2)).text.replace("\r", "").endswith("filled\n")
     for _ in range(2):
         for seed, running, other in ((1, first, second), (2, second, first)):

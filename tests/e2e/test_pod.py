@@ -19,7 +19,7 @@ import yaml
 
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.engines.pod_seats import Pod, PodSeats
-from fractional_gpu.protocol.messages import LeaseStatus
+from fractional_gpu.protocol.status import LeaseStatus
 from tests.e2e.test_namespaces import SCRIPT, Inside, inside
 from tests.e2e.test_worker_container import worker_service
 from tests.support.control_group import JOIN, pod_group
@@ -128,7 +128,7 @@ def test_a_pods_kernel_idles_is_suspended_and_comes_back_whole(world: World) -> 
         with _kernel(world, group, name) as kernel:
             assert kernel.run(fill(1)) == []
             (lease,) = world.status().leases
-            assert lease.owner == "ada"
+            assert lease.spec.owner == "ada"
 
             def suspended() -> LeaseStatus | None:
                 (one,) = world.status().leases

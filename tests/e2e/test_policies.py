@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.protocol.messages import LeaseStatus
+from fractional_gpu.protocol.status import LeaseStatus
 from tests.support.world import Notebook, Server, World, until
 
 FILL = """
@@ -57,12 +57,12 @@ def test_a_kernel_leaves_an_emptied_device_in_the_middle_of_its_cell_and_none_co
     before = two.lease(notebook.kernel_id)
     end = two.folder / "end"
     cell = begin_work(two, notebook, end)
-    done = two.command("drain", before.device_id or "", "--evict-busy", "--wait", "60s")
+    done = two.command("drain", before.lease.device_id or "", "--evict-busy", "--wait", "60s")
     assert done.returncode == 0, done.stderr
 
     def elsewhere() -> LeaseStatus | None:
         lease = two.lease(notebook.kernel_id)
-        return lease if lease.state == "resident" and lease.device_id != before.device_id else None
+        return lease if lease.state == "resident" and lease.lease.device_id != before.lease.device_id else None
 
     lease = until(elsewhere, "the kernel goes on, on the other device")
     assert (lease.suspends, lease.resumes) == (1, 1)
@@ -72,16 +72,16 @@ def test_a_kernel_leaves_an_emptied_device_in_the_middle_of_its_cell_and_none_co
     told = two.command("explain", lease.lease_id).stdout
     assert "suspend.drain" in told
     assert "draining" in two.command("status").stdout
-    assert two.command("undrain", before.device_id or "").returncode == 0
+    assert two.command("undrain", before.lease.device_id or "").returncode == 0
     assert "draining" not in two.command("status").stdout
     notebook.must(CHECK)
-    assert two.command("drain", before.device_id or "").returncode == 0
+    assert two.command("drain", before.lease.device_id or "").returncode == 0
     two.kill_broker()
     two.start_broker()
-    assert [device.device_id for device in two.status().devices if device.draining] == [before.device_id]
+    assert [device.device_id for device in two.status().devices if device.draining] == [before.lease.device_id]
     second = server.start(name)
     second.must(FILL.format(seed=2, mib=16))
-    assert two.lease(second.kernel_id).device_id == lease.device_id
+    assert two.lease(second.kernel_id).lease.device_id == lease.lease.device_id
     assert two.lease(notebook.kernel_id).state == "suspended"
     notebook.must(CHECK)
 
@@ -154,7 +154,7 @@ def test_a_kernel_that_grows_makes_its_idle_neighbour_step_aside_and_stays_as_it
     assert done.returncode == 1
     assert "the kernel stays as it was" in done.stderr
     lease = world.lease(first.kernel_id)
-    assert (lease.fraction_milli, lease.reserve_mib, lease.position) == (250, 256, None)
+    assert (lease.spec.fraction_milli, lease.spec.reserve_mib, lease.position) == (250, 256, None)
     end.touch()
     assert second.wait(cell).text == "intact\n"
     assert world.lease(second.kernel_id).suspends == 1, "nobody waits for its room any more"
@@ -190,10 +190,10 @@ def test_a_kernel_with_two_devices_leaves_and_comes_back_to_both(two: World, ser
     reply = first.must(f"FILL_TEXT = {FILL.format(seed=2, mib=8)!r}\n" + CHILD)
     assert reply.text == "2 True\n"
     lease = two.lease(first.kernel_id)
-    assert sorted(lease.device_ids) == sorted(device.device_id for device in two.status().devices)
+    assert sorted(lease.lease.device_ids) == sorted(device.device_id for device in two.status().devices)
     assert [device.reserved_mib for device in two.status().devices] == [1024, 1024]
     second.must(FILL.format(seed=3, mib=16))
-    assert two.await_state(first.kernel_id, "suspended").saved_mib >= 24
+    assert two.await_state(first.kernel_id, "suspended").lease.saved_mib >= 24
     assert sorted(device.reserved_mib for device in two.status().devices) == [0, 1024]
     two.kill_broker()
     two.start_broker()
@@ -201,11 +201,11 @@ def test_a_kernel_with_two_devices_leaves_and_comes_back_to_both(two: World, ser
     reply = first.must(CHECK + CHECK_CHILD)
     assert reply.text == "True\n"
     lease = two.lease(first.kernel_id)
-    assert (lease.state, len(lease.device_ids)) == ("resident", 2)
+    assert (lease.state, len(lease.lease.device_ids)) == ("resident", 2)
     two.kill_broker()
     two.start_broker()
     again = two.lease(first.kernel_id)
-    assert (again.state, again.device_ids) == ("resident", lease.device_ids)
+    assert (again.state, again.lease.device_ids) == ("resident", lease.lease.device_ids)
     assert [device.reserved_mib for device in two.status().devices] == [1024, 1024]
     second.must(CHECK)
     first.must(CHECK + CHECK_CHILD)
@@ -229,7 +229,7 @@ def test_where_use_is_reserved_a_kernel_grows_step_by_step_and_idle_neighbours_m
     first, second = server.start(roomy), server.start(roomy)
     for seed, notebook in enumerate((first, second)):
         notebook.must(FILL.format(seed=seed, mib=64))
-        assert world.lease(notebook.kernel_id).request_mib == 256
+        assert world.lease(notebook.kernel_id).spec.request_mib == 256
 
     def may_use(mib: int) -> bool:
         """The kernel is told a moment after the broker has reserved it."""
@@ -246,7 +246,7 @@ def test_where_use_is_reserved_a_kernel_grows_step_by_step_and_idle_neighbours_m
     assert int(first.must(TAKE.format(mib=1)).text) >= 768
     first.must(CHECK)
     first.must("for buffer_of_mine in taken: buffer_of_mine.free()\ndel taken, buffer_of_mine")
-    until(lambda: world.lease(first.kernel_id).reserved_mib < 400, "it gives back what it does not use")
+    until(lambda: world.lease(first.kernel_id).lease.reserved_mib < 400, "it gives back what it does not use")
     second.must(CHECK)
     assert world.lease(first.kernel_id).suspends == 0, "both fit again"
     first.must(CHECK)
@@ -258,17 +258,19 @@ def test_a_kernel_moves_aside_to_another_device_where_that_lets_a_waiting_one_in
     first.must(FILL.format(seed=1, mib=16))
     second.must(FILL.format(seed=2, mib=16))
     before, other = two.lease(first.kernel_id), two.lease(second.kernel_id)
-    assert before.device_id != other.device_id
-    notebooks = {before.device_id: first, other.device_id: second}
+    assert before.lease.device_id != other.lease.device_id
+    notebooks = {before.lease.device_id: first, other.lease.device_id: second}
     assert two.command("resize", first.kernel_id, "1/4").returncode == 0
     third = server.start(whole)
     third.must(FILL.format(seed=3, mib=16))
-    mover = notebooks.pop(two.lease(third.kernel_id).device_id)  # either may move: both have room beside the other
+    mover = notebooks.pop(
+        two.lease(third.kernel_id).lease.device_id
+    )  # either may move: both have room beside the other
     ((target, neighbour),) = notebooks.items()
 
     def beside_the_other() -> LeaseStatus | None:
         lease = two.lease(mover.kernel_id)
-        return lease if lease.state == "resident" and lease.device_id == target else None
+        return lease if lease.state == "resident" and lease.lease.device_id == target else None
 
     moved = until(beside_the_other, "it goes on, on the other device, without a cell that asks")
     assert (moved.suspends, moved.resumes) == (1, 1)

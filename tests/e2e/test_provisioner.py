@@ -12,7 +12,7 @@ from jupyter_client.ioloop.manager import AsyncIOLoopKernelManager
 from jupyter_client.manager import AsyncKernelManager, KernelManager
 from jupyter_client.multikernelmanager import AsyncMultiKernelManager, MultiKernelManager
 
-from fractional_gpu.protocol.messages import LeaseStatus
+from fractional_gpu.protocol.status import LeaseStatus
 from tests.support.managed import client_of, entered, must, own_event_loop
 from tests.support.stories import CHECK, SLEEPS, fill
 from tests.support.world import DEADLINE_S, Server, World, until

@@ -28,7 +28,7 @@ def test_the_report_by_user_and_notebook_agrees_as_text_csv_json_and_html(tmp_pa
         first.must(WORK)
         second.must(WORK)  # both do not fit: the first one leaves
         first_id, second_id = (world.lease(one.kernel_id).lease_id for one in (first, second))
-        assert world.await_state(first.kernel_id, "suspended").saved_mib >= 64
+        assert world.await_state(first.kernel_id, "suspended").lease.saved_mib >= 64
         first.must("assert bytes(buffer.read(4)) == b'held'")
         first.shut_down()
         second.shut_down()

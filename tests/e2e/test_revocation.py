@@ -75,7 +75,7 @@ def test_a_deadline_too_short_for_both_saves_the_one_that_worked_and_tells_the_o
     assert "Save to disk now what must not be lost" in _told(fresh, cell)
     left = slow.lease(fresh.kernel_id)
     assert 0 < (left.goes_away_in_ms or 0) <= deadline_ms
-    assert "is expected to take" in left.lost_because
+    assert "is expected to take" in left.lease.lost_because
     assert "and it cannot be saved before" in slow.command("status").stdout
     slow.await_state(worked.kernel_id, "suspended")
     assert (time.monotonic() - began_s) * 1000 <= deadline_ms
@@ -103,7 +103,7 @@ def test_a_notice_that_is_withdrawn_leaves_a_running_cell_alone_and_all_is_as_be
     assert "the cell is interrupted" in _told(notebook, cell)
     slow.await_state(idle.kernel_id, "suspended")
     during = slow.lease(notebook.kernel_id)
-    assert (during.goes_away_in_ms is None, during.lost_because) == (False, "")
+    assert (during.goes_away_in_ms is None, during.lease.lost_because) == (False, "")
     (device,) = slow.status().devices
     assert (device.leases_saved, device.leases_lost) == (1, 0)
     assert slow.command("undrain", "0").returncode == 0

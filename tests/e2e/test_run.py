@@ -104,7 +104,7 @@ def test_a_file_whose_name_is_not_valid_text_runs_as_any(shared: World) -> None:
 def test_an_idle_script_is_suspended_and_back_for_its_next_call_with_all_its_bytes(shared: World) -> None:
     with Run.python(shared, "reader", READER) as run:
         lease = run.await_state("suspended")
-        assert (lease.kind, lease.saved_mib > 4) == ("command", True)
+        assert (lease.kind, lease.lease.saved_mib > 4) == ("command", True)
         assert "reader (command)" in shared.command("status").stdout
         assert run.ask() == "intact\n"
         again = run.await_state("suspended")
@@ -162,7 +162,7 @@ def test_in_a_hubs_terminal_it_draws_on_the_servers_seat(shared: World) -> None:
         try:
             with Run.python(shared, "seated", READER, options=("--fraction", "1/2")) as run:
                 lease = run.await_state("suspended")
-                assert (lease.owner, lease.seat) == ("ada", seat.seat_id)
+                assert (lease.spec.owner, lease.spec.seat) == ("ada", seat.seat_id)
                 assert run.ask() == "intact\n"
                 status, _, complaint = run_to_end(shared, "--fraction", "1/2", "--", "true")
                 assert (status, "this server has 1/2 GPU with 512 MiB" in complaint) == (1, True), complaint

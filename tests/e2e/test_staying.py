@@ -29,7 +29,7 @@ def test_kernels_stay_where_the_driver_cannot_checkpoint_and_the_reason_is_told(
     first.must(HOLD)
     lease = until(lambda: _used(world, first.kernel_id), "its memory is measured")
     reason = "the simulated driver was told that it cannot checkpoint"
-    assert world.lease(first.kernel_id).stays == reason
+    assert world.lease(first.kernel_id).lease.unsuspendable_reason == reason
     with world.client() as client, pytest.raises(ConflictError, match=reason) as refused:
         client.suspend(lease)
     assert refused.value.reason == "not-checkpointable"
@@ -57,7 +57,7 @@ def test_a_new_broker_finds_them_where_they_were(world: World, server: Server) -
 
 def _used(world: World, kernel_id: str) -> str:
     lease = world.lease(kernel_id)
-    return lease.lease_id if lease.used_mib >= 64 else ""
+    return lease.lease_id if lease.lease.used_mib >= 64 else ""
 
 
 def _reason(world: World, kernel_id: str) -> str:
@@ -71,13 +71,13 @@ def test_a_pool_that_shares_through_mps_limits_its_kernels_and_suspends_none(wor
     notebook = server.start(name)
     notebook.must(HOLD)
     said = notebook.must("import os; print({name: os.environ[name] for name in os.environ if 'MPS' in name})").text
-    limit = f"{world.lease(notebook.kernel_id).device_id}=256M"
+    limit = f"{world.lease(notebook.kernel_id).lease.device_id}=256M"
     assert ast.literal_eval(said) == {
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25",
         "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": limit,
     }
     lease = until(lambda: _used(world, notebook.kernel_id), "its memory is measured")
-    assert "MPS" in world.lease(notebook.kernel_id).stays
+    assert "MPS" in world.lease(notebook.kernel_id).lease.unsuspendable_reason
     with world.client() as client, pytest.raises(ConflictError, match="MPS"):
         client.suspend(lease)
     assert world.lease(notebook.kernel_id).suspends == 0

@@ -23,7 +23,7 @@ def test_ten_turns_to_and_fro_keep_every_byte(world: World, server: Server) -> N
     first, second = server.start(name), server.start(name)
     first.must(FILL.format(seed=1))
     second.must(FILL.format(seed=2))
-    assert world.await_state(first.kernel_id, "suspended").saved_mib >= 16
+    assert world.await_state(first.kernel_id, "suspended").lease.saved_mib >= 16
     for turn in range(10):
         running, other = (first, second) if turn % 2 == 0 else (second, first)
         assert running.must(CHECK).text == "intact\n"

@@ -179,4 +179,4 @@ def test_busy_kernels_whose_caps_the_host_could_not_hold_take_turns(world: World
         busy.close()
         for notebook in notebooks:
             assert notebook.must(INTACT).text == "intact\n"
-        assert {world.lease(notebook.kernel_id).saved_mib for notebook in notebooks} == {0, USE_MIB}
+        assert {world.lease(notebook.kernel_id).lease.saved_mib for notebook in notebooks} == {0, USE_MIB}

@@ -124,7 +124,7 @@ class Story:
     def check(self) -> None:
         """The kernels really took turns, each with a seat of its job."""
         leases = self.nodes[0].status().leases
-        assert {lease.owner for lease in leases} == set(USERS)
+        assert {lease.spec.owner for lease in leases} == set(USERS)
         assert all(lease.suspends for lease in leases), "each of them made room for the other"
         with self.nodes[0].client() as client:
             seats = client.seats().seats

@@ -12,9 +12,9 @@ from fractional_gpu.engines.agent import Agent, AgentRules
 from fractional_gpu.engines.engine import EngineUnavailableError, NodeRecord, NodeWrite
 from fractional_gpu.protocol.capacity import Capacity, PoolCapacity
 from fractional_gpu.protocol.errors import BrokerUnavailableError
-from fractional_gpu.protocol.messages import SeatStatus
 from fractional_gpu.protocol.nodes import parse_summary
 from fractional_gpu.protocol.seats import SeatList
+from fractional_gpu.protocol.status import SeatStatus
 
 
 @dataclass

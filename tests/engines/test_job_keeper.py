@@ -10,7 +10,8 @@ from fractional_gpu.engines.engine import EngineError, EngineUnavailableError
 from fractional_gpu.engines.hooks import HookSettings
 from fractional_gpu.engines.job_keeper import JobKeeper, KeeperRules
 from fractional_gpu.engines.slurm import Slurm
-from fractional_gpu.protocol.messages import SLURM, SeatStatus, Workload
+from fractional_gpu.protocol.messages import SLURM, Workload
+from fractional_gpu.protocol.status import SeatStatus
 from tests.engines.test_slurm_texts import seat
 
 LOOK_MS, COMMENT_MS, ENDED_MS = 100, 1_000, 10_000

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.protocol.errors import ConflictError
-from fractional_gpu.protocol.messages import LeaseStatus
 from fractional_gpu.protocol.nodes import parse_summary
+from fractional_gpu.protocol.status import LeaseStatus
 from tests.support.paths import PYTHONPATH, ROOT
 from tests.support.slurm import GRES, Cluster, new_cluster
 from tests.support.slurm_job import JobKernel
@@ -130,7 +130,7 @@ def test_two_jobs_of_one_user_cannot_use_each_others_seat(slurm: Cluster, nodes:
     assert f"this seat belongs to Slurm job {first}, and the process that asks runs in Slurm job {job}" in nodes[0].log(
         "broker.out"
     )
-    assert {lease.seat for lease in nodes[0].status().leases} <= {seat_of(nodes[0], first)}
+    assert {lease.spec.seat for lease in nodes[0].status().leases} <= {seat_of(nodes[0], first)}
 
 
 @contextmanager

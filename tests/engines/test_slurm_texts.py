@@ -12,7 +12,8 @@ from fractional_gpu.commands.node.checks import check_accounting
 from fractional_gpu.engines.engine import EngineError, EngineUnavailableError, NodeRecord, NodeWrite
 from fractional_gpu.engines.job_seats import JobSeat, job_of, share_of_job, share_of_shards
 from fractional_gpu.engines.slurm import Slurm, SlurmJob, job_number, parse_gres
-from fractional_gpu.protocol.messages import SeatStatus, Workload
+from fractional_gpu.protocol.messages import Workload
+from fractional_gpu.protocol.status import SeatStatus
 
 NODE = (
     "NodeName=n1 Arch=x86_64 CoresPerSocket=1  CPUAlloc=2 Gres=jgpu:open:1000,jgpu:closed:3000,gpu:a100:2(S:0) GresDrain=N/A "

@@ -97,7 +97,7 @@ command, name, fills, check = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]),
 def status():
     return json.loads(subprocess.run([command, "status", "--json"], check=True, capture_output=True, text=True).stdout)
 def states():
-    return sorted(lease["state"] for lease in status()["leases"])
+    return sorted(lease["lease"]["state"] for lease in status()["leases"])
 def must(client, code):
     said = []
     def hear(message):

@@ -47,7 +47,6 @@ from fractional_gpu.protocol.messages import (
     GateAnswer,
     GateCommand,
     GateHello,
-    HostStatus,
     LeaseRequest,
     MoveRequest,
     PinRequest,
@@ -56,6 +55,7 @@ from fractional_gpu.protocol.messages import (
 )
 from fractional_gpu.protocol.names import Version, decode_acting_for
 from fractional_gpu.protocol.seats import OfferRequest, PoolChange, SeatRequest
+from fractional_gpu.protocol.status import HostStatus
 
 __all__ = ["TARGETS"]
 

@@ -9,7 +9,7 @@ from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 from jupyter_core.utils import ensure_event_loop
 
-from fractional_gpu.protocol.messages import LeaseStatus
+from fractional_gpu.protocol.status import LeaseStatus
 from tests.gpu.lab import DEADLINE_S, Lab
 
 __all__ = ["Kernel", "Reply", "close_event_loop"]

@@ -32,7 +32,7 @@ from fractional_gpu.gpu.simulated.host import destroy
 from fractional_gpu.gpu.simulated.store import SimulatedHostError
 from fractional_gpu.jupyter.kernelspecs import install
 from fractional_gpu.protocol.errors import BrokerUnavailableError
-from fractional_gpu.protocol.messages import HostStatus, LeaseStatus
+from fractional_gpu.protocol.status import HostStatus, LeaseStatus
 from tests.gpu.cells import Cells, DriverCells, SimulatedCells, TorchCells
 from tests.gpu.items import DOUBLE
 from tests.support.paths import PYTHONPATH

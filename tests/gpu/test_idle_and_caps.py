@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from fractional_gpu.protocol.messages import LeaseStatus
+from fractional_gpu.protocol.status import LeaseStatus
 from tests.gpu.kernels import Kernel
 from tests.gpu.lab import Lab, until
 
@@ -73,6 +73,8 @@ def test_what_is_allocated_past_the_cap_directly_is_noticed(lab: Lab, saw: Note)
             return [line.sentence for line in lines if line.reason == "breach.warn"]
 
         saw("sentence", until(sentences, "the breach is noted")[0])
-        lease = lab.await_lease(str(greedy.manager.kernel_id), lambda one: one.used_mib > one.reserve_mib, "it is seen")
-        saw("used_mib", lease.used_mib)
+        lease = lab.await_lease(
+            str(greedy.manager.kernel_id), lambda one: one.lease.used_mib > one.spec.reserve_mib, "it is seen"
+        )
+        saw("used_mib", lease.lease.used_mib)
         assert neighbour.is_intact()

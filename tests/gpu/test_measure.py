@@ -53,7 +53,7 @@ def measure(lab: Lab, *options: str) -> tuple[int, dict[str, Any], str]:
 def assert_nothing_left(lab: Lab) -> None:
     def leases() -> list[str]:
         with lab.client() as client:
-            return [one.label for one in client.status().leases]
+            return [one.spec.label for one in client.status().leases]
 
     until(lambda: not leases(), "all leases end")
 

@@ -87,11 +87,11 @@ def test_memory_is_really_free_while_a_kernel_is_suspended(lab: Lab, saw: Note) 
         lease = kernel.suspend()
         suspended_mib = lab.used_mib()
         saw("used_mib", {"before": before_mib, "resident": resident_mib, "suspended": suspended_mib})
-        saw("saved_mib", lease.saved_mib)
+        saw("saved_mib", lease.lease.saved_mib)
         assert lab.used_by(kernel.pid) == 0
         assert resident_mib - suspended_mib >= held_mib
         assert suspended_mib - before_mib <= lab.cells.context_mib
-        assert lease.saved_mib >= held_mib
+        assert lease.lease.saved_mib >= held_mib
         with lab.stranger(leave_mib=lab.unit_mib) as others_mib:
             saw("given_to_others_mib", others_mib)
         assert kernel.is_intact()

@@ -55,7 +55,12 @@ def test_managed_memory_that_is_recognised_is_refused_and_survives(lab: Lab, saw
         kernel.must(lab.cells.fill(9, lab.unit_mib))
         kernel.must(allocate)
         kernel_id = str(kernel.manager.kernel_id)
-        saw("reason", lab.await_lease(kernel_id, lambda one: bool(one.stays), "the broker knows").stays)
+        saw(
+            "reason",
+            lab.await_lease(
+                kernel_id, lambda one: bool(one.lease.unsuspendable_reason), "the broker knows"
+            ).lease.unsuspendable_reason,
+        )
         with pytest.raises(ConflictError) as refused:
             kernel.suspend()
         saw("refusal", str(refused.value))
@@ -86,7 +91,9 @@ def test_what_becomes_of_managed_memory_that_nobody_recognised(lab: Lab, saw: No
         else:
             reply = kernel.run(CHECK)
             saw("afterwards", "intact" if reply.status == "ok" else f"{reply.status}: {reply.error}")
-            assert reply.status == "ok" or lease.stays, "the lease was called sound, and its kernel is not"
+            assert reply.status == "ok" or lease.lease.unsuspendable_reason, (
+                "the lease was called sound, and its kernel is not"
+            )
         assert neighbour.is_intact()
         neighbour.suspend()
         until(lambda: lab.used_by(neighbour.pid) == 0, "the neighbour's memory is gone")

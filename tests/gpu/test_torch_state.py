@@ -127,7 +127,7 @@ def test_everything_that_a_torch_kernel_holds_survives(lab: Lab, saw: Note) -> N
             kernel.must(AFTER.format(number=number))
             assert int(kernel.must("print(ticks[0])")) > ticks, "the thread stood still"
             kernel.must(TRAIN_ON)
-        saw("saved_mib", lease.saved_mib)
+        saw("saved_mib", lease.lease.saved_mib)
         kernel.must(END)
 
 

@@ -165,8 +165,8 @@ class Story:
             )
         leases = self.hub.world.status().leases
         assert len(leases) == len(self.readers)
-        assert {lease.owner for lease in leases} == {reader.name for reader in self.readers}
-        assert sum(lease.reserve_mib for lease in leases) > DEVICE_MIB, "all together have more than the device"
+        assert {lease.spec.owner for lease in leases} == {reader.name for reader in self.readers}
+        assert sum(lease.spec.reserve_mib for lease in leases) > DEVICE_MIB, "all together have more than the device"
         assert not [lease for lease in leases if lease.state == "quarantined"]
         log = self.hub.logs()["hub.err"] + self.hub.world.logs().get("broker.log", "")
         assert "no seat for" not in log

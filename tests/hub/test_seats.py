@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 from jupyter_client.blocking.client import BlockingKernelClient
 
-from fractional_gpu.protocol.messages import LeaseStatus, SeatStatus
+from fractional_gpu.protocol.status import LeaseStatus, SeatStatus
 from tests.support.hub import HubWorld, new_hub
 from tests.support.managed import must, ready
 from tests.support.stories import CHECK, fill
@@ -93,16 +93,16 @@ def test_a_kernel_that_outlives_its_servers_has_what_their_seats_give_and_no_sea
 
         until(lambda: seats(hub) == [], "the hub notices, and gives the seat back")
         until(lambda: lease_of(hub, notebook).state == "suspended", "it is suspended in the middle of its cell")
-        assert lease_of(hub, notebook).revoked
+        assert lease_of(hub, notebook).lease.revoked
 
         world.kill_broker()
         until(lambda: world.broker_pid() is not None, "another broker serves")
-        assert lease_of(hub, notebook).revoked, "the next broker knows"
+        assert lease_of(hub, notebook).lease.revoked, "the next broker knows"
 
         hub.server("ada", pool="default", fraction="1/2")
         (seat,) = seats(hub)
         assert (seat.kernels, seat.used_milli) == (1, 500)
-        assert lease_of(hub, notebook).seat == seat.seat_id
+        assert lease_of(hub, notebook).spec.seat == seat.seat_id
         until(lambda: lease_of(hub, notebook).state == "resident", "the cell goes on")
         os.kill(kernel.pid, signal.SIGINT)
 
@@ -110,10 +110,10 @@ def test_a_kernel_that_outlives_its_servers_has_what_their_seats_give_and_no_sea
         (world.folder / "hub.sqlite").unlink()
         hub.start_hub()
         until(lambda: seats(hub) == [], "no server of this hub has the seat")
-        assert lease_of(hub, notebook).revoked
+        assert lease_of(hub, notebook).lease.revoked
 
         server = hub.server("ada", pool="default", fraction="1/2")
-        assert not lease_of(hub, notebook).revoked
+        assert not lease_of(hub, notebook).lease.revoked
         with kernel.client() as client:
             assert must(client, CHECK) == "intact\n"
         world.end(kernel.pid, signal.SIGKILL)

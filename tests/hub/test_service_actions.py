@@ -27,7 +27,7 @@ async def test_a_page_that_goes_away_takes_a_waiting_resume_back(
     socket: Path = tmp_path_factory.mktemp("s") / "b.sock"
     with FakeBroker(str(socket)) as broker:
         broker.leases["lease-1"] = FakeLease(request=LEASE, token="", state="suspended")
-        broker.extra["seat"] = "seat-1"
+        broker.lease_fields["seat"] = "seat-1"
         held = broker.held["resume"] = threading.Event()
         actions = Actions(broker.path)
         asked = asyncio.ensure_future(actions.lease(Viewer(name="me", admin=admin), "lease-1", "resume", {}))

@@ -8,11 +8,12 @@ import pytest
 from msgspec import structs
 
 from fractional_gpu.config import POOL_KEYS
-from fractional_gpu.protocol.messages import DeviceStatus, HostStatus, LeaseStatus, SeatStatus, Stranger
 from fractional_gpu.protocol.seats import PoolKeys, PoolList, SeatList
+from fractional_gpu.protocol.status import DeviceStatus, HostStatus, LeaseStatus, SeatStatus, Stranger
 from fractional_gpu_hub.service.broker_follower import Snapshot
 from fractional_gpu_hub.service.pool_settings import pool_settings
 from fractional_gpu_hub.service.views import Viewer, is_own, view_of
+from tests.support.statuses import a_status
 
 ADA = Viewer(name="ada", admin=False)
 GRACE = Viewer(name="grace", admin=True)
@@ -29,7 +30,7 @@ def lease(name: str, owner: str, **fields: Any) -> LeaseStatus:  # noqa: ANN401 
         "device_id": "GPU-1", "device_name": "H", "simulated": False, "busy": False, "gated": True, "age_ms": 0,
         "reason": "", "sentence": "", "device_ids": ["GPU-1"], "reserved_mib": 20_480, "seat": f"seat-{owner}",
     }  # fmt: skip
-    return LeaseStatus(**(given | fields))
+    return a_status(**(given | fields))
 
 
 def seat(owner: str) -> SeatStatus:
@@ -143,7 +144,8 @@ def test_a_kernels_state_in_words(fields: dict[str, Any], state: str, memory: st
 
 def test_why_somebody_waits_is_a_sentence_with_its_forecast() -> None:
     waits = lease(
-        "aaaa", "ada", state="suspended", position=1, sentence="idle kernels make room", expected_ms=12_000, low_ms=4000, high_ms=70_000,
+        "aaaa", "ada", state="suspended", position=1, sentence="idle kernels make room", expected_ms=12_000,
+        expected_bounds_ms=(4000, 70_000),
         device_ids=[], reserved_mib=0,
     )  # fmt: skip
     (row,) = view_of(snapshot(waits), ADA)["kernels"]

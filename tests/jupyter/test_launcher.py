@@ -81,7 +81,7 @@ def test_two_launched_kernels_take_turns_keep_every_byte_and_can_be_interrupted(
                 pids = {int(must(client, "import os; print(os.getpid())")) for client in (first, second)}
             leases = world.status().leases
             assert {lease.pid for lease in leases} == pids  # the processes that were started are the kernels
-            assert all(lease.gated and lease.suspends and lease.fraction_milli == 750 for lease in leases)
+            assert all(lease.gated and lease.suspends and lease.spec.fraction_milli == 750 for lease in leases)
             with client_of(managers[0]) as client:
                 an_interrupt_means_what_it_always_means(managers[0], client)
         finally:

@@ -8,10 +8,11 @@ from collections import deque
 from typing import Any
 
 from msgspec import to_builtins
-from msgspec.structs import replace
 
-from fractional_gpu.protocol.messages import GateCommand, GateVerb, HostStatus, Progress
+from fractional_gpu.protocol.messages import GateCommand, GateVerb, Progress
+from fractional_gpu.protocol.status import HostStatus
 from tests.support.fake_broker import DEADLINE_S, FakeBroker, FakeLease, _Handler, _host_status
+from tests.support.statuses import changed
 
 __all__ = ["LEASE", "TOKEN", "ScriptedBroker", "Stream"]
 
@@ -129,7 +130,7 @@ class ScriptedBroker(FakeBroker):
 
     def host_status(self, **lease: Any) -> HostStatus:  # noqa: ANN401 - fields of LeaseStatus
         """What the broker says of the host, with some of the lease's fields set."""
-        return _host_status(self.path, [replace(self._status(LEASE), **lease)], None)
+        return _host_status(self.path, [changed(self._status(LEASE), **lease)], None)
 
     def _of(self, route: str) -> list[Stream]:
         return [stream for stream in self.streams if stream.route == route]

@@ -5,14 +5,15 @@ from msgspec.structs import replace
 from fractional_gpu.core.metering.usage import HOUR_MS, SHARE_HOUR, Usage
 from fractional_gpu.protocol.accounts import BudgetStatus, Cost, UsageEntry
 from fractional_gpu.protocol.advice import ShareAdvice, ShareRisk
-from fractional_gpu.protocol.messages import DeviceStatus, HostStatus, LeaseStatus, Neighbour, UsagePoint
+from fractional_gpu.protocol.status import DeviceStatus, HostStatus, LeaseStatus, Neighbour, UsagePoint
+from tests.support.statuses import a_status
 
 __all__ = ["ADVICE", "COST", "DEVICE", "EVIL", "LEASE", "NOW_MS", "UNPRICED", "host", "points"]
 
 EVIL = "<script>alert('x')</script>"
 NOW_MS = 1_790_000_000_000
 
-LEASE = LeaseStatus(
+LEASE = a_status(
     lease_id="lease-1",
     state="resident",
     pool="default",

@@ -5,8 +5,10 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from fractional_gpu.core.model import Slowdown
 from fractional_gpu.protocol.errors import ConflictError, ForbiddenError, NoRoomError
-from fractional_gpu.protocol.messages import History, LeaseStatus, Progress, Story, StoryLine
+from fractional_gpu.protocol.messages import Progress
+from fractional_gpu.protocol.status import History, LeaseStatus, Story, StoryLine
 from fractional_gpu_kernel.display.chart import HistoryView
 from fractional_gpu_kernel.display.cost import CostView
 from fractional_gpu_kernel.display.lines import resizing, wait_text
@@ -16,16 +18,16 @@ from tests.kernelext.kernels import RunningKernel
 from tests.kernelext.scripted_broker import ScriptedBroker
 from tests.kernelext.statuses import ADVICE, COST, DEVICE, LEASE, NOW_MS, UNPRICED, host, points
 from tests.support.golden import check_wording
+from tests.support.statuses import changed
 
 GOLDEN = Path(__file__).with_name("golden")
-SUSPENDED = replace(
+SUSPENDED = changed(
     LEASE,
     state="suspended",
     used_mib=0,
     saved_mib=512,
     resume_ms=2100,
-    resume_low_ms=1800,
-    resume_high_ms=4200,
+    resume_bounds_ms=(1800, 4200),
     position=2,
     expected_ms=40_000,
     pinned_ms=0,
@@ -33,26 +35,25 @@ SUSPENDED = replace(
 STATUSES: dict[str, LeaseStatus] = {
     "on the GPU, pinned, with neighbours": LEASE,
     "suspended": SUSPENDED,
-    "suspended, back soon, a forecast with its span": replace(
-        SUSPENDED, resume_ms=300, resume_low_ms=200, resume_high_ms=2000, low_ms=10_000, high_ms=120_000
+    "suspended, back soon, a forecast with its span": changed(
+        SUSPENDED, resume_ms=300, resume_bounds_ms=(200, 2000), expected_bounds_ms=(10_000, 120_000)
     ),
-    "simulated, suspended twice": replace(SUSPENDED, simulated=True, suspends=3, resumes=2, neighbours=[]),
-    "it cannot be suspended": replace(LEASE, stays="its memory is managed (RMM)", neighbours=[]),
-    "slowed down": replace(
+    "simulated, suspended twice": changed(SUSPENDED, simulated=True, suspends=3, resumes=2, neighbours=[]),
+    "it cannot be suspended": changed(LEASE, unsuspendable_reason="its memory is managed (RMM)", neighbours=[]),
+    "slowed down": changed(
         LEASE,
-        slowdown_milli=1340,
-        slowdown="its cell takes about 1.3 times as long as alone (1.1 to 1.7), beside eval.ipynb (60 % of it)",
+        slowdown=Slowdown(milli=1340, brief="runs beside eval.ipynb, about 1.3 times as long as alone (1.1 to 1.7)"),
     ),
-    "a smaller share is suggested": replace(LEASE, advice=ADVICE, neighbours=[]),
-    "its GPU goes away, and it is saved": replace(LEASE, goes_away_in_ms=61_000, neighbours=[]),
-    "its GPU goes away, and it cannot be saved": replace(
+    "a smaller share is suggested": changed(LEASE, advice=ADVICE, neighbours=[]),
+    "its GPU goes away, and it is saved": changed(LEASE, goes_away_in_ms=61_000, neighbours=[]),
+    "its GPU goes away, and it cannot be saved": changed(
         LEASE,
         goes_away_in_ms=29_500,
         lost_because="saving 512 MiB is expected to take 40 s, and the time is needed for what is worth more, or is too short",
         neighbours=[],
     ),
-    "its host goes away": replace(LEASE, host_goes_away_in_ms=30_000, neighbours=[]),
-    "on two devices": replace(LEASE, device_ids=["GPU-0", "GPU-1"], neighbours=[]),
+    "its host goes away": changed(LEASE, host_goes_away_in_ms=30_000, neighbours=[]),
+    "on two devices": changed(LEASE, device_ids=["GPU-0", "GPU-1"], neighbours=[]),
 }
 FORECAST = {"expected_ms": 40_000, "low_ms": 10_000, "high_ms": 60_000}
 ROOM = {"reason": "wait.busy-neighbour", "sentence": "20 GiB are needed, 4 GiB are free; 1 kernel is running a cell"}
@@ -80,15 +81,15 @@ WAITS: dict[str, tuple[float, dict[str, object]]] = {
 
 def tops() -> dict[str, TopView]:
     """Devices with what is on them."""
-    waiting = replace(SUSPENDED, lease_id="lease-3", label="", reserved_mib=0, busy=False, position=1)
-    mine = replace(LEASE, lease_id="lease-2", label="eval.ipynb", fraction_milli=125, reserved_mib=10240, working=True)
+    waiting = changed(SUSPENDED, lease_id="lease-3", label="", reserved_mib=0, busy=False, position=1)
+    mine = changed(LEASE, lease_id="lease-2", label="eval.ipynb", fraction_milli=125, reserved_mib=10240, working=True)
     empty = replace(DEVICE, device_id="GPU-1", index=1, used_mib=0, reserved_mib=0, stranger_mib=0, draining=True)
     return {
         "%gpu top": TopView(host(LEASE, mine, waiting, devices=(DEVICE, empty)), "lease-1"),
         "%gpu top, a device that goes away": TopView(
             replace(
                 host(
-                    replace(LEASE, goes_away_in_ms=30_000, lost_because="it is too large"),
+                    changed(LEASE, goes_away_in_ms=30_000, lost_because="it is too large"),
                     devices=(replace(DEVICE, draining=True, goes_away_in_ms=30_000, leases_saved=2, leases_lost=1),),
                 ),
                 goes_away_in_ms=90_000,
@@ -178,11 +179,11 @@ def test_what_the_magics_answer_is_as_it_was_read(kernel: RunningKernel, broker:
     said |= {f"%gpu help {name}": one.details for name, one in COMMANDS.items() if one.details}
     said["%%gpu --help"] = BURST.details
     said["%gpu help measure"] = MEASURE.details
-    broker.extra = {"pinned_ms": 1_800_000, "state": "resident"}
+    broker.lease_fields = {"pinned_ms": 1_800_000, "state": "resident"}
     said["%gpu pin"] = "\n".join(kernel.run("%gpu pin").shown)
-    broker.extra = {"pinned_ms": 7_200_000, "state": "suspended"}
+    broker.lease_fields = {"pinned_ms": 7_200_000, "state": "suspended"}
     said["%gpu pin 2h, suspended"] = "\n".join(kernel.run("%gpu pin 2h").shown)
-    broker.extra = {}
+    broker.lease_fields = {}
     said["%gpu unpin"] = "\n".join(kernel.run("%gpu unpin").shown)
     said["%gpu resume"] = "\n".join(kernel.run("%gpu resume").shown)
     said["%gpu request 1/2"] = "\n".join(kernel.run("%gpu request 1/2").shown)

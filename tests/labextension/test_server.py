@@ -16,7 +16,8 @@ import pytest
 from msgspec.structs import replace
 
 from fractional_gpu.core.forecasts.habits import Share
-from fractional_gpu.protocol.messages import EvictRequest, HostStatus
+from fractional_gpu.protocol.messages import EvictRequest
+from fractional_gpu.protocol.status import HostStatus
 from fractional_gpu_kernel.server.app import _MOST_ACTIONS, newest_only
 from tests.kernelext.statuses import host
 from tests.labextension.conftest import Page, State, page_of
@@ -175,7 +176,7 @@ def test_watching_is_no_activity_and_makes_no_kernel_busy(world: World, server: 
         assert server.request("GET", STATE)["broker"]
         sign = f"jupyter-fractional-gpu/kernels/{watched.kernel_id}/expect?no_track_activity=1"
         assert server.request("POST", sign, {"sign": "typing"}) == {}
-        assert world.lease(watched.kernel_id).next_cell_sign == "typing"
+        assert world.lease(watched.kernel_id).lease.expected_by == "typing"
         assert last_activity(server, watched.kernel_id) == before
 
 

@@ -55,7 +55,7 @@ def taken(who: Caller, **fields: Any) -> dict[str, Any]:  # noqa: ANN401 - as ab
 
 
 def owners(live: LiveBroker) -> list[str]:
-    return [lease["owner"] for lease in live.call("GET", "/v1/status").body["leases"]]
+    return [lease["lease"]["spec"]["owner"] for lease in live.call("GET", "/v1/status").body["leases"]]
 
 
 def test_subordinate_uids_and_their_owner_have_the_limits_of_one_user() -> None:
@@ -159,7 +159,7 @@ def test_who_shares_an_account_neither_sees_nor_steers_the_others_leases(setting
         assert owners(live) == ["nobody"] * 3
         for who, own in zip(every, leases, strict=True):
             _, status = who.call("GET", "/v1/status")
-            assert [lease["lease_id"] for lease in status["leases"]] == [own["lease_id"]]
+            assert [lease["lease"]["spec"]["lease_id"] for lease in status["leases"]] == [own["lease_id"]]
             _, shown = who.call("GET", f"/v1/leases/{own['lease_id']}")
             assert [neighbour["label"] for neighbour in shown["neighbours"]] == ["", ""]
             for lease in leases:

@@ -225,7 +225,7 @@ def test_text_of_strangers_makes_no_lines_in_the_log(world: World) -> None:
     assert reply.lease_id[:8] in log
     assert "12345678" not in re.sub(r"^.*evil.*$", "", log, flags=re.MULTILINE)
     assert all(line.isprintable() for line in log.splitlines())
-    assert shown.label.isprintable()
+    assert shown.spec.label.isprintable()
     assert shown.kernel_id.isprintable()
 
 

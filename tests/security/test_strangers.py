@@ -240,7 +240,7 @@ def squatting(live: LiveBroker) -> Iterator[None]:
 
 
 def squatted(live: LiveBroker) -> int:
-    return sum(lease["owner"] == "nobody" for lease in live.call("GET", "/v1/status").body["leases"])
+    return sum(lease["lease"]["spec"]["owner"] == "nobody" for lease in live.call("GET", "/v1/status").body["leases"])
 
 
 def test_leases_that_never_attach_keep_no_other_user_out() -> None:

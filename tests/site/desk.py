@@ -109,7 +109,9 @@ class Desk:
             self._program = subprocess.Popen(
                 [*run, "--", sys.executable, "-c", _KEPT], env=self.world.environment, stdin=subprocess.DEVNULL
             )
-            until(lambda: any(lease.label == "train.ipynb" for lease in self.world.status().leases), "it has a lease")
+            until(
+                lambda: any(lease.spec.label == "train.ipynb" for lease in self.world.status().leases), "it has a lease"
+            )
         if not self._has_acted:  # for what shows acts
             for act in ("drain", "undrain"):
                 self.world.command(act, "1")
@@ -164,7 +166,7 @@ class Desk:
         return ways[block.language](block, text) or ""
 
     def _bash(self, _: Block, text: str) -> str:
-        lease = next(one.lease_id for one in self.world.status().leases if one.label == "train.ipynb")
+        lease = next(one.lease_id for one in self.world.status().leases if one.spec.label == "train.ipynb")
         text = re.sub(r"\bLEASE\b", lease, text)
         for long, short in _SMALLER:
             text = re.sub(long, short, text)

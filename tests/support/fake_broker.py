@@ -23,19 +23,18 @@ from fractional_gpu.protocol.limits import PROTOCOL_VERSION
 from fractional_gpu.protocol.messages import (
     AcquireRequest,
     AttachRequest,
-    DeviceStatus,
     DrainRequest,
     GateAnswer,
     GateHello,
-    HostStatus,
     LeaseReply,
     LeaseRequest,
-    LeaseStatus,
     PinRequest,
     Pong,
     Progress,
     ResizeRequest,
 )
+from fractional_gpu.protocol.status import DeviceStatus, HostStatus, LeaseStatus
+from tests.support.statuses import a_status, changed
 
 __all__ = ["DEADLINE_S", "Call", "FakeBroker", "FakeLease"]
 
@@ -88,6 +87,7 @@ class FakeBroker:
         self.hang_up: dict[str, int] = {}  # route -> how many requests to hang up on
         self.held: dict[str, threading.Event] = {}  # route -> set to let it go on
         self.extra: dict[str, Any] = {}  # fields that this version does not know, added to every reply
+        self.lease_fields: dict[str, Any] = {}  # of each lease's status (`tests.support.statuses.changed`)
         self.environment: dict[str, str] = {"CUDA_VISIBLE_DEVICES": ""}
         self.progress: list[Progress] = [Progress(kind="granted", environment={"CUDA_VISIBLE_DEVICES": "GPU-0"})]
         self.gate_bytes: list[bytes] = []  # sent as one chunk each on the gate stream, which then stays open
@@ -268,7 +268,7 @@ class FakeBroker:
 
     def _status(self, lease_id: str) -> LeaseStatus:
         lease = self.leases[lease_id]
-        return LeaseStatus(
+        status = a_status(
             lease_id=lease_id,
             state=lease.state,
             pool=lease.request["pool"],
@@ -289,6 +289,7 @@ class FakeBroker:
             reason="",
             sentence="",
         )
+        return changed(status, **self.lease_fields)
 
 
 def _as_dict(message: Struct) -> dict[str, Any]:

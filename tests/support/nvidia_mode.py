@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fractional_gpu.protocol.errors import BrokerUnavailableError
-from fractional_gpu.protocol.messages import HostStatus
+from fractional_gpu.protocol.status import HostStatus
 from tests.driver_double.double import Call, Device, DriverDouble
 from tests.driver_double.releases import newest, python_path
 from tests.support.victims import anybody, check_books, is_settled, kill_all

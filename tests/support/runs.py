@@ -6,7 +6,8 @@ import sys
 import time
 from typing import IO, Self
 
-from fractional_gpu.protocol.messages import LeaseStatus, PinRequest
+from fractional_gpu.protocol.messages import PinRequest
+from fractional_gpu.protocol.status import LeaseStatus
 from tests.support.stories import fill
 from tests.support.world import DEADLINE_S, World, until
 
@@ -100,7 +101,7 @@ class Run:
         """Its lease, None if there is none."""
         with self.world.client() as client:  # fresh: the broker looks at the devices at once, not with its next sample
             leases = client.status(fresh=True).leases
-        return next((lease for lease in leases if lease.label == self.name), None)
+        return next((lease for lease in leases if lease.spec.label == self.name), None)
 
     def pid_of_command(self) -> int | None:
         """The command's process, None if the broker follows none."""

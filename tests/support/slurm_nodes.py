@@ -11,7 +11,7 @@ from pathlib import Path
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.commands.node.install import WRAPPER
 from fractional_gpu.protocol.errors import FractionalGPUError
-from fractional_gpu.protocol.messages import HostStatus
+from fractional_gpu.protocol.status import HostStatus
 from tests.support.paths import PYTHONPATH
 from tests.support.slurm import GRES, Cluster, Node
 from tests.support.world import World, until

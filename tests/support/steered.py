@@ -15,16 +15,15 @@ from fractional_gpu.protocol.errors import (
     InternalBrokerError,
 )
 from fractional_gpu.protocol.messages import (
-    DeviceStatus,
     DrainRequest,
     EvictRequest,
-    LeaseStatus,
     MoveRequest,
     PinRequest,
     ProgressKind,
     ResizeRequest,
 )
 from fractional_gpu.protocol.seats import OfferRequest, SeatRequest
+from fractional_gpu.protocol.status import DeviceStatus, LeaseStatus
 from tests.support.dying import Life, Story
 from tests.support.stories import CHECK
 from tests.support.victims import (
@@ -102,10 +101,10 @@ class SteeredStory(Story):
 
     @staticmethod
     def _left(lease: LeaseStatus, device: str) -> bool:
-        return lease.state == "suspended" or lease.device_id != device
+        return lease.state == "suspended" or lease.lease.device_id != device
 
     def _on(self, life: Life) -> str:
-        return self.must(lambda client: self._lease(client, life)).device_id or ""
+        return self.must(lambda client: self._lease(client, life)).lease.device_id or ""
 
     def _await(self, ask: Callable[[SeatClient], bool], what: str) -> None:
         until(lambda: self.steer(ask), what)

@@ -11,7 +11,7 @@ from fractional_gpu.gpu.simulated import faults
 from fractional_gpu.gpu.simulated.processes import OPEN, processes_of, read_gate
 from fractional_gpu.gpu.simulated.store import Store
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
-from fractional_gpu.protocol.messages import HostStatus, LeaseStatus
+from fractional_gpu.protocol.status import HostStatus, LeaseStatus
 from tests.support.world import World, until
 
 __all__ = [
@@ -143,8 +143,10 @@ def is_settled(lease: LeaseStatus) -> bool:
 def check_books(status: HostStatus) -> None:
     """Reservations are exactly those of resident leases, and fit."""
     for device in status.devices:
-        mine = [lease for lease in status.leases if lease.device_id == device.device_id and lease.state == "resident"]
-        assert device.reserved_mib == sum(lease.reserve_mib for lease in mine), (device, mine)
+        mine = [
+            lease for lease in status.leases if lease.lease.device_id == device.device_id and lease.state == "resident"
+        ]
+        assert device.reserved_mib == sum(lease.spec.reserve_mib for lease in mine), (device, mine)
         assert not device.over_committed, (device, status.leases)
 
 

@@ -30,7 +30,8 @@ from fractional_gpu.gpu.simulated.host import destroy
 from fractional_gpu.gpu.simulated.store import SimulatedHostError
 from fractional_gpu.jupyter.kernelspecs import install
 from fractional_gpu.protocol.errors import BrokerUnavailableError
-from fractional_gpu.protocol.messages import DrainRequest, HostStatus, LeaseStatus
+from fractional_gpu.protocol.messages import DrainRequest
+from fractional_gpu.protocol.status import HostStatus, LeaseStatus
 from tests.support.paths import PYTHONPATH
 from tests.support.waiting import DEADLINE_S, until
 
@@ -200,7 +201,7 @@ class World:
 
     def suspend_for_others(self, kernel_id: str) -> None:
         """Have an idle kernel suspended though its user did not ask for it: its device is emptied for a moment."""
-        device_id = self.lease(kernel_id).device_id or ""
+        device_id = self.lease(kernel_id).lease.device_id or ""
         with self.client() as client:
             client.drain(device_id, DrainRequest())
             self.await_state(kernel_id, "suspended")

@@ -18,7 +18,8 @@ from msgspec import to_builtins
 
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.protocol.errors import BadRequestError, ConflictError, ForbiddenError, NotFoundError
-from fractional_gpu.protocol.messages import DrainRequest, EvictRequest, LeaseStatus, MoveRequest, PinRequest
+from fractional_gpu.protocol.messages import DrainRequest, EvictRequest, MoveRequest, PinRequest
+from fractional_gpu.protocol.status import LeaseStatus
 from fractional_gpu_hub.service.usage import Chosen, Figures, all_figures, own_figures
 from fractional_gpu_hub.service.views import Viewer, is_own
 
@@ -169,7 +170,12 @@ _KINDS: dict[type, str] = {bool: "true or false", int: "a whole number", str: "a
 
 def _summary(lease: LeaseStatus) -> dict[str, Any]:
     """The answer after an action on a kernel, without anything about its neighbours."""
-    return {"lease_id": lease.lease_id, "state": lease.state, "device_id": lease.device_id, "sentence": lease.sentence}
+    return {
+        "lease_id": lease.lease_id,
+        "state": lease.state,
+        "device_id": lease.lease.device_id,
+        "sentence": lease.sentence,
+    }
 
 
 def _pin(client: SeatClient, lease_id: str, body: Body) -> Any:  # noqa: ANN401

@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.protocol.errors import FractionalGPUError
-from fractional_gpu.protocol.messages import HostStatus
 from fractional_gpu.protocol.seats import PoolList, SeatList
+from fractional_gpu.protocol.status import HostStatus
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fractional_gpu.core.units import format_duration, format_forecast, format_fraction, format_memory, plural
-from fractional_gpu.protocol.messages import DeviceStatus, HostStatus, LeaseStatus, SeatStatus
 from fractional_gpu.protocol.names import device_deadline, host_deadline, lease_deadline, state_words
 from fractional_gpu.protocol.seats import PoolKeys
+from fractional_gpu.protocol.status import DeviceStatus, HostStatus, LeaseStatus, SeatStatus
 from fractional_gpu_hub.service.broker_follower import Snapshot
 
 _MOST_PERCENT = 100
@@ -30,7 +30,7 @@ class Viewer:
 
 def is_own(lease: LeaseStatus, viewer: Viewer) -> bool:
     """Whether the lease is a kernel of the viewer's."""
-    return bool(lease.seat) and lease.owner == viewer.name
+    return bool(lease.spec.seat) and lease.spec.owner == viewer.name
 
 
 def view_of(snapshot: Snapshot, viewer: Viewer) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def _device_name(device: DeviceStatus) -> str:
 
 
 def _device(device: DeviceStatus, leases: Iterable[LeaseStatus], viewer: Viewer) -> dict[str, Any]:
-    there = [lease for lease in leases if device.device_id in lease.device_ids]
+    there = [lease for lease in leases if device.device_id in lease.lease.device_ids]
     return {
         "id": device.device_id,
         "name": _device_name(device),
@@ -85,7 +85,7 @@ def _device(device: DeviceStatus, leases: Iterable[LeaseStatus], viewer: Viewer)
         "memory": f"{format_memory(device.reserved_mib)} of {format_memory(device.leasable_mib)} reserved",
         "memory_note": f"{format_memory(device.used_mib)} in use now",
         "level": min(_MOST_PERCENT, _MOST_PERCENT * device.reserved_mib // max(1, device.leasable_mib)),
-        "kernels": _kernels_there([lease for lease in there if lease.reserved_mib], viewer),
+        "kernels": _kernels_there([lease for lease in there if lease.lease.reserved_mib], viewer),
         "compute": f"{device.demand_milli // 10} % needed",
         "compute_note": "by busy kernels" + (", which slow each other down" if device.demand_milli > _WHOLE else ""),
         "demand": min(_MOST_PERCENT, device.demand_milli // 10),
@@ -104,7 +104,7 @@ def _kernels_there(there: list[LeaseStatus], viewer: Viewer) -> str:
     if own or not others:
         parts.append(f"{len(own)} {'' if viewer.admin else 'of yours'}".strip())
     if others:
-        held = sum(lease.reserved_mib for lease in there) - sum(lease.reserved_mib for lease in own)
+        held = sum(lease.lease.reserved_mib for lease in there) - sum(lease.lease.reserved_mib for lease in own)
         parts.append(f"{others} of others with {format_memory(held)}")
     return ", ".join(parts)
 
@@ -146,19 +146,19 @@ def _device_actions(device: DeviceStatus) -> list[str]:
 
 def _order(lease: LeaseStatus) -> tuple[int, int, str, str]:
     """Waiting kernels come first, in the order of the queue."""
-    return (lease.position is None, lease.position or 0, lease.owner, lease.lease_id)
+    return (lease.position is None, lease.position or 0, lease.spec.owner, lease.lease_id)
 
 
 def _kernel(lease: LeaseStatus, servers: dict[str, str], names: dict[str, str], viewer: Viewer) -> dict[str, Any]:
     return {
         "id": lease.lease_id,
-        "name": lease.label or lease.lease_id[:8],
+        "name": lease.spec.label or lease.lease_id[:8],
         "short": lease.lease_id[:8],
-        "owner": lease.owner if lease.seat else f"{lease.owner} (not of a server)",
-        "server": servers.get(lease.seat, "") or ("default server" if lease.seat else ""),
-        "share": f"{format_fraction(lease.fraction_milli)} GPU"
-        + (f" x {len(lease.device_ids)}" if len(lease.device_ids) > 1 else ""),
-        "pool": lease.pool,
+        "owner": lease.spec.owner if lease.spec.seat else f"{lease.spec.owner} (not of a server)",
+        "server": servers.get(lease.spec.seat, "") or ("default server" if lease.spec.seat else ""),
+        "share": f"{format_fraction(lease.spec.fraction_milli)} GPU"
+        + (f" x {len(lease.lease.device_ids)}" if len(lease.lease.device_ids) > 1 else ""),
+        "pool": lease.spec.pool,
         "state": _state(lease),
         "note": _why(lease),
         "memory": _memory(lease),
@@ -184,13 +184,13 @@ def _why(lease: LeaseStatus) -> str:
     """Return the reason of the kernel's state as a sentence, with the forecast if there is one."""
     sentence = lease.sentence[:1].upper() + lease.sentence[1:] if lease.sentence else ""
     parts = [sentence] if sentence else []
-    if lease.position is not None and lease.expected_ms is not None:
-        left = format_forecast(lease.expected_ms, lease.low_ms, lease.high_ms, more=True)
+    if lease.position is not None and (wait := lease.expected) is not None:
+        left = format_forecast(wait.expected_ms, wait.low_ms, wait.high_ms, more=True)
         parts.append(left[:1].upper() + left[1:])
     if deadline := lease_deadline(lease):
         parts.append(deadline[:1].upper() + deadline[1:])
-    if lease.stays:
-        parts.append(f"Cannot be suspended: {lease.stays}")
+    if lease.lease.unsuspendable_reason:
+        parts.append(f"Cannot be suspended: {lease.lease.unsuspendable_reason}")
     return ". ".join(part.rstrip(".") for part in parts) + ("." if parts else "")
 
 
@@ -200,17 +200,17 @@ def _whole(ms: int) -> int:
 
 
 def _memory(lease: LeaseStatus) -> str:
-    if lease.state in {"suspended", "resuming"} and lease.saved_mib:
-        return f"{format_memory(lease.saved_mib)} in host memory"
-    if lease.reserved_mib:
-        return f"{format_memory(lease.used_mib)} of {format_memory(lease.reserve_mib)} on the GPU"
-    return f"none of {format_memory(lease.reserve_mib)}"
+    if lease.state in {"suspended", "resuming"} and lease.lease.saved_mib:
+        return f"{format_memory(lease.lease.saved_mib)} in host memory"
+    if lease.lease.reserved_mib:
+        return f"{format_memory(lease.lease.used_mib)} of {format_memory(lease.spec.reserve_mib)} on the GPU"
+    return f"none of {format_memory(lease.spec.reserve_mib)}"
 
 
 def _where(lease: LeaseStatus, names: dict[str, str]) -> str:
     if lease.state == "suspended":
-        return "host memory" if lease.saved_mib else "none"
-    there = [names.get(device_id, device_id[:12]) for device_id in lease.device_ids]
+        return "host memory" if lease.lease.saved_mib else "none"
+    there = [names.get(device_id, device_id[:12]) for device_id in lease.lease.device_ids]
     return ", ".join(there) or "none"
 
 
@@ -221,7 +221,7 @@ def _kernel_actions(lease: LeaseStatus, viewer: Viewer) -> list[str]:
     elif lease.state == "suspended":
         actions.append("resume")
     if viewer.admin:
-        actions += ["move"] if lease.state == "resident" and len(lease.device_ids) == 1 else []
+        actions += ["move"] if lease.state == "resident" and len(lease.lease.device_ids) == 1 else []
         actions.append("evict")
     return [*actions, "story"]
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fractional_gpu.core.units import format_memory
-from fractional_gpu.protocol.messages import History, UsagePoint
 from fractional_gpu.protocol.names import state_words
+from fractional_gpu.protocol.status import History, UsagePoint
 from fractional_gpu.svg import Frame, Svg, element
 from fractional_gpu_kernel.display.lines import Bundle
 from fractional_gpu_kernel.display.views import FREE, SAVED, USED, box, moment

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fractional_gpu_kernel.registrations import Registrations
 
 if TYPE_CHECKING:
-    from fractional_gpu.protocol.messages import LeaseStatus, Progress
+    from fractional_gpu.protocol.messages import Progress
+    from fractional_gpu.protocol.status import LeaseStatus
 
 Bundle = dict[str, str]
 
@@ -161,7 +162,8 @@ def wait_text(progress: "Progress", *, waited_s: float, age_s: float, preempted:
 
 
 def resizing(status: "LeaseStatus") -> str:
-    left = _left(status.expected_ms, status.low_ms, status.high_ms, 0)
+    expected = status.expected
+    left = "" if expected is None else _left(expected.expected_ms, expected.low_ms, expected.high_ms, 0)
     place = f"place {status.position} in the queue" if status.position is not None else ""
     about = "".join(f", {fact}" for fact in (place, left) if fact)
     why = f": {status.sentence.rstrip('.')}" if status.position is not None and status.sentence else ""

@@ -6,8 +6,8 @@ from datetime import datetime
 from html import escape
 
 from fractional_gpu.core.units import format_duration, format_forecast, format_fraction, format_memory, format_rough
-from fractional_gpu.protocol.messages import DeviceStatus, HostStatus, LeaseStatus, Neighbour, Story
 from fractional_gpu.protocol.names import device_deadline, host_deadline, lease_deadline, state_meaning, state_words
+from fractional_gpu.protocol.status import DeviceStatus, HostStatus, LeaseStatus, Neighbour, Story
 from fractional_gpu_kernel.display.lines import Bundle
 
 # Small pieces of HTML that are readable in light and dark themes.
@@ -94,24 +94,22 @@ class StatusView:
 
     def rows(self) -> list[tuple[str, str]]:
         status = self._status
-        each = f" on each of {len(status.device_ids)} devices" if len(status.device_ids) > 1 else ""
-        share = (
-            f"{format_fraction(status.fraction_milli)} GPU, {format_memory(status.reserve_mib)} of device memory{each}"
-        )
+        each = f" on each of {len(status.lease.device_ids)} devices" if len(status.lease.device_ids) > 1 else ""
+        share = f"{format_fraction(status.spec.fraction_milli)} GPU, {format_memory(status.spec.reserve_mib)} of device memory{each}"
         rows = [
-            ("share", f"{share}, pool {status.pool}"),
+            ("share", f"{share}, pool {status.spec.pool}"),
             ("state", f"{state_meaning(status.state)} (for {format_duration(status.age_ms)})"),
             ("device", (status.device_name or "none yet") + (" (simulated)" if status.simulated else "")),
-            ("memory", f"{format_memory(status.used_mib)} of {format_memory(status.reserve_mib)} used"),
+            ("memory", f"{format_memory(status.lease.used_mib)} of {format_memory(status.spec.reserve_mib)} used"),
         ]
         if deadline := lease_deadline(status):
             rows.append(("deadline", deadline))
-        if status.stays:
-            rows.append(("stays", f"it is not suspended: {status.stays}"))
-        if status.saved_mib:
-            rows.append(("saved", f"{format_memory(status.saved_mib)} held in host memory"))
-        if status.resume_ms is not None:
-            takes = format_forecast(status.resume_ms, status.resume_low_ms, status.resume_high_ms)
+        if status.lease.unsuspendable_reason:
+            rows.append(("stays", f"it is not suspended: {status.lease.unsuspendable_reason}"))
+        if status.lease.saved_mib:
+            rows.append(("saved", f"{format_memory(status.lease.saved_mib)} held in host memory"))
+        if (resume := status.lease.resume) is not None:
+            takes = format_forecast(resume.expected_ms, resume.low_ms, resume.high_ms)
             rows.append(("resume", f"takes {takes} once there is room"))
         if status.position is not None:
             rows.append(("queue", f"place {status.position}" + _expected(status)))
@@ -122,8 +120,8 @@ class StatusView:
             rows.append(("so far", f"suspended {times[0]}, resumed {times[1]}"))
         if status.neighbours:
             rows.append(("beside", "; ".join(_neighbour(each) for each in status.neighbours)))
-        if status.slowdown:
-            rows.append(("slowed", status.slowdown))
+        if status.slowdown.sentence:
+            rows.append(("slowed", status.slowdown.sentence))
         if status.advice is not None and status.advice.sentence:
             rows.append(("advice", f"{status.advice.sentence}."))
         if status.sentence:
@@ -134,7 +132,7 @@ class StatusView:
         rows = self.rows()
         width = max(len(name) for name, _ in rows)
         status = self._status
-        picture = text_bar([(status.used_mib, "#")], status.reserve_mib)
+        picture = text_bar([(status.lease.used_mib, "#")], status.spec.reserve_mib)
         return "\n".join(f"{name:<{width}}  {f'{picture} ' if name == 'memory' else ''}{text}" for name, text in rows)
 
     def bundle(self) -> Bundle:
@@ -143,10 +141,10 @@ class StatusView:
         for name, text in self.rows():
             shown = escape(text)
             if name == "memory":
-                shown = f"{bar([(status.used_mib, USED)], status.reserve_mib, text)} {shown}"
+                shown = f"{bar([(status.lease.used_mib, USED)], status.spec.reserve_mib, text)} {shown}"
             cells.append((escape(name), shown))
         simulated = " on a simulated GPU" if status.simulated else ""
-        title = f"{format_fraction(status.fraction_milli)} GPU{simulated}: {state_words(status.state)}"
+        title = f"{format_fraction(status.spec.fraction_milli)} GPU{simulated}: {state_words(status.state)}"
         return {"text/plain": repr(self), "text/html": box(title, table(cells))}
 
 
@@ -160,12 +158,12 @@ class TopView:
     def tenants(self, device: DeviceStatus) -> list[tuple[str, str, str]]:
         """Return (share, who, what) of a device, the others as one sum last."""
         here = [lease for lease in self._host.leases if lease.state in _HOLDING]
-        mine = [lease for lease in here if device.device_id in (*lease.device_ids, lease.device_id)]
+        mine = [lease for lease in here if device.device_id in lease.lease.device_ids]
         rows = []
         for lease in mine:
-            share = f"{format_fraction(lease.fraction_milli)} GPU, {format_memory(lease.reserved_mib)}"
+            share = f"{format_fraction(lease.spec.fraction_milli)} GPU, {format_memory(lease.lease.reserved_mib)}"
             rows.append((share, self._name(lease), self._doing(lease)))
-        others_mib = device.reserved_mib - sum(lease.reserved_mib for lease in mine)
+        others_mib = device.reserved_mib - sum(lease.lease.reserved_mib for lease in mine)
         if others_mib > 0:
             rows.append((format_memory(others_mib), "others", "reserved for kernels of other users"))
         if device.stranger_mib > 0:
@@ -175,7 +173,7 @@ class TopView:
     def elsewhere(self) -> list[tuple[str, str, str]]:
         """Return (share, who, what) of this user's leases that are on no device."""
         return [
-            (f"{format_fraction(lease.fraction_milli)} GPU", self._name(lease), self._doing(lease))
+            (f"{format_fraction(lease.spec.fraction_milli)} GPU", self._name(lease), self._doing(lease))
             for lease in self._host.leases
             if lease.state not in _HOLDING
         ]
@@ -235,12 +233,12 @@ class TopView:
         if lease.pinned_ms:
             words.append(f"pinned for {format_rough(lease.pinned_ms)}")
         if lease.goes_away_in_ms is not None:
-            saved = "cannot be saved" if lease.lost_because else "saved"
+            saved = "cannot be saved" if lease.lease.lost_because else "saved"
             words.append(f"{saved} before its GPU goes away")
         return ", ".join(words)
 
     def _name(self, lease: LeaseStatus) -> str:
-        return "this kernel" if lease.lease_id == self._own else lease.label or f"your kernel {lease.lease_id[:8]}"
+        return "this kernel" if lease.lease_id == self._own else lease.spec.label or f"your kernel {lease.lease_id[:8]}"
 
 
 _LEGEND = "In the bars: used (#), reserved beyond that (+), free (-)."
@@ -252,7 +250,7 @@ class StoryView:
     """Why everything happened to this kernel's share, newest last."""
 
     def __init__(self, story: Story, lines: int, now_ms: int | None = None) -> None:
-        self._slowdown = story.slowdown
+        self._slowdown = story.slowdown.sentence
         self._lines = story.lines[-lines:]
         self._omitted = story.omitted + len(story.lines) - len(self._lines)
         self._now_ms = int(time.time() * 1000) if now_ms is None else now_ms
@@ -289,9 +287,8 @@ def _neighbour(neighbour: Neighbour) -> str:
 
 
 def _expected(status: LeaseStatus) -> str:
-    if status.expected_ms is None:
-        return ""
-    return f"; {format_forecast(status.expected_ms, status.low_ms, status.high_ms, more=True)}"
+    left = status.expected
+    return "" if left is None else f"; {format_forecast(left.expected_ms, left.low_ms, left.high_ms, more=True)}"
 
 
 def _sums(device: DeviceStatus) -> str:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fractional_gpu.core.units import format_fraction, format_memory, format_rough
 from fractional_gpu.protocol.errors import BrokerUnavailableError, ConflictError, FractionalGPUError
-from fractional_gpu.protocol.messages import LeaseStatus, PinRequest, ResizeRequest
+from fractional_gpu.protocol.messages import PinRequest, ResizeRequest
+from fractional_gpu.protocol.status import LeaseStatus
 from fractional_gpu_kernel.cells.acquire import Acquirer, RefusedError
 from fractional_gpu_kernel.cells.gate import Gate
 from fractional_gpu_kernel.display.chart import HistoryView
@@ -84,7 +85,7 @@ class Resizer:
         status = self._resize(ResizeRequest(fraction_milli=milli, memory_mib=memory_mib, wait_ms=wait_ms), line)
         with self._lock:
             if self._own is not None:  # later bursts come back to this share
-                self._own = Size(status.fraction_milli, status.reserve_mib)
+                self._own = Size(status.spec.fraction_milli, status.spec.reserve_mib)
         self._take(_limit_mib(status))
         return status
 
@@ -96,13 +97,13 @@ class Resizer:
     def begin(self, mark: object, wanted: Size, line: LiveLine | None) -> None:
         """Have at least `wanted` until `end` is called with the same mark. Raises FractionalGPUError or KeyboardInterrupt."""
         status = call_broker(self._settings, lambda client: client.lease(self._settings.lease_id), revive=True)
-        if status.fraction_milli >= wanted.milli and status.reserve_mib >= (wanted.memory_mib or 0):
+        if status.spec.fraction_milli >= wanted.milli and status.spec.reserve_mib >= (wanted.memory_mib or 0):
             with self._lock:
                 self._bursts[mark] = wanted
             return
         with self._lock:
             fresh = self._own is None
-            self._own = self._own or Size(status.fraction_milli, status.reserve_mib)
+            self._own = self._own or Size(status.spec.fraction_milli, status.spec.reserve_mib)
         request = ResizeRequest(fraction_milli=wanted.milli, memory_mib=wanted.memory_mib, wait_ms=_WAIT_MS, burst=True)
         try:
             status = self._resize(request, line)
@@ -114,7 +115,7 @@ class Resizer:
                     self._own = None
             raise
         with self._lock:
-            self._bursts[mark] = Size(status.fraction_milli, status.reserve_mib)
+            self._bursts[mark] = Size(status.spec.fraction_milli, status.spec.reserve_mib)
         self._take(_limit_mib(status))
 
     def end(self, mark: object, show: Callable[[str], None]) -> None:
@@ -178,7 +179,7 @@ class Resizer:
 
 def _limit_mib(status: LeaseStatus) -> int:
     """Return what the kernel may use now: what is reserved for it, which a pool may let follow its use, else its cap."""
-    return status.reserved_mib or status.reserve_mib
+    return status.lease.reserved_mib or status.spec.reserve_mib
 
 
 class CellBursts:
@@ -337,7 +338,7 @@ class Actions:
         """Have this share, and be on a GPU."""
         milli, memory_mib = size("%gpu request", arguments.fraction, arguments.memory)
         if (pool := arguments.pool) is not None:
-            own = self._read(lambda client: client.lease(self._settings.lease_id)).pool
+            own = self._read(lambda client: client.lease(self._settings.lease_id)).spec.pool
             if pool != own:
                 raise ArgumentsError(
                     f"%gpu request: this kernel is in pool {own!r}, and a running kernel cannot change to {pool[:50]!r}; restart it "
@@ -401,7 +402,7 @@ class Actions:
         )
 
     def _suspend(self, client: "BrokerClient", done: str) -> str:
-        saved_mib = client.suspend(self._settings.lease_id).saved_mib
+        saved_mib = client.suspend(self._settings.lease_id).lease.saved_mib
         return f"{done} {format_memory(saved_mib)} lie in host memory." if saved_mib else done
 
     def pin(self, arguments: argparse.Namespace) -> None:
@@ -443,4 +444,5 @@ class Actions:
 def _new_share(status: LeaseStatus) -> str:
     jax = " JAX read the limit when it was imported: restart the kernel for it to change there (that loses its variables)."
     restart = jax if "jax" in sys.modules else ""
-    return f"Its share is {format_fraction(status.fraction_milli)} GPU, {format_memory(status.reserve_mib)} of device memory now.{restart}"
+    fraction, memory = format_fraction(status.spec.fraction_milli), format_memory(status.spec.reserve_mib)
+    return f"Its share is {fraction} GPU, {memory} of device memory now.{restart}"

@@ -18,7 +18,7 @@ from fractional_gpu.core.units import (
     parse_memory_mib,
 )
 from fractional_gpu.protocol.errors import FractionalGPUError
-from fractional_gpu.protocol.messages import HostStatus
+from fractional_gpu.protocol.status import HostStatus
 from fractional_gpu_kernel.memory.limits import DEVICE
 from fractional_gpu_kernel.settings import Settings
 
@@ -362,7 +362,7 @@ class Completer:
             return list(argument.values)
         host = self._status()
         leases = host.leases if host is not None else []
-        pool = next((lease.pool for lease in leases if lease.lease_id == self._settings.lease_id), "")
+        pool = next((lease.spec.pool for lease in leases if lease.lease_id == self._settings.lease_id), "")
         if argument.kind == "pool":
             return [pool] if pool else []
         milli = host.pools.get(pool, []) if host is not None else []

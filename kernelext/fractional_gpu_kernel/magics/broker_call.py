@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fractional_gpu.client.client import SilenceWatch
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError, InternalBrokerError
-from fractional_gpu.protocol.messages import LeaseStatus
+from fractional_gpu.protocol.status import LeaseStatus
 from fractional_gpu_kernel.cells.acquire import INTERRUPTED, POLL_S, QUIET_S, interrupts_to
 from fractional_gpu_kernel.display.lines import LiveLine
 from fractional_gpu_kernel.settings import Settings, explain

@@ -24,7 +24,7 @@ from typing import IO, Any, Final
 
 from fractional_gpu.core.units import format_memory
 from fractional_gpu.protocol.errors import FractionalGPUError
-from fractional_gpu.protocol.messages import LeaseStatus
+from fractional_gpu.protocol.status import LeaseStatus
 from fractional_gpu_kernel.cells.acquire import RefusedError
 from fractional_gpu_kernel.display.lines import SIMULATED, Bundle, LiveLine, publish
 from fractional_gpu_kernel.magics.arguments import MEASURE, Argument, ArgumentsError
@@ -98,7 +98,7 @@ def _own_lease(settings: Settings) -> LeaseStatus | None:
 def _options(arguments: argparse.Namespace, lease: LeaseStatus | None) -> list[str]:
     found = ["--json", "--end-with-input"]
     if arguments.pool is None and lease is not None:
-        found += ["--pool", lease.pool]
+        found += ["--pool", lease.spec.pool]
     for one in MEASURE.arguments:
         if one.name not in ("--setup", "--from-start"):
             found += _given(one, getattr(arguments, one.name.removeprefix("--").replace("-", "_")))
@@ -238,12 +238,12 @@ def _ended(process: "subprocess.Popen[bytes]", line: LiveLine) -> int:
     return _INTERRUPTED
 
 
-def _held(lease: LeaseStatus | None) -> str:
+def _held(status: LeaseStatus | None) -> str:
     """Return what this kernel itself holds, which is no spare room for the measurement; empty: nothing."""
-    if lease is None or not lease.reserved_mib or lease.device_id is None:
+    if status is None or not status.lease.reserved_mib or status.lease.device_id is None:
         return ""
-    held = f"{'simulated ' if os.environ.get(SIMULATED) else ''}{lease.device_name or 'device'}"
+    held = f"{'simulated ' if os.environ.get(SIMULATED) else ''}{status.device_name or 'device'}"
     return (
-        f" This kernel itself holds {format_memory(lease.reserved_mib)} of the {held}, which the measurement cannot use: %gpu release in a "
-        "cell before this one frees it until a cell needs it again."
+        f" This kernel itself holds {format_memory(status.lease.reserved_mib)} of the {held}, which the measurement cannot use: %gpu "
+        "release in a cell before this one frees it until a cell needs it again."
     )

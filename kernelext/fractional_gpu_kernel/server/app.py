@@ -16,6 +16,7 @@ from jupyter_server.auth.decorator import authorized
 from jupyter_server.base.handlers import APIHandler
 from jupyter_server.extension.application import ExtensionApp
 from jupyter_server.serverapp import ServerApp
+from msgspec import to_builtins
 from tornado import web
 
 from fractional_gpu.client.client import BrokerClient
@@ -23,7 +24,8 @@ from fractional_gpu.client.discovery import unstarted_broker
 from fractional_gpu.client.seat import own_seat
 from fractional_gpu.client.threads import in_thread
 from fractional_gpu.protocol.errors import RESTART, BadRequestError, ConflictError, FractionalGPUError, NotFoundError
-from fractional_gpu.protocol.messages import DeviceStatus, ExpectRequest, HostStatus, LeaseStatus, PinRequest
+from fractional_gpu.protocol.messages import ExpectRequest, PinRequest
+from fractional_gpu.protocol.status import HostStatus, LeaseStatus
 
 # -- follower ----------------------------------------------------------------------------------------------------------
 # The server's one subscription to the broker, and the events that browsers get of it.
@@ -131,12 +133,8 @@ _KERNEL_FIELDS = (
     "reason",
     "sentence",
     "position",
-    "expected_ms",
-    "low_ms",
-    "high_ms",
-    "resume_ms",
-    "resume_low_ms",
-    "resume_high_ms",
+    "expected",
+    "resume",
     "pinned_ms",
     "slowdown_brief",
     "foresight",
@@ -183,12 +181,8 @@ _TYPES: Mapping[str, Mapping[str, Any]] = {
     "position": {"type": ["integer", "null"]},
     "goes_away_in_ms": {"type": ["integer", "null"]},
     "host_goes_away_in_ms": {"type": ["integer", "null"]},
-    "expected_ms": {"type": ["integer", "null"]},
-    "low_ms": {"type": ["integer", "null"]},
-    "high_ms": {"type": ["integer", "null"]},
-    "resume_ms": {"type": ["integer", "null"]},
-    "resume_low_ms": {"type": ["integer", "null"]},
-    "resume_high_ms": {"type": ["integer", "null"]},
+    "expected": {"type": ["object", "null"]},
+    "resume": {"type": ["object", "null"]},
 }
 
 
@@ -231,10 +225,10 @@ def state(status: HostStatus | None, kernel_ids: Container[str]) -> dict[str, An
     return {
         "broker": True,
         "simulated": status.simulated,
-        "kernels": [_fields_of(lease, _KERNEL_FIELDS) for lease in status.leases if lease.kernel_id in kernel_ids],
+        "kernels": [_kernel_of(lease) for lease in status.leases if lease.kernel_id in kernel_ids],
         "devices": [
             {
-                **_fields_of(device, _DEVICE_FIELDS),
+                **{name: getattr(device, name) for name in _DEVICE_FIELDS},
                 "demand_percent": _STEP_PERCENT * round(device.demand_milli / 10 / _STEP_PERCENT),
             }
             for device in status.devices
@@ -242,8 +236,11 @@ def state(status: HostStatus | None, kernel_ids: Container[str]) -> dict[str, An
     }
 
 
-def _fields_of(message: LeaseStatus | DeviceStatus, fields: tuple[str, ...]) -> dict[str, Any]:
-    return {name: getattr(message, name) for name in fields}
+def _kernel_of(status: LeaseStatus) -> dict[str, Any]:
+    lease = to_builtins(status.lease)
+    own = {name: getattr(status, name) for name in ("pinned_ms", "goes_away_in_ms")}
+    known = {**lease["spec"], **lease, **to_builtins(status), **own, "slowdown_brief": status.slowdown.brief}
+    return {name: known[name] for name in _KERNEL_FIELDS}
 
 
 # -- app ---------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,13 @@ export const STATE = 'urn:jupyter-fractional-gpu:state:v1';
 export const NOTICE = 'urn:jupyter-fractional-gpu:notice:v1';
 const ROOT = 'jupyter-fractional-gpu';
 
+/** A forecast in milliseconds, with the bounds of four outcomes of five. */
+export interface ISpan {
+  expected_ms: number;
+  low_ms: number;
+  high_ms: number;
+}
+
 /** A kernel with a GPU lease. Memory in MiB, shares in thousandths of a GPU, durations in milliseconds. */
 export interface IKernel {
   kernel_id: string;
@@ -25,12 +32,8 @@ export interface IKernel {
   reason: string;
   sentence: string;
   position: number | null;
-  expected_ms: number | null;
-  low_ms: number | null;
-  high_ms: number | null;
-  resume_ms: number | null;
-  resume_low_ms: number | null;
-  resume_high_ms: number | null;
+  expected: ISpan | null;
+  resume: ISpan | null;
   pinned_ms: number;
   /** Who slows its cell down, and by how much; empty: nobody. */
   slowdown_brief: string;

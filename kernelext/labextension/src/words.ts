@@ -1,7 +1,7 @@
 /**
  * The texts about a kernel and its devices.
  */
-import type { IDevice, IKernel, IState } from './state';
+import type { IDevice, IKernel, ISpan, IState } from './state';
 
 /** How a kernel's state is drawn: the colours are chosen in the style sheet. */
 export type Mood = 'idle' | 'here' | 'away' | 'moving' | 'waiting' | 'broken';
@@ -52,18 +52,18 @@ function rough(ms: number): string {
   return `${Math.floor(tens / 6)} h` + (tens % 6 ? ` ${10 * (tens % 6)} min` : '');
 }
 
-/** A forecast with the bounds of four outcomes of five, as `format_forecast` there has it: "about 8 s (5 to 9)". */
-export function forecast(expected: number, low: number | null, high: number | null): string {
-  const about = rough(expected);
+/** A forecast, as `format_forecast` there has it: "about 8 s (5 to 9)". */
+export function forecast(span: ISpan): string {
+  const [about, low, high] = [rough(span.expected_ms), rough(span.low_ms), rough(span.high_ms)];
   const text = about === UNDER ? about : `about ${about}`;
-  if (low === null || high === null || rough(low) === rough(high)) {
+  if (low === high) {
     return text;
   }
   const unit = about.slice(about.indexOf(' '));
-  const bounds = [rough(low), rough(high)].filter(bound => bound !== UNDER);
+  const bounds = [low, high].filter(bound => bound !== UNDER);
   const once = about !== UNDER && bounds.every(bound => bound.slice(bound.indexOf(' ')) === unit);
-  const from = once && rough(low) !== UNDER ? rough(low).slice(0, -unit.length) : rough(low);
-  const to = once ? rough(high).slice(0, -unit.length) : rough(high);
+  const from = once && low !== UNDER ? low.slice(0, -unit.length) : low;
+  const to = once ? high.slice(0, -unit.length) : high;
   return from === UNDER ? `${text} (up to ${to})` : `${text} (${from} to ${to})`;
 }
 
@@ -156,7 +156,7 @@ export function facts(kernel: IKernel, pinnedUntil: Date | null, deadline: strin
   ];
   if (kernel.saved_mib > 0) {
     // How long the kernel waits for room is another matter: that is the row "Wait".
-    const back = kernel.resume_ms === null ? '' : `; bringing it back takes ${forecast(kernel.resume_ms, kernel.resume_low_ms, kernel.resume_high_ms)} once there is room`;
+    const back = kernel.resume === null ? '' : `; bringing it back takes ${forecast(kernel.resume)} once there is room`;
     rows.push(['Saved', `${memory(kernel.saved_mib)} in the host's memory${back}`]);
   }
   if (deadline) {
@@ -168,8 +168,8 @@ export function facts(kernel: IKernel, pinnedUntil: Date | null, deadline: strin
   if (kernel.slowdown_brief) {
     rows.push(['Speed', kernel.slowdown_brief]);
   }
-  if (kernel.position !== null && kernel.expected_ms !== null) {
-    rows.push(['Wait', `${forecast(kernel.expected_ms, kernel.low_ms, kernel.high_ms)} until it is on the GPU`]);
+  if (kernel.position !== null && kernel.expected !== null) {
+    rows.push(['Wait', `${forecast(kernel.expected)} until it is on the GPU`]);
   }
   if (kernel.budget) {
     rows.push(['Budget', kernel.budget]);

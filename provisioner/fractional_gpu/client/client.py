@@ -41,20 +41,15 @@ from fractional_gpu.protocol.limits import MAX_WAIT_S, PULSE_S
 from fractional_gpu.protocol.messages import (
     AcquireRequest,
     AttachRequest,
-    DeviceStatus,
     DrainRequest,
     EvictRequest,
     ExpectRequest,
     GateAnswer,
     GateCommand,
     GateHello,
-    History,
-    HostChange,
-    HostStatus,
     LeaseNews,
     LeaseReply,
     LeaseRequest,
-    LeaseStatus,
     MoveRequest,
     OthersUse,
     PinRequest,
@@ -63,7 +58,6 @@ from fractional_gpu.protocol.messages import (
     ProgressKind,
     ResizeRequest,
     ResumeRequest,
-    Story,
     WaitLine,
 )
 from fractional_gpu.protocol.names import ACTING_FOR, CAUSE, OWN, encode_acting_for, hint
@@ -72,6 +66,7 @@ from fractional_gpu.protocol.routes import Fresh, OthersQuery, Route
 if TYPE_CHECKING:
     from fractional_gpu.protocol.accounts import BudgetExtension, BudgetList, Cost, UsageReport
     from fractional_gpu.protocol.capacity import Capacity
+    from fractional_gpu.protocol.status import DeviceStatus, History, HostStatus, LeaseStatus, Story
 
 Request = TypeVar("Request", bound=Struct)
 Reply = TypeVar("Reply", bound=Struct)
@@ -155,7 +150,7 @@ class BrokerClient:
         """Return which broker answers, within `timeout_s` seconds (default: the client's)."""
         return self.call(routes.PING, timeout_s=timeout_s)
 
-    def status(self, *, fresh: bool = False) -> HostStatus:
+    def status(self, *, fresh: bool = False) -> "HostStatus":
         """Return devices, pools and the leases that this user may see. `fresh`: the broker samples the devices first."""
         return self.call(routes.STATUS, Fresh(fresh=fresh))
 
@@ -163,7 +158,7 @@ class BrokerClient:
         """Return what the host could still give, by pool."""
         return self.call(routes.CAPACITY)
 
-    def events(self) -> Iterator[HostStatus]:
+    def events(self) -> Iterator["HostStatus"]:
         """Yield what `status` returns: at once, and again after each change, until the broker ends the stream.
 
         Between changes it blocks. Raises BrokerUnavailableError when the broker's keep-alives stop, or when another
@@ -180,7 +175,7 @@ class BrokerClient:
         """Request a new lease. Waits `request.wait_ms` longer: for so long the broker may make room. Raises NoRoomError."""
         return self.call(routes.CREATE, request)
 
-    def lease(self, lease_id: str, *, fresh: bool = False) -> LeaseStatus:
+    def lease(self, lease_id: str, *, fresh: bool = False) -> "LeaseStatus":
         """Return one lease. `fresh`: the broker samples its devices first. Raises NotFoundError."""
         return self.call(routes.SHOW, Fresh(fresh=fresh), lease_id)
 
@@ -192,7 +187,7 @@ class BrokerClient:
         """End the processes that a lease's kernel left behind; returns when their device memory is free. Raises ConflictError."""
         self.call(routes.END, about=lease_id)
 
-    def attach(self, lease_id: str, request: AttachRequest) -> LeaseStatus:
+    def attach(self, lease_id: str, request: AttachRequest) -> "LeaseStatus":
         """Report the lease's process, and how to listen to it."""
         return self.call(routes.ATTACH, request, lease_id)
 
@@ -200,11 +195,11 @@ class BrokerClient:
         """Report that the process is gone or about to be replaced."""
         self.call(routes.DETACH, about=lease_id)
 
-    def suspend(self, lease_id: str) -> LeaseStatus:
+    def suspend(self, lease_id: str) -> "LeaseStatus":
         """Suspend the lease; returns when it is suspended, up to an hour later. Raises ConflictError."""
         return self.call(routes.SUSPEND, about=lease_id)
 
-    def resume(self, lease_id: str, request: ResumeRequest | None = None) -> LeaseStatus:
+    def resume(self, lease_id: str, request: ResumeRequest | None = None) -> "LeaseStatus":
         """Resume the lease; waits in the queue, up to an hour. Raises ConflictError or NoRoomError."""
         return self.call(routes.RESUME, request, lease_id)
 
@@ -212,15 +207,15 @@ class BrokerClient:
         """Tell a sign that the lease's next cell is near; returns at once. Raises BadRequestError."""
         self.call(routes.EXPECT, request, lease_id)
 
-    def pin(self, lease_id: str, request: PinRequest) -> LeaseStatus:
+    def pin(self, lease_id: str, request: PinRequest) -> "LeaseStatus":
         """Keep the lease resident for a while; replaces an earlier pin. Raises ConflictError with the limit that forbids it."""
         return self.call(routes.PIN, request, lease_id)
 
-    def unpin(self, lease_id: str) -> LeaseStatus:
+    def unpin(self, lease_id: str) -> "LeaseStatus":
         """End the pin; does nothing if the lease is not pinned."""
         return self.call(routes.UNPIN, about=lease_id)
 
-    def resize(self, lease_id: str, request: ResizeRequest) -> LeaseStatus:
+    def resize(self, lease_id: str, request: ResizeRequest) -> "LeaseStatus":
         """Give the lease another size; returns when it has it, `request.wait_ms` later at most.
 
         Raises BadRequestError, ConflictError or NoRoomError when it is refused: the lease is unchanged. A later `resize` replaces one
@@ -228,7 +223,7 @@ class BrokerClient:
         """
         return self.call(routes.RESIZE, request, lease_id)
 
-    def move(self, lease_id: str, request: MoveRequest) -> LeaseStatus:
+    def move(self, lease_id: str, request: MoveRequest) -> "LeaseStatus":
         """Move an idle kernel to another device; returns when it is there, up to an hour later. For administrators."""
         return self.call(routes.MOVE, request, lease_id)
 
@@ -236,11 +231,11 @@ class BrokerClient:
         """End the kernel and its lease: its variables are lost. Raises BadRequestError without `confirm`. For administrators."""
         self.call(routes.EVICT, request, lease_id)
 
-    def story(self, lease_id: str) -> Story:
+    def story(self, lease_id: str) -> "Story":
         """Return why everything happened to the lease."""
         return self.call(routes.STORY, about=lease_id)
 
-    def history(self, lease_id: str) -> History:
+    def history(self, lease_id: str) -> "History":
         """Return the lease's memory and state over time."""
         return self.call(routes.HISTORY, about=lease_id)
 
@@ -275,11 +270,11 @@ class BrokerClient:
         """Give a user or a group more. For administrators."""
         return self.call(routes.EXTEND_BUDGET, request)
 
-    def drain(self, device: str, request: DrainRequest) -> DeviceStatus:
+    def drain(self, device: str, request: DrainRequest) -> "DeviceStatus":
         """Begin to empty a device (id, beginning of one, or number). For administrators."""
         return self.call(routes.DRAIN, request, device)
 
-    def undrain(self, device: str) -> DeviceStatus:
+    def undrain(self, device: str) -> "DeviceStatus":
         """Use a drained device again; does nothing if it is not drained. For administrators."""
         return self.call(routes.UNDRAIN, about=device)
 
@@ -454,11 +449,13 @@ def _payload(connection: Connection) -> object:
     return decode_json(body) if body else {}
 
 
-def _next_status(status: HostStatus | None, payload: object) -> HostStatus:
+def _next_status(status: "HostStatus | None", payload: object) -> "HostStatus":
     """Return the whole status after a line of events: the first line itself, or `status` with the changes that the line lists.
 
     With many kernels nearly nothing changes at a time, so nearly nothing is decoded again. Raises InternalBrokerError.
     """
+    from fractional_gpu.protocol.status import HostChange, HostStatus  # noqa: PLC0415 - kernels do not follow hosts
+
     if status is None:
         return decode_reply(payload, HostStatus)
     change = decode_reply(payload, HostChange)

@@ -15,7 +15,6 @@ from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.host.files import replace_file
 from fractional_gpu.protocol import routes
 from fractional_gpu.protocol.errors import FractionalGPUError
-from fractional_gpu.protocol.messages import SeatStatus
 from fractional_gpu.protocol.seats import (
     OfferRequest,
     Offers,
@@ -26,6 +25,7 @@ from fractional_gpu.protocol.seats import (
     SeatProgress,
     SeatRequest,
 )
+from fractional_gpu.protocol.status import SeatStatus
 
 SEAT_FILE_VARIABLE = "JUPYTER_GPU_SEAT_FILE"
 POD_SHARE_VARIABLE = "JUPYTER_GPU_POD_SHARE"

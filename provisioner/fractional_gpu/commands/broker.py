@@ -24,7 +24,7 @@ from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.core.units import parse_duration_ms
 from fractional_gpu.host.process import identify, open_pidfd, owner_uid, read_command, read_environment, read_stat
 from fractional_gpu.protocol.errors import FractionalGPUError
-from fractional_gpu.protocol.messages import HostStatus
+from fractional_gpu.protocol.status import HostStatus
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 

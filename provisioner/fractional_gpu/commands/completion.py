@@ -94,7 +94,9 @@ def _propose_files_only_for_files(parser: argparse.ArgumentParser) -> None:
 def lease_names(parsed_args: argparse.Namespace, **_: object) -> dict[str, str]:
     """Propose the leases of this user, with their notebooks."""
     status = _status(parsed_args)
-    return {lease.lease_id[:8]: lease.label or lease.state for lease in status.leases} if status is not None else {}
+    return (
+        {lease.lease_id[:8]: lease.spec.label or lease.state for lease in status.leases} if status is not None else {}
+    )
 
 
 def device_names(parsed_args: argparse.Namespace, **_: object) -> dict[str, str]:

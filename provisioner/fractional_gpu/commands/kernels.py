@@ -22,7 +22,7 @@ from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.core.model import PoolSpec
 from fractional_gpu.core.units import format_fraction, parse_fraction_milli
 from fractional_gpu.jupyter.kernelspecs import InstalledSpec, install, list_installed, plan_of, remove
-from fractional_gpu.protocol.messages import HostStatus
+from fractional_gpu.protocol.status import HostStatus
 
 ANY_OFFERS_MILLI: tuple[int, ...] = PoolSpec(name="", devices=()).fractions_milli
 """The fractions that are installed for a pool that offers any fraction."""

@@ -20,7 +20,7 @@ from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.commands.terminal.output import say
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.commands.terminal.words import describe_device
-from fractional_gpu.protocol.messages import HostStatus
+from fractional_gpu.protocol.status import HostStatus
 
 _LONGEST_SOCKET = 100  # bytes; UNIX sockets take a little more
 

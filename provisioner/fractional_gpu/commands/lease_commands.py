@@ -38,17 +38,9 @@ from fractional_gpu.core.units import (
     parse_memory_mib,
     plural,
 )
-from fractional_gpu.protocol.messages import (
-    DeviceStatus,
-    DrainRequest,
-    EvictRequest,
-    LeaseStatus,
-    MoveRequest,
-    PinRequest,
-    ResizeRequest,
-    Story,
-)
+from fractional_gpu.protocol.messages import DrainRequest, EvictRequest, MoveRequest, PinRequest, ResizeRequest
 from fractional_gpu.protocol.names import device_deadline
+from fractional_gpu.protocol.status import DeviceStatus, LeaseStatus, Story
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -59,8 +51,8 @@ _POLL_S: Final = 0.5
 
 
 def _say_suspended(lease: LeaseStatus) -> str:
-    if lease.saved_mib:
-        return f"suspended, {format_memory(lease.saved_mib)} saved in host memory"
+    if lease.lease.saved_mib:
+        return f"suspended, {format_memory(lease.lease.saved_mib)} saved in host memory"
     return "holds no GPU memory, so there was nothing to save"
 
 
@@ -107,7 +99,7 @@ def _resize_request(options: argparse.Namespace) -> ResizeRequest:
 
 def _say_resized(before: LeaseStatus, after: LeaseStatus) -> str:
     was, is_now = (
-        f"{format_fraction(lease.fraction_milli)} of a GPU with {format_memory(lease.reserve_mib)}"
+        f"{format_fraction(lease.spec.fraction_milli)} of a GPU with {format_memory(lease.spec.reserve_mib)}"
         for lease in (before, after)
     )
     return f"{lease_name(after)}: {was} before, {is_now} now"
@@ -124,7 +116,7 @@ def render_story(lease: LeaseStatus, story: Story, now_ms: int, width: int | Non
     now = f"{lease_name(lease)}: {describe_state(lease)}"
     if lease.position is not None:
         now += f"; waits at place {lease.position}: {lease.sentence}{expected_wait(lease)}"
-    slowed = [f"slowed down: {story.slowdown}"] if story.slowdown else []
+    slowed = [f"slowed down: {story.slowdown.sentence}"] if story.slowdown.sentence else []
     return [*lines, *fitted([now, *slowed], width)]
 
 

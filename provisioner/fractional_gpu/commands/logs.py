@@ -28,7 +28,7 @@ from fractional_gpu.commands.terminal.output import say, write
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.core.units import parse_duration_ms
 from fractional_gpu.protocol.errors import FractionalGPUError
-from fractional_gpu.protocol.messages import LeaseStatus
+from fractional_gpu.protocol.status import LeaseStatus
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -16,7 +16,7 @@ from fractional_gpu.commands.terminal.connection import add_socket_argument, bro
 from fractional_gpu.commands.terminal.output import shown, terminal_width
 from fractional_gpu.commands.terminal.render import render_status
 from fractional_gpu.core.units import plural
-from fractional_gpu.protocol.messages import HostStatus
+from fractional_gpu.protocol.status import HostStatus
 
 INTERVAL_S = 2.0
 _ENTER, _LEAVE = "\x1b[?1049h", "\x1b[?1049l"  # the alternate screen: what was on the other one stays

@@ -186,7 +186,7 @@ def _check_no_leases(sockets: list[str]) -> None:
         named: list[str] = []
         try:
             with closing(BrokerClient(socket)) as client:
-                named = [lease.label or lease.lease_id for lease in client.status().leases]
+                named = [lease.spec.label or lease.lease_id for lease in client.status().leases]
         except BrokerUnavailableError as error:
             if claim_holder(socket) is not None:
                 raise CommandError(f"a broker runs and does not say whether kernels have leases: {error}") from None

@@ -70,6 +70,6 @@ def leases_by_seat(client: SeatClient, seats: Iterable[str]) -> dict[str, set[st
     """Return the leases of each of these seats that live now. Raises FractionalGPUError."""
     found: dict[str, set[str]] = {seat: set() for seat in seats}
     for lease in client.status().leases:
-        if lease.seat in found:
-            found[lease.seat].add(lease.lease_id)
+        if lease.spec.seat in found:
+            found[lease.spec.seat].add(lease.lease_id)
     return found

@@ -25,8 +25,8 @@ from fractional_gpu.engines.engine import Engine, EngineError, NodeRecord, NodeW
 from fractional_gpu.engines.summary import says_the_same, summary_of, summary_without_broker
 from fractional_gpu.protocol.capacity import Capacity, PoolCapacity
 from fractional_gpu.protocol.errors import FractionalGPUError
-from fractional_gpu.protocol.messages import SeatStatus
 from fractional_gpu.protocol.nodes import NodeSummary, encode_summary
+from fractional_gpu.protocol.status import SeatStatus
 
 __all__ = ["Agent", "AgentRules", "Observation"]
 

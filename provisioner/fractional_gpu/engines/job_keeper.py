@@ -19,7 +19,7 @@ from fractional_gpu.engines.engine import EngineError, EngineUnavailableError
 from fractional_gpu.engines.hooks import HookSettings, register_late
 from fractional_gpu.engines.job_seats import JobSeat, SeatFiles, job_of
 from fractional_gpu.engines.slurm import Slurm
-from fractional_gpu.protocol.messages import SeatStatus
+from fractional_gpu.protocol.status import SeatStatus
 
 __all__ = ["JobKeeper", "KeeperRules"]
 

@@ -30,8 +30,9 @@ from fractional_gpu.engines.slurm import OPEN, SHARD, SlurmJob, parse_gres, tota
 from fractional_gpu.host.files import replace_file
 from fractional_gpu.host.workload import BASE_MIB
 from fractional_gpu.protocol.errors import BadRequestError, FractionalGPUError, NoRoomError, NotFoundError
-from fractional_gpu.protocol.messages import SLURM, ProgressKind, SeatStatus, Workload
+from fractional_gpu.protocol.messages import SLURM, ProgressKind, Workload
 from fractional_gpu.protocol.seats import SeatRequest
+from fractional_gpu.protocol.status import SeatStatus
 
 __all__ = ["JobSeat", "SeatFiles", "job_of", "share_of_job"]
 

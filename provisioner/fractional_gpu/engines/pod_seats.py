@@ -24,8 +24,9 @@ from fractional_gpu.engines.engine import EngineError, EngineUnavailableError
 from fractional_gpu.protocol import pods
 from fractional_gpu.protocol.errors import BadRequestError, ForbiddenError, NoRoomError, NotFoundError
 from fractional_gpu.protocol.limits import MAX_NAME
-from fractional_gpu.protocol.messages import KUBERNETES, ProgressKind, SeatStatus, Workload
+from fractional_gpu.protocol.messages import KUBERNETES, ProgressKind, Workload
 from fractional_gpu.protocol.seats import SeatRequest
+from fractional_gpu.protocol.status import SeatStatus
 
 WHOLE: Final = 1000
 _TTL_MS: Final = 60_000

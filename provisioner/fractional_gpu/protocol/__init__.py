@@ -2,6 +2,7 @@
 
 - `routes`: the one table of all routes
 - `messages`: their requests and replies; `seats`: those of a hub
+- `status`: the state and the past of leases, devices and the host
 - `accounts`: what leases used and what it costs; `advice`: what is suggested about a share
 - `capacity`: what a host could still give; `nodes`: what a node's agent publishes; `pods`: what a Kubernetes pod says
 - `codec`: their JSON, requests decoded strictly and replies leniently

@@ -9,8 +9,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from fractional_gpu.protocol.advice import ShareAdvice
-
 _SECRET_FIELDS = frozenset({"token", "connection"})
 
 
@@ -134,132 +132,10 @@ class DrainRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     deadline_in_ms: int | None = None
 
 
-class StoryLine(Struct, frozen=True, kw_only=True):
-    """One thing that happened to a lease. `at_ms`: since the epoch."""
-
-    at_ms: int
-    reason: str
-    sentence: str
-
-
-class Story(Struct, frozen=True, kw_only=True):
-    """The recorded reasons of everything that happened to a lease, oldest first, without the `omitted` oldest ones."""
-
-    lease_id: str
-    lines: list[StoryLine] = []
-    omitted: int = 0
-    slowdown_milli: int = 1000  # as in LeaseStatus, now
-    slowdown_low_milli: int = 1000
-    slowdown_high_milli: int = 1000
-    slowdown: str = ""
-
-
-class UsagePoint(Struct, frozen=True, kw_only=True):
-    """A lease from this moment to the next point. `at_ms`: since the epoch."""
-
-    at_ms: int
-    state: str
-    used_mib: int
-    saved_mib: int
-
-
-class History(Struct, frozen=True, kw_only=True):
-    """A lease over time, oldest first."""
-
-    lease_id: str
-    cap_mib: int
-    points: list[UsagePoint] = []
-
-
-class Neighbour(Struct, frozen=True, kw_only=True):
-    """Another lease on the same device. `label` only if it belongs to the same user."""
-
-    fraction_milli: int
-    reserved_mib: int
-    state: str
-    busy: bool
-    label: str = ""
-
-
 class OthersUse(Struct, frozen=True, kw_only=True):
     """What others used of a lease's device, the mean over a period in thousandths of it; None: the device does not count by process."""
 
     used_milli: int | None
-
-
-class LeftProcess(Struct, frozen=True, kw_only=True):
-    """A process that outlives the kernel that started it and has device memory. MiB; 0: saved on the host, or unknown."""
-
-    pid: int
-    command: str
-    used_mib: int
-
-
-class LeaseStatus(Struct, frozen=True, kw_only=True):
-    """One lease for people and programs. Memory in MiB, ages in milliseconds."""
-
-    lease_id: str
-    state: str
-    pool: str
-    owner: str
-    label: str
-    kernel_id: str
-    pid: int | None
-    fraction_milli: int
-    reserve_mib: int
-    used_mib: int
-    saved_mib: int
-    device_id: str | None
-    device_name: str
-    simulated: bool
-    busy: bool
-    gated: bool
-    age_ms: int  # in this state
-    reason: str
-    sentence: str
-    position: int | None = None  # place in the queue
-    suspends: int = 0
-    resumes: int = 0
-    device_ids: list[str] = []
-    request_mib: int = 0
-    reserved_mib: int = 0  # what it holds on each of its devices now
-    pinned_ms: int = 0  # how long it stays pinned
-    expected_ms: int | None = None  # forecast of the rest of its wait, and the bounds of four outcomes of five
-    low_ms: int | None = None
-    high_ms: int | None = None
-    resume_ms: int | None = None  # forecast of its resume, for one that is suspended, and its bounds
-    resume_low_ms: int | None = None
-    resume_high_ms: int | None = None
-    neighbours: list[Neighbour] = []  # with one lease only, not in listings
-    seat: str = ""  # the hub seat that it draws on
-    revoked: bool = False  # its seat has ended: it is suspended until a new seat takes it over
-    ends_in_ms: int | None = None  # the processes of a revoked lease are ended after so long
-    stays: str = ""  # why it cannot be suspended, a sentence; empty: it can
-    working: bool = False  # its processes work on the device, though no cell runs
-    left: list[LeftProcess] = []  # processes with device memory that its ended kernel left
-    demand_milli: int = 0  # learnt: what it uses of each of its devices while it runs cells, thousandths
-    slowdown_milli: int = (
-        1000  # how many times as long as alone its cell takes beside busy neighbours, or would: a forecast
-    )
-    slowdown_low_milli: int = 1000  # the bounds of four cells of five
-    slowdown_high_milli: int = 1000
-    slowdown: str = ""  # the same as a sentence, with the neighbours; empty: it is not slowed down
-    slowdown_brief: str = (
-        ""  # the same in few words: "runs beside a.ipynb, about 1.4 times as long as alone (1.2 to 1.9)"
-    )
-    next_cell_ms: int | None = None  # its next cell is expected within so long; None: there is no sign of one
-    next_cell_sign: str = ""  # what says so
-    next_cell_milli: int = 0  # how likely that is, thousandths
-    came_early: bool = False  # it was brought back for an expected cell, which has not come yet
-    foresight: str = ""  # what its pool does for expected cells: off, free, displace
-    budget: str = ""  # that most of a budget that it counts for is spent, or all of it, a sentence
-    budget_used_up: bool = False
-    kind: str = KERNEL  # or COMMAND
-    goes_away_in_ms: int | None = None  # the first of its devices goes away in so long, which is still to come
-    lost_because: str = ""  # why it cannot be saved before, a sentence; empty: it will be
-    host_goes_away_in_ms: int | None = None  # as in HostStatus
-    advice: ShareAdvice | None = None  # about its share, with one lease only; None: none can be given
-    measured: bool = True  # `used_mib` was measured since its last cell began or ended
 
 
 class AcquireRequest(Struct, frozen=True, kw_only=True):
@@ -389,43 +265,6 @@ class GateAnswer(Struct, frozen=True, kw_only=True):
     detail: str = ""
 
 
-class Stranger(Struct, frozen=True, kw_only=True):
-    """A process that uses a device and belongs to no lease."""
-
-    pid: int
-    user: str
-    used_mib: int
-
-
-class DeviceStatus(Struct, frozen=True, kw_only=True):
-    """One device. Memory in MiB: `used` by all processes, `reserved` by leases, `stranger` by processes of no lease."""
-
-    device_id: str
-    index: int
-    name: str
-    pool: str
-    memory_mib: int
-    leasable_mib: int
-    used_mib: int
-    reserved_mib: int
-    stranger_mib: int
-    over_committed: bool
-    lost: bool
-    draining: bool = False
-    goes_away_in_ms: int | None = None  # while it is drained by a deadline; 0: that has passed
-    leases_saved: int = 0  # on it now, that are going to be saved before the deadline, as planned
-    leases_lost: int = 0  # on it now, that cannot be saved before
-    why_not: str = ""  # why kernels on it cannot be suspended, a sentence; empty: they can
-    demand_milli: int = (
-        0  # what its busy kernels need of it together, thousandths: beyond 1000 they slow each other down
-    )
-    strangers: list[Stranger] = []
-    busy_percent: int | None = None  # None, here and below: the device does not report it
-    temperature_c: int | None = None
-    power_mw: int | None = None
-    energy_mj: int | None = None  # since the driver was loaded
-
-
 SLURM, KUBERNETES = "slurm", "kubernetes"
 """Engines whose jobs and pods hold seats."""
 
@@ -438,83 +277,3 @@ class Workload(Struct, frozen=True, kw_only=True):
     # Path of its control group on this node, below the mount of the hierarchy (`/slurm/uid_1000/job_12`). Empty: it is that of the first
     # process of the workload that uses the seat
     control_group: str = ""
-
-
-class SeatStatus(Struct, frozen=True, kw_only=True):
-    """One seat, for people and programs. Memory in MiB, ages in milliseconds."""
-
-    seat_id: str
-    owner: str
-    server: str
-    group: str
-    pool: str
-    fraction_milli: int
-    memory_mib: int
-    device_id: str | None  # where the forecast placed it
-    priority: int
-    weight: int
-    max_kernels: int
-    uid: int | None
-    kernels: int
-    used_milli: int  # of the fraction, by its kernels
-    confirmed: bool
-    age_ms: int
-    expires_ms: int | None  # from now; None: never
-    hub: str = ""  # the address of the API of the hub that took it; empty: unknown
-    admitted: bool = False  # its engine decided that it fits: no forecast was asked
-    allowed_devices: list[str] | None = None  # UUIDs of the only devices its leases may use; None: all of the pool
-    workload: Workload | None = None  # the job or pod that it belongs to
-    warning: str = ""  # why its kernels may not be saved when they idle, a sentence; empty: no reason is known
-
-
-class SeatWait(Struct, frozen=True, kw_only=True):
-    """A request in the queue for seats of a pool. Memory in MiB, times in milliseconds."""
-
-    pool: str
-    position: int  # from 1
-    owner: str
-    server: str
-    fraction_milli: int
-    memory_mib: int
-    waited_ms: int
-    expected_ms: int | None = None  # from now, with the bounds of four outcomes of five; None: unknown
-    low_ms: int | None = None
-    high_ms: int | None = None
-    passed_over: int = 0  # how many later requests got a seat before it
-
-
-class ForecastError(Struct, frozen=True, kw_only=True):
-    """How far off one kind of forecast was lately, of this user and all others. `stated_permille`: what its bounds promise to cover."""
-
-    what: str  # wait, suspend, resume, cell, rest (of a running cell), slowdown or seat
-    count: int  # forecasts that were compared with what happened, ever
-    median_error_permille: int  # of the last 256: the error as a share of what happened
-    covered_permille: int  # of the last 256: how many lay between their bounds
-    stated_permille: int = 800
-
-
-class HostStatus(Struct, frozen=True, kw_only=True):
-    """The state of the host. A uid sees only its own leases; the devices' sums include all."""
-
-    version: str
-    pid: int
-    simulated: bool
-    socket: str
-    host_budget_mib: int
-    host_saved_mib: int
-    devices: list[DeviceStatus]
-    leases: list[LeaseStatus]
-    pools: dict[str, list[int]] = {}  # name -> fractions on offer, milli-GPU
-    audit_file: str = ""  # the path of the audit log, for administrators
-    trouble: str = ""  # that the ledger cannot be written now, or is at its limit, and what to do
-    seats: list[SeatStatus] = []  # not in `/v1/events`
-    seat_queue: list[SeatWait] = []  # by pool and position; not in `/v1/events`
-    goes_away_in_ms: int | None = None  # the host itself, with its memory, by a cloud's notice; 0: that has passed
-    forecasts: list[ForecastError] = []  # not in `/v1/events`
-
-
-class HostChange(Struct, frozen=True, kw_only=True):
-    """How a host's status differs from the line before (`GET /v1/events`)."""
-
-    changed: HostStatus  # its devices and leases are those that changed; everything else is complete
-    ended: list[str]  # ids of leases that are no longer shown

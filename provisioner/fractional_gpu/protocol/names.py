@@ -17,7 +17,7 @@ from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableErr
 from fractional_gpu.protocol.limits import PROTOCOL_VERSION, VERSION_HEADER
 
 if TYPE_CHECKING:  # messages need msgspec, whose absence this module reports
-    from fractional_gpu.protocol.messages import DeviceStatus, LeaseStatus
+    from fractional_gpu.protocol.status import DeviceStatus, LeaseStatus
 
 ACTING_FOR = "X-Acting-For"
 MAX_ACTING_FOR = 255  # characters
@@ -131,9 +131,9 @@ def gpu_deadline(lease: "LeaseStatus") -> str:
     if lease.goes_away_in_ms is None:
         return ""
     when = f"its GPU goes away in {_duration(lease.goes_away_in_ms)}"
-    if not lease.lost_because:
+    if not lease.lease.lost_because:
         return f"{when}, and it is saved before"
-    return f"{when}, and it cannot be saved before: {lease.lost_because}; save to disk now what must not be lost"
+    return f"{when}, and it cannot be saved before: {lease.lease.lost_because}; save to disk now what must not be lost"
 
 
 def lease_deadline(lease: "LeaseStatus") -> str:

@@ -13,7 +13,6 @@ from fractional_gpu.protocol.limits import MAX_LAST_MS, MAX_WAIT_S
 from fractional_gpu.protocol.messages import (
     AcquireRequest,
     AttachRequest,
-    DeviceStatus,
     Done,
     DrainRequest,
     EvictRequest,
@@ -21,13 +20,9 @@ from fractional_gpu.protocol.messages import (
     GateAnswer,
     GateCommand,
     GateHello,
-    History,
-    HostChange,
-    HostStatus,
     LeaseNews,
     LeaseReply,
     LeaseRequest,
-    LeaseStatus,
     MoveRequest,
     OthersUse,
     PinRequest,
@@ -35,8 +30,6 @@ from fractional_gpu.protocol.messages import (
     Progress,
     ResizeRequest,
     ResumeRequest,
-    SeatStatus,
-    Story,
 )
 
 if TYPE_CHECKING:
@@ -51,6 +44,15 @@ if TYPE_CHECKING:
         SeatList,
         SeatProgress,
         SeatRequest,
+    )
+    from fractional_gpu.protocol.status import (
+        DeviceStatus,
+        History,
+        HostChange,
+        HostStatus,
+        LeaseStatus,
+        SeatStatus,
+        Story,
     )
 
 Request = TypeVar("Request", bound=Struct)
@@ -125,8 +127,9 @@ _S = "/v1/seats/{seat}"
 
 # fmt: off
 PING = Route("ping", "GET", "/v1/ping", Nothing, Pong, ANYONE, "which broker answers")
-STATUS = Route("status", "GET", "/v1/status", Fresh, HostStatus, ANYONE, "devices, pools and the leases that the caller may see")
-EVENTS = Route("events", "GET", "/v1/events", Nothing, HostChange, ANYONE,
+STATUS: "Route[Fresh, HostStatus]" = Route("status", "GET", "/v1/status", Fresh, "status.HostStatus", ANYONE,
+    "devices, pools and the leases that the caller may see")
+EVENTS: "Route[Nothing, HostChange]" = Route("events", "GET", "/v1/events", Nothing, "status.HostChange", ANYONE,
     "the status, then each change of it; `{}` is a keep-alive", lines=True)
 CAPACITY: "Route[Nothing, Capacity]" = Route("capacity", "GET", "/v1/capacity", Nothing, "capacity.Capacity", ANYONE,
     "what each pool could still give")
@@ -139,9 +142,10 @@ EXTEND_BUDGET: "Route[BudgetExtension, BudgetList]" = Route("extend", "POST", "/
     "accounts.BudgetList", ADMIN, "more for a user or a group", audited="budget.extend", repeats=False)
 
 CREATE = Route("create", "POST", "/v1/leases", LeaseRequest, LeaseReply, ANYONE, "a new lease; it never queues", repeats=False)
-SHOW = Route("lease", "GET", _L, Fresh, LeaseStatus, LEASE, "one lease")
+SHOW: "Route[Fresh, LeaseStatus]" = Route("lease", "GET", _L, Fresh, "status.LeaseStatus", LEASE, "one lease")
 RELEASE = Route("release", "DELETE", _L, Nothing, Done, LEASE, "end it; nothing if it has ended", audited="release", reserved=True)
-ATTACH = Route("attach", "POST", _L + "/attach", AttachRequest, LeaseStatus, KERNEL, "its process, and how to listen to that")
+ATTACH: "Route[AttachRequest, LeaseStatus]" = Route("attach", "POST", _L + "/attach", AttachRequest, "status.LeaseStatus", KERNEL,
+    "its process, and how to listen to that")
 DETACH = Route("detach", "POST", _L + "/detach", Nothing, Done, KERNEL, "its process is gone or about to be replaced", reserved=True)
 ACQUIRE = Route("acquire", "POST", _L + "/acquire", AcquireRequest, Progress, KERNEL,
     "wait for the GPU; the last line is `granted` or `refused`, with `hold` it is in use until the client hangs up", lines=True)
@@ -151,34 +155,44 @@ GATE = Route("gate", "POST", _L + "/gate", GateHello, GateCommand, KERNEL, "the 
     reserved=True)
 ANSWER = Route("answer", "POST", _L + "/answer", GateAnswer, Done, KERNEL, "the extension's answer to a command, or a pulse",
     reserved=True)
-SUSPEND = Route("suspend", "POST", _L + "/suspend", Nothing, LeaseStatus, LEASE, "save it to host memory", audited="suspend",
+SUSPEND: "Route[Nothing, LeaseStatus]" = Route("suspend", "POST", _L + "/suspend", Nothing, "status.LeaseStatus", LEASE,
+    "save it to host memory", audited="suspend",
     waits_s=MAX_WAIT_S, withdraws=True)
-RESUME = Route("resume", "POST", _L + "/resume", ResumeRequest, LeaseStatus, LEASE, "bring it back", audited="resume",
+RESUME: "Route[ResumeRequest, LeaseStatus]" = Route("resume", "POST", _L + "/resume", ResumeRequest, "status.LeaseStatus", LEASE,
+    "bring it back", audited="resume",
     waits_s=MAX_WAIT_S, withdraws=True)
 EXPECT = Route("expect", "POST", _L + "/expect", ExpectRequest, Done, LEASE, "a sign that its next cell is near")
-PIN = Route("pin", "POST", _L + "/pin", PinRequest, LeaseStatus, LEASE, "keep it resident for a while", audited="pin")
-UNPIN = Route("unpin", "POST", _L + "/unpin", Nothing, LeaseStatus, LEASE, "end that", audited="unpin")
-RESIZE = Route("resize", "POST", _L + "/resize", ResizeRequest, LeaseStatus, LEASE, "another size", audited="resize", withdraws=True)
-MOVE = Route("move", "POST", _L + "/move", MoveRequest, LeaseStatus, ADMIN, "to another device", audited="move", waits_s=MAX_WAIT_S,
+PIN: "Route[PinRequest, LeaseStatus]" = Route("pin", "POST", _L + "/pin", PinRequest, "status.LeaseStatus", LEASE,
+    "keep it resident for a while", audited="pin")
+UNPIN: "Route[Nothing, LeaseStatus]" = Route("unpin", "POST", _L + "/unpin", Nothing, "status.LeaseStatus", LEASE,
+    "end that", audited="unpin")
+RESIZE: "Route[ResizeRequest, LeaseStatus]" = Route("resize", "POST", _L + "/resize", ResizeRequest, "status.LeaseStatus", LEASE,
+    "another size", audited="resize", withdraws=True)
+MOVE: "Route[MoveRequest, LeaseStatus]" = Route("move", "POST", _L + "/move", MoveRequest, "status.LeaseStatus", ADMIN,
+    "to another device", audited="move", waits_s=MAX_WAIT_S,
     withdraws=True)
 EVICT = Route("evict", "POST", _L + "/evict", EvictRequest, Done, ADMIN, "end the kernel, whose state is lost", audited="evict",
     waits_s=MAX_WAIT_S)
 END = Route("end", "POST", _L + "/end", Nothing, Done, LEASE, "end the processes that its kernel left", audited="end",
     waits_s=_END_S)
-STORY = Route("story", "GET", _L + "/story", Nothing, Story, LEASE, "why everything happened to it")
-HISTORY = Route("history", "GET", _L + "/history", Nothing, History, LEASE, "its memory and state over time")
+STORY: "Route[Nothing, Story]" = Route("story", "GET", _L + "/story", Nothing, "status.Story", LEASE, "why everything happened to it")
+HISTORY: "Route[Nothing, History]" = Route("history", "GET", _L + "/history", Nothing, "status.History", LEASE,
+    "its memory and state over time")
 COST: "Route[Nothing, Cost]" = Route("cost", "GET", _L + "/cost", Nothing, "accounts.Cost", LEASE, "what it and its user used")
 OTHERS = Route("others", "GET", _L + "/others", OthersQuery, OthersUse, LEASE, "what others used of its device lately")
 
-DRAIN = Route("drain", "POST", _D + "/drain", DrainRequest, DeviceStatus, ADMIN, "empty a device", audited="drain")
-UNDRAIN = Route("undrain", "POST", _D + "/undrain", Nothing, DeviceStatus, ADMIN, "use it again", audited="undrain")
+DRAIN: "Route[DrainRequest, DeviceStatus]" = Route("drain", "POST", _D + "/drain", DrainRequest, "status.DeviceStatus", ADMIN,
+    "empty a device", audited="drain")
+UNDRAIN: "Route[Nothing, DeviceStatus]" = Route("undrain", "POST", _D + "/undrain", Nothing, "status.DeviceStatus", ADMIN,
+    "use it again", audited="undrain")
 
 OFFERS: "Route[OfferRequest, Offers]" = Route("offers", "POST", "/v1/offers", "seats.OfferRequest", "seats.Offers", ADMIN,
     "what each pool offers one user of the hub")
 SEATS: "Route[Nothing, SeatList]" = Route("seats", "GET", "/v1/seats", Nothing, "seats.SeatList", ADMIN, "all seats")
 TAKE_SEAT: "Route[SeatRequest, SeatProgress]" = Route("take", "POST", "/v1/seats", "seats.SeatRequest", "seats.SeatProgress", ADMIN,
     "wait for a seat; the last line is `granted` or `refused`", audited="seat.give", lines=True)
-CONFIRM_SEAT = Route("confirm", "POST", _S + "/confirm", Nothing, SeatStatus, ADMIN, "the hub has saved it: it does not expire")
+CONFIRM_SEAT: "Route[Nothing, SeatStatus]" = Route("confirm", "POST", _S + "/confirm", Nothing, "status.SeatStatus", ADMIN,
+    "the hub has saved it: it does not expire")
 RELEASE_SEAT = Route("unseat", "DELETE", _S, Nothing, Done, ADMIN, "end it; nothing if it has ended", audited="seat.end")
 POOLS: "Route[Nothing, PoolList]" = Route("pools", "GET", "/v1/pools", Nothing, "seats.PoolList", ADMIN,
     "every key of every pool, as it is now")

@@ -8,7 +8,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from fractional_gpu.protocol.messages import HidesSecrets, SeatStatus, WaitLine, Workload
+from fractional_gpu.protocol.messages import HidesSecrets, WaitLine, Workload
+from fractional_gpu.protocol.status import SeatStatus
 
 
 class OfferRequest(Struct, frozen=True, kw_only=True):

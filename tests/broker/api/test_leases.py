@@ -102,9 +102,9 @@ def test_an_administrator_sees_another_users_lease_and_its_owner_sees_only_that(
 ) -> None:
     live.lease()
     theirs = ask_as_another("POST", "/v1/leases", {"fraction_milli": 250}).body
-    assert live.call("GET", f"/v1/leases/{theirs['lease_id']}").body["owner"] == "nobody"
+    assert live.call("GET", f"/v1/leases/{theirs['lease_id']}").body["lease"]["spec"]["owner"] == "nobody"
     listed = ask_as_another("GET", "/v1/status").body["leases"]
-    assert [lease["lease_id"] for lease in listed] == [theirs["lease_id"]]
+    assert [one["lease"]["spec"]["lease_id"] for one in listed] == [theirs["lease_id"]]
 
 
 @pytest.mark.parametrize("route", OWN_ROUTES)
@@ -205,7 +205,7 @@ def test_the_process_that_was_started_for_the_lease_stands_behind_it(live: LiveB
     with started_for(lease.lease_id) as fields:
         for _ in range(2):  # a second time changes nothing
             answer = attach(live, lease.lease_id, lease.token, fields)
-            assert (answer.status, answer.body["state"], answer.body["pid"]) == (200, "unarmed", fields["pid"])
+            assert (answer.status, answer.body["lease"]["state"], answer.body["pid"]) == (200, "unarmed", fields["pid"])
             assert answer.body["busy"] is True, "nobody has heard of it yet"
 
 
@@ -323,9 +323,8 @@ def test_a_lease_that_cannot_be_written_down_is_not_given(
     assert answer.error["message"] == "the ledger cannot be used: the disk is full; free some room"
     assert "POST /v1/leases failed" in caplog.text
     caplog.clear()  # this one was to be an error
-    assert [lease["lease_id"] for lease in live.call("GET", "/v1/status").body["leases"]] == [
-        one["lease_id"] for one in before
-    ]
+    after = live.call("GET", "/v1/status").body["leases"]
+    assert [one["lease"] for one in after] == [one["lease"] for one in before]
 
 
 # -- states in which a thing makes no sense ------------------------------------------------------------------------------------

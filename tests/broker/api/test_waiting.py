@@ -123,7 +123,7 @@ def test_a_cell_at_its_closed_gate_is_told_for_how_long_at_most(monkeypatch: pyt
             status = live.call("GET", f"/v1/leases/{mine.lease_id}").body
             assert status["reason"] == "wait.turn"
             assert status["sentence"] == told.sentence
-            assert 0 < status["expected_ms"] <= told.expected_ms
+            assert 0 < status["expected"]["expected_ms"] <= told.expected_ms
 
 
 def test_a_waiting_cell_hears_anew_though_nothing_happens(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:

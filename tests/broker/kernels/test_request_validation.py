@@ -243,7 +243,7 @@ def test_a_user_has_a_most_leases(live: LiveBroker, monkeypatch: pytest.MonkeyPa
 def test_a_label_cannot_steer_the_terminal_that_shows_it(live: LiveBroker) -> None:
     lease = live.lease(label="a\x1b[2Jb\nc·d", kernel_id="k\r1")
     status = live.call("GET", f"/v1/leases/{lease.lease_id}").body
-    assert (status["label"], status["kernel_id"]) == ("a?[2Jb?c·d", "k?1")
+    assert (status["lease"]["spec"]["label"], status["kernel_id"]) == ("a?[2Jb?c·d", "k?1")
 
 
 def test_many_who_hang_up_in_the_middle_leave_the_broker_alone(live: LiveBroker) -> None:

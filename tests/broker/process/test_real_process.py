@@ -41,5 +41,5 @@ def test_a_lease_lives_and_ends_and_every_refusal_comes_as_its_own_error() -> No
             until(lambda: own.lease(lease.lease_id).state == "unattached", "the end of the process is noticed")
             own.release(lease.lease_id)
             own.release(lease.lease_id)
-            assert [lease.label for lease in own.status().leases] == ["b"]
+            assert [lease.spec.label for lease in own.status().leases] == ["b"]
         assert json.loads(Path(world.socket).with_name("broker.json").read_text())["argv"]

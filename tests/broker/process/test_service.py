@@ -87,7 +87,9 @@ def test_a_service_counts_uids_without_a_user_for_the_account_that_it_was_given(
             until(lambda: answers(socket), "it serves")
             with caller(socket, first="os.setgroups([]); os.setgid(400000); os.setuid(400000)") as user:
                 assert user.call("POST", "/v1/leases", body={"fraction_milli": 250})[0] == 200
-                assert [lease["owner"] for lease in user.call("GET", "/v1/status")[1]["leases"]] == ["daemon"]
+                assert [lease["lease"]["spec"]["owner"] for lease in user.call("GET", "/v1/status")[1]["leases"]] == [
+                    "daemon"
+                ]
         finally:
             service.send_signal(signal.SIGTERM)
         assert service.wait(DEADLINE_S) == 0

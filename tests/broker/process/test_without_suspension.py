@@ -23,7 +23,8 @@ from fractional_gpu.core.model import LeaseState
 from fractional_gpu.gpu.interface import ProcessState
 from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor
 from fractional_gpu.ledger.ledger import Ledger
-from fractional_gpu.protocol.messages import HostStatus, LeaseRequest
+from fractional_gpu.protocol.messages import LeaseRequest
+from fractional_gpu.protocol.status import HostStatus
 from tests.broker.driver import Driver, journal, kernel_of, suspend_of, swaps_of
 from tests.broker.live import DEADLINE_S
 from tests.gpu_nvidia.fake_nvml import FakeGPU, FakeNVML

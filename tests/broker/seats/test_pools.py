@@ -56,7 +56,7 @@ def test_what_exists_keeps_its_size(live: LiveBroker, client: SeatClient) -> Non
     lease = live.lease(fraction_milli=250)
     client.change_pool("default", {"fractions": ["1"], "groups": {"staff": {}}})
     assert [one.seat_id for one in client.seats().seats] == [seat.seat_id]
-    assert live.call("GET", f"/v1/leases/{lease.lease_id}").body["fraction_milli"] == 250
+    assert live.call("GET", f"/v1/leases/{lease.lease_id}").body["lease"]["spec"]["fraction_milli"] == 250
     refused = list(client.take_seat(SeatRequest(owner="bob", pool="default", fraction_milli=1000)))[-1]
     assert (refused.kind, refused.reason) == (ProgressKind.REFUSED, "pool-group")
 

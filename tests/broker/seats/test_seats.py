@@ -31,8 +31,9 @@ from fractional_gpu.ledger import UsageRecord
 from fractional_gpu.ledger.records import LedgerError, SeatRecord
 from fractional_gpu.protocol.codec import decode_reply
 from fractional_gpu.protocol.errors import BadRequestError, InternalBrokerError, NotFoundError
-from fractional_gpu.protocol.messages import DrainRequest, HostChange, HostStatus, LeaseRequest, ProgressKind
+from fractional_gpu.protocol.messages import DrainRequest, LeaseRequest, ProgressKind
 from fractional_gpu.protocol.seats import OfferRequest, SeatProgress, SeatRequest
+from fractional_gpu.protocol.status import HostChange, HostStatus
 from tests.broker.live import BECOME_NOBODY, DEADLINE_S, LiveBroker, live_broker
 
 CLOSED = time.strftime("%a", time.localtime(time.time() + 3 * 86_400))  # a day that is not today, nor near it
@@ -55,7 +56,7 @@ def live(_live: LiveBroker) -> Iterator[LiveBroker]:
             client.release_seat(seat.seat_id)
     leases = _live.call("GET", "/v1/status").body["leases"]
     for lease in leases:
-        _live.call("DELETE", f"/v1/leases/{lease['lease_id']}")
+        _live.call("DELETE", f"/v1/leases/{lease['lease']['spec']['lease_id']}")
 
 
 def client_of(live: LiveBroker) -> SeatClient:
@@ -83,7 +84,7 @@ def test_a_kernel_gets_owner_and_priority_from_its_seat(live: LiveBroker) -> Non
     answer = ask(live, seat, label="notebook")
     assert answer.status == 200, answer
     lease = live.call("GET", f"/v1/leases/{answer.body['lease_id']}").body
-    assert (lease["owner"], lease["seat"]) == ("ada", seat.seat_id)
+    assert (lease["lease"]["spec"]["owner"], lease["lease"]["spec"]["seat"]) == ("ada", seat.seat_id)
     with client_of(live) as client:
         (status,) = client.seats().seats
     assert (status.owner, status.kernels, status.used_milli) == ("ada", 1, 250)
@@ -127,7 +128,7 @@ def test_a_kernel_grows_within_its_seat_and_no_further(live: LiveBroker) -> None
     assert re.findall(r"\d/\d", refused["message"]) == ["3/4", "1/2"]
     assert live.call("POST", target, {"memory_mib": 600}, token=lease["token"]).error["reason"] == "seat-memory"
     grown = live.call("POST", target, {"fraction_milli": 500}, token=lease["token"])
-    assert (grown.status, grown.body["fraction_milli"]) == (200, 500)
+    assert (grown.status, grown.body["lease"]["spec"]["fraction_milli"]) == (200, 500)
     assert ask(live, seat, fraction_milli=125).error["reason"] == "seat-full", "what it grew by is taken"
 
 
@@ -228,7 +229,7 @@ def test_users_of_one_uid_see_and_steer_only_what_is_of_their_seat(live: LiveBro
 
     def seen(token: str | None) -> list[str]:
         status = json.loads(as_nobody(live, "GET", "/v1/status", "", token=token).partition("\n\n")[2])
-        return [lease["lease_id"] for lease in status["leases"]]
+        return [lease["lease"]["spec"]["lease_id"] for lease in status["leases"]]
 
     ids = [lease["lease_id"] for lease in leases]
     assert seen(seats[0].token) == ids[:1]
@@ -899,7 +900,7 @@ def test_a_seats_news_are_of_its_own_leases(live: LiveBroker) -> None:
     leases = {seat.seat_id: ask(live, seat).body["lease_id"] for seat in (ada, bob)}
     for seat in (ada, bob):
         told = live.call("GET", "/v1/events", token=seat.token).body
-        assert [lease["lease_id"] for lease in told["leases"]] == [leases[seat.seat_id]]
+        assert [lease["lease"]["spec"]["lease_id"] for lease in told["leases"]] == [leases[seat.seat_id]]
 
     async def told_to_the_uid() -> HostStatus | None:
         async with aclosing(StatusStream(live.broker, live.socket).follow(os.getuid())) as news:

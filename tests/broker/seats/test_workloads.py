@@ -14,8 +14,9 @@ from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.commands.terminal.layout import plain
 from fractional_gpu.commands.terminal.render import render_status
 from fractional_gpu.ledger.records import SeatRecord
-from fractional_gpu.protocol.messages import LeaseRequest, ProgressKind, SeatStatus, Workload
+from fractional_gpu.protocol.messages import LeaseRequest, ProgressKind, Workload
 from fractional_gpu.protocol.seats import SeatProgress, SeatRequest
+from fractional_gpu.protocol.status import SeatStatus
 from tests.broker.live import BECOME_NOBODY, DEADLINE_S, LiveBroker, live_broker, started_for
 from tests.support.callers import Caller, caller
 from tests.support.control_group import JOIN, job_group

@@ -36,6 +36,14 @@ def device_of(live: LiveBroker) -> dict[str, Any]:
 # -- telling -----------------------------------------------------------------------------------------------------------------
 
 
+def pinned_ms(status: dict[str, Any]) -> int:
+    return max(0, int(status["lease"]["pinned_until_ms"]) - int(status["now_ms"]))
+
+
+def size(status: dict[str, Any]) -> tuple[int, int]:
+    return status["lease"]["spec"]["fraction_milli"], status["lease"]["spec"]["reserve_mib"]
+
+
 def test_a_story_is_read_back_oldest_first(live: LiveBroker) -> None:
     lease = live.lease()
     with started_for(lease.lease_id) as process:
@@ -90,7 +98,7 @@ def test_a_sign_of_a_coming_cell_says_nothing_of_a_kernel_that_may_be_running_on
         told = live.call("POST", f"{target}/expect", sign)
         assert told.status == 200, told
         shown = live.call("GET", target).body
-        assert (shown["busy"], shown["next_cell_ms"], shown["foresight"]) == (True, None, "free")
+        assert (shown["busy"], shown["lease"]["expected_until_ms"], shown["foresight"]) == (True, 0, "free")
 
 
 @pytest.mark.parametrize(
@@ -123,11 +131,11 @@ def test_a_pin_lasts_as_long_as_was_said_and_is_on_the_disk_when_that_is_answere
         live.call("POST", f"{target}/attach", process, token=lease.token)
         answer = live.call("POST", f"{target}/pin", {"duration_ms": 3_600_000})
         assert answer.status == 200, answer
-        assert 3_500_000 < answer.body["pinned_ms"] <= 3_600_000
+        assert 3_500_000 < pinned_ms(answer.body) <= 3_600_000
         assert saved_pin_ms(live, lease.lease_id) > 3_500_000
         again = live.call("POST", f"{target}/pin", {"duration_ms": 600_000})
-        assert 500_000 < again.body["pinned_ms"] <= 600_000, "a new pin replaces the one there was"
-        assert live.call("POST", f"{target}/unpin", {}).body["pinned_ms"] == 0
+        assert 500_000 < pinned_ms(again.body) <= 600_000, "a new pin replaces the one there was"
+        assert pinned_ms(live.call("POST", f"{target}/unpin", {}).body) == 0
         assert saved_pin_ms(live, lease.lease_id) < 0
         assert live.call("POST", f"{target}/unpin", {}).status == 200
 
@@ -156,7 +164,7 @@ def test_a_pin_that_is_not_allowed_is_refused_with_the_limit(
         answer = live.call("POST", f"{target}/pin", {"duration_ms": duration_ms})
         assert answer.status == status
         assert says in answer.error["message"]
-        assert live.call("GET", target).body["pinned_ms"] == 0
+        assert pinned_ms(live.call("GET", target).body) == 0
 
 
 def test_pins_have_a_budget_for_each_user(live: LiveBroker) -> None:
@@ -182,11 +190,11 @@ def test_a_lease_that_is_not_on_a_device_has_its_new_size_at_once(live: LiveBrok
     lease = live.lease()
     target = f"/v1/leases/{lease.lease_id}"
     bigger = live.call("POST", f"{target}/resize", {"fraction_milli": 500}).body
-    assert (bigger["fraction_milli"], bigger["reserve_mib"]) == (500, 512)
+    assert size(bigger) == (500, 512)
     more = live.call("POST", f"{target}/resize", {"memory_mib": 600}).body
-    assert (more["fraction_milli"], more["reserve_mib"]) == (500, 600)
+    assert size(more) == (500, 600)
     same = live.call("POST", f"{target}/resize", {}).body
-    assert (same["fraction_milli"], same["reserve_mib"]) == (500, 600)
+    assert size(same) == (500, 600)
     (record,) = [one for one in live.broker.writer.ledger.live_leases() if one.spec.lease_id == lease.lease_id]
     assert (record.spec.fraction_milli, record.spec.reserve_mib) == (500, 600), "on the disk before it was answered"
 
@@ -226,7 +234,7 @@ def test_a_size_that_is_not_on_offer_is_refused_with_what_is(
     answer = live.call("POST", f"{target}/resize", size)
     assert answer.status == status, answer
     assert says in answer.error["message"]
-    assert live.call("GET", target).body["fraction_milli"] == 250
+    assert live.call("GET", target).body["lease"]["spec"]["fraction_milli"] == 250
 
 
 def test_a_size_without_room_is_waited_for_and_the_newest_wish_counts(live: LiveBroker) -> None:
@@ -240,7 +248,7 @@ def test_a_size_without_room_is_waited_for_and_the_newest_wish_counts(live: Live
 
     with started_for(small.lease_id) as process:
         attached = live.call("POST", f"{target}/attach", process, token=small.token)
-        assert attached.body["state"] == "resident"
+        assert attached.body["lease"]["state"] == "resident"
         resize(500, 0)
         assert told == ["500: timeout"]
         waiting = threading.Thread(target=resize, args=(500, 60_000))
@@ -254,7 +262,7 @@ def test_a_size_without_room_is_waited_for_and_the_newest_wish_counts(live: Live
         live.call("DELETE", f"/v1/leases/{large.lease_id}")
         newer.join(DEADLINE_S)
         assert told[2:] == ["750: done"]
-        assert live.call("GET", target).body["reserved_mib"] == 768
+        assert live.call("GET", target).body["lease"]["reserved_mib"] == 768
         live.call("DELETE", target)
 
 
@@ -266,7 +274,7 @@ def test_a_kernel_whose_pool_is_not_configured_any_more_keeps_its_size(
         patch.setattr(live.broker.arbiter, "pools", dict)
         refused = live.call("POST", f"/v1/leases/{lease.lease_id}/resize", {"fraction_milli": 500})
         assert (refused.status, refused.error["reason"]) == (409, "unknown-pool")
-        assert live.call("GET", f"/v1/leases/{lease.lease_id}").body["fraction_milli"] == 250
+        assert live.call("GET", f"/v1/leases/{lease.lease_id}").body["lease"]["spec"]["fraction_milli"] == 250
 
 
 # -- devices -----------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from fractional_gpu.broker.services.status import RATE_S, StatusStream, host_sta
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.core.model import LeaseView
 from fractional_gpu.protocol.errors import BrokerUnavailableError
-from fractional_gpu.protocol.messages import HostChange, HostStatus
+from fractional_gpu.protocol.status import HostChange, HostStatus
 from tests.broker.live import DEADLINE_S, LiveBroker
 
 
@@ -238,7 +238,7 @@ def test_quiet_is_a_keep_alive_and_costs_nothing_when_nobody_follows(
         nonlocal looks
         looks += 1
         status: HostStatus = host_status(*arguments)  # type: ignore[arg-type]
-        return replace(status, leases=[replace(lease, age_ms=looks) for lease in status.leases])
+        return replace(status, leases=[replace(lease, now_ms=looks) for lease in status.leases])
 
     def shown(*arguments: object) -> HostStatus:
         nonlocal followers_asked

@@ -23,7 +23,7 @@ from fractional_gpu.commands.doctor.report import Finding, Severity
 from fractional_gpu.gpu.interface import DeviceInfo
 from fractional_gpu.host.memory import Headroom
 from fractional_gpu.ledger.ledger import Ledger
-from fractional_gpu.protocol.messages import ForecastError
+from fractional_gpu.protocol.status import ForecastError
 from tests.support.fake_broker import FakeBroker
 
 

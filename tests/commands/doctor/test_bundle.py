@@ -62,7 +62,7 @@ def test_a_bundle_holds_findings_status_logs_and_versions(tmp_path: Path) -> Non
     assert set(files) >= {"doctor.json", "versions.json", "status.json", "broker.log"}
     assert json.loads(files["doctor.json"])["findings"]
     (lease,) = json.loads(files["status.json"])["leases"]
-    assert (lease["lease_id"], lease["label"]) == (reply.lease_id, "[removed]")
+    assert (lease["lease"]["spec"]["lease_id"], lease["lease"]["spec"]["label"]) == (reply.lease_id, "[removed]")
     everything = "\n".join(files.values())
     assert "secret plans" not in everything
     assert reply.token not in everything

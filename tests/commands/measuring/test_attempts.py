@@ -16,7 +16,7 @@ from fractional_gpu.commands.measuring.study import LEAST_ROUNDS, Sample, Settin
 from fractional_gpu.commands.measuring.tenants import NoSpareRoomError, TenantError
 from fractional_gpu.commands.terminal.errors import CommandError, UsageError
 from fractional_gpu.protocol.errors import ForbiddenError, NoRoomError
-from fractional_gpu.protocol.messages import HostStatus
+from fractional_gpu.protocol.status import HostStatus
 from tests.commands.pictures import a_host
 
 ALONE, HALF, QUARTER = Setting(1000, 1), Setting(500, 2), Setting(250, 4)

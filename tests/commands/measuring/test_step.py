@@ -15,7 +15,8 @@ from fractional_gpu.commands.measuring.tenants import Tenant, TenantError
 from fractional_gpu.commands.run.process import RunningCommand
 from fractional_gpu.jupyter.kernel_lease import KernelLease
 from fractional_gpu.protocol.accounts import Cost
-from fractional_gpu.protocol.messages import HostStatus, LeaseStatus, Neighbour, OthersUse
+from fractional_gpu.protocol.messages import OthersUse
+from fractional_gpu.protocol.status import HostStatus, LeaseStatus, Neighbour
 from tests.commands.pictures import a_device, a_host, a_lease
 
 DEVICE = "gpu-0"

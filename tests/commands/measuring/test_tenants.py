@@ -15,12 +15,13 @@ from fractional_gpu.commands.measuring.tenants import (
     others_work,
 )
 from fractional_gpu.jupyter.kernel_lease import KernelLease
-from fractional_gpu.protocol.messages import HostStatus, LeaseStatus, Stranger
+from fractional_gpu.protocol.status import HostStatus, LeaseStatus, Stranger
 from tests.commands.pictures import a_device, a_host, a_lease
+from tests.support.statuses import changed
 
 DEVICE = a_device(device_id="gpu-0", memory_mib=1000, leasable_mib=1000)
 LEASE = a_lease(lease_id="other", label="ada.ipynb", device_id="gpu-0", reserved_mib=250)
-OURS = structs.replace(LEASE, lease_id="ours", label="measure python", busy=True, working=True)
+OURS = changed(LEASE, lease_id="ours", label="measure python", busy=True, working=True)
 
 
 def host(*leases: LeaseStatus, **device: Any) -> HostStatus:  # noqa: ANN401 - fields of a device
@@ -59,9 +60,9 @@ def test_what_is_reserved_used_or_not_to_be_had_is_no_spare_room(device: dict[st
 
 
 def test_room_that_a_lease_of_the_pool_waits_for_is_not_spare() -> None:
-    waits = structs.replace(LEASE, state="suspended", device_id=None, position=1)
+    waits = changed(LEASE, state="suspended", device_id=None, position=1)
     assert no_spare_room(host(waits), "default", 250, 1) == "ada.ipynb waits for a GPU of the pool default"
-    assert no_spare_room(host(structs.replace(waits, pool="night")), "default", 250, 1) == ""
+    assert no_spare_room(host(changed(waits, pool="night")), "default", 250, 1) == ""
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_room_that_a_lease_of_the_pool_waits_for_is_not_spare() -> None:
     ],
 )
 def test_other_leases_disturb_when_they_wait(tenant: Tenant, changes: dict[str, Any], said: str) -> None:
-    assert disturbance(host(OURS, structs.replace(LEASE, **changes)), [tenant], "gpu-0", "default") == said
+    assert disturbance(host(OURS, changed(LEASE, **changes)), [tenant], "gpu-0", "default") == said
 
 
 def test_a_device_that_is_lost_disturbs(tenant: Tenant) -> None:
@@ -102,7 +103,7 @@ STRANGER = Stranger(pid=7, user="eve", used_mib=5)
 def test_others_disturb_when_they_work_as_the_device_counts_or_else_as_their_cells_say(
     tenant: Tenant, changes: dict[str, Any], used_milli: int | None, neighbours: int, said: str
 ) -> None:
-    status = host(OURS, structs.replace(LEASE, **changes))
+    status = host(OURS, changed(LEASE, **changes))
     assert others_work(status, [tenant], "gpu-0", used_milli, neighbours) == said
 
 
@@ -118,7 +119,7 @@ def test_others_disturb_when_they_work_as_the_device_counts_or_else_as_their_cel
 def test_the_kernel_whose_cell_measures_is_busy_and_does_no_work(
     tenant: Tenant, used_milli: int | None, neighbours: int, said: str
 ) -> None:
-    status = host(OURS, structs.replace(LEASE, busy=True))
+    status = host(OURS, changed(LEASE, busy=True))
     assert others_work(status, [tenant], "gpu-0", used_milli, neighbours, bystander="other") == said
 
 
@@ -128,7 +129,7 @@ def test_a_process_without_a_lease_is_named_where_no_lease_can_have_worked(tenan
 
 
 def test_a_tenant_that_left_its_device_disturbs(tenant: Tenant) -> None:
-    suspended = structs.replace(OURS, state="suspending")
+    suspended = changed(OURS, state="suspending")
     assert disturbance(host(suspended), [tenant], "gpu-0", "default") == "a tenant was suspending"
 
 
@@ -146,7 +147,7 @@ def test_what_others_have_counts_those_whose_leases_are_not_visible(tenant: Tena
         ({"busy": True}, 2, ["small"]),
         ({"working": True}, 3, []),
         ({"pinned_ms": 1}, 3, []),
-        ({"stays": "it has a managed allocation"}, 3, []),
+        ({"unsuspendable_reason": "it has a managed allocation"}, 3, []),
         ({"state": "suspending"}, 3, []),
         ({"owner": "eve"}, 3, []),
         ({"kind": "command"}, 3, []),
@@ -157,17 +158,17 @@ def test_what_others_have_counts_those_whose_leases_are_not_visible(tenant: Tena
 def test_the_fewest_idle_leases_of_the_user_leave_that_make_enough_room(
     changes: dict[str, Any], wanted: int, leave: list[str]
 ) -> None:
-    mine = structs.replace(OURS, state="unattached", device_id=None, reserve_mib=250)
-    small = structs.replace(LEASE, lease_id="small", device_ids=["gpu-0"], reserved_mib=250)
-    big = structs.replace(small, **{"lease_id": "big", "reserved_mib": 500, "used_mib": 500, **changes})
+    mine = changed(OURS, state="unattached", device_id=None, reserve_mib=250)
+    small = changed(LEASE, lease_id="small", device_ids=["gpu-0"], reserved_mib=250)
+    big = changed(small, **{"lease_id": "big", "reserved_mib": 500, "used_mib": 500, **changes})
     status = host(mine, small, big, reserved_mib=750, used_mib=500)
     found = leases_to_suspend(status, "ours", wanted, "gpu-0", {"asked before"})
     assert [one.lease_id for one in found] == leave
 
 
 def test_no_lease_leaves_a_device_for_room_that_another_device_has() -> None:
-    mine = structs.replace(OURS, state="unattached", device_id=None, reserve_mib=500)
-    idle = structs.replace(LEASE, device_ids=["gpu-0"], reserved_mib=750)
+    mine = changed(OURS, state="unattached", device_id=None, reserve_mib=500)
+    idle = changed(LEASE, device_ids=["gpu-0"], reserved_mib=750)
     two = a_host(
         devices=[structs.replace(DEVICE, reserved_mib=750), structs.replace(DEVICE, device_id="gpu-1")],
         leases=[mine, idle],

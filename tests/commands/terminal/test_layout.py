@@ -13,7 +13,7 @@ from fractional_gpu.commands.terminal.output import shown
 from fractional_gpu.commands.terminal.render import render_status
 from fractional_gpu.commands.terminal.words import lease_name
 from fractional_gpu.protocol.errors import NoRoomError
-from fractional_gpu.protocol.messages import LeftProcess, SeatStatus, SeatWait, Stranger
+from fractional_gpu.protocol.status import LeftProcess, SeatStatus, SeatWait, Stranger
 from tests.commands.conftest import OwnBroker
 from tests.commands.pictures import a_device, a_host, a_lease
 
@@ -43,7 +43,7 @@ STATUS = hostile(
     a_host(
         devices=[a_device(stranger_mib=5, strangers=[Stranger(pid=1, user="eve", used_mib=5)])],
         leases=[
-            a_lease(position=1, stays="x", left=[LeftProcess(pid=3, command="python", used_mib=1)]),
+            a_lease(position=1, unsuspendable_reason="x", left=[LeftProcess(pid=3, command="python", used_mib=1)]),
             a_lease(kind="command", goes_away_in_ms=30_000, lost_because="x"),
         ],
         seats=[

@@ -14,8 +14,9 @@ from msgspec import to_builtins
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.engines.engine import EngineError, EngineUnavailableError
 from fractional_gpu.engines.pod_seats import Pod, PodNotes, PodSeats, in_use, request_of
-from fractional_gpu.protocol.messages import LeaseRequest, SeatStatus
+from fractional_gpu.protocol.messages import LeaseRequest
 from fractional_gpu.protocol.pods import shares_of, whole_quantity
+from fractional_gpu.protocol.status import SeatStatus
 from tests.broker.live import DEADLINE_S, LiveBroker, live_broker
 from tests.engines.kubernetes.api_server import canonical
 from tests.engines.kubernetes.pods import pod_of, uid_of

@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from fractional_gpu.protocol.messages import History, Story, StoryLine, UsagePoint
+from fractional_gpu.protocol.status import History, Story, StoryLine, UsagePoint
 from fractional_gpu_kernel.display.chart import HistoryView, columns
 from fractional_gpu_kernel.display.lines import View
 from fractional_gpu_kernel.display.views import StatusView, StoryView, TopView, bar, moment, text_bar
 from tests.kernelext.statuses import DEVICE, EVIL, LEASE, NOW_MS, host, points
+from tests.support.statuses import changed
 
 
 class Text(HTMLParser):
@@ -58,7 +59,7 @@ def test_the_status_shows_share_use_state_pin_and_neighbours_as_sizes() -> None:
 
 
 def test_a_suspended_kernel_says_what_is_held_and_when_it_is_back() -> None:
-    suspended = replace(
+    suspended = changed(
         LEASE, state="suspended", used_mib=0, saved_mib=512, resume_ms=2100, position=2, expected_ms=40_000, pinned_ms=0
     )
     rows = dict(StatusView(suspended).rows())
@@ -69,19 +70,19 @@ def test_a_suspended_kernel_says_what_is_held_and_when_it_is_back() -> None:
 
 
 def test_a_kernel_that_cannot_be_suspended_says_why() -> None:
-    rows = dict(StatusView(replace(LEASE, stays="its memory is managed (RMM)")).rows())
+    rows = dict(StatusView(changed(LEASE, unsuspendable_reason="its memory is managed (RMM)")).rows())
     assert rows["stays"].endswith("its memory is managed (RMM)")
 
 
 def test_several_devices_are_said() -> None:
-    assert "2 devices" in repr(StatusView(replace(LEASE, device_ids=["GPU-0", "GPU-1"])))
+    assert "2 devices" in repr(StatusView(changed(LEASE, device_ids=["GPU-0", "GPU-1"])))
 
 
 def test_top_names_ones_own_and_sums_up_the_others() -> None:
-    waiting = replace(
+    waiting = changed(
         LEASE, lease_id="lease-3", label="", state="suspended", reserved_mib=0, busy=False, pinned_ms=0, position=1
     )
-    mine = replace(LEASE, lease_id="lease-2", label="eval.ipynb", fraction_milli=125, reserved_mib=10240)
+    mine = changed(LEASE, lease_id="lease-2", label="eval.ipynb", fraction_milli=125, reserved_mib=10240)
     empty = replace(DEVICE, device_id="GPU-1", index=1, used_mib=0, reserved_mib=0, stranger_mib=0, draining=True)
     view = TopView(host(LEASE, mine, waiting, devices=(DEVICE, empty)), "lease-1")
     drawn = repr(view)
@@ -102,12 +103,12 @@ def test_a_story_is_told_newest_last_and_says_what_is_left_out() -> None:
 
 
 def test_nothing_of_what_others_wrote_becomes_markup() -> None:
-    evil = replace(LEASE, pool=EVIL, label=EVIL, device_name=EVIL, sentence=EVIL, state=EVIL)
-    evil = replace(evil, neighbours=[replace(LEASE.neighbours[1], label=EVIL, state=EVIL)])
+    evil = changed(LEASE, pool=EVIL, label=EVIL, device_name=EVIL, sentence=EVIL, state=EVIL)
+    evil = changed(evil, neighbours=[replace(LEASE.neighbours[1], label=EVIL, state=EVIL)])
     device = replace(DEVICE, name=EVIL, pool=EVIL)
     views: list[View] = [
         StatusView(evil),
-        TopView(host(evil, replace(evil, lease_id=EVIL, reserved_mib=0), devices=(device,)), "lease-9"),
+        TopView(host(evil, changed(evil, lease_id=EVIL, reserved_mib=0), devices=(device,)), "lease-9"),
         StoryView(Story(lease_id=EVIL, lines=[StoryLine(at_ms=NOW_MS, reason=EVIL, sentence=EVIL)]), 20, NOW_MS),
         HistoryView(History(lease_id=EVIL, cap_mib=1, points=[replace(points()[1], state=EVIL)]), now_ms=NOW_MS),
     ]

@@ -143,10 +143,10 @@ def test_the_limit_is_raised_after_the_broker_agreed_and_lowered_before_it_is_to
         broker.held["resize"] = raising = threading.Event()
         request = kernel.send("%%gpu 1/2\nprint(torch.cuda.log); input()", allow_stdin=True)
         broker.wait_for(lambda: len(sizes(broker)) == 1)
-        broker.extra = {"reserve_mib": 51712}
+        broker.lease_fields = {"reserve_mib": 51712}
         raising.set()
         kernel.client.get_stdin_msg(timeout=60)
-        broker.extra = {}
+        broker.lease_fields = {}
         broker.held["resize"] = lowering = threading.Event()
         kernel.client.input("")
         broker.wait_for(lambda: len(sizes(broker)) == 2)

@@ -22,7 +22,7 @@ from tests.support.fake_broker import DEADLINE_S
 
 
 def test_status_shows_the_share_in_plain_words(kernel: RunningKernel, broker: ScriptedBroker) -> None:
-    broker.extra = {
+    broker.lease_fields = {
         "used_mib": 1536,
         "saved_mib": 512,
         "device_name": "NVIDIA H200",
@@ -200,7 +200,7 @@ def test_of_commands_that_contradict_each_other_the_later_one_wins(
     kernel: RunningKernel, broker: ScriptedBroker, earlier: str, later: str
 ) -> None:
     broker.grant_at_once = True
-    broker.extra = {"pinned_ms": 1_800_000, "state": "resident"}
+    broker.lease_fields = {"pinned_ms": 1_800_000, "state": "resident"}
     request = kernel.send(f"%gpu {earlier}\n%gpu {later}")
     kernel.until_shown(request, f"%gpu {later.split(maxsplit=1)[0]} came later, and the later command counts.")
     kernel.finish(request)
@@ -221,10 +221,10 @@ def test_a_later_cell_withdraws_what_the_broker_has_not_begun(kernel: RunningKer
 
 
 def test_a_pin_says_how_long_and_what_it_does(kernel: RunningKernel, broker: ScriptedBroker) -> None:
-    broker.extra = {"pinned_ms": 1_800_000, "state": "resident"}
+    broker.lease_fields = {"pinned_ms": 1_800_000, "state": "resident"}
     (text,) = kernel.run("%gpu pin").shown
     assert "30 min" in text
-    broker.extra = {"pinned_ms": 7_200_000, "state": "suspended"}
+    broker.lease_fields = {"pinned_ms": 7_200_000, "state": "suspended"}
     assert "%gpu resume" in kernel.run("%gpu pin 2h").shown[0], "it counts when the kernel is on the GPU"
     assert [body["duration_ms"] for body in broker.bodies("pin")] == [1_800_000, 7_200_000]
     assert kernel.run("%gpu unpin").status == "ok"
@@ -234,7 +234,7 @@ def test_a_pin_says_how_long_and_what_it_does(kernel: RunningKernel, broker: Scr
 def test_a_resize_binds_the_new_limit_and_says_it(kernel: RunningKernel, broker: ScriptedBroker) -> None:
     broker.grant_at_once = True
     kernel.run("import os, sys, types; sys.modules['jax'] = types.ModuleType('jax')")
-    broker.extra = {"reserve_mib": 4096}
+    broker.lease_fields = {"reserve_mib": 4096}
     (text,) = kernel.run("%gpu resize 1/2 --memory 4GiB").shown
     assert "1/2 GPU, 4 GiB" in text
     assert "JAX" in text
@@ -250,7 +250,7 @@ def test_a_resize_that_waits_can_be_interrupted_and_hangs_up(kernel: RunningKern
     broker.stream("acquire").granted()
     follower = broker.stream("events")
     waits = broker.host_status(
-        position=2, sentence="10 GiB are needed", expected_ms=30_000, low_ms=20_000, high_ms=90_000
+        position=2, sentence="10 GiB are needed", expected_ms=30_000, expected_bounds_ms=(20_000, 90_000)
     )
     follower.send(waits)
     kernel.until_shown(

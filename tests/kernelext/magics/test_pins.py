@@ -7,7 +7,7 @@ from queue import SimpleQueue
 import pytest
 
 from fractional_gpu.protocol.errors import ConflictError
-from fractional_gpu.protocol.messages import LeaseStatus
+from fractional_gpu.protocol.status import LeaseStatus
 from fractional_gpu_kernel.magics import actions
 from fractional_gpu_kernel.magics.actions import TOO_LONG, StandingPin
 from fractional_gpu_kernel.settings import Settings

@@ -69,9 +69,9 @@ from fractional_gpu.protocol.messages import (
     GateVerb,
     LeaseReply,
     LeaseRequest,
-    LeaseStatus,
     Pong,
 )
+from fractional_gpu.protocol.status import LeaseStatus
 
 # -- lease access ------------------------------------------------------------------------------------------------------
 # Which peer may use which lease.

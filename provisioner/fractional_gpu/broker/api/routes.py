@@ -30,9 +30,10 @@ from fractional_gpu.broker.services.status import StatusStream, forecast_errors,
 from fractional_gpu.host.peers import detects_unread
 from fractional_gpu.protocol import routes
 from fractional_gpu.protocol.limits import BODY_S, IDLE_S, MAX_BODY_BYTES
-from fractional_gpu.protocol.messages import GateCommand, GateHello, HostStatus, LeaseStatus, MoveRequest, OthersUse
+from fractional_gpu.protocol.messages import GateCommand, GateHello, MoveRequest, OthersUse
 from fractional_gpu.protocol.routes import Fresh, Nothing, OthersQuery
 from fractional_gpu.protocol.seats import SeatRequest
+from fractional_gpu.protocol.status import HostStatus, LeaseStatus
 
 log = logging.getLogger(__name__)
 

@@ -56,8 +56,9 @@ from fractional_gpu.ledger.records import LedgerError, SeatRecord
 from fractional_gpu.protocol.capacity import Capacity
 from fractional_gpu.protocol.errors import BadRequestError, ForbiddenError, NoRoomError, NotFoundError
 from fractional_gpu.protocol.limits import MAX_NAME, PULSE_S
-from fractional_gpu.protocol.messages import ProgressKind, SeatStatus, SeatWait, Workload
+from fractional_gpu.protocol.messages import ProgressKind, Workload
 from fractional_gpu.protocol.seats import OfferRequest, Offers, PoolOffer, SeatList, SeatProgress, SeatRequest
+from fractional_gpu.protocol.status import SeatStatus, SeatWait
 
 log = logging.getLogger(__name__)
 

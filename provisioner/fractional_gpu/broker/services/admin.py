@@ -29,7 +29,8 @@ from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.scheduler.migration import BUSY_CHANNEL
 from fractional_gpu.host.process import ProcessIdentity
 from fractional_gpu.protocol.errors import BadRequestError, ConflictError
-from fractional_gpu.protocol.messages import EvictRequest, LeaseStatus
+from fractional_gpu.protocol.messages import EvictRequest
+from fractional_gpu.protocol.status import LeaseStatus
 
 log = logging.getLogger(__name__)
 

@@ -16,18 +16,8 @@ from fractional_gpu.core.units import format_duration, format_fraction, format_m
 from fractional_gpu.gpu.interface import GPUError
 from fractional_gpu.protocol.errors import BadRequestError, ConflictError, NotFoundError
 from fractional_gpu.protocol.limits import MAX_NAME, MAX_WAIT_S
-from fractional_gpu.protocol.messages import (
-    DeviceStatus,
-    DrainRequest,
-    ExpectRequest,
-    History,
-    LeaseStatus,
-    PinRequest,
-    ResizeRequest,
-    Story,
-    StoryLine,
-    UsagePoint,
-)
+from fractional_gpu.protocol.messages import DrainRequest, ExpectRequest, PinRequest, ResizeRequest
+from fractional_gpu.protocol.status import DeviceStatus, History, LeaseStatus, Story, StoryLine, UsagePoint
 
 _MOVING = (LeaseState.SUSPENDING, LeaseState.RESUMING)
 _LINES = 200
@@ -244,10 +234,7 @@ class LeaseControl:
                 lease_id=kernel.lease_id,
                 lines=[StoryLine(at_ms=line.at_ms, reason=line.reason, sentence=line.sentence) for line in lines],
                 omitted=ledger.story_length(kernel.lease_id) - len(lines),
-                slowdown_milli=slowdown.milli,
-                slowdown_low_milli=slowdown.low_milli,
-                slowdown_high_milli=slowdown.high_milli,
-                slowdown=slowdown.sentence,
+                slowdown=slowdown,
             )
 
         return await self._broker.writer.read(read)

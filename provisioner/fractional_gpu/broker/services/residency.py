@@ -21,7 +21,8 @@ from fractional_gpu.core.handlers.overrides import REVOKED
 from fractional_gpu.core.model import FOUND_FAILED, LeaseState, LeaseView
 from fractional_gpu.protocol.errors import RESTART, ConflictError
 from fractional_gpu.protocol.limits import MAX_WAIT_S
-from fractional_gpu.protocol.messages import AcquireRequest, LeaseNews, LeaseStatus, Progress, ProgressKind
+from fractional_gpu.protocol.messages import AcquireRequest, LeaseNews, Progress, ProgressKind
+from fractional_gpu.protocol.status import LeaseStatus
 
 _QUEUE_PAUSE_S = 0.1
 _LONGEST_LOOK_S = 30.0  # a waiting cell learns what has changed with time alone

@@ -23,9 +23,8 @@ from fractional_gpu.core.units import format_duration
 from fractional_gpu.gpu.interface import DeviceSensors
 from fractional_gpu.protocol.errors import NotFoundError
 from fractional_gpu.protocol.limits import PULSE_S
-from fractional_gpu.protocol.messages import (
-    COMMAND,
-    KERNEL,
+from fractional_gpu.protocol.messages import COMMAND, KERNEL
+from fractional_gpu.protocol.status import (
     DeviceStatus,
     ForecastError,
     HostChange,
@@ -53,67 +52,34 @@ def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus
     elif view.revoked:
         reason, sentence = REVOKED.code, revoked_sentence(view)
     device = broker.devices.get(view.device_id or "")
-    slowdown = broker.arbiter.slowdown(kernel.lease_id)
+    pool = broker.arbiter.pools().get(view.spec.pool)
     return LeaseStatus(
-        lease_id=kernel.lease_id,
-        state=view.state.value,
-        pool=view.spec.pool,
-        owner=view.spec.owner,
-        label=view.spec.label,
+        lease=view,
+        now_ms=now_ms(),
+        reason=reason,
+        sentence=sentence,
         kernel_id=kernel.launch.kernel_id,
+        kind=COMMAND if kernel.launch.command else KERNEL,
         pid=kernel.identity.pid if kernel.identity and not kernel.ending.survivors else None,
-        fraction_milli=view.spec.fraction_milli,
-        reserve_mib=view.spec.reserve_mib,
-        used_mib=view.used_mib,
-        measured=kernel.measurement.is_fresh,
-        saved_mib=view.saved_mib,
-        device_id=view.device_id,
+        suspends=kernel.suspends,
+        resumes=kernel.resumes,
         device_name=device.name if device else "",
         simulated=broker.monitor.kind == "simulated",
         busy=kernel.busy,
         gated=kernel.link is not None,
-        age_ms=max(0, now_ms() - view.since_ms),
-        reason=reason,
-        sentence=sentence,
-        position=ticket.position if ticket is not None else None,
-        device_ids=list(devices_of(view)),
-        request_mib=view.spec.reserve_mib if view.spec.request_mib is None else view.spec.request_mib,
-        reserved_mib=view.reserved_mib,
-        pinned_ms=max(0, view.pinned_until_ms - now_ms()),
-        expected_ms=expected.expected_ms if expected is not None else None,
-        low_ms=expected.low_ms if expected is not None else None,
-        high_ms=expected.high_ms if expected is not None else None,
-        resume_ms=None if view.resume is None else view.resume.expected_ms,
-        resume_low_ms=None if view.resume is None else view.resume.low_ms,
-        resume_high_ms=None if view.resume is None else view.resume.high_ms,
-        suspends=kernel.suspends,
-        resumes=kernel.resumes,
-        stays=view.unsuspendable_reason,
+        measured=kernel.measurement.is_fresh,
         working=kernel.gpu_work.working and kernel.gpu_work.last_us > 0,
-        kind=COMMAND if kernel.launch.command else KERNEL,
-        seat=view.spec.seat,
-        revoked=view.revoked,
-        ends_in_ms=None if view.ends_ms is None else max(0, view.ends_ms - now_ms()),
         left=[
             LeftProcess(pid=one.identity.pid, command=one.command, used_mib=one.used_mib)
             for one in kernel.ending.survivors
         ],
-        demand_milli=view.demand_milli,
+        position=ticket.position if ticket is not None else None,
+        expected=expected,
+        slowdown=broker.arbiter.slowdown(kernel.lease_id),
+        foresight=str(pool.foresight) if pool is not None else "",
         budget=kernel.budget,
         budget_used_up=kernel.budget_used_up,
-        slowdown_milli=slowdown.milli,
-        slowdown_low_milli=slowdown.low_milli,
-        slowdown_high_milli=slowdown.high_milli,
-        slowdown=slowdown.sentence,
-        slowdown_brief=slowdown.brief,
-        next_cell_ms=max(0, view.expected_until_ms - now_ms()) if view.expected_until_ms else None,
-        next_cell_sign=view.expected_by,
-        next_cell_milli=view.expected_milli,
-        came_early=view.came_early,
-        goes_away_in_ms=_left_ms(view.deadline_ms),
-        lost_because=view.lost_because,
         host_goes_away_in_ms=_left_ms(broker.host_deadline_ms),
-        foresight=str(pool.foresight) if (pool := broker.arbiter.pools().get(view.spec.pool)) is not None else "",
     )
 
 
@@ -274,9 +240,7 @@ def neighbours(broker: Broker, lease: LeaseView) -> list[Neighbour]:
 
 RATE_S = 0.2
 _SHARE = 20  # computing statuses takes a twentieth of the broker's time at most, however many leases and subscribers there are
-_RUNNING = frozenset(
-    {"age_ms", "pinned_ms", "goes_away_in_ms", "host_goes_away_in_ms"}
-)  # fields that change by themselves
+_RUNNING = frozenset({"now_ms", "host_goes_away_in_ms"})  # fields that change by themselves
 _lasting_fields = attrgetter(*(name for name in LeaseStatus.__struct_fields__ if name not in _RUNNING))
 _MINUTE_S, _STEP_S = 60, 5
 
@@ -327,10 +291,10 @@ def _places_by_key(status: HostStatus, broker: Broker) -> dict[_Key, list[int]]:
     places: dict[_Key, list[int]] = {}
     for place, lease in enumerate(status.leases):
         places.setdefault(
-            ("seat", lease.seat) if lease.seat else ("uid", broker.kernels[lease.lease_id].uid), []
+            ("seat", lease.spec.seat) if lease.spec.seat else ("uid", broker.kernels[lease.lease_id].uid), []
         ).append(place)
-        if lease.revoked:
-            places.setdefault(("owner", lease.owner), []).append(place)
+        if lease.lease.revoked:
+            places.setdefault(("owner", lease.spec.owner), []).append(place)
     return places
 
 

@@ -31,7 +31,8 @@ from fractional_gpu.gpu.interface import DeviceActivity, DeviceUse, GPUError, Pr
 from fractional_gpu.host.accounts import user_name
 from fractional_gpu.host.clock import since_boot_us
 from fractional_gpu.host.process import PROC, ProcessIdentity, Snapshot, identify, is_alive, open_pidfd, owner_uid
-from fractional_gpu.protocol.messages import GateVerb, Stranger
+from fractional_gpu.protocol.messages import GateVerb
+from fractional_gpu.protocol.status import Stranger
 
 log = logging.getLogger(__name__)
 

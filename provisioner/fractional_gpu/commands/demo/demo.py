@@ -175,7 +175,7 @@ def _results_of(notebooks: Sequence["DemoNotebook"], broker: BrokerClient, track
             DemoKernel(
                 name=notebook.name,
                 kernelspec=notebook.kernelspec,
-                fraction_milli=lease.fraction_milli,
+                fraction_milli=lease.spec.fraction_milli,
                 state=lease.state,
                 suspends=lease.suspends,
                 resumes=lease.resumes,

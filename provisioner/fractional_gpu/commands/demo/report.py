@@ -11,8 +11,8 @@ from fractional_gpu.commands.terminal.layout import Style, fitted, line, table
 from fractional_gpu.commands.terminal.words import describe_device
 from fractional_gpu.core.units import format_fraction, format_gpus, format_memory, plural
 from fractional_gpu.protocol.errors import FractionalGPUError
-from fractional_gpu.protocol.messages import LeaseStatus
 from fractional_gpu.protocol.names import state_words
+from fractional_gpu.protocol.status import LeaseStatus
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -148,7 +148,7 @@ class LeaseTracker:
 def _news(lease: LeaseStatus) -> str:
     """Return what just happened to a lease."""
     if lease.state == "suspended":
-        return f"suspended, {format_memory(lease.saved_mib)} now in host memory"
+        return f"suspended, {format_memory(lease.lease.saved_mib)} now in host memory"
     return state_words(lease.state)
 
 

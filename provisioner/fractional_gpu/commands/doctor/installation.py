@@ -25,7 +25,8 @@ from fractional_gpu.ledger.opening import other_schema, set_aside_command
 from fractional_gpu.ledger.schema import APPLICATION_ID, SCHEMA
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.limits import PROTOCOL_VERSION
-from fractional_gpu.protocol.messages import ForecastError, Pong
+from fractional_gpu.protocol.messages import Pong
+from fractional_gpu.protocol.status import ForecastError
 
 _PACKAGES: Final = ("jupyter_client", "ipykernel", "jupyterlab", "jupyterhub", "nvidia-ml-py", "cuda-bindings")
 _LOAD: Final = "no kernelspec of ours can start"

@@ -192,7 +192,7 @@ def _status(socket: str | None) -> str:
     except FractionalGPUError as error:
         return json.dumps({"broker": str(error)})
     for lease in status["leases"]:
-        lease["label"] = lease["owner"] = "[removed]"
+        lease["lease"]["spec"] |= {"label": "[removed]", "owner": "[removed]"}
     return json.dumps(status, indent=1)
 
 

@@ -45,7 +45,7 @@ from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.core.units import format_fraction, parse_duration_ms, parse_fraction_milli, parse_memory_mib, plural
 from fractional_gpu.jupyter.kernel_command import check_pool_name
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError, NoRoomError
-from fractional_gpu.protocol.messages import HostStatus
+from fractional_gpu.protocol.status import HostStatus
 
 _SIGNALLED: Final = 128
 _REPEAT: Final = Path(__file__).with_name("repeat.py")

@@ -11,7 +11,7 @@ from fractional_gpu.commands.measuring.tenants import Tenant, disturbance, other
 from fractional_gpu.commands.measuring.ticks import Tick, overlap, pace, read_ticks, units_between
 from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.protocol.limits import MAX_LAST_MS
-from fractional_gpu.protocol.messages import DeviceStatus, HostStatus
+from fractional_gpu.protocol.status import DeviceStatus, HostStatus
 
 ENOUGH_UNITS: Final = 12  # reports of all measured tenants, of which each has
 LEAST_UNITS: Final = 4  # at least, and the shortest time of a step
@@ -123,8 +123,8 @@ class Step:
         measured = {one.lease.lease_id for one in self.tenants[: self.measured]}
         for lease in status.leases:
             if lease.lease_id in measured:
-                self._memory_mib = max(self._memory_mib, lease.used_mib)
-            if lease.used_mib:
+                self._memory_mib = max(self._memory_mib, lease.lease.used_mib)
+            if lease.lease.used_mib:
                 self._using_ns.setdefault(lease.lease_id, seen_ns)
         return ""
 

@@ -20,16 +20,8 @@ from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.jupyter.kernel_lease import KernelLease, environment_with, take_lease
 from fractional_gpu.protocol.accounts import Cost
 from fractional_gpu.protocol.errors import ConflictError, FractionalGPUError
-from fractional_gpu.protocol.messages import (
-    COMMAND,
-    KERNEL,
-    AcquireRequest,
-    DeviceStatus,
-    HostStatus,
-    LeaseRequest,
-    LeaseStatus,
-    Progress,
-)
+from fractional_gpu.protocol.messages import COMMAND, KERNEL, AcquireRequest, LeaseRequest, Progress
+from fractional_gpu.protocol.status import DeviceStatus, HostStatus, LeaseStatus
 from fractional_gpu_kernel.measure import FILE
 
 PATIENCE_S: Final = 2.0  # for a program to end when asked to
@@ -83,7 +75,7 @@ class Tenant:
         self._client = BrokerClient(self.lease.socket, token=self.lease.token)
         self._hold = self._client.hold(self.lease.lease_id, AcquireRequest())
         next(self._hold, None)
-        self.device_id = self._client.lease(self.lease.lease_id).device_id or ""
+        self.device_id = self._client.lease(self.lease.lease_id).lease.device_id or ""
 
     def go(self) -> None:
         """Begin the program. Raises CannotRunError."""
@@ -208,7 +200,7 @@ class Places:
             leaving = leases_to_suspend(status, lease.lease_id, wanted, device_id, self._asked)
             for one in leaving:
                 self._asked.add(one.lease_id)
-                self.say(f"{one.label or one.lease_id} is idle and leaves the GPU")
+                self.say(f"{one.spec.label or one.lease_id} is idle and leaves the GPU")
                 with suppress(ConflictError):  # it may have begun a cell
                     self.client.because_of("`jupyter gpu measure`").suspend(one.lease_id)
             if not leaving:
@@ -219,8 +211,8 @@ class Places:
 
 def _spare_mib(device: DeviceStatus, without: Sequence[LeaseStatus] = ()) -> int:
     """Return what nothing has reserved or uses of a device, MiB. `without`: leases that are taken as gone."""
-    reserved_mib = device.reserved_mib - sum(one.reserved_mib for one in without)
-    return device.leasable_mib - max(reserved_mib, device.used_mib - sum(one.used_mib for one in without))
+    reserved_mib = device.reserved_mib - sum(one.lease.reserved_mib for one in without)
+    return device.leasable_mib - max(reserved_mib, device.used_mib - sum(one.lease.used_mib for one in without))
 
 
 def _devices(status: HostStatus, pool: str, device_id: str) -> list[DeviceStatus]:
@@ -236,24 +228,30 @@ def leases_to_suspend(
     They have the same owner. Empty: they cannot make it, or another lease waits for it.
     """
     mine = next(one for one in status.leases if one.lease_id == lease_id)
-    own = [one for one in status.leases if one.owner == mine.owner and one.kind == KERNEL and one.lease_id not in but]
-    idle = [
-        one for one in own if one.state == "resident" and not (one.busy or one.working or one.pinned_ms or one.stays)
+    own = [
+        one
+        for one in status.leases
+        if one.spec.owner == mine.spec.owner and one.kind == KERNEL and one.lease_id not in but
     ]
-    idle.sort(key=lambda one: -one.reserved_mib)
+    idle = [
+        one
+        for one in own
+        if one.state == "resident" and not (one.busy or one.working or one.pinned_ms or one.lease.unsuspendable_reason)
+    ]
+    idle.sort(key=lambda one: -one.lease.reserved_mib)
     found = []
-    for device in _devices(status, mine.pool, device_id):
-        here = [one for one in idle if device.device_id in one.device_ids]
+    for device in _devices(status, mine.spec.pool, device_id):
+        here = [one for one in idle if device.device_id in one.lease.device_ids]
         ways = (here[:number] for number in range(len(here) + 1))
-        found += [way for way in ways if _spare_mib(device, way) >= mine.reserve_mib * wanted]
-    waits = any(one.pool == mine.pool and one.position is not None for one in status.leases)
+        found += [way for way in ways if _spare_mib(device, way) >= mine.spec.reserve_mib * wanted]
+    waits = any(one.spec.pool == mine.spec.pool and one.position is not None for one in status.leases)
     return [] if waits else min(found, key=len, default=[])
 
 
 def no_spare_room(status: HostStatus, pool: str, reserve_mib: int, wanted: int, device_id: str = "") -> str:
     """Return why the pool (or its one device) has no room for so many leases that nothing else uses or waits for; empty if it has."""
-    if waiting := next((one for one in status.leases if one.pool == pool and one.position is not None), None):
-        return f"{waiting.label or waiting.lease_id} waits for a GPU of the pool {pool}"
+    if waiting := next((one for one in status.leases if one.spec.pool == pool and one.position is not None), None):
+        return f"{waiting.spec.label or waiting.lease_id} waits for a GPU of the pool {pool}"
     spare_mib = max((_spare_mib(one) for one in _devices(status, pool, device_id)), default=0)
     if spare_mib >= reserve_mib * wanted:
         return ""
@@ -270,8 +268,8 @@ def disturbance(status: HostStatus, tenants: Iterable[Tenant], device_id: str, p
         if lease.lease_id in ours:
             if lease.state != "resident":
                 return f"a tenant was {lease.state}"
-        elif lease.pool == pool and lease.position is not None:
-            return f"{lease.label or lease.lease_id} waits for a GPU"
+        elif lease.spec.pool == pool and lease.position is not None:
+            return f"{lease.spec.label or lease.lease_id} waits for a GPU"
     if not any(one.device_id == device_id and not one.lost for one in status.devices):
         return "the device was lost"
     return ""
@@ -298,11 +296,13 @@ def others_work(
     here = [
         one
         for one in status.leases
-        if one.lease_id not in ours and device_id in (one.device_id, *one.device_ids) and (one.busy or one.working)
+        if one.lease_id not in ours
+        and device_id in (one.lease.device_id, *one.lease.device_ids)
+        and (one.busy or one.working)
     ]
     stands_by = any(one.lease_id == bystander for one in here)
     if named := [one for one in here if one.lease_id != bystander]:
-        return f"{named[0].label or named[0].lease_id} worked on the device"
+        return f"{named[0].spec.label or named[0].lease_id} worked on the device"
     if used_milli is None:
         others = busy_neighbours - (len(tenants) - 1) - stands_by
         return "a kernel of another user worked on the device" if others > 0 else ""
@@ -321,5 +321,5 @@ def others_mib(status: HostStatus, tenants: Collection[Tenant], device_id: str) 
     return (
         device.reserved_mib
         + device.stranger_mib
-        - sum(one.reserved_mib for one in status.leases if one.lease_id in ours)
+        - sum(one.lease.reserved_mib for one in status.leases if one.lease_id in ours)
     )

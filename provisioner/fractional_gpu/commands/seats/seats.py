@@ -15,7 +15,8 @@ from fractional_gpu.commands.terminal.errors import CommandError, UsageError
 from fractional_gpu.commands.terminal.layout import Piece, Style, fitted, line, table
 from fractional_gpu.commands.terminal.output import say, terminal_width, write
 from fractional_gpu.core.units import format_duration, format_fraction, format_gpus, format_memory, plural
-from fractional_gpu.protocol.messages import KUBERNETES, SLURM, SeatStatus
+from fractional_gpu.protocol.messages import KUBERNETES, SLURM
+from fractional_gpu.protocol.status import SeatStatus
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -19,7 +19,8 @@ from fractional_gpu.commands.terminal.errors import CommandError, UsageError
 from fractional_gpu.commands.terminal.output import say, write
 from fractional_gpu.commands.terminal.words import lease_name
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
-from fractional_gpu.protocol.messages import DeviceStatus, Done, LeaseStatus
+from fractional_gpu.protocol.messages import Done
+from fractional_gpu.protocol.status import DeviceStatus, LeaseStatus
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -1,15 +1,17 @@
 """The broker's status as text. Pure functions: messages in, lines out; no terminal, no clock."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
+from msgspec import structs
 
 from fractional_gpu.commands.terminal.layout import Piece, Style, fitted, line, table
 from fractional_gpu.commands.terminal.words import describe_state, expected_wait, lease_name, short_id, short_path
 from fractional_gpu.core.units import format_duration, format_forecast, format_fraction, format_memory
-from fractional_gpu.protocol.messages import COMMAND, DeviceStatus, HostStatus, LeaseStatus, SeatWait
+from fractional_gpu.protocol.messages import COMMAND
 from fractional_gpu.protocol.names import device_deadline, gpu_deadline, host_deadline
+from fractional_gpu.protocol.status import DeviceStatus, HostStatus, LeaseStatus, SeatWait
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -86,16 +88,20 @@ def _device_lines(device: DeviceStatus, *, simulated: bool) -> "list[Text]":
 
 
 def _lease_row(lease: LeaseStatus) -> tuple[Piece, ...]:
-    memory = f"{format_memory(lease.used_mib)} of {format_memory(lease.reserve_mib)}"
-    saved = format_memory(lease.saved_mib) if lease.saved_mib else "-"
+    memory = f"{format_memory(lease.lease.used_mib)} of {format_memory(lease.spec.reserve_mib)}"
+    saved = format_memory(lease.lease.saved_mib) if lease.lease.saved_mib else "-"
     return (
         short_id(lease.lease_id),
-        f"{lease.label or '-'} (command)" if lease.kind == COMMAND else lease.label or "-",
-        format_fraction(lease.fraction_milli),
+        f"{lease.spec.label or '-'} (command)" if lease.kind == COMMAND else lease.spec.label or "-",
+        format_fraction(lease.spec.fraction_milli),
         (describe_state(lease), _state_style(lease)),
         memory,
         saved,
     )
+
+
+def _labelled(status: LeaseStatus, label: str) -> LeaseStatus:
+    return structs.replace(status, lease=replace(status.lease, spec=replace(status.spec, label=label)))
 
 
 def _state_style(lease: LeaseStatus) -> str:
@@ -118,11 +124,15 @@ def render_leases(leases: Sequence[LeaseStatus], width: int | None = None) -> "l
     header = ("LEASE", "KERNEL", "GPU", "STATE", "MEMORY", "SAVED")
     lines = table(header, [_lease_row(lease) for lease in leases])
     if width is not None and (over := max(one.cell_len for one in lines) - width) > 0:
-        most = max(len(lease.label) for lease in leases) - over
-        leases = [replace(lease, label=short_path(lease.label, most)) for lease in leases]
-        whole = 2 * (max(len(lease.label) for lease in leases) <= width // 2)
+        most = max(len(lease.spec.label) for lease in leases) - over
+        leases = [_labelled(lease, short_path(lease.spec.label, most)) for lease in leases]
+        whole = 2 * (max(len(lease.spec.label) for lease in leases) <= width // 2)
         lines = table(header, [_lease_row(lease) for lease in leases], width=width, whole=whole)
-    lines += [line(f"  {lease_name(lease)} cannot be suspended: {lease.stays}") for lease in leases if lease.stays]
+    lines += [
+        line(f"  {lease_name(lease)} cannot be suspended: {lease.lease.unsuspendable_reason}")
+        for lease in leases
+        if lease.lease.unsuspendable_reason
+    ]
     for lease in leases:
         if deadline := gpu_deadline(lease):
             lines.append(line(f"  {lease_name(lease)}: ", (deadline, Style.ATTENTION)))

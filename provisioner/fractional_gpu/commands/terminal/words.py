@@ -4,8 +4,8 @@ import os
 
 from fractional_gpu.commands.terminal.layout import harmless
 from fractional_gpu.core.units import format_duration, format_forecast, format_memory
-from fractional_gpu.protocol.messages import LeaseStatus
 from fractional_gpu.protocol.names import state_words
+from fractional_gpu.protocol.status import LeaseStatus
 
 SHORT_ID = 8
 
@@ -26,7 +26,9 @@ def short_path(label: str, most: int) -> str:
 
 def lease_name(lease: LeaseStatus) -> str:
     """Return `label (id)`, or the id alone where there is no label."""
-    return f"{harmless(lease.label)} ({short_id(lease.lease_id)})" if lease.label else short_id(lease.lease_id)
+    return (
+        f"{harmless(lease.spec.label)} ({short_id(lease.lease_id)})" if lease.spec.label else short_id(lease.lease_id)
+    )
 
 
 def describe_device(name: str, memory_mib: int, *, simulated: bool) -> str:
@@ -49,6 +51,5 @@ def describe_state(lease: LeaseStatus) -> str:
 
 def expected_wait(lease: LeaseStatus) -> str:
     """Return how long the lease is expected to wait, as the end of a sentence; empty if there is no forecast."""
-    if lease.expected_ms is None or lease.low_ms is None or lease.high_ms is None:
-        return ""
-    return f"; {format_forecast(lease.expected_ms, lease.low_ms, lease.high_ms)}"
+    wait = lease.expected
+    return "" if wait is None else f"; {format_forecast(wait.expected_ms, wait.low_ms, wait.high_ms)}"

@@ -1,0 +1,239 @@
+"""Messages about the state of leases, devices and the host, and about the past of leases.
+
+What the arbiter knows of a lease is in them as it is (`core.model`). Kernels do not load this module at their start.
+"""
+
+from msgspec import Struct
+
+from fractional_gpu.core.model import LeaseSpec, LeaseView, Slowdown, Span
+from fractional_gpu.protocol.advice import ShareAdvice
+from fractional_gpu.protocol.messages import KERNEL, Workload
+
+
+class StoryLine(Struct, frozen=True, kw_only=True):
+    """One thing that happened to a lease. `at_ms`: since the epoch."""
+
+    at_ms: int
+    reason: str
+    sentence: str
+
+
+class Story(Struct, frozen=True, kw_only=True):
+    """The recorded reasons of everything that happened to a lease, oldest first, without the `omitted` oldest ones."""
+
+    lease_id: str
+    lines: list[StoryLine] = []
+    omitted: int = 0
+    slowdown: Slowdown = Slowdown()  # as in LeaseStatus, now
+
+
+class UsagePoint(Struct, frozen=True, kw_only=True):
+    """A lease from this moment to the next point. `at_ms`: since the epoch."""
+
+    at_ms: int
+    state: str
+    used_mib: int
+    saved_mib: int
+
+
+class History(Struct, frozen=True, kw_only=True):
+    """A lease over time, oldest first."""
+
+    lease_id: str
+    cap_mib: int
+    points: list[UsagePoint] = []
+
+
+class Neighbour(Struct, frozen=True, kw_only=True):
+    """Another lease on the same device. `label` only if it belongs to the same user."""
+
+    fraction_milli: int
+    reserved_mib: int
+    state: str
+    busy: bool
+    label: str = ""
+
+
+class LeftProcess(Struct, frozen=True, kw_only=True):
+    """A process that outlives the kernel that started it and has device memory. MiB; 0: saved on the host, or unknown."""
+
+    pid: int
+    command: str
+    used_mib: int
+
+
+class LeaseStatus(Struct, frozen=True, kw_only=True):
+    """One lease for people and programs: what the broker's arbiter knows, and what the broker knows of its kernel."""
+
+    lease: LeaseView  # its times are by the clock of `now_ms`
+    now_ms: int
+    reason: str  # why it is in its state, or waits
+    sentence: str
+    kernel_id: str
+    kind: str = KERNEL  # or COMMAND
+    pid: int | None
+    suspends: int = 0
+    resumes: int = 0
+    device_name: str
+    simulated: bool
+    busy: bool
+    gated: bool  # its extension is connected
+    measured: bool = True  # its use was measured since its last cell began or ended
+    working: bool = False  # its processes work on the device, though no cell runs
+    left: list[LeftProcess] = []  # processes with device memory that its ended kernel left
+    position: int | None = None  # place in the queue
+    expected: Span | None = None  # forecast of the rest of its wait
+    slowdown: Slowdown = Slowdown()  # of its cell beside busy neighbours, or what it would be: a forecast
+    foresight: str = ""  # what its pool does for expected cells: off, free, displace
+    budget: str = ""  # that most of a budget that it counts for is spent, or all of it, a sentence
+    budget_used_up: bool = False
+    host_goes_away_in_ms: int | None = None  # as in HostStatus
+    neighbours: list[Neighbour] = []  # with one lease only, not in listings
+    advice: ShareAdvice | None = None  # about its share, with one lease only; None: none can be given
+
+    @property
+    def spec(self) -> LeaseSpec:
+        """What the kernel asked for, and has."""
+        return self.lease.spec
+
+    @property
+    def lease_id(self) -> str:
+        """Its lease's id."""
+        return self.lease.spec.lease_id
+
+    @property
+    def state(self) -> str:
+        """Its lease's state."""
+        return self.lease.state
+
+    @property
+    def age_ms(self) -> int:
+        """For how long it has been in its state."""
+        return max(0, self.now_ms - self.lease.since_ms)
+
+    @property
+    def pinned_ms(self) -> int:
+        """How long it stays pinned; 0: it is not."""
+        return max(0, self.lease.pinned_until_ms - self.now_ms)
+
+    @property
+    def goes_away_in_ms(self) -> int | None:
+        """In how long the first of its devices goes away; None: none does."""
+        return None if self.lease.deadline_ms is None else max(0, self.lease.deadline_ms - self.now_ms)
+
+
+class Stranger(Struct, frozen=True, kw_only=True):
+    """A process that uses a device and belongs to no lease."""
+
+    pid: int
+    user: str
+    used_mib: int
+
+
+class DeviceStatus(Struct, frozen=True, kw_only=True):
+    """One device. Memory in MiB: `used` by all processes, `reserved` by leases, `stranger` by processes of no lease."""
+
+    device_id: str
+    index: int
+    name: str
+    pool: str
+    memory_mib: int
+    leasable_mib: int
+    used_mib: int
+    reserved_mib: int
+    stranger_mib: int
+    over_committed: bool
+    lost: bool
+    draining: bool = False
+    goes_away_in_ms: int | None = None  # while it is drained by a deadline; 0: that has passed
+    leases_saved: int = 0  # on it now, that are going to be saved before the deadline, as planned
+    leases_lost: int = 0  # on it now, that cannot be saved before
+    why_not: str = ""  # why kernels on it cannot be suspended, a sentence; empty: they can
+    demand_milli: int = (
+        0  # what its busy kernels need of it together, thousandths: beyond 1000 they slow each other down
+    )
+    strangers: list[Stranger] = []
+    busy_percent: int | None = None  # None, here and below: the device does not report it
+    temperature_c: int | None = None
+    power_mw: int | None = None
+    energy_mj: int | None = None  # since the driver was loaded
+
+
+class SeatStatus(Struct, frozen=True, kw_only=True):
+    """One seat, for people and programs. Memory in MiB, ages in milliseconds."""
+
+    seat_id: str
+    owner: str
+    server: str
+    group: str
+    pool: str
+    fraction_milli: int
+    memory_mib: int
+    device_id: str | None  # where the forecast placed it
+    priority: int
+    weight: int
+    max_kernels: int
+    uid: int | None
+    kernels: int
+    used_milli: int  # of the fraction, by its kernels
+    confirmed: bool
+    age_ms: int
+    expires_ms: int | None  # from now; None: never
+    hub: str = ""  # the address of the API of the hub that took it; empty: unknown
+    admitted: bool = False  # its engine decided that it fits: no forecast was asked
+    allowed_devices: list[str] | None = None  # UUIDs of the only devices its leases may use; None: all of the pool
+    workload: Workload | None = None  # the job or pod that it belongs to
+    warning: str = ""  # why its kernels may not be saved when they idle, a sentence; empty: no reason is known
+
+
+class SeatWait(Struct, frozen=True, kw_only=True):
+    """A request in the queue for seats of a pool. Memory in MiB, times in milliseconds."""
+
+    pool: str
+    position: int  # from 1
+    owner: str
+    server: str
+    fraction_milli: int
+    memory_mib: int
+    waited_ms: int
+    expected_ms: int | None = None  # from now, with the bounds of four outcomes of five; None: unknown
+    low_ms: int | None = None
+    high_ms: int | None = None
+    passed_over: int = 0  # how many later requests got a seat before it
+
+
+class ForecastError(Struct, frozen=True, kw_only=True):
+    """How far off one kind of forecast was lately, of this user and all others. `stated_permille`: what its bounds promise to cover."""
+
+    what: str  # wait, suspend, resume, cell, rest (of a running cell), slowdown or seat
+    count: int  # forecasts that were compared with what happened, ever
+    median_error_permille: int  # of the last 256: the error as a share of what happened
+    covered_permille: int  # of the last 256: how many lay between their bounds
+    stated_permille: int = 800
+
+
+class HostStatus(Struct, frozen=True, kw_only=True):
+    """The state of the host. A uid sees only its own leases; the devices' sums include all."""
+
+    version: str
+    pid: int
+    simulated: bool
+    socket: str
+    host_budget_mib: int
+    host_saved_mib: int
+    devices: list[DeviceStatus]
+    leases: list[LeaseStatus]
+    pools: dict[str, list[int]] = {}  # name -> fractions on offer, milli-GPU
+    audit_file: str = ""  # the path of the audit log, for administrators
+    trouble: str = ""  # that the ledger cannot be written now, or is at its limit, and what to do
+    seats: list[SeatStatus] = []  # not in `/v1/events`
+    seat_queue: list[SeatWait] = []  # by pool and position; not in `/v1/events`
+    goes_away_in_ms: int | None = None  # the host itself, with its memory, by a cloud's notice; 0: that has passed
+    forecasts: list[ForecastError] = []  # not in `/v1/events`
+
+
+class HostChange(Struct, frozen=True, kw_only=True):
+    """How a host's status differs from the line before (`GET /v1/events`)."""
+
+    changed: HostStatus  # its devices and leases are those that changed; everything else is complete
+    ended: list[str]  # ids of leases that are no longer shown
