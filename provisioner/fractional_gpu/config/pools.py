@@ -76,8 +76,7 @@ class Pool(HasTraits):
     )
     empty_devices = Setting(
         values.boolean, False, True, to="empty_devices",
-        help="With may_move: move idle kernels together on fewer devices, so that whole ones become empty (c.GPUBroker.on_empty is "
-        "told).",
+        help="With may_move: move idle kernels together on fewer devices, so that whole ones become empty.",
     )
     foresight = Setting(
         values.choice(Foresight), "free", "displace", to="foresight",

@@ -152,16 +152,6 @@ class Settings(HasTraits):
         help="Refuse administrators' actions while the audit log cannot be written, such as on a full disk. False: execute them, "
         "and write the missing entries to the broker's log.",
     )
-    on_empty = Setting(
-        values.path("/usr/local/sbin/gpu-power"), "", "/usr/local/sbin/gpu-power",
-        help="A program that is called with 'empty' and a device's UUID when nothing has been on the device for empty_after, and "
-        "with 'used' when something is again: an absolute path. It runs as the broker's user, at most 30 s, and the broker "
-        "waits for nothing. Pools empty whole devices with empty_devices. Empty: none.",
-    )
-    empty_after = Setting(
-        values.duration(), "5m", "30m",
-        help="How long nothing must have been on a device before on_empty is called.",
-    )
     revocation_notice = Setting(
         values.notice_source, "", "/run/revoked",
         help="Where a notice appears that this host goes away: the absolute path of a file, or a URL on 169.254.169.254, the "

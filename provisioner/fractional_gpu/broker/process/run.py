@@ -44,7 +44,6 @@ from fractional_gpu.broker.process.repair import Repair
 from fractional_gpu.broker.process.restarting import make_socket_folder
 from fractional_gpu.broker.recovery.lost_leases import lost_kernels, lost_sentence, take_records
 from fractional_gpu.broker.recovery.recovery import recover
-from fractional_gpu.broker.services.empty_devices import EmptyDevices
 from fractional_gpu.broker.services.revocation_notice import RevocationNotice
 from fractional_gpu.broker.supervision.survivors import AbandonedLeases
 from fractional_gpu.broker.swap.checkpointability import Checkpointability
@@ -284,17 +283,8 @@ class BrokerRun:
             self._prune_history(broker, service.audit),
             save_forecasts_periodically(broker.arbiter, broker.contexts.sizes, broker.writer),
             broker.metrics.watch_loop(),
-            *self._watch_of_empty_devices(broker),
             *self._watch_of_revocation(broker),
         )
-
-    def _watch_of_empty_devices(self, broker: Broker) -> tuple[Coroutine[Any, Any, None], ...]:
-        program = self._settings.on_empty
-        if program is None:
-            return ()
-        after_s = self._settings.empty_after / 1000
-        watch = EmptyDevices(program, after_s, devices=broker.arbiter.devices, changed=lambda: broker.anything_changed)
-        return (watch.run(),)
 
     def _watch_of_revocation(self, broker: Broker) -> tuple[Coroutine[Any, Any, None], ...]:
         source = self._settings.revocation_notice
