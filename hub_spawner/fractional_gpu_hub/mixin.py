@@ -17,13 +17,15 @@ import os
 import pwd
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from traitlets import Float, Unicode, default
 
 from fractional_gpu.client.discovery import socket_path
-from fractional_gpu.client.seat import SEAT_FILE_VARIABLE, Seat, write_seat
+from fractional_gpu.client.following import AsyncClient
+from fractional_gpu.client.seat import SEAT_FILE_VARIABLE, Seat, SeatClient, write_seat
 from fractional_gpu.core.units import format_forecast, format_fraction
 from fractional_gpu.protocol.errors import FractionalGPUError, NotFoundError
 from fractional_gpu.protocol.messages import ProgressKind
@@ -32,8 +34,8 @@ from fractional_gpu_hub.base import GPUChoiceMixin, free_fractions
 from fractional_gpu_hub.options import Choice
 from fractional_gpu_hub.seats import (
     SEAT_WAIT,
-    AsyncSeatClient,
     prepare_seat_folder,
+    seat_client,
     spawn_error,
     spawn_error_of,
     start_reconciling,
@@ -123,12 +125,13 @@ class FractionalGPUMixin(GPUChoiceMixin):
         return self._gpu_seat
 
     @property
-    def _gpu_client(self) -> AsyncSeatClient:
-        return AsyncSeatClient(self.gpu_socket, patience_s=self.gpu_broker_patience)
+    def _gpu_client(self) -> AsyncClient[SeatClient]:
+        return seat_client(self.gpu_socket, patience_s=self.gpu_broker_patience)
 
     async def gpu_offers(self) -> Offers:
         """Return what the broker offers this user. Raises FractionalGPUError. Cancelled: the call ends by itself."""
-        return await self._gpu_client.offers(self._gpu_offer_request())
+        request = self._gpu_offer_request()
+        return await self._gpu_client.call(lambda client: client.offers(request))
 
     def _gpu_offer_request(self) -> OfferRequest:
         return OfferRequest(owner=self.user.name, groups=self._gpu_groups(), server=self.name, hub=self._gpu_hub())
@@ -147,7 +150,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
         begun_s = time.monotonic()
         place, hint = None, ""
         try:
-            async with contextlib.aclosing(self._gpu_client.take(request)) as lines:
+            async with contextlib.aclosing(self._gpu_client.stream(lambda client: client.take_seat(request))) as lines:
                 async for line in lines:
                     if line.kind == ProgressKind.REFUSED:
                         raise spawn_error(line.sentence, reason=line.reason, hint=await self._gpu_hint())
@@ -196,7 +199,8 @@ class FractionalGPUMixin(GPUChoiceMixin):
     async def _gpu_hint(self) -> str:
         """Return what can be had instead."""
         try:
-            offers = await AsyncSeatClient(self.gpu_socket, patience_s=0).offers(self._gpu_offer_request())
+            request = self._gpu_offer_request()
+            offers = await seat_client(self.gpu_socket, patience_s=0).call(lambda client: client.offers(request))
         except FractionalGPUError:
             return ""
         return free_fractions(offers, without=self.gpu_allow_without)
@@ -245,7 +249,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
     async def _gpu_confirm(self) -> None:
         seat_id = (self._gpu_seat or {}).get("seat_id", "")
         try:
-            await AsyncSeatClient(self.gpu_socket, patience_s=0).confirm(seat_id)
+            await seat_client(self.gpu_socket, patience_s=0).call(lambda client: client.confirm_seat(seat_id))
         except NotFoundError:
             self.log.warning(
                 "The seat of %s is gone at the broker: its kernels get no GPU until it is restarted", self._log_name
@@ -263,9 +267,8 @@ class FractionalGPUMixin(GPUChoiceMixin):
         for seat in over:
             _remove(seat["file"])
             try:
-                await AsyncSeatClient(self.gpu_socket, patience_s=min(_RELEASE_S, self.gpu_broker_patience)).release(
-                    seat["seat_id"]
-                )
+                client = seat_client(self.gpu_socket, patience_s=min(_RELEASE_S, self.gpu_broker_patience))
+                await client.call(partial(SeatClient.release_seat, seat_id=seat["seat_id"]))
             except FractionalGPUError as error:
                 self.log.warning("The seat of %s is given back when the broker answers: %s", self._log_name, error)
                 start_reconciling(self.gpu_socket)

@@ -12,12 +12,11 @@ and every minute after that (`Reconciler`):
 """
 
 import asyncio
-import contextlib
 import logging
 import stat
 import sys
-import time
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,9 +25,9 @@ from prometheus_client import REGISTRY, Counter, Histogram
 from prometheus_client.registry import Collector
 from tornado import web
 
+from fractional_gpu.client.following import AsyncClient
 from fractional_gpu.client.seat import SeatClient
-from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
-from fractional_gpu.protocol.seats import OfferRequest, Offers, SeatList, SeatProgress, SeatRequest
+from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.status import SeatStatus
 
 # -- spawn outcome -----------------------------------------------------------------------------------------------------
@@ -205,69 +204,12 @@ def spawn_failed(error: BaseException) -> None:
         spawn_ended("failed", type(error).__name__)
 
 
-# -- seats -------------------------------------------------------------------------------------------------------------
-
-
-T = TypeVar("T")
-_PAUSE_S = 0.2
 _CALL_S = 10.0
 
 
-class AsyncSeatClient:
-    """Calls to the broker on a socket. A broker that does not answer is tried again for `patience_s` seconds."""
-
-    def __init__(self, socket: str, *, patience_s: float) -> None:
-        self.socket = socket
-        self.patience_s = patience_s
-
-    async def offers(self, request: OfferRequest) -> Offers:
-        """Return what the user can choose from. Raises FractionalGPUError. Cancelled: the call ends by itself."""
-        return await self._call(lambda client: client.offers(request))
-
-    async def seats(self) -> SeatList:
-        """Return all seats. Raises FractionalGPUError. Cancelled: the call ends by itself."""
-        return await self._call(lambda client: client.seats())
-
-    async def confirm(self, seat_id: str) -> SeatStatus:
-        """Keep the seat. Raises FractionalGPUError. Cancelled: the call ends by itself."""
-        return await self._call(lambda client: client.confirm_seat(seat_id))
-
-    async def release(self, seat_id: str) -> None:
-        """End the seat. Raises FractionalGPUError. Cancelled: the call ends by itself."""
-        await self._call(lambda client: client.release_seat(seat_id))
-
-    async def take(self, request: SeatRequest) -> AsyncGenerator[SeatProgress, None]:
-        """Yield the broker's lines until the seat is granted or refused. Raises FractionalGPUError.
-
-        Closed or cancelled, it leaves the queue; a seat that was granted at that moment expires by itself.
-        """
-        end_s = time.monotonic() + self.patience_s
-        while True:
-            client = SeatClient(self.socket, timeout_s=_CALL_S)
-            lines = client.take_seat(request)
-            try:
-                while (line := await asyncio.to_thread(next, lines, None)) is not None:
-                    end_s = time.monotonic() + self.patience_s
-                    yield line
-            except BrokerUnavailableError:
-                if time.monotonic() > end_s:
-                    raise
-            else:
-                return
-            finally:
-                client.close()  # wakes a thread that still reads
-            await asyncio.sleep(_PAUSE_S)
-
-    async def _call(self, work: Callable[[SeatClient], T]) -> T:
-        end_s = time.monotonic() + self.patience_s
-        while True:
-            with contextlib.closing(SeatClient(self.socket, timeout_s=_CALL_S)) as client:
-                try:
-                    return await asyncio.to_thread(work, client)
-                except BrokerUnavailableError:
-                    if time.monotonic() > end_s:
-                        raise
-            await asyncio.sleep(_PAUSE_S)
+def seat_client(socket: str, *, patience_s: float) -> AsyncClient[SeatClient]:
+    """Return what calls the broker on a socket from the hub's loop; one that does not answer is tried again for so long."""
+    return AsyncClient(lambda: SeatClient(socket, timeout_s=_CALL_S), patience_s=patience_s)
 
 
 BROKER_SERVICE = "gpu-broker"
@@ -332,10 +274,10 @@ class Reconciler:
 
     async def reconcile(self) -> None:
         """Give back the seats that no server uses. Raises FractionalGPUError. Cancelled: some may have been given back."""
-        client = AsyncSeatClient(self._socket, patience_s=_PATIENCE_S)
-        for seat in (await client.seats()).seats:
+        client = seat_client(self._socket, patience_s=_PATIENCE_S)
+        for seat in (await client.call(SeatClient.seats)).seats:
             if self._is_ours(seat) and not self._is_used(seat):
-                await client.release(seat.seat_id)
+                await client.call(partial(SeatClient.release_seat, seat_id=seat.seat_id))
                 name = f"{seat.owner}:{seat.server}" if seat.server else seat.owner
                 self._log.warning("The seat %s of %s was given back: its server is gone", seat.seat_id[:8], name)
 

@@ -76,13 +76,11 @@ class Page:
 
 
 @pytest.fixture
-async def follower(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[BrokerFollower]:
+async def follower(monkeypatch: pytest.MonkeyPatch) -> BrokerFollower:
     monkeypatch.setattr(app, "STREAM_TRUST_S", 0.0)
     monkeypatch.setenv("JUPYTERHUB_OAUTH_ACCESS_SCOPES", json.dumps([ACCESS]))
     monkeypatch.setenv("JUPYTERHUB_SERVICE_PREFIX", "/services/gpu/")
-    follower = BrokerFollower("/nowhere")
-    yield follower
-    follower._stopping.set()
+    return BrokerFollower("/nowhere")
 
 
 @asynccontextmanager
@@ -112,7 +110,7 @@ async def opened(follower: BrokerFollower, monkeypatch: pytest.MonkeyPatch, scop
 
 def stir(follower: BrokerFollower) -> None:
     """There is news."""
-    follower._take({"problem": f"{follower.snapshot.problem}!"})
+    follower._publish(problem=f"{follower.snapshot.problem}!")
 
 
 async def test_a_token_that_was_taken_away_ends_the_open_stream(

@@ -143,7 +143,6 @@ async def service(
         async with serving(app._application(cluster or follower, actions)) as port:
             yield Service(port)
         actions.close()
-        follower._stopping.set()
         auth._pool.shutdown()
         auth._thread_loop.close()  # the library's own, for questions that block
 

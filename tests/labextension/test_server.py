@@ -1,6 +1,5 @@
 """The server extension: pages hear of their server's kernels without asking, steer those alone, and nobody seems to be at work."""
 
-import asyncio
 import json
 import signal
 import urllib.error
@@ -13,13 +12,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from msgspec.structs import replace
 
 from fractional_gpu.core.forecasts.habits import Share
 from fractional_gpu.protocol.messages import EvictRequest
-from fractional_gpu.protocol.status import HostStatus
-from fractional_gpu_kernel.server.app import _MOST_ACTIONS, newest_only
-from tests.kernelext.statuses import host
+from fractional_gpu_kernel.server.app import _MOST_ACTIONS
 from tests.labextension.conftest import Page, State, page_of
 from tests.support.kernels import running_kernel, talking_to
 from tests.support.managed import entered, must
@@ -46,22 +42,6 @@ def refusal(server: Server, kernel_id: str, action: str, body: dict[str, Any] | 
 def advice(server: Server, kernel_id: str) -> State:
     reply: State = server.request("GET", f"jupyter-fractional-gpu/kernels/{kernel_id}/advice?no_track_activity=1")
     return reply
-
-
-async def test_a_server_that_was_busy_shows_the_newest_status_alone() -> None:
-    """Each costs it a check of all its kernels' fields: what was missed meanwhile would keep it busy for longer."""
-    taken: list[HostStatus | None] = []
-    on_status = newest_only(asyncio.get_running_loop(), taken.append)
-    first, second, third = (replace(host(), pid=pid) for pid in (1, 2, 3))
-    for status in (first, None, second):
-        on_status(status)
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert taken == [second]
-    for status in (third, None):
-        on_status(status)
-        await asyncio.sleep(0)
-    assert taken == [second, third, None]
 
 
 def test_without_a_broker_it_says_so_and_starts_none(world: World, server: Server) -> None:

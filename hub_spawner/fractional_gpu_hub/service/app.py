@@ -516,10 +516,7 @@ async def _serve(broker: str, listener: socket.socket, hub: int, cluster: str = 
         server.stop()
         actions.close()
         await server.close_all_connections()
-        if isinstance(follower, ClusterFollower):
-            await follower.close()
-        else:
-            await asyncio.to_thread(follower.stop)
+        await follower.close()
 
 
 def _application(follower: BrokerFollower | ClusterFollower, actions: Actions) -> web.Application:

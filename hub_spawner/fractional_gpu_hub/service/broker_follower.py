@@ -1,8 +1,7 @@
 """The broker's latest status for all pages (one connection and one copy, whatever their number), and the page while the hub starts.
 
-- A thread follows the broker's status stream. A broken stream is opened again with growing pauses of up to `LONGEST_PAUSE_S`; until then
-  the last snapshot stays, with the sentence that says why there is no newer one.
-- Seats and pools are not in the stream: another thread requests them after each change, `SEATS_S` apart at least, and every `REFRESH_S`.
+- While the broker is away, the last snapshot stays, with the sentence that says why there is no newer one.
+- Seats and pools are not in the broker's stream: they are requested after each change, `SEATS_S` apart at least, and every `REFRESH_S`.
 - A page takes `changed` before it reads `snapshot`, then waits for `changed`: so it misses no change.
 """
 
@@ -12,13 +11,12 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from time import monotonic
 from typing import Any
 from urllib.parse import urlsplit
 
+from fractional_gpu.client.following import AsyncClient, follow
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.seats import PoolList, SeatList
@@ -26,7 +24,6 @@ from fractional_gpu.protocol.status import HostStatus
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 SEATS_S, REFRESH_S = 0.5, 5.0
 _CALL_S = 10.0
 
@@ -43,98 +40,48 @@ class Snapshot:
 
 
 class BrokerFollower:
-    """Follows the broker on a socket. `start`, `snapshot` and `changed` belong to one event loop."""
+    """Follows the broker on a socket, on one event loop."""
 
     def __init__(self, socket: str) -> None:
         self.snapshot = Snapshot()
         self.changed = asyncio.Event()
-        self._socket = socket
-        self._loop: asyncio.AbstractEventLoop
-        self._stopping = threading.Event()
-        self._stale = threading.Event()  # seats or pools may have changed
-        self._clients: list[SeatClient] = []
-        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._follow, self._refresh)]
+        self._client = AsyncClient(lambda: SeatClient(socket, timeout_s=_CALL_S))
+        self._stale = asyncio.Event()  # seats or pools may have changed
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Begin to follow."""
-        self._loop = asyncio.get_running_loop()
-        for thread in self._threads:
-            thread.start()
+        statuses = follow(self._client, self._take_status, lambda error: self._publish(problem=str(error)))
+        self._tasks = [asyncio.create_task(statuses), asyncio.create_task(self._refresh())]
 
-    def stop(self) -> None:
-        """End both threads; returns when they have ended."""
-        self._stopping.set()
-        self._stale.set()
-        for thread in self._threads:
-            while thread.is_alive():
-                for client in list(self._clients):
-                    client.close()  # wakes a thread that reads
-                thread.join(0.1)
+    async def close(self) -> None:
+        """Follow no more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def refresh_soon(self) -> None:
         """An action of this service has changed something: request seats and pools now."""
         self._stale.set()
 
-    # -- in the threads ---------------------------------------------------------------------------------------------------------
+    def _take_status(self, status: HostStatus) -> None:
+        self._stale.set()
+        self._publish(status=status, problem="")
 
-    def _follow(self) -> None:
-        def follow(client: SeatClient, works: Callable[[], None]) -> None:
-            for status in client.events():
-                works()
-                self._stale.set()
-                self._publish(status=status, problem="")
-                if self._stopping.is_set():
-                    return
-
-        self._persistently(follow, lambda problem: self._publish(problem=problem))
-
-    def _refresh(self) -> None:
-        def refresh(client: SeatClient, works: Callable[[], None]) -> None:
-            while not self._stopping.is_set():
-                self._stale.clear()
-                begun_s = monotonic()
-                seats, pools = client.seats(), client.pools()
-                works()
-                self._publish(seats=seats, pools=pools, refused="")
-                self._stopping.wait(max(0.0, SEATS_S - (monotonic() - begun_s)))
-                self._stale.wait(REFRESH_S)
-
-        self._persistently(refresh, lambda problem: self._publish(refused=problem))
-
-    def _persistently(
-        self, work: Callable[[SeatClient, Callable[[], None]], None], on_problem: Callable[[str], None]
-    ) -> None:
-        """Do the work with a client of its own, again after each failure, until `stop`. `on_problem` gets the reason of each failure."""
-        pause_s = FIRST_PAUSE_S
-
-        def works() -> None:
-            nonlocal pause_s
-            pause_s = FIRST_PAUSE_S
-
-        while not self._stopping.is_set():
-            client = SeatClient(self._socket, timeout_s=_CALL_S)
-            self._clients.append(client)
+    async def _refresh(self) -> None:
+        while True:
+            self._stale.clear()
             try:
-                work(client, works)
-                problem = "the GPU broker ended"
+                seats, pools = await self._client.call(lambda client: (client.seats(), client.pools()))
+                self._publish(seats=seats, pools=pools, refused="")
             except FractionalGPUError as error:
-                problem = str(error)
-            finally:
-                self._clients.remove(client)
-                client.close()
-            if self._stopping.is_set():
-                return
-            on_problem(problem)
-            self._stopping.wait(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                self._publish(refused=str(error))
+            await asyncio.sleep(SEATS_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(REFRESH_S):
+                    await self._stale.wait()
 
     def _publish(self, **changes: Any) -> None:  # noqa: ANN401 - fields of the snapshot
-        if not self._stopping.is_set():
-            self._loop.call_soon_threadsafe(self._take, changes)
-
-    # -- on the loop ------------------------------------------------------------------------------------------------------------
-
-    def _take(self, changes: dict[str, Any]) -> None:
         before, self.snapshot = self.snapshot, replace(self.snapshot, **changes)
         if self.snapshot.problem != before.problem:
             if self.snapshot.problem:
@@ -146,7 +93,6 @@ class BrokerFollower:
             self.changed = asyncio.Event()
 
 
-# -- startup placeholder -----------------------------------------------------------------------------------------------
 # Placeholder HTTP server that answers 425 until the service has started. Standard library only.
 #
 # JupyterHub 5 waits ten seconds for any answer of a managed service, and does not start without one; on a busy machine the import of the

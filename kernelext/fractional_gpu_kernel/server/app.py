@@ -1,13 +1,8 @@
-"""The extension's application and its routes, the subscription to the broker, and the server's event stream.
-
-Everything but the subscription runs on the server's loop.
-"""
+"""The extension's application and its routes, the subscription to the broker, and the server's event stream."""
 
 import asyncio
 import json
 import logging
-import threading
-from collections import deque
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
@@ -21,99 +16,16 @@ from tornado import web
 
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import unstarted_broker
+from fractional_gpu.client.following import AsyncClient, follow
 from fractional_gpu.client.seat import own_seat
-from fractional_gpu.client.threads import in_thread
 from fractional_gpu.protocol.errors import RESTART, BadRequestError, ConflictError, FractionalGPUError, NotFoundError
 from fractional_gpu.protocol.messages import ExpectRequest, PinRequest
 from fractional_gpu.protocol.status import HostStatus, LeaseStatus
 
-# -- follower ----------------------------------------------------------------------------------------------------------
-# The server's one subscription to the broker, and the events that browsers get of it.
-#
-# It has a thread of its own: the client is synchronous, and the server's loop must not wait.
-#
-# The stream's first line is the whole host's status; each later line holds what has changed, and the client decodes no more than that
-# (`BrokerClient.events`).
-
-
 log = logging.getLogger(__name__)
 
-_RETRY_S = 1.0  # nothing signals that a broker has started; a try is one attempt to open a socket
-_CLOSE_AGAIN_S = 0.1
-
-
-class StatusFollower:
-    """Calls `on_status(status)` after each change, and `on_status(None)` when the broker is gone; from its thread."""
-
-    def __init__(self, on_status: Callable[[HostStatus | None], None]) -> None:
-        self._on_status = on_status
-        self._stopping = threading.Event()
-        self._client: BrokerClient | None = None
-        self._thread = threading.Thread(target=self._run, name="gpu-status", daemon=True)
-
-    def start(self) -> None:
-        """Begin; returns at once."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Close the connection and return when the thread has ended: no call comes after that."""
-        self._stopping.set()
-        while self._thread.is_alive():
-            if self._client is not None:
-                self._client.close()  # repeatedly: the thread may be about to connect, which one `close` does not find
-            self._thread.join(_CLOSE_AGAIN_S)
-
-    def _run(self) -> None:
-        complaint = ""
-        while not self._stopping.is_set():
-            try:
-                self._follow()
-                complaint = ""
-            except FractionalGPUError as error:
-                if error.reason != "no-broker" and str(error) != complaint:
-                    complaint = str(error)
-                    log.info("GPU status: %s", error)
-            self._stopping.wait(_RETRY_S)
-
-    def _follow(self) -> None:
-        """Follow until the broker goes away. Raises FractionalGPUError."""
-        seat = own_seat()
-        self._client = unstarted_broker(token=None if seat is None else seat.token)
-        is_connected = False
-        try:
-            for status in self._client.events():
-                if self._stopping.is_set():
-                    break
-                is_connected = True
-                self._on_status(status)
-        finally:
-            self._client.close()
-            if is_connected and not self._stopping.is_set():
-                self._on_status(None)
-
-
-def newest_only(
-    loop: asyncio.AbstractEventLoop, take: Callable[[HostStatus | None], None]
-) -> Callable[[HostStatus | None], None]:
-    """Return what any thread may call with a status, so that `take` gets it on the loop. A loop that was busy gets the newest alone."""
-    newest: deque[HostStatus | None] = deque(maxlen=1)
-
-    def take_newest() -> None:
-        if newest:
-            take(newest.pop())
-
-    def on_status(status: HostStatus | None) -> None:
-        newest.append(status)
-        loop.call_soon_threadsafe(take_newest)
-
-    return on_status
-
-
-# -- browser events ----------------------------------------------------------------------------------------------------
-# The events that browsers get, as plain data: pure functions of the broker's messages.
-#
-# The server's event logger checks each event against its schema. Memory in MiB, fractions in milli-GPU, durations in milliseconds.
-
+# What browsers get, as plain data. Memory in MiB, fractions in milli-GPU, durations in milliseconds. The server's event logger checks each
+# event against its schema.
 
 STATE_ID = "urn:jupyter-fractional-gpu:state:v1"
 NOTICE_ID = "urn:jupyter-fractional-gpu:notice:v1"
@@ -243,10 +155,6 @@ def _kernel_of(status: LeaseStatus) -> dict[str, Any]:
     return {name: known[name] for name in _KERNEL_FIELDS}
 
 
-# -- app ---------------------------------------------------------------------------------------------------------------
-
-
-# -- handlers ----------------------------------------------------------------------------------------------------------
 # The routes, below the server's base URL:
 #
 #     GET  /jupyter-fractional-gpu/state                     the last state of the event stream, for a page that was just opened
@@ -254,10 +162,9 @@ def _kernel_of(status: LeaseStatus) -> dict[str, Any]:
 #     POST /jupyter-fractional-gpu/kernels/KERNEL/ACTION     suspend, resume, pin {"minutes": 30}, unpin: as `%gpu` does
 #     POST /jupyter-fractional-gpu/kernels/KERNEL/expect     {"sign": "typing"}: its next cell is near; of the cell nothing is told
 #
-# Requests are signed in, authorised for `kernels` and XSRF-checked, as for each of Jupyter's own routes. An action is a call to the broker
-# in a thread; it ends when the browser closes the connection, which withdraws the ticket of a resume that waits. Errors are JSON with
-# `message` and `reason`, with the broker's own status.
-
+# Requests are signed in, authorised for `kernels` and XSRF-checked, as for each of Jupyter's own routes. An action ends when the browser
+# closes the connection, which withdraws the ticket of a resume that waits. Errors are JSON with `message` and `reason`, with the broker's
+# own status.
 
 _MOST_ACTIONS = 16  # under way at once: each has a thread of its own
 _LONGEST_PIN_MIN = 7 * 24 * 60
@@ -296,34 +203,33 @@ class _Call(_Handler):
     """A call to the broker about one kernel."""
 
     under_way = 0  # of all requests
-    _client: BrokerClient | None = None
+    _call: asyncio.Task[LeaseStatus | None] | None = None
 
     def on_connection_close(self) -> None:
-        if self._client is not None:
-            self._client.close()
+        if self._call is not None:
+            self._call.cancel()
         super().on_connection_close()
 
     async def _answer(self, kernel_id: str, name: str) -> LeaseStatus | None:
         """Make the call and return what it returned; None, with the refusal sent, where it was refused."""
         try:
-            return await self._call(kernel_id, name)
+            action = BrokerClient.lease if name == "advice" else _action(name, self.get_json_body() or {})
+            lease = self.app.lease_of(kernel_id)
+            if _Call.under_way >= _MOST_ACTIONS:
+                raise ConflictError(f"{_MOST_ACTIONS} actions are under way on this server; wait for one to end")
+            token = self.app.token_of(kernel_id)
+            client = AsyncClient(lambda: unstarted_broker(token=token).because_of(f"`{name}` in JupyterLab"))
+            _Call.under_way += 1
+            try:
+                self._call = asyncio.create_task(client.call(lambda one: action(one, lease.lease_id)))
+                await asyncio.wait([self._call])
+                return None if self._call.cancelled() else self._call.result()
+            finally:
+                _Call.under_way -= 1
         except FractionalGPUError as error:
             self.set_status(error.status)
             await self.finish(json.dumps({"message": str(error), "reason": error.reason}))
             return None
-
-    async def _call(self, kernel_id: str, name: str) -> LeaseStatus | None:
-        action = BrokerClient.lease if name == "advice" else _action(name, self.get_json_body() or {})
-        lease = self.app.lease_of(kernel_id)
-        if _Call.under_way >= _MOST_ACTIONS:
-            raise ConflictError(f"{_MOST_ACTIONS} actions are under way on this server; wait for one to end")
-        self._client = unstarted_broker(token=self.app.token_of(kernel_id))
-        _Call.under_way += 1
-        try:
-            with self._client as client:
-                return await in_thread(action, client.because_of(f"`{name}` in JupyterLab"), lease.lease_id)
-        finally:
-            _Call.under_way -= 1
 
 
 class _Action(_Call):
@@ -372,12 +278,14 @@ def _action(name: str, body: object) -> Action:
     return actions[name]
 
 
-# -- app ---------------------------------------------------------------------------------------------------------------
-
-
 _LISTING_STEP_S = 0.05
 _LISTING_STEPS = 100
 _KERNEL_ACTIONS = "https://events.jupyter.org/jupyter_server/kernel_actions/v1"
+
+
+def _broker() -> BrokerClient:
+    seat = own_seat()
+    return unstarted_broker(token=None if seat is None else seat.token)
 
 
 class FractionalGPUApp(ExtensionApp):
@@ -403,7 +311,8 @@ class FractionalGPUApp(ExtensionApp):
         """Register what will be emitted."""
         self._status: HostStatus | None = None
         self._emitted: dict[str, Any] | None = None
-        self._follower: StatusFollower | None = None
+        self._following: asyncio.Task[None] | None = None
+        self._complaint = ""
         for schema in (STATE_SCHEMA, NOTICE_SCHEMA):
             self._events.register_event_schema(dict(schema))
 
@@ -414,13 +323,13 @@ class FractionalGPUApp(ExtensionApp):
     async def _start_jupyter_server_extension(self, _serverapp: Any) -> None:  # noqa: ANN401 - jupyter_server's signature
         """Subscribe, now that the loop runs."""
         self._events.add_listener(schema_id=_KERNEL_ACTIONS, listener=self._kernel_acted)
-        self._follower = StatusFollower(newest_only(asyncio.get_running_loop(), self._take))
-        self._follower.start()
+        self._following = asyncio.create_task(follow(AsyncClient(_broker), self._take, self._lost))
 
     async def stop_extension(self) -> None:
         """Close the subscription."""
-        if self._follower is not None:
-            await in_thread(self._follower.stop)
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
 
     def state(self) -> dict[str, Any]:
         """Return the state that browsers should show now."""
@@ -462,9 +371,18 @@ class FractionalGPUApp(ExtensionApp):
                 return
             await asyncio.sleep(_LISTING_STEP_S)
 
-    def _take(self, status: HostStatus | None) -> None:
-        self._status = status
+    def _take(self, status: HostStatus) -> None:
+        self._status, self._complaint = status, ""
         self._emit_state()
+
+    def _lost(self, error: FractionalGPUError) -> None:
+        """There is no status now; nothing signals that a broker has started, so it is looked for again and again."""
+        if error.reason not in {"no-broker", "hung-up"} and str(error) != self._complaint:
+            self._complaint = str(error)
+            log.info("GPU status: %s", error)
+        if self._status is not None:
+            self._status = None
+            self._emit_state()
 
     def _emit_state(self) -> None:
         """Emit the state if it differs from the last one emitted."""

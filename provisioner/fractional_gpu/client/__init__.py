@@ -6,4 +6,5 @@
 - `state_folder`: where that broker keeps its state
 - `seat`: the seat that the hub gave this server, and the hub's routes
 - `threads`: blocking calls beside an event loop
+- `following`: calls from an event loop, and the status as it changes
 """

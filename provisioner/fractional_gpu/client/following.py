@@ -1,0 +1,112 @@
+"""Calls to the broker from an event loop, and its status as it changes: for Jupyter servers, hubs and their page.
+
+A client blocks, so each call or stream has its own daemon thread and connection. A cancelled one is given up: the broker sees the hang-up.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing, suppress
+from typing import Generic, TypeVar
+
+from fractional_gpu.client.client import BrokerClient
+from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
+from fractional_gpu.protocol.messages import HostStatus
+
+T = TypeVar("T")
+C = TypeVar("C", bound=BrokerClient)
+
+_RETRY_S = 0.2
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+
+
+class AsyncClient(Generic[C]):
+    """Works with clients that `connect` makes, in threads; a broker that does not answer is tried again for `patience_s` seconds."""
+
+    def __init__(self, connect: Callable[[], C], *, patience_s: float = 0.0) -> None:
+        self._connect = connect
+        self._patience_s = patience_s
+
+    async def call(self, work: Callable[[C], T]) -> T:
+        """Return what `work` returns. Raises what it raises. Cancelled: the call is given up."""
+        async with aclosing(self.stream(lambda client: [work(client)])) as results:
+            async for result in results:
+                return result
+        raise AssertionError("there is one result")
+
+    async def stream(self, lines: Callable[[C], Iterable[T]]) -> AsyncGenerator[T, None]:
+        """Yield what `lines` yields, each when the one before was taken. Raises what it raises. Closed or cancelled: it is given up."""
+        end_s = time.monotonic() + self._patience_s
+        while True:
+            try:
+                async with aclosing(self._stream_once(lines)) as found:
+                    async for line in found:
+                        end_s = time.monotonic() + self._patience_s
+                        yield line
+            except BrokerUnavailableError:
+                if time.monotonic() >= end_s:
+                    raise
+            else:
+                return
+            await asyncio.sleep(_RETRY_S)
+
+    async def _stream_once(self, lines: Callable[[C], Iterable[T]]) -> AsyncGenerator[T, None]:
+        loop, taken = asyncio.get_running_loop(), threading.Semaphore(0)
+        arrived = asyncio.Queue[tuple[T] | Exception | None]()
+        clients: list[C] = []
+        given_up = False
+
+        def put(item: tuple[T] | Exception | None) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(arrived.put_nowait, item)
+
+        def read() -> None:
+            try:
+                clients.append(self._connect())
+                with clients[0] as client:
+                    for line in () if given_up else lines(client):
+                        put((line,))
+                        taken.acquire()
+                        if given_up:
+                            return
+            except Exception as error:  # noqa: BLE001 - raised where the lines are awaited
+                put(error)
+            else:
+                put(None)
+
+        threading.Thread(target=read, name="gpu-stream", daemon=True).start()
+        try:
+            while (item := await arrived.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item[0]
+                taken.release()
+        finally:
+            given_up = True
+            taken.release()
+            for client in clients:
+                client.close()  # wakes a thread that reads
+
+
+async def follow(
+    client: AsyncClient[C],
+    take: Callable[[HostStatus], None],
+    lost: Callable[[FractionalGPUError], None],
+) -> None:
+    """Call `take` with the host's status, at once and after each change, and `lost` with the reason when there is none; until cancelled.
+
+    A loop that was busy gets fewer, newer ones: the broker queues no lines.
+    """
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        try:
+            async with aclosing(client.stream(lambda one: one.events())) as statuses:
+                async for status in statuses:
+                    pause_s = _FIRST_PAUSE_S
+                    take(status)
+            lost(BrokerUnavailableError("the GPU broker ended", reason="hung-up"))
+        except FractionalGPUError as error:
+            lost(error)
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
