@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
-from fractional_gpu.protocol.messages import HostStatus
+from fractional_gpu.protocol.status import HostStatus
 
 T = TypeVar("T")
 C = TypeVar("C", bound=BrokerClient)
