@@ -10,14 +10,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from fractional_gpu.broker.clock import now_ms, wall_ms
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
-from fractional_gpu.broker.runtime import Runtime
 from fractional_gpu.config.budgets import format_amount
 from fractional_gpu.config.pools import Pool
 from fractional_gpu.core.events import PriorityChanged
@@ -37,6 +36,9 @@ from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.protocol.accounts import BudgetStatus
 from fractional_gpu.protocol.errors import NoRoomError
 from fractional_gpu.protocol.messages import GateVerb
+
+if TYPE_CHECKING:
+    from fractional_gpu.broker.broker import Broker
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +86,7 @@ class BudgetKeeper:
 
     def __init__(
         self,
-        broker: Runtime,
+        broker: "Broker",
         writer: LedgerWriter,
         budgets: Sequence[Budget],
         terms: Callable[[str], Pool],

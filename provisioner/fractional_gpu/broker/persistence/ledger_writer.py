@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from fractional_gpu.broker.clock import DeadlineClock, now_ms, wall_ms
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.persistence.lease_files import LeaseFiles
-from fractional_gpu.broker.runtime import Runtime
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.forecasts.estimators import ContextSizes
 from fractional_gpu.core.forecasts.forecasts import Forecasts
@@ -27,6 +26,9 @@ from fractional_gpu.host.threads import StartedThreads
 from fractional_gpu.ledger.ledger import ACCOUNTS_MS, HISTORY_MS, Ledger
 from fractional_gpu.ledger.records import LeaseRecord, LedgerError, PointRecord, RecordError
 from fractional_gpu.protocol.messages import GateVerb
+
+if TYPE_CHECKING:
+    from fractional_gpu.broker.broker import Broker
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -282,7 +284,7 @@ class LeaseRecords:
     """The records of one broker's leases. `files` holds the second records, if there are any. Everything runs on the broker's loop."""
 
     def __init__(
-        self, broker: Runtime, writer: LedgerWriter, deadlines: DeadlineClock, files: LeaseFiles | None = None
+        self, broker: "Broker", writer: LedgerWriter, deadlines: DeadlineClock, files: LeaseFiles | None = None
     ) -> None:
         self.files = files
         self._broker = broker

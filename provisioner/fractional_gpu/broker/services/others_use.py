@@ -9,10 +9,10 @@ Only processes that are on the device now count: one that has ended may have bee
 import logging
 from collections.abc import Sequence
 
+from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import members_of
 from fractional_gpu.broker.lanes import QUESTIONS
-from fractional_gpu.broker.runtime import Runtime
 from fractional_gpu.gpu.interface import DeviceUse, DeviceUtilisation, GPUError, ProcessKind
 from fractional_gpu.host.clock import since_boot_us
 from fractional_gpu.host.process import Snapshot
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 _MOST_AGE_S = 1.0  # of the processes' list: questions do not add up to a pass each
 
 
-async def others_use_milli(broker: Runtime, kernels: Sequence[Kernel], last_ms: int) -> int | None:
+async def others_use_milli(broker: Broker, kernels: Sequence[Kernel], last_ms: int) -> int | None:
     """Return what others used of the first lease's device in the last milliseconds, the mean in thousandths of the device.
 
     `kernels`: the leases that are no others. None: the lease has no single device, or the device does not count by process. Cancelled:
@@ -49,7 +49,7 @@ async def others_use_milli(broker: Runtime, kernels: Sequence[Kernel], last_ms: 
     return sum(utilisation.by_pid.get(one.pid, 0) for one in there if one.pid not in ours)
 
 
-def _read(broker: Runtime, device_id: str, since_us: int) -> tuple[DeviceUse, DeviceUtilisation, Snapshot] | None:
+def _read(broker: Broker, device_id: str, since_us: int) -> tuple[DeviceUse, DeviceUtilisation, Snapshot] | None:
     """In a thread. None: the device cannot be read, or reports nothing."""
     try:
         use, utilisation = broker.monitor.use(device_id), broker.monitor.utilisation(device_id, since_us)

@@ -17,13 +17,12 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from fractional_gpu.broker.kernels.connection import GateLink
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import members_of
 from fractional_gpu.broker.persistence.ledger_writer import devices_of
-from fractional_gpu.broker.runtime import Runtime
 from fractional_gpu.core.effects import CapBreached
 from fractional_gpu.core.forecasts.estimators import FLOOR_MIB, ContextSize, ContextSizes
 from fractional_gpu.core.model import Breach, LeaseState, LeaseView, Strangers
@@ -33,6 +32,9 @@ from fractional_gpu.host.clock import since_boot_us
 from fractional_gpu.host.process import PROC, ProcessIdentity, Snapshot, identify, is_alive, open_pidfd, owner_uid
 from fractional_gpu.protocol.messages import GateVerb
 from fractional_gpu.protocol.status import Stranger
+
+if TYPE_CHECKING:
+    from fractional_gpu.broker.broker import Broker
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +47,7 @@ _SERVERS: Final = ("nvidia-cuda-mps", "nv-hostengine", "nvidia-persiste")
 class Enforcement:
     """Compares what leases and strangers really use with what they may. `clock` in seconds, for tests."""
 
-    def __init__(self, broker: Runtime, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, broker: "Broker", clock: Callable[[], float] = time.monotonic) -> None:
         self.strangers: dict[str, list[Stranger]] = {}  # by device
         self.exempt_pids: set[int] = set()  # pids of processes on which the broker tests checkpoints
         self._broker = broker
@@ -190,7 +192,7 @@ _NO_USER: Final = -1  # a uid that no user has
 class ContextLearner:
     """Learns from the kernels of one broker. All methods run on its loop."""
 
-    def __init__(self, broker: Runtime, sizes: ContextSizes) -> None:
+    def __init__(self, broker: "Broker", sizes: ContextSizes) -> None:
         self.sizes = sizes
         self._broker = broker
         self._asking: dict[str, asyncio.Task[None]] = {}  # by lease
@@ -297,7 +299,7 @@ class GpuActivity:
 
     def __init__(
         self,
-        broker: Runtime,
+        broker: "Broker",
         since_boot_us: Callable[[], int] = since_boot_us,
         steady_s: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.kernels.ending import end_processes
@@ -29,7 +29,6 @@ from fractional_gpu.broker.kernels.kernel import Kernel, Survivor
 from fractional_gpu.broker.kernels.process_inspector import HostSnapshot, ProcessInspector
 from fractional_gpu.broker.lanes import SWAPS
 from fractional_gpu.broker.persistence.ledger_writer import devices_of
-from fractional_gpu.broker.runtime import Runtime
 from fractional_gpu.core.events import LeaseReleased, LeftBehind
 from fractional_gpu.core.model import AfterKernel, LeaseState, LeaseView
 from fractional_gpu.gpu.interface import DeviceUse, GPUError
@@ -37,6 +36,9 @@ from fractional_gpu.host.memory import kill_count, kill_counter, smallest_limit,
 from fractional_gpu.host.process import ProcessIdentity, is_alive, open_pidfd, owner_uid, read_command, read_stat
 from fractional_gpu.protocol.codec import printable
 from fractional_gpu.protocol.errors import ConflictError
+
+if TYPE_CHECKING:
+    from fractional_gpu.broker.broker import Broker
 
 # -- abandoned ---------------------------------------------------------------------------------------------------------
 # Ends leases whose kernels no process can start again.
@@ -69,7 +71,7 @@ def has_lost_server(kernel: Kernel) -> bool:
 class AbandonedLeases:
     """Finds and ends such leases of one broker."""
 
-    def __init__(self, broker: Runtime) -> None:
+    def __init__(self, broker: "Broker") -> None:
         self._broker = broker
 
     async def run(self) -> None:
@@ -128,7 +130,7 @@ _IN_A_SWAP: Final = frozenset(
 class Survivors:
     """Follows leases whose kernels have ended. One per broker. Everything runs on its loop."""
 
-    def __init__(self, broker: Runtime, inspector: ProcessInspector) -> None:
+    def __init__(self, broker: "Broker", inspector: ProcessInspector) -> None:
         self.uncounted_mib: dict[str, int] = {}  # by device: what it holds beyond what it charges to processes, at rest
         self.unfreed: dict[str, int] = {}  # the same for devices that did not free what an ended process had
         self.sampled = (
