@@ -89,8 +89,6 @@ _SHARE_UNUSED = (
 
 
 class Broker:
-    """Carries the arbiter's decisions out."""
-
     def __init__(
         self,
         arbiter: Arbiter,
@@ -155,16 +153,13 @@ class Broker:
         )
 
     def set_readings(self, used_mib: Mapping[str, int], sensors: Mapping[str, DeviceSensors]) -> None:
-        """Keep what the devices hold and their sensors, as the sampler read them, for status and metrics."""
         self.used_mib.update(used_mib)
         self.sensors = dict(sensors)
 
     def note_use(self) -> None:
-        """Note that a client uses the broker: it does not end as unused soon."""
         self.last_use_s = time.monotonic()
 
     def connect_seats(self, end_processes: Callable[[str], None]) -> None:
-        """Set what ends the processes of a revoked lease, by its id."""
         self._end_processes = end_processes
 
     # -- events in, effects out ----------------------------------------------------------------------------------------------
@@ -190,7 +185,6 @@ class Broker:
         return effects
 
     def _failpoint(self, event: Event) -> str:
-        """Return the failpoint's name: the event, and the state of its lease."""
         lease = self.arbiter.lease(getattr(event, "lease_id", ""))
         return f"event.{type(event).__name__}" + (f"@{lease.state}" if lease is not None else "")
 
@@ -371,7 +365,6 @@ class Broker:
         self.note_change()
 
     def note_change(self) -> None:
-        """Wake all that follow the status: something that it shows has changed."""
         self.anything_changed.set()
         self.anything_changed = asyncio.Event()
 
@@ -413,7 +406,6 @@ class Broker:
         return view.reserved_mib if by_use and view.reserved_mib else view.spec.reserve_mib
 
     def reserves_by_use(self, pool: str) -> bool:
-        """Whether reservations in the pool follow what kernels use."""
         policy = self.arbiter.pools().get(pool)
         return policy is not None and policy.reserve_by is ReserveBy.USE
 
@@ -468,7 +460,6 @@ class Broker:
         self.sync_busy_state(kernel)
 
     def watch_runner(self, kernel: Kernel) -> None:
-        """Notice the end of the process that says when a command needs the GPU."""
         kernel.watch_runner(partial(self._runner_ended, kernel))
 
     def _runner_ended(self, kernel: Kernel) -> None:
@@ -505,7 +496,6 @@ class Broker:
         self.process_gone(kernel, identity)
 
     def exited(self, kernel: Kernel) -> None:
-        """Report that nothing of the kernel's process is left: what it held is free."""
         self.dispatch(ProcessExited(at_ms=now_ms(), lease_id=kernel.lease_id))
         self.end_burst(kernel)
         kernel.notify()
@@ -533,7 +523,6 @@ class Broker:
         self.record_line(kernel.lease_id, "process.out-of-memory", sentence)
 
     def record_line(self, lease_id: str, reason: str, sentence: str) -> None:
-        """Add a line to the lease's story."""
         self.writer.submit(partial(self.writer.ledger.record, lease_id, wall_ms(), reason, sentence))
 
     def sync_busy_state(self, kernel: Kernel) -> None:
@@ -566,7 +555,6 @@ class Broker:
             self.request_on_behalf(kernel)
 
     def expect_cell(self, kernel: Kernel, sign: Sign, within_ms: int = _SIGN_MS, confidence_milli: int = 1000) -> None:
-        """Tell the arbiter of a sign that the kernel's next cell is near; signs that repeat within moments are told once."""
         at_ms = now_ms()
         if kernel.signs.get(sign, at_ms) <= at_ms:
             kernel.signs[sign] = at_ms + _SIGN_AGAIN_MS
@@ -597,7 +585,6 @@ class Broker:
         self.dispatch(Checkpointable(at_ms=now_ms(), lease_id=kernel.lease_id, why_not=why_not))
 
     async def measure(self, kernel: Kernel) -> None:
-        """Report to the arbiter what the kernel uses at this moment. Raises GPUError."""
         used_mib = await self._inspector.used_mib(kernel)
         view = self.arbiter.lease(kernel.lease_id)
         if view is not None and view.state in (LeaseState.RESIDENT, LeaseState.NO_CONTEXT):
@@ -638,11 +625,9 @@ class Broker:
         return self._tickets[1].get(lease_id)
 
     def roots(self) -> list[ProcessIdentity]:
-        """Return the kernel processes of all leases."""
         return [kernel.identity for kernel in self.kernels.values() if kernel.identity is not None]
 
     def views(self) -> list[tuple[Kernel, LeaseView]]:
-        """Return every living lease with its kernel."""
         return [
             (self.kernels[view.spec.lease_id], view)
             for view in self.arbiter.leases()
@@ -666,5 +651,4 @@ class Broker:
 
 
 def token_digest(token: str) -> str:
-    """Return the digest of a token, which is all that the broker keeps of it."""
     return hashlib.sha256(token.encode()).hexdigest()

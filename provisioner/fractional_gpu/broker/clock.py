@@ -53,12 +53,10 @@ class DeadlineClock:
         return cls(start_ms, since_boot)
 
     def now_ms(self) -> int:
-        """Return the present time by this clock."""
         return self._start_ms + self._since_boot() // 1_000_000
 
 
 def _saved_start_ms(ledger: Ledger, boot: str) -> int | None:
-    """Return the start that the ledger has for this boot, None if there is none or it cannot be read."""
     text = ledger.kept(_DEADLINE_CLOCK)
     try:
         kept = json.loads(text) if text is not None else {}

@@ -62,7 +62,6 @@ class Account:
 
     @property
     def share(self) -> float:
-        """What the account earns now, of a processor."""
         return min(COST_SHARE, COST_SHARE_OF_ALL / max(1, len(self._crowd)))
 
     @property
@@ -76,7 +75,6 @@ class Account:
         return self.left_s == COST_BURST_S and self._timer is None
 
     def charge(self, seconds: float) -> None:
-        """Charge processor time."""
         if not self._exempt:
             self._left -= seconds  # what was earned since is added at the next turn
 
@@ -107,7 +105,6 @@ class Account:
         await turn
 
     def when_recovered(self, call: Callable[[], None]) -> None:
-        """Call this once the account is not spent any more."""
         self._paused.append(call)
         self._set_timer()
 
@@ -152,19 +149,15 @@ EXEMPT: Final = Account("an administrator", exempt=True)
 
 
 class Costs:
-    """All accounts of one broker."""
-
     def __init__(self) -> None:
         self._accounts: dict[int | str, Account] = {}
         self._crowd: set[Account] = set()
 
     def of_user(self, uid: int) -> Account:
-        """Return the account of the user that the uid counts for."""
         uid = account_uid(uid)
         return self._accounts.get(uid) or self._new(uid, f"user {user_name(uid)}")
 
     def of_seat(self, seat_id: str, owner: str) -> Account:
-        """Return the account of a seat. `owner`: whose it is, for people."""
         return self._accounts.get(seat_id) or self._new(seat_id, f"the seat of {owner}")
 
     def _new(self, key: int | str, name: str) -> Account:
@@ -174,7 +167,6 @@ class Costs:
         return account
 
     def release(self) -> None:
-        """Wake all that wait: the broker ends."""
         for account in self._accounts.values():
             account.release()
 

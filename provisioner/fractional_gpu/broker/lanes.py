@@ -59,7 +59,6 @@ QUESTIONS: Final = Lane(1, "question")
 
 
 def start_lanes() -> None:
-    """Start all threads. Raises OSError where the system has none left."""
     sys.setswitchinterval(_SWITCH_S)
     for lane in (SWAPS, ATTACHING, QUESTIONS):
         lane.start()

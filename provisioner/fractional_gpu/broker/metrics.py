@@ -148,11 +148,9 @@ class Metrics:
                 count(effect, now_s)
 
     def wrote(self, took_s: float) -> None:
-        """Count a transaction of the ledger."""
         self._metrics["ledger_write_seconds"].observe(took_s)
 
     async def watch_loop(self) -> None:
-        """Measure how late the loop is, until cancelled."""
         while True:
             due_s = time.monotonic() + _LAG_INTERVAL_S
             await asyncio.sleep(_LAG_INTERVAL_S)

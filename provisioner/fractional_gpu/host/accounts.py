@@ -70,7 +70,6 @@ account_uid = ACCOUNTS.uid_of
 
 
 def account_name(uid: int) -> str:
-    """Return the name of the user that the uid counts for."""
     return user_name(account_uid(uid))
 
 

@@ -71,7 +71,6 @@ class NameClaim:
         return dropped
 
     def close(self) -> None:
-        """End the claim. Idempotent."""
         self._listener.close()
 
     def __enter__(self) -> Self:

@@ -13,7 +13,6 @@ def since_boot_ns() -> int:
 
 
 def since_boot_us() -> int:
-    """Return the same in microseconds."""
     return since_boot_ns() // 1000
 
 
@@ -26,7 +25,6 @@ class WallClock:
         self._offset_us = self.offset_us()
 
     def since_boot_us(self) -> int:
-        """Return the time since boot, microseconds."""
         return self._steady_ns() // 1000
 
     def offset_us(self) -> int:

@@ -35,8 +35,6 @@ _OCTAL: Final = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Headroom:
-    """Room for `mib` MiB more, never negative. `limited_by` names the limit that binds, for people."""
-
     mib: int
     limited_by: str
 
@@ -86,10 +84,7 @@ def headroom(pid: int, *, proc: Path = PROC) -> Headroom:
 
 
 def shortage(needs: Mapping[int, int], *, proc: Path = PROC) -> Shortage | None:
-    """Return the limit that is short by most, for needs in MiB by pid; None if every limit has the room.
-
-    Raises as `headroom`.
-    """
+    """Return the limit that is short by most, for needs in MiB by pid; None if every limit has the room. Raises as `headroom`."""
     return LimitReader(proc=proc).shortage(needs)
 
 
@@ -202,7 +197,6 @@ def _folders_of(group: str, proc: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _limit_in(version: int, folder: Path, total: int) -> Headroom | None:
-    """Return the limit of one folder if it is less than `total` bytes."""
     limit = _bytes(folder / ("memory.max" if version == 2 else "memory.limit_in_bytes"))
     return Headroom(limit // _MIB, _limit_of(folder, limit)) if limit is not None and limit < total else None
 
@@ -229,7 +223,6 @@ def _group_folders(paths: dict[int, PurePosixPath], mounts: list[_Mount]) -> Ite
 
 
 def _group_paths(groups: bytes) -> dict[int, PurePosixPath]:
-    """Return the path of the process's group by version of the hierarchy that may account its memory."""
     paths: dict[int, PurePosixPath] = {}
     for line in lines_of(groups):
         number, controllers, path = line.split(":", 2)
@@ -361,7 +354,6 @@ _COUNTER: Final = {1: "memory.oom_control", 2: "memory.events"}
 
 
 def adjustment(pid: int, *, proc: Path = PROC) -> int:
-    """Return the process's adjustment. Raises ProcessLookupError, OSError and ValueError for what cannot be read."""
     try:
         return int((proc / str(pid) / "oom_score_adj").read_bytes())
     except (FileNotFoundError, ProcessLookupError):

@@ -41,7 +41,6 @@ def namespace_of(pid: int, kind: str, *, proc: Path = PROC) -> NamespaceId:
 
 
 def own_namespace(kind: str, *, proc: Path = PROC) -> NamespaceId:
-    """Return this thread's namespace of this kind. Raises OSError."""
     status = os.stat(proc / "thread-self" / "ns" / kind)  # noqa: PTH116
     return status.st_dev, status.st_ino
 

@@ -45,11 +45,9 @@ class ProcessIdentity:
     start_time: int
 
     def to_dict(self) -> dict[str, str | int]:
-        """Return plain data for a message or a ledger."""
         return {"boot_id": self.boot_id, "pid": self.pid, "start_time": self.start_time}
 
     def to_text(self) -> str:
-        """Return the same as one word."""
         return f"{self.pid}-{self.start_time}-{self.boot_id}"
 
     @classmethod
@@ -87,7 +85,6 @@ class ProcessStat:
 
     @property
     def dead(self) -> bool:
-        """Whether it is a zombie or gone already."""
         return self.state in _DEAD_STATES and self.threads <= 1
 
     @property
@@ -118,7 +115,6 @@ def parse_stat(raw: bytes) -> ProcessStat:
 
 
 def parse_uid(status: bytes) -> int:
-    """Return the real uid from /proc/PID/status. Raises ValueError when it has none."""
     return int(_status_field(status, b"Uid").split()[0])
 
 
@@ -368,7 +364,6 @@ class Snapshot:
         return found is not None and found.identity == identity
 
     def owner(self, identity: ProcessIdentity) -> int | None:
-        """Return the process's real uid, None if it was not there."""
         return self._by_pid[identity.pid].uid if identity in self else None
 
     def runs_own_program(self, identity: ProcessIdentity) -> bool:
@@ -376,7 +371,6 @@ class Snapshot:
         return identity in self and not self._by_pid[identity.pid].forked
 
     def stopped_or_traced(self, identity: ProcessIdentity) -> bool:
-        """Return whether the process was stopped (SIGSTOP, a terminal) or traced by a debugger."""
         return identity in self and self._by_pid[identity.pid].stopped_or_traced
 
     def forked_from(self, identity: ProcessIdentity) -> list[ProcessIdentity]:
@@ -394,7 +388,6 @@ class Snapshot:
         return ancestors
 
     def marker(self, pid: int) -> str | None:
-        """Return the marker of the process that had this pid, None without one."""
         return self._by_pid[pid].marker if pid in self._by_pid else None
 
     def marked(self, uid: int | None = None) -> dict[str, list[ProcessIdentity]]:
@@ -569,7 +562,6 @@ def holds_open(pid: int, fits: Callable[[str], bool], *, proc: Path = PROC) -> b
 
 
 def _path(line: str) -> str:
-    """Return the path of a line of /proc/PID/maps, "" for memory without one."""
     fields = line.rstrip("\n").split(maxsplit=5)
     return fields[5].removesuffix(_DELETED) if len(fields) == 6 else ""
 
@@ -601,6 +593,5 @@ def find_ipykernel(argv: Sequence[str]) -> int | None:
 
 
 def loads_extension(argv: Sequence[str]) -> bool:
-    """Return whether the command starts ipykernel with our extension."""
     position = find_ipykernel(argv)
     return position is not None and argv[position + 1] == EXTENSION

@@ -68,12 +68,10 @@ class Workload:
 
     @property
     def name(self) -> str:
-        """What people call it."""
         return workload_name(self.engine, self.id)
 
 
 def workload_name(engine: str, workload_id: str) -> str:
-    """Return what people call a job or pod."""
     return f"Slurm job {workload_id}" if engine == SLURM else f"pod {workload_id}"
 
 

@@ -173,7 +173,6 @@ class OomProtection:
             await asyncio.sleep(_SHORTEST_S)
 
     async def apply(self) -> None:
-        """Bring every adjustment up to date once. What fails is logged and tried the next time."""
         try:
             await asyncio.to_thread(self._apply, self._wanted())
         except (OSError, ValueError) as error:
@@ -288,7 +287,6 @@ class OomProtection:
 
 
 def _ticks() -> int:
-    """Return clock ticks since boot, the unit of processes' start times."""
     return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
 
 

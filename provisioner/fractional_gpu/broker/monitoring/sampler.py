@@ -74,7 +74,6 @@ class Sampler:
         self._begun_s = -math.inf  # the last sample
 
     async def run(self) -> None:
-        """Sample until cancelled."""
         sampled_s = -math.inf
         while True:
             anything_changed = self._broker.anything_changed
@@ -138,7 +137,6 @@ class Sampler:
         return [(kernel, kernel.identity) for kernel in self._broker.kernels.values() if kernel.identity is not None]
 
     def _saved(self) -> dict[str, int]:
-        """Return the pids of the kernels whose state lies in host memory, by lease."""
         views = self._broker.views()
         return {
             kernel.lease_id: kernel.identity.pid
@@ -290,7 +288,6 @@ class Sampler:
         self._hold_unused(kernel, view, uses=measured_mib > 0)
 
     def _report_pressure(self, pressed: set[str]) -> None:
-        """Report the leases whose control group is short of memory, and those for which that is over."""
         for lease_id in sorted(pressed ^ self._pressed):
             now = lease_id in pressed
             self._broker.dispatch(HostPressureSeen(at_ms=now_ms(), lease_id=lease_id, pressed=now))
@@ -320,7 +317,6 @@ class Sampler:
             self._broker.dispatch(HostMemorySeen(at_ms=now_ms(), budget_mib=budget_mib))
 
     def check_gates(self) -> None:
-        """Look at each gate's line: is the kernel's Python running?"""
         now_s = time.monotonic()
         unseen_s = now_s - self._looked_s - _LOOK_S
         self._looked_s = now_s

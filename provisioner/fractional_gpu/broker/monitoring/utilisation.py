@@ -60,7 +60,6 @@ class UtilisationMeter:
         self._settle_us: dict[str, int] = {}
 
     def begin(self) -> Reading:
-        """Note which cells run, on the loop."""
         cells = {}
         for kernel, view in self._broker.views():
             beginning = _cell_of(kernel, view)
@@ -103,12 +102,10 @@ class UtilisationMeter:
         return found
 
     def _start_us(self, device_id: str, since_us: int) -> int:
-        """Return where the period of a cell that runs since then begins."""
         until_us = self._until_us.get(device_id, 0)
         return until_us if until_us >= since_us else since_us + self._settle_us.get(device_id, _SETTLE_US)
 
     def _times_us(self, beginning: _Beginning) -> tuple[int, int]:
-        """Return now, and since when the cell runs on its devices."""
         message_s, granted_s, resident_ms = beginning
         now_us = self._clock()
         runs_us = int((time.monotonic() - max(message_s, granted_s)) * 1_000_000)

@@ -100,7 +100,6 @@ class Watchdog:
 
 
 def _probe(loop: asyncio.AbstractEventLoop) -> threading.Event:
-    """Return an event that the loop sets as soon as it runs callbacks."""
     answered = threading.Event()
     loop.call_soon_threadsafe(answered.set)
     return answered
@@ -136,7 +135,6 @@ def _write(sentence: str) -> None:
 
 
 def _log_descriptors() -> list[int]:
-    """Return the descriptors of the files that the log goes to."""
     found = []
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.StreamHandler):

@@ -75,19 +75,15 @@ class LeaseFiles:
         self._logged = ""  # the last failure
 
     def put(self, record: LeaseRecord) -> None:
-        """Write the lease's record soon."""
         self._put(record.spec.lease_id + _LEASE, msgspec.json.encode(record))
 
     def drop(self, lease_id: str) -> None:
-        """Remove the file of a lease that has ended soon."""
         self._drop(lease_id + _LEASE)
 
     def put_seat(self, seat: SeatRecord) -> None:
-        """Write the seat's record soon."""
         self._put(seat.seat_id + _SEAT, msgspec.json.encode(seat))
 
     def drop_seat(self, seat_id: str) -> None:
-        """Remove the file of a seat that has ended soon."""
         self._drop(seat_id + _SEAT)
 
     async def run(self) -> None:
@@ -209,7 +205,6 @@ def read_seat_files(folder: Path) -> list[SeatRecord]:
 
 
 def _read_all(folder: Path, suffix: str, kind: type[T]) -> list[tuple[str, T]]:
-    """Return what each file with the suffix holds, with the id that its name says."""
     try:
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or not _is_private(status):
@@ -240,7 +235,6 @@ def remove_lease_file(folder: Path, lease_id: str) -> None:
 
 
 def _read(path: Path, kind: type[T]) -> T:
-    """Raises OSError, ValueError."""
     descriptor = os.open(path, _READ)
     try:
         status = os.fstat(descriptor)
@@ -260,8 +254,6 @@ def _is_private(status: os.stat_result) -> bool:
 
 
 class TokenFiles:
-    """The removals of one broker. All methods are for its event loop."""
-
     def __init__(self) -> None:
         self._due: queue.Queue[tuple[PurePath, int] | None] = queue.Queue(_MOST_REMOVALS)
         self._thread: threading.Thread | None = None

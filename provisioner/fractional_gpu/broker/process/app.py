@@ -219,7 +219,6 @@ def _claimed(device_id: str) -> DeviceClaim:
 
 
 def _opened(path: Path) -> Ledger:
-    """Open the ledger. Retry for a moment, as in `_claimed`."""
     deadline = time.monotonic() + _LETTING_GO_S
     while True:
         try:

@@ -90,7 +90,6 @@ class SelfTest:
         return None
 
     def _give_up(self, sentence: str) -> None:
-        """Make the sentence the reason of each device that has none."""
         views = {device.device_id: device for device in self._broker.arbiter.devices()}
         for device_id, spec in list(self._specs.items()):
             if spec.why_not:
@@ -214,7 +213,6 @@ class DriverStart:
         )
 
     def _describe(self) -> list[str]:
-        """Update the devices' `why_not`, and return the ids of those that changed."""
         changed = []
         for device_id, spec in self._as_found.items():
             told = replace(spec, why_not=spec.why_not or self.off)
@@ -275,11 +273,9 @@ class Backend:
 
     @property
     def simulated(self) -> bool:
-        """Whether the devices are simulated."""
         return self.monitor.kind == "simulated"
 
     def remove_if_unused(self) -> None:
-        """Remove a simulated host and its contents, unless a process still uses it."""
         if self.folder is not None:
             try:
                 destroy(self.folder)

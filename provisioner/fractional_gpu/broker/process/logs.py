@@ -65,7 +65,6 @@ class _PrivateLog(logging.handlers.RotatingFileHandler):
         return os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace")
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the line."""
         before = self._lost
         super().emit(record)
         if before and self._lost == before:
@@ -76,7 +75,6 @@ class _PrivateLog(logging.handlers.RotatingFileHandler):
             super().emit(lost)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's own name
-        """Count a line that could not be written; report other errors as usual."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
             return

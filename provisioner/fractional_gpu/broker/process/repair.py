@@ -40,7 +40,6 @@ class BrokerLock:
     """The lock beside the socket: its holder is the socket's broker, or about to be."""
 
     def __init__(self, socket: str) -> None:
-        """Open the file, or create it; nothing is locked yet. Raises OSError."""
         self._path = Path(f"{socket}.lock")
         self._descriptor = self._open()
 
@@ -56,11 +55,9 @@ class BrokerLock:
         return True
 
     def give_up(self) -> None:
-        """Release the lock."""
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Close the file, which releases the lock."""
         os.close(self._descriptor)
 
     def _open(self) -> int:
@@ -68,8 +65,6 @@ class BrokerLock:
 
 
 class Repair:
-    """Notices when a file of one broker is not its own any more."""
-
     def __init__(self, socket: str, writer: LedgerWriter, is_needed: Callable[[], bool]) -> None:
         """`is_needed` returns whether the broker serves on although its folder was deleted."""
         self.is_due = False  # the broker is to execute itself again
@@ -114,13 +109,11 @@ class Repair:
             return
 
     def remove_socket(self) -> None:
-        """Remove the socket, if it is still this broker's."""
         if _identity(self._socket) == self._made.get(self._socket, ()):
             with suppress(OSError):
                 self._socket.unlink()
 
     def _gone(self) -> str:
-        """Return what is not this broker's any more, "" if everything is."""
         for path, made in self._made.items():
             if _identity(path) != made:
                 return str(path)

@@ -233,7 +233,6 @@ async def _rescue_all(
 
 
 async def _rescue_one(swaps: Swaps, backend: Backend, one: _Found) -> Rescued | None:
-    """Bring one kernel back; None if it has no process any more."""
     kernel = one.kernel
     truth = await swaps.truth(kernel, one.device_id, one.saved_mib or 0)
     if truth is None:
@@ -257,7 +256,6 @@ async def _rescue_one(swaps: Swaps, backend: Backend, one: _Found) -> Rescued | 
 
 
 async def _bring_back(swaps: Swaps, backend: Backend, one: _Found) -> tuple[str, str]:
-    """Restore a suspended kernel if that is safe; return the outcome and a sentence."""
     device_id = one.device_id or _safe_device(backend)
     if device_id is None:
         return (
@@ -290,8 +288,6 @@ async def _bring_back(swaps: Swaps, backend: Backend, one: _Found) -> tuple[str,
 
 @dataclass(frozen=True, slots=True)
 class _RecordWriter:
-    """Writes the records of kernels of which there were none."""
-
     swaps: Swaps
     settings: Settings
     backend: Backend

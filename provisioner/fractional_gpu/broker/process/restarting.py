@@ -109,7 +109,6 @@ def _content(options: BrokerOptions, socket: str) -> dict[str, object]:
 
 
 def kept_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what the next broker needs of this one's environment."""
     return {name: environment[name] for name in KEPT_VARIABLES if name in environment}
 
 
@@ -190,7 +189,6 @@ def make_socket_folder(socket: str, *, service: bool = False) -> None:
 
 
 def _check_service() -> None:
-    """Check that this process may be a service. Raises BrokerUnavailableError."""
     if os.geteuid() != 0:
         raise BrokerUnavailableError(
             f"a broker that serves all users of the machine runs as root, and this is uid {os.geteuid()}: start it by systemd "
@@ -205,7 +203,6 @@ def _check_service() -> None:
 
 
 def cannot_run(socket: str, error: OSError) -> str:
-    """Return the sentence about a system call that failed."""
     return f"the broker cannot run on {socket}: {error}; fix that, or choose another place with --socket or JUPYTER_GPU_SOCKET"
 
 

@@ -77,7 +77,6 @@ def is_service_socket(socket: str) -> bool:
 
 
 def device_specs(settings: Settings, backend: Backend) -> tuple[DeviceSpec, ...]:
-    """Return the devices that this broker manages. Raises ConfigError for a configured device that the machine lacks."""
     everything = [
         DeviceSpec(
             device_id=one.device_id,
@@ -114,8 +113,6 @@ def configuration(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
-    """The parts of a broker that serves."""
-
     turn: WorkerClaim
     worker: WorkerLink
     driver: DriverStart
@@ -128,7 +125,6 @@ class _Parts:
     repair: Repair
 
     def has_leases(self) -> bool:
-        """Whether any lease or seat needs this broker, or the next one, or a kernel whose record was lost."""
         return bool(self.broker.kernels or self.service.seats.live() or lost_sentence(self.broker.lost))
 
 
@@ -333,7 +329,6 @@ class BrokerRun:
         loop.add_signal_handler(signal.SIGHUP, lambda: None)  # the terminal that started the broker may close
 
     def _configure(self, broker: Broker) -> None:
-        """Give the arbiter the devices, the pools, the budget of host memory and the devices that are being drained."""
         everything = [
             DeviceSpec(device_id=one.device_id, name=one.name, memory_mib=one.memory_mib)
             for one in self._backend.devices

@@ -100,7 +100,6 @@ def _is_for(pid: int, socket: str) -> bool:
 
 
 def carries(pid: int, lease_id: str) -> bool:
-    """Return whether the process that has this pid now carries the lease."""
     try:
         return pid > 0 and environment_value(pid, LEASE_VARIABLE) == lease_id
     except (ProcessLookupError, PermissionError):
@@ -108,7 +107,6 @@ def carries(pid: int, lease_id: str) -> bool:
 
 
 def still_carries(identity: ProcessIdentity, uid: int, lease_id: str) -> bool:
-    """Return whether exactly this process lives, belongs to the user, and carries the lease."""
     try:
         return is_alive(identity) and owner_uid(identity.pid) == uid and carries(identity.pid, lease_id)
     except (ProcessLookupError, PermissionError):

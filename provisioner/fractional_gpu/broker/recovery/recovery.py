@@ -52,8 +52,6 @@ async def recover(broker: Broker, swaps: Swaps, ledger: Ledger, lost: Sequence[L
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """What was found out about one lease of the ledger."""
-
     record: LeaseRecord
     operation: OperationRecord | None  # that an earlier broker began and did not finish
     left: list[Survivor]  # processes with device memory of a kernel that has ended
@@ -97,7 +95,6 @@ async def _examine(
 
 
 def _introduce(broker: Broker, found: _Found) -> None:
-    """Give one lease to the arbiter, and follow its process, or what its process left behind."""
     record = found.record
     kernel = broker.kernels[record.spec.lease_id]
     state, device_id, saved_mib = _believe(record, found.truth, found.saved_mib)
@@ -180,7 +177,6 @@ def follow_found(broker: Broker, kernel: Kernel, identity: ProcessIdentity, conn
 
 
 def identity_of(record: LeaseRecord) -> ProcessIdentity | None:
-    """Return the process that the record names, None if it names none."""
     if record.pid is None or record.start_time is None:
         return None
     return ProcessIdentity(record.boot_id, record.pid, record.start_time)
@@ -246,7 +242,6 @@ def _members(record: LeaseRecord) -> Iterator[ProcessIdentity]:
 
 
 def _believe(record: LeaseRecord, truth: Truth | None, saved_mib: int) -> tuple[LeaseState, str | None, int]:
-    """Return state, device and saved MiB for the arbiter."""
     if truth is None or truth.state is LeaseState.QUARANTINED:
         # The ledger has every reservation before a kernel makes use of it: a reservation that it does not have does not exist.
         return LeaseState.QUARANTINED, record.device_id if record.state in HOLDING else None, saved_mib
@@ -260,6 +255,5 @@ def _believe(record: LeaseRecord, truth: Truth | None, saved_mib: int) -> tuple[
 
 
 def _pinned_until_ms(broker: Broker, record: LeaseRecord) -> int:
-    """Return until when the lease is pinned, by the arbiter's clock; 0: it is not."""
     left_ms = record.pinned_until_ms - broker.deadlines.now_ms()
     return now_ms() + left_ms if record.pinned_until_ms and left_ms > 0 else 0

@@ -84,7 +84,6 @@ class Enforcement:
             self._end_stranger(identity, self._clock() - since_s)
 
     def breached(self, breach: CapBreached) -> None:
-        """Show the breach in the notebook; kill the processes where the pool says so."""
         kernel = self._broker.kernels.get(breach.lease_id)
         if kernel is None:
             return
@@ -110,7 +109,6 @@ class Enforcement:
         return any(device_id in pool.devices and pool.strangers is Strangers.REFUSE for pool in pools)
 
     def _foreign(self, strangers: Iterable[ProcessUse], processes: Snapshot | None) -> list[ProcessIdentity]:
-        """Return those that may be ended."""
         found = []
         for process in strangers:
             identity = _living(process.pid) if process.kind is not ProcessKind.GRAPHICS else None
@@ -127,7 +125,6 @@ class Enforcement:
         return pid in self.exempt_pids or command.startswith(_SERVERS) or lease_id in self._broker.kernels
 
     def _end_stranger(self, identity: ProcessIdentity, there_s: float) -> None:
-        """Signal a stranger that has been there for `there_s` seconds, if it is time."""
         if there_s < PATIENCE_S or identity in self._not_permitted:
             return
         number = signal.SIGKILL if there_s >= 2 * PATIENCE_S else signal.SIGTERM
@@ -158,7 +155,6 @@ class Enforcement:
 
 
 def _living(pid: int) -> ProcessIdentity | None:
-    """Return the living process that has this pid, None if there is none that can be read."""
     try:
         identity = identify(pid)
         return identity if is_alive(identity) else None
@@ -190,8 +186,6 @@ _NO_USER: Final = -1  # a uid that no user has
 
 
 class ContextLearner:
-    """Learns from the kernels of one broker. All methods run on its loop."""
-
     def __init__(self, broker: "Broker", sizes: ContextSizes) -> None:
         self.sizes = sizes
         self._broker = broker
@@ -220,7 +214,6 @@ class ContextLearner:
             task.add_done_callback(lambda _: self._asking.pop(kernel.lease_id, None))
 
     async def close(self) -> None:
-        """Ask no more."""
         asking = list(self._asking.values())
         for task in asking:
             task.cancel()

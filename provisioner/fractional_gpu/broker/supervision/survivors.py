@@ -69,13 +69,10 @@ def has_lost_server(kernel: Kernel) -> bool:
 
 
 class AbandonedLeases:
-    """Finds and ends such leases of one broker."""
-
     def __init__(self, broker: "Broker") -> None:
         self._broker = broker
 
     async def run(self) -> None:
-        """Look every second until cancelled."""
         while True:
             await asyncio.sleep(_EVERY_S)
             await self.look()
@@ -105,7 +102,6 @@ class AbandonedLeases:
         return view is not None and view.state is LeaseState.UNATTACHED
 
     def _carried(self) -> list[str]:
-        """Return the ids of the leases that processes of their users carry in their environment. Blocks. Raises OSError."""
         return list(self._broker.scans.take().marked())
 
 
@@ -237,7 +233,6 @@ class Survivors:
         return sorted(found, key=lambda one: (-one.used_mib, one.identity))
 
     def _is_freed(self, device_id: str, use: DeviceUse, pids: set[int]) -> bool:
-        """Whether the device counts nothing any more of what has ended."""
         if any(one.pid in pids for one in use.processes):
             return False  # the processes have ended, or they would be left
         known_mib = self.uncounted_mib.get(device_id)
@@ -271,7 +266,6 @@ class Survivors:
         return 0
 
     def was_sampled(self) -> None:
-        """Note that the arbiter knows what the devices hold now."""
         self.sampled.set()
         self.sampled = asyncio.Event()
 
@@ -313,7 +307,6 @@ class Survivors:
             )
 
     def _free(self, kernel: Kernel) -> None:
-        """Report that nothing is left: what the lease held is free."""
         kernel.forget_process()
         kernel.ending.survivors, kernel.members = (), frozenset()
         if kernel.ending.released:
@@ -368,7 +361,6 @@ class Survivors:
             return
 
     async def _certain_processes(self, kernel: Kernel, *, spare_root: bool = False) -> list[ProcessIdentity]:
-        """Return the processes with device memory that may be ended."""
         if not kernel.ending.survivors:
             return []
         try:
@@ -383,7 +375,6 @@ class Survivors:
         ]
 
     async def close(self) -> None:
-        """Stop. The next broker looks by itself."""
         tasks = [kernel.ending.task for kernel in self._broker.kernels.values() if kernel.ending.task is not None]
         for task in (*tasks, *self._ends):
             task.cancel()
@@ -423,7 +414,6 @@ def _is_of(pid: int, uid: int) -> bool:
 
 
 def _described_all(identities: Iterable[ProcessIdentity], host: HostSnapshot) -> list[Survivor]:
-    """Return the processes with their names and command lines. Blocks."""
     found = []
     for identity in identities:
         name, command = "?", ""
@@ -494,8 +484,6 @@ class KillsSeen:
 
 
 class OomKills:
-    """The counters of the groups in which kernels live."""
-
     def __init__(self) -> None:
         self._files: dict[int, Path] = {}  # by a kernel's pid
         self._counters: dict[Path, Counter] = {}
