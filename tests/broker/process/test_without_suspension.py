@@ -67,7 +67,7 @@ async def serving(folder: Path, bindings: str, worker: str) -> AsyncIterator[Bro
         yield client
     finally:
         client.close()
-        run._stop.set()
+        run.stop.set()
         await serving
 
 

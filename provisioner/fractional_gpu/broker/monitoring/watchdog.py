@@ -37,29 +37,24 @@ _DEBUGGERS = frozenset({"pdb", "pydevd", "debugpy"})
 
 
 class Watchdog:
-    """Watches the running loop while its block lasts. `limit_s`: how long the loop may stand still, seconds; None: for ever.
+    """Watches the running loop while its block lasts. `limit_ms`: how long the loop may stand still, milliseconds; None: for ever.
 
     `end` is called with the exit status; `clock` returns monotonic seconds.
     """
 
     def __init__(
         self,
-        limit_s: float | None,
+        limit_ms: int | None,
         *,
         end: Callable[[int], None] = os._exit,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._limit_s = limit_s
+        self._limit_s = None if limit_ms is None else limit_ms / 1000
         self._end = end
         self._clock = clock
         self._over = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-
-    @classmethod
-    def of(cls, limit_ms: int | None) -> Self:
-        """Return the watchdog of a broker with this limit, milliseconds; None: for ever."""
-        return cls(None if limit_ms is None else limit_ms / 1000)
 
     def __enter__(self) -> Self:
         if self._limit_s is not None:

@@ -159,11 +159,11 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
                 worker_socket=options.worker_socket,
                 everyone=everyone,
             )
-            end = asyncio.run(run.main())
-            if end.is_repair:
-                idle_exit = _SOON if end.lost_folder and settings.idle_exit is not None else options.idle_exit
+            asyncio.run(run.main())
+            if run.repair.is_due and not run.stop.is_set():
+                idle_exit = _SOON if run.repair.lost_folder and settings.idle_exit is not None else options.idle_exit
                 again = replace(options, idle_exit=idle_exit), -1 if turn is None else os.dup(turn.fileno())
-            elif not end.leases_live:
+            elif not run.leases_live:
                 backend.remove_if_unused()
                 restart.remove()
         except (ConfigError, BackendError, DeviceClaimedError, LedgerError, GPUError, FractionalGPUError) as error:
