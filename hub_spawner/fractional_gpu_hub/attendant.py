@@ -39,7 +39,6 @@ def main(command: Sequence[str]) -> int:
 
 
 def _stop_after(hub: int, broker: int) -> None:
-    """Stop the broker when the hub has ended, or when it has lingered long enough. Both are pidfds."""
     ended, _, _ = select.select([hub, broker], [], [], LINGER_S)
     if broker not in ended:
         signal.pidfd_send_signal(broker, signal.SIGTERM)

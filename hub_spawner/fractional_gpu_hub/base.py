@@ -89,8 +89,6 @@ class GPUChoiceMixin(_Spawner):
     def _gpu_apply_user_options_default(self) -> Any:  # noqa: ANN401 - a hook of JupyterHub's
         return check_options
 
-    # -- for the two ways to a GPU ---------------------------------------------------------------------------------------------
-
     async def gpu_offers(self) -> Offers:
         """Return what this user can choose from. Raises FractionalGPUError. Cancelled: nothing has changed."""
         raise NotImplementedError
@@ -102,13 +100,10 @@ class GPUChoiceMixin(_Spawner):
     async def gpu_prepare(self) -> None:
         """Fit the spawner's settings to the choice: called right before the server is started, without a GPU, too."""
 
-    # -- options -------------------------------------------------------------------------------------------------------------
-
     def _gpu_groups(self) -> list[str]:
         return sorted(group.name for group in self.user.groups)
 
     def gpu_choice(self, options: object) -> Choice:
-        """Return what was chosen. Raises the error that stops the spawn, and logs the user and the reason."""
         try:
             choice = parse_options(options)
         except OptionsError as error:
@@ -141,7 +136,6 @@ class GPUChoiceMixin(_Spawner):
         return f"{below}\n{form}" if below else form
 
     def run_options_from_form(self, form_data: Mapping[str, list[str]]) -> dict[str, Any]:
-        """Read our field of the form; the rest is the spawner's below."""
         rest = {name: values for name, values in form_data.items() if name not in {FIELD, "_xsrf"}}
         below = super().run_options_from_form(rest) if rest else {}
         return {**below, **self._gpu_options_of(form_data)}
@@ -191,8 +185,6 @@ class GPUChoiceMixin(_Spawner):
             raise spawn_error(f"{why}; choose a server without a GPU (fraction 'none')", reason="no-pool")
         return pool, milli
 
-    # -- the start -------------------------------------------------------------------------------------------------------------
-
     async def start(self) -> Any:  # noqa: ANN401 - as the spawner below
         """Get what was chosen, then start the server. After a failure or a cancellation the hub's clean-up gives it back."""
         try:
@@ -219,10 +211,7 @@ class GPUChoiceMixin(_Spawner):
         super().clear_state()
         self._gpu_progress.begin()
 
-    # -- environment, progress ---------------------------------------------------------------------------------------------------
-
     def get_env(self) -> dict[str, str]:
-        """Return the server's environment: no GPU is visible in it."""
         environment: dict[str, str] = super().get_env()
         environment["CUDA_VISIBLE_DEVICES"] = ""
         return environment
@@ -245,7 +234,6 @@ class GPUChoiceMixin(_Spawner):
 
 
 def check_options(spawner: GPUChoiceMixin, options: object) -> None:
-    """JupyterHub's hook for user options: raises the error that stops the spawn."""
     spawner.gpu_choice(options)
 
 

@@ -108,7 +108,6 @@ def _registered(name: str) -> type:
 
 
 def _check_needs_broker(kind: type, name: str) -> None:
-    """Raise ConfigError for a spawner of a cluster's engine: its hub has no broker to set up."""
     if issubclass(kind, EngineGPUMixin):
         raise ConfigError(
             f"{_WHERE}: spawner = {name!r}: its servers get their GPUs from the cluster's nodes, and the hub runs no broker for it; leave "
@@ -171,7 +170,6 @@ def _check_system(path: str, given: Sequence[str]) -> None:
 
 
 def _check_socket(path: str, *, everyone: bool) -> None:
-    """Raise ConfigError or BrokerUnavailableError for a socket on which this hub's broker cannot serve."""
     if len(os.fsencode(path)) > _LONGEST_PATH:
         raise ConfigError(f"longer than {_LONGEST_PATH} bytes; pass a shorter path as socket")
     if path == SYSTEM_SOCKET and not _is_root():

@@ -100,14 +100,11 @@ class FractionalGPUMixin(GPUChoiceMixin):
     def _gpu_start_timeout_default(self) -> int:
         return int(self.gpu_wait) + _SERVER_START_S
 
-    # -- for the spawner of each engine to override -----------------------------------------------------------------------------
-
     def gpu_user_ids(self) -> tuple[int, int] | None:
         """Return uid and gid of the server's processes, None where they are the hub's own."""
         return None
 
     def gpu_seat_path(self, file: Path) -> str:
-        """Return the path of the seat file as the server sees it."""
         return str(file)
 
     def gpu_socket_path(self) -> str:
@@ -139,8 +136,6 @@ class FractionalGPUMixin(GPUChoiceMixin):
     def _gpu_hub(self) -> str:
         """Return the address of the hub's API, by which the broker knows the hub's seats."""
         return str(getattr(self.hub, "api_url", ""))
-
-    # -- the seat ------------------------------------------------------------------------------------------------------------
 
     async def gpu_take(self, choice: Choice) -> None:
         """Take a seat. After a failure or a cancellation the hub's clean-up gives it back."""
@@ -197,7 +192,6 @@ class FractionalGPUMixin(GPUChoiceMixin):
         )
 
     async def _gpu_hint(self) -> str:
-        """Return what can be had instead."""
         try:
             request = self._gpu_offer_request()
             offers = await seat_client(self.gpu_socket, patience_s=0).call(lambda client: client.offers(request))
@@ -206,7 +200,6 @@ class FractionalGPUMixin(GPUChoiceMixin):
         return free_fractions(offers, without=self.gpu_allow_without)
 
     def _gpu_keep(self, request: SeatRequest, granted: SeatProgress) -> None:
-        """Write the seat's file for the server."""
         folder = Path(self.gpu_seat_dir)
         # One file for each server of a hub: it replaces the file that the hub left behind when it died, and no other hub's.
         name = hashlib.sha256(f"{request.hub} {self.user.name}/{self.name}".encode()).hexdigest()[:24]
@@ -276,10 +269,7 @@ class FractionalGPUMixin(GPUChoiceMixin):
         if inspect.isawaitable(hook):
             await hook
 
-    # -- state, environment, progress ------------------------------------------------------------------------------------------
-
     def get_state(self) -> dict[str, Any]:
-        """Return what must outlive the hub."""
         state: dict[str, Any] = super().get_state()
         if self._gpu_seat is not None:
             state[_STATE] = dict(self._gpu_seat)
@@ -300,7 +290,6 @@ class FractionalGPUMixin(GPUChoiceMixin):
         self._gpu_seat, self._gpu_confirmed = None, False
 
     def get_env(self) -> dict[str, str]:
-        """Return the server's environment: the path of its seat's file."""
         environment: dict[str, str] = super().get_env()
         environment["JUPYTER_GPU_SOCKET"] = self.gpu_socket_path()
         if self._gpu_seat is not None:

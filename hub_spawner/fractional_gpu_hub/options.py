@@ -44,7 +44,6 @@ class Choice:
 
 
 def parse_options(options: object) -> Choice:
-    """Return what was chosen. Raises OptionsError."""
     if not isinstance(options, Mapping):
         raise OptionsError(f"the options are {_shown(options)}; allowed: an object with {', '.join(KEYS)}")
     pool, fraction, memory = (options.get(key) for key in KEYS)

@@ -110,11 +110,9 @@ class _SystemUser(FractionalGPUMixin):
     """Has the server's system user made before the seat is taken."""
 
     def gpu_user_ids(self) -> tuple[int, int] | None:
-        """Return the ids of the server's system user."""
         return ids_of_user(self._system_name())
 
     async def start(self) -> Any:  # noqa: ANN401 - the spawner's own answer
-        """Make the user, take a seat and start the server."""
         from tljh import user  # noqa: PLC0415 - TLJH's own; there only
 
         user.ensure_user(self._system_name())

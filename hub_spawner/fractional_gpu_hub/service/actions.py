@@ -41,7 +41,6 @@ class Actions:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="action")
 
     def close(self) -> None:
-        """Give up all actions that are under way."""
         for client in list(self._clients):
             client.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -68,7 +67,6 @@ class Actions:
         return await self._do(viewer, on_own)
 
     async def device(self, viewer: Viewer, device_id: str, action: str, body: Body) -> Any:  # noqa: ANN401
-        """Drain a device, or end that. For administrators. Raises FractionalGPUError."""
         if not viewer.admin:
             raise _not_admin()
         if action == "drain":
@@ -80,7 +78,6 @@ class Actions:
         return await self._do(viewer, lambda client: to_builtins(client.undrain(device_id)))
 
     async def pool(self, viewer: Viewer, pool: str, body: Body) -> Any:  # noqa: ANN401
-        """Change keys of a pool. For administrators. Raises FractionalGPUError."""
         if not viewer.admin:
             raise _not_admin()
         keys = _checked(body, {"keys": dict}).get("keys")
@@ -91,7 +88,6 @@ class Actions:
         return await self._do(viewer, lambda client: to_builtins(client.change_pool(pool, keys)))
 
     async def release_seat(self, viewer: Viewer, seat_id: str, body: Body) -> Any:  # noqa: ANN401
-        """End a seat. For administrators. Raises FractionalGPUError."""
         if not viewer.admin:
             raise _not_admin()
         if not _checked(body, {"confirm": bool}).get("confirm"):
@@ -112,7 +108,6 @@ class Actions:
         return await self._do(viewer, lambda client: own_figures(client, viewer, asked))
 
     async def all_usage(self, viewer: Viewer, asked: Chosen) -> Figures:
-        """Return what all users used. For administrators. Raises FractionalGPUError."""
         if not viewer.admin:
             raise _not_admin()
         return await self._do(viewer, lambda client: all_figures(client, asked))
@@ -153,7 +148,6 @@ def _not_admin() -> ForbiddenError:
 
 
 def _checked(body: Body, allowed: Mapping[str, type]) -> Body:
-    """Return the body if it has no other keys and types. Raises BadRequestError."""
     for key, value in body.items():
         if key not in allowed:
             names = ", ".join(allowed) or "none"

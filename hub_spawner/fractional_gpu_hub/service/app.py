@@ -32,10 +32,9 @@ from fractional_gpu_hub.service.broker_follower import BrokerFollower
 from fractional_gpu_hub.service.cluster import ClusterFollower, ClusterSnapshot, cluster_view, reader_of
 from fractional_gpu_hub.service.configuration import ADMIN_SCOPE, READ_SCOPE
 from fractional_gpu_hub.service.pool_settings import pool_settings
-from fractional_gpu_hub.service.usage import BY, DATES, PERIODS, Chosen, Figures, chosen, csv_of, shown
+from fractional_gpu_hub.service.usage import BY, DATES, PERIODS, chosen, csv_of, shown
 from fractional_gpu_hub.service.views import Viewer, view_of
 
-# -- handlers ----------------------------------------------------------------------------------------------------------
 # The page's routes, under the service's prefix.
 #
 #     GET  /                              the page
@@ -79,8 +78,6 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-
-
 _FORMS = ("form-action 'none'", "form-action 'self'")
 
 
@@ -90,12 +87,16 @@ class _Base(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc] # unty
     viewer: Viewer
     _cached_hub_user: dict[str, Any] | None  # of the hub's library: the user of this cookie or token
 
-    def initialize(self, follower: Any, actions: Actions, streams: Counter[str]) -> None:  # noqa: ANN401 - of a broker or a cluster
-        """Take what tornado passes to every handler."""
-        self.follower, self.actions, self.streams = follower, actions, streams
+    def initialize(
+        self,
+        follower: Any,  # noqa: ANN401 - of a broker or a cluster
+        actions: Actions,
+        streams: Counter[str],
+        action: Any = None,  # noqa: ANN401 - one of those of `actions`
+    ) -> None:
+        self.follower, self.actions, self.streams, self.action = follower, actions, streams, action
 
     def set_default_headers(self) -> None:
-        """Keep the page from caches, frames and other sites."""
         self.clear_header("Server")
         for name, value in _HEADERS.items():
             self.set_header(name, value)
@@ -121,7 +122,6 @@ class _Base(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc] # unty
         raise web.HTTPError(401)
 
     def view(self) -> dict[str, Any]:
-        """Return what this user may see now."""
         found = self.follower.snapshot
         return cluster_view(found, self.viewer) if isinstance(found, ClusterSnapshot) else view_of(found, self.viewer)
 
@@ -176,57 +176,43 @@ class _Html(_Base):
         self.redirect(self.get_login_url())
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:  # noqa: ARG002, ANN401 - tornado's own
-        """Answer with a sentence in plain text."""
         self.set_header("Content-Type", "text/plain; charset=utf-8")
         sentence = _SENTENCES.get(status_code, _SENTENCES[500])
         self.finish(f"{status_code}: {sentence[:1].upper()}{sentence[1:]}.\n")
 
     def show(self, template: str, **values: Any) -> None:  # noqa: ANN401 - what the template needs
-        """Send a page."""
         self.set_header("Content-Type", "text/html; charset=utf-8")
         loaded = self.settings["templates"].get_template(template)
         self.finish(loaded.render(prefix=self.hub_auth.base_url, hub=self.hub_auth.hub_prefix, **values))
 
 
 class _Page(_Html):
-    template = "page.html"
+    """The page of one machine, or of a cluster."""
 
     def get(self) -> None:
-        xsrf = self.xsrf_token
+        is_cluster, xsrf = isinstance(self.follower, ClusterFollower), self.xsrf_token
         self.show(
-            self.template, view=self.view(), xsrf=xsrf.decode() if isinstance(xsrf, bytes) else xsrf,
+            "cluster.html" if is_cluster else "page.html", view=self.view(),
+            xsrf=xsrf.decode() if isinstance(xsrf, bytes) else xsrf,
             settings=pool_settings() if self.viewer.admin else None,
         )  # fmt: skip
 
 
-class _ClusterPage(_Page):
-    """The page of a cluster, in place of that of one machine."""
-
-    template = "cluster.html"
-
-
-class _OwnUsage(_Html):
-    """The page "My usage", and its figures as a file."""
-
-    everybody = False
-    title = "My usage"
+class _Usage(_Html):
+    """The pages "My usage" and, for administrators, "Usage", and their figures as a file."""
 
     def set_default_headers(self) -> None:
         """Let the page's form, which chooses the time, come back to this service."""
         super().set_default_headers()
         self.set_header("Content-Security-Policy", _HEADERS["Content-Security-Policy"].replace(*_FORMS))
 
-    async def figures(self, asked: Chosen) -> Figures:
-        """Return what is shown. Raises FractionalGPUError."""
-        return await self.actions.own_usage(self.viewer, asked)
-
-    async def get(self, kind: str | None = None) -> None:
-        """Answer with the page, or with the file where the address ends in `.csv`."""
+    async def get(self, everybody: str | None, kind: str | None) -> None:
+        ask = self.actions.all_usage if everybody else self.actions.own_usage
         given = {name: self.get_query_argument(name, "") for name in ("period", "since", "until", "by")}
         query, figures, problem = given, None, ""
         try:
-            asked = chosen(given, everybody=self.everybody)
-            query, figures = asked.query, await self.figures(asked)
+            asked = chosen(given, everybody=bool(everybody))
+            query, figures = asked.query, await ask(self.viewer, asked)
         except FractionalGPUError as error:
             self.set_status(error.status)
             problem = f"{str(error)[:1].upper()}{str(error)[1:]}."
@@ -238,22 +224,12 @@ class _OwnUsage(_Html):
             self.set_header("Content-Type", "text/plain; charset=utf-8")
             self.finish(f"{problem}\n")
         else:
-            address = f"{self.hub_auth.base_url}usage{'/all' if self.everybody else ''}"
+            address = f"{self.hub_auth.base_url}usage{everybody or ''}"
             parts = await asyncio.to_thread(shown, figures) if figures is not None else None
             self.show(
-                "usage.html", title=self.title, you=self.viewer, everybody=self.everybody, address=address,
+                "usage.html", title="Usage" if everybody else "My usage", you=self.viewer, everybody=everybody, address=address,
                 periods=PERIODS, dates=DATES, by=BY, query=query, figures=parts, problem=problem,
             )  # fmt: skip
-
-
-class _AllUsage(_OwnUsage):
-    """The page "Usage", for administrators."""
-
-    everybody = True
-    title = "Usage"
-
-    async def figures(self, asked: Chosen) -> Figures:
-        return await self.actions.all_usage(self.viewer, asked)
 
 
 class _Status(_Base):
@@ -313,7 +289,6 @@ class _Events(_Base):
             raise iostream.StreamClosedError from None
 
     async def _may_go_on(self) -> bool:
-        """Get the viewer's scopes from the hub again; return whether the stream may go on."""
         hub = self.hub_auth
         try:
             user = await hub.user_for_token(
@@ -339,7 +314,6 @@ class _Events(_Base):
                 task.cancel()
 
     def on_connection_close(self) -> None:
-        """End the stream."""
         with suppress(AttributeError):
             self._gone.set()
 
@@ -350,7 +324,6 @@ class _Action(_Base):
     _work: "asyncio.Task[Any] | None" = None
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON object that was sent. Raises BadRequestError."""
         if self.request.headers.get("Content-Type", "").split(";")[0].strip() != "application/json":
             raise BadRequestError("the body is not JSON: send Content-Type: application/json", reason="bad-body")
         try:
@@ -373,34 +346,19 @@ class _Action(_Base):
             self._work.cancel()
 
 
-class _Lease(_Action):
-    async def post(self, lease_id: str, action: str) -> None:
-        await self.run(self.actions.lease(self.viewer, lease_id, action, self.body()))
-
-
 class _Story(_Action):
     async def get(self, lease_id: str) -> None:
         await self.run(self.actions.lease(self.viewer, lease_id, "story", {}))
 
 
-class _Device(_Action):
-    async def post(self, device_id: str, action: str) -> None:
-        await self.run(self.actions.device(self.viewer, device_id, action, self.body()))
+class _Act(_Action):
+    """One of the actions; its arguments are parts of the address, then what was sent."""
 
-
-class _Seat(_Action):
-    async def post(self, seat_id: str) -> None:
-        await self.run(self.actions.release_seat(self.viewer, seat_id, self.body()))
-
-
-class _Pool(_Action):
-    async def post(self, pool: str) -> None:
-        await self.run(self.actions.pool(self.viewer, pool, self.body()))
+    async def post(self, *named: str) -> None:
+        await self.run(self.action(self.viewer, *named, self.body()))
 
 
 class Missing(_Base):
-    """Any other address."""
-
     async def prepare(self) -> None:
         """Answer without identifying the user: there is nothing to see."""
         raise web.HTTPError(404)
@@ -434,40 +392,32 @@ def _refuse_other_sites(request: Any) -> None:  # noqa: ANN401 - tornado's own
         raise web.HTTPError(403, "caused by another site")
 
 
-def cluster_routes(prefix: str, follower: ClusterFollower, actions: Actions, static: str) -> list[Any]:
-    """Return the routes of a cluster's page, which acts on nothing."""
+def routes(prefix: str, follower: BrokerFollower | ClusterFollower, actions: Actions, static: str) -> list[Any]:
+    """Return the routes under the prefix, which ends in a slash. The page of a cluster acts on nothing."""
     shared = {"follower": follower, "actions": actions, "streams": Counter[str]()}
-    return [
-        (prefix, _ClusterPage, shared),
-        (prefix + "oauth_callback", _Callback),
-        (prefix + "api/status", _Status, shared),
-        (prefix + "api/events", _Events, shared),
-        (prefix + r"static/(page\.js|page\.css)", _Static, {"path": static}),
-    ]
-
-
-def routes(prefix: str, follower: BrokerFollower, actions: Actions, static: str) -> list[Any]:
-    """Return the routes under the prefix, which ends in a slash."""
-    shared = {"follower": follower, "actions": actions, "streams": Counter[str]()}
-    lease = prefix + r"api/leases/([0-9a-zA-Z_-]{1,64})"
-    return [
+    found: list[Any] = [
         (prefix, _Page, shared),
-        (prefix + r"usage(\.csv)?", _OwnUsage, shared),
-        (prefix + r"usage/all(\.csv)?", _AllUsage, shared),
         (prefix + "oauth_callback", _Callback),
         (prefix + "api/status", _Status, shared),
         (prefix + "api/events", _Events, shared),
-        (lease + "/story", _Story, shared),
-        (lease + r"/([a-z]{1,20})", _Lease, shared),
-        (prefix + r"api/devices/([^/]{1,200})/(drain|undrain)", _Device, shared),
-        (prefix + r"api/seats/([0-9a-zA-Z_-]{1,64})/release", _Seat, shared),
-        (prefix + r"api/pools/([0-9a-z._-]{1,63})", _Pool, shared),
-        (prefix + r"static/(report\.css)", _Static, {"path": Path(pages.__file__).parent / "templates"}),
         (prefix + r"static/(page\.js|page\.css)", _Static, {"path": static}),
     ]
-
-
-# -- app ---------------------------------------------------------------------------------------------------------------
+    if isinstance(follower, ClusterFollower):
+        return found
+    lease = prefix + r"api/leases/([0-9a-zA-Z_-]{1,64})"
+    acting = [
+        (lease + r"/([a-z]{1,20})", actions.lease),
+        (prefix + r"api/devices/([^/]{1,200})/(drain|undrain)", actions.device),
+        (prefix + r"api/seats/([0-9a-zA-Z_-]{1,64})/release", actions.release_seat),
+        (prefix + r"api/pools/([0-9a-z._-]{1,63})", actions.pool),
+    ]
+    return [
+        *found,
+        (prefix + r"usage(/all)?(\.csv)?", _Usage, shared),
+        (lease + "/story", _Story, shared),
+        *((pattern, _Act, {**shared, "action": action}) for pattern, action in acting),
+        (prefix + r"static/(report\.css)", _Static, {"path": Path(pages.__file__).parent / "templates"}),
+    ]
 
 
 log = logging.getLogger("fractional_gpu_hub.service")
@@ -522,9 +472,7 @@ async def _serve(broker: str, listener: socket.socket, hub: int, cluster: str = 
 def _application(follower: BrokerFollower | ClusterFollower, actions: Actions) -> web.Application:
     prefix, static = os.environ["JUPYTERHUB_SERVICE_PREFIX"], str(_HERE / "static")
     return web.Application(
-        cluster_routes(prefix, follower, actions, static)
-        if isinstance(follower, ClusterFollower)
-        else routes(prefix, follower, actions, static),
+        routes(prefix, follower, actions, static),
         cookie_secret=secrets.token_bytes(32),  # new for each process: a browser that is logged in gets a new cookie
         templates=pages.templates("fractional_gpu_hub.service"),
         default_handler_class=Missing,

@@ -70,7 +70,6 @@ class ClusterSnapshot:
 
 
 def reader_of(engine: str) -> Callable[[], Awaitable[Cluster]]:
-    """Return what reads the engine's cluster. Raises KeyError for an engine that there is not."""
     return cast("Callable[[], Awaitable[Cluster]]", importlib.import_module(ENGINES[engine]).read)
 
 
@@ -93,14 +92,12 @@ class ClusterFollower:
         return self._snapshot
 
     def start(self) -> None:
-        """Begin to follow."""
         self._task = asyncio.get_running_loop().create_task(self._follow())
 
     def refresh_soon(self) -> None:
         """Nothing that this page offers changes the cluster."""
 
     async def close(self) -> None:
-        """End; returns when the last command has ended."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -120,9 +117,6 @@ class ClusterFollower:
             self.changed.set()
             self.changed = asyncio.Event()
             await asyncio.sleep(EVERY_S)
-
-
-# -- what a user may see -----------------------------------------------------------------------------------------------------
 
 
 def cluster_view(snapshot: ClusterSnapshot, viewer: Viewer, *, now_s: float | None = None) -> dict[str, Any]:

@@ -81,9 +81,21 @@ def add_page(
         raise ConfigError(f"{_WHERE}: add_page(cluster={cluster!r}): allowed: {', '.join(CLUSTERS)}, or leave it out")
     access = f"access:services!service={name}"
     url = f"http://[{address}]:{port}" if address.version == 6 else f"http://{address}:{port}"
-    service = _service(name, url, ["--cluster", cluster] if cluster else ["--socket", socket or _socket(c)])
+    chosen = c.FractionalGPUMixin.get("gpu_socket")
+    socket = socket or (chosen if isinstance(chosen, str) and chosen else SYSTEM_SOCKET)
+    options = ["--cluster", cluster] if cluster else ["--socket", socket]
     environment = _environment(c, cluster)
-    c.JupyterHub.services.append({**service, **({"environment": environment} if environment else {})})
+    c.JupyterHub.services.append(
+        {
+            "name": name,
+            "url": url,
+            "command": [sys.executable, "-P", "-m", "fractional_gpu_hub.service", *options],
+            "oauth_client_allowed_scopes": [READ_SCOPE, ADMIN_SCOPE],
+            "oauth_no_confirm": True,  # it is a part of the hub, and asks only for the user's identity
+            "display": True,
+            **({"environment": environment} if environment else {}),
+        }
+    )
     expect_service(name, "add_page(...)")
     c.JupyterHub.custom_scopes.update(_SCOPES)
     roles: list[dict[str, Any]] = [
@@ -109,7 +121,8 @@ def _for_everybody(c: Config, access: str) -> list[dict[str, Any]]:
 
     ours = [READ_SCOPE, access]
     (user,) = [role for role in get_default_roles() if role["name"] == "user"]
-    for role in _roles_of_site(c):
+    roles = c.JupyterHub.load_roles  # assigned as a list, or appended to the default
+    for role in roles.to_dict().get("extend", ()) if isinstance(roles, LazyConfigValue) else roles:
         if role.get("name") == "user":  # which all users have: the hub takes it as it is, and from no second place
             role["scopes"] = [*role.get("scopes", user["scopes"]), *ours]
             return []
@@ -118,23 +131,6 @@ def _for_everybody(c: Config, access: str) -> list[dict[str, Any]]:
         return []
     # JupyterHub 5: the role is defined again with its own scopes and ours
     return [{"name": "user", "scopes": [*user["scopes"], *ours]}]
-
-
-def _roles_of_site(c: Config) -> list[dict[str, Any]]:
-    """Return the roles that the configuration defines already: assigned as a list, or appended to the default."""
-    roles = c.JupyterHub.load_roles
-    return list(roles.to_dict().get("extend", ()) if isinstance(roles, LazyConfigValue) else roles)
-
-
-def _service(name: str, url: str, options: list[str]) -> dict[str, Any]:
-    return {
-        "name": name,
-        "url": url,
-        "command": [sys.executable, "-P", "-m", "fractional_gpu_hub.service", *options],
-        "oauth_client_allowed_scopes": [READ_SCOPE, ADMIN_SCOPE],
-        "oauth_no_confirm": True,  # it is a part of the hub, and asks only for the user's identity
-        "display": True,
-    }
 
 
 def _environment(c: Config, cluster: str) -> dict[str, str]:
@@ -152,10 +148,4 @@ def _environment(c: Config, cluster: str) -> dict[str, str]:
 
 
 def _of_spawner(c: Config, name: str) -> object:
-    """Return a setting of the Kubernetes spawner, None where it has its default."""
     return c.FractionalGPUKubeSpawner.get(name) or c.KubeSpawner.get(name)
-
-
-def _socket(c: Config) -> str:
-    chosen = c.FractionalGPUMixin.get("gpu_socket")
-    return chosen if isinstance(chosen, str) and chosen else SYSTEM_SOCKET

@@ -32,7 +32,6 @@ class PoolSettings:
 
 @cache
 def pool_settings() -> PoolSettings:
-    """Return the settings of this version."""
     others = [key for key in POOL_KEYS if key != "devices" and key not in COMMON_POOL_KEYS]
     return PoolSettings(
         common=tuple(_setting(key) for key in COMMON_POOL_KEYS), others=tuple(_setting(key) for key in others)

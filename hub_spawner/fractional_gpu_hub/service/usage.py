@@ -153,14 +153,10 @@ def _checked(report: UsageReport, group: str) -> UsageReport:
 
 
 def all_figures(client: SeatClient, asked: Chosen) -> Figures:
-    """Return the figures of all users, of the hub and of the machine. Raises FractionalGPUError."""
     by = tuple(asked.by.split(","))
     columns = tuple(dict.fromkeys((*_PARTY, *by)))
     report = client.usage(columns, asked.since_s, asked.until_s, advice=True)
     return Figures(report=report, by=by, budgets=tuple(_budgets(client)[:_MOST_BUDGETS]))
-
-
-# -- what is sent ------------------------------------------------------------------------------------------------------
 
 
 def shown(figures: Figures) -> dict[str, Any]:
@@ -186,5 +182,4 @@ def _budget_text(budget: BudgetStatus, whose: str) -> str:
 
 
 def csv_of(figures: Figures) -> bytes:
-    """Return the figures by day, user, group and pool, and by what they are asked for, as chargeback systems read them."""
     return as_csv(figures.report, figures.by, provider=platform.node() or "GPU host").encode()

@@ -29,7 +29,6 @@ class Viewer:
 
 
 def is_own(lease: LeaseStatus, viewer: Viewer) -> bool:
-    """Whether the lease is a kernel of the viewer's."""
     return bool(lease.spec.seat) and lease.spec.owner == viewer.name
 
 
@@ -66,9 +65,6 @@ def _summary(status: HostStatus, shown: list[LeaseStatus], viewer: Viewer) -> st
     if status.goes_away_in_ms is not None:
         parts.append(f"this machine is revoked: {host_deadline(status.goes_away_in_ms)}")
     return ", ".join(parts)
-
-
-# -- devices ----------------------------------------------------------------------------------------------------------------------
 
 
 def _device_name(device: DeviceStatus) -> str:
@@ -141,9 +137,6 @@ def _device_actions(device: DeviceStatus) -> list[str]:
     return ["undrain"] if device.draining else ["drain"]
 
 
-# -- kernels ----------------------------------------------------------------------------------------------------------------------
-
-
 def _order(lease: LeaseStatus) -> tuple[int, int, str, str]:
     """Waiting kernels come first, in the order of the queue."""
     return (lease.position is None, lease.position or 0, lease.spec.owner, lease.lease_id)
@@ -195,7 +188,6 @@ def _why(lease: LeaseStatus) -> str:
 
 
 def _whole(ms: int) -> int:
-    """Round up to whole seconds."""
     return max(1, -(-ms // 1000)) * 1000
 
 
@@ -224,9 +216,6 @@ def _kernel_actions(lease: LeaseStatus, viewer: Viewer) -> list[str]:
         actions += ["move"] if lease.state == "resident" and len(lease.lease.device_ids) == 1 else []
         actions.append("evict")
     return [*actions, "story"]
-
-
-# -- seats and pools --------------------------------------------------------------------------------------------------------------
 
 
 def _seat(seat: SeatStatus, names: dict[str, str], viewer: Viewer) -> dict[str, Any]:

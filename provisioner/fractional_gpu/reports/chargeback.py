@@ -30,29 +30,13 @@ _PLACES: Final = 6
 _GRAM: Final = 1000  # mg
 _FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
 COLUMNS: Final = (
-    *(
-        "BilledCost",
-        "BillingAccountId",
-        "BillingAccountName",
-        "BillingAccountType",
-        "BillingCurrency",
-        "BillingPeriodEnd",
-    ),
-    *("BillingPeriodStart", "ChargeCategory", "ChargeClass", "ChargeDescription", "ChargeFrequency", "ChargePeriodEnd"),
-    *(
-        "ChargePeriodStart",
-        "ConsumedQuantity",
-        "ConsumedUnit",
-        "ContractedCost",
-        "EffectiveCost",
-        "InvoiceIssuerName",
-        "ListCost",
-    ),
-    *("PricingQuantity", "PricingUnit", "ProviderName", "PublisherName", "ResourceId", "ResourceName", "ResourceType"),
-    *("ServiceCategory", "ServiceName", "SubAccountId", "SubAccountName", "Tags"),
-    *("x_ReservedGpuHours", "x_BusyGpuHours", "x_SuspendedGpuHours", "x_EnergyKwh", "x_CarbonGrams"),
-    *("x_CostIfResident", "x_CostOfWholeGpus", "x_Simulated"),
-)
+    "BilledCost", "BillingAccountId", "BillingAccountName", "BillingAccountType", "BillingCurrency", "BillingPeriodEnd",
+    "BillingPeriodStart", "ChargeCategory", "ChargeClass", "ChargeDescription", "ChargeFrequency", "ChargePeriodEnd",
+    "ChargePeriodStart", "ConsumedQuantity", "ConsumedUnit", "ContractedCost", "EffectiveCost", "InvoiceIssuerName", "ListCost",
+    "PricingQuantity", "PricingUnit", "ProviderName", "PublisherName", "ResourceId", "ResourceName", "ResourceType",
+    "ServiceCategory", "ServiceName", "SubAccountId", "SubAccountName", "Tags", "x_ReservedGpuHours", "x_BusyGpuHours",
+    "x_SuspendedGpuHours", "x_EnergyKwh", "x_CarbonGrams", "x_CostIfResident", "x_CostOfWholeGpus", "x_Simulated",
+)  # fmt: skip
 _Figure = Callable[[UsageEntry], int]
 _MEASURED: Final[dict[str, tuple[_Figure, int]]] = {
     "ConsumedQuantity": (lambda one: one.usage.held_share, SHARE_HOUR),
@@ -90,11 +74,18 @@ def as_csv(report: UsageReport, by: Sequence[str], *, provider: str) -> str:
 def _row(report: UsageReport, entry: UsageEntry, provider: str) -> dict[str, str]:
     of = entry.of
     when = of.get("hour") or of["day"]
-    begin_s, end_s = _bounds(report, when)
-    month_s, next_month_s = _bounds(report, when[:7])
-    account_type, account = _account(of)
+    # By this machine's time where the broker does not say.
+    begin_s, end_s = report.periods.get(when) or bounds(when)
+    month_s, next_month_s = report.periods.get(when[:7]) or bounds(when[:7])
     cost = cost_text(entry.usage.charge_milli)
     user = of["user"]
+    # Who is billed: the group, a user without one, or the pool for what no lease held.
+    if not user:
+        account_type, account = "Pool", of["pool"]
+    else:
+        account_type, account = ("Group", of["group"]) if of["group"] else ("User", user)
+    what = "GPU time of notebook kernels" if user else "GPU time that no lease held"
+    tags = {name: value for name, value in of.items() if name not in ("hour", "day") and value}
     user_id = f"{_USERS[of.get(ACCOUNT, '')]}/{user}"
     return {
         "BilledCost": cost,
@@ -106,7 +97,7 @@ def _row(report: UsageReport, entry: UsageEntry, provider: str) -> dict[str, str
         "BillingPeriodStart": _moment(month_s),
         "ChargeCategory": "Usage",
         "ChargeClass": "",
-        "ChargeDescription": _description(report, entry),
+        "ChargeDescription": f"{what}, pool {of['pool']}{' (simulated)' if report.simulated else ''}",
         "ChargeFrequency": "Usage-Based",
         "ChargePeriodEnd": _moment(end_s),
         "ChargePeriodStart": _moment(begin_s),
@@ -123,32 +114,18 @@ def _row(report: UsageReport, entry: UsageEntry, provider: str) -> dict[str, str
         "ServiceName": "GPU notebooks",
         "SubAccountId": user_id if user else "",
         "SubAccountName": _name(user),
-        "Tags": _tags(of),
+        "Tags": json.dumps(tags, ensure_ascii=False),
         "x_CostIfResident": cost_text(entry.usage.resident_milli),
         "x_CostOfWholeGpus": cost_text(entry.usage.whole_milli),
         "x_Simulated": "true" if report.simulated else "false",
     }
 
 
-def _bounds(report: UsageReport, text: str) -> tuple[int, int]:
-    """Return when an hour, day or month of the report begins and ends; by this machine's time where the broker does not say."""
-    return report.periods.get(text) or bounds(text)
-
-
 def cost_text(milli: int) -> str:
-    """Return an amount in thousandths as exact decimal text."""
     return f"{milli // 1000}.{milli % 1000:03}"
 
 
-def _account(of: dict[str, str]) -> tuple[str, str]:
-    """Return who is billed: the group, a user without one, or the pool for what no lease held."""
-    if not of["user"]:
-        return "Pool", of["pool"]
-    return ("Group", of["group"]) if of["group"] else ("User", of["user"])
-
-
 def _resource(report: UsageReport, of: dict[str, str]) -> dict[str, str]:
-    """Return the finest thing that the row is of."""
     lease, device = of.get("lease", ""), of.get("device", "")
     name = of.get("notebook", "") if lease else report.devices.get(device, "")
     if lease:
@@ -158,18 +135,6 @@ def _resource(report: UsageReport, of: dict[str, str]) -> dict[str, str]:
     else:
         kind, identity = "GPU pool", f"pool/{of['pool']}"
     return {"ResourceId": identity, "ResourceName": _name(name), "ResourceType": kind}
-
-
-def _tags(of: dict[str, str]) -> str:
-    """Return what the row is of as the JSON object that FOCUS wants."""
-    return json.dumps(
-        {name: value for name, value in of.items() if name not in ("hour", "day") and value}, ensure_ascii=False
-    )
-
-
-def _description(report: UsageReport, entry: UsageEntry) -> str:
-    what = "GPU time of notebook kernels" if entry.of["user"] else "GPU time that no lease held"
-    return f"{what}, pool {entry.of['pool']}{' (simulated)' if report.simulated else ''}"
 
 
 def _name(text: str) -> str:

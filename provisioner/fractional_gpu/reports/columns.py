@@ -130,7 +130,6 @@ def _columns(report: UsageReport, totals: Sequence[UsageEntry]) -> tuple[Column,
 
 
 def _shown(column: Column, parts: Sequence[UsageEntry], total: UsageEntry) -> list[str]:
-    """Return the texts of a column: of the parts, then of their sum."""
     if column.unit == 0:
         return [amount_text(column.value(one), one.currency) for one in (*parts, total)]
     if column.unit < 0:

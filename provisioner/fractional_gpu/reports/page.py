@@ -206,7 +206,6 @@ def day_bars(report: UsageReport, *, whole: bool) -> list[Day]:
 
 
 def _drawn(days: Sequence[Day]) -> Svg:
-    """Draw a stacked bar for each day."""
     most = max((one.busy + one.idle + one.free + one.suspended for one in days), default=0) / SHARE_HOUR
     marks, top = count_axis(most)
     marks[-1] = (1, f"{marks[-1][1]} h")
@@ -237,5 +236,4 @@ def period_text(report: UsageReport, zone: tzinfo | None = None) -> str:
 
 
 def _and_list(names: Sequence[str]) -> str:
-    """Return `a, b and c`."""
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -77,7 +77,6 @@ def _local(year: int, month: int, day: int) -> int:
 
 
 def party_of(spec: LeaseSpec) -> Party:
-    """Return whose budgets a lease counts for."""
     return Party(pool=spec.pool, owner=spec.owner, group=spec.group, seated=bool(spec.seat))
 
 
@@ -118,14 +117,11 @@ class BudgetKeeper:
         self.apply()
 
     def counted(self, rows: Sequence[UsageRow]) -> None:
-        """Count fresh figures of the meter, and do what follows."""
         if self.is_needed:
             now_s = self._now_s()
             self._spending.add(rows, now_s)
             self._spending.forget(min(begin_of(budget, now_s) for budget in self._spending.budgets) - _SOME_S)
             self.apply()
-
-    # -- what follows ----------------------------------------------------------------------------------------------------
 
     def apply(self) -> None:
         """Give each lease the priority that its budgets allow now, and warn its kernel where most of one is spent."""
@@ -133,7 +129,6 @@ class BudgetKeeper:
             self._apply_to(kernel, view)
 
     def lease_admitted(self, kernel: Kernel) -> None:
-        """Do the same for a new lease."""
         view = self._broker.arbiter.lease(kernel.lease_id)
         if self.is_needed and view is not None:
             self._apply_to(kernel, view)
@@ -183,8 +178,6 @@ class BudgetKeeper:
         mine, named = sorted(groups), {one.name for one in self._spending.budgets if one.kind == "group"}
         return next((one for one in mine if one in named), mine[0] if mine and "*" in named else "")
 
-    # -- what is asked ----------------------------------------------------------------------------------------------------
-
     def states(self, party: Party) -> list[BudgetState]:
         """Return the budgets that a lease of this party counts for, the one of which the largest part is spent first."""
         now_s, found = self._now_s(), []
@@ -194,7 +187,6 @@ class BudgetKeeper:
         return sorted(found, key=lambda one: -one.spent * 1000 // max(1, one.amount))
 
     def status(self, party: Party) -> list[BudgetStatus]:
-        """Return the same as messages."""
         return [self._status(one, party.pool) for one in self.states(party)]
 
     def seen_by(self, owner: str, group: str, *, seated: bool) -> list[BudgetStatus]:
@@ -204,7 +196,6 @@ class BudgetKeeper:
         return list(found.values())
 
     def all(self) -> list[BudgetStatus]:
-        """Return every budget of which something is known: of those who have kernels, or spent something of it."""
         now_s = self._now_s()
         parties = [party_of(view.spec) for _, view in self._broker.views()]
         return [
@@ -213,7 +204,6 @@ class BudgetKeeper:
         ]
 
     def matching(self, subject: Subject, unit: str, currency: str) -> list[Budget]:
-        """Return the budgets that a subject has in this unit."""
         return [
             one
             for one in self._spending.budgets
@@ -266,9 +256,15 @@ class BudgetKeeper:
         whose = "Your budget" if state.subject.kind == "user" else f"The budget of the group {state.subject.name!r}"
         spent = format_amount(budget.unit, state.spent, budget.currency)
         percent = state.spent * 100 // max(1, state.amount)
-        more = "" if state.amount == budget.amount else f" and what was added, {self._amount(state)} in all"
+        more = (
+            ""
+            if state.amount == budget.amount
+            else f" and what was added, {format_amount(budget.unit, state.amount, budget.currency)} in all"
+        )
         until_s = end_of(budget, self._now_s())
-        anew = "what was spent counts less and less" if until_s is None else f"it begins anew on {_date(until_s)}"
+        anew = "what was spent counts less and less"
+        if until_s is not None:
+            anew = time.strftime("it begins anew on %A, %d %B", time.localtime(until_s))
         if not state.is_used_up:
             return f"{whose} of {budget.text}{more}: {spent} are spent ({percent} %); {anew}."
         follows = [_WHAT_FOLLOWS[one] for one in self._terms(pool).over_budget] if pool else []
@@ -278,16 +274,8 @@ class BudgetKeeper:
             "No kernel is ended and nothing is lost; an administrator can add to it."
         )
 
-    @staticmethod
-    def _amount(state: BudgetState) -> str:
-        return format_amount(state.budget.unit, state.amount, state.budget.currency)
-
     def _now_s(self) -> int:
         return self._wall() // 1000
-
-
-def _date(at_s: int) -> str:
-    return time.strftime("%A, %d %B", time.localtime(at_s))
 
 
 def _read_extras(ledger: Ledger) -> list[Extra]:

@@ -142,11 +142,9 @@ class _Counters(Collector):
         self._sums = sums
 
     def describe(self) -> Iterable[Family]:
-        """Return the metrics without samples."""
         return [CounterMetricFamily(PREFIX + one.name, one.help, labels=one.labels) for one in self._metrics.values()]
 
     def collect(self) -> Iterator[Family]:
-        """Yield the metrics with their present values."""
         sums = self._sums()
         for index, figure in enumerate(_FIGURES):
             metric = self._metrics.get(figure.name)

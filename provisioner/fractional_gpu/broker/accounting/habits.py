@@ -74,7 +74,6 @@ class ShareHabits:
         self._unwritten: dict[tuple[HabitKey, int, Share], ShareDay] = {}
 
     def begin(self, ledger: Ledger) -> None:
-        """Take up what earlier brokers kept. Raises LedgerError."""
         for key, day in ledger.share_days(self._today() - WINDOW_DAYS):
             self.recorder.load(key, day)
         self._given = ledger.given_advice()
@@ -116,11 +115,8 @@ class ShareHabits:
             self._writer.submit(add, unwritten=partial(self._keep, rows))
 
     def _keep(self, rows: list[tuple[HabitKey, ShareDay]]) -> None:
-        """Write these again with the next ones."""
         for key, day in rows:
             self._unwritten[key, day.day, day.share] = day
-
-    # -- advice ----------------------------------------------------------------------------------------------------------
 
     def of_lease(self, view: LeaseView) -> ShareAdvice | None:
         """Return the advice for a lease's notebook; None: none can be given for such a lease."""
@@ -242,7 +238,6 @@ def _sample(view: LeaseView, use_milli: int | None) -> Sample:
 
 
 def _together(share: Share, samples: list[Sample]) -> Sample:
-    """Return what the kernels of a seat are together."""
     uses = [one.use_milli for one in samples if one.busy and one.use_milli is not None]
     return Sample(
         share,

@@ -63,8 +63,6 @@ class _State(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """The clocks that a meter goes by, milliseconds: the arbiter's, the wall's, and the time since boot."""
-
     now: Callable[[], int] = now_ms
     wall: Callable[[], int] = wall_ms
     boot: Callable[[], int] = lambda: since_boot_ns() // 1_000_000
@@ -88,8 +86,6 @@ class Metering:
         self._writes = 0
         self.followers: list[Callable[[Sequence[UsageRow]], None]] = []  # told of each write's figures
 
-    # -- what happens ----------------------------------------------------------------------------------------------------
-
     def begin(self, ledger: Ledger, tariffs: Mapping[str, Tariff]) -> None:
         """Go on from the last write of the broker before, once devices and pools are known. Raises LedgerError."""
         state = _read_state(ledger)
@@ -106,11 +102,9 @@ class Metering:
             self.set_tariff(pool, tariff)
 
     def set_tariff(self, pool: str, tariff: Tariff) -> None:
-        """Charge by these terms from now on."""
         self.meter.set_tariff(self._clocks.now(), self._clocks.wall(), pool, tariff)
 
     def saw(self, event: Event, effects: Sequence[Effect]) -> None:
-        """Count what an event and its effects change."""
         if isinstance(event, LeaseRecovered):
             self._recovered(event.spec.lease_id)
         touched = set() if isinstance(event, Expected) else {getattr(event, "lease_id", "")}
@@ -173,8 +167,6 @@ class Metering:
         self.meter.count(self._clocks.now(), self._clocks.wall())
         return self.meter.rows()
 
-    # -- the ledger --------------------------------------------------------------------------------------------------------
-
     async def run(self) -> None:
         """Write every minute until cancelled; then write the rest."""
         try:
@@ -203,7 +195,6 @@ class Metering:
         return self._writer.submit(add, unwritten=partial(self._keep, rows))
 
     def _keep(self, rows: Sequence[UsageRow]) -> None:
-        """Keep figures for the next write."""
         for row in rows:
             known = self._unwritten.get(row.key)
             if known is None:

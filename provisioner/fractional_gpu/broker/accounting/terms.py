@@ -38,7 +38,6 @@ def _credit(credit_milli: int) -> str:
 
 
 def _of(price_milli: int, fraction_milli: int) -> int:
-    """Return the price of a fraction, hundredths, rounded."""
     return (price_milli * fraction_milli + 5000) // 10_000
 
 

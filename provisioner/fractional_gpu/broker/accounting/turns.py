@@ -37,7 +37,6 @@ class Turns:
         self._unwritten: list[Turn] = []
 
     def saw(self, event: Event, effects: Sequence[Effect]) -> None:
-        """Take note of an event and its effects."""
         touched = {getattr(event, "lease_id", "")}
         touched |= {one.lease_id for one in effects if isinstance(one, StateChanged | LeaseEnded | Granted)}
         for lease_id in touched - {""}:
@@ -51,7 +50,6 @@ class Turns:
             self._recorder.saw(event.at_ms, lease_id, holding, asks=asks, busy=waits, use_milli=use)
 
     def write(self) -> None:
-        """Write the turns that have ended since the last write."""
         shift = self._wall() - self._now()  # from the arbiter's clock to dates
         fresh, self._recorder.turns = self._recorder.turns, []
         self._unwritten += [
@@ -64,5 +62,4 @@ class Turns:
             self._writer.submit(partial(self._writer.ledger.add_turns, rows), unwritten=partial(self._keep, rows))
 
     def _keep(self, rows: list[Turn]) -> None:
-        """Write these again with the next ones."""
         self._unwritten = rows + self._unwritten
