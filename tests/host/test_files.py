@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.broker.process.restarting import BrokerOptions, RestartFiles
+from fractional_gpu.broker.process.restarting import BrokerOptions, write_restart_files
 from fractional_gpu.client.seat import Seat, read_seat, write_seat
 from fractional_gpu.host.files import open_own, replace_file
 from fractional_gpu.jupyter.kernel_record import RecordFile, unlocked_records
@@ -195,7 +195,7 @@ def write_one_seat(path: Path) -> None:
 
 
 def write_one_restart_file(path: Path) -> None:
-    RestartFiles(BrokerOptions(), str(path.with_name("broker.sock"))).write()
+    write_restart_files(BrokerOptions(), str(path.with_name("broker.sock")))
 
 
 @pytest.mark.parametrize(("name", "write"), [("seat.json", write_one_seat), ("broker.json", write_one_restart_file)])

@@ -27,8 +27,9 @@ from fractional_gpu.broker.kernels.iopub import IOPubWatch
 from fractional_gpu.broker.kernels.kernel import Kernel, remove_books, sharing_environment
 from fractional_gpu.broker.kernels.networks import Networks
 from fractional_gpu.broker.kernels.process_inspector import stopped_sentence
+from fractional_gpu.broker.lanes import TOKENS
 from fractional_gpu.broker.metrics import Metrics
-from fractional_gpu.broker.persistence.lease_files import LeaseFiles, TokenFiles
+from fractional_gpu.broker.persistence.lease_files import LeaseFiles, remove_token_file
 from fractional_gpu.broker.persistence.ledger_writer import History, LeaseRecords, LedgerWriter, devices_of
 from fractional_gpu.broker.supervision.enforcement import ContextLearner, Enforcement, GpuActivity
 from fractional_gpu.broker.supervision.survivors import OomKills, Survivors
@@ -138,7 +139,6 @@ class Broker:
         self.oom_kills = OomKills()
         self.contexts = ContextLearner(self, context_sizes or ContextSizes())
         self.survivors = Survivors(self, swaps.inspector)
-        self.token_files = TokenFiles()
         swaps.connect(roots=self.roots, is_quiet=self.gpu_activity.is_quiet)
         self._networks = Networks()
         self._alarm: asyncio.TimerHandle | None = None
@@ -161,8 +161,6 @@ class Broker:
 
     def connect_seats(self, end_processes: Callable[[str], None]) -> None:
         self._end_processes = end_processes
-
-    # -- events in, effects out ----------------------------------------------------------------------------------------------
 
     def dispatch(self, event: Event) -> list[Effect]:
         """Hand an event to the arbiter, carry out the effects that it returns, and return them, for callers that wait for one."""
@@ -354,7 +352,7 @@ class Broker:
             kernel.forget_process()
             self._networks.forget(lease_id)
             kernel.notify()
-            self.token_files.remove(lease_id, kernel.launch.token_file, kernel.uid)
+            TOKENS.start().submit(remove_token_file, lease_id, kernel.launch.token_file, kernel.uid)
         self.records.remove_second_record(lease_id)
         self.writer.submit(partial(self.writer.ledger.end_lease, lease_id, wall_ms(), reason))
         self.last_use_s = time.monotonic()
@@ -379,8 +377,6 @@ class Broker:
         if at_ms is not None:
             delay_s = max(0, at_ms - now_ms()) / 1000
             self._alarm = asyncio.get_running_loop().call_later(delay_s, lambda: self.dispatch(Tick(at_ms=now_ms())))
-
-    # -- kernels ---------------------------------------------------------------------------------------------------------------
 
     def environment(self, lease_id: str, device_ids: Sequence[str]) -> dict[str, str]:
         """Return what binds a kernel to its devices and its cap; without devices, what it needs before it has any."""
@@ -646,7 +642,6 @@ class Broker:
             kernel.forget_process()
         self._networks.close()
         await self.records.close()
-        await self.token_files.close()
         await self.writer.close()
 
 

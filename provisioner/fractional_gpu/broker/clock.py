@@ -65,7 +65,6 @@ def _saved_start_ms(ledger: Ledger, boot: str) -> int | None:
         return None
 
 
-# -- token bucket ------------------------------------------------------------------------------------------------------
 # Rate limits: a bucket of tokens for each key, refilled with time.
 
 

@@ -56,9 +56,11 @@ ATTACHING: Final = Lane(4, "attach")
 """Checking the processes and connections that users name."""
 QUESTIONS: Final = Lane(1, "question")
 """Answers that take time."""
+TOKENS: Final = Lane(1, "token-files")
+"""Removing clients' files, whose filesystems may hang."""
 
 
 def start_lanes() -> None:
     sys.setswitchinterval(_SWITCH_S)
-    for lane in (SWAPS, ATTACHING, QUESTIONS):
+    for lane in (SWAPS, ATTACHING, QUESTIONS, TOKENS):
         lane.start()

@@ -197,8 +197,6 @@ class Metrics:
             pool = self._pools[lease_id] = view.spec.pool if view is not None else ""
         return pool
 
-    # -- effects -------------------------------------------------------------------------------------------------------------
-
     def _admitted(self, effect: LeaseAdmitted, _now_s: float) -> None:
         self._count("leases_admitted", pool=self._pool_of(effect.lease_id))
 

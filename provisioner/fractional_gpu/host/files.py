@@ -133,7 +133,6 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-# -- failpoints --------------------------------------------------------------------------------------------------------
 # Points at which a test may kill this process, block the thread that reaches them, or have a write fail.
 #
 # - They lie before and after each step that changes the world, the books or the ledger.

@@ -52,9 +52,7 @@ class _Mount(NamedTuple):
     version: int
     root: PurePosixPath
     point: Path
-    own: PurePosixPath | None = (
-        None  # the host's path of this process's group, where a namespace hides it and it was found
-    )
+    own: PurePosixPath | None = None  # the host's path of this process's group, where a namespace hides it
 
 
 def system_headroom(*, proc: Path = PROC) -> Headroom:
@@ -332,7 +330,6 @@ def _stat(file: Path, name: str) -> int:
     return 0
 
 
-# -- oom ---------------------------------------------------------------------------------------------------------------
 # The system's out-of-memory killer: which process it takes first, and whether it has killed one.
 #
 # The rules:

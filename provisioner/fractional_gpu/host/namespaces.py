@@ -136,9 +136,6 @@ def shows_same_folder(pid: int, path: Path, *, proc: Path = PROC) -> bool:
         os.close(folder)
 
 
-# -- network ---------------------------------------------------------------------------------------------------------------
-
-
 def open_network(identity: ProcessIdentity, *, proc: Path = PROC) -> tuple[int, NamespaceId] | None:
     """Return a descriptor of the process's network namespace, which the caller closes, and its id; None if it is our own.
 

@@ -311,7 +311,6 @@ def _status_field(status: bytes, name: bytes) -> bytes:
     raise ValueError(f"/proc/PID/status has no field {name.decode()}: {status[:200]!r}")
 
 
-# -- tree --------------------------------------------------------------------------------------------------------------
 # Which processes belong to a kernel, and which files they have mapped.
 #
 # The rules:
@@ -521,7 +520,6 @@ def _look(pid: int, boot: str, markers: _Markers | None, path: str) -> _Seen | N
     return _Seen(identity, stat.ppid, stat.session, uid, value, stat.stopped_or_traced, stat.forked)
 
 
-# -- mappings ----------------------------------------------------------------------------------------------------------
 # The files that a process has mapped into its memory or holds open, by path.
 #
 # A removed file counts under its old path. A process that may not be read, or has exited, has none.
@@ -566,7 +564,6 @@ def _path(line: str) -> str:
     return fields[5].removesuffix(_DELETED) if len(fields) == 6 else ""
 
 
-# -- ipykernel command -------------------------------------------------------------------------------------------------
 # How a command line starts ipykernel, and whether it loads our extension.
 #
 # The provisioner reads the commands of kernelspecs; a broker that lost its ledger reads those of living processes.

@@ -130,9 +130,6 @@ def _of_path(path: str) -> Workload | None:
     return Workload(engine=KUBERNETES, id=uid, group=pod[0] if above is None else "")
 
 
-# -- the group -----------------------------------------------------------------------------------------------------------
-
-
 def find_group(engine: str, workload_id: str, *, proc: Path = PROC) -> str:
     """Return the path of the workload's control group, "" if no hierarchy that is mounted here shows it. Raises OSError."""
     forms = [place.format(id=workload_id, id_=workload_id.replace("-", "_")) for place in _PLACES.get(engine, ())]

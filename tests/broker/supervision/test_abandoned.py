@@ -6,7 +6,6 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,14 +13,13 @@ from typing import Any, Self
 
 import pytest
 
-from fractional_gpu.broker.persistence.lease_files import TokenFiles
+from fractional_gpu.broker.persistence.lease_files import remove_token_file
 from fractional_gpu.broker.recovery.recovery import kernel_of
 from fractional_gpu.broker.supervision.survivors import AbandonedLeases, has_lost_server
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.host.process import identify
 from tests.broker.live import LiveBroker, live_broker, started_for
 from tests.broker.recovery.test_recovery import record_of
-from tests.gpu_sim.test_worker_link import fails_once
 from tests.support.descriptors import no_free_descriptors
 from tests.support.world import until
 
@@ -164,39 +162,20 @@ def test_a_lease_that_expires_takes_its_files_along(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["other.token", "lease", "lease-1.json", "."])
-async def test_only_a_token_of_the_lease_is_removed(tmp_path: Path, name: str) -> None:
+def test_only_a_token_of_the_lease_is_removed(tmp_path: Path, name: str) -> None:
     kept, removed = tmp_path / name, tmp_path / "lease-2.token"
     for path in {kept, removed} - {tmp_path}:
         path.write_text("text")
-    files = TokenFiles()
-    files.remove("lease", str(kept), os.getuid())
-    files.remove("lease", "", os.getuid())
-    files.remove("lease", str(tmp_path / "nowhere" / "lease-3.token"), os.getuid())
-    files.remove("lease", str(removed), os.getuid())
-    await files.close()
-    assert kept.exists()
-    assert not removed.exists()
-
-
-async def test_a_token_that_no_thread_can_remove_stays_and_the_next_one_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept, removed = tmp_path / "lease-1.token", tmp_path / "lease-2.token"
-    for path in (kept, removed):
-        path.write_text("text")
-    files = TokenFiles()
-    monkeypatch.setattr(
-        threading.Thread, "start", fails_once(RuntimeError("can't start new thread"), threading.Thread.start)
-    )
-    for path in (kept, removed):
-        files.remove("lease", str(path), os.getuid())
-    await files.close()
+    remove_token_file("lease", str(kept), os.getuid())
+    remove_token_file("lease", "", os.getuid())
+    remove_token_file("lease", str(tmp_path / "nowhere" / "lease-3.token"), os.getuid())
+    remove_token_file("lease", str(removed), os.getuid())
     assert kept.exists()
     assert not removed.exists()
 
 
 @pytest.mark.parametrize("trap", ["a link", "a folder that others write to", "another user's folder"])
-async def test_a_token_is_removed_from_no_folder_of_others(tmp_path: Path, trap: str) -> None:
+def test_a_token_is_removed_from_no_folder_of_others(tmp_path: Path, trap: str) -> None:
     folder, uid = tmp_path / "folder", os.getuid()
     folder.mkdir(mode=0o700)
     (folder / "lease-1.token").write_text("text")
@@ -210,9 +189,7 @@ async def test_a_token_is_removed_from_no_folder_of_others(tmp_path: Path, trap:
         os.chown(folder, 65534, 65534)
     else:
         uid += 1
-    files = TokenFiles()
-    files.remove("lease", str(path), uid)
-    await files.close()
+    remove_token_file("lease", str(path), uid)
     assert (folder / "lease-1.token").exists()
 
 

@@ -8,16 +8,17 @@ itself is short, and each suspended lease whose own control group is. A group is
 """
 
 import asyncio
-import json
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.host.files import replace_file
@@ -93,7 +94,6 @@ class HostMemoryPressure:
         return pressed
 
 
-# -- oom protection ----------------------------------------------------------------------------------------------------
 # Keeps the system's out-of-memory killer from taking a kernel because of its saved state.
 #
 # What is saved from a device lies in the kernel's own process. So a suspended kernel looks like the biggest process to the killer, which
@@ -133,13 +133,6 @@ class Lowered:
     saved_mib: int
     given: tuple[int, ...]
     since: int
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "Lowered":
-        """Rebuild what `asdict` gave. Raises ValueError, TypeError and KeyError for anything else."""
-        numbers = {name: int(data[name]) for name in ("uid", "was", "saved_mib", "since")}
-        identity, given = ProcessIdentity.from_dict(data["identity"]), tuple(map(int, data["given"]))
-        return cls(identity=identity, lease_id=str(data["lease_id"]), given=given, **numbers)
 
     @property
     def is_inherited_visibly(self) -> bool:
@@ -186,8 +179,6 @@ class OomProtection:
                 rest = {kernel.identity: max(view.saved_mib, view.used_mib)}
                 found[kernel.lease_id] = kernel.uid, dict(kernel.checkpoint.sizes) or rest
         return found
-
-    # -- in a thread ---------------------------------------------------------------------------------------------------------
 
     def _apply(self, wanted: Wanted) -> None:
         over = [one for one in self._lowered.values() if one.lease_id not in wanted]
@@ -269,34 +260,26 @@ class OomProtection:
         if ended:
             self._write(self._lowered)
 
-    # -- the record ----------------------------------------------------------------------------------------------------------
-
     def _write(self, lowered: Mapping[ProcessIdentity, Lowered]) -> None:
-        replace_file(self._record, json.dumps([asdict(one) for one in lowered.values()]).encode("ascii"))
+        replace_file(self._record, msgspec.json.encode(list(lowered.values())))
 
     def _read(self) -> None:
         """Take over what an earlier broker changed. A record that cannot be read is ignored: nothing of it can be put back."""
         try:
-            found = [Lowered.from_dict(one) for one in json.loads(self._record.read_text(encoding="ascii"))]
+            found = msgspec.json.decode(self._record.read_bytes(), type=list[Lowered])
         except FileNotFoundError:
             return
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError) as error:
             log.warning("what an earlier broker changed for the out-of-memory killer cannot be read: %s", error)
             return
-        self._lowered = {one.identity: one for one in _living(found)}
+        for one in found:
+            with suppress(OSError):
+                if is_alive(one.identity):
+                    self._lowered[one.identity] = one
 
 
 def _ticks() -> int:
     return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
-
-
-def _living(found: Iterable[Lowered]) -> list[Lowered]:
-    living = []
-    for one in found:
-        with suppress(OSError):
-            if is_alive(one.identity):
-                living.append(one)
-    return living
 
 
 def protect_this_process() -> None:

@@ -36,12 +36,10 @@ _STEP_S = 0.5
 _REFRESH_PAUSE_S = 0.25  # between two samples for readers
 _ATTEMPTS = 3  # at one sample, while changes overtake it
 _MOMENT_S = 1.0  # a suspended kernel busy for longer than this, with anything, gets a ticket
-_LONG_MOMENT_S = (
-    10.0  # the same for one without a context whose extension is connected, and as a rule requests the GPU itself
-)
+_LONG_MOMENT_S = 10.0  # the same for one without a context whose extension is connected: as a rule it requests the GPU
 _SILENCE_S = 2.5 * PULSE_S  # the Python of an extension that was silent for this long does not run
 _LOOK_S = (
-    5.0  # from one look at the gates to the next; time beyond that (a driver that answers late) is no silence of theirs
+    5.0  # from one look at the gates to the next; time beyond that (a driver answers late) is no silence of theirs
 )
 _HOST_STEP_MIB = 256  # smaller changes of the host budget are not worth an event
 

@@ -10,21 +10,19 @@ priority and seat: they write their environment themselves.
 - A file counts only if it belongs to this user and no other user may write to it, and only for the process that it names
   (`lost_leases` checks that).
 
-`TokenFiles` removes the token files of leases that have ended: a client that is killed leaves its own behind.
+`remove_token_file` removes the token file of a lease that has ended: a client that is killed leaves its own behind.
 
 - The kernel's environment names the path, so the path is not trusted: a file is removed only if its name begins with the lease's id and
   ends with `.token`, and only from a folder of the lease's user (or root) to which no other user may write.
-- The client's filesystem may hang (NFS, FUSE), so a thread of its own removes the files and no decision waits for it. A file that
-  cannot be removed stays; its token opens nothing any more.
+- The client's filesystem may hang (NFS, FUSE), so a separate thread removes the files and no decision waits for it. A file that cannot
+  be removed stays; its token opens nothing any more.
 """
 
 import asyncio
 import logging
 import os
-import queue
 import re
 import stat
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path, PurePath
@@ -33,7 +31,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from fractional_gpu.host.files import write_all
-from fractional_gpu.host.threads import StartedThreads, start
+from fractional_gpu.host.threads import StartedThreads
 from fractional_gpu.ledger.records import LeaseRecord, SeatRecord
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
@@ -45,8 +43,6 @@ _LONGEST: Final = 1 << 20  # bytes of a file
 _LEASE: Final = ".json"
 _SEAT: Final = ".seat"
 _SUFFIX: Final = ".token"
-_MOST_REMOVALS: Final = 1024  # that wait
-_CLOSE_S: Final = 1.0
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NAME: Final = re.compile(r"([0-9a-zA-Z_-]{1,64})(\.json|\.seat)", re.ASCII)
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -74,17 +70,24 @@ class LeaseFiles:
         self._writing: asyncio.Task[None] | None = None
         self._logged = ""  # the last failure
 
-    def put(self, record: LeaseRecord) -> None:
-        self._put(record.spec.lease_id + _LEASE, msgspec.json.encode(record))
+    def put(self, record: LeaseRecord | SeatRecord) -> None:
+        """Write the record of a lease or seat soon."""
+        name = record.spec.lease_id + _LEASE if isinstance(record, LeaseRecord) else record.seat_id + _SEAT
+        text = msgspec.json.encode(record)
+        if self._wanted.get(name) != text:
+            self._wanted[name] = text
+            self._changed.add(name)
+            self._start_writing()
 
-    def drop(self, lease_id: str) -> None:
-        self._drop(lease_id + _LEASE)
-
-    def put_seat(self, seat: SeatRecord) -> None:
-        self._put(seat.seat_id + _SEAT, msgspec.json.encode(seat))
+    def drop(self, lease_id: str, suffix: str = _LEASE) -> None:
+        """Remove the file of a lease that has ended soon."""
+        name = lease_id + suffix
+        self._wanted.pop(name, None)
+        self._changed.add(name)
+        self._start_writing()
 
     def drop_seat(self, seat_id: str) -> None:
-        self._drop(seat_id + _SEAT)
+        self.drop(seat_id, _SEAT)
 
     async def run(self) -> None:
         """Write missing files again, every two seconds, until cancelled."""
@@ -106,17 +109,6 @@ class LeaseFiles:
         with suppress(OSError):
             self.folder.rmdir()
 
-    def _put(self, name: str, text: bytes) -> None:
-        if self._wanted.get(name) != text:
-            self._wanted[name] = text
-            self._changed.add(name)
-            self._start_writing()
-
-    def _drop(self, name: str) -> None:
-        self._wanted.pop(name, None)
-        self._changed.add(name)
-        self._start_writing()
-
     def _start_writing(self) -> None:
         if self._changed and self._writing is None:
             self._writing = asyncio.get_running_loop().create_task(self._write_changed())
@@ -133,8 +125,6 @@ class LeaseFiles:
         finally:
             self._writing = None
             self._changed |= failed  # tried again by `run`
-
-    # -- in the thread -----------------------------------------------------------------------------------------------------
 
     def _write(self, batch: dict[str, bytes | None]) -> set[str]:
         """Write, or remove, the files; return the names for which that failed."""
@@ -253,41 +243,17 @@ def _is_private(status: os.stat_result) -> bool:
     return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-class TokenFiles:
-    def __init__(self) -> None:
-        self._due: queue.Queue[tuple[PurePath, int] | None] = queue.Queue(_MOST_REMOVALS)
-        self._thread: threading.Thread | None = None
+def remove_token_file(lease_id: str, path: str, uid: int) -> None:
+    """Remove the token's file of a lease of this user that has ended. Blocks for as long as its filesystem does.
 
-    def remove(self, lease_id: str, path: str, uid: int) -> None:
-        """Remove the token's file of a lease of this user soon. A name that is not a token file's is ignored, as is "" (no file)."""
-        name = PurePath(path).name
-        if not (name.startswith(lease_id) and name.endswith(_SUFFIX)):
-            return
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="token-files", daemon=True)
-            try:
-                start(thread)
-            except OSError as error:
-                log.debug("the token file %s stays: %s", path, error.strerror)
-                return
-            self._thread = thread
-        with suppress(queue.Full):  # the filesystem hangs
-            self._due.put_nowait((PurePath(path), uid))
-
-    async def close(self) -> None:
-        """Remove what is due and stop; a filesystem that hangs delays this by `_CLOSE_S` at most."""
-        if self._thread is not None:
-            with suppress(queue.Full):
-                self._due.put_nowait(None)
-            await asyncio.to_thread(self._thread.join, _CLOSE_S)
-
-    def _run(self) -> None:
-        while (due := self._due.get()) is not None:
-            path, uid = due
-            try:
-                _remove_token(path, uid)
-            except OSError as error:
-                log.debug("the token file %s stays: %s", path, error.strerror)
+    A name that is not a token file's is ignored, as is "" (no file).
+    """
+    name = PurePath(path).name
+    if name.startswith(lease_id) and name.endswith(_SUFFIX):
+        try:
+            _remove_token(PurePath(path), uid)
+        except OSError as error:
+            log.debug("the token file %s stays: %s", path, error.strerror)
 
 
 def _remove_token(path: PurePath, uid: int) -> None:

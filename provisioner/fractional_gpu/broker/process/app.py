@@ -18,10 +18,11 @@ import signal
 import socket as socket_module
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import TextIO
+from functools import partial
+from typing import TextIO, TypeVar
 
 from fractional_gpu.broker.monitoring.host_memory import protect_this_process
 from fractional_gpu.broker.process.driver_start import BackendError, open_backend
@@ -29,10 +30,11 @@ from fractional_gpu.broker.process.logs import set_up_logging
 from fractional_gpu.broker.process.repair import BrokerLock
 from fractional_gpu.broker.process.restarting import (
     BrokerOptions,
-    RestartFiles,
     cannot_run,
     make_socket_folder,
+    remove_restart_files,
     resolved,
+    write_restart_files,
 )
 from fractional_gpu.broker.process.run import BrokerRun, device_specs, is_service_socket
 from fractional_gpu.client.client import BrokerClient
@@ -47,6 +49,7 @@ from fractional_gpu.ledger.records import LedgerError, LedgerInUseError
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
 
 log = logging.getLogger("fractional_gpu.broker")
+T = TypeVar("T")
 
 _OTHER_PATIENCE_S = 30.0
 _LETTING_GO_S = 1.0
@@ -61,9 +64,7 @@ def run_broker(options: BrokerOptions) -> int:
     options = resolved(options)
     socket = options.socket or socket_path()
     try:
-        make_socket_folder(
-            socket, service=options.service
-        )  # before anything is written there: logs, locks and what starts the next broker
+        make_socket_folder(socket, service=options.service)  # before anything is written there
     except FractionalGPUError as error:
         sentence = str(error)
     except OSError as error:
@@ -142,11 +143,14 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
             if backend.is_new:
                 undo.callback(backend.remove_if_unused)
             specs = device_specs(settings, backend)
-            claims += [stack.enter_context(_claimed(spec.device_id)) for spec in specs]
+            claims += [
+                stack.enter_context(_retried(partial(DeviceClaim.claim, spec.device_id), DeviceClaimedError))
+                for spec in specs
+            ]
             folder = make_state_folder(socket, settings.state_dir)
-            ledger = _opened(folder / ledger_name(simulated=backend.simulated))
-            restart = RestartFiles(replace(options, state_dir=str(folder)), socket)
-            restart.write()
+            path = folder / ledger_name(simulated=backend.simulated)
+            ledger = _retried(partial(Ledger.open, path), LedgerInUseError)
+            write_restart_files(replace(options, state_dir=str(folder)), socket)
             run = BrokerRun(
                 settings=settings,
                 backend=backend,
@@ -165,7 +169,7 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
                 again = replace(options, idle_exit=idle_exit), -1 if turn is None else os.dup(turn.fileno())
             elif not run.leases_live:
                 backend.remove_if_unused()
-                restart.remove()
+                remove_restart_files(socket)
         except (ConfigError, BackendError, DeviceClaimedError, LedgerError, GPUError, FractionalGPUError) as error:
             return str(error)
         except OSError as error:
@@ -206,44 +210,28 @@ def _allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _claimed(device_id: str) -> DeviceClaim:
-    """Claim the device. Retry for a moment: a broker that was just killed releases its lock first and its claims later."""
+def _retried(act: Callable[[], T], busy: type[Exception]) -> T:
+    """Return what `act` returns. Retry for a moment: a broker that was just killed releases its lock first, and its claims later."""
     deadline = time.monotonic() + _LETTING_GO_S
     while True:
         try:
-            return DeviceClaim.claim(device_id)
-        except DeviceClaimedError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(_RETRY_S)
-
-
-def _opened(path: Path) -> Ledger:
-    deadline = time.monotonic() + _LETTING_GO_S
-    while True:
-        try:
-            return Ledger.open(path)
-        except LedgerInUseError:
+            return act()
+        except busy:
             if time.monotonic() > deadline:
                 raise
             time.sleep(_RETRY_S)
 
 
 def _overrides(options: BrokerOptions) -> dict[str, object]:
-    idle_exit = options.idle_exit or ("never" if options.service else None)
-    given = {"idle_exit": idle_exit, "state_dir": options.state_dir, "log_level": options.log_level}
-    named = _named_settings(options.settings) if options.settings is not None else {}
-    return {**named, **{name: value for name, value in given.items() if value is not None}}
-
-
-def _named_settings(text: str) -> dict[str, object]:
     try:
-        settings = json.loads(text)
+        named = json.loads(options.settings or "{}")
     except ValueError as error:
         raise ConfigError(f"--settings is not JSON: {error}") from None
-    if not isinstance(settings, dict):
+    if not isinstance(named, dict):
         raise ConfigError('--settings is not of the form {"idle_exit": "never", "pools": {"default": {}}}')
-    return settings
+    idle_exit = options.idle_exit or ("never" if options.service else None)
+    given = {"idle_exit": idle_exit, "state_dir": options.state_dir, "log_level": options.log_level}
+    return {**named, **{name: value for name, value in given.items() if value is not None}}
 
 
 def _take_turn(

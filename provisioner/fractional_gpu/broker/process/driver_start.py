@@ -23,7 +23,7 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import now_ms
@@ -38,11 +38,6 @@ from fractional_gpu.gpu.simulated.host import choose_directory, create, destroy
 from fractional_gpu.gpu.simulated.store import SimulatedHostError
 from fractional_gpu.gpu.worker_link import WorkerLink
 
-if TYPE_CHECKING:
-    from fractional_gpu.broker.broker import Broker
-    from fractional_gpu.broker.swap.swap import Swaps
-
-# -- self test ---------------------------------------------------------------------------------------------------------
 # A broker's test of checkpointing at its start, on real devices that no kernel uses yet.
 #
 # The checkpoint worker is the only part that needs privileges, and the driver shows only on a real CUDA process whether it has them. A
@@ -53,16 +48,14 @@ if TYPE_CHECKING:
 DRIVER_REFUSES: Final = frozenset({GPUErrorCode.NOT_PERMITTED, GPUErrorCode.NOT_SUPPORTED})
 
 
+@dataclass(frozen=True, slots=True)
 class SelfTest:
     """One test. `specs` are the broker's devices by id: a refusal is written there too, where the sampler reads it."""
 
-    def __init__(
-        self, broker: "Broker", swaps: "Swaps", worker: WorkerLink, specs: MutableMapping[str, DeviceSpec]
-    ) -> None:
-        self._broker = broker
-        self._swaps = swaps
-        self._worker = worker
-        self._specs = specs
+    broker: Broker
+    swaps: Swaps
+    worker: WorkerLink
+    specs: MutableMapping[str, DeviceSpec]
 
     async def run(self) -> str:
         """Make the test if a device is idle; return the result, a sentence for the log. Cancellation kills the process."""
@@ -70,11 +63,11 @@ class SelfTest:
         if device_id is None:
             return "checkpointing was not tried: no device is free for it"
         result = await try_checkpoint(
-            self._worker, self._broker.monitor, device_id, exempt_pids=self._broker.enforcement.exempt_pids
+            self.worker, self.broker.monitor, device_id, exempt_pids=self.broker.enforcement.exempt_pids
         )
         if result.before_mib:
             # It was counted under the pid that it has here, so the device counts kernels under their pids, too.
-            self._swaps.inspector.set_counts_processes()
+            self.swaps.inspector.set_counts_processes()
         if result.code in DRIVER_REFUSES:
             self._give_up(result.wrong)
         outcome = result.wrong or f"it works, and took {sum(result.phases_us.values()) / 1e6:.2f} s"
@@ -82,28 +75,25 @@ class SelfTest:
 
     def _idle_device(self) -> str | None:
         """Return a device that can be checkpointed and is mostly free; None while there are kernels, which may need the memory."""
-        if self._broker.kernels:
+        if self.broker.kernels:
             return None
-        for device_id, spec in self._specs.items():
-            if not spec.why_not and self._broker.used_mib.get(device_id, 0) < spec.memory_mib // 2:
+        for device_id, spec in self.specs.items():
+            if not spec.why_not and self.broker.used_mib.get(device_id, 0) < spec.memory_mib // 2:
                 return device_id
         return None
 
     def _give_up(self, sentence: str) -> None:
-        views = {device.device_id: device for device in self._broker.arbiter.devices()}
-        for device_id, spec in list(self._specs.items()):
+        views = {device.device_id: device for device in self.broker.arbiter.devices()}
+        for device_id, spec in list(self.specs.items()):
             if spec.why_not:
                 continue
-            self._specs[device_id] = replace(spec, why_not=sentence)
+            self.specs[device_id] = replace(spec, why_not=sentence)
             view = views.get(device_id)
             if view is None or not view.lost:  # the event would call a lost device found; it is sent when it is back
                 stranger_mib = view.stranger_mib if view is not None else 0
-                self._broker.dispatch(
-                    DeviceSeen(at_ms=now_ms(), device=self._specs[device_id], stranger_mib=stranger_mib)
+                self.broker.dispatch(
+                    DeviceSeen(at_ms=now_ms(), device=self.specs[device_id], stranger_mib=stranger_mib)
                 )
-
-
-# -- driver start ------------------------------------------------------------------------------------------------------
 
 
 log = logging.getLogger(__name__)
@@ -239,7 +229,6 @@ class DriverStart:
             broker.driver_started()
 
 
-# -- backend -----------------------------------------------------------------------------------------------------------
 # Opens the devices of a broker: the simulated ones of its options, or the machine's.
 
 

@@ -61,34 +61,28 @@ class BrokerOptions:
     settings: str | None = None  # JSON: settings by their names, which win over the files
     service: bool = False  # it serves all users of the machine, has no idle end, and runs in no job or pod of its own
     stand_by: bool = False  # if another broker serves, wait for its end and serve then
-    worker_socket: str | None = (
-        None  # of the service that starts the checkpoint worker; None: the broker starts it itself
-    )
+    worker_socket: str | None = None  # of the service that starts the checkpoint worker; None: the broker starts it
 
 
-class RestartFiles:
-    """`broker.json` in both places, with the options of the running broker."""
+def write_restart_files(options: BrokerOptions, socket: str) -> None:
+    """Write `broker.json` in both places, with the options of the running broker; they replace an earlier broker's.
 
-    def __init__(self, options: BrokerOptions, socket: str) -> None:
-        self._socket = socket
-        self._options = options
-        self._beside, self._spare = restart_file(socket), spare_restart_file(socket)
+    Raises OSError if the one beside the socket cannot be written.
+    """
+    text = json.dumps(_content(options, socket)).encode()
+    replace_file(restart_file(socket), text)
+    try:
+        make_state_folder(socket)
+        replace_file(spare_restart_file(socket), text)
+    except (OSError, BrokerUnavailableError) as error:
+        log.warning("broker.json is beside the socket only, not in the state folder: %s", error)
 
-    def write(self) -> None:
-        """Write both; they replace an earlier broker's. Raises OSError if the one beside the socket cannot be written."""
-        text = json.dumps(_content(self._options, self._socket)).encode()
-        replace_file(self._beside, text)
-        try:
-            make_state_folder(self._socket)
-            replace_file(self._spare, text)
-        except (OSError, BrokerUnavailableError) as error:
-            log.warning("broker.json is beside the socket only, not in the state folder: %s", error)
 
-    def remove(self) -> None:
-        """Remove both: no lease is left for which the broker would have to start again."""
-        for path in (self._beside, self._spare):
-            with suppress(OSError):
-                path.unlink()
+def remove_restart_files(socket: str) -> None:
+    """Remove both: no lease is left for which the broker would have to start again."""
+    for path in (restart_file(socket), spare_restart_file(socket)):
+        with suppress(OSError):
+            path.unlink()
 
 
 def _content(options: BrokerOptions, socket: str) -> dict[str, object]:
@@ -112,7 +106,6 @@ def kept_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in KEPT_VARIABLES if name in environment}
 
 
-# -- detaching ---------------------------------------------------------------------------------------------------------
 # Starts a broker in the background and reports whether one serves. A kernel's first start waits for this, so it imports little.
 #
 # The broker is a new process in a session of its own. Its environment lacks the starter's lease variables: the starter may be a kernel.
@@ -121,9 +114,8 @@ def kept_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 def resolved(options: BrokerOptions) -> BrokerOptions:
     """Return the options with absolute paths and with the values from the environment. Raises BrokerUnavailableError."""
-    config_file = (
-        str(Path(options.config_file).absolute()) if options.config_file else None
-    )  # a detached broker runs in /
+    # A detached broker runs in /.
+    config_file = str(Path(options.config_file).absolute()) if options.config_file else None
     socket = options.socket or (_service_socket() if options.service else socket_path())
     return replace(
         options,
@@ -146,9 +138,7 @@ def start_detached(options: BrokerOptions) -> int:
     except OSError as error:
         return _failed(cannot_run(options.socket or "its socket", error))
     if said == "ready":
-        process.returncode = (
-            0  # it runs on; without a return code, Popen would warn about a process that is still running
-        )
+        process.returncode = 0  # it runs on: without one, Popen would warn about a process that still does
         return 0
     process.wait()
     where = Path(socket).with_name("broker.err")

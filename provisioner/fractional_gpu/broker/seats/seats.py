@@ -520,7 +520,7 @@ class Seats:
     def _save_second_record(self, seat: SeatRecord) -> None:
         """Write the second record of a confirmed seat; for an unconfirmed one the hub can ask again."""
         if self._broker.records.files is not None and seat.expires_ms is None:
-            self._broker.records.files.put_seat(seat)
+            self._broker.records.files.put(seat)
 
     def _known(self, seat_id: str) -> SeatRecord:
         seat = self._seats.get(seat_id)

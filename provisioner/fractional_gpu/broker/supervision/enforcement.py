@@ -170,7 +170,6 @@ def _described(process: ProcessUse) -> Stranger:
     return Stranger(pid=process.pid, user=user, used_mib=process.used_mib)
 
 
-# -- context learner ---------------------------------------------------------------------------------------------------
 # Learns what contexts take on each kind of device, so that frameworks' limits leave room for them.
 #
 # A kernel's extension says what the frameworks' allocators hold when it has given caches back (the answer to `shrink`); the device says
@@ -261,7 +260,6 @@ class ContextLearner:
             log.info("a context on %s takes %d MiB beside its framework (uid %d)", device.name, context_mib, kernel.uid)
 
 
-# -- gpu activity ------------------------------------------------------------------------------------------------------
 # Is a kernel that runs no cell really idle? Decided by the devices' own counters of work, beside IOPub.
 #
 # A thread that a cell left behind, or a child process, works without a busy message. So a resident kernel that has just become idle by its

@@ -40,7 +40,6 @@ from fractional_gpu.protocol.errors import ConflictError
 if TYPE_CHECKING:
     from fractional_gpu.broker.broker import Broker
 
-# -- abandoned ---------------------------------------------------------------------------------------------------------
 # Ends leases whose kernels no process can start again.
 #
 # A lease without a process is kept for the next process of its kernel. Only one process starts that: the lease's server, which is a
@@ -105,9 +104,6 @@ class AbandonedLeases:
         return list(self._broker.scans.take().marked())
 
 
-# -- survivors ---------------------------------------------------------------------------------------------------------
-
-
 log = logging.getLogger(__name__)
 
 FREED_S: Final = 5.0
@@ -135,8 +131,6 @@ class Survivors:
         self._broker = broker
         self._inspector = inspector
         self._ends: set[asyncio.Task[None]] = set()
-
-    # -- the end of a kernel's process --------------------------------------------------------------------------------------
 
     def kernel_ended(self, kernel: Kernel, root: ProcessIdentity | None) -> None:
         """Handle that the kernel's process, which the broker follows no more, has ended or is replaced: free its room once it is free."""
@@ -269,8 +263,6 @@ class Survivors:
         self.sampled.set()
         self.sampled = asyncio.Event()
 
-    # -- what is left ---------------------------------------------------------------------------------------------------------
-
     def keep(self, kernel: Kernel, left: list[Survivor]) -> bool:
         """Let the lease go on with what is left. Returns False if the first process of it has ended meanwhile.
 
@@ -316,8 +308,6 @@ class Survivors:
             self._broker.dispatch(LeaseReleased(at_ms=now_ms(), lease_id=kernel.lease_id, reason=ABANDONED))
         else:
             self._broker.exited(kernel)
-
-    # -- ending what is left ------------------------------------------------------------------------------------------------------------
 
     async def end(self, kernel: Kernel) -> None:
         """End what the kernel left behind, and return when its room is free. Raises ConflictError. Cancelled: it goes on."""
@@ -451,7 +441,6 @@ def _log_failure(task: "asyncio.Task[None]") -> None:
         log.critical("what a kernel left behind could not be found out", exc_info=error)
 
 
-# -- oom kills ---------------------------------------------------------------------------------------------------------
 # Did the system's out-of-memory killer end a kernel? Decided by the counters of control groups, for the sentence that its user gets.
 #
 # - Each group counts its killed processes. A kernel that ends while its group's counter has risen counts as killed; one kill accounts for
