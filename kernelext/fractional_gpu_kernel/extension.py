@@ -38,11 +38,7 @@ class LeasedKernel:
             has_gui_loop=self._has_gui_loop,
         )
         watch = LoopWatch(
-            self._on_main_loop,
-            self.gate,
-            self._acquirer,
-            is_held=self._is_held,
-            notice=self._notices.add,
+            self._on_main_loop, self.gate, self._acquirer, is_held=self._is_held, notice=self._notices.add
         )
         self._channel = BrokerChannel(
             settings,
@@ -67,16 +63,16 @@ class LeasedKernel:
             report_exempt=self._channel.report_exempt,
             make_bursts=self._magics.bursts,
         )
-        self._cell_transform = make_cell_transform(cell_magic, leading_empty_lines)
 
     def load(self) -> None:
         self._limits.install()
         self._first_grant.install()
         self._blockers.install()
-        self._magics.install()
-        self._registrations.item(self._shell.input_transformers_cleanup, self._cell_transform)
-        self._notices.install()
-        self._guard.install()
+        self._magics.install(self._registrations)
+        cell_transform = make_cell_transform(cell_magic, leading_empty_lines)
+        self._registrations.item(self._shell.input_transformers_cleanup, cell_transform)
+        self._notices.install(self._registrations)
+        self._guard.install(self._registrations)
         self._inputs.install()
         self._channel.start()
 
@@ -84,11 +80,9 @@ class LeasedKernel:
         self._channel.stop()
         self._inputs.uninstall()
         self._guard.uninstall()
-        self._notices.uninstall()
         self._registrations.undo()
-        self._magics.uninstall()
-        self._blockers.uninstall()
-        self._limits.uninstall()
+        self._magics.stop()
+        self._hooks.close()
         self._first_grant.release()
 
     def become_inert(self) -> None:

@@ -26,18 +26,17 @@ class UnleasedKernel:
         self._registrations = Registrations(shell)
         self._notice = notice
         self._notices = Notices(shell, notice)
-        self._cell_transform = make_cell_transform(cell_magic, leading_empty_lines, measures=False)
 
     def load(self) -> None:
         self._registrations.magic(self.gpu, "line", "gpu")
         self._registrations.magic(self.burst, "cell", "gpu")
         self._registrations.magic(self.cpu, "cell", "cpu")
-        self._registrations.item(self._shell.input_transformers_cleanup, self._cell_transform)
+        cell_transform = make_cell_transform(cell_magic, leading_empty_lines, measures=False)
+        self._registrations.item(self._shell.input_transformers_cleanup, cell_transform)
         self._registrations.callback("pre_run_cell", self._before_cell)
-        self._notices.install()
+        self._notices.install(self._registrations)
 
     def unload(self) -> None:
-        self._notices.uninstall()
         self._registrations.undo()
 
     def become_inert(self) -> None:

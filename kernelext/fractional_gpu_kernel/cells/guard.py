@@ -54,7 +54,6 @@ class CellGuard:
         make_bursts: Callable[[], Any],  # `magics.actions.CellBursts`
     ) -> None:
         self._shell = shell
-        self._registrations = Registrations(shell)
         self._is_installed = False
         self._gate = gate
         self._acquirer = acquirer
@@ -64,15 +63,13 @@ class CellGuard:
         self._make_bursts = make_bursts
         self._bursts: Any = None  # made for the first `%%gpu`
 
-    def install(self) -> None:
+    def install(self, registrations: Registrations) -> None:
         self._is_installed = True
-        self._registrations.method("run_cell_async", self._wrap(self._shell.run_cell_async))
-        self._registrations.callback("pre_execute", self._before_message)
+        registrations.method("run_cell_async", self._wrap(self._shell.run_cell_async))
+        registrations.callback("pre_execute", self._before_message)
 
     def uninstall(self) -> None:
-        """Leave the shell as it was; where another extension has wrapped the guard, cells pass through it."""
-        self._is_installed = False
-        self._registrations.undo()
+        self._is_installed = False  # if another extension has wrapped the guard, cells pass through it from now on
 
     def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -205,7 +205,6 @@ class Notices:
 
     def __init__(self, shell: Any, first: str = "") -> None:  # noqa: ANN401 - IPython is untyped
         self._shell = shell
-        self._registrations = Registrations(shell)
         self._lock = threading.Lock()
         self._kept = [first] if first else []
         self._last_cell: contextvars.Context | None = None  # while the kernel idles: the cell to show it beneath
@@ -216,12 +215,9 @@ class Notices:
         self._lines: dict[str, LiveLine] = {}  # and those that are shown beneath the last cell
         # A topic's line is forgotten, like the others, when the next cell begins.
 
-    def install(self) -> None:
-        self._registrations.callback("pre_run_cell", self._before_cell)
-        self._registrations.callback("post_run_cell", self._after_cell)
-
-    def uninstall(self) -> None:
-        self._registrations.undo()
+    def install(self, registrations: Registrations) -> None:
+        registrations.callback("pre_run_cell", self._before_cell)
+        registrations.callback("post_run_cell", self._after_cell)
 
     def add(self, sentence: str, topic: str = "") -> None:
         """Show a sentence now beneath the last cell, or keep it until the running one ends or the first one begins.

@@ -37,7 +37,6 @@ class Magics:
         notify: Callable[[str], None],
     ) -> None:
         self._shell = shell
-        self._registrations = Registrations(shell)
         self._settings = settings
         self._gate = gate
         self._acquirer = acquirer
@@ -47,14 +46,13 @@ class Magics:
         self._actions: Actions | None = None
         self._completer: Completer | None = None
 
-    def install(self) -> None:
-        self._registrations.magic(self.gpu, "line", "gpu")
-        self._registrations.magic(self.burst, "cell", "gpu")
-        self._registrations.magic(self.cpu, "cell", "cpu")
-        self._registrations.item(self._shell.Completer.custom_matchers, self.complete)
+    def install(self, registrations: Registrations) -> None:
+        registrations.magic(self.gpu, "line", "gpu")
+        registrations.magic(self.burst, "cell", "gpu")
+        registrations.magic(self.cpu, "cell", "cpu")
+        registrations.item(self._shell.Completer.custom_matchers, self.complete)
 
-    def uninstall(self) -> None:
-        self._registrations.undo()
+    def stop(self) -> None:
         if self._actions is not None:
             self._actions.stop()
 

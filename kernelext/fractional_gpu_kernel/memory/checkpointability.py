@@ -133,16 +133,12 @@ class CheckpointBlockers:
 
     def __init__(self, report: Callable[[str], None], hooks: ImportHooks | None = None) -> None:
         self._report = report
-        self._hooks = hooks or ImportHooks()
+        self.hooks = hooks or ImportHooks()
         self.seen = ""  # the first finding, a sentence
 
     def install(self) -> None:
         for call in (*_CALLS, *PROFILERS):
-            self._hooks.after(call.package, lambda _module, call=call: note_calls(call, self._note))  # type: ignore[misc]
-
-    def uninstall(self) -> None:
-        """Stop watching imports, for all users of the hooks; what is wrapped stays."""
-        self._hooks.close()
+            self.hooks.after(call.package, lambda _module, call=call: note_calls(call, self._note))  # type: ignore[misc]
 
     def reason(self) -> str:
         """Return why the process cannot be checkpointed, a sentence, or "". For the kernel's idle main loop: it calls the frameworks."""

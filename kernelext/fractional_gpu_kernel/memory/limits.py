@@ -199,7 +199,7 @@ class MemoryLimits:
 
     def __init__(self, environment: MutableMapping[str, str] = os.environ, hooks: ImportHooks | None = None) -> None:
         self._environment = environment
-        self._hooks = hooks or ImportHooks()
+        self.hooks = hooks or ImportHooks()
         self._torch = TorchLimits()
         self._ours: dict[str, str] = {}  # set here, not by the user: a resize may change them
         self._torch_setting = ""  # likewise, among the user's own
@@ -212,13 +212,9 @@ class MemoryLimits:
     def install(self) -> None:
         """Set what can be set now, and watch for torch."""
         self._hint()
-        self._hooks.after("torch", self.torch_imported)
-        self._hooks.after("torch._utils", lambda _: self._hint())  # before torch's libraries, which read the variables
-        self._hooks.after(_JAX_READS.package, lambda _: note_calls(_JAX_READS, lambda _: self._hint()))
-
-    def uninstall(self) -> None:
-        """Stop watching imports, for all users of the hooks; limits that were set stay."""
-        self._hooks.close()
+        self.hooks.after("torch", self.torch_imported)
+        self.hooks.after("torch._utils", lambda _: self._hint())  # before torch's libraries, which read the variables
+        self.hooks.after(_JAX_READS.package, lambda _: note_calls(_JAX_READS, lambda _: self._hint()))
 
     def bind(self, environment: Mapping[str, str]) -> None:
         """Take the variables that come with a grant, then renew the hints. Values that an environment cannot hold are left out."""

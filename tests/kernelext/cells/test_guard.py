@@ -12,6 +12,7 @@ from fractional_gpu_kernel.cells.gate import BURST, Gate
 from fractional_gpu_kernel.cells.guard import CellGuard
 from fractional_gpu_kernel.magics.actions import CellBursts
 from fractional_gpu_kernel.memory.limits import ImportHooks, MemoryLimits
+from fractional_gpu_kernel.registrations import Registrations
 from tests.kernelext.interrupting import interrupt_at
 
 
@@ -55,7 +56,7 @@ def guarded(bursts: object) -> tuple[Shell, Gate]:
         FirstGrant(ImportHooks(), {}),
         report_exempt=lambda _: None,
         make_bursts=lambda: cast("CellBursts", bursts),
-    ).install()
+    ).install(Registrations(shell))
     return shell, gate
 
 
@@ -87,7 +88,7 @@ def test_a_limit_is_not_lowered_while_another_cell_runs(monkeypatch: pytest.Monk
     bursts = cast("CellBursts", None)
     CellGuard(
         shell, gate, cast("Acquirer", None), limits, first, report_exempt=lambda _: None, make_bursts=lambda: bursts
-    ).install()
+    ).install(Registrations(shell))
     finish(shell.run_cell_async("1", transformed_cell="1"))
     assert (shell.ran, limits.is_stale) == (["1"], beside)
     assert told == ([] if beside else [10240 - 512])

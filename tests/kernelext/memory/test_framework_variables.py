@@ -56,7 +56,7 @@ def limits(site: Path) -> Iterator[MemoryLimits]:  # noqa: ARG001 - the variable
     made = MemoryLimits(os.environ, ImportHooks())
     made.install()
     yield made
-    made.uninstall()
+    made.hooks.close()
 
 
 def install_jaxlib(site: Path, source: str) -> None:

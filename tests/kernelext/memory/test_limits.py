@@ -48,7 +48,7 @@ def torch_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def limits() -> Any:  # noqa: ANN401
     made = MemoryLimits({"JUPYTER_GPU_MEMORY_MIB": "20480"})
     yield made
-    made.uninstall()
+    made.hooks.close()
     sys.modules.pop("torch", None)
 
 

@@ -289,8 +289,7 @@ def test_an_import_that_fails_fails_as_it_would(packages: Path) -> None:
     with pytest.raises(RuntimeError, match="no driver"):
         importlib.import_module("cupy")
     assert managed.reason() == ""
-    managed.uninstall()
-    managed.uninstall()
+    managed.hooks.close()
     assert not any(isinstance(finder, ImportHooks) for finder in sys.meta_path)
 
 

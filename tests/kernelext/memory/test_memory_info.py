@@ -51,7 +51,7 @@ def limits(environment: dict[str, str]) -> Iterator[MemoryLimits]:
     made = MemoryLimits(environment)
     made.install()
     yield made
-    made.uninstall()
+    made.hooks.close()
     sys.modules.pop("torch", None)
 
 
@@ -112,6 +112,6 @@ def test_a_kernel_without_a_cap_sees_the_device(torch: Any) -> None:  # noqa: AN
 
 
 def test_an_extension_that_is_loaded_again_reports_by_its_own_limit(torch: Any, limits: MemoryLimits) -> None:  # noqa: ANN401
-    limits.uninstall()
+    limits.hooks.close()
     MemoryLimits({"JUPYTER_GPU_MEMORY_MIB": "40960"}).torch_imported(torch)
     assert torch.cuda.mem_get_info() == ((40960 - CONTEXT_MIB) * MIB,) * 2
