@@ -65,19 +65,15 @@ def main(arguments: list[str]) -> int:
 def _repeat(cell: CodeType, module: ModuleType, loop: "asyncio.Runner", reports: str) -> None:
     if reports:
         os.environ[FILE] = reports
-    before = _size(reports)
+    before = Path(reports).stat().st_size if reports else 0
     _run(cell, module, loop)
     _wait_for_device()
-    reports_itself = _size(reports) > before
+    reports_itself = bool(reports) and Path(reports).stat().st_size > before
     while True:
         if not reports_itself:
             tick()
         _run(cell, module, loop)
         _wait_for_device()
-
-
-def _size(reports: str) -> int:
-    return Path(reports).stat().st_size if reports else 0
 
 
 def _compiled(name: str, source: str) -> CodeType:

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -27,7 +28,7 @@ from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.status import LeaseStatus
 from fractional_gpu_kernel.cells.acquire import RefusedError
 from fractional_gpu_kernel.display.lines import SIMULATED, Bundle, LiveLine, publish
-from fractional_gpu_kernel.magics.arguments import MEASURE, Argument, ArgumentsError
+from fractional_gpu_kernel.magics.arguments import MEASURE, ArgumentsError
 from fractional_gpu_kernel.settings import Settings
 
 _RUNNER: Final = Path(__file__).with_name("cell_runner.py")
@@ -55,9 +56,8 @@ class MeasurementView:
 
         lines = "".join(f"<div>{html.escape(one)}</div>" for one in self._sentences)
         table = html.escape("\n".join(self._table))
-        region = (
-            'role="region" tabindex="0" aria-label="All figures"'  # wider than a small screen: scrolled by keyboard
-        )
+        # Wider than a small screen: scrolled by keyboard.
+        region = 'role="region" tabindex="0" aria-label="All figures"'
         figures = f'<pre {region} style="font-size:90%;overflow-x:auto">{table}</pre>'
         return {"text/plain": repr(self), "text/html": lines + figures}
 
@@ -73,45 +73,26 @@ def measure_cell(shell: Any, settings: Settings, arguments: argparse.Namespace, 
         "cell": _source(shell, "the cell", cell),
         "from_start": arguments.from_start,
     }
-    lease = _own_lease(settings)
+    lease = None
+    with suppress(FractionalGPUError), settings.connect() as client:  # the measurement starts a broker, or says why not
+        lease = client.lease(settings.lease_id)
+    options = ["--json", "--end-with-input"]
+    if arguments.pool is None and lease is not None:
+        options += ["--pool", lease.spec.pool]
+    for option in MEASURE.arguments:
+        value = getattr(arguments, option.name.removeprefix("--").replace("-", "_"))
+        if option.name in ("--setup", "--from-start") or not value:
+            continue
+        values = [value] if isinstance(value, str) else value
+        options += [option.name] if option.is_flag else [f"{option.name}={one}" for one in values]
     # In memory: a kernel that is killed leaves no file, and the disk may be full. The measured processes open it by this one's descriptor.
     with os.fdopen(os.memfd_create("gpu-measure-cell"), "w", encoding="utf-8") as file:
         json.dump(job, file)
         file.flush()
         place = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-        measurement = _Measurement(
-            shell, [*_options(arguments, lease), "--", sys.executable, "-P", str(_RUNNER), place]
-        )
+        measurement = _Measurement(shell, [*options, "--", sys.executable, "-P", str(_RUNNER), place])
         measurement.run()
     measurement.show(lease)
-
-
-def _own_lease(settings: Settings) -> LeaseStatus | None:
-    """Return the kernel's lease; None where the broker does not answer: the measurement starts it again, or says why not."""
-    try:
-        with settings.connect() as client:
-            return client.lease(settings.lease_id)
-    except FractionalGPUError:
-        return None
-
-
-def _options(arguments: argparse.Namespace, lease: LeaseStatus | None) -> list[str]:
-    found = ["--json", "--end-with-input"]
-    if arguments.pool is None and lease is not None:
-        found += ["--pool", lease.spec.pool]
-    for one in MEASURE.arguments:
-        if one.name not in ("--setup", "--from-start"):
-            found += _given(one, getattr(arguments, one.name.removeprefix("--").replace("-", "_")))
-    return found
-
-
-def _given(option: Argument, value: Any) -> list[str]:  # noqa: ANN401 - argparse's
-    if option.is_flag:
-        return [option.name] if value else []
-    return [f"{option.name}={one}" for one in ([value] if isinstance(value, str) else value or [])]
-
-
-# -- the code ----------------------------------------------------------------------------------------------------------
 
 
 def _source(shell: Any, name: str, text: str) -> str:  # noqa: ANN401 - as above
@@ -153,9 +134,6 @@ def setup_numbers(text: str, *, last: int) -> list[int]:
     return numbers
 
 
-# -- the measurement ---------------------------------------------------------------------------------------------------
-
-
 class _Measurement:
     def __init__(self, shell: Any, options: Sequence[str]) -> None:  # noqa: ANN401 - as above
         self._shell = shell
@@ -180,16 +158,22 @@ class _Measurement:
         assert process.stderr is not None  # noqa: S101 - as above
         context = contextvars.copy_context()  # so that the progress lands in this cell
         readers = [
-            threading.Thread(target=self._read_output, args=(process.stdout,), name="gpu-measure-output", daemon=True),
-            threading.Thread(
-                target=context.run, args=(self._read_progress, process.stderr), name="gpu-measure-progress", daemon=True
-            ),
+            threading.Thread(target=self._read_output, args=(process.stdout,), daemon=True),
+            threading.Thread(target=context.run, args=(self._read_progress, process.stderr), daemon=True),
         ]
         with process.stdin, process.stdout, process.stderr:
             try:
                 for reader in readers:
                     reader.start()
-                self._status = _ended(process, self._line)
+                try:
+                    self._status = process.wait()
+                except KeyboardInterrupt:
+                    process.send_signal(signal.SIGINT)
+                    self._line.show("The measurement stops: its programs and leases end.")
+                    # It may have ended by itself just before: the user has interrupted the cell all the same.
+                    self._status = _INTERRUPTED
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(_END_S)
             finally:
                 if process.poll() is None:
                     process.kill()  # its programs get SIGTERM from the system, and the broker ends their leases
@@ -221,21 +205,6 @@ class _Measurement:
             if text:
                 self._complaints = [*self._complaints[-_KEPT_LINES:], text]
                 self._line.show(f"Measuring: {text}. Interrupt the kernel to stop; what is known by then is shown.")
-
-
-def _ended(process: "subprocess.Popen[bytes]", line: LiveLine) -> int:
-    """Return the process's exit status; an interrupt is passed on to it."""
-    try:
-        return process.wait()
-    except KeyboardInterrupt:
-        process.send_signal(signal.SIGINT)
-        line.show("The measurement stops: its programs and leases end.")
-    try:
-        process.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        return _INTERRUPTED  # the caller kills it
-    # It may have ended by itself just before: the user has interrupted the cell all the same.
-    return _INTERRUPTED
 
 
 def _held(status: LeaseStatus | None) -> str:

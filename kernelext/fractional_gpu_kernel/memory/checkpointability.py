@@ -2,13 +2,9 @@
 
 Nothing is imported for this. What is found, and when:
 
-- At their first call: functions that allocate managed memory in CuPy, numba, torch (`_use_uvm`), bitsandbytes (paged optimizers), PyCUDA
-  and NVIDIA's bindings (`cuda.bindings`, `cuda.cuda`), and rmm's choice of a memory resource (which cuDF and Polars' GPU engine make for
-  their users). They are wrapped when their package is imported.
-- At their first call, in the same way: functions that make a framework subscribe to NVIDIA's profiling interface (CUPTI): the profilers
-  of torch (with CUDA activities), JAX, TensorFlow and Triton, and cupti-python. Whether a framework lets go of CUPTI afterwards cannot be
-  seen (torch does so only where `TEARDOWN_CUPTI` says so, and then at some later CUDA call), so the process counts as profiled until it
-  ends.
+- At their first call: functions that allocate managed memory, rmm's choice of a memory resource (which cuDF and Polars' GPU engine make
+  for their users), and functions that make a framework subscribe to NVIDIA's profiling interface (CUPTI). They are wrapped when their
+  package is imported. Whether a framework lets go of CUPTI afterwards cannot be seen, so the process counts as profiled until it ends.
 - Before a suspend: the chain of rmm's current memory resource, torch with a pluggable allocator (which may do anything), fbgemm_gpu's
   operators for tensors in managed memory, and variables that make a framework use it.
 - Before a suspend: a library that `CUDA_INJECTION64_PATH` makes the driver load (Nsight Systems, Nsight Compute), if it is loaded. The
@@ -53,6 +49,7 @@ def _plugs_allocator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 # Their pools are made by the driver's virtual memory calls: vLLM's sleep mode, and torch_memory_saver. They are reported to combine with
 # checkpoints.
 _SAVEABLE_ALLOCATORS = ("vllm.cumem_allocator", "torch_memory_saver")
+_BNB = "bitsandbytes.functional"
 _RMM = _cannot_save("managed memory through rmm")
 _BINDINGS = _cannot_save("managed memory through NVIDIA's Python bindings")
 _PLUGGED = "torch uses an allocator that was plugged in, and whether the driver can save what that hands out is unknown"
@@ -61,12 +58,7 @@ _CALLS = (
     Call("cupy", ("cupy.cuda", "cupy.cuda.memory"), "malloc_managed", _cannot_save("CuPy's managed memory")),
     Call("cupy", ("cupy_backends.cuda.api.runtime",), "mallocManaged", _cannot_save("CuPy's managed memory")),
     Call("numba.cuda", ("numba.cuda", "numba.cuda.api"), "managed_array", _cannot_save("numba's managed arrays")),
-    Call(
-        "bitsandbytes.functional",
-        ("bitsandbytes.functional",),
-        "get_paged",
-        _cannot_save("bitsandbytes' paged optimizers (managed memory)"),
-    ),
+    Call(_BNB, (_BNB,), "get_paged", _cannot_save("bitsandbytes' paged optimizers (managed memory)")),
     Call("pycuda.driver", ("pycuda.driver",), "managed_empty", _cannot_save("PyCUDA's managed arrays")),
     Call("cuda.bindings.driver", ("cuda.bindings.driver",), "cuMemAllocManaged", _BINDINGS),
     Call("cuda.bindings.runtime", ("cuda.bindings.runtime",), "cudaMallocManaged", _BINDINGS),
@@ -106,6 +98,7 @@ def _traces_cuda(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 _TORCH, _JAX = _profiled_with("torch's profiler"), _profiled_with("JAX's profiler")
 _TENSORFLOW, _CUPTI = _profiled_with("TensorFlow's profiler"), _profiled_with("cupti-python")
+_PROTON = ("triton.profiler.profile", "triton.profiler")
 _JAX_MODULES = ("jax._src.profiler", "jax.profiler")
 _TF_PROFILER = "tensorflow.python.profiler.profiler_v2"
 _CUPTI_MONITOR = "torch.profiler._cupti_monitor"
@@ -117,12 +110,7 @@ PROFILERS = (
     Call("jax._src.profiler", _JAX_MODULES, "start_server", _JAX),  # traces whenever TensorBoard asks
     Call(_TF_PROFILER, (_TF_PROFILER,), "start", _TENSORFLOW),
     Call(_TF_PROFILER, (_TF_PROFILER,), "start_server", _TENSORFLOW),
-    Call(
-        "triton.profiler.profile",
-        ("triton.profiler.profile", "triton.profiler"),
-        "start",
-        _profiled_with("Triton's Proton"),
-    ),
+    Call(_PROTON[0], _PROTON, "start", _profiled_with("Triton's Proton")),
     Call("cupti.cupti", ("cupti.cupti",), "subscribe", _CUPTI),
     Call("cupti.cupti", ("cupti.cupti",), "activity_enable", _CUPTI),
 )
@@ -201,18 +189,10 @@ def _unified() -> str:
 
 def injected(maps: Path = Path("/proc/self/maps")) -> str:
     """Return why the process cannot be saved if a variable of the environment injected a profiler's library into it, else ""."""
-    libraries = {
-        variable: Path(os.environ.get(variable, "")).resolve().name
-        for variable in _INJECTIONS
-        if os.environ.get(variable)
-    }
-    if not libraries:
-        return ""
-    with maps.open(encoding="utf-8", errors="surrogateescape") as lines:
-        loaded = {line.rstrip("\n").rpartition("/")[2] for line in lines}
-    for variable, library in libraries.items():
-        if library in loaded:
-            return (
-                f"the profiler {library} is attached to it ({variable}), and the driver cannot save a process with it"
-            )
+    for variable in _INJECTIONS:
+        if path := os.environ.get(variable):
+            library = Path(path).resolve().name
+            with maps.open(encoding="utf-8", errors="surrogateescape") as lines:
+                if any(line.rstrip("\n").rpartition("/")[2] == library for line in lines):
+                    return f"the profiler {library} is attached to it ({variable}), and the driver cannot save a process with it"
     return ""
