@@ -43,11 +43,6 @@ class Sentence:
         return {"text/plain": repr(self), "text/html": line}
 
 
-class Blank:
-    def bundle(self) -> Bundle:
-        return {"text/plain": "", "text/html": ""}
-
-
 class LiveLine:
     """One line of output that changes in place. Any thread may use it; the first `show` decides the cell that it belongs to."""
 
@@ -65,7 +60,7 @@ class LiveLine:
         """Replace the line by an empty one: for a line with other output above it, which has to stay."""
         if self._shown is not None:
             self._shown = None
-            publish(self._shell, Blank(), display_id=self._display_id, update=True)
+            publish(self._shell, None, display_id=self._display_id, update=True)
 
     def remove(self) -> None:
         """Clear the cell's output if the line is shown: for a line above a cell that has not run and has no other output."""
@@ -93,14 +88,15 @@ class CellLine:
             self._context.copy().run(self._line.blank)
 
 
-def publish(shell: Any, view: View, *, display_id: str | None = None, update: bool = False) -> None:  # noqa: ANN401 - as above
+def publish(shell: Any, view: View | None, *, display_id: str | None = None, update: bool = False) -> None:  # noqa: ANN401 - as above
     publisher = shell.display_pub
     hooked = hasattr(publisher, "register_hook")  # not in a terminal, nor beneath `%%capture`
     if hooked:
         publisher.register_hook(_as_no_result)  # for this thread
     try:
         transient = {"display_id": display_id} if display_id else {}
-        publisher.publish(data=view.bundle(), metadata={}, transient=transient, update=update)
+        data = {"text/plain": "", "text/html": ""} if view is None else view.bundle()
+        publisher.publish(data=data, metadata={}, transient=transient, update=update)
     finally:
         if hooked:
             publisher.unregister_hook(_as_no_result)
@@ -187,16 +183,15 @@ def _left(expected_ms: int | None, low_ms: int | None, high_ms: int | None, pass
     return format_forecast(expected_ms - passed_ms, low, high, more=True)
 
 
-# -- notices -----------------------------------------------------------------------------------------------------------
 # Notices: sentences for the user of this kernel, from the broker and from the extension.
 #
 # Before the first cell a notice is kept and shown once above that cell's output; while a cell runs, it is kept and shown beneath it, or
-# at once in its output if it is urgent (the GPU goes away: after the cell would be too late to save something to a disk). While
-# the kernel idles, it is shown at once beneath the last cell (a warning before an idle suspension would come too late otherwise) and
-# blanked when the next cell begins. A notice is output, not a request: it does not make the kernel busy.
+# at once in its output if it is urgent (the GPU goes away: after the cell would be too late to save something to a disk). While the kernel
+# idles, it is shown at once beneath the last cell and blanked when the next cell begins. A notice is output, not a request: it does not
+# make the kernel busy.
 #
 # Only cells that go into the history count here. Others run within another cell (`%%capture`, `run_cell`) or for a client's own use, and
-# their output is not on the user's screen. Cells of several subshells run at once, each in a thread of its own: the kernel idles when the
+# their output is not on the user's screen. Cells of several subshells run at once, each in a separate thread: the kernel idles when the
 # last of them has ended, and an urgent notice goes to the one that began last.
 
 
@@ -206,14 +201,12 @@ class Notices:
     def __init__(self, shell: Any, first: str = "") -> None:  # noqa: ANN401 - IPython is untyped
         self._shell = shell
         self._lock = threading.Lock()
-        self._kept = [first] if first else []
+        # Sentences by their topics; one without is its own topic.
+        self._kept = {first: first} if first else {}
         self._last_cell: contextvars.Context | None = None  # while the kernel idles: the cell to show it beneath
         self._running: dict[int, contextvars.Context] = {}  # by the cells' threads, in the order in which they began
         self._cell_lines: dict[int, CellLine] = {}  # of running cells, by their threads
-        self._shown: list[LiveLine] = []
-        self._topics: dict[str, str] = {}  # the sentences with a topic that are kept
-        self._lines: dict[str, LiveLine] = {}  # and those that are shown beneath the last cell
-        # A topic's line is forgotten, like the others, when the next cell begins.
+        self._shown: dict[str, LiveLine] = {}  # beneath the last cell, likewise
 
     def install(self, registrations: Registrations) -> None:
         registrations.callback("pre_run_cell", self._before_cell)
@@ -226,29 +219,18 @@ class Notices:
         """
         if not sentence:
             return
+        key = topic or sentence
         with self._lock:
-            if topic and (before := self._topics.pop(topic, None)) is not None:
-                self._kept = [one for one in self._kept if one != before]
-            cell = self._last_cell
-            if cell is None:
-                self._keep(sentence, topic)
-                return
-            line = self._lines.get(topic) or LiveLine(self._shell)
+            self._kept.pop(key, None)
+            line = self._shown.get(key) or LiveLine(self._shell)
             try:
-                cell.copy().run(line.show, sentence)
+                if self._last_cell is not None:
+                    self._last_cell.copy().run(line.show, sentence)
+                    self._shown[key] = line
+                    return
             except _failures():  # this thread can open no socket of its own: the main thread shows it later
-                self._keep(sentence, topic)
-                return
-            if topic:
-                self._lines[topic] = line
-            if line not in self._shown:
-                self._shown.append(line)
-
-    def _keep(self, sentence: str, topic: str) -> None:
-        if topic:
-            self._topics[topic] = sentence
-        if sentence not in self._kept:
-            self._kept.append(sentence)
+                pass
+            self._kept[key] = sentence
 
     def add_urgent(self, sentence: str, topic: str = "") -> None:
         """Show a sentence now, also in the output of a cell that runs, where it stays. `topic`: see `add`."""
@@ -258,7 +240,7 @@ class Notices:
             self.add(sentence, topic)
             return
         try:
-            cell.copy().run(self._publish, [sentence])
+            cell.copy().run(publish, self._shell, Sentence(sentence))
         except _failures():  # as in `add`
             self.add(sentence, topic)
 
@@ -278,15 +260,13 @@ class Notices:
         with self._lock:
             self._running[threading.get_ident()] = contextvars.copy_context()
             cell, self._last_cell = self._last_cell, None
-            shown, self._shown = self._shown, []
-            kept, self._kept = self._kept, []
-            self._lines.clear()
-            self._topics.clear()
+            shown, self._shown = self._shown, {}
+            kept, self._kept = self._kept, {}
         if cell is not None:
-            for line in shown:
+            for line in shown.values():
                 cell.copy().run(line.blank)
-        if kept:
-            self._publish(kept)
+        for sentence in kept.values():  # where it stays
+            publish(self._shell, Sentence(sentence))
 
     def _after_cell(self, result: Any) -> None:  # noqa: ANN401 - as above
         """`post_run_cell`; without a result for a cell that was cancelled."""
@@ -297,16 +277,10 @@ class Notices:
             self._running.pop(threading.get_ident(), None)  # missing: of a blank cell, which begins without an event
             if not self._running:
                 self._last_cell = contextvars.copy_context()
-            kept, self._kept = self._kept, []
-            self._topics.clear()
+            kept, self._kept = self._kept, {}
         if line is not None:
             line.close()
-        if kept:
-            self._publish(kept)
-
-    def _publish(self, sentences: list[str]) -> None:
-        """Show them in the cell that begins or ends now, where they stay."""
-        for sentence in sentences:
+        for sentence in kept.values():
             publish(self._shell, Sentence(sentence))
 
 
