@@ -13,6 +13,7 @@ reported as such: starting the broker or the kernel again would not help.
 import os
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -72,27 +73,22 @@ class Settings(NamedTuple):  # a frozen dataclass takes half a millisecond longe
         from fractional_gpu.host.files import make_private_folder, replace_file  # noqa: PLC0415 - as above
 
         path = Path(self.token_file)
-        try:
+        with suppress(OSError):  # the broker's next command is another occasion
             make_private_folder(path.parent)
             folder = path.parent.lstat()
             if stat.S_ISDIR(folder.st_mode) and folder.st_uid == os.geteuid() and not folder.st_mode & 0o022:
                 replace_file(path, token.encode("ascii"))
-        except OSError:
-            return  # the broker's next command is another occasion
 
     def _token(self) -> str | None:
-        try:
+        with suppress(OSError, UnicodeDecodeError):
             descriptor = os.open(self.token_file, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 token = os.read(descriptor, _MAX_TOKEN).decode("ascii").strip()
             finally:
                 os.close(descriptor)
-        except (OSError, UnicodeDecodeError):
-            return _last_read.get(self.token_file)
-        if not token or not token.isprintable():
-            return _last_read.get(self.token_file)
-        _last_read[self.token_file] = token
-        return token
+            if token and token.isprintable():
+                _last_read[self.token_file] = token
+        return _last_read.get(self.token_file)
 
 
 LOCAL_FAILURES: tuple[type[Exception], ...] = (
