@@ -61,7 +61,7 @@ class LeasedKernel:
             self._limits,
             self._first_grant,
             report_exempt=self._channel.report_exempt,
-            make_bursts=self._magics.bursts,
+            make_bursts=self._magics.resizer,
         )
 
     def load(self) -> None:

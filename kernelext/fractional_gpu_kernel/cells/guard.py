@@ -51,7 +51,7 @@ class CellGuard:
         first_grant: FirstGrant,
         *,
         report_exempt: Callable[[bool], None],
-        make_bursts: Callable[[], Any],  # `magics.actions.CellBursts`
+        make_bursts: Callable[[], Any],  # `magics.actions.Resizer`
     ) -> None:
         self._shell = shell
         self._is_installed = False

@@ -65,18 +65,14 @@ class Size(NamedTuple):
 class Resizer:
     """The size of one kernel's lease. For the threads that run cells."""
 
-    def __init__(self, settings: Settings, gate: Gate, limits: MemoryLimits) -> None:
+    def __init__(self, shell: Any, settings: Settings, gate: Gate, limits: MemoryLimits) -> None:  # noqa: ANN401 - IPython is untyped
+        self._shell = shell
         self._settings = settings
         self._gate = gate
         self._limits = limits
         self._lock = threading.Lock()
         self._bursts: dict[object, Size] = {}
         self._own: Size | None = None  # what the lease is without bursts; None: no burst has changed it
-
-    @property
-    def is_owed(self) -> bool:
-        """Whether a burst has ended and its share is not given back."""
-        return self._own is not None and not self._bursts
 
     def change(
         self, milli: int | None, memory_mib: int | None, line: LiveLine | None, wait_ms: int = _WAIT_MS
@@ -94,8 +90,20 @@ class Resizer:
         if self._limits.is_stale:
             self._limits.refresh()
 
-    def begin(self, mark: object, wanted: Size, line: LiveLine | None) -> None:
-        """Have at least `wanted` until `end` is called with the same mark. Raises FractionalGPUError or KeyboardInterrupt."""
+    def begin(self, mark: object, text: str, line: LiveLine | None) -> None:
+        """Have at least the share that `text` asks for until `end` with this mark. Raises RefusedError or KeyboardInterrupt."""
+        try:
+            arguments = parse_burst(text)
+            milli, memory_mib = size("%%gpu", arguments.fraction, arguments.memory)
+            self._begin(mark, Size(milli or 0, memory_mib), line)
+        except ArgumentsError as error:
+            raise RefusedError(str(error)) from None
+        except HelpRequested as text_asked:
+            raise RefusedError(f"It asked for help:\n{text_asked}") from None
+        except FractionalGPUError as error:
+            raise RefusedError(explain(error)) from None
+
+    def _begin(self, mark: object, wanted: Size, line: LiveLine | None) -> None:
         status = call_broker(self._settings, lambda client: client.lease(self._settings.lease_id), revive=True)
         if status.spec.fraction_milli >= wanted.milli and status.spec.reserve_mib >= (wanted.memory_mib or 0):
             with self._lock:
@@ -118,19 +126,16 @@ class Resizer:
             self._bursts[mark] = Size(status.spec.fraction_milli, status.spec.reserve_mib)
         self._take(_limit_mib(status))
 
-    def end(self, mark: object, show: Callable[[str], None]) -> None:
-        """A cell has ended: give back what no other burst needs, and what is owed.
-
-        If the mark's own burst cannot be given back, `show` gets the reason. Raises nothing of the broker's.
-        """
+    def end(self, mark: object, *, silent: bool) -> None:
+        """A cell has ended: give back what no other burst needs, and what is owed. Raises nothing of the broker's."""
         with self._lock:
             had_burst = self._bursts.pop(mark, None) is not None
-            changed = self._own is not None
-        if changed and (had_burst or self.is_owed):
-            self._give_back(show if had_burst else None)
+            is_owed = self._own is not None and (had_burst or not self._bursts)
+        if is_owed:
+            self._give_back(shows=had_burst and not silent)
 
-    def _give_back(self, show: Callable[[str], None] | None) -> None:
-        """Go back to the largest share that is still requested; without `show`, quietly. An interrupt leaves it owed."""
+    def _give_back(self, *, shows: bool) -> None:
+        """Go back to the largest share that is still requested, and show why that fails. An interrupt leaves it owed."""
         with self._lock:
             own = self._own
             if own is None:
@@ -146,12 +151,13 @@ class Resizer:
             with self._lock:
                 if not self._bursts:
                     self._own = None
-        elif show is not None:
+        elif shows:
             memory = f", {format_memory(target.memory_mib)}" if target.memory_mib is not None else ""
-            show(
+            text = (
                 f"The larger share of this cell is not given back yet: {failure.rstrip('.')}. It is tried again at the end of each cell; "
                 f"this kernel's own share is {format_fraction(target.milli)} GPU{memory}."
             )
+            publish(self._shell, Sentence(text))
 
     def _try(self, request: ResizeRequest) -> str:
         """Resize without waiting; returns "" or why not."""
@@ -180,31 +186,6 @@ class Resizer:
 def _limit_mib(status: LeaseStatus) -> int:
     """Return what the kernel may use now: what is reserved for it, which a pool may let follow its use, else its cap."""
     return status.lease.reserved_mib or status.spec.reserve_mib
-
-
-class CellBursts:
-    """The bursts of one shell's cells."""
-
-    def __init__(self, shell: Any, resizer: Resizer) -> None:  # noqa: ANN401 - IPython is untyped
-        self._shell = shell
-        self._resizer = resizer
-
-    def begin(self, mark: object, text: str, line: LiveLine | None) -> None:
-        """Have the share that `text` asks for until `end`. Raises RefusedError or KeyboardInterrupt."""
-        try:
-            arguments = parse_burst(text)
-            milli, memory_mib = size("%%gpu", arguments.fraction, arguments.memory)
-            self._resizer.begin(mark, Size(milli or 0, memory_mib), line)
-        except ArgumentsError as error:
-            raise RefusedError(str(error)) from None
-        except HelpRequested as text_asked:
-            raise RefusedError(f"It asked for help:\n{text_asked}") from None
-        except FractionalGPUError as error:
-            raise RefusedError(explain(error)) from None
-
-    def end(self, mark: object, *, silent: bool) -> None:
-        """A cell has ended: give back its burst, and what earlier ones still owe."""
-        self._resizer.end(mark, lambda sentence: None if silent else publish(self._shell, Sentence(sentence)))
 
 
 _READ_S = 5.0
@@ -273,14 +254,14 @@ class Actions:
         acquirer: Acquirer,
         *,
         resizer: Resizer,
-        pins: StandingPin,
+        notify: Callable[[str], None],
     ) -> None:
         self._shell = shell
         self._settings = settings
         self._gate = gate
         self._acquirer = acquirer
         self._resizer = resizer
-        self._pins = pins
+        self._pins = StandingPin(settings, notify)
         self._after = AfterCell(shell, settings)
 
     def run(self, arguments: argparse.Namespace) -> None:

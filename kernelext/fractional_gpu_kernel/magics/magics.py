@@ -17,7 +17,7 @@ from fractional_gpu_kernel.registrations import Registrations
 from fractional_gpu_kernel.settings import Settings, explain
 
 if TYPE_CHECKING:
-    from fractional_gpu_kernel.magics.actions import Actions, CellBursts, Resizer
+    from fractional_gpu_kernel.magics.actions import Actions, Resizer
     from fractional_gpu_kernel.magics.arguments import Completer
 
 
@@ -123,25 +123,19 @@ class Magics:
                 "This is a forked child of the kernel: the GPU share is the parent's. Use %gpu in the notebook."
             )
 
-    def bursts(self) -> "CellBursts":
-        from fractional_gpu_kernel.magics.actions import CellBursts  # noqa: PLC0415 - off the kernel's start
+    def resizer(self) -> "Resizer":
+        """Return what changes the kernel's share, for `%gpu resize` and `%%gpu`."""
+        from fractional_gpu_kernel.magics.actions import Resizer  # noqa: PLC0415 - off the kernel's start
 
-        return CellBursts(self._shell, self._made_resizer())
-
-    def _made_resizer(self) -> "Resizer":
-        if self._resizer is None:
-            from fractional_gpu_kernel.magics.actions import Resizer  # noqa: PLC0415 - off the kernel's start
-
-            self._resizer = Resizer(self._settings, self._gate, self._limits)
+        self._resizer = self._resizer or Resizer(self._shell, self._settings, self._gate, self._limits)
         return self._resizer
 
     def _made_actions(self) -> "Actions":
-        if self._actions is None:
-            from fractional_gpu_kernel.magics.actions import Actions, StandingPin  # noqa: PLC0415 - off the kernel's start
+        from fractional_gpu_kernel.magics.actions import Actions  # noqa: PLC0415 - off the kernel's start
 
-            pins = StandingPin(self._settings, self._notify)
+        if self._actions is None:
             self._actions = Actions(
-                self._shell, self._settings, self._gate, self._acquirer, resizer=self._made_resizer(), pins=pins
+                self._shell, self._settings, self._gate, self._acquirer, resizer=self.resizer(), notify=self._notify
             )
         return self._actions
 

@@ -35,7 +35,7 @@ async def test_once_devices_are_known_to_count_processes_one_without_memory_is_s
     async with kernel_of(1, CLOSES) as (kernel, _, pids):
         driver.has_context(pids[0], S.RUNNING, 0)
         assert (await swaps.suspend(kernel, suspend_of(kernel), journal([])))[0] is SuspendOutcome.REFUSED
-        swaps.inspector.set_counts_processes()
+        swaps.inspector.counts_processes = True
         outcome, saved_mib, _ = await swaps.suspend(kernel, suspend_of(kernel), journal([]))
     assert (outcome, saved_mib) == (SuspendOutcome.SAVED, process_inspector.NOMINAL_MIB)
 
@@ -66,7 +66,7 @@ async def test_a_forked_child_that_inherited_a_context_keeps_the_kernel_and_is_n
         else:
             driver.failures["state", child] = GPUErrorCode.OPERATING_SYSTEM
         swaps = swaps_of(driver)
-        swaps.inspector.set_counts_processes()
+        swaps.inspector.counts_processes = True
         outcome, _, sentence = await swaps.suspend(kernel, suspend_of(kernel), journal([]))
         truth = await swaps.truth(kernel, DEVICE, 0)
     assert (outcome, driver.calls) == (SuspendOutcome.REFUSED, [])

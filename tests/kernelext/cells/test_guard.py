@@ -10,7 +10,7 @@ import pytest
 from fractional_gpu_kernel.cells.acquire import Acquirer, FirstGrant
 from fractional_gpu_kernel.cells.gate import BURST, Gate
 from fractional_gpu_kernel.cells.guard import CellGuard
-from fractional_gpu_kernel.magics.actions import CellBursts
+from fractional_gpu_kernel.magics.actions import Resizer
 from fractional_gpu_kernel.memory.limits import ImportHooks, MemoryLimits
 from fractional_gpu_kernel.registrations import Registrations
 from tests.kernelext.interrupting import interrupt_at
@@ -55,7 +55,7 @@ def guarded(bursts: object) -> tuple[Shell, Gate]:
         limits,
         FirstGrant(ImportHooks(), {}),
         report_exempt=lambda _: None,
-        make_bursts=lambda: cast("CellBursts", bursts),
+        make_bursts=lambda: cast("Resizer", bursts),
     ).install(Registrations(shell))
     return shell, gate
 
@@ -85,7 +85,7 @@ def test_a_limit_is_not_lowered_while_another_cell_runs(monkeypatch: pytest.Monk
     if beside:
         gate.enter("a cell of another subshell")
     first = FirstGrant(ImportHooks(), {})
-    bursts = cast("CellBursts", None)
+    bursts = cast("Resizer", None)
     CellGuard(
         shell, gate, cast("Acquirer", None), limits, first, report_exempt=lambda _: None, make_bursts=lambda: bursts
     ).install(Registrations(shell))

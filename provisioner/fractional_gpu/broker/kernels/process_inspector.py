@@ -131,13 +131,6 @@ class ProcessInspector:
         finally:
             self._other_roots, self.scans.kernels = (), kernels
 
-    def set_off(self, why: str) -> None:
-        self.off = why
-
-    def set_counts_processes(self) -> None:
-        """Note that a device counted a CUDA process under the pid that it has here."""
-        self.counts_processes = True
-
     async def scan_processes(self) -> Snapshot:
         """Read /proc. Raises GPUError where the system is short of what that takes."""
         with _shortage_as_gpu_error():
@@ -226,10 +219,6 @@ class ProcessInspector:
                 raise
             return False
 
-    async def states(self, kernel: Kernel, host: HostSnapshot) -> dict[ProcessIdentity, ProcessState]:
-        """Return the CUDA state, now, of every process of the kernel in the snapshot that has one of its own. Raises GPUError."""
-        return (await self._states(kernel, host))[0]
-
     async def memory_use(
         self, kernel: Kernel, host: HostSnapshot
     ) -> tuple[dict[ProcessIdentity, int], list[ProcessIdentity]]:
@@ -237,7 +226,7 @@ class ProcessInspector:
 
         The size is 0 where it is unknown. Raises GPUError, also for a process whose memory is not on a device.
         """
-        states, heirs = await self._states(kernel, host)
+        states, heirs = await self.states(kernel, host)
         for identity, state in states.items():
             if state not in (ProcessState.RUNNING, ProcessState.LOCKED):
                 raise GPUError(GPUErrorCode.ILLEGAL_STATE, f"process {identity.pid} is {state} already")
@@ -248,10 +237,13 @@ class ProcessInspector:
             use = {identity: mib or at_most_mib for identity, mib in use.items()}
         return use, heirs
 
-    async def _states(
+    async def states(
         self, kernel: Kernel, host: HostSnapshot
     ) -> tuple[dict[ProcessIdentity, ProcessState], list[ProcessIdentity]]:
-        """Return the states of the processes that have one of their own, and the processes that inherited a context."""
+        """Return the CUDA states, now, of the kernel's processes that have one of their own, and those that inherited a context.
+
+        Raises GPUError.
+        """
         tree = self.tree(kernel, host)
         if self.off:
             return {one: ProcessState.RUNNING for one in tree if host.used_mib(one.pid)}, []

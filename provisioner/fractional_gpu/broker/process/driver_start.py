@@ -67,7 +67,7 @@ class SelfTest:
         )
         if result.before_mib:
             # It was counted under the pid that it has here, so the device counts kernels under their pids, too.
-            self.swaps.inspector.set_counts_processes()
+            self.swaps.inspector.counts_processes = True
         if result.code in DRIVER_REFUSES:
             self._give_up(result.wrong)
         outcome = result.wrong or f"it works, and took {sum(result.phases_us.values()) / 1e6:.2f} s"

@@ -70,7 +70,7 @@ class Restoration:
         try:
             processes = seen.processes if seen is not None and fresh else None
             host = await self._inspector.take(kernel.measurement.devices_to_read(effect.devices), processes)
-            states = await self._inspector.states(kernel, host)
+            states, _ = await self._inspector.states(kernel, host)
             # What another broker saved is not known: as much as is reserved for it must be free.
             pids = {identity.pid for identity in states}
             lacking = self.lacking_room(host, device_ids, saved_mib or effect.reserve_mib, effect.reserve_mib, pids)
@@ -144,7 +144,7 @@ class Restoration:
 
     async def _after_failed_restore(self, kernel: Kernel, error: GPUError) -> tuple[ResumeOutcome, str]:
         try:
-            states = await self._inspector.states(kernel, await self._inspector.take())
+            states, _ = await self._inspector.states(kernel, await self._inspector.take())
         except GPUError as again:
             sentence = f"the restore failed ({error}) and the driver does not say what is true ({again})"
             return ResumeOutcome.UNKNOWN, sentence
@@ -209,10 +209,10 @@ class TruthFinder:
                 # What its process left behind may have to be found out first.
                 return Truth(state=LeaseState.UNATTACHED) if kernel.ending.task is None else None
             host = host or await self._inspector.take()
-            states = await self._inspector.states(kernel, host)
+            states, _ = await self._inspector.states(kernel, host)
             if await self._complete_or_undo(kernel, states, known):
                 host = await self._inspector.take()
-                states = await self._inspector.states(kernel, host)
+                states, _ = await self._inspector.states(kernel, host)
         except (GPUError, OSError) as error:
             log.warning("lease %s: the truth is not to be had yet: %s", kernel.lease_id, error)
             return None
@@ -368,7 +368,7 @@ class Swaps:
 
     def set_off(self, why: str) -> None:
         """Set why the driver cannot checkpoint at all, a sentence; empty: it can from now on."""
-        self.inspector.set_off(why)
+        self.inspector.off = why
 
     async def suspend(
         self, kernel: Kernel, effect: Suspend, journal: Journal, reserve: Reserve | None = None
