@@ -14,10 +14,10 @@ Rules:
 
 import contextlib
 from collections.abc import AsyncGenerator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from traitlets import Bool, default
-from traitlets.config import Configurable, LoggingConfigurable
+from traitlets.config import Configurable
 
 from fractional_gpu.core.units import format_fraction
 from fractional_gpu.protocol.errors import FractionalGPUError
@@ -25,41 +25,11 @@ from fractional_gpu.protocol.seats import Offers
 from fractional_gpu_hub.options import FIELD, KEYS, Choice, OptionsError, gpu_form, options_of_form, parse_options
 from fractional_gpu_hub.seats import ProgressLog, spawn_ended, spawn_error, spawn_failed
 
-if TYPE_CHECKING:
-
-    class _Spawner(LoggingConfigurable):
-        """JupyterHub's Spawner for the type checker, as far as the mixin uses it; JupyterHub documents each attribute."""
-
-        user: Any
-        hub: Any
-        orm_spawner: Any
-        name: str
-        options_form: Any
-        apply_user_options: Any
-        user_options: dict[str, Any]
-        start_timeout: int
-        http_timeout: int
-        _log_name: str
-
-        async def get_options_form(self) -> str: ...
-        def run_options_from_form(self, form_data: Mapping[str, list[str]]) -> dict[str, Any]: ...
-        def options_from_query(self, query_data: Mapping[str, list[str]]) -> dict[str, Any]: ...
-        async def start(self) -> Any: ...  # noqa: ANN401
-        async def poll(self) -> int | None: ...
-        def run_post_stop_hook(self) -> Any: ...  # noqa: ANN401
-        def get_state(self) -> dict[str, Any]: ...
-        def load_state(self, state: dict[str, Any]) -> None: ...
-        def clear_state(self) -> None: ...
-        def get_env(self) -> dict[str, str]: ...
-        def get_args(self) -> list[str]: ...
-        def progress(self) -> AsyncGenerator[dict[str, Any], None]: ...
-else:
-    _Spawner = Configurable  # at run time the spawner's own class stands behind the mixin
-
+_Spawner: Any = Configurable  # the spawner's own class stands behind the mixin
 _SPEC_MANAGER = "fractional_gpu.SeatKernelSpecManager"
 
 
-class GPUChoiceMixin(_Spawner):
+class GPUChoiceMixin(_Spawner):  # type: ignore[misc] # a spawner, untyped
     """Adds a choice of GPU to a spawner. The classes for brokers and engines say where offers and seats come from."""
 
     gpu_no_offers = "No GPU can be chosen now: the GPU broker does not answer. Try again in a moment."

@@ -129,7 +129,7 @@ def test_words_stand_for_policies_without_a_number() -> None:
         (
             {"oversubscription": 0.5},
             "oversubscription",
-            "a number from 1 (no oversubscription) to 1000, or 'unlimited'",
+            "a number from 1 to 1000 or 'unlimited'",
         ),
         ({"oversubscription": True}, "oversubscription", "or 'unlimited'"),
         ({"oversubscription": "1e999999999"}, "oversubscription", "or 'unlimited'"),

@@ -55,7 +55,7 @@ class Pool(HasTraits):
         help="The fractions of a GPU that users may choose; 'any': all of them.",
     )
     oversubscription = Setting(
-        values.oversubscription, "unlimited", 4, to="oversubscription_milli",
+        values.or_word("unlimited", values.number(1, 1000)), "unlimited", 4, to="oversubscription_milli",
         help="How many times its capacity the pool may promise in all: with 4, four times the memory of its devices. 'unlimited': "
         "only host memory limits it. Seats of a hub's servers are limited by wait_bound, usually before.",
     )
@@ -153,7 +153,7 @@ class Pool(HasTraits):
         "for. No kernel waits because of compute.",
     )
     slowdown_bound = Setting(
-        values.times(1000), 1, 1.5, to="slowdown_bound_milli",
+        values.number(0, 1000), 1, 1.5, to="slowdown_bound_milli",
         help="With compute 'spread': how many devices' worth of compute the busy kernels of one device may need together. Beyond "
         "that, another kernel goes elsewhere if it can, even if its saved memory came from there.",
     )
@@ -162,7 +162,7 @@ class Pool(HasTraits):
         help="With reserve 'use': the memory that is reserved for a kernel beyond its use.",
     )
     min_residency_swaps = Setting(
-        values.times(1000), 30, 9, to="min_residency_swaps_milli",
+        values.number(0, 1000), 30, 9, to="min_residency_swaps_milli",
         help="A busy kernel stays on its device at least this many times as long as its suspend and resume are expected to take. "
         "With 9, two kernels that are always busy spend at most a tenth of their time on swaps; with 30, at most 3%.",
     )

@@ -138,14 +138,6 @@ def idle_after(value: object) -> tuple[int | None, bool]:
     return found, value == "auto"
 
 
-def hourly_price(value: object) -> int:
-    """Return a price for an hour in thousandths."""
-    milli = _thousandths(value)
-    if milli is None or not 0 <= milli <= 1_000_000_000:
-        raise ValueError("allowed: a number from 0 to 1000000, such as 2.5, in any currency")
-    return milli
-
-
 def memory(value: object) -> int:
     """Return MiB; zero is allowed."""
     if not isinstance(value, (str, int)) or isinstance(value, bool):
@@ -185,19 +177,6 @@ def fractions(value: object) -> tuple[int, ...]:
     return tuple(sorted({fraction(one) for one in value}))
 
 
-def oversubscription(value: object) -> int | None:
-    """Return thousandths; None for 'unlimited'."""
-    if value == "unlimited":
-        return None
-    allowed = "allowed: a number from 1 (no oversubscription) to 1000, or 'unlimited'"
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not _NUMBER.fullmatch(str(value)):
-        raise ValueError(allowed)
-    milli = Fraction(str(value)) * 1000
-    if not 1000 <= milli <= 1_000_000:
-        raise ValueError(allowed)
-    return int(milli)
-
-
 def share(value: object) -> int:
     """Return a percentage in thousandths."""
     match = _SHARE.fullmatch(value.strip()) if isinstance(value, str) else None
@@ -207,16 +186,19 @@ def share(value: object) -> int:
     return milli
 
 
-def times(most: int) -> Callable[[object], int]:
-    """Return a parser of factors from 0 to `most`, in thousandths."""
+def number(least: int, most: int) -> Callable[[object], int]:
+    """Return a parser of numbers in that range, in thousandths."""
 
     def parse(value: object) -> int:
         milli = _thousandths(value)
-        if milli is None or milli > most * 1000:
-            raise ValueError(f"allowed: a number from 0 to {most}")
+        if milli is None or not least * 1000 <= milli <= most * 1000:
+            raise ValueError(f"allowed: a number from {least} to {most}")
         return milli
 
     return parse
+
+
+hourly_price = number(0, 1_000_000)
 
 
 def _thousandths(value: object) -> int | None:

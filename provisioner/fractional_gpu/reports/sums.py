@@ -12,10 +12,8 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Final
 
-from msgspec.structs import replace
-
 from fractional_gpu.core.metering.usage import ACCOUNTS, FIGURES, Usage, UsageRow
-from fractional_gpu.protocol.accounts import UsageEntry, UsageReport
+from fractional_gpu.protocol.accounts import UsageEntry
 from fractional_gpu.reports.periods import bounds
 
 CarbonOf = Callable[[int, int], int]
@@ -94,11 +92,6 @@ def rolled_up(entries: Iterable[UsageEntry], by: Sequence[str]) -> list[UsageEnt
     for entry in entries:
         sums.add(tuple(_value(entry.of, name) for name in named), entry.currency, entry.usage, entry.carbon_mg)
     return sums.entries()
-
-
-def part(report: UsageReport, by: Sequence[str]) -> UsageReport:
-    """Return the coarser report with the same totals. Raises KeyError as `rolled_up` does."""
-    return replace(report, by=list(by), entries=rolled_up(report.entries, by))
 
 
 def periods_of(entries: Iterable[UsageEntry], zone: tzinfo | None = None) -> dict[str, tuple[int, int]]:
