@@ -88,7 +88,7 @@ def _device(device: DeviceStatus, leases: Iterable[LeaseStatus], viewer: Viewer)
         "state": _device_state(device),
         "note": "; ".join(_device_notes(device, viewer)),
         "draining": device.draining,
-        "actions": _device_actions(device) if viewer.admin else [],
+        "actions": [] if not viewer.admin else ["undrain"] if device.draining else ["drain"],
     }
 
 
@@ -133,10 +133,6 @@ def _device_notes(device: DeviceStatus, viewer: Viewer) -> list[str]:
     return notes
 
 
-def _device_actions(device: DeviceStatus) -> list[str]:
-    return ["undrain"] if device.draining else ["drain"]
-
-
 def _order(lease: LeaseStatus) -> tuple[int, int, str, str]:
     """Waiting kernels come first, in the order of the queue."""
     return (lease.position is None, lease.position or 0, lease.spec.owner, lease.lease_id)
@@ -170,7 +166,8 @@ def _state(lease: LeaseStatus) -> str:
         words = "works in the background" if lease.working else words
     else:
         words = state_words(lease.state)
-    return words + (f", pinned for {format_duration(_whole(lease.pinned_ms))}" if lease.pinned_ms else "")
+    pinned_s = -(-lease.pinned_ms // 1000)
+    return words + (f", pinned for {format_duration(pinned_s * 1000)}" if pinned_s else "")
 
 
 def _why(lease: LeaseStatus) -> str:
@@ -185,10 +182,6 @@ def _why(lease: LeaseStatus) -> str:
     if lease.lease.unsuspendable_reason:
         parts.append(f"Cannot be suspended: {lease.lease.unsuspendable_reason}")
     return ". ".join(part.rstrip(".") for part in parts) + ("." if parts else "")
-
-
-def _whole(ms: int) -> int:
-    return max(1, -(-ms // 1000)) * 1000
 
 
 def _memory(lease: LeaseStatus) -> str:

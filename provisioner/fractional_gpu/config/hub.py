@@ -21,10 +21,8 @@ _WEEK_MINUTES = 7 * _DAY_MINUTES
 _LONGEST_HOURS = 400
 _MOST_BANDS = 50
 _ALLOWED_HOURS = "allowed: 'always', or days and times such as 'Mon-Fri 08:00-18:00, Sat 10:00-14:00'"
-_SPAN = re.compile(
-    r"([A-Za-z]{3})(?:-([A-Za-z]{3}))?\s+(\d{2}):([0-5]\d)-(\d{2}):([0-5]\d)",
-    re.ASCII,
-)
+_DAY, _TIME = f"({'|'.join(_DAYS)})", r"((?:[01]\d|2[0-3]):[0-5]\d|24:00)"
+_SPAN = re.compile(rf"{_DAY}(?:-{_DAY})?\s+{_TIME}-{_TIME}", re.ASCII | re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,25 +68,20 @@ def groups(value: object) -> Mapping[str, GroupTerms] | None:
     allowed = "allowed: 'everybody', or groups such as {'students': {}, 'staff': {'weight': 200, 'priority': 10}}"
     if not isinstance(value, Mapping) or not 0 < len(value) <= _MOST_GROUPS:
         raise ValueError(allowed)
-    return {_name(name, allowed): _terms(name, raw, allowed) for name, raw in value.items()}
-
-
-def _name(name: object, allowed: str) -> str:
-    if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
-        raise ValueError(f"{name!r} is not a group's name; {allowed}")
-    return name
-
-
-def _terms(name: str, raw: object, allowed: str) -> GroupTerms:
-    if not isinstance(raw, Mapping) or not set(raw) <= {"weight", "priority"}:
-        raise ValueError(f"group {name!r} has {raw!r}; {allowed}")
-    try:
-        return GroupTerms(
-            weight=values.whole_number(1, 10_000)(raw.get("weight", 100)),
-            priority=values.whole_number(-1000, 1000)(raw.get("priority", 0)),
-        )
-    except ValueError as error:
-        raise ValueError(f"group {name!r}: {error} (weight from 1 to 10000, priority from -1000 to 1000)") from None
+    found = {}
+    for name, raw in value.items():
+        if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
+            raise ValueError(f"{name!r} is not a group's name; {allowed}")
+        if not isinstance(raw, Mapping) or not set(raw) <= {"weight", "priority"}:
+            raise ValueError(f"group {name!r} has {raw!r}; {allowed}")
+        try:
+            weight = values.whole_number(1, 10_000)(raw.get("weight", 100))
+            priority = values.whole_number(-1000, 1000)(raw.get("priority", 0))
+        except ValueError as error:
+            limits = "weight from 1 to 10000, priority from -1000 to 1000"
+            raise ValueError(f"group {name!r}: {error} ({limits})") from None
+        found[name] = GroupTerms(weight=weight, priority=priority)
+    return found
 
 
 def hours(value: object) -> OpeningHours | None:
@@ -107,29 +100,14 @@ def _spans(part: str) -> list[tuple[int, int]]:
     match = _SPAN.fullmatch(part)
     if match is None:
         raise ValueError(f"{part!r} is not a time of the week; {_ALLOWED_HOURS}")
-    first, last = _day(match[1]), _day(match[2] or match[1])
-    start, end = _minute(match[3], match[4]), _minute(match[5], match[6])
+    first, last = (_DAYS.index(day.capitalize()) for day in (match[1], match[2] or match[1]))
+    start, end = (int(time[:2]) * 60 + int(time[3:]) for time in (match[3], match[4]))
     if start in {end, _DAY_MINUTES}:
         raise ValueError(f"{part!r} opens and closes at the same time; {_ALLOWED_HOURS}")
     if end < start:
         end += _DAY_MINUTES  # over midnight
-    count = (last - first) % 7 + 1
-    days = [(first + number) % 7 for number in range(count)]
+    days = [(first + number) % 7 for number in range((last - first) % 7 + 1)]
     return [(day * _DAY_MINUTES + start, day * _DAY_MINUTES + end) for day in days]
-
-
-def _day(name: str) -> int:
-    try:
-        return _DAYS.index(name.capitalize())
-    except ValueError:
-        raise ValueError(f"{name!r} is not a day; allowed: {', '.join(_DAYS)}") from None
-
-
-def _minute(hour: str, minute: str) -> int:
-    total = int(hour) * 60 + int(minute)
-    if total > _DAY_MINUTES:
-        raise ValueError(f"{hour}:{minute} is not a time of day; allowed: 00:00 to 24:00")
-    return total
 
 
 def price(value: object) -> Price | None:
