@@ -68,7 +68,6 @@ class _SpawnError(web.HTTPError):
 
 
 def spawn_error(sentence: str, *, reason: str, hint: str = "") -> web.HTTPError:
-    """Return the error that stops a spawn. `hint` is shown on the page only."""
     status = _STATUS.get(reason, 400)
     text = f"{_capital(sentence)}." + (f" {hint}" if hint else "")
     html = f"<strong>Your server was not started.</strong> {escape(text)}"
@@ -83,7 +82,6 @@ def spawn_error(sentence: str, *, reason: str, hint: str = "") -> web.HTTPError:
 
 
 def spawn_error_of(error: FractionalGPUError) -> web.HTTPError:
-    """Return the error that stops a spawn because of the broker's answer, or because it gave none."""
     reason = "broker" if error.status >= 500 and error.reason not in _STATUS else error.reason
     return spawn_error(str(error), reason=reason)
 
@@ -106,23 +104,19 @@ class ProgressLog:
 
     @property
     def count(self) -> int:
-        """The number of events."""
         return len(self._events)
 
     def add(self, progress: int, message: str) -> None:
-        """Add an event; `progress` is out of 100."""
         self._events.append({"progress": progress, "message": message})
         self._wake()
 
     def begin(self) -> None:
-        """Another start begins: viewers of it see its events only."""
         self._events = []
         self._closed = False
         self._begun += 1
         self._wake()
 
     def close(self) -> None:
-        """The start has ended: there are no more events."""
         self._closed = True
         self._wake()
 
@@ -187,7 +181,6 @@ _reasons: set[str] = set()
 
 
 def spawn_ended(outcome: str, reason: str = "") -> None:
-    """Count a spawn."""
     if reason not in _reasons:
         if len(_reasons) >= _MOST_REASONS:
             reason = "other"
@@ -251,7 +244,6 @@ class Reconciler:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin; a second call has the seats checked now."""
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._run())
         self._wake.set()
@@ -273,7 +265,6 @@ class Reconciler:
                 continue
 
     async def reconcile(self) -> None:
-        """Give back the seats that no server uses. Raises FractionalGPUError. Cancelled: some may have been given back."""
         client = seat_client(self._socket, patience_s=_PATIENCE_S)
         for seat in (await client.call(SeatClient.seats)).seats:
             if self._is_ours(seat) and not self._is_used(seat):
@@ -299,7 +290,6 @@ class Reconciler:
 
 
 def _has_seat(spawner: Any, seat: SeatStatus) -> bool:  # noqa: ANN401 - JupyterHub is untyped
-    """Whether the spawner's server runs, starts or stops, and has the seat."""
     return bool(spawner.active and (getattr(spawner, "gpu_seat", None) or {}).get("seat_id") == seat.seat_id)
 
 
@@ -334,7 +324,6 @@ def expect_service(name: str, call: str) -> None:
 
 
 def _once_it_serves(work: Callable[[Any], None]) -> None:
-    """Call `work` with the hub that now reads its configuration once it serves. Does nothing outside a hub's process."""
     app = _running_hub()
     if app is None:
         return
@@ -350,7 +339,6 @@ def _once_it_serves(work: Callable[[Any], None]) -> None:
 
 
 def _running_hub() -> Any:  # noqa: ANN401 - JupyterHub is untyped
-    """Return the hub that runs in this process and on this loop, None if there is none."""
     module: Any = sys.modules.get("jupyterhub.app")
     if module is None or not module.JupyterHub.initialized():
         return None

@@ -50,12 +50,10 @@ class BrokerFollower:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin to follow."""
         statuses = follow(self._client, self._take_status, lambda error: self._publish(problem=str(error)))
         self._tasks = [asyncio.create_task(statuses), asyncio.create_task(self._refresh())]
 
     async def close(self) -> None:
-        """Follow no more."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -132,7 +130,6 @@ class StartupPlaceholder:
         self._thread.start()
 
     def hand_over(self) -> socket.socket:
-        """Answer no more requests and return the listening socket: later connections wait in its backlog."""
         self._over.set()
         self._thread.join()
         self._socket.setblocking(False)

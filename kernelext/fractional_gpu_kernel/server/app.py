@@ -30,77 +30,27 @@ log = logging.getLogger(__name__)
 STATE_ID = "urn:jupyter-fractional-gpu:state:v1"
 NOTICE_ID = "urn:jupyter-fractional-gpu:notice:v1"
 
-_KERNEL_FIELDS = (
-    "kernel_id",
-    "state",
-    "pool",
-    "fraction_milli",
-    "reserve_mib",
-    "used_mib",
-    "measured",
-    "saved_mib",
-    "device_name",
-    "simulated",
-    "busy",
-    "reason",
-    "sentence",
-    "position",
-    "expected",
-    "resume",
-    "pinned_ms",
-    "slowdown_brief",
-    "foresight",
-    "budget",
-    "budget_used_up",
-    "goes_away_in_ms",
-    "lost_because",
-    "host_goes_away_in_ms",
-)
-_DEVICE_FIELDS = (
-    "index",
-    "name",
-    "pool",
-    "memory_mib",
-    "used_mib",
-    "reserved_mib",
-    "over_committed",
-    "lost",
-    "draining",
-    "goes_away_in_ms",
-    "leases_saved",
-    "leases_lost",
-)
-_STEP_PERCENT = 5  # of the demand on a device: not each measurement is to be an event
-_TYPES: Mapping[str, Mapping[str, Any]] = {
-    "kernel_id": {"type": "string"},
-    "state": {"type": "string"},
-    "pool": {"type": "string"},
-    "device_name": {"type": "string"},
-    "name": {"type": "string"},
-    "reason": {"type": "string"},
-    "foresight": {"type": "string"},
-    "budget": {"type": "string"},
-    "budget_used_up": {"type": "boolean"},
-    "sentence": {"type": "string"},
-    "slowdown_brief": {"type": "string"},
-    "simulated": {"type": "boolean"},
-    "busy": {"type": "boolean"},
-    "measured": {"type": "boolean"},
-    "over_committed": {"type": "boolean"},
-    "lost": {"type": "boolean"},
-    "draining": {"type": "boolean"},
-    "lost_because": {"type": "string"},
-    "position": {"type": ["integer", "null"]},
-    "goes_away_in_ms": {"type": ["integer", "null"]},
-    "host_goes_away_in_ms": {"type": ["integer", "null"]},
-    "expected": {"type": ["object", "null"]},
-    "resume": {"type": ["object", "null"]},
+_TEXT, _NUMBER, _FLAG = {"type": "string"}, {"type": "integer"}, {"type": "boolean"}
+_NUMBER_OR_NULL, _SPAN_OR_NULL = {"type": ["integer", "null"]}, {"type": ["object", "null"]}
+_KERNEL_FIELDS = {
+    **dict.fromkeys(("kernel_id", "state", "pool", "device_name", "reason", "sentence", "slowdown_brief"), _TEXT),
+    **dict.fromkeys(("foresight", "budget", "lost_because"), _TEXT),
+    **dict.fromkeys(("fraction_milli", "reserve_mib", "used_mib", "saved_mib", "pinned_ms"), _NUMBER),
+    **dict.fromkeys(("measured", "simulated", "busy", "budget_used_up"), _FLAG),
+    **dict.fromkeys(("position", "goes_away_in_ms", "host_goes_away_in_ms"), _NUMBER_OR_NULL),
+    **dict.fromkeys(("expected", "resume"), _SPAN_OR_NULL),
 }
+_DEVICE_FIELDS = {
+    **dict.fromkeys(("name", "pool"), _TEXT),
+    **dict.fromkeys(("index", "memory_mib", "used_mib", "reserved_mib", "leases_saved", "leases_lost"), _NUMBER),
+    **dict.fromkeys(("over_committed", "lost", "draining"), _FLAG),
+    "goes_away_in_ms": _NUMBER_OR_NULL,
+}
+_STEP_PERCENT = 5  # of the demand on a device: not each measurement is to be an event
 
 
-def _items(fields: tuple[str, ...]) -> dict[str, Any]:
-    properties = {name: _TYPES.get(name, {"type": "integer"}) for name in fields}
-    return {"type": "object", "additionalProperties": False, "required": list(fields), "properties": properties}
+def _items(properties: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": False, "required": list(properties), "properties": properties}
 
 
 STATE_SCHEMA: Mapping[str, Any] = {
@@ -115,7 +65,7 @@ STATE_SCHEMA: Mapping[str, Any] = {
         "broker": {"type": "boolean"},
         "simulated": {"type": "boolean"},
         "kernels": {"type": "array", "items": _items(_KERNEL_FIELDS)},
-        "devices": {"type": "array", "items": _items((*_DEVICE_FIELDS, "demand_percent"))},
+        "devices": {"type": "array", "items": _items({**_DEVICE_FIELDS, "demand_percent": _NUMBER})},
     },
 }
 NOTICE_SCHEMA: Mapping[str, Any] = {
@@ -131,7 +81,6 @@ NOTICE_SCHEMA: Mapping[str, Any] = {
 
 
 def state(status: HostStatus | None, kernel_ids: Container[str]) -> dict[str, Any]:
-    """Return the state that browsers show: the devices, and the kernels of this server (`kernel_ids`). None: no broker answers."""
     if status is None:
         return {"broker": False, "simulated": False, "kernels": [], "devices": []}
     return {
@@ -175,7 +124,6 @@ Action = Callable[[BrokerClient, str], LeaseStatus | None]
 
 
 def handlers(app: "FractionalGPUApp") -> list[tuple[str, type[APIHandler], dict[str, Any]]]:
-    """Return the routes for this application."""
     shared = {"app": app}
     return [
         (r"/jupyter-fractional-gpu/state", _State, shared),
@@ -252,7 +200,6 @@ class _Advice(_Call):
 
 
 def _action(name: str, body: object) -> Action:
-    """Return the call to make. Raises BadRequestError."""
     if not isinstance(body, Mapping):
         raise BadRequestError(f"the body is {type(body).__name__}; allowed: an object")
     known = {"pin": ["minutes"], "expect": ["sign"]}.get(name, [])
@@ -289,8 +236,6 @@ def _broker() -> BrokerClient:
 
 
 class FractionalGPUApp(ExtensionApp):
-    """Passes the broker's status on to browsers."""
-
     name = "jupyter_fractional_gpu"
     load_other_extensions = True
 
@@ -308,7 +253,6 @@ class FractionalGPUApp(ExtensionApp):
         return events
 
     def initialize_settings(self) -> None:
-        """Register what will be emitted."""
         self._status: HostStatus | None = None
         self._emitted: dict[str, Any] | None = None
         self._following: asyncio.Task[None] | None = None
@@ -317,22 +261,18 @@ class FractionalGPUApp(ExtensionApp):
             self._events.register_event_schema(dict(schema))
 
     def initialize_handlers(self) -> None:
-        """Add the routes."""
         self.handlers.extend(handlers(self))
 
     async def _start_jupyter_server_extension(self, _serverapp: Any) -> None:  # noqa: ANN401 - jupyter_server's signature
-        """Subscribe, now that the loop runs."""
         self._events.add_listener(schema_id=_KERNEL_ACTIONS, listener=self._kernel_acted)
         self._following = asyncio.create_task(follow(AsyncClient(_broker), self._take, self._lost))
 
     async def stop_extension(self) -> None:
-        """Close the subscription."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
 
     def state(self) -> dict[str, Any]:
-        """Return the state that browsers should show now."""
         return state(self._status, set(self._server.kernel_manager.list_kernel_ids()))
 
     def lease_of(self, kernel_id: str) -> LeaseStatus:
@@ -385,7 +325,6 @@ class FractionalGPUApp(ExtensionApp):
             self._emit_state()
 
     def _emit_state(self) -> None:
-        """Emit the state if it differs from the last one emitted."""
         now = self.state()
         if now != self._emitted:
             self._emitted = now

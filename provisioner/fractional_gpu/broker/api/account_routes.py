@@ -35,7 +35,6 @@ from fractional_gpu.reports.sums import periods_of
 
 
 def _reader_of(call: Call[Any]) -> Reader:
-    """Return who asks: by the token of a lease or seat, or else by the peer's uid."""
     if call.peer.admin:
         return Reader(administrator=True)
     if (seat := call.service.seats.draws.seat_of_token(call.peer.token)) is not None:
@@ -151,7 +150,6 @@ def _extended(call: Call[BudgetExtension]) -> Described:
 
 
 def _beginnings() -> tuple[int, int]:
-    """Return the beginnings of the local day and month, seconds since 1970."""
     now = time.localtime(wall_ms() / 1000)
     day = time.mktime((now.tm_year, now.tm_mon, now.tm_mday, 0, 0, 0, 0, 0, -1))
     month = time.mktime((now.tm_year, now.tm_mon, 1, 0, 0, 0, 0, 0, -1))

@@ -59,8 +59,6 @@ LOG_LINES_PER_S, LOG_LINES_BURST = 1.0, 100.0  # in the log, of one user's refus
 
 @dataclass(slots=True)
 class Shared:
-    """What all requests have in common."""
-
     service: LeaseService
     socket_path: str
     statuses: StatusStream
@@ -92,8 +90,6 @@ class Call(Generic[Request]):
 
 
 class Text(NamedTuple):
-    """A reply that is no JSON."""
-
     body: bytes
     content_type: str
 
@@ -128,8 +124,6 @@ def serve(
 
 
 class Handler(web.RequestHandler):
-    """Serves one request."""
-
     peer: Peer
     route: Route[Any, Any] | None = None
     _about = ""
@@ -137,7 +131,6 @@ class Handler(web.RequestHandler):
     _writes = False
 
     def initialize(self) -> None:
-        """Begin, as Tornado does."""
         self.shared: Shared = self.settings["shared"]
 
     def prepare(self) -> None:
@@ -155,19 +148,16 @@ class Handler(web.RequestHandler):
             raise self._no_route()
 
     def set_default_headers(self) -> None:
-        """Send the broker's version with each reply."""
         self.set_header("Server", "jupyter-fractional-gpu")
         self.set_header(VERSION_HEADER, names.OWN.to_header())
 
     @property
     def stream(self) -> MeteredStream:
-        """The connection of the request."""
         connection: Any = self.request.connection
         stream: MeteredStream = connection.stream
         return stream
 
     async def _execute(self, transforms: list[web.OutputTransform], *args: bytes, **kwargs: bytes) -> None:
-        """Serve the request, at its account's cost."""
         charge = self.stream.account.charge
         PAYER.set(charge)
         await metered(super()._execute(transforms, *args, **kwargs), charge)
@@ -264,7 +254,6 @@ class Handler(web.RequestHandler):
         return self.shared.service.audit.act(route.audited, target, self.peer, parameters)
 
     async def _while_connected(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run the work, at the request's cost, until it is done or the peer disconnects."""
         self._work = work = asyncio.create_task(metered(coroutine, self.stream.account.charge))
         try:
             await asyncio.wait([work])
@@ -276,16 +265,13 @@ class Handler(web.RequestHandler):
             work.cancel()
 
     def on_connection_close(self) -> None:
-        """Cancel the work for a peer that has disconnected."""
         if self._work is not None:
             self._work.cancel()
 
     def reply(self, message: object) -> None:
-        """Send a message as the reply."""
         self.reply_with(msgspec.json.encode(message), "application/json")
 
     def reply_with(self, body: bytes, content_type: str) -> None:
-        """Send a body of this content type as the reply."""
         self._reach("reply")
         self.set_header("Content-Type", content_type)
         taken = self.finish(body)
@@ -330,7 +316,6 @@ class Handler(web.RequestHandler):
             files.reach(f"api.{self.route.name if self.route is not None else 'missing'}.{moment}")
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
-        """Send any failure in the JSON form of errors."""
         error = kwargs.get("exc_info", (None, None, None))[1]
         if isinstance(error, LedgerError):
             error = InternalBrokerError(str(error), reason="ledger")

@@ -84,8 +84,6 @@ from fractional_gpu.protocol.status import LeaseStatus
 
 
 class LeaseAccess:
-    """Finds leases for peers."""
-
     def __init__(self, broker: Broker, seats: Seats) -> None:
         self._broker = broker
         self._seats = seats
@@ -194,7 +192,6 @@ class LeaseService:
         self._refreshing: set[asyncio.Task[None]] = set()
 
     def ping(self) -> Pong:
-        """Return which broker answers."""
         return Pong(
             version=__version__,
             protocol=PROTOCOL_VERSION,
@@ -271,7 +268,6 @@ class LeaseService:
         )
 
     def _check_count(self, spec: LeaseSpec) -> None:
-        """Raise RequestTooLargeError if the user, or the host, has as many leases as there may be. A seat has its own limit."""
         kernels, account = self.broker.kernels, None if spec.uid is None else account_uid(spec.uid)
         if sum(account_uid(kernel.uid) == account for kernel in kernels.values()) >= MAX_LEASES_PER_UID:
             raise RequestTooLargeError(
@@ -324,7 +320,6 @@ class LeaseService:
         await self.broker.survivors.release(kernel)
 
     async def end(self, kernel: Kernel) -> None:
-        """End what the kernel left behind, or a kernel whose own server has ended. Raises ConflictError. Cancelled: it goes on."""
         view = view_of(self.broker, kernel)
         if not kernel.ending.survivors and self.seats.draws.predates(kernel, view):
             await self.admin.end_kernel(kernel)
@@ -432,17 +427,14 @@ class LeaseService:
         return link
 
     def _set_unsaveable(self, kernel: Kernel, sentence: str) -> None:
-        """Record that the process cannot be checkpointed, as its extension reports."""
         kernel.unsaveable = printable(sentence)[:_LONGEST_REASON] or "its extension says so"
         self.broker.dispatch(Checkpointable(at_ms=now_ms(), lease_id=kernel.lease_id, why_not=kernel.unsaveable))
 
     def disconnect_gate(self, kernel: Kernel, link: GateLink) -> None:
-        """Handle the end of the extension's line."""
         if kernel.disconnect_gate(link):
             self.broker.sync_busy_state(kernel)
 
     def answer(self, kernel: Kernel, answer: GateAnswer) -> None:
-        """Handle an answer or a pulse of the extension."""
         if kernel.link is None:
             return
         kernel.link.take(answer, time.monotonic())

@@ -113,8 +113,6 @@ class _ByTCP(web.RequestHandler):
 
 
 class _LimitedServer(HTTPServer):
-    """Closes connections beyond `_MOST_CONNECTIONS`."""
-
     def initialize(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - tornado's own
         self._open: set[object] = set()
         super().initialize(*args, **kwargs)
@@ -177,11 +175,9 @@ class BooksCollector(Collector):
         self._connections = connections
 
     def describe(self) -> Iterable[Family]:
-        """Return the metrics without samples."""
         return [_family(metric, []) for metric in BOOK_METRICS]
 
     def collect(self) -> Iterator[Family]:
-        """Yield the metrics with their present values."""
         samples = {**self._host(), **self._devices(), **self._leases(), **self._forecasts()}
         for metric in BOOK_METRICS:
             yield _family(metric, samples[metric.name])

@@ -39,8 +39,6 @@ def find_route(method: str, path: str) -> tuple[Route[Any, Any] | None, str]:
 
 
 class Payers:
-    """Finds who pays. One per broker."""
-
     def __init__(self, broker: Broker, seats: Seats) -> None:
         self._broker = broker
         self._seats = seats

@@ -169,7 +169,6 @@ serve(
 
 
 def make_server(service: LeaseService, socket_path: str) -> Server:
-    """Return the server, not yet listening."""
     shared = Shared(
         service=service,
         socket_path=socket_path,

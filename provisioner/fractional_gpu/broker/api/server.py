@@ -68,7 +68,6 @@ _LONGEST_NUMBER = 18  # digits
 
 
 def is_admin(sock: socket.socket, credentials: PeerCredentials, group: int | None) -> bool:
-    """Whether the peer is root, the broker's own user or a member of the administrators' group."""
     return credentials.uid in (0, os.getuid()) or (group is not None and group in peer_groups(sock))
 
 
@@ -124,8 +123,6 @@ class MeteredStream(iostream.IOStream):
 
 
 class _Admission(httputil.HTTPMessageDelegate):
-    """Decides on one request by its head, and passes it on when it is its account's turn."""
-
     def __init__(
         self,
         request: httputil.HTTPMessageDelegate,
@@ -142,7 +139,6 @@ class _Admission(httputil.HTTPMessageDelegate):
     async def headers_received(
         self, start_line: httputil.RequestStartLine | httputil.ResponseStartLine, headers: httputil.HTTPHeaders
     ) -> None:
-        """Charge the request, refuse it, or pass it on."""
         stream, token, line = self._stream, bearer(headers), cast("httputil.RequestStartLine", start_line)
         path = line.path.partition("?")[0]
         account, reserved = self._payers.of_request(stream.opened_by, stream.credentials, line.method, path, token)
@@ -235,7 +231,6 @@ class Server(HTTPServer):
         admin_gid: int | None = None,
         **kwargs: Any,  # noqa: ANN401 - tornado's own
     ) -> None:
-        """Take HTTPServer's arguments, the group whose members are administrators, and who pays for requests."""
         self._admin_gid = admin_gid
         self._payers = payers
         self._count: Counter[Account] = Counter()  # connections, by who pays for them
@@ -295,7 +290,6 @@ class Server(HTTPServer):
             self._refuse(connection, account, f"allowed: {most}")
 
     def _refuse(self, connection: socket.socket, account: Account, allowed: str) -> None:
-        """Close a connection. It gets the reason, unless nothing is read of its account anyway."""
         have = self._count[account]
         if self._warnings.take(account) == 0:
             log.warning("%s has %d connections open; rejecting more", account.name, have)
@@ -316,23 +310,19 @@ class Server(HTTPServer):
             del self._count[account]
 
     def connections(self) -> tuple[int, int]:
-        """Return the number of connections of users and of administrators."""
         return self._of_users, self._count.total() - self._of_users
 
     async def close_all_connections(self) -> None:
-        """Close all connections, those too that wait for their refusal."""
         for task in self._refusals:
             task.cancel()
         await super().close_all_connections()
 
     def start_request(self, server_conn: object, request_conn: httputil.HTTPConnection) -> httputil.HTTPMessageDelegate:
-        """Take one request of a connection."""
         stream: MeteredStream = server_conn.stream  # type: ignore[attr-defined] # an HTTP1ServerConnection
         connection = cast("HTTP1Connection", request_conn)
         return _Admission(super().start_request(server_conn, request_conn), connection, stream, self._payers)
 
     def on_close(self, server_conn: object) -> None:
-        """Forget a connection."""
         stream = self._open.pop(getattr(server_conn, "stream", None), None)
         if stream is not None:
             self._forget(stream.opened_by, admin=stream.admin)
@@ -351,7 +341,6 @@ class PausingListener(socket.socket):
 
     @classmethod
     def of(cls, listener: socket.socket) -> Self:
-        """Return one that takes over the descriptor of a listening socket."""
         pausing = cls(fileno=listener.detach())
         pausing.setblocking(False)
         return pausing
@@ -376,7 +365,6 @@ class PausingListener(socket.socket):
         return accepted
 
     def close(self) -> None:
-        """Stop listening."""
         if self._paused is not None:
             IOLoop.current().remove_timeout(self._paused)
             self._paused = None

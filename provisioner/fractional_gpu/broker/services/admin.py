@@ -40,8 +40,6 @@ _ON_THE_WAY = frozenset({LeaseState.SUSPENDING, LeaseState.SUSPENDED, LeaseState
 
 
 class AdminService:
-    """Moves and evicts kernels. One per broker; everything runs on its loop."""
-
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
         self.evictions = Evictions()
@@ -79,7 +77,6 @@ class AdminService:
                     await kernel.change().wait()
 
     async def _begin(self, kernel: Kernel, device_id: str | None) -> None:
-        """Return when the arbiter has accepted the move. Raises ConflictError."""
         deadline_s = time.monotonic() + PATIENCE_S
         while True:
             declined = self._ask(MoveRequested(at_ms=now_ms(), lease_id=kernel.lease_id, device_id=device_id))
@@ -124,7 +121,6 @@ class AdminService:
         await self._broker.survivors.release(kernel, EVICTED)
 
     async def end_kernel(self, kernel: Kernel) -> None:
-        """End the processes and the lease of a kernel whose server has ended. Raises and is cancelled as `evict`."""
         await self._end_tree(kernel)
         await self._broker.survivors.release(kernel)
 

@@ -44,14 +44,11 @@ async def begin_drain(broker: Broker, device_id: str, *, evict_busy: bool, deadl
 
 
 async def end_drain(broker: Broker, device_id: str) -> None:
-    """Stop draining a device. Raises LedgerError. Cancelled: as in `begin_drain`."""
     await broker.writer.run(partial(broker.writer.ledger.set_undrained, device_id))
     broker.dispatch(DeviceUndrained(at_ms=now_ms(), device_id=device_id))
 
 
 class LeaseControl:
-    """Changes leases and devices. One per broker."""
-
     def __init__(self, broker: Broker, check: Callable[[Kernel, int, int], None]) -> None:
         self._broker = broker
         self._check = check  # raises if the kernel's seat has no room for the size
@@ -72,7 +69,6 @@ class LeaseControl:
         return self._status(kernel)
 
     def expect(self, kernel: Kernel, request: ExpectRequest) -> None:
-        """Take a sign that the kernel's next cell is near. Raises BadRequestError."""
         if request.sign not in _SIGNS:
             raise BadRequestError(f"sign is {request.sign[:50]!r}; allowed: {', '.join(sorted(_SIGNS))}")
         for name, value, most in (
@@ -133,7 +129,6 @@ class LeaseControl:
         return self._status(kernel)
 
     async def _is_own_size(self, kernel: Kernel) -> None:
-        """Note, on the disk too, that the lease keeps the size that it has when its process ends. Raises LedgerError."""
         if kernel.requests.size_before_burst is not None:
             kernel.requests.size_before_burst = None
             self._broker.records.save(kernel)
@@ -168,7 +163,6 @@ class LeaseControl:
         )
 
     async def _resized(self, kernel: Kernel, event: ResizeRequested, mine: Request) -> None:
-        """Return when the lease has the new size. Raises ConflictError if it will not get it, NotFoundError if it ends."""
         while True:
             change = kernel.change()
             if kernel.requests.resize is not mine:
@@ -181,7 +175,6 @@ class LeaseControl:
             await change.wait()
 
     async def _measured(self, kernel: Kernel) -> None:
-        """Measure the kernel's use now, since a smaller size must hold it. Raises ConflictError if it cannot be measured."""
         try:
             await self._broker.measure(kernel)
         except GPUError as error:
@@ -201,7 +194,6 @@ class LeaseControl:
     def _end_request(
         self, kernel: Kernel, event: ResizeRequested, mine: Request, own_size: ResizeRequested | None
     ) -> None:
-        """End a request for another size. If that did not come, it waits no more, and `own_size` is what it was."""
         kernel.requests.resize = None
         if kernel.lease_id in self._broker.kernels and not self._has(kernel, event):
             kernel.requests.size_before_burst = own_size
@@ -225,7 +217,6 @@ class LeaseControl:
         )
 
     async def story(self, kernel: Kernel) -> Story:
-        """Return the lease's story: the recorded reasons of all that happened to it. Raises LedgerError."""
         ledger, slowdown = self._broker.writer.ledger, self._broker.arbiter.slowdown(kernel.lease_id)
 
         def read() -> Story:
@@ -240,7 +231,6 @@ class LeaseControl:
         return await self._broker.writer.read(read)
 
     async def history(self, kernel: Kernel) -> History:
-        """Return the lease's state and memory over time. Raises LedgerError."""
         view = view_of(self._broker, kernel)
         self._broker.history.note(view)
         points = await self._broker.writer.read(partial(self._broker.writer.ledger.points, kernel.lease_id, _POINTS))
@@ -267,13 +257,11 @@ class LeaseControl:
         return device_status(self._broker, device_id)
 
     async def undrain(self, device: str) -> DeviceStatus:
-        """Stop draining a device. Raises NotFoundError."""
         device_id = self.device(device)
         await end_drain(self._broker, device_id)
         return device_status(self._broker, device_id)
 
     def device(self, device: str) -> str:
-        """Return the device of this id, beginning of one, or number. Raises NotFoundError."""
         devices = self._broker.devices
         found = [name for name, info in devices.items() if device in (name, str(info.index))]
         found = found or [name for name in devices if name.startswith(device)]

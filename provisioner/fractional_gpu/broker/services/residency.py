@@ -37,8 +37,6 @@ _SETTLED = frozenset(
 
 
 class Residency:
-    """Acquires, suspends and resumes leases. One per broker."""
-
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
 
@@ -85,7 +83,6 @@ class Residency:
                 broker.sync_busy_state(kernel)
 
     def _progress(self, kernel: Kernel, deadline_s: float) -> Progress | None:
-        """Return what the waiting cell should know; None while a grant is being written to the ledger."""
         view = self._broker.arbiter.lease(kernel.lease_id)
         if view is None or kernel.ending.released or view.revoked:
             return _over(view)
@@ -153,7 +150,6 @@ class Residency:
             await change.wait()
 
     def _unwritten(self) -> Progress | None:
-        """Return why reservations and operations cannot be written to the ledger; None: they can."""
         trouble = self._broker.writer.trouble
         return Progress(kind=ProgressKind.WAITING, reason="ledger", sentence=trouble) if trouble else None
 
@@ -219,7 +215,6 @@ class Residency:
         return kernel.handles_message and not self._broker.arbiter.waits(kernel.lease_id)
 
     async def _resume_blocked(self, kernel: Kernel) -> None:
-        """Resume the lease, or return once its process handles nothing. Raises ConflictError."""
         kernel.requests.blocked_resumes += 1
         resumed = asyncio.create_task(self._acquired(kernel))
         over = asyncio.create_task(self._until(kernel, lambda: not kernel.handles_message, None))
@@ -234,7 +229,6 @@ class Residency:
             await asyncio.gather(resumed, over, return_exceptions=True)
 
     async def _acquired(self, kernel: Kernel) -> None:
-        """Wait until the lease is resident. Raises ConflictError. Cancelled: the ticket is withdrawn."""
         last = Progress(kind=ProgressKind.REFUSED)
         # Something executes and no cell waits at the gate: the kernel may be blocked in a CUDA call, where it ignores interrupts.
         blocked = kernel.cell.executing_since_s is not None and kernel.requests.waiters == 0
@@ -245,7 +239,6 @@ class Residency:
             raise ConflictError(last.sentence, reason=last.reason)
 
     async def _until(self, kernel: Kernel, condition: Callable[[], bool], patience_s: float | None) -> None:
-        """Wait until the condition holds, for `patience_s` at most (None: for ever)."""
         try:
             async with asyncio.timeout(patience_s):
                 while True:
@@ -268,7 +261,6 @@ class Residency:
 
 
 def _over(view: LeaseView | None) -> Progress:
-    """Return the refusal for a lease that has ended, or whose seat has."""
     if view is not None and view.revoked:
         return Progress(kind=ProgressKind.REFUSED, reason=REVOKED.code, sentence=revoked_sentence(view))
     sentence = f"the lease of this kernel was ended: for another one {RESTART}"
@@ -276,7 +268,6 @@ def _over(view: LeaseView | None) -> Progress:
 
 
 def _failure(view: LeaseView) -> tuple[str, str] | None:
-    """Return reason and sentence if waiting cannot help, because the driver reports that the kernel failed."""
     failed = view.state is LeaseState.QUARANTINED and view.reason == FOUND_FAILED
     return (view.reason, view.sentence) if failed else None
 

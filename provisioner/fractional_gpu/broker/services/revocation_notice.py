@@ -56,13 +56,11 @@ class UnreadableNoticeError(Exception):
 
 
 def read_notice(source: Path | str) -> Notice | None:
-    """Read a file or a URL, in at most a few seconds; None: there is no notice. Raises UnreadableNoticeError."""
     text = _read_file(source) if isinstance(source, Path) else _read_url(urlsplit(source))
     return None if text is None else parse_notice(text)
 
 
 def parse_notice(text: str) -> Notice | None:
-    """Return the notice in the text of a source that is there; None: it says that there is none."""
     if text.strip().upper() == "FALSE":
         return None
     try:
@@ -103,7 +101,6 @@ def _read_file(path: Path) -> str | None:
 
 
 def _read_url(url: SplitResult) -> str | None:
-    """Ask for the URL, without proxies and redirects."""
     headers = dict(_METADATA)
     try:
         if url.path.startswith(_AWS_PREFIX):  # AWS may demand a token; where it does not know them, none is needed
@@ -208,7 +205,6 @@ class RevocationNotice:
             self._broker.note_change()
 
     def _complain(self, problem: str) -> None:
-        """Log what is wrong, once until something else is."""
         if problem != self._problem:
             log.warning("notice of revocation: %s", problem)
         self._problem = problem
@@ -261,7 +257,6 @@ class RevocationNotice:
         )
 
     def _tell(self, reason: str, sentence: str) -> None:
-        """Tell every kernel's user, in the notebook and in the kernel's story."""
         for lease_id, kernel in self._broker.kernels.items():
             self._broker.record_line(lease_id, reason, sentence)
             self._broker.tell_of_deadline(kernel, sentence)

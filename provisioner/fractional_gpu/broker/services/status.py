@@ -42,7 +42,6 @@ _NOBODY = -1  # a uid that no user has
 
 
 def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus:
-    """Return the message about one lease."""
     ticket = broker.ticket(kernel.lease_id)
     expected = ticket.expected if ticket is not None else None
     reason, sentence = (ticket.reason, ticket.sentence) if ticket is not None else (view.reason, view.sentence)
@@ -101,7 +100,6 @@ def salvage_counts(broker: Broker) -> dict[str, tuple[int, int]]:
 
 
 def view_of(broker: Broker, kernel: Kernel) -> LeaseView:
-    """Return the arbiter's view of the lease. Raises NotFoundError when it is over."""
     view = broker.arbiter.lease(kernel.lease_id)
     if view is None:
         raise NotFoundError("the lease is over", reason="unknown-lease")
@@ -109,7 +107,6 @@ def view_of(broker: Broker, kernel: Kernel) -> LeaseView:
 
 
 def full_lease_status(broker: Broker, kernel: Kernel) -> LeaseStatus:
-    """Return the lease as it is now, with its neighbours on the device. Raises NotFoundError when it is over."""
     view = view_of(broker, kernel)
     return replace(
         lease_status(broker, kernel, view), neighbours=neighbours(broker, view), advice=broker.habits.of_lease(view)
@@ -117,7 +114,6 @@ def full_lease_status(broker: Broker, kernel: Kernel) -> LeaseStatus:
 
 
 def revoked_sentence(view: LeaseView) -> str:
-    """Return the sentence about a revoked lease: its state, its end, and what the user can do."""
     left = format_duration(max(0, (view.ends_ms or 0) - now_ms()) // _MINUTE_MS * _MINUTE_MS)
     return (
         "the seat of this kernel's server has ended: it keeps its variables, uses no GPU and counts for its user, and ends in about "
@@ -138,7 +134,6 @@ def is_shown(kernel: Kernel, view: LeaseView, uid: int | None, seat: str | None,
 def host_status(
     broker: Broker, socket: str, uid: int | None, *, seat: str | None = None, owner: str = ""
 ) -> HostStatus:
-    """Return the host's status with the leases that the peer may see. Sums over devices include all leases."""
     used, salvage = broker.used_mib, salvage_counts(broker)
     devices = [
         DeviceStatus(
@@ -185,7 +180,6 @@ def host_status(
 
 
 def forecast_errors(broker: Broker) -> list[ForecastError]:
-    """Return how far off each kind of forecast was lately, of all leases; it names none of them."""
     return [
         ForecastError(
             what=one.what,
@@ -198,7 +192,6 @@ def forecast_errors(broker: Broker) -> list[ForecastError]:
 
 
 def device_status(broker: Broker, device_id: str) -> DeviceStatus:
-    """Return one device that the broker has."""
     (device,) = [one for one in host_status(broker, "", _NOBODY).devices if one.device_id == device_id]
     return device
 
@@ -255,8 +248,6 @@ def coarse_s(left_ms: int | None) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Lasting:
-    """What of a status does not change by itself, to be compared with another one's."""
-
     host: HostStatus  # without devices and leases
     devices: dict[str, DeviceStatus]
     leases: dict[str, tuple[Any, ...]]
