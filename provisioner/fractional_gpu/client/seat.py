@@ -3,18 +3,20 @@
 Its pool, fraction and memory are for display. The broker keeps the values that count.
 """
 
-import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import DecodeError
+from msgspec.json import decode, encode
 
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.host.files import replace_file
 from fractional_gpu.protocol import routes
 from fractional_gpu.protocol.errors import FractionalGPUError
+from fractional_gpu.protocol.messages import HidesSecrets
 from fractional_gpu.protocol.seats import (
     OfferRequest,
     Offers,
@@ -33,12 +35,11 @@ POD_SHARE_VARIABLE = "JUPYTER_GPU_POD_SHARE"
 _LONGEST = 16 * 1024  # bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class Seat(HidesSecrets, frozen=True, kw_only=True):
     """What the kernels of this server may use in sum. Fraction in milli-GPU, memory in MiB."""
 
     seat_id: str
-    token: str = field(repr=False)
+    token: str
     pool: str
     fraction_milli: int
     memory_mib: int
@@ -74,16 +75,9 @@ def read_seat(path: str) -> Seat:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise FractionalGPUError(f"{SEAT_FILE_VARIABLE}={path} cannot be read: {reason}; {remedy}") from error
     try:
-        content = json.loads(text)
-        seat = Seat(**{name: content[name] for name in Seat.__dataclass_fields__})
-        whole = all(isinstance(getattr(seat, name), str) for name in ("seat_id", "token", "pool")) and all(
-            type(getattr(seat, name)) is int for name in ("fraction_milli", "memory_mib")
-        )
-    except (ValueError, TypeError, KeyError, RecursionError):
-        whole = False
-    if not whole:
-        raise FractionalGPUError(f"{SEAT_FILE_VARIABLE}={path} does not hold a seat; {remedy}")
-    return seat
+        return decode(text, type=Seat)
+    except (DecodeError, UnicodeDecodeError, RecursionError):
+        raise FractionalGPUError(f"{SEAT_FILE_VARIABLE}={path} does not hold a seat; {remedy}") from None
 
 
 def write_seat(seat: Seat, path: Path, *, uid: int | None = None, gid: int | None = None) -> None:
@@ -93,7 +87,7 @@ def write_seat(seat: Seat, path: Path, *, uid: int | None = None, gid: int | Non
         if uid is not None:
             os.fchown(descriptor, uid, -1 if gid is None else gid)
 
-    replace_file(path, json.dumps(asdict(seat)).encode(), prepare=give)
+    replace_file(path, encode(seat), prepare=give)
 
 
 class SeatClient(BrokerClient):

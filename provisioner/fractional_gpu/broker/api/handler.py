@@ -189,7 +189,7 @@ class Handler(web.RequestHandler):
         call = Call[Any](self, self._about, None)
         if route.path.startswith("/v1/leases/"):
             try:
-                call.kernel = await self.shared.service.access.find(self.peer, call.about, own=route.who == KERNEL)
+                call.kernel = await self.shared.service.find(self.peer, call.about, own=route.who == KERNEL)
             except NotFoundError:
                 if route is not routes.RELEASE:
                     raise

@@ -1,14 +1,21 @@
 """The work of the API's routes about leases, apart from HTTP: creation, attachment, the end, and the gate's line.
 
 What a client claims about itself is verified: a pid must have the peer's uid, the start time that the client states and the lease's id
-in its environment; a connection must be loopback. `LeaseAccess` decides which peer may use which lease.
+in its environment; a connection must be loopback.
+
+Which peer may use which lease:
+
+- A lease's token opens its own routes; these are the kernel's calls (attach, acquire, gate).
+- Without a token, a uid controls its own leases; but not those of a hub's seats, since containers share uids.
+- A seat's token opens the leases of the seat, and revoked leases of the seat's user.
+- Root, the broker's own uid and members of the configured group control all.
+- A lease that the peer may not see is "not found": whether it exists is not disclosed.
 """
 
 import asyncio
 import hmac
 import json
 import logging
-import os
 import secrets
 import time
 from collections.abc import Callable, Coroutine
@@ -16,7 +23,6 @@ from functools import partial
 
 import zmq
 
-from fractional_gpu import __version__
 from fractional_gpu.broker.accounting.budgets import party_of
 from fractional_gpu.broker.accounting.reports import UsageReports
 from fractional_gpu.broker.broker import Broker, token_digest
@@ -60,7 +66,7 @@ from fractional_gpu.protocol.errors import (
     RequestTooLargeError,
     UnauthorizedError,
 )
-from fractional_gpu.protocol.limits import MAX_LEASES, MAX_LEASES_PER_UID, MAX_NAME, PROTOCOL_VERSION
+from fractional_gpu.protocol.limits import MAX_LEASES, MAX_LEASES_PER_UID, MAX_NAME
 from fractional_gpu.protocol.messages import (
     COMMAND,
     AttachRequest,
@@ -69,24 +75,46 @@ from fractional_gpu.protocol.messages import (
     GateVerb,
     LeaseReply,
     LeaseRequest,
-    Pong,
 )
 from fractional_gpu.protocol.status import LeaseStatus
 
-# -- lease access ------------------------------------------------------------------------------------------------------
-# Which peer may use which lease.
-#
-# - A lease's token opens its own routes; these are the kernel's calls (attach, acquire, gate).
-# - Without a token, a uid controls its own leases; but not those of a hub's seats, since containers share uids.
-# - A seat's token opens the leases of the seat, and revoked leases of the seat's user.
-# - Root, the broker's own uid and members of the configured group control all.
-# - A lease that the peer may not see is "not found": whether it exists is not disclosed.
+log = logging.getLogger(__name__)
+
+_START_PATIENCE_S, _START_PAUSE_S = 10.0, 0.2  # a new lease waits so long for other kernels of its user to start
+_LONGEST_REASON = 300
+_MEASURE_PATIENCE_S = 2.0  # for a sample before an answer
+
+Refresh = Callable[[], Coroutine[None, None, None]]
 
 
-class LeaseAccess:
-    def __init__(self, broker: Broker, seats: Seats) -> None:
-        self._broker = broker
-        self._seats = seats
+class LeaseService:
+    """What the routes use: its own methods, and those of its parts. One per broker. `refresh` samples the devices."""
+
+    def __init__(self, broker: Broker, settings: Settings, *, refresh: Refresh | None = None) -> None:
+        self.broker = broker
+        self.seats = Seats(broker, settings)
+        self.lease_control = LeaseControl(broker, self.seats.draws.check_resize)
+        self.admin = AdminService(broker)
+        self.admin_gid = settings.admin_gid()
+        self.settings = settings
+        self.residency = Residency(broker)
+        self.audit = AuditLog(settings, broker.writer.ledger.path.parent)
+        self.usage = UsageReports(
+            broker.metering, broker.writer, visible=settings.usage_visible, carbon_setting=settings.carbon
+        )
+        self.refresh = refresh
+        self._refreshing: set[asyncio.Task[None]] = set()
+
+    async def measure_now(self) -> None:
+        """Sample the devices before an answer about them, for `_MEASURE_PATIENCE_S` at most: the driver may answer late.
+
+        Cancelled: the sample goes on.
+        """
+        if self.refresh is not None:
+            task = asyncio.create_task(self.refresh())
+            self._refreshing.add(task)
+            task.add_done_callback(self._refreshing.discard)
+            await asyncio.wait({task}, timeout=_MEASURE_PATIENCE_S)
 
     async def find(self, peer: Peer, lease_id: str, *, own: bool = False) -> Kernel:
         """Return the lease's kernel if the peer may control it. Routes that are `own` need the lease's token.
@@ -95,11 +123,11 @@ class LeaseAccess:
         tree. A lease that is being evicted, or that lives on only for processes that its kernel left behind, is over for its own kernel.
         Raises NotFoundError, UnauthorizedError or ForbiddenError, and ConflictError for a kernel whose record was lost.
         """
-        if own and lease_id in self._broker.lost and await ATTACHING.run(carries, peer.credentials.pid, lease_id):
+        if own and lease_id in self.broker.lost and await ATTACHING.run(carries, peer.credentials.pid, lease_id):
             raise ConflictError(
                 f"the record of this kernel's lease was lost; {REMEDY}, and its variables are kept", reason="lost-lease"
             )
-        kernel = self._broker.kernels.get(lease_id)
+        kernel = self.broker.kernels.get(lease_id)
         itself = own and peer.token is None and kernel is not None and self._is_of(peer, kernel)
         is_over = kernel is not None and self._is_over_for(peer, kernel, itself=itself)
         if kernel is None or is_over or not (itself or self._may_see(peer, kernel)):
@@ -126,7 +154,8 @@ class LeaseAccess:
         """Whether the lease is the peer's. For a lease of a hub's seat the uid is not enough: containers share uids."""
         if peer.admin or peer.credentials.uid != kernel.uid:
             return peer.admin
-        return peer.token is not None or not self._seat_of(kernel)
+        view = self.broker.arbiter.lease(kernel.lease_id)
+        return peer.token is not None or view is None or not view.spec.seat
 
     def _is_of(self, peer: Peer, kernel: Kernel, *, or_parent: bool = False) -> bool:
         """Whether the peer is a process of this kernel, not of another kernel below it. `or_parent`: or the process that started it.
@@ -136,7 +165,7 @@ class LeaseAccess:
         identity, pid = kernel.identity, peer.credentials.pid
         if identity is None or peer.credentials.uid != kernel.uid:
             return False
-        others = {root.pid for root in self._broker.roots() if root != identity}
+        others = {root.pid for root in self.broker.roots() if root != identity}
         try:
             return is_below(pid, identity, others) or (or_parent and 1 < pid == read_stat(identity.pid).ppid)
         except (ProcessLookupError, PermissionError):
@@ -149,68 +178,11 @@ class LeaseAccess:
         # that started it, shows first.
         if not kernel.token_sha256 and self._is_of(peer, kernel, or_parent=True):
             kernel.token_sha256 = digest
-            self._broker.records.save(kernel)
+            self.broker.records.save(kernel)
         if hmac.compare_digest(digest, kernel.token_sha256):
             return True
-        view = self._broker.arbiter.lease(kernel.lease_id)
-        return not own and view is not None and self._seats.draws.opens(token, view)
-
-    def _seat_of(self, kernel: Kernel) -> str:
-        view = self._broker.arbiter.lease(kernel.lease_id)
-        return view.spec.seat if view is not None else ""
-
-
-# -- lease service -----------------------------------------------------------------------------------------------------
-
-
-log = logging.getLogger(__name__)
-
-_START_PATIENCE_S, _START_PAUSE_S = 10.0, 0.2  # a new lease waits so long for other kernels of its user to start
-_LONGEST_REASON = 300
-_MEASURE_PATIENCE_S = 2.0  # for a sample before an answer
-
-Refresh = Callable[[], Coroutine[None, None, None]]
-
-
-class LeaseService:
-    """What the routes use: its own methods, and those of its parts. One per broker. `refresh` samples the devices."""
-
-    def __init__(self, broker: Broker, settings: Settings, *, refresh: Refresh | None = None) -> None:
-        self.broker = broker
-        self.seats = Seats(broker, settings)
-        self.lease_control = LeaseControl(broker, self.seats.draws.check_resize)
-        self.admin = AdminService(broker)
-        self.admin_gid = settings.admin_gid()
-        self.settings = settings
-        self.access = LeaseAccess(broker, self.seats)
-        self.residency = Residency(broker)
-        self.audit = AuditLog(settings, broker.writer.ledger.path.parent)
-        self.usage = UsageReports(
-            broker.metering, broker.writer, visible=settings.usage_visible, carbon_setting=settings.carbon
-        )
-        self.refresh = refresh
-        self._refreshing: set[asyncio.Task[None]] = set()
-
-    def ping(self) -> Pong:
-        return Pong(
-            version=__version__,
-            protocol=PROTOCOL_VERSION,
-            pid=os.getpid(),
-            simulated=self.broker.monitor.kind == "simulated",
-        )
-
-    async def measure_now(self) -> None:
-        """Sample the devices before an answer about them, for `_MEASURE_PATIENCE_S` at most: the driver may answer late.
-
-        Cancelled: the sample goes on.
-        """
-        if self.refresh is not None:
-            task = asyncio.create_task(self.refresh())
-            self._refreshing.add(task)
-            task.add_done_callback(self._refreshing.discard)
-            await asyncio.wait({task}, timeout=_MEASURE_PATIENCE_S)
-
-    # -- leases ----------------------------------------------------------------------------------------------------------------
+        view = self.broker.arbiter.lease(kernel.lease_id)
+        return not own and view is not None and self.seats.draws.opens(token, view)
 
     async def create(self, peer: Peer, request: LeaseRequest) -> LeaseReply:
         """Admit a new lease. Raises BadRequestError, NoRoomError or RequestTooLargeError. Cancelled: the lease expires by itself."""
@@ -246,7 +218,7 @@ class LeaseService:
             try:
                 await broker.writer.run(partial(broker.writer.ledger.save_lease, record))
             except LedgerError:
-                await self.release(kernel)
+                await self.broker.survivors.release(kernel)
                 raise
         evicted = self.admin.evictions.successor(kernel)
         if evicted:
@@ -307,17 +279,10 @@ class LeaseService:
         except TimeoutError:
             ticket = self.broker.ticket(kernel.lease_id)
             why = ticket.sentence if ticket is not None else "other kernels of yours are starting and hold room already"
-            await self.release(kernel)
+            await self.broker.survivors.release(kernel)
             raise NoRoomError(
                 f"no GPU became free within {format_duration(limit_ms)}: {why}; try again later, or with a smaller fraction"
             ) from None
-
-    async def release(self, kernel: Kernel) -> None:
-        """End the lease for its kernel. It lives on for as long as processes that the kernel left behind have device memory.
-
-        Returns when these are known. Cancelled: it goes on.
-        """
-        await self.broker.survivors.release(kernel)
 
     async def end(self, kernel: Kernel) -> None:
         view = view_of(self.broker, kernel)
@@ -405,8 +370,6 @@ class LeaseService:
         if kernel.identity is not None and not kernel.ending.survivors:
             self.broker.process_gone(kernel, kernel.identity)
         await self.broker.survivors.settled(kernel)
-
-    # -- the extension's line -----------------------------------------------------------------------------------------------------
 
     def connect_gate(self, kernel: Kernel, hello: GateHello) -> GateLink:
         """Accept the extension's line; it replaces an older one. Sends the gate the command that fits the lease's state."""

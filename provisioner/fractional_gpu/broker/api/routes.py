@@ -1,6 +1,7 @@
 """What answers each route, and the server with all of them. Who may ask, and the audit log, are in the table and in `handler`."""
 
 import logging
+import os
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -9,6 +10,7 @@ from msgspec.structs import replace
 from prometheus_client.exposition import choose_encoder
 from tornado import httputil, web
 
+from fractional_gpu import __version__
 from fractional_gpu.broker.api import account_routes  # noqa: F401 - registers its routes
 from fractional_gpu.broker.api.handler import (
     LOG_LINES_BURST,
@@ -29,8 +31,8 @@ from fractional_gpu.broker.services.others_use import others_use_milli
 from fractional_gpu.broker.services.status import StatusStream, forecast_errors, full_lease_status, host_status
 from fractional_gpu.host.peers import detects_unread
 from fractional_gpu.protocol import routes
-from fractional_gpu.protocol.limits import BODY_S, IDLE_S, MAX_BODY_BYTES
-from fractional_gpu.protocol.messages import GateCommand, GateHello, MoveRequest, OthersUse
+from fractional_gpu.protocol.limits import BODY_S, IDLE_S, MAX_BODY_BYTES, PROTOCOL_VERSION
+from fractional_gpu.protocol.messages import GateCommand, GateHello, MoveRequest, OthersUse, Pong
 from fractional_gpu.protocol.routes import Fresh, Nothing, OthersQuery
 from fractional_gpu.protocol.seats import SeatRequest
 from fractional_gpu.protocol.status import HostStatus, LeaseStatus
@@ -41,6 +43,11 @@ log = logging.getLogger(__name__)
 def _visible_to(call: Call[Any]) -> tuple[int | None, str | None]:
     """Return the uid (None: an administrator's) and the seat by which the peer may see leases."""
     return None if call.peer.admin else call.peer.credentials.uid, call.service.seats.draws.of_token(call.peer.token)
+
+
+def _ping(call: Call[Nothing]) -> Pong:
+    simulated = call.service.broker.monitor.kind == "simulated"
+    return Pong(version=__version__, protocol=PROTOCOL_VERSION, pid=os.getpid(), simulated=simulated)
 
 
 async def _status(call: Call[Fresh]) -> HostStatus:
@@ -70,7 +77,7 @@ def _metrics(call: Call[Nothing]) -> Text:
     return Text(encode(metrics.full_registry if call.peer.admin else metrics.registry), content_type)
 
 
-serve(routes.PING, lambda call: call.service.ping())
+serve(routes.PING, _ping)
 serve(routes.STATUS, _status)
 serve(routes.EVENTS, _events)
 serve(routes.CAPACITY, lambda call: call.service.seats.capacity())
@@ -101,14 +108,14 @@ async def _move(call: Call[MoveRequest]) -> LeaseStatus:
 
 
 async def _others(call: Call[OthersQuery]) -> OthersUse:
-    beside = [await call.service.access.find(call.peer, one) for one in call.body.beside.split(",") if one]
+    beside = [await call.service.find(call.peer, one) for one in call.body.beside.split(",") if one]
     used_milli = await others_use_milli(call.service.broker, [call.kernel, *beside], call.body.last_ms)
     return OthersUse(used_milli=used_milli)
 
 
 serve(routes.CREATE, lambda call: call.service.create(call.peer, call.body))
 serve(routes.SHOW, _show)
-serve(routes.RELEASE, lambda call: call.service.release(call.kernel))
+serve(routes.RELEASE, lambda call: call.service.broker.survivors.release(call.kernel))
 serve(routes.ATTACH, lambda call: call.service.attach(call.peer, call.kernel, call.body))
 serve(routes.DETACH, lambda call: call.service.detach(call.kernel))
 serve(routes.ACQUIRE, lambda call: call.service.residency.acquire(call.kernel, call.body))

@@ -44,8 +44,6 @@ class AdminService:
         self._broker = broker
         self.evictions = Evictions()
 
-    # -- move -------------------------------------------------------------------------------------------------------------------
-
     async def move(self, kernel: Kernel, device_id: str | None) -> LeaseStatus:
         """Move an idle kernel to the device (None: any other of its pool); return when it is there.
 
@@ -96,8 +94,6 @@ class AdminService:
             if isinstance(effect, Declined) and (effect.lease_id, effect.about) == (event.lease_id, "move"):
                 return effect
         return None
-
-    # -- evict ------------------------------------------------------------------------------------------------------------------
 
     async def evict(self, peer: Peer, kernel: Kernel, request: EvictRequest) -> None:
         """End the kernel's processes and its lease. Raises BadRequestError without `confirm`, ConflictError if a process does not end.

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
+from msgspec import convert
+
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.kernels.kernel import Kernel, Request
@@ -52,8 +54,6 @@ class LeaseControl:
     def __init__(self, broker: Broker, check: Callable[[Kernel, int, int], None]) -> None:
         self._broker = broker
         self._check = check  # raises if the kernel's seat has no room for the size
-
-    # -- leases -------------------------------------------------------------------------------------------------------------
 
     async def pin(self, kernel: Kernel, request: PinRequest) -> LeaseStatus:
         """Pin the lease to its device for a while; return when that is on the disk. Raises BadRequestError or ConflictError."""
@@ -223,7 +223,7 @@ class LeaseControl:
             lines = ledger.story(kernel.lease_id, _LINES)
             return Story(
                 lease_id=kernel.lease_id,
-                lines=[StoryLine(at_ms=line.at_ms, reason=line.reason, sentence=line.sentence) for line in lines],
+                lines=convert(lines, list[StoryLine], from_attributes=True),
                 omitted=ledger.story_length(kernel.lease_id) - len(lines),
                 slowdown=slowdown,
             )
@@ -237,13 +237,8 @@ class LeaseControl:
         return History(
             lease_id=kernel.lease_id,
             cap_mib=view.spec.reserve_mib,
-            points=[
-                UsagePoint(at_ms=point.at_ms, state=point.state, used_mib=point.used_mib, saved_mib=point.saved_mib)
-                for point in points
-            ],
+            points=convert(points, list[UsagePoint], from_attributes=True),
         )
-
-    # -- devices ------------------------------------------------------------------------------------------------------------
 
     async def drain(self, device: str, request: DrainRequest) -> DeviceStatus:
         """Begin to drain a device, through restarts too, until `undrain`. Raises NotFoundError or BadRequestError."""
@@ -272,8 +267,6 @@ class LeaseControl:
         )
         problem = "fits more than one device" if found else "is no device of this broker"
         raise NotFoundError(f"{device[:MAX_NAME]!r} {problem}; there are: {there}", reason="unknown-device")
-
-    # -- shared -------------------------------------------------------------------------------------------------------------
 
     async def _written(self) -> None:
         """Return when everything so far is on the disk. Raises LedgerError."""

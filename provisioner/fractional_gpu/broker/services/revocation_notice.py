@@ -52,9 +52,6 @@ class UnreadableNoticeError(Exception):
     """The source says neither that there is a notice nor that there is none: a sentence."""
 
 
-# -- reading it --------------------------------------------------------------------------------------------------------
-
-
 def read_notice(source: Path | str) -> Notice | None:
     text = _read_file(source) if isinstance(source, Path) else _read_url(urlsplit(source))
     return None if text is None else parse_notice(text)
@@ -126,9 +123,6 @@ def _ask(url: SplitResult, method: str, target: str, headers: Mapping[str, str])
         return answer.status, answer.read(_MOST_BYTES).decode(errors="replace")
     finally:
         connection.close()
-
-
-# -- following it ------------------------------------------------------------------------------------------------------
 
 
 class RevocationNotice:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from operator import attrgetter
 from typing import Any
 
+from msgspec import convert
 from msgspec.structs import replace
 
 from fractional_gpu import __version__
@@ -180,15 +181,7 @@ def host_status(
 
 
 def forecast_errors(broker: Broker) -> list[ForecastError]:
-    return [
-        ForecastError(
-            what=one.what,
-            count=one.count,
-            median_error_permille=one.median_error_permille,
-            covered_permille=one.covered_permille,
-        )
-        for one in broker.arbiter.forecasts.errors()
-    ]
+    return convert(broker.arbiter.forecasts.errors(), list[ForecastError], from_attributes=True)
 
 
 def device_status(broker: Broker, device_id: str) -> DeviceStatus:
