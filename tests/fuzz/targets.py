@@ -56,6 +56,7 @@ from fractional_gpu.protocol.messages import (
 from fractional_gpu.protocol.names import Version, decode_acting_for
 from fractional_gpu.protocol.seats import OfferRequest, PoolChange, SeatRequest
 from fractional_gpu.protocol.status import HostStatus
+from tests.support.records import a_record
 
 __all__ = ["TARGETS"]
 
@@ -291,26 +292,17 @@ def pod(data: bytes) -> None:
             str(error)
 
 
-GOOD_ROW: Mapping[str, Any] = {
-    **dict.fromkeys(LeaseRecord.__dataclass_fields__, ""),
-    "lease_id": "a",
-    "spec": '{"lease_id":"a","pool":"p","owner":"o","fraction_milli":1,"reserve_mib":1}',
-    "state": "resident",
-    **dict.fromkeys(("generation", "saved_mib", "uid", "ipykernel", "created_ms", "suspends", "resumes"), 0),
-    **dict.fromkeys(("device_id", "pid", "start_time", "home_device_id"), None),
-    **dict.fromkeys(("device_ids", "home_device_ids"), "[]"),
-    "pinned_until_ms": 0,
-}
+GOOD_RECORD: Mapping[str, Any] = msgspec.to_builtins(a_record())
 
 
 def ledger(data: bytes) -> None:
-    """A row of the ledger in which some columns hold anything: `{"column": value}`."""
+    """The document of a lease in which some fields hold anything: `{"field": value}`."""
     changes = _json(data)
-    row = {**GOOD_ROW, **(changes if isinstance(changes, dict) else {"spec": changes})}
+    document = {**GOOD_RECORD, **(changes if isinstance(changes, dict) else {"spec": changes})}
     reader = object.__new__(Ledger)
     reader.path = Path("/nowhere")
     try:
-        record = reader._lease(cast("Any", row))
+        record = reader._record(cast("Any", {"id": "a", "document": json.dumps(document)}), LeaseRecord)
     except LedgerError:
         return
     assert record.spec.lease_id is not None

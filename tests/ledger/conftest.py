@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 
 from fractional_gpu.core.model import LeaseSpec, LeaseState
+from fractional_gpu.host.process import ProcessIdentity
 from fractional_gpu.ledger import LeaseRecord, Ledger, OperationRecord
+from tests.support.records import a_record, changed
 
-_LEASE = LeaseRecord(
+_LEASE = a_record(
     spec=LeaseSpec(
         lease_id="a", pool="default", owner="ada", fraction_milli=250, reserve_mib=20_480, label="Notizbuch é"
     ),
     state=LeaseState.RESIDENT,
     generation=7,
-    device_id="GPU-1",
     saved_mib=0,
     uid=1000,
     kernel_id="k-1",
@@ -30,13 +31,12 @@ _LEASE = LeaseRecord(
     created_ms=1_750_000_000_000,
     suspends=3,
     resumes=2,
-    home_device_id="GPU-2",
     device_ids=("GPU-1", "GPU-3"),
-    home_device_ids=("GPU-2", "GPU-4"),
+    home_ids=("GPU-2", "GPU-4"),
     pinned_until_ms=1_750_000_900_000,
-    members=("4322-99-boot-1", "4323-100-boot-1"),
+    members=(ProcessIdentity("boot-1", 4322, 99), ProcessIdentity("boot-1", 4323, 100)),
     released=True,
-    server="4000-77-boot-1",
+    server=ProcessIdentity("boot-1", 4000, 77),
     token_file="/run/user/1000/lease-1f.token",  # noqa: S106 - a path
     taken_over=True,
     had_process=True,
@@ -68,7 +68,7 @@ def ledger(path: Path) -> Iterator[Ledger]:
 @pytest.fixture
 def make_lease() -> Callable[..., LeaseRecord]:
     def make(lease_id: str = "a", **changes: Any) -> LeaseRecord:  # noqa: ANN401 -- any field of the record
-        return replace(_LEASE, spec=replace(_LEASE.spec, lease_id=lease_id), **changes)
+        return changed(_LEASE, spec=replace(_LEASE.spec, lease_id=lease_id), **changes)
 
     return make
 

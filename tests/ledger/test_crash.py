@@ -14,6 +14,7 @@ _WRITER = """
 import sys
 from fractional_gpu.core.model import LeaseSpec, LeaseState
 from fractional_gpu.ledger import LeaseRecord, Ledger, OperationRecord
+from fractional_gpu.ledger.records import Launch
 ledger = Ledger.open(sys.argv[1])
 number = ledger.next_operation_id() - 1
 while True:
@@ -22,9 +23,8 @@ while True:
     spec = LeaseSpec(lease_id=lease_id, pool="default", owner="ada", fraction_milli=250, reserve_mib=100)
     with ledger.transaction():
         ledger.save_lease(LeaseRecord(
-            spec=spec, state=LeaseState.RESIDENT, generation=1, device_id="GPU-1", saved_mib=0, uid=0, kernel_id="",
-            token_sha256="", boot_id="", pid=None, start_time=None, connection="", language="python", ipykernel=True,
-            created_ms=number, suspends=0, resumes=0,
+            spec=spec, state=LeaseState.RESIDENT, generation=1, device_ids=("GPU-1",), saved_mib=0, uid=0, token_sha256="",
+            connection="", created_ms=number, launch=Launch(), identity=None,
         ))
         ledger.begin(OperationRecord(
             operation_id=number, lease_id=lease_id, generation=1, kind="suspend", device_id="GPU-1", phase="gate",

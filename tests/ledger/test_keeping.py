@@ -1,5 +1,6 @@
 """What is written comes back, and what cannot be true is refused."""
 
+import json
 import sqlite3
 import threading
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.ledger import LeaseRecord, Ledger, LedgerError, OperationRecord, PointRecord, RecordError, StoryLine
 from fractional_gpu.ledger import ledger as ledger_module
+from tests.support.records import a_record
 
 MakeLease = Callable[..., LeaseRecord]
 MakeOperation = Callable[..., OperationRecord]
@@ -19,7 +21,7 @@ MakeOperation = Callable[..., OperationRecord]
 
 def test_leases_survive_a_restart_field_for_field(path: Path, make_lease: MakeLease) -> None:
     resident = make_lease("b", created_ms=2)
-    bare = make_lease("c", created_ms=1, device_id=None, pid=None, start_time=None, connection="", ipykernel=False)
+    bare = make_lease("c", created_ms=1, device_id=None, identity=None, connection="", ipykernel=False)
     with Ledger.open(path) as ledger:
         ledger.save_lease(resident)
         ledger.save_lease(bare)
@@ -40,7 +42,7 @@ def test_a_text_that_is_no_text_is_refused_and_the_rest_stands(ledger: Ledger, m
 
 def test_saving_again_replaces_every_field(ledger: Ledger, make_lease: MakeLease) -> None:
     ledger.save_lease(make_lease())
-    changed = LeaseRecord(
+    changed = a_record(
         spec=replace(
             make_lease().spec, owner="bob", fraction_milli=500, reserve_mib=1, priority=9, gated=False, label=""
         ),
@@ -79,15 +81,17 @@ def test_an_ended_lease_stays_ended_and_its_secrets_are_erased(
         ledger.save_lease(make_lease("b", state=LeaseState.ENDED))
     ledger.close()
     with sqlite3.connect(path) as reader:
-        rows = reader.execute("SELECT ended_ms, end_reason, connection, token_sha256, state FROM leases").fetchall()
+        ((*end, document),) = reader.execute("SELECT ended_ms, end_reason, document FROM leases").fetchall()
     reader.close()
-    assert rows == [(5, "released", "", "", "ended")]
+    ended = json.loads(document)
+    assert end == [5, "released"]
+    assert (ended["connection"], ended["token_sha256"], ended["state"]) == ("", "", "ended")
 
 
 def test_of_a_lease_that_never_had_a_process_only_a_count_by_user_and_hour_stays(
     ledger: Ledger, make_lease: MakeLease
 ) -> None:
-    never = {"pid": None, "had_process": False, "state": LeaseState.UNATTACHED}
+    never = {"identity": None, "had_process": False, "state": LeaseState.UNATTACHED}
     hour_ms = 3_600_000
     for lease_id, uid, at_ms in (("a", 7, 5), ("b", 7, 6), ("c", 8, 7), ("d", 7, hour_ms)):
         ledger.save_lease(make_lease(lease_id, uid=uid, **never))
@@ -102,7 +106,7 @@ def test_of_a_lease_that_never_had_a_process_only_a_count_by_user_and_hour_stays
     assert [tuple(row) for row in ledger._read("SELECT hour, uid, leases FROM unstarted")] == [(1, 7, 1)]
 
 
-@pytest.mark.parametrize("had", [{"pid": 5, "had_process": False}, {"pid": None, "had_process": True}])
+@pytest.mark.parametrize("had", [{"had_process": False}, {"identity": None, "had_process": True}])
 def test_a_lease_that_has_or_had_a_process_keeps_its_history(
     ledger: Ledger, make_lease: MakeLease, had: dict[str, object]
 ) -> None:
@@ -278,11 +282,11 @@ def test_a_closed_ledger_says_so(path: Path) -> None:
 
 def test_an_entry_that_makes_no_sense_stops_the_reader(path: Path, ledger: Ledger, make_lease: MakeLease) -> None:
     ledger.save_lease(make_lease())
-    ledger._write("UPDATE leases SET state = 'asleep'", ())
-    with pytest.raises(LedgerError, match=rf"{path} has an unreadable entry for lease a: Invalid enum value 'asleep'"):
+    ledger._write("UPDATE leases SET document = replace(document, 'resident', 'asleep')", ())
+    with pytest.raises(LedgerError, match=rf"{path} has an unreadable entry for a: Invalid enum value 'asleep'"):
         ledger.live_leases()
-    ledger._write("UPDATE leases SET state = 'resident', spec = '{\"lease_id\": 3}'", ())
-    with pytest.raises(LedgerError, match="unreadable entry for lease a: "):
+    ledger._write("UPDATE leases SET document = '{'", ())
+    with pytest.raises(LedgerError, match="unreadable entry for a: "):
         ledger.live_leases()
 
 

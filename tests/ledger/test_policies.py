@@ -1,13 +1,8 @@
 """Pins, devices that are being emptied, what a lease was over time and what was learnt outlive the broker."""
 
-import sqlite3
-from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
-import pytest
-
-from fractional_gpu.ledger import LeaseRecord, Ledger, LedgerError, PointRecord
+from fractional_gpu.ledger import Ledger, PointRecord
 
 
 def point(at_ms: int, lease_id: str = "a") -> PointRecord:
@@ -55,15 +50,3 @@ def test_what_was_learnt_is_kept_by_name(path: Path) -> None:
         ledger.keep("forecasts", "[2]")
     with Ledger.open(path) as ledger:
         assert ledger.kept("forecasts") == "[2]"
-
-
-def test_devices_that_make_no_sense_are_an_error_and_not_an_empty_list(
-    path: Path, make_lease: Callable[..., LeaseRecord]
-) -> None:
-    with Ledger.open(path) as ledger:
-        ledger.save_lease(make_lease("a"))
-    with closing(sqlite3.connect(path)) as spoiler:
-        spoiler.execute("UPDATE leases SET device_ids = '{'")
-        spoiler.commit()
-    with Ledger.open(path) as ledger, pytest.raises(LedgerError, match="unreadable entry for lease a"):
-        ledger.live_leases()

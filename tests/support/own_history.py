@@ -13,6 +13,7 @@ from fractional_gpu.core.model import LeaseSpec, LeaseState
 from fractional_gpu.ledger import Ledger
 from fractional_gpu.ledger.records import LeaseRecord
 from fractional_gpu.simulator.record import _event
+from tests.support.records import a_record
 
 WALL_MS = 1_790_000_000_000
 
@@ -30,7 +31,7 @@ class Writer:
 
 def lease(spec: LeaseSpec, at_ms: int) -> LeaseRecord:
     """Return a lease as a broker writes it down."""
-    return LeaseRecord(
+    return a_record(
         spec=spec, state=LeaseState.UNATTACHED, generation=1, device_id=None, saved_mib=0, uid=1000, kernel_id="",
         token_sha256="", boot_id="", pid=None, start_time=None, connection="", language="python", ipykernel=True,
         created_ms=at_ms, suspends=0, resumes=0, had_process=True,

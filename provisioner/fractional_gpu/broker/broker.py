@@ -30,7 +30,7 @@ from fractional_gpu.broker.kernels.process_inspector import stopped_sentence
 from fractional_gpu.broker.lanes import TOKENS
 from fractional_gpu.broker.metrics import Metrics
 from fractional_gpu.broker.persistence.lease_files import LeaseFiles, remove_token_file
-from fractional_gpu.broker.persistence.ledger_writer import History, LeaseRecords, LedgerWriter, devices_of
+from fractional_gpu.broker.persistence.ledger_writer import History, LeaseRecords, LedgerWriter
 from fractional_gpu.broker.supervision.enforcement import ContextLearner, Enforcement, GpuActivity
 from fractional_gpu.broker.supervision.survivors import OomKills, Survivors
 from fractional_gpu.broker.swap.operations import Operations
@@ -235,7 +235,7 @@ class Broker:
         view = self.arbiter.lease(change.lease_id)
         if view is not None:
             if change.new is LeaseState.RESIDENT:
-                kernel.checkpoint.homes = devices_of(view)
+                kernel.checkpoint.homes = view.device_ids
                 if kernel.launch.command:
                     # No cell says that it goes on: until the counters show that it is quiet, it counts as at work.
                     kernel.gpu_work.clear()

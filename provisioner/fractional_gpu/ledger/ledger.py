@@ -11,14 +11,13 @@
 - Every failure is a LedgerError, after which nothing of the failed write or transaction remains.
 """
 
-import json
 import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, replace
 from os import PathLike, close, fstat, lstat
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +26,7 @@ from typing import Any, Final, Self, TypeVar
 import msgspec
 
 from fractional_gpu.core.forecasts.advice import Given
-from fractional_gpu.core.forecasts.habits import HabitKey, HabitKind, Share, ShareDay
+from fractional_gpu.core.forecasts.habits import HabitKey, Share, ShareDay
 from fractional_gpu.core.metering.turns import Turn
 from fractional_gpu.core.metering.usage import FIGURES, Usage, UsageRow
 from fractional_gpu.core.model import LeaseState
@@ -44,23 +43,21 @@ from fractional_gpu.ledger.records import (
 )
 
 log = logging.getLogger(__name__)
+K = TypeVar("K")
 T = TypeVar("T")
+_UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)
 
-_LEASE_FIELDS = ("lease_id", *LeaseRecord.__dataclass_fields__)
-_LISTS = ("device_ids", "home_device_ids", "members", "own_size")  # JSON in the file
-_SAVE_LEASE = f"""
-INSERT INTO leases ({", ".join(_LEASE_FIELDS)}) VALUES ({", ".join(f":{name}" for name in _LEASE_FIELDS)})
-ON CONFLICT (lease_id) DO UPDATE SET {", ".join(f"{name} = excluded.{name}" for name in _LEASE_FIELDS[1:])}
-WHERE leases.ended_ms IS NULL
-"""  # noqa: S608 - the names are constants
-_END_LEASE = """
-UPDATE leases SET ended_ms = ?, end_reason = ?, state = ?, connection = '', token_sha256 = ''
-WHERE lease_id = ? AND ended_ms IS NULL
+# The document of a live lease or seat may be replaced; an ended one stays as it is.
+_SAVE_LEASE = """
+INSERT INTO leases (lease_id, created_ms, document) VALUES (?, ?, ?)
+ON CONFLICT (lease_id) DO UPDATE SET document = excluded.document WHERE leases.ended_ms IS NULL
+"""
+_SAVE_SEAT = """
+INSERT INTO seats (seat_id, pool, created_ms, document) VALUES (?, ?, ?, ?)
+ON CONFLICT (seat_id) DO UPDATE SET document = excluded.document WHERE seats.ended_ms IS NULL
 """
 _COUNT_UNSTARTED = """
-INSERT INTO unstarted (hour, uid, leases)
-SELECT ?, uid, 1 FROM leases WHERE lease_id = ? AND ended_ms IS NULL AND pid IS NULL AND NOT had_process
-ON CONFLICT (hour, uid) DO UPDATE SET leases = leases + 1
+INSERT INTO unstarted (hour, uid, leases) VALUES (?, ?, 1) ON CONFLICT (hour, uid) DO UPDATE SET leases = leases + 1
 """
 _BEGIN = """
 INSERT INTO operations (operation_id, lease_id, generation, kind, device_id, phase, begun_ms, phase_ms, pids, saved_mib)
@@ -115,15 +112,6 @@ _POINTS = """
 SELECT lease_id, at_ms, state, used_mib, saved_mib
 FROM (SELECT * FROM points WHERE lease_id = ? ORDER BY point_id DESC LIMIT ?) ORDER BY point_id
 """
-_SEAT_FIELDS = tuple(SeatRecord.__dataclass_fields__)
-_SAVE_SEAT = f"""
-INSERT INTO seats ({", ".join(_SEAT_FIELDS)}) VALUES ({", ".join(f":{name}" for name in _SEAT_FIELDS)})
-ON CONFLICT (seat_id) DO UPDATE SET expires_ms = excluded.expires_ms, device_id = excluded.device_id,
-    control_group = excluded.control_group, group_seen = excluded.group_seen
-WHERE seats.ended_ms IS NULL
-"""  # noqa: S608 - the names are constants
-_END_SEAT = "UPDATE seats SET ended_ms = ?, end_reason = ?, token_sha256 = '' WHERE seat_id = ? AND ended_ms IS NULL"
-_LIVE_SEATS = f"SELECT {', '.join(_SEAT_FIELDS)} FROM seats WHERE ended_ms IS NULL ORDER BY created_ms, seat_id"  # noqa: S608
 _ADD_USAGE = """
 INSERT INTO usage (owner, pool, day, live_ms, busy_ms, busy_mib_ms, peak_mib)
 VALUES (:owner, :pool, :day, :live_ms, :busy_ms, :busy_mib_ms, :peak_mib)
@@ -139,14 +127,6 @@ ON CONFLICT (hour_s, lease_id, device_id, currency) DO UPDATE SET
     seated = excluded.seated,
     {", ".join(f"{name} = {name} + excluded.{name}" for name in FIGURES)}
 """  # noqa: S608 - the names are constants
-_SAVE_SHARE_DAY = """
-INSERT OR REPLACE INTO share_days
-    (day, pool, owner, seated, kind, label, milli, share_mib, peak_mib, held_ms, busy_ms, gaps, memory, use)
-VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
-"""
-_SAVE_ADVISED = """
-INSERT OR REPLACE INTO advised (pool, owner, seated, kind, label, day, before_milli, milli) VALUES (?, ?, ?, ?, ?, ?, ?, ?)
-"""
 METERED_BY = {
     "hour": "hour_s",
     "lease": "lease_id",
@@ -288,19 +268,15 @@ class Ledger:
         lease_id = record.spec.lease_id
         if record.state is LeaseState.ENDED:
             raise RecordError(f"lease {lease_id} cannot be saved as ended; end it with end_lease")
-        row = {name: getattr(record, name) for name in LeaseRecord.__dataclass_fields__}
-        with self._explained():
-            spec = msgspec.json.encode(record.spec).decode()
-        row |= {"lease_id": lease_id, "spec": spec, "state": record.state.value}
-        row |= {name: json.dumps(row[name]) for name in _LISTS}
-        with self.transaction():
-            if self._write(_SAVE_LEASE, row) == 0:
-                raise RecordError(f"lease {lease_id} has ended and cannot be saved again; a new lease needs a new id")
+        if self._write(_SAVE_LEASE, (lease_id, record.created_ms, self._document(record))) == 0:
+            raise RecordError(f"lease {lease_id} has ended and cannot be saved again; a new lease needs a new id")
 
     def live_leases(self) -> list[LeaseRecord]:
         """Return the leases that have not ended, oldest first. Raises LedgerError for a row that cannot be read."""
-        rows = self._read("SELECT * FROM leases WHERE ended_ms IS NULL ORDER BY created_ms, lease_id")
-        return [self._lease(row) for row in rows]
+        rows = self._read(
+            "SELECT lease_id AS id, document FROM leases WHERE ended_ms IS NULL ORDER BY created_ms, lease_id"
+        )
+        return [self._record(row, LeaseRecord) for row in rows]
 
     def has_lease(self, lease_id: str) -> bool:
         """Return whether the lease is recorded here, as live or as ended."""
@@ -312,9 +288,18 @@ class Ledger:
         A lease that never had a process is counted for its user and hour, and everything else about it is deleted.
         """
         with self.transaction():
-            if not self._write(_COUNT_UNSTARTED, (at_ms // _HOUR_MS, lease_id)):
-                self._write(_END_LEASE, (at_ms, reason, LeaseState.ENDED.value, lease_id))
+            rows = self._read(
+                "SELECT lease_id AS id, document FROM leases WHERE lease_id = ? AND ended_ms IS NULL", (lease_id,)
+            )
+            if not rows:
                 return
+            record = self._record(rows[0], LeaseRecord)
+            if record.launch.had_process or record.identity is not None:
+                ended = replace(record, state=LeaseState.ENDED, connection="", token_sha256="")
+                statement = "UPDATE leases SET ended_ms = ?, end_reason = ?, document = ? WHERE lease_id = ?"
+                self._write(statement, (at_ms, reason, self._document(ended), lease_id))
+                return
+            self._write(_COUNT_UNSTARTED, (at_ms // _HOUR_MS, record.uid))
             for table in ("story", "points", "leases"):
                 self._write(f"DELETE FROM {table} WHERE lease_id = ?", (lease_id,))  # noqa: S608 - our own names
 
@@ -358,13 +343,17 @@ class Ledger:
     # Seats
 
     def save_seat(self, record: SeatRecord) -> None:
-        """Insert the seat, or update its expiry, device and control group. Raises RecordError if it has ended."""
-        if self._write(_SAVE_SEAT, asdict(record) | {"allowed_devices": json.dumps(record.allowed_devices)}) == 0:
+        """Insert or replace the seat. Raises RecordError if it has ended."""
+        row = (record.seat_id, record.pool, record.created_ms, self._document(record))
+        if self._write(_SAVE_SEAT, row) == 0:
             raise RecordError(f"seat {record.seat_id} has ended and cannot be saved again; take a new one")
 
     def live_seats(self) -> list[SeatRecord]:
         """Return the seats that have not ended, oldest first; some may have expired in the meantime."""
-        return [self._seat(row) for row in self._read(_LIVE_SEATS)]
+        rows = self._read(
+            "SELECT seat_id AS id, document FROM seats WHERE ended_ms IS NULL ORDER BY created_ms, seat_id"
+        )
+        return [self._record(row, SeatRecord) for row in rows]
 
     def has_seat(self, seat_id: str) -> bool:
         """Return whether the seat is recorded here, as live or as ended."""
@@ -372,7 +361,14 @@ class Ledger:
 
     def end_seat(self, seat_id: str, at_ms: int, reason: str) -> None:
         """End the seat and erase its secret. Ignores an unknown seat and one that has ended."""
-        self._write(_END_SEAT, (at_ms, reason, seat_id))
+        with self.transaction():
+            rows = self._read(
+                "SELECT seat_id AS id, document FROM seats WHERE seat_id = ? AND ended_ms IS NULL", (seat_id,)
+            )
+            if rows:
+                ended = replace(self._record(rows[0], SeatRecord), token_sha256="")
+                statement = "UPDATE seats SET ended_ms = ?, end_reason = ?, document = ? WHERE seat_id = ?"
+                self._write(statement, (at_ms, reason, self._document(ended), seat_id))
 
     def seat_times_ms(self, pool: str, limit: int = 200) -> list[int]:
         """Return how long the last seats of the pool lasted, the latest end first; 0 where the wall clock was set back meanwhile."""
@@ -428,35 +424,37 @@ class Ledger:
         """Save these days, each whole, and delete those before `before_day`, in one transaction."""
         with self.transaction():
             for key, one in days:
-                bins = (json.dumps(one.memory), json.dumps(one.use))
-                self._write(
-                    _SAVE_SHARE_DAY,
-                    (one.day, *key, *one.share, one.peak_mib, one.held_ms, one.busy_ms, one.gaps, *bins),
-                )
+                row = (one.day, self._document((key, one.share)), self._document(one))
+                self._write("INSERT OR REPLACE INTO share_days (day, key, document) VALUES (?, ?, ?)", row)
             self._write("DELETE FROM share_days WHERE day < ?", (before_day,))
             self._write("DELETE FROM advised WHERE day < ?", (before_day - _ADVISED_DAYS,))
 
     def share_days(self, since_day: int) -> list[tuple[HabitKey, ShareDay]]:
         """Return the days from that one on, oldest first, without those that cannot be read: what is lost by them is advice."""
-        rows = self._read("SELECT * FROM share_days WHERE day >= ? ORDER BY day, pool, owner, label", (since_day,))
-        return self._readable(rows, "days of shares", lambda row: (_habit_key(row), _share_day(row)))
+        rows = self._read("SELECT key, document FROM share_days WHERE day >= ? ORDER BY day, key", (since_day,))
+        found = self._readable(rows, "days of shares", tuple[HabitKey, Share], ShareDay)
+        return [(key, day) for (key, _), day in found]
 
     def save_given_advice(self, key: HabitKey, given: Given) -> None:
         """Save the advice; it replaces an earlier one to the same notebook or seat."""
-        self._write(_SAVE_ADVISED, (*key, given.day, given.before_milli, given.milli))
+        row = (self._document(key), given.day, self._document(given))
+        self._write("INSERT OR REPLACE INTO advised (key, day, document) VALUES (?, ?, ?)", row)
 
     def given_advice(self) -> dict[HabitKey, Given]:
         """Return the last advice that each notebook or seat was given, without what cannot be read."""
-        rows = self._read("SELECT * FROM advised")
-        return dict(self._readable(rows, "records of advice", lambda row: (_habit_key(row), _given(row))))
+        return dict(
+            self._readable(self._read("SELECT key, document FROM advised"), "records of advice", HabitKey, Given)
+        )
 
-    def _readable(self, rows: Sequence[sqlite3.Row], what: str, understand: Callable[[sqlite3.Row], T]) -> list[T]:
-        """Return the rows that can be read, and log how many cannot, such as those of a newer version."""
-        found, wrong = list[T](), list[ValueError]()
+    def _readable(self, rows: Sequence[sqlite3.Row], what: str, key: type[K], document: type[T]) -> list[tuple[K, T]]:
+        """Return the rows that can be read, and log how many cannot."""
+        found, wrong = list[tuple[K, T]](), list[Exception]()
         for row in rows:
             try:
-                found.append(understand(row))
-            except ValueError as error:
+                found.append(
+                    (msgspec.json.decode(row["key"], type=key), msgspec.json.decode(row["document"], type=document))
+                )
+            except _UNREADABLE as error:
                 wrong.append(error)
         if wrong:
             log.warning("%d of %d %s in %s cannot be read: %s", len(wrong), len(rows), what, self.path, wrong[0])
@@ -596,47 +594,12 @@ class Ledger:
             cursor.row_factory = sqlite3.Row
             yield from cursor.execute(statement, values)
 
-    def _seat(self, row: sqlite3.Row) -> SeatRecord:
-        values = dict(row) | {name: bool(row[name]) for name in ("admitted", "group_seen")}
+    def _document(self, record: object) -> str:
+        with self._explained():
+            return msgspec.json.encode(record).decode()
+
+    def _record(self, row: sqlite3.Row, kind: type[T]) -> T:
         try:
-            values["allowed_devices"] = msgspec.json.decode(row["allowed_devices"])
-            return msgspec.convert(values, SeatRecord)
-        except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
-            raise opening.ledger_error(
-                self.path, f"has an unreadable entry for seat {row['seat_id']}: {error}"
-            ) from error
-
-    def _lease(self, row: sqlite3.Row) -> LeaseRecord:
-        values = {name: row[name] for name in LeaseRecord.__dataclass_fields__}
-        try:
-            values |= {name: msgspec.json.decode(row[name]) for name in ("spec", *_LISTS)}
-            values |= {name: bool(row[name]) for name in ("ipykernel", "released", "taken_over", "had_process")}
-            return msgspec.convert(values, LeaseRecord)
-        except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
-            raise opening.ledger_error(
-                self.path, f"has an unreadable entry for lease {row['lease_id']}: {error}"
-            ) from error
-
-
-def _habit_key(row: sqlite3.Row) -> HabitKey:
-    """Raises ValueError."""
-    return HabitKey(row["pool"], row["owner"], bool(row["seated"]), HabitKind(row["kind"]), row["label"])
-
-
-def _share_day(row: sqlite3.Row) -> ShareDay:
-    """Raises ValueError."""
-    memory, use = (msgspec.json.decode(row[name], type=dict[int, int]) for name in ("memory", "use"))
-    return ShareDay(
-        day=row["day"],
-        share=Share(row["milli"], row["share_mib"]),
-        peak_mib=row["peak_mib"],
-        held_ms=row["held_ms"],
-        busy_ms=row["busy_ms"],
-        gaps=row["gaps"],
-        memory=memory,
-        use=use,
-    )
-
-
-def _given(row: sqlite3.Row) -> Given:
-    return Given(day=row["day"], before_milli=row["before_milli"], milli=row["milli"])
+            return msgspec.json.decode(row["document"], type=kind)
+        except _UNREADABLE as error:
+            raise opening.ledger_error(self.path, f"has an unreadable entry for {row['id']}: {error}") from error

@@ -10,6 +10,7 @@ import msgspec
 from fractional_gpu.core.metering.turns import Turn
 from fractional_gpu.core.model import LeaseSpec
 from fractional_gpu.ledger.opening import ledger_error
+from fractional_gpu.ledger.records import LeaseRecord
 from fractional_gpu.ledger.schema import APPLICATION_ID
 
 
@@ -33,9 +34,9 @@ def read_past(path: Path) -> list[PastLease]:
                     path, "is no ledger of this program", "name the file ledger.sqlite of a broker's folder"
                 )
             leases = {
-                str(lease_id): PastLease(msgspec.json.decode(spec, type=LeaseSpec), created_ms, ended_ms)
-                for lease_id, spec, created_ms, ended_ms in reader.execute(
-                    "SELECT lease_id, spec, created_ms, ended_ms FROM leases ORDER BY created_ms, lease_id"
+                str(lease_id): PastLease(msgspec.json.decode(document, type=LeaseRecord).spec, created_ms, ended_ms)
+                for lease_id, document, created_ms, ended_ms in reader.execute(
+                    "SELECT lease_id, document, created_ms, ended_ms FROM leases ORDER BY created_ms, lease_id"
                 )
             }
             for lease_id, *times, continues in reader.execute(

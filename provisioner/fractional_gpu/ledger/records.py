@@ -6,7 +6,9 @@ Memory in MiB; times are milliseconds since 1970, because they must survive a re
 
 from dataclasses import dataclass, field, replace
 
+from fractional_gpu.core.events import ResizeRequested
 from fractional_gpu.core.model import LeaseSpec, LeaseState
+from fractional_gpu.host.process import ProcessIdentity
 
 
 class LedgerError(Exception):
@@ -21,42 +23,56 @@ class RecordError(LedgerError):
     """The file is sound, but the write contradicts its contents (unknown operation, ended lease)."""
 
 
+@dataclass(slots=True, kw_only=True)
+class Launch:
+    """What the client said of the kernel when it asked for the lease and when it attached the process.
+
+    The broker changes it; a `LeaseRecord` has a copy.
+    """
+
+    kernel_id: str = ""
+    language: str = ""
+    ipykernel: bool = True
+    server: ProcessIdentity | None = None  # the only process that starts the lease's kernel; None: unknown
+    had_process: bool = False  # a process was attached: while there is none, it has ended
+    token_file: str = ""  # as the environment of the kernel's process names it
+    started_on: tuple[str, ...] = ()  # the devices that the reply to its request bound a kernel without a gate to
+    command: bool = False  # it is no kernel: its runner, which is `server`, says when it needs the GPU
+    served: bool = False  # by the connections to it alone, where a device does not count its work
+
+    def attached(self, *, server: ProcessIdentity | None, token_file: str, language: str, ipykernel: bool) -> None:
+        self.server, self.token_file, self.had_process = server, token_file, True
+        self.language, self.ipykernel = language, ipykernel
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRecord:
-    """A live lease: everything that a broker needs to restore it after a crash or a reboot."""
+    """A live lease: everything that a broker needs to restore it after a crash or a reboot. The ledger has it as one document."""
 
     spec: LeaseSpec
     state: LeaseState  # as last known; after a restart the driver and /proc are queried
     generation: int
-    device_id: str | None
+    device_ids: tuple[str, ...]  # all its devices
     saved_mib: int
     uid: int  # the user
-    kernel_id: str
     token_sha256: str  # hexadecimal; the token itself is never stored
-    boot_id: str  # with pid and start_time: the identity of the kernel process
-    pid: int | None  # None: no process is attached
-    start_time: int | None  # clock ticks since boot
     connection: str = field(repr=False)  # Jupyter's connection file as JSON text, or ""
-    language: str
-    ipykernel: bool
     created_ms: int
-    suspends: int
-    resumes: int
-    home_device_id: str | None = None  # where its processes last had their memory; a checkpoint belongs to that device
-    device_ids: tuple[str, ...] = ()  # of a lease of several devices: all of them, `device_id` first
-    home_device_ids: tuple[str, ...] = ()  # likewise
+    launch: Launch
+    identity: ProcessIdentity | None  # None: no process is attached
+    suspends: int = 0
+    resumes: int = 0
+    home_ids: tuple[str, ...] = ()  # where its processes last had their memory; a checkpoint belongs to these devices
     pinned_until_ms: int = 0  # 0: not pinned
-    members: tuple[str, ...] = ()  # processes that were seen in the kernel's tree (`ProcessIdentity.to_text`)
-    released: bool = (
-        False  # its kernel has ended for good; the lease ends with the processes that the kernel left behind
-    )
-    server: str = ""  # the process that starts its kernel (`ProcessIdentity.to_text`); "": unknown
-    token_file: str = ""  # the path of the token's file, as the kernel's environment names it
+    members: tuple[ProcessIdentity, ...] = ()  # processes that were seen in the kernel's tree
+    released: bool = False  # its kernel has ended for good; the lease ends with the processes that the kernel left
     taken_over: bool = False  # an earlier server than that of its seat started its kernel
-    had_process: bool = False  # a process was attached at some time
-    own_size: tuple[
-        int, ...
-    ] = ()  # in a burst: the size to which it goes back, milli, MiB, and MiB that are guaranteed if not all
+    own_size: ResizeRequested | None = None  # in a burst: the size to which it goes back
+
+    @property
+    def device_id(self) -> str | None:
+        """The first of its devices."""
+        return self.device_ids[0] if self.device_ids else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

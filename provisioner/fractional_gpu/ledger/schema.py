@@ -16,38 +16,13 @@ SCHEMA: Final = 1
 
 # No STRICT tables: the SQLite of some living distributions is too old for them.
 TABLES: Final = {
+    # `document`: a LeaseRecord, JSON; of an ended lease without its secrets
     "leases": """
-        lease_id        TEXT PRIMARY KEY NOT NULL,
-        spec            TEXT NOT NULL,
-        state           TEXT NOT NULL,
-        generation      INTEGER NOT NULL,
-        device_id       TEXT,
-        device_ids      TEXT NOT NULL,
-        home_device_id  TEXT,
-        home_device_ids TEXT NOT NULL,
-        saved_mib       INTEGER NOT NULL,
-        uid             INTEGER NOT NULL,
-        kernel_id       TEXT NOT NULL,
-        token_sha256    TEXT NOT NULL,
-        token_file      TEXT NOT NULL,
-        boot_id         TEXT NOT NULL,
-        pid             INTEGER,
-        start_time      INTEGER,
-        had_process     INTEGER NOT NULL,
-        members         TEXT NOT NULL,
-        released        INTEGER NOT NULL,
-        server          TEXT NOT NULL,
-        taken_over      INTEGER NOT NULL,
-        connection      TEXT NOT NULL,
-        language        TEXT NOT NULL,
-        ipykernel       INTEGER NOT NULL,
-        created_ms      INTEGER NOT NULL,
-        suspends        INTEGER NOT NULL,
-        resumes         INTEGER NOT NULL,
-        pinned_until_ms INTEGER NOT NULL,
-        own_size        TEXT NOT NULL,
-        ended_ms        INTEGER,
-        end_reason      TEXT
+        lease_id   TEXT PRIMARY KEY NOT NULL,
+        created_ms INTEGER NOT NULL,
+        document   TEXT NOT NULL,
+        ended_ms   INTEGER,
+        end_reason TEXT
     """,
     "operations": """
         operation_id INTEGER PRIMARY KEY NOT NULL,
@@ -76,33 +51,14 @@ TABLES: Final = {
         name  TEXT PRIMARY KEY NOT NULL,
         value INTEGER NOT NULL
     """,
+    # `document`: a SeatRecord, likewise
     "seats": """
-        seat_id         TEXT PRIMARY KEY NOT NULL,
-        owner           TEXT NOT NULL,
-        hub             TEXT NOT NULL,
-        server          TEXT NOT NULL,
-        group_name      TEXT NOT NULL,
-        pool            TEXT NOT NULL,
-        fraction_milli  INTEGER NOT NULL,
-        memory_mib      INTEGER NOT NULL,
-        devices         INTEGER NOT NULL,
-        priority        INTEGER NOT NULL,
-        weight          INTEGER NOT NULL,
-        max_kernels     INTEGER NOT NULL,
-        uid             INTEGER,
-        device_id       TEXT,
-        allowed_devices TEXT NOT NULL,
-        admitted        INTEGER NOT NULL,
-        engine          TEXT NOT NULL,
-        workload_id     TEXT NOT NULL,
-        control_group   TEXT NOT NULL,
-        group_seen      INTEGER NOT NULL,
-        boot_id         TEXT NOT NULL,
-        token_sha256    TEXT NOT NULL,
-        created_ms      INTEGER NOT NULL,
-        expires_ms      INTEGER,
-        ended_ms        INTEGER,
-        end_reason      TEXT
+        seat_id    TEXT PRIMARY KEY NOT NULL,
+        pool       TEXT NOT NULL,
+        created_ms INTEGER NOT NULL,
+        document   TEXT NOT NULL,
+        ended_ms   INTEGER,
+        end_reason TEXT
     """,
     # how much each user used each pool on each day
     "usage": """
@@ -147,23 +103,12 @@ TABLES: Final = {
         {", ".join(f"{name} INTEGER NOT NULL" for name in FIGURES)},
         PRIMARY KEY (hour_s, lease_id, device_id, currency)
     """,
-    # what notebooks and seats used of their shares, by day, for advice; `memory`, `use`: milliseconds by bin, JSON
+    # what notebooks and seats used of their shares, by day, for advice. `key`: a HabitKey and a Share; `document`: a ShareDay
     "share_days": """
-        day       INTEGER NOT NULL,
-        pool      TEXT NOT NULL,
-        owner     TEXT NOT NULL,
-        seated    INTEGER NOT NULL,
-        kind      TEXT NOT NULL,
-        label     TEXT NOT NULL,
-        milli     INTEGER NOT NULL,
-        share_mib INTEGER NOT NULL,
-        peak_mib  INTEGER NOT NULL,
-        held_ms   INTEGER NOT NULL,
-        busy_ms   INTEGER NOT NULL,
-        gaps      INTEGER NOT NULL,
-        memory    TEXT NOT NULL,
-        use       TEXT NOT NULL,
-        PRIMARY KEY (day, pool, owner, seated, kind, label, milli, share_mib)
+        day      INTEGER NOT NULL,
+        key      TEXT NOT NULL,
+        document TEXT NOT NULL,
+        PRIMARY KEY (day, key)
     """,
     # when cells asked for their device, ran there, and ended; used again by `jupyter gpu simulate --from-ledger`
     "turns": """
@@ -175,17 +120,11 @@ TABLES: Final = {
         use_milli INTEGER NOT NULL,
         continues INTEGER NOT NULL
     """,
-    # the last advice that each notebook and seat got
+    # the last advice that each notebook and seat got. `key`: a HabitKey; `document`: what was given
     "advised": """
-        pool         TEXT NOT NULL,
-        owner        TEXT NOT NULL,
-        seated       INTEGER NOT NULL,
-        kind         TEXT NOT NULL,
-        label        TEXT NOT NULL,
-        day          INTEGER NOT NULL,
-        before_milli INTEGER NOT NULL,
-        milli        INTEGER NOT NULL,
-        PRIMARY KEY (pool, owner, seated, kind, label)
+        key      TEXT PRIMARY KEY NOT NULL,
+        day      INTEGER NOT NULL,
+        document TEXT NOT NULL
     """,
     # how many leases ended that never had a process, by user and hour since 1970
     "unstarted": """

@@ -144,8 +144,8 @@ def test_a_suspended_lease_holds_nothing(world: World) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        "UPDATE share_days SET use = '{' WHERE day = 20000",
-        "UPDATE share_days SET kind = 'of a newer version' WHERE day = 20000",
+        "UPDATE share_days SET document = '{' WHERE day = 20000",
+        "UPDATE share_days SET key = 'of a newer version' WHERE day = 20000",
     ],
 )
 def test_days_that_cannot_be_read_cost_their_advice_and_keep_no_broker_from_its_kernels(
@@ -162,7 +162,7 @@ def test_advice_that_cannot_be_read_is_given_anew(world: World) -> None:
     world.work(8, 60)
     world.advice()
     assert world.ledger.given_advice()
-    world.ledger._write("UPDATE advised SET kind = 'of a newer version'", ())
+    world.ledger._write("UPDATE advised SET key = 'of a newer version'", ())
     world.begin()
     assert not world.ledger.given_advice()
     world.advice()

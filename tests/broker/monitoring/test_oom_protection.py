@@ -344,7 +344,7 @@ async def broker_of(tmp_path: Path, driver: Driver, *processes: Process) -> Asyn
             attach_fields(one.popen.pid),
             L.SUSPENDED if saved_mib else L.RESIDENT,
             saved_mib=saved_mib,
-            home_device_id=DEVICE,
+            home_ids=(DEVICE,),
         )
         ledger.save_lease(replace(record, spec=replace(record.spec, lease_id=one.lease_id, reserve_mib=200)))
     swaps = swaps_of(driver)

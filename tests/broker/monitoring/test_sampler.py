@@ -118,7 +118,7 @@ def view_of(state: LeaseState, reserve_mib: int = 500) -> LeaseView:
     spec = LeaseSpec(lease_id=LEASE, pool="default", owner="me", fraction_milli=500, reserve_mib=reserve_mib)
     return LeaseView(
         reserved_mib=reserve_mib if state in HOLDING else 0,
-        spec=spec, state=state, generation=1, device_id=DEVICE, saved_mib=0, used_mib=0, busy=False, since_ms=0,
+        spec=spec, state=state, generation=1, device_id=DEVICE, device_ids=(DEVICE,), saved_mib=0, used_mib=0, busy=False, since_ms=0,
         last_active_ms=0, operation_id=None, reason="", sentence="",
     )  # fmt: skip
 

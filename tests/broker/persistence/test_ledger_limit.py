@@ -18,6 +18,7 @@ from fractional_gpu.core.metering.usage import Party, Usage, UsageKey, UsageRow
 from fractional_gpu.core.model import LeaseSpec, LeaseState
 from fractional_gpu.ledger import LeaseRecord, Ledger, OperationRecord, PointRecord, SeatRecord, UsageRecord
 from tests.broker.live import live_broker
+from tests.support.records import a_record
 from tests.support.world import until
 
 HOUR_MS = 3_600_000
@@ -39,7 +40,7 @@ def lease(lease_id: str, created_ms: int, **changes: Any) -> LeaseRecord:  # noq
         "language": "python", "ipykernel": True, "created_ms": created_ms, "suspends": 0, "resumes": 0,
         "had_process": True, **changes,
     }  # fmt: skip
-    return LeaseRecord(**values)
+    return a_record(**values)
 
 
 def seat(seat_id: str) -> SeatRecord:

@@ -203,7 +203,7 @@ async def test_what_is_saved_waits_for_the_driver_and_is_then_known_at_once(tmp_
     with started_for(LEASE) as process:
         driver = Driver()
         driver.has_context(process["pid"], ProcessState.CHECKPOINTED, 300)
-        record = record_of(process, LeaseState.SUSPENDED, saved_mib=300, home_device_id=DEVICE)
+        record = record_of(process, LeaseState.SUSPENDED, saved_mib=300, home_ids=(DEVICE,))
         async with world_of(tmp_path, worker, record, driver) as world:
             assert world.lease().state is LeaseState.QUARANTINED
             worker.proceed.release()

@@ -43,6 +43,7 @@ from fractional_gpu.ledger.records import LeaseRecord, SeatRecord
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 from tests.broker.driver import DEVICE, Driver, swaps_of
 from tests.broker.live import BECOME_NOBODY
+from tests.support.records import a_record
 
 S, L = ProcessState, LeaseState
 CONNECTION = {"transport": "tcp", "ip": "127.0.0.1", "iopub_port": 9, "shell_port": 9, "key": "k"}
@@ -108,7 +109,7 @@ def record_of(lease_id: str, identity: ProcessIdentity, **changes: Any) -> Lease
         "kernel_id": "k", "token_sha256": "abc", **identity.to_dict(), "connection": json.dumps(CONNECTION),
         "language": "python", "ipykernel": True, "created_ms": 1, "suspends": 3, "resumes": 2, **changes,
     }  # fmt: skip
-    return LeaseRecord(**values)
+    return a_record(**values)
 
 
 def write_record(socket: Path, record: LeaseRecord) -> Path:

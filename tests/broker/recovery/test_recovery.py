@@ -20,7 +20,7 @@ from fractional_gpu.broker.kernels.iopub import IOPubWatch
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.broker.recovery.recovery import recover
 from fractional_gpu.core.arbiter import Arbiter
-from fractional_gpu.core.events import DeviceSeen, HostMemorySeen, PoolConfigured, Wanted
+from fractional_gpu.core.events import DeviceSeen, HostMemorySeen, PoolConfigured, ResizeRequested, Wanted
 from fractional_gpu.core.model import DeviceSpec, LeaseSpec, LeaseState, PoolSpec
 from fractional_gpu.gpu.interface import GPUErrorCode, Monitor, ProcessState
 from fractional_gpu.host.process import Snapshot
@@ -30,9 +30,11 @@ from fractional_gpu.ledger.records import LeaseRecord, OperationRecord
 from tests.broker.driver import DEVICE, OTHERS, Driver, swaps_of
 from tests.broker.live import DEADLINE_S, started_for
 from tests.broker.persistence.disk import Disk
+from tests.support.records import a_record
 
 LEASE = "lease-of-tests"
 S, L = ProcessState, LeaseState
+OWN_SIZE = ResizeRequested(at_ms=0, lease_id=LEASE, fraction_milli=250, reserve_mib=250)
 
 
 def record_of(process: dict[str, Any] | None, state: LeaseState, **changes: Any) -> LeaseRecord:  # noqa: ANN401 - fields
@@ -47,7 +49,7 @@ def record_of(process: dict[str, Any] | None, state: LeaseState, **changes: Any)
         "token_sha256": "", **identity, "connection": connection, "language": "python", "ipykernel": True,
         "created_ms": 1, "suspends": 3, "resumes": 2, **changes,
     }  # fmt: skip
-    return LeaseRecord(**values)
+    return a_record(**values)
 
 
 @asynccontextmanager
@@ -279,37 +281,37 @@ async def test_a_lease_of_several_devices_comes_back_on_all_of_them(tmp_path: Pa
     with started_for(LEASE) as process:
         driver.has_context(process["pid"], S.RUNNING, 300)
         devices = (DEVICE, OTHERS[0])
-        record = record_of(process, L.RESIDENT, device_ids=devices, home_device_ids=devices, home_device_id=DEVICE)
+        record = record_of(process, L.RESIDENT, device_ids=devices, home_ids=devices)
         async with recovered(tmp_path, driver, record) as broker:
             assert broker.kernels[LEASE].checkpoint.homes == devices
             again = broker.records.record(broker.kernels[LEASE])
             assert again is not None
-            assert again.home_device_ids == devices
+            assert again.home_ids == devices
 
 
-@pytest.mark.parametrize("own_size", [(250, 250), (250, 250, 100), (250,)], ids=str)
+@pytest.mark.parametrize("request_mib", [None, 100])
 async def test_a_burst_ends_with_its_kernel_also_where_that_ended_after_its_broker(
-    tmp_path: Path, own_size: tuple[int, ...]
+    tmp_path: Path, request_mib: int | None
 ) -> None:
     with started_for(LEASE) as process:
-        record = record_of(process, L.RESIDENT, own_size=own_size)
+        record = record_of(process, L.RESIDENT, own_size=replace(OWN_SIZE, request_mib=request_mib))
     async with recovered(tmp_path, Driver(), record) as broker:
         view = broker.arbiter.lease(LEASE)
         assert view is not None
-        assert (view.state, view.spec.fraction_milli) == (L.UNATTACHED, 250 if len(own_size) > 1 else 500)
+        assert (view.state, view.spec.fraction_milli) == (L.UNATTACHED, 250)
         await broker.writer.flushed()
         (saved,) = broker.writer.ledger.live_leases()
-        assert (saved.spec.fraction_milli, saved.own_size) == (view.spec.fraction_milli, ())
+        assert (saved.spec.fraction_milli, saved.own_size) == (view.spec.fraction_milli, None)
 
 
 async def test_a_burst_goes_on_where_its_kernel_lives_and_ends_with_it(tmp_path: Path) -> None:
     with started_for(LEASE) as process:
-        async with recovered(tmp_path, Driver(), record_of(process, L.RESIDENT, own_size=(250, 250))) as broker:
+        async with recovered(tmp_path, Driver(), record_of(process, L.RESIDENT, own_size=OWN_SIZE)) as broker:
             view, kernel = broker.arbiter.lease(LEASE), broker.kernels[LEASE]
             assert view is not None
             assert view.spec.fraction_milli == 500
             (saved,) = broker.writer.ledger.live_leases()
-            assert saved.own_size == (250, 250)
+            assert saved.own_size == OWN_SIZE
             assert kernel.identity is not None
             broker.process_gone(kernel, kernel.identity)
             await broker.survivors.settled(kernel)

@@ -202,18 +202,19 @@ def test_a_lease_that_is_not_on_a_device_has_its_new_size_at_once(live: LiveBrok
 def test_a_burst_is_on_the_disk_with_the_size_before_it_until_it_is_over(live: LiveBroker) -> None:
     lease = live.lease()
 
-    def resize(fraction_milli: int, *, burst: bool) -> tuple[int, tuple[int, ...]]:
+    def resize(fraction_milli: int, *, burst: bool) -> tuple[int, tuple[int, int] | None]:
         """Return the size and the own size that the ledger has."""
         size = {"fraction_milli": fraction_milli, "burst": burst}
         assert live.call("POST", f"/v1/leases/{lease.lease_id}/resize", size).status == 200
         (record,) = [one for one in live.broker.writer.ledger.live_leases() if one.spec.lease_id == lease.lease_id]
-        return record.spec.fraction_milli, record.own_size
+        own = record.own_size
+        return record.spec.fraction_milli, None if own is None else (own.fraction_milli, own.reserve_mib)
 
     assert resize(500, burst=True) == (500, (250, 256))
     assert resize(750, burst=True) == (750, (250, 256))
-    assert resize(250, burst=False) == (250, ())
+    assert resize(250, burst=False) == (250, None)
     assert resize(500, burst=True) == (500, (250, 256))
-    assert resize(500, burst=False) == (500, ()), "the size of the burst was asked for, for good"
+    assert resize(500, burst=False) == (500, None), "the size of the burst was asked for, for good"
 
 
 @pytest.mark.parametrize(

@@ -198,9 +198,8 @@ def test_the_server_of_a_lease_is_known_after_a_restart_of_the_broker() -> None:
     with subprocess.Popen(["sleep", "60"]) as ended:
         gone = identify(ended.pid)
         ended.kill()
-    servers = {"": None, "of another version": None, alive.to_text(): alive, gone.to_text(): gone}
-    for text, server in servers.items():
-        kernel = kernel_of(record_of(None, LeaseState.UNATTACHED, server=text, token_file="/f"))  # noqa: S106 - a path
+    for server in (None, alive, gone):
+        kernel = kernel_of(record_of(None, LeaseState.UNATTACHED, server=server, token_file="/f"))  # noqa: S106 - a path
         assert (kernel.launch.server, has_lost_server(kernel), kernel.launch.token_file) == (
             server,
             server == gone,

@@ -27,8 +27,8 @@ from fractional_gpu.core.events import (
     TruthFound,
 )
 from fractional_gpu.core.model import LeaseSpec, LeaseState, LeaseView
-from fractional_gpu.ledger.records import LeaseRecord
 from tests.broker.persistence.disk import Disk
+from tests.support.records import a_record
 
 LEASE = "lease-of-tests"
 DEVICE = "GPU-0"
@@ -120,7 +120,7 @@ async def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     monkeypatch.setattr(operations_module, "_LOOK_AGAIN_S", (0,))
     disk = Disk.open(tmp_path / "state" / "ledger.sqlite")
     disk.save_lease(
-        LeaseRecord(
+        a_record(
             spec=SPEC, state=LeaseState.SUSPENDED, generation=1, device_id=DEVICE, saved_mib=300, uid=0, kernel_id="",
             token_sha256="", boot_id="", pid=None, start_time=None, connection="", language="", ipykernel=True,
             created_ms=1, suspends=0, resumes=0,

@@ -29,7 +29,7 @@ from fractional_gpu.broker.broker import Broker, token_digest
 from fractional_gpu.broker.clock import now_ms, wall_ms
 from fractional_gpu.broker.kernels.connection import GateLink, check_endpoints, command_connection, connection_from_json
 from fractional_gpu.broker.kernels.ending import EVICTED
-from fractional_gpu.broker.kernels.kernel import Kernel, Launch, launch_environment
+from fractional_gpu.broker.kernels.kernel import Kernel, launch_environment
 from fractional_gpu.broker.kernels.request_validation import (
     Peer,
     check_kind,
@@ -40,7 +40,6 @@ from fractional_gpu.broker.kernels.request_validation import (
 )
 from fractional_gpu.broker.lanes import ATTACHING
 from fractional_gpu.broker.persistence.audit import AuditLog
-from fractional_gpu.broker.persistence.ledger_writer import devices_of
 from fractional_gpu.broker.recovery.lost_leases import REMEDY, carries
 from fractional_gpu.broker.seats.seats import Seats
 from fractional_gpu.broker.services.admin import AdminService
@@ -55,7 +54,7 @@ from fractional_gpu.core.rules.admission import UNATTACHED_LIMIT
 from fractional_gpu.core.units import format_duration
 from fractional_gpu.host.accounts import account_uid
 from fractional_gpu.host.process import ProcessIdentity, is_below, read_stat
-from fractional_gpu.ledger.records import LedgerError
+from fractional_gpu.ledger.records import Launch, LedgerError
 from fractional_gpu.protocol.codec import printable
 from fractional_gpu.protocol.errors import (
     BadRequestError,
@@ -225,7 +224,7 @@ class LeaseService:
             kernel.notices.append(evicted)
             broker.record_line(kernel.lease_id, EVICTED, evicted)
         device_id = await self._reserve_now(kernel, request.wait_ms) if reserves else None
-        kernel.launch.started_on = () if device_id is None else devices_of(view_of(broker, kernel))
+        kernel.launch.started_on = () if device_id is None else view_of(broker, kernel).device_ids
         return LeaseReply(
             lease_id=spec.lease_id,
             token=token,
@@ -353,7 +352,7 @@ class LeaseService:
         # A reservation that an earlier broker made for a lease without a process ended with that broker: request it again.
         self.broker.request_on_behalf(kernel)
         view = view_of(self.broker, kernel)
-        elsewhere = bool(kernel.launch.started_on) and devices_of(view) != kernel.launch.started_on
+        elsewhere = bool(kernel.launch.started_on) and view.device_ids != kernel.launch.started_on
         if view.state is not LeaseState.RESIDENT or elsewhere:
             self.broker.process_gone(kernel, identity)
             raise NoRoomError(

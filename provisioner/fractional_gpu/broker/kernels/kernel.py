@@ -19,6 +19,7 @@ from fractional_gpu.core.model import DeviceView, LeaseSpec, PoolSpec, Sharing, 
 from fractional_gpu.gpu.driver_environment import NO_MPS, PRELOAD, PRELOADED_FOR_US
 from fractional_gpu.host.files import temporary_folder
 from fractional_gpu.host.process import ProcessIdentity, open_pidfd
+from fractional_gpu.ledger.records import Launch
 
 
 @dataclass(eq=False, slots=True)
@@ -40,25 +41,6 @@ class Survivor:
     used_mib: int
     name: str  # of its program, as every user may see it
     command: str  # with its arguments, for its owner and for administrators
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class Launch:
-    """What the client said of the kernel when it asked for the lease and when it attached the process. Changed by `LeaseService`."""
-
-    kernel_id: str = ""
-    language: str = ""
-    ipykernel: bool = True
-    server: ProcessIdentity | None = None  # the only process that starts the lease's kernel; None: unknown
-    had_process: bool = False  # a process was attached: while there is none, it has ended
-    token_file: str = ""  # as the environment of the kernel's process names it
-    started_on: tuple[str, ...] = ()  # the devices that the reply to its request bound a kernel without a gate to
-    command: bool = False  # it is no kernel: its runner, which is `server`, says when it needs the GPU
-    served: bool = False  # by the connections to it alone, where a device does not count its work
-
-    def attached(self, *, server: ProcessIdentity | None, token_file: str, language: str, ipykernel: bool) -> None:
-        self.server, self.token_file, self.had_process = server, token_file, True
-        self.language, self.ipykernel = language, ipykernel
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

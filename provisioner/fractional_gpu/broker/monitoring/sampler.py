@@ -19,7 +19,6 @@ from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import members_of
 from fractional_gpu.broker.monitoring.host_memory import HostMemoryPressure
 from fractional_gpu.broker.monitoring.utilisation import Reading, UtilisationMeter
-from fractional_gpu.broker.persistence.ledger_writer import devices_of
 from fractional_gpu.broker.supervision.enforcement import Owner
 from fractional_gpu.broker.supervision.survivors import KillsSeen
 from fractional_gpu.core.events import DeviceLost, DeviceSeen, HostMemorySeen, HostPressureSeen, LeaseMeasured
@@ -238,7 +237,7 @@ class Sampler:
         covered = 0
         for (lease_id, device), mib in on_device.items():
             view = self._broker.arbiter.lease(lease_id) if device == device_id and lease_id else None
-            if view is not None and view.state in HOLDING and device_id in devices_of(view):
+            if view is not None and view.state in HOLDING and device_id in view.device_ids:
                 covered += min(mib, view.reserved_mib)
         return covered
 

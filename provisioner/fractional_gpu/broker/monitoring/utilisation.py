@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.persistence.ledger_writer import devices_of
 from fractional_gpu.broker.supervision.enforcement import Owner
 from fractional_gpu.core.model import LeaseState, LeaseView
 from fractional_gpu.gpu.interface import DeviceUse, DeviceUtilisation, GPUError, Monitor, ProcessKind, ProcessUse
@@ -65,7 +64,7 @@ class UtilisationMeter:
             beginning = _cell_of(kernel, view)
             if beginning is not None:
                 now_us, since_us = self._times_us(beginning)
-                starts = {device_id: self._start_us(device_id, since_us) for device_id in devices_of(view)}
+                starts = {device_id: self._start_us(device_id, since_us) for device_id in view.device_ids}
                 if all(now_us - start_us >= _SHORTEST_US for start_us in starts.values()):
                     cells[kernel.lease_id] = _Cell(beginning, starts)
         return Reading(cells)
@@ -136,7 +135,7 @@ class UtilisationMeter:
         if any(one.pid not in owners and one.kind is not ProcessKind.GRAPHICS for one in processes):
             return False
         others = (other for _, other in self._broker.views() if other.spec.lease_id != view.spec.lease_id)
-        return not any(other.busy and other.reserved_mib and device_id in devices_of(other) for other in others)
+        return not any(other.busy and other.reserved_mib and device_id in other.device_ids for other in others)
 
 
 def _cell_of(kernel: Kernel, view: LeaseView) -> _Beginning | None:

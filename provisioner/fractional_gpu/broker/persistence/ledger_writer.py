@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -298,7 +298,7 @@ class LeaseRecords:
         record = self.save_second_record(kernel)
         if record is None:
             return
-        device_ids = _reserved(record)
+        device_ids = record.device_ids if record.state in HOLDING else ()
         if not device_ids:
             kernel.on_disk.reserved = ()
             kernel.on_disk.unreserved_saves += 1
@@ -332,7 +332,7 @@ class LeaseRecords:
     def may_use(self, kernel: Kernel) -> tuple[str, ...]:
         """Return the devices that the kernel may use now: it is resident, and the ledger has its reservation. There may be none."""
         view = self._broker.arbiter.lease(kernel.lease_id)
-        if view is None or view.state is not LeaseState.RESIDENT or devices_of(view) != kernel.on_disk.reserved:
+        if view is None or view.state is not LeaseState.RESIDENT or view.device_ids != kernel.on_disk.reserved:
             return ()
         return kernel.on_disk.reserved
 
@@ -348,39 +348,29 @@ class LeaseRecords:
         view = self._broker.arbiter.lease(kernel.lease_id)
         if view is None:
             return None
-        identity, launch, checkpoint = kernel.identity, kernel.launch, kernel.checkpoint
         # The arbiter learns what was saved at the suspend's end. A broker that dies before leaves the sizes that it was to save.
-        saving_mib = checkpoint.total_mib if view.state in _MAY_BE_SAVED else 0
+        saving_mib = kernel.checkpoint.total_mib if view.state in _MAY_BE_SAVED else 0
         pin_left_ms = view.pinned_until_ms - now_ms()
         return LeaseRecord(
             spec=view.spec,
             state=view.state,
             generation=view.generation,
-            device_id=view.device_id,
+            device_ids=view.device_ids,
             saved_mib=max(view.saved_mib, saving_mib),
             uid=kernel.uid,
-            kernel_id=launch.kernel_id,
             token_sha256=kernel.token_sha256,
-            boot_id=identity.boot_id if identity else "",
-            pid=identity.pid if identity else None,
-            start_time=identity.start_time if identity else None,
             connection=kernel.connection,
-            language=launch.language,
-            ipykernel=launch.ipykernel,
             created_ms=kernel.created_ms,
+            launch=replace(kernel.launch),
+            identity=kernel.identity,
             suspends=kernel.suspends,
             resumes=kernel.resumes,
-            home_device_id=checkpoint.home,
-            device_ids=view.device_ids if len(view.device_ids) > 1 else (),
-            home_device_ids=checkpoint.homes if len(checkpoint.homes) > 1 else (),
-            members=tuple(one.to_text() for one in sorted(kernel.members)[:_MOST_MEMBERS]),
-            released=kernel.ending.released,
-            server=launch.server.to_text() if launch.server is not None else "",
-            token_file=launch.token_file,
-            taken_over=kernel.taken_over,
-            had_process=launch.had_process,
-            own_size=_own_size(kernel),
+            home_ids=kernel.checkpoint.homes,
             pinned_until_ms=self._deadlines.now_ms() + pin_left_ms if pin_left_ms > 0 else 0,
+            members=tuple(sorted(kernel.members)[:_MOST_MEMBERS]),
+            released=kernel.ending.released,
+            taken_over=kernel.taken_over,
+            own_size=kernel.requests.size_before_burst,
         )
 
     def remove_second_record(self, lease_id: str) -> None:
@@ -396,26 +386,6 @@ class LeaseRecords:
         """Write the second records that are due."""
         if self.files is not None:
             await self.files.close()
-
-
-def devices_of(view: LeaseView) -> tuple[str, ...]:
-    """Return all devices of a lease, its first one first."""
-    return view.device_ids or ((view.device_id,) if view.device_id is not None else ())
-
-
-def _own_size(kernel: Kernel) -> tuple[int, ...]:
-    own = kernel.requests.size_before_burst
-    if own is None:
-        return ()
-    guaranteed = () if own.request_mib is None else (own.request_mib,)
-    return own.fraction_milli, own.reserve_mib, *guaranteed
-
-
-def _reserved(record: LeaseRecord) -> tuple[str, ...]:
-    """Return the devices on which the record says that the lease holds a reservation."""
-    if record.state not in HOLDING or record.device_id is None:
-        return ()
-    return record.device_ids or (record.device_id,)
 
 
 # -- history -----------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fractional_gpu.broker.clock import wall_ms
+from fractional_gpu.broker.kernels.connection import is_command
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.request_validation import user_group
 from fractional_gpu.broker.persistence.lease_files import lease_folder, write_lease_file
@@ -43,7 +44,7 @@ from fractional_gpu.host.claims import DeviceClaim, NameClaim
 from fractional_gpu.host.process import ProcessIdentity
 from fractional_gpu.ledger import opening
 from fractional_gpu.ledger.ledger import Ledger
-from fractional_gpu.ledger.records import LeaseRecord, LedgerError
+from fractional_gpu.ledger.records import Launch, LeaseRecord, LedgerError
 from fractional_gpu.protocol.errors import ConflictError
 
 _ORPHAN_PATIENCE_S = 60.0  # an operation that a killed broker's worker has begun is let finish
@@ -177,7 +178,7 @@ def _everything(ledger: Ledger | None, files: Path, socket: str) -> list[_Found]
         _Found(
             kernel=kernel_of(record),
             label=record.spec.label,
-            device_id=record.home_device_id or record.device_id,
+            device_id=next(iter(record.home_ids), record.device_id),
             saved_mib=max(record.saved_mib, saving.get(record.spec.lease_id, 0)),
         )
         for record in records
@@ -320,6 +321,7 @@ class _RecordWriter:
         if state is LeaseState.NO_CONTEXT and one.lease_id in self.written:
             return False  # of two processes that carry one lease, the one with memory counts, and then the older one
         self.written.add(one.lease_id)
+        runs, served = is_command(command.connection)
         write_lease_file(
             self.files,
             LeaseRecord(
@@ -338,23 +340,22 @@ class _RecordWriter:
                 ),
                 state=state,
                 generation=0,
-                device_id=where[0] if where else None,
+                device_ids=where,
                 saved_mib=0,  # unknown
                 uid=one.uid,
-                kernel_id=command.kernel_id,
                 token_sha256="",  # unknown: the broker learns it from the kernel's own process
-                boot_id=one.identity.boot_id,
-                pid=one.identity.pid,
-                start_time=one.identity.start_time,
                 connection=command.connection,
-                language="python" if command.ipykernel else "",
-                ipykernel=command.ipykernel,
                 created_ms=wall_ms(),
-                suspends=0,
-                resumes=0,
-                home_device_id=where[0] if where else None,
-                device_ids=where if len(where) > 1 else (),
-                home_device_ids=where if len(where) > 1 else (),
+                launch=Launch(
+                    kernel_id=command.kernel_id,
+                    language="python" if command.ipykernel else "",
+                    ipykernel=command.ipykernel,
+                    had_process=True,
+                    command=runs,
+                    served=served,
+                ),
+                identity=one.identity,
+                home_ids=where,
             ),
         )
         return rescued.outcome == "no-room"

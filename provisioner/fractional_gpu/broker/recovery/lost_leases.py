@@ -23,7 +23,6 @@ from typing import Final
 from fractional_gpu.broker.kernels.connection import check_endpoints, command_connection, connection_from_json
 from fractional_gpu.broker.kernels.process_inspector import LEASE_VARIABLE
 from fractional_gpu.broker.persistence.lease_files import read_lease_files, remove_lease_file
-from fractional_gpu.broker.recovery.recovery import identity_of
 from fractional_gpu.core.units import plural
 from fractional_gpu.host.process import (
     ProcessIdentity,
@@ -190,7 +189,7 @@ def living_records(folder: Path, ledger: Ledger | None) -> list[LeaseRecord]:
     """Return the second records of leases that live and that the ledger, if there is one, does not know. Blocks. Raises LedgerError."""
     found = []
     for record in read_lease_files(folder):
-        identity = identity_of(record)
+        identity = record.identity
         is_known = ledger is not None and ledger.has_lease(record.spec.lease_id)
         if not is_known and identity is not None and still_carries(identity, record.uid, record.spec.lease_id):
             found.append(record)

@@ -6,8 +6,7 @@ finished forward or undone, whichever is safe, and a lease about which that cann
 
 import logging
 import time
-from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import suppress
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,11 +14,10 @@ import zmq
 
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import now_ms, wall_ms
-from fractional_gpu.broker.kernels.connection import is_command
-from fractional_gpu.broker.kernels.kernel import CheckpointState, Ending, Kernel, Launch, PendingRequests, Survivor
+from fractional_gpu.broker.kernels.kernel import CheckpointState, Ending, Kernel, PendingRequests, Survivor
 from fractional_gpu.broker.kernels.process_inspector import HostSnapshot
 from fractional_gpu.broker.swap.swap import Swaps, Truth
-from fractional_gpu.core.events import LeaseRecovered, ResizeRequested
+from fractional_gpu.core.events import LeaseRecovered
 from fractional_gpu.core.model import HOLDING, LeaseState
 from fractional_gpu.gpu.interface import GPUError
 from fractional_gpu.host.process import ProcessIdentity, is_alive
@@ -110,7 +108,7 @@ def _introduce(broker: Broker, found: _Found) -> None:
             device_id=device_id,
             saved_mib=saved_mib,
             busy=identity is not None,  # its messages have not been heard yet: doubt counts as busy
-            device_ids=_all_devices(record, device_id),
+            device_ids=next((known for known in (record.device_ids, record.home_ids) if known[:1] == (device_id,)), ()),
             sentence=_HOMELESS if state is LeaseState.SUSPENDED and device_id is None else "",
             pinned_until_ms=_pinned_until_ms(broker, record),
         )
@@ -133,7 +131,7 @@ async def _find_left(broker: Broker, kernel: Kernel, record: LeaseRecord, host: 
     """Return the processes with device memory that a kernel left behind which has ended. The first one stands for it from now on."""
     if kernel.identity is not None or record.state not in _WITH_MEMORY or host is None:
         return []
-    kernel.ending.root = root = identity_of(record)
+    kernel.ending.root = root = record.identity
     try:
         left = await broker.survivors.find(kernel, root, host, saved=record.state in _IN_A_SWAP)
     except GPUError as error:
@@ -152,14 +150,6 @@ async def _snapshot(swaps: Swaps) -> HostSnapshot | None:
         return None
 
 
-def _all_devices(record: LeaseRecord, device_id: str | None) -> tuple[str, ...]:
-    """Return all devices of a lease of several, if it is where the ledger says."""
-    for known in (record.device_ids, record.home_device_ids):
-        if device_id is not None and known[:1] == (device_id,):
-            return known
-    return ()
-
-
 def follow_found(broker: Broker, kernel: Kernel, identity: ProcessIdentity, connection: str) -> None:
     """Watch a process that was found, even if its messages cannot be heard. One that is gone has ended."""
     try:
@@ -176,16 +166,9 @@ def follow_found(broker: Broker, kernel: Kernel, identity: ProcessIdentity, conn
         broker.process_unwatched(kernel, identity)
 
 
-def identity_of(record: LeaseRecord) -> ProcessIdentity | None:
-    if record.pid is None or record.start_time is None:
-        return None
-    return ProcessIdentity(record.boot_id, record.pid, record.start_time)
-
-
 def kernel_of(record: LeaseRecord) -> Kernel:
     """Return the lease as the ledger knows it, with its process if that lives."""
-    identity = identity_of(record)
-    command, served = is_command(record.connection)
+    lives = record.identity is not None and record.connection and is_alive(record.identity)
     return Kernel(
         lease_id=record.spec.lease_id,
         uid=record.uid,
@@ -195,50 +178,13 @@ def kernel_of(record: LeaseRecord) -> Kernel:
         resumes=record.resumes,
         gated=record.spec.gated,
         taken_over=record.taken_over,
-        identity=identity if identity is not None and is_alive(identity) and record.connection else None,
-        members=frozenset(_members(record)),
-        launch=Launch(
-            kernel_id=record.kernel_id,
-            language=record.language,
-            ipykernel=record.ipykernel,
-            server=_server_of(record),
-            had_process=record.had_process or record.pid is not None or record.state is not LeaseState.UNATTACHED,
-            token_file=record.token_file,
-            command=command,
-            served=served,
-        ),
+        identity=record.identity if lives else None,
+        members=frozenset(record.members),
+        launch=record.launch,
         ending=Ending(released=record.released),
-        requests=PendingRequests(size_before_burst=_own_size_of(record)),
-        checkpoint=CheckpointState(
-            homes=record.home_device_ids or ((record.home_device_id,) if record.home_device_id is not None else ())
-        ),
+        requests=PendingRequests(size_before_burst=record.own_size),
+        checkpoint=CheckpointState(homes=record.home_ids),
     )
-
-
-def _own_size_of(record: LeaseRecord) -> ResizeRequested | None:
-    if len(record.own_size) not in (2, 3):  # the lease is in no burst, or another version wrote it
-        return None
-    milli, reserve_mib, *request_mib = record.own_size
-    return ResizeRequested(
-        at_ms=0,
-        lease_id=record.spec.lease_id,
-        fraction_milli=milli,
-        reserve_mib=reserve_mib,
-        request_mib=request_mib[0] if request_mib else None,
-    )
-
-
-def _server_of(record: LeaseRecord) -> ProcessIdentity | None:
-    try:
-        return ProcessIdentity.from_text(record.server) if record.server else None
-    except ValueError:  # another version wrote it
-        return None
-
-
-def _members(record: LeaseRecord) -> Iterator[ProcessIdentity]:
-    for text in record.members:
-        with suppress(ValueError):  # another version wrote it
-            yield ProcessIdentity.from_text(text)
 
 
 def _believe(record: LeaseRecord, truth: Truth | None, saved_mib: int) -> tuple[LeaseState, str | None, int]:

@@ -21,7 +21,6 @@ from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import members_of
 from fractional_gpu.broker.kernels.request_validation import Peer
 from fractional_gpu.broker.lanes import SWAPS
-from fractional_gpu.broker.persistence.ledger_writer import devices_of
 from fractional_gpu.broker.services.status import lease_status, view_of
 from fractional_gpu.core.effects import Declined
 from fractional_gpu.core.events import MoveRequested
@@ -53,7 +52,7 @@ class AdminService:
         try:
             self._broker.sync_busy_state(kernel)
             await self._until_idle(kernel)
-            before = devices_of(view_of(self._broker, kernel))
+            before = view_of(self._broker, kernel).device_ids
             await self._begin(kernel, device_id)
             why_not: tuple[str, str] | None = None
             while (view := view_of(self._broker, kernel)).state in _ON_THE_WAY:
@@ -63,7 +62,7 @@ class AdminService:
         finally:
             kernel.requests.suspend_waiters -= 1
             self._broker.sync_busy_state(kernel)
-        if view.state is not LeaseState.RESIDENT or devices_of(view) == before:
+        if view.state is not LeaseState.RESIDENT or view.device_ids == before:
             reason, sentence = why_not or (view.reason, view.sentence)
             raise ConflictError(f"the kernel was not moved: {sentence}", reason=reason)
         return lease_status(self._broker, kernel, view)

@@ -16,7 +16,6 @@ from fractional_gpu import __version__
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.persistence.ledger_writer import devices_of
 from fractional_gpu.broker.recovery.lost_leases import lost_sentence
 from fractional_gpu.core.handlers.overrides import REVOKED
 from fractional_gpu.core.model import LeaseView
@@ -94,7 +93,7 @@ def salvage_counts(broker: Broker) -> dict[str, tuple[int, int]]:
         return found
     for _, view in broker.views():
         if view.deadline_ms is not None:
-            for device_id in devices_of(view):
+            for device_id in view.device_ids:
                 saved, lost = found.get(device_id, (0, 0))
                 found[device_id] = (saved, lost + 1) if view.lost_because else (saved + 1, lost)
     return found
@@ -191,11 +190,11 @@ def device_status(broker: Broker, device_id: str) -> DeviceStatus:
 
 def neighbours(broker: Broker, lease: LeaseView) -> list[Neighbour]:
     """Return the other leases with memory on the lease's devices, the largest first; labels only of the same user's leases."""
-    mine = set(devices_of(lease)) if lease.reserved_mib else set()
+    mine = set(lease.device_ids) if lease.reserved_mib else set()
     there = [
         view
         for _, view in broker.views()
-        if view.spec.lease_id != lease.spec.lease_id and view.reserved_mib and mine.intersection(devices_of(view))
+        if view.spec.lease_id != lease.spec.lease_id and view.reserved_mib and mine.intersection(view.device_ids)
     ]
     return [
         Neighbour(

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Final
 from fractional_gpu.broker.kernels.connection import GateLink
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.kernels.process_inspector import members_of
-from fractional_gpu.broker.persistence.ledger_writer import devices_of
 from fractional_gpu.core.effects import CapBreached
 from fractional_gpu.core.forecasts.estimators import FLOOR_MIB, ContextSize, ContextSizes
 from fractional_gpu.core.model import Breach, LeaseState, LeaseView, Strangers
@@ -337,7 +336,7 @@ class GpuActivity:
         view, identity = self._broker.arbiter.lease(kernel.lease_id), kernel.identity
         if view is None or identity is None:
             return False
-        devices = sorted(devices_of(view))
+        devices = sorted(view.device_ids)
         known = {one.pid for one in self._broker.roots()}
         since_us = self._since_boot_us() - int(UNANSWERED_QUIET_S * _S)
         activities, snapshot = await asyncio.to_thread(self._read, devices, since_us, known)

@@ -28,7 +28,6 @@ from fractional_gpu.broker.kernels.ending import end_processes
 from fractional_gpu.broker.kernels.kernel import Kernel, Survivor
 from fractional_gpu.broker.kernels.process_inspector import HostSnapshot, ProcessInspector
 from fractional_gpu.broker.lanes import SWAPS
-from fractional_gpu.broker.persistence.ledger_writer import devices_of
 from fractional_gpu.core.events import LeaseReleased, LeftBehind
 from fractional_gpu.core.model import AfterKernel, LeaseState, LeaseView
 from fractional_gpu.gpu.interface import DeviceUse, GPUError
@@ -208,7 +207,7 @@ class Survivors:
     async def _look(self, kernel: Kernel, root: ProcessIdentity | None) -> tuple[list[Survivor], list[str]]:
         """Return what is left, and the devices that still count memory of what has ended. Raises GPUError or OSError."""
         view = self._view(kernel)
-        device_ids = devices_of(view) if view is not None else ()
+        device_ids = view.device_ids if view is not None else ()
         host = await self._inspector.take(kernel.measurement.devices_to_read(device_ids))
         pids = {one.pid for one in kernel.members} | ({root.pid} if root is not None else set())
         left = await self.find(kernel, root, host, saved=view is None or view.state in _IN_A_SWAP)
