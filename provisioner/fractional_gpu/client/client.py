@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import quote, urlencode
 
@@ -333,7 +333,6 @@ class BrokerClient:
 
     @contextmanager
     def _under_way(self) -> Iterator[Call]:
-        """Register a call, so that `close` can give it up."""
         call = Call()
         self._active.add(call)
         try:
@@ -441,7 +440,6 @@ def _encode(route: Route[Any, Any], request: Any, about: str) -> tuple[str, byte
 
 
 def _payload(connection: Connection) -> object:
-    """Read the reply and return its decoded JSON."""
     connection.read_head()
     body = connection.read_body()
     if connection.status >= 300 and not body.lstrip().startswith(b"{"):
@@ -479,7 +477,6 @@ def _pause(call: Call, error: TooManyRequestsError, deadline_s: float) -> None:
 
 
 def _error(payload: object, connection: Connection) -> FractionalGPUError:
-    """Return the error that a reply reports, with what its headers add."""
     error = error_from_reply(payload, connection.status)
     if isinstance(error, TooManyRequestsError):
         return TooManyRequestsError(str(error), reason=error.reason, retry_s=connection.retry_s)
@@ -488,23 +485,16 @@ def _error(payload: object, connection: Connection) -> FractionalGPUError:
     return error
 
 
-# -- silence -----------------------------------------------------------------------------------------------------------
-# Detects a broker that does not answer while a long call to it is under way.
-#
-# An `acquire`, a `resize` or a `suspend` may take an hour, and a stream sends nothing while nothing changes: the call alone cannot
-# distinguish a broker that hangs from one that has nothing to send. So a thread pings the broker now and then. A broker that is gone needs
-# no detection: the call itself breaks.
-
-
 _PAUSE_S = 1.5  # between two pings
 PATIENCE_S = ANSWER_S - _PAUSE_S - 0.5  # for an answer: with the pause and half a second for a busy machine, 5 s
 
 
 class SilenceWatch:
-    """Watches from `start` to `stop`, in a thread of its own.
+    """Pings the broker from `start` to `stop`, in a thread of its own, while a long call to it is under way.
 
-    `connect` makes a client from a timeout in seconds. The thread calls `report` with the error each time that the broker did not answer,
-    and with None when it answers again.
+    An `acquire` may take an hour, and a stream sends nothing while nothing changes: the call alone cannot distinguish a broker that hangs
+    from one that has nothing to send. (One that is gone needs no detection: the call itself breaks.) `connect` makes a client from a
+    timeout in seconds. The thread calls `report` with the error each time that the broker did not answer, and with None when it answers again.
     """
 
     def __init__(
@@ -519,13 +509,10 @@ class SilenceWatch:
 
     def start(self) -> None:
         """Watch; a second call changes nothing. In a process that can have no more threads there is no watch."""
-        if self._started:
-            return
-        self._started = True
-        try:
-            threading.Thread(target=self._run, name="gpu-silence", daemon=True).start()
-        except RuntimeError:
-            return
+        if not self._started:
+            self._started = True
+            with suppress(RuntimeError):
+                threading.Thread(target=self._run, name="gpu-silence", daemon=True).start()
 
     def stop(self) -> None:
         """Report nothing more. Returns at once; the thread ends within a few seconds."""
@@ -534,20 +521,15 @@ class SilenceWatch:
     def _run(self) -> None:
         silent = False
         while not self._stop.wait(_PAUSE_S):
-            error = self._ping()
+            silence = None
+            try:
+                with self._connect(PATIENCE_S) as client:
+                    client.ping()
+            except FractionalGPUError as error:  # a refusal, or a broker that is gone, is not silence
+                if isinstance(error, BrokerUnavailableError) and error.reason == "timeout":
+                    silence = error
             if self._stop.is_set():
                 return
-            if error is not None or silent:
-                self._report(error)
-            silent = error is not None
-
-    def _ping(self) -> BrokerUnavailableError | None:
-        """Ping once. Returns the error if no answer came in time; a refusal, or a broker that is gone, is not silence."""
-        try:
-            with self._connect(PATIENCE_S) as client:
-                client.ping()
-        except BrokerUnavailableError as error:
-            return error if error.reason == "timeout" else None
-        except FractionalGPUError:
-            return None
-        return None
+            if silence is not None or silent:
+                self._report(silence)
+            silent = silence is not None

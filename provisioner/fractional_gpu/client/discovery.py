@@ -19,7 +19,6 @@ import fcntl
 import hashlib
 import json
 import os
-import select
 import stat
 import subprocess
 import sys
@@ -184,13 +183,8 @@ def _check_may_start(path: str) -> None:
 
 def _is_service(path: str) -> bool:
     """Whether the socket is a service's, or in a folder of root's in which this user could put none."""
-    return is_service_socket(path) or _is_roots(Path(path).absolute().parent)
-
-
-def _is_roots(folder: Path) -> bool:
-    """Whether the folder is root's and this process is another user's, which could not put a socket there."""
     try:
-        return folder.stat().st_uid == 0 != os.geteuid()
+        return is_service_socket(path) or Path(path).absolute().parent.stat().st_uid == 0 != os.geteuid()
     except OSError:
         return False
 
@@ -295,43 +289,20 @@ def _start(path: str, timeout_s: float, command: tuple[list[str], dict[str, str]
                 f"delete {restart_file(path)}"
             ) from error
         try:
-            if not _has_ended(process, timeout_s):
-                raise BrokerUnavailableError(
-                    f"the GPU broker did not start to serve at {path} within {timeout_s:g} s; run `jupyter gpu broker` "
-                    "to see why"
-                )
-            code = process.wait()
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise BrokerUnavailableError(
+                f"the GPU broker did not start to serve at {path} within {timeout_s:g} s; run `jupyter gpu broker` to see why"
+            ) from None
         finally:
             if process.poll() is None:
                 process.kill()
                 process.wait()
         if code != 0:
-            raise BrokerUnavailableError(_last_sentence(complaint.fileno(), code))
-
-
-def _has_ended(process: subprocess.Popen[bytes], patience_s: float) -> bool:
-    """Return whether it ends within the time, at once when it does: `Popen.wait` with a timeout polls every 50 ms only."""
-    try:
-        pidfd = os.pidfd_open(process.pid)
-    except OSError:  # no descriptor is left
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(patience_s)
-        return process.poll() is not None
-    try:
-        ready = select.poll()
-        ready.register(pidfd, select.POLLIN)
-        return bool(ready.poll(patience_s * 1000))
-    finally:
-        os.close(pidfd)
-
-
-def _last_sentence(descriptor: int, code: int) -> str:
-    size = os.fstat(descriptor).st_size
-    text = os.pread(descriptor, _LONGEST_COMPLAINT, max(0, size - _LONGEST_COMPLAINT)).decode(errors="replace")
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if lines:
-        return lines[-1].removeprefix("jupyter gpu broker: ")
-    return f"the GPU broker could not be started (exit code {code}); run `jupyter gpu broker` to see why"
+            complaint.seek(0)
+            lines = complaint.read()[-_LONGEST_COMPLAINT:].decode(errors="replace").strip().splitlines()
+            nothing = f"the GPU broker could not be started (exit code {code}); run `jupyter gpu broker` to see why"
+            raise BrokerUnavailableError(lines[-1].strip().removeprefix("jupyter gpu broker: ") if lines else nothing)
 
 
 def restart_file(path: str) -> Path:
@@ -350,7 +321,6 @@ def has_restart_file(path: str) -> bool:
 
 
 def _start_command(path: str) -> tuple[list[str], dict[str, str]]:
-    """Return argv and extra environment of the start command."""
     # `jupyter gpu broker --detach` without the command line: this interpreter need not import what parses it.
     default = [sys.executable, "-P", "-m", "fractional_gpu.broker", "--detach", json.dumps({"socket": path})]
     return restart_command(path) or (default, {})
@@ -361,8 +331,7 @@ def restart_command(path: str) -> tuple[list[str], dict[str, str]] | None:
 
     Raises BrokerUnavailableError for a file that others could have written, or that is none of ours.
     """
-    command = _read_restart_file(restart_file(path))
-    return command if command is not None else _read_restart_file(spare_restart_file(path))
+    return _read_restart_file(restart_file(path)) or _read_restart_file(spare_restart_file(path))
 
 
 def _read_restart_file(settings: Path) -> tuple[list[str], dict[str, str]] | None:
@@ -375,7 +344,10 @@ def _read_restart_file(settings: Path) -> tuple[list[str], dict[str, str]] | Non
             f"{settings} cannot be read ({error.strerror}); delete it and try again"
         ) from error
     try:
-        if not _is_trusted(os.fstat(descriptor)):
+        status = os.fstat(descriptor)
+        ours = stat.S_ISREG(status.st_mode) and status.st_uid in {os.geteuid(), 0}
+        # One link at most (0: it is being replaced): another name of the file could be in a folder of others'.
+        if not ours or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or status.st_nlink > 1:
             raise BrokerUnavailableError(
                 f"{settings} says how to start the GPU broker, but others could have written it: it must be a plain "
                 "file that belongs to you or root and that only its owner may write to; delete it or repair its mode"
@@ -396,15 +368,6 @@ def _read_restart_file(settings: Path) -> tuple[list[str], dict[str, str]] | Non
             f'{settings} is not of the form {{"argv": ["..."], "env": {{"NAME": "value"}}}}; delete it and try again'
         )
     return list(argv), dict(environment)
-
-
-def _is_trusted(status: os.stat_result) -> bool:
-    return (
-        stat.S_ISREG(status.st_mode)
-        and status.st_uid in {os.geteuid(), 0}
-        and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        and status.st_nlink <= 1  # 0: it is being replaced
-    )
 
 
 def check_folder(path: str) -> None:

@@ -45,9 +45,8 @@ def claim_address(path: str) -> bytes:
 
     Links are not followed: a deleted folder may have been replaced by one.
     """
-    return b"\0jupyter-gpu-broker-" + hashlib.sha256(os.fsencode(Path(path).absolute())).hexdigest()[:32].encode(
-        "ascii"
-    )
+    digest = hashlib.sha256(os.fsencode(Path(path).absolute())).hexdigest()
+    return f"\0jupyter-gpu-broker-{digest[:32]}".encode("ascii")
 
 
 def claim_holder(path: str) -> int | None:
@@ -55,9 +54,8 @@ def claim_holder(path: str) -> int | None:
 
     Finds it even if the socket and all files beside it were deleted. Only processes of this user and of root count.
     """
-    with closing(
-        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-    ) as client:
+    kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+    with closing(socket.socket(socket.AF_UNIX, kind)) as client:
         try:
             client.connect(claim_address(path))
             pid, uid, _ = _CREDENTIALS.unpack(
