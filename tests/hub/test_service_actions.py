@@ -36,8 +36,10 @@ async def test_a_page_that_goes_away_takes_a_waiting_resume_back(
         with pytest.raises(asyncio.CancelledError):
             await asked
         try:
-            async with asyncio.timeout(DEADLINE_S):
-                await asyncio.to_thread(actions._threads.shutdown)  # its thread has ended
+            for thread in threading.enumerate():
+                if thread.name == "gpu-stream":
+                    await asyncio.to_thread(thread.join, DEADLINE_S)
+                    assert not thread.is_alive()
         finally:
             held.set()
         assert broker.routes().count("resume") == 1
@@ -66,4 +68,3 @@ async def test_an_administrator_who_means_it_releases_a_seat_and_the_audit_log_h
         written = [json.loads(line) for line in Path(live.service.audit.path).read_text().splitlines()]
         done = {(line["act"], line["acting_for"]) for line in written if line["outcome"] == "done"}
         assert ("seat.end", "grace") in done
-        actions.close()

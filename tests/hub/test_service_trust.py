@@ -103,7 +103,6 @@ async def opened(follower: BrokerFollower, monkeypatch: pytest.MonkeyPatch, scop
             writer.close()
             with suppress(ConnectionResetError):
                 await writer.wait_closed()
-        actions.close()
         auth._pool.shutdown()
         auth._thread_loop.close()  # the library's own, for questions that block
 

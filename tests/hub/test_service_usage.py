@@ -142,7 +142,6 @@ async def service(
         follower = BrokerFollower(socket)
         async with serving(app._application(cluster or follower, actions)) as port:
             yield Service(port)
-        actions.close()
         auth._pool.shutdown()
         auth._thread_loop.close()  # the library's own, for questions that block
 

@@ -7,15 +7,14 @@
   and when the page goes away, the broker takes back what it had not begun.
 """
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
 from msgspec import to_builtins
 
+from fractional_gpu.client.following import AsyncClient
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.protocol.errors import BadRequestError, ConflictError, ForbiddenError, NotFoundError
 from fractional_gpu.protocol.messages import DrainRequest, EvictRequest, MoveRequest, PinRequest
@@ -24,7 +23,7 @@ from fractional_gpu_hub.service.usage import Chosen, Figures, all_figures, own_f
 from fractional_gpu_hub.service.views import Viewer, is_own
 
 MOST_AT_ONCE = 8  # actions of one user
-_THREADS = 128
+_MOST_OF_ALL = 128
 _LONGEST_PIN_MIN = 60 * 24 * 7
 _ADMIN_ONLY = frozenset({"move", "evict"})
 T = TypeVar("T")
@@ -37,13 +36,6 @@ class Actions:
     def __init__(self, socket: str) -> None:
         self._socket = socket
         self._running: Counter[str] = Counter()
-        self._clients: set[SeatClient] = set()
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="action")
-
-    def close(self) -> None:
-        for client in list(self._clients):
-            client.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def lease(self, viewer: Viewer, lease_id: str, action: str, body: Body) -> Any:  # noqa: ANN401 - JSON
         """Carry out an action on a kernel, and return the broker's answer. Raises FractionalGPUError.
@@ -113,18 +105,16 @@ class Actions:
         return await self._do(viewer, lambda client: all_figures(client, asked))
 
     async def _do(self, viewer: Viewer, work: Callable[[SeatClient], T]) -> T:
-        if self._running[viewer.name] >= MOST_AT_ONCE:
+        if self._running[viewer.name] >= MOST_AT_ONCE or self._running.total() >= _MOST_OF_ALL:
             raise ConflictError(
-                f"{MOST_AT_ONCE} of your actions are under way; wait until one has ended", reason="too-many"
+                f"{self._running[viewer.name]} of your actions are under way, and {self._running.total()} of all users; allowed: "
+                f"{MOST_AT_ONCE} and {_MOST_OF_ALL}; wait until one has ended",
+                reason="too-many",
             )
-        client = SeatClient(self._socket, acting_for=viewer.name)
         self._running[viewer.name] += 1
-        self._clients.add(client)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work, client)
+            return await AsyncClient(lambda: SeatClient(self._socket, acting_for=viewer.name)).call(work)
         finally:
-            client.close()  # wakes the thread of an action that was cancelled
-            self._clients.discard(client)
             self._running[viewer.name] -= 1
             if not self._running[viewer.name]:
                 del self._running[viewer.name]

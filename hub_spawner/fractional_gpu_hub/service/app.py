@@ -464,7 +464,6 @@ async def _serve(broker: str, listener: socket.socket, hub: int, cluster: str = 
                 continue
     finally:
         server.stop()
-        actions.close()
         await server.close_all_connections()
         await follower.close()
 

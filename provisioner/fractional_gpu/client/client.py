@@ -493,8 +493,8 @@ class SilenceWatch:
     """Pings the broker from `start` to `stop`, in a thread of its own, while a long call to it is under way.
 
     An `acquire` may take an hour, and a stream sends nothing while nothing changes: the call alone cannot distinguish a broker that hangs
-    from one that has nothing to send. (One that is gone needs no detection: the call itself breaks.) `connect` makes a client from a
-    timeout in seconds. The thread calls `report` with the error each time that the broker did not answer, and with None when it answers again.
+    from one that has nothing to send. `connect` makes a client from a timeout in seconds. The thread calls `report` with the error each
+    time that the broker did not answer, and with None when it answers again.
     """
 
     def __init__(
