@@ -78,7 +78,7 @@ def left_of(world: World, notebook: Notebook) -> LeaseStatus:
 def waits(world: World, notebook: Notebook) -> LeaseStatus:
     def ask() -> LeaseStatus | None:
         lease = world.lease(notebook.kernel_id)
-        return lease if lease.reason == "wait.left-behind" else None
+        return lease if lease.reason == "wait.busy-neighbour" else None
 
     return until(ask, "the kernel waits for what another left behind")
 

@@ -70,7 +70,6 @@ WAITS: dict[str, tuple[float, dict[str, object]]] = {
         0,
         {
             **ROOM,
-            "slowdown_milli": 1380,
             "slowdown_brief": "would run beside eval.ipynb, about 1.4 times as long as alone (1.2 to 1.9)",
         },
     ),

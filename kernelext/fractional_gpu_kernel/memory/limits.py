@@ -1,21 +1,20 @@
 """Memory limits of frameworks' own allocators, what those hold, and giving caches back: when a framework has been imported.
 
 A lease's cap counts everything that is charged to its process tree, the CUDA context included. A framework limits only what its own
-allocator takes, so its limit is the cap less the context: the size that the broker has measured on devices of this name and sends with
-each grant, `CONTEXT_MIB` until then. These limits keep honest programs within their share and give them the framework's own out-of-memory
-error; the broker sees what allocates past them.
+allocator takes, so its limit is the cap less the context, whose size the broker has measured and sends with each grant. The broker sees
+what allocates past these limits.
 
-- JAX and CuPy read environment variables: set at load and at each grant, unless the user has set them. JAX refuses its two names at once.
-- TensorFlow has no variable for a limit, only one for growing as needed. Its call for a limit has to come before TensorFlow starts CUDA,
-  excludes `set_memory_growth`, which many notebooks call, and renames devices: it is left to the user.
+- JAX and CuPy read environment variables: set at load and at each grant, unless the user has set them. JAX refuses its two names at once,
+  and reads its own once: a changed limit needs a restart of the kernel.
+- TensorFlow has a variable only for growing as needed. Its call for a limit has to come before TensorFlow starts CUDA, excludes
+  `set_memory_growth`, which many notebooks call, and renames devices: it is left to the user.
 - torch has a call, `torch.cuda.set_per_process_memory_fraction`, which would initialise CUDA. Right after torch is imported, the call is
   put into torch's own queue of things to do when CUDA is initialised. Child processes get a variable, if the installed torch reads it.
 - What plans by the size of the device (accelerate, transformers, vLLM) asks torch, and torch answers with the limit.
-- In torch's older releases that call makes a context on the device, and may leave that device current (`SetDevice`, then
-  `cudaMemGetInfo`; newer releases only note a number). So the current device is limited when CUDA is initialised, all others when their
-  first allocation has been seen, and at once where the first limit made no context (`TorchLimits`).
-- A limit that changes (a resize, another size of the context) reaches torch and CuPy where they are loaded already: on the kernel's main
-  loop while no cell runs, or before the next cell. JAX reads its own once: a changed limit needs a restart of the kernel.
+- In torch's older releases that call makes a context on the device, and may leave that device current; newer releases only note a number.
+  So the current device is limited when CUDA is initialised, all others when their first allocation has been seen, and at once if the first
+  limit made no context (`TorchLimits`).
+- A limit that changes reaches loaded torch and CuPy on the kernel's main loop while no cell runs, or before the next cell.
 """
 
 import contextlib

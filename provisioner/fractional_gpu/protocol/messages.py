@@ -202,10 +202,7 @@ class Progress(WaitLine, frozen=True, kw_only=True):
     environment: dict[str, str] = {}
     overlap: bool = False
     turn_ms: int | None = None  # the turns of the busy kernels in the way end in so long; None: they are not preempted
-    slowdown_milli: int = 1000  # as in LeaseStatus, where the cell would run: a forecast, and its bounds
-    slowdown_low_milli: int = 1000
-    slowdown_high_milli: int = 1000
-    slowdown_brief: str = ""
+    slowdown_brief: str = ""  # where the cell would run: a forecast
 
 
 CELL_RUNS, NO_CELL_RUNS = "a cell runs", "no cell runs"

@@ -23,7 +23,7 @@ def test_the_room_is_not_given_away_before_it_is_gone_and_whose_it_is_is_told() 
     hand.want("b")
     hand.wait(3_600_000)
     ticket = hand.ticket("b")
-    assert (ticket.reason, ticket.blockers) == ("wait.left-behind", ("a",))
+    assert (ticket.reason, ticket.blockers) == ("wait.busy-neighbour", ("a",))
     assert f"left {WHAT}" in ticket.sentence
     assert "`jupyter gpu end a`" in ticket.sentence
     hand.send(ProcessExited(at_ms=hand.now, lease_id="a"))

@@ -62,7 +62,15 @@ async def _signal_and_wait(processes: Sequence[ProcessIdentity], number: signal.
                 continue  # it has ended
             pidfds[pidfd] = ended = asyncio.Event()
             loop.add_reader(pidfd, ended.set)
-            _send(pidfd, identity, number)
+            try:
+                signal.pidfd_send_signal(pidfd, number)
+            except ProcessLookupError:
+                pass
+            except PermissionError:
+                raise ConflictError(
+                    f"the broker's user may not end process {identity.pid}; a broker that runs as root may",
+                    reason="not-permitted",
+                ) from None
         with suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 for ended in pidfds.values():
@@ -73,18 +81,6 @@ async def _signal_and_wait(processes: Sequence[ProcessIdentity], number: signal.
             os.close(pidfd)
 
 
-def _send(pidfd: int, identity: ProcessIdentity, number: signal.Signals) -> None:
-    try:
-        signal.pidfd_send_signal(pidfd, number)
-    except ProcessLookupError:
-        pass
-    except PermissionError:
-        raise ConflictError(
-            f"the broker's user may not end process {identity.pid}; a broker that runs as root may",
-            reason="not-permitted",
-        ) from None
-
-
 class Evictions:
     """The evictions of one broker, by the kernel's user and id. Everything runs on the broker's loop."""
 
@@ -93,16 +89,13 @@ class Evictions:
 
     def begin(self, kernel: Kernel, peer: Peer, why: str) -> str:
         """Note that an administrator ends the kernel; return the sentence for its successor."""
-        who = printable(peer.acting_for or user_name(peer.credentials.uid))
+        who = f"An administrator ({printable(peer.acting_for or user_name(peer.credentials.uid))})"
         because = f"; the reason given: {printable(why)[:_LONGEST_WHY].rstrip('.')}" if why.strip() else ""
-        at = time.strftime("%H:%M", time.localtime())
+        ended = f"at {time.strftime('%H:%M', time.localtime())}, to free the GPU{because}."
         if kernel.launch.command:
-            kernel.notices.append(f"An administrator ({who}) ended this command at {at}, to free the GPU{because}.")
+            kernel.notices.append(f"{who} ended this command {ended}")
             kernel.notify()  # its runner prints it
-        sentence = (
-            f"An administrator ({who}) ended the kernel that was here before, at {at}, to free the GPU{because}. Its variables are lost: "
-            "run the cells again."
-        )
+        sentence = f"{who} ended the kernel that was here before, {ended} Its variables are lost: run the cells again."
         if kernel.launch.kernel_id:
             self._sentences[kernel.uid, kernel.launch.kernel_id] = sentence
             if len(self._sentences) > _MOST:

@@ -3,17 +3,14 @@
 - IOPub says busy and idle for every message on the shell and control channels; the types in `USES` count as use. Subshells overlap, so
   the watch keeps a *set* of busy parent message ids, never a flag.
 - Doubt counts as busy. IOPub can lose messages and a late subscriber gets no current state, so a fresh watch is in doubt until the kernel
-  has answered a `kernel_info` request on its shell channel *and* the idle status of that very request came over IOPub: then the
-  subscription is live and the main shell is idle. A broken connection and a kernel that says that it starts bring the doubt back.
+  has answered a `kernel_info` request on its shell channel *and* the idle status of that very request came over IOPub. A broken connection
+  and a kernel that says that it starts bring the doubt back.
 - While a kernel stays busy without a message, each busy shell is probed in the same way, in case an idle was lost. A shell answers in
-  order, so its answer clears what it was busy with, and nothing of another shell. A probe waits in the queue of a busy shell and takes
-  time from its user there, so probes are repeated ever more rarely.
-- A kernel is its user's: it may send as much as it likes, and the broker must serve all others meanwhile. Each message is charged to the
-  account of the kernel's user; while that is overdrawn none is read, and the watch is in doubt. What is too long for a status is not even
-  verified, and few messages of a bounded size wait to be read (what is beyond them waits in the kernel, which drops it in the end).
+  order, so its answer clears what it was busy with. Probes take time from the user, so they are repeated ever more rarely.
+- A kernel may send as much as it likes, and the broker must serve all others meanwhile. Each message is charged to the account of the
+  kernel's user; while that is overdrawn none is read, and the watch is in doubt. Few messages of a bounded size wait to be read.
 - A kernel's first status shows the topic of them all: from then on the watch subscribes to that alone, and output stays in the kernel. One
-  frame over `_LONGEST_FRAME` breaks the connection: a kernel with other topics that publishes images of such a size is in doubt, thus
-  busy, until it is next idle.
+  frame over `_LONGEST_FRAME` breaks the connection: a kernel with other topics that publishes such images is busy until it is next idle.
 """
 
 import asyncio

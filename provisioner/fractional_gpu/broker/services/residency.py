@@ -116,7 +116,6 @@ class Residency:
         overlap = pool is not None and pool.overlap_resume
         is_behind_busy = reason == "wait.busy-neighbour"
         turns_end_ms = self._broker.arbiter.turns_end_ms(kernel.lease_id) if is_behind_busy else None
-        slowdown = self._broker.arbiter.slowdown(kernel.lease_id)
         return Progress(
             kind=ProgressKind.WAITING,
             overlap=overlap,
@@ -128,10 +127,7 @@ class Residency:
             low_ms=expected.low_ms if expected is not None else None,
             high_ms=expected.high_ms if expected is not None else None,
             turn_ms=None if turns_end_ms is None else max(0, turns_end_ms - now_ms()),
-            slowdown_milli=slowdown.milli,
-            slowdown_low_milli=slowdown.low_milli,
-            slowdown_high_milli=slowdown.high_milli,
-            slowdown_brief=slowdown.brief,
+            slowdown_brief=self._broker.arbiter.slowdown(kernel.lease_id).brief,
         )
 
     async def follow(self, kernel: Kernel) -> AsyncGenerator[LeaseNews, None]:

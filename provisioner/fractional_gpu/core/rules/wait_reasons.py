@@ -12,7 +12,7 @@ for processes that an ended kernel left behind, as the owner may not know of the
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, islice
+from itertools import accumulate
 
 from fractional_gpu.core.books.books import Books
 from fractional_gpu.core.books.records import Lease, OccupancyKind, Reason, Ticket
@@ -80,9 +80,8 @@ def _room_reason(books: Books, lease: Lease, devices: Sequence[str], need_mib: i
         return Reason(reason, without_blockers[reason])
     on_devices = [other for device_id in devices for other in books.devices[device_id].holders.values()]
     holders = [other for other in dict.fromkeys(on_devices) if other is not lease]
-    blockers, also = _blockers(books, reason, holders)
-    described = [*blockers[:_MOST_DESCRIBED], *also]
-    sentence = f"{short}; {_describe_blockers(books, lease, described, besides=len(blockers) - _MOST_DESCRIBED)}"
+    blockers = _blockers(books, holders)
+    sentence = f"{short}; {_describe_blockers(books, lease, blockers)}"
     if reason == "wait.cannot-be-suspended":
         sentence += ": it waits until one of them ends"
     return Reason(reason, sentence, tuple([other.lease_id for other in blockers]))
@@ -105,7 +104,7 @@ def reason_code(books: Books, lease: Lease, devices: Sequence[str], need_mib: in
     if possible < count:
         return "wait.stranger" if strangers else "wait.too-large"
     if working:
-        return "wait.left-behind" if _only_left_behind(books, lease, devices) else "wait.busy-neighbour"
+        return "wait.busy-neighbour"
     holders = [other for device_id in devices for other in books.devices[device_id].holders.values()]
     if holders and all(other.is_unsuspendable for other in holders):
         return "wait.cannot-be-suspended"
@@ -136,27 +135,10 @@ def _no_device_code(books: Books, lease: Lease) -> str:
     return "wait.device-draining" if draining else "wait.device-lost"
 
 
-def _only_left_behind(books: Books, lease: Lease, devices: Sequence[str]) -> bool:
-    """Return whether all other busy leases there are only what ended kernels left behind."""
-    found = False
-    for device_id in devices:
-        for other in books.devices[device_id].holders.values():
-            if other.occupancy is OccupancyKind.BUSY and other is not lease:
-                if not other.left_behind:
-                    return False
-                found = True
-    return found
-
-
-def _blockers(books: Books, reason: str, holders: Sequence[Lease]) -> tuple[Sequence[Lease], Sequence[Lease]]:
-    """Return the leases that the ticket waits for, the longest busy first, and a few others that do not leave."""
-    if reason in ("wait.busy-neighbour", "wait.left-behind"):
-        busy = sorted((other for other in holders if other.busy), key=_last_active)
-        idle = (other for other in holders if not other.busy and _does_not_leave(books, other))
-        return busy, list(islice(idle, max(0, _MOST_DESCRIBED - len(busy))))
-    if reason == "wait.cannot-be-suspended":
-        return holders, ()
-    return [other for other in holders if _does_not_leave(books, other)] or holders, ()
+def _blockers(books: Books, holders: Sequence[Lease]) -> Sequence[Lease]:
+    """Return the leases that the ticket waits for: busy ones, the longest busy first, and others that do not leave."""
+    busy = sorted((other for other in holders if other.busy), key=lambda one: (one.last_active_ms, one.number))
+    return [*busy, *(other for other in holders if not other.busy and _does_not_leave(books, other))] or holders
 
 
 def _does_not_leave(books: Books, lease: Lease) -> bool:
@@ -167,14 +149,10 @@ def _does_not_leave(books: Books, lease: Lease) -> bool:
     return willing_ms is None or willing_ms > books.now_ms
 
 
-def _last_active(lease: Lease) -> tuple[int, int]:
-    return lease.last_active_ms, lease.number
-
-
-def _describe_blockers(books: Books, lease: Lease, described: Sequence[Lease], *, besides: int = 0) -> str:
-    """Return why these leases do not give their room to the ticket's lease now, a clause each; `besides`: how many more there are."""
+def _describe_blockers(books: Books, lease: Lease, blockers: Sequence[Lease]) -> str:
+    """Return why the first of these leases do not give their room to the ticket's lease now, a clause each."""
     clauses: dict[str, int] = {}
-    for other in described:
+    for other in blockers[:_MOST_DESCRIBED]:
         mine = other.spec.is_same_user(lease.spec)
         if other.left_behind:
             clauses[_left_behind(other, mine=mine)] = 1
@@ -182,7 +160,7 @@ def _describe_blockers(books: Books, lease: Lease, described: Sequence[Lease], *
         clause = f"{display_name(other) if mine else _OTHERS} {_doing(books, other, mine=mine)}"
         clauses[clause] = clauses.get(clause, 0) + 1
     said = [clause if count == 1 else f"{clause} (and {count - 1} more)" for clause, count in clauses.items()]
-    if besides > 0:
+    if (besides := len(blockers) - _MOST_DESCRIBED) > 0:
         said.append(f"{besides} more {'kernel is' if besides == 1 else 'kernels are'} in the way")
     return "; ".join(said)
 
