@@ -21,7 +21,7 @@ from fractional_gpu.gpu.open import open_monitor
 from fractional_gpu.gpu.simulated.host import create, destroy
 from fractional_gpu.gpu.worker_link import WorkerLink
 from fractional_gpu.host.claims import DeviceClaim
-from fractional_gpu.host.memory import headroom
+from fractional_gpu.host.memory import LimitReader
 from fractional_gpu.host.process import ProcessIdentity, identify
 from tests.gpu.look import host_memory
 from tests.support.paths import PYTHONPATH, ROOT
@@ -144,7 +144,7 @@ class _Bench:
                 f"{moved_mib} MiB and the context do not fit on the device "
                 f"({self.device.memory_mib} MiB, others hold {self.before_mib})"
             )
-        room = headroom(identity.pid)
+        room = LimitReader().headroom(identity.pid)
         if moved_mib + _HOST_MARGIN_MIB > room.mib:
             return f"{moved_mib} MiB do not fit in host memory ({room.mib} MiB left, by {room.limited_by})"
         return ""

@@ -329,9 +329,9 @@ def _room(setting: Setting, mib: int) -> None:
     seen = sees(setting.backend)
     if seen["free_mib"] < mib + 1024 and seen["total_mib"] > 4096:
         raise NotHereError(f"{mib} MiB and a context do not fit on the device, {seen['free_mib']} MiB are free")
-    from fractional_gpu.host.memory import headroom  # noqa: PLC0415 - only this needs the project
+    from fractional_gpu.host.memory import LimitReader  # noqa: PLC0415 - only this needs the project
 
-    room = headroom(os.getpid())
+    room = LimitReader().headroom(os.getpid())
     if room.mib < mib + 1024:
         raise NotHereError(f"{mib} MiB do not fit in host memory ({room.mib} MiB left, by {room.limited_by})")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.host.memory import Headroom, LimitReader, headroom, shortage, system_headroom
+from fractional_gpu.host.memory import Headroom, LimitReader, shortage, system_headroom
 
 MIB = 1024 * 1024
 PID = 4242
@@ -43,7 +43,7 @@ class Host:
         (self.proc / str(PID) / "cgroup").write_text("".join(line + "\n" for line in lines))
 
     def headroom(self) -> Headroom:
-        return headroom(PID, proc=self.proc)
+        return LimitReader(proc=self.proc).headroom(PID)
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ def test_a_limit_that_cannot_be_read_is_an_error(host: Host) -> None:
 
 def test_a_process_that_is_gone_is_told_apart(host: Host) -> None:
     with pytest.raises(ProcessLookupError, match="no process has the id 77"):
-        headroom(77, proc=host.proc)
+        LimitReader(proc=host.proc).headroom(77)
 
 
 def test_a_meminfo_without_the_needed_fields_is_refused(host: Host) -> None:
@@ -192,7 +192,7 @@ def test_a_meminfo_without_the_needed_fields_is_refused(host: Host) -> None:
 
 
 def test_the_real_machine_answers_for_this_process() -> None:
-    found = headroom(os.getpid())
+    found = LimitReader().headroom(os.getpid())
     assert 0 <= found.mib <= system_headroom().mib + 1024  # memory comes and goes between the two readings
     assert found.limited_by
 

@@ -3,8 +3,7 @@
 - The table `COUNTED` names every metric here, `metrics_routes.BOOK_METRICS` those that are read from the books at each scrape.
   docs/metrics.md is written from both.
 - Base units: seconds and bytes. No label is a user, a lease, a kernel or a path; labels come from the configuration (pools, devices) and
-  from sets in the code, and values beyond the first `_MOST_VALUES` of a label become `other`. Metrics with users in their labels are in
-  `full_registry` only (`accounting.counters`).
+  from sets in the code. Metrics with users in their labels are in `full_registry` only (`accounting.counters`).
 - Counters whose labels are known beforehand are there with 0 from the start: Prometheus sees no increase in a counter that appears with 1.
 - A wait lasts from the first request for the GPU to the grant; a kernel that is on its device waits 0 s, which is counted, too. Times are
   the broker's own clock: what an earlier broker began is not in them.
@@ -46,7 +45,6 @@ from fractional_gpu.core.model import Breach, LeaseState
 
 PREFIX = "jupyter_gpu_"
 _MIB = 2**20
-_MOST_VALUES = 64
 _LAG_INTERVAL_S = 2.0
 _WAITS_S = (0.0, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
 _SWAPS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -98,13 +96,10 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.full_registry = CollectorRegistry()
         self.full_registry.register(self.registry)
-        self.wait_target_ms: Callable[[str], int | None] = lambda _pool: (
-            None
-        )  # the pool's, as it is now; None: it has none
+        # The pool's, as it is now; None: it has none.
+        self.wait_target_ms: Callable[[str], int | None] = lambda _pool: None
         self._arbiter = arbiter
         self._metrics: dict[str, Any] = {metric.name: self._create(metric) for metric in COUNTED}
-        self._values: dict[tuple[str, str], set[str]] = {}
-        self._children: dict[tuple[str, ...], Any] = {}  # by metric and labels: each is looked up once
         self._pools: dict[str, str] = {}  # by lease
         self._wanted_s: dict[str, float] = {}  # by lease: since when it waits
         self._swaps: dict[int, tuple[float, str, int]] = {}  # by operation: when it began, its kind, MiB
@@ -119,7 +114,11 @@ class Metrics:
             StateChanged: self._state_changed,
             CapBreached: lambda effect, _: self._count("cap_breaches", action=effect.action.value),
         }
-        self._begin_swaps()
+        for kind, failures in _SWAP_FAILURES.items():
+            self._of("swap_seconds", kind=kind)
+            self._of("swap_bytes", kind=kind)
+            for outcome in failures:
+                self._of("swap_failures", kind=kind, outcome=str(outcome))
         for action in Breach:
             self._of("cap_breaches", action=action.value)
 
@@ -162,33 +161,11 @@ class Metrics:
             return Counter(name, metric.help, metric.labels, registry=self.registry)
         return Histogram(name, metric.help, metric.labels, registry=self.registry, buckets=metric.buckets)
 
-    def _begin_swaps(self) -> None:
-        for kind, failures in _SWAP_FAILURES.items():
-            self._of("swap_seconds", kind=kind)
-            self._of("swap_bytes", kind=kind)
-            for outcome in failures:
-                self._of("swap_failures", kind=kind, outcome=str(outcome))
-
     def _of(self, metric: str, **labels: str) -> Any:  # noqa: ANN401 - a Counter or a Histogram
-        key = (metric, *labels.values())
-        if (child := self._children.get(key)) is not None:
-            return child
-        bounded = {name: self._bounded(metric, name, one) for name, one in labels.items()}
-        child = self._metrics[metric].labels(**bounded)
-        if bounded == labels:  # values that became `other` are not kept: there may be any number of them
-            self._children[key] = child
-        return child
+        return self._metrics[metric].labels(**labels)
 
     def _count(self, metric: str, amount: float = 1.0, **labels: str) -> None:
         self._of(metric, **labels).inc(amount)
-
-    def _bounded(self, metric: str, label: str, value: str) -> str:
-        known = self._values.setdefault((metric, label), set())
-        if value not in known:
-            if len(known) >= _MOST_VALUES:
-                return "other"
-            known.add(value)
-        return value
 
     def _pool_of(self, lease_id: str) -> str:
         pool = self._pools.get(lease_id)

@@ -73,14 +73,6 @@ def machine_total_mib(*, proc: Path = PROC) -> int:
     return int(told[b"MemTotal"]) // 1024
 
 
-def headroom(pid: int, *, proc: Path = PROC) -> Headroom:
-    """Return how much more memory the process may take, MiB.
-
-    Raises ProcessLookupError when there is no such process, OSError and ValueError for what cannot be read.
-    """
-    return LimitReader(proc=proc).headroom(pid)
-
-
 def shortage(needs: Mapping[int, int], *, proc: Path = PROC) -> Shortage | None:
     """Return the limit that is short by most, for needs in MiB by pid; None if every limit has the room. Raises as `headroom`."""
     return LimitReader(proc=proc).shortage(needs)
@@ -96,11 +88,13 @@ class LimitReader:
         self._found: dict[bytes, dict[Path | None, Headroom]] = {}  # the limits, by the content of /proc/PID/cgroup
 
     def headroom(self, pid: int) -> Headroom:
-        """Return how much more memory the process may take, MiB. Raises as the function of the same name."""
+        """Return how much more memory the process may take, MiB.
+
+        Raises ProcessLookupError when there is no such process, OSError and ValueError for what cannot be read.
+        """
         return min(self._limits(pid).values())
 
     def shortage(self, needs: Mapping[int, int]) -> Shortage | None:
-        """Return the limit that is short by most for these needs, MiB by pid, or None. Raises as the function of the same name."""
         rooms: dict[Path | None, Headroom] = {}
         need_mib: Counter[Path | None] = Counter()
         for pid, mib in needs.items():

@@ -339,16 +339,6 @@ def test_quarantines_refusals_and_breaches_are_counted() -> None:
     assert value(values, "cap_breaches_total", action=Breach.KILL.value) == 1
 
 
-def test_a_label_has_only_so_many_values() -> None:
-    refusals = [LeaseRefused(lease_id="x", reason=f"r{number}", sentence="no") for number in range(1000)]
-    values = counted(lambda metrics: metrics.saw(TICK, refusals))
-    found = {
-        dict(labels)["reason"]: count for (name, labels), count in values.items() if name.endswith("refused_total")
-    }
-    assert len(found) == 65
-    assert found["other"] == 1000 - 64
-
-
 def test_nothing_is_kept_of_leases_that_were_refused_or_are_over() -> None:
     arbiter = Arbiter()
     metrics = Metrics(arbiter)

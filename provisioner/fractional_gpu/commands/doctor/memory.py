@@ -16,7 +16,7 @@ from fractional_gpu.commands.doctor.report import Finding, note, ok, problem, wa
 from fractional_gpu.config import Settings
 from fractional_gpu.core.units import format_memory
 from fractional_gpu.gpu.interface import DeviceInfo
-from fractional_gpu.host.memory import adjustment, headroom, memory_groups, system_headroom
+from fractional_gpu.host.memory import LimitReader, adjustment, memory_groups, system_headroom
 from fractional_gpu.host.process import PROC, owner_uid
 
 SYS: Final = Path("/sys")
@@ -44,7 +44,7 @@ _BIGGEST: Final = "a suspended kernel holds its saved state in its own memory, a
 def check_memory(devices: Sequence[DeviceInfo], settings: Settings | None, *, proc: Path = PROC) -> Iterator[Finding]:
     """Compare the room for suspended state with what the devices hold, in the system and in this process's control groups."""
     try:
-        system, here = system_headroom(proc=proc), headroom(os.getpid(), proc=proc)
+        system, here = system_headroom(proc=proc), LimitReader(proc=proc).headroom(os.getpid())
     except (OSError, ValueError) as error:
         yield problem(
             "host-memory", f"cannot be read: {error}", "suspending needs it: mend the access to /proc and cgroups"
