@@ -187,46 +187,43 @@ class Broker:
         return f"event.{type(event).__name__}" + (f"@{lease.state}" if lease is not None else "")
 
     def _carry_out(self, effect: Effect) -> None:  # noqa: C901, PLR0912 - one case per effect
+        lease_id = getattr(effect, "lease_id", "")
+        kernel = self.kernels.get(lease_id)
         match effect:
-            case Recorded(lease_id=lease_id, reason=reason, sentence=sentence):
+            case Recorded(reason=reason, sentence=sentence):
                 log.info("lease %s: %s (%s)", lease_id[:8], sentence, reason)
                 self.record_line(lease_id, reason, sentence)
-            case StateChanged(lease_id=lease_id, new=new):
+            case StateChanged(new=new):
                 self.changes += 1
-                self._state_changed(effect)
-                if new is not LeaseState.ENDED and lease_id in self.kernels:
-                    self.records.save(self.kernels[lease_id])
-            case Granted():
-                self._granted(effect)
-            case CloseGate(lease_id=lease_id):
-                self._close_gate(lease_id)
+                if kernel is not None:
+                    self._state_changed(kernel, effect)
+                    if new is not LeaseState.ENDED:
+                        self.records.save(kernel)
             case Suspend() | Resume() | LookAgain() | Shrink():
                 if not self.stopping:  # otherwise the next broker finds out what is true and decides anew
                     self._operations.start(effect)
-            case Declined():
-                self._declined(effect)
-            case Resized() | Pinned() | SuspendAnnounced() | UserTold():
-                self._pass_on(effect)
-            case CapBreached():
-                self._breached(effect)
-            case EndProcesses(lease_id=lease_id):
+            case EndProcesses():
                 if not self.stopping:
                     self._end_processes(lease_id)
-            case LeaseEnded(lease_id=lease_id, reason=reason):
+            case LeaseEnded(reason=reason):
                 self._ended(lease_id, reason)
             case TicketsChanged():
                 self._wake_queue()
             case WakeAt(at_ms=at_ms):
                 self._set_alarm(at_ms)
+            case CapBreached():
+                self.enforcement.breached(effect)
+                if kernel is not None and not self.stopping:
+                    self.contexts.breached(kernel)
             case LeaseAdmitted() | LeaseRefused():
                 pass  # the caller reads it from the result of `dispatch`
+            case Granted() | CloseGate() | Declined() | Resized() | Pinned() | SuspendAnnounced() | UserTold():
+                if kernel is not None:
+                    self._tell(kernel, effect)
             case _:
                 raise TypeError(f"the arbiter returned {type(effect).__name__}, which the broker does not know")
 
-    def _state_changed(self, change: StateChanged) -> None:
-        kernel = self.kernels.get(change.lease_id)
-        if kernel is None:
-            return
+    def _state_changed(self, kernel: Kernel, change: StateChanged) -> None:
         kernel.changes += 1
         if change.new is LeaseState.SUSPENDED and change.old is LeaseState.SUSPENDING:
             kernel.suspends += 1
@@ -243,39 +240,41 @@ class Broker:
             self.history.note(view)
         kernel.notify()
 
-    def _granted(self, grant: Granted) -> None:
-        kernel = self.kernels.get(grant.lease_id)
-        if kernel is None:
-            return
-        kernel.cell.ticket_by_broker, kernel.cell.granted_s = False, time.monotonic()
-        if self.records.may_use(kernel):
-            self.open_gate(kernel)
-        kernel.notify()
-
-    def _declined(self, refusal: Declined) -> None:
-        kernel = self.kernels.get(refusal.lease_id)
-        if kernel is None or refusal.about in {"pin", "move"}:
-            return  # the caller that pins or moves reads the answer from the result of `dispatch`
-        if refusal.about != "resize":
-            # The arbiter merges all requests to suspend one lease: its refusal answers each of them.
-            for request in kernel.requests.suspends:
-                request.declined = (refusal.reason, refusal.sentence)
-        elif kernel.requests.resize is not None:
-            kernel.requests.resize.declined = (refusal.reason, refusal.sentence)
-        kernel.notify()
-
-    def _pass_on(self, effect: Resized | Pinned | SuspendAnnounced | UserTold) -> None:
-        """Save or announce what changes for a kernel that stays where it is."""
-        kernel = self.kernels.get(effect.lease_id)
-        if kernel is None:
-            return
+    def _tell(
+        self, kernel: Kernel, effect: Granted | CloseGate | Declined | Resized | Pinned | SuspendAnnounced | UserTold
+    ) -> None:
+        """Pass on to a kernel, or to those that wait for its answer, what was decided about it."""
         match effect:
+            case Granted():
+                kernel.cell.ticket_by_broker, kernel.cell.granted_s = False, time.monotonic()
+                if self.records.may_use(kernel):
+                    self.open_gate(kernel)
+            case CloseGate():
+                # Its next cell asks first. Where no extension is connected, IOPub says when a cell begins (`sync_busy_state`).
+                if kernel.link is not None:
+                    kernel.link.send(GateVerb.PREEMPT)
+                return
+            case Declined(about="pin" | "move"):
+                return  # the caller that pins or moves reads the answer from the result of `dispatch`
+            case Declined(about="resize"):
+                if kernel.requests.resize is not None:
+                    kernel.requests.resize.declined = (effect.reason, effect.sentence)
+            case Declined():
+                # The arbiter merges all requests to suspend one lease: its refusal answers each of them.
+                for request in kernel.requests.suspends:
+                    request.declined = (effect.reason, effect.sentence)
             case Resized():
                 self.records.save(kernel, limit=True)
             case Pinned():
                 self.records.save(kernel)
             case SuspendAnnounced(at_ms=at_ms):
-                self._announce(kernel, at_ms)
+                if kernel.link is not None:
+                    left = format_duration(max(0, at_ms - now_ms()))
+                    sentence = (
+                        f"This kernel is idle: its GPU memory moves to host memory in {left}, and comes back with the next cell. "
+                        "Run a cell, or `%gpu pin 30m`, to keep it on the GPU."
+                    )
+                    kernel.link.send(GateVerb.NOTICE, sentence=sentence)
             case UserTold(sentence=sentence):
                 self.tell_of_deadline(kernel, sentence)
         kernel.notify()
@@ -289,27 +288,11 @@ class Broker:
             kernel.notices.append(sentence)  # its runner prints it
             kernel.notify()
 
-    @staticmethod
-    def _announce(kernel: Kernel, at_ms: int) -> None:
-        if kernel.link is not None:
-            left = format_duration(max(0, at_ms - now_ms()))
-            sentence = (
-                f"This kernel is idle: its GPU memory moves to host memory in {left}, and comes back with the next cell. "
-                "Run a cell, or `%gpu pin 30m`, to keep it on the GPU."
-            )
-            kernel.link.send(GateVerb.NOTICE, sentence=sentence)
-
     def open_gate(self, kernel: Kernel) -> None:
         """Let the kernel's cells run if it may use its devices, and its gate is not closed for others that wait."""
         device_ids, view = self.records.may_use(kernel), self.arbiter.lease(kernel.lease_id)
         if device_ids and kernel.link is not None and view is not None and not view.gate_closed:
             kernel.link.send(GateVerb.OPEN, environment=self.environment(kernel.lease_id, device_ids))
-
-    def _close_gate(self, lease_id: str) -> None:
-        """Have the kernel's next cell ask first. Where no extension is connected, IOPub says when a cell begins (`sync_busy_state`)."""
-        kernel = self.kernels.get(lease_id)
-        if kernel is not None and kernel.link is not None:
-            kernel.link.send(GateVerb.PREEMPT)
 
     def _cell_began(self, kernel: Kernel) -> None:
         """Handle a cell that began though the gate is closed: nothing guards the cells, the command came too late, or a grant undid it."""
@@ -318,11 +301,6 @@ class Broker:
         elif kernel.requests.waiters == 0:
             kernel.cell.ticket_by_broker = True
             self.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id))
-
-    def _breached(self, breach: CapBreached) -> None:
-        self.enforcement.breached(breach)
-        if (kernel := self.kernels.get(breach.lease_id)) is not None and not self.stopping:
-            self.contexts.breached(kernel)
 
     def _stepped(self, lease_id: str) -> None:
         """Write what an operation is about to save into the second record, too."""
@@ -358,7 +336,6 @@ class Broker:
         self.last_use_s = time.monotonic()
 
     def _trouble_changed(self) -> None:
-        """Wake all that wait or follow: the ledger can be written again, or cannot be written any more."""
         self._wake_queue()
         self.note_change()
 
