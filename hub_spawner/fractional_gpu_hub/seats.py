@@ -69,7 +69,7 @@ class _SpawnError(web.HTTPError):
 
 def spawn_error(sentence: str, *, reason: str, hint: str = "") -> web.HTTPError:
     status = _STATUS.get(reason, 400)
-    text = f"{_capital(sentence)}." + (f" {hint}" if hint else "")
+    text = f"{sentence[:1].upper()}{sentence[1:].rstrip('.')}." + (f" {hint}" if hint else "")
     html = f"<strong>Your server was not started.</strong> {escape(text)}"
     if SpawnException is not None:
         error: web.HTTPError = SpawnException(sentence, reason=reason, message_html=html, status_code=status)
@@ -84,10 +84,6 @@ def spawn_error(sentence: str, *, reason: str, hint: str = "") -> web.HTTPError:
 def spawn_error_of(error: FractionalGPUError) -> web.HTTPError:
     reason = "broker" if error.status >= 500 and error.reason not in _STATUS else error.reason
     return spawn_error(str(error), reason=reason)
-
-
-def _capital(sentence: str) -> str:
-    return sentence[:1].upper() + sentence[1:].rstrip(".")
 
 
 class ProgressLog:

@@ -400,22 +400,19 @@ class BrokerClient:
                     call.use(None)
                     connection.close()
 
-    def _close_kept(self) -> None:
-        while (kept := self._take_kept()) is not None:
-            kept.close()
-
-    def _take_kept(self) -> Connection | None:
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return None
-
     def _idle_connection(self) -> Connection | None:
-        while (connection := self._take_kept()) is not None:
-            if connection.is_idle():
-                return connection
-            connection.close()
+        with suppress(IndexError):  # no more are kept; another thread may have taken the last one
+            while True:
+                kept = self._idle.pop()
+                if kept.is_idle():
+                    return kept
+                kept.close()
         return None
+
+    def _close_kept(self) -> None:
+        with suppress(IndexError):
+            while True:
+                self._idle.pop().close()
 
 
 def _wait_s(route: Route[Any, Any], request: object) -> float:

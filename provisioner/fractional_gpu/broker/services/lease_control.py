@@ -110,7 +110,8 @@ class LeaseControl:
             async with asyncio.timeout(wait_s):
                 await self._resized(kernel, event, mine)
         except TimeoutError:
-            await self._until_still(kernel)
+            while view_of(self._broker, kernel).state in _MOVING:  # it may be what gives the kernel its new size
+                await kernel.change().wait()
             if not self._has(kernel, event):
                 ticket = self._broker.ticket(kernel.lease_id)
                 raise ConflictError(
@@ -181,11 +182,6 @@ class LeaseControl:
             raise ConflictError(
                 f"what the kernel uses cannot be seen just now ({error}); try again in a moment", reason="not-measured"
             ) from error
-
-    async def _until_still(self, kernel: Kernel) -> None:
-        """Return when no suspend or resume is under way: it may be the one that gives the kernel its new size."""
-        while view_of(self._broker, kernel).state in _MOVING:
-            await kernel.change().wait()
 
     def _has(self, kernel: Kernel, event: ResizeRequested) -> bool:
         spec = view_of(self._broker, kernel).spec

@@ -54,7 +54,11 @@ class Residency:
         kernel.requests.waiters += not request.watch
         try:
             if not request.watch:
-                self._report_busy(kernel)
+                view = broker.arbiter.lease(kernel.lease_id)
+                if (
+                    view is not None and not view.busy and kernel.busy
+                ):  # before its ticket is filed: a busy kernel is no victim
+                    broker.dispatch(BusyChanged(at_ms=now_ms(), lease_id=kernel.lease_id, busy=True))
                 broker.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id, urgent=urgent))
             told: Progress | None = None
             told_s = time.monotonic()
@@ -89,7 +93,10 @@ class Residency:
         if view.state is LeaseState.RESIDENT and not view.at_gate:
             device_ids = self._broker.records.may_use(kernel)
             if not device_ids:
-                return self._unwritten() if time.monotonic() < deadline_s else _UNWRITTEN
+                if time.monotonic() >= deadline_s:
+                    return _UNWRITTEN
+                trouble = self._broker.writer.trouble
+                return Progress(kind=ProgressKind.WAITING, reason="ledger", sentence=trouble) if trouble else None
             return Progress(
                 kind=ProgressKind.GRANTED,
                 reason=view.reason,
@@ -145,10 +152,6 @@ class Residency:
                 told = news
             await change.wait()
 
-    def _unwritten(self) -> Progress | None:
-        trouble = self._broker.writer.trouble
-        return Progress(kind=ProgressKind.WAITING, reason="ledger", sentence=trouble) if trouble else None
-
     async def suspend(self, kernel: Kernel, by: str) -> LeaseStatus:
         """Suspend the lease and return when it is suspended. `by` names the requester in its story. Raises ConflictError.
 
@@ -196,7 +199,9 @@ class Residency:
         """
         view = view_of(self._broker, kernel)
         if if_blocked:
-            if view.state is LeaseState.SUSPENDED and self._may_be_blocked(kernel):
+            # It does something, or may, for which it did not ask for the GPU.
+            blocked = kernel.handles_message and not self._broker.arbiter.waits(kernel.lease_id)
+            if view.state is LeaseState.SUSPENDED and blocked:
                 await self._resume_blocked(kernel)
             return full_lease_status(self._broker, kernel)
         if view.state is LeaseState.UNATTACHED:
@@ -205,10 +210,6 @@ class Residency:
             return full_lease_status(self._broker, kernel)
         await self._acquired(kernel)
         return full_lease_status(self._broker, kernel)
-
-    def _may_be_blocked(self, kernel: Kernel) -> bool:
-        """Whether a suspended process does, or may do, something for which it did not ask for the GPU."""
-        return kernel.handles_message and not self._broker.arbiter.waits(kernel.lease_id)
 
     async def _resume_blocked(self, kernel: Kernel) -> None:
         kernel.requests.blocked_resumes += 1
@@ -248,12 +249,6 @@ class Residency:
     def _settled(self, kernel: Kernel) -> bool:
         view = view_of(self._broker, kernel)
         return view.state in _SETTLED and not view.suspend_requested
-
-    def _report_busy(self, kernel: Kernel) -> None:
-        """Tell the arbiter that the kernel is busy before its ticket is filed: a busy kernel is no victim."""
-        view = self._broker.arbiter.lease(kernel.lease_id)
-        if view is not None and not view.busy and kernel.busy:
-            self._broker.dispatch(BusyChanged(at_ms=now_ms(), lease_id=kernel.lease_id, busy=True))
 
 
 def _over(view: LeaseView | None) -> Progress:

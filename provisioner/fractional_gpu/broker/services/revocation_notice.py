@@ -182,7 +182,11 @@ class RevocationNotice:
             self._deadline_ms, self._must_drain = deadline_ms, self._drains
             self._broker.host_deadline_ms = now_ms() + left_ms
             self._broker.note_change()
-            self._tell_of_end(left_ms)
+            self._tell(
+                "revocation.host",
+                f"The host of this kernel goes away in {format_duration(left_ms)}, and its memory with it, also what is saved there. Save "
+                "to a disk that outlives it now what must not be lost: results, models, tables, and the notebook if it lies on this host.",
+            )
         if self._must_drain:
             await self._drain(await self._remembered(), left_ms)
             self._must_drain = False
@@ -192,7 +196,9 @@ class RevocationNotice:
         if before:
             await self._give_back(before)
         if before or self._deadline_ms is not None:
-            self._tell_of_withdrawal()
+            self._tell(
+                "revocation.host-stays", "The host of this kernel does not go away after all: the notice was withdrawn."
+            )
         self._deadline_ms, self._must_drain = None, False
         if self._broker.host_deadline_ms is not None:
             self._broker.host_deadline_ms = None
@@ -227,13 +233,6 @@ class RevocationNotice:
         for name in names:
             await begin_drain(broker, name, evict_busy=bool(evicting.get(name)), deadline_in_ms=left_ms)
 
-    def _tell_of_end(self, left_ms: int) -> None:
-        self._tell(
-            "revocation.host",
-            f"The host of this kernel goes away in {format_duration(left_ms)}, and its memory with it, also what is saved there. Save to a "
-            "disk that outlives it now what must not be lost: results, models, tables, and the notebook if it lies on this host.",
-        )
-
     async def _give_back(self, drained: Mapping[str, bool | None]) -> None:
         log.warning("the notice that this host goes away has been withdrawn: its devices are given back")
         for name, evict_busy in drained.items():
@@ -244,11 +243,6 @@ class RevocationNotice:
             else:
                 await begin_drain(self._broker, name, evict_busy=evict_busy, deadline_in_ms=None)
         await self._remember({})
-
-    def _tell_of_withdrawal(self) -> None:
-        self._tell(
-            "revocation.host-stays", "The host of this kernel does not go away after all: the notice was withdrawn."
-        )
 
     def _tell(self, reason: str, sentence: str) -> None:
         for lease_id, kernel in self._broker.kernels.items():

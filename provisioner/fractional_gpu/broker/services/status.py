@@ -347,11 +347,8 @@ class StatusStream:
             await asyncio.sleep(RATE_S)  # meanwhile the subscribers get theirs
             await asyncio.sleep(max(0.0, _SHARE * self._took_s - RATE_S))
             # No event announces what changes with time alone, such as a shrinking forecast: sample now and then without one.
-            await _within(changed, _STEP_S / 2 if _has_deadline(self._latest) else PULSE_S)
-
-
-def _has_deadline(status: HostStatus) -> bool:
-    return bool(status.goes_away_in_ms) or any(device.goes_away_in_ms for device in status.devices)
+            ends = self._latest.goes_away_in_ms or any(device.goes_away_in_ms for device in self._latest.devices)
+            await _within(changed, _STEP_S / 2 if ends else PULSE_S)
 
 
 def _seen_by(  # noqa: PLR0917 - one caller
