@@ -81,9 +81,10 @@ def add_page(
         raise ConfigError(f"{_WHERE}: add_page(cluster={cluster!r}): allowed: {', '.join(CLUSTERS)}, or leave it out")
     access = f"access:services!service={name}"
     url = f"http://[{address}]:{port}" if address.version == 6 else f"http://{address}:{port}"
-    chosen = c.FractionalGPUMixin.get("gpu_socket")
-    socket = socket or (chosen if isinstance(chosen, str) and chosen else SYSTEM_SOCKET)
-    options = ["--cluster", cluster] if cluster else ["--socket", socket]
+    options = ["--cluster", cluster]
+    if not cluster:
+        chosen = c.FractionalGPUMixin.get("gpu_socket")
+        options = ["--socket", socket or (chosen if isinstance(chosen, str) and chosen else SYSTEM_SOCKET)]
     environment = _environment(c, cluster)
     c.JupyterHub.services.append(
         {
