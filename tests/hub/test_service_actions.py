@@ -30,7 +30,7 @@ async def test_a_page_that_goes_away_takes_a_waiting_resume_back(
         broker.lease_fields["seat"] = "seat-1"
         held = broker.held["resume"] = threading.Event()
         actions = Actions(broker.path)
-        asked = asyncio.ensure_future(actions.lease(Viewer(name="me", admin=admin), "lease-1", "resume", {}))
+        asked = asyncio.ensure_future(actions.act(Viewer(name="me", admin=admin), "leases", "lease-1", "resume", {}))
         await asyncio.to_thread(broker.wait_for, lambda: "resume" in broker.routes())
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -59,11 +59,13 @@ async def test_an_administrator_who_means_it_releases_a_seat_and_the_audit_log_h
 
         seat_id = await asyncio.to_thread(take)
         with pytest.raises(ForbiddenError):
-            await actions.release_seat(Viewer(name="ada", admin=False), seat_id, {"confirm": True})
+            await actions.act(Viewer(name="ada", admin=False), "seats", seat_id, "release", {"confirm": True})
         with pytest.raises(BadRequestError, match="send confirm = true"):
-            await actions.release_seat(Viewer(name="grace", admin=True), seat_id, {})
+            await actions.act(Viewer(name="grace", admin=True), "seats", seat_id, "release", {})
         assert await asyncio.to_thread(seats) == 1
-        assert await actions.release_seat(Viewer(name="grace", admin=True), seat_id, {"confirm": True}) == {"ok": True}
+        assert await actions.act(Viewer(name="grace", admin=True), "seats", seat_id, "release", {"confirm": True}) == {
+            "ok": True
+        }
         assert await asyncio.to_thread(seats) == 0
         written = [json.loads(line) for line in Path(live.service.audit.path).read_text().splitlines()]
         done = {(line["act"], line["acting_for"]) for line in written if line["outcome"] == "done"}

@@ -9,8 +9,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from msgspec import to_builtins
 
@@ -25,7 +24,6 @@ from fractional_gpu_hub.service.views import Viewer, is_own
 MOST_AT_ONCE = 8  # actions of one user
 _MOST_OF_ALL = 128
 _LONGEST_PIN_MIN = 60 * 24 * 7
-_ADMIN_ONLY = frozenset({"move", "evict"})
 T = TypeVar("T")
 Body = Mapping[str, Any]
 
@@ -37,63 +35,28 @@ class Actions:
         self._socket = socket
         self._running: Counter[str] = Counter()
 
-    async def lease(self, viewer: Viewer, lease_id: str, action: str, body: Body) -> Any:  # noqa: ANN401 - JSON
-        """Carry out an action on a kernel, and return the broker's answer. Raises FractionalGPUError.
+    async def act(self, viewer: Viewer, kind: str, name: str, action: str, body: Body) -> Any:  # noqa: ANN401 - JSON
+        """Carry out an action on a kernel or the like, and return the broker's answer. Raises FractionalGPUError.
 
         Cancelled: the connection is closed, which withdraws what only waits.
         """
-        call = _LEASE_ACTIONS.get(action)
-        if call is None:
-            raise NotFoundError(
-                f"there is no action {action[:40]!r}; allowed: {', '.join(_LEASE_ACTIONS)}", reason="unknown-route"
-            )
-        work = partial(call, body=_checked(body, _LEASE_KEYS.get(action, {})))
-
-        def on_own(client: SeatClient) -> Any:  # noqa: ANN401
-            if not viewer.admin:
-                _find_own(client, viewer, lease_id)
-                if action in _ADMIN_ONLY:
-                    raise _not_admin()
-            return work(client, lease_id)
-
-        return await self._do(viewer, on_own)
-
-    async def device(self, viewer: Viewer, device_id: str, action: str, body: Body) -> Any:  # noqa: ANN401
-        if not viewer.admin:
+        known = _ACTIONS[kind].get(action)
+        if known is None:
+            allowed = ", ".join(_ACTIONS[kind])
+            raise NotFoundError(f"there is no action {action[:40]!r}; allowed: {allowed}", reason="unknown-route")
+        is_refused = known.admin and not viewer.admin
+        if is_refused and kind != "leases":
             raise _not_admin()
-        if action == "drain":
-            busy = bool(_checked(body, {"evict_busy": bool}).get("evict_busy", False))
-            return await self._do(
-                viewer, lambda client: to_builtins(client.drain(device_id, DrainRequest(evict_busy=busy)))
-            )
-        _checked(body, {})
-        return await self._do(viewer, lambda client: to_builtins(client.undrain(device_id)))
+        checked = _checked(body, known.keys)
 
-    async def pool(self, viewer: Viewer, pool: str, body: Body) -> Any:  # noqa: ANN401
-        if not viewer.admin:
-            raise _not_admin()
-        keys = _checked(body, {"keys": dict}).get("keys")
-        if not keys:
-            raise BadRequestError(
-                'nothing to change was sent; allowed: {"keys": {"idle_after": "2m"}} or more keys of the pool'
-            )
-        return await self._do(viewer, lambda client: to_builtins(client.change_pool(pool, keys)))
+        def work(client: SeatClient) -> Any:  # noqa: ANN401
+            if kind == "leases" and not viewer.admin:
+                _find_own(client, viewer, name)
+            if is_refused:
+                raise _not_admin()
+            return known.call(client, name, checked)
 
-    async def release_seat(self, viewer: Viewer, seat_id: str, body: Body) -> Any:  # noqa: ANN401
-        if not viewer.admin:
-            raise _not_admin()
-        if not _checked(body, {"confirm": bool}).get("confirm"):
-            raise BadRequestError(
-                "releasing a seat takes the GPU from its server's kernels, which keep their variables; send confirm = true if that is "
-                "intended",
-                reason="not-confirmed",
-            )
-
-        def release(client: SeatClient) -> Any:  # noqa: ANN401
-            client.release_seat(seat_id)
-            return {"ok": True}
-
-        return await self._do(viewer, release)
+        return await self._do(viewer, work)
 
     async def own_usage(self, viewer: Viewer, asked: Chosen) -> Figures:
         """Return what the viewer used, and what the viewer may see of others. Raises FractionalGPUError."""
@@ -169,26 +132,58 @@ def _pin(client: SeatClient, lease_id: str, body: Body) -> Any:  # noqa: ANN401
     return _summary(client.pin(lease_id, PinRequest(duration_ms=minutes * 60_000)))
 
 
-def _move(client: SeatClient, lease_id: str, body: Body) -> Any:  # noqa: ANN401
-    return _summary(client.move(lease_id, MoveRequest(device=body.get("device"))))
-
-
 def _evict(client: SeatClient, lease_id: str, body: Body) -> Any:  # noqa: ANN401
     client.evict(lease_id, EvictRequest(confirm=bool(body.get("confirm")), why=str(body.get("why", ""))))
     return {"ok": True}
 
 
-_LEASE_ACTIONS: dict[str, Callable[..., Any]] = {
-    "suspend": lambda client, lease_id, body: _summary(client.suspend(lease_id)),  # noqa: ARG005
-    "resume": lambda client, lease_id, body: _summary(client.resume(lease_id)),  # noqa: ARG005
-    "pin": _pin,
-    "unpin": lambda client, lease_id, body: _summary(client.unpin(lease_id)),  # noqa: ARG005
-    "move": _move,
-    "evict": _evict,
-    "story": lambda client, lease_id, body: to_builtins(client.story(lease_id)),  # noqa: ARG005
-}
-_LEASE_KEYS: dict[str, dict[str, type]] = {
-    "pin": {"minutes": int},
-    "move": {"device": str},
-    "evict": {"confirm": bool, "why": str},
+def _drain(client: SeatClient, device_id: str, body: Body) -> Any:  # noqa: ANN401
+    return to_builtins(client.drain(device_id, DrainRequest(evict_busy=bool(body.get("evict_busy")))))
+
+
+def _release(client: SeatClient, seat_id: str, body: Body) -> Any:  # noqa: ANN401
+    if not body.get("confirm"):
+        raise BadRequestError(
+            "releasing a seat takes the GPU from its server's kernels, which keep their variables; send confirm = true if that is intended",
+            reason="not-confirmed",
+        )
+    client.release_seat(seat_id)
+    return {"ok": True}
+
+
+def _change(client: SeatClient, pool: str, body: Body) -> Any:  # noqa: ANN401
+    if not body.get("keys"):
+        raise BadRequestError(
+            'nothing to change was sent; allowed: {"keys": {"idle_after": "2m"}} or more keys of the pool'
+        )
+    return to_builtins(client.change_pool(pool, body["keys"]))
+
+
+class _Action(NamedTuple):
+    """What carries an action out, the keys that may be sent, and whether it is for administrators only."""
+
+    call: Callable[[SeatClient, str, Body], Any]
+    keys: Mapping[str, type] = {}
+    admin: bool = True
+
+
+_ACTIONS: dict[str, dict[str, _Action]] = {
+    "leases": {
+        "suspend": _Action(lambda client, name, _: _summary(client.suspend(name)), admin=False),
+        "resume": _Action(lambda client, name, _: _summary(client.resume(name)), admin=False),
+        "pin": _Action(_pin, {"minutes": int}, admin=False),
+        "unpin": _Action(lambda client, name, _: _summary(client.unpin(name)), admin=False),
+        "move": _Action(
+            lambda client, name, body: _summary(client.move(name, MoveRequest(device=body.get("device")))),
+            {"device": str},
+        ),
+        "evict": _Action(_evict, {"confirm": bool, "why": str}),
+        "story": _Action(lambda client, name, _: to_builtins(client.story(name)), admin=False),
+    },
+    "devices": {
+        "drain": _Action(_drain, {"evict_busy": bool}),
+        "undrain": _Action(lambda client, name, _: to_builtins(client.undrain(name))),
+    },
+    "seats": {"release": _Action(_release, {"confirm": bool})},
+    "pools": {"change": _Action(_change, {"keys": dict})},
 }

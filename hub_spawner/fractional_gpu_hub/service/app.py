@@ -87,14 +87,8 @@ class _Base(HubOAuthenticated, web.RequestHandler):  # type: ignore[misc] # unty
     viewer: Viewer
     _cached_hub_user: dict[str, Any] | None  # of the hub's library: the user of this cookie or token
 
-    def initialize(
-        self,
-        follower: Any,  # noqa: ANN401 - of a broker or a cluster
-        actions: Actions,
-        streams: Counter[str],
-        action: Any = None,  # noqa: ANN401 - one of those of `actions`
-    ) -> None:
-        self.follower, self.actions, self.streams, self.action = follower, actions, streams, action
+    def initialize(self, follower: Any, actions: Actions, streams: Counter[str]) -> None:  # noqa: ANN401 - of a broker or a cluster
+        self.follower, self.actions, self.streams = follower, actions, streams
 
     def set_default_headers(self) -> None:
         self.clear_header("Server")
@@ -348,14 +342,12 @@ class _Action(_Base):
 
 class _Story(_Action):
     async def get(self, lease_id: str) -> None:
-        await self.run(self.actions.lease(self.viewer, lease_id, "story", {}))
+        await self.run(self.actions.act(self.viewer, "leases", lease_id, "story", {}))
 
 
 class _Act(_Action):
-    """One of the actions; its arguments are parts of the address, then what was sent."""
-
-    async def post(self, *named: str) -> None:
-        await self.run(self.action(self.viewer, *named, self.body()))
+    async def post(self, kind: str, name: str, action: str = "change") -> None:
+        await self.run(self.actions.act(self.viewer, kind, name, action, self.body()))
 
 
 class Missing(_Base):
@@ -404,18 +396,13 @@ def routes(prefix: str, follower: BrokerFollower | ClusterFollower, actions: Act
     ]
     if isinstance(follower, ClusterFollower):
         return found
-    lease = prefix + r"api/leases/([0-9a-zA-Z_-]{1,64})"
-    acting = [
-        (lease + r"/([a-z]{1,20})", actions.lease),
-        (prefix + r"api/devices/([^/]{1,200})/(drain|undrain)", actions.device),
-        (prefix + r"api/seats/([0-9a-zA-Z_-]{1,64})/release", actions.release_seat),
-        (prefix + r"api/pools/([0-9a-z._-]{1,63})", actions.pool),
-    ]
     return [
         *found,
         (prefix + r"usage(/all)?(\.csv)?", _Usage, shared),
-        (lease + "/story", _Story, shared),
-        *((pattern, _Act, {**shared, "action": action}) for pattern, action in acting),
+        (prefix + r"api/leases/([0-9a-zA-Z_-]{1,64})/story", _Story, shared),
+        (prefix + r"api/(leases|seats)/([0-9a-zA-Z_-]{1,64})/([a-z]{1,20})", _Act, shared),
+        (prefix + r"api/(devices)/([^/]{1,200})/([a-z]{1,20})", _Act, shared),
+        (prefix + r"api/(pools)/([0-9a-z._-]{1,63})", _Act, shared),
         (prefix + r"static/(report\.css)", _Static, {"path": Path(pages.__file__).parent / "templates"}),
     ]
 
