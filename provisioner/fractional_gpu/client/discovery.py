@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from jupyter_core.paths import jupyter_runtime_dir
 
 from fractional_gpu.client.http import claim_holder, is_service_socket
-from fractional_gpu.client.state_folder import is_network, node_name, state_folder
+from fractional_gpu.client.state_folder import is_network, make_own_folder, node_name, state_folder
 from fractional_gpu.host.files import foreign_above, make_private_folder, temporary_folder
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 from fractional_gpu.protocol.names import OWN, Version, refusal
@@ -421,25 +421,16 @@ def check_above(folder: Path) -> None:
 
 
 def _make_private(folder: Path) -> None:
-    """Create the folder with mode 0700; an existing one must be ours, and is made private."""
     try:
         make_private_folder(folder.parent)
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
-        status = folder.lstat()
-        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
-            if stat.S_IMODE(status.st_mode) & 0o077:
-                folder.chmod(0o700)
-            return
+        wrong = make_own_folder(folder)
     except OSError as error:
+        wrong = f"cannot be made: {error.strerror}"
+    if wrong:
         raise BrokerUnavailableError(
-            f"the folder {folder} for the GPU broker cannot be made: {error.strerror}; set JUPYTER_RUNTIME_DIR to a folder of your own"
-        ) from error
-    raise BrokerUnavailableError(
-        f"{folder} is not a folder of this user (uid {os.geteuid()}), and so not a place for the GPU broker's socket "
-        "and tokens; "
-        "remove it, or set JUPYTER_RUNTIME_DIR to a folder of your own"
-    )
+            f"the folder {folder} for the GPU broker's socket and tokens {wrong}; remove it, or set JUPYTER_RUNTIME_DIR to a folder of "
+            "your own"
+        )
 
 
 def _short_path(path: str) -> str:

@@ -18,6 +18,7 @@ import os
 import re
 import socket as socket_module
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from fractional_gpu.host.files import foreign_above, make_private_folder
@@ -76,7 +77,8 @@ def make_state_folder(socket: str, configured: Path | None = None) -> Path:
             return folder
         make_private_folder(base.parent)
         for one in (base, folder.parent, folder):
-            _make_private(one)
+            if wrong := make_own_folder(one, or_link=one != _spare_base()):
+                raise _unusable(one, wrong)
     except OSError as error:
         raise _unusable(folder, f"cannot be made: {error.strerror}") from error
     return folder
@@ -178,19 +180,19 @@ def _is_writable(folder: Path) -> bool:
     return False
 
 
-def _make_private(folder: Path) -> None:
-    """Make the folder with mode 0700. An existing one must be this user's. Raises OSError, BrokerUnavailableError."""
-    try:
+def make_own_folder(folder: Path, *, or_link: bool = False) -> str:
+    """Make the folder with mode 0700, and return what is wrong with an existing one; empty: it is this user's. Raises OSError."""
+    with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    except FileExistsError:
-        link, status = folder.lstat(), folder.stat()
-        if not stat.S_ISDIR(status.st_mode) or (stat.S_ISLNK(link.st_mode) and folder == _spare_base()):
-            raise _unusable(folder, "is a link or no folder") from None
-        foreign = next((one.st_uid for one in (link, status) if one.st_uid != os.geteuid()), None)
-        if foreign is not None:
-            raise _unusable(folder, f"belongs to another user (uid {foreign})") from None
-        if stat.S_IMODE(status.st_mode) & 0o077:
-            folder.chmod(0o700)
+    link, status = folder.lstat(), folder.stat()
+    if not stat.S_ISDIR(status.st_mode) or (stat.S_ISLNK(link.st_mode) and not or_link):
+        return "is a link or no folder"
+    foreign = next((one.st_uid for one in (link, status) if one.st_uid != os.geteuid()), None)
+    if foreign is not None:
+        return f"belongs to another user (uid {foreign})"
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        folder.chmod(0o700)
+    return ""
 
 
 def _unusable(folder: Path, wrong: str) -> BrokerUnavailableError:

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from operator import attrgetter
 from typing import Any
 
@@ -18,7 +18,7 @@ from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.recovery.lost_leases import lost_sentence
 from fractional_gpu.core.handlers.overrides import REVOKED
-from fractional_gpu.core.model import LeaseView
+from fractional_gpu.core.model import DeviceView, LeaseView
 from fractional_gpu.core.units import format_duration
 from fractional_gpu.gpu.interface import DeviceSensors
 from fractional_gpu.protocol.errors import NotFoundError
@@ -39,6 +39,8 @@ HAD_ITS_TURN = "this kernel had its turn on the device; others waited before thi
 
 _MINUTE_MS = 60_000
 _NOBODY = -1  # a uid that no user has
+# What a device's status has of the arbiter's view as it is.
+_OF_VIEW = {field.name for field in fields(DeviceView)} & set(DeviceStatus.__struct_fields__) - {"pool"}
 
 
 def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus:
@@ -137,22 +139,12 @@ def host_status(
     used, salvage = broker.used_mib, salvage_counts(broker)
     devices = [
         DeviceStatus(
-            device_id=view.device_id,
-            index=broker.devices[view.device_id].index,
-            name=view.name,
-            pool=view.pool or "",
-            memory_mib=view.memory_mib,
-            leasable_mib=view.leasable_mib,
-            used_mib=used.get(view.device_id, 0),
-            reserved_mib=view.reserved_mib,
-            stranger_mib=view.stranger_mib,
-            over_committed=view.over_committed,
-            lost=view.lost,
-            why_not=view.why_not,
-            demand_milli=view.demand_milli,
-            strangers=broker.enforcement.strangers.get(view.device_id, []),
+            **{name: getattr(view, name) for name in _OF_VIEW},
             **asdict(broker.sensors.get(view.device_id, DeviceSensors())),
-            draining=view.draining,
+            index=broker.devices[view.device_id].index,
+            pool=view.pool or "",
+            used_mib=used.get(view.device_id, 0),
+            strangers=broker.enforcement.strangers.get(view.device_id, []),
             goes_away_in_ms=_left_ms(view.deadline_ms),
             leases_saved=salvage.get(view.device_id, (0, 0))[0],
             leases_lost=salvage.get(view.device_id, (0, 0))[1],
