@@ -225,6 +225,10 @@ def test_a_pin_of_a_suspended_kernel_begins_once_it_is_back() -> None:
     assert row.success(waiting, waiting) == "3f2a9c1b: will stay on the GPU once it is there, for 1 min from now"
 
 
+def test_the_status_shows_a_note() -> None:
+    assert "3f2a9c1b: waits for the big run" in plain(render_leases([a_lease(note="waits for the big run")]))
+
+
 def test_the_status_tells_of_pins_forecasts_and_emptied_devices() -> None:
     lease = a_lease(pinned_ms=600_000)
     assert "on the GPU, idle, 12 s, pinned for 10 min" in plain(render_leases([lease]))

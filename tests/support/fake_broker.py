@@ -232,7 +232,7 @@ class FakeBroker:
             return _as_dict(self.cost)
         if call.route in {"story", "history"}:
             return {"lease_id": call.lease_id, **({"cap_mib": 2048} if call.route == "history" else {})}
-        if call.route in {"lease", "attach", "suspend", "resume", "pin", "unpin", "resize"}:
+        if call.route in {"lease", "attach", "suspend", "resume", "pin", "unpin", "note", "resize"}:
             return _as_dict(self._status(call.lease_id))
         return {"ok": True}
 

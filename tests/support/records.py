@@ -3,16 +3,19 @@
 from dataclasses import fields, replace
 from typing import Any
 
+from msgspec import structs
+
 from fractional_gpu.broker.kernels.connection import is_command
 from fractional_gpu.core.model import LeaseSpec, LeaseState
 from fractional_gpu.host.process import ProcessIdentity
 from fractional_gpu.ledger.records import Launch, LeaseRecord
+from fractional_gpu.protocol.status import KernelFacts
 
 _OF_LAUNCH = {one.name for one in fields(Launch)}
 _SPEC = LeaseSpec(lease_id="a", pool="default", owner="ada", fraction_milli=250, reserve_mib=100)
 _RECORD = LeaseRecord(
     spec=_SPEC, state=LeaseState.RESIDENT, generation=1, device_ids=(), saved_mib=0, uid=1000, token_sha256="", connection="",
-    created_ms=1, launch=Launch(kernel_id="k", language="python"), identity=None,
+    created_ms=1, launch=Launch(language="python"), facts=KernelFacts(kernel_id="k"), identity=None,
 )  # fmt: skip
 
 
@@ -26,6 +29,8 @@ def changed(record: LeaseRecord, **given: Any) -> LeaseRecord:  # noqa: ANN401 -
         given["identity"] = None if identity[1] is None else ProcessIdentity(*identity)
     state = given.get("state", record.state)
     launch = {name: given.pop(name) for name in list(given) if name in _OF_LAUNCH}
+    facts = {name: given.pop(name) for name in list(given) if name in KernelFacts.__struct_fields__}
+    given.setdefault("facts", structs.replace(record.facts, **facts))
     made = replace(record, **given)
     had_process = made.identity is not None or state is not LeaseState.UNATTACHED
     command, served = is_command(made.connection)

@@ -102,6 +102,8 @@ class StatusView:
             ("device", (status.device_name or "none yet") + (" (simulated)" if status.simulated else "")),
             ("memory", f"{format_memory(status.lease.used_mib)} of {format_memory(status.spec.reserve_mib)} used"),
         ]
+        if status.note:
+            rows.append(("note", status.note))
         if deadline := lease_deadline(status):
             rows.append(("deadline", deadline))
         if status.lease.unsuspendable_reason:

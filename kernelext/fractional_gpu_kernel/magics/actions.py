@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fractional_gpu.core.units import format_fraction, format_memory, format_rough
 from fractional_gpu.protocol.errors import BrokerUnavailableError, ConflictError, FractionalGPUError
 from fractional_gpu.protocol.messages import PinRequest, ResizeRequest
+from fractional_gpu.protocol.routes import NOTE, NoteRequest
 from fractional_gpu.protocol.status import LeaseStatus
 from fractional_gpu_kernel.cells.acquire import Acquirer, RefusedError
 from fractional_gpu_kernel.cells.gate import Gate
@@ -412,6 +413,24 @@ class Actions:
         lease_id = self._settings.lease_id
         call_broker(self._settings, lambda client: client.because_of("`%gpu unpin`").unpin(lease_id), revive=True)
         publish(self._shell, Sentence("Not pinned: this kernel may be suspended when it is idle."))
+
+    def note(self, arguments: argparse.Namespace) -> None:
+        lease_id, text = self._settings.lease_id, "" if arguments.clear else arguments.text
+        if text is None:
+            status = self._read(lambda client: client.lease(lease_id))
+        else:
+            request = NoteRequest(note=text)
+            status = call_broker(
+                self._settings,
+                lambda client: client.because_of("`%gpu note`").call(NOTE, request, lease_id),
+                revive=True,
+            )
+        said = (
+            f"The note of this kernel: {status.note}"
+            if status.note
+            else "This kernel has no note; %gpu note TEXT writes one."
+        )
+        publish(self._shell, Sentence(said))
 
     def _pin(self, duration_ms: int) -> LeaseStatus:
         request = PinRequest(duration_ms=duration_ms)

@@ -107,6 +107,15 @@ COMMANDS = {
             "first, as `suspend` does, and comes back with the next cell that needs it; without such state the reservation is just "
             "dropped. The share itself stays this kernel's; shutting the kernel down ends it.",
         ),
+        Command(
+            "note",
+            "a few words of yours about this kernel, for you and administrators (also: show them)",
+            (
+                Argument("text", "TEXT", 'the words; "" removes those that there are'),
+                Argument("--clear", "", "remove them"),
+            ),
+            "`%gpu` and `jupyter gpu status` show them for as long as the kernel has its share, restarts of the kernel included.",
+        ),
         Command("top", "the GPUs of this machine, and who is on them (others without their names)"),
         Command(
             "history",
@@ -212,6 +221,8 @@ def parse(line: str) -> argparse.Namespace:
         raise ArgumentsError(
             "%gpu measure needs a cell: write %%gpu measure as the first line of the cell to be measured"
         )
+    if name == "note" and words and words[0] not in ("-h", "--help", "--clear"):
+        words = ["--", " ".join(words)]  # the text needs no quotes
     found = _Parser(f"%gpu {name}", _command(name)).parse_args(words)
     if name == "help" and found.command == MEASURE.name:
         _Parser(MEASURE_NAME, MEASURE).print_help()

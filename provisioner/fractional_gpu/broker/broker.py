@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 
 import zmq.asyncio
+from msgspec import structs
 
 from fractional_gpu.broker.accounting.counters import UsageCounters
 from fractional_gpu.broker.accounting.habits import ShareHabits
@@ -226,9 +227,9 @@ class Broker:
     def _state_changed(self, kernel: Kernel, change: StateChanged) -> None:
         kernel.changes += 1
         if change.new is LeaseState.SUSPENDED and change.old is LeaseState.SUSPENDING:
-            kernel.suspends += 1
+            kernel.facts = structs.replace(kernel.facts, suspends=kernel.facts.suspends + 1)
         elif change.new is LeaseState.RESIDENT and change.old is LeaseState.RESUMING:
-            kernel.resumes += 1
+            kernel.facts = structs.replace(kernel.facts, resumes=kernel.facts.resumes + 1)
         view = self.arbiter.lease(change.lease_id)
         if view is not None:
             if change.new is LeaseState.RESIDENT:

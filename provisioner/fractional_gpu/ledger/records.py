@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from fractional_gpu.core.events import ResizeRequested
 from fractional_gpu.core.model import LeaseSpec, LeaseState
 from fractional_gpu.host.process import ProcessIdentity
+from fractional_gpu.protocol.status import KernelFacts
 
 
 class LedgerError(Exception):
@@ -30,7 +31,6 @@ class Launch:
     The broker changes it; a `LeaseRecord` has a copy.
     """
 
-    kernel_id: str = ""
     language: str = ""
     ipykernel: bool = True
     server: ProcessIdentity | None = None  # the only process that starts the lease's kernel; None: unknown
@@ -60,8 +60,7 @@ class LeaseRecord:
     created_ms: int
     launch: Launch
     identity: ProcessIdentity | None  # None: no process is attached
-    suspends: int = 0
-    resumes: int = 0
+    facts: KernelFacts = field(default_factory=KernelFacts)
     home_ids: tuple[str, ...] = ()  # where its processes last had their memory; a checkpoint belongs to these devices
     pinned_until_ms: int = 0  # 0: not pinned
     members: tuple[ProcessIdentity, ...] = ()  # processes that were seen in the kernel's tree

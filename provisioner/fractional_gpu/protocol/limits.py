@@ -4,6 +4,7 @@ MAX_BODY_BYTES = 256 * 1024  # one request's body
 MAX_HEADER_BYTES = 16 * 1024
 MAX_STRING = 4096  # any one string in a request
 MAX_NAME = 200  # names, ids, labels
+MAX_NOTE = 200  # characters of a user's note about a lease
 MAX_VALUES = 4096  # in a request: entries of all its lists and objects
 MAX_DEPTH = 8  # objects and lists within each other
 MAX_LEASES_PER_UID = 512

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 from msgspec import Meta, Struct
 
-from fractional_gpu.protocol.limits import MAX_LAST_MS, MAX_WAIT_S
+from fractional_gpu.protocol.limits import MAX_LAST_MS, MAX_NOTE, MAX_WAIT_S
 from fractional_gpu.protocol.messages import (
     AcquireRequest,
     AttachRequest,
@@ -78,6 +78,12 @@ class OthersQuery(Struct, frozen=True, kw_only=True):
 
     last_ms: Annotated[int, Meta(ge=1, le=MAX_LAST_MS)] = 1000
     beside: str = ""
+
+
+class NoteRequest(Struct, frozen=True, kw_only=True):
+    """The user's own words about the lease; empty: none."""
+
+    note: Annotated[str, Meta(max_length=MAX_NOTE)]
 
 
 class Route(Struct, Generic[Request, Reply], frozen=True):
@@ -166,6 +172,8 @@ PIN: "Route[PinRequest, LeaseStatus]" = Route("pin", "POST", _L + "/pin", PinReq
     "keep it resident for a while", audited="pin")
 UNPIN: "Route[Nothing, LeaseStatus]" = Route("unpin", "POST", _L + "/unpin", Nothing, "status.LeaseStatus", LEASE,
     "end that", audited="unpin")
+NOTE: "Route[NoteRequest, LeaseStatus]" = Route("note", "POST", _L + "/note", NoteRequest, "status.LeaseStatus", LEASE,
+    "the user's own words about it, of printable characters; empty: none", audited="note")
 RESIZE: "Route[ResizeRequest, LeaseStatus]" = Route("resize", "POST", _L + "/resize", ResizeRequest, "status.LeaseStatus", LEASE,
     "another size", audited="resize", withdraws=True)
 MOVE: "Route[MoveRequest, LeaseStatus]" = Route("move", "POST", _L + "/move", MoveRequest, "status.LeaseStatus", ADMIN,

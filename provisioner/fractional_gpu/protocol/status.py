@@ -62,18 +62,24 @@ class LeftProcess(Struct, frozen=True, kw_only=True):
     used_mib: int
 
 
-class LeaseStatus(Struct, frozen=True, kw_only=True):
+class KernelFacts(Struct, frozen=True, kw_only=True):
+    """What the broker keeps of a lease's kernel and shows as it is: part of the lease's status, and of its record in the ledger."""
+
+    kernel_id: str = ""
+    note: str = ""  # its user's own words, for people
+    suspends: int = 0
+    resumes: int = 0
+
+
+class LeaseStatus(KernelFacts, frozen=True, kw_only=True):
     """One lease for people and programs: what the broker's arbiter knows, and what the broker knows of its kernel."""
 
     lease: LeaseView  # its times are by the clock of `now_ms`
     now_ms: int
     reason: str  # why it is in its state, or waits
     sentence: str
-    kernel_id: str
     kind: str = KERNEL  # or COMMAND
     pid: int | None
-    suspends: int = 0
-    resumes: int = 0
     device_name: str
     simulated: bool
     busy: bool

@@ -162,7 +162,7 @@ async def test_a_second_record_gives_a_lease_back_as_it_was(socket: Path) -> Non
                 7,
                 "s",
             )
-            assert (kernel.identity, kernel.token_sha256, kernel.suspends) == (process, "abc", 3)
+            assert (kernel.identity, kernel.token_sha256, kernel.facts.suspends) == (process, "abc", 3)
             await broker.writer.flushed()
             assert broker.writer.ledger.has_lease("one"), "the new ledger knows it"
 

@@ -15,6 +15,7 @@ from fractional_gpu.broker.api import server
 from fractional_gpu.broker.clock import wall_ms
 from fractional_gpu.broker.kernels import request_validation
 from fractional_gpu.broker.kernels.request_validation import Peer, lease_spec
+from fractional_gpu.broker.recovery.recovery import kernel_of
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.config import ConfigError, load
 from fractional_gpu.core.arbiter import Arbiter
@@ -84,6 +85,23 @@ def test_neighbours_have_names_only_for_their_own_user(live: LiveBroker, monkeyp
         for lease in (mine, also):
             live.call("DELETE", f"/v1/leases/{lease.lease_id}")
     assert sorted((one["label"], one["reserved_mib"]) for one in told) == [("", 256), ("also.ipynb", 256)]
+
+
+@pytest.mark.parametrize(
+    ("note", "says"),
+    [("x" * 201, "length <= 200"), ("a\x1b[31m", "the note has U+001B"), ("a\u202eb", "the note has U+202E")],
+)
+def test_a_note_is_kept_with_the_lease_unless_it_is_too_long_or_controls_a_terminal(
+    live: LiveBroker, note: str, says: str
+) -> None:
+    lease = live.lease()
+    target = f"/v1/leases/{lease.lease_id}/note"
+    assert live.call("POST", target, {"note": "Ada's"}).body["note"] == "Ada's"
+    refused = live.call("POST", target, {"note": note})
+    assert (refused.status, says in refused.error["message"]) == (400, True)
+    (record,) = [one for one in live.broker.writer.ledger.live_leases() if one.spec.lease_id == lease.lease_id]
+    assert kernel_of(record).facts.note == "Ada's", "the next broker knows it, too"
+    assert live.call("POST", target, {"note": ""}).body["note"] == ""
 
 
 # -- signs of a coming cell --------------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def test_a_line_of_changes_has_what_changed_alone(live: LiveBroker) -> None:
             assert isinstance(first, HostStatus)
             assert [one.lease_id for one in first.leases] == [kept.lease_id, ended.lease_id]
             kernel = live.broker.kernels[ended.lease_id]
-            kernel.suspends += 1
+            kernel.facts = replace(kernel.facts, suspends=kernel.facts.suspends + 1)
             live.broker.anything_changed.set()
             change = await line()
             assert isinstance(change, HostChange)

@@ -231,6 +231,18 @@ def test_a_pin_says_how_long_and_what_it_does(kernel: RunningKernel, broker: Scr
     assert broker.routes().count("unpin") == 1
 
 
+def test_a_note_is_written_shown_and_removed(kernel: RunningKernel, broker: ScriptedBroker) -> None:
+    assert "no note" in kernel.run("%gpu note").shown[0]
+    broker.lease_fields = {"note": "waits for -> the big run"}
+    for line in ("%gpu note waits for -> the big run", '%gpu note "waits for -> the big run"', "%gpu note"):
+        assert kernel.run(line).shown[0].endswith("waits for -> the big run")
+    assert "waits for -> the big run" in kernel.run("%gpu").shown[0]
+    broker.lease_fields = {}
+    for line in ("%gpu note --clear", '%gpu note ""'):
+        assert "no note" in kernel.run(line).shown[0]
+    assert [body["note"] for body in broker.bodies("note")] == ["waits for -> the big run"] * 2 + [""] * 2
+
+
 def test_a_resize_binds_the_new_limit_and_says_it(kernel: RunningKernel, broker: ScriptedBroker) -> None:
     broker.grant_at_once = True
     kernel.run("import os, sys, types; sys.modules['jax'] = types.ModuleType('jax')")

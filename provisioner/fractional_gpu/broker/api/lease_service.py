@@ -75,7 +75,7 @@ from fractional_gpu.protocol.messages import (
     LeaseReply,
     LeaseRequest,
 )
-from fractional_gpu.protocol.status import LeaseStatus
+from fractional_gpu.protocol.status import KernelFacts, LeaseStatus
 
 log = logging.getLogger(__name__)
 
@@ -198,9 +198,8 @@ class LeaseService:
             token_sha256=token_digest(token),
             created_ms=wall_ms(),
             gated=spec.gated,
-            launch=Launch(
-                kernel_id=printable(request.kernel_id), server=server_of(peer), command=request.kind == COMMAND
-            ),
+            facts=KernelFacts(kernel_id=printable(request.kernel_id)),
+            launch=Launch(server=server_of(peer), command=request.kind == COMMAND),
         )
         broker.kernels[spec.lease_id] = kernel
         # A command is attached before it runs, and waits then, with its place and its reason (`acquire`).

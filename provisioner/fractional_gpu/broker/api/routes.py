@@ -31,9 +31,11 @@ from fractional_gpu.broker.services.others_use import others_use_milli
 from fractional_gpu.broker.services.status import StatusStream, forecast_errors, full_lease_status, host_status
 from fractional_gpu.host.peers import detects_unread
 from fractional_gpu.protocol import routes
+from fractional_gpu.protocol.errors import BadRequestError
 from fractional_gpu.protocol.limits import BODY_S, IDLE_S, MAX_BODY_BYTES, PROTOCOL_VERSION
 from fractional_gpu.protocol.messages import GateCommand, GateHello, MoveRequest, OthersUse, Pong
-from fractional_gpu.protocol.routes import Fresh, Nothing, OthersQuery
+from fractional_gpu.protocol.names import describe_unprintable
+from fractional_gpu.protocol.routes import Fresh, NoteRequest, Nothing, OthersQuery
 from fractional_gpu.protocol.seats import SeatRequest
 from fractional_gpu.protocol.status import HostStatus, LeaseStatus
 
@@ -107,6 +109,17 @@ async def _move(call: Call[MoveRequest]) -> LeaseStatus:
     return await call.service.admin.move(call.kernel, device)
 
 
+async def _note(call: Call[NoteRequest]) -> LeaseStatus:
+    broker, kernel, note = call.service.broker, call.kernel, call.body.note
+    if found := describe_unprintable(note):
+        raise BadRequestError(f"the note has {found}; allowed: printable characters on one line")
+    kernel.facts = replace(kernel.facts, note=note)
+    broker.records.save(kernel)
+    await broker.writer.flushed()
+    broker.note_change()
+    return full_lease_status(broker, kernel)
+
+
 async def _others(call: Call[OthersQuery]) -> OthersUse:
     beside = [await call.service.find(call.peer, one) for one in call.body.beside.split(",") if one]
     used_milli = await others_use_milli(call.service.broker, [call.kernel, *beside], call.body.last_ms)
@@ -127,6 +140,7 @@ serve(routes.RESUME, lambda call: call.service.residency.resume(call.kernel, if_
 serve(routes.EXPECT, lambda call: call.service.lease_control.expect(call.kernel, call.body))
 serve(routes.PIN, lambda call: call.service.lease_control.pin(call.kernel, call.body))
 serve(routes.UNPIN, lambda call: call.service.lease_control.unpin(call.kernel, call.actor()))
+serve(routes.NOTE, _note)
 serve(routes.RESIZE, lambda call: call.service.lease_control.resize(call.kernel, call.body))
 serve(routes.MOVE, _move)
 serve(routes.EVICT, lambda call: call.service.admin.evict(call.peer, call.kernel, call.body))

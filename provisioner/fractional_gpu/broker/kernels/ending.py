@@ -96,16 +96,16 @@ class Evictions:
             kernel.notices.append(f"{who} ended this command {ended}")
             kernel.notify()  # its runner prints it
         sentence = f"{who} ended the kernel that was here before, {ended} Its variables are lost: run the cells again."
-        if kernel.launch.kernel_id:
-            self._sentences[kernel.uid, kernel.launch.kernel_id] = sentence
+        if kernel.facts.kernel_id:
+            self._sentences[kernel.uid, kernel.facts.kernel_id] = sentence
             if len(self._sentences) > _MOST:
                 self._sentences.popitem(last=False)
         return sentence
 
     def failed(self, kernel: Kernel) -> None:
         """Note that the kernel was not ended after all."""
-        self._sentences.pop((kernel.uid, kernel.launch.kernel_id), None)
+        self._sentences.pop((kernel.uid, kernel.facts.kernel_id), None)
 
     def successor(self, kernel: Kernel) -> str:
         """Return, once, the sentence for a new lease of the same kernel id; empty if its last kernel was not evicted."""
-        return self._sentences.pop((kernel.uid, kernel.launch.kernel_id), "")
+        return self._sentences.pop((kernel.uid, kernel.facts.kernel_id), "")

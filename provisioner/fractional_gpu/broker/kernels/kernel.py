@@ -20,6 +20,7 @@ from fractional_gpu.gpu.driver_environment import NO_MPS, PRELOAD, PRELOADED_FOR
 from fractional_gpu.host.files import temporary_folder
 from fractional_gpu.host.process import ProcessIdentity, open_pidfd
 from fractional_gpu.ledger.records import Launch
+from fractional_gpu.protocol.status import KernelFacts
 
 
 @dataclass(eq=False, slots=True)
@@ -144,8 +145,7 @@ class Kernel:
     token_sha256: str
     created_ms: int = 0  # wall clock
     gated: bool = False  # its extension is expected to connect
-    suspends: int = 0
-    resumes: int = 0
+    facts: KernelFacts = field(default_factory=KernelFacts)
     changes: int = 0  # of its state, as far as this broker saw them
     identity: ProcessIdentity | None = None
     members: frozenset[ProcessIdentity] = frozenset()  # processes beside the kernel itself that were seen in its tree

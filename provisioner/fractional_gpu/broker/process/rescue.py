@@ -46,6 +46,7 @@ from fractional_gpu.ledger import opening
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import Launch, LeaseRecord, LedgerError
 from fractional_gpu.protocol.errors import ConflictError
+from fractional_gpu.protocol.status import KernelFacts
 
 _ORPHAN_PATIENCE_S = 60.0  # an operation that a killed broker's worker has begun is let finish
 _DEFAULT_MILLI = 250  # of a kernel that has nothing on a device
@@ -347,13 +348,13 @@ class _RecordWriter:
                 connection=command.connection,
                 created_ms=wall_ms(),
                 launch=Launch(
-                    kernel_id=command.kernel_id,
                     language="python" if command.ipykernel else "",
                     ipykernel=command.ipykernel,
                     had_process=True,
                     command=runs,
                     served=served,
                 ),
+                facts=KernelFacts(kernel_id=command.kernel_id),
                 identity=one.identity,
                 home_ids=where,
             ),

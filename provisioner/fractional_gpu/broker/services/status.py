@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from operator import attrgetter
 from typing import Any
 
-from msgspec import convert
+from msgspec import convert, structs
 from msgspec.structs import replace
 
 from fractional_gpu import __version__
@@ -59,11 +59,9 @@ def lease_status(broker: Broker, kernel: Kernel, view: LeaseView) -> LeaseStatus
         now_ms=now_ms(),
         reason=reason,
         sentence=sentence,
-        kernel_id=kernel.launch.kernel_id,
+        **structs.asdict(kernel.facts),
         kind=COMMAND if kernel.launch.command else KERNEL,
         pid=kernel.identity.pid if kernel.identity and not kernel.ending.survivors else None,
-        suspends=kernel.suspends,
-        resumes=kernel.resumes,
         device_name=device.name if device else "",
         simulated=broker.monitor.kind == "simulated",
         busy=kernel.busy,

@@ -193,6 +193,7 @@ def _status(socket: str | None) -> str:
         return json.dumps({"broker": str(error)})
     for lease in status["leases"]:
         lease["lease"]["spec"] |= {"label": "[removed]", "owner": "[removed]"}
+        lease["note"] = "[removed]"
     return json.dumps(status, indent=1)
 
 

@@ -133,6 +133,7 @@ def render_leases(leases: Sequence[LeaseStatus], width: int | None = None) -> "l
         for lease in leases
         if lease.lease.unsuspendable_reason
     ]
+    lines += [line(f"  {lease_name(lease)}: {lease.note}") for lease in leases if lease.note]
     for lease in leases:
         if deadline := gpu_deadline(lease):
             lines.append(line(f"  {lease_name(lease)}: ", (deadline, Style.ATTENTION)))
