@@ -272,13 +272,11 @@ class Actions:
     def stop(self) -> None:
         self._pins.stop()
 
-    def help(self, arguments: argparse.Namespace) -> None:
+    def help(self, _: argparse.Namespace) -> None:
         """Show the list; help about one command is the parser's."""
-        del arguments
         raise HelpRequested(overview())
 
-    def status(self, arguments: argparse.Namespace) -> None:
-        del arguments
+    def status(self, _: argparse.Namespace) -> None:
         try:
             status = self._read(lambda client: client.lease(self._settings.lease_id, fresh=True))
         except BrokerUnavailableError as error:
@@ -288,8 +286,7 @@ class Actions:
         else:
             publish(self._shell, StatusView(status))
 
-    def top(self, arguments: argparse.Namespace) -> None:
-        del arguments
+    def top(self, _: argparse.Namespace) -> None:
         publish(self._shell, TopView(self._read(lambda client: client.status(fresh=True)), self._settings.lease_id))
 
     def history(self, arguments: argparse.Namespace) -> None:
@@ -297,9 +294,8 @@ class Actions:
         history = self._read(lambda client: client.history(self._settings.lease_id))
         publish(self._shell, HistoryView(history, last_ms))
 
-    def cost(self, arguments: argparse.Namespace) -> None:
+    def cost(self, _: argparse.Namespace) -> None:
         """Show what the kernel and its user used, and what it costs."""
-        del arguments
         from fractional_gpu_kernel.display.cost import CostView  # noqa: PLC0415 - few kernels ask
 
         try:
@@ -353,16 +349,14 @@ class Actions:
             command="%gpu resize",
         )
 
-    def resume(self, arguments: argparse.Namespace) -> None:
-        del arguments
+    def resume(self, _: argparse.Namespace) -> None:
         self._after.withdraw(_ON_GPU, "%gpu resume")
         line = LiveLine(self._shell)
         if not self._gate.is_open:
             self._acquirer.wait_for_gpu(line)
         line.show("This kernel is on the GPU.")
 
-    def suspend(self, arguments: argparse.Namespace) -> None:
-        del arguments
+    def suspend(self, _: argparse.Namespace) -> None:
         self._after.request(
             _ON_GPU,
             lambda client: self._suspend(client, _SUSPENDED),
@@ -371,8 +365,7 @@ class Actions:
             command="%gpu suspend",
         )
 
-    def release(self, arguments: argparse.Namespace) -> None:
-        del arguments
+    def release(self, _: argparse.Namespace) -> None:
         self._pins.stop()
         self._after.request(
             _ON_GPU,
@@ -407,8 +400,7 @@ class Actions:
             ),
         )
 
-    def unpin(self, arguments: argparse.Namespace) -> None:
-        del arguments
+    def unpin(self, _: argparse.Namespace) -> None:
         self._pins.stop()
         lease_id = self._settings.lease_id
         call_broker(self._settings, lambda client: client.because_of("`%gpu unpin`").unpin(lease_id), revive=True)
