@@ -215,6 +215,19 @@ async def test_between_two_cells_no_other_cell_runs(detail: str, outcome: Suspen
         assert (await swaps_of(Driver()).suspend(kernel, effect, journal([])))[0] is outcome
 
 
+@pytest.mark.parametrize("uses", [False, True])
+async def test_a_cell_gives_up_room_that_it_never_used_and_keeps_what_it_begins_to_use(*, uses: bool) -> None:
+    """Its kernel counts as idle, though the cell runs on behind the shut gate."""
+    async with kernel_of(1, {"preempt": f"closed: {CELL_RUNS}"}) as (kernel, _, pids):
+        kernel.cell.unused = frozenset({"request"})
+        driver = Driver()
+        if uses:
+            driver.has_context(pids[0], S.RUNNING, 100)
+        outcome, _, sentence = await swaps_of(driver).suspend(kernel, suspend_of(kernel), journal([]))
+    assert outcome is (SuspendOutcome.REFUSED if uses else SuspendOutcome.NOTHING_TO_SAVE), sentence
+    assert driver.calls == []
+
+
 async def test_caches_are_given_back_before_host_memory_is_called_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suspend_module, "shortage", room_for(200, "the test"))
     driver = Driver()
