@@ -74,11 +74,11 @@ async def test_a_kernel_whose_cells_wait_for_input_is_not_in_use(watch: Handles,
     assert watched.executing is in_use
     watched.requests.waiters = 1
     assert watched.in_use, "the answer came, and it waits for the GPU"
-    watched.requests.waiters, watched.cell.unused = 0, watch.handled
-    assert watched.in_use is not watch.is_certain, "it holds room that it does not use"
     watched.requests.waiters = 0
     watched.link.take(GateAnswer(number=0, word="input"), 0.0)
     assert watched.in_use
+    watched.cell.unused = watch.handled
+    assert watched.in_use != watch.is_certain, "it holds room that it does not use"
 
 
 async def test_forgetting_a_process_closes_what_was_held_of_it() -> None:
