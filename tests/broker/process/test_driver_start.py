@@ -102,7 +102,7 @@ async def world_of(
         OTHERS[0]: DeviceSpec(device_id=OTHERS[0], name="G", memory_mib=1000, why_not=ON_MIG),
     }
     start = DriverStart(cast("WorkerLink", worker), specs)
-    swaps.set_off(await start.begin())
+    swaps.inspector.off = await start.begin()
     broker = Broker(Arbiter(first_operation_id=100), cast("Monitor", driver), swaps, LedgerWriter(ledger))
     for spec in specs.values():
         broker.dispatch(DeviceSeen(at_ms=now_ms(), device=spec, stranger_mib=7))
@@ -122,7 +122,7 @@ async def world_of(
 async def settled(world: World, worker: Worker, attempts: int) -> None:
     """Return when so many attempts have been made and told."""
     async with asyncio.timeout(DEADLINE_S):
-        while worker.attempts < attempts or world.swaps.off != world.start.off:  # noqa: ASYNC110 - attempts wake nobody
+        while worker.attempts < attempts or world.swaps.inspector.off != world.start.off:  # noqa: ASYNC110 - attempts wake nobody
             await asyncio.sleep(0)
         for _ in range(3):
             await asyncio.sleep(0)
@@ -137,15 +137,15 @@ async def test_what_may_pass_is_tried_again_until_the_driver_works(tmp_path: Pat
         async with world_of(tmp_path, worker, record_of(process, LeaseState.RESIDENT), driver) as world:
             assert world.lease().state is LeaseState.RESIDENT, "the driver is not needed to know that"
             assert re.fullmatch(r"not now \(attempt 1; the next one is at \d\d:\d\d:\d\d \w+\)", world.why_not())
-            assert world.lease().unsuspendable_reason == world.swaps.off == world.why_not()
+            assert world.lease().unsuspendable_reason == world.swaps.inspector.off == world.why_not()
             worker.proceed.release()
             await settled(world, worker, 2)
             assert "(attempt 2;" in world.why_not()
-            assert world.lease().unsuspendable_reason == world.swaps.off == world.why_not()
+            assert world.lease().unsuspendable_reason == world.swaps.inspector.off == world.why_not()
             assert world.why_not(OTHERS[0]) == ON_MIG
             worker.proceed.release()
             await settled(world, worker, 3)
-            assert (world.swaps.off, world.lease().unsuspendable_reason, world.why_not()) == ("", "", "")
+            assert (world.swaps.inspector.off, world.lease().unsuspendable_reason, world.why_not()) == ("", "", "")
             assert world.why_not(OTHERS[0]) == ON_MIG, "that reason is its own"
             strangers = [view.stranger_mib for view in world.broker.arbiter.devices()]
             assert strangers == [7, 7]
@@ -158,7 +158,7 @@ async def test_what_is_refused_for_good_is_not_tried_again(tmp_path: Path, code:
         worker.proceed.release()
         worker.proceed.release()
         await settled(world, worker, 2)
-        assert world.swaps.off == world.why_not() == "never here"
+        assert world.swaps.inspector.off == world.why_not() == "never here"
         assert worker.attempts == 2
 
 
@@ -219,7 +219,7 @@ async def test_a_lease_whose_suspend_met_the_reason_is_released_from_it(tmp_path
         driver = Driver()
         driver.has_context(process["pid"], ProcessState.RUNNING, 300)
         async with world_of(tmp_path, worker, record_of(process, LeaseState.RESIDENT), driver) as world:
-            told = Checkpointable(at_ms=now_ms(), lease_id=LEASE, why_not=world.swaps.off)
+            told = Checkpointable(at_ms=now_ms(), lease_id=LEASE, why_not=world.swaps.inspector.off)
             world.broker.dispatch(told)  # as the end of such a suspend does
             worker.proceed.release()
             await settled(world, worker, 2)
@@ -255,13 +255,13 @@ async def test_the_worker_of_a_killed_broker_is_waited_for_and_then_the_driver_i
     worker = Worker(NOT_READY, None)
     worker.alone.clear()
     async with world_of(tmp_path, worker) as world:
-        assert (world.swaps.off, worker.attempts) == ("", 0)
+        assert (world.swaps.inspector.off, worker.attempts) == ("", 0)
         worker.alone.set()
         await settled(world, worker, 1)
         assert "(attempt 1;" in world.why_not()
         worker.proceed.release()
         await settled(world, worker, 2)
-        assert world.swaps.off == world.why_not() == ""
+        assert world.swaps.inspector.off == world.why_not() == ""
 
 
 async def test_the_log_says_what_is_new_and_no_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

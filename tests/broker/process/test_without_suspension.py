@@ -133,7 +133,7 @@ async def test_what_uses_a_device_runs_on_it_where_no_driver_can_be_asked() -> N
     driver = Driver()
     async with kernel_of(2, {"close": "closed"}) as (kernel, _, pids):
         swaps = swaps_of(driver)
-        swaps.set_off(MISSING)
+        swaps.inspector.off = MISSING
         assert await swaps.suspend(kernel, suspend_of(kernel), journal([])) == (
             "nothing-to-save",
             0,
@@ -151,5 +151,5 @@ async def test_what_was_saved_by_a_driver_that_is_gone_is_not_called_lost() -> N
     driver = Driver()
     async with kernel_of(1) as (kernel, _, _pids):
         swaps = swaps_of(driver)
-        swaps.set_off(MISSING)
+        swaps.inspector.off = MISSING
         assert await swaps.truth(kernel, "GPU-0", 300) is None

@@ -50,6 +50,7 @@ class Stage:
     operations: Operations = field(init=False)
 
     def __post_init__(self) -> None:
+        self.worker = self
         self.operations = Operations(
             arbiter=cast("Arbiter", self),
             swaps=cast("Swaps", self),

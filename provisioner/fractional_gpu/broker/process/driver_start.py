@@ -213,7 +213,7 @@ class DriverStart:
 
     def _publish(self, broker: Broker, swaps: Swaps, before: str) -> None:
         """Replace the reason `before` by the present one in swaps, devices and leases."""
-        swaps.set_off(self.off)
+        swaps.inspector.off = self.off
         views = {view.device_id: view for view in broker.arbiter.devices()}
         for device_id in self._describe():
             view = views[device_id]

@@ -82,7 +82,7 @@ async def _examine(
     kernel = broker.kernels[record.spec.lease_id]
     saved_mib = max(record.saved_mib, operation.saved_mib if operation else 0)
     left = await _find_left(broker, kernel, record, host)
-    kernel.checkpoint.needs_driver = bool(swaps.off) and (operation is not None or record.state in _IN_A_SWAP)
+    kernel.checkpoint.needs_driver = bool(swaps.inspector.off) and (operation is not None or record.state in _IN_A_SWAP)
     if kernel.checkpoint.needs_driver and kernel.identity is not None:
         # While the driver cannot be asked, the devices' counters stand in for it. They count a locked process, or a tree of which a
         # part is saved, as one that runs: called resident, it would stay locked for good. What was in a swap waits for the driver.

@@ -105,7 +105,7 @@ class Operations:
 
     def device_returned(self) -> None:
         """Do the next operation with a new worker, and look at every quarantined lease."""
-        self._swaps.renew_worker()
+        self._swaps.worker.renew()
         self.look_now()
 
     async def close(self) -> None:
@@ -222,11 +222,11 @@ class Operations:
                 async with asyncio.timeout(_LOOK_AGAIN_S[min(attempt, len(_LOOK_AGAIN_S) - 1)]):
                     await self._look_now.wait()
             try:
-                await self._swaps.wait_for_previous_worker()
+                await self._swaps.worker.wait_for_previous_worker()
                 kernel, view = self._kernels().get(effect.lease_id), self._arbiter.lease(effect.lease_id)
                 if kernel is None or view is None or view.generation != effect.generation:
                     return
-                if kernel.checkpoint.needs_driver and self._swaps.off:
+                if kernel.checkpoint.needs_driver and self._swaps.inspector.off:
                     continue  # what the devices say does not answer it (`recovery`)
                 truth = await self._swaps.truth(kernel, view.device_id, view.saved_mib)
             except OSError as error:  # short of descriptors or memory: the next look may succeed

@@ -67,7 +67,6 @@ class StepError(Exception):
         self.need_mib = need_mib
 
 
-# -- gates -------------------------------------------------------------------------------------------------------------
 # Closing a kernel's gate before a suspend, and what the gate's answer says about cells that could still reach the GPU.
 #
 # - An idle kernel: the gate is closed (`close`), so that no cell begins. A cell that runs is a reason to stop.
@@ -208,7 +207,6 @@ def check_idle(kernel: Kernel) -> None:
         raise StepError(SuspendOutcome.ABORTED, "the kernel became busy")
 
 
-# -- rollback ----------------------------------------------------------------------------------------------------------
 # The way back from a suspend that failed.
 #
 # A lease counts as resident again only if every process that may have been locked is known to run. Otherwise the outcome is UNKNOWN, and
@@ -259,9 +257,6 @@ class Rollback:
         return await self.roll_back(locked, outcome, f"the driver could not checkpoint it: {error}")
 
 
-# -- suspend -----------------------------------------------------------------------------------------------------------
-
-
 _HOST_MARGIN_MIB = 64
 
 CheckpointCheck = Callable[[Kernel, Collection[ProcessIdentity], HostSnapshot], Awaitable[str]]
@@ -281,8 +276,15 @@ class Suspension:
         self._check = check
         self._rollback = Rollback(worker)
 
-    async def suspend(self, kernel: Kernel, effect: Suspend, journal: Journal, reserve: Reserve) -> Suspended:
-        """Do what `Swaps.suspend` documents."""
+    async def suspend(
+        self, kernel: Kernel, effect: Suspend, journal: Journal, reserve: Reserve | None = None
+    ) -> Suspended:
+        """Return the outcome, MiB and a sentence. The MiB are what was saved, or what would have to be, if too little was reserved.
+
+        `reserve` is asked if more would be saved than the effect says is reserved on the host; without it no more is.
+        Cancellation may leave locks behind: only at the broker's end.
+        """
+        reserve = reserve or (lambda _mib: effect.host_mib)
         locked: list[ProcessIdentity] = []
         kernel.checkpoint.sizes = {}
         try:
@@ -311,8 +313,6 @@ class Suspension:
             sentence = f"the kernel's processes could not be looked at: {error}"
             return await self._rollback.roll_back(locked, SuspendOutcome.REFUSED, sentence)
         return await self._checkpoint_all(locked, kernel.checkpoint.total_mib)
-
-    # -- before the locks -------------------------------------------------------------------------------------------------
 
     async def _prepare(self, kernel: Kernel, effect: Suspend, reserve: Reserve) -> dict[ProcessIdentity, int] | None:
         """Return the CUDA processes to be locked with their MiB; None if there is nothing to save.
@@ -382,8 +382,6 @@ class Suspension:
             between_cells = gate.shut and (not effect.between_cells or runs_no_cell(kernel))
         return use, heirs, between_cells
 
-    # -- under the locks --------------------------------------------------------------------------------------------------
-
     async def _lock_all(
         self, use: Mapping[ProcessIdentity, int], locked: list[ProcessIdentity]
     ) -> set[ProcessIdentity]:
@@ -434,8 +432,6 @@ class Suspension:
         check(kernel)  # IOPub may have said so while the snapshot was taken
         _check_reserved(use, effect, reserve)
         return use
-
-    # -- the point of no return -------------------------------------------------------------------------------------------
 
     async def _checkpoint_all(self, locked: list[ProcessIdentity], saved_mib: int) -> Suspended:
         try:

@@ -27,12 +27,10 @@ from fractional_gpu.broker.swap.suspend import (
     Gates,
     IsQuiet,
     Journal,
-    Reserve,
-    Suspended,
     Suspension,
     SwapTimes,
 )
-from fractional_gpu.core.effects import Resume, Suspend
+from fractional_gpu.core.effects import Resume
 from fractional_gpu.core.events import ResumeOutcome
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.core.units import format_memory, restore_margin_mib
@@ -41,7 +39,6 @@ from fractional_gpu.gpu.worker_link import WorkerLink
 from fractional_gpu.host.process import ProcessIdentity, is_alive
 from fractional_gpu.protocol.messages import GateVerb
 
-# -- resume ------------------------------------------------------------------------------------------------------------
 # Resuming one kernel: see that the room is really free, with a margin, restore, unlock, and see that it is true.
 #
 # A restore without room kills the process. So a restore is never tried to find out whether there is room: the devices are read first, and
@@ -62,7 +59,10 @@ class Restoration:
     async def resume(
         self, kernel: Kernel, effect: Resume, saved_mib: int, journal: Journal, seen: ProcessesSeen | None = None
     ) -> tuple[ResumeOutcome, str]:
-        """Do what `Swaps.resume` documents."""
+        """Return the outcome and a sentence. `seen` a moment ago saves a pass over /proc.
+
+        Cancellation may leave a half-done resume: only at the broker's end.
+        """
         if self._inspector.off:
             return ResumeOutcome.NOT_STARTED, f"what is saved cannot be brought back now: {self._inspector.off}"
         device_ids = effect.devices
@@ -160,7 +160,6 @@ def moves_between(homes: Sequence[str], targets: Sequence[str]) -> dict[str, str
     return moves if any(old != new for old, new in moves.items()) else None
 
 
-# -- truth -------------------------------------------------------------------------------------------------------------
 # What a kernel really is, whatever was meant: found out after a broker's start and for quarantined leases.
 #
 # Half-done work is finished forward or undone, whichever is safe. Processes that are only locked are unlocked. A tree of which a part is
@@ -202,7 +201,10 @@ class TruthFinder:
     async def find(
         self, kernel: Kernel, device_id: str | None, saved_mib: int, host: HostSnapshot | None = None
     ) -> Truth | None:
-        """Do what `Swaps.truth` documents."""
+        """Find out what the kernel is, and finish or undo half-done work if that is safe. None: still unknown; look again later.
+
+        `device_id` and `saved_mib` are what is known of the lease. A snapshot that was taken a moment ago saves the first one.
+        """
         known = _Known(device_id, saved_mib)
         try:
             if kernel.identity is None or not is_alive(kernel.identity):
@@ -313,9 +315,6 @@ def _rest_mib(
     return max(0, saved_mib - locked_mib)
 
 
-# -- swap --------------------------------------------------------------------------------------------------------------
-
-
 log = logging.getLogger(__name__)
 
 
@@ -341,11 +340,12 @@ class Swaps:
         off: str = "",
     ) -> None:
         self.inspector = ProcessInspector(monitor, worker, off=off)
-        self._worker = worker
+        self.worker = worker
         self._gates = Gates(times)
-        self._suspension = Suspension(self.inspector, worker, times, self._gates, check)
-        self._restoration = Restoration(self.inspector, worker, times, overhead_mib or {})
-        self._truth = TruthFinder(self.inspector, worker, self._restoration)
+        self.suspend = Suspension(self.inspector, worker, times, self._gates, check).suspend
+        restoration = Restoration(self.inspector, worker, times, overhead_mib or {})
+        self.resume = restoration.resume
+        self.truth = TruthFinder(self.inspector, worker, restoration).find
 
     def connect(self, *, roots: Callable[[], list[ProcessIdentity]], is_quiet: IsQuiet | None = None) -> None:
         """Connect to what knows all kernels. To be called once, before the first operation.
@@ -357,38 +357,6 @@ class Swaps:
         if is_quiet is not None:
             self._gates.connect(is_quiet)
 
-    @property
-    def off(self) -> str:
-        """Why the driver cannot checkpoint at all, a sentence; empty: it can."""
-        return self.inspector.off
-
-    def renew_worker(self) -> None:
-        """Have the next operation done by a new worker."""
-        self._worker.renew()
-
-    def set_off(self, why: str) -> None:
-        """Set why the driver cannot checkpoint at all, a sentence; empty: it can from now on."""
-        self.inspector.off = why
-
-    async def suspend(
-        self, kernel: Kernel, effect: Suspend, journal: Journal, reserve: Reserve | None = None
-    ) -> Suspended:
-        """Return the outcome, MiB and a sentence. The MiB are what was saved, or what would have to be, if too little was reserved.
-
-        `reserve` is asked where more would be saved than the effect says is reserved on the host; without it no more is.
-        Cancellation may leave locks behind: only at the broker's end.
-        """
-        return await self._suspension.suspend(kernel, effect, journal, reserve or (lambda _mib: effect.host_mib))
-
-    async def resume(
-        self, kernel: Kernel, effect: Resume, saved_mib: int, journal: Journal, seen: ProcessesSeen | None = None
-    ) -> tuple[ResumeOutcome, str]:
-        """Return the outcome and a sentence. `seen` a moment ago saves a pass over /proc.
-
-        Cancellation may leave a half-done resume: only at the broker's end.
-        """
-        return await self._restoration.resume(kernel, effect, saved_mib, journal, seen)
-
     async def glance(self) -> ProcessesSeen | None:
         """Read the processes, for a `resume` that follows; None if that fails."""
         at_s = time.monotonic()
@@ -396,15 +364,6 @@ class Swaps:
             return ProcessesSeen(await self.inspector.scan_processes(), at_s)
         except GPUError:
             return None  # the operation reads them by itself, and says what is wrong
-
-    async def truth(
-        self, kernel: Kernel, device_id: str | None, saved_mib: int, host: HostSnapshot | None = None
-    ) -> Truth | None:
-        """Find out what the kernel is, and finish or undo half-done work where that is safe. None: still unknown; look again later.
-
-        `device_id` and `saved_mib` are what is known of the lease. A snapshot that was taken a moment ago saves the first one.
-        """
-        return await self._truth.find(kernel, device_id, saved_mib, host)
 
     async def shrink(self, kernel: Kernel) -> int | None:
         """Have an idle kernel give cached memory back; return what its processes use then, MiB.
@@ -418,7 +377,3 @@ class Swaps:
         except GPUError as error:
             log.info("lease %s: what is left after shrinking cannot be read: %s", kernel.lease_id[:8], error)
             return None
-
-    async def wait_for_previous_worker(self) -> None:
-        """Return when no checkpoint worker of an earlier broker is at work any more. Cancellation stops the waiting."""
-        await self._worker.wait_for_previous_worker()
