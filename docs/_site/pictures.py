@@ -62,8 +62,9 @@ _WORDS: Final = {
     "protocol": "messages, errors",
     "host": "processes, memory",
     "pages": "HTML in one file",
-    "curves": "SVG",
+    "curves": "panels of curves",
     "stats": "medians, intervals",
+    "svg": "parts of pictures",
     "core": "the arbiter: events in, effects out",
 }
 

@@ -14,7 +14,7 @@ from fractional_gpu.core.events import Attached, BusyChanged, LeaseRequested, Wa
 from fractional_gpu.core.metering.usage import Party, Usage, UsageKey, UsageRow
 from fractional_gpu.core.model import LeaseSpec, LeaseState
 from fractional_gpu.ledger import Ledger
-from tests.broker.accounting.test_metering import EUR, MINUTE, SECOND, World
+from tests.broker.accounting.test_metering import MINUTE, SECOND, World
 
 Counted = Mapping[tuple[str, ...], float]
 
@@ -154,19 +154,6 @@ def test_only_so_many_users_are_named_and_the_others_are_one_sum(world: World) -
     assert len(busy) == 257
     assert busy["machine", "user-0"] == 2
     assert busy["", "other"] == 300 - 256 + 2
-
-
-def test_no_counter_falls_where_a_device_changes_its_pool(world: World) -> None:
-    counters = counters_of(world)
-    world.wait(30 * SECOND)
-    before = scraped(counters.pools)
-    assert before["device_seconds", "p"] == 30
-    world.metering.set_tariff("q", EUR)
-    world.metering.meter.add_device(world.hand.now, world.wall_ms, "d0", "q")
-    world.wait(30 * SECOND)
-    after = scraped(counters.pools)
-    assert after["device_seconds", "q"] >= 30
-    assert all(after[key] >= value for key, value in before.items())
 
 
 def test_the_next_broker_begins_at_zero_with_what_happened_between_the_two(world: World) -> None:

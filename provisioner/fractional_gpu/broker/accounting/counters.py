@@ -6,8 +6,10 @@
 - Users' names are personal data: `users` is a collector of its own, which only administrators and the configured address are given.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from prometheus_client.core import CounterMetricFamily
@@ -71,8 +73,7 @@ def _metrics(labels: tuple[str, ...], *, by_user: bool) -> tuple[Metric, ...]:
 
 POOL_METRICS = _metrics(("pool",), by_user=False)
 USER_METRICS = _metrics(("pool", "account", "user"), by_user=True)
-_Key = tuple[str, ...]  # the values of the labels, and the currency last
-_Sums = dict[_Key, list[int]]  # the figures in their order
+_Sums = defaultdict[str, Counter[tuple[str, ...]]]  # by the metric's name and its labels, in the meter's units
 
 
 class UsageCounters:
@@ -86,38 +87,31 @@ class UsageCounters:
         self._metering = metering
         self._pools = pools
         self._users: dict[str, set[tuple[str, str]]] = {}  # by pool: those who are named
-        self._taken: tuple[_Sums, _Sums] = ({}, {})  # what the meter has given away, by pool and by user
-        self._shown: tuple[_Sums, _Sums] = ({}, {})  # at the last scrape
-        self.pools = _Counters(POOL_METRICS, lambda: self._until_now()[0])
-        self.users = _Counters(USER_METRICS, lambda: self._until_now()[1])
-        metering.followers.append(self._take)
+        self._taken = _Sums(Counter)  # what the meter has given away
+        self.pools = _Counters(POOL_METRICS, self._until_now)
+        self.users = _Counters(USER_METRICS, self._until_now)
+        metering.followers.append(partial(self._add, self._taken))
 
-    def _take(self, rows: Sequence[UsageRow]) -> None:
-        self._add(self._taken, rows)
-
-    def _until_now(self) -> tuple[_Sums, _Sums]:
-        """Return the sums by pool and by user as of now, none less than at the last scrape.
-
-        The meter books what a row has so far for another pool where a device changes its pool within the minute. Prometheus would take a
-        counter that falls for one that began anew, and count all of it again.
-        """
-        sums = (dict(self._taken[0]), dict(self._taken[1]))
+    def _until_now(self) -> _Sums:
+        sums = _Sums(Counter, {name: found.copy() for name, found in self._taken.items()})
         for pool in self._pools():
-            sums[0].setdefault((pool, ""), [0] * len(_FIGURES))
+            for one in _FIGURES:
+                if not one.in_money:
+                    sums[one.name][pool,] += 0
         self._add(sums, self._metering.uncollected())
-        for now, shown in zip(sums, self._shown, strict=True):
-            for key, figures in shown.items():
-                now[key] = [max(pair) for pair in zip(figures, now.get(key, figures), strict=True)]
-        self._shown = sums
         return sums
 
-    def _add(self, sums: tuple[_Sums, _Sums], rows: Iterable[UsageRow]) -> None:
+    def _add(self, sums: _Sums, rows: Iterable[UsageRow]) -> None:
         for row in rows:
-            figures = [one.of(row) for one in _FIGURES]
             pool, currency = row.party.pool, row.key.currency
-            _add_up(sums[0], (pool, currency), figures)
-            if row.key.lease_id:
-                _add_up(sums[1], (pool, *self._named(row), currency), figures)
+            user = self._named(row) if row.key.lease_id else None
+            for one in _FIGURES:
+                if one.in_money and not currency:
+                    continue
+                money = (currency,) if one.in_money else ()
+                sums[one.name][pool, *money] += one.of(row)
+                if user is not None and one.of_leases:
+                    sums[f"user_{one.name}"][pool, *user, *money] += one.of(row)
 
     def _named(self, row: UsageRow) -> tuple[str, str]:
         """Return the user of a row: whose account it is, a hub's or the machine's, and the name. `_MOST_USERS` are named in each pool."""
@@ -129,39 +123,18 @@ class UsageCounters:
         return user
 
 
-def _add_up(sums: _Sums, key: _Key, figures: list[int]) -> None:
-    known = sums.get(key)
-    sums[key] = figures if known is None else [one + more for one, more in zip(known, figures, strict=True)]
-
-
 class _Counters(Collector):
-    """Collects the metrics from sums by their labels and the currency."""
-
     def __init__(self, metrics: tuple[Metric, ...], sums: Callable[[], _Sums]) -> None:
-        self._metrics = {metric.name.removeprefix("user_"): metric for metric in metrics}
+        self._metrics = metrics
         self._sums = sums
 
     def describe(self) -> Iterable[Family]:
-        return [CounterMetricFamily(PREFIX + one.name, one.help, labels=one.labels) for one in self._metrics.values()]
+        return [CounterMetricFamily(PREFIX + one.name, one.help, labels=one.labels) for one in self._metrics]
 
     def collect(self) -> Iterator[Family]:
-        sums = self._sums()
-        for index, figure in enumerate(_FIGURES):
-            metric = self._metrics.get(figure.name)
-            if metric is None:
-                continue
+        sums, per_unit = self._sums(), {one.name: one.per_unit for one in _FIGURES}
+        for metric in self._metrics:
             family = CounterMetricFamily(PREFIX + metric.name, metric.help, labels=metric.labels)
-            for key, value in _by_labels(sums, index, in_money=figure.in_money).items():
-                family.add_metric(key, value / figure.per_unit)
+            for labels, value in sums[metric.name].items():
+                family.add_metric(labels, value / per_unit[metric.name.removeprefix("user_")])
             yield family
-
-
-def _by_labels(sums: _Sums, index: int, *, in_money: bool) -> dict[_Key, int]:
-    """Return one figure by its labels: amounts where there is a currency, the others over all currencies."""
-    found: dict[_Key, int] = {}
-    for key, figures in sums.items():
-        if in_money and not key[-1]:
-            continue
-        labels = key if in_money else key[:-1]
-        found[labels] = found.get(labels, 0) + figures[index]
-    return found
