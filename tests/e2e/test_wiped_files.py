@@ -33,8 +33,15 @@ def suspended(world: World, server: Server, seed: int) -> Notebook:
 
 
 def suspend(world: World, notebook: Notebook) -> None:
-    with world.client() as client:
-        client.suspend(world.lease(notebook.kernel_id).lease_id)
+    """Suspend it. A request that the broker cuts off, because it executes itself again, is made once more."""
+
+    def ask() -> bool:
+        with suppress(BrokerUnavailableError), world.client() as client:
+            client.suspend(world.lease(notebook.kernel_id).lease_id)
+            return True
+        return False
+
+    until(ask, "the kernel is suspended")
 
 
 def pid_of(world: World) -> int:

@@ -47,15 +47,6 @@ class ProcessIdentity:
     def to_dict(self) -> dict[str, str | int]:
         return {"boot_id": self.boot_id, "pid": self.pid, "start_time": self.start_time}
 
-    def to_text(self) -> str:
-        return f"{self.pid}-{self.start_time}-{self.boot_id}"
-
-    @classmethod
-    def from_text(cls, text: str) -> Self:
-        """Rebuild what `to_text` gave. Raises ValueError."""
-        pid, start, boot = text.split("-", 2)
-        return cls.from_dict({"boot_id": boot, "pid": int(pid), "start_time": int(start)})
-
     @classmethod
     def from_dict(cls, data: dict[str, object]) -> Self:
         """Rebuild what `to_dict` gave. Raises ValueError that names the field that is missing or of the wrong type."""

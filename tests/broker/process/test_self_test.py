@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
@@ -37,8 +36,7 @@ class World:
         self.kernels: dict[str, object] = {}
         self.used_mib: dict[str, int] = {}
         self.enforcement = SimpleNamespace(exempt_pids=set[int]())
-        self.counts_processes = threading.Event()
-        self.swaps = SimpleNamespace(inspector=SimpleNamespace(set_counts_processes=self.counts_processes.set))
+        self.swaps = SimpleNamespace(inspector=SimpleNamespace(counts_processes=False))
         for spec in self.specs.values():
             self.dispatch(DeviceSeen(at_ms=0, device=spec, stranger_mib=7))
 
@@ -82,7 +80,7 @@ async def test_where_it_works_nothing_changes(world: World) -> None:
     (device_id,) = world.specs
     assert world.monitor.use(device_id).processes == (), "nothing is left behind"
     assert world.enforcement.exempt_pids == set()
-    assert world.counts_processes.is_set(), "the device counted the process by its pid"
+    assert world.swaps.inspector.counts_processes, "the device counted the process by its pid"
 
 
 @pytest.mark.parametrize("code", [GPUErrorCode.NOT_PERMITTED, GPUErrorCode.NOT_SUPPORTED])

@@ -63,8 +63,15 @@ class UtilisationMeter:
         for kernel, view in self._broker.views():
             beginning = _cell_of(kernel, view)
             if beginning is not None:
-                now_us, since_us = self._times_us(beginning)
-                starts = {device_id: self._start_us(device_id, since_us) for device_id in view.device_ids}
+                message_s, granted_s, resident_ms = beginning
+                now_us = self._clock()
+                runs_us = int((time.monotonic() - max(message_s, granted_s)) * 1_000_000)
+                since_us = now_us - min(runs_us, (now_ms() - resident_ms) * 1000)
+                starts = {}
+                for device_id in view.device_ids:
+                    until_us = self._until_us.get(device_id, 0)
+                    settled_us = since_us + self._settle_us.get(device_id, _SETTLE_US)
+                    starts[device_id] = until_us if until_us >= since_us else settled_us
                 if all(now_us - start_us >= _SHORTEST_US for start_us in starts.values()):
                     cells[kernel.lease_id] = _Cell(beginning, starts)
         return Reading(cells)
@@ -99,16 +106,6 @@ class UtilisationMeter:
                 self._until_us[device_id] = max(answer.until_us, self._until_us.get(device_id, 0))
                 self._settle_us[device_id] = answer.settle_us
         return found
-
-    def _start_us(self, device_id: str, since_us: int) -> int:
-        until_us = self._until_us.get(device_id, 0)
-        return until_us if until_us >= since_us else since_us + self._settle_us.get(device_id, _SETTLE_US)
-
-    def _times_us(self, beginning: _Beginning) -> tuple[int, int]:
-        message_s, granted_s, resident_ms = beginning
-        now_us = self._clock()
-        runs_us = int((time.monotonic() - max(message_s, granted_s)) * 1_000_000)
-        return now_us, now_us - min(runs_us, (now_ms() - resident_ms) * 1000)
 
     def _on_device(
         self,

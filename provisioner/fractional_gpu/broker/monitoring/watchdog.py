@@ -1,16 +1,11 @@
 """Ends a broker whose event loop stands still, with the stacks of all its threads in the log.
 
-A broker whose loop is blocked serves no request, and no part of it that runs on the loop can notice. A thread can: it hands the loop a
-callback and waits until the loop has run it. A broker that was ended so is started again by the next client that needs one, or by its
-supervisor, and finds in the ledger what it had begun: for kernels and ledger it is like a SIGKILL, which is tested at every step.
+A thread hands the loop a callback and waits until the loop has run it. For kernels and ledger the end is like a SIGKILL, which is tested
+at every step: the next client that needs a broker starts one, or its supervisor does. What may take long is waited for in other threads
+or processes, so that 30 s are long for the loop.
 
-What may rightly take the loop's time: decisions and replies (milliseconds), the status of thousands of leases (tenths of a second), and a
-line of the log on a slow disk. Everything else (ledger, audit log, devices, /proc, checkpoints) is waited for in other threads or
-processes. So the limit can be short against a person's patience and long against all of that: 30 s by default.
-
-- Only time in which this thread ran counts. A broker that was stopped (SIGSTOP, a frozen control group, a machine that slept) was not
-  blocked.
-- While a debugger holds the process, or is loaded in it, nothing counts.
+- Only time in which this thread ran counts: a broker that was stopped (SIGSTOP, a frozen control group, a machine that slept) was not
+  blocked. While a debugger holds the process, or is loaded in it, nothing counts.
 - A loop that goes on while its stacks are written stays.
 - A call into native code that keeps the interpreter's lock stops this thread, too, and is not noticed.
 """

@@ -38,19 +38,16 @@ from fractional_gpu.gpu.simulated.host import choose_directory, create, destroy
 from fractional_gpu.gpu.simulated.store import SimulatedHostError
 from fractional_gpu.gpu.worker_link import WorkerLink
 
-# A broker's test of checkpointing at its start, on real devices that no kernel uses yet.
-#
-# The checkpoint worker is the only part that needs privileges, and the driver shows only on a real CUDA process whether it has them. A
-# refusal for good becomes the devices' `why_not`: their kernels stay resident and status gives the reason, so that no kernel is tried in
-# vain. Any other failure (no room, a slow machine) is written to the log and proves nothing.
-
-
 DRIVER_REFUSES: Final = frozenset({GPUErrorCode.NOT_PERMITTED, GPUErrorCode.NOT_SUPPORTED})
 
 
 @dataclass(frozen=True, slots=True)
 class SelfTest:
-    """One test. `specs` are the broker's devices by id: a refusal is written there too, where the sampler reads it."""
+    """A broker's test of checkpointing at its start, on real devices that no kernel uses yet.
+
+    The checkpoint worker is the only part that needs privileges, and the driver shows only on a real CUDA process whether it has them. A
+    refusal for good becomes the devices' `why_not` in `specs`, where the sampler reads it. Any other failure proves nothing.
+    """
 
     broker: Broker
     swaps: Swaps
@@ -227,9 +224,6 @@ class DriverStart:
                 broker.dispatch(Checkpointable(at_ms=now_ms(), lease_id=kernel.lease_id))
         if not self.off:
             broker.driver_started()
-
-
-# Opens the devices of a broker: the simulated ones of its options, or the machine's.
 
 
 # Terminals, server logs and JupyterLab's dialogs show this: an environment variable works for all of them.

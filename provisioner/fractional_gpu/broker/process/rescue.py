@@ -12,6 +12,7 @@
 import asyncio
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
@@ -39,13 +40,14 @@ from fractional_gpu.core.events import ResumeOutcome
 from fractional_gpu.core.model import LeaseSpec, LeaseState, ReserveBy
 from fractional_gpu.core.units import format_memory
 from fractional_gpu.gpu.worker_link import WorkerClaim, WorkerLink
-from fractional_gpu.host.accounts import account_name
+from fractional_gpu.host.accounts import account_name, account_uid
 from fractional_gpu.host.claims import DeviceClaim, NameClaim
 from fractional_gpu.host.process import ProcessIdentity
 from fractional_gpu.ledger import opening
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import Launch, LeaseRecord, LedgerError
 from fractional_gpu.protocol.errors import ConflictError
+from fractional_gpu.protocol.limits import MAX_LEASES_PER_UID
 from fractional_gpu.protocol.status import KernelFacts
 
 _ORPHAN_PATIENCE_S = 60.0  # an operation that a killed broker's worker has begun is let finish
@@ -295,6 +297,7 @@ class _RecordWriter:
     backend: Backend
     files: Path
     written: set[str] = field(default_factory=set)
+    without_memory: Counter[int] = field(default_factory=Counter)  # by user
 
     async def write(self, one: Carrier, rescued: Rescued) -> bool:
         """Write the kernel's record; return whether it is one whose memory waits for room. Raises GPUError, OSError."""
@@ -319,8 +322,11 @@ class _RecordWriter:
             milli = next((size for size in sorted(pool.fractions_milli) if whole_mib * size // 1000 >= least_mib), 1000)
             reserve_mib = max(whole_mib * milli // 1000, used_mib)
         state = LeaseState.SUSPENDED if is_saved else LeaseState.RESIDENT if used_mib else LeaseState.NO_CONTEXT
-        if state is LeaseState.NO_CONTEXT and one.lease_id in self.written:
-            return False  # of two processes that carry one lease, the one with memory counts, and then the older one
+        if state is LeaseState.NO_CONTEXT:
+            # Of two processes that carry one lease, the one with memory counts, and then the older one.
+            self.without_memory[account_uid(one.uid)] += 1
+            if one.lease_id in self.written or self.without_memory[account_uid(one.uid)] > MAX_LEASES_PER_UID:
+                return False
         self.written.add(one.lease_id)
         runs, served = is_command(command.connection)
         write_lease_file(

@@ -28,7 +28,7 @@ from fractional_gpu.core.model import Breach, LeaseState, LeaseView, Strangers
 from fractional_gpu.gpu.interface import DeviceActivity, DeviceUse, GPUError, ProcessKind, ProcessUse
 from fractional_gpu.host.accounts import user_name
 from fractional_gpu.host.clock import since_boot_us
-from fractional_gpu.host.process import PROC, ProcessIdentity, Snapshot, identify, is_alive, open_pidfd, owner_uid
+from fractional_gpu.host.process import PROC, ProcessIdentity, Snapshot, identify, open_pidfd, owner_uid
 from fractional_gpu.protocol.messages import GateVerb
 from fractional_gpu.protocol.status import Stranger
 
@@ -110,9 +110,9 @@ class Enforcement:
     def _foreign(self, strangers: Iterable[ProcessUse], processes: Snapshot | None) -> list[ProcessIdentity]:
         found = []
         for process in strangers:
-            identity = _living(process.pid) if process.kind is not ProcessKind.GRAPHICS else None
-            if identity is not None and not self._is_spared(process.pid, processes):
-                found.append(identity)
+            if process.kind is not ProcessKind.GRAPHICS and not self._is_spared(process.pid, processes):
+                with suppress(ProcessLookupError, PermissionError, ValueError):  # it ended, or cannot be read
+                    found.append(identify(process.pid))
         return found
 
     def _is_spared(self, pid: int, processes: Snapshot | None) -> bool:
@@ -151,14 +151,6 @@ class Enforcement:
         finally:
             os.close(pidfd)
         return True
-
-
-def _living(pid: int) -> ProcessIdentity | None:
-    try:
-        identity = identify(pid)
-        return identity if is_alive(identity) else None
-    except (ProcessLookupError, PermissionError, ValueError):
-        return None
 
 
 def _described(process: ProcessUse) -> Stranger:
