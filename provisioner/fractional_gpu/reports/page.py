@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from datetime import date, timedelta, tzinfo
 from typing import Final
 
-from markupsafe import Markup
-
 from fractional_gpu.core.metering.usage import MJ_PER_KWH, SHARE_HOUR
 from fractional_gpu.pages import render
 from fractional_gpu.protocol.accounts import UsageEntry, UsageReport
@@ -68,7 +66,7 @@ class Bars:
 
 def page(
     report: UsageReport, by: Sequence[str], *, made_by: str, whole: bool = True, zone: tzinfo | None = None
-) -> Markup:
+) -> str:
     """Return the page. The report is by day, user, group and pool, and by what is asked.
 
     `made_by`: the command and the version that made it. `whole`: the report is of whole devices, so that what is left of them is free.
@@ -83,7 +81,7 @@ def page(
 
 def body(
     report: UsageReport, by: Sequence[str], *, whole: bool = True, others: Mapping[str, UsageReport] | None = None
-) -> Markup:
+) -> str:
     """Return the page's parts from the sums to what the figures mean. `others`: reports that are shown by user, with their headings."""
     days = day_bars(report, whole=whole)
     leases = of_leases(report.entries)
