@@ -4,14 +4,13 @@ They are the keys of the pools' configuration, without the devices: these cannot
 """
 
 import json
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from fractional_gpu.config import COMMON_POOL_KEYS, POOL_KEYS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class Setting(NamedTuple):
     """One key. `default` and `example` are as one types them; `boolean`: only true and false are allowed; `choices`: of a list."""
 
     key: str
@@ -22,35 +21,26 @@ class Setting:
     choices: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolSettings:
+class PoolSettings(NamedTuple):
     """All settings, in the order in which they are shown."""
 
-    common: tuple[Setting, ...]
-    others: tuple[Setting, ...]
+    common: list[Setting]
+    others: list[Setting]
 
 
 @cache
 def pool_settings() -> PoolSettings:
-    others = [key for key in POOL_KEYS if key != "devices" and key not in COMMON_POOL_KEYS]
-    return PoolSettings(
-        common=tuple(_setting(key) for key in COMMON_POOL_KEYS), others=tuple(_setting(key) for key in others)
-    )
-
-
-def _setting(key: str) -> Setting:
-    rule = POOL_KEYS[key]
-    text = rule.help.removeprefix("Hub: ")
-    return Setting(
-        key=key,
-        help=text[:1].upper() + text[1:],
-        default=_typed(rule.default_value),
-        example=_typed(rule.example),
-        boolean=isinstance(rule.default_value, bool),
-        choices=tuple(rule.default_value) if isinstance(rule.default_value, list) else (),
-    )
-
-
-def _typed(value: object) -> str:
-    """Return what one types: a text as it is, anything else in JSON."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    """Return the settings of this version."""
+    shown = {}
+    for key, rule in POOL_KEYS.items():
+        # A text is typed as it is, anything else in JSON.
+        default, example = (
+            value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            for value in (rule.default_value, rule.example)
+        )
+        choices = tuple(rule.default_value) if isinstance(rule.default_value, list) else ()
+        text = rule.help.removeprefix("Hub: ")
+        text = text[:1].upper() + text[1:]
+        shown[key] = Setting(key, text, default, example, isinstance(rule.default_value, bool), choices)
+    others = [one for key, one in shown.items() if key != "devices" and key not in COMMON_POOL_KEYS]
+    return PoolSettings([shown[key] for key in COMMON_POOL_KEYS], others)

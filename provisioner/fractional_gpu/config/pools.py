@@ -368,30 +368,24 @@ def parse_pools(value: object) -> tuple[Pool, ...]:
     return tuple(found)
 
 
-def find_device(where: str, reference: str, devices: Sequence[DeviceSpec]) -> DeviceSpec:
-    """Return the device that the reference names. Raises ConfigError if it fits no device or several."""
+def find_devices(where: str, reference: str, devices: Sequence[DeviceSpec]) -> list[DeviceSpec]:
+    """Return the devices that the reference names: one, or all of a model. Raises ConfigError if there is none, or several UUIDs fit."""
+    if reference.startswith(_MODEL):
+        model = reference.removeprefix(_MODEL).strip().lower()
+        if fitting := [device for device in devices if model and model in device.name.lower()]:
+            return fitting
+        there = ", ".join(sorted({device.name for device in devices})) or "none at all"
+        raise config_error(where, reference, f"there is no device of that model; this host has: {there}")
     if reference.isdecimal():
         fitting = [devices[int(reference)]] if int(reference) < len(devices) else []
     else:
         exact = [device for device in devices if device.device_id == reference]
         fitting = exact or [device for device in devices if device.device_id.startswith(reference)]
     if len(fitting) == 1:
-        return fitting[0]
+        return fitting
     there = ", ".join(f"{number} {device.device_id}" for number, device in enumerate(devices)) or "none at all"
     problem = "fits more than one device" if fitting else "there is no such device"
     raise config_error(where, reference, f"{problem}; this host has: {there}")
-
-
-def find_devices(where: str, reference: str, devices: Sequence[DeviceSpec]) -> list[DeviceSpec]:
-    """Return the devices that the reference names: one, or all of a model. Raises ConfigError if there is none."""
-    if not reference.startswith(_MODEL):
-        return [find_device(where, reference, devices)]
-    model = reference.removeprefix(_MODEL).strip().lower()
-    fitting = [device for device in devices if model and model in device.name.lower()]
-    if not fitting:
-        there = ", ".join(sorted({device.name for device in devices})) or "none at all"
-        raise config_error(where, reference, f"there is no device of that model; this host has: {there}")
-    return fitting
 
 
 def assign(

@@ -12,6 +12,7 @@ the machine's devices; `managed` and `pool_specs` check the rest.
 
 import grp
 import json
+import os
 import stat
 import textwrap
 import traceback
@@ -331,15 +332,8 @@ def _search() -> tuple[Path, ...]:
     except RuntimeError as error:  # this user has no home folder
         raise ConfigError(f"{CONFIG_NAME} cannot be looked for: {error} Set HOME to a folder of your own") from error
     candidates = dict.fromkeys(Path(folder) / CONFIG_NAME for folder in reversed(folders))
-    return tuple(file for file in candidates if _is_there(file))
-
-
-def _is_there(file: Path) -> bool:
-    """Return whether the file exists. Ignore a folder without permission, as Jupyter does."""
-    try:
-        return file.exists()
-    except PermissionError:
-        return False
+    # A folder without permission is as good as an empty one, as for Jupyter; `Path.exists` would raise.
+    return tuple(file for file in candidates if os.path.exists(file))  # noqa: PTH110
 
 
 def _read(file: Path) -> Mapping[str, Any]:
