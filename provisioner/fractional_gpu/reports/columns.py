@@ -68,28 +68,12 @@ HOURS: Final = (
 BUSY_PERCENT: Final = Column("busy %", lambda one: one.usage.busy_share, -1, "busy GPU hours, of those held")
 AMOUNT: Final = Column("amount", lambda one: one.usage.charge_milli, 0, "what is charged")
 RESOURCES: Final = (
-    Column(
-        "devices h",
-        lambda one: one.usage.occupied_us,
-        _US_PER_HOUR,
-        "hours of devices, each divided among its holders",
-        resource=True,
-    ),
-    Column(
-        "memory GiB h", lambda one: one.usage.device_mib_ms, _GIB_HOUR, "device memory in use, over time", resource=True
-    ),
-    Column(
-        "saved GiB h",
-        lambda one: one.usage.host_mib_ms,
-        _GIB_HOUR,
-        "host memory of suspended kernels, over time",
-        resource=True,
-    ),
+    Column("devices h", lambda one: one.usage.occupied_us, _US_PER_HOUR, "hours of devices, each divided among its holders", resource=True),
+    Column("memory GiB h", lambda one: one.usage.device_mib_ms, _GIB_HOUR, "device memory in use, over time", resource=True),
+    Column("saved GiB h", lambda one: one.usage.host_mib_ms, _GIB_HOUR, "host memory of suspended kernels, over time", resource=True),
     Column("moved GiB", lambda one: one.usage.moved_mib, 1024, "moved by suspends and resumes", resource=True),
-    Column(
-        "energy kWh", lambda one: one.usage.energy_mj, MJ_PER_KWH, "what the devices drew", resource=True, decimals=3
-    ),
-)
+    Column("energy kWh", lambda one: one.usage.energy_mj, MJ_PER_KWH, "what the devices drew", resource=True, decimals=3),
+)  # fmt: skip
 CARBON: Final = Column(
     "CO2 kg", lambda one: one.carbon_mg, _MG_PER_KG, "for the energy, by the figures that are configured", resource=True, decimals=3
 )  # fmt: skip
