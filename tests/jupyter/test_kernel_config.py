@@ -2,16 +2,17 @@
 
 import pytest
 
-from fractional_gpu.jupyter.kernel_command import KernelConfig, check_pool_name, parse_kernel_config
+from fractional_gpu.jupyter.kernel_command import check_pool_name, parse_kernel_config
 from fractional_gpu.protocol.errors import BadRequestError
+from fractional_gpu.protocol.messages import LeaseRequest
 
 
-def parse(stanza: dict[str, object]) -> KernelConfig:
-    return parse_kernel_config(stanza, default_pool="default", default_fraction="1/4")
+def parse(stanza: dict[str, object]) -> LeaseRequest:
+    return parse_kernel_config(stanza, default_pool="default", default_fraction="1/4")[0]
 
 
 def test_nothing_said_takes_the_defaults() -> None:
-    assert parse({}) == KernelConfig(pool="default", fraction_milli=250, memory_mib=None, priority=0)
+    assert parse({}) == LeaseRequest(pool="default", fraction_milli=250, memory_mib=None, priority=0)
 
 
 @pytest.mark.parametrize("fraction", [0.25, "1/4", "250m", "0.25"])
@@ -21,11 +22,11 @@ def test_a_fraction_can_be_spelt_in_three_ways(fraction: object) -> None:
 
 def test_everything_said_is_taken() -> None:
     stanza: dict[str, object] = {"pool": "teaching", "fraction": 1, "memory": "20GiB", "devices": 1, "priority": -3}
-    assert parse(stanza) == KernelConfig(pool="teaching", fraction_milli=1000, memory_mib=20480, priority=-3)
+    assert parse(stanza) == LeaseRequest(pool="teaching", fraction_milli=1000, memory_mib=20480, priority=-3)
 
 
 def test_several_devices_are_whole_ones_without_saying_so() -> None:
-    assert parse({"devices": 2}) == KernelConfig(pool="default", fraction_milli=1000, devices=2)
+    assert parse({"devices": 2}) == LeaseRequest(pool="default", fraction_milli=1000, devices=2)
     assert parse({"devices": 8, "fraction": 1}).devices == 8
 
 

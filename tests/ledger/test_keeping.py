@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.core.model import LeaseState
-from fractional_gpu.ledger import LeaseRecord, Ledger, LedgerError, OperationRecord, PointRecord, RecordError, StoryLine
+from fractional_gpu.ledger import LeaseRecord, Ledger, LedgerError, OperationRecord, RecordError
 from fractional_gpu.ledger import ledger as ledger_module
+from fractional_gpu.protocol.status import StoryLine, UsagePoint
 from tests.support.records import a_record
 
 MakeLease = Callable[..., LeaseRecord]
@@ -96,7 +97,7 @@ def test_of_a_lease_that_never_had_a_process_only_a_count_by_user_and_hour_stays
     for lease_id, uid, at_ms in (("a", 7, 5), ("b", 7, 6), ("c", 8, 7), ("d", 7, hour_ms)):
         ledger.save_lease(make_lease(lease_id, uid=uid, **never))
         ledger.record(lease_id, 1, "r", "s")
-        ledger.add_point(PointRecord(lease_id=lease_id, at_ms=1, state="unattached", used_mib=0, saved_mib=0))
+        ledger.add_point(lease_id, UsagePoint(at_ms=1, state="unattached", used_mib=0, saved_mib=0))
         for _ in range(2):
             ledger.end_lease(lease_id, at_ms, "released")
         assert (ledger.has_lease(lease_id), ledger.story(lease_id), ledger.points(lease_id)) == (False, [], [])

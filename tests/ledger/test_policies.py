@@ -2,17 +2,18 @@
 
 from pathlib import Path
 
-from fractional_gpu.ledger import Ledger, PointRecord
+from fractional_gpu.ledger import Ledger
+from fractional_gpu.protocol.status import UsagePoint
 
 
-def point(at_ms: int, lease_id: str = "a") -> PointRecord:
-    return PointRecord(lease_id=lease_id, at_ms=at_ms, state="resident", used_mib=at_ms * 10, saved_mib=1)
+def point(at_ms: int) -> UsagePoint:
+    return UsagePoint(at_ms=at_ms, state="resident", used_mib=at_ms * 10, saved_mib=1)
 
 
 def test_points_come_back_in_order_and_no_more_than_asked_for(ledger: Ledger) -> None:
     for at_ms in range(5):
-        ledger.add_point(point(at_ms))
-        ledger.add_point(point(at_ms, "other"))
+        ledger.add_point("a", point(at_ms))
+        ledger.add_point("other", point(at_ms))
     assert ledger.points("a") == [point(at_ms) for at_ms in range(5)]
     assert ledger.points("a", 2) == [point(3), point(4)]
     assert ledger.points("nobody") == []

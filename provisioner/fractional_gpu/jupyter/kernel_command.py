@@ -26,6 +26,7 @@ from pathlib import Path
 from fractional_gpu.core.units import parse_fraction_milli, parse_memory_mib
 from fractional_gpu.host.process import EXTENSION, find_ipykernel
 from fractional_gpu.protocol.errors import BadRequestError
+from fractional_gpu.protocol.messages import LeaseRequest
 from fractional_gpu.protocol.names import msgspec_problem
 
 _OURS = ("fractional_gpu_kernel", "fractional_gpu")
@@ -98,7 +99,6 @@ class KernelPlan:
     obstacle: str = ""
 
     def command(self, argv: Sequence[str]) -> list[str]:
-        """Return the formatted command, with the extension if the kernel is gated."""
         position = find_ipykernel(argv) if self.gated else None
         return list(argv) if position is None else [*argv[: position + 1], EXTENSION, *argv[position + 1 :]]
 
@@ -242,23 +242,6 @@ _PRIORITIES = range(-1000, 1001)
 _SHOWN = 80  # characters of a bad value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelConfig:
-    """A checked configuration. Fraction in milli-GPU; memory in MiB, None for the fraction's share of the device.
-
-    `request_mib`: the guaranteed part of the memory in a pool that reserves by use, None for the fraction's share. `simulate`: the
-    simulated devices of a broker that is started for the kernel; None: the machine's own devices.
-    """
-
-    pool: str
-    fraction_milli: int
-    memory_mib: int | None = None
-    priority: int = 0
-    request_mib: int | None = None
-    devices: int = 1
-    simulate: str | None = None
-
-
 def check_pool_name(name: object) -> str:
     """Return the name of a pool, which is also part of a kernelspec's folder name. Raises BadRequestError."""
     if not isinstance(name, str) or not _POOL_NAME.fullmatch(name):
@@ -270,8 +253,10 @@ def check_pool_name(name: object) -> str:
     return name
 
 
-def parse_kernel_config(stanza: Mapping[str, object], *, default_pool: str, default_fraction: str) -> KernelConfig:
-    """Check a stanza's config.
+def parse_kernel_config(
+    stanza: Mapping[str, object], *, default_pool: str, default_fraction: str
+) -> tuple[LeaseRequest, str | None]:
+    """Return what a stanza's config asks for, and the simulated devices of a broker that is started for the kernel (None: real ones).
 
     Raises BadRequestError: one sentence with the key, what was given and what is allowed.
     """
@@ -294,15 +279,15 @@ def parse_kernel_config(stanza: Mapping[str, object], *, default_pool: str, defa
             f"kernel_provisioner config: fraction is {_shown(stanza['fraction'])} with {devices} devices; several devices are "
             "whole ones: leave fraction out, or use one device"
         )
-    return KernelConfig(
+    request = LeaseRequest(
         pool=check_pool_name(stanza.get("pool", default_pool)),
         fraction_milli=fraction_milli,
         memory_mib=memory_mib,
         priority=_priority(stanza.get("priority", 0)),
-        simulate=_simulated(stanza.get("simulate")),
         request_mib=request_mib,
         devices=devices,
     )
+    return request, _simulated(stanza.get("simulate"))
 
 
 def _memory(stanza: Mapping[str, object], key: str) -> int | None:

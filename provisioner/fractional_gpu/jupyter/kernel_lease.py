@@ -61,8 +61,6 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelLease:
-    """A lease that this server's kernel holds."""
-
     lease_id: str
     token: str = field(repr=False)  # "": unknown
     token_file: Path

@@ -38,7 +38,6 @@ def identity_of(pid: int) -> dict[str, Any]:
 
 
 def working_folder(pid: int) -> Path:
-    """Return the process's working folder. Raises ProcessGoneError."""
     try:
         return Path(f"/proc/{pid}/cwd").readlink()
     except OSError as error:
@@ -76,7 +75,6 @@ class AdoptedProcess:
             raise ProcessGoneError(f"process {self.pid} is gone") from error
 
     def poll(self) -> int | None:
-        """Return None while it runs."""
         if self.returncode is None and self._has_ended(0):
             self._mark_ended()
         return self.returncode
@@ -95,15 +93,12 @@ class AdoptedProcess:
             signal.pidfd_send_signal(self._pidfd, number)
 
     def terminate(self) -> None:
-        """Send SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def close(self) -> None:
-        """Close the descriptor; the process lives on."""
         if self.returncode is None:
             self._mark_ended()
 

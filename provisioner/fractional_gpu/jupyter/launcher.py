@@ -23,6 +23,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from msgspec import structs
+
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import runtime_dir
 from fractional_gpu.host.process import find_ipykernel, read_stat
@@ -30,7 +32,6 @@ from fractional_gpu.jupyter.kernel_command import parse_kernel_config, plan_kern
 from fractional_gpu.jupyter.kernel_lease import KernelLease, attach_request, environment_with, lease_label, take_lease
 from fractional_gpu.protocol.errors import BadRequestError, FractionalGPUError
 from fractional_gpu.protocol.limits import MAX_NAME
-from fractional_gpu.protocol.messages import LeaseRequest
 
 _MODULE = "fractional_gpu.jupyter.launcher"
 _TIMEOUT_S = 30.0
@@ -72,7 +73,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 def _lease_and_become(options: argparse.Namespace) -> NoReturn:
     """Take the lease and become the second step."""
     stanza = {name: value for name in _STANZA_KEYS if (value := getattr(options, name)) is not None}
-    config = parse_kernel_config(stanza, default_pool="default", default_fraction="1/4")
+    asked, simulate = parse_kernel_config(stanza, default_pool="default", default_fraction="1/4")
     command = list(options.command)
     path, _ = _connection(command)
     plan = plan_kernel(command, os.environ, str(Path.cwd()), options.language)
@@ -80,18 +81,15 @@ def _lease_and_become(options: argparse.Namespace) -> NoReturn:
     if plan.obstacle:
         sys.stderr.write(f"{plan.obstacle}.\n")
     kernel_id = path.stem.removeprefix("kernel-")[:MAX_NAME]
-    request = LeaseRequest(
-        fraction_milli=config.fraction_milli,
-        pool=config.pool,
-        memory_mib=config.memory_mib,
-        devices=config.devices,
+    request = structs.replace(
+        asked,
         kernel_id=kernel_id,
         label=lease_label(os.environ.get("JPY_SESSION_NAME") or options.label or Path.cwd().name),
         gated=plan.gated,
         wait_ms=0 if plan.gated else _WAIT_UNGATED_MS,
     )
     _remove_stale_tokens()
-    lease = _rename_token_file(take_lease(request, timeout_s=_TIMEOUT_S, simulate=config.simulate))
+    lease = _rename_token_file(take_lease(request, timeout_s=_TIMEOUT_S, simulate=simulate))
     try:
         _release_earlier_leases(lease, kernel_id)
         step = [sys.executable, "-P", "-m", _MODULE, "--attach", "--language", options.language, "--", *command]

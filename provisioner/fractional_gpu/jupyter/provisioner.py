@@ -29,13 +29,14 @@ from typing import Any
 
 from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
+from msgspec import structs
 from tornado.web import HTTPError
 from traitlets import Float, Unicode, default
 
 from fractional_gpu.client.discovery import runtime_dir
 from fractional_gpu.client.threads import in_thread
 from fractional_gpu.host.process import find_ipykernel
-from fractional_gpu.jupyter.kernel_command import KernelConfig, KernelPlan, parse_kernel_config, plan_kernel
+from fractional_gpu.jupyter.kernel_command import KernelPlan, parse_kernel_config, plan_kernel
 from fractional_gpu.jupyter.kernel_lease import (
     KernelLease,
     attach_request,
@@ -136,19 +137,19 @@ class FractionalGPUProvisioner(LocalProvisioner):
         Raises FractionalGPUError with one sentence: at a first start, and for a wrong kernelspec. Cancelled, it may leave a lease
         without a process, which the broker lets expire.
         """
-        config = self._config()
+        asked, simulate = self._config()
         environment = dict(kwargs.get("env") or os.environ)
         folder = os.fspath(kwargs.get("cwd") or Path.cwd())
         with_spec = self._spec_environment(environment)
         if self._lease is None and self._is_named_by_kernelspec:
             # Starting a broker and probing the interpreter are both slow: they run at the same time.
-            begin_broker_start(timeout_s=self.broker_timeout, simulate=config.simulate)
+            begin_broker_start(timeout_s=self.broker_timeout, simulate=simulate)
         self._plan = await in_thread(
             plan_kernel, self.kernel_spec.argv, with_spec, folder, self.kernel_spec.language or ""
         )
-        request = self._request(config, environment)
+        request = self._request(asked, environment)
         self._notice = ""
-        lease, notice = await self._obtain(request, config.simulate)
+        lease, notice = await self._obtain(request, simulate)
         self._launch_lease = lease
         managed = lease is not None or bool(notice)
         if managed and self._plan.obstacle:
@@ -370,7 +371,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         """Whether the kernelspec names this provisioner; else it is the default one."""
         return "provisioner_name" in ((self.kernel_spec.metadata or {}).get("kernel_provisioner") or {})
 
-    def _config(self) -> KernelConfig:
+    def _config(self) -> tuple[LeaseRequest, str | None]:
         """Return the checked stanza. Raises FractionalGPUError with one sentence."""
         try:
             return parse_kernel_config(
@@ -386,15 +387,10 @@ class FractionalGPUProvisioner(LocalProvisioner):
         }
         return {**environment, **own}
 
-    def _request(self, config: KernelConfig, environment: Mapping[str, str]) -> LeaseRequest:
+    def _request(self, asked: LeaseRequest, environment: Mapping[str, str]) -> LeaseRequest:
         label = environment.get("JPY_SESSION_NAME") or self.kernel_spec.display_name or "kernel"
-        return LeaseRequest(
-            fraction_milli=config.fraction_milli,
-            pool=config.pool,
-            memory_mib=config.memory_mib,
-            request_mib=config.request_mib,
-            devices=config.devices,
-            priority=config.priority,
+        return structs.replace(
+            asked,
             kernel_id=(self.kernel_id or "")[:MAX_NAME],  # as long as a file's name may be
             label=lease_label(label),
             gated=self._plan.gated,

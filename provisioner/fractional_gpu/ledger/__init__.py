@@ -5,10 +5,8 @@ from fractional_gpu.ledger.records import (
     LeaseRecord,
     LedgerError,
     OperationRecord,
-    PointRecord,
     RecordError,
     SeatRecord,
-    StoryLine,
     UsageRecord,
 )
 
@@ -17,9 +15,7 @@ __all__ = [
     "Ledger",
     "LedgerError",
     "OperationRecord",
-    "PointRecord",
     "RecordError",
     "SeatRecord",
-    "StoryLine",
     "UsageRecord",
 ]

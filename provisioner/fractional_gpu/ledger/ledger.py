@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 import msgspec
+from msgspec import structs
 
 from fractional_gpu.core.forecasts.advice import Given
 from fractional_gpu.core.forecasts.habits import HabitKey, Share, ShareDay
@@ -35,12 +36,11 @@ from fractional_gpu.ledger.records import (
     LeaseRecord,
     LedgerError,
     OperationRecord,
-    PointRecord,
     RecordError,
     SeatRecord,
-    StoryLine,
     UsageRecord,
 )
+from fractional_gpu.protocol.status import StoryLine, UsagePoint
 
 log = logging.getLogger(__name__)
 K = TypeVar("K")
@@ -109,7 +109,7 @@ _ADD_POINT = """
 INSERT INTO points (lease_id, at_ms, state, used_mib, saved_mib) VALUES (:lease_id, :at_ms, :state, :used_mib, :saved_mib)
 """
 _POINTS = """
-SELECT lease_id, at_ms, state, used_mib, saved_mib
+SELECT at_ms, state, used_mib, saved_mib
 FROM (SELECT * FROM points WHERE lease_id = ? ORDER BY point_id DESC LIMIT ?) ORDER BY point_id
 """
 _ADD_USAGE = """
@@ -279,7 +279,6 @@ class Ledger:
         return [self._record(row, LeaseRecord) for row in rows]
 
     def has_lease(self, lease_id: str) -> bool:
-        """Return whether the lease is recorded here, as live or as ended."""
         return bool(self._read("SELECT 1 FROM leases WHERE lease_id = ?", (lease_id,)))
 
     def end_lease(self, lease_id: str, at_ms: int, reason: str) -> None:
@@ -326,13 +325,11 @@ class Ledger:
             raise RecordError(f"operation {operation_id} cannot enter {phase!r}: no such operation is open")
 
     def finish(self, operation_id: int, outcome: str, at_ms: int) -> None:
-        """Record the outcome of the operation. Raises RecordError if it is not open."""
         statement = "UPDATE operations SET finished_ms = ?, outcome = ? WHERE operation_id = ? AND finished_ms IS NULL"
         if self._write(statement, (at_ms, outcome, operation_id)) == 0:
             raise RecordError(f"operation {operation_id} cannot finish as {outcome!r}: no such operation is open")
 
     def open_operations(self) -> list[OperationRecord]:
-        """Return the operations that have begun and not finished, oldest first."""
         return [OperationRecord(**dict(row)) for row in self._read(_OPEN_OPERATIONS)]
 
     def next_operation_id(self) -> int:
@@ -343,7 +340,6 @@ class Ledger:
     # Seats
 
     def save_seat(self, record: SeatRecord) -> None:
-        """Insert or replace the seat. Raises RecordError if it has ended."""
         row = (record.seat_id, record.pool, record.created_ms, self._document(record))
         if self._write(_SAVE_SEAT, row) == 0:
             raise RecordError(f"seat {record.seat_id} has ended and cannot be saved again; take a new one")
@@ -356,7 +352,6 @@ class Ledger:
         return [self._record(row, SeatRecord) for row in rows]
 
     def has_seat(self, seat_id: str) -> bool:
-        """Return whether the seat is recorded here, as live or as ended."""
         return bool(self._read("SELECT 1 FROM seats WHERE seat_id = ?", (seat_id,)))
 
     def end_seat(self, seat_id: str, at_ms: int, reason: str) -> None:
@@ -375,11 +370,9 @@ class Ledger:
         return [int(row["lasted_ms"]) for row in self._read(_SEAT_TIMES, (pool, max(0, limit)))]
 
     def add_usage(self, usage: UsageRecord) -> None:
-        """Add the usage to that of the same user, pool and day."""
         self._write(_ADD_USAGE, asdict(usage))
 
     def usage(self, since_day: int) -> list[UsageRecord]:
-        """Return the usage from that day on, sorted by user, pool and day."""
         rows = self._read("SELECT * FROM usage WHERE day >= ? ORDER BY owner, pool, day", (since_day,))
         return [UsageRecord(**dict(row)) for row in rows]
 
@@ -436,7 +429,6 @@ class Ledger:
         return [(key, day) for (key, _), day in found]
 
     def save_given_advice(self, key: HabitKey, given: Given) -> None:
-        """Save the advice; it replaces an earlier one to the same notebook or seat."""
         row = (self._document(key), given.day, self._document(given))
         self._write("INSERT OR REPLACE INTO advised (key, day, document) VALUES (?, ?, ?)", row)
 
@@ -472,21 +464,17 @@ class Ledger:
             self._write(_TRIM_STORY, {"lease_id": lease_id, "kept": STORY_LINES})
 
     def story(self, lease_id: str, limit: int = 200) -> list[StoryLine]:
-        """Return the last `limit` lines, oldest first."""
         return [StoryLine(**dict(row)) for row in self._read(_STORY, (lease_id, max(0, limit)))]
 
     def story_length(self, lease_id: str) -> int:
-        """Return how many lines the lease's story has."""
         (row,) = self._read("SELECT count(*) AS lines FROM story WHERE lease_id = ?", (lease_id,))
         return int(row["lines"])
 
-    def add_point(self, point: PointRecord) -> None:
-        """Record the lease's state and memory from now on."""
-        self._write(_ADD_POINT, asdict(point))
+    def add_point(self, lease_id: str, point: UsagePoint) -> None:
+        self._write(_ADD_POINT, {"lease_id": lease_id, **structs.asdict(point)})
 
-    def points(self, lease_id: str, limit: int = 1000) -> list[PointRecord]:
-        """Return the last `limit` points of the lease, oldest first."""
-        return [PointRecord(**dict(row)) for row in self._read(_POINTS, (lease_id, max(0, limit)))]
+    def points(self, lease_id: str, limit: int = 1000) -> list[UsagePoint]:
+        return [UsagePoint(**dict(row)) for row in self._read(_POINTS, (lease_id, max(0, limit)))]
 
     # Drained devices, and named texts such as forecasts
 
@@ -496,7 +484,6 @@ class Ledger:
         self._write(statement, (device_id, evict_busy, deadline_ms))
 
     def set_undrained(self, device_id: str) -> None:
-        """Record that the device is no longer being drained."""
         self._write("DELETE FROM drained WHERE device_id = ?", (device_id,))
 
     def drained(self) -> dict[str, bool]:
@@ -511,11 +498,9 @@ class Ledger:
         return {row["device_id"]: int(row["deadline_ms"]) for row in rows}
 
     def keep(self, name: str, value: str) -> None:
-        """Store a text under a name; it replaces an earlier one."""
         self._write("INSERT OR REPLACE INTO kept (name, value) VALUES (?, ?)", (name, value))
 
     def kept(self, name: str) -> str | None:
-        """Return the text under the name, None if there is none."""
         rows = self._read("SELECT value FROM kept WHERE name = ?", (name,))
         return str(rows[0]["value"]) if rows else None
 

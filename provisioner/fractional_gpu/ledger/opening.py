@@ -117,7 +117,6 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def exists(path: Path) -> bool:
-    """Whether there is a ledger, sound or not."""
     return any(os.path.lexists(path.with_name(path.name + suffix)) for suffix in ("", WHOLE))
 
 

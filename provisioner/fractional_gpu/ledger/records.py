@@ -70,7 +70,6 @@ class LeaseRecord:
 
     @property
     def device_id(self) -> str | None:
-        """The first of its devices."""
         return self.device_ids[0] if self.device_ids else None
 
 
@@ -86,26 +85,6 @@ class OperationRecord:
     phase: str
     begun_ms: int
     pids: str  # JSON: the processes that it touches
-    saved_mib: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoryLine:
-    """One recorded reason of something that happened to a lease."""
-
-    at_ms: int
-    reason: str  # machine-readable
-    sentence: str  # for people
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PointRecord:
-    """A lease's state and memory from this moment to the next point."""
-
-    lease_id: str
-    at_ms: int
-    state: str
-    used_mib: int
     saved_mib: int
 
 

@@ -152,7 +152,6 @@ _INDEXES: Final = (
 
 
 def create_tables(connection: sqlite3.Connection) -> None:
-    """Make the tables of a new ledger. Raises sqlite3.Error."""
     connection.execute("BEGIN")
     for name, columns in TABLES.items():
         connection.execute(f"CREATE TABLE {name} ({columns})")

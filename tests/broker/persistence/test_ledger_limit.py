@@ -16,7 +16,8 @@ from fractional_gpu.broker.process.run import BrokerRun
 from fractional_gpu.core.metering.turns import Turn
 from fractional_gpu.core.metering.usage import Party, Usage, UsageKey, UsageRow
 from fractional_gpu.core.model import LeaseSpec, LeaseState
-from fractional_gpu.ledger import LeaseRecord, Ledger, OperationRecord, PointRecord, SeatRecord, UsageRecord
+from fractional_gpu.ledger import LeaseRecord, Ledger, OperationRecord, SeatRecord, UsageRecord
+from fractional_gpu.protocol.status import UsagePoint
 from tests.broker.live import live_broker
 from tests.support.records import a_record
 from tests.support.world import until
@@ -60,7 +61,7 @@ def fill(ledger: Ledger) -> None:
             ledger.save_lease(lease(lease_id, at_ms))
             for number in range(10):
                 ledger.record(lease_id, at_ms + number, "reason", "x" * 200)
-            ledger.add_point(PointRecord(lease_id=lease_id, at_ms=at_ms, state="resident", used_mib=1, saved_mib=0))
+            ledger.add_point(lease_id, UsagePoint(at_ms=at_ms, state="resident", used_mib=1, saved_mib=0))
             ledger.add_turns([Turn(lease_id, at_ms, at_ms, at_ms, 1, 1)])
             ledger.end_lease(lease_id, at_ms + 10, "released")
             key = UsageKey(at_ms // HOUR_MS * 3600, lease_id, "GPU-1", "EUR")

@@ -60,11 +60,9 @@ class Act:
     sentence: str = ""
 
     def refused(self, reason: str, sentence: str) -> None:
-        """Set the outcome to refused, with the reason."""
         self.outcome, self.reason, self.sentence = "refused", reason, sentence
 
     def line(self, outcome: str) -> bytes:
-        """Return the line for this outcome."""
         who = self.peer.credentials
         entry = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -135,7 +133,6 @@ class AuditLog:
         await self._write_outcome(act, act.outcome, f"{what} was answered ({act.outcome})")
 
     async def check(self) -> None:
-        """Log a warning if the audit log cannot be written now."""
         try:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._write, b"")
         except OSError as error:

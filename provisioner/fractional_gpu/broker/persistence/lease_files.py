@@ -71,7 +71,6 @@ class LeaseFiles:
         self._logged = ""  # the last failure
 
     def put(self, record: LeaseRecord | SeatRecord) -> None:
-        """Write the record of a lease or seat soon."""
         name = record.spec.lease_id + _LEASE if isinstance(record, LeaseRecord) else record.seat_id + _SEAT
         text = msgspec.json.encode(record)
         if self._wanted.get(name) != text:
@@ -80,7 +79,6 @@ class LeaseFiles:
             self._start_writing()
 
     def drop(self, lease_id: str, suffix: str = _LEASE) -> None:
-        """Remove the file of a lease that has ended soon."""
         name = lease_id + suffix
         self._wanted.pop(name, None)
         self._changed.add(name)
@@ -127,7 +125,6 @@ class LeaseFiles:
             self._changed |= failed  # tried again by `run`
 
     def _write(self, batch: dict[str, bytes | None]) -> set[str]:
-        """Write, or remove, the files; return the names for which that failed."""
         failed: set[str] = set()
         problem = ""
         for name, text in batch.items():

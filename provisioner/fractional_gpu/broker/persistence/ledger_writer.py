@@ -24,8 +24,9 @@ from fractional_gpu.core.units import format_memory
 from fractional_gpu.host import files
 from fractional_gpu.host.threads import StartedThreads
 from fractional_gpu.ledger.ledger import ACCOUNTS_MS, HISTORY_MS, Ledger
-from fractional_gpu.ledger.records import LeaseRecord, LedgerError, PointRecord, RecordError
+from fractional_gpu.ledger.records import LeaseRecord, LedgerError, RecordError
 from fractional_gpu.protocol.messages import GateVerb
+from fractional_gpu.protocol.status import UsagePoint
 
 if TYPE_CHECKING:
     from fractional_gpu.broker.broker import Broker
@@ -133,7 +134,6 @@ class LedgerWriter:
         await asyncio.get_running_loop().run_in_executor(self._thread, self.ledger.write_out)
 
     async def close(self) -> None:
-        """Write what is pending and close the ledger."""
         if self._again is not None:
             self._again.cancel()
             self._again = None
@@ -193,7 +193,6 @@ class LedgerWriter:
             self._trouble_changed()
 
     def _look_again(self) -> None:
-        """Write something, to find out whether writing works again."""
         self._again = None
         if self.trouble:
             self._enqueue(partial(self.ledger.keep, "last-look", "")).add_done_callback(_seen)
@@ -373,7 +372,6 @@ class LeaseRecords:
         )
 
     def remove_second_record(self, lease_id: str) -> None:
-        """Have the second record of a lease that is over removed soon."""
         if self.files is not None:
             self.files.drop(lease_id)
 
@@ -382,7 +380,6 @@ class LeaseRecords:
         self._closed = True
 
     async def close(self) -> None:
-        """Write the second records that are due."""
         if self.files is not None:
             await self.files.close()
 
@@ -409,28 +406,19 @@ class _Point:
 
 
 class History:
-    """Records points of leases. One per broker."""
-
     def __init__(self, writer: LedgerWriter) -> None:
         self._writer = writer
         self._points: dict[str, _Point] = {}
 
     def note(self, view: LeaseView) -> None:
-        """Write a point if state or memory changed enough."""
         lease_id, at_ms = view.spec.lease_id, now_ms()
         last = self._points.get(lease_id)
         if last is not None and not _is_worth_a_point(last, view, at_ms):
             return
         first_ms = at_ms if last is None else last.first_ms
         self._points[lease_id] = _Point(first_ms, at_ms, view.state.value, view.used_mib)
-        point = PointRecord(
-            lease_id=lease_id,
-            at_ms=wall_ms(),
-            state=view.state.value,
-            used_mib=view.used_mib,
-            saved_mib=view.saved_mib,
-        )
-        self._writer.submit(partial(self._writer.ledger.add_point, point))
+        point = UsagePoint(at_ms=wall_ms(), state=view.state.value, used_mib=view.used_mib, saved_mib=view.saved_mib)
+        self._writer.submit(partial(self._writer.ledger.add_point, lease_id, point))
 
     def forget(self, lease_id: str) -> None:
         """Forget a lease that has ended; its points stay in the ledger as long as its story."""
@@ -466,13 +454,11 @@ def load_context_sizes(ledger: Ledger) -> ContextSizes:
 
 
 def save_forecasts(arbiter: Arbiter, contexts: ContextSizes, writer: LedgerWriter) -> None:
-    """Submit forecasts and context sizes to be written."""
     for name, state in ((_FORECASTS, arbiter.forecasts.state()), (_CONTEXTS, contexts.state())):
         writer.submit(partial(writer.ledger.keep, name, json.dumps(state, separators=(",", ":"))))
 
 
 async def save_forecasts_periodically(arbiter: Arbiter, contexts: ContextSizes, writer: LedgerWriter) -> None:
-    """Save every `_INTERVAL_S` until cancelled."""
     while True:
         await asyncio.sleep(_INTERVAL_S)
         save_forecasts(arbiter, contexts, writer)

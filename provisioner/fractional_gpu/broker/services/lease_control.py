@@ -4,8 +4,6 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
-from msgspec import convert
-
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.kernels.kernel import Kernel, Request
@@ -19,7 +17,7 @@ from fractional_gpu.gpu.interface import GPUError
 from fractional_gpu.protocol.errors import BadRequestError, ConflictError, NotFoundError
 from fractional_gpu.protocol.limits import MAX_NAME, MAX_WAIT_S
 from fractional_gpu.protocol.messages import DrainRequest, ExpectRequest, PinRequest, ResizeRequest
-from fractional_gpu.protocol.status import DeviceStatus, History, LeaseStatus, Story, StoryLine, UsagePoint
+from fractional_gpu.protocol.status import DeviceStatus, History, LeaseStatus, Story
 
 _MOVING = (LeaseState.SUSPENDING, LeaseState.RESUMING)
 _LINES = 200
@@ -219,7 +217,7 @@ class LeaseControl:
             lines = ledger.story(kernel.lease_id, _LINES)
             return Story(
                 lease_id=kernel.lease_id,
-                lines=convert(lines, list[StoryLine], from_attributes=True),
+                lines=lines,
                 omitted=ledger.story_length(kernel.lease_id) - len(lines),
                 slowdown=slowdown,
             )
@@ -233,7 +231,7 @@ class LeaseControl:
         return History(
             lease_id=kernel.lease_id,
             cap_mib=view.spec.reserve_mib,
-            points=convert(points, list[UsagePoint], from_attributes=True),
+            points=points,
         )
 
     async def drain(self, device: str, request: DrainRequest) -> DeviceStatus:
