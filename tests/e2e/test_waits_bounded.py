@@ -154,7 +154,9 @@ def test_a_pool_may_take_room_from_a_cell_that_does_not_use_it_until_it_does(wor
     until(lambda: world.lease(first.kernel_id).state == "resident", "it is admitted on the device that it uses")
     assert world.lease(second.kernel_id).state == "suspended"
     end.touch()
-    assert first.wait(cell).status == "ok"
+    reply = first.wait(cell)
+    assert reply.status == "ok"
+    assert any("has held its share of the GPU without using it" in str(shown) for shown in reply.data)
     for notebook in (first, second):
         notebook.must(CHECK)
 
