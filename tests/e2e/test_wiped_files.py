@@ -18,6 +18,7 @@ from fractional_gpu.client.http import claim_holder
 from fractional_gpu.gpu.simulated.store import Store
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
 from fractional_gpu.protocol.messages import LeaseRequest
+from tests.support.paths import ROOT
 from tests.support.stopping import stop
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World, until
@@ -163,6 +164,25 @@ def test_a_broker_that_is_to_end_while_it_repairs_ends(world: World, server: Ser
     store.close()
     log.close()
     assert notebook.must(CHECK).text == "intact\n"
+
+
+def test_a_broker_that_executes_itself_again_runs_the_version_that_is_installed_by_then(
+    world: World, tmp_path: Path
+) -> None:
+    """An upgrade under living kernels: the process stays, and so does every byte."""
+    installed = tmp_path / "installed"
+    shutil.copytree(ROOT / "provisioner", installed, ignore=shutil.ignore_patterns("__pycache__"))
+    world.environment["PYTHONPATH"] = f"{installed}{os.pathsep}{world.environment['PYTHONPATH']}"
+    with Server(world) as server:
+        notebook = suspended(world, server, 1)
+        before = world.status()
+        version = installed / "fractional_gpu" / "__init__.py"
+        version.write_text(version.read_text().replace(f'"{before.version}"', '"9.9.9"'))
+        Path(world.socket).unlink()
+        assert notebook.must(CHECK).text == "intact\n"
+        until(lambda: world.broker_pid() and world.status().version == "9.9.9", "the new version serves")
+        assert world.status().pid == before.pid
+        assert notebook.must(CHECK).text == "intact\n"
 
 
 def resume_quietly(world: World, notebook: Notebook) -> None:
