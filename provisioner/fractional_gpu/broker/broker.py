@@ -126,7 +126,7 @@ class Broker:
         self.changes = 0  # state changes so far: a measurement that one overtook is stale
         self.history = History(writer)
         self.records = LeaseRecords(self, writer, self.deadlines, files)
-        self._end_processes: Callable[[str], None] = lambda _: None  # of a revoked lease
+        self.end_processes: Callable[[str], None] = lambda _: None  # of a revoked lease
         self.exit_followers: list[Callable[[Kernel], None]] = []  # are told of each kernel whose process has ended
         writer.connect(wrote=self.metrics.wrote, trouble_changed=self._trouble_changed)
         self._inspector = swaps.inspector
@@ -143,7 +143,7 @@ class Broker:
         swaps.connect(roots=self.roots, is_quiet=self.gpu_activity.is_quiet)
         self._networks = Networks()
         self._alarm: asyncio.TimerHandle | None = None
-        self._operations = Operations(
+        self.operations = Operations(
             arbiter=arbiter,
             swaps=swaps,
             writer=writer,
@@ -152,16 +152,6 @@ class Broker:
             stepped=self._stepped,
             finished=self._suspend_finished,
         )
-
-    def set_readings(self, used_mib: Mapping[str, int], sensors: Mapping[str, DeviceSensors]) -> None:
-        self.used_mib.update(used_mib)
-        self.sensors = dict(sensors)
-
-    def note_use(self) -> None:
-        self.last_use_s = time.monotonic()
-
-    def connect_seats(self, end_processes: Callable[[str], None]) -> None:
-        self._end_processes = end_processes
 
     def dispatch(self, event: Event) -> list[Effect]:
         """Hand an event to the arbiter, carry out the effects that it returns, and return them, for callers that wait for one."""
@@ -202,10 +192,10 @@ class Broker:
                         self.records.save(kernel)
             case Suspend() | Resume() | LookAgain() | Shrink():
                 if not self.stopping:  # otherwise the next broker finds out what is true and decides anew
-                    self._operations.start(effect)
+                    self.operations.start(effect)
             case EndProcesses():
                 if not self.stopping:
-                    self._end_processes(lease_id)
+                    self.end_processes(lease_id)
             case LeaseEnded(reason=reason):
                 self._ended(lease_id, reason)
             case TicketsChanged():
@@ -575,18 +565,6 @@ class Broker:
         kernel.cell.ticket_by_broker = True
         self.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id))
 
-    def device_returned(self) -> None:
-        """Use a new checkpoint worker from now on: what took a device away may have broken the driver in the present one."""
-        self._operations.device_returned()
-
-    def driver_started(self) -> None:
-        """Examine at once what only the driver knows: it can be asked from now on."""
-        self._operations.look_now()
-
-    def end_operation(self, lease_id: str, operation_id: int, outcome: str) -> None:
-        """Write down how an earlier broker's operation ended. What cannot be written now is written before the lease's next operation."""
-        self._operations.end(lease_id, operation_id, outcome)
-
     def ticket(self, lease_id: str) -> TicketView | None:
         """Return the lease's place in the queue. One look at the queue serves all callers between two events, or for a second."""
         at_ms = now_ms()
@@ -612,7 +590,7 @@ class Broker:
         """Stop everything that runs on the loop. Kernels stay as they are; an operation that has begun is finished first."""
         self.stopping = True
         self.records.stop_retrying()
-        await self._operations.close()
+        await self.operations.close()
         await self.survivors.close()
         await self.contexts.close()
         self._set_alarm(None)

@@ -96,7 +96,7 @@ def test_a_refusal_reaches_everybody_who_asked_for_that_suspend_and_the_cell_is_
         await go_on.wait()
         return SuspendOutcome.NOTHING_TO_SAVE, 0, "nothing"
 
-    monkeypatch.setattr(live.broker._operations._swaps, "suspend", slow)
+    monkeypatch.setattr(live.broker.operations._swaps, "suspend", slow)
     answers: list[Answer] = []
 
     def suspend(lease: LeaseReply) -> threading.Thread:

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -59,6 +58,7 @@ class World:
         self.kernel = Kernel(lease_id=LEASE, uid=0, token_sha256="", identity=identify(os.getpid()))
         self.kernels = {LEASE: self.kernel}
         self.pool = PoolSpec(name="default", devices=(DEVICE,))
+        self.operations = self
         self.budget_mib = 4096
         device = DeviceSpec(device_id=DEVICE, name="G", memory_mib=1000)
         self.sampler = Sampler(cast("Broker", self), {DEVICE: device}, lambda _saved: self.budget_mib)
@@ -83,10 +83,6 @@ class World:
 
     def reserves_by_use(self, pool: str) -> bool:
         return self.pools()[pool].reserve_by is ReserveBy.USE
-
-    def set_readings(self, used_mib: Mapping[str, int], sensors: Mapping[str, DeviceSensors]) -> None:
-        self.used_mib.update(used_mib)
-        self.sensors = dict(sensors)
 
     def save(self, kernel: Kernel) -> None:
         self.saved.append(kernel.members)

@@ -10,6 +10,7 @@ import http
 import inspect
 import logging
 import re
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass, replace
@@ -135,7 +136,7 @@ class Handler(web.RequestHandler):
 
     def prepare(self) -> None:
         """Identify the peer and the route, and check the peer's headers and its protocol."""
-        self.shared.service.broker.note_use()
+        self.shared.service.broker.last_use_s = time.monotonic()
         stream, token = self.stream, bearer(self.request.headers)
         self.peer = Peer(credentials=stream.credentials, token=token or None, admin=stream.admin)
         if token == "":

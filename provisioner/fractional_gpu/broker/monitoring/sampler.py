@@ -175,7 +175,8 @@ class Sampler:
         owners = self._owners(sample.snapshot)
         broker.enforcement.see(sample.uses, owners, sample.snapshot)
         used_mib = {device_id: use.used_mib for device_id, use in sample.uses.items() if use is not None}
-        broker.set_readings(used_mib, sample.sensors)
+        broker.used_mib.update(used_mib)
+        broker.sensors = dict(sample.sensors)
         broker.oom_kills.see(sample.kills)
         # MiB by lease and device; "" has what processes of no lease use.
         on_device: dict[tuple[str, str], int] = {}
@@ -304,7 +305,7 @@ class Sampler:
         self._strangers[device_id] = stranger_mib
         if before is None:
             log.warning("device %s is back", device_id)
-            self._broker.device_returned()
+            self._broker.operations.device_returned()
         self._broker.dispatch(DeviceSeen(at_ms=now_ms(), device=self._devices[device_id], stranger_mib=stranger_mib))
 
     def _report_host_budget(self) -> None:

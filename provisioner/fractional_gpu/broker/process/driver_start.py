@@ -223,7 +223,7 @@ class DriverStart:
             ):  # its suspend was under way when the devices got their reason
                 broker.dispatch(Checkpointable(at_ms=now_ms(), lease_id=kernel.lease_id))
         if not self.off:
-            broker.driver_started()
+            broker.operations.look_now()  # what only the driver knows can be found out from now on
 
 
 # Terminals, server logs and JupyterLab's dialogs show this: an environment variable works for all of them.

@@ -50,7 +50,7 @@ class Revocations:
         self._ended: dict[str, _Ended] = {}
         self._admin = AdminService(broker)
         self._tasks: set[asyncio.Task[None]] = set()
-        broker.connect_seats(self._end_processes)
+        broker.end_processes = self._end_processes
 
     def recover(self, ledger: Ledger, live: Collection[str]) -> None:
         """Revoke the leases that an earlier broker left whose seats are not among the `live` ones."""
