@@ -106,8 +106,6 @@ def test_a_policy_file_is_the_brokers(capsys: pytest.CaptureFixture[str], tmp_pa
 
 
 def test_a_policy_that_is_no_file_is_refused_with_what_the_option_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--users", "2", "--policy", "fgd"]) == 2
-    assert "--policy fgd is a placement policy, for --placement" in capsys.readouterr().err
     assert main(["simulate", "--users", "2", "--policy", "/nowhere/config.py"]) == 1
     said = capsys.readouterr().err
     assert "--policy: the configuration file /nowhere/config.py cannot be read: No such file" in said
@@ -288,16 +286,7 @@ def test_a_recorded_run_can_be_replayed(capsys: pytest.CaptureFixture[str], tmp_
             "--several-gpus 0 is not allowed with sessions of files",
         ),
         (["--from-ledger", "--weekends"], 2, "--weekends is not allowed with sessions of files or of a ledger"),
-        (["--placement"], 2, "--placement needs --nodes FILE and --pods FILE"),
-        (["--users", "2", "--seeds", "42-51"], 2, "--seeds needs --placement, without which it says nothing"),
-        (["--users", "2", "--tune"], 2, "--tune needs --placement"),
         (["--users", "2", "--p95-wait", "5s"], 2, "--p95-wait needs --find-devices"),
-        (
-            ["--placement", "--users", "2"],
-            2,
-            "--placement runs no sessions and has no --users; leave one of the two out",
-        ),
-        (["--placement", "--replay", "run.log"], 2, "--placement runs no sessions and has no --replay"),
         (["--replay", "run.log", "--picture", "run.html"], 2, "--replay runs no sessions and has no --picture"),
     ],
 )
@@ -360,49 +349,3 @@ def test_sessions_with_several_gpus_have_whole_ones_or_are_left_out(
     shown = capsys.readouterr()
     assert "left out: 1 session with several GPUs at once" in shown.err
     assert json.loads(shown.out)["sessions"] == 1
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> list[str]:
-    nodes, pods = tmp_path / "nodes.csv", tmp_path / "pods.csv"
-    nodes.write_text(
-        "sn,cpu_milli,memory_mib,gpu,model\n" + "".join(f"n{number},32000,1000,4,T4\n" for number in range(10))
-    )
-    rows = [f"p{number},3000,10,1,{(1000, 470, 810)[number % 3]},,LS\n" for number in range(60)]
-    pods.write_text("name,cpu_milli,memory_mib,num_gpu,gpu_milli,gpu_spec,qos\n" + "".join(rows))
-    return ["--placement", "--nodes", str(nodes), "--pods", str(pods)]
-
-
-def test_placement_prints_every_seed_and_the_mean(cluster: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", *cluster, "--policy", "fgd", "--seeds", "42-44", "--json"]) == 0
-    figures = json.loads(capsys.readouterr().out)
-    assert list(figures) == ["policy", "seeds", "mean"]
-    assert figures["policy"] == "fgd"
-    assert [seed["seed"] for seed in figures["seeds"]] == [42, 43, 44]
-    for key in ("alloc_at_100", "alloc_at_130"):
-        mean = sum(seed[key] for seed in figures["seeds"]) / 3
-        assert figures["mean"][key] == pytest.approx(mean, abs=0.002)
-        assert 50 < mean <= 100
-
-
-def test_placement_has_a_default_and_names_the_policies(cluster: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", *cluster, "--seeds", "1"]) == 0
-    assert capsys.readouterr().out.startswith("default: GPUs allocated")
-    assert main(["simulate", *cluster, "--policy", "luck"]) == 2
-    assert "allowed: random, best-fit, dot-product, fgd, default" in capsys.readouterr().err
-    assert main(["simulate", *cluster, "--seeds", "9-3"]) == 2
-    assert "--seeds '9-3' is not allowed" in capsys.readouterr().err
-
-
-def test_the_default_weights_can_be_chosen_again(cluster: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", *cluster, "--tune", "--seeds", "1-2", "--json"]) == 0
-    shown = capsys.readouterr()
-    figures = json.loads(shown.out)
-    assert list(figures) == ["seeds", "tried", "best"]
-    assert figures["seeds"] == [1, 2]
-    assert figures["best"] in figures["tried"]
-    assert len(shown.err.splitlines()) == len(figures["tried"])
-    assert main(["simulate", *cluster, "--tune"]) == 0
-    assert "on the seeds 1 to 3" in capsys.readouterr().out.splitlines()[-1]
-    assert main(["simulate", *cluster, "--tune", "--seeds", "40-45"]) == 1
-    assert "may not be chosen on seed 42" in capsys.readouterr().err

@@ -57,7 +57,7 @@ _SWAP_FAILURES = {"suspend": _NOT_SAVED, "resume": _NOT_RESTORED, "move": _NOT_R
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric as it is documented. `name` is without the prefix, and of a counter without `_total`."""
+    """One metric as it is documented. `name` is without the prefix, and of a counter without its suffix."""
 
     kind: str  # counter, gauge or histogram
     name: str

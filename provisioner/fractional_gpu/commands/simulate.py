@@ -1,17 +1,12 @@
-"""`jupyter gpu simulate`: how many devices a group of notebook users needs, and how long their cells would wait.
-
-With `--placement` the command runs the placement benchmark instead.
-"""
+"""`jupyter gpu simulate`: how many devices a group of notebook users needs, and how long their cells would wait."""
 
 import argparse
 import json
-import re
 import shlex
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,14 +46,11 @@ from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.metering.run_meter import RunMeter
 from fractional_gpu.simulator.metering.usage_file import write_usage
 from fractional_gpu.simulator.picture import About, picture
-from fractional_gpu.simulator.placement import NodeShape, Outcome, PodKind, place, read_nodes, read_pods
-from fractional_gpu.simulator.policies import POLICIES
 from fractional_gpu.simulator.record import replay
 from fractional_gpu.simulator.result import Result
 from fractional_gpu.simulator.revocation.revocations import Revocation
 from fractional_gpu.simulator.search import devices_for_cells, devices_for_sessions, fewest, gpus_reserved_at_once
 from fractional_gpu.simulator.traces import Session, write_sessions
-from fractional_gpu.simulator.tuning import Step, tune
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -77,7 +69,6 @@ examples:
   jupyter gpu simulate --from-ledger --devices 8x80GiB --find-devices --baseline static-fraction
   jupyter gpu simulate --users 60 --days 7 --revoke v100/us-west1
   jupyter gpu simulate --users 20 --record run.log && jupyter gpu simulate --replay run.log
-  jupyter gpu simulate --placement --nodes nodes.csv --pods pods.csv --policy fgd --seeds 42-51 --json
 
 The arbiter is the one that the broker runs; only time is virtual. What is assumed is in docs/simulator.md.
 """
@@ -92,7 +83,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     configure_usage(parser)
     configure_revocation(parser)
     _configure_output(parser)
-    _configure_placement(parser)
 
 
 def _configure_output(parser: argparse.ArgumentParser) -> None:
@@ -134,11 +124,9 @@ def _configure_output(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Simulate, replay or place, and print the result."""
+    """Simulate or replay, and print the result."""
     _check_options(options)
     try:
-        if options.placement:
-            return _run_placement(options)
         if options.replay is not None:
             with Progress(f"{options.replay} is replayed ...", blocks=True):
                 events, effects = replay(options.replay)
@@ -149,7 +137,6 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError(str(error)) from error
 
 
-_OF_PLACEMENT = ("nodes", "pods", "seeds", "tune")
 _OF_SEARCH = ("p95_wait", "p99_wait", "p95_late")
 _OF_SESSIONS = (
     *("users", "sessions", "cells", "from_ledger", "groups", "write_trace", "devices", "hosts", "revoke"),
@@ -164,15 +151,10 @@ def _check_options(options: argparse.Namespace) -> None:
         found = [name for name in names if getattr(options, name) not in (None, False, [])]
         return f"--{found[0].replace('_', '-')}" if found else ""
 
-    for asked, others in (
-        ("placement", ("replay", *_OF_SESSIONS)),
-        ("replay", (*_OF_SESSIONS, *_OF_PLACEMENT)),
-    ):
-        if given([asked]) and (option := given(others)):
-            raise UsageError(f"--{asked} runs no sessions and has no {option}; leave one of the two out")
-    for needed, names in (("placement", _OF_PLACEMENT), ("find_devices", _OF_SEARCH)):
-        if not given([needed]) and (option := given(names)):
-            raise UsageError(f"{option} needs --{needed.replace('_', '-')}, without which it says nothing")
+    if given(["replay"]) and (option := given(_OF_SESSIONS)):
+        raise UsageError(f"--replay runs no sessions and has no {option}; leave one of the two out")
+    if not options.find_devices and (option := given(_OF_SEARCH)):
+        raise UsageError(f"{option} needs --find-devices, without which it says nothing")
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -359,9 +341,7 @@ def _devices_of(hosts: Sequence[Host]) -> str:
     return plural(sum(len(host.devices) for host in hosts), "device")
 
 
-_NO_INPUT = NO_INPUT | frozenset(
-    ["json", "picture", "record", "replay", "write_trace", "processes", "placement", "nodes", "pods", "seeds", "tune"]
-)
+_NO_INPUT = NO_INPUT | frozenset(["json", "picture", "record", "replay", "write_trace", "processes"])
 """Options by which nothing of a run's figures changes."""
 
 
@@ -451,101 +431,3 @@ def _shown(value: object) -> str:
     if not isinstance(value, float):
         return f"{value:,}"
     return f"{value:,.1f}" if value >= 10 or not value else f"{value:.2f}"
-
-
-_MOST_SEEDS = 1000
-_SEEDS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
-
-
-# -- the placement benchmark (`--placement`) ----------------------------------------------------------------------------------
-
-
-def _configure_placement(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's arguments."""
-    group = parser.add_argument_group("the placement benchmark, instead of sessions")
-    group.add_argument("--placement", action="store_true", help="how much of a cluster a policy can give away")
-    group.add_argument("--nodes", type=Path, metavar="FILE", help="CSV of nodes: sn,cpu_milli,memory_mib,gpu,model")
-    group.add_argument(
-        "--pods", type=Path, metavar="FILE", help="CSV of pods: name,cpu_milli,...,num_gpu,gpu_milli,gpu_spec"
-    )
-    group.add_argument("--seeds", metavar="A-B", help="orders of arrival (default: 42-51; with --tune 1-3)")
-    group.add_argument(
-        "--tune", action="store_true", help="choose the default policy's weights, on seeds other than 42-51 (minutes)"
-    )
-
-
-def _run_placement(options: argparse.Namespace) -> int:
-    """Run the benchmark and print it."""
-    if options.nodes is None or options.pods is None:
-        raise UsageError("--placement needs --nodes FILE and --pods FILE")
-    name = options.policy if options.policy is not None else "default"
-    if name not in POLICIES:
-        raise UsageError(f"--policy {name!r} is not a placement policy; allowed: {', '.join(POLICIES)}")
-    nodes, pods = read_nodes(options.nodes), read_pods(options.pods)
-    if not any(node.gpus for node in nodes):
-        raise UsageError(f"no node of {options.nodes} has a GPU")
-    if not any(pod.gpus for pod in pods):
-        raise UsageError(f"no pod of {options.pods} asks for a GPU")
-    if options.tune:
-        return _tune(nodes, pods, _seeds(options.seeds or "1-3"), as_json=options.json)
-    outcomes: list[Outcome] = []
-    seeds = _seeds(options.seeds or "42-51")
-    with Progress(name) as progress:
-        count = progress.counter("seeds")
-        for seed in seeds:
-            outcomes.append(place(nodes, pods, POLICIES[name](pods), seed))
-            count(len(outcomes), len(seeds))
-    mean_100 = round(sum(outcome.alloc_at_100 for outcome in outcomes) / len(outcomes), 3)
-    mean_130 = round(sum(outcome.alloc_at_130 for outcome in outcomes) / len(outcomes), 3)
-    if options.json:
-        listed = [
-            {
-                "seed": outcome.seed,
-                "alloc_at_100": round(outcome.alloc_at_100, 3),
-                "alloc_at_130": round(outcome.alloc_at_130, 3),
-            }
-            for outcome in outcomes
-        ]
-        mean = {"alloc_at_100": mean_100, "alloc_at_130": mean_130}
-        print(json.dumps({"policy": name, "seeds": listed, "mean": mean}))
-        return 0
-    rows = [(f"seed {one.seed}", f"{one.alloc_at_100:.2f}", f"{one.alloc_at_130:.2f}") for one in outcomes]
-    rows.append(("mean", f"{mean_100:.2f}", f"{mean_130:.2f}"))
-    say(f"{name}: GPUs allocated, percent, when 100 % and 130 % of them were asked for")
-    write(table((), rows, width=terminal_width(sys.stdout), figures_from=1))
-    return 0
-
-
-def _tune(nodes: Sequence[NodeShape], pods: Sequence[PodKind], seeds: Sequence[int], *, as_json: bool) -> int:
-    """Choose weights; a line for each set that is tried, on standard error with `--json`."""
-    tried: list[Step] = []
-
-    def report(step: Step) -> None:
-        tried.append(step)
-        progress.say(f"{step.alloc_at_130:7.3f} {_weights(step)}", sys.stderr if as_json else sys.stdout)
-
-    with Progress("trying weights ...", blocks=True, silent=True) as progress:
-        best = tune(nodes, pods, seeds, report)
-    if as_json:
-        print(json.dumps({"seeds": list(seeds), "tried": [_plain(step) for step in tried], "best": _plain(best)}))
-    else:
-        print(f"best of {len(tried)}, on the seeds {seeds[0]} to {seeds[-1]}: {best.alloc_at_130:.3f} {_weights(best)}")
-    return 0
-
-
-def _plain(step: Step) -> dict[str, object]:
-    return {"weights": asdict(step.weights), "alloc_at_130": round(step.alloc_at_130, 3)}
-
-
-def _weights(step: Step) -> str:
-    return " ".join(f"{name}={value}" for name, value in asdict(step.weights).items())
-
-
-def _seeds(text: str) -> list[int]:
-    match = _SEEDS.fullmatch(text.strip())
-    first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-    if not first <= last < first + _MOST_SEEDS:
-        raise UsageError(
-            f"--seeds {text[:40]!r} is not allowed; a number or a range of at most {_MOST_SEEDS} such as 42-51 is"
-        )
-    return list(range(first, last + 1))

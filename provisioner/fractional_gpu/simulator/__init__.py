@@ -1,4 +1,4 @@
-"""The simulator: the arbiter in virtual time, and benchmarks of placement. Its errors are defined here."""
+"""The simulator: the arbiter in virtual time. Its errors are defined here."""
 
 __all__ = ["SimulationError", "TraceError"]
 

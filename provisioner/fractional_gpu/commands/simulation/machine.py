@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from fractional_gpu.commands.simulation.load import percent, positive
 from fractional_gpu.commands.terminal.errors import UsageError
@@ -18,7 +17,6 @@ from fractional_gpu.simulator.fleet.run import Way
 from fractional_gpu.simulator.hosts import DoorRule
 from fractional_gpu.simulator.load import Signs
 from fractional_gpu.simulator.machine import Host, SwapSpeed
-from fractional_gpu.simulator.policies import POLICIES
 
 MOST_DEVICES = 8192
 _USUAL_DEVICES = "8x80GiB"
@@ -41,8 +39,7 @@ def configure_machine(parser: argparse.ArgumentParser) -> None:
     machine.add_argument(
         "--policy",
         metavar="FILE",
-        help="a broker's configuration file (default: the pool that a broker has without one); "
-        "with --placement the name of a placement policy",
+        help="a broker's configuration file (default: the pool that a broker has without one)",
     )
 
 
@@ -330,12 +327,7 @@ def parsed(option: str, parse: Callable[[str], int], text: str) -> int:
 
 
 def _policy(path: str) -> Settings:
-    """Read the broker's configuration file. Raises UsageError for the name of a placement policy, ConfigError."""
-    if path in POLICIES and not Path(path).exists():
-        raise UsageError(
-            f"--policy {path} is a placement policy, for --placement with --nodes and --pods; for sessions, name a broker's configuration "
-            "file (`jupyter gpu broker --generate-config` prints one)"
-        )
+    """Read the broker's configuration file. Raises ConfigError."""
     try:
         return load(path)
     except ConfigError as error:

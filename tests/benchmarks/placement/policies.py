@@ -18,7 +18,7 @@ from math import exp
 
 from fractional_gpu.core.forecasts.asks import AskMix
 from fractional_gpu.core.rules.fragmentation import DeviceChoice
-from fractional_gpu.simulator.placement import MILLI, Node, PodKind, Policy
+from tests.benchmarks.placement.cluster import MILLI, Node, PodKind, Policy
 
 _MOST_CPU = 128_000
 _MOST_GPU = 8 * MILLI

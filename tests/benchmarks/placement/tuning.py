@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fractional_gpu.simulator import SimulationError
-from fractional_gpu.simulator.placement import NodeShape, PodKind, place
-from fractional_gpu.simulator.policies import BalancedDescent, Weights
+from tests.benchmarks.placement.cluster import NodeShape, PodKind, place
+from tests.benchmarks.placement.policies import BalancedDescent, Weights
 
 COMPARED_SEEDS = range(42, 52)
 LEAST_GAIN = 0.002  # points

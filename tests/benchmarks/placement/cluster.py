@@ -149,7 +149,7 @@ class _Scores:
 
 def place(nodes: Sequence[NodeShape], pods: Sequence[PodKind], policy: Policy, seed: int) -> Outcome:
     """Run the benchmark once. The same arguments give the same outcome."""
-    rng = random.Random(seed)  # noqa: S311 - an experiment, not a secret
+    rng = random.Random(seed)
     total = sum(node.gpus for node in nodes) * MILLI
     cluster = [Node(shape, shape.cpu_milli, [MILLI] * shape.gpus) for shape in nodes]
     known: dict[PodKind, _Scores] = {}

@@ -9,7 +9,7 @@ import pytest
 
 from fractional_gpu.core.events import Attached, LeaseRequested
 from fractional_gpu.simulator import SimulationError, TraceError
-from fractional_gpu.simulator.placement import (
+from tests.benchmarks.placement.cluster import (
     MILLI,
     Node,
     NodeShape,
@@ -20,7 +20,7 @@ from fractional_gpu.simulator.placement import (
     read_nodes,
     read_pods,
 )
-from fractional_gpu.simulator.policies import (
+from tests.benchmarks.placement.policies import (
     POLICIES,
     BestFit,
     BrokerScorer,
@@ -28,7 +28,7 @@ from fractional_gpu.simulator.policies import (
     FragmentationDescent,
     typical_pods,
 )
-from fractional_gpu.simulator.tuning import LEAST_GAIN, START, Step, tune
+from tests.benchmarks.placement.tuning import LEAST_GAIN, START, Step, tune
 from tests.core.driving import Hand, device, pool, spec
 
 WHOLE = PodKind(4000, 1, 1000)
