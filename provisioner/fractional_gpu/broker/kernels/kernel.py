@@ -238,7 +238,7 @@ class Kernel:
         self.identity = None
         self.connection = ""
         self.unsaveable = self.stopped = self.unheard = ""
-        self.cell.executing_since_s, self.cell.ticket_by_broker = None, False
+        self.cell.executing_since_s, self.cell.ticket_by_broker, self.cell.unused = None, False, frozenset()
         self.gpu_work.clear()
 
     def connect_gate(self, now_s: float, inputs: Iterable[str]) -> GateLink:

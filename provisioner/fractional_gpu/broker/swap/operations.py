@@ -39,9 +39,7 @@ from fractional_gpu.ledger.records import LedgerError, OperationRecord, RecordEr
 log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
-_FAILED_RESUME_PAUSE_S = (
-    1.0  # the arbiter tries again at once: this limits how often a driver that fails at once is called
-)
+_FAILED_RESUME_PAUSE_S = 1.0  # the arbiter tries again at once: this limits how often a failing driver is called
 _BROKEN = "the broker failed in the middle of it; its log says why"
 
 

@@ -182,14 +182,6 @@ class Truth:
     sentence: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What the ledger, or the arbiter, says of the lease: where it is, and how much of it was saved, MiB."""
-
-    device_id: str | None
-    saved_mib: int
-
-
 class TruthFinder:
     """Finds out what kernels are, from the driver and the devices."""
 
@@ -205,14 +197,13 @@ class TruthFinder:
 
         `device_id` and `saved_mib` are what is known of the lease. A snapshot that was taken a moment ago saves the first one.
         """
-        known = _Known(device_id, saved_mib)
         try:
             if kernel.identity is None or not is_alive(kernel.identity):
                 # What its process left behind may have to be found out first.
                 return Truth(state=LeaseState.UNATTACHED) if kernel.ending.task is None else None
             host = host or await self._inspector.take()
             states, _ = await self._inspector.states(kernel, host)
-            if await self._complete_or_undo(kernel, states, known):
+            if await self._complete_or_undo(kernel, states, device_id, saved_mib):
                 host = await self._inspector.take()
                 states, _ = await self._inspector.states(kernel, host)
         except (GPUError, OSError) as error:
@@ -227,15 +218,25 @@ class TruthFinder:
         if kinds == {ProcessState.RUNNING}:
             return Truth(state=LeaseState.RESIDENT, device_id=self._where(kernel, host) or device_id)
         failed = [identity.pid for identity, state in states.items() if state is ProcessState.FAILED]
-        return _failure(failed[0], known) if failed else None
+        if not failed:
+            return None
+        sentence = (
+            f"the driver says that process {failed[0]} met an error that cannot be corrected: what this kernel had on the GPU is lost. Its "
+            "other variables are still there: save what you need in cells that begin with %%cpu, then restart the kernel"
+        )
+        return Truth(state=LeaseState.QUARANTINED, device_id=device_id, saved_mib=saved_mib, sentence=sentence)
 
     async def _complete_or_undo(
-        self, kernel: Kernel, states: Mapping[ProcessIdentity, ProcessState], known: _Known
+        self,
+        kernel: Kernel,
+        states: Mapping[ProcessIdentity, ProcessState],
+        device_id: str | None,
+        saved_mib: int,
     ) -> bool:
         """Finish or undo what is half done, if that is safe; return whether anything was half done. Raises GPUError."""
         kinds = set(states.values())
         if ProcessState.CHECKPOINTED in kinds and len(kinds) > 1:
-            await self._restore_rest(kernel, states, known)
+            await self._restore_rest(kernel, states, device_id, saved_mib)
             return True
         if ProcessState.LOCKED not in kinds:
             return False
@@ -247,10 +248,14 @@ class TruthFinder:
         return True
 
     async def _restore_rest(
-        self, kernel: Kernel, states: Mapping[ProcessIdentity, ProcessState], known: _Known
+        self,
+        kernel: Kernel,
+        states: Mapping[ProcessIdentity, ProcessState],
+        device_id: str | None,
+        saved_mib: int,
     ) -> None:
         """Bring all processes of a tree back of which only some are saved, if the devices have the room for certain. Raises GPUError."""
-        homes = kernel.checkpoint.homes or ((known.device_id,) if known.device_id is not None else ())
+        homes = kernel.checkpoint.homes or ((device_id,) if device_id is not None else ())
         if not set(states.values()) <= _MAY_BE_COMPLETED or not homes:
             return
         # What was free a moment ago may hold another kernel's memory, which was brought back since.
@@ -258,29 +263,19 @@ class TruthFinder:
         # The rest goes where the others are: they may have been on the way to another device.
         there = self._where(kernel, host)
         targets = homes if len(homes) > 1 or there is None else (there,)
-        if lacking := self._lacking_rest(kernel, host, states, targets, known.saved_mib):
+        rest_mib = _rest_mib(kernel, host, states, saved_mib)
+        pids = {identity.pid for identity in self._inspector.tree(kernel, host)}
+        lacking = ""
+        if rest_mib > 0:
+            lacking = self._restoration.lacking_room(host, targets, rest_mib, rest_mib, pids)
+        elif not all(host.is_alone(pids, one) for one in targets):  # where it is alone, there will never be more room
+            lacking = "how much was saved is not known, and others use its device"
+        if lacking:
             log.warning("lease %s: a part of it is saved and stays so: %s", kernel.lease_id, lacking)
             return
         saved = [one for one, state in states.items() if state is ProcessState.CHECKPOINTED]
         locked = [one for one, state in states.items() if state is ProcessState.LOCKED]
         await self._restoration.restore(saved, locked, moves_between(homes, targets))
-
-    def _lacking_rest(
-        self,
-        kernel: Kernel,
-        host: HostSnapshot,
-        states: Mapping[ProcessIdentity, ProcessState],
-        targets: Sequence[str],
-        saved_mib: int,
-    ) -> str:
-        """Return why what is saved of the tree cannot be brought back to the rest of it, a sentence, or "". Raises GPUError."""
-        rest_mib = _rest_mib(kernel, host, states, saved_mib)
-        pids = {identity.pid for identity in self._inspector.tree(kernel, host)}
-        if rest_mib > 0:
-            return self._restoration.lacking_room(host, targets, rest_mib, rest_mib, pids)
-        if all(host.is_alone(pids, device_id) for device_id in targets):
-            return ""  # no device will ever have more room
-        return "how much was saved is not known, and others use its device"
 
     def _where(self, kernel: Kernel, host: HostSnapshot) -> str | None:
         """Return the device that holds most of the kernel's memory; of a kernel with several devices, its first one."""
@@ -288,14 +283,6 @@ class TruthFinder:
         if len(kernel.checkpoint.homes) > 1 and set(found) <= set(kernel.checkpoint.homes):
             return kernel.checkpoint.homes[0]
         return found[0] if found else None
-
-
-def _failure(pid: int, known: _Known) -> Truth:
-    sentence = (
-        f"the driver says that process {pid} met an error that cannot be corrected: what this kernel had on the GPU is lost. Its other "
-        "variables are still there: save what you need in cells that begin with %%cpu, then restart the kernel"
-    )
-    return Truth(state=LeaseState.QUARANTINED, device_id=known.device_id, saved_mib=known.saved_mib, sentence=sentence)
 
 
 def _rest_mib(
