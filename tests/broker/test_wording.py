@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from pwd import getpwnam
 from typing import Any
@@ -320,7 +321,8 @@ def accounts(said: dict[str, str], reasons: set[str]) -> None:
         with pytest.MonkeyPatch.context() as patch, as_another(patch):
             note.post("a budget, by an ordinary user", "/v1/budgets/extend", more)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(budgets, "_date", lambda _: "Tuesday, 01 December")
+            until_s = int(datetime(2026, 12, 1).astimezone().timestamp())
+            patch.setattr(budgets, "end_of", lambda *_: until_s)
             note.post("a seat, the budget is used up", "/v1/seats", SEAT)
 
 
