@@ -32,14 +32,16 @@ def test_cells_of_real_kernels_are_recorded_and_simulated_again() -> None:
             turns = reader.execute(
                 "SELECT lease_id, asked_ms, begun_ms, ended_ms FROM turns ORDER BY asked_ms"
             ).fetchall()
-            days = reader.execute("SELECT peak_mib, held_ms, busy_ms, milli FROM share_days").fetchall()
+            days = [json.loads(document) for (document,) in reader.execute("SELECT document FROM share_days")]
         done = world.command("simulate", "--from-ledger", str(ledger), "--devices", "1x1GiB", "--json")
         own = world.command("simulate", "--from-ledger", "--devices", "1x1GiB", "--json")
     assert [one[0] for one in turns].count(ids[0]) >= 1
     assert [one[0] for one in turns].count(ids[1]) >= 1
     assert all(asked <= begun <= ended for _, asked, begun, ended in turns)
     assert max(ended - begun for _, _, begun, ended in turns) >= 2000
-    assert any(peak >= 64 and held >= busy > 0 and milli == 750 for peak, held, busy, milli in days)
+    assert any(
+        one["peak_mib"] >= 64 and one["held_ms"] >= one["busy_ms"] > 0 and one["share"][0] == 750 for one in days
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(own.stdout)["recorded"] == json.loads(done.stdout)["recorded"], "it finds its own ledger"
     figures = json.loads(done.stdout)

@@ -49,7 +49,7 @@ _UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)
 
 # The document of a live lease or seat may be replaced; an ended one stays as it is.
 _SAVE_LEASE = """
-INSERT INTO leases (lease_id, created_ms, document) VALUES (?, ?, ?)
+INSERT INTO leases (lease_id, uid, created_ms, document) VALUES (?, ?, ?, ?)
 ON CONFLICT (lease_id) DO UPDATE SET document = excluded.document WHERE leases.ended_ms IS NULL
 """
 _SAVE_SEAT = """
@@ -268,7 +268,7 @@ class Ledger:
         lease_id = record.spec.lease_id
         if record.state is LeaseState.ENDED:
             raise RecordError(f"lease {lease_id} cannot be saved as ended; end it with end_lease")
-        if self._write(_SAVE_LEASE, (lease_id, record.created_ms, self._document(record))) == 0:
+        if self._write(_SAVE_LEASE, (lease_id, record.uid, record.created_ms, self._document(record))) == 0:
             raise RecordError(f"lease {lease_id} has ended and cannot be saved again; a new lease needs a new id")
 
     def live_leases(self) -> list[LeaseRecord]:

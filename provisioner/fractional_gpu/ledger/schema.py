@@ -19,6 +19,7 @@ TABLES: Final = {
     # `document`: a LeaseRecord, JSON; of an ended lease without its secrets
     "leases": """
         lease_id   TEXT PRIMARY KEY NOT NULL,
+        uid        INTEGER NOT NULL,
         created_ms INTEGER NOT NULL,
         document   TEXT NOT NULL,
         ended_ms   INTEGER,
