@@ -303,7 +303,6 @@ async def test_what_a_suspended_kernel_starts_does_not_keep_the_adjustment(
         monkeypatch.setattr(host_memory, "adjustment", lambda pid: given.get(pid, 0))
         monkeypatch.setattr(host_memory, "lower", lower)
         monkeypatch.setattr(host_memory, "put_back", put_back)
-        monkeypatch.setattr(host_memory, "_ticks", lambda: child.identity.start_time)
         started = {1000: [child.identity, kernel.identity], 1001: [other.identity]}
         snapshot = SimpleNamespace(started=lambda uid, since: started[uid] if since else [])
         monkeypatch.setattr(host_memory, "scan", lambda: cast("Snapshot", snapshot))

@@ -185,7 +185,10 @@ class OomProtection:
         if over or self._is_due():
             self._sweep()
         for one in over:
-            self._put_back(one)
+            with suppress(ProcessLookupError):
+                put_back(one.identity, one.was)
+            if self._lowered.pop(one.identity, None) is not None:
+                self._write(self._lowered)
         self._not_permitted &= {identity for _, processes in wanted.values() for identity in processes}
         for lease_id, (uid, processes) in wanted.items():
             for identity, saved_mib in processes.items():
@@ -203,7 +206,9 @@ class OomProtection:
         target = max(LEAST, was - math.ceil(1000 * saved_mib / max(1, smallest_limit(identity.pid).mib)))
         if target >= was:
             return
-        since, given = (_ticks(), ()) if before is None else (before.since, before.given)
+        # Since boot, the unit of processes' start times.
+        ticks = int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
+        since, given = (ticks, ()) if before is None else (before.since, before.given)
         # The old value must be on the disk before it is changed: a broker that is killed here leaves the next one to put it back.
         one = Lowered(
             identity=identity,
@@ -218,29 +223,19 @@ class OomProtection:
         if before is not None:
             put_back(identity, target)  # the target is lower than what an earlier state got
         now = lower(identity, target)
-        if now > target:
-            self._report_refusal(identity, was, now)
-        if now < was:
-            self._lowered[identity] = replace(one, given=(*one.given, now))
-        else:
-            self._lowered.pop(identity, None)
-            self._not_permitted.add(identity)
-        self._write(self._lowered)
-
-    def _report_refusal(self, identity: ProcessIdentity, was: int, now: int) -> None:
-        if not self._reported:
+        if now > target and not self._reported:
             self._reported = True
             log.info(
                 "this broker may not lower the out-of-memory killer's adjustment of process %d from %d below %d (CAP_SYS_RESOURCE is "
                 "missing): suspended kernels count there with their saved state, in full or in part",
                 *(identity.pid, was, now),
             )
-
-    def _put_back(self, one: Lowered) -> None:
-        with suppress(ProcessLookupError):
-            put_back(one.identity, one.was)
-        if self._lowered.pop(one.identity, None) is not None:
-            self._write(self._lowered)
+        if now < was:
+            self._lowered[identity] = replace(one, given=(*one.given, now))
+        else:
+            self._lowered.pop(identity, None)
+            self._not_permitted.add(identity)
+        self._write(self._lowered)
 
     def _sweep(self) -> None:
         """Set back what inherited an adjustment, and forget processes that have ended."""
@@ -276,10 +271,6 @@ class OomProtection:
             with suppress(OSError):
                 if is_alive(one.identity):
                     self._lowered[one.identity] = one
-
-
-def _ticks() -> int:
-    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
 
 
 def protect_this_process() -> None:

@@ -34,9 +34,10 @@ from fractional_gpu.broker.process.restarting import (
     make_socket_folder,
     remove_restart_files,
     resolved,
+    serves_everyone,
     write_restart_files,
 )
-from fractional_gpu.broker.process.run import BrokerRun, device_specs, is_service_socket
+from fractional_gpu.broker.process.run import BrokerRun, device_specs
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.client.http import claim_address, claim_holder
@@ -125,12 +126,16 @@ def _serve(options: BrokerOptions, socket: str, *, ready: TextIO | None) -> str:
             if isinstance(turn, str):
                 return turn
             claims: list[NameClaim] = [] if turn is None else [stack.enter_context(turn)]
-            _allow_many_files()
+            # Each kernel takes about eight open files, and the usual soft limit is 1024.
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+            if soft != resource.RLIM_INFINITY and soft < wanted:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             settings = load(options.config_file, _overrides(options))
             set_up_logging(settings.log_level, socket, to_file=options.detach)
             protect_this_process()
             # A service may start before the driver is loaded, so it waits. A process that waits for this start needs the reason instead.
-            everyone = options.service or is_service_socket(socket)
+            everyone = options.service or serves_everyone(socket)
             undo = stack.enter_context(ExitStack())  # what a start takes back that comes to nothing
             backend = stack.enter_context(
                 open_backend(
@@ -200,14 +205,6 @@ def _kept_claim() -> NameClaim | None:
     listener = socket_module.socket(fileno=int(descriptor))
     listener.set_inheritable(False)
     return NameClaim(listener)
-
-
-def _allow_many_files() -> None:
-    """Raise the soft limit of open files: each kernel takes about eight, and the usual limit is 1024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _retried(act: Callable[[], T], busy: type[Exception]) -> T:

@@ -110,9 +110,12 @@ def rescue(options: BrokerOptions) -> Rescue:
         for device in backend.devices:
             stack.enter_context(DeviceClaim.claim(device.device_id))
         path = state_folder(socket, settings.state_dir) / ledger_name(simulated=backend.simulated)
-        ledger, problem = _opened(path)
-        if ledger is not None:
-            stack.enter_context(closing(ledger))
+        ledger, problem = None, "" if opening.exists(path) else f"there is no ledger at {path}"
+        if not problem:
+            try:
+                ledger = stack.enter_context(closing(Ledger.open(path)))
+            except LedgerError as error:
+                problem = str(error)
         files = lease_folder(socket, simulated=backend.simulated)
         found = _everything(ledger, files, socket)
         turn = WorkerClaim.open(Path(f"{socket}.worker"))
@@ -159,15 +162,6 @@ def _take_place(socket: str, stack: ExitStack) -> None:
         f"a broker serves on {socket}{process}: use `jupyter gpu resume --all`; if it does not work any more, end it first, "
         "with `jupyter gpu broker --stop`"
     )
-
-
-def _opened(path: Path) -> tuple[Ledger | None, str]:
-    if not opening.exists(path):
-        return None, f"there is no ledger at {path}"
-    try:
-        return Ledger.open(path), ""
-    except LedgerError as error:
-        return None, str(error)
 
 
 def _everything(ledger: Ledger | None, files: Path, socket: str) -> list[_Found]:

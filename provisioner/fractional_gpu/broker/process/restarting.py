@@ -149,6 +149,11 @@ def _service_socket() -> str:
     return os.environ.get("JUPYTER_GPU_SOCKET") or SYSTEM_SOCKET
 
 
+def serves_everyone(socket: str) -> bool:
+    """Whether a broker on this socket serves every user of the machine, not only its own."""
+    return os.getuid() == 0 and Path(socket).absolute().parent == Path(SYSTEM_SOCKET).parent
+
+
 def make_socket_folder(socket: str, *, service: bool = False) -> None:
     """Create the socket's folder if it is missing, and check that no other user could put files there.
 
@@ -160,14 +165,13 @@ def make_socket_folder(socket: str, *, service: bool = False) -> None:
     if not is_service_socket(socket):
         check_above(Path(socket).absolute().parent)
     folder = Path(socket).absolute().parent
-    everyone = service or (os.getuid() == 0 and folder == Path(SYSTEM_SOCKET).parent)
     made = not folder.exists()
     if is_service_socket(socket) and not made and not os.access(folder, os.W_OK):
         raise BrokerUnavailableError(
             f"{socket} is the socket of a system service, which an administrator starts; for a broker of your own, name another one "
             "with --socket"
         )
-    if everyone:
+    if service or serves_everyone(socket):
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     else:
         make_private_folder(folder)

@@ -71,11 +71,6 @@ _SOCKET_MODE_OWN = 0o600
 _SOCKET_MODE_SERVICE = 0o666  # a system service serves every user; peer credentials tell them apart
 
 
-def is_service_socket(socket: str) -> bool:
-    """Whether a broker on this socket serves every user of the machine, not only its own."""
-    return os.getuid() == 0 and Path(socket).parent == Path("/run/jupyter-gpu")
-
-
 def device_specs(settings: Settings, backend: Backend) -> tuple[DeviceSpec, ...]:
     everything = [
         DeviceSpec(
