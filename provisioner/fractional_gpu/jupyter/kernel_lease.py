@@ -70,6 +70,9 @@ class KernelLease:
     environment: Mapping[str, str]
     notice: str = ""  # how the kernel's previous process ended, for its user
 
+    def _client(self) -> BrokerClient:
+        return BrokerClient(self.socket, token=self.token or None, timeout_s=_SHORT_S)
+
     def attach(self, request: AttachRequest) -> None:
         """Attach the kernel's process. A broker that died since the lease was taken is started again.
 
@@ -87,22 +90,19 @@ class KernelLease:
 
         Raises the errors of the protocol.
         """
-        with BrokerClient(self.socket, token=self.token or None, timeout_s=_SHORT_S) as client:
+        with self._client() as client:
             client.attach(self.lease_id, request)
 
     def detach(self) -> None:
         """Tell the broker that the process is gone. Raises the errors of the protocol."""
-        with BrokerClient(self.socket, token=self.token or None, timeout_s=_SHORT_S) as client:
+        with self._client() as client:
             client.detach(self.lease_id)
 
     def release(self) -> None:
         """End the lease and remove the token file. Raises the errors of the protocol, after the file is gone."""
         with contextlib.suppress(OSError):
             self.token_file.unlink()
-        with (
-            BrokerClient(self.socket, token=self.token or None, timeout_s=_SHORT_S) as client,
-            contextlib.suppress(NotFoundError),
-        ):
+        with self._client() as client, contextlib.suppress(NotFoundError):
             client.release(self.lease_id)
 
     def restore_token_file(self) -> None:
@@ -123,7 +123,7 @@ class KernelLease:
 
     def is_frozen(self) -> bool:
         """Whether the process may be unable to run its exit: its CUDA state is suspended, in a swap or quarantined."""
-        with BrokerClient(self.socket, token=self.token or None, timeout_s=_SHORT_S) as client:
+        with self._client() as client:
             return client.lease(self.lease_id).state in _FROZEN_STATES
 
     def unblock(self) -> None:
@@ -201,18 +201,18 @@ def renew_lease(
     lease: KernelLease, request: LeaseRequest, *, timeout_s: float, simulate: str | None = None
 ) -> KernelLease:
     """Return a lease for the next process of the same kernel: the same one where possible. Raises as `take_lease`."""
-    return _retry_once(lambda: _renew(lease, request, timeout_s, simulate))
 
+    def renew() -> KernelLease:
+        with ensure_broker(lease.socket, token=lease.token or None, timeout_s=timeout_s, simulate=simulate) as client:
+            if lease.token and lease.gated and request.gated and _is_free_to_attach(client, lease.lease_id):
+                if lease.token_file.exists():
+                    return lease
+                return replace(lease, token_file=_write_token(lease.lease_id, lease.token))
+        with contextlib.suppress(NotFoundError, UnauthorizedError, ForbiddenError):
+            lease.release()
+        return take_lease(request, timeout_s=timeout_s, simulate=simulate)
 
-def _renew(lease: KernelLease, request: LeaseRequest, timeout_s: float, simulate: str | None) -> KernelLease:
-    with ensure_broker(lease.socket, token=lease.token or None, timeout_s=timeout_s, simulate=simulate) as client:
-        if lease.token and lease.gated and request.gated and _is_free_to_attach(client, lease.lease_id):
-            if lease.token_file.exists():
-                return lease
-            return replace(lease, token_file=_write_token(lease.lease_id, lease.token))
-    with contextlib.suppress(NotFoundError, UnauthorizedError, ForbiddenError):
-        lease.release()
-    return take_lease(request, timeout_s=timeout_s, simulate=simulate)
+    return _retry_once(renew)
 
 
 def recall_lease(info: Mapping[str, Any]) -> KernelLease:

@@ -52,7 +52,7 @@ from fractional_gpu.jupyter.kernel_process import AdoptedProcess, KernelPorts, P
 from fractional_gpu.jupyter.kernel_record import KernelRecord, RecordFile
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
 from fractional_gpu.protocol.limits import MAX_NAME
-from fractional_gpu.protocol.messages import LeaseRequest
+from fractional_gpu.protocol.messages import AttachRequest, LeaseRequest
 
 # jupyter_client's own keywords; all others come from the kernelspec's stanza
 _JUPYTER_KEYWORDS = frozenset({"kernel_id", "kernel_spec", "parent", "config", "log"})
@@ -324,13 +324,11 @@ class FractionalGPUProvisioner(LocalProvisioner):
 
     def _attach_adopted(self) -> None:
         """Attach the adopted process for this server. A broker that does not run learns of it at the kernel's next start."""
-        lease, process, argv = self._lease, self.process, self.kernel_spec.argv
+        lease, process = self._lease, self.process
         if lease is None or process is None:
             return
-        language, ipykernel = self.kernel_spec.language or "", find_ipykernel(argv) is not None
         try:
-            request = attach_request(process.pid, dict(self.connection_info), language=language, ipykernel=ipykernel)
-            lease.attach_again(request)
+            lease.attach_again(self._attach_request(process.pid, self.connection_info))
         except (ProcessGoneError, FractionalGPUError) as error:
             self.log.debug(
                 "The GPU broker was not told yet that kernel %s has another server: %s", self.kernel_id, error
@@ -429,13 +427,17 @@ class FractionalGPUProvisioner(LocalProvisioner):
         process = self.process
         if process is None or process.poll() is not None:
             raise _ended_at_once(process)
-        language = self.kernel_spec.language or ""
-        ipykernel = find_ipykernel(self.kernel_spec.argv) is not None
         try:
-            request = attach_request(process.pid, dict(connection), language=language, ipykernel=ipykernel)
+            request = self._attach_request(process.pid, connection)
         except ProcessGoneError as error:  # it has ended since
             raise _ended_at_once(process) from error
         lease.attach(request)
+
+    def _attach_request(self, pid: int, connection: KernelConnectionInfo) -> AttachRequest:
+        """Raises ProcessGoneError."""
+        spec = self.kernel_spec
+        is_ipykernel = find_ipykernel(spec.argv) is not None
+        return attach_request(pid, dict(connection), language=spec.language or "", ipykernel=is_ipykernel)
 
     async def _undo_launch(self) -> None:
         """Kill a process that the broker refused; a first start leaves no lease behind."""
