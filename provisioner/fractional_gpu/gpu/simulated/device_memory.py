@@ -35,8 +35,6 @@ _MOST_AT_ONCE: Final = 32
 _PAUSE_S: Final = 0.5  # without a free descriptor
 _PEER: Final = struct.Struct("3i")  # pid, uid, gid
 
-# -- the notebook's side -------------------------------------------------------------------------------------------------
-
 
 def reserve(directory: Path, path: Path) -> None:
     """Have the pages of a file of this process's device memory charged to the host. Raises OSError where there is no room.
@@ -59,9 +57,6 @@ def reserve(directory: Path, path: Path) -> None:
             os.close(file)
     if answer and answer != _DONE:
         raise OSError(errno.ENOSPC, answer.decode(errors="replace"))
-
-
-# -- the broker's side ---------------------------------------------------------------------------------------------------
 
 
 class DeviceMemoryServer:
@@ -144,8 +139,6 @@ class DeviceMemoryServer:
             return f"{found.st_size // MIB} MiB: {error.strerror}".encode()[:_MOST_ERROR]
         return _DONE
 
-
-# -- the worker's side ---------------------------------------------------------------------------------------------------
 
 _HELPER: Final = """
 import os, sys

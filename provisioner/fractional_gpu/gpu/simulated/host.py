@@ -12,7 +12,7 @@ import os
 import re
 import uuid
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -51,11 +51,8 @@ class SimulatedHost:
 
         Ended processes count, the last 10,000 of them. The idle draw is nobody's. Raises SimulatedHostError when the host is gone.
         """
-        store = Store(self.directory)
-        try:
+        with closing(Store(self.directory)) as store:
             return energy.works(store.query, store.memory, energy.since_boot_ns())
-        finally:
-            store.close()
 
     def energy_of(self, *, pid: int | None = None, lease: str | None = None, device_id: str | None = None) -> int:
         """Return what the work of these processes has drawn beyond the idle draw, mJ; None: any. Raises SimulatedHostError as `work`."""
@@ -122,8 +119,7 @@ def create(directory: str | Path, devices: str | Sequence[int], *, shared: bool 
     _own(path)
     if shared:
         _open_to_users(path)
-    store = Store(path, create=True)
-    try:
+    with closing(Store(path, create=True)) as store:
         for folder in (store.memory, store.trash):
             folder.mkdir(mode=0o700, exist_ok=True)
             if shared:
@@ -145,30 +141,22 @@ def create(directory: str | Path, devices: str | Sequence[int], *, shared: bool 
                 db.executemany("INSERT INTO devices (id, idx, name, memory_mib) VALUES (?, ?, ?, ?)", rows)
             energy.begin_meters(db, *draw)
         return _describe(store)
-    finally:
-        store.close()
 
 
 def open_host(directory: str | Path) -> SimulatedHost:
     """Return the host in the folder. Raises SimulatedHostError when there is none."""
-    store = Store(directory)
-    try:
+    with closing(Store(directory)) as store:
         return _describe(store)
-    finally:
-        store.close()
 
 
 def destroy(directory: str | Path) -> None:
     """Remove a simulated host and its folder. Raises SimulatedHostError while processes live on it."""
-    store = Store(directory)
-    try:
+    with closing(Store(directory)) as store:
         reap(store)
         if living := processes_of(store):
             pids = ", ".join(str(process.pid) for process in living)
             raise SimulatedHostError(f"the host in {store.directory} is in use by processes {pids}: end them first")
         empty_trash(store)
-    finally:
-        store.close()
     for folder in (store.memory, store.trash):
         folder.rmdir()
     for file in (*store.directory.glob(f"{DATABASE}*"), store.directory / SOCKET):
@@ -179,8 +167,7 @@ def destroy(directory: str | Path) -> None:
 def lose_device(directory: str | Path, device_id: str) -> None:
     """Make the device fall off the bus: its memory is gone, and its processes have failed for good."""
     fatal = f"the simulated device {device_id} was lost, and what this process held on it: restart the kernel"
-    store = Store(directory)
-    try:
+    with closing(Store(directory)) as store:
         _check_device(store, device_id)
         with store.transaction() as db:
             db.execute("UPDATE devices SET lost=1 WHERE id=?", (device_id,))
@@ -190,45 +177,34 @@ def lose_device(directory: str | Path, device_id: str) -> None:
             # After the commit, so that a call that finds the gate closed also finds the reason.
             with suppress(FileNotFoundError):
                 write_gate(store.process_folder(key), CLOSED)
-    finally:
-        store.close()
 
 
 def return_device(directory: str | Path, device_id: str) -> None:
     """Bring a lost device back, empty. Processes that failed with it stay failed."""
-    store = Store(directory)
-    try:
+    with closing(Store(directory)) as store:
         _check_device(store, device_id)
         with store.transaction() as db:
             db.execute("UPDATE devices SET lost=0 WHERE id=?", (device_id,))
-    finally:
-        store.close()
 
 
 def show_sensors(directory: str | Path, device_id: str, *, power: bool = True, counter: bool = True) -> None:
     """Have the device show what it draws and its energy counter, or not, as older devices do."""
-    store = Store(directory)
-    try:
+    with closing(Store(directory)) as store:
         _check_device(store, device_id)
         with store.transaction() as db:
             db.execute(
                 "UPDATE meters SET shows_power=?, shows_counter=? WHERE device=?", (int(power), int(counter), device_id)
             )
-    finally:
-        store.close()
 
 
 def set_counter(directory: str | Path, device_id: str, energy_mj: int) -> None:
     """Have the device's energy counter go on from this, mJ: from 0 as when the driver is loaded again, or from what is absurd."""
     if energy_mj < 0:
         raise SimulatedHostError(f"an energy counter cannot say {energy_mj} mJ; give 0 or more")
-    store = Store(directory)
-    try:
+    with closing(Store(directory)) as store:
         _check_device(store, device_id)
         with store.transaction() as db:
             energy.set_counter(db, store.memory, device_id, energy_mj)
-    finally:
-        store.close()
 
 
 def _describe(store: Store) -> SimulatedHost:

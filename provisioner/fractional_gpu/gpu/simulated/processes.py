@@ -41,7 +41,7 @@ _visible: dict[str, int] = {}  # pids here of processes in other pid namespaces,
 _STAT_BYTES: Final = 4096  # longer than any /proc/PID/stat
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Process:
     """One process with a context, as the database has it. Memory in bytes, context included."""
 
@@ -60,16 +60,7 @@ _COLUMNS: Final = "SELECT key, pid, lease, device, target, phase, bytes, fatal F
 
 def _process(row: tuple[str, int, str, str, str | None, str, int, str]) -> Process:
     key, pid, lease, device, target, phase, n_bytes, fatal = row
-    return Process(
-        key=key,
-        pid=visible_pid(key, pid),
-        lease=lease,
-        device=device,
-        target=target,
-        phase=phase,
-        n_bytes=n_bytes,
-        fatal=fatal,
-    )
+    return Process(key, visible_pid(key, pid), lease, device, target, phase, n_bytes, fatal)
 
 
 def current_key(pid: int) -> str | None:
