@@ -257,7 +257,7 @@ def worker_reply(data: bytes) -> None:
         return
     if isinstance(payload, dict) and worker_link._is_reply(payload):
         assert worker_link._elapsed(payload) == payload["elapsed_us"]
-        str(worker_link._error(payload["error"]))
+        str(worker.read_error(payload["error"]))
 
 
 def service_request(data: bytes) -> None:

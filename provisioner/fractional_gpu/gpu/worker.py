@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
         backend = open_checkpointer(arguments[1])
     except GPUError as error:
         sys.stderr.write(f"the checkpoint worker cannot start: {error}\n")
-        _send(replies, {"fatal": {"code": error.code.value, "message": str(error)}})
+        _send(replies, {"fatal": error_fields(error)})
         return 1
     try:
         _send(replies, {"hello": {"protocol": PROTOCOL, "backend": arguments[1], "pid": os.getpid()}})
@@ -56,6 +56,21 @@ def main(arguments: list[str]) -> int:
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the broker has ended; the operation is done. A pipe breaks, a socket (a service's worker has one) is reset
     return 0
+
+
+def error_fields(error: GPUError) -> dict[str, str]:
+    return {"code": error.code.value, "message": str(error)}
+
+
+def read_error(fields: object) -> GPUError:
+    """Return the error that a worker or its service sent; a code of another version is UNKNOWN."""
+    if not isinstance(fields, dict):
+        return GPUError(
+            GPUErrorCode.UNKNOWN, f"the checkpoint worker failed without an explanation: {str(fields)[:200]}"
+        )
+    code = str(fields.get("code"))
+    known = code in {one.value for one in GPUErrorCode}
+    return GPUError(GPUErrorCode(code) if known else GPUErrorCode.UNKNOWN, str(fields.get("message")))
 
 
 def _private_output() -> IO[bytes]:
@@ -93,7 +108,7 @@ def _reply(
         "ok": error is None,
         "state": state.value if state is not None else None,
         "elapsed_us": elapsed_us,
-        "error": {"code": error.code.value, "message": str(error)} if error is not None else None,
+        "error": error_fields(error) if error is not None else None,
     }
 
 

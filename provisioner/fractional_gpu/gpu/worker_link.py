@@ -33,8 +33,8 @@ from typing import Any, Final, Self
 
 from fractional_gpu.gpu import driver_environment
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
-from fractional_gpu.gpu.worker import MAX_LINE, PROTOCOL
-from fractional_gpu.gpu.worker_remote import WorkerProcess, connect
+from fractional_gpu.gpu.worker import MAX_LINE, PROTOCOL, read_error
+from fractional_gpu.gpu.worker_remote import RemoteWorker, connect
 from fractional_gpu.host import files
 from fractional_gpu.host.claims import NameClaim
 from fractional_gpu.host.files import open_own
@@ -124,12 +124,12 @@ class WorkerClaim:
 
 
 log = logging.getLogger(__name__)
+WorkerProcess = asyncio.subprocess.Process | RemoteWorker
 
 START_S: Final = 60.0  # initialising a driver takes seconds
 _STATE_S: Final = 30.0  # a driver that is at work in the process answers only afterwards
 _KILL_S: Final = 5.0
 _ALONE_S: Final = 2.0  # a worker whose broker is gone ends itself so much later than a living broker would kill it
-_CODES: Final = frozenset(code.value for code in GPUErrorCode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +269,7 @@ class WorkerLink:
         self._more.set()
         reply = await call.answer
         if not reply["ok"]:
-            raise _error(reply["error"])
+            raise read_error(reply["error"])
         return reply
 
     async def _run(self) -> None:
@@ -357,7 +357,7 @@ class WorkerLink:
         greeting = await self._exchange(self._process, b"", self._start_s, f"opening {self.backend}")
         if "fatal" in greeting:
             await self._kill()
-            raise _error(greeting["fatal"])
+            raise read_error(greeting["fatal"])
         hello = greeting.get("hello")
         if not isinstance(hello, dict) or hello.get("protocol") != PROTOCOL:
             await self._kill()
@@ -463,10 +463,3 @@ def _is_reply(reply: Mapping[str, Any]) -> bool:
 
 def _elapsed(reply: dict[str, Any]) -> int:
     return int(reply["elapsed_us"])
-
-
-def _error(error: object) -> GPUError:
-    if not isinstance(error, dict):
-        return GPUError(GPUErrorCode.UNKNOWN, f"the checkpoint worker failed without an explanation: {error!r}")
-    code = str(error.get("code"))
-    return GPUError(GPUErrorCode(code) if code in _CODES else GPUErrorCode.UNKNOWN, str(error.get("message")))

@@ -17,52 +17,30 @@ import json
 import os
 import socket
 import time
-from typing import Any, Final, Protocol
+from typing import Final
 
 from fractional_gpu import __version__
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode
-from fractional_gpu.gpu.worker import MAX_LINE
+from fractional_gpu.gpu.worker import MAX_LINE, read_error
 from fractional_gpu.gpu.worker_service import MAX_DESCRIPTORS, MAX_MESSAGE, SERVICE_PROTOCOL, parse, readable
 from fractional_gpu.host.peers import peer_credentials
 
 _RETRY_S: Final = 0.1
-_CODES: Final = frozenset(code.value for code in GPUErrorCode)
 STATUS_UNKNOWN: Final = -1  # the service ended before its worker, so no process read the exit status
 
 
-class WorkerInput(Protocol):
-    """Where requests go, as far as the link uses a stream."""
-
-    def write(self, data: bytes) -> None:
-        """Write the bytes, or keep them until there is room."""
-
-    async def drain(self) -> None:
-        """Return when there is room for more. Raises OSError."""
+class _Input(asyncio.StreamWriter):
+    """The requests' half of the pipe."""
 
     def close(self) -> None:
-        """Tell the worker that nothing more comes: it ends after its operation. Idempotent."""
-
-
-class _Input:
-    """The requests' half of the pipe. Closing it leaves the other half open: its end is the worker's end."""
-
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
-        self._writer = writer
-
-    def write(self, data: bytes) -> None:
-        self._writer.write(data)
-
-    async def drain(self) -> None:
-        await self._writer.drain()
-
-    def close(self) -> None:
-        if not self._writer.is_closing():
-            self._writer.write_eof()
+        """Tell the worker that nothing more comes. The other half stays open: its end is the worker's end. Idempotent."""
+        if not self.is_closing():
+            self.write_eof()
 
     async def close_both(self) -> None:
-        self._writer.close()
+        self.transport.close()
         with contextlib.suppress(OSError):
-            await self._writer.wait_closed()
+            await self.wait_closed()
 
 
 class _Replies(asyncio.StreamReader):
@@ -82,38 +60,12 @@ class _Replies(asyncio.StreamReader):
         self.ended.set()
 
 
-class WorkerProcess(Protocol):
-    """A worker, as the link uses it: a child (`asyncio.subprocess.Process`) or a `RemoteWorker`."""
-
-    @property
-    def pid(self) -> int:
-        """The worker's pid."""
-
-    @property
-    def returncode(self) -> int | None:
-        """The exit status; None while it runs."""
-
-    @property
-    def stdin(self) -> WorkerInput | None:
-        """Where requests go."""
-
-    @property
-    def stdout(self) -> asyncio.StreamReader | None:
-        """Where replies come from."""
-
-    def kill(self) -> None:
-        """Send SIGKILL. Raises ProcessLookupError if it has ended."""
-
-    async def wait(self) -> int:
-        """Return the exit status when it has ended."""
-
-
 class RemoteWorker:
     """A worker of a service. Get one from `connect`."""
 
-    def __init__(self, pid: int, control: socket.socket, stdin: asyncio.StreamWriter, stdout: "_Replies") -> None:
+    def __init__(self, pid: int, control: socket.socket, stdin: _Input, stdout: _Replies) -> None:
         self.pid = pid
-        self.stdin = _Input(stdin)
+        self.stdin = stdin
         self.stdout = stdout
         self._control = control
         self._status: int | None = None
@@ -214,7 +166,7 @@ async def _request(
         loop, stdout = asyncio.get_running_loop(), _Replies()
         protocol = asyncio.StreamReaderProtocol(stdout)
         transport, _ = await loop.create_unix_connection(lambda: protocol, sock=pipes[0])
-        stdin = asyncio.StreamWriter(transport, protocol, stdout, loop)
+        stdin = _Input(transport, protocol, stdout, loop)
     except BaseException:
         for pipe in pipes:
             pipe.close()
@@ -228,7 +180,7 @@ def _started(path: str, data: bytes, n_pipes: int) -> int:
         raise ConnectionResetError("it closed the connection")
     reply = parse(data)
     if "fatal" in reply:
-        raise _error(reply["fatal"])
+        raise read_error(reply["fatal"])
     started = reply.get("started")
     pid = started.get("pid") if isinstance(started, dict) else None
     if type(pid) is not int or n_pipes != 1:
@@ -238,12 +190,3 @@ def _started(path: str, data: bytes, n_pipes: int) -> int:
             "both from the same image",
         )
     return pid
-
-
-def _error(fatal: Any) -> GPUError:  # noqa: ANN401 - what another process sent
-    if not isinstance(fatal, dict):
-        return GPUError(
-            GPUErrorCode.UNKNOWN, f"the checkpoint worker's service refused without a reason: {str(fatal)[:200]}"
-        )
-    code = str(fatal.get("code"))
-    return GPUError(GPUErrorCode(code) if code in _CODES else GPUErrorCode.UNKNOWN, str(fatal.get("message")))

@@ -36,6 +36,7 @@ from fractional_gpu import __version__
 from fractional_gpu.gpu import driver_environment
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode
 from fractional_gpu.gpu.open import backend_name
+from fractional_gpu.gpu.worker import error_fields
 from fractional_gpu.host.peers import peer_credentials
 
 log = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ class WorkerService:
                     process = await self._start(connection, backend, descriptors, pid)
             except GPUError as error:
                 log.warning("a connection to %s was refused: %s", self.path, error)
-                await _send(connection, {"fatal": {"code": error.code.value, "message": str(error)}})
+                await _send(connection, {"fatal": error_fields(error)})
                 return
             except OSError as error:
                 log.warning("a connection to %s failed: %s", self.path, error)
