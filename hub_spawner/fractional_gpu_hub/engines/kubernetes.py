@@ -221,9 +221,6 @@ def _unavailable(error: Exception) -> str:
     return f"the Kubernetes API does not list the nodes: {str(error) or type(error).__name__}; try again in a moment"
 
 
-# -- nodes -----------------------------------------------------------------------------------------------------------------------
-
-
 def pools_of_node(node: Any) -> tuple[list[NodePool], str]:  # noqa: ANN401 - V1Node
     """Return the pools that a node's agent published, and why there are none, a sentence for the log."""
     text = (node.metadata.annotations or {}).get(pods.SUMMARY)
@@ -242,9 +239,6 @@ def _why_not(node: Any) -> str:  # noqa: ANN401 - V1Node
         return "cordoned"
     ready = next((one.status for one in node.status.conditions or () if one.type == "Ready"), "True")
     return "" if ready == "True" else "not ready"
-
-
-# -- pods ------------------------------------------------------------------------------------------------------------------------
 
 
 def _containers(pod: Any) -> list[Any]:  # noqa: ANN401 - V1Pod

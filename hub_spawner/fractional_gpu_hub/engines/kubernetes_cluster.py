@@ -42,9 +42,6 @@ _LONGEST_TEXT: Final = 300
 _NO_SETTINGS: Final = (ConfigException, OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError)
 
 
-# -- where ---------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
     """What is listed: the labels of nodes, the namespace of servers, and their label `component`, as the spawner has them."""
@@ -90,9 +87,6 @@ async def settings_of(environment: Mapping[str, str]) -> client.Configuration:
             "with a service account whose token is mounted, or set KUBECONFIG in its environment"
         ) from error
     return found
-
-
-# -- what is read --------------------------------------------------------------------------------------------------------------
 
 
 class _Read(Struct, rename="camel", omit_defaults=True, kw_only=True):
@@ -165,9 +159,6 @@ class _Refusal(_Read):
     message: str = ""
 
 
-# -- requests ------------------------------------------------------------------------------------------------------------------
-
-
 async def read() -> Cluster:
     """Return the cluster. Raises EngineUnavailableError. Cancelled: nothing has changed."""
     return await read_from(await settings_of(os.environ), Where.of(os.environ))
@@ -236,9 +227,6 @@ def _refused(status: int, body: bytes, what: str, right: str) -> EngineUnavailab
             "token is mounted in the hub's pod"
         )
     return EngineUnavailableError(f"the Kubernetes API does not {what} now ({why}); the page tries again")
-
-
-# -- nodes and pods ------------------------------------------------------------------------------------------------------------
 
 
 def _node(node: _Node) -> ClusterNode:

@@ -472,9 +472,6 @@ def _cancel_later(prefix: Sequence[str], job_id: str, log: logging.Logger) -> No
     task.add_done_callback(_later.discard)
 
 
-# -- the route of batchspawner's own wrapper ---------------------------------------------------------------------------------
-
-
 class _PortHandler(BatchSpawnerAPIHandler):  # type: ignore[misc] # untyped
     """Takes the port on which a server listens, by the server's token."""
 

@@ -249,9 +249,6 @@ def ended_sentence(job: JobState | None, job_id: str) -> str:
     return f"Slurm's job {job_id} does not run: {why}; its log is in your home folder"
 
 
-# -- nodes -------------------------------------------------------------------------------------------------------------------
-
-
 async def read_nodes() -> list[Node]:
     """Return all nodes of the cluster. Raises SlurmError or SlurmUnavailableError."""
     return parse_nodes(await run("scontrol", "show", "node", "-o"))
@@ -331,8 +328,6 @@ def pools_of(found: Published) -> list[NodePool]:
     why_not = node.why_not or ("without its broker" if summary.problem else "")
     return pools_of_summary(node.name, summary, why_not)
 
-
-# -- users' servers ----------------------------------------------------------------------------------------------------------
 
 JOB_PREFIX = "jupyter-"
 

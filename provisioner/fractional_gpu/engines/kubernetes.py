@@ -70,9 +70,6 @@ def configuration(kubeconfig: str | None = None) -> client.Configuration:
     return found
 
 
-# -- requests --------------------------------------------------------------------------------------------------------------
-
-
 def _failure(status: int, reason: str, use: str) -> EngineError:
     """Return the error for an HTTP status; `use` is a key of RIGHTS."""
     verb, resource = RIGHTS[use]
@@ -136,9 +133,6 @@ async def _patched(call: Callable[[], Awaitable[Any]], use: str) -> dict[str, An
 def _pause_s(failures: int, first_s: float) -> float:
     """Return the pause after so many failures, seconds: between half and all of what the back-off allows."""
     return min(first_s * 2.0 ** min(failures, 16), _LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)  # noqa: S311 - spreads requests
-
-
-# -- pods ------------------------------------------------------------------------------------------------------------------
 
 
 class PodWatch:
@@ -287,9 +281,6 @@ def _event(line: bytes) -> dict[str, Any]:
 def _raw(timeout: float | aiohttp.ClientTimeout) -> dict[str, Any]:
     """Return the options of a call whose answer is read here, as JSON."""
     return {"_preload_content": False, "_request_timeout": timeout}
-
-
-# -- the cluster -----------------------------------------------------------------------------------------------------------
 
 
 class Cluster:

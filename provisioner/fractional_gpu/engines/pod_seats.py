@@ -234,9 +234,6 @@ class PodSeats:
             self._say(f"pod {pod.namespace}/{pod.name}: {sentence}")
 
 
-# -- annotations -----------------------------------------------------------------------------------------------------------
-
-
 class PodNotes:
     """Writes what became of each pod's seat, and what it used, into the pod's annotations, if the agent may.
 

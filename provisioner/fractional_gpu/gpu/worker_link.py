@@ -40,7 +40,6 @@ from fractional_gpu.host.claims import NameClaim
 from fractional_gpu.host.files import open_own
 from fractional_gpu.host.process import ProcessIdentity
 
-# -- worker claim ------------------------------------------------------------------------------------------------------
 # The right to run a checkpoint worker: each socket has at most one worker, even after its broker was killed.
 #
 # The rules:
@@ -120,9 +119,6 @@ class WorkerClaim:
             self._descriptor = -1
 
 
-# -- worker link -------------------------------------------------------------------------------------------------------
-
-
 log = logging.getLogger(__name__)
 WorkerProcess = asyncio.subprocess.Process | RemoteWorker
 
@@ -176,9 +172,8 @@ class WorkerLink:
         self._runner: asyncio.Task[None] | None = None
         self._closing = False
         self._number = 0
-        self._unexplained: set[str] = (
-            set()
-        )  # targets on which the driver failed for no known reason, without a success between
+        # targets on which the driver failed for no known reason, without a success between
+        self._unexplained: set[str] = set()
         self._is_stale = False
 
     @property

@@ -190,7 +190,6 @@ class SeatDraws:
         )
 
 
-# -- usage -------------------------------------------------------------------------------------------------------------
 # Records how much each user uses each pool: sampled, summed by day in the ledger, and passed to the forecasts.
 #
 # A sample counts for the time since the one before. A user is live in a pool while they have a kernel there, and busy while one of these

@@ -259,7 +259,6 @@ def total_usage(draws: Iterable[SeatUsage]) -> SeatUsage:
     )
 
 
-# -- pools -------------------------------------------------------------------------------------------------------------
 # Lists and changes the keys of pools while the broker runs.
 #
 # - A change has the form of the configuration and passes the same parser: a wrong value changes nothing.

@@ -45,7 +45,6 @@ from fractional_gpu.gpu.simulated.processes import (
 )
 from fractional_gpu.gpu.simulated.store import MIB, Device, SimulatedHostError, Store, available_bytes
 
-# -- gate --------------------------------------------------------------------------------------------------------------
 # The gate of a simulated process: its calls pass, or wait while it is locked or checkpointed.
 #
 # Standard library only: notebooks import it.
@@ -206,9 +205,6 @@ def shut_gate(store: Store, key: str, timeout_s: float) -> bool:
             open_gate(store, key)
         os.close(descriptor)
     return shut
-
-
-# -- context -----------------------------------------------------------------------------------------------------------
 
 
 HELD: Final = f"SELECT COALESCE(SUM(bytes), 0) FROM processes WHERE {ON_DEVICE}"  # noqa: S608

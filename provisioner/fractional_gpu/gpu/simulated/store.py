@@ -232,7 +232,6 @@ def own_namespace() -> str:
     return os.readlink("/proc/self/ns/pid")[5:-1]  # noqa: PTH115
 
 
-# -- capacity ----------------------------------------------------------------------------------------------------------
 # How many more real bytes a simulated host's folder can hold.
 #
 # A simulated device may be declared larger than the machine's memory; its contents may not be.
