@@ -15,7 +15,6 @@ async def read() -> Cluster:
 
 
 def cluster_of(found: list[Published], jobs: list[ServerJob]) -> Cluster:
-    """Return the cluster of these nodes and jobs."""
     counts = {pool.count for one in found if one.summary is not None for pool in one.summary.pools if pool.count}
     nodes = [
         ClusterNode(

@@ -321,7 +321,6 @@ NODES = NodeReader()
 
 
 def pools_of(found: Published) -> list[NodePool]:
-    """Return the pools that a node has published."""
     node, summary = found.node, found.summary
     if summary is None:
         return []

@@ -55,8 +55,6 @@ class AgentRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What the broker said."""
-
     capacity: Capacity
     seats: list[SeatStatus]
 

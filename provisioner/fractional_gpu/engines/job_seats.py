@@ -153,7 +153,6 @@ class SeatFiles:
             self.folder.chmod(0o711)
 
     def seat_path(self, job_id: int) -> Path:
-        """Return the file of a job's seat."""
         return self.folder / f"job-{job_id}.json"
 
     def _environment_path(self, job_id: int) -> Path:
@@ -292,16 +291,13 @@ class SeatFiles:
             return None  # it has been removed meanwhile, or is none of ours
 
     def knows(self, job_id: int) -> bool:
-        """Whether the job has any file here."""
         paths = (self._wanted_path(job_id), self._environment_path(job_id), self.seat_path(job_id))
         return any(path.exists() for path in paths)
 
     def has_seat(self, job_id: int) -> bool:
-        """Whether the job's seat has a file."""
         return self.seat_path(job_id).exists()
 
     def remove(self, job_id: int) -> None:
-        """Remove the job's files."""
         for path in (self._wanted_path(job_id), self._environment_path(job_id), self.seat_path(job_id)):
             with suppress(FileNotFoundError):
                 path.unlink()

@@ -166,7 +166,6 @@ class PodWatch:
         return self._trouble
 
     async def run(self) -> None:
-        """Watch until cancelled."""
         failures = 0
         version: str | None = None
         clock = asyncio.get_running_loop().time

@@ -108,7 +108,6 @@ class Pod:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it asks for a share."""
         return bool(self.shares or self.wrong or pods.POOL in self.annotations or pods.FRACTION in self.annotations)
 
 

@@ -89,15 +89,12 @@ class ConfigFile:
         self._edits[setting.file].append((setting.begin + begin, setting.begin + end, value))
 
     def put_before(self, setting: Setting, text: str) -> None:
-        """Insert a text at the beginning of a line."""
         self._edits[setting.file].append((setting.begin, setting.begin, text))
 
     def remove(self, setting: Setting) -> None:
-        """Take a line out."""
         self._edits[setting.file].append((setting.begin, setting.begin + len(setting.text), ""))
 
     def add(self, line: str) -> None:
-        """Add a line at the end of the file."""
         self._added += [*([] if self._added else [_MARK]), f"{line}\n"]
 
     def changed(self, file: Path) -> str:

@@ -88,7 +88,6 @@ class SlurmJob:
 
 
 def job_number(text: str) -> int:
-    """Return the number of a job. Raises EngineError."""
     if not _JOB_ID.fullmatch(text):
         raise EngineError(f"the job's number is {text[:40]!r}; Slurm's are whole numbers of 1 and more (SLURM_JOB_ID)")
     return int(text)
@@ -195,7 +194,6 @@ class Slurm:
         return next((job for job in map(_job, text.splitlines()) if job.job_id == job_id), None)
 
     def jobs(self) -> list[SlurmJob]:
-        """Return the jobs on this node."""
         return [_job(line) for line in self._squeue(f"--nodelist={self.node}").splitlines()]
 
     def _squeue(self, *words: str) -> str:
@@ -259,7 +257,6 @@ class Slurm:
         return path
 
     def call(self, *words: str) -> str:
-        """Run a command and return what it printed."""
         try:
             done = subprocess.run(
                 words,
@@ -319,7 +316,6 @@ def _job(line: str) -> SlurmJob:
 
 
 def _memory_mib(allocated: str, nodes: str) -> int | None:
-    """Return a job's memory on each of its nodes."""
     found = _MEMORY.search(allocated)
     return (
         int(float(found[1]) * _MIB[found[2]] / max(1, int(nodes))) if found is not None and nodes.isdecimal() else None

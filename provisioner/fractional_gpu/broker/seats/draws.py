@@ -240,7 +240,6 @@ class UsageRecorder:
             self.write()
 
     def sample(self) -> None:
-        """Count the time since the last sample."""
         step_ms = min(max(0, self._now() - self._last_ms), _LONGEST_STEP_MS)
         self._last_ms = self._now()
         seen: dict[tuple[str, str], tuple[bool, int]] = {}

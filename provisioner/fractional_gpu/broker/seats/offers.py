@@ -62,15 +62,12 @@ class PoolForecasts:
         self.lasted_ms: dict[str, list[int]] = {}  # by pool: how long the last seats lasted, the latest end first
 
     def hub(self, pool: str) -> Pool:
-        """Return the pool's terms for a hub's users."""
         return self._hubs.get(pool) or Pool()
 
     def pool_changed(self, pool: Pool) -> None:
-        """Use the new terms of a pool."""
         self._hubs[pool.name] = pool
 
     def learn(self, usage: Sequence[UsageRecord]) -> None:
-        """Add this usage to what is known of users."""
         for one in usage:
             days = self._usage.setdefault((one.owner, one.pool), {})
             known = days.get(one.day)
@@ -78,7 +75,6 @@ class PoolForecasts:
             self._sums.pop((one.owner, one.pool), None)
 
     def forget(self, before_day: int) -> None:
-        """Forget the usage of earlier days than this one."""
         for who, days in list(self._usage.items()):
             kept = {day: one for day, one in days.items() if day >= before_day}
             if len(kept) < len(days):
@@ -168,7 +164,6 @@ class PoolForecasts:
         return SeatLoad(mib=mib, duty_milli=habits.duty_milli)
 
     def places(self, pool: PoolSpec, devices: Sequence[DeviceView], seats: Sequence[SeatRecord]) -> list[SeatDevice]:
-        """Return the devices with the loads of these seats."""
         loads: dict[str, list[SeatLoad]] = {device.device_id: [] for device in devices}
         for seat in seats:
             # Count a seat whose device is gone on the device with the fewest seats.

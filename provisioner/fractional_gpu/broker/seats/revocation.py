@@ -66,7 +66,6 @@ class Revocations:
                 self._revoke(seat_id, _Ended(owner=owner, server=None, since_ms=self._broker.deadlines.now_ms()))
 
     def seat_ended(self, seat: SeatRecord) -> None:
-        """Revoke the leases of a seat that has ended."""
         since_ms = self._broker.deadlines.now_ms()
         self._revoke(seat.seat_id, _Ended(owner=seat.owner, server=seat.server, since_ms=since_ms))
 

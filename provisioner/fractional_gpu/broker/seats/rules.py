@@ -250,7 +250,6 @@ def check_seat_usage(
 
 
 def total_usage(draws: Iterable[SeatUsage]) -> SeatUsage:
-    """Return the sum."""
     there = list(draws)
     return SeatUsage(
         fraction_milli=sum(one.fraction_milli for one in there),
@@ -290,7 +289,6 @@ class PoolEditor:
         self._note = note
 
     def listing(self) -> PoolList:
-        """Return the present keys of all pools."""
         return PoolList(pools=[self._keys(pool) for _, pool in sorted(self._pools.items())])
 
     def change(self, name: str, change: PoolChange, *, uid: int) -> PoolKeys:

@@ -142,7 +142,6 @@ class Seats:
         return list(self._seats.values())
 
     def listing(self) -> SeatList:
-        """Return all seats as messages."""
         return SeatList(
             seats=self.seen_by(None, None),
             waiting=self.waiting(),
@@ -153,7 +152,6 @@ class Seats:
         return await self._capacity.now(self.live())
 
     def waiting(self) -> dict[str, int]:
-        """Return the number of waiting requests of each pool that has any."""
         return {pool: len(line) for pool, line in sorted(self._waiting.items()) if line}
 
     def seen_by(self, uid: int | None, seat_id: str | None) -> list[SeatStatus]:
@@ -541,7 +539,6 @@ class Seats:
             await asyncio.wait([self._end(seat, "released")])
 
     def _keep(self, seat: SeatRecord) -> None:
-        """Keep a seat of which something became known."""
         self._seats[seat.seat_id] = seat
         self._broker.writer.submit(partial(self._broker.writer.ledger.save_seat, seat))
         self._save_second_record(seat)

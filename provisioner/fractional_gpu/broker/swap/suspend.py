@@ -220,8 +220,6 @@ _UNLOCKED = (ProcessState.RUNNING, ProcessState.NO_CONTEXT, ProcessState.GONE)
 
 
 class Rollback:
-    """Unlocks processes with the checkpoint worker."""
-
     def __init__(self, worker: WorkerLink) -> None:
         self._worker = worker
 
@@ -264,8 +262,6 @@ CheckpointCheck = Callable[[Kernel, Collection[ProcessIdentity], HostSnapshot], 
 
 
 class Suspension:
-    """Suspends kernels with the checkpoint worker."""
-
     def __init__(
         self, inspector: ProcessInspector, worker: WorkerLink, times: SwapTimes, gates: Gates, check: CheckpointCheck
     ) -> None:

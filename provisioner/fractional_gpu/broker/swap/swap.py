@@ -183,8 +183,6 @@ class Truth:
 
 
 class TruthFinder:
-    """Finds out what kernels are, from the driver and the devices."""
-
     def __init__(self, inspector: ProcessInspector, worker: WorkerLink, restoration: Restoration) -> None:
         self._inspector = inspector
         self._worker = worker

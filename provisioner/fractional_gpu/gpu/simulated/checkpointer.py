@@ -72,7 +72,6 @@ class SimulatedCheckpointer:
         self._store = open_store(directory)
 
     def close(self) -> None:
-        """Close the database. Idempotent."""
         self._store.close()
 
     def state(self, pid: int) -> ProcessState:

@@ -117,7 +117,6 @@ class Gate:
             self._leave(thread)
 
     def close(self) -> None:
-        """Close the file; the context has ended."""
         os.close(self._file)
 
     def _enter(self, thread: int) -> bool:
@@ -307,7 +306,6 @@ class Context:
 
     @property
     def folder(self) -> Path:
-        """Where this process's memory lies."""
         return self.store.process_folder(self.key)
 
     def device(self) -> Device:
