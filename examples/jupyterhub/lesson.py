@@ -1,7 +1,7 @@
 """Make up a lesson for `jupyter gpu simulate`: a class that works through the same exercises, each student at their own pace.
 
     python lesson.py 60 lesson
-    jupyter gpu simulate --sessions lesson-sessions.csv --cells lesson-cells.csv --devices 2x80GiB --policy jupyter_gpu_config.py
+    jupyter gpu simulate --trace lesson-sessions.csv lesson-cells.csv --devices 2x80GiB --policy jupyter_gpu_config.py
 
 Assumed, and to be replaced by what your class does: 90 minutes; a cell with the GPU lasts 20 seconds in the median (one in ten over a
 minute) and comes after 4 minutes of reading and typing (median); a kernel holds 1 to 8 GB once it has begun; the GPU computes for a

@@ -17,9 +17,9 @@ from fractional_gpu.commands.main import main as command
 from tests.support.own_history import ledger_of
 
 DAYS = (
-    ("`--users 24 --several-gpus 0 --pace short`", "--users 24 --several-gpus 0 --pace short", 4),
-    ("the same, overloaded", "--users 24 --several-gpus 0 --pace short", 2),
-    ("`--users 30 --habit builders`", "--users 30 --habit builders", 2),
+    ("`--users 24 --set several_gpus=0 --set pace=short`", "--users 24 --set several_gpus=0 --set pace=short", 4),
+    ("the same, overloaded", "--users 24 --set several_gpus=0 --set pace=short", 2),
+    ("`--users 30 --set habit=builders`", "--users 30 --set habit=builders", 2),
 )
 
 
@@ -35,7 +35,7 @@ def figures(*words: str) -> dict[str, Any]:
 def row(name: str, load: str, devices: int, folder: Path) -> str:
     """Return the row of one day."""
     machine, log = ("--devices", f"{devices}x80GiB"), folder / "run.log"
-    first = figures(*load.split(), *machine, "--record", str(log))
+    first = figures(*load.split(), *machine, "--set", f"record={log}")
     folder.joinpath("state").mkdir(mode=0o700)
     again = figures("--from-ledger", str(ledger_of(log, folder / "state" / "ledger.sqlite")), *machine)
     recorded = again["recorded"]

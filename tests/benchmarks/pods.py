@@ -3,7 +3,7 @@
     python -m tests.benchmarks.pods openb_pod_list_default.csv --day 20 --sessions sessions.csv --cells cells.csv
 
 The file is a list of pods of the public GPU-sharing trace (Alibaba's cluster-trace-gpu-v2023, `openb_pod_list_*.csv`); its columns are
-`COLUMNS` and others that are not read. The two files that are written are those of `jupyter gpu simulate --sessions --cells`. Pods are
+`COLUMNS` and others that are not read. The two files that are written are those of `jupyter gpu simulate --trace`. Pods are
 training and inference jobs, and no cells of notebooks. What is assumed to make sessions of them:
 
 - The run time of a pod, from `scheduled_time` to `deletion_time`, is the duration of a cell. Pods without a GPU, pods that were never

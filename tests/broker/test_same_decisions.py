@@ -39,8 +39,8 @@ c.GPUBroker.default_pool = "default"
 c.GPUBroker.pools = {"default": {"compute": "%s", "fractions": ["1/8", "1/4", "1/2", "3/4", "1"]}}
 """
 LOADS = {
-    "fractions": "--users 16 --several-gpus 0 --devices 3x80GiB --pace short",
-    "whole devices beside fractions": "--users 12 --several-gpus 40 --devices 9x80GiB",
+    "fractions": "--users 16 --set several_gpus=0 --devices 3x80GiB --set pace=short",
+    "whole devices beside fractions": "--users 12 --set several_gpus=40 --devices 9x80GiB",
 }
 
 
@@ -61,7 +61,7 @@ def _recorded(path: Path) -> Iterator[tuple[Event, str]]:
 def _simulated(folder: Path, load: str, compute: str) -> Path:
     (folder / "gpu_config.py").write_text(CONFIG % compute)
     run = folder / "run.log"
-    command = ["simulate", *load.split(), "--policy", str(folder / "gpu_config.py"), "--json", "--record", str(run)]
+    command = ["simulate", *load.split(), "--policy", str(folder / "gpu_config.py"), "--json", "--set", f"record={run}"]
     assert main(command) == 0
     return run
 
@@ -127,7 +127,7 @@ async def test_a_broker_decides_as_the_simulation_that_was_recorded(
 
 
 def test_a_broker_is_configured_as_the_simulator_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = _simulated(tmp_path, "--users 2 --several-gpus 0 --devices 3x80GiB,1x40GiB", "spread")
+    run = _simulated(tmp_path, "--users 2 --set several_gpus=0 --devices 3x80GiB,1x40GiB", "spread")
     capsys.readouterr()
     settings, devices = load(tmp_path / "gpu_config.py", {}), _machine(run)
     backend = _backend(devices)

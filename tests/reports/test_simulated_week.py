@@ -20,8 +20,9 @@ c.GPUBroker.pools = {
 c.GPUBroker.default_pool = "large"
 """
 WEEK = (
-    *("--users", "12", "--days", "7", "--weekends", "--weekend-users", "10", "--several-gpus", "0", "--devices", "4x80GiB"),
-    *("--groups", "physics:2,biology:1,teaching:1@small", "--power-noise", "5", "--json"),
+    *("--users", "12", "--days", "7", "--set", "weekends=true", "--set", "weekend_users=10", "--set", "several_gpus=0"),
+    *("--devices", "4x80GiB"),
+    *("--set", "groups=physics:2,biology:1,teaching:1@small", "--set", "power_noise=5", "--json"),
 )  # fmt: skip
 
 
@@ -35,7 +36,7 @@ def test_a_report_of_a_simulated_week_says_what_the_simulator_says(
         assert main(words) == 0
         return capsys.readouterr().out
 
-    simulated = json.loads(said("simulate", *WEEK, "--policy", str(prices), "--usage", str(usage)))["usage"]
+    simulated = json.loads(said("simulate", *WEEK, "--policy", str(prices), "--set", f"usage={usage}"))["usage"]
     report = ("report", "--from", str(usage), "--by")
     for pool, figures in simulated.items():
         (total,) = json.loads(said(*report, "user", "--pool", pool, "--json"))["totals"]

@@ -84,7 +84,7 @@ def agrees(capsys: pytest.CaptureFixture[str], record: Path, figures: Path) -> d
 # -- right figures -----------------------------------------------------------------------------------------------------
 
 ON_DEMAND = {"idle_after": "on-demand", "may_move": True}
-BRISK = "--pace short --memory-of cell --several-gpus 0"
+BRISK = "--set pace=short --set memory_of=cell --set several_gpus=0"
 USE = {**ON_DEMAND, "reserve": "use", "headroom": "1GiB"}
 
 
@@ -102,50 +102,56 @@ USE = {**ON_DEMAND, "reserve": "use", "headroom": "1GiB"}
         ),
         pytest.param(
             {"idle_after": "0s", "preempt": "priorities"},
-            f"--users 8 --devices 2x80GiB --seed 3 --urgent-users 30 --no-slowdown {BRISK}",
+            f"--users 8 --devices 2x80GiB --seed 3 --set urgent_users=30 --set slowdown=false {BRISK}",
             ("suspends", "moved_gib"),
             id="at-once",
         ),
         pytest.param(
-            USE, f"--users 12 --devices 1x80GiB --seed 1 --request 25 --every-cell-asks {BRISK}", ("resumes",), id="use"
+            USE,
+            f"--users 12 --devices 1x80GiB --seed 1 --set request=25 --set every_cell_asks=true {BRISK}",
+            ("resumes",),
+            id="use",
         ),
         pytest.param(
             USE,
-            f"--users 10 --devices 1x56GiB --seed 1 --request 50 --host-memory 20GiB {BRISK}",
+            f"--users 10 --devices 1x56GiB --seed 1 --set request=50 --set host_memory=20GiB {BRISK}",
             ("out_of_memory",),
             id="host",
         ),
         pytest.param(ON_DEMAND, "--users 12 --devices 8x80GiB --seed 1", ("late_s", "suspends"), id="as-in-the-trace"),
         pytest.param(
             ON_DEMAND,
-            "--users 24 --hosts 2x(8x80GiB) --joint-starts 50 --lunch 45m --time-zones 2 --urgent-users 10",
+            "--users 24 --hosts 2x(8x80GiB) --set joint_starts=50 --set lunch=45m --set time_zones=2 --set urgent_users=10",
             ("suspends",),
             id="together",
         ),
         pytest.param(
             {**ON_DEMAND, "foresight": "displace"},
-            f"--users 8 --devices 1x80GiB --foresight 20s --false-signs 50 --failed-swaps 10 {BRISK}",
+            f"--users 8 --devices 1x80GiB --set foresight=20s --set false_signs=50 --set failed_swaps=10 {BRISK}",
             ("early_resumes", "vain_gib", "failed_swaps"),
             id="foresight",
         ),
         pytest.param(
             ON_DEMAND,
-            f"--users 8 --devices 1x80GiB --ask-error 50 --failed-swaps 20 {BRISK}",
+            f"--users 8 --devices 1x80GiB --set ask_error=50 --set failed_swaps=20 {BRISK}",
             ("failed_swaps", "out_of_memory", "preemptions"),
             id="errors",
         ),
         pytest.param(
             {**ON_DEMAND, "min_residency_swaps": 3},
-            f"--users 16 --devices 2x80GiB --seed 2 --parallel-swaps 2 {BRISK}",
+            f"--users 16 --devices 2x80GiB --seed 2 --set parallel_swaps=2 {BRISK}",
             ("preemptions", "host_peak_mib"),
             id="medium",
         ),
         pytest.param(
-            ON_DEMAND, "--users 30 --hosts 4x(8x80GiB) --seed 2 --failed-swaps 10", ("suspends", "late_s"), id="hosts"
+            ON_DEMAND,
+            "--users 30 --hosts 4x(8x80GiB) --seed 2 --set failed_swaps=10",
+            ("suspends", "late_s"),
+            id="hosts",
         ),
         pytest.param(
             USE,
-            f"--users 20 --hosts 2x(1x80GiB),1x(2x40GiB) --request 50 --door most-free --ask-error 30 {BRISK}",
+            f"--users 20 --hosts 2x(1x80GiB),1x(2x40GiB) --set request=50 --set door=most-free --set ask_error=30 {BRISK}",
             ("suspends", "resumes", "out_of_memory"),
             id="hosts-by-use",
         ),
@@ -160,7 +166,7 @@ def test_the_auditor_agrees_with_every_figure_of_a_run(
 ) -> None:
     record, figures, policy = tmp_path / "run.log.gz", tmp_path / "run.json", tmp_path / "jupyter_gpu_config.py"
     policy.write_text(f"c.GPUBroker.pools = {{'default': {pool!r}}}\n")
-    command = ["simulate", *arguments.split(), "--policy", str(policy), "--json", "--record", str(record)]
+    command = ["simulate", *arguments.split(), "--policy", str(policy), "--json", "--set", f"record={record}"]
     assert main(command) == 0
     figures.write_text(capsys.readouterr().out)
     shown = agrees(capsys, record, figures)
@@ -176,11 +182,11 @@ def test_the_auditor_agrees_with_every_figure_of_a_run(
         pytest.param("static-fraction", "--users 30 --hosts 4x(8x80GiB),2x(4x40GiB)", ("door_wait_s",), id="fractions"),
         pytest.param(
             "static-fraction",
-            f"--users 12 --devices 2x80GiB --ask-error 50 {BRISK}",
+            f"--users 12 --devices 2x80GiB --set ask_error=50 {BRISK}",
             ("out_of_memory", "late_s"),
             id="asked-wrong",
         ),
-        pytest.param("mps-pack", f"--users 10 --hosts 2x(1x80GiB) --mps-fill 70 {BRISK}", ("late_s",), id="mps"),
+        pytest.param("mps-pack", f"--users 10 --hosts 2x(1x80GiB) --set mps_fill=70 {BRISK}", ("late_s",), id="mps"),
         pytest.param("whole-gpu-suspend", "--users 20 --hosts 3x(8x80GiB)", ("suspends", "wait_s"), id="whole"),
         pytest.param("time-slice", f"--users 16 --hosts 2x(1x56GiB) {BRISK}", ("out_of_memory", "late_s"), id="slices"),
     ],
@@ -189,7 +195,7 @@ def test_the_auditor_agrees_with_every_figure_of_a_baseline(
     name: str, arguments: str, counts: Sequence[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     record, figures = tmp_path / "run.log.gz", tmp_path / "run.json"
-    command = ["simulate", *arguments.split(), "--baseline", name, "--json", "--record", str(record)]
+    command = ["simulate", *arguments.split(), "--baseline", name, "--json", "--set", f"record={record}"]
     assert main(command) == 0
     figures.write_text(capsys.readouterr().out)
     agrees(capsys, record, figures)

@@ -110,17 +110,18 @@ def test_every_session_runs_to_its_end_behind_each_door(door: EngineDoor) -> Non
 
 
 def test_the_command_has_the_doors_and_says_what_does_not_go_with_them(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["simulate", "--users", "5", "--several-gpus", "0", "--hosts", "2x(1x80GiB)", "--door", "engine-count"]
-    assert main([*asked, "--json", "--processes", "1"]) == 0
+    doors = ("--set", "several_gpus=0", "--set", "door=engine-count")
+    asked = ["simulate", "--users", "5", "--hosts", "2x(1x80GiB)", *doors]
+    assert main([*asked, "--json", "--set", "processes=1"]) == 0
     one = json.loads(capsys.readouterr().out)
-    assert main([*asked, "--json", "--processes", "2"]) == 0
+    assert main([*asked, "--json", "--set", "processes=2"]) == 0
     assert {**one, "wall_s": 0} == {**json.loads(capsys.readouterr().out), "wall_s": 0}
     assert one["door_wait_s"]["p50"] == 0
     for more, says in (
-        (["--find-devices", "--hosts", "?x(1x80GiB)"], "--door engine-count with --find-devices is not allowed"),
-        (["--meter"], "--door engine-count with --meter is not allowed"),
+        (["--find-devices", "--hosts", "?x(1x80GiB)"], "door=engine-count and find_devices exclude each other"),
+        (["--set", "meter=true"], "door=engine-count and meter exclude each other"),
     ):
         assert main([*asked, *more]) == 2
         assert says in capsys.readouterr().err
-    assert main(["simulate", "--users", "5", "--door", "engine-whole"]) == 2
-    assert "--door engine-whole needs several hosts" in capsys.readouterr().err
+    assert main(["simulate", "--users", "5", "--set", "door=engine-whole"]) == 2
+    assert "door=engine-whole needs several hosts" in capsys.readouterr().err

@@ -179,7 +179,7 @@ def test_a_damaged_log_says_where(tmp_path: Path, line: str, message: str) -> No
 
 def test_another_file_is_no_log(tmp_path: Path) -> None:
     (tmp_path / "run.log").write_text("{}\n")
-    with pytest.raises(TraceError, match="is not an event log of version 1; record one with --record"):
+    with pytest.raises(TraceError, match="is not an event log of version 1; record one with --set record=FILE"):
         replay(tmp_path / "run.log")
 
 

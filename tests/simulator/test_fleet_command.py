@@ -10,11 +10,12 @@ import pytest
 
 from fractional_gpu import __version__
 from fractional_gpu.commands.main import main
+from fractional_gpu.commands.simulation.scenario import Scenario
 from fractional_gpu.commands.terminal import progress as progress_module
 from fractional_gpu.commands.terminal.progress import Progress
 from tests.simulator.audit.__main__ import main as audit
 
-MANY_SWAPS = ("--pace", "short", "--memory-of", "cell", "--several-gpus", "0")
+MANY_SWAPS = ("--set", "pace=short", "--set", "memory_of=cell", "--set", "several_gpus=0")
 
 
 def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
@@ -24,13 +25,14 @@ def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("rule", "processes"), [("random", ()), ("count", ("--processes", "2")), ("use", ("--processes", "2"))]
+    ("rule", "processes"), [("random", ()), ("count", ("--set", "processes=2")), ("use", ("--set", "processes=2"))]
 )
 def test_the_number_of_processes_changes_no_figure(
     rule: str, processes: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ("--users", "12", "--hosts", "2x(1x80GiB)", "--place", rule, "--foresight", "20s", *MANY_SWAPS)
-    one = simulated(capsys, *arguments, "--processes", "1")
+    rules = ("--set", f"place={rule}", "--set", "foresight=20s")
+    arguments = ("--users", "12", "--hosts", "2x(1x80GiB)", *rules, *MANY_SWAPS)
+    one = simulated(capsys, *arguments, "--set", "processes=1")
     assert one == simulated(capsys, *arguments, *processes)
     assert (one["hosts"], one["devices"], one["sessions"], one["lost"]) == (2, 2, 48, 0)
     assert one["resumes"]
@@ -38,15 +40,15 @@ def test_the_number_of_processes_changes_no_figure(
 
 def test_the_seed_decides_what_chance_does(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     files = [str(tmp_path / "sessions.csv"), str(tmp_path / "cells.csv")]
-    simulated(capsys, "--users", "12", *MANY_SWAPS, "--write-trace", *files)
-    arguments = ("--sessions", files[0], "--cells", files[1], "--hosts", "3x(1x80GiB)", "--processes", "1")
-    chance = (*arguments, "--place", "random")
+    simulated(capsys, "--users", "12", *MANY_SWAPS, "--set", f"write_trace={json.dumps(files)}")
+    arguments = ("--trace", *files, "--hosts", "3x(1x80GiB)", "--set", "processes=1")
+    chance = (*arguments, "--set", "place=random")
     assert simulated(capsys, *chance, "--seed", "1") == simulated(capsys, *chance, "--seed", "1")
     assert simulated(capsys, *chance, "--seed", "1") != simulated(capsys, *chance, "--seed", "2")
 
 
 def test_baselines_and_the_search_for_hosts_work_with_placed_sessions(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--users", "8", "--place", "count", "--processes", "1", "--several-gpus", "0")
+    arguments = ("--users", "8", "--set", "place=count", "--set", "processes=1", "--set", "several_gpus=0")
     baselines = ("--baseline", "whole-gpu-suspend", "--baseline", "static-fraction")
     both = simulated(capsys, *arguments, "--hosts", "3x(2x80GiB)", *baselines)
     shown = both["baselines"]
@@ -70,13 +72,13 @@ def test_each_host_has_a_record_that_can_be_replayed_and_audited(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     log = tmp_path / "run.log.gz"
-    arguments = ("--users", "6", "--hosts", "2x(1x80GiB)", "--place", "use", *MANY_SWAPS)
-    simulated(capsys, *arguments, "--record", str(log), "--baseline", "whole-gpu-suspend")
+    arguments = ("--users", "6", "--hosts", "2x(1x80GiB)", "--set", "place=use", *MANY_SWAPS)
+    simulated(capsys, *arguments, "--set", f"record={log}", "--baseline", "whole-gpu-suspend")
     names = sorted(path.name for path in tmp_path.iterdir())
     ways = ("run.log.gz", "whole-gpu-suspend.run.log.gz")
     assert names == [f"host-{number}.{way}" for number in range(2) for way in ways]
     for name in names:
-        assert main(["simulate", "--replay", str(tmp_path / name)]) == 0
+        assert main(["simulate", "--set", f"replay={tmp_path / name}"]) == 0
         assert audit([str(tmp_path / name)]) == 0
     capsys.readouterr()
 
@@ -85,16 +87,19 @@ def test_each_host_has_a_record_that_can_be_replayed_and_audited(
     ("arguments", "message"),
     [
         (
-            ["--hosts", "2x(8x80GiB)", "--place", "use", "--door", "fit"],
-            "--door fit and --place use are two ways to give a session its host; say one of them",
+            ["--hosts", "2x(8x80GiB)", "--set", "place=use", "--set", "door=fit"],
+            "door and place=use exclude each other: both give a session its host",
         ),
-        (["--place", "count"], "--place count needs several hosts, such as --hosts '4x(8x80GiB)'"),
+        (["--set", "place=count"], "place=count says nothing without hosts"),
         (
-            ["--hosts", "2x(8x80GiB)", "--processes", "2"],
-            "--processes 2 needs --place, by which each host runs by itself",
+            ["--hosts", "2x(8x80GiB)", "--set", "processes=2"],
+            "processes=2 needs place, by which each host runs separately",
         ),
-        (["--processes", "2", "--door", "most-free"], "with --door all hosts run on one clock, in one process"),
-        (["--hosts", "?x(8x80GiB)", "--find-devices", "--place", "use", "--record", "x"], "find first, then record"),
+        (["--set", "processes=2", "--set", "door=most-free"], "processes=2 needs place"),
+        (
+            ["--hosts", "?x(8x80GiB)", "--find-devices", "--set", "place=use", "--set", "record=x"],
+            "record and find_devices=true exclude each other",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_one_clear_line(
@@ -107,15 +112,16 @@ def test_what_does_not_go_together_is_one_clear_line(
 
 
 def test_a_session_that_no_host_can_serve_is_named_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--users", "20", "--hosts", "2x(2x80GiB)", "--place", "random"]) == 1
-    assert "of synthetic users, with --several-gpus 0" in capsys.readouterr().err
+    assert main(["simulate", "--users", "20", "--hosts", "2x(2x80GiB)", "--set", "place=random"]) == 1
+    assert "of synthetic users, with --set several_gpus=0" in capsys.readouterr().err
 
 
-def test_the_help_says_how_door_and_place_relate(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_has_every_key_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["simulate", "--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "in the place of --door" in said
+    said = capsys.readouterr().out
+    assert not [name for name in Scenario.__struct_fields__ if f"\n  {name} " not in said]
+    assert re.search(r"\n  swap_fixed +fixed time of a swap \(300ms\)\n", said)
 
 
 # -- how far it is -----------------------------------------------------------------------------------------------------------
@@ -138,8 +144,8 @@ def test_a_line_comes_every_two_seconds_at_most_and_none_before(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--place", "use", "--processes", "1"),
-        ("--place", "use", "--processes", "2"),
+        ("--set", "place=use", "--set", "processes=1"),
+        ("--set", "place=use", "--set", "processes=2"),
         ("--baseline", "static-fraction", "--baseline", "whole-gpu-suspend", "--baseline", "reservation"),
     ],
 )
@@ -147,13 +153,13 @@ def test_all_that_may_take_long_says_how_far_it_is(
     arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress_module, "_QUIET_S", 0.0)
-    machine = ("--hosts", "2x(2x80GiB)", "--several-gpus", "0")
+    machine = ("--hosts", "2x(2x80GiB)", "--set", "several_gpus=0")
     assert main(["simulate", "--users", "3", "--json", *machine, *arguments]) == 0
     said = capsys.readouterr().err
     ways = ["", *(f"{name}, " for name in arguments[1::2] if arguments[0] == "--baseline")]
     assert all(re.search(rf"(?m)^{way}4 devices: 6 of 6 sessions after \d+ s$", said) for way in ways)
     assert re.search(r"(?m)^synthetic users: 3 of 3 user-days made up after \d+ s$", said)
-    assert ("4 devices: 6 of 6 sessions placed after" in said) is ("--place" in arguments)
+    assert ("4 devices: 6 of 6 sessions placed after" in said) is ("place=use" in arguments)
 
 
 # -- the page ------------------------------------------------------------------------------------------------------------------
@@ -168,13 +174,26 @@ def page_of(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: str)
 def test_the_page_has_every_option_that_made_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     policy = tmp_path / "pool's <config>.py"
     policy.write_text('c.GPUBroker.pools = {"default": {"fractions": ["1/8", "1"]}}  # 1 < 2\n')
-    arguments = ("--users", "4", "--hosts", "2x(2x80GiB)", "--place", "count", "--processes", "1", "--seed", "7")
-    page = page_of(capsys, tmp_path, *arguments, "--no-slowdown", "--several-gpus", "0", "--policy", str(policy))
+    arguments = (
+        "--users",
+        "4",
+        "--hosts",
+        "2x(2x80GiB)",
+        "--set",
+        "place=count",
+        "--set",
+        "processes=1",
+        "--seed",
+        "7",
+    )
+    page = page_of(
+        capsys, tmp_path, *arguments, "--set", "slowdown=false", "--set", "several_gpus=0", "--policy", str(policy)
+    )
     command = unescape(page.split("<pre>")[1].split("</pre>")[0])
-    for option in ("--users 4", "--hosts '2x(2x80GiB)'", "--place count", "--seed 7", "--days 1", "--swap-fixed 300ms"):
-        assert option in command
-    assert "--no-slowdown" in command.split(" ")
-    assert not [word for word in ("--json", "--picture", "--processes", "--weekends", "None") if word in command]
+    for word in ("users=4", "hosts=2x(2x80GiB)", "place=count", "seed=7", "days=1", "swap_fixed=300ms"):
+        assert word in shlex.split(command)
+    assert "slowdown=false" in shlex.split(command)
+    assert not [word for word in ("json", "picture", "processes", "weekends", "None") if word in command]
     assert f"jupyter-fractional-gpu {__version__}" in page
     assert "# 1 &lt; 2" in page
     assert "<config>" not in page
@@ -197,27 +216,27 @@ def test_options_that_were_left_out_are_named_with_what_they_mean(
         return unescape(page_of(capsys, tmp_path, *arguments).split("<pre>")[1].split("</pre>")[0])
 
     usual = command("--users", "2")
-    for option in ("--habit published", "--pace long", "--memory-of session", "--several-gpus 39", "--joint-starts 0"):
+    for option in ("habit=published", "pace=long", "memory_of=session", "several_gpus=39", "joint_starts=0"):
         assert option in usual
-    for option in ("--devices 8x80GiB", "--door fit"):
+    for option in ("devices=8x80GiB", "door=fit"):
         assert option in usual
-    assert "--p95-wait" not in usual
-    night = command("--users", "2", "--habit", "night-jobs", "--find-devices")
-    assert "--p95-wait 3s" in night
-    assert "--pace" not in night
+    assert "p95_wait" not in usual
+    night = command("--users", "2", "--set", "habit=night-jobs", "--find-devices")
+    assert "p95_wait=3s" in night
+    assert "pace=" not in night
 
 
 def test_the_first_sentence_names_users_hosts_and_devices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    several = page_of(capsys, tmp_path, "--users", "4", "--several-gpus", "0", "--hosts", "2x(1x80GiB,1x40GiB)")
+    several = page_of(capsys, tmp_path, "--users", "4", "--set", "several_gpus=0", "--hosts", "2x(1x80GiB,1x40GiB)")
     assert "4 users on 2 hosts with 2 devices of 80 GiB and 2 devices of 40 GiB: " in several
     assert "whole GPUs for each open session would have taken " in several
     assert ">12:00</text>" in several
     files = [str(tmp_path / "sessions.csv"), str(tmp_path / "cells.csv")]
     (tmp_path / "sessions.csv").write_text("session,user,open_s,close_s,gpus,gpu_mib\na,u,0,9000,3,10\n")
     (tmp_path / "cells.csv").write_text("session,user,start_s,duration_s,gpus,gpu_mib,gpu_util\na,u,1,1,1,10,5\n")
-    page = page_of(capsys, tmp_path, "--sessions", files[0], "--cells", files[1], "--devices", "1x80GiB")
+    page = page_of(capsys, tmp_path, "--trace", *files, "--devices", "1x80GiB")
     assert (
         "1 user on 1 device of 80 GiB: no GPU cell waited; whole GPUs for each open session would have taken 3" in page
     )
     assert "time since the trace began" in page
-    assert "--pace" not in page
+    assert "pace=" not in page

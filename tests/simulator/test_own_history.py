@@ -12,7 +12,7 @@ from fractional_gpu.ledger import Ledger
 from tests.support.own_history import ledger_of
 
 MACHINE = "--devices 4x80GiB"
-LOAD = "--users 24 --several-gpus 0 --pace short"
+LOAD = "--users 24 --set several_gpus=0 --set pace=short"
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
     with pytest.MonkeyPatch.context() as patch:
         printed: list[str] = []
         patch.setattr("builtins.print", lambda *words, **_: printed.append(" ".join(map(str, words))))
-        command = ["simulate", *LOAD.split(), *MACHINE.split(), "--json", "--record", str(folder / "run.log")]
+        command = ["simulate", *LOAD.split(), *MACHINE.split(), "--json", "--set", f"record={folder / 'run.log'}"]
         assert main(command) == 0
     (folder / "state").mkdir(mode=0o700)
     figures = json.loads(next(one for one in printed if one.startswith("{")))

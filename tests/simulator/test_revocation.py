@@ -240,15 +240,15 @@ def test_a_run_with_revocations_is_recorded_and_replayed(tmp_path: Path) -> None
 
 # -- the command -------------------------------------------------------------------------------------------------------
 
-SMALL = ("simulate", "--users", "3", "--devices", "1x80GiB", "--several-gpus", "0")
+SMALL = ("simulate", "--users", "3", "--devices", "1x80GiB", "--set", "several_gpus=0")
 
 
 def test_the_command_says_what_would_be_lost(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--revoke", "k80/europe-west1", "--json"]) == 0
+    assert main([*SMALL, "--set", "revoke=k80/europe-west1", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)["revocation"]
     assert list(figures) == ["notices", "devices", "on_them", "unsaved"]
     assert list(figures["unsaved"]) == [OURS, "smallest-first", "random", NO_NOTICE]
-    assert main([*SMALL, "--revoke", "k80/europe-west1", "--revoke-what", "hosts"]) == 0
+    assert main([*SMALL, "--set", "revoke=k80/europe-west1", "--set", "revoke_what=hosts"]) == 0
     text = capsys.readouterr().out
     assert "devices went away, after" in text
     assert "With the hosts' memory all of it is lost, in every order" in text
@@ -257,12 +257,12 @@ def test_the_command_says_what_would_be_lost(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--revoke", "t4"), "no lifetimes of 't4' were published"),
-        (("--revoke-notice", "3s"), "--revoke-notice needs --revoke"),
-        (("--revoke", "--baseline", "cull"), "not for --baseline"),
-        (("--revoke", "--find-devices"), "not for --find-devices"),
-        (("--revoke", "--revoke-notice", "2h"), "a time up to 1h is"),
-        (("--revoke", "--revoke-replace", "soon"), "--revoke-replace: "),
+        (("--set", "revoke=t4"), "no lifetimes of 't4' were published"),
+        (("--set", "revoke_notice=3s"), "revoke_notice=3s says nothing without revoke"),
+        (("--set", "revoke=v100", "--baseline", "cull"), "exclude each other: baselines know no revocation"),
+        (("--set", "revoke=v100", "--find-devices"), "revoke and find_devices=true exclude each other"),
+        (("--set", "revoke=v100", "--set", "revoke_notice=2h"), "a time of at most 1h is"),
+        (("--set", "revoke=v100", "--set", "revoke_replace=soon"), "`$.revoke_replace`"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(

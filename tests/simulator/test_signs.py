@@ -58,13 +58,13 @@ def test_signs_spare_waits_and_their_bytes_in_vain_are_counted() -> None:
 
 def test_wrong_options_are_one_sentence(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for arguments, says in (
-        (("--false-signs", "30"), "--false-signs needs --foresight TIME"),
+        (("--set", "false_signs=30"), "false_signs=30 says nothing without foresight"),
         (
-            ("--foresight", "20s", "--false-signs", "95"),
-            "--false-signs 95 is not allowed; a whole number from 0 to 90 is",
+            ("--set", "foresight=20s", "--set", "false_signs=95"),
+            "Expected `int` <= 90 - at `$.false_signs`",
         ),
-        (("--foresight", "0s"), "--foresight 0s is not allowed; a time such as 20s is"),
-        (("--foresight", "soon"), "--foresight: duration 'soon' is not a duration"),
+        (("--set", "foresight=0s"), "foresight=0s is not allowed; a time such as 20s is"),
+        (("--set", "foresight=soon"), "duration 'soon' is not a duration"),
     ):
         assert main(["simulate", "--users", "1", *arguments]) != 0
         assert says in capsys.readouterr().err

@@ -44,8 +44,8 @@ KEYS = [
 ]
 
 
-ONE_GPU = ("--several-gpus", "0")
-MANY_SWAPS = ("--pace", "short", "--memory-of", "cell", *ONE_GPU)
+ONE_GPU = ("--set", "several_gpus=0")
+MANY_SWAPS = ("--set", "pace=short", "--set", "memory_of=cell", *ONE_GPU)
 
 
 def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
@@ -89,9 +89,19 @@ def test_baselines_stand_beside_the_run(capsys: pytest.CaptureFixture[str], tmp_
 
 def test_a_written_trace_gives_the_same_figures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     files = [str(tmp_path / "sessions.csv"), str(tmp_path / "cells.csv")]
-    made_up = simulated(capsys, "--users", "8", "--ask-error", "50", "--urgent-users", "20", "--write-trace", *files)
+    made_up = simulated(
+        capsys,
+        "--users",
+        "8",
+        "--set",
+        "ask_error=50",
+        "--set",
+        "urgent_users=20",
+        "--set",
+        f"write_trace={json.dumps(files)}",
+    )
     assert "priority,asked_mib" in Path(files[0]).read_text()
-    read = simulated(capsys, "--sessions", files[0], "--cells", files[1])
+    read = simulated(capsys, "--trace", *files)
     assert {**made_up, "wall_s": 0} == {**read, "wall_s": 0}
 
 
@@ -117,7 +127,7 @@ def test_a_policy_that_is_no_file_is_refused_with_what_the_option_takes(capsys: 
     [
         ("never", (), False),
         ("priorities", (), False),
-        ("priorities", ("--urgent-users", "30"), True),
+        ("priorities", ("--set", "urgent_users=30"), True),
         ("fair", (), True),
     ],
 )
@@ -167,7 +177,7 @@ def test_hosts_may_have_different_devices_and_more_than_usual_if_that_is_said(
 ) -> None:
     mixed = simulated(capsys, "--users", "4", *ONE_GPU, "--hosts", "2x(1x80GiB,1x40GiB), 1x(3x80GiB)")
     assert (mixed["hosts"], mixed["devices"]) == (3, 7)
-    large = simulated(capsys, "--users", "4", "--hosts", "1x(20x80GiB)", "--gpus-per-host", "20")
+    large = simulated(capsys, "--users", "4", "--hosts", "1x(20x80GiB)", "--set", "gpus_per_host=20")
     one = simulated(capsys, "--users", "4", "--devices", "20x80GiB")
     assert {**large, "wall_s": 0} == {**one, "wall_s": 0}
 
@@ -182,17 +192,17 @@ def test_more_devices_than_a_host_has_are_allowed_in_one_and_said(capsys: pytest
 
 
 def test_the_goal_of_the_search_is_what_is_given(capsys: pytest.CaptureFixture[str]) -> None:
-    late = simulated(capsys, "--users", "12", *MANY_SWAPS, "--find-devices", "--p95-late", "3m")
+    late = simulated(capsys, "--users", "12", *MANY_SWAPS, "--find-devices", "--set", "p95_late=3m")
     users = late["user_p95_late_s"]
     assert isinstance(users, dict)
     assert users["p95"] <= 180
-    waits = simulated(capsys, "--users", "12", *MANY_SWAPS, "--find-devices", "--p99-wait", "1s", "--p95-wait", "1m")[
-        "wait_s"
-    ]
+    waits = simulated(
+        capsys, "--users", "12", *MANY_SWAPS, "--find-devices", "--set", "p99_wait=1s", "--p95-wait", "1m"
+    )["wait_s"]
     assert isinstance(waits, dict)
     assert waits["p99"] <= 1
-    assert main(["simulate", "--users", "2", "--find-devices", "--p95-late", "soon"]) == 2
-    assert "--p95-late: " in capsys.readouterr().err
+    assert main(["simulate", "--users", "2", "--find-devices", "--set", "p95_late=soon"]) == 2
+    assert "at `$.p95_late`" in capsys.readouterr().err
 
 
 def test_a_baseline_is_given_its_own_fewest_devices(capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,22 +215,29 @@ def test_a_baseline_is_given_its_own_fewest_devices(capsys: pytest.CaptureFixtur
 
 def test_a_recorded_run_can_be_replayed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     log = tmp_path / "run.log"
-    simulated(capsys, "--users", "2", "--record", str(log))
-    assert main(["simulate", "--replay", str(log)]) == 0
+    simulated(capsys, "--users", "2", "--set", f"record={log}")
+    assert main(["simulate", "--set", f"replay={log}"]) == 0
     events = log.read_text().count('\n{"event":')
     assert capsys.readouterr().out.startswith(f"{events} events gave the same ")
     lines = log.read_text().splitlines(keepends=True)
     attached = next(number for number, line in enumerate(lines) if '"Attached"' in line)
     log.write_text("".join(lines[:attached] + lines[attached + 1 :]))
-    assert main(["simulate", "--replay", str(log)]) == 1
+    assert main(["simulate", "--set", f"replay={log}"]) == 1
     assert "with other effects than recorded" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ([], 2, "say whose sessions to simulate: either --users N, or --sessions FILE --cells FILE"),
-        (["--sessions", "a.csv"], 2, "--sessions and --cells belong together"),
+        ([], 2, "say whose sessions to simulate: either --users N, or --trace SESSIONS CELLS"),
+        (["--set", "sessions=a.csv"], 2, "sessions=a.csv says nothing without cells"),
+        (["--set", "users"], 2, "--set 'users' is not allowed; KEY=VALUE such as several_gpus=0 is"),
+        (
+            ["--set", "colour=3"],
+            2,
+            "the scenario: Object contains unknown field `colour`; `jupyter gpu simulate --help` lists",
+        ),
+        (["--scenario", "absent.toml"], 1, "absent.toml cannot be read: No such file"),
         (["--users", "2", "--devices", "many"], 2, "--devices 'many' is not allowed; COUNTxMEMORY such as 8x80GiB"),
         (["--users", "2", "--devices", "9999x80GiB"], 2, "at most 8192 in all"),
         (["--users", "2", "--devices", "2x80kB"], 2, "--devices: memory '80kB' is not a size"),
@@ -229,65 +246,44 @@ def test_a_recorded_run_can_be_replayed(capsys: pytest.CaptureFixture[str], tmp_
         (["--users", "2", "--hosts", "0x(8x80GiB)"], 2, "--hosts '0x(8x80GiB)' is not allowed"),
         (["--users", "2", "--hosts", "999x(16x80GiB)"], 2, "at most 8192 GPUs in all"),
         (["--users", "2", "--hosts", "2x(2x80kB)"], 2, "--hosts: memory '80kB' is not a size"),
-        (
-            ["--users", "2", "--hosts", "2x(20x80GiB)"],
-            2,
-            "at most 16 are allowed: say more hosts with fewer GPUs, or allow so many with --gpus-per-host 20",
-        ),
+        (["--users", "2", "--hosts", "2x(20x80GiB)"], 2, "at most 16 are allowed: say more hosts with fewer GPUs, or"),
         (["--users", "2", "--hosts", "?x(8x80GiB)"], 2, "without --find-devices is not allowed; say a number of hosts"),
         (["--users", "2", "--hosts", "2x(8x80GiB)", "--find-devices"], 2, "is not allowed; say '?x(8x80GiB)'"),
         (
             ["--users", "2", "--hosts", "2x(8x80GiB)", "--devices", "8x80GiB"],
             2,
-            "--devices is one host and --hosts are several",
+            "devices and hosts=2x(8x80GiB) exclude",
         ),
-        (["--users", "2", "--save-speed", "0"], 2, "--save-speed: memory '0' is less than 1 MiB"),
-        (["--users", "2", "--find-devices", "--record", "x"], 2, "find first, then record"),
-        (["--sessions", "absent.csv", "--cells", "absent.csv"], 1, "absent.csv cannot be read: No such file"),
-        (["--users", "2", "--several-gpus", "0", "--devices", "2x1GiB"], 1, "simulate larger devices with --devices"),
+        (["--users", "2", "--set", "save_speed=0B"], 2, "memory '0B' is not a size"),
+        (["--users", "2", "--set", "save_speed=0"], 2, "Expected text such as 20GiB, got 0 - at `$.save_speed`"),
+        (["--users", "2", "--find-devices", "--set", "record=x"], 2, "record and find_devices=true exclude each other"),
+        (["--trace", "absent.csv", "absent.csv"], 1, "absent.csv cannot be read: No such file"),
+        (["--users", "2", *ONE_GPU, "--devices", "2x1GiB"], 1, "simulate larger devices with --devices"),
         (["--users", "1", "--picture", "/nonexistent/run.html"], 1, "/nonexistent/run.html cannot be written"),
-        (["--users", "1", "--record", "/nonexistent/run.log"], 1, "/nonexistent/run.log cannot be written"),
-        (["--users", "2", "--lunch", "noon"], 2, "--lunch: "),
-        (["--users", "2", "--lunch", "5h"], 2, "--lunch 5h is not allowed; a time of at most 4h is"),
-        (["--users", "2", "--time-zones", "25"], 2, "--time-zones 25 is not allowed; a whole number from 1 to 24 is"),
+        (["--users", "1", "--set", "record=/nonexistent/run.log"], 1, "/nonexistent/run.log cannot be written"),
+        (["--users", "2", "--set", "lunch=noon"], 2, "duration 'noon' is not a duration"),
+        (["--users", "2", "--set", "lunch=5h"], 2, "lunch=5h is not allowed; a time of at most 4h is"),
+        (["--users", "2", "--set", "time_zones=25"], 2, "Expected `int` <= 24 - at `$.time_zones`"),
+        (["--users", "2", "--set", "door=back"], 2, "door=back is not allowed; one of fit, "),
+        (["--users", "2", "--set", "baselines=['none']"], 2, "the baseline 'none' is not known; allowed: "),
         (
-            ["--users", "2", "--habit", "builders", "--pace", "long"],
+            ["--users", "2", "--set", "habit=trainers", *ONE_GPU],
             2,
-            "--pace long is not allowed with --habit builders, because it describes users of the published habit only",
+            "several_gpus=0 is about users of the published habit, not about trainers",
         ),
         (
-            ["--users", "2", "--habit", "trainers", "--several-gpus", "0"],
+            ["--users", "2", "--set", "habit=teaching-lab", "--set", "lunch=1h"],
             2,
-            "--several-gpus 0 is not allowed with --habit trainers",
+            "classes of the habit teaching-lab have no lunch",
         ),
+        (["--trace", "a.csv", "b.csv", *ONE_GPU], 2, "several_gpus=0 is about users that are made up"),
+        (["--from-ledger", "--set", "weekends=true"], 2, "weekends=true is about users that are made up"),
+        (["--users", "2", "--p95-wait", "5s"], 2, "p95_wait=5s says nothing without find_devices"),
         (
-            ["--users", "2", "--habit", "mixed", "--memory-of", "cell"],
+            ["--set", "replay=run.log", "--users", "2"],
             2,
-            "--memory-of cell is not allowed with --habit mixed",
+            "replay and users=2 exclude each other: a replay runs no sessions",
         ),
-        (
-            ["--users", "2", "--habit", "teaching-lab", "--joint-starts", "40"],
-            2,
-            "--joint-starts 40 is not allowed with --habit teaching-lab",
-        ),
-        (
-            ["--users", "2", "--habit", "teaching-lab", "--lunch", "1h"],
-            2,
-            "--lunch 1h is not allowed with --habit teaching-lab, whose classes have no lunch; leave one of the two out",
-        ),
-        (
-            ["--sessions", "a.csv", "--cells", "b.csv", "--habit", "builders"],
-            2,
-            "--habit builders is not allowed with sessions of files or of a ledger, which are as recorded; leave it out",
-        ),
-        (
-            ["--sessions", "a.csv", "--cells", "b.csv", "--several-gpus", "0"],
-            2,
-            "--several-gpus 0 is not allowed with sessions of files",
-        ),
-        (["--from-ledger", "--weekends"], 2, "--weekends is not allowed with sessions of files or of a ledger"),
-        (["--users", "2", "--p95-wait", "5s"], 2, "--p95-wait needs --find-devices"),
-        (["--replay", "run.log", "--picture", "run.html"], 2, "--replay runs no sessions and has no --picture"),
     ],
 )
 def test_bad_input_is_one_clear_line(
@@ -301,9 +297,9 @@ def test_bad_input_is_one_clear_line(
 
 def test_a_machine_too_small_for_sessions_of_several_gpus_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--users", "20", "--devices", "2x80GiB"]) == 1
-    assert "of synthetic users, with --several-gpus 0" in capsys.readouterr().err
+    assert "of synthetic users, with --set several_gpus=0" in capsys.readouterr().err
     assert simulated(capsys, "--users", "20", "--devices", "2x80GiB", *ONE_GPU)["sessions"] == 40
-    assert main(["simulate", "--users", "20", "--devices", "2x80GiB", "--one-gpu-only", "--json"]) == 0
+    assert main(["simulate", "--users", "20", "--devices", "2x80GiB", "--set", "one_gpu_only=true", "--json"]) == 0
     shown = capsys.readouterr()
     assert "with several GPUs at once" in shown.err
     assert json.loads(shown.out)["sessions"] < 40
@@ -313,22 +309,26 @@ def test_a_machine_too_small_for_sessions_of_several_gpus_says_what_to_do(capsys
 def test_a_habit_changes_what_users_do_and_its_sessions_run_to_their_ends(
     habit: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    usual = simulated(capsys, "--users", "5", "--devices", "8x80GiB", "--habit", "published")
+    usual = simulated(capsys, "--users", "5", "--devices", "8x80GiB", "--set", "habit=published")
     assert {**usual, "wall_s": 0} == {**simulated(capsys, "--users", "5", "--devices", "8x80GiB"), "wall_s": 0}
-    figures = simulated(capsys, "--users", "5", "--devices", "8x80GiB", "--habit", habit)
+    figures = simulated(capsys, "--users", "5", "--devices", "8x80GiB", "--set", f"habit={habit}")
     assert (figures["lost"], figures["out_of_memory"]) == (0, 0)
     assert figures["busy_gpu_hours"] != usual["busy_gpu_hours"]
 
 
-@pytest.mark.parametrize(
-    "option", ["--request", "--urgent-users", "--several-gpus", "--joint-starts", "--failed-swaps"]
-)
-def test_shares_are_percentages(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("key", ["request", "urgent_users", "several_gpus", "joint_starts", "failed_swaps"])
+def test_shares_are_percentages(key: str, capsys: pytest.CaptureFixture[str]) -> None:
     for share in ("101", "-1", "half"):
-        with pytest.raises(SystemExit) as stopped:
-            main(["simulate", "--users", "2", f"{option}={share}"])
-        assert stopped.value.code == 2
-        assert f"{option}: '{share}' is not allowed; a whole number from 0 to 100 is" in capsys.readouterr().err
+        assert main(["simulate", "--users", "2", "--set", f"{key}={share}"]) == 2
+        assert f"at `$.{key}`" in capsys.readouterr().err
+
+
+def test_a_scenario_file_says_the_same_as_the_keys(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "small.toml"
+    file.write_text('users = 3\ndevices = "2x80GiB"\nseveral_gpus = 0\npace = "short"\nmemory_of = "cell"\nseed = 7\n')
+    figures = simulated(capsys, "--scenario", str(file), "--seed", "1")
+    by_keys = simulated(capsys, "--users", "3", "--devices", "2x80GiB", *MANY_SWAPS)
+    assert {**figures, "wall_s": 0} == {**by_keys, "wall_s": 0}, "and a flag wins over the file"
 
 
 def test_sessions_with_several_gpus_have_whole_ones_or_are_left_out(
@@ -337,15 +337,15 @@ def test_sessions_with_several_gpus_have_whole_ones_or_are_left_out(
     sessions, cells = tmp_path / "sessions.csv", tmp_path / "cells.csv"
     sessions.write_text("session,user,open_s,close_s,gpus,gpu_mib\na,u,0,9,1,10\nb,u,0,9,2,10\n")
     cells.write_text("session,user,start_s,duration_s,gpus,gpu_mib,gpu_util\na,u,1,1,1,10,5\nb,u,2,3,2,10,5\n")
-    files = ["--sessions", str(sessions), "--cells", str(cells), "--json"]
+    files = ["--trace", str(sessions), str(cells), "--json"]
     both = simulated(capsys, *files, "--devices", "3x8GiB")
     assert (both["sessions"], both["peak_devices_held"], both["lost"]) == (2, 3, 0)
     assert both["busy_gpu_hours"] == pytest.approx(7 / 3600, abs=0.001)
     assert main(["simulate", *files, "--devices", "1x8GiB"]) == 1
     complaint = capsys.readouterr().err
     assert "session 'b' uses 2 GPUs at once, but a lease of pool 'default' may have 1" in complaint
-    assert "--one-gpu-only" in complaint
-    assert main(["simulate", "--one-gpu-only", *files, "--devices", "1x8GiB"]) == 0
+    assert "--set one_gpu_only=true" in complaint
+    assert main(["simulate", "--set", "one_gpu_only=true", *files, "--devices", "1x8GiB"]) == 0
     shown = capsys.readouterr()
     assert "left out: 1 session with several GPUs at once" in shown.err
     assert json.loads(shown.out)["sessions"] == 1

@@ -24,15 +24,16 @@ WEEK = (
     "12",
     "--days",
     "7",
-    "--weekends",
-    "--weekend-users",
-    "20",
-    "--several-gpus",
-    "0",
+    "--set",
+    "weekends=true",
+    "--set",
+    "weekend_users=20",
+    "--set",
+    "several_gpus=0",
     "--devices",
     "3x80GiB",
 )
-GROUPS = ("--groups", "physics:2,biology:1,teaching:1@small")
+GROUPS = ("--set", "groups=physics:2,biology:1,teaching:1@small")
 
 
 @pytest.fixture
@@ -51,7 +52,10 @@ def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
 def test_a_week_of_three_groups_in_two_pools(prices: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "usage.json"
     run = (*WEEK, *GROUPS, "--policy", prices)
-    without, found = simulated(capsys, *run), simulated(capsys, *run, "--usage", str(file), "--power-noise", "5")
+    without, found = (
+        simulated(capsys, *run),
+        simulated(capsys, *run, "--set", f"usage={file}", "--set", "power_noise=5"),
+    )
     usage = found.pop("usage")
     assert found == without
     head = json.loads(file.read_text())

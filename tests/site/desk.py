@@ -318,7 +318,7 @@ def open_desk(world: World) -> Iterator[Desk]:
     desk = Desk(world, shims)
     desk.open_page("")
     with _inside(world.notebooks):
-        assert world.command("simulate", "--users", "2", "--usage", "usage.json").returncode == 0
+        assert world.command("simulate", "--users", "2", "--set", "usage=usage.json").returncode == 0
     subprocess.run(
         [sys.executable, "lesson.py", "3", "lesson"], cwd=world.notebooks, check=True, stdout=subprocess.DEVNULL
     )
@@ -371,8 +371,8 @@ def _check_json(_: Block, text: str) -> str:
 
 
 def _check_toml(_: Block, text: str) -> str:
-    """Check that an example has these lines in its pyproject.toml."""
-    examples = (tomllib.loads(file.read_text()) for file in (ROOT / "examples").glob("*/pyproject.toml"))
+    """Check that an example has these lines in a file of TOML."""
+    examples = (tomllib.loads(file.read_text()) for file in (ROOT / "examples").glob("*/*.toml"))
     assert any(_within(tomllib.loads(text), example) for example in examples), text
     return ""
 

@@ -1,4 +1,4 @@
-"""The ledger that a broker would have written of a simulated run, from the run's record (`jupyter gpu simulate --record`)."""
+"""The ledger that a broker would have written of a simulated run, from the run's record (`jupyter gpu simulate --set record=FILE`)."""
 
 import json
 from collections.abc import Callable

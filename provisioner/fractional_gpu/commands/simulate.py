@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import shlex
 import sys
 import time
 from collections import Counter
@@ -11,34 +10,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fractional_gpu import __version__
-from fractional_gpu.commands.simulation.load import MADE_UP, configure_load, percent, read_trace, usual_load
-from fractional_gpu.commands.simulation.machine import (
-    MOST_DEVICES,
-    MOST_IN_A_HOST,
-    MachineOptions,
-    configure_machine,
-    parsed,
-    read_machine,
-    usual_machine,
-)
+from fractional_gpu.commands.simulation.load import read_trace
+from fractional_gpu.commands.simulation.machine import MOST_DEVICES, MachineOptions, read_machine
 from fractional_gpu.commands.simulation.own_history import compared, compared_text, read_history, recorded_waits
-from fractional_gpu.commands.simulation.revocation import configure_revocation, read_revocation, revocation_text
-from fractional_gpu.commands.simulation.usage import (
-    NO_INPUT,
-    check_pools,
-    configure_usage,
-    read_meter,
-    usage_figures,
-    usage_table,
+from fractional_gpu.commands.simulation.revocation import read_revocation, revocation_text
+from fractional_gpu.commands.simulation.scenario import (
+    MOST_IN_A_HOST,
+    USUAL_P95_WAIT,
+    Scenario,
+    keys_help,
+    read_scenario,
 )
-from fractional_gpu.commands.terminal.errors import CommandError, UsageError
+from fractional_gpu.commands.simulation.scenario import configure as configure_scenario
+from fractional_gpu.commands.simulation.usage import check_pools, read_meter, usage_figures, usage_table
+from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.commands.terminal.layout import fitted, line, table
 from fractional_gpu.commands.terminal.output import say, terminal_width, write
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.config import ConfigError
-from fractional_gpu.core.units import format_memory, parse_duration_ms, plural
+from fractional_gpu.core.units import format_memory, plural
 from fractional_gpu.simulator import SimulationError
-from fractional_gpu.simulator.baselines import BASELINES, CULL_AFTER_MS, MPS_FILL_PERCENT, WAITING, run_baseline
+from fractional_gpu.simulator.baselines import CULL_AFTER_MS, WAITING, run_baseline
 from fractional_gpu.simulator.cluster import run_engine
 from fractional_gpu.simulator.felt import Goal
 from fractional_gpu.simulator.fleet.run import run as run_hosts
@@ -55,20 +47,16 @@ from fractional_gpu.simulator.traces import Session, write_sessions
 if TYPE_CHECKING:
     from rich.text import Text
 
-_USUAL_P95_WAIT = "3s"
-EPILOG = """\
+_EXAMPLES = """\
 examples:
   jupyter gpu simulate --users 50 --devices 8x80GiB
   jupyter gpu simulate --users 50 --hosts '8x(8x80GiB)' --baseline static-fraction
   jupyter gpu simulate --users 50 --hosts '?x(8x80GiB)' --find-devices --p95-wait 3s --baseline reservation --picture run.html
-  jupyter gpu simulate --sessions sessions.csv --cells cells.csv --policy jupyter_gpu_config.py --json
-  jupyter gpu simulate --users 10000 --several-gpus 0 --hosts '100x(8x80GiB)' --place use --foresight 20s
-  jupyter gpu simulate --users 80 --several-gpus 0 --hosts '4x(2x80GiB)' --door engine-count
-  jupyter gpu simulate --users 60 --days 7 --weekends --policy prices.py --groups 'physics:2,teaching:1@small' --usage usage.json
-  jupyter gpu simulate --from-ledger --devices 4x80GiB --policy jupyter_gpu_config.py
+  jupyter gpu simulate --trace sessions.csv cells.csv --policy jupyter_gpu_config.py --json
+  jupyter gpu simulate --scenario week.toml --set groups=physics:2,teaching:1@small --policy prices.py
+  jupyter gpu simulate --users 10000 --hosts '100x(8x80GiB)' --set several_gpus=0 --set place=use --set foresight=20s
   jupyter gpu simulate --from-ledger --devices 8x80GiB --find-devices --baseline static-fraction
-  jupyter gpu simulate --users 60 --days 7 --revoke v100/us-west1
-  jupyter gpu simulate --users 20 --record run.log && jupyter gpu simulate --replay run.log
+  jupyter gpu simulate --users 20 --set record=run.log && jupyter gpu simulate --set replay=run.log
 
 The arbiter is the one that the broker runs; only time is virtual. What is assumed is in docs/simulator.md.
 """
@@ -77,114 +65,48 @@ The arbiter is the one that the broker runs; only time is virtual. What is assum
 def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the command and add its arguments."""
     parser.description = "Run notebook sessions against the broker's arbiter in virtual time."
-    parser.epilog = EPILOG
-    configure_load(parser)
-    configure_machine(parser)
-    configure_usage(parser)
-    configure_revocation(parser)
-    _configure_output(parser)
-
-
-def _configure_output(parser: argparse.ArgumentParser) -> None:
-    output = parser.add_argument_group("what is asked")
-    output.add_argument(
-        "--find-devices",
-        action="store_true",
-        help="find the fewest devices with short enough waits, or hosts (--hosts '?x(8x80GiB)')",
-    )
-    output.add_argument(
-        "--p95-wait",
-        metavar="TIME",
-        help="short enough for 95 %% of GPU cells (default: 3s, if none of these three is given)",
-    )
-    output.add_argument("--p99-wait", metavar="TIME", help="short enough for 99 %% of GPU cells")
-    output.add_argument(
-        "--p95-late",
-        metavar="TIME",
-        help="a lateness that is short enough: for 95 %% of each user's GPU cells, and for 95 %% of the users",
-    )
-    output.add_argument("--baseline", action="append", choices=BASELINES, default=[], help="run this, too (repeatable)")
-    output.add_argument(
-        "--mps-fill",
-        type=percent,
-        default=MPS_FILL_PERCENT,
-        metavar="PERCENT",
-        help="of a device that a cell fills while it uses it, for the baseline mps-pack (default: 50, an assumption)",
-    )
-    output.add_argument(
-        "--record",
-        type=Path,
-        metavar="FILE",
-        help="write the whole run, line by line; gzip if it ends in .gz; baselines go to files beside it, BASELINE.FILE, and with --place "
-        "each host goes to one, host-0.FILE",
-    )
-    output.add_argument("--replay", type=Path, metavar="FILE", help="check that a recorded log gives the same effects")
-    output.add_argument("--picture", type=Path, metavar="FILE", help="draw the run as an HTML page")
-    output.add_argument("--json", action="store_true", help="print JSON; baselines come under `baselines`")
+    parser.epilog = f"{keys_help()}\n\n{_EXAMPLES}"
+    configure_scenario(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Simulate or replay, and print the result."""
-    _check_options(options)
+    scenario = read_scenario(options)
     try:
-        if options.replay is not None:
-            with Progress(f"{options.replay} is replayed ...", blocks=True):
-                events, effects = replay(options.replay)
+        if scenario.replay is not None:
+            with Progress(f"{scenario.replay} is replayed ...", blocks=True):
+                events, effects = replay(Path(scenario.replay))
             print(f"{events} events gave the same {effects} effects as when they were recorded")
             return 0
-        return _run(options)
+        return _run(scenario, options)
     except (SimulationError, ConfigError) as error:
         raise CommandError(str(error)) from error
 
 
-_OF_SEARCH = ("p95_wait", "p99_wait", "p95_late")
-_OF_SESSIONS = (
-    *("users", "sessions", "cells", "from_ledger", "groups", "write_trace", "devices", "hosts", "revoke"),
-    *("find_devices", *_OF_SEARCH, "baseline", "record", "picture", "usage", "meter"),
-)
-
-
-def _check_options(options: argparse.Namespace) -> None:
-    """Refuse an option that says nothing of what is asked. Raises UsageError."""
-
-    def given(names: Sequence[str]) -> str:
-        found = [name for name in names if getattr(options, name) not in (None, False, [])]
-        return f"--{found[0].replace('_', '-')}" if found else ""
-
-    if given(["replay"]) and (option := given(_OF_SESSIONS)):
-        raise UsageError(f"--replay runs no sessions and has no {option}; leave one of the two out")
-    if not options.find_devices and (option := given(_OF_SEARCH)):
-        raise UsageError(f"{option} needs --find-devices, without which it says nothing")
-
-
-def _run(options: argparse.Namespace) -> int:
-    machine = read_machine(options)
-    trace = read_trace(options)
-    check_pools(options, trace)
-    meter, revocation = read_meter(options, machine), read_revocation(options)
-    if options.write_trace:
-        _writing(options.write_trace[0], lambda: write_sessions(trace, *options.write_trace))
-    goal = _goal(options)
-    if options.find_devices:
-        if options.record is not None:
-            raise UsageError("--record takes down one run, and --find-devices makes several; find first, then record")
+def _run(scenario: Scenario, options: argparse.Namespace) -> int:
+    machine = read_machine(scenario)
+    trace = read_trace(scenario)
+    check_pools(scenario, trace)
+    meter, revocation = read_meter(scenario, machine), read_revocation(scenario)
+    if scenario.write_trace is not None:
+        sessions, cells = map(Path, scenario.write_trace)
+        _writing(sessions, lambda: write_sessions(trace, sessions, cells))
+    goal = _goal(scenario)
+    hosts = machine.hosts()
+    if scenario.find_devices:
         result = _fewest("fractional", machine, trace, goal, lambda hosts: _simulate(hosts, trace, machine, goal))
+        hosts = machine.hosts(result.hosts if machine.several else result.devices)
     else:
-        result = _simulate(machine.hosts(), trace, machine, None, meter, revocation)
-    hosts = (
-        machine.hosts(result.hosts if machine.several else result.devices) if options.find_devices else machine.hosts()
-    )
-    baselines = [
-        _baseline(name, trace, machine, hosts=hosts, goal=goal, options=options)
-        for name in dict.fromkeys(options.baseline)
-    ]
+        result = _simulate(hosts, trace, machine, None, meter, revocation)
+    baselines = [_baseline(name, trace, machine, hosts, goal) for name in dict.fromkeys(scenario.baselines)]
     if options.picture is not None:
-        page = picture([result, *baselines], _about(options, trace, hosts))
+        page = picture([result, *baselines], _about(scenario, trace, hosts))
         _writing(options.picture, lambda: options.picture.write_text(page, encoding="utf-8"))
     usage = usage_figures(meter) if meter is not None else {}
-    if meter is not None and options.usage is not None:
-        _writing(options.usage, lambda: write_usage(options.usage, meter, hosts))
-    _print(options, result, baselines, usage)
+    if meter is not None and scenario.usage is not None:
+        file = Path(scenario.usage)
+        _writing(file, lambda: write_usage(file, meter, hosts))
+    _print(scenario, result, baselines, usage, as_json=options.json)
     if not machine.several and result.devices > MOST_IN_A_HOST:
         say(
             f"note: all {result.devices} devices are in one host, and no host has so many; --hosts simulates several",
@@ -194,11 +116,11 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _print(
-    options: argparse.Namespace, result: Result, baselines: Sequence[Result], usage: dict[str, dict[str, Any]]
+    scenario: Scenario, result: Result, baselines: Sequence[Result], usage: dict[str, dict[str, Any]], *, as_json: bool
 ) -> None:
     """Print the figures; those of a ledger's sessions beside what was recorded."""
-    recorded = recorded_waits(read_history(options.from_ledger)) if options.from_ledger is not None else None
-    if options.json:
+    recorded = recorded_waits(read_history(scenario.from_ledger)) if scenario.from_ledger is not None else None
+    if as_json:
         shown = result.as_json() | ({"usage": usage} if usage else {})
         if result.revocation is not None:
             shown["revocation"] = result.revocation.as_json()
@@ -237,31 +159,20 @@ def _fewest(
     return fewest(lambda count: run(machine.hosts(count)), goal, max(1, most), start=start, counted="hosts")
 
 
-def _goal(options: argparse.Namespace) -> Goal:
+def _goal(scenario: Scenario) -> Goal:
     """Return what `--find-devices` must reach."""
-    given = {"p95_wait": options.p95_wait, "p99_wait": options.p99_wait, "p95_late": options.p95_late}
-    if not any(given.values()):
-        given["p95_wait"] = _USUAL_P95_WAIT
-    return Goal(
-        **{
-            f"{name}_ms": parsed("--" + name.replace("_", "-"), parse_duration_ms, text)
-            for name, text in given.items()
-            if text is not None
-        }
-    )
+    goal = Goal(p95_wait_ms=scenario.p95_wait, p99_wait_ms=scenario.p99_wait, p95_late_ms=scenario.p95_late)
+    return goal if goal != Goal() else Goal(p95_wait_ms=USUAL_P95_WAIT)
 
 
 def _baseline(
-    name: str,
-    trace: Sequence[Session],
-    machine: MachineOptions,
-    *,
-    hosts: Sequence[Host],
-    goal: Goal,
-    options: argparse.Namespace,
+    name: str, trace: Sequence[Session], machine: MachineOptions, hosts: Sequence[Host], goal: Goal
 ) -> Result:
     """Run a baseline; with `--find-devices` on its own fewest devices, if cells wait in this baseline at all."""
-    record = options.record.with_name(f"{name}.{options.record.name}") if options.record is not None else None
+    scenario = machine.scenario
+    record = None
+    if scenario.record is not None:
+        record = Path(scenario.record).with_name(f"{name}.{Path(scenario.record).name}")
 
     def run(found: Sequence[Host], *, goal: Goal | None = None, record: Path | None = None) -> Result:
         with Progress(f"{name}, {_devices_of(found)}") as progress:
@@ -270,7 +181,7 @@ def _baseline(
                 found,
                 trace,
                 way=machine.way,
-                mps_fill_percent=options.mps_fill,
+                mps_fill_percent=scenario.mps_fill,
                 goal=goal,
                 record=record,
                 progress=progress.counter("sessions"),
@@ -278,7 +189,7 @@ def _baseline(
             )
 
     began = time.perf_counter()
-    if options.find_devices and name in WAITING:
+    if scenario.find_devices and name in WAITING:
         result = _fewest(name, machine, trace, goal, lambda found: run(found, goal=goal))
     else:
         result = run(hosts, record=record)
@@ -309,6 +220,7 @@ def _simulate(  # noqa: PLR0917 - as the run that it starts
     meter: RunMeter | None = None,
     revocation: Revocation | None = None,
 ) -> Result:
+    record = Path(machine.scenario.record) if machine.scenario.record is not None else None
     with Progress(_devices_of(hosts)) as progress:
         if machine.engine is not None:
             result = run_engine(
@@ -317,7 +229,7 @@ def _simulate(  # noqa: PLR0917 - as the run that it starts
                 machine.engine,
                 terms=machine.terms,
                 processes=machine.way.processes,
-                record=machine.options.record,
+                record=record,
                 progress=progress.counter("sessions"),
                 placing=progress.counter("jobs of the engine"),
             )
@@ -326,7 +238,7 @@ def _simulate(  # noqa: PLR0917 - as the run that it starts
                 hosts,
                 trace,
                 machine.way,
-                record=machine.options.record,
+                record=record,
                 goal=goal,
                 progress=progress.counter("sessions"),
                 placing=progress.counter("sessions placed"),
@@ -341,23 +253,18 @@ def _devices_of(hosts: Sequence[Host]) -> str:
     return plural(sum(len(host.devices) for host in hosts), "device")
 
 
-_NO_INPUT = NO_INPUT | frozenset(["json", "picture", "record", "replay", "write_trace", "processes"])
-"""Options by which nothing of a run's figures changes."""
-
-
-def _about(options: argparse.Namespace, trace: Sequence[Session], hosts: Sequence[Host]) -> About:
+def _about(scenario: Scenario, trace: Sequence[Session], hosts: Sequence[Host]) -> About:
     """Return what the page of a run says about it. Raises CommandError for a configuration file that can no longer be read."""
     sizes = Counter(device.memory_mib for host in hosts for device in host.devices)
     counted = " and ".join(f"{plural(count, 'device')} of {format_memory(mib)}" for mib, count in sizes.items())
-    policy = options.policy
     return About(
         users=len({session.user for session in trace}),
         machine=f"{len(hosts)} hosts with {counted}" if len(hosts) > 1 else counted,
         whole_gpus=gpus_reserved_at_once(trace),
-        command=_command(options),
+        command=scenario.command(),
         version=__version__,
-        policy=_text_of(Path(policy)) if policy is not None else None,
-        hours_of_day=options.users is not None,
+        policy=_text_of(Path(scenario.policy)) if scenario.policy is not None else None,
+        hours_of_day=scenario.users is not None,
     )
 
 
@@ -366,21 +273,6 @@ def _text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise CommandError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _command(options: argparse.Namespace) -> str:
-    """Return the command line with every option that counts, defaults included: a later version may have others."""
-    words = ["jupyter gpu simulate"]
-    usual = {**usual_load(options), **usual_machine(options)}
-    if options.find_devices and not (options.p95_wait or options.p99_wait or options.p95_late):
-        usual["p95_wait"] = _USUAL_P95_WAIT
-    for name, value in {**vars(options), **usual}.items():
-        if name in _NO_INPUT or value is None or value is False or (name in MADE_UP and options.users is None):
-            continue
-        option = "--" + name.replace("_", "-")
-        given = value if isinstance(value, list) else [value]
-        words += [option if one is True else f"{option} {shlex.quote(str(one))}" for one in given]
-    return " ".join(words)
 
 
 def _writing(path: Path, write: Callable[[], object]) -> None:

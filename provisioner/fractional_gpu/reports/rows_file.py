@@ -1,4 +1,4 @@
-"""A file of metered rows, as `jupyter gpu simulate --usage FILE` writes it, as a report: summed as the broker sums its ledger.
+"""A file of metered rows, as `jupyter gpu simulate --set usage=FILE` writes it, as a report: summed as the broker sums its ledger.
 
 The file is JSON: `format`, `version`, `begins_s` and `ends_s` (seconds since 1970), `pools`, and `rows`, each with `key`, `party` and
 `figures`, without those that are 0. Its hours, days and months are those of UTC.
@@ -17,7 +17,7 @@ from fractional_gpu.reports.sums import columns_of, periods_of, summed
 FORMAT: Final = "jupyter-gpu-usage"
 VERSION: Final = 1
 ZONE: Final = UTC
-_WRITES: Final = "`jupyter gpu simulate ... --usage FILE` writes one"
+_WRITES: Final = "`jupyter gpu simulate ... --set usage=FILE` writes one"
 
 
 class _Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -508,7 +508,7 @@ class _TimeSlice(_Sharing):
         if kernel.session.most_gpus > 1:
             raise SimulationError(
                 f"session {kernel.session.session_id!r} uses {kernel.session.most_gpus} GPUs at once, and time-slicing is simulated for "
-                "one; leave such sessions out with --one-gpu-only"
+                "one; leave such sessions out with --set one_gpu_only=true"
             )
         each = [
             (count, host, device) for host, counts in enumerate(self._sessions) for device, count in enumerate(counts)

@@ -165,7 +165,7 @@ def _begin(path: Path, line: str) -> list[Arbiter]:
     swaps = [host.get("parallel_swaps") for host in hosts if isinstance(host, dict)] if isinstance(hosts, list) else []
     sound = [one for one in swaps if isinstance(one, int) and one > 0]
     if (head.get("format"), head.get("version")) != (_FORMAT, _VERSION) or not sound or len(sound) != len(swaps):
-        raise TraceError(f"{path} is not an event log of version {_VERSION}; record one with --record")
+        raise TraceError(f"{path} is not an event log of version {_VERSION}; record one with --set record=FILE")
     if head.get("baseline") is not None:
         raise TraceError(
             f"{path} is of the baseline {head.get('name')}, in which no arbiter decides; there is nothing to replay"

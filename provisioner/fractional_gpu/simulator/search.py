@@ -34,7 +34,7 @@ def fewest(
             good, enough = result, count
         elif count >= most:
             raise SimulationError(
-                f"with {most} {counted} {missed}; allow longer waits with --p95-wait, --p99-wait or --p95-late, or quicker swaps"
+                f"with {most} {counted} {missed}; allow longer waits (p95_wait, p99_wait, p95_late) or quicker swaps"
             )
         else:
             too_few = count

@@ -65,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.simulator.audit", description="Recompute a simulated run's figures from its record."
     )
-    parser.add_argument("record", type=Path, metavar="RECORD", help="what `jupyter gpu simulate --record` wrote")
+    parser.add_argument(
+        "record", type=Path, metavar="RECORD", help="what `jupyter gpu simulate --set record=FILE` wrote"
+    )
     parser.add_argument("--json", type=Path, metavar="RESULT", help="what the same run printed with --json")
     options = parser.parse_args(arguments)
     try:

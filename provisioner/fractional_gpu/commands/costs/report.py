@@ -49,7 +49,7 @@ examples:
   jupyter gpu report --by day --html --output use.html  one page with a picture, for people
   jupyter gpu report --csv --since last-month --until last-month --output october.csv
                                                         rows for chargeback systems (FOCUS 1.2), one for each day
-  jupyter gpu report --from usage.json                  of a simulated week (`jupyter gpu simulate --usage usage.json`)
+  jupyter gpu report --from usage.json                  of a simulated week (`jupyter gpu simulate --set usage=usage.json`)
 
 A word or a date is a whole period: --until yesterday includes yesterday. Hours that begin within the time count. What users see of
 others is what the broker's `usage_visible` says; what others' notebooks are called is never shown to them.

@@ -1,0 +1,374 @@
+"""What `jupyter gpu simulate` is asked: a scenario file in TOML, `--set KEY=VALUE`, and flags for the most common keys.
+
+`Scenario` declares each key once, with its type, default and help. All three sources are merged (flags win over `--set`, and that over the
+file) and checked together.
+"""
+
+import argparse
+import shlex
+import textwrap
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Self, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from fractional_gpu.commands.terminal.errors import CommandError, UsageError
+from fractional_gpu.core.units import parse_duration_ms, parse_memory_mib
+from fractional_gpu.simulator.baselines import BASELINES, MPS_FILL_PERCENT
+from fractional_gpu.simulator.cluster import EngineDoor
+from fractional_gpu.simulator.fleet.placing import PlaceRule
+from fractional_gpu.simulator.hosts import DoorRule
+from fractional_gpu.simulator.load import CLASS_SIZE, SEVERAL_PERCENT, Habit, Load, Memory, Pace
+from fractional_gpu.simulator.revocation.lifetimes import PUBLISHED
+
+MOST_IN_A_HOST: Final = 16  # GPUs: no host on sale has more
+_DOORS: Final = tuple(rule.value for rule in (*DoorRule, *EngineDoor))
+_LONGEST: Final = {"lunch": ("4h", 4 * 3_600_000), "revoke_notice": ("1h", 3_600_000)}
+
+
+class Duration(int):
+    """Milliseconds, written like `30s`."""
+
+    text: str
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        found = cls(parse_duration_ms(text))
+        found.text = text
+        return found
+
+
+class Size(int):
+    """MiB, written like `20GiB`."""
+
+    text: str
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        found = cls(parse_memory_mib(text))
+        found.text = text
+        return found
+
+
+USUAL_P95_WAIT: Final = Duration.of("3s")
+
+
+def _help(text: str) -> Meta:
+    return Meta(description=text)
+
+
+Count = Annotated[int, Meta(ge=1, le=1_000_000)]
+Percent = Annotated[int, Meta(ge=0, le=100)]
+
+
+class Scenario(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Whose sessions run, on which machine, and what is asked."""
+
+    # whose sessions: exactly one of users, sessions with cells, and from_ledger
+    users: Annotated[Count | None, _help("synthetic build-phase users")] = None
+    days: Annotated[Count, _help("for how many days they work")] = 1
+    seed: Annotated[int, _help("which of the synthetic traces")] = 1
+    sessions: Annotated[str | None, _help("CSV of sessions, with `cells`")] = None
+    cells: Annotated[str | None, _help("CSV of executed cells, with `sessions`")] = None
+    from_ledger: Annotated[str | None, _help("a broker's ledger; empty: the ledger of your broker")] = None
+    one_gpu_only: Annotated[bool, _help("leave out sessions that use several GPUs at once")] = False
+    groups: Annotated[str | None, _help("NAME:SIZE or NAME:SIZE@POOL, separated by commas")] = None
+    write_trace: Annotated[tuple[str, str] | None, _help("write sessions and cells to these two files")] = None
+
+    # what synthetic users do; the defaults are the published trace's
+    habit: Annotated[Habit, _help("how they work: " + ", ".join(Habit))] = Habit.PUBLISHED
+    pace: Annotated[Pace, _help("GPU cells of 11 min in the median (long), or more cells of 2 min (short)")] = Pace.LONG
+    memory_of: Annotated[Memory, _help("a session holds the peak of a session, or what one cell held")] = Memory.SESSION
+    several_gpus: Annotated[Percent, _help("percent of the sessions use 4 or 8 GPUs")] = SEVERAL_PERCENT
+    joint_starts: Annotated[Percent, _help(f"percent of the users begin together, in classes of {CLASS_SIZE}")] = 0
+    lunch: Annotated[Duration, _help("how long no cell begins at noon, at most 4h")] = Duration.of("0s")
+    weekends: Annotated[bool, _help("two days of seven are free")] = False
+    weekend_users: Annotated[Percent, _help("percent of the users work on a free day")] = 0
+    time_zones: Annotated[int, Meta(ge=1, le=24), _help("in which the users live")] = 1
+    ask_error: Annotated[int, Meta(ge=0, le=200), _help("percent by which requested and used memory differ")] = 0
+    urgent_users: Annotated[Percent, _help("percent of the users have priority 1")] = 0
+
+    # the machine
+    devices: Annotated[str, _help("the GPUs of one host")] = "8x80GiB"
+    hosts: Annotated[str | None, _help("several hosts: '4x(8x80GiB),2x(4x40GiB)'; to search '?x(8x80GiB)'")] = None
+    gpus_per_host: Annotated[Count, _help("the most that `hosts` may put into one host")] = MOST_IN_A_HOST
+    door: Annotated[str, _help("how a session gets its host when it opens: " + ", ".join(_DOORS))] = DoorRule.FIT.value
+    place: Annotated[PlaceRule | None, _help("sessions get their hosts beforehand: " + ", ".join(PlaceRule))] = None
+    processes: Annotated[Count | None, _help("hosts that run at the same time, with `place` or an engine's door")] = (
+        None
+    )
+    policy: Annotated[str | None, _help("a broker's configuration file")] = None
+    host_memory: Annotated[Size | None, _help("of each host, for suspended state (the policy's, or 1TiB)")] = None
+    swap_fixed: Annotated[Duration, _help("fixed time of a swap")] = Duration.of("300ms")
+    save_speed: Annotated[Size, _help("saved per second")] = Size.of("1800MiB")
+    restore_speed: Annotated[Size, _help("restored per second")] = Size.of("4000MiB")
+    parallel_swaps: Annotated[Count, _help("swaps of a host at a time")] = 1
+    failed_swaps: Annotated[Percent, _help("percent of the swaps fail harmlessly")] = 0
+    foresight: Annotated[Duration | None, _help("how long before a GPU cell its user gives a sign")] = None
+    false_signs: Annotated[int, Meta(ge=0, le=90), _help("percent of the signs that no cell follows")] = 0
+    slowdown: Annotated[bool, _help("busy cells on one device slow each other down")] = True
+    every_cell_asks: Annotated[bool, _help("cells that touch no GPU wait for it, too")] = False
+    request: Annotated[
+        Percent, _help("percent of its cap that a session is guaranteed, if the policy reserves by use")
+    ] = 100
+    growth_patience: Annotated[
+        Duration, _help("how long a reservation may fail to grow before it is out of memory")
+    ] = Duration.of("1m")
+
+    # what is asked
+    find_devices: Annotated[bool, _help("the fewest devices, or hosts, with short enough waits")] = False
+    p95_wait: Annotated[Duration | None, _help("short enough for 95 % of GPU cells; 3s if no goal is given")] = None
+    p99_wait: Annotated[Duration | None, _help("short enough for 99 % of GPU cells")] = None
+    p95_late: Annotated[Duration | None, _help("lateness for 95 % of the cells of 95 % of the users")] = None
+    baselines: Annotated[tuple[str, ...], _help("run these, too: " + ", ".join(BASELINES))] = ()
+    mps_fill: Annotated[Percent, _help("percent of a device that a cell fills, for mps-pack")] = MPS_FILL_PERCENT
+    record: Annotated[str | None, _help("write the run line by line; gzip if the name ends in .gz")] = None
+    replay: Annotated[str | None, _help("check that a recorded run gives the same effects")] = None
+
+    # what the leases use, as the broker meters it
+    meter: Annotated[bool, _help("count device time, energy and charges by the prices of `policy`")] = False
+    usage: Annotated[str | None, _help("write all rows of the meter to this file, as JSON")] = None
+    power: Annotated[str, _help("what each device draws, idle to peak, W")] = "75-700"
+    power_noise: Annotated[Percent, _help("percent of noise in draws and measured uses")] = 0
+    measured_use: Annotated[Percent, _help("percent of the kernels whose use is measured")] = 100
+
+    # devices or hosts that go away
+    revoke: Annotated[
+        str | None, _help("lifetimes of transient servers: " + ", ".join(PUBLISHED) + ", or KIND/REGION")
+    ] = None
+    revoke_what: Annotated[str, _help("devices, or hosts")] = "devices"
+    revoke_notice: Annotated[Duration, _help("how long before it is known, at most 1h")] = Duration.of("30s")
+    revoke_replace: Annotated[Duration, _help("until another is there")] = Duration.of("87s")
+
+    def load(self) -> Load:
+        """What the synthetic users do."""
+        return Load(
+            habit=self.habit,
+            pace=self.pace,
+            memory=self.memory_of,
+            several_percent=self.several_gpus,
+            joint_percent=self.joint_starts,
+            lunch_ms=self.lunch,
+            weekends=self.weekends,
+            weekend_percent=self.weekend_users,
+            time_zones=self.time_zones,
+            ask_error_percent=self.ask_error,
+            failed_swaps_percent=self.failed_swaps,
+            urgent_percent=self.urgent_users,
+        )
+
+    @property
+    def has_engine(self) -> bool:
+        return self.door in set(EngineDoor)
+
+    def command(self) -> str:
+        """The command line with every key that counts, defaults included: a later version may have others."""
+        values = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) not in (None, ())}
+        if self.find_devices and not any(goal in values for goal in _GOALS):
+            values["p95_wait"] = USUAL_P95_WAIT
+        unused = {*_OUTPUTS, "door" if self.place is not None else "", "devices" if self.hosts is not None else ""}
+        unused |= {name for name, needed in _NEEDS if not any(values.get(one) for one in needed)}
+        unused |= set(_MADE_UP) if self.users is None else set()
+        unused |= set(_OF_PUBLISHED) if self.habit is not Habit.PUBLISHED else set()
+        unused |= {name for name, value in values.items() if value is False and not getattr(Scenario(), name)}
+        said = [f"{name}={_text(value)}" for name, value in values.items() if name not in unused]
+        return " ".join(["jupyter gpu simulate", *(f"--set {shlex.quote(one)}" for one in said)])
+
+
+_OUTPUTS: Final = frozenset(
+    ["write_trace", "record", "replay", "processes", "meter", "usage", "power", "power_noise", "measured_use"]
+)
+_OF_PUBLISHED: Final = ("pace", "memory_of", "several_gpus", "joint_starts")
+_MADE_UP: Final = (
+    *("days", "habit", *_OF_PUBLISHED, "lunch", "weekends", "weekend_users", "time_zones", "ask_error", "urgent_users"),
+)
+_GOALS: Final = ("p95_wait", "p99_wait", "p95_late")
+_OF_REVOCATION: Final = ("revoke_what", "revoke_notice", "revoke_replace")
+_OF_METER: Final = ("power", "power_noise", "measured_use")
+
+# Keys that say nothing without another one.
+_NEEDS: Final = (
+    *((goal, ("find_devices",)) for goal in _GOALS),
+    *((name, ("revoke",)) for name in _OF_REVOCATION),
+    *((name, ("meter", "usage")) for name in _OF_METER),
+    ("sessions", ("cells",)),
+    ("cells", ("sessions",)),
+    ("false_signs", ("foresight",)),
+    ("weekend_users", ("weekends",)),
+    ("place", ("hosts",)),
+)
+_ONE_RUN = "it is about one run, and a search makes several; find first"
+_ONE_CLOCK = "it needs all hosts on one clock"
+# Keys that exclude each other, and why.
+_EXCLUDES: Final = (
+    ("devices", "hosts", "the first is one host and the second several"),
+    ("door", "place", "both give a session its host"),
+    *((one, "find_devices", _ONE_RUN) for one in ("record", "meter", "usage", "revoke")),
+    *((one, "place", _ONE_CLOCK) for one in ("meter", "usage", "revoke")),
+    ("revoke", "baselines", "baselines know no revocation"),
+    *(("replay", name, "a replay runs no sessions") for name in Scenario.__struct_fields__ if name != "replay"),
+)
+
+
+def read_scenario(options: argparse.Namespace) -> Scenario:
+    """Merge the file, `--set` and the flags. Raises UsageError, CommandError."""
+    values: dict[str, Any] = {}
+    if options.scenario is not None:
+        try:
+            values = tomllib.loads(options.scenario.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CommandError(f"{options.scenario} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise CommandError(f"{options.scenario} is not a scenario: {error}") from error
+    for text in options.set:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"--set {text[:60]!r} is not allowed; KEY=VALUE such as several_gpus=0 is")
+        values[name.strip()] = _toml_value(value.strip())
+    flags = {name: getattr(options, name) for name in Scenario.__struct_fields__ if hasattr(options, name)}
+    if options.trace is not None:
+        flags |= {"sessions": options.trace[0], "cells": options.trace[1]}
+    values |= {name: value for name, value in flags.items() if value not in (None, False, [])}
+    try:
+        scenario = msgspec.convert(values, Scenario, dec_hook=_decode)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"the scenario: {error}; `jupyter gpu simulate --help` lists the keys") from error
+    _check(scenario, values)
+    return scenario
+
+
+def _toml_value(text: str) -> object:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except ValueError:
+        return text  # not everybody quotes strings
+
+
+def _decode(kind: type, value: object) -> object:
+    if kind in (Duration, Size) and isinstance(value, str):
+        return kind.of(value)
+    raise ValueError(f"Expected text such as {'30s' if kind is Duration else '20GiB'}, got {value!r}")
+
+
+def _check(scenario: Scenario, given: Mapping[str, Any]) -> None:
+    """Refuse keys that contradict each other or say nothing. Raises UsageError."""
+    given = {name: value for name, value in given.items() if value is not False}
+    for name, needed in _NEEDS:
+        if name in given and not any(one in given for one in needed):
+            raise UsageError(
+                f"{_said(name, given)} says nothing without {' or '.join(needed)}; add it, or leave {name} out"
+            )
+    for one, other, reason in _EXCLUDES:
+        if one in given and other in given:
+            raise UsageError(f"{one} and {_said(other, given)} exclude each other: {reason}; leave one of them out")
+    if scenario.replay is None and [scenario.users, scenario.sessions, scenario.from_ledger].count(None) != 2:
+        raise UsageError(
+            "say whose sessions to simulate: either --users N, or --trace SESSIONS CELLS, or --from-ledger"
+        )
+    _check_made_up(scenario, given)
+    for name, (longest, most_ms) in _LONGEST.items():
+        if getattr(scenario, name) > most_ms:
+            raise UsageError(f"{_said(name, given)} is not allowed; a time of at most {longest} is")
+    if scenario.foresight is not None and not scenario.foresight:
+        raise UsageError(f"{_said('foresight', given)} is not allowed; a time such as 20s is")
+    for name, allowed in (("door", _DOORS), ("revoke_what", ("devices", "hosts"))):
+        if getattr(scenario, name) not in allowed:
+            raise UsageError(f"{_said(name, given)} is not allowed; one of {', '.join(allowed)} is")
+    if unknown := [name for name in scenario.baselines if name not in BASELINES]:
+        raise UsageError(f"the baseline {unknown[0]!r} is not known; allowed: {', '.join(BASELINES)}")
+    _check_hosts(scenario, given)
+
+
+def _check_made_up(scenario: Scenario, given: Mapping[str, Any]) -> None:
+    for name in _MADE_UP:
+        if name in given and scenario.users is None and scenario.replay is None:
+            raise UsageError(
+                f"{_said(name, given)} is about users that are made up; sessions of files or a ledger are as recorded"
+            )
+        if name in given and name in _OF_PUBLISHED and scenario.habit is not Habit.PUBLISHED:
+            raise UsageError(f"{_said(name, given)} is about users of the published habit, not about {scenario.habit}")
+    if scenario.habit is Habit.TEACHING_LAB and scenario.lunch:
+        raise UsageError(
+            f"{_said('lunch', given)}: classes of the habit {scenario.habit} have no lunch; leave one of them out"
+        )
+
+
+def _check_hosts(scenario: Scenario, given: Mapping[str, Any]) -> None:
+    if scenario.has_engine:
+        if scenario.hosts is None:
+            raise UsageError(
+                f"{_said('door', given)} needs several hosts, such as --hosts '4x(8x80GiB)': an engine chooses among them"
+            )
+        for name in ("find_devices", "usage", "meter", "revoke"):
+            if name in given:
+                raise UsageError(
+                    f"{_said('door', given)} and {name} exclude each other: jobs wait in the engine's queue"
+                )
+    elif scenario.processes is not None and scenario.place is None:
+        raise UsageError(f"{_said('processes', given)} needs place, by which each host runs separately")
+    if scenario.hosts is not None and scenario.hosts.strip().startswith("?") != scenario.find_devices:
+        instead = (
+            "say '?x(8x80GiB)'"
+            if scenario.find_devices
+            else "say a number of hosts such as '4x(8x80GiB)', or --find-devices"
+        )
+        raise UsageError(
+            f"--hosts {scenario.hosts[:60]!r} {'with' if scenario.find_devices else 'without'} --find-devices is not allowed; {instead}"
+        )
+
+
+def _said(name: str, given: Mapping[str, Any]) -> str:
+    return f"{name}={_text(given[name])}" if name in given else name
+
+
+def _text(value: Any) -> str:  # noqa: ANN401 - any value of TOML
+    if isinstance(value, (tuple, list)):
+        return "[" + ", ".join(f'"{one}"' for one in value) + "]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return getattr(value, "text", None) or str(value)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments. What is not given stays None, so that the scenario's own value counts."""
+    add = parser.add_argument
+    add("--scenario", type=Path, metavar="FILE", help="a file in TOML with any of the keys below")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="one of the keys below (repeatable)")
+    add("--users", type=int, metavar="N", help="synthetic build-phase users")
+    add("--days", type=int, metavar="D", help="for so many days (default: 1)")
+    add("--seed", type=int, metavar="S", help="which of the synthetic traces (default: 1)")
+    add("--trace", nargs=2, metavar=("SESSIONS", "CELLS"), help="sessions and their cells, two CSV files")
+    add(
+        "--from-ledger",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="kernels and cells that a broker recorded (default: your own)",
+    )
+    add("--devices", metavar="NxSIZE", help="the GPUs, all in one host (default: 8x80GiB)")
+    add(
+        "--hosts",
+        metavar="Nx(NxSIZE)",
+        help="hosts with their GPUs, such as '4x(8x80GiB)'; with --find-devices '?x(8x80GiB)'",
+    )
+    add("--policy", metavar="FILE", help="a broker's configuration file (default: the pool of a broker without one)")
+    add("--find-devices", action="store_true", help="find the fewest devices, or hosts, with short enough waits")
+    add("--p95-wait", metavar="TIME", help="short enough for 95 %% of GPU cells (default: 3s)")
+    add("--baseline", action="append", dest="baselines", choices=BASELINES, help="run this, too (repeatable)")
+    add("--picture", type=Path, metavar="FILE", help="draw the run as an HTML page")
+    add("--json", action="store_true", help="print JSON; baselines come under `baselines`")
+
+
+def keys_help() -> str:
+    """Every key with its default and its meaning, as lines of a scenario."""
+    lines = ["keys of a scenario, and of --set, with their defaults:"]
+    defaults = Scenario()
+    for name, kind in get_type_hints(Scenario, include_extras=True).items():
+        value = getattr(defaults, name)
+        default = f" ({_text(value)})" if value not in (None, False, ()) else ""
+        said = next(meta.description for meta in reversed(kind.__metadata__) if meta.description)
+        lines += textwrap.wrap(f"{name:16}{said}{default}", 110, initial_indent="  ", subsequent_indent=" " * 18)
+    return "\n".join(lines)
