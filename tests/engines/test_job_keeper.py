@@ -62,7 +62,7 @@ class Node:
         self.hours += 1
         usage = Usage(busy_share=self.hours * SHARE_HOUR)
         entries = [SimpleNamespace(of={"lease": f"l{job}"}, currency="", usage=usage) for job in range(20)]
-        leases = [SimpleNamespace(seat=f"s{job}", lease_id=f"l{job}") for job in jobs]
+        leases = [SimpleNamespace(spec=SimpleNamespace(seat=f"s{job}"), lease_id=f"l{job}") for job in jobs]
         client = SimpleNamespace(
             status=lambda: SimpleNamespace(leases=leases), usage=lambda *_: SimpleNamespace(entries=entries)
         )
