@@ -8,11 +8,10 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.commands.lease_commands import COMMANDS, await_empty, render_story
+from fractional_gpu.commands.lease_commands import COMMANDS, LeaseCommand, await_empty, render_story
 from fractional_gpu.commands.main import main
-from fractional_gpu.commands.terminal.command_kinds import LeaseCommand
-from fractional_gpu.commands.terminal.layout import plain
 from fractional_gpu.commands.terminal.render import render_leases, render_status
+from fractional_gpu.commands.terminal.text import plain
 from fractional_gpu.core.model import Slowdown
 from fractional_gpu.protocol.errors import ConflictError, ForbiddenError
 from fractional_gpu.protocol.messages import ResizeRequest

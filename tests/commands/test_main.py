@@ -12,7 +12,7 @@ import pytest
 from fractional_gpu import __version__
 from fractional_gpu.commands import main as main_module
 from fractional_gpu.commands.main import COMMANDS, main
-from fractional_gpu.commands.terminal.errors import CommandError, UsageError
+from fractional_gpu.commands.terminal.text import CommandError, UsageError
 from fractional_gpu.protocol.errors import NoRoomError
 
 

@@ -6,12 +6,11 @@ import threading
 
 import pytest
 
-from fractional_gpu.commands.lease_commands import COMMANDS
+from fractional_gpu.commands.lease_commands import COMMANDS, BulkCommand, find_lease
 from fractional_gpu.commands.main import main
 from fractional_gpu.commands.terminal import progress as progress_module
-from fractional_gpu.commands.terminal.command_kinds import BulkCommand, find_lease
 from fractional_gpu.commands.terminal.connection import say_if_slow
-from fractional_gpu.commands.terminal.errors import CommandError
+from fractional_gpu.commands.terminal.text import CommandError
 from fractional_gpu.protocol.errors import ConflictError
 from fractional_gpu.protocol.status import LeaseStatus
 from tests.commands.conftest import OwnBroker

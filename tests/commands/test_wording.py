@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 
 from fractional_gpu.commands.main import COMMANDS, _overview, subcommand
-from fractional_gpu.commands.terminal.layout import plain
 from fractional_gpu.commands.terminal.render import render_status
+from fractional_gpu.commands.terminal.text import plain
 from fractional_gpu.protocol.status import Stranger
 from tests.commands.pictures import a_device, a_host, a_lease
 from tests.support.golden import check_wording

@@ -13,7 +13,7 @@ import pytest
 from fractional_gpu.commands import broker
 from fractional_gpu.commands.broker import find_broker
 from fractional_gpu.commands.main import main
-from fractional_gpu.commands.terminal.errors import CommandError
+from fractional_gpu.commands.terminal.text import CommandError
 from tests.support.stopping import stop
 from tests.support.stories import CHECK, fill
 from tests.support.victims import brokers

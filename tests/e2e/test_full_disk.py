@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fractional_gpu.commands.terminal.layout import plain
 from fractional_gpu.commands.terminal.render import render_status
+from fractional_gpu.commands.terminal.text import plain
 from tests.support.stories import CHECK, fill
 from tests.support.world import Notebook, Server, World, until
 

@@ -19,9 +19,9 @@ from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.client.state_folder import state_folder
 from fractional_gpu.commands.terminal.connection import add_socket_argument
-from fractional_gpu.commands.terminal.errors import CommandError, parse_argument
 from fractional_gpu.commands.terminal.growing_log import INTERVAL_S, GrowingLog, explained
 from fractional_gpu.commands.terminal.progress import Progress
+from fractional_gpu.commands.terminal.text import CommandError, parse_argument
 from fractional_gpu.config import ConfigError, load
 from fractional_gpu.core.units import parse_duration_ms, plural
 from fractional_gpu.protocol.errors import BrokerUnavailableError
@@ -38,7 +38,6 @@ For root and the user who runs the broker. docs/audit.md says what is written do
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and add its arguments."""
     parser.description = "Show what administrators did: who, when, on whose behalf, and what came of it."
     parser.epilog = EPILOG
     parser.add_argument("--since", metavar="DURATION", help="only what was done in this time until now, such as 2h")
@@ -49,7 +48,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the log. Raises CommandError if it may not be read."""
     since_ms = None if options.since is None else parse_argument(parse_duration_ms, options.since)
     path = Path(options.file) if options.file else _path(options.socket)
     least = "" if since_ms is None else datetime.fromtimestamp(time.time() - since_ms / 1000, UTC).isoformat()
@@ -101,7 +99,6 @@ class _Log:
         self._lines.close()
 
     def entries(self) -> Iterator[dict[str, Any]]:
-        """Yield the entries since the last call, over rotations."""
         for line in self._lines.lines():
             entry = _entry(line)
             if entry is None:
@@ -128,7 +125,6 @@ def outcomes(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def follow(log: _Log, pause: Callable[[float], None] = time.sleep) -> Iterator[dict[str, Any]]:
-    """Yield each further outcome as it comes, for ever."""
     while True:
         yield from (entry for entry in log.entries() if entry["outcome"] != "asked")
         pause(INTERVAL_S)

@@ -18,9 +18,8 @@ from fractional_gpu.broker.process.restarting import BrokerOptions, kept_environ
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import ensure_broker, restart_command, socket_path
 from fractional_gpu.client.http import ANSWER_S, is_service_socket, listener_pid
-from fractional_gpu.commands.terminal.errors import CommandError, UsageError
-from fractional_gpu.commands.terminal.output import say
 from fractional_gpu.commands.terminal.progress import Progress
+from fractional_gpu.commands.terminal.text import CommandError, UsageError, say
 from fractional_gpu.core.units import parse_duration_ms
 from fractional_gpu.host.process import identify, open_pidfd, owner_uid, read_command, read_environment, read_stat
 from fractional_gpu.protocol.errors import FractionalGPUError
@@ -51,7 +50,6 @@ own broker by the hub, which starts it again by itself.
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and add its arguments."""
     parser.description = "Run the broker: it decides which kernel is on which GPU, and suspends and resumes them."
     parser.epilog = EPILOG
     parser.add_argument(
@@ -166,7 +164,6 @@ def _about_unused_options(given: BrokerOptions) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the example configuration, end a broker, or run one until it stops; return the exit code."""
     _check_ending(options)
     if options.stop or options.restart:
         from fractional_gpu.commands.broker import run_stop  # noqa: PLC0415 - needed here only
@@ -208,7 +205,6 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError(str(error)) from error
 
 
-# -- broker stop -------------------------------------------------------------------------------------------------------
 # `jupyter gpu broker --stop` and `--restart`: find the broker of a socket, end it, and start it again with the same options.
 #
 # The rules:
@@ -301,9 +297,6 @@ def _render(done: Stopped) -> str:
     return "\n".join(lines)
 
 
-# -- finding it ----------------------------------------------------------------------------------------------------------------
-
-
 def _lock_holders(socket: str) -> Iterator[int]:
     """Yield the processes that hold the lock of the socket's broker, whether or not the file still has its name."""
     # The lock lies beside the socket as it was named; /proc shows the real path.
@@ -380,9 +373,6 @@ def _unit(pid: int) -> str | None:
     return next((found[1] for group in groups if (found := _SERVICE.search(group))), None)
 
 
-# -- ending and starting it ------------------------------------------------------------------------------------------------
-
-
 def _end(pid: int) -> str:
     """End the process and return "orderly" or "killed". Raises CommandError if even SIGKILL does not end it soon."""
     try:
@@ -437,7 +427,6 @@ def _own_command(pid: int) -> _Command | None:
 
 
 def _start(path: str, command: _Command | None) -> int:
-    """Start a broker and return its process."""
     try:
         with (
             Progress("the broker starts ...", blocks=True, silent=True),

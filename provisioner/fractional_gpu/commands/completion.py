@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fractional_gpu.client.discovery import socket_path
-from fractional_gpu.commands.terminal.errors import UsageError
+from fractional_gpu.commands.terminal.text import UsageError
 from fractional_gpu.protocol.errors import FractionalGPUError
 
 SHELLS = ("bash", "zsh", "fish")
@@ -36,7 +36,6 @@ the broker that runs.
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and add its arguments."""
     parser.description = (
         "Print what a shell evaluates to complete `jupyter gpu`: commands, options, leases, devices and pools."
     )
@@ -45,7 +44,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the shell's code. Raises UsageError for a shell that argcomplete has no code for."""
     from argcomplete.shell_integration import shellcode  # noqa: PLC0415 - needed here only
 
     shell = options.shell or Path(os.environ.get("SHELL", "")).name
@@ -92,7 +90,6 @@ def _propose_files_only_for_files(parser: argparse.ArgumentParser) -> None:
 
 
 def lease_names(parsed_args: argparse.Namespace, **_: object) -> dict[str, str]:
-    """Propose the leases of this user, with their notebooks."""
     status = _status(parsed_args)
     return (
         {lease.lease_id[:8]: lease.spec.label or lease.state for lease in status.leases} if status is not None else {}
@@ -100,19 +97,16 @@ def lease_names(parsed_args: argparse.Namespace, **_: object) -> dict[str, str]:
 
 
 def device_names(parsed_args: argparse.Namespace, **_: object) -> dict[str, str]:
-    """Propose the devices of the broker by number, with their names."""
     status = _status(parsed_args)
     return {str(device.index): device.name for device in status.devices} if status is not None else {}
 
 
 def pool_names(parsed_args: argparse.Namespace, **_: object) -> list[str]:
-    """Propose the pools of the broker."""
     status = _status(parsed_args)
     return list(status.pools) if status is not None else []
 
 
 def kernelspec_names(**_: object) -> dict[str, str]:
-    """Propose the kernelspecs that this package installed, with the names that the launcher shows."""
     from fractional_gpu.jupyter.kernelspecs import list_installed  # noqa: PLC0415 - heavy, and needed for `kernels remove` only
 
     return {spec.name: spec.display_name for spec in list_installed()}

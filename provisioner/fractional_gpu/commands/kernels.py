@@ -12,13 +12,10 @@ from typing import Any
 
 from jupyter_core.paths import jupyter_data_dir, jupyter_path
 
-from fractional_gpu.commands.terminal.arguments import checked_simulate
-from fractional_gpu.commands.terminal.completers import FRACTIONS, KERNELSPECS, POOLS, set_completer
+from fractional_gpu.commands.terminal.arguments import FRACTIONS, KERNELSPECS, POOLS, checked_simulate, set_completer
 from fractional_gpu.commands.terminal.connection import started_broker
-from fractional_gpu.commands.terminal.errors import CommandError, UsageError
-from fractional_gpu.commands.terminal.layout import table
-from fractional_gpu.commands.terminal.output import say, terminal_width, write
 from fractional_gpu.commands.terminal.progress import Progress
+from fractional_gpu.commands.terminal.text import CommandError, UsageError, say, table, terminal_width, write
 from fractional_gpu.core.model import PoolSpec
 from fractional_gpu.core.units import format_fraction, parse_fraction_milli
 from fractional_gpu.jupyter.kernelspecs import InstalledSpec, install, list_installed, plan_of, remove
@@ -55,7 +52,6 @@ Kernels that run are not touched.
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and add its arguments."""
     parser.description = "Install, list and remove kernels on fractions of a GPU."
     parser.epilog = EPILOG
     actions = parser.add_subparsers(dest="action", metavar="install|list|remove", required=True)
@@ -110,7 +106,6 @@ def _place(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do what the action says."""
     if options.action == "install":
         return _install(options)
     if options.action == "remove":
@@ -147,7 +142,6 @@ def _install(options: argparse.Namespace) -> int:
 
 
 def _said_of(spec: InstalledSpec) -> Iterator[str]:
-    """Yield what is said of a kernelspec that was installed."""
     without = "" if spec.gated else "  (without our extension: it holds its share from its start)"
     yield f"{'replaced' if spec.replaced else 'installed'} {spec.display_name}  {spec.folder}{without}"
     if spec.obstacle:

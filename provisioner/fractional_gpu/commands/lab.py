@@ -16,10 +16,9 @@ from fractional_gpu.client.discovery import runtime_dir, socket_path
 from fractional_gpu.commands.kernels import install_offers, simulated_devices
 from fractional_gpu.commands.terminal.arguments import checked_simulate, require_packages
 from fractional_gpu.commands.terminal.connection import started_broker
-from fractional_gpu.commands.terminal.errors import CommandError
-from fractional_gpu.commands.terminal.output import say
 from fractional_gpu.commands.terminal.progress import Progress
-from fractional_gpu.commands.terminal.words import describe_device
+from fractional_gpu.commands.terminal.render import describe_device
+from fractional_gpu.commands.terminal.text import CommandError, say
 from fractional_gpu.protocol.status import HostStatus
 
 _LONGEST_SOCKET = 100  # bytes; UNIX sockets take a little more
@@ -43,7 +42,6 @@ class _Place(NamedTuple):
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and add its arguments."""
     parser.usage = "jupyter gpu lab [--help] [--simulate COUNTxMEMORY] [arguments of jupyter lab ...]"
     parser.description = "Start JupyterLab with kernels on fractions of a GPU."
     parser.epilog = EPILOG
@@ -53,7 +51,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prepare everything and become JupyterLab; does not return."""
     require_packages("jupyterlab")
     simulate = checked_simulate(options.simulate)
     place = _locate(simulate)

@@ -1,34 +1,37 @@
 """The commands about leases and devices, as one table: suspend, resume, pin, unpin, resize, explain, move, evict, end, drain, undrain.
 
 A row of `COMMANDS` says what the help says, which arguments the command takes, which call of the client it makes and which sentence it
-prints at success. `terminal.command_kinds` has the three kinds of rows. `commands.main` has the one-line summaries, so that the overview
-of all commands does not import this module.
+prints at success. There are three kinds of rows: about one lease, about several or `--all` leases, and about one device. `commands.main`
+has the one-line summaries, so that the overview of all commands does not import this module.
 """
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from msgspec import to_builtins
 from msgspec.structs import replace
 
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.commands.terminal.command_kinds import (
-    BulkCommand,
-    DeviceCommand,
-    LeaseCommand,
-    argument,
-    find_lease,
+from fractional_gpu.commands.terminal.arguments import DEVICES, DURATIONS, FRACTIONS, LEASES, Completer, set_completer
+from fractional_gpu.commands.terminal.connection import RUN_ONE, add_socket_argument, running_broker, say_if_slow
+from fractional_gpu.commands.terminal.render import describe_state, expected_wait, lease_name
+from fractional_gpu.commands.terminal.text import (
+    CommandError,
+    UsageError,
+    fitted,
+    line,
+    parse_argument,
+    say,
+    table,
+    terminal_width,
+    write,
 )
-from fractional_gpu.commands.terminal.completers import DURATIONS, FRACTIONS
-from fractional_gpu.commands.terminal.connection import say_if_slow
-from fractional_gpu.commands.terminal.errors import CommandError, UsageError, parse_argument
-from fractional_gpu.commands.terminal.layout import fitted, line, table
-from fractional_gpu.commands.terminal.output import terminal_width
-from fractional_gpu.commands.terminal.words import describe_state, expected_wait, lease_name
 from fractional_gpu.core.units import (
     format_duration,
     format_fraction,
@@ -38,25 +41,213 @@ from fractional_gpu.core.units import (
     parse_memory_mib,
     plural,
 )
-from fractional_gpu.protocol.messages import DrainRequest, EvictRequest, MoveRequest, PinRequest, ResizeRequest
+from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
+from fractional_gpu.protocol.messages import Done, DrainRequest, EvictRequest, MoveRequest, PinRequest, ResizeRequest
 from fractional_gpu.protocol.names import device_deadline
 from fractional_gpu.protocol.status import DeviceStatus, LeaseStatus, Story
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-_POLL_S: Final = 0.5
+_LEASE_HELP: Final = "a lease id, the beginning of one, or a Jupyter kernel id (see `jupyter gpu status`)"
+_DEVICE_HELP: Final = "a GPU by its number, its id, or the beginning of one (see `jupyter gpu status`)"
+_NO_DEVICES: Final = f"and without one no GPU takes kernels or is drained; {RUN_ONE}"
 
-# -- suspend and resume -----------------------------------------------------------------------------------------------
+Argument = Callable[[argparse.ArgumentParser], None]
+"""Adds one argument to a parser."""
+
+
+def argument(name: str, *, by: Completer | Sequence[str] | None = None, **given: Any) -> Argument:  # noqa: ANN401 - argparse's own
+    """Return what adds an argument; `given` is argparse's, and a shell completes the value `by` a completer or these words."""
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        action = parser.add_argument(name, **given)
+        if by is not None:
+            set_completer(action, by)
+
+    return add
+
+
+def find_lease(name: str, leases: Sequence[LeaseStatus]) -> LeaseStatus:
+    """Return the lease with this id or kernel id, or the only one whose id begins so. Raises CommandError with the leases there are."""
+    exact = [lease for lease in leases if name and name in (lease.lease_id, lease.kernel_id)]
+    found = exact or [lease for lease in leases if name and lease.lease_id.startswith(name)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise CommandError(f"{name!r} is the beginning of {_listed(found)}; give more of the id")
+    there_are = f"there are {_listed(leases)}" if leases else "there are none"
+    raise CommandError(f"there is no lease {name!r}; {there_are}")
+
+
+def _listed(leases: Sequence[LeaseStatus]) -> str:
+    return ", ".join(lease_name(lease) for lease in leases)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseCommand:
+    """A command about one lease.
+
+    `request` builds the request from the command line before the broker is contacted; it raises UsageError. `call` sends it and returns
+    the answer, which `--json` prints (None: an empty object). `success` gets the lease as it was before, and the answer; it returns a
+    sentence or lines. `doing` is shown with the lease's name when the call takes long.
+    """
+
+    description: str
+    epilog: str
+    doing: str
+    call: Callable[[BrokerClient, str, Any], Any]
+    success: "Callable[[LeaseStatus, Any], str | list[Text]]"
+    request: Callable[[argparse.Namespace], Any] = lambda _: None
+    arguments: tuple[Argument, ...] = ()
+    find: Callable[[str, Sequence[LeaseStatus]], LeaseStatus] = find_lease
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        parser.description, parser.epilog = self.description, self.epilog
+        argument("lease", metavar="LEASE", by=LEASES, help=_LEASE_HELP)(parser)
+        parser.add_argument("--json", action="store_true", help="print what the broker answers as JSON")
+        add_socket_argument(parser)
+        for add in self.arguments:
+            add(parser)
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Find the lease, call the broker and print what came of it. Raises CommandError with the lease's name if it is refused."""
+        request = self.request(options)
+        with running_broker(options.socket) as client:
+            lease = self.find(options.lease, client.status().leases)
+            try:
+                with say_if_slow(f"{self.doing} {lease_name(lease)} ... (Ctrl-C gives up)", client):
+                    answer = self.call(client, lease.lease_id, request)
+            except BrokerUnavailableError:
+                raise
+            except FractionalGPUError as error:
+                raise CommandError(f"{lease_name(lease)}: {error}") from error
+        if options.json:
+            print(json.dumps(to_builtins(answer if answer is not None else Done())))
+        elif isinstance(said := self.success(lease, answer), str):
+            say(said)
+        else:
+            write(said)
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BulkCommand:
+    """A command about the leases that the command line names, or about all of the user's to which it `applies`.
+
+    `interrupted` says what Ctrl-C does while the command waits.
+    """
+
+    description: str
+    epilog: str
+    verb: str
+    doing: str
+    interrupted: str
+    call: Callable[[BrokerClient, str], LeaseStatus]
+    applies: Callable[[LeaseStatus], bool]
+    success: Callable[[LeaseStatus], str]
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        parser.description, parser.epilog = self.description, self.epilog
+        argument("leases", nargs="*", metavar="LEASE", by=LEASES, help=_LEASE_HELP)(parser)
+        parser.add_argument("--all", action="store_true", help=f"{self.verb} every kernel of yours that can be")
+        parser.add_argument("--json", action="store_true", help='print {"leases": [...], "errors": [...]}')
+        add_socket_argument(parser)
+
+    def run(self, options: argparse.Namespace) -> int:
+        if bool(options.leases) == bool(options.all):
+            raise UsageError(
+                f"say which kernels to {self.verb}: the ids of leases, or --all (`jupyter gpu status` lists them)"
+            )
+        with running_broker(options.socket) as client:
+            client.because_of(f"`jupyter gpu {self.verb}`")
+            done, refused = self._call_each(client, self._chosen(options, client.status().leases))
+        if options.json:
+            errors = [{"lease_id": lease.lease_id, "message": message} for lease, message in refused]
+            print(json.dumps({"leases": [to_builtins(lease) for lease in done], "errors": errors}))
+        else:
+            for lease in done:
+                say(f"{lease_name(lease)}: {self.success(lease)}")
+            if not done and not refused:
+                print(f"There is nothing to {self.verb}.")
+        for lease, message in refused:
+            say(f"jupyter gpu: {lease_name(lease)}: {message}", sys.stderr)
+        return 1 if refused else 0
+
+    def _chosen(self, options: argparse.Namespace, leases: Sequence[LeaseStatus]) -> list[LeaseStatus]:
+        """Return the leases that the command line means, each once. Raises CommandError."""
+        if options.all:
+            return [lease for lease in leases if self.applies(lease)]
+        found = {lease.lease_id: lease for lease in (find_lease(name, leases) for name in options.leases)}
+        return list(found.values())
+
+    def _call_each(
+        self, client: BrokerClient, leases: Sequence[LeaseStatus]
+    ) -> tuple[list[LeaseStatus], list[tuple[LeaseStatus, str]]]:
+        """Return what was done and what was refused. Raises BrokerUnavailableError: without a broker the rest fails as well."""
+        done: list[LeaseStatus] = []
+        refused: list[tuple[LeaseStatus, str]] = []
+        with say_if_slow("", client) as progress:
+            count = progress.counter("kernels")
+            for number, lease in enumerate(leases):
+                progress.what = f"{self.doing} {lease_name(lease)} ... (Ctrl-C {self.interrupted})"
+                count(number, len(leases))
+                try:
+                    done.append(self.call(client, lease.lease_id))
+                except BrokerUnavailableError:
+                    raise
+                except FractionalGPUError as error:
+                    refused.append((lease, str(error)))
+        return done, refused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceCommand:
+    """A command about one device, or all of them. `request` is as in `LeaseCommand`; `check` raises CommandError after the output."""
+
+    description: str
+    epilog: str
+    call: Callable[[BrokerClient, str, Any], DeviceStatus]
+    success: Callable[[DeviceStatus], str]
+    request: Callable[[argparse.Namespace], Any] = lambda _: None
+    check: Callable[[DeviceStatus, Any], None] = lambda _device, _request: None
+    arguments: tuple[Argument, ...] = ()
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        parser.description, parser.epilog = self.description, self.epilog
+        # Not required for argparse, so that its absence gets a sentence with an example.
+        argument("device", metavar="DEVICE", nargs="?", by=DEVICES, help=_DEVICE_HELP)(parser)
+        parser.add_argument("--all", action="store_true", help="all GPUs of this broker")
+        parser.add_argument("--json", action="store_true", help="print the device as JSON; with --all, a list")
+        add_socket_argument(parser)
+        for add in self.arguments:
+            add(parser)
+
+    def run(self, options: argparse.Namespace) -> int:
+        request = self.request(options)
+        if (options.device is None) != options.all or options.device == "":
+            given = f"{options.device!r} and --all" if options.all else "no GPU"
+            raise UsageError(f"{given} was given; name one GPU, for example 0, or say --all")
+        with running_broker(options.socket, without=_NO_DEVICES) as client:
+            names = [one.device_id for one in client.status().devices] if options.all else [options.device]
+            devices = [self.call(client, name, request) for name in names]
+        if options.json:
+            print(json.dumps(to_builtins(devices if options.all else devices[0])))
+        else:
+            for device in devices:
+                say(self.success(device))
+        for device in devices:
+            self.check(device, request)
+        return 0
+
+
+_POLL_S: Final = 0.5
 
 
 def _say_suspended(lease: LeaseStatus) -> str:
     if lease.lease.saved_mib:
         return f"suspended, {format_memory(lease.lease.saved_mib)} saved in host memory"
     return "holds no GPU memory, so there was nothing to save"
-
-
-# -- pin and resize ---------------------------------------------------------------------------------------------------
 
 
 def _pin_request(options: argparse.Namespace) -> PinRequest:
@@ -105,9 +296,6 @@ def _say_resized(before: LeaseStatus, after: LeaseStatus) -> str:
     return f"{lease_name(after)}: {was} before, {is_now} now"
 
 
-# -- explain ----------------------------------------------------------------------------------------------------------
-
-
 def render_story(lease: LeaseStatus, story: Story, now_ms: int, width: int | None = None) -> "list[Text]":
     """Return what happened, one line each, and the lease's state now. `width`: of the terminal, in characters."""
     lines = [line(f"... {plural(story.omitted, 'older line')}")] if story.omitted else []
@@ -121,12 +309,8 @@ def render_story(lease: LeaseStatus, story: Story, now_ms: int, width: int | Non
 
 
 def _moment(at_ms: int, now_ms: int) -> str:
-    """Return the local time, with its day if that is not today."""
     at, now = (datetime.fromtimestamp(ms / 1000).astimezone() for ms in (at_ms, now_ms))
     return f"{at:%H:%M:%S}" if at.date() == now.date() else f"{at:%Y-%m-%d %H:%M:%S}"
-
-
-# -- evict and end ----------------------------------------------------------------------------------------------------
 
 
 def _evict_request(options: argparse.Namespace) -> EvictRequest:
@@ -159,9 +343,6 @@ def _say_ended(before: LeaseStatus, _: None) -> str:
         return f"{lease_name(before)}: ended"
     processes = ", ".join(f"process {one.pid}" for one in before.left)
     return f"{lease_name(replace(before, left=[]))}: {processes} ended; the room is free"
-
-
-# -- drain ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +401,6 @@ def _check_empty(device: DeviceStatus, drain: _Drain) -> None:
             "held; wait longer, or add --evict-busy"
         )
 
-
-# -- the table --------------------------------------------------------------------------------------------------------
 
 COMMANDS: Final[Mapping[str, LeaseCommand | BulkCommand | DeviceCommand]] = {
     "suspend": BulkCommand(

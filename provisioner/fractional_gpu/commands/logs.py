@@ -18,14 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from fractional_gpu.client.discovery import socket_path
-from fractional_gpu.commands.terminal.command_kinds import find_lease
-from fractional_gpu.commands.terminal.completers import LEASES, set_completer
+from fractional_gpu.commands.lease_commands import find_lease
+from fractional_gpu.commands.terminal.arguments import LEASES, set_completer
 from fractional_gpu.commands.terminal.connection import add_socket_argument, broker_if_running
-from fractional_gpu.commands.terminal.errors import CommandError, UsageError, parse_argument
 from fractional_gpu.commands.terminal.growing_log import INTERVAL_S, GrowingLog, explained
-from fractional_gpu.commands.terminal.layout import Style, line
-from fractional_gpu.commands.terminal.output import say, write
 from fractional_gpu.commands.terminal.progress import Progress
+from fractional_gpu.commands.terminal.text import CommandError, Style, UsageError, line, parse_argument, say, write
 from fractional_gpu.core.units import parse_duration_ms
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.status import LeaseStatus
@@ -75,7 +73,6 @@ class LogEntry:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and add its arguments."""
     parser.description = "Show what the broker wrote into its log."
     parser.epilog = EPILOG
     lease = parser.add_argument(
@@ -93,7 +90,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the log. Raises CommandError if there is none, or it may not be read."""
     path = Path(options.socket or socket_path()).with_name("broker.log")
     last = _number(options.lines)
     since_ms = None if options.since is None else parse_argument(parse_duration_ms, options.since)
@@ -184,7 +180,6 @@ class LogReader:
 
     @property
     def has_files(self) -> bool:
-        """Whether there is a log at all."""
         return bool(self._older) or self._path.exists()
 
     def close(self) -> None:
@@ -228,7 +223,6 @@ def _head(line: str) -> LogEntry | None:
 
 
 def follow(log: LogReader, pause: Callable[[float], None] = time.sleep) -> Iterator[LogEntry]:
-    """Yield each further entry as it comes, for ever."""
     while True:
         yield from log.entries()
         pause(INTERVAL_S)

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from fractional_gpu import __version__
-from fractional_gpu.commands.terminal.errors import CommandError
-from fractional_gpu.commands.terminal.output import say
+from fractional_gpu.commands.terminal.text import CommandError, say
 from fractional_gpu.protocol.errors import FractionalGPUError
 
 if TYPE_CHECKING:
@@ -129,7 +128,6 @@ def _overview() -> argparse.ArgumentParser:
 
 
 def _unknown_command(name: str) -> str:
-    """Return the sentence about an unknown command, with the closest known one."""
     import difflib  # noqa: PLC0415 - for slips only
 
     close = difflib.get_close_matches(name, COMMANDS, 1)

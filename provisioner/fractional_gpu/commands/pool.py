@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 from msgspec import to_builtins
 
 from fractional_gpu.client.seat import SeatClient
-from fractional_gpu.commands.terminal.completers import POOLS, set_completer
+from fractional_gpu.commands.terminal.arguments import POOLS, set_completer
 from fractional_gpu.commands.terminal.connection import RUN_ONE, add_socket_argument, running_broker
-from fractional_gpu.commands.terminal.errors import UsageError
-from fractional_gpu.commands.terminal.layout import Style, fitted, line, table
-from fractional_gpu.commands.terminal.output import terminal_width, write
+from fractional_gpu.commands.terminal.text import Style, UsageError, fitted, line, table, terminal_width, write
 from fractional_gpu.core.units import plural
 from fractional_gpu.protocol.seats import PoolKeys
 
@@ -35,7 +33,6 @@ configuration (`jupyter gpu broker --generate-config` explains every key). What 
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and add its arguments."""
     parser.description = "Show the keys of pools, or change them while the broker runs."
     parser.epilog = EPILOG
     pool = parser.add_argument("pool", nargs="?", metavar="POOL", help="a pool's name; all of them without it")
@@ -46,7 +43,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show or change pools."""
     keys = dict(_change(text) for text in options.changes)
     running = running_broker(options.socket, without=NO_POOLS)
     with running, closing(SeatClient(running.socket_path)) as client:

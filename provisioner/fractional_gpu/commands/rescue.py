@@ -7,10 +7,8 @@ from dataclasses import asdict
 
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.commands.terminal.connection import kernels_of, say_if_slow
-from fractional_gpu.commands.terminal.errors import CommandError
-from fractional_gpu.commands.terminal.layout import harmless
-from fractional_gpu.commands.terminal.output import say
-from fractional_gpu.commands.terminal.words import short_id
+from fractional_gpu.commands.terminal.render import short_id
+from fractional_gpu.commands.terminal.text import CommandError, harmless, say
 from fractional_gpu.core.units import plural
 
 EPILOG = """\
@@ -26,7 +24,6 @@ Without a broker a cell still waits for one. Begin it with %%cpu to run it all t
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and add its arguments."""
     parser.description = "Bring suspended kernels back onto the GPU without any broker, and tell what was done."
     parser.epilog = EPILOG
     parser.add_argument(
@@ -41,7 +38,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Rescue the kernels and print the results. Exit code 1 if a kernel's memory is not on its device."""
     from fractional_gpu.broker.process.driver_start import BackendError, NoDeviceError  # noqa: PLC0415 - as above
     from fractional_gpu.broker.process.rescue import Rescue, rescue  # noqa: PLC0415 - as above
     from fractional_gpu.broker.process.restarting import BrokerOptions  # noqa: PLC0415 - heavy, and needed here only

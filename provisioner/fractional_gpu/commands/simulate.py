@@ -23,10 +23,8 @@ from fractional_gpu.commands.simulation.scenario import (
 )
 from fractional_gpu.commands.simulation.scenario import configure as configure_scenario
 from fractional_gpu.commands.simulation.usage import check_pools, read_meter, usage_figures, usage_table
-from fractional_gpu.commands.terminal.errors import CommandError
-from fractional_gpu.commands.terminal.layout import fitted, line, table
-from fractional_gpu.commands.terminal.output import say, terminal_width, write
 from fractional_gpu.commands.terminal.progress import Progress
+from fractional_gpu.commands.terminal.text import CommandError, fitted, line, say, table, terminal_width, write
 from fractional_gpu.config import ConfigError
 from fractional_gpu.core.units import format_memory, plural
 from fractional_gpu.simulator import SimulationError

@@ -13,8 +13,8 @@ from msgspec import to_builtins
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.client.http import is_service_socket
 from fractional_gpu.commands.terminal.connection import add_socket_argument, broker_if_running
-from fractional_gpu.commands.terminal.output import shown, terminal_width
 from fractional_gpu.commands.terminal.render import render_status
+from fractional_gpu.commands.terminal.text import shown, terminal_width
 from fractional_gpu.core.units import plural
 from fractional_gpu.protocol.status import HostStatus
 
@@ -35,7 +35,6 @@ device count all users.
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and add its arguments."""
     parser.description = "Show the GPUs, and which kernels hold them or wait. Does not start a broker."
     parser.epilog = EPILOG
     parser.add_argument(
@@ -92,7 +91,6 @@ def _beginning(text: str) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show the status once or until Ctrl-C."""
     as_json: bool = options.json
     socket: str = options.socket or socket_path()
 

@@ -26,9 +26,8 @@ from fractional_gpu.client.discovery import SYSTEM_SOCKET, restart_command, runt
 from fractional_gpu.client.http import claim_holder
 from fractional_gpu.client.state_folder import own_host_folders
 from fractional_gpu.commands.terminal.connection import kernels_of, say_if_slow
-from fractional_gpu.commands.terminal.errors import CommandError
-from fractional_gpu.commands.terminal.output import say
 from fractional_gpu.commands.terminal.progress import Progress
+from fractional_gpu.commands.terminal.text import CommandError, say
 from fractional_gpu.config.settings import CONFIG_NAME
 from fractional_gpu.host.files import temporary_folder
 from fractional_gpu.jupyter.kernelspecs import delete_folder, list_installed
@@ -68,7 +67,6 @@ class Findings:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and add its arguments."""
     parser.description = "Remove kernelspecs, settings, state and logs of this user; the package itself stays."
     parser.epilog = EPILOG
     parser.add_argument("--dry-run", action="store_true", help="show what would be removed, and remove nothing")
@@ -81,7 +79,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Find, ask, remove. Raises CommandError while kernels have leases, and where nobody can be asked."""
     with Progress("looking for what is there ...", blocks=True, silent=True):
         found = _find()
     if options.dry_run:
@@ -102,9 +99,6 @@ def run(options: argparse.Namespace) -> int:
     removed, failed = _remove(found.items)
     _report(found, as_json=options.json, removed=removed, failed=failed, dry=False)
     return 1 if failed else 0
-
-
-# -- finding ---------------------------------------------------------------------------------------------------------------------------
 
 
 def _find() -> Findings:
@@ -128,7 +122,6 @@ def _find() -> Findings:
 
 
 def _is_own_folder(path: Path) -> bool:
-    """Return whether it is a folder, no link, and of this user."""
     try:
         status = path.lstat()
     except OSError:
@@ -177,9 +170,6 @@ def _simulated_folder(socket: str) -> Path | None:
     return folder if _is_own_folder(folder) else None
 
 
-# -- what forbids it -------------------------------------------------------------------------------------------------------------------
-
-
 def _check_no_leases(sockets: list[str]) -> None:
     """Raise CommandError if a kernel has a lease, or a broker does not tell."""
     for socket in sockets:
@@ -203,9 +193,6 @@ def _is_agreed(found: Findings) -> bool:
         say(f"  {item.path}  ({item.what})")
     answer = input("Remove all of this? [y/N] ")
     return answer.strip().lower() in ("y", "yes")
-
-
-# -- removing --------------------------------------------------------------------------------------------------------------------------
 
 
 def _end_broker(socket: str) -> None:

@@ -23,8 +23,8 @@ from fractional_gpu.broker.seats import seats as seats_module
 from fractional_gpu.broker.seats.seats import Seats
 from fractional_gpu.broker.services.status import StatusStream
 from fractional_gpu.client.seat import SeatClient
-from fractional_gpu.commands.terminal.layout import plain
 from fractional_gpu.commands.terminal.render import render_status
+from fractional_gpu.commands.terminal.text import plain
 from fractional_gpu.core.events import DeviceSeen
 from fractional_gpu.core.model import DeviceSpec
 from fractional_gpu.ledger import UsageRecord

@@ -11,8 +11,8 @@ from msgspec import to_builtins
 
 from fractional_gpu.broker.seats.seats import Seats
 from fractional_gpu.client.seat import SeatClient
-from fractional_gpu.commands.terminal.layout import plain
 from fractional_gpu.commands.terminal.render import render_status
+from fractional_gpu.commands.terminal.text import plain
 from fractional_gpu.ledger.records import SeatRecord
 from fractional_gpu.protocol.messages import LeaseRequest, ProgressKind, Workload
 from fractional_gpu.protocol.seats import SeatProgress, SeatRequest

@@ -19,7 +19,7 @@ import pytest
 
 from fractional_gpu.commands.costs.report import as_text
 from fractional_gpu.commands.main import main
-from fractional_gpu.commands.terminal import layout
+from fractional_gpu.commands.terminal.text import plain as unstyled
 from fractional_gpu.core.forecasts.habits import HabitKey, HabitKind, Share, ShareDay
 from fractional_gpu.core.metering.usage import FIGURES, SHARE_HOUR, Party, Usage, UsageKey, UsageRow
 from fractional_gpu.reports.rows_file import FORMAT, VERSION, report_of, rows_of
@@ -100,7 +100,7 @@ def test_text_has_parts_what_no_lease_held_and_a_total_for_each_currency(usage: 
 def test_on_a_narrow_terminal_one_table_becomes_two_and_no_line_is_too_wide(usage: Path) -> None:
     file = read_rows(usage.read_bytes(), "usage.json")
     report = report_of(file, ["user"], file.begins_s, file.ends_s)
-    wide, narrow = layout.plain(as_text(report, ["user"])), layout.plain(as_text(report, ["user"], width=80))
+    wide, narrow = unstyled(as_text(report, ["user"])), unstyled(as_text(report, ["user"], width=80))
     assert max(map(len, wide.splitlines()[:6])) > 80
     assert max(map(len, narrow.splitlines()[2:])) <= 80
     assert narrow.count("USER") == 2

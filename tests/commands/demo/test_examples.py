@@ -13,7 +13,7 @@ import pytest
 
 from fractional_gpu.commands.demo import sandbox
 from fractional_gpu.commands.demo.sandbox import EXAMPLES, examples_dir
-from fractional_gpu.commands.terminal.errors import CommandError
+from fractional_gpu.commands.terminal.text import CommandError
 from fractional_gpu.gpu.simulated import cuda
 from fractional_gpu.gpu.simulated.host import create, destroy
 from fractional_gpu.jupyter.kernelspecs import spec_name

@@ -1,10 +1,10 @@
 """What the demonstration's watcher makes of pictures of leases."""
 
 import pytest
-from msgspec.structs import replace
 
-from fractional_gpu.commands.demo.report import LeaseTracker
+from fractional_gpu.commands.demo.demo import LeaseTracker
 from tests.commands.pictures import a_lease
+from tests.support.statuses import changed
 
 
 def test_changes_are_told_once_and_strangers_never() -> None:
@@ -34,8 +34,8 @@ def test_what_happened_first_is_told_first() -> None:
     one, two = a_lease(state="suspending"), a_lease(lease_id="9" * 12, kernel_id="kernel-2", state="suspended")
     sampler.feed(10.0, [two, one])
     later = [
-        replace(two, state="resuming", age_ms=20),
-        replace(one, state="suspended", age_ms=30, saved_mib=1024),
+        changed(two, state="resuming", age_ms=20),
+        changed(one, state="suspended", age_ms=30, saved_mib=1024),
     ]
     assert sampler.feed(11.0, later) == [
         "tenant-a: suspended, 1 GiB now in host memory",

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from fractional_gpu.commands.demo.report import DemoDevice, DemoKernel, render_report, report_as_json
-from fractional_gpu.commands.terminal.layout import plain
+from fractional_gpu.commands.demo.demo import DemoDevice, DemoKernel, render_report, report_as_json
+from fractional_gpu.commands.terminal.text import plain
 
 DEVICE = DemoDevice(name="Simulated GPU", simulated=True, memory_mib=1024)
 TENANT_A = DemoKernel(

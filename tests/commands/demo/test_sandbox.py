@@ -17,7 +17,7 @@ from fractional_gpu.commands.demo.sandbox import (
     open_sandbox,
     sandbox_environment,
 )
-from fractional_gpu.commands.terminal.errors import CommandError
+from fractional_gpu.commands.terminal.text import CommandError
 from fractional_gpu.config import load
 from fractional_gpu.gpu.interface import DeviceInfo
 from fractional_gpu.jupyter.kernelspecs import list_installed

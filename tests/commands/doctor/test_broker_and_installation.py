@@ -21,7 +21,7 @@ from fractional_gpu.commands.doctor.installation import (
 from fractional_gpu.commands.doctor.memory import check_memory
 from fractional_gpu.commands.doctor.report import Finding, Severity
 from fractional_gpu.gpu.interface import DeviceInfo
-from fractional_gpu.host.memory import Headroom
+from fractional_gpu.host.memory import Headroom, LimitReader
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.protocol.status import ForecastError
 from tests.support.fake_broker import FakeBroker
@@ -213,7 +213,7 @@ def test_simulation_is_said_and_a_bad_wish_is_an_error() -> None:
 
 def memory(monkeypatch: pytest.MonkeyPatch, system_mib: int, here_mib: int, *devices: DeviceInfo) -> list[Finding]:
     monkeypatch.setattr(memory_checks, "system_headroom", lambda **_: Headroom(system_mib, "the system's memory"))
-    monkeypatch.setattr(memory_checks, "headroom", lambda *_, **__: Headroom(here_mib, "the memory limit of a group"))
+    monkeypatch.setattr(LimitReader, "headroom", lambda *_: Headroom(here_mib, "the memory limit of a group"))
     return list(check_memory(devices, None))
 
 

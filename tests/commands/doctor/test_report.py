@@ -8,7 +8,7 @@ import pytest
 
 from fractional_gpu.commands.doctor.doctor import next_step
 from fractional_gpu.commands.doctor.report import Finding, as_json, exit_code, note, ok, problem, render, warning
-from fractional_gpu.commands.terminal.layout import plain
+from fractional_gpu.commands.terminal.text import plain
 from fractional_gpu.jupyter.kernelspecs import InstalledSpec
 
 GOOD = ok("versions", "all new")

@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from fractional_gpu.commands.measuring.answer import as_json, cost_text, figures, picture, sentences, slower, verdict
+from fractional_gpu.commands.measuring.measure import as_json, cost_text, figures, picture, sentences, slower, verdict
 from fractional_gpu.commands.measuring.study import Finding, Setting
 from fractional_gpu.stats import Estimate
 

@@ -11,10 +11,9 @@ from msgspec import structs
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.commands.measuring import measure as measure_module
 from fractional_gpu.commands.measuring.measure import Measurement, Plan
-from fractional_gpu.commands.measuring.step import DisturbedError, TooSlowError
 from fractional_gpu.commands.measuring.study import LEAST_ROUNDS, Sample, Setting
-from fractional_gpu.commands.measuring.tenants import NoSpareRoomError, TenantError
-from fractional_gpu.commands.terminal.errors import CommandError, UsageError
+from fractional_gpu.commands.measuring.tenants import DisturbedError, NoSpareRoomError, TenantError, TooSlowError
+from fractional_gpu.commands.terminal.text import CommandError, UsageError
 from fractional_gpu.protocol.errors import ForbiddenError, NoRoomError
 from fractional_gpu.protocol.status import HostStatus
 from tests.commands.pictures import a_host

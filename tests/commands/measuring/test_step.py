@@ -9,9 +9,15 @@ from typing import Any, cast
 import pytest
 
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.commands.measuring import step as step_module
-from fractional_gpu.commands.measuring.step import DisturbedError, SilentError, Step, TooSlowError
-from fractional_gpu.commands.measuring.tenants import Tenant, TenantError
+from fractional_gpu.commands.measuring import tenants as step_module
+from fractional_gpu.commands.measuring.tenants import (
+    DisturbedError,
+    SilentError,
+    Step,
+    Tenant,
+    TenantError,
+    TooSlowError,
+)
 from fractional_gpu.commands.run.process import RunningCommand
 from fractional_gpu.jupyter.kernel_lease import KernelLease
 from fractional_gpu.protocol.accounts import Cost

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fractional_gpu.commands.measuring import repeat as repeat_script
-from fractional_gpu.commands.measuring.ticks import Tick, TickError, overlap, pace, read_ticks, units_between
+from fractional_gpu.commands.measuring.study import Tick, TickError, overlap, pace, read_ticks, units_between
 from fractional_gpu_kernel.measure import FILE, tick
 
 S = 1_000_000_000

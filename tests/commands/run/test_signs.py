@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from fractional_gpu.commands.run import signs
-from fractional_gpu.commands.run.signs import (
+from fractional_gpu.commands.run import supervisor as signs
+from fractional_gpu.commands.run.supervisor import (
     BUSY_US,
     FIRST_PATIENCE_S,
     HALF_CLOSED_S,

@@ -8,10 +8,8 @@ import msgspec
 import pytest
 
 from fractional_gpu.commands.main import main
-from fractional_gpu.commands.terminal.layout import Style, fitted, harmless, line, plain, table
-from fractional_gpu.commands.terminal.output import shown
-from fractional_gpu.commands.terminal.render import render_status
-from fractional_gpu.commands.terminal.words import lease_name
+from fractional_gpu.commands.terminal.render import lease_name, render_status
+from fractional_gpu.commands.terminal.text import Style, fitted, harmless, line, plain, shown, table
 from fractional_gpu.protocol.errors import NoRoomError
 from fractional_gpu.protocol.status import LeftProcess, SeatStatus, SeatWait, Stranger
 from tests.commands.conftest import OwnBroker

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from fractional_gpu.commands.terminal.layout import Style, line
-from fractional_gpu.commands.terminal.output import shown
+from fractional_gpu.commands.terminal.text import Style, line, shown
 from tests.commands.terminal.test_layout import Terminal
 
 WORD = line("a ", ("lost", Style.WRONG), " GPU")

@@ -2,9 +2,8 @@
 
 import pytest
 
-from fractional_gpu.commands.terminal.layout import plain, table
-from fractional_gpu.commands.terminal.render import bar, render_leases, render_status
-from fractional_gpu.commands.terminal.words import describe_state, lease_name
+from fractional_gpu.commands.terminal.render import bar, describe_state, lease_name, render_leases, render_status
+from fractional_gpu.commands.terminal.text import plain, table
 from fractional_gpu.protocol.status import Stranger
 from tests.commands.pictures import a_device, a_host, a_lease
 

@@ -12,9 +12,7 @@ from msgspec import to_builtins
 
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.commands.terminal.connection import RUN_ONE, add_socket_argument, running_broker
-from fractional_gpu.commands.terminal.errors import UsageError
-from fractional_gpu.commands.terminal.layout import Style, fitted, line
-from fractional_gpu.commands.terminal.output import terminal_width, write
+from fractional_gpu.commands.terminal.text import Style, UsageError, fitted, line, terminal_width, write
 from fractional_gpu.core.metering.usage import ACCOUNTS
 from fractional_gpu.core.units import parse_duration_ms
 from fractional_gpu.protocol.accounts import BudgetExtension, BudgetList, BudgetStatus
@@ -39,7 +37,6 @@ happens when a budget is used up is the pool's `over_budget`: no kernel is ended
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and add its arguments."""
     parser.description = "Show what is left of budgets, or add to one."
     parser.epilog = EPILOG
     whose = parser.add_mutually_exclusive_group()
@@ -61,7 +58,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """List budgets or add to one. Raises UsageError, ForbiddenError or NotFoundError."""
     adds = options.add is not None
     if adds and not (options.user or options.group):
         raise UsageError(

@@ -18,11 +18,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from fractional_gpu import __version__
-from fractional_gpu.commands.terminal.completers import DEVICES, POOLS, set_completer
+from fractional_gpu.commands.terminal.arguments import DEVICES, POOLS, set_completer
 from fractional_gpu.commands.terminal.connection import RUN_ONE, add_socket_argument, running_broker, say_if_slow
-from fractional_gpu.commands.terminal.errors import CommandError, UsageError
-from fractional_gpu.commands.terminal.layout import fitted, line, plain, table
-from fractional_gpu.commands.terminal.output import say, shown, terminal_width
+from fractional_gpu.commands.terminal.text import (
+    CommandError,
+    UsageError,
+    fitted,
+    line,
+    plain,
+    say,
+    shown,
+    table,
+    terminal_width,
+)
 from fractional_gpu.core.metering.usage import ACCOUNTS
 from fractional_gpu.protocol.accounts import USAGE_BY, UsageReport
 from fractional_gpu.reports import rows_file
@@ -84,7 +92,6 @@ class _Ask:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and add its arguments."""
     parser.description = "Show what kernels used of the GPUs, and what it costs."
     parser.epilog = EPILOG
     by = parser.add_argument(
@@ -121,13 +128,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _propose_by(prefix: str, **_: object) -> list[str]:
-    """Propose what may follow in a list with commas."""
     before, comma, _word = prefix.rpartition(",")
     return [f"{before}{comma}{name}" for name in USAGE_BY if name not in before.split(",")]
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print or write the report. Raises UsageError, CommandError."""
     ask = _ask(options)
     zone: tzinfo | None = None
     if options.rows is not None:
@@ -266,7 +271,6 @@ def _advised(report: UsageReport, width: int | None) -> "list[Text]":
 
 
 def _drawn(found: Table, width: int | None) -> "list[Text]":
-    """Return the table's lines, names to the left and figures to the right."""
     header = [*(one.upper() for one in found.by), *(_heading(one.name) for one in found.columns)]
     rows = [[*one.names, *one.cells] for one in found.lines]
     return table(header, rows, width=width, figures_from=len(found.by))

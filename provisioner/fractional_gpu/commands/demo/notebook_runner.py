@@ -19,7 +19,7 @@ from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
-from fractional_gpu.commands.terminal.errors import CommandError
+from fractional_gpu.commands.terminal.text import CommandError
 
 CELL_TIMEOUT_S = 900
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
@@ -44,7 +44,6 @@ def read_notebook(path: Path, log: Path) -> DemoNotebook:
 
 
 def save(notebook: DemoNotebook, folder: Path) -> None:
-    """Write the notebook with its outputs into a folder."""
     folder.mkdir(exist_ok=True)
     (folder / notebook.path.name).write_text(nbformat.writes(notebook.content), encoding="utf-8")  # type: ignore[no-untyped-call]
 

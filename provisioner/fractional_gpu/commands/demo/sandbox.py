@@ -18,7 +18,7 @@ from pathlib import Path
 from fractional_gpu.broker.process.driver_start import simulated_folder
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import IN_WORKLOAD
-from fractional_gpu.commands.terminal.errors import CommandError
+from fractional_gpu.commands.terminal.text import CommandError
 from fractional_gpu.gpu.simulated.host import destroy
 from fractional_gpu.gpu.simulated.store import SimulatedHostError
 from fractional_gpu.jupyter.kernelspecs import install
@@ -74,7 +74,6 @@ class Sandbox:
         self.notebooks = root / "notebooks"
 
     def copy_notebooks(self) -> None:
-        """Put fresh copies of the examples into the notebooks' folder."""
         self.notebooks.mkdir(exist_ok=True)
         for name in EXAMPLES:
             shutil.copyfile(examples_dir() / name, self.notebooks / name)

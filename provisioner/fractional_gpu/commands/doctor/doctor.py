@@ -35,8 +35,8 @@ from fractional_gpu.commands.doctor.report import (
     write_bundle,
 )
 from fractional_gpu.commands.terminal.connection import add_socket_argument
-from fractional_gpu.commands.terminal.output import say, terminal_width, write
 from fractional_gpu.commands.terminal.progress import Progress
+from fractional_gpu.commands.terminal.text import say, terminal_width, write
 from fractional_gpu.core.units import format_memory, plural
 from fractional_gpu.gpu.interface import DeviceInfo, GPUError
 from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor
@@ -61,7 +61,6 @@ _PROBE_HOST = "1x256MiB"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and add its arguments."""
     parser.description = "Examine the machine, the driver, the broker and Jupyter, and say what to do. Changes nothing."
     parser.epilog = EPILOG
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -71,7 +70,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Examine everything, print it, and return 1 if something cannot work."""
     findings: list[Finding] = []
     with Progress(_EXAMINING, blocks=True, silent=True) as progress:
         for finding in examine(options.socket, try_it=not options.no_try):

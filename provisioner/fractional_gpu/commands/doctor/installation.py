@@ -33,7 +33,6 @@ _LOAD: Final = "no kernelspec of ours can start"
 
 
 def check_versions() -> Iterator[Finding]:
-    """Return the versions that are installed here, and whether Jupyter finds the provisioner."""
     found = [f"jupyter-fractional-gpu {__version__}", f"Python {platform.python_version()}"]
     for name in _PACKAGES:
         try:
@@ -75,7 +74,6 @@ def check_settings() -> tuple[Settings | None, list[Finding]]:
     return settings, [ok("configuration", f"{files}; pools: {', '.join(pool.name for pool in settings.pools)}")]
 
 
-# -- broker ------------------------------------------------------------------------------------------------------------
 # The doctor's checks of the broker: whether one answers on the socket, and whether its ledger is readable.
 #
 # Nothing is changed: no first broker is started, and the ledger is opened for reading only, without its lock.
@@ -221,7 +219,6 @@ def forecast_findings(errors: Iterable[ForecastError]) -> Iterator[Finding]:
 
 
 def check_ledgers(socket: str, settings: Settings | None) -> Iterator[Finding]:
-    """Return findings about the ledgers of the broker on this socket."""
     configured = settings.state_dir if settings is not None else None
     folder = state_folder(socket, configured)
     there = False

@@ -162,7 +162,6 @@ def _in_json(file: Path, text: str) -> Iterator[tuple[str, str]]:
 
 
 def _running(proc: Path) -> Iterator[tuple[str, str]]:
-    """Yield settings and cullers from the command lines of processes."""
     for folder in proc.iterdir():
         if not folder.name.isdigit():
             continue

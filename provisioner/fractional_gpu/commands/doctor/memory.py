@@ -79,7 +79,6 @@ def check_memory(devices: Sequence[DeviceInfo], settings: Settings | None, *, pr
 
 
 def check_huge_pages(sys: Path = SYS) -> Iterator[Finding]:
-    """Return how this machine provides transparent huge pages, and what may be tried."""
     folder = sys / "kernel/mm/transparent_hugepage"
     enabled = _setting(folder / "enabled")
     if not enabled:
@@ -158,7 +157,6 @@ def pci_address(nvml: ModuleType, device_id: str) -> str:
 
 
 def check_swap(*, proc: Path = PROC) -> Iterator[Finding]:
-    """Return whether saved state may be swapped out, and what that means."""
     fields = dict(_fields(proc / "meminfo"))
     total_mib, free_mib = (int(fields.get(name, "0 kB").split()[0]) // 1024 for name in ("SwapTotal", "SwapFree"))
     if not total_mib:

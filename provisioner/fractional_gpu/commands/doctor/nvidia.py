@@ -47,8 +47,6 @@ _READ_S: Final = 20.0
 
 
 class NvidiaReport:
-    """The devices, and the findings about them and the driver."""
-
     def __init__(self, devices: tuple[DeviceInfo, ...], findings: tuple[Finding, ...]) -> None:
         self.devices = devices
         self.findings = findings
@@ -100,7 +98,6 @@ def check_nvidia(
 
 
 def mps_processes(proc: Path = PROC) -> list[int]:
-    """Return the pids of MPS's daemon and servers."""
     found = []
     for folder in proc.iterdir():
         if folder.name.isdigit():
@@ -180,7 +177,6 @@ def _modes(nvml: ModuleType, device: DeviceInfo) -> Iterator[Finding]:
 
 
 def check_pools(settings: Settings | None, devices: Sequence[DeviceInfo], proc: Path = PROC) -> Iterator[Finding]:
-    """Return findings about what pools need and the machine does not have."""
     for pool in settings.pools if settings is not None else ():
         if pool.sharing is Sharing.MPS and not mps_processes(proc):
             yield problem(

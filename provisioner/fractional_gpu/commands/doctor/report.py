@@ -26,8 +26,7 @@ from msgspec import to_builtins
 
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.commands.terminal.connection import broker_if_running
-from fractional_gpu.commands.terminal.errors import CommandError
-from fractional_gpu.commands.terminal.layout import Piece, Style, fitted, line, table
+from fractional_gpu.commands.terminal.text import CommandError, Piece, Style, fitted, line, table
 from fractional_gpu.core.units import plural
 from fractional_gpu.protocol.errors import FractionalGPUError
 
@@ -85,27 +84,22 @@ class Finding:
 
 
 def ok(check: str, finding: str) -> Finding:
-    """Return a finding that asks for nothing."""
     return Finding(check=check, severity=Severity.OK, finding=finding)
 
 
 def note(check: str, finding: str, advice: str = "") -> Finding:
-    """Return an ordinary circumstance."""
     return Finding(check=check, severity=Severity.NOTE, finding=finding, advice=advice)
 
 
 def warning(check: str, finding: str, advice: str) -> Finding:
-    """Return what will be missed, and what to do about it."""
     return Finding(check=check, severity=Severity.WARNING, finding=finding, advice=advice)
 
 
 def problem(check: str, finding: str, advice: str) -> Finding:
-    """Return what cannot work, and what to do about it."""
     return Finding(check=check, severity=Severity.ERROR, finding=finding, advice=advice)
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """Return 1 if anything cannot work, else 0."""
     return int(any(finding.severity is Severity.ERROR for finding in findings))
 
 
@@ -182,7 +176,6 @@ def _versions() -> dict[str, str]:
 
 
 def _status(socket: str | None) -> str:
-    """Return the broker's status as JSON, without the names of notebooks and users."""
     try:
         client = broker_if_running(socket)
         if client is None:

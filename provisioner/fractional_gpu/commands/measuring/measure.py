@@ -1,10 +1,13 @@
 """`jupyter gpu measure`: which share of a GPU suffices for a program, measured beside others, with how sure that is.
 
 The order: a trial run finds out whether the program reports units of work or is one by itself; then rounds of steps (`study`), each a few
-seconds with fresh processes under leases (`tenants`, `step`), until every interval is narrow enough or the time is over.
+seconds with fresh processes under leases (`tenants`), until every interval is narrow enough or the time is over. What it says at the end
+is a function of the findings: sentences, a table, JSON and a picture.
 """
 
 import argparse
+import json
+import math
 import os
 import shlex
 import signal
@@ -12,40 +15,265 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import ensure_broker
 from fractional_gpu.client.seat import own_seat
 from fractional_gpu.commands.kernels import ANY_OFFERS_MILLI
-from fractional_gpu.commands.measuring import answer
-from fractional_gpu.commands.measuring.step import (
+from fractional_gpu.commands.measuring.study import (
+    WHOLE_MILLI,
+    Finding,
+    Sample,
+    Setting,
+    Study,
+    TickError,
+    right_share,
+    settings_of_copies,
+    settings_of_fractions,
+)
+from fractional_gpu.commands.measuring.tenants import (
     LONGEST_S,
     SHORTEST_S,
     DisturbedError,
+    NoSpareRoomError,
+    Places,
     SilentError,
     Step,
+    TenantError,
     TooSlowError,
 )
-from fractional_gpu.commands.measuring.study import Sample, Setting, Study, settings_of_copies, settings_of_fractions
-from fractional_gpu.commands.measuring.tenants import NoSpareRoomError, Places, TenantError
-from fractional_gpu.commands.measuring.ticks import TickError
-from fractional_gpu.commands.run.process import check_program
-from fractional_gpu.commands.run.start import TIMEOUT_S, EndedError, signals_raise
-from fractional_gpu.commands.terminal.completers import DURATIONS, FRACTIONS, POOLS, set_completer
-from fractional_gpu.commands.terminal.errors import CommandError, UsageError, parse_argument
-from fractional_gpu.commands.terminal.layout import fitted, line
-from fractional_gpu.commands.terminal.output import terminal_width, write
+from fractional_gpu.commands.run.process import TIMEOUT_S, EndedError, check_program, signals_raise
+from fractional_gpu.commands.terminal.arguments import DURATIONS, FRACTIONS, POOLS, set_completer
 from fractional_gpu.commands.terminal.progress import Progress
-from fractional_gpu.core.units import format_fraction, parse_duration_ms, parse_fraction_milli, parse_memory_mib, plural
+from fractional_gpu.commands.terminal.text import (
+    CommandError,
+    UsageError,
+    fitted,
+    line,
+    parse_argument,
+    table,
+    terminal_width,
+    write,
+)
+from fractional_gpu.core.units import (
+    format_fraction,
+    format_memory,
+    parse_duration_ms,
+    parse_fraction_milli,
+    parse_memory_mib,
+    plural,
+)
+from fractional_gpu.curves import Panel, Series, curves
 from fractional_gpu.jupyter.kernel_command import check_pool_name
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError, NoRoomError
 from fractional_gpu.protocol.status import HostStatus
+from fractional_gpu.stats import median
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+_UNKNOWN: Final = "-"
+_CLOSE: Final = 0.04  # a cost within so much of a simple part is called that part
+_PARTS: Final = {
+    Fraction(1, 2): "half",
+    Fraction(1, 3): "a third",
+    Fraction(2, 3): "two thirds",
+    Fraction(1, 4): "a quarter",
+    Fraction(3, 4): "three quarters",
+    Fraction(1, 5): "a fifth",
+    Fraction(1, 8): "an eighth",
+    Fraction(1, 10): "a tenth",
+}
+
+
+def sentences(findings: Sequence[Finding], most_slower: float) -> list[str]:
+    """Return a sentence for each setting, the baseline first, and the verdict last. `most_slower`: see `Finding.suffices`."""
+    alone, *others = findings
+    return [_alone(alone), *(_compared(one) for one in others), verdict(findings, most_slower)]
+
+
+def _alone(found: Finding) -> str:
+    share = format_fraction(found.setting.fraction_milli)
+    if math.isnan(found.unit_s):
+        return f"alone on {share}: cannot be known in this time: {found.why_not}"
+    memory = f", {format_memory(found.memory_mib)} of GPU memory at most" if found.memory_mib else ""
+    return f"alone on {share}: {seconds(found.unit_s)} for a unit of work, 95 % within {seconds(found.p95_s)}{memory}"
+
+
+def name(found: Finding) -> str:
+    """Return `1/4 beside 3 others`."""
+    others = found.setting.tenants - 1
+    beside = f" beside {plural(others, 'other')}" if others else ""
+    return f"{format_fraction(found.setting.fraction_milli)}{beside}"
+
+
+def _compared(found: Finding) -> str:
+    if found.slower is None or found.cost is None:
+        return f"{name(found)}: cannot be known in this time: {found.why_not}"
+    return f"{name(found)}: {slower(found)}, {cost_text(found.cost)}"
+
+
+def slower(found: Finding) -> str:
+    """Return `3 % slower than alone (1 to 5 %)`, from a finding that is compared."""
+    assert found.slower is not None  # noqa: S101 - the caller's promise
+    value, low, high = ((part - 1) * 100 for part in (found.slower.value, found.slower.low, found.slower.high))
+    if value < 0 and round(-value):
+        return f"{-value:.0f} % faster than alone ({_percent(-high)} to {_percent(-low)} %)"
+    return f"{_percent(value)} % slower than alone ({_percent(low)} to {_percent(high)} %)"
+
+
+def percent_slower(quotients: Sequence[float]) -> str:
+    """Return what rounds say so far: `+3 %`."""
+    return f"{(median(quotients) - 1) * 100:+.0f} %"
+
+
+def _percent(value: float) -> str:
+    return f"{value:.0f}".replace("-0", "0") if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def cost_text(part: float) -> str:
+    """Return `a third of the cost`, or with the percentage where no simple part is close."""
+    close = min(_PARTS, key=lambda one: abs(float(one) - part))
+    if abs(part / float(close) - 1) <= _CLOSE:
+        return f"{_PARTS[close]} of the cost"
+    return "the same cost" if abs(part - 1) <= _CLOSE else f"{part * 100:.0f} % of the cost"
+
+
+def verdict(findings: Sequence[Finding], most_slower: float) -> str:
+    limit = f"at most {(most_slower - 1) * 100:g} % slower than alone"
+    best = right_share(findings[1:], most_slower)
+    least_milli = best.setting.fraction_milli if best is not None else findings[0].setting.fraction_milli
+    unknown = [
+        format_fraction(one.setting.fraction_milli)
+        for one in findings[1:]
+        if one.suffices(most_slower) is None and one.setting.fraction_milli < least_milli
+    ]
+    doubt = f" Whether {' or '.join(unknown)} does cannot be said." if unknown else ""
+    if best is None:
+        return f"No smaller share is known to suffice ({limit}).{doubt}"
+    return f"{format_fraction(least_milli)} suffices ({limit}), also on a full device.{doubt}"
+
+
+def figures(findings: Sequence[Finding], width: int | None = None) -> "list[Text]":
+    """Return the lines of a table of all figures. `width`: of the terminal, in characters."""
+    header = [
+        "SHARE",
+        "TENANTS",
+        "UNITS/s",
+        "ALL TENANTS",
+        "MEDIAN",
+        "P95",
+        "MEMORY",
+        "BUSY",
+        "ENERGY",
+        "COST",
+        "ROUNDS",
+    ]
+    rows = [
+        [
+            format_fraction(one.setting.fraction_milli),
+            str(one.setting.tenants),
+            _number(1 / one.unit_s),
+            _number(one.device_units_s),
+            seconds(one.median_s),
+            seconds(one.p95_s),
+            format_memory(one.memory_mib) if one.memory_mib else _UNKNOWN,
+            f"{one.busy_percent:.0f} %" if one.busy_percent is not None else _UNKNOWN,
+            f"{one.unit_mj / 1000:.3g} J" if one.unit_mj is not None else _UNKNOWN,
+            _price(one),
+            str(one.rounds),
+        ]
+        for one in findings
+        if not math.isnan(one.unit_s)
+    ]
+    return table(header, rows, width=width, figures_from=1)
+
+
+def _price(found: Finding) -> str:
+    if found.unit_price is not None:
+        return f"{found.unit_price:.3g} {found.currency}"
+    return f"{found.unit_gpu_s:.3g} GPU s"
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def seconds(value: float) -> str:
+    """Return `52 ms` or `1.25 s`."""
+    return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.3g} s"
+
+
+def as_json(findings: Sequence[Finding], most_slower: float, about: Mapping[str, object]) -> str:
+    """Return all figures, and the sentences. Times in seconds, shares in milli-GPU; null: unknown."""
+    best = right_share(findings[1:], most_slower)
+    content = {
+        **about,
+        "most_slower": most_slower,
+        "suffices_milli": best.setting.fraction_milli if best is not None else None,
+        "settings": [_plain(asdict(one)) for one in findings],
+        "sentences": sentences(findings, most_slower),
+        "table": [one.plain for one in figures(findings)],
+    }
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def picture(findings: Sequence[Finding]) -> str:
+    """Return throughput, latency and cost over the number of tenants as SVG, beside what a device for each tenant would give.
+
+    Of several shares with as many tenants the largest is drawn. Raises ValueError where nothing was measured alone.
+    """
+    alone = findings[0]
+    if math.isnan(alone.unit_s):
+        raise ValueError("nothing was measured alone, so there is nothing to draw")
+    shown: dict[int, Finding] = {}
+    for one in sorted(findings, key=lambda one: -one.setting.fraction_milli):
+        if not math.isnan(one.unit_s):
+            shown.setdefault(one.setting.tenants, one)
+    ordered = [shown[tenants] for tenants in sorted(shown)]
+    whole_gpu_s = alone.unit_s * alone.setting.fraction_milli / WHOLE_MILLI
+
+    def panel(title: str, ours: Sequence[float], apart: Sequence[float]) -> Panel:
+        def points(values: Sequence[float]) -> list[tuple[str, float, float]]:
+            return [("", float(one.setting.tenants), value) for one, value in zip(ordered, values, strict=True)]
+
+        return Panel(title, [Series("on one device", points(ours)), Series("on a device each", points(apart))])
+
+    rows = [
+        [
+            panel(
+                "units of work in a second, all tenants",
+                [one.device_units_s for one in ordered],
+                [one.setting.tenants / alone.unit_s for one in ordered],
+            ),
+            panel(
+                "median latency, ms", [one.median_s * 1000 for one in ordered], [alone.median_s * 1000 for _ in ordered]
+            ),
+        ],
+        [
+            panel("95th percentile, ms", [one.p95_s * 1000 for one in ordered], [alone.p95_s * 1000 for _ in ordered]),
+            panel(
+                "GPU seconds for a unit of work",
+                [one.unit_gpu_s for one in ordered],
+                [whole_gpu_s for _ in ordered],
+            ),
+        ],
+    ]
+    return curves(rows, across="tenants", up="see each panel", note="")
+
 
 _SIGNALLED: Final = 128
 _REPEAT: Final = Path(__file__).with_name("repeat.py")
@@ -71,7 +299,6 @@ room of the pool, and suspends your idle kernels for it, unless --may-wait. The 
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and add its arguments."""
     parser.description, parser.epilog = _DESCRIPTION, _EPILOG
     pool = os.environ.get("JUPYTER_GPU_DEFAULT_POOL") or "default"
     set_completer(parser.add_argument("--pool", metavar="POOL", default=pool, help="the pool of devices"), POOLS)
@@ -107,7 +334,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, and print what came out. Raises UsageError, CommandError and FractionalGPUError."""
     plan = _plan(options)
     if options.end_with_input:
         _end_with_input()
@@ -154,18 +380,15 @@ def _show(options: argparse.Namespace, measurement: "Measurement", *, interrupte
         )
     if options.json:
         about = {**measurement.about(), "interrupted": interrupted, "remarks": measurement.remarks()}
-        print(answer.as_json(findings, plan.most_slower, about), end="")
+        print(as_json(findings, plan.most_slower, about), end="")
     else:
         remarks = [*(["interrupted; this is known so far"] if interrupted else []), *measurement.remarks()]
         width = terminal_width(sys.stdout)
-        sentences = [*remarks, *answer.sentences(findings, plan.most_slower)]
-        write([*fitted(sentences, width), line(), *answer.figures(findings, width)])
+        said = [*remarks, *sentences(findings, plan.most_slower)]
+        write([*fitted(said, width), line(), *figures(findings, width)])
     if options.picture is not None:
-        _write(options.picture, answer.picture(findings))
+        _write(options.picture, picture(findings))
     return 0 if any(one.slower is not None for one in findings[1:]) else 1
-
-
-# -- options -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +439,6 @@ def _plan(options: argparse.Namespace) -> Plan:
 
 
 def _notebook(command: Sequence[str]) -> list[str]:
-    """Return what runs a notebook, and any other command as it is."""
     if not command[0].endswith(".ipynb"):
         return list(command)
     if not Path(command[0]).is_file():
@@ -270,9 +492,6 @@ def _write(path: Path, text: str) -> None:
         raise CommandError(f"{path} cannot be written: {error.strerror or error}; check --picture") from None
 
 
-# -- measuring ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class Measurement:
     """One measurement, from its trial to its end. For the main thread: programs end with the thread that starts them."""
@@ -304,7 +523,6 @@ class Measurement:
         return self._began_s + self.plan.within_s
 
     def run(self) -> None:
-        """Measure until everything is known or the time is over. Raises CommandError where not even a trial succeeds."""
         self._trial()
         while (steps := self.study.next_round()) and time.monotonic() < self.until_s:
             found = {}
@@ -318,7 +536,6 @@ class Measurement:
                 self._report()
 
     def about(self) -> dict[str, object]:
-        """Return what a reader of the figures has to know."""
         return {
             "command": shlex.join(self.plan.command),
             "pool": self.plan.pool,
@@ -330,7 +547,6 @@ class Measurement:
         }
 
     def remarks(self) -> list[str]:
-        """Return what is said before the figures."""
         lines = ["on a simulated device"] if self._host.simulated else []
         if self._repeats:
             lines.append("a unit of work is a whole run of the program, as it reports none")
@@ -364,7 +580,6 @@ class Measurement:
             raise UsageError(str(error)) from None
 
     def _trial(self) -> None:
-        """Find out what a unit of work is, and how long a step takes."""
         limit_s = self._began_s + self.plan.within_s / _TRIAL_PART
         self.say(f"a trial on {format_fraction(self.study.baseline.fraction_milli)}, to see what a unit of work is")
         while True:
@@ -454,11 +669,10 @@ class Measurement:
         return [sys.executable, "-I", "-S", os.fspath(_REPEAT)]
 
     def _report(self) -> None:
-        """Say what is known after a round."""
         parts = []
         for setting in self.study.settings:
             if quotients := self.study.quotients.get(setting):
-                so_far = answer.percent_slower(quotients)
+                so_far = percent_slower(quotients)
                 sure = "sure enough" if self.study.is_narrow(setting) else plural(len(quotients), "round")
                 parts.append(f"{format_fraction(setting.fraction_milli)} x {setting.tenants}: {so_far} ({sure})")
         spent_s = time.monotonic() - self._began_s

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from fractional_gpu.commands.node.ending import ending
 from fractional_gpu.commands.node.options import add_node_options, counts_of, seats_folder
-from fractional_gpu.commands.terminal.errors import CommandError, UsageError, parse_argument
-from fractional_gpu.commands.terminal.output import say
+from fractional_gpu.commands.terminal.text import CommandError, UsageError, parse_argument, say
 from fractional_gpu.core.units import parse_duration_ms
 
 if TYPE_CHECKING:
@@ -42,7 +41,6 @@ SIGTERM ends it; the counts stay as they are.
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the action and add its arguments."""
     parser.description = "Give the cluster's engine the numbers of this node's broker: how much more it would grant."
     parser.epilog = EPILOG
     parser.add_argument("--engine", choices=(SLURM, KUBERNETES), required=True, help="the cluster's engine")

@@ -24,7 +24,6 @@ _NO_JOBS = ("UNKNOWN", "DOWN", "FAIL", "INVAL", "NOT_RESPONDING", "*")  # states
 
 
 def examine(options: argparse.Namespace) -> Iterator[Finding]:
-    """Make every check."""
     counts = counts_of(options.pool)
     slurm = Slurm(options.node or socket_module.gethostname().partition(".")[0])
     if options.everywhere:
@@ -46,11 +45,7 @@ def examine(options: argparse.Namespace) -> Iterator[Finding]:
     yield from check_unit()
 
 
-# -- Slurm's configuration -----------------------------------------------------------------------------------------------------
-
-
 def check_preemption(config: Mapping[str, str]) -> Iterator[Finding]:
-    """Check what Slurm does to jobs that others preempt."""
     mode = config.get("PreemptMode", "")
     for sign, what in (
         ("suspend", "a job that Slurm suspends keeps its share, so this makes no room"),
@@ -160,7 +155,6 @@ def check_files(slurm: Slurm, files: NodeFiles) -> Iterator[Finding]:
 
 
 def check_node(slurm: Slurm, counts: list[str], *, shards: bool) -> Iterator[Finding]:
-    """Check the node's state, its counts, and what the agent has published."""
     try:
         fields = slurm.fields()
         there = parse_gres(fields.get("Gres", ""))
@@ -201,11 +195,7 @@ def check_node(slurm: Slurm, counts: list[str], *, shards: bool) -> Iterator[Fin
         yield ok("agent", f"the agent's last summary says what is free: {free or 'no pools'}")
 
 
-# -- our own parts -------------------------------------------------------------------------------------------------------------
-
-
 def check_broker(socket: str, counts: Mapping[str, str]) -> Iterator[Finding]:
-    """Check that the node's broker answers, has the pools, and lets users connect."""
     try:
         with BrokerClient(socket, timeout_s=5) as client:
             there = {pool.name for pool in client.capacity().pools}
@@ -225,7 +215,6 @@ def check_broker(socket: str, counts: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def check_seats(folder: Path) -> Iterator[Finding]:
-    """Check whose folder the one of jobs' seats is."""
     try:
         status = folder.lstat()
     except FileNotFoundError:
@@ -242,7 +231,6 @@ def check_seats(folder: Path) -> Iterator[Finding]:
 
 
 def check_unit() -> Iterator[Finding]:
-    """Check that systemd runs the agent."""
     call = ["systemctl", "is-active", "jupyter-gpu-agent"]
     try:
         done = subprocess.run(call, capture_output=True, text=True, timeout=5, check=False)

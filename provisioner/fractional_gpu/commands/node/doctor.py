@@ -6,8 +6,8 @@ from pathlib import Path
 
 from fractional_gpu.commands.node.install import FOLDER
 from fractional_gpu.commands.node.options import add_node_options
-from fractional_gpu.commands.terminal.output import terminal_width, write
 from fractional_gpu.commands.terminal.progress import Progress
+from fractional_gpu.commands.terminal.text import terminal_width, write
 
 EPILOG = """\
 examples:
@@ -20,7 +20,6 @@ Exit code 0: it works, perhaps with warnings. 1: something cannot work. Run it a
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the action and add its arguments."""
     parser.description = "Examine Slurm's configuration, the scripts, the broker and the agent of this node."
     parser.epilog = EPILOG
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -33,7 +32,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Examine everything, print it, and return 1 if something cannot work. Raises UsageError."""
     from fractional_gpu.commands.doctor.report import as_json, exit_code, render  # noqa: PLC0415 - not for help texts
     from fractional_gpu.commands.node.checks import examine  # noqa: PLC0415 - as above
 

@@ -22,11 +22,9 @@ class Ending:
         self._come = False
 
     def note(self, _number: int, _frame: FrameType | None) -> None:
-        """Handle a signal."""
         self._come = True
 
     def is_set(self) -> bool:
-        """Whether one has come."""
         return self._come
 
     def wait(self, seconds: float) -> None:
@@ -36,7 +34,6 @@ class Ending:
 
 @contextmanager
 def ending() -> Iterator[Ending]:
-    """Notice SIGTERM and SIGINT during the block."""
     with signal_pipe() as wakes:
         end = Ending(wakes)
         before = {number: signal.signal(number, end.note) for number in (signal.SIGTERM, signal.SIGINT)}

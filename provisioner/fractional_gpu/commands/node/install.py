@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fractional_gpu.commands.node.options import add_node_options, counts_of, seats_folder, words_of
-from fractional_gpu.commands.terminal.errors import CommandError, UsageError
+from fractional_gpu.commands.terminal.text import CommandError, UsageError
 
 if TYPE_CHECKING:
     from fractional_gpu.engines.files import NodeFiles
@@ -31,7 +31,6 @@ Nothing is started. docs/clusters.md has the steps, and how to uninstall.
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the action and add its arguments."""
     parser.description = (
         "Write Slurm's scripts and the agent's unit for this node, and say what to change in Slurm's files."
     )
@@ -53,7 +52,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write or print the files. Raises CommandError where they cannot be written, EngineError, and UsageError."""
     from fractional_gpu.engines.files import SCRIPTS, change_site, install_files, site_files, wrapper_text  # noqa: PLC0415 - not for help texts
     from fractional_gpu.engines.slurm import Slurm  # noqa: PLC0415 - as above
 
@@ -93,7 +91,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def node_files(options: argparse.Namespace) -> "NodeFiles":
-    """Return what the files are made from."""
     from fractional_gpu.engines.files import NodeFiles  # noqa: PLC0415 - not for help texts
 
     return NodeFiles(

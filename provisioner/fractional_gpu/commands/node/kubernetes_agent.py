@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.commands.node.ending import Ending, ending
-from fractional_gpu.commands.terminal.errors import CommandError, UsageError
+from fractional_gpu.commands.terminal.text import CommandError, UsageError
 from fractional_gpu.engines.agent import Agent, AgentRules
 from fractional_gpu.engines.pod_seats import PodNotes, PodSeats
 from fractional_gpu.protocol.errors import FractionalGPUError
@@ -98,7 +98,6 @@ class _Rounds:
         self._kept_s = self._noted_s = float("-inf")
 
     def run(self, end: Ending, every_s: float) -> None:
-        """Run until the end is set."""
         while not end.is_set():
             self._keep_seats()
             pause_s = min(every_s, max(_LEAST_S, self._agent.step() / 1000))

@@ -44,7 +44,6 @@ An administrator's guide, line by line: docs/clusters.md. `jupyter gpu node ACTI
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and add its actions."""
     parser.description = "Run and set up what a cluster's node needs beside the broker. For administrators."
     parser.epilog = EPILOG
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
@@ -61,5 +60,4 @@ def _action(name: str) -> _Action:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the chosen action and return its exit code."""
     return _action(options.action).run(options)

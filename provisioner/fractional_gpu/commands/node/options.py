@@ -4,7 +4,7 @@ import argparse
 import re
 from pathlib import Path
 
-from fractional_gpu.commands.terminal.errors import UsageError
+from fractional_gpu.commands.terminal.text import UsageError
 
 SOCKET = "/run/jupyter-gpu/broker.sock"
 COUNT = "jgpu"
@@ -13,7 +13,6 @@ RESERVED = ("gpu", "shard", "mps", "gres")
 
 
 def add_node_options(parser: argparse.ArgumentParser) -> None:
-    """Add what agent, Prolog and Epilog must agree on."""
     parser.add_argument("--socket", metavar="PATH", default=SOCKET, help=f"the broker's socket (default: {SOCKET})")
     parser.add_argument(
         "--seats",
@@ -49,7 +48,6 @@ def add_node_options(parser: argparse.ArgumentParser) -> None:
 
 
 def seats_folder(options: argparse.Namespace) -> Path:
-    """Return the folder of jobs' seats."""
     folder: Path | None = options.seats
     return folder if folder is not None else Path(options.socket).parent / "seats"
 

@@ -4,7 +4,7 @@ import argparse
 import logging
 import sys
 
-from fractional_gpu.commands.terminal.errors import CommandError
+from fractional_gpu.commands.terminal.text import CommandError
 
 EPILOG = """\
 examples:
@@ -18,7 +18,6 @@ other user. SIGTERM lets the worker finish its operation; a kernel that is suspe
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and add its arguments."""
     parser.description = (
         "Start the checkpoint worker for a broker in another container, which then needs no privileges."
     )
@@ -34,7 +33,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until SIGTERM. Raises CommandError if the socket cannot be made."""
     from fractional_gpu.gpu.worker_service import run_service  # noqa: PLC0415 - needed here only
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")

@@ -14,24 +14,22 @@ from typing import Final
 
 from fractional_gpu.commands.run.process import (
     ENDING,
+    TIMEOUT_S,
     CannotRunError,
+    EndedError,
     HeldCommand,
     RunningCommand,
+    attach,
     check_program,
+    command_environment,
     die_of,
     noted_signals,
-)
-from fractional_gpu.commands.run.start import (
-    TIMEOUT_S,
-    EndedError,
-    attach,
-    command_environment,
     signals_raise,
     wait_for_gpu,
 )
 from fractional_gpu.commands.run.supervisor import Supervisor, say
-from fractional_gpu.commands.terminal.completers import DURATIONS, FRACTIONS, set_completer
-from fractional_gpu.commands.terminal.errors import UsageError, parse_argument
+from fractional_gpu.commands.terminal.arguments import DURATIONS, FRACTIONS, set_completer
+from fractional_gpu.commands.terminal.text import UsageError, parse_argument
 from fractional_gpu.core.units import format_duration, parse_duration_ms, parse_fraction_milli, parse_memory_mib
 from fractional_gpu.jupyter.kernel_command import check_pool_name
 from fractional_gpu.jupyter.kernel_lease import KernelLease, environment_with, lease_label, take_lease
@@ -62,7 +60,6 @@ While it neither uses the GPU nor, with --serve, has a connection, it may be sus
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and add its arguments."""
     parser.description, parser.epilog = _DESCRIPTION, _EPILOG
     fraction = os.environ.get("JUPYTER_GPU_DEFAULT_FRACTION")
     set_completer(
@@ -121,9 +118,6 @@ def run(options: argparse.Namespace) -> int:
     return die_of(-status) if status < 0 else status
 
 
-# -- options -----------------------------------------------------------------------------------------------------------
-
-
 def _request(options: argparse.Namespace, command: Sequence[str]) -> LeaseRequest:
     if not command:
         raise UsageError("say what to run after --, for example: jupyter gpu run --fraction 1/4 -- python train.py")
@@ -177,9 +171,6 @@ def _number(option: str, text: str, allowed: range) -> int:
     if number not in allowed:
         raise UsageError(f"{option} is {text!r}; allowed: a whole number from {allowed.start} to {allowed.stop - 1}")
     return number
-
-
-# -- the start -----------------------------------------------------------------------------------------------------------
 
 
 def _prepare(

@@ -8,8 +8,7 @@ from contextlib import closing
 from msgspec import to_builtins
 
 from fractional_gpu.commands.terminal.connection import add_socket_argument, running_broker, say_if_slow
-from fractional_gpu.commands.terminal.layout import fitted
-from fractional_gpu.commands.terminal.output import terminal_width, write
+from fractional_gpu.commands.terminal.text import fitted, terminal_width, write
 from fractional_gpu.core.units import format_duration, format_fraction, format_gpus, format_memory, plural
 from fractional_gpu.protocol.capacity import Capacity, PoolCapacity
 
@@ -24,7 +23,6 @@ in JSON. Node agents of Slurm and Kubernetes read the same.
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and add its arguments."""
     parser.description = "Show what this host's pools could still give. Does not start a broker."
     parser.epilog = EPILOG
     parser.add_argument("--json", action="store_true", help="print JSON; the fields are those of GET /v1/capacity")
@@ -32,7 +30,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the capacity. Raises CommandError where no broker runs."""
     with closing(running_broker(options.socket)) as client, say_if_slow("The broker forecasts the waits ..."):
         capacity = client.capacity()
     if options.json:
@@ -43,7 +40,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def described(capacity: Capacity) -> list[str]:
-    """Return the capacity for people, as lines."""
     simulated = " (simulated GPUs)" if capacity.simulated else ""
     lines = [_pool(pool) + simulated for pool in capacity.pools] or ["this broker manages no devices"]
     left, total = format_memory(capacity.host_memory_left_mib), format_memory(capacity.host_memory_total_mib)

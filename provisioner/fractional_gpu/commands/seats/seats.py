@@ -11,9 +11,18 @@ from msgspec import to_builtins
 
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.commands.terminal.connection import add_socket_argument, running_broker, say_if_slow
-from fractional_gpu.commands.terminal.errors import CommandError, UsageError
-from fractional_gpu.commands.terminal.layout import Piece, Style, fitted, line, table
-from fractional_gpu.commands.terminal.output import say, terminal_width, write
+from fractional_gpu.commands.terminal.text import (
+    CommandError,
+    Piece,
+    Style,
+    UsageError,
+    fitted,
+    line,
+    say,
+    table,
+    terminal_width,
+    write,
+)
 from fractional_gpu.core.units import format_duration, format_fraction, format_gpus, format_memory, plural
 from fractional_gpu.protocol.messages import KUBERNETES, SLURM
 from fractional_gpu.protocol.status import SeatStatus
@@ -35,7 +44,6 @@ gets no further kernels with a GPU until it is started again. Kernels that run a
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the command and add its arguments."""
     parser.description = "Show the seats of hub servers, or end one."
     parser.epilog = EPILOG
     parser.add_argument(

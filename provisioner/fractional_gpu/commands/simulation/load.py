@@ -6,8 +6,8 @@ from pathlib import Path
 
 from fractional_gpu.commands.simulation.own_history import read_history, sessions_of
 from fractional_gpu.commands.simulation.scenario import Scenario
-from fractional_gpu.commands.terminal.errors import CommandError, UsageError
 from fractional_gpu.commands.terminal.progress import Progress
+from fractional_gpu.commands.terminal.text import CommandError, UsageError
 from fractional_gpu.core.units import plural
 from fractional_gpu.simulator.load import synthetic_sessions
 from fractional_gpu.simulator.load.groups import Group, in_groups

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fractional_gpu.commands.simulation.scenario import Scenario
-from fractional_gpu.commands.terminal.errors import UsageError
+from fractional_gpu.commands.terminal.text import UsageError
 from fractional_gpu.config import ConfigError, Settings, load
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.core.units import parse_memory_mib

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.client.state_folder import LEDGER_NAMES, state_folder
-from fractional_gpu.commands.terminal.errors import CommandError
+from fractional_gpu.commands.terminal.text import CommandError
 from fractional_gpu.ledger.past import PastLease, read_past
 from fractional_gpu.ledger.records import LedgerError
 from fractional_gpu.simulator.felt import Spread

@@ -3,8 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from fractional_gpu.commands.simulation.scenario import Scenario
-from fractional_gpu.commands.terminal.errors import UsageError
-from fractional_gpu.commands.terminal.layout import fitted, table
+from fractional_gpu.commands.terminal.text import UsageError, fitted, table
 from fractional_gpu.core.units import plural
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.revocation.lifetimes import lifetimes_of

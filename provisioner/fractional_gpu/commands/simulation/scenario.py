@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, Self, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from fractional_gpu.commands.terminal.errors import CommandError, UsageError
+from fractional_gpu.commands.terminal.text import CommandError, UsageError
 from fractional_gpu.core.units import parse_duration_ms, parse_memory_mib
 from fractional_gpu.simulator.baselines import BASELINES, MPS_FILL_PERCENT
 from fractional_gpu.simulator.cluster import EngineDoor

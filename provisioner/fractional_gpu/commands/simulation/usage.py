@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from fractional_gpu.commands.simulation.machine import MachineOptions
 from fractional_gpu.commands.simulation.scenario import Scenario
-from fractional_gpu.commands.terminal.errors import UsageError
-from fractional_gpu.commands.terminal.layout import table
+from fractional_gpu.commands.terminal.text import UsageError, table
 from fractional_gpu.core.metering.usage import MJ_PER_KWH, SHARE_HOUR, Usage
 from fractional_gpu.simulator.metering.run_meter import Metering, Power, RunMeter
 from fractional_gpu.simulator.traces import Session

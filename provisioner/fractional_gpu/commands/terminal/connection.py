@@ -10,8 +10,8 @@ from fractional_gpu.client.client import BrokerClient, SilenceWatch
 from fractional_gpu.client.discovery import ensure_broker, has_restart_file, socket_path
 from fractional_gpu.client.http import ANSWER_S, claim_holder
 from fractional_gpu.client.seat import own_seat
-from fractional_gpu.commands.terminal.errors import CommandError
 from fractional_gpu.commands.terminal.progress import Progress
+from fractional_gpu.commands.terminal.text import CommandError
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
 NO_KERNELS = "so there are no kernels on a GPU; it starts with the first kernel that wants one"

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from fractional_gpu.commands.terminal.errors import CommandError
+from fractional_gpu.commands.terminal.text import CommandError
 
 INTERVAL_S = 0.5
 """How often a command that follows a log looks for new lines."""

@@ -8,8 +8,7 @@ from contextlib import AbstractContextManager, suppress
 from time import perf_counter
 from typing import TYPE_CHECKING, Final, Self, TextIO
 
-from fractional_gpu.commands.terminal.layout import Style, line
-from fractional_gpu.commands.terminal.output import say
+from fractional_gpu.commands.terminal.text import Style, line, say
 from fractional_gpu.core.units import format_forecast
 from fractional_gpu.protocol.messages import WaitLine as Line
 
@@ -85,7 +84,6 @@ class Progress(AbstractContextManager["Progress"]):
 
     @property
     def seconds(self) -> float:
-        """How long it has taken so far."""
         return perf_counter() - self._began
 
     def _count(self) -> None:
@@ -185,7 +183,6 @@ class WaitLine:
         self._latest = self._said = ""
 
     def update(self, line: Line) -> None:
-        """Take what the broker says now."""
         with self._lock:
             self._latest = describe_wait(line)
             if self._timer is None and self._latest != self._said:
@@ -209,7 +206,6 @@ class WaitLine:
 
 
 def describe_wait(line: Line) -> str:
-    """Return the reason of a wait with the place in the queue and the forecast, where they are known."""
     place = f"; place {line.position} in the queue" if line.position is not None else ""
     left = "" if line.expected_ms is None else format_forecast(line.expected_ms, line.low_ms, line.high_ms, more=True)
     return f"{line.sentence}{place}{f'; {left}' if left else ''}"

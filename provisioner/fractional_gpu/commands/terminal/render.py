@@ -1,20 +1,66 @@
-"""The broker's status as text. Pure functions: messages in, lines out; no terminal, no clock."""
+"""The broker's status, leases and devices as text. Pure functions: messages in, lines out; no terminal, no clock."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from fractional_gpu.commands.terminal.layout import Piece, Style, fitted, line, table
-from fractional_gpu.commands.terminal.words import describe_state, expected_wait, lease_name, short_id, short_path
+from fractional_gpu.commands.terminal.text import Piece, Style, fitted, harmless, line, table
 from fractional_gpu.core.units import format_duration, format_forecast, format_fraction, format_memory
 from fractional_gpu.protocol.messages import COMMAND
-from fractional_gpu.protocol.names import device_deadline, gpu_deadline, host_deadline
+from fractional_gpu.protocol.names import device_deadline, gpu_deadline, host_deadline, state_words
 from fractional_gpu.protocol.status import DeviceStatus, HostStatus, LeaseStatus, SeatWait
 
 if TYPE_CHECKING:
     from rich.text import Text
+
+SHORT_ID = 8
+
+
+def short_id(lease_id: str) -> str:
+    return lease_id[:SHORT_ID]
+
+
+def short_path(label: str, most: int) -> str:
+    """Return a path of at most `most` characters, and its last part in any case: `~/.../name.ipynb`. Other labels are unchanged."""
+    if len(label) <= most or not (label.startswith("/") or label.endswith(".ipynb")) or "/" not in label:
+        return label
+    start = "~/..." if label.startswith(os.path.expanduser("~/")) else "..."  # noqa: PTH111 - without HOME, too
+    ends = [label[place:] for place, letter in enumerate(label) if letter == "/"]
+    return start + next((one for one in ends if len(start + one) <= most), ends[-1])
+
+
+def lease_name(lease: LeaseStatus) -> str:
+    """Return `label (id)`, or the id alone where there is no label."""
+    return (
+        f"{harmless(lease.spec.label)} ({short_id(lease.lease_id)})" if lease.spec.label else short_id(lease.lease_id)
+    )
+
+
+def describe_device(name: str, memory_mib: int, *, simulated: bool) -> str:
+    """Return a device's name; its memory and "simulated" are added unless the name has them."""
+    parts = [harmless(name)]
+    if simulated and "simulated" not in name.lower():
+        parts.append("simulated")
+    memory = format_memory(memory_mib)
+    return ", ".join(parts if memory in name else [*parts, memory])
+
+
+def describe_state(lease: LeaseStatus) -> str:
+    words = state_words(lease.state)
+    if lease.state == "resident":
+        words += ", working in the background" if lease.working else ", busy" if lease.busy else ", idle"
+    pinned = f", pinned for {format_duration(lease.pinned_ms)}" if lease.pinned_ms else ""
+    return f"{words}, {format_duration(lease.age_ms)}{pinned}"
+
+
+def expected_wait(lease: LeaseStatus) -> str:
+    """Return how long the lease is expected to wait, as the end of a sentence; empty if there is no forecast."""
+    wait = lease.expected
+    return "" if wait is None else f"; {format_forecast(wait.expected_ms, wait.low_ms, wait.high_ms)}"
+
 
 BAR_CELLS = 24
 MOST_STRANGERS = 3  # named in a device's line
@@ -44,7 +90,6 @@ def bar(device: DeviceStatus, cells: int = BAR_CELLS) -> "Text":
 
 
 def describe_demand(device: DeviceStatus) -> str:
-    """Return what the device's busy kernels need of it."""
     slowed = ", so they slow each other down" if device.demand_milli > _WHOLE else ""
     return f"busy kernels need {device.demand_milli // 10} % of its compute{slowed}"
 
@@ -148,7 +193,6 @@ def render_leases(leases: Sequence[LeaseStatus], width: int | None = None) -> "l
 
 
 def render_seats(status: HostStatus, width: int | None = None) -> "list[Text]":
-    """Return a table of the servers with a seat, and under it the requests that wait for one."""
     rows = [
         (
             _server(seat.owner, seat.server),

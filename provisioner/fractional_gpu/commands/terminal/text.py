@@ -1,19 +1,45 @@
-"""Lines and tables for terminals, laid out by rich. Pure functions: text in, lines out; no terminal, no clock.
+"""Text for terminals: errors, lines and tables laid out by rich, and writing them with colours where a terminal shows them.
 
 Rules: text that others chose (labels, names of users, pools and processes) is text: it is not parsed as markup, and `harmless` keeps it
 from controlling a terminal. A width of None means that a program reads: nothing is wrapped or cut. A colour repeats what the words say.
+Rich decides about colours, by NO_COLOR, FORCE_COLOR, TTY_COMPATIBLE and TERM (docs/commands.md).
 
 Rich is imported when a line is made, and not with this module: help, completion and `jupyter gpu run` do without it.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TextIO, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod
     from rich.text import Text
+
+T = TypeVar("T")
+
+
+class CommandError(Exception):
+    """The command failed; the message says why and what to do. Exit code 1."""
+
+    exit_code = 1
+
+
+class UsageError(CommandError):
+    """The arguments contradict each other, or a value is not allowed. Exit code 2."""
+
+    exit_code = 2
+
+
+def parse_argument(parse: Callable[[str], T], text: str) -> T:
+    """Return the value of an argument. Raises UsageError with what is allowed."""
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
 
 Piece: TypeAlias = "str | tuple[str, str] | Text"
 """Text, text and its style, or a line."""
@@ -45,7 +71,6 @@ def harmless(text: str) -> str:
 
 
 def line(*pieces: Piece) -> "Text":
-    """Return a line of these pieces, each made harmless."""
     from rich.text import Text  # noqa: PLC0415 - as said above
 
     return Text.assemble(*(_styled(piece) for piece in pieces), end="")
@@ -139,7 +164,6 @@ def _breaks(text: str, width: int, indent: int) -> list[int]:
 
 
 def plain(lines: "Iterable[Text]") -> str:
-    """Return the lines without styles, each with its end."""
     return "".join(f"{one.plain}\n" for one in lines)
 
 
@@ -148,3 +172,37 @@ def _console() -> "Console":
     from rich.console import Console  # noqa: PLC0415 - as said above
 
     return Console(width=_ENDLESS, height=100, color_system=None, force_jupyter=False)
+
+
+_ANY_WIDTH = 80
+
+
+def terminal_width(out: TextIO) -> int | None:
+    """Return the terminal's width in characters; None if the output is no terminal, such as a pipe to `grep`."""
+    return shutil.get_terminal_size().columns if out.isatty() else None
+
+
+def shown(lines: "Iterable[Text]", out: TextIO) -> str:
+    """Return the lines as `out` wants them, each with its end; they are not wrapped."""
+    from rich.console import Console  # noqa: PLC0415 - heavy, and for those commands only that lay lines out
+
+    # Lines are not wrapped; without a width, rich prints nothing where COLUMNS is 0.
+    console = Console(file=out, force_jupyter=False, width=_ANY_WIDTH)
+    if console.color_system is None:
+        return plain(lines)
+    with console.capture() as captured:
+        for one in lines:
+            console.print(one, soft_wrap=True)
+    return captured.get()
+
+
+def write(lines: "Iterable[Text]", *, flush: bool = False) -> None:
+    sys.stdout.write(shown(lines, sys.stdout))
+    if flush:
+        sys.stdout.flush()
+
+
+def say(sentence: str, out: TextIO | None = None, *, flush: bool = False) -> None:
+    """Write sentences, a line each, to `out` (None: standard output), so that no name in them can control a terminal."""
+    text = "\n".join(map(harmless, sentence.split("\n")))
+    print(text, file=sys.stdout if out is None else out, flush=flush)
