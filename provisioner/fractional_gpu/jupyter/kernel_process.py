@@ -11,7 +11,6 @@ import signal
 import socket
 import weakref
 from collections.abc import Mapping
-from contextlib import suppress
 from logging import Logger, LoggerAdapter
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from jupyter_client.connect import KernelConnectionInfo, LocalPortCache, port_na
 from jupyter_client.localinterfaces import is_local_ip
 
 from fractional_gpu.host.namespaces import own_identity
-from fractional_gpu.host.process import PROC, ProcessIdentity, environment_value, identify, open_pidfd
+from fractional_gpu.host.process import ProcessIdentity, identify, open_pidfd
 
 _EXIT_UNKNOWN = 255  # only a parent learns the exit code
 
@@ -42,21 +41,6 @@ def working_folder(pid: int) -> Path:
         return Path(f"/proc/{pid}/cwd").readlink()
     except OSError as error:
         raise ProcessGoneError(f"process {pid} is gone") from error
-
-
-def kill_holders(variable: str, value: str) -> list[int]:
-    """Kill (SIGKILL) every process of this user whose environment has the variable with this value; return their pids."""
-    killed = []
-    for pid in [int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit()]:
-        with suppress(OSError):  # it has ended, or is another user's
-            pidfd = os.pidfd_open(pid)
-            try:
-                if environment_value(pid, variable) == value:
-                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-                    killed.append(pid)
-            finally:
-                os.close(pidfd)
-    return killed
 
 
 class AdoptedProcess:

@@ -114,22 +114,11 @@ class ProcessInspector:
         self._monitor = monitor
         self._worker = worker
         self._roots: Callable[[], list[ProcessIdentity]] = list
-        self._other_roots: Sequence[ProcessIdentity] = ()
         self._own = identify(os.getpid())
 
     def connect(self, roots: Callable[[], list[ProcessIdentity]]) -> None:
         """Have `roots` return the processes of all kernels: a kernel that was started by another one has a lease of its own."""
         self._roots = roots
-
-    @contextmanager
-    def with_roots(self, roots: Sequence[ProcessIdentity]) -> Iterator[None]:
-        """Take these, too, for processes of kernels of their own, until the block ends: they may be any user's."""
-        kernels, self.scans.kernels = self.scans.kernels, None
-        self._other_roots = roots
-        try:
-            yield
-        finally:
-            self._other_roots, self.scans.kernels = (), kernels
 
     async def scan_processes(self) -> Snapshot:
         """Read /proc. Raises GPUError where the system is short of what that takes."""
@@ -176,7 +165,7 @@ class ProcessInspector:
         """Return the kernel's processes if `root` is, or was, its own process (None: unknown), and remember them."""
         # A kernel that starts a broker is above it until it serves. The broker's checkpoint worker is a CUDA process, and none of
         # the kernel's.
-        return members_of(kernel, root, processes, [*self._roots(), *self._other_roots, self._own])
+        return members_of(kernel, root, processes, [*self._roots(), self._own])
 
     async def with_memory(
         self, kernel: Kernel, root: ProcessIdentity | None, host: HostSnapshot, *, saved: bool

@@ -11,20 +11,9 @@
 """
 
 from collections.abc import Callable, Collection, Mapping
-from enum import StrEnum
 
 from fractional_gpu.core.events import ResumeOutcome, SuspendOutcome
 from fractional_gpu.gpu.interface import GPUErrorCode, ProcessState
-
-
-class Phase(StrEnum):
-    """Where an error can come."""
-
-    LOOK = "look"
-    LOCK = "lock"
-    CHECKPOINT = "checkpoint"
-    RESTORE = "restore"
-
 
 _MOMENT = frozenset(
     {

@@ -74,11 +74,6 @@ class Queue:
             return line.index(lease) + 1
         return bisect_left(line, by_rank(lease), key=by_rank) + 1
 
-    def all_waiting(self) -> Iterator[Lease]:
-        """Yield all waiting leases, pool by pool."""
-        for pool in self.lines:
-            yield from self.line(pool)
-
     def _fair_rank(self, lease: Lease) -> tuple[int, bool, bool, int, int, int]:
         priority, calm, order = by_rank(lease)
         if lease.ticket is not None and lease.ticket.is_due:
