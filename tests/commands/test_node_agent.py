@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from fractional_gpu.commands.node.ending import ending
-from fractional_gpu.commands.node.kubernetes_agent import _Rounds
+from fractional_gpu.commands.node.agent import _Rounds, ending
 
 PATIENCE_S = 30.0
 

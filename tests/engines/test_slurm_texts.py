@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fractional_gpu.commands.node.checks import check_accounting
+from fractional_gpu.commands.doctor.slurm import check_accounting
 from fractional_gpu.engines.engine import EngineError, EngineUnavailableError, NodeRecord, NodeWrite
 from fractional_gpu.engines.job_seats import JobSeat, job_of, share_of_job, share_of_shards
 from fractional_gpu.engines.slurm import Slurm, SlurmJob, job_number, parse_gres

@@ -305,7 +305,7 @@ def test_a_runtime_folder_below_anothers_is_left_for_a_private_one(
 IN_ANOTHERS_HOME = """
 import contextlib, io, os, sys
 from fractional_gpu.client.discovery import socket_path
-from fractional_gpu.commands.doctor import jupyter
+from fractional_gpu.commands.doctor import setup as jupyter
 from fractional_gpu.commands.main import main
 theirs, temporary, own = sys.argv[1:]
 for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_GPU_SOCKET", "XDG_RUNTIME_DIR", "XDG_STATE_HOME"):

@@ -54,7 +54,7 @@ ALLOWED = {
     "provisioner/fractional_gpu/engines/agent.py": "the date in a node's summary, by which its readers know an old one",
     "provisioner/fractional_gpu/engines/accounting.py": "which hours of the meter a job's figures may lie in",
     "provisioner/fractional_gpu/engines/job_keeper.py": "as above",
-    "provisioner/fractional_gpu/commands/node/hooks.py": "dates of lines of the log",
+    "provisioner/fractional_gpu/commands/node/node.py": "dates of lines of the log",
     "provisioner/fractional_gpu/commands/audit.py": "what to show",
     "provisioner/fractional_gpu/commands/costs/budget.py": "what to show, and until when more is given: an administrator's date",
     "provisioner/fractional_gpu/commands/lease_commands.py": "what to show",

@@ -16,8 +16,8 @@ from fractional_gpu.broker.process import driver_start
 from fractional_gpu.broker.process.driver_start import Backend
 from fractional_gpu.broker.process.run import _THREADS, BrokerRun, device_specs
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.commands.doctor.installation import check_broker
 from fractional_gpu.commands.doctor.report import Severity
+from fractional_gpu.commands.doctor.setup import check_broker
 from fractional_gpu.config import load
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.gpu.interface import ProcessState

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.client.state_folder import make_state_folder
-from fractional_gpu.commands.doctor import memory as memory_checks
-from fractional_gpu.commands.doctor.installation import (
+from fractional_gpu.commands.doctor import machine as memory_checks
+from fractional_gpu.commands.doctor.machine import check_memory
+from fractional_gpu.commands.doctor.report import Finding, Severity
+from fractional_gpu.commands.doctor.setup import (
     check_broker,
     check_ledgers,
     check_settings,
@@ -18,8 +20,6 @@ from fractional_gpu.commands.doctor.installation import (
     forecast_findings,
     inherited_findings,
 )
-from fractional_gpu.commands.doctor.memory import check_memory
-from fractional_gpu.commands.doctor.report import Finding, Severity
 from fractional_gpu.gpu.interface import DeviceInfo
 from fractional_gpu.host.memory import Headroom, LimitReader
 from fractional_gpu.ledger.ledger import Ledger

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.commands.doctor.checkpoint import check_claims, claim_and_try, findings_of
+from fractional_gpu.commands.doctor.machine import check_claims, claim_and_try, findings_of
 from fractional_gpu.commands.doctor.report import Severity
 from fractional_gpu.gpu.checkpoint_trial import TrialResult
 from fractional_gpu.gpu.interface import DeviceInfo, DeviceUse, GPUErrorCode

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.client import discovery
-from fractional_gpu.commands.doctor import doctor
-from fractional_gpu.commands.doctor.nvidia import NvidiaReport
+from fractional_gpu.commands.doctor import machine, setup
+from fractional_gpu.commands.doctor.machine import NvidiaReport
 from fractional_gpu.commands.doctor.report import ok
 from fractional_gpu.commands.main import main
 
@@ -32,7 +32,7 @@ SIMULATED = [
 
 @pytest.fixture
 def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "check_nvidia", lambda: NvidiaReport((), (ok("driver", "not looked at"),)))
+    monkeypatch.setattr(machine, "check_nvidia", lambda: NvidiaReport((), (ok("driver", "not looked at"),)))
 
 
 def test_the_simulated_mode_tries_a_checkpoint(
@@ -96,7 +96,7 @@ def test_a_check_that_cannot_be_made_is_a_finding(
     def fails(*_: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/elsewhere/ledger")
 
-    monkeypatch.setattr(doctor, "check_ledgers", fails)
+    monkeypatch.setattr(setup, "check_ledgers", fails)
     assert main(["doctor", "--json", "--no-try"]) == 1
     findings = {finding["check"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
     assert "Permission denied: '/elsewhere/ledger'" in findings["ledger"]["finding"]

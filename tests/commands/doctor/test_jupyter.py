@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.commands.doctor.jupyter import check_cullers, check_kernelspecs
 from fractional_gpu.commands.doctor.report import Finding, Severity
+from fractional_gpu.commands.doctor.setup import check_cullers, check_kernelspecs
 from fractional_gpu.config import Settings, load
 from fractional_gpu.jupyter.kernelspecs import install
 

@@ -8,8 +8,8 @@ from typing import cast
 import pynvml
 import pytest
 
-from fractional_gpu.commands.doctor import memory
-from fractional_gpu.commands.doctor.memory import check_huge_pages, check_nodes, pci_address
+from fractional_gpu.commands.doctor import machine as memory
+from fractional_gpu.commands.doctor.machine import check_huge_pages, check_nodes, pci_address
 from fractional_gpu.commands.doctor.report import Finding, Severity, as_json
 from fractional_gpu.gpu.interface import DeviceInfo
 from tests.gpu_nvidia.fake_nvml import NOT_SUPPORTED, FakeGPU, FakeNVML

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.commands.doctor.nvidia import check_nvidia, check_pools, cuda_level, mps_processes
+from fractional_gpu.commands.doctor.machine import check_nvidia, check_pools, cuda_level, mps_processes
 from fractional_gpu.commands.doctor.report import Finding, Severity
 from fractional_gpu.config import Settings, load
 from tests.gpu_nvidia.fake_nvml import FUNCTION_NOT_FOUND, NO_PERMISSION, NOT_SUPPORTED, FakeGPU, FakeNVML

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fractional_gpu.commands.doctor.installation import broker_pid
-from fractional_gpu.commands.doctor.memory import check_oom, check_swap
+from fractional_gpu.commands.doctor.machine import check_oom, check_swap
 from fractional_gpu.commands.doctor.report import Finding, Severity
+from fractional_gpu.commands.doctor.setup import broker_pid
 from tests.support.fake_broker import FakeBroker
 
 BROKER = 77

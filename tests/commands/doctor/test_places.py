@@ -8,7 +8,7 @@ import pytest
 
 from fractional_gpu.client import state_folder
 from fractional_gpu.client.state_folder import node_name
-from fractional_gpu.commands.doctor.installation import check_broker, check_ledgers
+from fractional_gpu.commands.doctor.setup import check_broker, check_ledgers
 from fractional_gpu.config import Settings
 
 

@@ -1,1 +1,1 @@
-"""`jupyter gpu doctor`: one module for each part of the machine that it checks, and one for the report."""
+"""`jupyter gpu doctor` and `jupyter gpu node doctor`: one table of checks, the checks by topic, and the report."""

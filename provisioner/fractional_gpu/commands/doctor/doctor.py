@@ -1,7 +1,8 @@
-"""`jupyter gpu doctor`: one screen, a line for each check with what was found and what to do.
+"""The doctors, `jupyter gpu doctor` and `jupyter gpu node doctor`: one table of checks, a line for each finding with what to do.
 
 Rules: nothing is changed and no broker is started. Checkpointing is tried on a process of the doctor's own, if there is a device and no
-broker manages it. No GPU and no driver are a warning. A check that fails to run says so; it does not end the others.
+broker manages it. No GPU and no driver are a warning. A check that fails to run says so; it does not end the others. What a starting
+broker examines is shared below: the trial of a checkpoint (`gpu.checkpoint_trial`) and the driver's facts (`gpu.nvidia.support`).
 """
 
 import argparse
@@ -10,20 +11,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Final, NamedTuple
 
-from fractional_gpu.commands.doctor.checkpoint import check_claims, claim_and_try, findings_of
-from fractional_gpu.commands.doctor.installation import (
-    broker_pid,
-    check_broker,
-    check_ledgers,
-    check_settings,
-    check_simulation,
-    check_versions,
-)
-from fractional_gpu.commands.doctor.jupyter import check_cullers, check_kernelspecs
-from fractional_gpu.commands.doctor.memory import check_huge_pages, check_memory, check_oom, check_swap
-from fractional_gpu.commands.doctor.nvidia import NO_GPU, check_nvidia, check_pools
+from fractional_gpu.commands.doctor import machine, setup, slurm
 from fractional_gpu.commands.doctor.report import (
     Finding,
     Severity,
@@ -37,6 +30,7 @@ from fractional_gpu.commands.doctor.report import (
 from fractional_gpu.commands.terminal.connection import add_socket_argument
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.commands.terminal.text import say, terminal_width, write
+from fractional_gpu.config import Settings
 from fractional_gpu.core.units import format_memory, plural
 from fractional_gpu.gpu.interface import DeviceInfo, GPUError
 from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor
@@ -56,7 +50,6 @@ examples:
 
 Exit code 0: it works, perhaps with warnings. 1: something cannot work.
 """
-_EXAMINING = "examining this machine ..."
 _PROBE_HOST = "1x256MiB"
 
 
@@ -70,19 +63,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    findings: list[Finding] = []
-    with Progress(_EXAMINING, blocks=True, silent=True) as progress:
-        for finding in examine(options.socket, try_it=not options.no_try):
-            findings.append(finding)
-            progress.what = f"{_EXAMINING} {plural(len(findings), 'check')} made"
-        then = next_step(findings, [] if exit_code(findings) else list_installed())
-    if options.json:
-        sys.stdout.write(as_json(findings, then))
-    else:
-        write(render(findings, then, terminal_width(sys.stdout)))
+    findings = examine("machine", Subject(options, simulate=os.environ.get("JUPYTER_GPU_SIMULATE")))
+    code = show(
+        findings, as_json_=options.json, step=next_step(findings, [] if exit_code(findings) else list_installed())
+    )
     if options.bundle is not None:
         names = write_bundle(options.bundle, findings, options.socket)
         say(f"{options.bundle}: {', '.join(names)}. Read it before you send it.", sys.stderr)
+    return code
+
+
+def run_node(options: argparse.Namespace) -> int:
+    """Run `jupyter gpu node doctor`. Raises UsageError."""
+    return show(examine("nodes" if options.everywhere else "node", Subject(options)), as_json_=options.json)
+
+
+def show(findings: Sequence[Finding], *, as_json_: bool, step: str = "") -> int:
+    if as_json_:
+        sys.stdout.write(as_json(findings, step))
+    else:
+        write(render(findings, step, terminal_width(sys.stdout)))
     return exit_code(findings)
 
 
@@ -91,7 +91,7 @@ def next_step(findings: Sequence[Finding], specs: Sequence[InstalledSpec]) -> st
     wrong = next((one for one in findings if one.severity is Severity.ERROR), None)
     if wrong is not None:
         return f"mend the error of the check `{wrong.check}`: {wrong.advice}; then run `jupyter gpu doctor` again."
-    has_gpu = not any(one.check == "driver" and one.finding.startswith(NO_GPU) for one in findings)
+    has_gpu = not any(one.check == "driver" and one.finding.startswith(machine.NO_GPU) for one in findings)
     starts = [spec for spec in specs if (has_gpu or spec.simulated) and spec.shadowed_by is None]
     if starts:
         where = "VS Code or another program" if starts[0].launcher else "JupyterLab (`jupyter lab`) or Notebook"
@@ -101,48 +101,96 @@ def next_step(findings: Sequence[Finding], specs: Sequence[InstalledSpec]) -> st
     return "`jupyter gpu demo` shows two notebooks take turns on a simulated GPU, and `jupyter gpu lab --simulate 1x2GiB` lets you try it."
 
 
-def examine(socket: str | None, *, try_it: bool) -> Iterator[Finding]:
-    """Make every check. `try_it`: also the trial of a checkpoint, which takes seconds."""
-    yield from check_versions()
-    simulate = os.environ.get("JUPYTER_GPU_SIMULATE")
-    simulation = list(check_simulation(simulate))
-    yield from simulation
-    settings, said = check_settings()
-    yield from said
-    if simulate:
-        devices: tuple[DeviceInfo, ...] = ()
-        if exit_code(simulation) == 0:
-            yield from _try_simulated() if try_it else ()
-    elif settings is not None and settings.device_kind not in ("", NVIDIA):
-        devices = ()
-        yield _check_kind(settings.device_kind)
-    else:
-        nvidia = check_nvidia()
-        devices = nvidia.devices
-        yield from nvidia.findings
-        yield from _try_real(devices) if try_it and devices else ()
-    yield from _made("host-memory", lambda: check_memory(devices, settings))
-    yield from _made("huge-pages", check_huge_pages)
-    yield from _made("swap", check_swap)
-    if not simulate:
-        yield from check_pools(settings, devices)
-    path, said = check_broker(socket)
-    yield from said
-    pid = broker_pid(path)
-    yield from _made("claims", lambda: check_claims(devices, pid))
-    yield from _made("oom", lambda: check_oom(pid))
-    if path is not None:
-        yield from _made("ledger", lambda: check_ledgers(path, settings))
-    yield from _made("kernelspecs", lambda: check_kernelspecs(settings))
-    yield from _made("cullers", check_cullers)
+@dataclass
+class Subject:
+    """What is examined. What several checks need of it is found out once."""
+
+    options: argparse.Namespace
+    simulate: str | None = None  # $JUPYTER_GPU_SIMULATE
+    devices: Sequence[DeviceInfo] = field(default=(), init=False)  # real ones, once the check of devices was made
+    socket: str | None = field(
+        default=None, init=False
+    )  # once the check of the broker was made; None: there can be none
+
+    @cached_property
+    def configuration(self) -> tuple[Settings | None, list[Finding]]:
+        return setup.check_settings()
+
+    @property
+    def settings(self) -> Settings | None:
+        return self.configuration[0]
+
+    @cached_property
+    def broker_pid(self) -> int | None:
+        return setup.broker_pid(self.socket)
+
+    def check_devices(self) -> Iterator[Finding]:
+        tries = not self.options.no_try
+        if self.simulate:
+            if tries and not exit_code(list(setup.check_simulation(self.simulate))):
+                yield from _try_simulated()
+        elif self.settings is not None and self.settings.device_kind not in ("", NVIDIA):
+            yield _check_kind(self.settings.device_kind)
+        else:
+            nvidia = machine.check_nvidia()
+            self.devices = nvidia.devices
+            yield from nvidia.findings
+            if tries and self.devices:
+                with closing(NvidiaMonitor()) as monitor:
+                    result = machine.claim_and_try(NVIDIA, monitor, self.devices)
+                    yield from machine.findings_of(result, kind=monitor.kind)
+
+    def check_broker(self) -> Iterator[Finding]:
+        self.socket, findings = setup.check_broker(self.options.socket)
+        yield from findings
 
 
-def _made(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """Make a check. One that fails does not end the others."""
-    try:
-        yield from check()
-    except (OSError, RuntimeError) as error:
-        yield problem(name, f"it cannot be examined: {error}", "mend that; without a home folder, set HOME to one")
+class Check(NamedTuple):
+    """A row of the table: which doctor makes the check, its name where it cannot be made, and what yields its findings."""
+
+    where: str  # machine; node, of a Slurm cluster; or nodes, all of them
+    name: str
+    make: Callable[[Subject], Iterable[Finding]]
+
+
+CHECKS: Final = (
+    Check("machine", "versions", lambda _: setup.check_versions()),
+    Check("machine", "simulated", lambda of: setup.check_simulation(of.simulate)),
+    Check("machine", "configuration", lambda of: of.configuration[1]),
+    Check("machine", "devices", Subject.check_devices),
+    Check("machine", "host-memory", lambda of: machine.check_memory(of.devices, of.settings)),
+    Check("machine", "huge-pages", lambda _: machine.check_huge_pages()),
+    Check("machine", "swap", lambda _: machine.check_swap()),
+    Check("machine", "pools", lambda of: () if of.simulate else machine.check_pools(of.settings, of.devices)),
+    Check("machine", "broker", Subject.check_broker),
+    Check("machine", "claims", lambda of: machine.check_claims(of.devices, of.broker_pid)),
+    Check("machine", "oom", lambda of: machine.check_oom(of.broker_pid)),
+    Check("machine", "ledger", lambda of: setup.check_ledgers(of.socket, of.settings) if of.socket is not None else ()),
+    Check("machine", "kernelspecs", lambda of: setup.check_kernelspecs(of.settings)),
+    Check("machine", "cullers", lambda _: setup.check_cullers()),
+    Check("node", "slurm", lambda of: slurm.check_slurm(of.options)),
+    Check("node", "broker", lambda of: slurm.check_broker(of.options)),
+    Check("node", "seats", lambda of: slurm.check_seats(of.options)),
+    Check("node", "unit", lambda _: slurm.check_unit()),
+    Check("nodes", "wrapper", lambda of: slurm.check_everywhere(of.options)),
+)
+
+
+def examine(where: str, subject: Subject) -> list[Finding]:
+    """Make the checks of a doctor."""
+    what = "examining this machine ..." if where == "machine" else "examining this node ..."
+    findings: list[Finding] = []
+    with Progress(what, blocks=True, silent=True) as progress:
+        for check in CHECKS:
+            if check.where != where:
+                continue
+            try:
+                findings.extend(check.make(subject))
+            except (OSError, RuntimeError) as error:
+                advice = "mend that; without a home folder, set HOME to one"
+                findings.append(problem(check.name, f"it cannot be examined: {error}", advice))
+            progress.what = f"{what} {plural(len(findings), 'check')} made"
+    return findings
 
 
 def _check_kind(name: str) -> Finding:
@@ -154,11 +202,6 @@ def _check_kind(name: str) -> Finding:
         return problem("devices", str(error), "mend that: no broker starts before")
     listed = ", ".join(f"{device.name} ({format_memory(device.memory_mib)})" for device in devices)
     return ok("devices", f"of the kind {name!r}: {listed or 'none'}; whether they can be checkpointed was not tried")
-
-
-def _try_real(devices: tuple[DeviceInfo, ...]) -> list[Finding]:
-    with closing(NvidiaMonitor()) as monitor:
-        return findings_of(claim_and_try(NVIDIA, monitor, devices), kind=monitor.kind)
 
 
 def _try_simulated() -> list[Finding]:
@@ -173,7 +216,9 @@ def _try_simulated() -> list[Finding]:
             ]
         try:
             with closing(SimulatedMonitor(host)) as monitor:
-                return findings_of(claim_and_try(f"simulated:{host}", monitor, monitor.devices()), kind=monitor.kind)
+                return machine.findings_of(
+                    machine.claim_and_try(f"simulated:{host}", monitor, monitor.devices()), kind=monitor.kind
+                )
         finally:
             with suppress(SimulatedHostError):
                 destroy(host)

@@ -1,23 +1,34 @@
-"""`jupyter gpu node agent`: the node agent as a process: its options, its log, its end."""
+"""`jupyter gpu node agent`: the node agent as a process: its options, its log, its end; in Kubernetes also the seats of pods."""
 
 import argparse
 import json
 import os
+import select
+import signal
 import socket as socket_module
 import sys
+import time
 import zlib
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType
 from typing import TYPE_CHECKING
 
-from fractional_gpu.commands.node.ending import ending
 from fractional_gpu.commands.node.options import add_node_options, counts_of, seats_folder
 from fractional_gpu.commands.terminal.text import CommandError, UsageError, parse_argument, say
 from fractional_gpu.core.units import parse_duration_ms
+from fractional_gpu.host.wakeups import signal_pipe
+from fractional_gpu.protocol.errors import FractionalGPUError
+from fractional_gpu.protocol.messages import KUBERNETES, SLURM
+from fractional_gpu.protocol.pods import resource_of
 
 if TYPE_CHECKING:
-    from fractional_gpu.engines.agent import AgentRules
+    from fractional_gpu.client.seat import SeatClient
+    from fractional_gpu.engines.agent import Agent, AgentRules
+    from fractional_gpu.engines.kubernetes import Cluster
+    from fractional_gpu.engines.pod_seats import PodNotes, PodSeats
 
-SLURM, KUBERNETES = "slurm", "kubernetes"
 _LEAST_EVERY_MS, _LEAST_LOOK_MS = 50, 100
 EPILOG = """\
 examples:
@@ -38,6 +49,41 @@ rights it needs; --remove takes what it wrote from the node again.
 
 SIGTERM ends it; the counts stay as they are.
 """
+
+
+class Ending:
+    """Whether SIGTERM or SIGINT has come. For the main thread.
+
+    The handler runs in the thread that waits, so it takes no lock: that of an Event could be that thread's own. The wait is for a pipe
+    that the system's handler writes to: a signal that comes just before the wait ends it, too.
+    """
+
+    def __init__(self, wakes: int) -> None:
+        """`wakes`: the end of the pipe that can be read once a signal has come."""
+        self._wakes = wakes
+        self._come = False
+
+    def note(self, _number: int, _frame: FrameType | None) -> None:
+        self._come = True
+
+    def is_set(self) -> bool:
+        return self._come
+
+    def wait(self, seconds: float) -> None:
+        """Return when one comes, or after so many seconds."""
+        select.select([self._wakes], [], [], seconds)
+
+
+@contextmanager
+def ending() -> Iterator[Ending]:
+    with signal_pipe() as wakes:
+        end = Ending(wakes)
+        before = {number: signal.signal(number, end.note) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield end
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -82,9 +128,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json and not options.once:
         raise UsageError("--json goes with --once; a running agent writes its log to stderr")
     if options.engine == KUBERNETES:
-        from fractional_gpu.commands.node.kubernetes_agent import run_kubernetes  # noqa: PLC0415 - as below
-
-        return run_kubernetes(options, _rules(options, {}), _every_ms(options), _say)
+        return _run_kubernetes(options, _rules(options, {}), _every_ms(options) / 1000)
     _refuse_kubernetes(options)
     from fractional_gpu.client.seat import SeatClient  # noqa: PLC0415 - as below
     from fractional_gpu.engines.agent import Agent  # noqa: PLC0415 - not for help texts
@@ -165,3 +209,113 @@ def _duration(text: str, name: str) -> int:
 
 def _say(line: str) -> None:
     say(line, sys.stderr, flush=True)
+
+
+_SEATS_S = 10.0  # seats are compared with pods at least so often: a broker without its ledger has forgotten them
+_NOTES_S = 60.0  # how often pods are annotated
+_LISTED_S = 60.0  # for the pods to be listed, with --once
+_LEAST_S = 0.05
+
+
+def _run_kubernetes(options: argparse.Namespace, rules: "AgentRules", every_s: float) -> int:
+    """Run the agent until SIGTERM or SIGINT, or once. Raises UsageError, CommandError and FractionalGPUError."""
+    from fractional_gpu.client.seat import SeatClient  # noqa: PLC0415 - not for help texts
+    from fractional_gpu.engines.agent import Agent  # noqa: PLC0415 - as above
+    from fractional_gpu.engines.pod_seats import PodNotes, PodSeats  # noqa: PLC0415 - as above
+
+    pools = _pools(options)
+    try:
+        from fractional_gpu.engines.kubernetes import Cluster, KubernetesEngine, configuration  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise CommandError(
+            f"the agent of a Kubernetes node needs more packages ({error}); run: pip install 'jupyter-fractional-gpu[kubernetes]'"
+        ) from error
+    node = options.node or socket_module.gethostname()
+    with Cluster(configuration(options.kubeconfig), node, _say) as cluster:
+        engine = KubernetesEngine(cluster, node, tuple(pools))
+        if options.remove:
+            engine.remove()
+            _say(f"node {node}: its counts and its summary are removed; pods that run keep their seats")
+            return 0
+
+        def connect() -> SeatClient:
+            return SeatClient(options.socket, timeout_s=10)
+
+        seats = PodSeats(connect, _say, hub_namespaces=options.hub_namespace or ())
+        agent = Agent(
+            engine,
+            connect,
+            # A pod that no node's count covers waits in the scheduler's queue: no count has to be open for it.
+            replace(rules, counts={pool: resource_of(pool) for pool in pools}, refuses_beyond=False),
+            is_ours=lambda seat: seat.workload is not None and seat.workload.engine == KUBERNETES,
+            seed=zlib.crc32(node.encode()) << 16 ^ os.getpid(),
+            say=_say,
+        )
+        if options.once:
+            _await_pods(cluster)
+            seats.keep(cluster.pods())
+            write = agent.once()
+            shown = {"node": node, "counts": dict(write.counts), "summary": json.loads(write.summary)}
+            counted = ", ".join(f"{name}: {count}" for name, count in sorted(write.counts.items()))
+            print(json.dumps(shown) if options.json else f"node {node}: {counted}")
+            return 0
+        _say(f"agent of node {node}: pools {', '.join(pools)}")
+        with ending() as end:
+            _Rounds(cluster, agent, seats, PodNotes(cluster.annotate_pod, _say), connect).run(end, every_s)
+    _say("ended; the counts stay as they are")
+    return 0
+
+
+@dataclass(slots=True)
+class _Rounds:
+    """What the agent does again and again: seats as soon as pods change, counts at their own pace, annotations now and then."""
+
+    cluster: "Cluster"
+    agent: "Agent"
+    seats: "PodSeats"
+    notes: "PodNotes"
+    connect: "Callable[[], SeatClient]"
+    _kept_s: float = float("-inf")
+    _noted_s: float = float("-inf")
+
+    def run(self, end: Ending, every_s: float) -> None:
+        while not end.is_set():
+            self._keep_seats()
+            pause_s = min(every_s, max(_LEAST_S, self.agent.step() / 1000))
+            # A signal sets `end` only; it is seen after this pause.
+            self.cluster.changed.wait(pause_s)
+
+    def _keep_seats(self) -> None:
+        now = time.monotonic()
+        changed = self.cluster.changed.is_set()
+        if changed:  # else a change that comes just now would be forgotten
+            self.cluster.changed.clear()
+        try:
+            if changed or now - self._kept_s >= _SEATS_S:
+                self.seats.keep(self.cluster.pods())
+                self._kept_s = now
+            if now - self._noted_s >= _NOTES_S or changed:
+                with closing(self.connect()) as client:
+                    self.notes.write(client, self.cluster.pods() or (), self.seats.outcomes)
+                self._noted_s = now
+        except FractionalGPUError:
+            # The broker does not answer, which the agent's step says; the seats are compared again in the next round.
+            self._kept_s = self._noted_s = float("-inf")
+
+
+def _await_pods(cluster: "Cluster") -> None:
+    end = time.monotonic() + _LISTED_S
+    while cluster.pods() is None:
+        cluster.changed.wait(_LEAST_S)
+        if time.monotonic() > end:
+            raise CommandError(f"the API server did not list this node's pods within {_LISTED_S:g} s")
+
+
+def _pools(options: argparse.Namespace) -> list[str]:
+    """Return the pools to count. Raises UsageError."""
+    for word in options.pool or ():
+        if "=" in word or not word:
+            raise UsageError(
+                f"--pool {word!r}: with --engine kubernetes a pool's name alone; its count is {resource_of('POOL')}"
+            )
+    return list(dict.fromkeys(options.pool or ["default"]))

@@ -1,37 +1,23 @@
-"""`jupyter gpu node ACTION`: a table of actions. Their modules import what they need when they run, since Slurm's Prolog must be fast."""
+"""`jupyter gpu node ACTION`: a table of actions.
+
+Slurm's Prolog must be fast, and Slurm drains a node whose Prolog or Epilog fails: actions import what they need when they run, and these
+two end with 0.
+"""
 
 import argparse
-import importlib
-from typing import NamedTuple, Protocol, cast
+import logging
+import os
+import sys
+import syslog
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
 
-_FOLDER = "fractional_gpu.commands.node"
-
-
-class _Entry(NamedTuple):
-    module: str
-    summary: str
-
-
-class _Action(Protocol):
-    def configure(self, parser: argparse.ArgumentParser) -> None: ...
-
-    def run(self, options: argparse.Namespace) -> int: ...
-
-
-ACTIONS: dict[str, _Entry] = {
-    "agent": _Entry(f"{_FOLDER}.agent", "give the cluster's engine the numbers of this node's broker, as a service"),
-    "prolog": _Entry(f"{_FOLDER}.hooks", "Slurm's Prolog: register a job's share as a seat"),
-    "epilog": _Entry(f"{_FOLDER}.hooks", "Slurm's Epilog: end the job's seat"),
-    "worker": _Entry(
-        f"{_FOLDER}.worker", "the checkpoint worker as a service, for a broker in a container without privileges"
-    ),
-    "install": _Entry(
-        f"{_FOLDER}.install", "write or print the files for a node, and the lines for Slurm's configuration"
-    ),
-    "doctor": _Entry(
-        f"{_FOLDER}.doctor", "examine Slurm's configuration, the scripts, the broker and the agent of this node"
-    ),
-}
+from fractional_gpu.commands.node import agent, install
+from fractional_gpu.commands.node.options import add_node_options, counts_of, seats_folder
+from fractional_gpu.commands.terminal.text import CommandError
 
 EPILOG = """\
 examples:
@@ -41,6 +27,155 @@ examples:
 
 An administrator's guide, line by line: docs/clusters.md. `jupyter gpu node ACTION --help` explains an action.
 """
+_WORKER_EPILOG = """\
+examples:
+  jupyter gpu node worker --socket /run/jupyter-gpu-worker/worker.sock
+  jupyter gpu broker --worker-socket /run/jupyter-gpu-worker/worker.sock       the broker that uses it
+  jupyter gpu node worker --socket PATH --backend simulated                    for a broker with --simulate
+
+It starts the worker when the broker connects, for root and its own user only. The folder of the socket must be its own, and writable by no
+other user. SIGTERM lets the worker finish its operation; a kernel that is suspended then stays so, and resumes when the service is back.
+"""
+_HOOK_EPILOG = """\
+Slurm runs it through the script that `jupyter gpu node install` writes. The exit code is 0 whatever happens: another one would drain the
+node. What went wrong is in the system's log (`journalctl -t jupyter-gpu-slurm`), or in the file that --log names.
+"""
+_DOCTOR_EPILOG = """\
+examples:
+  jupyter gpu node doctor
+  jupyter gpu node doctor --json        one object: {"ok": ..., "worst": ..., "findings": [...]}
+  jupyter gpu node doctor --everywhere  whether every node has the wrapper: a short job on each; before slurm.conf names it
+
+Exit code 0: it works, perhaps with warnings. 1: something cannot work. Run it as root on a node; nothing is changed.
+"""
+
+
+def _add_worker_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Start the checkpoint worker for a broker in another container, which then needs no privileges."
+    )
+    parser.epilog = _WORKER_EPILOG
+    parser.add_argument("--socket", metavar="PATH", required=True, help="where the broker connects")
+    parser.add_argument(
+        "--backend",
+        metavar="KIND",
+        default="nvidia",
+        help="the devices: nvidia, simulated (those of the broker that connects), or the kind of another package, as the broker's "
+        "device_kind (default: nvidia)",
+    )
+
+
+def _run_worker(options: argparse.Namespace) -> int:
+    from fractional_gpu.gpu.worker_service import run_service  # noqa: PLC0415 - needed here only
+
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        run_service(options.socket, options.backend)
+    except OSError as error:
+        raise CommandError(f"the checkpoint worker's service cannot listen on {options.socket}: {error}") from error
+    return 0
+
+
+def _add_hook_arguments(parser: argparse.ArgumentParser) -> None:
+    begins = parser.prog.endswith("prolog")
+    parser.description = (
+        "Slurm's Prolog: register the share of the job that begins as a seat at this node's broker."
+        if begins
+        else "Slurm's Epilog: end the seat of the job that has ended, and remove its files."
+    )
+    parser.epilog = _HOOK_EPILOG
+    add_node_options(parser)
+    parser.add_argument(
+        "--check", action="store_true", help="only say whether Slurm's commands answer in this environment"
+    )
+    parser.add_argument("--log", metavar="FILE", type=Path, help="write the log there (default: the system's log)")
+
+
+def _run_hook(options: argparse.Namespace) -> int:
+    from fractional_gpu.engines import hooks  # noqa: PLC0415 - not for help texts
+    from fractional_gpu.engines.slurm import Slurm  # noqa: PLC0415 - as above
+
+    if options.check:
+        Slurm(os.environ.get("SLURMD_NODENAME", "")).jobs()  # raises EngineError
+        return 0
+    settings = hooks.HookSettings(
+        socket=options.socket,
+        folder=seats_folder(options),
+        pools={count: pool for pool, count in counts_of(options.pool).items()},
+        shard_pool=options.shards,
+        has_groups=not options.no_groups,
+        short_memory=options.short_memory,
+    )
+    hook = hooks.begin if options.action == "prolog" else hooks.end
+    hook(settings, os.environ, _logger(options.action, options.log))
+    return 0
+
+
+def _logger(name: str, file: Path | None) -> Callable[[str], None]:
+    """Return what writes a line to the log; it never raises and never blocks: a full disk must drain no node."""
+
+    def to_system(line: str) -> None:
+        syslog.openlog("jupyter-gpu-slurm", syslog.LOG_PID, syslog.LOG_DAEMON)
+        syslog.syslog(syslog.LOG_INFO, f"{name}: {line}")
+
+    def to_file(line: str) -> None:
+        with suppress(OSError):
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            descriptor = os.open(file or os.devnull, flags, 0o600)
+            try:
+                os.write(descriptor, f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {name}: {line}\n".encode(errors="replace"))
+            finally:
+                os.close(descriptor)
+
+    return to_system if file is None else to_file
+
+
+def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Examine Slurm's configuration, the scripts, the broker and the agent of this node."
+    parser.epilog = _DOCTOR_EPILOG
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--everywhere", action="store_true", help="only check that every node has the wrapper")
+    parser.add_argument(
+        "--folder", metavar="DIR", type=Path, default=install.FOLDER, help=f"of the scripts (default: {install.FOLDER})"
+    )
+    parser.add_argument("--node", metavar="NAME", help="the node's name in Slurm (default: the host's short name)")
+    add_node_options(parser)
+
+
+def _run_doctor(options: argparse.Namespace) -> int:
+    from fractional_gpu.commands.doctor.doctor import run_node  # noqa: PLC0415 - not for help texts, nor for the Prolog
+
+    return run_node(options)
+
+
+class _Action(NamedTuple):
+    configure: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    summary: str
+
+
+ACTIONS: dict[str, _Action] = {
+    "agent": _Action(
+        agent.configure, agent.run, "give the cluster's engine the numbers of this node's broker, as a service"
+    ),
+    "prolog": _Action(_add_hook_arguments, _run_hook, "Slurm's Prolog: register a job's share as a seat"),
+    "epilog": _Action(_add_hook_arguments, _run_hook, "Slurm's Epilog: end the job's seat"),
+    "worker": _Action(
+        _add_worker_arguments,
+        _run_worker,
+        "the checkpoint worker as a service, for a broker in a container without privileges",
+    ),
+    "install": _Action(
+        install.configure,
+        install.run,
+        "write or print the files for a node, and the lines for Slurm's configuration",
+    ),
+    "doctor": _Action(
+        _add_doctor_arguments,
+        _run_doctor,
+        "examine Slurm's configuration, the scripts, the broker and the agent of this node",
+    ),
+}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -51,13 +186,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action = actions.add_parser(
             name, help=entry.summary, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
         )
-        _action(name).configure(action)
-
-
-def _action(name: str) -> _Action:
-    module = importlib.import_module(ACTIONS[name].module)
-    return cast("_Action", getattr(module, "ACTIONS", {}).get(name, module))
+        entry.configure(action)
 
 
 def run(options: argparse.Namespace) -> int:
-    return _action(options.action).run(options)
+    return ACTIONS[options.action].run(options)

@@ -23,26 +23,24 @@ _ROOT_ONLY = 0o022
 _NO_JOBS = ("UNKNOWN", "DOWN", "FAIL", "INVAL", "NOT_RESPONDING", "*")  # states of a node
 
 
-def examine(options: argparse.Namespace) -> Iterator[Finding]:
-    counts = counts_of(options.pool)
-    slurm = Slurm(options.node or socket_module.gethostname().partition(".")[0])
-    if options.everywhere:
-        yield from check_everywhere(slurm, slurm.conf().with_name(WRAPPER))
-        return
+def _slurm(options: argparse.Namespace) -> Slurm:
+    return Slurm(options.node or socket_module.gethostname().partition(".")[0])
+
+
+def check_slurm(options: argparse.Namespace) -> Iterator[Finding]:
+    """Check Slurm's configuration, the scripts and this node's record. Raises UsageError."""
+    slurm, counts = _slurm(options), counts_of(options.pool)
     try:
         config = slurm.config()
     except EngineError as error:
         yield problem("slurmctld", str(error), "start slurmctld, or set SLURM_CONF, and run this again")
-    else:
-        yield from check_preemption(config)
-        yield from check_accounting(slurm, config)
-        yield from check_scripts(config)
-        yield from check_hook(options.folder / "prolog", slurm)
-        yield from check_files(slurm, node_files(options))
-        yield from check_node(slurm, list(counts.values()), shards=bool(options.shards))
-    yield from check_broker(options.socket, counts)
-    yield from check_seats(seats_folder(options))
-    yield from check_unit()
+        return
+    yield from check_preemption(config)
+    yield from check_accounting(slurm, config)
+    yield from check_scripts(config)
+    yield from check_hook(options.folder / "prolog", slurm)
+    yield from check_files(slurm, node_files(options))
+    yield from check_node(slurm, list(counts.values()), shards=bool(options.shards))
 
 
 def check_preemption(config: Mapping[str, str]) -> Iterator[Finding]:
@@ -90,8 +88,10 @@ def check_scripts(config: Mapping[str, str]) -> Iterator[Finding]:
             yield ok("scripts", f"{path}")
 
 
-def check_everywhere(slurm: Slurm, wrapper: Path) -> Iterator[Finding]:
+def check_everywhere(options: argparse.Namespace) -> Iterator[Finding]:
     """Check by a short job on each node that it has the wrapper. A node that can take no job now is named."""
+    slurm = _slurm(options)
+    wrapper = slurm.conf().with_name(WRAPPER)
     test = f"test -x {shlex.quote(str(wrapper))} && echo there || echo missing"
     rows = slurm.call("sinfo", "--noheader", "--Node", "--format=%N %R").split()
     there = []
@@ -195,7 +195,8 @@ def check_node(slurm: Slurm, counts: list[str], *, shards: bool) -> Iterator[Fin
         yield ok("agent", f"the agent's last summary says what is free: {free or 'no pools'}")
 
 
-def check_broker(socket: str, counts: Mapping[str, str]) -> Iterator[Finding]:
+def check_broker(options: argparse.Namespace) -> Iterator[Finding]:
+    socket, counts = options.socket, counts_of(options.pool)
     try:
         with BrokerClient(socket, timeout_s=5) as client:
             there = {pool.name for pool in client.capacity().pools}
@@ -214,7 +215,8 @@ def check_broker(socket: str, counts: Mapping[str, str]) -> Iterator[Finding]:
         yield problem("broker", said, "run it as `jupyter gpu broker --service`")
 
 
-def check_seats(folder: Path) -> Iterator[Finding]:
+def check_seats(options: argparse.Namespace) -> Iterator[Finding]:
+    folder = seats_folder(options)
     try:
         status = folder.lstat()
     except FileNotFoundError:

@@ -1,0 +1,586 @@
+"""Checks of the machine: host memory, NVIDIA's driver and devices, and whether this user may checkpoint here. Nothing is changed.
+
+Saved device memory lands in fresh memory of the kernel's own process, and page faults are the slow part of that, as far as is known.
+Populating memory on a machine without a GPU ran at 1.65 GB/s with one thread on 4 KiB pages, and at 8.6 GB/s with two threads on huge
+ones. No figure has been measured with NVIDIA's driver: the findings say so and promise no speed.
+
+A checkpoint is tried with a worker like the broker's (`gpu.checkpoint_trial`, as by a broker at its start). While a broker manages any of
+the devices nothing is tried: two workers at a time are not safe. During the trial the devices are claimed, so that no broker starts to
+manage them.
+"""
+
+import asyncio
+import importlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+from fractional_gpu.commands.doctor.report import Finding, note, ok, problem, warning
+from fractional_gpu.config import Settings
+from fractional_gpu.core.model import Sharing
+from fractional_gpu.core.units import format_memory
+from fractional_gpu.gpu.checkpoint_trial import PHASES, TrialResult, try_checkpoint
+from fractional_gpu.gpu.interface import DeviceInfo, GPUError, GPUErrorCode, Monitor
+from fractional_gpu.gpu.nvidia.monitor import NvidiaMonitor
+from fractional_gpu.gpu.nvidia.support import (
+    MOVING_CUDA_VERSION,
+    driver_refusal,
+    driver_warnings,
+    sharing_advice,
+    sharing_refusal,
+    why_no_bindings,
+)
+from fractional_gpu.gpu.probe_process import MEMORY_MIB
+from fractional_gpu.gpu.worker_link import WorkerLink
+from fractional_gpu.host.claims import DeviceClaim, DeviceClaimedError
+from fractional_gpu.host.memory import LimitReader, adjustment, memory_groups, system_headroom
+from fractional_gpu.host.process import PROC, owner_uid
+
+SYS: Final = Path("/sys")
+_REASON: Final = (
+    "saving a kernel fills fresh host memory, where page faults are the slow part: 1.65 GB/s with one thread on small pages and 8.6 GB/s "
+    "with two on huge ones, populated without a GPU"
+)
+_UNMEASURED: Final = "whether NVIDIA's driver gains from it has not been measured: compare suspends before and after"
+_TOTAL: Final = re.compile(r"MemTotal:\s*(\d+) kB")
+_CAP_SYS_RESOURCE: Final = 1 << 24
+_LEAST_SWAPPINESS: Final = 1  # swap is used to keep from killing only
+_ALL_IDS: Final = [
+    "0",
+    "0",
+    "4294967295",
+]  # the map of the first user namespace: in another one the capability is void here
+_OTHER_KILLERS: Final = {
+    "earlyoom": "it goes by the same adjustments",
+    "nohang": "it goes by the same adjustments",
+    "systemd-oomd": "it ends whole control groups by their swap and pressure, whatever a process's adjustment is",
+}
+_BIGGEST: Final = "a suspended kernel holds its saved state in its own memory, and is the biggest process there"
+
+
+def check_memory(devices: Sequence[DeviceInfo], settings: Settings | None, *, proc: Path = PROC) -> Iterator[Finding]:
+    """Compare the room for suspended state with what the devices hold, in the system and in this process's control groups."""
+    try:
+        system, here = system_headroom(proc=proc), LimitReader(proc=proc).headroom(os.getpid())
+    except (OSError, ValueError) as error:
+        yield problem(
+            "host-memory", f"cannot be read: {error}", "suspending needs it: mend the access to /proc and cgroups"
+        )
+        return
+    total_mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**20
+    budget_mib = total_mib if settings is None else settings.host_budget_mib(total_mib)
+    room_mib = min(system.mib, budget_mib)
+    device_mib = sum(device.memory_mib for device in devices)
+    what = f"{format_memory(room_mib)} for suspended kernels (free: {format_memory(system.mib)}, budget: {format_memory(budget_mib)})"
+    if device_mib > room_mib:
+        yield warning(
+            "host-memory",
+            f"{what}, less than the {format_memory(device_mib)} that the devices hold: not all of it can be suspended at once",
+            "raise host_memory in jupyter_gpu_config.py, or add memory: what does not fit stays on the device",
+        )
+    else:
+        yield ok("host-memory", what if not devices else f"{what}, devices hold {format_memory(device_mib)}")
+    if here.mib >= system.mib:
+        yield ok("cgroup", "no control group limits this process more than the system does")
+        return
+    largest_mib = max((device.memory_mib for device in devices), default=0)
+    limit = f"a process started here can take {format_memory(here.mib)} more, by {here.limited_by}"
+    if here.mib < largest_mib:
+        yield warning(
+            "cgroup",
+            f"{limit}: a kernel that fills a device of {format_memory(largest_mib)} cannot be suspended",
+            "give the kernels' control group (container, unit, job) the device's memory on top of its own",
+        )
+    else:
+        yield note("cgroup", limit)
+
+
+def check_huge_pages(sys: Path = SYS) -> Iterator[Finding]:
+    folder = sys / "kernel/mm/transparent_hugepage"
+    enabled = _setting(folder / "enabled")
+    if not enabled:
+        yield note(
+            "huge-pages", "this system does not tell of transparent huge pages: fresh memory comes in small ones"
+        )
+        return
+    rest = {name: _setting(folder / name) for name in ("defrag", "shmem_enabled", "khugepaged/defrag")}
+    settings = ", ".join(f"{name} {value}" for name, value in rest.items() if value)
+    found = f"transparent huge pages: {enabled} ({settings})" if settings else f"transparent huge pages: {enabled}"
+    if enabled != "always":
+        yield note(
+            "huge-pages",
+            f"{found}: a process that does not ask for huge pages gets small ones; {_REASON}",
+            f"to try it, as root: echo always > {folder}/enabled; {_UNMEASURED}",
+        )
+    elif rest["defrag"] == "never":
+        yield note(
+            "huge-pages",
+            f"{found}: fresh memory is huge only while free huge pages are left, for nothing makes new ones; {_REASON}",
+            f"to try it, as root: echo madvise > {folder}/defrag, or defer; {_UNMEASURED}",
+        )
+    else:
+        yield ok("huge-pages", found)
+
+
+def check_nodes(devices: Sequence[DeviceInfo], addresses: Mapping[str, str], sys: Path = SYS) -> Iterator[Finding]:
+    """Compare each memory node with the devices that are near to it. `addresses` are PCI addresses by device id."""
+    nodes = _nodes(sys)
+    if len(nodes) < 2:
+        yield ok("numa", "the machine has one memory node, equally near to every device")
+        return
+    near: dict[int, list[DeviceInfo]] = {}
+    for device in devices:
+        node = _node_of(addresses.get(device.device_id, ""), sys)
+        near.setdefault(node if node in nodes else -1, []).append(device)
+    for node, there in sorted(near.items()):
+        named = f"device {', '.join(str(device.index) for device in there)}"
+        if node < 0:
+            yield note(
+                "numa",
+                f"the machine has {len(nodes)} memory nodes, and does not tell which {named} is near to",
+                "`nvidia-smi topo -m` may tell more; on some machines a firmware setting hides it",
+            )
+            continue
+        held_mib = sum(device.memory_mib for device in there)
+        what = f"{named} is near to memory node {node} of {len(nodes)}, which has {format_memory(nodes[node])}"
+        if held_mib > nodes[node]:
+            yield warning(
+                "numa",
+                f"{what}, less than the {format_memory(held_mib)} of the device{'s' if len(there) > 1 else ''}: what is saved beyond "
+                "that lies on another node, and crosses the link between the processors both ways",
+                "add memory to that node, or spread the devices over the nodes; by how much it slows a swap has not been measured",
+            )
+        else:
+            yield note(
+                "numa",
+                f"{what}: state of a kernel that runs on another node's processors is saved there, and crosses the link between them",
+                f"start kernels near their device where you can (numactl --cpunodebind={node} --preferred={node}, or CPUAffinity= and "
+                "NUMAPolicy= of a unit); by how much it helps has not been measured",
+            )
+
+
+def pci_address(nvml: ModuleType, device_id: str) -> str:
+    """Return where /sys/bus/pci has the device, "" where NVML does not report it."""
+    try:
+        place = nvml.nvmlDeviceGetPciInfo(nvml.nvmlDeviceGetHandleByUUID(device_id)).busId
+    except (AttributeError, nvml.NVMLError):  # an old library lacks the call, a MIG instance the address
+        return ""
+    text = place.decode("ascii", "replace") if isinstance(place, bytes) else str(place)
+    domain, _, rest = text.lower().partition(":")
+    try:
+        return f"{int(domain, 16):04x}:{rest}"  # NVML gives the domain eight digits, /sys four or as many as it takes
+    except ValueError:
+        return ""
+
+
+def check_swap(*, proc: Path = PROC) -> Iterator[Finding]:
+    fields = dict(_fields(proc / "meminfo"))
+    total_mib, free_mib = (int(fields.get(name, "0 kB").split()[0]) // 1024 for name in ("SwapTotal", "SwapFree"))
+    if not total_mib:
+        yield note(
+            "swap",
+            "none: where host memory runs out, the system kills a process at once",
+            "keep host_memory in jupyter_gpu_config.py well below what is free, or add some swap as a cushion (a file, or zram)",
+        )
+        return
+    swappiness = _number(proc / "sys/vm/swappiness")
+    used_mib = max(0, total_mib - free_mib)
+    told_swappiness = "unknown" if swappiness is None else swappiness
+    what = f"{format_memory(total_mib)}, {format_memory(used_mib)} in use, vm.swappiness {told_swappiness}"
+    if swappiness is None or swappiness > _LEAST_SWAPPINESS:
+        yield note(
+            "swap",
+            f"{what}: saved state lies idle, so it is swapped out first, and a resume then waits until it is read back",
+            "as root: sysctl vm.swappiness=1, or for the kernels' units MemorySwapMax=0 (memory.swap.max of their groups)",
+        )
+    else:
+        yield ok("swap", what)
+
+
+def check_oom(broker_pid: int | None, *, proc: Path = PROC) -> Iterator[Finding]:
+    """Return which processes are killed where memory runs out. `broker_pid`: of the broker that serves here, None if none does."""
+    if _number(proc / "sys/vm/panic_on_oom"):
+        yield warning(
+            "oom",
+            "vm.panic_on_oom is set: the whole machine stops where memory runs out, and every kernel is lost",
+            "as root: sysctl vm.panic_on_oom=0",
+        )
+    yield from _killed_together(proc)
+    yield from _other_killers(proc)
+    pid, whose = (os.getpid(), "a broker that is started here") if broker_pid is None else (broker_pid, "the broker")
+    try:
+        may, value, uid = _may_lower(pid, proc), adjustment(pid, proc=proc), owner_uid(pid, proc=proc)
+    except (OSError, ValueError) as error:
+        yield note("oom", f"what {whose} may do against the out-of-memory killer cannot be read: {error}")
+        return
+    if may:
+        yield ok("oom", f"{whose} keeps the out-of-memory killer from taking kernels for their saved state")
+        return
+    yield note(
+        "oom",
+        f"{whose} (user {uid}, oom_score_adj {value}) has no CAP_SYS_RESOURCE here: where memory runs out, {_BIGGEST}, so the killer may "
+        "take it although another one filled the memory",
+        "run the broker as a system service of root (docs/hub.md), or give each user's kernels a memory limit of their own and keep "
+        "host_memory below what is free",
+    )
+
+
+def _setting(file: Path) -> str:
+    """Return the setting in force: the one in brackets, or the only word; "" where the file is not there."""
+    try:
+        text = file.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+    inside = re.search(r"\[(\S+)\]", text)
+    return inside[1] if inside else text
+
+
+def _nodes(sys: Path) -> dict[int, int]:
+    """Return the memory of each node that has any, MiB."""
+    found = {}
+    for file in sys.glob("devices/system/node/node[0-9]*/meminfo"):
+        total = _TOTAL.search(file.read_text(encoding="ascii"))
+        if total is not None and int(total[1]):
+            found[int(file.parent.name.removeprefix("node"))] = int(total[1]) // 1024
+    return found
+
+
+def _node_of(address: str, sys: Path) -> int:
+    """Return the memory node that a device is near to, -1 where the system does not say."""
+    try:
+        return int((sys / "bus/pci/devices" / address / "numa_node").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return -1
+
+
+def _may_lower(pid: int, proc: Path) -> bool:
+    effective = dict(_fields(proc / str(pid) / "status")).get("CapEff", "0")
+    return (
+        bool(int(effective, 16) & _CAP_SYS_RESOURCE) and (proc / str(pid) / "uid_map").read_text().split() == _ALL_IDS
+    )
+
+
+def _killed_together(proc: Path) -> Iterator[Finding]:
+    try:
+        folders = memory_groups(os.getpid(), proc=proc).get(2, [])
+    except (OSError, ValueError):
+        return  # `check_memory` reports it
+    together = [folder for folder in folders if _number(folder / "memory.oom.group")]
+    if together:
+        yield warning(
+            "oom-group",
+            f"control group {together[0]} is killed as a whole where its memory runs out: nothing keeps a suspended kernel in it",
+            "as root: write 0 to its memory.oom.group; on Kubernetes, singleProcessOOMKill of the kubelet",
+        )
+
+
+def _other_killers(proc: Path) -> Iterator[Finding]:
+    for folder in proc.iterdir():
+        if folder.name.isdigit():
+            try:
+                name = (folder / "comm").read_text(errors="replace").strip()
+            except OSError:  # it ended, or is hidden from this user
+                continue
+            if name in _OTHER_KILLERS:
+                yield note(
+                    "oom",
+                    f"{name} runs (process {folder.name}) and kills before the system does: {_OTHER_KILLERS[name]}",
+                    "for systemd-oomd: ManagedOOMPreference=omit for the kernels' units"
+                    if name == "systemd-oomd"
+                    else "",
+                )
+
+
+def _fields(file: Path) -> Iterator[tuple[str, str]]:
+    for line in file.read_text(errors="replace").splitlines():
+        name, _, value = line.partition(":")
+        yield name, value.strip()
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+
+
+NO_GPU: Final = "no GPU was found"
+SIMULATE: Final = (
+    "install NVIDIA's driver; to try things out without a GPU: jupyter gpu demo, or JUPYTER_GPU_SIMULATE=1x2GiB in the environment of "
+    "the Jupyter server"
+)
+_MPS: Final = "nvidia-cuda-mps"  # the kernel keeps 15 characters of nvidia-cuda-mps-control and nvidia-cuda-mps-server
+
+
+# Newest first: old libraries lack one, and one may fail where the other works.
+_LEVEL_CALLS: Final = ("nvmlSystemGetCudaDriverVersion_v2", "nvmlSystemGetCudaDriverVersion")
+_READ_LEVEL: Final = """
+import ctypes
+level = ctypes.c_int()
+raise SystemExit(ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(level)) or print(level.value))
+"""
+_READ_S: Final = 20.0
+
+
+class NvidiaReport:
+    def __init__(self, devices: tuple[DeviceInfo, ...], findings: tuple[Finding, ...]) -> None:
+        self.devices = devices
+        self.findings = findings
+
+
+def cuda_level() -> int | None:
+    """Return the newest CUDA that the driver's own library serves (13010: 13.1), read in a child process; None if it fails."""
+    argv = [sys.executable, "-I", "-S", "-c", _READ_LEVEL]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=_READ_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    level = done.stdout.strip()
+    return int(level) if done.returncode == 0 and level.isdigit() and int(level) else None
+
+
+def check_nvidia(
+    *,
+    nvml: ModuleType | None = None,
+    bindings: Callable[[], str] = why_no_bindings,
+    level: Callable[[], int | None] = cuda_level,
+    proc: Path = PROC,
+    sysfs: Path = SYS,
+) -> NvidiaReport:
+    """Return the devices and the findings.
+
+    In tests `nvml` stands in for pynvml, `bindings` for the check of cuda-bindings, `level` for `cuda_level`.
+    """
+    library = importlib.import_module("pynvml") if nvml is None else nvml
+    monitor = NvidiaMonitor(nvml=library, bindings=bindings)
+    try:
+        try:
+            devices = tuple(monitor.devices())
+        except GPUError as error:
+            return NvidiaReport((), (problem("driver", str(error), "`nvidia-smi` and `dmesg` tell more"),))
+        if not devices:
+            return NvidiaReport((), tuple(_none(monitor.why_none, bindings())))
+        findings = [
+            *_driver(library, level),
+            *_bindings(bindings()),
+            *(_device(device) for device in devices),
+            *(finding for device in devices for finding in _modes(library, device)),
+            *check_nodes(devices, {one.device_id: pci_address(library, one.device_id) for one in devices}, sysfs),
+            *_mps(proc),
+        ]
+        return NvidiaReport(devices, tuple(findings))
+    finally:
+        monitor.close()
+
+
+def mps_processes(proc: Path = PROC) -> list[int]:
+    found = []
+    for folder in proc.iterdir():
+        if folder.name.isdigit():
+            try:
+                command = (folder / "comm").read_text(errors="replace")
+            except OSError:  # it ended, or is hidden from this user
+                continue
+            if command.startswith(_MPS):
+                found.append(int(folder.name))
+    return sorted(found)
+
+
+def _none(why: str, no_bindings: str) -> Iterator[Finding]:
+    yield warning("driver", f"{NO_GPU}: {why}; kernels with a share of a real GPU do not start here", SIMULATE)
+    if no_bindings:
+        yield note("cuda-bindings", f"{no_bindings} (needed for real GPUs only)")
+
+
+def _driver(nvml: ModuleType, read_level: Callable[[], int | None]) -> Iterator[Finding]:
+    version: str = nvml.nvmlSystemGetDriverVersion()
+    level = next((found for call in _LEVEL_CALLS if (found := _read(nvml, call)[0])), None) or read_level()
+    api = f", CUDA {level // 1000}.{level % 1000 // 10}" if level else ""
+    refusal = driver_refusal(version)
+    if refusal:
+        now = f" (now {version}{api})" if api else ""
+        yield problem("driver", f"{refusal}{now}", "kernels run, and are never suspended, until it is replaced")
+    else:
+        yield ok("driver", f"{version}{api}")
+    if level and level < MOVING_CUDA_VERSION:
+        yield note(
+            "moving",
+            f"driver {version} cannot bring a kernel's state back on another device than its own",
+            "install driver 580 or newer; until then a suspended kernel waits for its own device",
+        )
+    for sentence in driver_warnings(version):
+        yield warning("driver", sentence, "plan for another release, and try it before use")
+
+
+def _bindings(why_not: str) -> Iterator[Finding]:
+    if why_not:
+        what, _, command = why_not.partition(": ")
+        yield problem("cuda-bindings", f"{what}: kernels cannot be suspended", f"{command} (where the broker runs)")
+    else:
+        yield ok("cuda-bindings", "installed, and new enough for checkpoints")
+
+
+def _device(device: DeviceInfo) -> Finding:
+    what = f"{device.index}: {device.name}, {format_memory(device.memory_mib)}, {device.device_id}"
+    if device.checkpointable:
+        return ok("device", what)
+    advice = "its kernels stay on it until they end"
+    return warning("device", f"{what}; kernels on it cannot be suspended: {device.why_not}", advice)
+
+
+def _modes(nvml: ModuleType, device: DeviceInfo) -> Iterator[Finding]:
+    handle = nvml.nvmlDeviceGetHandleByUUID(device.device_id)
+    persistent, _ = _read(nvml, "nvmlDeviceGetPersistenceMode", handle)
+    if persistent == 0:
+        yield warning(
+            "persistence",
+            f"device {device.index} is not in persistence mode: the first kernel after a pause waits seconds for the driver",
+            f"as root: nvidia-smi -i {device.index} -pm 1, or enable nvidia-persistenced",
+        )
+    elif persistent == 1:
+        yield ok("persistence", f"device {device.index} is in persistence mode")
+    mode, _ = _read(nvml, "nvmlDeviceGetComputeMode", handle)
+    if refusal := sharing_refusal(device.index, mode):
+        yield problem("compute-mode", refusal, sharing_advice(device.index))
+    mig, _ = _read(nvml, "nvmlDeviceGetMigMode", handle)
+    if mig and mig[0] != mig[1]:
+        turn = "on" if mig[1] else "off"
+        yield warning(
+            "mig",
+            f"MIG is to be switched {turn} on device {device.index}",
+            "reset the device or reboot, then look again",
+        )
+
+
+def check_pools(settings: Settings | None, devices: Sequence[DeviceInfo], proc: Path = PROC) -> Iterator[Finding]:
+    for pool in settings.pools if settings is not None else ():
+        if pool.sharing is Sharing.MPS and not mps_processes(proc):
+            yield problem(
+                "mps-pool",
+                f"pool {pool.name!r} shares through MPS, and no MPS control daemon runs: its kernels would have no limit on compute",
+                "nvidia-cuda-mps-control -d, as the user of the kernels or as root",
+            )
+        if pool.sharing is Sharing.MIG and not any(device.device_id.startswith("MIG-") for device in devices):
+            yield problem(
+                "mig-pool",
+                f"pool {pool.name!r} hands out MIG instances, and there is none",
+                "as root: nvidia-smi -mig 1, then nvidia-smi mig -cgi PROFILE -C",
+            )
+        library = pool.hami_library
+        if library and not Path(library).is_file():
+            yield problem(
+                "hami", f"pool {pool.name!r} preloads {library}, and there is no such file", "install HAMi-core there"
+            )
+
+
+def _mps(proc: Path) -> Iterator[Finding]:
+    pids = mps_processes(proc)
+    if pids:
+        yield warning(
+            "mps",
+            f"MPS runs (process {pids[0]}): its clients cannot be checkpointed",
+            "echo quit | nvidia-cuda-mps-control, or keep kernels that are to be suspended away from it",
+        )
+    else:
+        yield ok("mps", "not running")
+
+
+def _read(nvml: ModuleType, call: str, *arguments: object) -> tuple[Any, str]:
+    """Return the reading, or None and the reason: not every device and library supports every call."""
+    read = getattr(nvml, call, None)
+    if read is None:
+        return None, f"this nvidia-ml-py has no {call}"
+    try:
+        return read(*arguments), ""
+    except nvml.NVMLError as error:
+        return None, str(error)
+
+
+def claim_and_try(backend: str, monitor: Monitor, devices: Sequence[DeviceInfo]) -> TrialResult:
+    """Try it on the first device that can be checkpointed. Blocks for seconds, with a driver that hangs for minutes.
+
+    Raises nothing that a driver, a broker or a missing permission causes: those are results.
+    """
+    able = [device for device in devices if device.checkpointable]
+    if not able:
+        return TrialResult(not_tried="no device can be checkpointed")
+    with ExitStack() as claims:
+        try:
+            for device in devices:
+                claims.enter_context(DeviceClaim.claim(device.device_id))
+        except DeviceClaimedError as error:
+            return TrialResult(not_tried=str(error))
+        return asyncio.run(_try(backend, monitor, able[0]))
+
+
+def check_claims(devices: Sequence[DeviceInfo], broker: int | None) -> Iterator[Finding]:
+    """Return a warning for each device that another broker manages than this user's; `broker`: the process of that one, if it runs."""
+    for device in devices:
+        try:
+            DeviceClaim.claim(device.device_id).close()
+        except DeviceClaimedError as error:
+            if broker is None or error.pid != broker:
+                yield warning(
+                    "broker",
+                    str(error),
+                    "no kernel of yours starts there before: ask an administrator for one that serves all users (docs/operating.md)",
+                )
+
+
+async def _try(backend: str, monitor: Monitor, device: DeviceInfo) -> TrialResult:
+    worker = WorkerLink(backend)
+    try:
+        return await try_checkpoint(worker, monitor, device.device_id)
+    finally:
+        await worker.close()
+
+
+def findings_of(result: TrialResult, *, kind: str) -> list[Finding]:
+    """Return what the attempt means. `kind` is the monitor's."""
+    if result.not_tried:
+        return [note("checkpoint", f"not tried: {result.not_tried}")]
+    if result.wrong:
+        return [problem("checkpoint", f"tried on a process of our own: {result.wrong}", _advice(result.code))]
+    each = ", ".join(f"{phase} {result.phases_us[phase] / 1000:.0f} ms" for phase in PHASES)
+    simulated = " on a simulated device" if kind == "simulated" else ""
+    found = [
+        ok("checkpoint", f"tried on a process of our own{simulated}: {MEMORY_MIB} MiB saved and brought back ({each})")
+    ]
+    if result.before_mib is None:
+        found.append(
+            warning(
+                "process-use",
+                "the driver does not count memory under the process ids that are seen here: what a kernel uses is not known",
+                "in a container, share the host's process ids (--pid=host), or run the broker on the host",
+            )
+        )
+    elif result.left_mib:
+        found.append(
+            warning(
+                "process-use",
+                f"of {result.before_mib} MiB the process still held {result.left_mib} MiB on the device while it was saved",
+                "plan for so much per suspended kernel, and please report it with the driver's version",
+            )
+        )
+    else:
+        found.append(ok("process-use", f"{result.before_mib} MiB were counted for it, and none while it was saved"))
+    return found
+
+
+def _advice(code: GPUErrorCode | None) -> str:
+    if code is GPUErrorCode.NOT_PERMITTED:
+        scope = Path(PROC, "sys/kernel/yama/ptrace_scope")
+        level = scope.read_text().strip() if scope.is_file() else "not set"
+        return (
+            "run the broker as root (a system service), or give it CAP_SYS_PTRACE; "
+            f"kernel.yama.ptrace_scope is {level}: 0 allows it to the same user"
+        )
+    if code is GPUErrorCode.WORKER_HUNG:
+        return "the driver did not answer: `nvidia-smi` and `dmesg` may tell more; a reboot may be needed"
+    return "kernels run, and are not suspended, until this works; see the driver's release notes"
