@@ -87,7 +87,7 @@ def test_following_goes_on_over_a_rotation_and_a_half_written_line(log: Path) ->
     list(reader.entries())
     half = act("one", "asked", "done")
     steps: Iterator[None] = iter(_growing(log, half))
-    found = audit.follow(reader, pause=lambda _: next(steps))
+    found = reader.follow(pause=lambda _: next(steps))
     assert [next(found)["act"] for _ in range(4)] == ["one", "two", "three", "four"]
     reader.close()
 

@@ -127,7 +127,7 @@ def test_entries_that_come_are_followed_over_a_rotation_and_a_deletion(log: Path
 
     reader, steps = logs.LogReader(log), happens()
     assert len(list(reader.entries())) == 3
-    found = logs.follow(reader, pause=lambda _: next(steps))
+    found = reader.follow(pause=lambda _: next(steps))
     assert [next(found).text for _ in range(4)] == ["second", "third", "fourth", "fifth"]
     reader.close()
 

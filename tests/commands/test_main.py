@@ -21,7 +21,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A subcommand `probe` whose `run` each test sets."""
     module = ModuleType("probe_command")
     monkeypatch.setattr(module, "configure", lambda parser: parser.add_argument("--number", type=int), raising=False)
-    monkeypatch.setitem(sys.modules, "probe_command", module)
+    monkeypatch.setitem(sys.modules, "fractional_gpu.commands.probe_command", module)
     monkeypatch.setitem(COMMANDS, "probe", main_module._Entry("probe_command", "for tests"))
     return module
 

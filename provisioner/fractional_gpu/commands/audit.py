@@ -8,7 +8,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,8 +18,8 @@ from fractional_gpu.broker.persistence.audit import FILE_NAME, finished_files
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.client.state_folder import state_folder
+from fractional_gpu.commands.logs import GrowingLog, explained
 from fractional_gpu.commands.terminal.connection import add_socket_argument
-from fractional_gpu.commands.terminal.growing_log import INTERVAL_S, GrowingLog, explained
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.commands.terminal.text import CommandError, parse_argument
 from fractional_gpu.config import ConfigError, load
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
                 print(say(entry), flush=options.follow)
         torn = log.torn
         if options.follow:
-            for entry in follow(log):
+            for entry in log.follow():
                 print(say(entry), flush=True)
     if not entries:
         print(f"nothing was written to {path} yet", file=sys.stderr)
@@ -87,24 +87,22 @@ def _path(socket: str | None) -> Path:
     return settings.audit_file or state_folder(where, settings.state_dir) / FILE_NAME
 
 
-class _Log:
-    """Reads the entries of the log, those that are there and then new ones. Raises OSError; a missing log is empty."""
+class _Log(GrowingLog[dict[str, Any]]):
+    torn = 0
 
-    def __init__(self, path: Path) -> None:
-        self._lines = GrowingLog(path, finished_files)
-        self.torn = 0
-
-    def close(self) -> None:
-        """Close the open file. Idempotent."""
-        self._lines.close()
+    def finished(self) -> Sequence[Path]:
+        return finished_files(self.path)
 
     def entries(self) -> Iterator[dict[str, Any]]:
-        for line in self._lines.lines():
+        for line in self.lines():
             entry = _entry(line)
             if entry is None:
                 self.torn += 1
             else:
                 yield entry
+
+    def follow(self, pause: Callable[[float], None] = time.sleep) -> Iterator[dict[str, Any]]:
+        return (entry for entry in super().follow(pause) if entry["outcome"] != "asked")
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:
@@ -122,12 +120,6 @@ def outcomes(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one entry for each act: its outcome, or the request if there is none."""
     ended = {entry["id"] for entry in entries if entry["outcome"] != "asked"}
     return [entry for entry in entries if entry["outcome"] != "asked" or entry["id"] not in ended]
-
-
-def follow(log: _Log, pause: Callable[[float], None] = time.sleep) -> Iterator[dict[str, Any]]:
-    while True:
-        yield from (entry for entry in log.entries() if entry["outcome"] != "asked")
-        pause(INTERVAL_S)
 
 
 def sentence(entry: dict[str, Any]) -> str:

@@ -23,8 +23,8 @@ from fractional_gpu.commands.terminal.text import CommandError, UsageError, say
 from fractional_gpu.core.units import parse_duration_ms
 from fractional_gpu.host.process import identify, open_pidfd, owner_uid, read_command, read_environment, read_stat
 from fractional_gpu.protocol.errors import FractionalGPUError
-from fractional_gpu.protocol.status import HostStatus
 
+_BROKER_OPTIONS = ("config", "simulate", "idle_exit", "state_dir", "settings", "worker_socket", "log_level")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 EPILOG = """\
@@ -108,15 +108,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _checked_idle_exit(text: str | None) -> str | None:
-    if text is not None and text != "never":
-        try:
-            parse_duration_ms(text)
-        except ValueError as error:
-            raise UsageError(f"--idle-exit: {error}, or never") from error
-    return text
-
-
 def _check_ending(options: argparse.Namespace) -> None:
     """Raise UsageError for options that do not go together with ending a broker."""
     if not (options.stop or options.restart):
@@ -126,30 +117,17 @@ def _check_ending(options: argparse.Namespace) -> None:
             )
         return
     what = "--stop" if options.stop else "--restart"
-    others = {
-        "--config": options.config,
-        "--generate-config": options.generate_config,
-        "--simulate": options.simulate,
-        "--detach": options.detach,
-        "--idle-exit": options.idle_exit,
-        "--state-dir": options.state_dir,
-        "--settings": options.settings,
-        "--service": options.service,
-        "--stand-by": options.stand_by,
-        "--worker-socket": options.worker_socket,
-        "--log-level": options.log_level,
-    }
-    if given := [name for name, value in others.items() if value]:
+    others = [*_BROKER_OPTIONS, "generate_config", "detach", "service", "stand_by"]
+    if given := [f"--{name.replace('_', '-')}" for name in others if getattr(options, name)]:
         raise UsageError(
             f"{what} takes --socket and --json only, not {', '.join(given)}: a broker that is restarted has the options that it had; "
             "to give it others, stop it and start it with them"
         )
 
 
-def _about_unused_options(given: BrokerOptions) -> str:
+def _about_unused_options(options: argparse.Namespace, given: BrokerOptions) -> str:
     """Return the sentence about options of a broker that is not started, since another serves already; empty: there is none."""
-    words = ("config_file", "simulate", "idle_exit", "state_dir", "log_level", "settings", "worker_socket")
-    if not any(getattr(given, name) for name in words):
+    if not any(getattr(options, name) for name in _BROKER_OPTIONS):
         return ""
     try:
         path = resolved(given).socket or ""
@@ -166,20 +144,23 @@ def _about_unused_options(given: BrokerOptions) -> str:
 def run(options: argparse.Namespace) -> int:
     _check_ending(options)
     if options.stop or options.restart:
-        from fractional_gpu.commands.broker import run_stop  # noqa: PLC0415 - needed here only
-
         return run_stop(options.socket, restart=options.restart, as_json=options.json)
     if options.generate_config:
         from fractional_gpu.config import example_config  # noqa: PLC0415 - heavy, and needed here only
 
         sys.stdout.write(example_config())
         return 0
+    if options.idle_exit not in (None, "never"):
+        try:
+            parse_duration_ms(options.idle_exit)
+        except ValueError as error:
+            raise UsageError(f"--idle-exit: {error}, or never") from error
     given = BrokerOptions(
         socket=options.socket,
         config_file=options.config,
         simulate=options.simulate,
         detach=options.detach,
-        idle_exit=_checked_idle_exit(options.idle_exit),
+        idle_exit=options.idle_exit,
         state_dir=options.state_dir,
         log_level=options.log_level,
         settings=options.settings,
@@ -188,7 +169,7 @@ def run(options: argparse.Namespace) -> int:
         worker_socket=options.worker_socket,
     )
     if options.detach:
-        unused = _about_unused_options(given)
+        unused = _about_unused_options(options, given)
         # What it writes comes below the bar, not into it.
         with Progress("the broker starts ...", blocks=True, silent=True), redirect_stderr(io.StringIO()) as said:
             code = start_detached(given)
@@ -253,21 +234,13 @@ def run_stop(socket: str | None, *, restart: bool, as_json: bool) -> int:
         command = restart_command(path) or _own_command(
             pid
         )  # before it ends: a broker without leases removes its record then
-        status = _last_status(path)
+        with suppress(FractionalGPUError), BrokerClient(path, timeout_s=ANSWER_S) as client:
+            status = client.status()
         with Progress(f"the broker, process {pid}, ends ...", blocks=True, silent=True):
             how = _end(pid)
     restarted = _start(path, command) if restart else None
-    done = _summary(path, pid, how, status, restarted)
-    if as_json:
-        print(json.dumps(asdict(done)))
-    else:
-        say(_render(done))
-    return 0
-
-
-def _summary(path: str, pid: int | None, how: str, status: HostStatus | None, restarted: int | None) -> Stopped:
     states = None if status is None else [lease.state for lease in status.leases]
-    return Stopped(
+    done = Stopped(
         socket=path,
         pid=pid,
         how=how,
@@ -276,6 +249,11 @@ def _summary(path: str, pid: int | None, how: str, status: HostStatus | None, re
         waiting=None if status is None else sum(lease.position is not None for lease in status.leases),
         restarted=restarted,
     )
+    if as_json:
+        print(json.dumps(asdict(done)))
+    else:
+        say(_render(done))
+    return 0
 
 
 def _render(done: Stopped) -> str:
@@ -329,15 +307,6 @@ def _listener(socket: str) -> int | None:
         return listener_pid(connection)
 
 
-def _last_status(path: str) -> HostStatus | None:
-    """Return the broker's status before it ends, None if it does not answer."""
-    try:
-        with BrokerClient(path, timeout_s=ANSWER_S) as client:
-            return client.status()
-    except FractionalGPUError:
-        return None
-
-
 def _check_owner(path: str, pid: int) -> None:
     """Raise CommandError for a broker that this user may not end."""
     if is_service_socket(path) and ((unit := _unit(pid)) or os.geteuid() != 0):
@@ -383,10 +352,12 @@ def _end(pid: int) -> str:
         signal.pidfd_send_signal(descriptor, signal.SIGTERM)
         if read_stat(pid).stopped_or_traced:
             signal.pidfd_send_signal(descriptor, signal.SIGCONT)  # a stopped process takes no other signal
-        if _has_ended(descriptor, ORDERLY_S):
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        if poll.poll(ORDERLY_S * 1000):
             return "orderly"
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-        if _has_ended(descriptor, _KILLED_S):
+        if poll.poll(_KILLED_S * 1000):
             return "killed"
     except ProcessLookupError:
         return "orderly"
@@ -396,12 +367,6 @@ def _end(pid: int) -> str:
         f"the broker, process {pid}, does not end although it was killed: it hangs in a call of the system (a disk that does not answer, "
         "or the driver); its kernel log (`dmesg`) may say which"
     )
-
-
-def _has_ended(descriptor: int, patience_s: float) -> bool:
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(patience_s * 1000))
 
 
 def _own_command(pid: int) -> _Command | None:

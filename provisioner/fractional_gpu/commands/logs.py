@@ -6,22 +6,23 @@ in a terminal or as a service of systemd writes no files: the error says where i
 
 import argparse
 import json
+import os
 import re
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, BinaryIO, Final, Generic, TypeVar
 
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.commands.lease_commands import find_lease
 from fractional_gpu.commands.terminal.arguments import LEASES, set_completer
 from fractional_gpu.commands.terminal.connection import add_socket_argument, broker_if_running
-from fractional_gpu.commands.terminal.growing_log import INTERVAL_S, GrowingLog, explained
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.commands.terminal.text import CommandError, Style, UsageError, line, parse_argument, say, write
 from fractional_gpu.core.units import parse_duration_ms
@@ -41,6 +42,9 @@ examples:
 
 For root and the user who runs the broker. `jupyter gpu explain LEASE` says why a kernel waited, was suspended or was refused something.
 """
+T = TypeVar("T")
+INTERVAL_S = 0.5  # how often a command that follows a log looks for new lines
+_LONGEST_LINE = 1 << 20
 LEVELS: Final = ("debug", "info", "warning", "error")
 _SEVERITY: Final = {"DEBUG": 0, "INFO": 1, "WARNING": 2, "ERROR": 3, "CRITICAL": 4}
 _STYLES: Final = {"WARNING": Style.ATTENTION, "ERROR": Style.WRONG, "CRITICAL": Style.WRONG}
@@ -49,6 +53,85 @@ _ALL = "all"
 _FILES = 9  # as many rotated files are looked for
 _SHORT_ID = 8  # so many characters of an id are written into the log
 _HEAD = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) ([A-Z]+) (.*)", re.DOTALL)
+
+
+@contextmanager
+def explained(path: Path, what: str, advice: str = "") -> Iterator[None]:
+    """Turn a failure to read the log into a CommandError. `what` it is; `advice`: what else to do, beginning with a semicolon."""
+    try:
+        yield
+    except PermissionError as error:
+        raise CommandError(
+            f"you may not read {what} {error.filename or path}: root and the user who runs the broker may; run this as one of them"
+        ) from None
+    except OSError as error:
+        raise CommandError(f"{what} {path} cannot be read: {error.strerror or error}{advice}") from None
+
+
+class GrowingLog(ABC, Generic[T]):
+    """Reads a log's files from the oldest line on, and what is new as it comes, over rotations. Raises OSError; a missing log is empty."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: BinaryIO | None = None
+        self._begun = False
+        self._rest = b""
+
+    @abstractmethod
+    def finished(self) -> Sequence[Path]:
+        """Return the files that were rotated away, oldest first. Called once, when the first line is read."""
+
+    @abstractmethod
+    def entries(self) -> Iterator[T]:
+        """Yield the entries since the last call."""
+
+    def follow(self, pause: Callable[[float], None] = time.sleep) -> Iterator[T]:
+        while True:
+            yield from self.entries()
+            pause(INTERVAL_S)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def lines(self) -> Iterator[bytes]:
+        """Yield the whole lines since the last call, with their ends. A line of more than a MiB comes in pieces."""
+        if not self._begun:
+            self._begun = True
+            for file in self.finished():
+                with file.open("rb") as finished:
+                    yield from self._read(finished)
+        if self._file is None:
+            self._open()
+        while self._file is not None:
+            yield from self._read(self._file)
+            if self._is_current(self._file):
+                return
+            yield from self._read(self._file)  # lines that were written just before it was renamed
+            self.close()
+            self._open()
+
+    def _open(self) -> None:
+        try:
+            self._file = self.path.open("rb")
+        except FileNotFoundError:
+            self._file = None
+
+    def _is_current(self, file: BinaryIO) -> bool:
+        try:
+            there = self.path.stat()
+        except FileNotFoundError:
+            return True  # it was deleted, and there is no other
+        return os.path.samestat(there, os.fstat(file.fileno()))
+
+    def _read(self, file: BinaryIO) -> Iterator[bytes]:
+        while part := file.readline(_LONGEST_LINE):
+            self._rest += part
+            if not self._rest.endswith(b"\n") and len(self._rest) < _LONGEST_LINE:
+                return  # its end may still come
+            line, self._rest = self._rest, b""
+            yield line
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +188,7 @@ def run(options: argparse.Namespace) -> int:
             )
         _print(there, as_json=options.json)
         if options.follow:
-            for entry in filter(wanted, follow(log)):
+            for entry in filter(wanted, log.follow()):
                 _print([entry], as_json=options.json)
     if not there:
         say(f"no entry of {path} is of that kind", sys.stderr)
@@ -169,27 +252,24 @@ def _wanted(level: str, least: datetime, lease: str) -> Callable[[LogEntry], boo
     return is_wanted
 
 
-class LogReader:
-    """Reads the entries of the log, those that are there and then new ones. Raises OSError."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lines = GrowingLog(path, self._rotated)
-        self._older: list[Path] = []
-        self._last: LogEntry | None = None
+class LogReader(GrowingLog[LogEntry]):
+    _has_older = False
+    _last: LogEntry | None = None
 
     @property
     def has_files(self) -> bool:
-        return bool(self._older) or self._path.exists()
+        return self._has_older or self.path.exists()
 
-    def close(self) -> None:
-        """Close the open file. Idempotent."""
-        self._lines.close()
+    def finished(self) -> Sequence[Path]:
+        numbered = (self.path.with_name(f"{self.path.name}.{number}") for number in range(_FILES, 0, -1))
+        older = [one for one in numbered if one.exists()]
+        self._has_older = bool(older)
+        return older
 
     def entries(self) -> Iterator[LogEntry]:
         """Yield the entries since the last call. What comes before the first whole entry is left out: its head was rotated away."""
         entry: LogEntry | None = None
-        for raw in self._lines.lines():
+        for raw in self.lines():
             text = raw.decode(errors="backslashreplace").rstrip("\n")
             head = _head(text)
             if head is not None:
@@ -203,11 +283,6 @@ class LogReader:
         if entry is not None:
             yield entry
 
-    def _rotated(self, path: Path) -> list[Path]:
-        numbered = (path.with_name(f"{path.name}.{number}") for number in range(_FILES, 0, -1))
-        self._older = [one for one in numbered if one.exists()]
-        return self._older
-
 
 def _head(line: str) -> LogEntry | None:
     """Return the entry that the line begins; None: it goes on with the one before."""
@@ -220,9 +295,3 @@ def _head(line: str) -> LogEntry | None:
     except ValueError:
         return None
     return LogEntry(at, level, text)
-
-
-def follow(log: LogReader, pause: Callable[[float], None] = time.sleep) -> Iterator[LogEntry]:
-    while True:
-        yield from log.entries()
-        pause(INTERVAL_S)

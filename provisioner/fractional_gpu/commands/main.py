@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fractional_gpu import __version__
 from fractional_gpu.commands.terminal.text import CommandError, say
@@ -26,32 +26,23 @@ _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class _Entry(NamedTuple):
-    """A line of the overview. `passes_on`: the subcommand hands arguments that it does not know to another program."""
+    """A line of the overview. `module`: below this package. `passes_on`: it hands arguments that it does not know to another program.
+
+    The module, or the entry of its table `COMMANDS`, has `configure(parser)` and `run(options)`, which returns the exit code.
+    """
 
     module: str
     summary: str
     passes_on: bool = False
 
 
-class _Subcommand(Protocol):
-    """What the module of a subcommand offers, or the subcommand's entry in the table `COMMANDS` of a module of several."""
-
-    def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Describe the command and add its arguments."""
-
-    def run(self, options: argparse.Namespace) -> int:
-        """Run the command and return the exit code. Raises CommandError or FractionalGPUError."""
-
-
-_LEASES = "fractional_gpu.commands.lease_commands"
+_LEASES = "lease_commands"
 COMMANDS: dict[str, _Entry] = {
-    "demo": _Entry("fractional_gpu.commands.demo.demo", "two notebooks take turns on one GPU, and nothing is lost"),
-    "lab": _Entry("fractional_gpu.commands.lab", "JupyterLab with kernels on fractions of a GPU", passes_on=True),
-    "run": _Entry("fractional_gpu.commands.run.run", "a script or a model server on a share of a GPU, as a kernel is"),
-    "measure": _Entry(
-        "fractional_gpu.commands.measuring.measure", "which share of a GPU suffices for a program, and how sure that is"
-    ),
-    "status": _Entry("fractional_gpu.commands.status", "the GPUs, and which kernels hold them or wait"),
+    "demo": _Entry("demo.demo", "two notebooks take turns on one GPU, and nothing is lost"),
+    "lab": _Entry("lab", "JupyterLab with kernels on fractions of a GPU", passes_on=True),
+    "run": _Entry("run.run", "a script or a model server on a share of a GPU, as a kernel is"),
+    "measure": _Entry("measuring.measure", "which share of a GPU suffices for a program, and how sure that is"),
+    "status": _Entry("status", "the GPUs, and which kernels hold them or wait"),
     "suspend": _Entry(_LEASES, "save a kernel's GPU memory on the host and free the GPU"),
     "resume": _Entry(_LEASES, "bring a suspended kernel back onto a GPU"),
     "pin": _Entry(_LEASES, "keep a kernel on its GPU for a while"),
@@ -63,35 +54,21 @@ COMMANDS: dict[str, _Entry] = {
     "move": _Entry(_LEASES, "have an idle kernel go to another GPU (administrators)"),
     "evict": _Entry(_LEASES, "end a kernel; its state is lost (administrators)"),
     "end": _Entry(_LEASES, "end processes that a kernel left on a GPU when it ended"),
-    "report": _Entry("fractional_gpu.commands.costs.report", "what kernels used of the GPUs, and what it costs"),
-    "audit": _Entry("fractional_gpu.commands.audit", "what administrators did, when, and for whom (administrators)"),
-    "capacity": _Entry(
-        "fractional_gpu.commands.seats.capacity", "what each pool could still give, by the forecast of waits"
-    ),
-    "seats": _Entry("fractional_gpu.commands.seats.seats", "the seats of hub servers, and ending one (administrators)"),
-    "pool": _Entry("fractional_gpu.commands.pool", "what the pools are, and changing them while the broker runs"),
-    "budget": _Entry(
-        "fractional_gpu.commands.costs.budget", "what is left of budgets, and giving a user or group more"
-    ),
-    "kernels": _Entry(
-        "fractional_gpu.commands.kernels", "install, list and remove the kernels that the launcher offers"
-    ),
-    "doctor": _Entry(
-        "fractional_gpu.commands.doctor.doctor", "examine the machine, the driver, the broker and Jupyter"
-    ),
-    "logs": _Entry("fractional_gpu.commands.logs", "what the broker wrote into its log, and follow it"),
-    "simulate": _Entry(
-        "fractional_gpu.commands.simulate", "how many GPUs a group of notebook users needs, in virtual time"
-    ),
-    "rescue": _Entry("fractional_gpu.commands.rescue", "bring suspended kernels back when no broker can run any more"),
-    "uninstall": _Entry("fractional_gpu.commands.uninstall", "remove kernelspecs, state and settings of this user"),
-    "completion": _Entry(
-        "fractional_gpu.commands.completion", "what bash, zsh or fish needs to complete `jupyter gpu`"
-    ),
-    "node": _Entry(
-        "fractional_gpu.commands.node.node", "what a cluster's node runs beside the broker (administrators)"
-    ),
-    "broker": _Entry("fractional_gpu.commands.broker", "run the broker (it starts by itself where it is needed)"),
+    "report": _Entry("costs.report", "what kernels used of the GPUs, and what it costs"),
+    "audit": _Entry("audit", "what administrators did, when, and for whom (administrators)"),
+    "capacity": _Entry("seats.capacity", "what each pool could still give, by the forecast of waits"),
+    "seats": _Entry("seats.seats", "the seats of hub servers, and ending one (administrators)"),
+    "pool": _Entry("pool", "what the pools are, and changing them while the broker runs"),
+    "budget": _Entry("costs.budget", "what is left of budgets, and giving a user or group more"),
+    "kernels": _Entry("kernels", "install, list and remove the kernels that the launcher offers"),
+    "doctor": _Entry("doctor.doctor", "examine the machine, the driver, the broker and Jupyter"),
+    "logs": _Entry("logs", "what the broker wrote into its log, and follow it"),
+    "simulate": _Entry("simulate", "how many GPUs a group of notebook users needs, in virtual time"),
+    "rescue": _Entry("rescue", "bring suspended kernels back when no broker can run any more"),
+    "uninstall": _Entry("uninstall", "remove kernelspecs, state and settings of this user"),
+    "completion": _Entry("completion", "what bash, zsh or fish needs to complete `jupyter gpu`"),
+    "node": _Entry("node.node", "what a cluster's node runs beside the broker (administrators)"),
+    "broker": _Entry("broker", "run the broker (it starts by itself where it is needed)"),
 }
 
 EPILOG = """\
@@ -110,6 +87,7 @@ class _Parser(argparse.ArgumentParser):
     def print_help(self, file: "SupportsWrite[str] | None" = None) -> None:
         """Write the help to a file (default: standard output). Raises OSError."""
         (sys.stdout if file is None else file).write(self.format_help())
+        sys.stdout.flush()
 
 
 def _overview() -> argparse.ArgumentParser:
@@ -135,17 +113,6 @@ def _unknown_command(name: str) -> str:
     return f"there is no command {name[:80]!r}; {hint}choose from {', '.join(COMMANDS)}"
 
 
-def _run(arguments: Sequence[str]) -> int:
-    """Run the subcommand that the arguments name, and write out what it printed. Raises as `_dispatch` does, and OSError."""
-    try:
-        code = _dispatch(arguments)
-    except SystemExit:
-        sys.stdout.flush()  # the help, or the version
-        raise
-    sys.stdout.flush()
-    return code
-
-
 def _dispatch(arguments: Sequence[str]) -> int:
     """Run the subcommand that the arguments name. Raises SystemExit for help and wrong usage, as argparse does."""
     overview = _overview()
@@ -154,7 +121,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
         return 2
     name = arguments[0]
     if name.startswith("-") and overview.parse_args([name]).version:
-        print(f"jupyter-fractional-gpu {__version__}")
+        print(f"jupyter-fractional-gpu {__version__}", flush=True)
         return 0
     entry = COMMANDS.get(name)
     if entry is None:
@@ -165,13 +132,15 @@ def _dispatch(arguments: Sequence[str]) -> int:
         options.passed_on = others
     else:
         options = parser.parse_args(arguments[1:])
-    return command.run(options)
+    code: int = command.run(options)
+    sys.stdout.flush()
+    return code
 
 
-def subcommand(name: str) -> tuple[_Subcommand, argparse.ArgumentParser]:
+def subcommand(name: str) -> tuple[Any, argparse.ArgumentParser]:
     """Import a subcommand; return it and its parser."""
-    module = importlib.import_module(COMMANDS[name].module)
-    command = cast("_Subcommand", getattr(module, "COMMANDS", {}).get(name, module))
+    module = importlib.import_module(f"fractional_gpu.commands.{COMMANDS[name].module}")
+    command = getattr(module, "COMMANDS", {}).get(name, module)
     parser = _Parser(
         prog=f"jupyter gpu {name}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -187,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         complete({name: entry.summary for name, entry in COMMANDS.items()}, lambda name: subcommand(name)[1])
     _open_closed_streams()
     try:
-        return _run(sys.argv[1:] if argv is None else argv)
+        return _dispatch(sys.argv[1:] if argv is None else argv)
     except (CommandError, FractionalGPUError) as error:
         say(f"jupyter gpu: {' '.join(str(error).split())}", sys.stderr)
         return error.exit_code if isinstance(error, CommandError) else FAILED
