@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.gpu.interface import DeviceSensors
-from fractional_gpu.gpu.simulated import energy
+from fractional_gpu.gpu.simulated import host as host_module
 from fractional_gpu.gpu.simulated import load as load_module
 from fractional_gpu.gpu.simulated import monitor as monitor_module
 from fractional_gpu.gpu.simulated.load import Load, Piece, used_milli
@@ -31,7 +31,7 @@ class Machine:
         self.killed: list[Load] = []
         self.pids: dict[str, int] = {}
         with store.transaction() as db:
-            db.execute("UPDATE meters SET since_ns=?", (self.now_ns,))
+            db.execute("UPDATE devices SET counted_us=?", (self.now_ns // 1000,))
 
     def clock(self) -> int:
         return self.now_ns
@@ -74,7 +74,6 @@ class Machine:
     def move(self, key: str, device: int) -> None:
         """Bring a process that does no work back on another device, as the end of a restore does."""
         with self.store.transaction() as db:
-            energy.book(db, self.store.memory, [key])
             db.execute("UPDATE processes SET device=? WHERE key=?", (self.devices[device], key))
 
     def sensors(self, device: int = 0) -> DeviceSensors:
@@ -101,8 +100,8 @@ def virtual(directory: Path) -> Iterator[Machine]:
     with closing(Store(directory)) as store, pytest.MonkeyPatch.context() as patch:
         made = Machine(store)
         patch.setattr(load_module, "since_boot_ns", made.clock)
-        patch.setattr(energy, "since_boot_ns", made.clock)
-        patch.setattr(monitor_module, "since_boot_us", lambda: made.now_ns // 1000)
+        for module in (monitor_module, host_module):
+            patch.setattr(module, "since_boot_us", lambda: made.now_ns // 1000)
         yield made
         for load in [*made.loads.values(), *made.killed]:
             load.close()

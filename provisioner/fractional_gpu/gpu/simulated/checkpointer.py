@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
-from fractional_gpu.gpu.simulated import energy, faults
+from fractional_gpu.gpu.simulated import faults
 from fractional_gpu.gpu.simulated.context import HELD, shut_gate
 from fractional_gpu.gpu.simulated.device_memory import charge
 from fractional_gpu.gpu.simulated.monitor import UNABLE, open_store, translated
@@ -231,8 +231,6 @@ class SimulatedCheckpointer:
             for source, destination, size in files:
                 _copy(source, destination, size, settings.restore_mib_s)
             with self._store.transaction() as db:
-                if target.device_id != process.device:
-                    energy.book(db, self._store.memory, [key])
                 done = db.execute(
                     "UPDATE processes SET phase='device', device=target, target=NULL WHERE key=? AND phase='restoring'",
                     (key,),

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from fractional_gpu.gpu.simulated import energy
 from fractional_gpu.gpu.simulated.processes import CLOSED, ON_DEVICE, empty_trash, processes_of, reap, write_gate
 from fractional_gpu.gpu.simulated.store import (
     DATABASE,
@@ -29,6 +28,7 @@ from fractional_gpu.gpu.simulated.store import (
     Store,
     own_namespace,
 )
+from fractional_gpu.host.clock import since_boot_us
 from fractional_gpu.host.files import temporary_folder
 
 MAX_DEVICES: Final = 64
@@ -45,25 +45,6 @@ class SimulatedHost:
     directory: Path
     devices: tuple[Device, ...]
     settings: Settings
-
-    def work(self) -> list[energy.Work]:
-        """Return what each process has really used and drawn until now, by device: the truth that a division is compared with.
-
-        Ended processes count, the last 10,000 of them. The idle draw is nobody's. Raises SimulatedHostError when the host is gone.
-        """
-        with closing(Store(self.directory)) as store:
-            return energy.works(store.query, store.memory, energy.since_boot_ns())
-
-    def energy_of(self, *, pid: int | None = None, lease: str | None = None, device_id: str | None = None) -> int:
-        """Return what the work of these processes has drawn beyond the idle draw, mJ; None: any. Raises SimulatedHostError as `work`."""
-        return (
-            sum(
-                one.drawn_uj
-                for one in self.work()
-                if pid in (None, one.pid) and lease in (None, one.lease) and device_id in (None, one.device_id)
-            )
-            // 1000
-        )
 
 
 def parse_devices(text: str) -> list[int]:
@@ -125,7 +106,6 @@ def create(directory: str | Path, devices: str | Sequence[int], *, shared: bool 
             if shared:
                 folder.chmod(0o1777)
         reap(store)
-        draw = store.settings().draw
         with store.transaction() as db:
             db.execute("INSERT OR IGNORE INTO meta VALUES ('version', ?)", (str(VERSION),))
             present = [row[0] for row in db.execute("SELECT memory_mib FROM devices ORDER BY idx")]
@@ -137,9 +117,11 @@ def create(directory: str | Path, devices: str | Sequence[int], *, shared: bool 
                 if living:
                     raise SimulatedHostError(_occupied(path, present, sizes, living))
                 db.execute("DELETE FROM devices")
-                rows = [(f"SIM-{uuid.uuid4()}", index, _name(mib), mib) for index, mib in enumerate(sizes)]
-                db.executemany("INSERT INTO devices (id, idx, name, memory_mib) VALUES (?, ?, ?, ?)", rows)
-            energy.begin_meters(db, *draw)
+                now_us = since_boot_us()
+                rows = [(f"SIM-{uuid.uuid4()}", index, _name(mib), mib, now_us) for index, mib in enumerate(sizes)]
+                db.executemany(
+                    "INSERT INTO devices (id, idx, name, memory_mib, counted_us) VALUES (?, ?, ?, ?, ?)", rows
+                )
         return _describe(store)
 
 
@@ -193,7 +175,7 @@ def show_sensors(directory: str | Path, device_id: str, *, power: bool = True, c
         _check_device(store, device_id)
         with store.transaction() as db:
             db.execute(
-                "UPDATE meters SET shows_power=?, shows_counter=? WHERE device=?", (int(power), int(counter), device_id)
+                "UPDATE devices SET shows_power=?, shows_counter=? WHERE id=?", (int(power), int(counter), device_id)
             )
 
 
@@ -204,7 +186,10 @@ def set_counter(directory: str | Path, device_id: str, energy_mj: int) -> None:
     with closing(Store(directory)) as store:
         _check_device(store, device_id)
         with store.transaction() as db:
-            energy.set_counter(db, store.memory, device_id, energy_mj)
+            db.execute(
+                "UPDATE devices SET energy_uj=?, counted_us=? WHERE id=?",
+                (energy_mj * 1000, since_boot_us(), device_id),
+            )
 
 
 def _describe(store: Store) -> SimulatedHost:

@@ -16,6 +16,7 @@ The rules:
 import os
 import struct
 import threading
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ from itertools import pairwise
 from math import ceil
 from typing import Final
 
-from fractional_gpu.gpu.simulated.energy import PROMISE_NS, Used, booked_ns, open_used, since_boot_ns, write_used
 from fractional_gpu.gpu.simulated.processes import WORK, Process, users_of
 from fractional_gpu.gpu.simulated.store import Store
 
@@ -38,6 +38,11 @@ _TOTALS: Final = 256
 _STEP_NS: Final = 25_000_000
 _PRECISION: Final = 1e-6
 _BYTES: Final = _HEADER.size + _TOTALS * _TOTAL.size
+
+
+def since_boot_ns() -> int:
+    """Return nanoseconds since boot, on a clock that cannot be set."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 @dataclass(slots=True, eq=False)
@@ -87,11 +92,10 @@ class Load:
         self._file = os.open(self._folder / _LOAD, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         if store.shared:  # others' work is slowed down by this one's
             os.fchmod(self._file, 0o644)
-        self._used_file = open_used(self._folder)
         self._mutex = threading.Lock()
         self._pieces: list[Piece] = []
         self._at_ns = since_boot_ns()  # up to here everything is counted
-        self._used_ns = booked_ns(store.query, key)  # by an earlier context of this process
+        self._used_ns = 0
         self._number = 0  # of the running total that is written now
         self._kept_ns = 0  # when the total before it was written for the last time
         self._write(self._at_ns)
@@ -126,7 +130,6 @@ class Load:
             self._pieces.clear()
             self._publish()
             os.close(self._file)
-            os.close(self._used_file)
             self._file = -1
 
     def _count(self) -> None:
@@ -165,19 +168,6 @@ class Load:
         wants_milli[_PIECES - 1 :] = [min(WHOLE, sum(wants_milli[_PIECES - 1 :]))]
         wants_milli += [0] * (_PIECES - len(wants_milli))
         os.pwrite(self._file, _HEADER.pack(self._number, used_milli, *wants_milli), 0)
-        self._say_used(now_ns)
-
-    def _say_used(self, now_ns: int) -> None:
-        """Say what was used, and how that grows until the first piece may end."""
-        under_way = [piece for piece in self._pieces if piece.wanted_milli]
-        ends_ns = [int(piece.left_s * 1e9) for piece in under_way if piece.left_ns is not None]
-        used = Used(
-            at_ns=now_ns,
-            used_ns=self._used_ns,
-            rate_ppm=sum(piece.milli * 1_000_000 // piece.stretch_milli for piece in under_way),
-            until_ns=now_ns + min([PROMISE_NS, *ends_ns]),
-        )
-        write_used(self._used_file, used)
 
 
 def used_milli(store: Store, process: Process, since_ns: int, now_ns: int) -> int:

@@ -19,7 +19,7 @@ from fractional_gpu.gpu.interface import (
     GPUErrorCode,
     ProcessUse,
 )
-from fractional_gpu.gpu.simulated import energy, faults
+from fractional_gpu.gpu.simulated import faults
 from fractional_gpu.gpu.simulated.load import WHOLE, used_milli
 from fractional_gpu.gpu.simulated.processes import WORK, Process, is_dead, reap, settle_if_abandoned, swapping, users_of
 from fractional_gpu.gpu.simulated.store import MIB, SimulatedHostError, Store
@@ -56,7 +56,6 @@ class SimulatedMonitor:
     def __init__(self, directory: str | Path) -> None:
         self._store = open_store(directory)
         self._reaped_s = -math.inf
-        self._counted: dict[str, tuple[int, int]] = {}  # by device: what its counter was moved by, and what it said
 
     @property
     def kind(self) -> str:
@@ -124,24 +123,30 @@ class SimulatedMonitor:
         return DeviceSensors(busy_percent=use_milli // 10, power_mw=power_mw, energy_mj=energy_mj)
 
     def _drawn(self, device_id: str, use_milli: int) -> tuple[int | None, int | None]:
-        """Return what the device draws, mW, and has drawn, mJ, as far as it shows that."""
-        store, now_ns = self._store, energy.since_boot_ns()
-        found = energy.read_meter(store.query, store.memory, device_id, now_ns)
-        if found is not None and found[0].boot != energy.boot():
-            with store.transaction() as db:
-                energy.begin_boot(db, store.memory)
-            found = energy.read_meter(store.query, store.memory, device_id, now_ns)
-        if found is None:
-            return None, None
-        meter, used_ns = found
-        drawn_mj = meter.drawn(used_ns, now_ns) // 1000
-        shift_mj, before_mj = self._counted.get(device_id, (meter.shift_mj, 0))
-        if shift_mj == meter.shift_mj:
-            # A process that is interrupted while it says what it used may say a little less than was expected of it.
-            drawn_mj = max(drawn_mj, before_mj)
-        self._counted[device_id] = (meter.shift_mj, drawn_mj)
-        power_mw = meter.draws(use_milli, now_ns) if meter.shows_power else None
-        return power_mw, drawn_mj + meter.shift_mj if meter.shows_counter else None
+        """Return what the device draws, mW, and has drawn, mJ, as far as it shows that.
+
+        Its energy is counted when any monitor reads it, by the use since the last reading: what a process used between that and its end
+        is left out. A boot of the machine begins the counter again.
+        """
+        settings = self._store.settings()
+        range_mw = settings.peak_mw - settings.idle_mw
+        counted = 0
+        while not counted:  # until no other monitor has counted meanwhile
+            columns = "energy_uj, counted_us, shows_power, shows_counter"
+            [row] = self._store.query(f"SELECT {columns} FROM devices WHERE id=?", device_id)  # noqa: S608
+            energy_uj, counted_us, shows_power, shows_counter = row
+            now_us = since_boot_us()
+            since_us = counted_us if counted_us <= now_us else 0
+            used_milli = self.utilisation(device_id, since_us).device_milli or 0
+            drawn_uj = (now_us - since_us) * (1000 * settings.idle_mw + range_mw * used_milli) // 1_000_000
+            energy_uj = drawn_uj + (energy_uj if counted_us <= now_us else 0)
+            with self._store.transaction() as db:
+                counted = db.execute(
+                    "UPDATE devices SET energy_uj=?, counted_us=? WHERE id=? AND counted_us=?",
+                    (energy_uj, now_us, device_id, counted_us),
+                ).rowcount
+        power_mw = settings.idle_mw + range_mw * use_milli // 1000
+        return power_mw if shows_power else None, energy_uj // 1000 if shows_counter else None
 
     def kernel_environment(self, device_id: str | None) -> dict[str, str]:
         """Return where the simulated host is and, once there is one, the device."""

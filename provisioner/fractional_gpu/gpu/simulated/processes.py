@@ -22,10 +22,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Final
 
-from fractional_gpu.gpu.simulated import energy
 from fractional_gpu.gpu.simulated.store import Store, own_namespace
 
 OPEN: Final = b"O"  # calls pass
@@ -63,6 +63,12 @@ def _process(row: tuple[str, int, str, str, str | None, str, int, str]) -> Proce
     return Process(key, visible_pid(key, pid), lease, device, target, phase, n_bytes, fatal)
 
 
+@cache
+def boot() -> str:
+    """Return what names this boot of the machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()[:8]
+
+
 def current_key(pid: int) -> str | None:
     """Return the key of the process that has this pid now, None if there is none."""
     try:
@@ -75,8 +81,8 @@ def current_key(pid: int) -> str | None:
         return None
     namespace = _namespace(pid)
     if namespace == own_namespace():
-        return f"{pid}-{int(fields[19])}-{energy.boot()}"
-    return f"{_inner_pid(pid)}-{int(fields[19])}-{energy.boot()}{_WITHIN}{namespace}"
+        return f"{pid}-{int(fields[19])}-{boot()}"
+    return f"{_inner_pid(pid)}-{int(fields[19])}-{boot()}{_WITHIN}{namespace}"
 
 
 def own_key(store: Store) -> str | None:
@@ -86,7 +92,7 @@ def own_key(store: Store) -> str | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     start = int(raw[raw.rindex(b")") + 1 :].split()[19])
-    key = f"{os.getpid()}-{start}-{energy.boot()}"
+    key = f"{os.getpid()}-{start}-{boot()}"
     return key if own_namespace() == store.home_namespace() else f"{key}{_WITHIN}{own_namespace()}"
 
 
@@ -296,12 +302,8 @@ def settle_if_abandoned(store: Store, key: str) -> None:
 
 
 def forget(store: Store, keys: list[str]) -> None:
-    """Release everything that these processes hold, and folders without an owner. What they have used stays booked."""
+    """Release everything that these processes hold, and folders without an owner."""
     moved = []
-    if keys:
-        # Before their folders move: whoever finds a process in the books and no folder finds its use booked.
-        with store.transaction() as db:
-            energy.book(db, store.memory, keys)
     with store.transaction() as db:
         for key in keys:
             db.execute("DELETE FROM allocations WHERE process=?", (key,))

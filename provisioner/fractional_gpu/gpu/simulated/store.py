@@ -23,8 +23,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from fractional_gpu.gpu.simulated import energy
-
 MIB: Final = 1 << 20
 VERSION: Final = 1
 DATABASE: Final = "host.sqlite"
@@ -32,13 +30,13 @@ SOCKET: Final = "memory.sock"  # of a shared host: see `device_memory`
 _KEY: Final = re.compile(r"[0-9A-Za-z][0-9A-Za-z@-]{0,99}")
 _BUSY_S: Final = 60.0
 _MOST_MW: Final = 10_000_000
-_MOST_NOISE: Final = 1000
 
 SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS devices (
   id TEXT PRIMARY KEY, idx INTEGER NOT NULL, name TEXT NOT NULL, memory_mib INTEGER NOT NULL,
-  lost INTEGER NOT NULL DEFAULT 0);
+  lost INTEGER NOT NULL DEFAULT 0, energy_uj INTEGER NOT NULL DEFAULT 0, counted_us INTEGER NOT NULL,
+  shows_power INTEGER NOT NULL DEFAULT 1, shows_counter INTEGER NOT NULL DEFAULT 1);
 CREATE TABLE IF NOT EXISTS processes (
   key TEXT PRIMARY KEY, pid INTEGER NOT NULL, lease TEXT NOT NULL, device TEXT NOT NULL, target TEXT,
   phase TEXT NOT NULL, bytes INTEGER NOT NULL, fatal TEXT NOT NULL DEFAULT '');
@@ -49,9 +47,6 @@ CREATE TABLE IF NOT EXISTS faults (
   id INTEGER PRIMARY KEY AUTOINCREMENT, operation TEXT NOT NULL, fault TEXT NOT NULL, left INTEGER, pid INTEGER,
   taken INTEGER NOT NULL DEFAULT 0);
 """
-_DRAW: Final = ("idle_mw", "peak_mw", "power_noise_milli")
-
-
 _AFRESH: Final = "remove the folder to start afresh"
 
 
@@ -70,7 +65,6 @@ class Settings:
     checkpointable: int = 1  # 0: as a driver that is too old, on every device
     idle_mw: int = 75_000  # what a device draws at all times; this and the next one are about an H200's
     peak_mw: int = 700_000  # what it draws when all of it is used
-    power_noise_milli: int = 0  # by how many thousandths at most the idle draw is more or less
 
     def __post_init__(self) -> None:
         """Raise SimulatedHostError for what is not a whole number of at least 0."""
@@ -82,15 +76,6 @@ class Settings:
                 f"settings idle_mw={self.idle_mw}, peak_mw={self.peak_mw} are not allowed; a device draws at least as much when it is "
                 f"used, and {_MOST_MW} mW at most"
             )
-        if self.power_noise_milli > _MOST_NOISE:
-            raise SimulatedHostError(
-                f"setting power_noise_milli={self.power_noise_milli} is not allowed; give 0 to {_MOST_NOISE}, thousandths of idle_mw"
-            )
-
-    @property
-    def draw(self) -> tuple[int, int, int]:
-        """What each device draws, as `energy` takes it."""
-        return self.idle_mw, self.peak_mw, self.power_noise_milli
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +118,7 @@ class Store:
             db.execute("PRAGMA synchronous=OFF")
             if create:
                 db.execute("PRAGMA journal_mode=WAL").fetchone()
-                db.executescript(SCHEMA + energy.SCHEMA)
+                db.executescript(SCHEMA)
             found = db.execute("SELECT value FROM meta WHERE name='version'").fetchone()
         except sqlite3.Error:
             db.close()
@@ -207,8 +192,6 @@ class Store:
         settings = Settings(**{**current, **changes})
         with self.transaction() as db:
             db.execute("INSERT OR REPLACE INTO meta VALUES ('settings', ?)", (json.dumps(asdict(settings)),))
-            if any(current[name] != getattr(settings, name) for name in _DRAW):
-                energy.set_draw(db, self.memory, *settings.draw)
         return settings
 
     def close(self) -> None:
