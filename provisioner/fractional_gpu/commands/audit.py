@@ -26,6 +26,7 @@ from fractional_gpu.config import ConfigError, load
 from fractional_gpu.core.units import parse_duration_ms, plural
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
+_KEYS = ("time", "id", "act", "object", "outcome")
 EPILOG = """\
 examples:
   jupyter gpu audit                     every act that is kept, oldest first
@@ -95,25 +96,17 @@ class _Log(GrowingLog[dict[str, Any]]):
 
     def entries(self) -> Iterator[dict[str, Any]]:
         for line in self.lines():
-            entry = _entry(line)
-            if entry is None:
-                self.torn += 1
-            else:
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                entry = None
+            if isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in _KEYS):
                 yield entry
+            else:
+                self.torn += 1
 
     def follow(self, pause: Callable[[float], None] = time.sleep) -> Iterator[dict[str, Any]]:
         return (entry for entry in super().follow(pause) if entry["outcome"] != "asked")
-
-
-def _entry(line: bytes) -> dict[str, Any] | None:
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        return None
-    whole = isinstance(entry, dict) and all(
-        isinstance(entry.get(key), str) for key in ("time", "id", "act", "object", "outcome")
-    )
-    return entry if whole else None
 
 
 def outcomes(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:

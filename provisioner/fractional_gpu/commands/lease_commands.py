@@ -244,12 +244,6 @@ class DeviceCommand:
 _POLL_S: Final = 0.5
 
 
-def _say_suspended(lease: LeaseStatus) -> str:
-    if lease.lease.saved_mib:
-        return f"suspended, {format_memory(lease.lease.saved_mib)} saved in host memory"
-    return "holds no GPU memory, so there was nothing to save"
-
-
 def _pin_request(options: argparse.Namespace) -> PinRequest:
     """Return the request. Raises UsageError: a pin lasts for more than no time, and not for ever."""
     text: str | None = options.duration
@@ -272,10 +266,6 @@ def _pin_request(options: argparse.Namespace) -> PinRequest:
 def _say_pinned(_: LeaseStatus, after: LeaseStatus) -> str:
     stays = "stays on the GPU" if after.state == "resident" else "will stay on the GPU once it is there,"
     return f"{lease_name(after)}: {stays} for {format_duration(after.pinned_ms)} from now"
-
-
-def _say_unpinned(before: LeaseStatus, _: LeaseStatus) -> str:
-    return f"{lease_name(before)}: {'no longer pinned' if before.pinned_ms else 'was not pinned'}"
 
 
 def _resize_request(options: argparse.Namespace) -> ResizeRequest:
@@ -417,7 +407,11 @@ A suspended kernel keeps every variable; its next cell brings it back by itself.
         interrupted="stops the waiting; a suspend that has begun goes on",
         call=BrokerClient.suspend,
         applies=lambda lease: lease.state == "resident",
-        success=_say_suspended,
+        success=lambda lease: (
+            f"suspended, {format_memory(lease.lease.saved_mib)} saved in host memory"
+            if lease.lease.saved_mib
+            else "holds no GPU memory, so there was nothing to save"
+        ),
     ),
     "resume": BulkCommand(
         description="Bring suspended kernels back onto a GPU; waits until there is room.",
@@ -464,7 +458,9 @@ What is left of the pin goes back to your budget. A kernel that is not pinned is
 """,
         doing="unpinning",
         call=lambda client, lease_id, _: client.because_of("`jupyter gpu unpin`").unpin(lease_id),
-        success=_say_unpinned,
+        success=lambda before, _: (
+            f"{lease_name(before)}: {'no longer pinned' if before.pinned_ms else 'was not pinned'}"
+        ),
     ),
     "resize": LeaseCommand(
         description="Give a running kernel another share of a GPU, without a restart.",

@@ -105,14 +105,6 @@ def _overview() -> argparse.ArgumentParser:
     return parser
 
 
-def _unknown_command(name: str) -> str:
-    import difflib  # noqa: PLC0415 - for slips only
-
-    close = difflib.get_close_matches(name, COMMANDS, 1)
-    hint = f"did you mean `jupyter gpu {close[0]}`? " if close else ""
-    return f"there is no command {name[:80]!r}; {hint}choose from {', '.join(COMMANDS)}"
-
-
 def _dispatch(arguments: Sequence[str]) -> int:
     """Run the subcommand that the arguments name. Raises SystemExit for help and wrong usage, as argparse does."""
     overview = _overview()
@@ -125,7 +117,11 @@ def _dispatch(arguments: Sequence[str]) -> int:
         return 0
     entry = COMMANDS.get(name)
     if entry is None:
-        overview.error(_unknown_command(name))
+        import difflib  # noqa: PLC0415 - for slips only
+
+        close = difflib.get_close_matches(name, COMMANDS, 1)
+        hint = f"did you mean `jupyter gpu {close[0]}`? " if close else ""
+        overview.error(f"there is no command {name[:80]!r}; {hint}choose from {', '.join(COMMANDS)}")
     command, parser = subcommand(name)
     if entry.passes_on:
         options, others = parser.parse_known_args(arguments[1:])
@@ -154,7 +150,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from fractional_gpu.commands.completion import complete  # noqa: PLC0415 - for shells only, when Tab is pressed
 
         complete({name: entry.summary for name, entry in COMMANDS.items()}, lambda name: subcommand(name)[1])
-    _open_closed_streams()
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # this process was started without it (`>&-`)
+            setattr(sys, stream, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     try:
         return _dispatch(sys.argv[1:] if argv is None else argv)
     except (CommandError, FractionalGPUError) as error:
@@ -174,13 +172,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stderr,
         )
         return FAILED
-
-
-def _open_closed_streams() -> None:
-    """Open the streams that this process was started without (`>&-`), so that what is written to them goes nowhere."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
 
 
 def _discard_output() -> None:

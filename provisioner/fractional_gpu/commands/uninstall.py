@@ -90,7 +90,9 @@ def run(options: argparse.Namespace) -> int:
             raise CommandError(
                 "nobody can be asked here: say --yes to remove everything, or --dry-run to see what that is"
             )
-        if not found.items or not _is_agreed(found):
+        for item in found.items:
+            say(f"  {item.path}  ({item.what})")
+        if not found.items or input("Remove all of this? [y/N] ").strip().lower() not in ("y", "yes"):
             print("Nothing was removed.")
             return 0
     for socket in found.sockets:
@@ -102,17 +104,24 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _find() -> Findings:
+    from fractional_gpu.broker.process.driver_start import simulated_folder  # noqa: PLC0415 - heavy
+
     found = Findings()
     for spec in list_installed():
         found.items.append(Item(spec.folder, f"kernel {spec.display_name!r}"))
-    places = [runtime_place(), *_short_folders()]
+    # Where the usual path is too long for a socket (`fractional_gpu.client.discovery`), sockets are in a short one.
+    short = (
+        one
+        for parent in {temporary_folder(), *map(Path, _TEMPORARY)}
+        for one in parent.glob(f"jupyter-gpu-{os.geteuid()}-*")
+    )
+    places = [runtime_place(), *(folder for folder in short if _is_own_folder(folder))]
     states = own_host_folders()
     found.sockets = sorted({*_sockets_below(places), *_recorded_sockets(states)})
     found.items += [Item(place, "sockets and logs") for place in places if _is_own_folder(place)]
     found.items += [Item(state, "usage records and forecasts of this host") for state in states]
-    found.items += [
-        Item(folder, "simulated GPUs") for folder in map(_simulated_folder, found.sockets) if folder is not None
-    ]
+    simulated = map(simulated_folder, found.sockets)
+    found.items += [Item(folder, "simulated GPUs") for folder in simulated if _is_own_folder(folder)]
     settings = Path(jupyter_config_dir()) / "lab" / "user-settings" / PACKAGE
     if _is_own_folder(settings):
         found.items.append(Item(settings, "settings in JupyterLab"))
@@ -127,14 +136,6 @@ def _is_own_folder(path: Path) -> bool:
     except OSError:
         return False
     return path.is_dir() and not path.is_symlink() and status.st_uid == os.geteuid()
-
-
-def _short_folders() -> list[Path]:
-    """Return the folders of sockets whose usual path is too long for a socket (`fractional_gpu.client.discovery`)."""
-    found: list[Path] = []
-    for parent in {temporary_folder(), *map(Path, _TEMPORARY)}:
-        found += [folder for folder in parent.glob(f"jupyter-gpu-{os.geteuid()}-*") if _is_own_folder(folder)]
-    return found
 
 
 def _sockets_below(places: list[Path]) -> Iterator[str]:
@@ -163,13 +164,6 @@ def _recorded_sockets(states: list[Path]) -> Iterator[str]:
                         yield str(json.loads(command[0][-1])["socket"])
 
 
-def _simulated_folder(socket: str) -> Path | None:
-    from fractional_gpu.broker.process.driver_start import simulated_folder  # noqa: PLC0415 - heavy
-
-    folder = simulated_folder(socket)
-    return folder if _is_own_folder(folder) else None
-
-
 def _check_no_leases(sockets: list[str]) -> None:
     """Raise CommandError if a kernel has a lease, or a broker does not tell."""
     for socket in sockets:
@@ -186,13 +180,6 @@ def _check_no_leases(sockets: list[str]) -> None:
                 f"kernels have a share of a GPU, and their state would be lost: {', '.join(sorted(named))} (broker {socket}); "
                 "shut them down, and try again"
             )
-
-
-def _is_agreed(found: Findings) -> bool:
-    for item in found.items:
-        say(f"  {item.path}  ({item.what})")
-    answer = input("Remove all of this? [y/N] ")
-    return answer.strip().lower() in ("y", "yes")
 
 
 def _end_broker(socket: str) -> None:
@@ -237,15 +224,11 @@ def _remove(items: list[Item]) -> tuple[list[Item], dict[Path, str]]:
                 failed[item.path] = error.strerror or str(error)
             else:
                 removed.append(item)
-                _remove_if_empty(item.path.parent)
+                above = item.path.parent
+                if above.name == "jupyter-gpu" or above.name.startswith("jupyter-gpu-"):
+                    with suppress(OSError):  # it has the folders of other hosts
+                        above.rmdir()
     return removed, failed
-
-
-def _remove_if_empty(folder: Path) -> None:
-    """Remove the folder that was only for ours: `.../jupyter-gpu`, above the folders of several hosts."""
-    if folder.name == "jupyter-gpu" or folder.name.startswith("jupyter-gpu-"):
-        with suppress(OSError):
-            folder.rmdir()
 
 
 def package_command() -> str:

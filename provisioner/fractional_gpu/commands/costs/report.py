@@ -30,6 +30,7 @@ from fractional_gpu.commands.terminal.text import (
     shown,
     table,
     terminal_width,
+    write_file,
 )
 from fractional_gpu.core.metering.usage import ACCOUNTS
 from fractional_gpu.protocol.accounts import USAGE_BY, UsageReport
@@ -144,7 +145,7 @@ def run(options: argparse.Namespace) -> int:
     if options.output is None:
         sys.stdout.write(text)
     else:
-        _write(options.output, text)
+        write_file(options.output, text, "--output")
     if report.note and ask.form != "text":
         say(f"note: {report.note}", sys.stderr)
     return 0
@@ -205,7 +206,7 @@ def _from_file(options: argparse.Namespace, ask: _Ask) -> UsageReport:
             file = rows_file.read(path.read_bytes(), str(path))
             since_s, until_s = file.begins_s, file.ends_s
             if options.since is not None or options.until is not None:
-                begin = options.since or _utc_text(file.begins_s)
+                begin = options.since or time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(file.begins_s))
                 since_s, until_s = _period(
                     argparse.Namespace(since=begin, until=options.until), file.ends_s, rows_file.ZONE
                 )
@@ -218,10 +219,6 @@ def _from_file(options: argparse.Namespace, ask: _Ask) -> UsageReport:
         raise CommandError(f"{path} cannot be read: {error.strerror or error}; check --from") from None
     except ValueError as error:
         raise CommandError(str(error)) from None
-
-
-def _utc_text(at_s: int) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at_s))
 
 
 def _formed(report: UsageReport, ask: _Ask, zone: tzinfo | None, provider: str, out: TextIO | None) -> str:
@@ -271,19 +268,7 @@ def _advised(report: UsageReport, width: int | None) -> "list[Text]":
 
 
 def _drawn(found: Table, width: int | None) -> "list[Text]":
-    header = [*(one.upper() for one in found.by), *(_heading(one.name) for one in found.columns)]
+    names = (one.name.partition(" ") for one in found.columns)  # `MEMORY GiB h`: units stay as they are
+    header = [*(one.upper() for one in found.by), *(f"{first.upper()} {unit}".rstrip() for first, _, unit in names)]
     rows = [[*one.names, *one.cells] for one in found.lines]
     return table(header, rows, width=width, figures_from=len(found.by))
-
-
-def _heading(name: str) -> str:
-    """Return `MEMORY GiB h`: units stay as they are."""
-    first, _, unit = name.partition(" ")
-    return f"{first.upper()} {unit}".rstrip()
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8", newline="")
-    except OSError as error:
-        raise CommandError(f"{path} cannot be written: {error.strerror or error}; check --output") from None

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.commands.demo.sandbox import Sandbox, interrupt_on_termination, open_sandbox
@@ -214,11 +214,6 @@ On a machine without a GPU whose memory can be saved, a simulated one takes its 
 """
 
 
-class _Setup(NamedTuple):
-    broker: BrokerClient
-    device: DemoDevice
-
-
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = "Two notebooks with three quarters of one GPU each take turns on it, and nothing is lost."
     parser.epilog = EPILOG
@@ -240,18 +235,18 @@ def run(options: argparse.Namespace) -> int:
         if options.keep:
             say(f"the folder {sandbox.root} stays when this ends", sys.stderr, flush=True)
         with Progress("two notebooks take turns on one GPU", blocks=True, silent=True) as progress:
-            setup = _prepare(sandbox, simulate, progress.say)
-            kernels = _run_notebooks(sandbox, setup.broker, progress)
+            broker, device = _prepare(sandbox, simulate, progress.say)
+            kernels = _run_notebooks(sandbox, broker, progress)
         if options.json:
-            print(json.dumps(report_as_json(setup.device, kernels)), flush=True)
+            print(json.dumps(report_as_json(device, kernels)), flush=True)
         else:
-            write(render_report(setup.device, kernels, terminal_width(sys.stdout)), flush=True)
+            write(render_report(device, kernels, terminal_width(sys.stdout)), flush=True)
         if not options.check:
             _open_lab(sandbox)
     return 1 if find_problems(kernels) else 0
 
 
-def _prepare(sandbox: Sandbox, simulate: str | None, tell: Callable[[str], None]) -> _Setup:
+def _prepare(sandbox: Sandbox, simulate: str | None, tell: Callable[[str], None]) -> "tuple[BrokerClient, DemoDevice]":
     """Start the broker, on a real GPU if one is suitable, and install the kernelspec that the notebooks name."""
     setup = None if simulate else _set_up_real(sandbox, tell)
     if setup is None:
@@ -259,17 +254,17 @@ def _prepare(sandbox: Sandbox, simulate: str | None, tell: Callable[[str], None]
         tell(f"Using a simulated GPU ({simulate}): its bytes are real and are really moved, its speed says nothing.")
         os.environ["JUPYTER_GPU_SIMULATE"] = simulate  # for a broker that has to be started again
         setup = _setup_of(sandbox.start_broker(simulate=simulate, device=0))
-    sandbox.install_kernels(simulated=setup.device.simulated)
+    sandbox.install_kernels(simulated=setup[1].simulated)
     return setup
 
 
-def _setup_of(broker: BrokerClient) -> _Setup:
+def _setup_of(broker: BrokerClient) -> "tuple[BrokerClient, DemoDevice]":
     status = broker.status()
     device = status.devices[0]  # the sandbox's broker has exactly one
-    return _Setup(broker, DemoDevice(name=device.name, simulated=status.simulated, memory_mib=device.memory_mib))
+    return (broker, DemoDevice(name=device.name, simulated=status.simulated, memory_mib=device.memory_mib))
 
 
-def _set_up_real(sandbox: Sandbox, tell: Callable[[str], None]) -> _Setup | None:
+def _set_up_real(sandbox: Sandbox, tell: Callable[[str], None]) -> "tuple[BrokerClient, DemoDevice] | None":
     """Start the broker on the first suitable real GPU. None if there is none, after telling why."""
     if importlib.util.find_spec("torch") is None:
         tell("torch, which the notebooks use on a real GPU, is not installed here.")
@@ -366,15 +361,10 @@ def _open_lab(sandbox: Sandbox) -> None:
         lab.send_signal(signal.SIGTERM)
         code = 0
     finally:
-        _wait_for_end(lab)
+        try:
+            lab.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            lab.kill()
+            lab.wait()
     if code != 0:
         raise CommandError(f"JupyterLab ended with exit code {code}; what it wrote above says why")
-
-
-def _wait_for_end(lab: "subprocess.Popen[bytes]") -> None:
-    """Return when JupyterLab has ended; kill it if it takes too long."""
-    try:
-        lab.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        lab.kill()
-        lab.wait()

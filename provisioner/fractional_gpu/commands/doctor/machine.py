@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from fractional_gpu.commands.doctor.report import Finding, note, ok, problem, warning
 from fractional_gpu.config import Settings
@@ -328,10 +328,9 @@ raise SystemExit(ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(lev
 _READ_S: Final = 20.0
 
 
-class NvidiaReport:
-    def __init__(self, devices: tuple[DeviceInfo, ...], findings: tuple[Finding, ...]) -> None:
-        self.devices = devices
-        self.findings = findings
+class NvidiaReport(NamedTuple):
+    devices: tuple[DeviceInfo, ...]
+    findings: tuple[Finding, ...]
 
 
 def cuda_level() -> int | None:
@@ -365,7 +364,10 @@ def check_nvidia(
         except GPUError as error:
             return NvidiaReport((), (problem("driver", str(error), "`nvidia-smi` and `dmesg` tell more"),))
         if not devices:
-            return NvidiaReport((), tuple(_none(monitor.why_none, bindings())))
+            why = f"{NO_GPU}: {monitor.why_none}; kernels with a share of a real GPU do not start here"
+            missing = bindings()
+            needs = [note("cuda-bindings", f"{missing} (needed for real GPUs only)")] if missing else []
+            return NvidiaReport((), (warning("driver", why, SIMULATE), *needs))
         findings = [
             *_driver(library, level),
             *_bindings(bindings()),
@@ -390,12 +392,6 @@ def mps_processes(proc: Path = PROC) -> list[int]:
             if command.startswith(_MPS):
                 found.append(int(folder.name))
     return sorted(found)
-
-
-def _none(why: str, no_bindings: str) -> Iterator[Finding]:
-    yield warning("driver", f"{NO_GPU}: {why}; kernels with a share of a real GPU do not start here", SIMULATE)
-    if no_bindings:
-        yield note("cuda-bindings", f"{no_bindings} (needed for real GPUs only)")
 
 
 def _driver(nvml: ModuleType, read_level: Callable[[], int | None]) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ import os
 import platform
 import re
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -123,14 +123,12 @@ def render(findings: Sequence[Finding], next_step: str = "", width: int | None =
         conclusion = "Nothing to complain of."
     room = None if width is None else min(width, _MOST_READABLE)
     end = fitted([line(("Next:", Style.HEADING), f" {next_step}")], room) if next_step else []
-    rows = [row for finding in findings for row in _rows(finding)]
+    rows: list[tuple[Piece, str, str]] = []
+    for one in findings:
+        rows.append(((str(one.severity), _STYLES[one.severity]), one.check, one.finding))
+        if one.advice:
+            rows.append(("", "", f"-> {one.advice}"))
     return [*table((), rows, indent="", width=room, least=_LEAST_CELLS), line(), line(conclusion), *end]
-
-
-def _rows(finding: Finding) -> Iterator[tuple[Piece, str, str]]:
-    yield (str(finding.severity), _STYLES[finding.severity]), finding.check, finding.finding
-    if finding.advice:
-        yield "", "", f"-> {finding.advice}"
 
 
 def clean(text: str) -> str:
@@ -146,9 +144,15 @@ def clean(text: str) -> str:
 
 def write_bundle(path: Path, findings: Sequence[Finding], socket: str | None) -> list[str]:
     """Write the archive, mode 0600, and return the names of what is in it. Raises CommandError if it cannot be written."""
+    versions = {"python": platform.python_version(), "system": platform.platform()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
     files = {
         "doctor.json": as_json(findings),
-        "versions.json": json.dumps(_versions(), indent=1),
+        "versions.json": json.dumps(versions, indent=1),
         "status.json": _status(socket),
         **_logs(socket or socket_path()),
     }
@@ -163,16 +167,6 @@ def write_bundle(path: Path, findings: Sequence[Finding], socket: str | None) ->
     except OSError as error:
         raise CommandError(f"the bundle cannot be written to {path}: {error.strerror}; choose another place") from error
     return list(files)
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "system": platform.platform()}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
 
 
 def _status(socket: str | None) -> str:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
@@ -61,6 +61,7 @@ from fractional_gpu.commands.terminal.text import (
     table,
     terminal_width,
     write,
+    write_file,
 )
 from fractional_gpu.core.units import (
     format_fraction,
@@ -129,11 +130,6 @@ def slower(found: Finding) -> str:
     return f"{_percent(value)} % slower than alone ({_percent(low)} to {_percent(high)} %)"
 
 
-def percent_slower(quotients: Sequence[float]) -> str:
-    """Return what rounds say so far: `+3 %`."""
-    return f"{(median(quotients) - 1) * 100:+.0f} %"
-
-
 def _percent(value: float) -> str:
     return f"{value:.0f}".replace("-0", "0") if abs(value) < 1000 else f"{value:,.0f}"
 
@@ -180,30 +176,20 @@ def figures(findings: Sequence[Finding], width: int | None = None) -> "list[Text
         [
             format_fraction(one.setting.fraction_milli),
             str(one.setting.tenants),
-            _number(1 / one.unit_s),
-            _number(one.device_units_s),
+            f"{1 / one.unit_s:.3g}",
+            f"{one.device_units_s:.3g}",
             seconds(one.median_s),
             seconds(one.p95_s),
             format_memory(one.memory_mib) if one.memory_mib else _UNKNOWN,
             f"{one.busy_percent:.0f} %" if one.busy_percent is not None else _UNKNOWN,
             f"{one.unit_mj / 1000:.3g} J" if one.unit_mj is not None else _UNKNOWN,
-            _price(one),
+            f"{one.unit_gpu_s:.3g} GPU s" if one.unit_price is None else f"{one.unit_price:.3g} {one.currency}",
             str(one.rounds),
         ]
         for one in findings
         if not math.isnan(one.unit_s)
     ]
     return table(header, rows, width=width, figures_from=1)
-
-
-def _price(found: Finding) -> str:
-    if found.unit_price is not None:
-        return f"{found.unit_price:.3g} {found.currency}"
-    return f"{found.unit_gpu_s:.3g} GPU s"
-
-
-def _number(value: float) -> str:
-    return f"{value:.3g}"
 
 
 def seconds(value: float) -> str:
@@ -276,7 +262,7 @@ def picture(findings: Sequence[Finding]) -> str:
 
 
 _SIGNALLED: Final = 128
-_REPEAT: Final = Path(__file__).with_name("repeat.py")
+_REPEAT: Final = [sys.executable, "-I", "-S", os.fspath(Path(__file__).with_name("repeat.py"))]
 _NOTEBOOK: Final = "import sys; from nbclient.cli import main; sys.argv[0] = 'jupyter-execute'; main()"
 _TRIAL_PART: Final = 3  # the trial may take a third of the time
 _PASSING: Final = (DisturbedError, NoSpareRoomError, NoRoomError)  # NoRoomError: a seat, or a limit, is full now
@@ -346,7 +332,9 @@ def run(options: argparse.Namespace) -> int:
         ):
             seat = own_seat()
             with closing(ensure_broker(timeout_s=TIMEOUT_S, token=seat.token if seat is not None else None)) as client:
-                measurement = Measurement(plan, client, Path(folder), lambda text: _say(progress, text))
+                measurement = Measurement(
+                    plan, client, Path(folder), lambda text: progress.say(f"jupyter gpu measure: {text}")
+                )
                 measurement.run()
     except EndedError as error:
         ended = error.number
@@ -354,10 +342,6 @@ def run(options: argparse.Namespace) -> int:
         return _SIGNALLED + ended
     status = _show(options, measurement, interrupted=bool(ended))
     return _SIGNALLED + ended if ended else status
-
-
-def _say(progress: Progress, sentence: str) -> None:
-    progress.say(f"jupyter gpu measure: {sentence}")
 
 
 def _end_with_input() -> None:
@@ -387,7 +371,7 @@ def _show(options: argparse.Namespace, measurement: "Measurement", *, interrupte
         said = [*remarks, *sentences(findings, plan.most_slower)]
         write([*fitted(said, width), line(), *figures(findings, width)])
     if options.picture is not None:
-        _write(options.picture, picture(findings))
+        write_file(options.picture, picture(findings), "--picture")
     return 0 if any(one.slower is not None for one in findings[1:]) else 1
 
 
@@ -465,10 +449,6 @@ def _listed(text: str | None, parse: Callable[[str], int]) -> list[int] | None:
     return None if text is None else [parse(part.strip()) for part in text.split(",")]
 
 
-def _fractions(milli: Iterable[int]) -> str:
-    return ", ".join(format_fraction(one) for one in milli)
-
-
 def _copies(text: str) -> int:
     if not text.isdigit() or len(text) > 2 or not 1 <= int(text) <= _MOST_COPIES:
         raise UsageError(f"--copies has {text[:20]!r}; allowed: whole numbers from 1 to {_MOST_COPIES}, with commas")
@@ -483,13 +463,6 @@ def _percentage(option: str, text: str) -> float:
     if not 0 < value <= 1000:
         raise UsageError(f"{option} is {text[:20]!r}; allowed: a percentage above 0, such as 5%")
     return value / 100
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"{path} cannot be written: {error.strerror or error}; check --picture") from None
 
 
 @dataclass(slots=True)
@@ -570,8 +543,9 @@ class Measurement:
         if self.plan.copies is None:
             asked = self.plan.fractions_milli or offered or ANY_OFFERS_MILLI
             if offered and (others := [one for one in asked if one not in offered]):
+                wrong, there = (", ".join(map(format_fraction, milli)) for milli in (others, offered))
                 raise UsageError(
-                    f"--fractions has {_fractions(others)}, but pool {self.plan.pool!r} offers {_fractions(offered)}; choose of these"
+                    f"--fractions has {wrong}, but pool {self.plan.pool!r} offers {there}; choose of these"
                 )
             return settings_of_fractions(asked)
         try:
@@ -614,7 +588,9 @@ class Measurement:
             try:
                 return self._step(setting, min(now_s + patience_s, self.until_s))
             except _PASSING as error:
-                self._leave_out(setting, str(error))
+                self._tell(f"a step is left out and will be repeated: {error}")
+                self.disturbed[str(error)] = self.disturbed.get(str(error), 0) + 1
+                self.study.trouble[setting] = str(error)
                 if time.monotonic() >= give_up_s:
                     return None
                 time.sleep(_RETRY_S)
@@ -641,38 +617,26 @@ class Measurement:
             self.say(sentence)
         self._told = sentence
 
-    def _leave_out(self, setting: Setting, why: str) -> None:
-        self._tell(f"a step is left out and will be repeated: {why}")
-        self.disturbed[why] = self.disturbed.get(why, 0) + 1
-        self.study.trouble[setting] = why
-
     def _step(self, setting: Setting, limit_s: float) -> Sample:
         plan = self.plan
-        command = [*self._repeat(), *plan.command] if self._repeats else plan.command
+        command = [*_REPEAT, *plan.command] if self._repeats else plan.command
         commands = [command] * setting.tenants
         if plan.beside:
-            mix = [[*self._repeat(), *one] for one in plan.beside]
+            mix = [[*_REPEAT, *one] for one in plan.beside]
             commands = [command, *(mix[number % len(mix)] for number in range(setting.tenants - 1))]
         measured = 1 if plan.beside else setting.tenants
         with self._places.tenants(commands, setting.fraction_milli, limit_s) as tenants:
             bystander = os.environ.get("JUPYTER_GPU_LEASE", "")
-            return Step(self.client, plan.pool, tenants, measured, limit_s, self._long_s, bystander).run()
-
-    @property
-    def _long_s(self) -> float:
-        """How long tenants with long units work together in a step, so that enough rounds fit into the time."""
-        share_s = self.plan.within_s / (len(self.study.settings) * _ROUNDS_WANTED)
-        return min(LONGEST_S, max(SHORTEST_S, share_s))
-
-    @staticmethod
-    def _repeat() -> list[str]:
-        return [sys.executable, "-I", "-S", os.fspath(_REPEAT)]
+            # Tenants with long units work together for so long that enough rounds fit into the time.
+            share_s = plan.within_s / (len(self.study.settings) * _ROUNDS_WANTED)
+            long_s = min(LONGEST_S, max(SHORTEST_S, share_s))
+            return Step(self.client, plan.pool, tenants, measured, limit_s, long_s, bystander).run()
 
     def _report(self) -> None:
         parts = []
         for setting in self.study.settings:
             if quotients := self.study.quotients.get(setting):
-                so_far = percent_slower(quotients)
+                so_far = f"{(median(quotients) - 1) * 100:+.0f} %"
                 sure = "sure enough" if self.study.is_narrow(setting) else plural(len(quotients), "round")
                 parts.append(f"{format_fraction(setting.fraction_milli)} x {setting.tenants}: {so_far} ({sure})")
         spent_s = time.monotonic() - self._began_s

@@ -18,7 +18,6 @@ from fractional_gpu.commands.run.process import (
     CannotRunError,
     EndedError,
     HeldCommand,
-    RunningCommand,
     attach,
     check_program,
     command_environment,
@@ -95,7 +94,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status. Raises UsageError, CommandError and FractionalGPUError before it runs."""
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    request, ports, wait_ms = _request(options, command), _ports(options.serve), _wait_ms(options.wait)
+    request, ports, wait_ms = (
+        _request(options, command),
+        [_number("--serve", text, _PORTS) for text in options.serve],
+        _wait_ms(options.wait),
+    )
     check_program(command)
     with noted_signals() as noted:  # one that comes just when the command begins is the command's
         try:
@@ -103,7 +106,12 @@ def run(options: argparse.Namespace) -> int:
                 lease, held, environment = _prepare(command, request, wait_ms, served=bool(ports))
         except EndedError as ended:  # a stub that is held still ends with this process
             return die_of(ended.number)
-        running = _go(lease, held, environment)
+        try:
+            running = held.go(environment)
+        except CannotRunError:
+            with suppress(FractionalGPUError):
+                lease.release()
+            raise
         supervisor = Supervisor(lease, running.pid, ports)
         supervisor.start()
         status = running.wait(
@@ -131,27 +139,19 @@ def _request(options: argparse.Namespace, command: Sequence[str]) -> LeaseReques
         pool = check_pool_name(options.pool)
     except FractionalGPUError as error:
         raise UsageError(f"--pool: {error}") from None
+    # The program's name, and that of the file that it is given first: arguments may be secret.
+    script = next((word for word in command[1:] if not word.startswith("-")), "")
+    names = [Path(command[0]).name, *([Path(script).name] if Path(script).is_file() else [])]
     return LeaseRequest(
         fraction_milli=parse_argument(parse_fraction_milli, fraction),
         pool=pool,
         memory_mib=parse_argument(parse_memory_mib, options.memory) if options.memory is not None else None,
         devices=devices,
         priority=_number("--priority", options.priority, _PRIORITIES),
-        label=lease_label(options.name or _default_name(command)),
+        label=lease_label(options.name or " ".join(names)),
         gated=False,
         kind=COMMAND,
     )
-
-
-def _default_name(command: Sequence[str]) -> str:
-    """Return the program's name, and that of the file that it is given first: arguments may be secret."""
-    script = next((word for word in command[1:] if not word.startswith("-")), "")
-    names = [Path(command[0]).name, *([Path(script).name] if Path(script).is_file() else [])]
-    return " ".join(names)
-
-
-def _ports(texts: Sequence[str]) -> list[int]:
-    return [_number("--serve", text, _PORTS) for text in texts]
 
 
 def _wait_ms(text: str | None) -> int | None:
@@ -190,13 +190,3 @@ def _prepare(
             held.give_up()
         raise
     return lease, held, command_environment(lease, granted)
-
-
-def _go(lease: KernelLease, held: HeldCommand, environment: dict[str, str]) -> RunningCommand:
-    """Have the command run. Raises CannotRunError; the lease is released then."""
-    try:
-        return held.go(environment)
-    except CannotRunError:
-        with suppress(FractionalGPUError):
-            lease.release()
-        raise

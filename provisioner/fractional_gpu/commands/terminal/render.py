@@ -66,6 +66,7 @@ BAR_CELLS = 24
 MOST_STRANGERS = 3  # named in a device's line
 _WHOLE = 1000  # a device, thousandths
 _USED, _RESERVED, _OTHERS = ("#", Style.USED), ("=", Style.RESERVED), ("x", Style.OTHERS)  # of a bar
+_LEGEND = ("     ", _USED, "  used    ", _RESERVED, "  reserved    ", _OTHERS, "  other programs    .  free")
 
 
 def bar(device: DeviceStatus, cells: int = BAR_CELLS) -> "Text":
@@ -89,11 +90,6 @@ def bar(device: DeviceStatus, cells: int = BAR_CELLS) -> "Text":
     return line(*pieces, "." * left)
 
 
-def describe_demand(device: DeviceStatus) -> str:
-    slowed = ", so they slow each other down" if device.demand_milli > _WHOLE else ""
-    return f"busy kernels need {device.demand_milli // 10} % of its compute{slowed}"
-
-
 def _device_lines(device: DeviceStatus, *, simulated: bool) -> "list[Text]":
     """Return one device's lines: its name, its bar and, if it admits no kernel, why."""
     sums = f"{format_memory(device.reserved_mib)} reserved, {format_memory(device.used_mib)} used"
@@ -110,7 +106,8 @@ def _device_lines(device: DeviceStatus, *, simulated: bool) -> "list[Text]":
     if sensors:
         lines.append(line(f"     {', '.join(sensors)}{' (simulated)' if simulated else ''}"))
     if device.demand_milli:
-        lines.append(line(f"     {describe_demand(device)}"))
+        slowed = ", so they slow each other down" if device.demand_milli > _WHOLE else ""
+        lines.append(line(f"     busy kernels need {device.demand_milli // 10} % of its compute{slowed}"))
     if device.stranger_mib:
         who = ", ".join(f"process {one.pid} of {one.user}" for one in device.strangers[:MOST_STRANGERS])
         more = len(device.strangers) - MOST_STRANGERS
@@ -135,24 +132,15 @@ def _device_lines(device: DeviceStatus, *, simulated: bool) -> "list[Text]":
 def _lease_row(lease: LeaseStatus) -> tuple[Piece, ...]:
     memory = f"{format_memory(lease.lease.used_mib)} of {format_memory(lease.spec.reserve_mib)}"
     saved = format_memory(lease.lease.saved_mib) if lease.lease.saved_mib else "-"
+    style = Style.WRONG if lease.state == "quarantined" else Style.ATTENTION if lease.position is not None else ""
     return (
         short_id(lease.lease_id),
         f"{lease.spec.label or '-'} (command)" if lease.kind == COMMAND else lease.spec.label or "-",
         format_fraction(lease.spec.fraction_milli),
-        (describe_state(lease), _state_style(lease)),
+        (describe_state(lease), style),
         memory,
         saved,
     )
-
-
-def _labelled(status: LeaseStatus, label: str) -> LeaseStatus:
-    return structs.replace(status, lease=replace(status.lease, spec=replace(status.spec, label=label)))
-
-
-def _state_style(lease: LeaseStatus) -> str:
-    if lease.state == "quarantined":
-        return Style.WRONG
-    return Style.ATTENTION if lease.position is not None else ""
 
 
 def _left_line(lease: LeaseStatus) -> str:
@@ -170,7 +158,11 @@ def render_leases(leases: Sequence[LeaseStatus], width: int | None = None) -> "l
     lines = table(header, [_lease_row(lease) for lease in leases])
     if width is not None and (over := max(one.cell_len for one in lines) - width) > 0:
         most = max(len(lease.spec.label) for lease in leases) - over
-        leases = [_labelled(lease, short_path(lease.spec.label, most)) for lease in leases]
+        short = [replace(lease.spec, label=short_path(lease.spec.label, most)) for lease in leases]
+        leases = [
+            structs.replace(lease, lease=replace(lease.lease, spec=spec))
+            for lease, spec in zip(leases, short, strict=True)
+        ]
         whole = 2 * (max(len(lease.spec.label) for lease in leases) <= width // 2)
         lines = table(header, [_lease_row(lease) for lease in leases], width=width, whole=whole)
     lines += [
@@ -232,7 +224,7 @@ def render_status(status: HostStatus, width: int | None = None) -> "list[Text]":
     lines = [line(("GPUs", Style.HEADING), simulated)]
     for device in sorted(status.devices, key=lambda device: device.index):
         lines += _device_lines(device, simulated=status.simulated)
-    lines.append(_legend() if status.devices else line("  none: this machine has no GPU that can be shared"))
+    lines.append(line(*_LEGEND) if status.devices else line("  none: this machine has no GPU that can be shared"))
     lines += [line(), line(("Kernels", Style.HEADING))]
     lines += render_leases(status.leases, width) if status.leases else [line("  none holds or waits for a GPU")]
     if seats := render_seats(status, width):
@@ -249,7 +241,3 @@ def render_status(status: HostStatus, width: int | None = None) -> "list[Text]":
     if status.trouble:
         lines += [line(), line(("Trouble", Style.WRONG), f": {status.trouble}.")]
     return fitted(lines, width)
-
-
-def _legend() -> "Text":
-    return line("     ", _USED, "  used    ", _RESERVED, "  reserved    ", _OTHERS, "  other programs    .  free")

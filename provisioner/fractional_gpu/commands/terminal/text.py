@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, TextIO, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
@@ -206,3 +207,11 @@ def say(sentence: str, out: TextIO | None = None, *, flush: bool = False) -> Non
     """Write sentences, a line each, to `out` (None: standard output), so that no name in them can control a terminal."""
     text = "\n".join(map(harmless, sentence.split("\n")))
     print(text, file=sys.stdout if out is None else out, flush=flush)
+
+
+def write_file(path: Path, text: str, option: str) -> None:
+    """Write a file that an option named. Raises CommandError."""
+    try:
+        path.write_text(text, encoding="utf-8", newline="")
+    except OSError as error:
+        raise CommandError(f"{path} cannot be written: {error.strerror or error}; check {option}") from None
