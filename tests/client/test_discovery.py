@@ -402,7 +402,7 @@ def test_a_broker_of_another_protocol_is_not_spoken_to(home: Path) -> None:
         broker.protocol = 9
         with pytest.raises(
             BrokerUnavailableError,
-            match=r"speaks protocol 9 and its client .* protocol 1, .*: update .* in this environment",
+            match=r"'0; protocol=9' and its client .*; protocol=1', .*: install the same version",
         ):
             ensure_broker(broker.path)
 

@@ -49,7 +49,7 @@ def taken(who: Caller, **fields: Any) -> dict[str, Any]:  # noqa: ANN401 - as ab
     assert status == 200, lease
     own = who.start_for(lease["lease_id"])
     status, attached = who.call("POST", f"/v1/leases/{lease['lease_id']}/attach", lease["token"], own)
-    assert (status, attached["state"]) == (200, "resident"), attached
+    assert (status, attached["lease"]["state"]) == (200, "resident"), attached
     assert isinstance(lease, dict)
     return lease
 

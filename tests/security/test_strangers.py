@@ -250,7 +250,7 @@ def test_leases_that_never_attach_keep_no_other_user_out() -> None:
             lease = live.lease(fraction_milli=1000, gated=False, wait_ms=25_000)
             with started_for(lease.lease_id) as process:
                 attached = live.call("POST", f"/v1/leases/{lease.lease_id}/attach", process, token=lease.token)
-                assert (attached.status, attached.body["state"]) == (200, "resident")
+                assert (attached.status, attached.body["lease"]["state"]) == (200, "resident")
             assert live.call("DELETE", f"/v1/leases/{lease.lease_id}").status == 200
 
 

@@ -1,22 +1,17 @@
-"""Another version at the other end works as far as both go, and what does not is said with both versions and what to do."""
+"""Another version at the other end works within one number of the protocol; else both versions are said, and what to do."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fractional_gpu import __version__
-from fractional_gpu.client import client, discovery, http
+from fractional_gpu.client import discovery
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.protocol.codec import changed_fields
-from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableError, NotFoundError
-from fractional_gpu.protocol.limits import VERSION_HEADER
-from fractional_gpu.protocol.messages import Done, LeaseRequest
-from fractional_gpu.protocol.names import OWN, Version, hint, refusal
-from fractional_gpu.protocol.routes import ANYONE, Nothing, Route
+from fractional_gpu.protocol.errors import BrokerUnavailableError
+from fractional_gpu.protocol.limits import PROTOCOL_VERSION, VERSION_HEADER
+from fractional_gpu.protocol.messages import LeaseRequest, Pong
 from tests.broker.live import LiveBroker
 
-NEWER = Version("99.1", OWN.protocol + 1)
-LATER = Version("99.1", OWN.protocol)
+LATER = f"99.1; protocol={PROTOCOL_VERSION}"
 
 
 class LaterLeaseRequest(LeaseRequest, frozen=True, kw_only=True):
@@ -26,62 +21,24 @@ class LaterLeaseRequest(LeaseRequest, frozen=True, kw_only=True):
 
 
 @pytest.mark.parametrize(
-    ("other", "older"),
-    [(OWN.protocol + 1, "where the broker is installed"), (OWN.protocol - 1, "in this environment")],
+    "other", [f"7.5; protocol={PROTOCOL_VERSION + 1}", "", "x", "1; protocol=", "1; protocol=9" * 99, "\xff"]
 )
-def test_a_client_of_another_protocol_is_told_both_versions_and_which_to_update(
-    live: LiveBroker, other: int, older: str
-) -> None:
-    header = {VERSION_HEADER: f"7.5; protocol={other}"}
-    assert live.call("GET", "/v1/ping", **header).body["protocol"] == OWN.protocol
+def test_a_client_of_another_protocol_is_told_both_versions_and_what_to_do(live: LiveBroker, other: str) -> None:
+    header = {VERSION_HEADER: other}
+    assert live.call("GET", "/v1/ping", **header).body["protocol"] == PROTOCOL_VERSION
     for method, target in (("GET", "/v1/status"), ("POST", "/v1/leases"), ("GET", "/v1/nowhere")):
         answer = live.call(method, target, **header)
         assert (answer.status, answer.error["reason"]) == (400, "version")
         message = answer.error["message"]
-        assert (
-            f"(version {__version__}) speaks protocol {OWN.protocol} and its client (version 7.5) protocol {other}"
-            in message
-        )
-        assert older in message
+        assert message.isascii()
+        assert len(message) < 400
+        assert f"'{__version__}; protocol={PROTOCOL_VERSION}' and its client {other[:60]!a}" in message
+        assert "install the same version of jupyter-fractional-gpu on both sides" in message
 
 
-UNREADABLE = [
-    "",
-    "x",
-    "1; protocol=",
-    "1; protocol=-1",
-    "0.3.1; protocol=99999999999999999999999999",
-    "1; protocol=9" * 99,
-    "1; protocol=1, 1; protocol=1",
-    "1; protocol=٣",
-    "\xff",
-]
-
-
-@pytest.mark.parametrize("header", UNREADABLE)
-def test_a_version_that_cannot_be_read_is_refused_with_what_is_allowed(live: LiveBroker, header: str) -> None:
-    answer = live.call("GET", "/v1/status", **{VERSION_HEADER: header.encode("utf-8").decode("latin-1")})
-    assert (answer.status, answer.error["reason"]) == (400, "bad-version")
-    message = answer.error["message"]
-    assert message.isascii()
-    assert len(message) < 300
-    assert f"such as {OWN.to_header()!r}, or no such header" in message
-
-
-def test_a_request_without_a_version_is_served(live: LiveBroker) -> None:
+def test_requests_without_a_version_and_of_a_later_release_are_served(live: LiveBroker) -> None:
     assert live.call("GET", "/v1/status").status == 200
-
-
-def test_a_client_takes_a_broker_whose_version_cannot_be_read_for_one_that_names_none(
-    live: LiveBroker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Version, "to_header", lambda _: "x")
-    with BrokerClient(live.socket) as speaker, pytest.raises(NotFoundError, match=r"of yours; .* lists them$"):
-        speaker.lease("nobody")
-
-
-def test_this_version_can_be_read() -> None:
-    assert Version.from_header(OWN.to_header()) == OWN
+    assert live.call("GET", "/v1/status", **{VERSION_HEADER: LATER}).status == 200
 
 
 def test_a_later_client_that_asks_nothing_new_is_understood(live: LiveBroker) -> None:
@@ -90,41 +47,11 @@ def test_a_later_client_that_asks_nothing_new_is_understood(live: LiveBroker) ->
         speaker.release(speaker.create_lease(LaterLeaseRequest(fraction_milli=250)).lease_id)
 
 
-def test_a_later_client_that_asks_something_new_is_told_both_versions(
-    live: LiveBroker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client, "OWN", LATER)
-    monkeypatch.setattr(http, "_VERSION", f"{VERSION_HEADER}: {LATER.to_header()}")
-    both = rf"the GPU broker is version {__version__} and its client version 99.1: "
-    with BrokerClient(live.socket) as speaker:
-        with pytest.raises(BadRequestError, match=f"unknown field 'colour'.*{both}"):
-            speaker.create_lease(LaterLeaseRequest(fraction_milli=250, colour="green"))
-        with pytest.raises(NotFoundError, match=f"no such route.*{both}"):
-            speaker.call(Route("paint", "POST", "/v1/paint", Nothing, Done, ANYONE, ""))
-        with pytest.raises(NotFoundError, match=r"there is no lease 'nobody' of yours[^(]*$"):
-            speaker.lease("nobody")
-
-
 def test_a_client_does_not_begin_with_a_broker_of_another_protocol(
     live: LiveBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(discovery, "OWN", NEWER)
+    pong = Pong(version="99.1", protocol=PROTOCOL_VERSION + 1, pid=1, simulated=True)
+    monkeypatch.setattr(BrokerClient, "ping", lambda *_: pong)
     monkeypatch.setattr(discovery, "check_folder", lambda _: None)
-    with pytest.raises(
-        BrokerUnavailableError, match=rf"version {__version__}\) speaks protocol 1 .*version 99.1\) protocol 2"
-    ):
+    with pytest.raises(BrokerUnavailableError, match=rf"'99.1; protocol=2' and its client '{__version__}; protocol=1'"):
         discovery.ensure_broker(live.socket)
-
-
-@given(st.text(max_size=60) | st.from_regex(r"[0-9a-z.+]{1,42}; protocol=[0-9]{1,8}", fullmatch=True))
-def test_any_header_is_a_version_or_refused(text: str) -> None:
-    try:
-        version = Version.from_header(text)
-    except BadRequestError as error:
-        assert len(str(error)) < 300  # noqa: PT017 - most texts are refused
-        return
-    assert version is not None
-    assert version.to_header().isascii()
-    assert Version.from_header(version.to_header()) == version
-    assert bool(refusal(client=OWN, broker=version)) == (version.protocol != OWN.protocol)
-    assert bool(hint(client=OWN, broker=version)) == (version.release != OWN.release)

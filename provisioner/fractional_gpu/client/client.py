@@ -30,10 +30,8 @@ from fractional_gpu.client.http import ANSWER_S, Call, Connection
 from fractional_gpu.protocol import routes
 from fractional_gpu.protocol.codec import changed_fields, decode_json, decode_reply, encode_request
 from fractional_gpu.protocol.errors import (
-    BadRequestError,
     BrokerUnavailableError,
     FractionalGPUError,
-    NotFoundError,
     TooManyRequestsError,
     error_from_reply,
 )
@@ -60,7 +58,7 @@ from fractional_gpu.protocol.messages import (
     ResumeRequest,
     WaitLine,
 )
-from fractional_gpu.protocol.names import ACTING_FOR, CAUSE, OWN, encode_acting_for, hint
+from fractional_gpu.protocol.names import ACTING_FOR, CAUSE, encode_acting_for
 from fractional_gpu.protocol.routes import Fresh, OthersQuery, Route
 
 if TYPE_CHECKING:
@@ -75,7 +73,6 @@ Line = TypeVar("Line", bound=WaitLine)
 _KEPT_CONNECTIONS = 2
 _FOR_EVER_S = 20 * 86_400.0  # of a stream that says nothing while nothing changes; sockets allow 24 days
 _SILENCE_S = 3 * PULSE_S  # without a keep-alive for so long, a stream is dead
-_OF_VERSIONS = frozenset({"bad-request", "unknown-route", "bad-method"})  # reasons that another version may have caused
 
 
 class BrokerClient:
@@ -477,8 +474,6 @@ def _error(payload: object, connection: Connection) -> FractionalGPUError:
     error = error_from_reply(payload, connection.status)
     if isinstance(error, TooManyRequestsError):
         return TooManyRequestsError(str(error), reason=error.reason, retry_s=connection.retry_s)
-    if isinstance(error, BadRequestError | NotFoundError) and error.reason in _OF_VERSIONS:
-        return type(error)(f"{error}{hint(client=OWN, broker=connection.version)}", reason=error.reason)
     return error
 
 

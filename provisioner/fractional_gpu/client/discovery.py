@@ -32,7 +32,7 @@ from fractional_gpu.client.http import claim_holder, is_service_socket
 from fractional_gpu.client.state_folder import is_network, make_own_folder, node_name, state_folder
 from fractional_gpu.host.files import foreign_above, make_private_folder, temporary_folder
 from fractional_gpu.protocol.errors import BrokerUnavailableError
-from fractional_gpu.protocol.names import OWN, Version, refusal
+from fractional_gpu.protocol.names import refusal
 
 if TYPE_CHECKING:
     from fractional_gpu.client.client import BrokerClient
@@ -200,7 +200,7 @@ def _answers(client: "BrokerClient", answer_s: float) -> bool:
         if error.reason in {"no-broker", "hung-up"} and not isinstance(error.__cause__, PermissionError):
             return False
         raise
-    if why := refusal(client=OWN, broker=Version(pong.version, pong.protocol)):
+    if why := refusal(broker=f"{pong.version}; protocol={pong.protocol}"):
         raise BrokerUnavailableError(f"{why} (its socket is {client.socket_path})", reason="version")
     return True
 

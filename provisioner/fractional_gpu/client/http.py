@@ -27,7 +27,7 @@ from fractional_gpu.protocol.errors import (
     RequestTooLargeError,
 )
 from fractional_gpu.protocol.limits import IDLE_S, MAX_BODY_BYTES, MAX_HEADER_BYTES, MAX_STRING, VERSION_HEADER
-from fractional_gpu.protocol.names import OWN, Version
+from fractional_gpu.protocol.names import VERSION
 
 ANSWER_S = 5.0  # after so long a person learns that the broker does not answer
 
@@ -104,7 +104,7 @@ _open_socket = socket.socket  # a cell may replace it in its module, and its ker
 MAX_REPLY_BYTES = 32 * 1024 * 1024  # a whole host's status
 MAX_LINE_BYTES = 8 * 1024 * 1024  # one line of a stream: again a whole host's status
 _BACKLOG_RETRY_S = 0.02
-_VERSION = f"{VERSION_HEADER}: {OWN.to_header()}"
+_VERSION = f"{VERSION_HEADER}: {VERSION}"
 _LONGEST_RETRY_S = 30.0
 _LONGEST_IDLE_S = IDLE_S / 2
 
@@ -210,14 +210,6 @@ class Connection:
                 raise InternalBrokerError(f"the broker's answer has headers of more than {MAX_HEADER_BYTES} bytes")
             name, _, value = line.decode("latin-1").partition(":")
             self._headers[name.strip().lower()] = value.strip()
-
-    @property
-    def version(self) -> Version | None:
-        """The version of the broker that replied; None if it names none that can be read."""
-        try:
-            return Version.from_header(self._headers.get(VERSION_HEADER.lower()))
-        except BadRequestError:
-            return None
 
     @property
     def retry_s(self) -> float:

@@ -560,7 +560,7 @@ The kernel keeps every variable: its state goes through host memory. One that ru
         request=lambda options: MoveRequest(device=options.to),
         doing="moving",
         call=BrokerClient.move,
-        success=lambda before, after: f"{lease_name(before)}: is on {after.device_id} now",
+        success=lambda before, after: f"{lease_name(before)}: is on {after.lease.device_id} now",
     ),
     "evict": LeaseCommand(
         description="End a kernel and its lease. All its variables are lost. For administrators.",

@@ -1,9 +1,7 @@
 """The vocabulary of the socket: names that people gave, the words for states, and the versions of both sides.
 
-Names are those of a hub's users and servers, for example; the header `X-Acting-For` carries one.
-
-An administrator's program, such as a hub's service, names in this header the administrator on whose behalf it sends a request. The header
-gives no rights: its name goes into the audit log. The broker accepts it from administrators and refuses it from all others.
+An administrator's program, such as a hub's service, names in the header `X-Acting-For` the administrator on whose behalf it sends a
+request. The header gives no rights: its name goes into the audit log. The broker refuses it from all others.
 """
 
 import re
@@ -14,7 +12,7 @@ from urllib.parse import quote, unquote
 
 from fractional_gpu import __version__
 from fractional_gpu.protocol.errors import BadRequestError, BrokerUnavailableError
-from fractional_gpu.protocol.limits import PROTOCOL_VERSION, VERSION_HEADER
+from fractional_gpu.protocol.limits import PROTOCOL_VERSION
 
 if TYPE_CHECKING:  # messages need msgspec, whose absence this module reports
     from fractional_gpu.protocol.status import DeviceStatus, LeaseStatus
@@ -156,74 +154,25 @@ def _duration(ms: int) -> str:
     return format_duration(-(-ms // 1000) * 1000)
 
 
-# -- versions ----------------------------------------------------------------------------------------------------------
-# The versions of both sides: the header `X-Jupyter-GPU-Version` of each request and reply (`0.3.1; protocol=1`), and msgspec.
-#
-# Rules:
-#
-# - The protocol's number changes only when the two sides cannot understand each other at all: then the broker answers nothing but
-#   `ping`, and both sides say so. What is only added (routes, fields with defaults, verbs) leaves the number as it is.
-# - Within one number a client leaves out every field that has its default, so an older broker understands whatever it knows. The
-#   default of a field that was released never changes.
-# - A missing header counts as our protocol: the header explains errors and gives no rights. The broker refuses an unreadable one.
-# - Each side needs msgspec, which defines the messages. A kernel runs in an environment of its own, which may have none, or an old one.
+# Versions: each request has the header `X-Jupyter-GPU-Version` (`0.3.1; protocol=1`). The protocol's number changes only when the two
+# sides cannot understand each other at all: then the broker answers nothing but `ping`. A missing header counts as our protocol: the header
+# explains errors and gives no rights.
+
+VERSION = f"{__version__}; protocol={PROTOCOL_VERSION}"
 
 
+def refusal(*, client: str = VERSION, broker: str = VERSION) -> str:
+    """Return why the two versions cannot work together and what to do, a sentence; empty: they can."""
+    if client.partition("; protocol=")[2] == broker.partition("; protocol=")[2]:
+        return ""
+    return (
+        f"the GPU broker has version {broker[:60]!a} and its client {client[:60]!a}, and these do not understand each other: install the "
+        "same version of jupyter-fractional-gpu on both sides, and restart the older one (kernels outlive a restart of the broker)"
+    )
+
+
+# Each side needs msgspec, which defines the messages. A kernel runs in an environment of its own, which may have none, or an old one.
 LOWEST_MSGSPEC = "0.19"  # as in pyproject.toml
-
-_HEADER = re.compile(r"([0-9A-Za-z.+!_-]{1,80}); protocol=([0-9]{1,6})", re.ASCII)
-_RESTARTS = {
-    "broker": "update jupyter-fractional-gpu where the broker is installed and restart the broker (kernels live on)",
-    "client": "update jupyter-fractional-gpu in this environment and restart what runs there (the kernel or the server)",
-}
-
-
-class Version(NamedTuple):
-    """A release of this project and the number of the protocol that it speaks."""
-
-    release: str
-    protocol: int
-
-    def to_header(self) -> str:
-        """Return the header's value."""
-        return f"{self.release}; protocol={self.protocol}"
-
-    @staticmethod
-    def from_header(value: str | None) -> "Version | None":
-        """Return the version in a header's value; None without the header. Raises BadRequestError for one that cannot be read."""
-        if value is None:
-            return None
-        if (found := _HEADER.fullmatch(value)) is None:
-            raise BadRequestError(
-                f"the header {VERSION_HEADER} is {value[:40]!a}; send a release and a protocol number of at most 6 digits, such as "
-                f"{OWN.to_header()!r}, or no such header",
-                reason="bad-version",
-            )
-        return Version(found[1], int(found[2]))
-
-
-OWN = Version(__version__, PROTOCOL_VERSION)
-
-
-def refusal(*, client: Version, broker: Version) -> str:
-    """Return why the two cannot work together and what to do, or "" if they can."""
-    if client.protocol == broker.protocol:
-        return ""
-    older = "broker" if broker.protocol < client.protocol else "client"
-    return (
-        f"the GPU broker (version {broker.release}) speaks protocol {broker.protocol} and its client (version {client.release}) "
-        f"protocol {client.protocol}, so they do not understand each other: {_RESTARTS[older]}"
-    )
-
-
-def hint(*, client: Version, broker: Version | None) -> str:
-    """Return what to add to an error that different versions may have caused, or ""."""
-    if broker is None or broker.release == client.release:
-        return ""
-    return (
-        f" (the GPU broker is version {broker.release} and its client version {client.release}: what one of them has the other may "
-        "not have yet; install the same version on both sides and restart the older one)"
-    )
 
 
 def msgspec_problem(version: str | None, *, python: str = sys.executable) -> str:

@@ -33,7 +33,7 @@ from fractional_gpu.host import files
 from fractional_gpu.host.accounts import account_uid, user_name
 from fractional_gpu.host.peers import unread
 from fractional_gpu.ledger.records import LedgerError
-from fractional_gpu.protocol import names, routes
+from fractional_gpu.protocol import routes
 from fractional_gpu.protocol.codec import decode_query, decode_request, error_body, printable
 from fractional_gpu.protocol.errors import (
     BadRequestError,
@@ -46,7 +46,7 @@ from fractional_gpu.protocol.errors import (
 )
 from fractional_gpu.protocol.limits import MAX_NAME, TAKEN_S, VERSION_HEADER
 from fractional_gpu.protocol.messages import Done, GateCommand, ProgressKind
-from fractional_gpu.protocol.names import ACTING_FOR, CAUSE, decode_acting_for
+from fractional_gpu.protocol.names import ACTING_FOR, CAUSE, decode_acting_for, refusal
 from fractional_gpu.protocol.routes import ADMIN, KERNEL, Route
 
 log = logging.getLogger(__name__)
@@ -143,14 +143,14 @@ class Handler(web.RequestHandler):
             raise UnauthorizedError("the header Authorization is not of the form `Bearer TOKEN`")
         self.peer = replace(self.peer, acting_for=self._acting_for(admin=stream.admin))
         self.route, self._about = find_route(str(self.request.method), self.request.path)
-        if self.route is not routes.PING:  # it answers any version
-            self._check_version()
+        client = self.request.headers.get(VERSION_HEADER)
+        if client is not None and self.route is not routes.PING and (why := refusal(client=client)):  # ping answers any
+            raise BadRequestError(why, reason="version")
         if self.route is None:
             raise self._no_route()
 
     def set_default_headers(self) -> None:
         self.set_header("Server", "jupyter-fractional-gpu")
-        self.set_header(VERSION_HEADER, names.OWN.to_header())
 
     @property
     def stream(self) -> MeteredStream:
@@ -162,11 +162,6 @@ class Handler(web.RequestHandler):
         charge = self.stream.account.charge
         PAYER.set(charge)
         await metered(super()._execute(transforms, *args, **kwargs), charge)
-
-    def _check_version(self) -> None:
-        client = names.Version.from_header(self.request.headers.get(VERSION_HEADER))
-        if client is not None and (why := names.refusal(client=client, broker=names.OWN)):
-            raise BadRequestError(why, reason="version")
 
     def _acting_for(self, *, admin: bool) -> str | None:
         values = self.request.headers.get_list(ACTING_FOR)
