@@ -267,7 +267,7 @@ def test_shards_are_pinned_to_the_gpu_that_slurm_chose(tmp_path: Path) -> None:
             allowed = [number for number, line in lines.items() if "No such device" in line]  # no driver is behind it
             assert len(allowed) == 1, said
             assert "Operation not permitted" in said
-            assert seat.allowed_devices == [devices[allowed[0]]]
+            assert seat.allowed_devices == (devices[allowed[0]],)
 
             def published() -> bool:
                 text = slurm.node("n1").get("Extra", "")

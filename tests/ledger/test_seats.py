@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from fractional_gpu.ledger import Ledger, RecordError, SeatRecord, UsageRecord
 
@@ -12,11 +13,10 @@ _SEAT = SeatRecord(
     seat_id="s1",
     owner="ada",
     server="lab",
-    group_name="students",
+    group="students",
     pool="default",
     fraction_milli=250,
     memory_mib=20_480,
-    devices=1,
     priority=3,
     weight=200,
     max_kernels=4,
@@ -35,18 +35,18 @@ _DAY_MS = 86_400_000
 def test_a_seat_comes_back_as_it_was_saved(path: Path) -> None:
     with Ledger.open(path) as ledger:
         ledger.save_seat(_SEAT)
-        ledger.save_seat(replace(_SEAT, seat_id="s2", uid=None, device_id=None, expires_ms=None))
+        ledger.save_seat(structs.replace(_SEAT, seat_id="s2", uid=None, device_id=None, expires_ms=None))
     with Ledger.open(path) as ledger:
         assert ledger.live_seats() == [
             _SEAT,
-            replace(_SEAT, seat_id="s2", uid=None, device_id=None, expires_ms=None),
+            structs.replace(_SEAT, seat_id="s2", uid=None, device_id=None, expires_ms=None),
         ]
 
 
 def test_a_seat_that_is_saved_again_is_replaced(ledger: Ledger) -> None:
     ledger.save_seat(_SEAT)
-    ledger.save_seat(replace(_SEAT, expires_ms=None))
-    assert ledger.live_seats() == [replace(_SEAT, expires_ms=None)]
+    ledger.save_seat(structs.replace(_SEAT, expires_ms=None))
+    assert ledger.live_seats() == [structs.replace(_SEAT, expires_ms=None)]
 
 
 def test_an_ended_seat_stays_ended_and_its_secret_is_gone(ledger: Ledger) -> None:
@@ -80,7 +80,7 @@ def test_usage_of_a_day_adds_up_and_the_peak_is_the_highest(ledger: Ledger) -> N
 
 def test_old_seats_and_usage_are_forgotten_and_living_seats_are_not(ledger: Ledger) -> None:
     ledger.save_seat(_SEAT)
-    ledger.save_seat(replace(_SEAT, seat_id="over"))
+    ledger.save_seat(structs.replace(_SEAT, seat_id="over"))
     ledger.end_seat("over", _SEAT.created_ms, "released")
     ledger.add_usage(_USAGE)
     ledger.prune(_SEAT.created_ms + 1, (_USAGE.day + 1) * _DAY_MS)

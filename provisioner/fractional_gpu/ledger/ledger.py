@@ -361,7 +361,7 @@ class Ledger:
                 "SELECT seat_id AS id, document FROM seats WHERE seat_id = ? AND ended_ms IS NULL", (seat_id,)
             )
             if rows:
-                ended = replace(self._record(rows[0], SeatRecord), token_sha256="")
+                ended = structs.replace(self._record(rows[0], SeatRecord), token_sha256="")
                 statement = "UPDATE seats SET ended_ms = ?, end_reason = ?, document = ? WHERE seat_id = ?"
                 self._write(statement, (at_ms, reason, self._document(ended), seat_id))
 

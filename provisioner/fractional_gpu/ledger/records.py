@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from fractional_gpu.core.events import ResizeRequested
 from fractional_gpu.core.model import LeaseSpec, LeaseState
 from fractional_gpu.host.process import ProcessIdentity
-from fractional_gpu.protocol.status import KernelFacts
+from fractional_gpu.protocol.status import KernelFacts, Seat
 
 
 class LedgerError(Exception):
@@ -88,34 +88,13 @@ class OperationRecord:
     saved_mib: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeatRecord:
-    """A hub user's entitlement in a pool: what the kernels of one server may have together."""
+class SeatRecord(Seat, frozen=True, kw_only=True):
+    """A seat as the broker keeps it. The ledger has it as one document."""
 
-    seat_id: str
-    owner: str  # the hub's name of the user
-    server: str  # the hub's name of the server; one server of a hub has one seat
-    group_name: str  # the group through which the user may use the pool, or ""
-    pool: str
-    fraction_milli: int  # of all its kernels together
-    memory_mib: int  # likewise, on a device
-    devices: int
-    priority: int
-    weight: int
-    max_kernels: int
-    uid: int | None  # the only user of the system that may draw on it; None: any with the token
-    device_id: str | None  # on which the forecast placed it
     token_sha256: str
     created_ms: int
     expires_ms: int | None  # None: confirmed, it stays until it is ended
-    hub: str = ""  # the hub that took it, by the address of its API
-    admitted: bool = False  # its engine decided that it fits: no forecast was asked
-    allowed_devices: tuple[str, ...] = ()  # the only devices that its leases may use; empty: all of the pool
-    # The job or pod that it belongs to ("": none): `slurm` or `kubernetes`, its id there, its control group on this host once known
-    engine: str = ""
-    workload_id: str = ""
-    control_group: str = ""
-    group_seen: bool = False  # that group was there: once it is gone, the workload is over
+    group_seen: bool = False  # its workload's control group was there: once it is gone, the workload is over
     boot_id: str = ""  # of the machine when the workload got the seat: no workload outlives it
 
 

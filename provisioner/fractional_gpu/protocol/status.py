@@ -165,13 +165,13 @@ class DeviceStatus(Struct, frozen=True, kw_only=True):
     energy_mj: int | None = None  # since the driver was loaded
 
 
-class SeatStatus(Struct, frozen=True, kw_only=True):
-    """One seat, for people and programs. Memory in MiB, ages in milliseconds."""
+class Seat(Struct, frozen=True, kw_only=True):
+    """A hub user's entitlement in a pool: what the kernels of one server may have together. Memory in MiB."""
 
     seat_id: str
-    owner: str
-    server: str
-    group: str
+    owner: str  # the hub's name of the user
+    server: str  # the hub's name of the server; one server of a hub has one seat
+    group: str  # the group through which the user may use the pool; empty: none
     pool: str
     fraction_milli: int
     memory_mib: int
@@ -179,16 +179,21 @@ class SeatStatus(Struct, frozen=True, kw_only=True):
     priority: int
     weight: int
     max_kernels: int
-    uid: int | None
+    uid: int | None  # the only user of the system that may draw on it; None: any with the token
+    hub: str = ""  # the address of the API of the hub that took it; empty: unknown
+    admitted: bool = False  # its engine decided that it fits: no forecast was asked
+    allowed_devices: tuple[str, ...] = ()  # UUIDs of the only devices its leases may use; empty: all of the pool
+    workload: Workload | None = None  # the job or pod that it belongs to
+
+
+class SeatStatus(Seat, frozen=True, kw_only=True):
+    """One seat, for people and programs. Ages in milliseconds."""
+
     kernels: int
     used_milli: int  # of the fraction, by its kernels
     confirmed: bool
     age_ms: int
     expires_ms: int | None  # from now; None: never
-    hub: str = ""  # the address of the API of the hub that took it; empty: unknown
-    admitted: bool = False  # its engine decided that it fits: no forecast was asked
-    allowed_devices: list[str] | None = None  # UUIDs of the only devices its leases may use; None: all of the pool
-    workload: Workload | None = None  # the job or pod that it belongs to
     warning: str = ""  # why its kernels may not be saved when they idle, a sentence; empty: no reason is known
 
 

@@ -46,8 +46,8 @@ def lease(lease_id: str, created_ms: int, **changes: Any) -> LeaseRecord:  # noq
 
 def seat(seat_id: str) -> SeatRecord:
     return SeatRecord(
-        seat_id=seat_id, owner="ada", server="", group_name="", pool="default", fraction_milli=250, memory_mib=100,
-        devices=1, priority=0, weight=1, max_kernels=1, uid=None, device_id=None, token_sha256="",
+        seat_id=seat_id, owner="ada", server="", group="", pool="default", fraction_milli=250, memory_mib=100,
+        priority=0, weight=1, max_kernels=1, uid=None, device_id=None, token_sha256="",
         created_ms=NOW_MS - 89 * DAY_MS, expires_ms=None,
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from fractional_gpu.broker.api.lease_service import LeaseService
 from fractional_gpu.broker.broker import Broker, token_digest
@@ -49,7 +50,7 @@ S, L = ProcessState, LeaseState
 CONNECTION = {"transport": "tcp", "ip": "127.0.0.1", "iopub_port": 9, "shell_port": 9, "key": "k"}
 
 SEAT = SeatRecord(
-    seat_id="seat", owner="ann", server="ann/", group_name="", pool="default", fraction_milli=250, memory_mib=250, devices=1,
+    seat_id="seat", owner="ann", server="ann/", group="", pool="default", fraction_milli=250, memory_mib=250,
     priority=0, weight=100, max_kernels=2, uid=None, device_id=None, token_sha256=token_digest("secret"), created_ms=1, expires_ms=9,
 )  # fmt: skip
 
@@ -334,7 +335,7 @@ async def test_a_confirmed_seat_outlives_its_ledger(socket: Path) -> None:
     async with started(socket, OneDevice()) as broker:
         seats = LeaseService(broker, load(None, {})).seats
         for name in ("kept", "ended"):
-            seat = replace(SEAT, seat_id=name, server=name)
+            seat = structs.replace(SEAT, seat_id=name, server=name)
             await broker.writer.run(partial(broker.writer.ledger.save_seat, seat))
             seats._seats[name] = seat
             await seats.confirm(name)

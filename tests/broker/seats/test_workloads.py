@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec import to_builtins
+from msgspec import structs, to_builtins
 
 from fractional_gpu.broker.seats.seats import Seats
 from fractional_gpu.client.seat import SeatClient
@@ -147,7 +146,7 @@ def test_no_workload_outlives_the_machines_boot(live: LiveBroker) -> None:
 
         async def rebooted() -> None:
             seats = live.service.seats
-            seats._keep(replace(saved, boot_id="another"))
+            seats._keep(structs.replace(saved, boot_id="another"))
             await seats.workloads._look()
 
         live.on_loop(rebooted)

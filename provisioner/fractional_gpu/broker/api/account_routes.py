@@ -38,7 +38,7 @@ def _reader_of(call: Call[Any]) -> Reader:
     if call.peer.admin:
         return Reader(administrator=True)
     if (seat := call.service.seats.draws.seat_of_token(call.peer.token)) is not None:
-        return Reader(owner=seat.owner, seated=True, group=seat.group_name)
+        return Reader(owner=seat.owner, seated=True, group=seat.group)
     return Reader(owner=user_name(call.peer.credentials.uid))
 
 

@@ -107,7 +107,7 @@ class HostCapacity:
             places=forecasts.places(pool, devices, there),
             loads={milli: forecasts.load("", pool, mib) for milli, mib in memory.items()},
             usual_milli=self._default_milli if self._default_milli in fractions else min(fractions),
-            held_milli=sum(seat.fraction_milli * seat.devices for seat in there)
+            held_milli=sum(seat.fraction_milli for seat in there)
             + sum(view.spec.fraction_milli * view.spec.devices for _, view in unseated),
             waiting=sum(
                 broker.arbiter.waits(kernel.lease_id) for kernel, view in broker.views() if view.spec.pool == pool.name

@@ -98,7 +98,7 @@ class SeatDraws:
             allowed_devices=seat.allowed_devices,
             owner=seat.owner,
             uid=None,
-            group=seat.group_name,
+            group=seat.group,
             priority=min(spec.priority, seat.priority) if request.priority else seat.priority,
             owner_weight=seat.weight,
         )
@@ -124,7 +124,7 @@ class SeatDraws:
     def check_takeover(self, seat: SeatRecord, kernel: Kernel, view: LeaseView) -> None:
         """Check that the seat may take over a revoked lease. Raises ForbiddenError (other terms) or NoRoomError."""
         spec = view.spec
-        if (seat.uid is not None and kernel.uid not in {seat.uid, 0}) or spec.group != seat.group_name:
+        if (seat.uid is not None and kernel.uid not in {seat.uid, 0}) or spec.group != seat.group:
             raise ForbiddenError("it was given on other terms", reason="seat-terms")
         if spec.allowed_devices != seat.allowed_devices:
             raise ForbiddenError("it was given other devices", reason="seat-devices")

@@ -175,7 +175,7 @@ def check_limits(
     _check_limit("you", request.fraction_milli, sum(own), pool.user_limits)
     limits = dict(pool.group_limits).get(group)
     if limits is not None:
-        all_of = [seat.fraction_milli for seat in seats if seat.group_name == group]
+        all_of = [seat.fraction_milli for seat in seats if seat.group == group]
         _check_limit(f"group {group!r}", request.fraction_milli, sum(all_of), limits)
 
 

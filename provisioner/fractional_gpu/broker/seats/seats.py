@@ -17,7 +17,6 @@ import contextlib
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 from msgspec import structs
@@ -56,9 +55,9 @@ from fractional_gpu.ledger.records import LedgerError, SeatRecord
 from fractional_gpu.protocol.capacity import Capacity
 from fractional_gpu.protocol.errors import BadRequestError, ForbiddenError, NoRoomError, NotFoundError
 from fractional_gpu.protocol.limits import MAX_NAME, PULSE_S
-from fractional_gpu.protocol.messages import ProgressKind, Workload
+from fractional_gpu.protocol.messages import ProgressKind
 from fractional_gpu.protocol.seats import OfferRequest, Offers, PoolOffer, SeatList, SeatProgress, SeatRequest
-from fractional_gpu.protocol.status import SeatStatus, SeatWait
+from fractional_gpu.protocol.status import Seat, SeatStatus, SeatWait
 
 log = logging.getLogger(__name__)
 
@@ -197,27 +196,12 @@ class Seats:
         held = held or self.draws.seat_usage(seat.seat_id)
         now = self._broker.deadlines.now_ms()
         return SeatStatus(
-            seat_id=seat.seat_id,
-            owner=seat.owner,
-            server=seat.server,
-            group=seat.group_name,
-            pool=seat.pool,
-            fraction_milli=seat.fraction_milli,
-            memory_mib=seat.memory_mib,
-            device_id=seat.device_id,
-            priority=seat.priority,
-            weight=seat.weight,
-            max_kernels=seat.max_kernels,
-            uid=seat.uid,
+            **{name: getattr(seat, name) for name in Seat.__struct_fields__},
             kernels=held.kernels,
             used_milli=held.fraction_milli,
             confirmed=seat.expires_ms is None,
             age_ms=max(0, wall_ms() - seat.created_ms),
             expires_ms=None if seat.expires_ms is None else max(0, seat.expires_ms - now),
-            hub=seat.hub,
-            admitted=seat.admitted,
-            allowed_devices=list(seat.allowed_devices) or None,
-            workload=workload_of_seat(seat),
             warning=self.workloads.warnings.get(seat.seat_id, ""),
         )
 
@@ -231,9 +215,9 @@ class Seats:
         )
 
     def _share(self, seat_id: str) -> Share | None:
-        """Return the share of a seat; None: it is unknown, or has several devices."""
+        """Return the share of a seat; None: it is unknown."""
         seat = self._seats.get(seat_id)
-        return Share(seat.fraction_milli, seat.memory_mib) if seat is not None and seat.devices == 1 else None
+        return Share(seat.fraction_milli, seat.memory_mib) if seat is not None else None
 
     def _with_advice(self, request: OfferRequest, offer: PoolOffer) -> PoolOffer:
         """Return the offer with what is suggested for the user's servers by what they have used."""
@@ -438,11 +422,10 @@ class Seats:
             seat_id=secrets.token_hex(12),
             owner=request.owner,
             server=request.server,
-            group_name=waiter.group,
+            group=waiter.group,
             pool=request.pool,
             fraction_milli=request.fraction_milli,
             memory_mib=waiter.memory_mib,
-            devices=1,
             priority=waiter.terms.priority,
             weight=waiter.terms.weight,
             max_kernels=hub.kernels_per_seat,
@@ -454,9 +437,7 @@ class Seats:
             hub=request.hub,
             admitted=request.admitted,
             allowed_devices=tuple(request.allowed_devices or ()),
-            engine=request.workload.engine if request.workload is not None else "",
-            workload_id=request.workload.id if request.workload is not None else "",
-            control_group=request.workload.control_group if request.workload is not None else "",
+            workload=request.workload,
             boot_id=boot_id() if request.workload is not None else "",
         )
         for older in [one for one in self._seats.values() if is_of_same_server(one, request)]:
@@ -504,14 +485,14 @@ class Seats:
         """Make the seat permanent, since the hub has saved it; return once the ledger has that. Raises NotFoundError, LedgerError."""
         seat = self._known(seat_id)
         if seat.expires_ms is not None:
-            kept = replace(seat, expires_ms=None)
+            kept = structs.replace(seat, expires_ms=None)
             await self._broker.writer.run(partial(self._broker.writer.ledger.save_seat, kept))
             now = self._known(seat_id)  # it may have ended in the meantime
             if now is seat:
                 self._seats[seat_id] = kept
                 self._save_second_record(kept)
             else:  # its workload's group became known, which was written with the expiry
-                self._keep(replace(now, expires_ms=None))
+                self._keep(structs.replace(now, expires_ms=None))
             seat = self._seats[seat_id]
         return self.status(seat)
 
@@ -632,13 +613,6 @@ def _precedes(other: _Waiter, waiter: _Waiter) -> bool:
     if waiter.request.admitted or other.request.admitted:
         return other.request.admitted
     return other.terms.priority >= waiter.terms.priority
-
-
-def workload_of_seat(seat: SeatRecord) -> Workload | None:
-    """Return the job or pod that the seat belongs to."""
-    if not seat.engine:
-        return None
-    return Workload(engine=seat.engine, id=seat.workload_id, control_group=seat.control_group)
 
 
 def _others_wait(count: int) -> str:

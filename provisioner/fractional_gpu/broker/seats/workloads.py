@@ -10,8 +10,9 @@
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Final
+
+from msgspec import structs
 
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.kernels.kernel import Kernel
@@ -26,6 +27,7 @@ from fractional_gpu.host.workload import (
 )
 from fractional_gpu.ledger.records import SeatRecord
 from fractional_gpu.protocol.errors import ForbiddenError
+from fractional_gpu.protocol.messages import Workload
 
 log = logging.getLogger(__name__)
 
@@ -58,14 +60,15 @@ class Workloads:
 
     def check(self, seat: SeatRecord, pid: int, what: str) -> None:
         """Check that the process belongs to the seat's workload. Raises ForbiddenError. `what`: the process, for people."""
-        if not seat.engine:
+        workload = seat.workload
+        if workload is None:
             return
-        name = workload_name(seat.engine, seat.workload_id)
+        name = workload_name(workload.engine, workload.id)
         try:
             found = workload_of(pid) if pid > 0 else None
         except (ProcessLookupError, PermissionError):
             found = None
-        if found is None or (found.engine, found.id) != (seat.engine, seat.workload_id):
+        if found is None or (found.engine, found.id) != (workload.engine, workload.id):
             where = f"runs in {found.name}" if found is not None else "is in no job's or pod's control group"
             raise ForbiddenError(
                 f"this seat belongs to {name}, and {what} {where}; use the seat from within {name} only (JUPYTER_GPU_SEAT_FILE must be "
@@ -73,7 +76,7 @@ class Workloads:
                 reason="other-workload",
             )
         if found.group and not seat.group_seen:
-            self._changed(replace(seat, control_group=found.group, group_seen=True))
+            self._changed(_with_group(seat, found.group))
             self._look_soon.set()
 
     def of_pod(self, pid: int) -> SeatRecord | None:
@@ -81,7 +84,11 @@ class Workloads:
 
         Nothing can be put into a pod, so its processes have no token: the control group, which no process leaves, stands for it.
         """
-        pods = {seat.workload_id: seat for seat in self._seats.values() if seat.engine == KUBERNETES}
+        pods = {
+            seat.workload.id: seat
+            for seat in self._seats.values()
+            if seat.workload is not None and seat.workload.engine == KUBERNETES
+        }
         if not pods or pid <= 0:
             return None
         try:
@@ -95,9 +102,9 @@ class Workloads:
 
         Cancelled: nothing has changed.
         """
-        if not seat.engine:
+        if seat.workload is None:
             return ""
-        found = await asyncio.to_thread(_warning_of, seat)
+        found = await asyncio.to_thread(_warning_of, seat, seat.workload)
         if found is None or seat.seat_id not in self._seats:
             return ""
         self._examined.add(seat.seat_id)
@@ -126,7 +133,7 @@ class Workloads:
                 continue
 
     async def _look(self) -> None:
-        seats = [seat for seat in self._seats.values() if seat.engine]
+        seats = [seat for seat in self._seats.values() if seat.workload is not None]
         for seat, group, there in await asyncio.to_thread(_states, seats, self._boot_id) if seats else ():
             if self._seats.get(seat.seat_id) is not seat:
                 continue  # it changed or ended meanwhile
@@ -134,7 +141,7 @@ class Workloads:
                 self._gone(seat)
                 continue
             if there and not seat.group_seen:
-                self._changed(replace(seat, control_group=group, group_seen=True))
+                self._changed(_with_group(seat, group))
             if there and seat.seat_id not in self._examined:
                 await self.warning(self._seats[seat.seat_id])
         self.warnings = {seat_id: text for seat_id, text in self.warnings.items() if seat_id in self._seats}
@@ -143,23 +150,30 @@ class Workloads:
     def _exited(self, kernel: Kernel) -> None:
         view = self._broker.arbiter.lease(kernel.lease_id)
         seat = self._seats.get(view.spec.seat) if view is not None else None
-        if seat is not None and seat.engine:
+        if seat is not None and seat.workload is not None:
             self._look_soon.set()
+
+
+def _with_group(seat: SeatRecord, group: str) -> SeatRecord:
+    workload = None if seat.workload is None else structs.replace(seat.workload, control_group=group)
+    return structs.replace(seat, workload=workload, group_seen=True)
 
 
 def _states(seats: list[SeatRecord], boot: str) -> list[tuple[SeatRecord, str, bool | None]]:
     """Return each seat with its group and whether that is there; False: its workload is over, None: nothing is known."""
     found: list[tuple[SeatRecord, str, bool | None]] = []
     for seat in seats:
+        workload = seat.workload
+        if workload is None:
+            continue
         if seat.boot_id and seat.boot_id != boot:
-            found.append((seat, seat.control_group, False))
+            found.append((seat, workload.control_group, False))
             continue
         try:
             if seat.group_seen:
-                found.append((seat, seat.control_group, group_exists(seat.control_group)))
+                found.append((seat, workload.control_group, group_exists(workload.control_group)))
                 continue
-            given = seat.control_group if seat.control_group and group_exists(seat.control_group) else ""
-            group = given or find_group(seat.engine, seat.workload_id)
+            group = _group_of(workload)
         except OSError as error:
             log.warning("the control groups cannot be read: %s", error)
             continue
@@ -167,12 +181,17 @@ def _states(seats: list[SeatRecord], boot: str) -> list[tuple[SeatRecord, str, b
     return found
 
 
-def _warning_of(seat: SeatRecord) -> str | None:
+def _group_of(workload: Workload) -> str:
+    """Return the path of its control group, "" if it is not known. Raises OSError."""
+    given = workload.control_group
+    return given if given and group_exists(given) else find_group(workload.engine, workload.id)
+
+
+def _warning_of(seat: SeatRecord, workload: Workload) -> str | None:
     """Return the warning, "" if there is none, None while the group is not known."""
     try:
-        known = seat.control_group if seat.control_group and group_exists(seat.control_group) else ""
-        group = known or find_group(seat.engine, seat.workload_id)
-        return memory_warning(seat.engine, group, seat.memory_mib) if group else None
+        group = _group_of(workload)
+        return memory_warning(workload.engine, group, seat.memory_mib) if group else None
     except (OSError, ValueError) as error:
-        log.warning("the memory limit of %s cannot be read: %s", workload_name(seat.engine, seat.workload_id), error)
+        log.warning("the memory limit of %s cannot be read: %s", workload_name(workload.engine, workload.id), error)
         return None
