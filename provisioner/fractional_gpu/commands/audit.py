@@ -72,7 +72,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _path(socket: str | None) -> Path:
-    """Return the path of the log: from the broker, else from the configuration."""
     where = socket or socket_path()
     try:
         with BrokerClient(where) as client:
@@ -110,7 +109,6 @@ class _Log(GrowingLog[dict[str, Any]]):
 
 
 def outcomes(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one entry for each act: its outcome, or the request if there is none."""
     ended = {entry["id"] for entry in entries if entry["outcome"] != "asked"}
     return [entry for entry in entries if entry["outcome"] != "asked" or entry["id"] not in ended]
 

@@ -109,7 +109,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_ending(options: argparse.Namespace) -> None:
-    """Raise UsageError for options that do not go together with ending a broker."""
     if not (options.stop or options.restart):
         if options.json:
             raise UsageError(
@@ -297,7 +296,6 @@ def _holds(pid: str, descriptor: str, lock: str) -> bool:
 
 
 def _listener(socket: str) -> int | None:
-    """Return the process that listens on the socket, None if there is none."""
     with closing(socket_module.socket(socket_module.AF_UNIX, socket_module.SOCK_STREAM)) as connection:
         connection.setblocking(False)
         try:
@@ -308,7 +306,6 @@ def _listener(socket: str) -> int | None:
 
 
 def _check_owner(path: str, pid: int) -> None:
-    """Raise CommandError for a broker that this user may not end."""
     if is_service_socket(path) and ((unit := _unit(pid)) or os.geteuid() != 0):
         raise CommandError(_service_refusal(path, unit))
     try:
@@ -334,7 +331,6 @@ def _service_refusal(path: str, unit: str | None) -> str:
 
 
 def _unit(pid: int) -> str | None:
-    """Return the systemd service that the process runs in, None if it runs in none."""
     try:
         groups = Path(f"/proc/{pid}/cgroup").read_text("ascii", errors="replace").split("\n")
     except OSError:

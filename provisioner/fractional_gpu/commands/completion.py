@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from fractional_gpu.client.discovery import socket_path
 from fractional_gpu.commands.terminal.text import UsageError
@@ -89,38 +88,24 @@ def _propose_files_only_for_files(parser: argparse.ArgumentParser) -> None:
             action.completer = _nothing  # type: ignore[attr-defined]
 
 
-def lease_names(parsed_args: argparse.Namespace, **_: object) -> dict[str, str]:
-    status = _status(parsed_args)
-    return (
-        {lease.lease_id[:8]: lease.spec.label or lease.state for lease in status.leases} if status is not None else {}
-    )
+def proposals(what: str, parsed_args: argparse.Namespace) -> Mapping[str, str] | list[str]:
+    """Return the leases of this user, or the devices, the pools or the installed kernelspecs, with what they are called."""
+    if what == "kernelspecs":
+        from fractional_gpu.jupyter.kernelspecs import list_installed  # noqa: PLC0415 - heavy, and needed for `kernels remove` only
 
-
-def device_names(parsed_args: argparse.Namespace, **_: object) -> dict[str, str]:
-    status = _status(parsed_args)
-    return {str(device.index): device.name for device in status.devices} if status is not None else {}
-
-
-def pool_names(parsed_args: argparse.Namespace, **_: object) -> list[str]:
-    status = _status(parsed_args)
-    return list(status.pools) if status is not None else []
-
-
-def kernelspec_names(**_: object) -> dict[str, str]:
-    from fractional_gpu.jupyter.kernelspecs import list_installed  # noqa: PLC0415 - heavy, and needed for `kernels remove` only
-
-    return {spec.name: spec.display_name for spec in list_installed()}
-
-
-def _status(options: argparse.Namespace) -> Any:  # noqa: ANN401 - a HostStatus or None, whose module is heavy
-    """Return the status of the broker that runs, None if none answers; none is started for a proposal."""
+        return {spec.name: spec.display_name for spec in list_installed()}
     from fractional_gpu.client.client import BrokerClient  # noqa: PLC0415 - as above
     from fractional_gpu.client.seat import own_seat  # noqa: PLC0415 - as above
 
     try:
         seat = own_seat()
-        path = getattr(options, "socket", None) or socket_path()
+        path = getattr(parsed_args, "socket", None) or socket_path()
         with BrokerClient(path, token=seat.token if seat is not None else None, timeout_s=_ANSWER_S) as client:
-            return client.status()
+            status = client.status()
     except FractionalGPUError:
-        return None
+        return []  # no broker is started for a proposal
+    if what == "leases":
+        return {lease.lease_id[:8]: lease.spec.label or lease.state for lease in status.leases}
+    if what == "devices":
+        return {str(device.index): device.name for device in status.devices}
+    return list(status.pools)

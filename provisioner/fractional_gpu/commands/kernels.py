@@ -101,7 +101,6 @@ def _add_place(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def _place(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the place as `fractional_gpu.jupyter.kernelspecs` takes it."""
     return {"user": options.user, "prefix": sys.prefix if options.sys_prefix else options.prefix}
 
 
@@ -154,7 +153,6 @@ def _said_of(spec: InstalledSpec) -> Iterator[str]:
 
 
 def _where_they_appear(place: Path) -> str:
-    """Return the sentences about the launchers that show kernelspecs in this folder, and about one that does not."""
     seen = [Path(folder) for folder in jupyter_path("kernels")]
     if place not in seen:
         return (
@@ -222,7 +220,6 @@ def _fractions(texts: Sequence[str]) -> list[int]:
 
 
 def _ask_broker(pool: str | None, *, must_simulate: bool) -> tuple[Mapping[str, Sequence[int]], HostStatus]:
-    """Return what the pools offer, and the broker's status. Raises CommandError, or that there is no broker."""
     with started_broker() as broker:
         status = broker.status()
     if must_simulate and not status.simulated:

@@ -67,23 +67,17 @@ def run(options: argparse.Namespace) -> int:
         )
     for line in _announcement(status, [spec.display_name for spec in specs], place):
         say(line, sys.stderr, flush=True)
-    command = lab_command(options.passed_on)
+    # -P: a folder in the working directory must not shadow our packages.
+    command = [sys.executable, "-P", "-m", "jupyterlab", *options.passed_on]
     os.execve(command[0], command, lab_environment(os.environ, place.data, place.socket))  # noqa: S606 - no shell wanted
 
 
-def lab_command(arguments: Sequence[str]) -> list[str]:
-    """Return the command that is JupyterLab. -P: a folder in the working directory must not shadow our packages."""
-    return [sys.executable, "-P", "-m", "jupyterlab", *arguments]
-
-
 def lab_environment(outside: Mapping[str, str], data: Path, socket: str) -> dict[str, str]:
-    """Return JupyterLab's environment: as outside, with our kernels in front and our broker named."""
     path = os.pathsep.join(part for part in (str(data), outside.get("JUPYTER_PATH", "")) if part)
     return {**outside, "JUPYTER_PATH": path, "JUPYTER_GPU_SOCKET": socket}
 
 
 def _locate(simulate: str | None) -> _Place:
-    """Return the folder and the socket. Raises CommandError where a path is too long for a socket."""
     if not simulate:
         return _Place(runtime_dir() / "lab", socket_path())
     folder = runtime_dir() / f"simulated-{re.sub('[^A-Za-z0-9]+', '-', simulate).lower()}"

@@ -111,7 +111,6 @@ class LeaseCommand:
             add(parser)
 
     def run(self, options: argparse.Namespace) -> int:
-        """Find the lease, call the broker and print what came of it. Raises CommandError with the lease's name if it is refused."""
         request = self.request(options)
         with running_broker(options.socket) as client:
             lease = self.find(options.lease, client.status().leases)
@@ -175,7 +174,6 @@ class BulkCommand:
         return 1 if refused else 0
 
     def _chosen(self, options: argparse.Namespace, leases: Sequence[LeaseStatus]) -> list[LeaseStatus]:
-        """Return the leases that the command line means, each once. Raises CommandError."""
         if options.all:
             return [lease for lease in leases if self.applies(lease)]
         found = {lease.lease_id: lease for lease in (find_lease(name, leases) for name in options.leases)}

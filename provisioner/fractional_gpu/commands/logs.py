@@ -57,7 +57,6 @@ _HEAD = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) ([A-Z]+) (.*)", re
 
 @contextmanager
 def explained(path: Path, what: str, advice: str = "") -> Iterator[None]:
-    """Turn a failure to read the log into a CommandError. `what` it is; `advice`: what else to do, beginning with a semicolon."""
     try:
         yield
     except PermissionError as error:
@@ -205,7 +204,6 @@ def _print(entries: Collection[LogEntry], *, as_json: bool) -> None:
 
 
 def _number(text: str) -> int | None:
-    """Return how many entries are wanted; None: all. Raises UsageError."""
     if text == _ALL:
         return None
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
@@ -285,7 +283,6 @@ class LogReader(GrowingLog[LogEntry]):
 
 
 def _head(line: str) -> LogEntry | None:
-    """Return the entry that the line begins; None: it goes on with the one before."""
     match = _HEAD.fullmatch(line)
     if match is None:
         return None

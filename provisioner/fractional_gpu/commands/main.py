@@ -91,7 +91,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _overview() -> argparse.ArgumentParser:
-    """Return the parser of the command without a subcommand; the subcommands are only listed."""
     lines = "\n".join(f"  {name:<22} {entry.summary}" for name, entry in COMMANDS.items())
     parser = _Parser(
         prog="jupyter gpu",
@@ -106,7 +105,6 @@ def _overview() -> argparse.ArgumentParser:
 
 
 def _dispatch(arguments: Sequence[str]) -> int:
-    """Run the subcommand that the arguments name. Raises SystemExit for help and wrong usage, as argparse does."""
     overview = _overview()
     if not arguments:
         overview.print_help()
@@ -134,7 +132,6 @@ def _dispatch(arguments: Sequence[str]) -> int:
 
 
 def subcommand(name: str) -> tuple[Any, argparse.ArgumentParser]:
-    """Import a subcommand; return it and its parser."""
     module = importlib.import_module(f"fractional_gpu.commands.{COMMANDS[name].module}")
     command = getattr(module, "COMMANDS", {}).get(name, module)
     parser = _Parser(

@@ -84,7 +84,6 @@ def watch(
 
 
 def _beginning(text: str) -> str:
-    """Return what the screen has room for: this one cannot be scrolled."""
     lines, most = text.splitlines(keepends=True), max(1, shutil.get_terminal_size().lines - 2)
     more = f"... {plural(len(lines) - most, 'more line')}; " if len(lines) > most else "\n"
     return f"{''.join(lines[:most])}{more}Ctrl-C ends this.\n"

@@ -51,16 +51,12 @@ Shut down the kernels on the GPU first: nothing is removed while one has a lease
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Something to remove: a folder or file, and what it is."""
-
     path: Path
     what: str
 
 
 @dataclass(slots=True)
 class Findings:
-    """What is there: to remove, brokers to end first, and files that stay."""
-
     items: list[Item] = field(default_factory=list)
     sockets: list[str] = field(default_factory=list)
     kept: list[Item] = field(default_factory=list)
@@ -165,7 +161,6 @@ def _recorded_sockets(states: list[Path]) -> Iterator[str]:
 
 
 def _check_no_leases(sockets: list[str]) -> None:
-    """Raise CommandError if a kernel has a lease, or a broker does not tell."""
     for socket in sockets:
         named: list[str] = []
         try:
@@ -183,7 +178,6 @@ def _check_no_leases(sockets: list[str]) -> None:
 
 
 def _end_broker(socket: str) -> None:
-    """End the broker on this socket, which has no leases, and wait for its end. Raises CommandError if it does not end."""
     pid = claim_holder(socket)
     if pid is None or socket == SYSTEM_SOCKET:
         return
@@ -209,7 +203,6 @@ def _end_broker(socket: str) -> None:
 
 
 def _remove(items: list[Item]) -> tuple[list[Item], dict[Path, str]]:
-    """Remove them; return which were removed, and why others could not be."""
     removed: list[Item] = []
     failed: dict[Path, str] = {}
     with Progress("removing ...", blocks=True, silent=True) as progress:

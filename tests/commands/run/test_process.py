@@ -1,5 +1,6 @@
 """A command that is held back, run, waited for and ended by its runner, with its output in a file or with a terminal."""
 
+import argparse
 import os
 import pty
 import signal
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.commands.run.process import HeldCommand, RunningCommand
+from fractional_gpu.commands.run.run import _request, configure
 from tests.support.world import until
 
 STUBBORN = """
@@ -117,3 +119,9 @@ def test_one_that_reads_before_it_has_the_terminal_goes_on() -> None:
             assert b"the job was stopped" not in seen
             seen += file.read(4096)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_program_that_is_given_as_text_is_named_by_its_interpreter() -> None:
+    parser, command = argparse.ArgumentParser(), ["python", "-c", "x" * 5000]
+    configure(parser)
+    assert _request(parser.parse_args(["--", *command]), command).label == "python"

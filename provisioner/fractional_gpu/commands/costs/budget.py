@@ -96,7 +96,6 @@ def _is_wanted(budget: BudgetStatus, options: argparse.Namespace) -> bool:
 
 
 def _until(text: str) -> int:
-    """Return the moment, seconds since 1970. Raises UsageError."""
     try:
         return int(datetime.fromisoformat(text).timestamp())
     except ValueError:

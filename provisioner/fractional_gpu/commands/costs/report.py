@@ -67,8 +67,6 @@ others is what the broker's `usage_visible` says; what others' notebooks are cal
 
 @dataclass(frozen=True, slots=True)
 class _Ask:
-    """What is asked for: by what, of whom, and in which form."""
-
     by: tuple[str, ...]
     only: Mapping[str, str | int]
     form: str  # text, csv, json or html
@@ -222,7 +220,6 @@ def _from_file(options: argparse.Namespace, ask: _Ask) -> UsageReport:
 
 
 def _formed(report: UsageReport, ask: _Ask, zone: tzinfo | None, provider: str, out: TextIO | None) -> str:
-    """Return the report as a text for `out`, which may be a terminal, or for a file."""
     match ask.form:
         case "csv":
             return as_csv(report, ask.by, provider=provider)
@@ -255,7 +252,6 @@ def as_text(
 
 
 def _advised(report: UsageReport, width: int | None) -> "list[Text]":
-    """Return the lines of what is suggested for notebooks' shares; none where nothing is."""
     if not report.advice:
         return []
     name = advice_names(report.advice)

@@ -58,7 +58,6 @@ class DemoKernel:
 
 
 def find_problems(kernels: Sequence[DemoKernel]) -> list[str]:
-    """Return a sentence for each broken promise; an empty list is a success."""
     wrong = [f"{kernel.name} lost state" for kernel in kernels if not kernel.state_intact]
     still = [kernel for kernel in kernels if not kernel.suspends or not kernel.resumes]
     return wrong + [
@@ -68,7 +67,6 @@ def find_problems(kernels: Sequence[DemoKernel]) -> list[str]:
 
 
 def report_as_json(device: DemoDevice, kernels: Sequence[DemoKernel]) -> dict[str, Any]:
-    """Return the object that `--json` prints."""
     return {
         "device": {"name": device.name, "simulated": device.simulated, "memory_mib": device.memory_mib},
         "kernels": [
@@ -86,7 +84,6 @@ def report_as_json(device: DemoDevice, kernels: Sequence[DemoKernel]) -> dict[st
 
 
 def render_report(device: DemoDevice, kernels: Sequence[DemoKernel], width: int | None = None) -> "list[Text]":
-    """Return the table and the conclusion. `width`: of the terminal, in characters."""
     header = ("KERNEL", "GPU", "STATE", "SUSPENDED", "RESUMED", "MOVING", "COMPARED", "INTACT")
     rows = [
         (
@@ -247,7 +244,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _prepare(sandbox: Sandbox, simulate: str | None, tell: Callable[[str], None]) -> "tuple[BrokerClient, DemoDevice]":
-    """Start the broker, on a real GPU if one is suitable, and install the kernelspec that the notebooks name."""
     setup = None if simulate else _set_up_real(sandbox, tell)
     if setup is None:
         simulate = simulate or SIMULATED
@@ -315,7 +311,6 @@ def _run_notebooks(sandbox: Sandbox, broker: BrokerClient, progress: Progress) -
 
 
 def _results_of(notebooks: Sequence["DemoNotebook"], broker: BrokerClient, tracker: LeaseTracker) -> list[DemoKernel]:
-    """Return the kernels' results, while they are alive. Raises CommandError if the broker does not know one of them."""
     from fractional_gpu.commands.demo.notebook_runner import result_of  # noqa: PLC0415 - nbclient may be missing
 
     leases = {lease.kernel_id: lease for lease in broker.status().leases}

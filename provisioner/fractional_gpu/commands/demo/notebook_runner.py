@@ -38,7 +38,6 @@ class DemoNotebook:
 
 
 def read_notebook(path: Path, log: Path) -> DemoNotebook:
-    """Read a notebook. Raises OSError and nbformat's errors."""
     notebook = nbformat.reads(path.read_text(encoding="utf-8"), as_version=4)  # type: ignore[no-untyped-call]
     return DemoNotebook(path.stem, path, notebook, notebook.metadata.kernelspec.name, str(uuid4()), log)
 
@@ -49,7 +48,6 @@ def save(notebook: DemoNotebook, folder: Path) -> None:
 
 
 def result_of(notebook: DemoNotebook) -> dict[str, Any]:
-    """Return the JSON that the notebook's last output carries. Raises CommandError if it has none."""
     for cell in reversed(notebook.content.cells):
         for output in reversed(cell.get("outputs", [])):
             result = output.get("data", {}).get("application/json")
@@ -109,7 +107,6 @@ async def _kernel(notebook: DemoNotebook, tell: Callable[[str], None]) -> AsyncI
 
 
 async def _run_cell(notebook: DemoNotebook, client: NotebookClient, index: int, cell: Any) -> None:  # noqa: ANN401 - nbformat has no types
-    """Run one cell. Raises CommandError with what went wrong in it."""
     try:
         await client.async_execute_cell(cell, index)
     except CellExecutionError as error:

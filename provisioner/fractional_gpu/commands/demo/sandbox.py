@@ -38,7 +38,6 @@ c.GPUBroker.pools = {{"default": {{"fractions": ["3/4"], "idle_after": "on-deman
 
 
 def examples_dir() -> Path:
-    """Return the folder of the example notebooks. Raises CommandError where the installation lacks them."""
     here = Path(__file__).resolve().parent
     candidates = (here / "examples", here.parents[3] / "examples")
     for folder in candidates:
@@ -145,7 +144,6 @@ def _run_quietly(command: list[str]) -> tuple[int, str]:
 
 
 def _end(pid: int, number: signal.Signals) -> None:
-    """Signal a process and return when it has ended. Raises CommandError if it does not."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:

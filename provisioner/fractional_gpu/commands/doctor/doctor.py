@@ -74,7 +74,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def run_node(options: argparse.Namespace) -> int:
-    """Run `jupyter gpu node doctor`. Raises UsageError."""
     return show(examine("nodes" if options.everywhere else "node", Subject(options)), as_json_=options.json)
 
 
@@ -87,7 +86,6 @@ def show(findings: Sequence[Finding], *, as_json_: bool, step: str = "") -> int:
 
 
 def next_step(findings: Sequence[Finding], specs: Sequence[InstalledSpec]) -> str:
-    """Return the one thing to do now: mend the first error, see it work, install kernels, or use one that can start."""
     wrong = next((one for one in findings if one.severity is Severity.ERROR), None)
     if wrong is not None:
         return f"mend the error of the check `{wrong.check}`: {wrong.advice}; then run `jupyter gpu doctor` again."
@@ -177,7 +175,6 @@ CHECKS: Final = (
 
 
 def examine(where: str, subject: Subject) -> list[Finding]:
-    """Make the checks of a doctor."""
     what = "examining this machine ..." if where == "machine" else "examining this node ..."
     findings: list[Finding] = []
     with Progress(what, blocks=True, silent=True) as progress:

@@ -538,7 +538,6 @@ async def _try(backend: str, monitor: Monitor, device: DeviceInfo) -> TrialResul
 
 
 def findings_of(result: TrialResult, *, kind: str) -> list[Finding]:
-    """Return what the attempt means. `kind` is the monitor's."""
     if result.not_tried:
         return [note("checkpoint", f"not tried: {result.not_tried}")]
     if result.wrong:

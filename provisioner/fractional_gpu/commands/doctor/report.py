@@ -75,8 +75,6 @@ _STYLES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line: the check, how much it matters, what was found, and what to do about it."""
-
     check: str
     severity: Severity
     finding: str
@@ -104,7 +102,6 @@ def exit_code(findings: Sequence[Finding]) -> int:
 
 
 def as_json(findings: Sequence[Finding], next_step: str = "") -> str:
-    """Return one JSON object and a newline. `worst` is the highest severity found, `next` the one thing to do now."""
     order = list(Severity)
     worst = max((finding.severity for finding in findings), key=order.index, default=Severity.OK)
     listed = [asdict(finding) for finding in findings]
@@ -113,7 +110,6 @@ def as_json(findings: Sequence[Finding], next_step: str = "") -> str:
 
 
 def render(findings: Sequence[Finding], next_step: str = "", width: int | None = None) -> "list[Text]":
-    """Return the findings, a conclusion, and what to do now last. `width`: of the terminal, in characters."""
     counts = {severity: sum(one.severity is severity for one in findings) for severity in Severity}
     if counts[Severity.ERROR]:
         conclusion = f"{plural(counts[Severity.ERROR], 'error')}, {plural(counts[Severity.WARNING], 'warning')}."

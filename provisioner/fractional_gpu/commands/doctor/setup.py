@@ -63,7 +63,6 @@ def check_versions() -> Iterator[Finding]:
 
 
 def check_simulation(simulate: str | None) -> Iterator[Finding]:
-    """Return whether brokers that start here have simulated devices. `simulate` is `$JUPYTER_GPU_SIMULATE`."""
     if not simulate:
         return
     try:
@@ -78,7 +77,6 @@ def check_simulation(simulate: str | None) -> Iterator[Finding]:
 
 
 def check_settings() -> tuple[Settings | None, list[Finding]]:
-    """Return the broker's settings, None if they cannot be read, and the findings about them."""
     try:
         settings = load()
     except ConfigError as error:
@@ -99,7 +97,6 @@ _KEEP: Final = "no broker starts with it: put a backup in its place, or set it a
 
 
 def check_broker(socket: str | None) -> tuple[str | None, list[Finding]]:
-    """Return the socket (None: there can be none) and the findings about it."""
     try:
         path = socket or socket_path()
         client = broker_if_running(path)
@@ -134,7 +131,6 @@ def _check_place(path: str) -> Iterator[Finding]:
 
 
 def broker_pid(socket: str | None) -> int | None:
-    """Return the process of the broker that answers on this socket, None if none does."""
     try:
         client = broker_if_running(socket) if socket is not None else None
         if client is not None:
@@ -296,19 +292,28 @@ def check_kernelspecs(settings: Settings | None, specs: Iterable[InstalledSpec] 
     if not found:
         yield note("kernelspecs", "none installed: the launcher offers no fractions", _INSTALL)
         return
-    wrong = [finding for spec in found for finding in (*_interpreter(spec), *_offer(spec, settings), *_shadowed(spec))]
-    wrong += _extension(found)
+    wrong = [finding for spec in found for finding in _check_spec(spec, settings)]
+    by_command: dict[tuple[str, ...], InstalledSpec] = {}  # their imports are tried once
+    for spec in found:
+        if spec.command and find_interpreter(spec.command[0], os.environ):
+            by_command.setdefault(spec.command, spec)
+    wrong += [finding for spec in by_command.values() for finding in _check_imports(spec)]
     yield from wrong
     if not wrong:
         yield ok("kernelspecs", ", ".join(spec.display_name for spec in found))
 
 
-def _interpreter(spec: InstalledSpec) -> Iterator[Finding]:
+def _check_spec(spec: InstalledSpec, settings: Settings | None) -> Iterator[Finding]:
     if not spec.argv:
         yield problem("kernelspecs", f"{spec.folder / 'kernel.json'} names no command", f"{_INSTALL} writes it again")
     elif find_interpreter(spec.argv[0], os.environ) is None:
         gone = f"{spec.name} starts {spec.argv[0]}, which is not there or cannot be run"
         yield problem("kernelspecs", gone, f"{_INSTALL} for another base, or jupyter gpu kernels remove {spec.name}")
+    yield from _offer(spec, settings)
+    if spec.shadowed_by is not None:
+        hidden = f"{spec.folder} is not shown: {spec.shadowed_by} has the same name and is found first"
+        advice = f"remove one of the two, or install one under another name: {_INSTALL} --name"
+        yield warning("kernelspecs", hidden, advice)
 
 
 def _offer(spec: InstalledSpec, settings: Settings | None) -> Iterator[Finding]:
@@ -326,23 +331,6 @@ def _offer(spec: InstalledSpec, settings: Settings | None) -> Iterator[Finding]:
         names = ", ".join(format_fraction(one) for one in offered)
         refused = f"{spec.name} asks for {format_fraction(spec.fraction_milli)}, and its pool offers {names}"
         yield warning("kernelspecs", refused, f"{_INSTALL}, and jupyter gpu kernels remove {spec.name}")
-
-
-def _shadowed(spec: InstalledSpec) -> Iterator[Finding]:
-    if spec.shadowed_by is not None:
-        hidden = f"{spec.folder} is not shown: {spec.shadowed_by} has the same name and is found first"
-        yield warning(
-            "kernelspecs", hidden, f"remove one of the two, or install one under another name: {_INSTALL} --name"
-        )
-
-
-def _extension(specs: Iterable[InstalledSpec]) -> list[Finding]:
-    """Check once for each command that its interpreter can import the packages that its kernels need."""
-    by_command: dict[tuple[str, ...], InstalledSpec] = {}
-    for spec in specs:
-        if spec.command and find_interpreter(spec.command[0], os.environ):
-            by_command.setdefault(spec.command, spec)
-    return [finding for spec in by_command.values() for finding in _check_imports(spec)]
 
 
 def _check_imports(spec: InstalledSpec) -> Iterator[Finding]:

@@ -28,7 +28,6 @@ def _slurm(options: argparse.Namespace) -> Slurm:
 
 
 def check_slurm(options: argparse.Namespace) -> Iterator[Finding]:
-    """Check Slurm's configuration, the scripts and this node's record. Raises UsageError."""
     slurm, counts = _slurm(options), counts_of(options.pool)
     try:
         config = slurm.config()

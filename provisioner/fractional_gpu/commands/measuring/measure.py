@@ -109,7 +109,6 @@ def _alone(found: Finding) -> str:
 
 
 def name(found: Finding) -> str:
-    """Return `1/4 beside 3 others`."""
     others = found.setting.tenants - 1
     beside = f" beside {plural(others, 'other')}" if others else ""
     return f"{format_fraction(found.setting.fraction_milli)}{beside}"
@@ -122,7 +121,6 @@ def _compared(found: Finding) -> str:
 
 
 def slower(found: Finding) -> str:
-    """Return `3 % slower than alone (1 to 5 %)`, from a finding that is compared."""
     assert found.slower is not None  # noqa: S101 - the caller's promise
     value, low, high = ((part - 1) * 100 for part in (found.slower.value, found.slower.low, found.slower.high))
     if value < 0 and round(-value):
@@ -135,7 +133,6 @@ def _percent(value: float) -> str:
 
 
 def cost_text(part: float) -> str:
-    """Return `a third of the cost`, or with the percentage where no simple part is close."""
     close = min(_PARTS, key=lambda one: abs(float(one) - part))
     if abs(part / float(close) - 1) <= _CLOSE:
         return f"{_PARTS[close]} of the cost"
@@ -158,7 +155,6 @@ def verdict(findings: Sequence[Finding], most_slower: float) -> str:
 
 
 def figures(findings: Sequence[Finding], width: int | None = None) -> "list[Text]":
-    """Return the lines of a table of all figures. `width`: of the terminal, in characters."""
     header = [
         "SHARE",
         "TENANTS",
@@ -193,7 +189,6 @@ def figures(findings: Sequence[Finding], width: int | None = None) -> "list[Text
 
 
 def seconds(value: float) -> str:
-    """Return `52 ms` or `1.25 s`."""
     return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.3g} s"
 
 

@@ -177,7 +177,6 @@ class Study:
         return steps[::-1] if self.rounds % 2 else steps
 
     def add(self, found: Mapping[Setting, Sample]) -> None:
-        """Take a round. Settings may be missing; without the baseline nothing is compared."""
         self.rounds += 1
         alone = found.get(self.baseline)
         for setting, sample in found.items():
@@ -186,7 +185,6 @@ class Study:
                 self.quotients.setdefault(setting, []).append(sample.typical_s / alone.typical_s)
 
     def fail(self, setting: Setting, why: str) -> None:
-        """Measure a setting no more. `why`: a sentence."""
         self.failed[setting] = why
 
     def is_narrow(self, setting: Setting) -> bool:
@@ -277,6 +275,5 @@ def settings_of_copies(copies: Sequence[int], offered_milli: Sequence[int]) -> l
 
 
 def right_share(findings: Sequence[Finding], most_slower: float) -> Finding | None:
-    """Return the smallest share that is known to suffice on a full device, None if there is none besides the baseline."""
     known = [one for one in findings if one.suffices(most_slower)]
     return min(known, key=lambda one: (one.setting.fraction_milli, -one.setting.tenants), default=None)

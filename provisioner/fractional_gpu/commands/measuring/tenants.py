@@ -85,19 +85,16 @@ class Tenant:
         self.device_id = self._client.lease(self.lease.lease_id).lease.device_id or ""
 
     def go(self) -> None:
-        """Begin the program. Raises CannotRunError."""
         assert self.held is not None  # noqa: S101 - the order of calls is this room's
         environment = {**command_environment(self.lease, self.granted), FILE: os.fspath(self.ticks)}
         held, self.held = self.held, None
         self.running = held.go(environment)
 
     def cost(self) -> Cost:
-        """Return what its lease costs now. Raises the errors of the protocol."""
         with BrokerClient(self.lease.socket, token=self.lease.token) as client:
             return client.cost(self.lease.lease_id)
 
     def end(self) -> None:
-        """End whatever there is of it, and its lease. Idempotent."""
         if self.held is not None:
             self.held.give_up()
             self.held = None
@@ -386,7 +383,6 @@ class Step:
         return self._sample(is_over=self._is_over())
 
     def _is_over(self) -> bool:
-        """Whether a program has ended well. Raises TenantError if one has failed."""
         return any(self._has_ended(tenant) for tenant in self.tenants)
 
     def _has_ended(self, tenant: Tenant) -> bool:

@@ -70,7 +70,6 @@ class Ending:
         return self._come
 
     def wait(self, seconds: float) -> None:
-        """Return when one comes, or after so many seconds."""
         select.select([self._wakes], [], [], seconds)
 
 
@@ -124,7 +123,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the agent until SIGTERM or SIGINT, or once. Raises UsageError, CommandError and FractionalGPUError (with --once)."""
     if options.json and not options.once:
         raise UsageError("--json goes with --once; a running agent writes its log to stderr")
     if options.engine == KUBERNETES:
@@ -176,7 +174,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _rules(options: argparse.Namespace, counts: dict[str, str]) -> "AgentRules":
-    """Return the agent's times. Raises UsageError."""
     from fractional_gpu.core.nodes.pacing import PacingRules  # noqa: PLC0415 - not for help texts
     from fractional_gpu.engines.agent import AgentRules  # noqa: PLC0415 - as above
 
@@ -194,7 +191,6 @@ def _every_ms(options: argparse.Namespace) -> int:
 
 
 def _refuse_kubernetes(options: argparse.Namespace) -> None:
-    """Raise UsageError for options that another engine has not."""
     given = {"--hub-namespace": options.hub_namespace, "--kubeconfig": options.kubeconfig, "--remove": options.remove}
     if named := [name for name, value in given.items() if value]:
         raise UsageError(f"{', '.join(named)}: only with --engine {KUBERNETES}")
@@ -218,7 +214,6 @@ _LEAST_S = 0.05
 
 
 def _run_kubernetes(options: argparse.Namespace, rules: "AgentRules", every_s: float) -> int:
-    """Run the agent until SIGTERM or SIGINT, or once. Raises UsageError, CommandError and FractionalGPUError."""
     from fractional_gpu.client.seat import SeatClient  # noqa: PLC0415 - not for help texts
     from fractional_gpu.engines.agent import Agent  # noqa: PLC0415 - as above
     from fractional_gpu.engines.pod_seats import PodNotes, PodSeats  # noqa: PLC0415 - as above
@@ -312,7 +307,6 @@ def _await_pods(cluster: "Cluster") -> None:
 
 
 def _pools(options: argparse.Namespace) -> list[str]:
-    """Return the pools to count. Raises UsageError."""
     for word in options.pool or ():
         if "=" in word or not word:
             raise UsageError(

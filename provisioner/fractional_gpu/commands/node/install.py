@@ -121,7 +121,6 @@ def _put(options: argparse.Namespace, texts: Mapping[Path, str]) -> int:
 
 
 def _command() -> list[str]:
-    """Return how this installation's `jupyter gpu` is run."""
     script = Path(sys.executable).with_name("jupyter-gpu")
     return [str(script)] if script.is_file() else [sys.executable, "-P", "-m", "fractional_gpu.commands.main"]
 

@@ -53,7 +53,6 @@ def seats_folder(options: argparse.Namespace) -> Path:
 
 
 def counts_of(words: list[str] | None) -> dict[str, str]:
-    """Return the name of each pool's count, by the pool. Raises UsageError."""
     counts: dict[str, str] = {}
     for word in words or [f"default={COUNT}"]:
         pool, separator, count = word.partition("=")

@@ -248,7 +248,6 @@ class RunningCommand:
                 os.tcsetpgrp(self._terminal, os.getpgrp())
 
     def _foreground(self) -> int | None:
-        """Return the process group that the terminal is with, None without a terminal."""
         if self._terminal is not None:
             with suppress(OSError):  # it hung up
                 return os.tcgetpgrp(self._terminal)
@@ -273,7 +272,6 @@ def _shell_status(code: int) -> int:
 
 
 def _own_terminal() -> int | None:
-    """Return the descriptor of the controlling terminal among the standard ones, None without one."""
     for descriptor in (0, 1, 2):
         with suppress(OSError):  # no terminal, or not the one that controls this session
             os.tcgetpgrp(descriptor)
@@ -312,7 +310,6 @@ def signals_raise() -> Iterator[None]:
 
 
 def attach(lease: KernelLease, pid: int, *, served: bool = False) -> None:
-    """Attach the stub's process to its lease. Raises the errors of the protocol."""
     lease.attach(
         AttachRequest(**identity_of(pid), connection={}, language="", ipykernel=False, kind=COMMAND, served=served)
     )

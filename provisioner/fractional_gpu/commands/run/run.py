@@ -92,7 +92,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command and return its exit status. Raises UsageError, CommandError and FractionalGPUError before it runs."""
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     request, ports, wait_ms = (
         _request(options, command),
@@ -141,7 +140,8 @@ def _request(options: argparse.Namespace, command: Sequence[str]) -> LeaseReques
         raise UsageError(f"--pool: {error}") from None
     # The program's name, and that of the file that it is given first: arguments may be secret.
     script = next((word for word in command[1:] if not word.startswith("-")), "")
-    names = [Path(command[0]).name, *([Path(script).name] if Path(script).is_file() else [])]
+    is_file = os.path.isfile(script)  # noqa: PTH113 - a word may be a whole program, too long for a path
+    names = [Path(command[0]).name, *([Path(script).name] if is_file else [])]
     return LeaseRequest(
         fraction_milli=parse_argument(parse_fraction_milli, fraction),
         pool=pool,
@@ -155,7 +155,6 @@ def _request(options: argparse.Namespace, command: Sequence[str]) -> LeaseReques
 
 
 def _wait_ms(text: str | None) -> int | None:
-    """Return the limit of the wait, None without one."""
     wait_ms = None if text is None else parse_argument(parse_duration_ms, text)
     if wait_ms is not None and wait_ms > MAX_WAIT_S * 1000:
         longest = format_duration(MAX_WAIT_S * 1000)

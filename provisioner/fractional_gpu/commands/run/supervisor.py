@@ -362,7 +362,6 @@ class Supervisor:
         self._client: BrokerClient | None = None
 
     def start(self) -> None:
-        """Start the threads."""
         looks = self._look_at_ports if self._ports is not None else self._look_at_cpu
         for target in (self._follow, looks):
             threading.Thread(target=target, name=f"gpu-{target.__name__.strip('_')}", daemon=True).start()

@@ -55,7 +55,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """List the seats or end one. Raises UsageError, CommandError, and ForbiddenError if the user is no administrator."""
     if (options.action == "release") is not (options.seat is not None):
         raise UsageError(
             "say which seat: `jupyter gpu seats release SEAT`, where SEAT is USER, USER/SERVER or a seat's id"
@@ -80,7 +79,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def find_seat(word: str, seats: Sequence[SeatStatus]) -> SeatStatus:
-    """Return the seat with this name or id. Raises CommandError if there is none, or more than one."""
     named = [seat for seat in seats if _name(seat) == word]
     found = named or [seat for seat in seats if len(word) >= _FEWEST and seat.seat_id.startswith(word)]
     if len(found) == 1:

@@ -28,28 +28,23 @@ def _words(words: Sequence[str]) -> Completer:
     return propose
 
 
-def _found_by(name: str) -> Completer:
-    def propose(**given: object) -> Any:  # noqa: ANN401 - what argcomplete takes: words, or words with descriptions
-        return getattr(import_module("fractional_gpu.commands.completion"), name)(**given)
+def _found_by(what: str) -> Completer:
+    def propose(*, parsed_args: argparse.Namespace, **_: object) -> Any:  # noqa: ANN401 - what argcomplete takes
+        return import_module("fractional_gpu.commands.completion").proposals(what, parsed_args)
 
     return propose
 
 
-LEASES = _found_by("lease_names")
-DEVICES = _found_by("device_names")
-POOLS = _found_by("pool_names")
-KERNELSPECS = _found_by("kernelspec_names")
+LEASES, DEVICES, POOLS, KERNELSPECS = map(_found_by, ("leases", "devices", "pools", "kernelspecs"))
 
 
 def require_packages(*names: str) -> None:
-    """Raise CommandError if one of the packages is not installed."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise CommandError(f"this needs {' and '.join(missing)}: pip install 'jupyter-fractional-gpu[lab]'")
 
 
 def checked_simulate(text: str | None) -> str | None:
-    """Return the text. Raises UsageError if it does not describe simulated devices."""
     if text is not None:
         try:
             parse_devices(text)

@@ -19,7 +19,6 @@ RUN_ONE = "run one with `jupyter gpu broker`, or name another's socket with --so
 
 
 def add_socket_argument(parser: argparse.ArgumentParser) -> None:
-    """Add `--socket` to a command that talks to a broker."""
     parser.add_argument(
         "--socket",
         metavar="PATH",
@@ -48,7 +47,6 @@ def broker_if_running(socket: str | None = None) -> BrokerClient | None:
 
 
 def started_broker(socket: str | None = None, token: str | None = None) -> BrokerClient:
-    """Return a client of the broker, which is started if none serves. Raises BrokerUnavailableError."""
     with Progress("the broker starts ...", blocks=True, silent=True):
         return ensure_broker(socket, token=token)
 

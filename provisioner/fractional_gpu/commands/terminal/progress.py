@@ -184,7 +184,13 @@ class WaitLine:
 
     def update(self, line: Line) -> None:
         with self._lock:
-            self._latest = describe_wait(line)
+            place = f"; place {line.position} in the queue" if line.position is not None else ""
+            left = (
+                ""
+                if line.expected_ms is None
+                else format_forecast(line.expected_ms, line.low_ms, line.high_ms, more=True)
+            )
+            self._latest = f"{line.sentence}{place}{f'; {left}' if left else ''}"
             if self._timer is None and self._latest != self._said:
                 self._timer = threading.Timer(_QUIET_S, self._speak)
                 self._timer.daemon = True
@@ -203,9 +209,3 @@ class WaitLine:
             self._said = text
         if text:
             self._say(text)
-
-
-def describe_wait(line: Line) -> str:
-    place = f"; place {line.position} in the queue" if line.position is not None else ""
-    left = "" if line.expected_ms is None else format_forecast(line.expected_ms, line.low_ms, line.high_ms, more=True)
-    return f"{line.sentence}{place}{f'; {left}' if left else ''}"

@@ -33,14 +33,12 @@ def short_path(label: str, most: int) -> str:
 
 
 def lease_name(lease: LeaseStatus) -> str:
-    """Return `label (id)`, or the id alone where there is no label."""
     return (
         f"{harmless(lease.spec.label)} ({short_id(lease.lease_id)})" if lease.spec.label else short_id(lease.lease_id)
     )
 
 
 def describe_device(name: str, memory_mib: int, *, simulated: bool) -> str:
-    """Return a device's name; its memory and "simulated" are added unless the name has them."""
     parts = [harmless(name)]
     if simulated and "simulated" not in name.lower():
         parts.append("simulated")
@@ -57,7 +55,6 @@ def describe_state(lease: LeaseStatus) -> str:
 
 
 def expected_wait(lease: LeaseStatus) -> str:
-    """Return how long the lease is expected to wait, as the end of a sentence; empty if there is no forecast."""
     wait = lease.expected
     return "" if wait is None else f"; {format_forecast(wait.expected_ms, wait.low_ms, wait.high_ms)}"
 
@@ -91,7 +88,6 @@ def bar(device: DeviceStatus, cells: int = BAR_CELLS) -> "Text":
 
 
 def _device_lines(device: DeviceStatus, *, simulated: bool) -> "list[Text]":
-    """Return one device's lines: its name, its bar and, if it admits no kernel, why."""
     sums = f"{format_memory(device.reserved_mib)} reserved, {format_memory(device.used_mib)} used"
     lines = [
         line(f"  {device.index}  {device.name}  pool {device.pool or '-'}"),
@@ -219,7 +215,6 @@ def _server(owner: str, name: str) -> str:
 
 
 def render_status(status: HostStatus, width: int | None = None) -> "list[Text]":
-    """Return the whole status. `width`: of the terminal, in characters."""
     simulated = " (simulated: no real GPU is involved)" if status.simulated else ""
     lines = [line(("GPUs", Style.HEADING), simulated)]
     for device in sorted(status.devices, key=lambda device: device.index):

@@ -35,7 +35,6 @@ class UsageError(CommandError):
 
 
 def parse_argument(parse: Callable[[str], T], text: str) -> T:
-    """Return the value of an argument. Raises UsageError with what is allowed."""
     try:
         return parse(text)
     except ValueError as error:
@@ -210,7 +209,6 @@ def say(sentence: str, out: TextIO | None = None, *, flush: bool = False) -> Non
 
 
 def write_file(path: Path, text: str, option: str) -> None:
-    """Write a file that an option named. Raises CommandError."""
     try:
         path.write_text(text, encoding="utf-8", newline="")
     except OSError as error:
