@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.commands.main import main
-from fractional_gpu.commands.seats.seats import find_seat
+from fractional_gpu.commands.seats import find_seat
 from fractional_gpu.commands.terminal.text import CommandError
 from fractional_gpu.protocol.seats import SeatRequest
 from fractional_gpu.protocol.status import SeatStatus

@@ -248,37 +248,27 @@ def _remove(options: argparse.Namespace) -> int:
 def _list(options: argparse.Namespace) -> int:
     specs = list_installed(**_place(options))
     if options.json:
-        print(json.dumps({"kernels": [_as_json(spec) for spec in specs]}))
+        shown = ("name", "display_name", "pool", "fraction_milli", "gated", "simulated", "launcher", "base")
+        listed = [
+            {
+                **{name: getattr(spec, name) for name in shown},
+                "folder": str(spec.folder),
+                "shadowed_by": None if spec.shadowed_by is None else str(spec.shadowed_by),
+            }
+            for spec in specs
+        ]
+        print(json.dumps({"kernels": listed}))
     elif not specs:
         print("No kernel is installed; `jupyter gpu kernels install` adds some.")
     else:
-        rows = [
-            (spec.name, spec.display_name, spec.pool, format_fraction(spec.fraction_milli), _where(spec))
-            for spec in specs
-        ]
+        rows = []
+        for spec in specs:
+            shadowed = f"  (shadowed by {spec.shadowed_by})" if spec.shadowed_by is not None else ""
+            share = format_fraction(spec.fraction_milli)
+            rows.append((spec.name, spec.display_name, spec.pool, share, f"{spec.folder}{shadowed}"))
         width = terminal_width(sys.stdout)
         write(table(("NAME", "SHOWN AS", "POOL", "GPU", "FOLDER"), rows, indent="", width=width))
         for obstacle in dict.fromkeys(plan_of(spec).obstacle for spec in specs if not spec.gated):
             if obstacle:
                 say(f"note: {obstacle}")
     return 0
-
-
-def _where(spec: InstalledSpec) -> str:
-    shadowed = f"  (shadowed by {spec.shadowed_by})" if spec.shadowed_by is not None else ""
-    return f"{spec.folder}{shadowed}"
-
-
-def _as_json(spec: InstalledSpec) -> dict[str, Any]:
-    return {
-        "name": spec.name,
-        "display_name": spec.display_name,
-        "folder": str(spec.folder),
-        "pool": spec.pool,
-        "fraction_milli": spec.fraction_milli,
-        "gated": spec.gated,
-        "simulated": spec.simulated,
-        "launcher": spec.launcher,
-        "base": spec.base,
-        "shadowed_by": None if spec.shadowed_by is None else str(spec.shadowed_by),
-    }

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from fractional_gpu.client.client import BrokerClient
@@ -67,18 +67,10 @@ def find_problems(kernels: Sequence[DemoKernel]) -> list[str]:
 
 
 def report_as_json(device: DemoDevice, kernels: Sequence[DemoKernel]) -> dict[str, Any]:
+    shown = ("kernelspec", "fraction_milli", "suspends", "resumes", "state_intact")
     return {
-        "device": {"name": device.name, "simulated": device.simulated, "memory_mib": device.memory_mib},
-        "kernels": [
-            {
-                "kernelspec": kernel.kernelspec,
-                "fraction_milli": kernel.fraction_milli,
-                "suspends": kernel.suspends,
-                "resumes": kernel.resumes,
-                "state_intact": kernel.state_intact,
-            }
-            for kernel in kernels
-        ],
+        "device": asdict(device),
+        "kernels": [{name: getattr(kernel, name) for name in shown} for kernel in kernels],
         "ok": not find_problems(kernels),
     }
 

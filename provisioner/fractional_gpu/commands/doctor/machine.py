@@ -51,11 +51,7 @@ _UNMEASURED: Final = "whether NVIDIA's driver gains from it has not been measure
 _TOTAL: Final = re.compile(r"MemTotal:\s*(\d+) kB")
 _CAP_SYS_RESOURCE: Final = 1 << 24
 _LEAST_SWAPPINESS: Final = 1  # swap is used to keep from killing only
-_ALL_IDS: Final = [
-    "0",
-    "0",
-    "4294967295",
-]  # the map of the first user namespace: in another one the capability is void here
+_ALL_IDS: Final = ["0", "0", "4294967295"]  # the map of the first user namespace
 _OTHER_KILLERS: Final = {
     "earlyoom": "it goes by the same adjustments",
     "nohang": "it goes by the same adjustments",
@@ -136,7 +132,11 @@ def check_nodes(devices: Sequence[DeviceInfo], addresses: Mapping[str, str], sys
         return
     near: dict[int, list[DeviceInfo]] = {}
     for device in devices:
-        node = _node_of(addresses.get(device.device_id, ""), sys)
+        try:
+            address = addresses.get(device.device_id, "")
+            node = int((sys / "bus/pci/devices" / address / "numa_node").read_text(encoding="ascii"))
+        except (OSError, ValueError):
+            node = -1  # the system does not say
         near.setdefault(node if node in nodes else -1, []).append(device)
     for node, there in sorted(near.items()):
         named = f"device {', '.join(str(device.index) for device in there)}"
@@ -215,7 +215,10 @@ def check_oom(broker_pid: int | None, *, proc: Path = PROC) -> Iterator[Finding]
     yield from _other_killers(proc)
     pid, whose = (os.getpid(), "a broker that is started here") if broker_pid is None else (broker_pid, "the broker")
     try:
-        may, value, uid = _may_lower(pid, proc), adjustment(pid, proc=proc), owner_uid(pid, proc=proc)
+        effective = int(dict(_fields(proc / str(pid) / "status")).get("CapEff", "0"), 16)
+        is_first_namespace = (proc / str(pid) / "uid_map").read_text().split() == _ALL_IDS
+        may = bool(effective & _CAP_SYS_RESOURCE) and is_first_namespace  # in another one the capability is void here
+        value, uid = adjustment(pid, proc=proc), owner_uid(pid, proc=proc)
     except (OSError, ValueError) as error:
         yield note("oom", f"what {whose} may do against the out-of-memory killer cannot be read: {error}")
         return
@@ -249,21 +252,6 @@ def _nodes(sys: Path) -> dict[int, int]:
         if total is not None and int(total[1]):
             found[int(file.parent.name.removeprefix("node"))] = int(total[1]) // 1024
     return found
-
-
-def _node_of(address: str, sys: Path) -> int:
-    """Return the memory node that a device is near to, -1 where the system does not say."""
-    try:
-        return int((sys / "bus/pci/devices" / address / "numa_node").read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return -1
-
-
-def _may_lower(pid: int, proc: Path) -> bool:
-    effective = dict(_fields(proc / str(pid) / "status")).get("CapEff", "0")
-    return (
-        bool(int(effective, 16) & _CAP_SYS_RESOURCE) and (proc / str(pid) / "uid_map").read_text().split() == _ALL_IDS
-    )
 
 
 def _killed_together(proc: Path) -> Iterator[Finding]:

@@ -384,14 +384,13 @@ def _configured(folders: Iterable[Path]) -> Iterator[tuple[str, str]]:
                 text = file.read_text(encoding="utf-8", errors="replace")
             except OSError:  # a folder of that name, or not readable, as for this user's servers
                 continue
-            yield from _in_json(file, text) if file.suffix == ".json" else _in_program(file, text)
-
-
-def _in_program(file: Path, text: str) -> Iterator[tuple[str, str]]:
-    for number, line in enumerate(text.splitlines(), start=1):
-        found = _SET.match(line)
-        if found and not _is_off(found[3]):
-            yield f"{file}, line {number}: c.{found[1]}.{found[2]}", found[3].strip()
+            if file.suffix == ".json":
+                yield from _in_json(file, text)
+                continue
+            for number, line in enumerate(text.splitlines(), start=1):
+                found = _SET.match(line)
+                if found and not _is_off(found[3]):
+                    yield f"{file}, line {number}: c.{found[1]}.{found[2]}", found[3].strip()
 
 
 def _in_json(file: Path, text: str) -> Iterator[tuple[str, str]]:

@@ -145,7 +145,16 @@ class Places:
                 stack.callback(tenant.end)
                 wait_ms = round((until_s - time.monotonic()) * 1000) if self.may_wait else 0
                 tenant.place(wait_ms, self.say)
-                if tenant.device_id == device_id or (not placed and self._has_room(tenant, wanted - 1)):
+                fits = tenant.device_id == device_id
+                if not placed:  # the device that the first one got must have room for all the others
+                    fits = (
+                        self.may_wait
+                        or wanted == 1
+                        or not no_spare_room(
+                            self.client.status(), self.pool, tenant.lease.reserve_mib, wanted - 1, tenant.device_id
+                        )
+                    )
+                if fits:
                     placed.append(tenant)
                     continue
                 elsewhere.append(tenant)  # it keeps its place for the moment, so that the next one does not get it, too
@@ -155,12 +164,6 @@ class Places:
                 tenant.end()
             self._patience_s = PATIENCE_S
             yield placed
-
-    def _has_room(self, tenant: Tenant, wanted: int) -> bool:
-        if self.may_wait or not wanted:
-            return True
-        status = self.client.status()
-        return not no_spare_room(status, self.pool, tenant.lease.reserve_mib, wanted, tenant.device_id)
 
     def _tenant(
         self, command: Sequence[str], fraction_milli: int, wanted: int, device_id: str, until_s: float

@@ -73,15 +73,14 @@ def harmless(text: str) -> str:
 def line(*pieces: Piece) -> "Text":
     from rich.text import Text  # noqa: PLC0415 - as said above
 
-    return Text.assemble(*(_styled(piece) for piece in pieces), end="")
-
-
-def _styled(piece: Piece) -> "tuple[str, str] | Text":
-    if isinstance(piece, str):
-        return harmless(piece), ""
-    if isinstance(piece, tuple):
-        return harmless(piece[0]), piece[1]
-    return piece
+    found = Text(end="")
+    for piece in pieces:
+        if isinstance(piece, Text):
+            found.append_text(piece)
+        else:
+            text, style = (piece, "") if isinstance(piece, str) else piece
+            found.append(harmless(text), style)
+    return found
 
 
 def table(

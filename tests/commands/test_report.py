@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from fractional_gpu.commands.costs.report import as_text
 from fractional_gpu.commands.main import main
+from fractional_gpu.commands.report import as_text
 from fractional_gpu.commands.terminal.text import plain as unstyled
 from fractional_gpu.core.forecasts.habits import HabitKey, HabitKind, Share, ShareDay
 from fractional_gpu.core.metering.usage import FIGURES, SHARE_HOUR, Party, Usage, UsageKey, UsageRow

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fractional_gpu.client.seat import SeatClient
-from fractional_gpu.commands.costs.budget import _moment
+from fractional_gpu.commands.budget import _moment
 from fractional_gpu.commands.main import main
 from fractional_gpu.core.metering.usage import SHARE_HOUR, Party, Usage, UsageRow
 from fractional_gpu.protocol.seats import OfferRequest, SeatRequest

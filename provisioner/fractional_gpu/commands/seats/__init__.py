@@ -1,1 +1,0 @@
-"""`jupyter gpu seats` and `jupyter gpu capacity`: what workloads and hub servers hold of the pools, and what is left."""
