@@ -20,7 +20,7 @@ CHECK = "print(buffer.read(3))"
 CONFIG = """\
 from pathlib import Path
 from fractional_gpu.host import memory
-for reads in (memory.system_headroom, memory.headroom, memory.shortage, memory.LimitReader.__init__):
+for reads in (memory.system_headroom, memory.shortage, memory.LimitReader.__init__):
     reads.__kwdefaults__["proc"] = Path({proc!r})
 c.GPUBroker.pools = {{"default": {{"preempt": "priorities", "idle_after": "on-demand", "min_residency": "0s", "retry_refused": "0s"}}}}
 """

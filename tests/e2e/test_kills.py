@@ -197,8 +197,10 @@ def test_a_new_broker_finds_at_rest_what_the_old_one_knew(world: World, pair: Pa
     after = {lease.lease_id: lease for lease in settled(world).leases}
     for lease_id, lease in before.items():
         found = after.pop(lease_id)
-        for name in ("state", "pid", "device_id", "saved_mib", "reserve_mib", "kernel_id", "suspends", "resumes"):
+        for name in ("state", "pid", "kernel_id", "suspends", "resumes"):
             assert getattr(found, name) == getattr(lease, name), name
+        for name in ("device_id", "saved_mib", "spec"):
+            assert getattr(found.lease, name) == getattr(lease.lease, name), name
     assert not after
     pair.finish()
 

@@ -23,12 +23,13 @@ mkdir /sys/fs/cgroup/own
 {own}
 exec {python} -c '
 import json, sys
-from fractional_gpu.host.memory import headroom, group_limit
+from fractional_gpu.host.memory import LimitReader, group_limit
 from fractional_gpu.host.workload import find_group, group_exists, memory_warning
 pid, uid = int(sys.argv[1]), sys.argv[2]
 group = find_group("kubernetes", uid)
 limit = group_limit(group) if group else None
-print(json.dumps([headroom(pid).mib, headroom(pid).limited_by, group, limit.mib if limit else None, group_exists(group) if group else None,
+room = LimitReader().headroom(pid)
+print(json.dumps([room.mib, room.limited_by, group, limit.mib if limit else None, group_exists(group) if group else None,
     memory_warning("kubernetes", group, 4096) if group else ""]))
 ' "$@"
 """
