@@ -138,7 +138,7 @@ class _Base:
     def __init__(self, setting: _Setting) -> None:
         self._hosts, self._facts, self._record = setting.hosts, setting.facts, setting.record
         self._moments = Moments()
-        self._accounted_ms = self._busy = self._waiting = 0
+        self._busy = self._waiting = 0
         self._felt = Felt(setting.trace, setting.goal)
         self._closed_ms = self._ended = 0  # when the last session closed, and how many have
         self._progress = setting.progress
@@ -149,20 +149,20 @@ class _Base:
         """Run to the end."""
         for kernel in self._kernels:
             self._at(kernel.session.open_ms, partial(self._comes, kernel))
-        while self._moments and not self._felt.hopeless:
-            at_ms, act = self._moments.next()
-            passed, held = at_ms - self._accounted_ms, self._held()
-            if passed:
-                self.figures.timeline.add(self._accounted_ms, held, self._busy, self._waiting)
-                self.figures.held += held * passed * 1000
-                self.figures.busy += self._busy * passed * 1000
-                self.figures.peak_devices_held = max(self.figures.peak_devices_held, held)
-            self._accounted_ms = self._moments.now_ms = at_ms
-            act()
+        self._moments.run(self._account, until=lambda: bool(self._felt.hopeless))
         self.figures.feel(self._felt)
         opened = (kernel.session.open_ms for kernel in self._kernels)
         self.figures.own(min(opened, default=0), self._closed_ms)
         return self.figures
+
+    def _account(self, at_ms: int) -> None:
+        """Count what was held and busy since the last moment."""
+        passed, held = at_ms - self._now_ms, self._held()
+        if passed:
+            self.figures.timeline.add(self._now_ms, held, self._busy, self._waiting)
+            self.figures.held += held * passed * 1000
+            self.figures.busy += self._busy * passed * 1000
+            self.figures.peak_devices_held = max(self.figures.peak_devices_held, held)
 
     @property
     def _now_ms(self) -> int:
@@ -182,8 +182,6 @@ class _Base:
         self._ended += 1
         if self._progress is not None:
             self._progress(self._ended, self.figures.sessions)
-
-    # -- the record ----------------------------------------------------------------------------------------------------
 
     def _note(self, kind: str, kernel: _Kernel, **about: object) -> None:
         if self._record is not None:
@@ -217,8 +215,6 @@ class _Base:
         self._use(kernel, 0)
         self._note("gives", kernel)
         kernel.devices = ()
-
-    # -- what is the same in all of them ---------------------------------------------------------------------------------
 
     def _think(self, kernel: _Kernel, act: Callable[[], None]) -> None:
         """Schedule the next step as long after the last one as in the trace."""

@@ -55,18 +55,19 @@ class Moments:
         self._order = 0
         self._heap: list[tuple[int, int, Act]] = []
 
-    def __bool__(self) -> bool:
-        return bool(self._heap)
-
     def at(self, at_ms: int, act: Act) -> None:
         """Plan what happens then; what is past happens now."""
         self._order += 1
         heappush(self._heap, (max(at_ms, self.now_ms), self._order, act))
 
-    def next(self) -> tuple[int, Act]:
-        """Take the next moment off the heap; `now_ms` is the caller's to set."""
-        at_ms, _, act = heappop(self._heap)
-        return at_ms, act
+    def run(self, passing: Callable[[int], None] | None = None, until: Callable[[], bool] = lambda: False) -> None:
+        """Let everything happen that is planned, also meanwhile. `passing` is given each moment before it becomes now."""
+        while self._heap and not until():
+            at_ms, _, act = heappop(self._heap)
+            if passing is not None:
+                passing(at_ms)
+            self.now_ms = at_ms
+            act()
 
 
 class Leases:

@@ -203,7 +203,7 @@ class Part:
 
     result: Result
     felt: Felt
-    errors: list[Sequence[ErrorView]]
+    errors: Sequence[Sequence[ErrorView]]
     closed_ms: int
 
 

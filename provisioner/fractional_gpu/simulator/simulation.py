@@ -49,7 +49,8 @@ def simulate(
     cluster = _Cluster(hosts, trace, goal, door=gate, watch=watch, record=record, progress=progress, meter=meter)
     if revocation is not None:
         cluster.revoke(revocation)
-    cluster.show_forecasts(judged)
+    for one in cluster.runs:
+        one.arbiter.forecasts.record.watch = judged
     return finished(cluster.run(), trace)
 
 
@@ -95,47 +96,42 @@ class _Cluster:
         )
         if meter is not None:
             meter.begin(hosts)
-        self._runs = [HostRun(number, host, self._state) for number, host in enumerate(hosts)]
+        self.runs = [HostRun(number, host, self._state) for number, host in enumerate(hosts)]
 
     def revoke(self, revocation: Revocation) -> None:
         """Take devices away from the first session's opening on, until the last session has ended."""
         figures = self._result.revocation = RevocationFigures(whole_hosts=revocation.whole_hosts)
         begins_ms = min((session.open_ms for session in self._trace), default=0)
-        for number, run in enumerate(self._runs):
-            devices = HostRevocations(revocation, number, run.leaving, run.device_ids, figures, self._goes_on)
+        for number, run in enumerate(self.runs):
+            devices = HostRevocations(revocation, number, run, figures, self._goes_on)
             self._state.moments.at(begins_ms, devices.begin)
 
     def _goes_on(self) -> bool:
-        return sum(run.over for run in self._runs) < len(self._trace)
-
-    def show_forecasts(self, judged: Callable[[Judged], None] | None) -> None:
-        """Have every forecast seen that is compared with what happened."""
-        for run in self._runs:
-            run.show_forecasts(judged)
+        return sum(run.over for run in self.runs) < len(self._trace)
 
     def run(self) -> Part:
         """Run to the end."""
         moments, felt, accounts = self._state.moments, self._state.felt, self._state.accounts
         meter = self._state.meter
-        for run in self._runs:
-            run.begin()
-        for session in self._trace:
-            moments.at(session.open_ms, partial(self._open, session))
-        while moments and not felt.hopeless:
-            at_ms, act = moments.next()
+
+        def passing(at_ms: int) -> None:
             accounts.advance(at_ms)
             if meter is not None:
                 meter.advance(at_ms)
-            moments.now_ms = at_ms
-            act()
-        for run in self._runs:
-            run.validate()
+
+        for run in self.runs:
+            run.begin()
+        for session in self._trace:
+            moments.at(session.open_ms, partial(self._open, session))
+        moments.run(passing, until=lambda: bool(felt.hopeless))
+        for run in self.runs:
+            run.arbiter.validate()
         accounts.finish()
         if meter is not None:
             meter.finish(moments.now_ms)
-        self._result.lost += len(self._trace) - sum(run.over for run in self._runs)
-        errors = [run.forecast_errors() for run in self._runs]
-        closed_ms = max((run.closed_ms for run in self._runs), default=0)
+        self._result.lost += len(self._trace) - sum(run.over for run in self.runs)
+        errors = [run.arbiter.forecasts.errors() for run in self.runs]
+        closed_ms = max((run.closed_ms for run in self.runs), default=0)
         return Part(result=self._result, felt=felt, errors=errors, closed_ms=closed_ms)
 
     def _open(self, session: Session) -> None:
@@ -144,7 +140,7 @@ class _Cluster:
         if self._state.record is not None:
             self._state.record.moment(host, "placed", self._state.moments.now_ms, session.session_id)
         self._door.opened(host, lease)
-        self._runs[host].open(session, lease, self._ends)
+        self.runs[host].open(session, lease, self._ends)
 
     def _ends(self) -> None:
         self._ended += 1

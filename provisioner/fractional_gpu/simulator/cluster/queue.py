@@ -82,9 +82,7 @@ class _Engine:
         moments = self._moments
         for number in sorted(range(len(self._trace)), key=lambda number: self._trace[number].open_ms):
             moments.at(self._trace[number].open_ms, partial(self._asks, number))
-        while moments:
-            moments.now_ms, act = moments.next()
-            act()
+        moments.run()
         for number in self._queue:
             self._starts.waited_ms[number] = _NEVER
         return self._starts

@@ -15,10 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from fractional_gpu.simulator.revocation.lifetimes import START_MS, Lifetimes
 from fractional_gpu.simulator.revocation.orders import NO_NOTICE, OTHERS, OURS, Holder, saved_in
+
+if TYPE_CHECKING:
+    from fractional_gpu.simulator.one_host import HostRun
 
 _HOUR_MS = 3_600_000
 NOTICE_MS = 30_000
@@ -34,35 +37,6 @@ class Revocation:
     notice_ms: int = NOTICE_MS
     replace_ms: int = START_MS
     seed: int = 1
-
-
-class Revocable(Protocol):
-    """A host of a run, for what takes its devices away."""
-
-    @property
-    def now_ms(self) -> int:
-        """The time."""
-
-    def plan(self, at_ms: int, act: Callable[[], None]) -> None:
-        """Plan what happens then."""
-
-    def announce(self, device_ids: Sequence[str], deadline_ms: int) -> None:
-        """Let the arbiter know that the devices go away."""
-
-    def holders(self, device_ids: Sequence[str]) -> list[Holder]:
-        """Return the kernels that hold memory on the devices."""
-
-    def swap_room(self) -> tuple[list[int], int]:
-        """Return when each swap channel is free, and how much host memory is left, MiB."""
-
-    def take_away(self, device_ids: Sequence[str], *, whole_host: bool) -> tuple[list[Holder], list[Holder]]:
-        """Take the devices away; return the kernels that were not saved, and those whose saved state was lost with the host."""
-
-    def give_back(self, device_ids: Sequence[str]) -> None:
-        """Put other devices in their places."""
-
-    def has_closed(self, lease_id: str) -> bool:
-        """Return whether its notebook was closed."""
 
 
 @dataclass(slots=True)
@@ -119,18 +93,17 @@ class RevocationFigures:
 class HostRevocations:
     """Takes the devices of one host away, one by one or all at once, for as long as `goes_on` says."""
 
-    def __init__(  # noqa: PLR0917 - one caller
+    def __init__(
         self,
         revocation: Revocation,
         number: int,
-        host: Revocable,
-        device_ids: Sequence[str],
+        host: "HostRun",
         figures: RevocationFigures,
         goes_on: Callable[[], bool],
     ) -> None:
         self._revocation, self._number, self._host = revocation, number, host
         self._figures, self._goes_on = figures, goes_on
-        self._groups = [tuple(device_ids)] if revocation.whole_hosts else [(device_id,) for device_id in device_ids]
+        self._groups = [tuple(host.devices)] if revocation.whole_hosts else [(device_id,) for device_id in host.devices]
 
     def begin(self) -> None:
         """Let all devices begin their lives now."""
@@ -143,7 +116,7 @@ class HostRevocations:
     def _live(self, group: tuple[str, ...], life: int) -> None:
         ends_ms = self._host.now_ms + self._revocation.lifetimes.draw_ms(self._random(group, life, "lifetime"))
         notice_ms = max(self._host.now_ms, ends_ms - self._revocation.notice_ms)
-        self._host.plan(notice_ms, partial(self._notice, group, life, ends_ms))
+        self._host.at(notice_ms, partial(self._notice, group, life, ends_ms))
 
     def _notice(self, group: tuple[str, ...], life: int, ends_ms: int) -> None:
         if not self._goes_on():
@@ -157,12 +130,12 @@ class HostRevocations:
         saved[NO_NOTICE] = frozenset()
         if self._revocation.notice_ms:
             self._host.announce(group, ends_ms)
-        self._host.plan(ends_ms, partial(self._gone, group, life, there, saved))
+        self._host.at(ends_ms, partial(self._gone, group, life, there, saved))
 
     def _gone(
         self, group: tuple[str, ...], life: int, there: Sequence[Holder], saved: dict[str, frozenset[str]]
     ) -> None:
-        counted = [one for one in there if not self._host.has_closed(one.lease_id)]
+        counted = [one for one in there if not self._host.kernels[one.lease_id].over]
         unsaved, lost_with_host = self._host.take_away(group, whole_host=self._revocation.whole_hosts)
         left = {one.lease_id for one in unsaved}
         saved[OURS] = frozenset(one.lease_id for one in counted if one.lease_id not in left)
@@ -178,7 +151,7 @@ class HostRevocations:
         for one in lost_with_host:
             if one.lease_id not in known:
                 figures.saved_before.add(one)
-        self._host.plan(self._host.now_ms + self._revocation.replace_ms, partial(self._back, group, life))
+        self._host.at(self._host.now_ms + self._revocation.replace_ms, partial(self._back, group, life))
 
     def _back(self, group: tuple[str, ...], life: int) -> None:
         self._host.give_back(group)

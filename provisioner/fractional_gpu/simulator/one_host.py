@@ -1,0 +1,690 @@
+"""One host in virtual time: its arbiter, its devices, and the sessions that live there.
+
+- A session's kernel is gated. A GPU cell is asked for: the kernel is busy from then on, `Wanted` goes out unless the lease is resident,
+  and the cell runs once granted. The next cell comes as long after it as in the trace: a wait delays everything behind it.
+- A wait is the time from asking to running, the restore included; cells that found their kernel resident count with zero.
+  What else a user feels is in `felt`.
+- A swap takes a fixed time and the bytes over the bandwidth. One that fails takes the fixed time and changes nothing.
+- A cell of a suspended kernel that touches no GPU runs without asking.
+- A cell that needs more than is reserved (where a pool reserves by use) takes what it may and waits for more; if none comes for
+  `patience_ms` it fails as out of memory, and at once if it needs more than its cap.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from fractional_gpu.core.arbiter import Arbiter
+from fractional_gpu.core.effects import (
+    Effect,
+    Granted,
+    LeaseEnded,
+    LeaseRefused,
+    Resized,
+    Resume,
+    Shrink,
+    StateChanged,
+    Suspend,
+    WakeAt,
+)
+from fractional_gpu.core.events import (
+    Attached,
+    BusyChanged,
+    DeviceDrained,
+    DeviceLost,
+    DeviceSeen,
+    DeviceUndrained,
+    Event,
+    Expected,
+    HostMemoryNeeded,
+    HostMemorySeen,
+    LeaseMeasured,
+    LeaseReleased,
+    LeaseRequested,
+    PoolConfigured,
+    ProcessExited,
+    ResumeFinished,
+    ResumeOutcome,
+    Shrunk,
+    SuspendFinished,
+    SuspendOutcome,
+    Tick,
+    Wanted,
+)
+from fractional_gpu.core.model import HOLDING, LeaseSpec, LeaseState, Sign
+from fractional_gpu.core.rules.salvage import value_of
+from fractional_gpu.simulator import SimulationError
+from fractional_gpu.simulator.felt import Felt
+from fractional_gpu.simulator.hosts import Moments, Recorder
+from fractional_gpu.simulator.load import SIGN_MS
+from fractional_gpu.simulator.machine import UNSHARED, Host, Running, SharedDevice
+from fractional_gpu.simulator.metering.run_meter import RunMeter
+from fractional_gpu.simulator.result import Accounts, Result
+from fractional_gpu.simulator.revocation.orders import Holder
+from fractional_gpu.simulator.traces import Cell, Session
+
+Watch = Callable[[Event, Sequence[Effect]], None]
+
+_MEASURED_MS = 2_000  # from one measurement of the broker to the next
+_REFUSED_BY_LIMIT = frozenset({"user-limit", "group-limit"})  # the user has too many already: the session never runs
+
+
+@dataclass(slots=True, kw_only=True)
+class RunState:
+    """What the hosts of a run share. `over` is told of the end of a session's lease."""
+
+    moments: Moments
+    result: Result
+    accounts: Accounts
+    felt: Felt
+    watch: Watch | None
+    record: Recorder | None
+    meter: RunMeter | None
+    over: Callable[[int, LeaseSpec], None]
+
+
+@dataclass(slots=True, eq=False)
+class Kernel:
+    """One session as it stands. `ended` is called when it is over."""
+
+    session: Session
+    spec: LeaseSpec
+    ended: Callable[[], None]
+    state: LeaseState | None = None
+    device_ids: tuple[str, ...] = ()
+    reserved_mib: int = 0  # on each of its devices: what it may use there
+    memory_mib: int = 0  # what its process holds on each of them, or saved of each on the host
+    next_cell: int = 0
+    asked_ms: int = 0
+    waiting: bool = False
+    growing: bool = False  # let in, and short of memory for its cell
+    short_ms: int = 0  # since when, if it is
+    running: Running | None = None
+    unfinished: Running | None = None  # a cell that was preempted
+    began_ms: int = 0  # when the cell that runs was let in last
+    ran_ms: int = 0  # how long the last cell has run in all, up to when it was stopped
+    swaps: int = 0
+    resume_fails: bool = False  # the resume under way
+    swap_ends_ms: int = 0  # when the swap under way ends
+    worked_ms: int = 0  # for how long its cells have run since its process began
+    life: int = 0  # how many processes it has had before this one
+    early_mib: int = 0  # what it was brought back with before a cell asked, until one does
+    overdue: int = 0  # how many limits of the goal the wait of its cell exceeds
+    over: bool = False
+
+    @property
+    def cell(self) -> Cell:
+        """The cell that is asked for or runs."""
+        return self.session.cells[self.next_cell]
+
+    @property
+    def total_mib(self) -> int:
+        """What it holds in all."""
+        return self.memory_mib * self.spec.devices
+
+
+class HostRun:
+    """One host of a run: its arbiter, and the sessions that live there."""
+
+    def __init__(self, number: int, host: Host, run: RunState) -> None:
+        self.number, self.host, self._run = number, host, run
+        self.result, self.accounts, self.felt = run.result, run.accounts, run.felt
+        self.meter = run.meter.hosts[number] if run.meter is not None else None
+        self.arbiter = Arbiter(parallel_swaps=host.parallel_swaps)
+        self.kernels: dict[str, Kernel] = {}
+        self.devices = {device.device_id: SharedDevice(slowdown=host.slowdown) for device in host.devices}
+        self.closed_ms = self.over = 0  # when the last of its sessions closed, and how many are over
+        self._events: deque[Event] = deque()
+        self._wake_version = 0
+
+    def begin(self) -> None:
+        """Show the arbiter its machine."""
+        self.send(HostMemorySeen(at_ms=0, budget_mib=self.host.host_memory_mib))
+        for device in self.host.devices:
+            self.send(DeviceSeen(at_ms=0, device=device))
+        for pool in self.host.pools:
+            self.send(PoolConfigured(at_ms=0, pool=pool))
+
+    @property
+    def now_ms(self) -> int:
+        """The time of the run."""
+        return self._run.moments.now_ms
+
+    def at(self, at_ms: int, act: Callable[[], None]) -> None:
+        """Plan what happens then."""
+        self._run.moments.at(at_ms, act)
+
+    def after(self, wait_ms: int, act: Callable[[], None]) -> None:
+        """Plan what happens so much later than now."""
+        self._run.moments.at(self.now_ms + wait_ms, act)
+
+    def send(self, event: Event) -> None:
+        """Send an event to the arbiter and execute its effects; events that arise on the way follow."""
+        self._events.append(event)
+        if len(self._events) > 1:
+            return
+        while self._events:
+            effects = self.arbiter.handle(self._events[0])
+            if self._run.watch is not None:
+                self._run.watch(self._events[0], effects)
+            if self._run.record is not None:
+                self._run.record.event(self.number, self._events[0], effects)
+            if self.meter is not None:
+                self.meter.saw(self.now_ms, self.arbiter, self._events[0], effects)
+            for effect in effects:
+                self._execute(effect)
+            self._events.popleft()
+
+    def note(self, kind: str, kernel: Kernel, **about: object) -> None:
+        """Write a moment of the world to the record, if there is one."""
+        if self._run.record is not None:
+            self._run.record.moment(self.number, kind, self.now_ms, kernel.session.session_id, **about)
+
+    def use(self, kernel: Kernel, device_ids: tuple[str, ...], mib: int) -> None:
+        """Count `mib` more used on each of the devices; negative: given back."""
+        self.accounts.use(self.number, device_ids, mib)
+        if mib:
+            self.note("memory", kernel, device_ids=device_ids, mib=mib)
+
+    def drop_memory(self, kernel: Kernel) -> None:
+        """Count no more what a kernel holds on devices and in the host's memory."""
+        if kernel.state in HOLDING and not (kernel.state is LeaseState.RESUMING and kernel.resume_fails):
+            self.use(kernel, kernel.device_ids, -kernel.memory_mib)
+        if kernel.state is LeaseState.SUSPENDED or kernel.state is LeaseState.RESUMING:
+            self.note("dropped", kernel, mib=kernel.total_mib)
+            self.accounts.drop_saved(self.number, kernel.total_mib)
+
+    def count_vain(self, kernel: Kernel) -> None:
+        """Count what a kernel was brought back with if no cell has followed."""
+        self.result.vain_mib += kernel.early_mib
+        kernel.early_mib = 0
+
+    def count_over(self, kernel: Kernel) -> None:
+        """Count the session's lease no more."""
+        if not kernel.over:
+            kernel.over = True
+            self.over += 1
+            self._run.over(self.number, kernel.spec)
+
+    def _execute(self, effect: Effect) -> None:
+        match effect:
+            case StateChanged():
+                self._changed(self.kernels[effect.lease_id], effect)
+            case Granted():
+                self.granted(self.kernels[effect.lease_id], effect)
+            case Suspend():
+                self.suspend(self.kernels[effect.lease_id], effect)
+            case Resume():
+                self.resume(self.kernels[effect.lease_id], effect)
+            case Shrink():  # a simulated kernel has no caches
+                kernel = self.kernels[effect.lease_id]
+                self.send(
+                    Shrunk(
+                        at_ms=self.now_ms,
+                        lease_id=effect.lease_id,
+                        generation=effect.generation,
+                        used_mib=kernel.total_mib,
+                    )
+                )
+            case Resized():
+                self.resized(self.kernels[effect.lease_id], effect)
+            case WakeAt(at_ms=at_ms):
+                self._wake_version += 1
+                if at_ms is not None:
+                    self.at(at_ms, partial(self._wake, self._wake_version))
+            case LeaseEnded(lease_id=lease_id, reason=reason) if reason != "released":
+                self.result.lost += 1
+                self.count_over(self.kernels[lease_id])
+            case LeaseRefused(lease_id=lease_id, reason=reason) if reason in _REFUSED_BY_LIMIT:
+                self.result.lost += 1
+                self.count_over(self.kernels[lease_id])
+            case LeaseRefused(lease_id=lease_id, sentence=sentence):
+                raise SimulationError(f"session {lease_id!r} was refused: {sentence}")
+
+    def _wake(self, version: int) -> None:
+        if version == self._wake_version:
+            self.send(Tick(at_ms=self.now_ms))
+
+    def _changed(self, kernel: Kernel, change: StateChanged) -> None:
+        if kernel.state in HOLDING:
+            self.accounts.let_go(self.number, kernel.device_ids)
+        if change.new in HOLDING and change.device_id is not None:
+            view = self.arbiter.lease(kernel.spec.lease_id) if kernel.spec.devices > 1 else None
+            if kernel.spec.devices == 1:
+                kernel.device_ids = (change.device_id,)
+            elif view is not None:
+                kernel.device_ids = view.device_ids
+            self.accounts.hold(self.number, kernel.device_ids)
+        kernel.state = change.new
+
+    # Sessions: a person opens a notebook, thinks, gives signs, asks for the next cell, and closes it.
+
+    def open(self, session: Session, lease: LeaseSpec, ended: Callable[[], None]) -> None:
+        """Begin a session here; `ended` is called when it is over."""
+        kernel = self.kernels[session.session_id] = Kernel(session, lease, ended)
+        self.send(LeaseRequested(at_ms=self.now_ms, spec=lease))
+        if kernel.over:
+            ended()
+            return
+        self.felt.entered(0)  # a lease is given at once; its cells wait
+        self.send(Attached(at_ms=self.now_ms, lease_id=lease.lease_id, gated=True))
+        first = session.cells[0].start_ms if session.cells else session.close_ms
+        self._expect(kernel, first - self.now_ms)
+        self.at(first, partial(self._next, kernel))
+
+    def _expect(self, kernel: Kernel, gap_ms: int) -> None:
+        """Schedule the signs that the person gives before the next cell, or before closing the notebook."""
+        at_end = kernel.next_cell == len(kernel.session.cells)
+        asks = not at_end and self.asks(kernel)
+        signs = self.host.signs.before(
+            self.host.seed, kernel.session.session_id, kernel.next_cell, gap_ms, uses_gpu=asks
+        )
+        for after_ms in signs:
+            self.after(after_ms, partial(self._sign, kernel, kernel.next_cell))
+
+    def _sign(self, kernel: Kernel, cell: int) -> None:
+        if kernel.over or kernel.next_cell != cell:
+            return
+        until_ms = self.now_ms + SIGN_MS
+        self.send(Expected(at_ms=self.now_ms, lease_id=kernel.spec.lease_id, until_ms=until_ms, sign=Sign.TYPING))
+
+    def _next(self, kernel: Kernel) -> None:
+        """Execute the next cell, or close the notebook."""
+        if kernel.next_cell < len(kernel.session.cells):
+            self.ask(kernel)
+            return
+        self.count_over(kernel)
+        self.count_vain(kernel)
+        self.closed_ms = self.now_ms
+        self.drop_memory(kernel)
+        self.send(ProcessExited(at_ms=self.now_ms, lease_id=kernel.spec.lease_id))
+        self.send(LeaseReleased(at_ms=self.now_ms, lease_id=kernel.spec.lease_id))
+        kernel.ended()
+
+    def done(self, kernel: Kernel) -> None:
+        """Schedule the next cell, or the end, as long after this one as in the trace."""
+        cell = kernel.cell
+        kernel.next_cell += 1
+        follows = kernel.cell.start_ms if kernel.next_cell < len(kernel.session.cells) else kernel.session.close_ms
+        thinks_ms = max(0, follows - cell.start_ms - cell.duration_ms)
+        self._expect(kernel, thinks_ms)
+        self.after(thinks_ms, partial(self._next, kernel))
+
+    # Cells: the memory that one takes, how long it runs beside its neighbours, and what is measured of it.
+
+    def asks(self, kernel: Kernel) -> bool:
+        """Return whether the kernel's next cell asks for the GPU."""
+        return bool(kernel.cell.gpus) or self.host.every_cell_asks
+
+    def ask(self, kernel: Kernel) -> None:
+        """Ask for the kernel's next cell: it runs now, or waits."""
+        cell = kernel.cell
+        kernel.asked_ms = self.now_ms
+        self.note("asked", kernel, cell=kernel.next_cell)
+        if not self.asks(kernel):
+            self.note("begins", kernel, cell=kernel.next_cell, device_ids=(), util_percent=0)
+            self.after(cell.duration_ms, partial(self._ends_without_gpu, kernel))
+            return
+        kernel.early_mib = 0
+        self.send(BusyChanged(at_ms=self.now_ms, lease_id=kernel.spec.lease_id, busy=True))
+        self.accounts.waiting += 1
+        view = self.arbiter.lease(kernel.spec.lease_id)
+        if kernel.state is LeaseState.RESIDENT and (view is None or not view.gate_closed):
+            self._grow(kernel)
+            return
+        kernel.waiting = True
+        self._watch_wait(kernel)
+        self.send(Wanted(at_ms=self.now_ms, lease_id=kernel.spec.lease_id))
+
+    def _watch_wait(self, kernel: Kernel) -> None:
+        """Count the cell against the goal as soon as its wait exceeds a limit, and not only when it begins."""
+        if kernel.cell.gpus:
+            for limit, limit_ms in enumerate(self.felt.wait_limits_ms):
+                self.at(self.now_ms + limit_ms + 1, partial(self._overdue, kernel, kernel.next_cell, limit))
+
+    def _overdue(self, kernel: Kernel, cell: int, limit: int) -> None:
+        unbegun = kernel.unfinished is None and (kernel.waiting or kernel.growing)
+        if kernel.next_cell == cell and unbegun and not kernel.over:
+            kernel.overdue = limit + 1
+            self.felt.overdue(limit)
+
+    def _ends_without_gpu(self, kernel: Kernel) -> None:
+        self.note("ends", kernel, cell=kernel.next_cell)
+        self.done(kernel)
+
+    def granted(self, kernel: Kernel, grant: Granted) -> None:
+        """Let the cell of a kernel that waits begin."""
+        kernel.reserved_mib = grant.reserved_mib or kernel.spec.reserve_mib
+        if kernel.waiting:
+            kernel.waiting = False
+            self._grow(kernel)
+
+    def resized(self, kernel: Kernel, effect: Resized) -> None:
+        """Let a cell that is short of memory take what its kernel may use now."""
+        kernel.reserved_mib = effect.reserved_mib or kernel.reserved_mib
+        if kernel.growing:
+            self._grow(kernel)
+
+    def _grow(self, kernel: Kernel) -> None:
+        """Take the memory that the cell of a granted kernel needs, as far as allowed; run the cell once it has all of it."""
+        need_mib = kernel.cell.gpu_mib if kernel.cell.gpus and kernel.unfinished is None else kernel.memory_mib
+        mib = min(need_mib, kernel.reserved_mib)
+        if mib != kernel.memory_mib:
+            self.use(kernel, kernel.device_ids, mib - kernel.memory_mib)
+            kernel.memory_mib = mib
+        if mib < need_mib and not kernel.growing:
+            kernel.short_ms = self.now_ms
+            self.note("short", kernel, cell=kernel.next_cell, mib=mib, need_mib=need_mib)
+            plan = partial(self._give_up, kernel, kernel.next_cell, self.now_ms)
+            patience_ms = self.host.patience_ms if need_mib <= kernel.spec.reserve_mib else 0
+            self.after(patience_ms, plan)
+        kernel.growing = mib < need_mib  # before it is measured: the answer may let it grow at once
+        if kernel.cell.gpus:
+            self._measure(kernel, None)
+        if mib == need_mib:
+            self.after(_MEASURED_MS, partial(self._measure_again, kernel, kernel.next_cell))
+            self._run_cell(kernel)
+
+    def _measure_again(self, kernel: Kernel, cell: int) -> None:
+        """Measure again as the broker does: how much of the device the cell uses, if it still runs, and that its memory grew no further."""
+        if kernel.state is LeaseState.RESIDENT:
+            running = kernel.running if kernel.next_cell == cell and kernel.cell.gpus else None
+            used_milli = self.devices[kernel.device_ids[0]].used_milli(running) if running is not None else None
+            self._measure(kernel, used_milli)
+
+    def _measure(self, kernel: Kernel, util_milli: int | None) -> None:
+        used_mib, lease_id = kernel.total_mib, kernel.spec.lease_id
+        self.send(LeaseMeasured(at_ms=self.now_ms, lease_id=lease_id, used_mib=used_mib, util_milli=util_milli))
+
+    def _give_up(self, kernel: Kernel, cell: int, since_ms: int) -> None:
+        """Fail a cell that is short of memory since then, as an allocation fails at the framework's limit."""
+        if kernel.growing and (kernel.next_cell, kernel.short_ms) == (cell, since_ms):
+            kernel.growing = False
+            self.result.out_of_memory += 1
+            self.note("failed", kernel, cell=cell)
+            self._begins(kernel)
+            self.send(BusyChanged(at_ms=self.now_ms, lease_id=kernel.spec.lease_id, busy=False))
+            self.done(kernel)
+
+    def _begins(self, kernel: Kernel) -> None:
+        self.accounts.waiting -= 1
+        if kernel.unfinished is None and kernel.cell.gpus:
+            self.felt.waited(self.now_ms - kernel.asked_ms, kernel.overdue, host=self.number)
+            kernel.overdue = 0
+
+    def _run_cell(self, kernel: Kernel) -> None:
+        """Run the cell on the kernel's devices; the first of them decides how much its neighbours slow it down."""
+        cell = kernel.cell
+        self._begins(kernel)
+        running, kernel.unfinished = kernel.unfinished, None
+        kind = "begins" if running is None else "continues"
+        if running is None:
+            util_percent = cell.util_percent if cell.gpus else 0
+            kernel.ran_ms = 0
+            running = Running(kernel.spec.lease_id, util_percent, cell.duration_ms * UNSHARED, self.now_ms)
+        running.at_ms = self.now_ms
+        kernel.running, kernel.began_ms = running, self.now_ms
+        ids, util = kernel.device_ids, running.util_percent
+        self.note(kind, kernel, cell=kernel.next_cell, device_ids=ids, util_percent=util)
+        self.accounts.running_gpus += cell.gpus
+        self._plan(self.devices[kernel.device_ids[0]].begin(running))
+        self._count_work(kernel)
+
+    def _count_work(self, kernel: Kernel) -> None:
+        """Tell the meter which cells run now on the devices of a cell that has begun or was stopped, and how much of each they use."""
+        if self.meter is not None:
+            shared = self.devices[kernel.device_ids[0]]
+            used = {
+                session_id: (self.kernels[session_id].next_cell, shared.used_milli(running))
+                for session_id, running in shared.running.items()
+            }
+            self.meter.works(self.now_ms, kernel.device_ids[: max(1, kernel.cell.gpus)], used)
+
+    def _plan(self, ends: Sequence[tuple[int, Running]]) -> None:
+        for at_ms, running in ends:
+            self.at(at_ms, partial(self._cell_ends, running, running.version))
+
+    def _cell_ends(self, running: Running, version: int) -> None:
+        if running.version != version:
+            return
+        kernel = self.kernels[running.session_id]
+        self.note("ends", kernel, cell=kernel.next_cell)
+        self._stop(kernel)
+        if kernel.cell.gpus:
+            if kernel.ran_ms >= _MEASURED_MS:  # of a shorter one the broker has not measured a whole period
+                worked_ms = kernel.cell.util_percent * kernel.cell.duration_ms
+                self._measure(kernel, worked_ms * 10 // kernel.ran_ms)
+            alone_ms = kernel.cell.duration_ms
+            self.felt.ended(kernel.session.user, self.now_ms - kernel.asked_ms - alone_ms, alone_ms)
+        self.send(BusyChanged(at_ms=self.now_ms, lease_id=kernel.spec.lease_id, busy=False))
+        self.done(kernel)
+
+    def preempt(self, kernel: Kernel) -> None:
+        """Stop the cell of a kernel that is saved, if it has one that runs or grows: the cell waits."""
+        if kernel.running is None and not kernel.growing:
+            return
+        self.result.preemptions += 1
+        self.note("preempted", kernel, cell=kernel.next_cell)
+        if kernel.running is not None:
+            kernel.unfinished = self._stop(kernel)
+            self.accounts.waiting += 1
+        kernel.growing, kernel.waiting = False, True
+
+    def lose(self, kernel: Kernel) -> bool:
+        """Fail the cell of a kernel whose process is lost, if one had begun; return whether one had. The caller tells `done`."""
+        has_begun = kernel.growing or kernel.unfinished is not None
+        if kernel.running is not None:
+            self._stop(kernel)
+            has_begun = True
+        elif has_begun:
+            self._begins(kernel)
+        if has_begun:
+            kernel.unfinished, kernel.growing, kernel.waiting = None, False, False
+            self.note("failed", kernel, cell=kernel.next_cell)
+            self.send(BusyChanged(at_ms=self.now_ms, lease_id=kernel.spec.lease_id, busy=False))
+        return has_begun
+
+    def _stop(self, kernel: Kernel) -> Running:
+        """Take the running cell off its device, which may speed up the others there."""
+        stopped, ends = self.devices[kernel.device_ids[0]].finish(kernel.spec.lease_id, self.now_ms)
+        kernel.running = None
+        kernel.ran_ms += self.now_ms - kernel.began_ms
+        kernel.worked_ms += self.now_ms - kernel.began_ms
+        self.accounts.running_gpus -= kernel.cell.gpus
+        self._plan(ends)
+        self._count_work(kernel)
+        return stopped
+
+    # Swaps: what they take, what they move, and which of them fail.
+
+    def suspend(self, kernel: Kernel, effect: Suspend) -> None:
+        """Begin to save a kernel; one that has asked for a cell waits from then on."""
+        self.result.suspends += 1
+        self.count_vain(kernel)
+        if self._fails(kernel):
+            self._failed(kernel, "suspend")
+            gives_up = partial(self._suspended, effect, SuspendOutcome.ABORTED)
+            self.after(self.host.swap.fixed_ms, gives_up)
+        elif kernel.total_mib > effect.host_mib:
+            self.after(0, partial(self._reserve_more, kernel, effect))
+        else:
+            self._save(kernel, effect)
+
+    def _reserve_more(self, kernel: Kernel, effect: Suspend) -> None:
+        """Do what the broker does where more would be saved than is reserved: ask for the difference, or leave the kernel as it is."""
+        need_mib = kernel.total_mib
+        self.send(
+            HostMemoryNeeded(
+                at_ms=self.now_ms,
+                lease_id=effect.lease_id,
+                operation_id=effect.operation_id,
+                generation=effect.generation,
+                need_mib=need_mib,
+            )
+        )
+        view = self.arbiter.lease(effect.lease_id)
+        if view is not None and view.host_reserved_mib >= need_mib:
+            self._save(kernel, effect)
+            return
+        self._failed(kernel, "suspend")
+        self._suspended(effect, SuspendOutcome.ABORTED, need_mib=need_mib)
+
+    def _save(self, kernel: Kernel, effect: Suspend) -> None:
+        self.preempt(kernel)
+        device_ids, mib, total_mib, life = kernel.device_ids, kernel.memory_mib, kernel.total_mib, kernel.life
+        kernel.swap_ends_ms = self.now_ms + self.host.swap.save_ms(total_mib)
+
+        def saved() -> None:
+            if not kernel.over and kernel.life == life:
+                self.use(kernel, device_ids, -mib)
+                self.accounts.save(self.number, total_mib)
+                self.note("saved", kernel, mib=total_mib)
+                self._count_moved(kernel, total_mib)
+            outcome = SuspendOutcome.NOTHING_TO_SAVE if mib == 0 else SuspendOutcome.SAVED
+            self._suspended(effect, outcome, saved_mib=total_mib)
+
+        self.at(kernel.swap_ends_ms, saved)
+
+    def _suspended(self, effect: Suspend, outcome: SuspendOutcome, *, saved_mib: int = 0, need_mib: int = 0) -> None:
+        self.send(
+            SuspendFinished(
+                at_ms=self.now_ms,
+                lease_id=effect.lease_id,
+                operation_id=effect.operation_id,
+                generation=effect.generation,
+                outcome=outcome,
+                saved_mib=saved_mib,
+                need_mib=need_mib,
+            )
+        )
+
+    def resume(self, kernel: Kernel, effect: Resume) -> None:
+        """Begin to restore a kernel on its devices."""
+        self.result.resumes += 1
+        kernel.reserved_mib, kernel.resume_fails = effect.reserve_mib, self._fails(kernel)
+        if kernel.resume_fails:
+            self._failed(kernel, "resume")
+            self.after(self.host.swap.fixed_ms, partial(self._resumed, effect, ResumeOutcome.NOT_STARTED))
+            return
+        self.use(kernel, kernel.device_ids, kernel.memory_mib)
+        total_mib, life = kernel.total_mib, kernel.life
+        kernel.swap_ends_ms = self.now_ms + self.host.swap.restore_ms(total_mib)
+        view = self.arbiter.lease(effect.lease_id)
+        if view is not None and view.came_early:
+            self.result.early_resumes += 1
+            kernel.early_mib = total_mib
+
+        def restored() -> None:
+            if not kernel.over and kernel.life == life:
+                self.accounts.save(self.number, -total_mib)
+                self.note("restored", kernel, mib=total_mib)
+                self._count_moved(kernel, total_mib)
+            self._resumed(effect, ResumeOutcome.RESTORED)
+
+        self.at(kernel.swap_ends_ms, restored)
+
+    def _resumed(self, effect: Resume, outcome: ResumeOutcome) -> None:
+        self.send(
+            ResumeFinished(
+                at_ms=self.now_ms,
+                lease_id=effect.lease_id,
+                operation_id=effect.operation_id,
+                generation=effect.generation,
+                outcome=outcome,
+            )
+        )
+
+    def _fails(self, kernel: Kernel) -> bool:
+        """Return whether the swap that begins fails: by a draw for each swap of each session, whatever the others do."""
+        percent = self.host.failed_swaps_percent
+        kernel.swaps += 1
+        if not percent:
+            return False
+        swap = f"{self.host.seed}/swap/{kernel.session.session_id}/{kernel.swaps}"
+        return random.Random(swap).random() * 100 < percent  # noqa: S311 - a workload, not a secret
+
+    def _failed(self, kernel: Kernel, kind: str) -> None:
+        self.result.failed_swaps += 1
+        self.note("swap-fails", kernel, swap=kind)
+
+    def _count_moved(self, kernel: Kernel, mib: int) -> None:
+        if self.meter is not None:
+            self.meter.moved(self.now_ms, kernel.spec.lease_id, mib)
+
+    # Devices that leave the host with what is on them, and others in their places.
+
+    def announce(self, device_ids: Sequence[str], deadline_ms: int) -> None:
+        """Let the arbiter know that the devices go away."""
+        for device_id in device_ids:
+            self.send(DeviceDrained(at_ms=self.now_ms, device_id=device_id, deadline_ms=deadline_ms))
+
+    def _there(self, device_ids: Sequence[str]) -> list[Kernel]:
+        """Return the kernels that hold memory on one of the devices, or have it restored there."""
+        return [
+            kernel
+            for kernel in self.kernels.values()
+            if not kernel.over and kernel.state in HOLDING and not set(device_ids).isdisjoint(kernel.device_ids)
+        ]
+
+    def holders(self, device_ids: Sequence[str]) -> list[Holder]:
+        """Return the kernels that hold memory on the devices."""
+        return [self._holder(kernel) for kernel in self._there(device_ids) if kernel.memory_mib]
+
+    def _holder(self, kernel: Kernel) -> Holder:
+        worked_ms = kernel.worked_ms + (self.now_ms - kernel.began_ms if kernel.running is not None else 0)
+        return Holder(
+            lease_id=kernel.spec.lease_id,
+            mib=kernel.total_mib,
+            swap_ms=self.host.swap.save_ms(kernel.total_mib),
+            work=worked_ms * kernel.spec.devices,
+            value=value_of(worked_ms, kernel.spec.priority),
+            under_way_until_ms=kernel.swap_ends_ms if kernel.state is LeaseState.SUSPENDING else None,
+        )
+
+    def swap_room(self) -> tuple[list[int], int]:
+        """Return when each swap channel is free, and how much host memory is left, MiB."""
+        moving = (LeaseState.SUSPENDING, LeaseState.RESUMING)
+        free_ms = [
+            kernel.swap_ends_ms for kernel in self.kernels.values() if kernel.state in moving and not kernel.over
+        ]
+        free_ms += [self.now_ms] * (self.host.parallel_swaps - len(free_ms))
+        arbiter = self.arbiter
+        return free_ms, arbiter.host_budget_mib - arbiter.host_saved_mib - arbiter.host_reserved_mib
+
+    def take_away(self, device_ids: Sequence[str], *, whole_host: bool) -> tuple[list[Holder], list[Holder]]:
+        """Take the devices away; return the kernels that were not saved, and those whose saved state was lost with the host."""
+        for device_id in device_ids:
+            self.send(DeviceLost(at_ms=self.now_ms, device_id=device_id))
+        lost = self._there(device_ids)
+        unsaved, saved = [self._holder(kernel) for kernel in lost if kernel.memory_mib], list[Holder]()
+        if whole_host:
+            asleep = [one for one in self.kernels.values() if not one.over and one.state is LeaseState.SUSPENDED]
+            saved = [self._holder(kernel) for kernel in asleep]
+            lost += asleep
+        for kernel in lost:
+            self._lose_process(kernel)
+        return unsaved, saved
+
+    def give_back(self, device_ids: Sequence[str]) -> None:
+        """Put other devices in their places."""
+        for device in self.host.devices:
+            if device.device_id in device_ids:
+                self.send(DeviceSeen(at_ms=self.now_ms, device=device))
+                self.send(DeviceUndrained(at_ms=self.now_ms, device_id=device.device_id))
+
+    def _lose_process(self, kernel: Kernel) -> None:
+        """End a kernel's process, and begin another: a cell that had begun has failed; one that waits for its first turn waits on."""
+        lease_id = kernel.spec.lease_id
+        has_begun = self.lose(kernel)
+        self.drop_memory(kernel)
+        self.count_vain(kernel)
+        kernel.memory_mib, kernel.worked_ms, kernel.life = 0, 0, kernel.life + 1
+        self.send(ProcessExited(at_ms=self.now_ms, lease_id=lease_id))
+        self.send(Attached(at_ms=self.now_ms, lease_id=lease_id, gated=True))
+        if has_begun:
+            self.done(kernel)
+        elif kernel.waiting:  # the cell that waited for its first turn in the lost process
+            self.send(BusyChanged(at_ms=self.now_ms, lease_id=lease_id, busy=True))
+            self.send(Wanted(at_ms=self.now_ms, lease_id=lease_id))
