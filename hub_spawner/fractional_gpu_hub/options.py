@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fractional_gpu.core.units import format_fraction, format_memory, parse_fraction_milli, parse_memory_mib, plural
-from fractional_gpu.jupyter.kernel_command import check_pool_name
+from fractional_gpu.jupyter.kernel_command import check_pool_name, shown
 from fractional_gpu.pages import templates
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.seats import FractionOffer, Offers, PoolOffer
@@ -20,7 +20,6 @@ from fractional_gpu.protocol.seats import FractionOffer, Offers, PoolOffer
 FIELD = "gpu"
 KEYS = ("pool", "fraction", "memory")
 WITHOUT = "none"
-_SHOWN = 80
 
 
 class ClusterPoolOffer(PoolOffer, frozen=True, kw_only=True):
@@ -45,7 +44,7 @@ class Choice:
 
 def parse_options(options: object) -> Choice:
     if not isinstance(options, Mapping):
-        raise OptionsError(f"the options are {_shown(options)}; allowed: an object with {', '.join(KEYS)}")
+        raise OptionsError(f"the options are {shown(options)}; allowed: an object with {', '.join(KEYS)}")
     pool, fraction, memory = (options.get(key) for key in KEYS)
     without = fraction == WITHOUT
     if without and (pool is not None or memory is not None):
@@ -74,21 +73,14 @@ def options_of_form(form: Mapping[str, list[str]]) -> dict[str, Any]:
         return {"fraction": WITHOUT}
     pool, slash, milli = chosen[0].rpartition("/")
     if not slash or not milli.isascii() or not milli.isdecimal():
-        raise OptionsError(f"{_shown(chosen[0])} is none of the choices; reload the page and choose again")
+        raise OptionsError(f"{shown(chosen[0])} is none of the choices; reload the page and choose again")
     return {"pool": pool, "fraction": f"{milli[:20]}m"}
 
 
 def _scalar(value: object) -> str | int:
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise OptionsError(
-            f"{_shown(value)} is neither a fraction nor a size; allowed: a text such as '1/4' or '20GiB'"
-        )
+        raise OptionsError(f"{shown(value)} is neither a fraction nor a size; allowed: a text such as '1/4' or '20GiB'")
     return value if isinstance(value, int) else str(value)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
 def gpu_form(

@@ -2,16 +2,11 @@
 
 import os
 import sys
-import threading
 import tomllib
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
 from fractional_gpu.host.process import find_ipykernel, loads_extension
-from fractional_gpu.jupyter import kernel_command
 from fractional_gpu.jupyter.kernel_command import MARK, KernelPlan, plan_kernel
 from fractional_gpu.jupyter.provisioner import FractionalGPUProvisioner
 from fractional_gpu.protocol.names import LOWEST_MSGSPEC
@@ -62,38 +57,6 @@ def plan(places: Places, *options: str, interpreter: str | None = None, **enviro
 
 def test_an_interpreter_that_has_the_extension_is_found_to_have_it(places: Places) -> None:
     assert plan(places) == KernelPlan(gated=True)
-
-
-def test_kernels_that_start_at_the_same_time_ask_the_interpreter_once(
-    places: Places, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, asked, all_ask = kernel_command._probe, list[list[str]](), threading.Event()
-
-    class Questions(dict[Any, Any]):
-        """Counts the threads that need the answer."""
-
-        callers = 0
-
-        def setdefault(self, key: object, default: object = None) -> Any:  # noqa: ANN401 - dict's
-            answer = super().setdefault(key, default)
-            self.callers += 1
-            if self.callers == 4:
-                all_ask.set()
-            return answer
-
-    def probe(command: list[str], environment: Mapping[str, str]) -> kernel_command._Modules | str:
-        asked.append(command)
-        assert all_ask.wait(60)
-        return real(command, environment)
-
-    monkeypatch.setattr(kernel_command, "_answers", {})
-    monkeypatch.setattr(kernel_command, "_running_probes", Questions())
-    monkeypatch.setattr(kernel_command, "_probe", probe)
-    with ThreadPoolExecutor(4) as threads:
-        plans = [threads.submit(plan, places) for _ in range(4)]
-        assert [one.result() for one in plans] == [KernelPlan(gated=True)] * 4
-    assert len(asked) == 1
-    assert kernel_command._running_probes == {}
 
 
 @pytest.mark.parametrize("prints", ["import atexit; atexit.register(lambda: print('bye'))", "print('hello', end=' ')"])

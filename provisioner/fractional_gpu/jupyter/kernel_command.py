@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -84,8 +83,6 @@ _Modules = tuple[_Module | None, ...]  # in the order of _NAMES; None: there is 
 
 # Answers are kept only where all modules are usable: a missing one may be installed at any time.
 _answers: dict[tuple[object, ...], _Modules] = {}
-_Answer = Future[_Modules | str]
-_running_probes: dict[tuple[object, ...], _Answer] = {}  # kernels that start at the same time share one probe
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,24 +156,10 @@ def _modules(interpreter: str, options: tuple[str, ...], environment: Mapping[st
     known = _answers.get(key)
     if known is not None and _still_holds(known, environment):
         return known
-    return _probe_once(key, [interpreter, *options, "-P", "-c", _PROBE_CODE], environment)
-
-
-def _probe_once(key: tuple[object, ...], command: list[str], environment: Mapping[str, str]) -> _Modules | str:
-    """Return what `_probe` returns. Of several threads that need the same answer, one starts the interpreter for all."""
-    mine = os.getpid(), *key  # a forked child inherits the parent's entries, but not the threads that complete them
-    own = _Answer()
-    answer = _running_probes.setdefault(mine, own)
-    if answer is own:
-        modules: _Modules | str = "it was interrupted"
-        try:
-            modules = _probe(command, environment)
-            if not isinstance(modules, str) and all(module is not None and module.usable for module in modules):
-                _answers[key] = modules
-        finally:
-            del _running_probes[mine]
-            own.set_result(modules)
-    return answer.result()
+    modules = _probe([interpreter, *options, "-P", "-c", _PROBE_CODE], environment)
+    if not isinstance(modules, str) and all(module is not None and module.usable for module in modules):
+        _answers[key] = modules
+    return modules
 
 
 def _still_holds(known: _Modules, environment: Mapping[str, str]) -> bool:
@@ -246,7 +229,7 @@ def check_pool_name(name: object) -> str:
     """Return the name of a pool, which is also part of a kernelspec's folder name. Raises BadRequestError."""
     if not isinstance(name, str) or not _POOL_NAME.fullmatch(name):
         raise BadRequestError(
-            f"pool {_shown(name)} is not a pool's name; allowed: up to 63 letters, digits, dots, dashes and "
+            f"pool {shown(name)} is not a pool's name; allowed: up to 63 letters, digits, dots, dashes and "
             "underscores, "
             "a letter or digit first"
         )
@@ -265,9 +248,9 @@ def parse_kernel_config(
             near = get_close_matches(str(key), CONFIG_KEYS, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise BadRequestError(
-                f"kernel_provisioner config has the unknown key {_shown(key)}; {hint}allowed: {', '.join(CONFIG_KEYS)}"
+                f"kernel_provisioner config has the unknown key {shown(key)}; {hint}allowed: {', '.join(CONFIG_KEYS)}"
             )
-    devices = _devices(stanza.get("devices", 1))
+    devices = _whole_number("devices", stanza.get("devices", 1), _DEVICES)
     try:
         whole = "1" if devices > 1 else default_fraction
         fraction_milli = parse_fraction_milli(_scalar(stanza.get("fraction", whole)))
@@ -276,14 +259,14 @@ def parse_kernel_config(
         raise BadRequestError(f"kernel_provisioner config: {error}") from None
     if devices > 1 and fraction_milli != 1000:
         raise BadRequestError(
-            f"kernel_provisioner config: fraction is {_shown(stanza['fraction'])} with {devices} devices; several devices are "
+            f"kernel_provisioner config: fraction is {shown(stanza['fraction'])} with {devices} devices; several devices are "
             "whole ones: leave fraction out, or use one device"
         )
     request = LeaseRequest(
         pool=check_pool_name(stanza.get("pool", default_pool)),
         fraction_milli=fraction_milli,
         memory_mib=memory_mib,
-        priority=_priority(stanza.get("priority", 0)),
+        priority=_whole_number("priority", stanza.get("priority", 0), _PRIORITIES, ", higher goes first"),
         request_mib=request_mib,
         devices=devices,
     )
@@ -294,11 +277,11 @@ def _memory(stanza: Mapping[str, object], key: str) -> int | None:
     return parse_memory_mib(_size(stanza[key])) if stanza.get(key) is not None else None
 
 
-def _devices(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value not in _DEVICES:
+def _whole_number(key: str, value: object, allowed: range, more: str = "") -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value not in allowed:
         raise BadRequestError(
-            f"kernel_provisioner config: devices is {_shown(value)}; allowed: a whole number from {_DEVICES.start} to "
-            f"{_DEVICES.stop - 1}"
+            f"kernel_provisioner config: {key} is {shown(value)}; allowed: a whole number from {allowed.start} to "
+            f"{allowed.stop - 1}{more}"
         )
     return value
 
@@ -307,17 +290,8 @@ def _simulated(value: object) -> str | None:
     if value is None or (isinstance(value, str) and SIMULATED.fullmatch(value)):
         return value
     raise BadRequestError(
-        f"kernel_provisioner config: simulate is {_shown(value)}; allowed: COUNTxMEMORY such as 2x80GiB or 2x80GiB,1x40GiB"
+        f"kernel_provisioner config: simulate is {shown(value)}; allowed: COUNTxMEMORY such as 2x80GiB or 2x80GiB,1x40GiB"
     )
-
-
-def _priority(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value not in _PRIORITIES:
-        raise BadRequestError(
-            f"kernel_provisioner config: priority is {_shown(value)}; allowed: a whole number from "
-            f"{_PRIORITIES.start} to {_PRIORITIES.stop - 1}, higher goes first"
-        )
-    return value
 
 
 def _scalar(value: object) -> str | float:
@@ -328,10 +302,11 @@ def _scalar(value: object) -> str | float:
 def _size(value: object) -> str | int:
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         allowed = "allowed: a positive size such as 512MiB, 20GiB or 20GB"
-        raise ValueError(f"memory {_shown(value)} is not a size; {allowed}")  # noqa: TRY004 - the parser's own error
+        raise ValueError(f"memory {shown(value)} is not a size; {allowed}")  # noqa: TRY004 - the parser's own error
     return value
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """Return what was given in place of an allowed value, for an error's sentence."""
     text = repr(value)
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

@@ -132,21 +132,12 @@ class KernelRecord:
         self._manager = manager
         self._kernel_id = kernel_id
         self._log = log
-        self._file: RecordFile | None = None
+        self.file: RecordFile | None = None  # None: the next server would not find the kernel
 
     @property
     def is_wanted(self) -> bool:
         """Whether the server keeps its kernels."""
         return bool(getattr(self._server, "keeps_kernels", False))
-
-    @property
-    def exists(self) -> bool:
-        """Whether the next server would find the kernel."""
-        return self._file is not None
-
-    def adopt(self, file: RecordFile) -> None:
-        """Use the record that an earlier server wrote."""
-        self._file = file
 
     def write_launching(self, lease: KernelLease) -> None:
         """Record that a process is about to be started: if this server dies meanwhile, the next one ends that process."""
@@ -175,33 +166,28 @@ class KernelRecord:
             self.remove()  # or the next server would take it for an unfinished start, and end the process
             self._log_failure(error)
 
-    def restore(self) -> None:
-        """Write it again if another program removed or replaced it. Raises OSError."""
-        if self._file is not None:
-            self._file.restore()
-
     def remove(self) -> None:
         """Remove it: the kernel is shut down."""
-        if self._file is not None:
-            self._file.remove()
-            self._file = None
+        if self.file is not None:
+            self.file.remove()
+            self.file = None
 
     def leave_to_next_server(self) -> None:
         """Unlock it for the next server."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self.file is not None:
+            self.file.close()
+            self.file = None
 
     @property
     def _server(self) -> Any:  # noqa: ANN401 - the server's multi-kernel manager, if there is one
         return getattr(self._manager, "parent", None)
 
     def _write(self, content: Mapping[str, Any]) -> None:
-        if self._file is None:
-            self._file = RecordFile.create(self._kernel_id)
-        if self._file is not None:
+        if self.file is None:
+            self.file = RecordFile.create(self._kernel_id)
+        if self.file is not None:
             root_dir = str(getattr(self._server, "root_dir", ""))
-            self._file.write({"kernel_id": self._kernel_id, "root_dir": root_dir, **content})
+            self.file.write({"kernel_id": self._kernel_id, "root_dir": root_dir, **content})
 
     def _log_failure(self, error: Exception) -> None:
         self._log.warning("Kernel %s will not outlive this server: %s", self._kernel_id, error)

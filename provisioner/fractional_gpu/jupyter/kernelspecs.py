@@ -361,18 +361,8 @@ def _add_launcher(content: dict[str, Any], name: str, *, pool: str, milli: int, 
     )
     words = ["--pool", pool, "--fraction", f"{milli}m", "--language", content["language"]]
     words += ["--simulate", simulate] if simulate else []
-    label = ["--label", content["display_name"]]
-    content["argv"] = [
-        sys.executable,
-        "-P",
-        "-c",
-        _LAUNCH,
-        gone,
-        *words,
-        *label,
-        "--",
-        *content["argv"],
-    ]
+    words += ["--label", content["display_name"]]
+    content["argv"] = [sys.executable, "-P", "-c", _LAUNCH, gone, *words, "--", *content["argv"]]
     content["metadata"]["kernel_provisioner"] = {"provisioner_name": "local-provisioner", "config": {}}
 
 

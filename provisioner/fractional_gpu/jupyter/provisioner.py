@@ -303,7 +303,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         self.connection_info = connection
         self.ports_cached = True  # its next process has the same
         self._adopt(info)
-        self._record.adopt(record)
+        self._record.file = record
         threading.Thread(target=self._attach_adopted, name="gpu-attach", daemon=True).start()
 
     def _adopt(self, info: Mapping[str, Any]) -> None:
@@ -339,13 +339,14 @@ class FractionalGPUProvisioner(LocalProvisioner):
     @property
     def is_kept(self) -> bool:
         """Whether the next server could take the kernel over."""
-        return self._record.exists and self.process is not None and self.process.poll() is None
+        return self._record.file is not None and self.process is not None and self.process.poll() is None
 
     def restore_files(self) -> None:
         """Write the record and the token file again if they were removed. A failed write is tried again at the next call."""
         try:
             runtime_dir()
-            self._record.restore()
+            if self._record.file is not None:
+                self._record.file.restore()
             if self._lease is not None:
                 self._lease.restore_token_file()
         except (OSError, FractionalGPUError) as error:
@@ -503,12 +504,8 @@ def _sentence(error: FractionalGPUError) -> str:
 
 
 def _class_for(kind: type[FractionalGPUError]) -> _Factory:
-    if kind not in _classes:
-        _classes[kind] = _make_class(kind)
-    return _classes[kind]
-
-
-def _make_class(kind: type[FractionalGPUError]) -> _Factory:
+    if kind in _classes:
+        return _classes[kind]
     status = 500 if kind.status in _ABOUT_THE_SERVER else kind.status
 
     class StartError(kind, HTTPError):  # type: ignore[misc, valid-type] # the class is known at run time only
@@ -525,6 +522,7 @@ def _make_class(kind: type[FractionalGPUError]) -> _Factory:
 
     StartError.__module__, StartError.__qualname__ = kind.__module__, kind.__qualname__
     StartError.__name__ = kind.__name__
+    _classes[kind] = StartError
     return StartError
 
 

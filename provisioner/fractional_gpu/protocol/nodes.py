@@ -14,7 +14,6 @@ from msgspec import Struct, structs
 
 from fractional_gpu.protocol.limits import MAX_NAME
 
-SUMMARY_VERSION: Final = 1
 MAX_SUMMARY: Final = 4096  # bytes
 STALE_S: Final = 900
 """An older summary tells nothing of the present: its agent renews it several times within this time. Seconds."""
@@ -48,7 +47,6 @@ class PoolSummary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class NodeSummary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a node has, has given and could still give. Memory in MiB."""
 
-    version: int = SUMMARY_VERSION
     at_s: int  # when it was true, seconds since 1970
     simulated: bool = False
     memory_left_mib: int = 0  # host memory that saved state may still take
@@ -78,21 +76,13 @@ def parse_summary(text: str) -> NodeSummary:
     if len(text.encode(errors="replace")) > MAX_SUMMARY:
         raise ValueError(f"a node's summary has more than {MAX_SUMMARY} bytes; its agent writes none so long")
     try:
-        version = msgspec.json.decode(text, type=_Versioned).version
-        if version != SUMMARY_VERSION:
-            raise ValueError(
-                f"the node's summary has version {version}, this release reads {SUMMARY_VERSION}: install the same release of "
-                "jupyter-fractional-gpu on the nodes and here"
-            )
         summary = msgspec.json.decode(text, type=NodeSummary)
     except (msgspec.DecodeError, UnicodeDecodeError, UnicodeEncodeError, RecursionError) as error:
-        raise ValueError(f"this is not the summary of a node's agent: {error}") from None
+        raise ValueError(
+            f"this is not the summary of a node's agent of this release: {error}; install the same release on the nodes and here"
+        ) from None
     _check(summary)
     return summary
-
-
-class _Versioned(Struct):
-    version: int = SUMMARY_VERSION
 
 
 def _escaped(found: re.Match[str]) -> str:

@@ -39,13 +39,13 @@ def api(hub: list[dict[str, Any]]) -> Iterator[ApiServer]:
         assert server.defects == []
 
 
-def summary_of(*, at_s: float | None = None, problem: str = "", version: int = 1) -> dict[str, str]:
+def summary_of(*, at_s: float | None = None, problem: str = "") -> dict[str, str]:
     """Return the annotation that a node's agent publishes."""
     pool = PoolSummary(
         name="default", devices=2, device_mib=81920, total_milli=2000, held_milli=250, free_milli=1750, waiting=3
     )
     when = int(time.time() if at_s is None else at_s)
-    return {SUMMARY: encode_summary(NodeSummary(version=version, at_s=when, pools=[pool], problem=problem))}
+    return {SUMMARY: encode_summary(NodeSummary(at_s=when, pools=[pool], problem=problem))}
 
 
 def server_pod(number: int, user: str, milli: str | None = "250", **more: Any) -> dict[str, Any]:  # noqa: ANN401 - of `pod_of`
@@ -75,8 +75,8 @@ async def test_a_node_without_a_summary_or_with_a_damaged_one_is_said_to_be_so(a
     api.page = 2  # every list comes in pages
     api.add_node("good", labels=LABELS, annotations=summary_of())
     api.add_node("bare", labels=LABELS)
-    api.add_node("damaged", labels=LABELS, annotations={SUMMARY: '{"version":1,"at_s":'})
-    api.add_node("newer", labels=LABELS, annotations=summary_of(version=99))
+    api.add_node("damaged", labels=LABELS, annotations={SUMMARY: '{"at_s":'})
+    api.add_node("newer", labels=LABELS, annotations={SUMMARY: '{"at_s":1,"colour":"x"}'})
     api.add_node("brokerless", labels=LABELS, annotations=summary_of(problem="the broker does not answer"))
     api.add_node("cordoned", labels=LABELS, annotations=summary_of(), cordoned=True)
     api.add_node("gone", labels=LABELS, annotations=summary_of(), ready="Unknown")

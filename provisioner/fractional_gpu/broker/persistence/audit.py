@@ -33,7 +33,7 @@ from fractional_gpu.broker.kernels.request_validation import Peer
 from fractional_gpu.config.settings import Settings
 from fractional_gpu.core.model import LeaseView
 from fractional_gpu.host.accounts import user_name
-from fractional_gpu.host.files import open_own, sync_folder
+from fractional_gpu.host.files import open_own, sync_folder, write_all
 from fractional_gpu.host.threads import StartedThreads
 from fractional_gpu.ledger.records import LedgerError
 from fractional_gpu.protocol.errors import FractionalGPUError, InternalBrokerError
@@ -192,7 +192,7 @@ class AuditLog:
                 os.fchmod(descriptor, 0o600)
             cut = status.st_size > 0 and os.pread(descriptor, 1, status.st_size - 1) != b"\n"
             try:
-                _write_all(descriptor, (b"\n" if cut and line else b"") + line)
+                write_all(descriptor, (b"\n" if cut and line else b"") + line)
                 os.fsync(descriptor)
             except OSError:
                 os.ftruncate(descriptor, status.st_size)  # remove the half-written line
@@ -245,8 +245,3 @@ def _begun_s(path: Path) -> float:
         return datetime.fromisoformat(json.loads(first)["time"]).timestamp()
     except (ValueError, TypeError, KeyError):
         return path.stat().st_mtime
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
