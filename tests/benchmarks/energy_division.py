@@ -10,7 +10,7 @@ divisions of the same readings (one a minute) are compared, lease-day by lease-d
 - `by share`: all energy among those that hold the device, by their shares and the time for which they hold it;
 - `by busy time`: all energy among those that run cells, by the time for which they run them; the idle draw goes with it.
 
-The noise is that of `simulator.metering.run_meter`: of each cell's draw, of the idle draw, and of each measured use.
+The noise is that of `simulator.metering`: of each cell's draw, of the idle draw, and of each measured use.
 
 Nothing says whose the idle draw of a device is, so the truth has two forms: it belongs to those that hold the device, by their shares, or
 to those that work there, evenly. What belongs to no lease is the pool's in both. The tables have medians over the seeds.
@@ -27,10 +27,11 @@ from pathlib import Path
 from fractional_gpu.core.metering.meter import Holding, Meter, _Device, _Part
 from fractional_gpu.core.metering.usage import Party, UsageRow, divided
 from fractional_gpu.simulator.load import Habit, Load, Memory, Pace, synthetic_sessions
-from fractional_gpu.simulator.metering.run_meter import BEGINS_MS, DAY_MS, Draw, Metering, RunMeter
+from fractional_gpu.simulator.metering import BEGINS_MS, DAY_MS, Metering
 from fractional_gpu.simulator.simulation import simulate
 from tests.benchmarks.simulated import cell, machine, read, spread_out, write_json
 from tests.benchmarks.stats import median, percentile
+from tests.support.simulated_draw import Draw, TruthfulMeter
 
 NOISES = (0, 5, 20)
 OURS, SOME = "ours, use measured for all", "ours, for half of the leases"
@@ -228,11 +229,10 @@ def measure(task: Task) -> Measured:
     """Simulate a day, and compare."""
     shape = LOADS[task.load]
     trace = [one for one in synthetic_sessions(shape.users, 1, task.seed, shape.load) if one.most_gpus <= 1]
-    meter = RunMeter(Metering(noise_percent=task.noise, seed=task.seed), keep_truth=True, make=Compared)
+    meter = TruthfulMeter(Metering(noise_percent=task.noise, seed=task.seed), make=Compared)
     simulate(machine(shape.devices, seed=task.seed), trace, meter=meter)
     draw, compared = meter.truth, meter.hosts[0].meter
-    if draw is None or not isinstance(compared, Compared):
-        raise AssertionError("the run has another meter, or forgot the truth")
+    assert isinstance(compared, Compared)
     wall_ms = BEGINS_MS + meter.ended_ms
     given = {OURS: of_days(meter.rows())}
     given |= {name: of_days(other.take(meter.ended_ms, wall_ms)) for name, other in compared.others.items()}

@@ -8,7 +8,7 @@ import pytest
 from fractional_gpu.core.metering.meter import Holding
 from fractional_gpu.core.metering.usage import Party
 from fractional_gpu.simulator.load import Load, Memory, Pace
-from fractional_gpu.simulator.metering.run_meter import BEGINS_MS, Draw
+from fractional_gpu.simulator.metering import BEGINS_MS
 from tests.benchmarks import energy_division
 from tests.benchmarks.energy_division import (
     BUSY,
@@ -33,6 +33,7 @@ from tests.benchmarks.energy_division import (
     of_days,
     truths,
 )
+from tests.support.simulated_draw import Draw
 
 HALF, OTHER_HALF = (next(name for name in "abcdefgh" if is_in_the_half(name) is known) for known in (True, False))
 SMALL = {

@@ -9,9 +9,7 @@ import pytest
 from fractional_gpu.commands.main import main
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.simulator import SimulationError
-from fractional_gpu.simulator.cluster import EngineDoor, WaitTerms, run_engine
-from fractional_gpu.simulator.cluster.node import Node
-from fractional_gpu.simulator.cluster.queue import AGENT_MS, later, starts
+from fractional_gpu.simulator.cluster import AGENT_MS, EngineDoor, Node, WaitTerms, later, run_engine, starts
 from fractional_gpu.simulator.hosts import Leases
 from fractional_gpu.simulator.load import synthetic_sessions
 from fractional_gpu.simulator.machine import Host

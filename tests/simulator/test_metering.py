@@ -20,14 +20,14 @@ from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.load import Habit, Load, synthetic_sessions
 from fractional_gpu.simulator.load.groups import Group, in_groups
 from fractional_gpu.simulator.machine import Host
-from fractional_gpu.simulator.metering.run_meter import BEGINS_MS, DAY_MS, HostMeter, Metering, Power, RunMeter
-from fractional_gpu.simulator.metering.usage_file import write_usage
+from fractional_gpu.simulator.metering import BEGINS_MS, DAY_MS, HostMeter, Metering, Power, write_usage
 from fractional_gpu.simulator.record import EventLog, replay
 from fractional_gpu.simulator.result import Result
 from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Cell, Session, read_sessions, write_sessions
 from tests.simulator.audit.__main__ import main as audit
 from tests.simulator.loads import BUSY
+from tests.support.simulated_draw import TruthfulMeter
 
 LARGE = Tariff(currency="EUR", price_milli=2400, bands=(PriceBand(spans=((480, 1080),), price_milli=3600),))
 SMALL = Tariff(currency="EUR", price_milli=900, basis=Basis.RESERVED, credit_milli=800)
@@ -52,10 +52,10 @@ def trace_of(seed: int, load: Load = BUSY, users: int = 8, days: int = 1) -> lis
     return in_groups(synthetic_sessions(users, days, seed, load), GROUPS)
 
 
-def metered(*, noise: int = 0, measured: int = 100, seed: int = 1) -> RunMeter:
+def metered(*, noise: int = 0, measured: int = 100, seed: int = 1) -> TruthfulMeter:
     tariffs = {"large": LARGE, "small": SMALL}
     settings = Metering(tariffs=tariffs, noise_percent=noise, measured_percent=measured, seed=seed)
-    return RunMeter(settings, keep_truth=True)
+    return TruthfulMeter(settings)
 
 
 def summed(rows: Iterable[UsageRow]) -> Usage:
@@ -128,7 +128,6 @@ def test_sums_equal_devices_times_time_and_the_energy_drawn(host: Host, load: Lo
     total = summed(rows)
     assert total.moved_mib == result.moved_mib > 0
     assert total.charge_milli <= total.resident_milli <= total.whole_milli
-    assert meter.truth is not None
     drawn_nj = sum(meter.truth.work.values()) + sum(meter.truth.idle_by_share.values())
     assert abs(drawn_nj // 10**6 - total.energy_mj) <= len(host.devices) * days
 
@@ -160,7 +159,6 @@ def test_what_the_meter_knows_of_each_lease_is_what_the_arbiter_says_after_every
 def test_without_noise_and_with_all_use_measured_the_division_is_nearly_the_truth(seed: int) -> None:
     meter = metered(seed=seed)
     simulate(machine(1, 1), trace_of(seed), meter=meter)
-    assert meter.truth is not None
     true_mj: dict[str, int] = {}
     for part in (meter.truth.work, meter.truth.idle_by_share):
         for (_, lease_id), energy_nj in part.items():

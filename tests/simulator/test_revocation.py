@@ -13,9 +13,19 @@ from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.load import synthetic_sessions
 from fractional_gpu.simulator.record import EventLog, replay
 from fractional_gpu.simulator.result import Result
-from fractional_gpu.simulator.revocation.lifetimes import HOUR_MS, LONGEST_MS, PUBLISHED, Lifetimes, lifetimes_of
-from fractional_gpu.simulator.revocation.orders import NO_NOTICE, OTHERS, OURS, Holder, saved_in
-from fractional_gpu.simulator.revocation.revocations import Revocation
+from fractional_gpu.simulator.revocation import (
+    HOUR_MS,
+    LONGEST_MS,
+    NO_NOTICE,
+    OTHERS,
+    OURS,
+    PUBLISHED,
+    Holder,
+    Lifetimes,
+    Revocation,
+    lifetimes_of,
+    saved_in,
+)
 from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Session
 from tests.simulator.by_hand import SWAP, gpu_cell, host, session

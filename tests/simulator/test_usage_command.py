@@ -10,7 +10,7 @@ from fractional_gpu.commands.main import main
 from fractional_gpu.core.metering.usage import SHARE_HOUR
 from fractional_gpu.reports.rows_file import read as read_rows
 from fractional_gpu.reports.rows_file import rows_of
-from fractional_gpu.simulator.metering.run_meter import DAY_MS
+from fractional_gpu.simulator.metering import DAY_MS
 
 PRICES = """\
 c.GPUBroker.pools = {

@@ -33,12 +33,11 @@ from fractional_gpu.simulator.cluster import run_engine
 from fractional_gpu.simulator.felt import Goal
 from fractional_gpu.simulator.fleet.run import run as run_hosts
 from fractional_gpu.simulator.machine import Host
-from fractional_gpu.simulator.metering.run_meter import RunMeter
-from fractional_gpu.simulator.metering.usage_file import write_usage
+from fractional_gpu.simulator.metering import RunMeter, write_usage
 from fractional_gpu.simulator.picture import About, picture
 from fractional_gpu.simulator.record import replay
 from fractional_gpu.simulator.result import Result
-from fractional_gpu.simulator.revocation.revocations import Revocation
+from fractional_gpu.simulator.revocation import Revocation
 from fractional_gpu.simulator.search import devices_for_cells, devices_for_sessions, fewest, gpus_reserved_at_once
 from fractional_gpu.simulator.traces import Session, write_sessions
 

@@ -60,9 +60,9 @@ from fractional_gpu.simulator.felt import Felt
 from fractional_gpu.simulator.hosts import Moments, Recorder
 from fractional_gpu.simulator.load import SIGN_MS
 from fractional_gpu.simulator.machine import UNSHARED, Host, Running, SharedDevice
-from fractional_gpu.simulator.metering.run_meter import RunMeter
+from fractional_gpu.simulator.metering import RunMeter
 from fractional_gpu.simulator.result import Accounts, Result
-from fractional_gpu.simulator.revocation.orders import Holder
+from fractional_gpu.simulator.revocation import Holder
 from fractional_gpu.simulator.traces import Cell, Session
 
 Watch = Callable[[Event, Sequence[Effect]], None]

@@ -12,7 +12,7 @@ from itertools import chain
 from fractional_gpu.core.forecasts.estimators import ErrorView
 from fractional_gpu.simulator.felt import USERS_TOO_LATE, Felt, Goal, Lateness, Spread, nearest_rank, of_hosts, too_long
 from fractional_gpu.simulator.machine import Host
-from fractional_gpu.simulator.revocation.revocations import RevocationFigures
+from fractional_gpu.simulator.revocation import RevocationFigures
 from fractional_gpu.simulator.traces import Session
 
 

@@ -12,10 +12,10 @@ from fractional_gpu.core.forecasts.track_record import Judged
 from fractional_gpu.simulator.felt import Felt, Goal
 from fractional_gpu.simulator.hosts import Chosen, Door, DoorRule, Machine, Moments, Recorder, hosts_of
 from fractional_gpu.simulator.machine import Host
-from fractional_gpu.simulator.metering.run_meter import RunMeter
+from fractional_gpu.simulator.metering import RunMeter
 from fractional_gpu.simulator.one_host import HostRun, RunState, Watch
 from fractional_gpu.simulator.result import Accounts, Part, Result, begin_result, finished
-from fractional_gpu.simulator.revocation.revocations import HostRevocations, Revocation, RevocationFigures
+from fractional_gpu.simulator.revocation import HostRevocations, Revocation, RevocationFigures
 from fractional_gpu.simulator.traces import Session
 
 Progress = Callable[[int, int], None]

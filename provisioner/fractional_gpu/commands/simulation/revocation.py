@@ -6,8 +6,7 @@ from fractional_gpu.commands.simulation.scenario import Scenario
 from fractional_gpu.commands.terminal.text import UsageError, fitted, table
 from fractional_gpu.core.units import plural
 from fractional_gpu.simulator import SimulationError
-from fractional_gpu.simulator.revocation.lifetimes import lifetimes_of
-from fractional_gpu.simulator.revocation.revocations import Revocation
+from fractional_gpu.simulator.revocation import Revocation, lifetimes_of
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -22,7 +22,7 @@ from fractional_gpu.simulator.cluster import EngineDoor
 from fractional_gpu.simulator.fleet.placing import PlaceRule
 from fractional_gpu.simulator.hosts import DoorRule
 from fractional_gpu.simulator.load import CLASS_SIZE, SEVERAL_PERCENT, Habit, Load, Memory, Pace
-from fractional_gpu.simulator.revocation.lifetimes import PUBLISHED
+from fractional_gpu.simulator.revocation import PUBLISHED
 
 MOST_IN_A_HOST: Final = 16  # GPUs: no host on sale has more
 _DOORS: Final = tuple(rule.value for rule in (*DoorRule, *EngineDoor))

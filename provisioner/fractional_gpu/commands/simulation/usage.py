@@ -7,7 +7,7 @@ from fractional_gpu.commands.simulation.machine import MachineOptions
 from fractional_gpu.commands.simulation.scenario import Scenario
 from fractional_gpu.commands.terminal.text import UsageError, table
 from fractional_gpu.core.metering.usage import MJ_PER_KWH, SHARE_HOUR, Usage
-from fractional_gpu.simulator.metering.run_meter import Metering, Power, RunMeter
+from fractional_gpu.simulator.metering import Metering, Power, RunMeter
 from fractional_gpu.simulator.traces import Session
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from fractional_gpu.simulator.fleet.apart import simulate_apart
 from fractional_gpu.simulator.fleet.placing import PlaceRule, choose_hosts
 from fractional_gpu.simulator.hosts import DoorRule
 from fractional_gpu.simulator.machine import Host
-from fractional_gpu.simulator.metering.run_meter import RunMeter
+from fractional_gpu.simulator.metering import RunMeter
 from fractional_gpu.simulator.record import EventLog
 from fractional_gpu.simulator.result import Result
-from fractional_gpu.simulator.revocation.revocations import Revocation
+from fractional_gpu.simulator.revocation import Revocation
 from fractional_gpu.simulator.simulation import Progress, simulate
 from fractional_gpu.simulator.traces import Session
 

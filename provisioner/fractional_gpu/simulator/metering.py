@@ -9,12 +9,18 @@ difference between its peak and its idle power. With noise of n percent, each ce
 its own, each device's idle power is drawn anew each quarter of an hour, and each measured use is off by a factor; all factors are normal
 around 1 with a standard deviation of n percent, at least `_LEAST`, by the seed. What swaps draw is left out.
 
-**Truth.** `Draw` adds up what each lease's cells have really drawn on each day, and the idle power beside it.
+**File.** What was metered, and the figures row by row, as JSON: one object with `format`, `version`, `begins_s` and `ends_s` (wall clock,
+seconds since 1970), `pools` (of each its devices and its tariff, as `core.metering.tariffs.Tariff` has it), and `rows`, one on each line of
+the file. A row has `key` (hour_s, lease_id, device_id, currency), `party` (pool, owner, group, label, seated) and `figures`, without those
+that are 0; `core.metering.usage` says what each is. `fractional_gpu.reports.rows_file` reads it.
 """
 
+import json
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.effects import Effect
@@ -22,7 +28,7 @@ from fractional_gpu.core.events import Event
 from fractional_gpu.core.metering.meter import Meter
 from fractional_gpu.core.metering.observed import tell
 from fractional_gpu.core.metering.tariffs import SLICE_MS, Tariff
-from fractional_gpu.core.metering.usage import HOUR_MS, Usage, UsageKey, UsageRow
+from fractional_gpu.core.metering.usage import FIGURES, HOUR_MS, Usage, UsageKey, UsageRow
 from fractional_gpu.simulator.machine import Host
 
 BEGINS_MS = 1_767_571_200_000
@@ -52,34 +58,19 @@ class Metering:
     seed: int = 1
 
 
-@dataclass(slots=True)
-class Draw:
-    """What was really drawn, in nJ, by day (counted from 0) and lease; the pool's part under an empty name.
-
-    The idle draw is divided in two ways, because nothing says whose it is: among those that hold the device, by their shares, and among
-    those whose cells run there, evenly.
-    """
-
-    work: dict[tuple[int, str], int] = field(default_factory=dict)
-    idle_by_share: dict[tuple[int, str], int] = field(default_factory=dict)
-    idle_by_work: dict[tuple[int, str], int] = field(default_factory=dict)
-
-
 class RunMeter:
-    """Meters one run. `keep_truth`: also add up what was really drawn; `make` makes each host's meter."""
+    """Meters one run."""
 
-    def __init__(self, settings: Metering, *, keep_truth: bool = False, make: Callable[[], Meter] = Meter) -> None:
+    def __init__(self, settings: Metering) -> None:
         self.settings = settings
-        self.truth: Draw | None = Draw() if keep_truth else None
         self.hosts: list[HostMeter] = []
         self.ended_ms = 0
-        self._make = make
         self._read_ms = 0
         self._taken: list[UsageRow] = []
 
     def begin(self, hosts: Sequence[Host]) -> None:
         """Begin at 0 with all devices of all hosts."""
-        self.hosts = [HostMeter(number, host, self._make(), self) for number, host in enumerate(hosts)]
+        self.hosts = [HostMeter(number, host, Meter(), self.settings) for number, host in enumerate(hosts)]
 
     def advance(self, at_ms: int) -> None:
         """Read all counters each minute up to then. Nothing has happened since the last moment."""
@@ -139,16 +130,16 @@ class _Device:
 class HostMeter:
     """The meter of one host, and its devices' counters."""
 
-    def __init__(self, number: int, host: Host, meter: Meter, run: RunMeter) -> None:
+    def __init__(self, number: int, host: Host, meter: Meter, settings: Metering) -> None:
         self.number, self.meter = number, meter
-        self._settings, self._truth = run.settings, run.truth
-        power = run.settings.power
+        self._settings = settings
+        power = settings.power
         self._swing_mw = max(0, power.peak_mw - power.idle_mw)
         self._devices: dict[str, _Device] = {}
         self._held: dict[str, tuple[str, ...]] = {}  # devices by lease
         self._measured: dict[str, bool] = {}
         for pool in host.pools:
-            tariff = run.settings.tariffs.get(pool.name)
+            tariff = settings.tariffs.get(pool.name)
             if tariff is not None:
                 meter.set_tariff(0, BEGINS_MS, pool.name, tariff)
             for device_id in pool.devices:
@@ -157,8 +148,6 @@ class HostMeter:
             self._devices[device_id] = _Device(power.idle_mw)
             self._set_idle(0, device_id)
             meter.read_energy(0, BEGINS_MS, device_id, counter_mj=0)
-
-    # -- what happens ----------------------------------------------------------------------------------------------------
 
     def saw(self, at_ms: int, arbiter: Arbiter, event: Event, effects: Iterable[Effect]) -> None:
         """Tell the meter what the leases are that an event and its effects are about."""
@@ -204,8 +193,6 @@ class HostMeter:
         """Return what a device has really drawn since the beginning, µJ."""
         return self._devices[device_id].drawn_uj
 
-    # -- energy ------------------------------------------------------------------------------------------------------------
-
     def read(self, at_ms: int) -> None:
         """Read all counters, as often as the simulation says: no stretch between two readings crosses an hour."""
         wall = BEGINS_MS + at_ms
@@ -242,17 +229,13 @@ class HostMeter:
         passed_ms = at_ms - device.at_ms
         if passed_ms <= 0:
             return
-        began_ms, device.at_ms = device.at_ms, at_ms
+        device.at_ms = at_ms
         mw = device.idle_mw
         for lease_id, work in device.work.items():
             mw += work.mw
             device.ran_ms[lease_id] = device.ran_ms.get(lease_id, 0) + passed_ms
             device.used[lease_id] = device.used.get(lease_id, 0) + work.milli * passed_ms
         device.drawn_uj += mw * passed_ms
-        if self._truth is not None:
-            _keep(self._truth, began_ms // DAY_MS, device, passed_ms)
-
-    # -- chance --------------------------------------------------------------------------------------------------------------
 
     def _factor(self, what: str, which: str) -> float:
         percent = self._settings.noise_percent
@@ -269,21 +252,34 @@ class HostMeter:
         return known
 
 
-def _keep(truth: Draw, day: int, device: _Device, passed_ms: int) -> None:
-    """Add what was drawn in a time in which nothing changed; a time within a day, because counters are read at its end."""
-    for lease_id, work in device.work.items():
-        _add(truth.work, (day, lease_id), work.mw * passed_ms * _MILLI)
-    idle_nj = device.idle_mw * passed_ms * _MILLI
-    for weights, into in (
-        (device.holders, truth.idle_by_share),
-        (dict.fromkeys(device.work, 1), truth.idle_by_work),
-    ):
-        whole = sum(weights.values())
-        for lease_id, weight in weights.items():
-            _add(into, (day, lease_id), idle_nj * weight // whole)
-        if not whole:
-            _add(into, (day, ""), idle_nj)
+_FORMAT, _VERSION = "jupyter-gpu-usage", 1
 
 
-def _add(into: dict[tuple[int, str], int], key: tuple[int, str], value: int) -> None:
-    into[key] = into.get(key, 0) + value
+def write_usage(path: Path, meter: RunMeter, hosts: Sequence[Host]) -> None:
+    """Write the rows of a finished run. The same run gives the same bytes. Raises OSError."""
+    head = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "begins_s": BEGINS_MS // 1000,
+        "ends_s": (BEGINS_MS + meter.ended_ms) // 1000,
+        "pools": _pools(meter, hosts),
+    }
+    rows = ",\n".join(json.dumps(row_as_json(row)) for row in meter.rows())
+    path.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{rows}\n]}}\n', encoding="utf-8")
+
+
+def row_as_json(row: UsageRow) -> dict[str, object]:
+    """Return the row as plain data; figures that are 0 are left out."""
+    figures = {name: value for name in FIGURES if (value := getattr(row.usage, name))}
+    return {"key": row.key._asdict(), "party": asdict(row.party), "figures": figures}
+
+
+def _pools(meter: RunMeter, hosts: Sequence[Host]) -> dict[str, dict[str, Any]]:
+    pools: dict[str, dict[str, Any]] = {}
+    for number, host in enumerate(hosts):
+        prefix = f"host-{number}/" if len(hosts) > 1 else ""
+        for pool in host.pools:
+            tariff = asdict(meter.settings.tariffs.get(pool.name, Tariff()))
+            known = pools.setdefault(pool.name, {"devices": [], "tariff": tariff})
+            known["devices"] += [prefix + device_id for device_id in pool.devices]
+    return pools

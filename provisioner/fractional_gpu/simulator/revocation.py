@@ -6,24 +6,157 @@
 - A kernel that is not saved by then has lost its process: a cell that ran has failed, the person goes on with the next one, in a new
   process. What is lost counts as work (GPU time of its cells since the process began); no one does it again.
 - The run goes on as the arbiter decides. What the other orders would have saved is worked out for each notice from the kernels that were
-  there then, with the same times (`orders`). Kernels whose notebook was closed before the end count for none of them.
+  there then, with the same times (`saved_in`). Kernels whose notebook was closed before the end count for none of them.
 - Where whole hosts leave, all that is in their memory is lost with them, in every order. What an order has brought into host memory by
   then is what a snapshot of the host, or its hibernation, would keep.
+
+**Lifetimes** are published ones. Source: S. Li, R. J. Walls and T. Guo, "Characterizing and Modeling Distributed Training with Transient
+Cloud GPU Servers", ICDCS 2020 (arXiv 2004.03072). The numbers are those of its figures of lifetimes, from the authors' repository
+(https://github.com/cake-lab/CM-DARE, `data/matplotlib_scripts/Sigmetrics2020_redraws.ipynb`): for each type and region the share of the
+servers that Google Cloud had revoked so many hours after their start. Each share is a whole number of servers, which are given here.
+
+Inferred, not published: the number of servers of each curve (the smallest with which its shares are whole numbers; those of the K80 add up
+to the 156 that the repository names), and when within its hour a server was revoked (taken as uniform). A server that is not revoked ends
+after 24 hours, the longest that Google gives such servers. A replacement takes as long as the repository's transient servers took to start
+(`data/processed_data/startup_time`, 45 of them): 87 s on average.
+
+**The other orders** are for comparison with the arbiter's. Each of them begins one save after the other as swap channels become free, busy
+kernels or not, and knows nothing of what fits: a save that has not ended at the deadline is lost. What host memory does not hold is left
+out.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from heapq import heapify, heapreplace
+from itertools import accumulate
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from fractional_gpu.simulator.revocation.lifetimes import START_MS, Lifetimes
-from fractional_gpu.simulator.revocation.orders import NO_NOTICE, OTHERS, OURS, Holder, saved_in
+from fractional_gpu.simulator import SimulationError
 
 if TYPE_CHECKING:
     from fractional_gpu.simulator.one_host import HostRun
 
-_HOUR_MS = 3_600_000
+HOUR_MS: Final = 3_600_000
+LONGEST_MS: Final = 24 * HOUR_MS
+"""The longest lifetime of such a server."""
+START_MS: Final = 87_000
+"""From the request to a running server: the published average."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lifetimes:
+    """How many of `servers` were revoked in each of the 24 hours after their start."""
+
+    servers: int
+    revoked: tuple[int, ...]
+
+    @property
+    def revoked_milli(self) -> int:
+        """The share that was revoked within 24 hours, thousandths."""
+        return 1000 * sum(self.revoked) // self.servers
+
+    def draw_ms(self, random: Random) -> int:
+        """Return the lifetime of a server, ms: at most 24 hours."""
+        until = list(accumulate(self.revoked))
+        hour = bisect_right(until, random.randrange(self.servers))
+        offset_ms = random.randrange(HOUR_MS)
+        return LONGEST_MS if hour == len(until) else max(1, hour * HOUR_MS + offset_ms)
+
+
+def _curve(servers: int, **hours: int) -> Lifetimes:
+    """`h3=2`: two were revoked in the fourth hour, from three to four hours after their start."""
+    return Lifetimes(servers=servers, revoked=tuple(hours.get(f"h{hour}", 0) for hour in range(24)))
+
+
+PUBLISHED: Final[dict[str, dict[str, Lifetimes]]] = {
+    "k80": {
+        "us-central1": _curve(48, h0=5, h2=2, h5=1, h6=5, h13=1, h14=1, h15=7, h20=1, h23=4),
+        "us-west1": _curve(48, h0=2, h2=5, h3=1, h11=1, h15=1, h20=1),
+        "europe-west1": _curve(30, h0=12, h2=2, h6=1, h8=1, h12=2, h15=2),
+        "us-east1": _curve(30, h0=14),
+    },
+    "p100": {
+        "us-east1": _curve(30, h0=6, h1=6, h2=7, h6=1, h23=1),
+        "europe-west1": _curve(30, h1=2, h2=2, h4=1, h6=1, h10=1, h19=1),
+        "us-central1": _curve(30, h0=8, h1=2, h6=2, h7=2, h14=1, h15=1),
+        "us-west1": _curve(30, h0=5, h1=4, h4=4, h9=2, h10=1, h14=4),
+    },
+    "v100": {
+        "europe-west4": _curve(30, h0=2, h1=3, h3=1, h8=1, h12=4, h23=2),
+        "asia-east1": _curve(30, h0=7, h1=2, h2=2, h3=1, h5=2),
+        "us-central1": _curve(30, h0=20),
+        "us-west1": _curve(30, h0=9, h1=6, h2=1, h3=6),
+    },
+}
+"""By type of GPU and region."""
+
+
+def lifetimes_of(kind: str) -> Lifetimes:
+    """Return the lifetimes of `v100` (all regions together) or of `v100/us-west1`. Raises SimulationError for another kind."""
+    gpu, _, region = kind.strip().lower().partition("/")
+    regions = PUBLISHED.get(gpu, {})
+    if region in regions:
+        return regions[region]
+    if not regions or region:
+        allowed = "; ".join(f"{name} in {', '.join(found)}" for name, found in PUBLISHED.items())
+        raise SimulationError(
+            f"no lifetimes of {kind[:40]!r} were published; allowed: {', '.join(PUBLISHED)}, or one of these in a region such as "
+            f"v100/us-west1 ({allowed})"
+        )
+    curves = regions.values()
+    return Lifetimes(
+        servers=sum(curve.servers for curve in curves),
+        revoked=tuple(map(sum, zip(*(curve.revoked for curve in curves), strict=True))),
+    )
+
+
+OURS: Final = "ours"
+NO_NOTICE: Final = "no-notice"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A kernel on a device that goes away, as the notice comes. Times in ms."""
+
+    lease_id: str
+    mib: int  # on all of its devices
+    swap_ms: int  # what its save takes
+    work: int  # GPU time of its cells since its process began: ms times GPUs
+    value: int  # as the arbiter counts it
+    under_way_until_ms: int | None = None  # its save is under way, and ends then
+
+
+Order = Callable[[Sequence[Holder], Random], list[Holder]]
+OTHERS: Final[dict[str, Order]] = {
+    "smallest-first": lambda there, _random: sorted(there, key=lambda one: (one.mib, one.lease_id)),
+    "random": lambda there, random: random.sample(list(there), len(there)),
+}
+"""The other orders, by name."""
+
+
+def saved_in(
+    order: Sequence[Holder], *, free_ms: Sequence[int], deadline_ms: int, host_left_mib: int
+) -> frozenset[str]:
+    """Return which leases are saved in this order. `free_ms`: when each swap channel is free, at the earliest now."""
+    channels = list(free_ms)
+    heapify(channels)
+    saved = {one.lease_id for one in order if (one.under_way_until_ms or deadline_ms + 1) <= deadline_ms}
+    for one in order:
+        if one.under_way_until_ms is not None or one.mib > host_left_mib:
+            continue
+        if channels[0] >= deadline_ms:
+            break
+        ends_ms = channels[0] + one.swap_ms
+        heapreplace(channels, ends_ms)
+        host_left_mib -= one.mib
+        if ends_ms <= deadline_ms:
+            saved.add(one.lease_id)
+    return frozenset(saved)
+
+
 NOTICE_MS = 30_000
 """Google's notice, and by far not the longest one: AWS gives two minutes."""
 
@@ -60,7 +193,7 @@ class Loss:
         return {
             "kernels": self.kernels,
             "gib": round(self.mib / 1024, 3),
-            "busy_gpu_hours": round(self.work / _HOUR_MS, 3),
+            "busy_gpu_hours": round(self.work / HOUR_MS, 3),
             "value_percent": round(100 * self.value / there.value, 2) if there.value else 0.0,
         }
 

@@ -1,0 +1,327 @@
+"""Many hosts behind an engine (Slurm, Kubernetes) that knows numbers only: how it gives a job its node, and how long jobs queue there.
+
+It knows whole GPUs, static shares, or of each node a count of thousandths, which the node's agent writes anew. With counts:
+
+- A job asks for its share (of several devices: all of them). It begins on a node whose count, less what has been given away since the count
+  was written, is enough: the one with the most left, as Kubernetes' scheduler spreads pods by default.
+- While no node has enough, the job waits. A later job that fits passes it, as with Kubernetes' scheduler and with Slurm's backfill.
+- The agent writes the count anew `AGENT_MS` after a job began or ended on its node, and every `LOOK_MS` while jobs wait, because what is
+  known of users changes as their cells end.
+- A job that began late runs as in the trace, later by its wait. Waits of its cells are seconds, and do not move its end here.
+
+The count is how many thousandths more of its devices a node's broker would give away. Its forecast is the one by which a hub's seats are
+placed (`core.seat_packing`), asked as the node's agent asks it: how many seats of each fraction on offer, of users of whom nothing is
+known, the node takes within the pool's `wait_bound`; what is admissible may be divided into any of these. A job that has begun is a seat on
+the device that the forecast chooses. What its user does is learnt from the cells that have ended on this node, as the ledger of its broker
+has it.
+"""
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+
+from fractional_gpu.core.model import LeaseSpec
+from fractional_gpu.core.seat_packing import (
+    PRIOR_USAGE,
+    SeatDevice,
+    SeatLoad,
+    admissible_milli,
+    choose_device,
+    estimated_usage,
+    least_waiting,
+    more_seats_in,
+)
+from fractional_gpu.simulator import SimulationError
+from fractional_gpu.simulator.baselines import run_baseline
+from fractional_gpu.simulator.felt import Spread
+from fractional_gpu.simulator.fleet.apart import simulate_apart
+from fractional_gpu.simulator.hosts import Leases, Moments
+from fractional_gpu.simulator.machine import Host
+from fractional_gpu.simulator.result import Result
+from fractional_gpu.simulator.simulation import Progress
+from fractional_gpu.simulator.traces import Session
+
+WAIT_TARGET_MS = 30_000
+WAIT_BOUND_MILLI = 50
+"""The usual `wait_target` and `wait_bound` of a pool: one cell of twenty may wait longer than half a minute."""
+_ANY_FRACTIONS = (125, 250, 500, 750, 1000)  # of a pool that gives any
+_MOST_ON_A_DEVICE_MILLI = 16_000
+_DUTY_STEP = 10  # thousandths: forecasts of like loads are computed once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitTerms:
+    """How long a cell should wait at most (ms), and the thousandths of the cells that may wait longer.
+
+    `together`: devices on which each other's suspended kernels may resume are forecast together; False: one by one, for comparison.
+    """
+
+    target_ms: int = WAIT_TARGET_MS
+    bound_milli: int = WAIT_BOUND_MILLI
+    together: bool = True
+
+
+@dataclass(slots=True)
+class _User:
+    lived_ms: int = 0  # of jobs that have ended
+    busy_ms: int = 0
+
+
+@dataclass(slots=True)
+class _Seat:
+    session: Session  # as it runs: from its own begin on
+    mib: int
+    devices: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Node:
+    """One node's seats, and what it would still admit. Thousandths are milli-GPU."""
+
+    host: Host
+    terms: WaitTerms
+    _seats: dict[str, _Seat] = field(default_factory=dict)
+    _users: dict[str, _User] = field(default_factory=dict)
+
+    def seat(self, session: Session, lease: LeaseSpec, now_ms: int) -> None:
+        """Count a job from now on, on the devices where the forecast places it. `session` has its times as it runs."""
+        places = self._places(now_ms)
+        load = self._load(session.user, lease.reserve_mib, now_ms)
+        taken: list[int] = []
+        for _ in range(lease.devices):
+            left = [place for number, place in enumerate(places) if number not in taken]
+            device_id, _ = choose_device(load, left, target_ms=self.terms.target_ms, bound_milli=self.terms.bound_milli)
+            if device_id is None:
+                place, _ = least_waiting(load, left)
+                device_id = (place or left[0]).device_id
+            taken.append(next(number for number, place in enumerate(places) if place.device_id == device_id))
+        self._seats[session.session_id] = _Seat(session, lease.reserve_mib, tuple(taken))
+
+    def unseat(self, session_id: str) -> None:
+        """Count a job no more; what its user did is remembered."""
+        session = self._seats.pop(session_id).session
+        user = self._users.setdefault(session.user, _User())
+        user.lived_ms += session.close_ms - session.open_ms
+        user.busy_ms += sum(cell.duration_ms for cell in session.cells if cell.gpus)
+
+    def admissible_milli(self, now_ms: int) -> int:
+        """Return how many thousandths more the node would give away."""
+        pool = self.host.pools[0]
+        places, counts = self._places(now_ms), {}
+        for milli in pool.fractions_milli or _ANY_FRACTIONS:
+            mib = max(1, self.host.device_mib * milli // 1000)
+            counts[milli] = more_seats_in(
+                places,
+                SeatLoad(mib=mib, duty_milli=PRIOR_USAGE.duty_milli),
+                target_ms=self.terms.target_ms,
+                bound_milli=self.terms.bound_milli,
+                most=_MOST_ON_A_DEVICE_MILLI // milli,
+            )
+        return admissible_milli(counts)
+
+    def _places(self, now_ms: int) -> list[SeatDevice]:
+        pool = self.host.pools[0]
+        loads: list[list[SeatLoad]] = [[] for _ in self.host.devices]
+        for seat in self._seats.values():
+            for number in seat.devices:
+                loads[number].append(self._load(seat.session.user, seat.mib, now_ms))
+        return [
+            SeatDevice(
+                device_id=device.device_id,
+                capacity_mib=device.leasable_mib,
+                loads=tuple(there),
+                kind=device.name if self.terms.together and pool.may_move and not device.why_no_move else "",
+            )
+            for device, there in zip(self.host.devices, loads, strict=True)
+        ]
+
+    def _load(self, user: str, mib: int, now_ms: int) -> SeatLoad:
+        known = self._users.get(user, _User())
+        live_ms, busy_ms = known.lived_ms, known.busy_ms
+        for seat in self._seats.values():
+            if seat.session.user == user:
+                live_ms += now_ms - seat.session.open_ms
+                busy_ms += _busy_ms(seat.session, now_ms)
+        duty_milli = estimated_usage(live_ms=live_ms, busy_ms=busy_ms, busy_mib_ms=0).duty_milli
+        return SeatLoad(mib=mib, duty_milli=min(1000, -(-duty_milli // _DUTY_STEP) * _DUTY_STEP))
+
+
+def _busy_ms(session: Session, now_ms: int) -> int:
+    """Return how long GPU cells of the session have run until now."""
+    return sum(
+        min(cell.duration_ms, now_ms - cell.start_ms) for cell in session.cells if cell.gpus and cell.start_ms < now_ms
+    )
+
+
+AGENT_MS = 2_000
+LOOK_MS = 60_000
+_NEVER = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Starts:
+    """The host of each session of the trace, by number, and how long it waited in the engine's queue, ms. Host -1: it never began."""
+
+    hosts: "array[int]"
+    waited_ms: "array[int]"
+
+
+def later(session: Session, by_ms: int) -> Session:
+    """Return the session as it runs if it begins so much later."""
+    if not by_ms:
+        return session
+    cells = tuple(replace(cell, start_ms=cell.start_ms + by_ms) for cell in session.cells)
+    return replace(session, open_ms=session.open_ms + by_ms, close_ms=session.close_ms + by_ms, cells=cells)
+
+
+def starts(
+    hosts: Sequence[Host],
+    trace: Sequence[Session],
+    terms: WaitTerms,
+    progress: Callable[[int, int], None] | None = None,
+) -> Starts:
+    """Return when and where each session begins. `progress` is given the sessions that have ended, and all.
+
+    Raises SimulationError for a session that no host can serve. A session that no count is ever enough for does not begin.
+    """
+    return _Engine(hosts, trace, terms, progress).run()
+
+
+class _Engine:
+    """The engine's books and its queue, moment by moment."""
+
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        trace: Sequence[Session],
+        terms: WaitTerms,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._trace = trace
+        self._leases = Leases(hosts, trace)
+        self._nodes = [Node(host, terms) for host in hosts]
+        self._moments = Moments()
+        self._left = [node.admissible_milli(0) for node in self._nodes]  # by node: what its count leaves
+        self._due = [False] * len(hosts)  # whether a count is about to be written
+        self._queue: list[int] = []
+        self._looking = False
+        self._open = 0
+        self._starts = Starts(array("q", [-1]) * len(trace), array("q", [0]) * len(trace))
+        self._ended, self._progress = 0, progress
+
+    def run(self) -> Starts:
+        """Run to the end."""
+        moments = self._moments
+        for number in sorted(range(len(self._trace)), key=lambda number: self._trace[number].open_ms):
+            moments.at(self._trace[number].open_ms, partial(self._asks, number))
+        moments.run()
+        for number in self._queue:
+            self._starts.waited_ms[number] = _NEVER
+        return self._starts
+
+    def _asks(self, number: int) -> None:
+        self._queue.append(number)
+        self._serve()
+
+    def _serve(self) -> None:
+        """Begin each job of the queue for which a node has enough."""
+        self._queue = [number for number in self._queue if not self._begins(number)]
+        if self._queue and not self._looking and self._open:
+            self._looking = True
+            self._moments.at(self._moments.now_ms + LOOK_MS, self._look)
+
+    def _begins(self, number: int) -> bool:
+        session = self._trace[number]
+        able = [
+            (self._left[host], -host, lease)
+            for host in range(len(self._nodes))
+            if (lease := self._leases.on(host, session)) is not None and self._left[host] >= _milli(lease)
+        ]
+        if not able:
+            return False
+        _, negative, lease = max(able, key=lambda one: one[:2])
+        host, now_ms = -negative, self._moments.now_ms
+        runs = later(session, now_ms - session.open_ms)
+        self._starts.hosts[number], self._starts.waited_ms[number] = host, now_ms - session.open_ms
+        self._left[host] -= _milli(lease)
+        self._nodes[host].seat(runs, lease, now_ms)
+        self._open += 1
+        self._moments.at(runs.close_ms, partial(self._ends, host, session.session_id))
+        self._write_soon(host)
+        return True
+
+    def _ends(self, host: int, session_id: str) -> None:
+        self._nodes[host].unseat(session_id)
+        self._open -= 1
+        self._ended += 1
+        if self._progress is not None:
+            self._progress(self._ended, len(self._trace))
+        self._write_soon(host)
+
+    def _write_soon(self, host: int) -> None:
+        if not self._due[host]:
+            self._due[host] = True
+            self._moments.at(self._moments.now_ms + AGENT_MS, partial(self._write, host))
+
+    def _write(self, host: int) -> None:
+        self._due[host] = False
+        self._left[host] = self._nodes[host].admissible_milli(self._moments.now_ms)
+        self._serve()
+
+    def _look(self) -> None:
+        self._looking = False
+        self._left = [node.admissible_milli(self._moments.now_ms) for node in self._nodes]
+        self._serve()
+
+
+def _milli(lease: LeaseSpec) -> int:
+    return lease.fraction_milli * lease.devices
+
+
+class EngineDoor(StrEnum):
+    """What the engine knows of a node."""
+
+    WHOLE = "engine-whole"  # how many of its GPUs no job has
+    SHARDS = "engine-shards"  # what of each GPU no job has: a job's share is on one GPU from begin to end
+    COUNT = "engine-count"  # how many thousandths its broker would still give away
+
+
+_BASELINES = {EngineDoor.WHOLE: "reservation", EngineDoor.SHARDS: "static-fraction"}
+
+
+def run_engine(
+    hosts: Sequence[Host],
+    trace: Sequence[Session],
+    door: EngineDoor,
+    *,
+    terms: WaitTerms | None = None,
+    processes: int = 1,
+    record: Path | None = None,
+    progress: Progress | None = None,
+    placing: Progress | None = None,
+) -> Result:
+    """Run the trace behind the engine; `doors` of the result are the waits in its queue.
+
+    `terms`: of the pool, for the counts. `processes`: so many hosts run at a time. `record` is a file, or with counts one for each host
+    beside it. `progress` is given the sessions that ended, and all; `placing` those that the engine has seen end. Raises SimulationError
+    for a session that no host can serve, or for which no count is ever enough.
+    """
+    if door in _BASELINES:
+        result = run_baseline(_BASELINES[door], hosts, trace, record=record, progress=progress)
+        result.name = door.value
+        return result
+    begun = starts(hosts, trace, terms if terms is not None else WaitTerms(), placing)
+    for session, host in zip(trace, begun.hosts, strict=True):
+        if host < 0:
+            raise SimulationError(
+                f"session {session.session_id!r} never begins: no node's count is ever enough for what it asks for; simulate larger "
+                "hosts, a wider wait_bound (--policy), or leave such sessions out"
+            )
+    run = [later(session, waited) for session, waited in zip(trace, begun.waited_ms, strict=True)]
+    result = simulate_apart(
+        hosts, run, begun.hosts, name=door.value, processes=processes, record=record, progress=progress
+    )
+    return replace(result, doors=Spread.of(begun.waited_ms))
