@@ -10,9 +10,8 @@ from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.core.nodes.pacing import PacingRules
 from fractional_gpu.engines.agent import Agent, AgentRules
 from fractional_gpu.engines.engine import EngineUnavailableError, NodeRecord, NodeWrite
-from fractional_gpu.protocol.capacity import Capacity, PoolCapacity
 from fractional_gpu.protocol.errors import BrokerUnavailableError
-from fractional_gpu.protocol.nodes import parse_summary
+from fractional_gpu.protocol.nodes import Capacity, PoolCapacity, parse_summary
 from fractional_gpu.protocol.seats import SeatList
 from fractional_gpu.protocol.status import SeatStatus
 

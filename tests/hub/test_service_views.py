@@ -11,8 +11,7 @@ from fractional_gpu.config import POOL_KEYS
 from fractional_gpu.protocol.seats import PoolKeys, PoolList, SeatList
 from fractional_gpu.protocol.status import DeviceStatus, HostStatus, LeaseStatus, SeatStatus, Stranger
 from fractional_gpu_hub.service.broker_follower import Snapshot
-from fractional_gpu_hub.service.pool_settings import pool_settings
-from fractional_gpu_hub.service.views import Viewer, is_own, view_of
+from fractional_gpu_hub.service.views import Viewer, is_own, pool_settings, view_of
 from tests.support.statuses import a_status
 
 ADA = Viewer(name="ada", admin=False)

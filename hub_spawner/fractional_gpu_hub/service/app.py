@@ -31,9 +31,8 @@ from fractional_gpu_hub.service.actions import Actions
 from fractional_gpu_hub.service.broker_follower import BrokerFollower
 from fractional_gpu_hub.service.cluster import ClusterFollower, ClusterSnapshot, cluster_view, reader_of
 from fractional_gpu_hub.service.configuration import ADMIN_SCOPE, READ_SCOPE
-from fractional_gpu_hub.service.pool_settings import pool_settings
 from fractional_gpu_hub.service.usage import BY, DATES, PERIODS, chosen, csv_of, shown
-from fractional_gpu_hub.service.views import Viewer, view_of
+from fractional_gpu_hub.service.views import Viewer, pool_settings, view_of
 
 # The page's routes, under the service's prefix.
 #

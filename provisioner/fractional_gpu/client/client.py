@@ -63,7 +63,7 @@ from fractional_gpu.protocol.routes import Fresh, OthersQuery, Route
 
 if TYPE_CHECKING:
     from fractional_gpu.protocol.accounts import BudgetExtension, BudgetList, Cost, UsageReport
-    from fractional_gpu.protocol.capacity import Capacity
+    from fractional_gpu.protocol.nodes import Capacity
     from fractional_gpu.protocol.status import DeviceStatus, History, HostStatus, LeaseStatus, Story
 
 Request = TypeVar("Request", bound=Struct)

@@ -10,7 +10,7 @@ from msgspec import to_builtins
 from fractional_gpu.commands.terminal.connection import add_socket_argument, running_broker, say_if_slow
 from fractional_gpu.commands.terminal.text import fitted, terminal_width, write
 from fractional_gpu.core.units import format_duration, format_fraction, format_gpus, format_memory, plural
-from fractional_gpu.protocol.capacity import Capacity, PoolCapacity
+from fractional_gpu.protocol.nodes import Capacity, PoolCapacity
 
 EPILOG = """\
 examples:

@@ -23,9 +23,8 @@ from fractional_gpu.core.nodes.counts import NodeShares, count_of, count_without
 from fractional_gpu.core.nodes.pacing import Pacing, PacingRules, spread
 from fractional_gpu.engines.engine import Engine, EngineError, NodeRecord, NodeWrite
 from fractional_gpu.engines.summary import says_the_same, summary_of, summary_without_broker
-from fractional_gpu.protocol.capacity import Capacity, PoolCapacity
 from fractional_gpu.protocol.errors import FractionalGPUError
-from fractional_gpu.protocol.nodes import NodeSummary, encode_summary
+from fractional_gpu.protocol.nodes import Capacity, NodeSummary, PoolCapacity, encode_summary
 from fractional_gpu.protocol.status import SeatStatus
 
 __all__ = ["Agent", "AgentRules", "Observation"]

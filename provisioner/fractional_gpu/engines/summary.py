@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from msgspec import structs
 
 from fractional_gpu.core.nodes.counts import rounded_memory_mib, rounded_wait_ms
-from fractional_gpu.protocol.capacity import Capacity, PoolCapacity
-from fractional_gpu.protocol.nodes import NodeSummary, PoolSummary
+from fractional_gpu.protocol.nodes import Capacity, NodeSummary, PoolCapacity, PoolSummary
 
 
 def summary_of(capacity: Capacity, counts: Mapping[str, str], at_s: int) -> NodeSummary:

@@ -18,7 +18,7 @@ import re
 import secrets
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,6 +55,7 @@ _LEASE_VARIABLES = (
     "JUPYTER_GPU_MEMORY_FRACTION",
 )
 _PRELOAD = "LD_PRELOAD"
+_WAIT_UNGATED_MS = 10_000  # a user accepts to wait this long after a click in the launcher
 _FROZEN_STATES = frozenset({"suspending", "suspended", "resuming", "quarantined"})
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}", re.ASCII)
 
@@ -112,14 +113,9 @@ class KernelLease:
 
     def to_info(self) -> dict[str, Any]:
         """Return what `recall_lease` needs, without the token itself."""
-        return {
-            "lease_id": self.lease_id,
-            "token_file": str(self.token_file),
-            "socket": self.socket,
-            "reserve_mib": self.reserve_mib,
-            "gated": self.gated,
-            "environment": dict(self.environment),
-        }
+        info = {**asdict(self), "token_file": str(self.token_file)}
+        del info["token"], info["notice"]
+        return info
 
     def is_frozen(self) -> bool:
         """Whether the process may be unable to run its exit: its CUDA state is suspended, in a swap or quarantined."""
@@ -233,15 +229,7 @@ def recall_lease(info: Mapping[str, Any]) -> KernelLease:
             pass  # the next cell starts one, which finds the kernel
         except FractionalGPUError:
             raise FractionalGPUError(f"the token of lease {info['lease_id']} cannot be read from {path}") from error
-    return KernelLease(
-        lease_id=info["lease_id"],
-        token=token,
-        token_file=path,
-        socket=info["socket"],
-        reserve_mib=info["reserve_mib"],
-        gated=info["gated"],
-        environment=info["environment"],
-    )
+    return KernelLease(**{**info, "token": token, "token_file": path})
 
 
 def _is_free_to_attach(client: BrokerClient, lease_id: str) -> bool:
@@ -282,6 +270,17 @@ def _write_private(path: Path, token: str) -> None:
 def lease_label(text: str) -> str:
     """Return the text as a lease's label: its end, which is the file's name of a path. What is not valid text becomes question marks."""
     return text.encode("utf-8", "replace").decode()[-MAX_NAME:]
+
+
+def kernel_request(asked: LeaseRequest, *, kernel_id: str, label: str, gated: bool) -> LeaseRequest:
+    """Return what the kernelspec asks for as the request of one kernel."""
+    return structs.replace(
+        asked,
+        kernel_id=kernel_id[:MAX_NAME],  # as long as a file's name may be
+        label=lease_label(label),
+        gated=gated,
+        wait_ms=0 if gated else _WAIT_UNGATED_MS,
+    )
 
 
 def attach_request(pid: int, connection: Mapping[str, Any], *, language: str, ipykernel: bool) -> AttachRequest:

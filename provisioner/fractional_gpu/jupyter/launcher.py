@@ -23,20 +23,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from msgspec import structs
-
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import runtime_dir
 from fractional_gpu.host.process import find_ipykernel, read_stat
 from fractional_gpu.jupyter.kernel_command import parse_kernel_config, plan_kernel
-from fractional_gpu.jupyter.kernel_lease import KernelLease, attach_request, environment_with, lease_label, take_lease
+from fractional_gpu.jupyter.kernel_lease import (
+    KernelLease,
+    attach_request,
+    environment_with,
+    kernel_request,
+    take_lease,
+)
 from fractional_gpu.protocol.errors import BadRequestError, FractionalGPUError
 from fractional_gpu.protocol.limits import MAX_NAME
 
 _MODULE = "fractional_gpu.jupyter.launcher"
 _TIMEOUT_S = 30.0
 _STANZA_KEYS = ("pool", "fraction", "memory", "simulate")
-_WAIT_UNGATED_MS = 10_000
 _LONGEST_CONNECTION = 64 * 1024  # bytes
 _TOKEN_MARK = ".launched-"  # noqa: S105 - a part of a file's name
 
@@ -81,13 +84,8 @@ def _lease_and_become(options: argparse.Namespace) -> NoReturn:
     if plan.obstacle:
         sys.stderr.write(f"{plan.obstacle}.\n")
     kernel_id = path.stem.removeprefix("kernel-")[:MAX_NAME]
-    request = structs.replace(
-        asked,
-        kernel_id=kernel_id,
-        label=lease_label(os.environ.get("JPY_SESSION_NAME") or options.label or Path.cwd().name),
-        gated=plan.gated,
-        wait_ms=0 if plan.gated else _WAIT_UNGATED_MS,
-    )
+    label = os.environ.get("JPY_SESSION_NAME") or options.label or Path.cwd().name
+    request = kernel_request(asked, kernel_id=kernel_id, label=label, gated=plan.gated)
     _remove_stale_tokens()
     lease = _rename_token_file(take_lease(request, timeout_s=_TIMEOUT_S, simulate=simulate))
     try:

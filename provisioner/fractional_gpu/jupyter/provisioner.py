@@ -29,7 +29,6 @@ from typing import Any
 
 from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
-from msgspec import structs
 from tornado.web import HTTPError
 from traitlets import Float, Unicode, default
 
@@ -43,7 +42,7 @@ from fractional_gpu.jupyter.kernel_lease import (
     begin_broker_start,
     environment_with,
     environment_without,
-    lease_label,
+    kernel_request,
     recall_lease,
     renew_lease,
     take_lease,
@@ -51,12 +50,10 @@ from fractional_gpu.jupyter.kernel_lease import (
 from fractional_gpu.jupyter.kernel_process import AdoptedProcess, KernelPorts, ProcessGoneError, identity_of
 from fractional_gpu.jupyter.kernel_record import KernelRecord, RecordFile
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
-from fractional_gpu.protocol.limits import MAX_NAME
 from fractional_gpu.protocol.messages import AttachRequest, LeaseRequest
 
 # jupyter_client's own keywords; all others come from the kernelspec's stanza
 _JUPYTER_KEYWORDS = frozenset({"kernel_id", "kernel_spec", "parent", "config", "log"})
-_WAIT_UNGATED_MS = 10_000  # a user accepts to wait this long after a click in the launcher
 _INTERRUPT_PATIENCE_S = 1.0  # a process that is not blocked has handled an interrupt by then
 _SHUTDOWN_FROZEN_S = 2.0  # half of it passes before `terminate`
 _NVIDIA_PATHS = ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg")
@@ -388,13 +385,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
 
     def _request(self, asked: LeaseRequest, environment: Mapping[str, str]) -> LeaseRequest:
         label = environment.get("JPY_SESSION_NAME") or self.kernel_spec.display_name or "kernel"
-        return structs.replace(
-            asked,
-            kernel_id=(self.kernel_id or "")[:MAX_NAME],  # as long as a file's name may be
-            label=lease_label(label),
-            gated=self._plan.gated,
-            wait_ms=0 if self._plan.gated else _WAIT_UNGATED_MS,
-        )
+        return kernel_request(asked, kernel_id=self.kernel_id or "", label=label, gated=self._plan.gated)
 
     async def _obtain(self, request: LeaseRequest, simulate: str | None) -> tuple[KernelLease | None, str]:
         """Return the lease, or None and why the kernel gets no GPU (empty: it starts as under the local provisioner)."""

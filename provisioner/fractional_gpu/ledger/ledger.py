@@ -16,7 +16,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, astuple, replace
 from os import PathLike, close, fstat, lstat
 from pathlib import Path
@@ -574,7 +574,8 @@ class Ledger:
         if not in_place:
             yield from self._read(statement, values)
             return
-        with opening.connect_to_read(self.path) as connection, self._explained():
+        # A connection that only reads never deletes the write-ahead log as it closes, not even that of a file that took the name meanwhile.
+        with closing(opening.connect_existing(self.path, "ro")) as connection, self._explained():
             cursor = connection.cursor()
             cursor.row_factory = sqlite3.Row
             yield from cursor.execute(statement, values)

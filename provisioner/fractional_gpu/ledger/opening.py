@@ -16,7 +16,6 @@ import os
 import shlex
 import sqlite3
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 from fractional_gpu.host.files import open_own, sync_folder
@@ -103,7 +102,7 @@ def connect(path: Path) -> sqlite3.Connection:
         ) from error
     else:
         _check_file(path, found)
-    connection = _connect(path)
+    connection = connect_existing(path)
     try:
         _check_contents(path, connection)
         _prepare(path, connection)
@@ -149,18 +148,8 @@ def adopt_whole(path: Path) -> None:
     sync_folder(path.parent)
 
 
-@contextlib.contextmanager
-def connect_to_read(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open a ledger that this process has open once more, to read, for the length of the block. Raises LedgerError.
-
-    A connection that only reads never deletes the write-ahead log as it closes, not even that of a file that took the name meanwhile.
-    """
-    with contextlib.closing(_connect(path, "ro")) as connection:
-        yield connection
-
-
-def _connect(path: Path, mode: str = "rw") -> sqlite3.Connection:
-    """Open an existing file: both modes (`rw`, `ro`) fail for a missing one."""
+def connect_existing(path: Path, mode: str = "rw") -> sqlite3.Connection:
+    """Open an existing file: both modes (`rw`, `ro`) fail for a missing one. Raises LedgerError."""
     uri = f"{path.absolute().as_uri()}?mode={mode}"
     try:
         return sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
@@ -293,7 +282,7 @@ def _create(path: Path) -> None:
         for leftover in (unfinished, unfinished.with_name(unfinished.name + "-journal")):
             leftover.unlink(missing_ok=True)
         os.close(os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        with contextlib.closing(_connect(unfinished)) as connection:
+        with contextlib.closing(connect_existing(unfinished)) as connection:
             connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
             connection.execute("PRAGMA synchronous = FULL")
             create_tables(connection)

@@ -39,13 +39,11 @@ def read_past(path: Path) -> list[PastLease]:
                     "SELECT lease_id, document, created_ms, ended_ms FROM leases ORDER BY created_ms, lease_id"
                 )
             }
-            for lease_id, *times, continues in reader.execute(
+            for row in reader.execute(
                 "SELECT lease_id, asked_ms, begun_ms, ended_ms, used_mib, use_milli, continues FROM turns ORDER BY asked_ms"
             ):
-                if lease_id in leases:
-                    asked_ms, begun_ms, ended_ms, used_mib, use_milli = times
-                    turn = Turn(lease_id, asked_ms, begun_ms, ended_ms, used_mib, use_milli, bool(continues))
-                    leases[lease_id].turns.append(turn)
+                if row[0] in leases:
+                    leases[row[0]].turns.append(Turn(*row))
     except sqlite3.Error as error:
         raise ledger_error(path, f"cannot be read: {error}", "check the path and that it may be read") from error
     except msgspec.DecodeError as error:

@@ -1,6 +1,6 @@
-"""What a node's agent publishes in its cluster's engine: in Slurm's `Extra` of the node, in an annotation of Kubernetes' node.
+"""What a host could still give, and what its agent publishes in its cluster's engine (Slurm's `Extra`, an annotation of Kubernetes' node).
 
-Whoever reads nodes may read it: a hub's spawn page, an administrator. It has no names of users.
+Whoever reads nodes may read what is published: a hub's spawn page, an administrator. It has no names of users.
 
 The text is JSON without spaces, of printable ASCII without `=` and quotes other than JSON's own, so that it goes through `scontrol` as one
 word, and at most `MAX_SUMMARY` bytes. A reader checks every field; the writer of a node's record in the engine is not always its agent.
@@ -121,3 +121,37 @@ def _check_numbers(where: str, *numbers: int) -> None:
 def _check_text(what: str, text: str, most: int) -> None:
     if len(text) > most or not text.isprintable():
         raise ValueError(f"{what} is {text[:80]!a}; allowed: up to {most} printable characters")
+
+
+# What a host could still give: read by node agents of Slurm and Kubernetes, and by people. It names no user.
+
+
+class PoolCapacity(Struct, frozen=True, kw_only=True):
+    """What a pool has, has given, and could still give. Shares in milli-GPU (thousandths of a device), waits in seconds."""
+
+    name: str
+    devices: list[str]  # UUIDs, without those that are lost or being emptied
+    total_milli: int  # 1000 for each of these devices
+    held_milli: int  # seats, and leases without a seat
+    # How much more is granted now such that the forecast wait stays within `wait_bound`, for any division of it into fractions on offer
+    admissible_milli: int
+    waiting: int  # leases in the queue for a device
+    wait_p50_s: (
+        float  # forecast for the cells of one more seat of `fraction_milli`: half of them wait so long at most ...
+    )
+    wait_p95_s: float  # ... and 95 of 100 so long
+    fraction_milli: int  # the size of that seat: the default on offer
+    fractions_milli: list[int]  # on offer; empty: any
+    wait_target_ms: int  # what counts as waiting too long ...
+    wait_bound_milli: int  # ... and how many of a thousand cells may
+    device_mib: int = 0  # memory that leases may have of the smallest of these devices
+
+
+class Capacity(Struct, frozen=True, kw_only=True):
+    """What a host could still give. Memory in MiB."""
+
+    version: str
+    simulated: bool
+    host_memory_total_mib: int  # of the machine
+    host_memory_left_mib: int  # what saved state may still take
+    pools: list[PoolCapacity] = []

@@ -34,7 +34,7 @@ from fractional_gpu.protocol.messages import (
 
 if TYPE_CHECKING:
     from fractional_gpu.protocol.accounts import BudgetExtension, BudgetList, Cost, UsageQuery, UsageReport
-    from fractional_gpu.protocol.capacity import Capacity
+    from fractional_gpu.protocol.nodes import Capacity
     from fractional_gpu.protocol.seats import (
         OfferRequest,
         Offers,
@@ -137,7 +137,7 @@ STATUS: "Route[Fresh, HostStatus]" = Route("status", "GET", "/v1/status", Fresh,
     "devices, pools and the leases that the caller may see")
 EVENTS: "Route[Nothing, HostChange]" = Route("events", "GET", "/v1/events", Nothing, "status.HostChange", ANYONE,
     "the status, then each change of it; `{}` is a keep-alive", lines=True)
-CAPACITY: "Route[Nothing, Capacity]" = Route("capacity", "GET", "/v1/capacity", Nothing, "capacity.Capacity", ANYONE,
+CAPACITY: "Route[Nothing, Capacity]" = Route("capacity", "GET", "/v1/capacity", Nothing, "nodes.Capacity", ANYONE,
     "what each pool could still give")
 METRICS = Route("metrics", "GET", "/v1/metrics", Nothing, Nothing, ANYONE, "totals in Prometheus's text format")
 USAGE: "Route[UsageQuery, UsageReport]" = Route("usage", "GET", "/v1/usage", "accounts.UsageQuery", "accounts.UsageReport", ANYONE,

@@ -7,9 +7,9 @@ import pytest
 
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.ledger.records import SeatRecord
-from fractional_gpu.protocol.capacity import PoolCapacity
 from fractional_gpu.protocol.errors import BadRequestError
 from fractional_gpu.protocol.messages import ProgressKind, Workload
+from fractional_gpu.protocol.nodes import PoolCapacity
 from fractional_gpu.protocol.seats import SeatProgress, SeatRequest
 from fractional_gpu.protocol.status import SeatStatus
 from tests.broker.live import DEADLINE_S, LiveBroker, live_broker

@@ -28,7 +28,7 @@ from fractional_gpu.core.seat_packing import (
 from fractional_gpu.core.units import format_duration, format_fraction
 from fractional_gpu.host.memory import machine_total_mib
 from fractional_gpu.ledger.records import SeatRecord
-from fractional_gpu.protocol.capacity import Capacity, PoolCapacity
+from fractional_gpu.protocol.nodes import Capacity, PoolCapacity
 
 _MOST_ON_A_DEVICE_MILLI = 16_000  # more thousandths than that are not counted on one device
 _HALF_MILLI, _MOST_CELLS_MILLI = 500, 950

@@ -52,10 +52,10 @@ from fractional_gpu.core.units import format_fraction
 from fractional_gpu.host.process import boot_id
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.ledger.records import LedgerError, SeatRecord
-from fractional_gpu.protocol.capacity import Capacity
 from fractional_gpu.protocol.errors import BadRequestError, ForbiddenError, NoRoomError, NotFoundError
 from fractional_gpu.protocol.limits import MAX_NAME, PULSE_S
 from fractional_gpu.protocol.messages import ProgressKind
+from fractional_gpu.protocol.nodes import Capacity
 from fractional_gpu.protocol.seats import OfferRequest, Offers, PoolOffer, SeatList, SeatProgress, SeatRequest
 from fractional_gpu.protocol.status import Seat, SeatStatus, SeatWait
 
