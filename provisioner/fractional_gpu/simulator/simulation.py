@@ -46,103 +46,93 @@ def simulate(
     """
     hosts = hosts_of(machine)
     gate = Door(hosts, trace, door) if chosen is None else Chosen(hosts, trace, chosen)
-    cluster = _Cluster(hosts, trace, goal, door=gate, watch=watch, record=record, progress=progress, meter=meter)
-    if revocation is not None:
-        cluster.revoke(revocation)
-    for one in cluster.runs:
-        one.arbiter.forecasts.record.watch = judged
-    return finished(cluster.run(), trace)
+    part = simulate_part(
+        hosts,
+        trace,
+        gate,
+        watch=watch,
+        record=record,
+        progress=progress,
+        goal=goal,
+        meter=meter,
+        revocation=revocation,
+        judged=judged,
+    )
+    return finished(part, trace)
 
 
 def simulate_part(
-    host: Host, trace: Sequence[Session], *, record: Recorder | None = None, progress: Progress | None = None
+    hosts: Sequence[Host],
+    trace: Sequence[Session],
+    door: Door | Chosen,
+    *,
+    watch: Watch | None = None,
+    record: Recorder | None = None,
+    progress: Progress | None = None,
+    goal: Goal | None = None,
+    meter: RunMeter | None = None,
+    revocation: Revocation | None = None,
+    judged: Callable[[Judged], None] | None = None,
 ) -> Part:
-    """Run the sessions of one host by themselves: what they add to the figures of all hosts.
+    """Run the trace as `simulate` does; return what these hosts add to the figures of all hosts."""
+    result, moments, felt = begin_result("fractional", trace, hosts), Moments(), Felt(trace, goal)
+    accounts = Accounts(result, hosts)
+    if meter is not None:
+        meter.begin(hosts)
+    state = RunState(
+        moments=moments,
+        result=result,
+        accounts=accounts,
+        felt=felt,
+        watch=watch,
+        record=record,
+        meter=meter,
+        over=door.closed,
+    )
+    runs = [HostRun(number, host, state) for number, host in enumerate(hosts)]
+    ended = 0
 
-    Raises SimulationError for a session that the host cannot serve at all.
-    """
-    door = Door((host,), trace, DoorRule.FIT)
-    return _Cluster((host,), trace, None, door=door, watch=None, record=record, progress=progress).run()
+    def ends() -> None:
+        nonlocal ended
+        ended += 1
+        if progress is not None:
+            progress(ended, len(trace))
 
+    def opens(session: Session) -> None:
+        host, lease = door.choose(session)
+        if record is not None:
+            record.moment(host, "placed", moments.now_ms, session.session_id)
+        door.opened(host, lease)
+        runs[host].open(session, lease, ends)
 
-class _Cluster:
-    """A run: its hosts, and the door."""
-
-    def __init__(
-        self,
-        hosts: Sequence[Host],
-        trace: Sequence[Session],
-        goal: Goal | None,
-        *,
-        door: Door | Chosen,
-        watch: Watch | None,
-        record: Recorder | None,
-        progress: Progress | None,
-        meter: RunMeter | None = None,
-    ) -> None:
-        self._trace, self._progress = trace, progress
-        self._result = begin_result("fractional", trace, hosts)
-        self._door = door
-        self._ended = 0
-        self._state = RunState(
-            moments=Moments(),
-            result=self._result,
-            accounts=Accounts(self._result, hosts),
-            felt=Felt(trace, goal),
-            watch=watch,
-            record=record,
-            meter=meter,
-            over=self._door.closed,
-        )
+    def passing(at_ms: int) -> None:
+        accounts.advance(at_ms)
         if meter is not None:
-            meter.begin(hosts)
-        self.runs = [HostRun(number, host, self._state) for number, host in enumerate(hosts)]
+            meter.advance(at_ms)
 
-    def revoke(self, revocation: Revocation) -> None:
-        """Take devices away from the first session's opening on, until the last session has ended."""
-        figures = self._result.revocation = RevocationFigures(whole_hosts=revocation.whole_hosts)
-        begins_ms = min((session.open_ms for session in self._trace), default=0)
-        for number, run in enumerate(self.runs):
-            devices = HostRevocations(revocation, number, run, figures, self._goes_on)
-            self._state.moments.at(begins_ms, devices.begin)
-
-    def _goes_on(self) -> bool:
-        return sum(run.over for run in self.runs) < len(self._trace)
-
-    def run(self) -> Part:
-        """Run to the end."""
-        moments, felt, accounts = self._state.moments, self._state.felt, self._state.accounts
-        meter = self._state.meter
-
-        def passing(at_ms: int) -> None:
-            accounts.advance(at_ms)
-            if meter is not None:
-                meter.advance(at_ms)
-
-        for run in self.runs:
-            run.begin()
-        for session in self._trace:
-            moments.at(session.open_ms, partial(self._open, session))
-        moments.run(passing, until=lambda: bool(felt.hopeless))
-        for run in self.runs:
-            run.arbiter.validate()
-        accounts.finish()
-        if meter is not None:
-            meter.finish(moments.now_ms)
-        self._result.lost += len(self._trace) - sum(run.over for run in self.runs)
-        errors = [run.arbiter.forecasts.errors() for run in self.runs]
-        closed_ms = max((run.closed_ms for run in self.runs), default=0)
-        return Part(result=self._result, felt=felt, errors=errors, closed_ms=closed_ms)
-
-    def _open(self, session: Session) -> None:
-        """Send a session to its host."""
-        host, lease = self._door.choose(session)
-        if self._state.record is not None:
-            self._state.record.moment(host, "placed", self._state.moments.now_ms, session.session_id)
-        self._door.opened(host, lease)
-        self.runs[host].open(session, lease, self._ends)
-
-    def _ends(self) -> None:
-        self._ended += 1
-        if self._progress is not None:
-            self._progress(self._ended, self._result.sessions)
+    if revocation is not None:
+        figures = result.revocation = RevocationFigures(whole_hosts=revocation.whole_hosts)
+        begins_ms = min((session.open_ms for session in trace), default=0)
+        for number, run in enumerate(runs):
+            devices = HostRevocations(
+                revocation, number, run, figures, goes_on=lambda: sum(run.over for run in runs) < len(trace)
+            )
+            moments.at(begins_ms, devices.begin)
+    for run in runs:
+        run.arbiter.forecasts.record.watch = judged
+        run.begin()
+    for session in trace:
+        moments.at(session.open_ms, partial(opens, session))
+    moments.run(passing, until=lambda: bool(felt.hopeless))
+    for run in runs:
+        run.arbiter.validate()
+    accounts.finish()
+    if meter is not None:
+        meter.finish(moments.now_ms)
+    result.lost += len(trace) - sum(run.over for run in runs)
+    return Part(
+        result=result,
+        felt=felt,
+        errors=[run.arbiter.forecasts.errors() for run in runs],
+        closed_ms=max((run.closed_ms for run in runs), default=0),
+    )

@@ -20,6 +20,7 @@ from pathlib import Path
 from fractional_gpu.core.forecasts.estimators import ErrorView
 from fractional_gpu.simulator.felt import Felt, Goal
 from fractional_gpu.simulator.fleet.workers import in_processes
+from fractional_gpu.simulator.hosts import Door, DoorRule
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.record import EventLog
 from fractional_gpu.simulator.result import Part, Result, Timeline, begin_result, finished
@@ -112,7 +113,9 @@ def _run(job: _Job, ended: Callable[[], None]) -> Part:
         log = None
         if job.record is not None:
             log = stack.enter_context(EventLog(job.record, job.host, job.sessions, name=job.name))
-        return simulate_part(job.host, job.sessions, record=log, progress=lambda *_: ended())
+        hosts = (job.host,)
+        door = Door(hosts, job.sessions, DoorRule.FIT)
+        return simulate_part(hosts, job.sessions, door, record=log, progress=lambda *_: ended())
 
 
 class _Whole:
