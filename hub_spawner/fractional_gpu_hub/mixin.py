@@ -204,13 +204,6 @@ class FractionalGPUMixin(GPUChoiceMixin):
         # One file for each server of a hub: it replaces the file that the hub left behind when it died, and no other hub's.
         name = hashlib.sha256(f"{request.hub} {self.user.name}/{self.name}".encode()).hexdigest()[:24]
         file = folder / f"{name}.json"
-        self._gpu_seat = {
-            "seat_id": granted.seat_id,
-            "pool": request.pool,
-            "fraction_milli": request.fraction_milli,
-            "file": str(file),
-        }
-        self._gpu_confirmed = False
         seat = Seat(
             seat_id=granted.seat_id,
             token=granted.token,
@@ -218,6 +211,9 @@ class FractionalGPUMixin(GPUChoiceMixin):
             fraction_milli=request.fraction_milli,
             memory_mib=granted.memory_mib,
         )
+        kept = ("seat_id", "pool", "fraction_milli")
+        self._gpu_seat = {**{name: getattr(seat, name) for name in kept}, "file": str(file)}
+        self._gpu_confirmed = False
         ids = self.gpu_user_ids()
         try:
             prepare_seat_folder(folder, shared=ids is not None)

@@ -19,10 +19,9 @@ from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from prometheus_client import REGISTRY, Counter, Histogram
-from prometheus_client.registry import Collector
 from tornado import web
 
 from fractional_gpu.client.following import AsyncClient
@@ -137,7 +136,6 @@ class ProgressLog:
 
 _MOST_REASONS = 64
 _WAITS_S = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
-_M = TypeVar("_M", bound=Collector)
 HUB_METRICS = (
     (
         "counter",
@@ -155,24 +153,13 @@ HUB_METRICS = (
 """Kind, name, labels and help of each, for docs/metrics.md."""
 
 
-def _registered(kind: type[_M], name: str) -> _M | None:
-    """Return what is registered under the name already; prometheus_client has no public way to find it."""
-    known = REGISTRY._names_to_collectors.get(name)  # noqa: SLF001
-    return known if isinstance(known, kind) else None
-
-
-def _spawns() -> Counter:
-    _, name, labels, text = HUB_METRICS[0]
-    return _registered(Counter, name) or Counter(name, text, labels)
-
-
-def _seat_wait() -> Histogram:
-    _, name, labels, text = HUB_METRICS[1]
-    return _registered(Histogram, name) or Histogram(name, text, labels, buckets=_WAITS_S)
-
-
-SPAWNS = _spawns()
-SEAT_WAIT = _seat_wait()
+# What another import of this module has registered already; prometheus_client has no public way to find it.
+_KNOWN: Any = REGISTRY._names_to_collectors  # noqa: SLF001
+_SPAWNS, _SEAT_WAIT = (about[1:] for about in HUB_METRICS)
+SPAWNS: Counter = _KNOWN.get(_SPAWNS[0]) or Counter(_SPAWNS[0], _SPAWNS[2], _SPAWNS[1])
+SEAT_WAIT: Histogram = _KNOWN.get(_SEAT_WAIT[0]) or Histogram(
+    _SEAT_WAIT[0], _SEAT_WAIT[2], _SEAT_WAIT[1], buckets=_WAITS_S
+)
 _reasons: set[str] = set()
 
 

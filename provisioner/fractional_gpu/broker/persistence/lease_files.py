@@ -245,20 +245,17 @@ def remove_token_file(lease_id: str, path: str, uid: int) -> None:
 
     A name that is not a token file's is ignored, as is "" (no file).
     """
-    name = PurePath(path).name
-    if name.startswith(lease_id) and name.endswith(_SUFFIX):
-        try:
-            _remove_token(PurePath(path), uid)
-        except OSError as error:
-            log.debug("the token file %s stays: %s", path, error.strerror)
-
-
-def _remove_token(path: PurePath, uid: int) -> None:
-    """Remove the file if only the user (or root) could have put it into its folder. Raises OSError."""
-    folder = os.open(path.parent, _FOLDER)
+    file = PurePath(path)
+    if not (file.name.startswith(lease_id) and file.name.endswith(_SUFFIX)):
+        return
     try:
-        status = os.fstat(folder)
-        if status.st_uid in {uid, 0} and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            os.unlink(path.name, dir_fd=folder)
-    finally:
-        os.close(folder)
+        folder = os.open(file.parent, _FOLDER)
+        try:
+            status = os.fstat(folder)
+            # Only if the user (or root) alone could have put it into its folder.
+            if status.st_uid in {uid, 0} and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                os.unlink(file.name, dir_fd=folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        log.debug("the token file %s stays: %s", path, error.strerror)
