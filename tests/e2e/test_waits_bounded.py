@@ -148,6 +148,7 @@ def test_a_pool_may_take_room_from_a_cell_that_does_not_use_it_until_it_does(wor
     assert world.command("pool", "default", "max_unused_hold=1s", "preempt=never").returncode == 0
     go, end = world.folder / "go", world.folder / "end"
     cell = first.send(UNTIL.format(go=str(go)) + ALLOCATE + "\n" + UNTIL.format(go=str(end)))
+    until(lambda: world.lease(first.kernel_id).state == "resident", "its cell runs, with room")
     wait_of(second, world, first, "a cell that has not used the GPU")
     assert world.lease(first.kernel_id).state == "unarmed"
     go.touch()  # nothing keeps the cell from the GPU: it counts as a stranger there until its ticket is served
