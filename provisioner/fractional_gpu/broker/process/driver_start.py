@@ -41,6 +41,14 @@ from fractional_gpu.gpu.worker_link import WorkerLink
 DRIVER_REFUSES: Final = frozenset({GPUErrorCode.NOT_PERMITTED, GPUErrorCode.NOT_SUPPORTED})
 
 
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S: Final = 1.0
+_LONGEST_PAUSE_S: Final = 60.0
+_ORPHAN_PATIENCE_S: Final = 2.0
+_SELF_TEST_S: Final = 20.0
+
+
 @dataclass(frozen=True, slots=True)
 class SelfTest:
     """A broker's test of checkpointing at its start, on real devices that no kernel uses yet.
@@ -91,14 +99,6 @@ class SelfTest:
                 self.broker.dispatch(
                     DeviceSeen(at_ms=now_ms(), device=self.specs[device_id], stranger_mib=stranger_mib)
                 )
-
-
-log = logging.getLogger(__name__)
-
-_FIRST_PAUSE_S: Final = 1.0
-_LONGEST_PAUSE_S: Final = 60.0
-_ORPHAN_PATIENCE_S: Final = 2.0
-_SELF_TEST_S: Final = 20.0
 
 
 class DriverStart:
