@@ -184,7 +184,7 @@ _CALL_S = 10.0
 
 
 def seat_client(socket: str, *, patience_s: float) -> AsyncClient[SeatClient]:
-    """Return what calls the broker on a socket from the hub's loop; one that does not answer is tried again for so long."""
+    """Return a client for the broker on a socket, for the hub's loop; it retries a silent broker for this time."""
     return AsyncClient(lambda: SeatClient(socket, timeout_s=_CALL_S), patience_s=patience_s)
 
 
