@@ -39,6 +39,7 @@ def notes(kernel: RunningKernel, broker: ScriptedBroker, folder: Path) -> Path:
     """Where a kernel on the GPU, whose GUI event loop runs, notes the calls of its torch."""
     notes = folder / "notes"
     broker.stream("gate").command(GateVerb.LIMIT, 1, JUPYTER_GPU_MEMORY_MIB="4096")
+    assert broker.answer_to(1) == "done"  # a limit that comes after torch is set, and noted, between cells
     broker.grant_at_once = True
     assert kernel.run(f"import pathlib\nnotes = pathlib.Path({str(notes)!r})\n{TORCH}").status == "ok"
     assert kernel.run(GUI + "on_tick.append(note)").status == "ok"
