@@ -24,8 +24,8 @@ class Writer:
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
 
-    def submit(self, act: Callable[[], None], unwritten: Callable[[], None] | None = None) -> None:
-        assert unwritten is not None
+    def submit(self, act: Callable[[], None], *, again: bool) -> None:
+        assert again
         act()
 
 

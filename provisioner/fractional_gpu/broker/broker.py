@@ -327,6 +327,9 @@ class Broker:
         self.last_use_s = time.monotonic()
 
     def _trouble_changed(self) -> None:
+        if not self.writer.trouble and not self.stopping:
+            for kernel in self.kernels.values():
+                self.records.save(kernel, limit=True)  # it may not have been written, and its cell may wait for that
         self._wake_queue()
         self.note_change()
 
@@ -589,7 +592,6 @@ class Broker:
     async def close(self) -> None:
         """Stop everything that runs on the loop. Kernels stay as they are; an operation that has begun is finished first."""
         self.stopping = True
-        self.records.stop_retrying()
         await self.operations.close()
         await self.survivors.close()
         await self.contexts.close()

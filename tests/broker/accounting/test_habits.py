@@ -22,17 +22,13 @@ KEPT = Share(250, 250)  # what `Hand` asks for, of a device of 1000 MiB
 
 
 class Writer:
-    """Writes at once, or fails as a full disk does."""
+    """Writes at once."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self.full = False
 
-    def submit(self, act: Callable[[], None], unwritten: Callable[[], None] | None = None) -> None:
-        if not self.full:
-            act()
-        elif unwritten is not None:
-            unwritten()
+    def submit(self, act: Callable[[], None], *, again: bool = False) -> None:  # noqa: ARG002 - as the broker's
+        act()
 
 
 @dataclass
@@ -104,15 +100,6 @@ def test_the_next_broker_knows_the_days_and_the_advice(world: World) -> None:
     assert world.advice() == before
     (given,) = world.ledger.given_advice().values()
     assert (given.before_milli, given.milli) == (250, 125)
-
-
-def test_days_that_a_full_disk_refused_are_written_with_the_next_ones(world: World) -> None:
-    world.writer.full = True
-    world.work(2, 60)
-    assert not world.ledger.share_days(0)
-    world.writer.full = False
-    world.work(1, 60)
-    assert len(world.ledger.share_days(0)) == 3
 
 
 def test_days_beyond_the_window_are_forgotten_on_disk_too(world: World) -> None:

@@ -27,20 +27,14 @@ SECOND = 1000
 
 
 class Writer:
-    """Writes at once, or fails as a full disk does."""
+    """Writes at once what would be written again if the disk were full."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self.full = False
-        self.wrote = 0
 
-    def submit(self, act: Callable[[], None], unwritten: Callable[[], None] | None = None) -> None:
-        if self.full:
-            assert unwritten is not None
-            unwritten()
-            return
+    def submit(self, act: Callable[[], None], *, again: bool = False) -> None:
+        assert again
         act()
-        self.wrote += 1
 
 
 class Metered(Hand):
@@ -217,21 +211,6 @@ def test_after_a_reboot_the_time_before_is_nobodys_and_the_counter_is_a_new_one(
     world.draw(150_000)
     world.metering.write()
     assert (world.written().occupied_us, world.written().energy_mj) == (SECOND * 1000, 100_000)
-
-
-def test_what_a_full_disk_refused_is_written_with_the_next_figures(world: World) -> None:
-    world.kernel("a")
-    world.hand.run("a")
-    for _ in range(5):
-        world.writer.full = True
-        world.wait(MINUTE)
-        world.metering.write()
-    assert world.written("a") == Usage()
-    world.writer.full = False
-    world.wait(MINUTE)
-    world.metering.write()
-    assert world.written("a").busy_ms == 6 * MINUTE
-    assert world.writer.wrote == 1
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"counters": 3}', '{"written_ms": "soon"}'])

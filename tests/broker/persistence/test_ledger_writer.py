@@ -203,6 +203,41 @@ async def test_a_full_disk_is_told_until_something_could_be_written(
     await writer.close()
 
 
+async def test_what_must_be_written_is_repeated_before_all_later_writes(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "_LOOK_AGAIN_S", 60)
+    writer = LedgerWriter(disk)
+    disk.full = True
+    for number in range(2):
+        with pytest.raises(LedgerError):
+            await writer.submit(note(disk, f"must {number}"), again=True)
+    with pytest.raises(LedgerError):
+        await writer.submit(note(disk, "may"))
+    disk.full = False
+    await writer.run(note(disk, "later"))
+    assert told(disk) == ["must 0", "must 1", "later"]
+    disk.full = True
+    with pytest.raises(LedgerError):
+        await writer.submit(note(disk, "at the end"), again=True)
+    disk.full = False
+    await writer.close()
+    with Ledger.open(disk.path) as again:
+        assert told(again)[-1] == "at the end"
+
+
+async def test_a_write_of_ours_that_is_broken_is_not_repeated(ledger: Ledger) -> None:
+    writer = LedgerWriter(ledger)
+
+    def broken() -> None:
+        raise TypeError("what nobody expected")
+
+    with pytest.raises(LedgerError):
+        await writer.submit(broken, again=True)
+    await writer.run(note(ledger, "kept"))
+    await writer.close()
+
+
 async def test_others_write_while_much_is_pruned(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels wait for the ledger before they get a device."""
     writer, left = LedgerWriter(ledger), [True, True, False]

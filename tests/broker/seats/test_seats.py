@@ -19,7 +19,7 @@ import pytest
 from msgspec import to_builtins
 
 from fractional_gpu.broker.clock import now_ms
-from fractional_gpu.broker.seats import seats as seats_module
+from fractional_gpu.broker.persistence import ledger_writer as writer_module
 from fractional_gpu.broker.seats.seats import Seats
 from fractional_gpu.broker.services.status import StatusStream
 from fractional_gpu.client.seat import SeatClient
@@ -871,11 +871,8 @@ def test_a_seat_is_given_back_when_that_is_on_the_disk() -> None:
         assert found_again(live) == []
 
 
-@pytest.mark.parametrize("stops", [False, True])
-def test_a_seat_that_ended_on_a_full_disk_is_not_there_for_the_next_broker(
-    monkeypatch: pytest.MonkeyPatch, *, stops: bool
-) -> None:
-    monkeypatch.setattr(seats_module, "_WRITE_AGAIN_S", 3600 if stops else 0.01)
+def test_a_seat_that_ended_on_a_full_disk_is_not_there_for_the_next_broker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "_LOOK_AGAIN_S", 0.01)
     with live_broker() as live, client_of(live) as client:
         seat = take(live)
         client.confirm_seat(seat.seat_id)
@@ -883,8 +880,6 @@ def test_a_seat_that_ended_on_a_full_disk_is_not_there_for_the_next_broker(
         client.release_seat(seat.seat_id)
         assert [one.seat_id for one in found_again(live)] == [seat.seat_id], "it could not be written down"
         live.disk.full = False
-        if stops:
-            live.on_loop(live.stop_seats)
         deadline_s = time.monotonic() + DEADLINE_S
         while found_again(live):
             assert time.monotonic() < deadline_s, "it is there for good"

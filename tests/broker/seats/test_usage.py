@@ -28,14 +28,11 @@ class World:
     now_ms: int = 5
     wall_ms: int = 100 * DAY_MS
     leases: list[tuple[Any, Any]] = field(default_factory=list)
-    is_full: bool = False  # the disk
 
     def __post_init__(self) -> None:
-        def submit(act: Callable[[], None], unwritten: Callable[[], None]) -> None:
-            if self.is_full:
-                unwritten()
-            else:
-                act()  # at once
+        def submit(act: Callable[[], None], *, again: bool) -> None:
+            assert again
+            act()  # at once
 
         self.broker = cast(
             "Any",
@@ -126,23 +123,6 @@ def test_what_was_learnt_outlives_the_broker(world: World) -> None:
     world.restarted().recover(world.ledger)
     assert world.forecasts.habits("ada", "default") == learnt
     assert world.forecasts.habits("bob", "default") == PRIOR_USAGE
-
-
-def test_what_a_full_disk_refused_is_written_later_and_counts_once_for_the_forecasts(world: World) -> None:
-    world.lease("ada", busy=True, used_mib=100)
-    world.is_full = True
-    for _ in range(3):
-        world.pass_ms(10_000)
-        world.meter.write()
-    world.is_full = False
-    world.pass_ms(10_000)
-    ada = world.written()["ada"]
-    assert (ada.live_ms, ada.busy_ms, ada.busy_mib_ms) == (40_000, 40_000, 4_000_000)
-    assert world.written()["ada"] == ada
-    learnt = world.forecasts.habits("ada", "default")
-    world.forecasts = PoolForecasts(world.broker, load(None, {}))
-    world.restarted().recover(world.ledger)
-    assert world.forecasts.habits("ada", "default") == learnt
 
 
 def test_a_broker_that_serves_for_long_forgets_what_the_next_one_would_not_read(world: World) -> None:

@@ -18,7 +18,7 @@ from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.forecasts.advice import Advice, Given, Risk, Verdict, advise
 from fractional_gpu.core.forecasts.advice_words import brief, sentence
-from fractional_gpu.core.forecasts.habits import WINDOW_DAYS, HabitKey, HabitKind, Sample, Share, ShareDay, UseRecorder
+from fractional_gpu.core.forecasts.habits import WINDOW_DAYS, HabitKey, HabitKind, Sample, Share, UseRecorder
 from fractional_gpu.core.model import LeaseSpec, LeaseState, LeaseView, PoolSpec, Sharing
 from fractional_gpu.ledger.ledger import Ledger
 from fractional_gpu.protocol.advice import ShareAdvice, ShareRisk
@@ -71,7 +71,6 @@ class ShareHabits:
         self._holders: dict[str, HabitKey] = {}  # leases and seats at the last sample
         self._given: dict[HabitKey, Given] = {}
         self._told: dict[HabitKey, _Told] = {}
-        self._unwritten: dict[tuple[HabitKey, int, Share], ShareDay] = {}
 
     def begin(self, ledger: Ledger) -> None:
         for key, day in ledger.share_days(self._today() - WINDOW_DAYS):
@@ -107,16 +106,9 @@ class ShareHabits:
         """Write the days that changed, and forget those beyond the window, and advice that would be worked out anew."""
         self.recorder.forget(self._today() - WINDOW_DAYS)
         self._told = {key: told for key, told in self._told.items() if self._is_fresh(told)}
-        for key, day in self.recorder.take_changed():
-            self._unwritten[key, day.day, day.share] = day
-        if self._unwritten:
-            rows, self._unwritten = [(key, day) for (key, _, _), day in self._unwritten.items()], {}
+        if rows := list(self.recorder.take_changed()):
             add = partial(self._writer.ledger.save_share_days, rows, self._today() - WINDOW_DAYS)
-            self._writer.submit(add, unwritten=partial(self._keep, rows))
-
-    def _keep(self, rows: list[tuple[HabitKey, ShareDay]]) -> None:
-        for key, day in rows:
-            self._unwritten[key, day.day, day.share] = day
+            self._writer.submit(add, again=True)
 
     def of_lease(self, view: LeaseView) -> ShareAdvice | None:
         """Return the advice for a lease's notebook; None: none can be given for such a lease."""

@@ -4,7 +4,6 @@
 - The next broker counts the time without a broker for the leases that lived through it, as what it found them to be, and not as busy; a
   lease that ended meanwhile is counted until the last write. What the devices drew meanwhile is in their counters, and divided likewise.
 - Nothing is counted between the last write before a reboot and the first broker after it: no kernel lives through one.
-- Figures that could not be written, because the disk was full, are written with the next ones.
 """
 
 import asyncio
@@ -27,7 +26,7 @@ from fractional_gpu.core.events import Event, Expected, LeaseRecovered
 from fractional_gpu.core.metering.meter import Meter
 from fractional_gpu.core.metering.observed import tell
 from fractional_gpu.core.metering.tariffs import SLICE_MS, LocalTime, Tariff
-from fractional_gpu.core.metering.usage import UsageKey, UsageRow
+from fractional_gpu.core.metering.usage import UsageRow
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.gpu.interface import DeviceSensors
 from fractional_gpu.host.clock import since_boot_ns
@@ -82,7 +81,6 @@ class Metering:
         self._began_ms = self._clocks.now()
         self._boot_id = boot_id()  # read once: later the broker may have no descriptor left
         self._saved_mib: dict[str, int] = {}  # of leases that are suspended
-        self._unwritten: dict[UsageKey, UsageRow] = {}
         self._writes = 0
         self.followers: list[Callable[[Sequence[UsageRow]], None]] = []  # told of each write's figures
 
@@ -183,24 +181,14 @@ class Metering:
         fresh = self.meter.take(self._clocks.now(), self._clocks.wall())
         for follower in self.followers:
             follower(fresh)
-        self._keep(fresh)
-        rows, self._unwritten = list(self._unwritten.values()), {}
         state = _State(
             boot_id=self._boot_id,
             written_ms=self._clocks.boot(),
             counters=self.meter.counters(),
             idle_mw=self.meter.idle_draws(),
         )
-        add = partial(self._writer.ledger.add_metered, rows, msgspec.json.encode(state).decode())
-        return self._writer.submit(add, unwritten=partial(self._keep, rows))
-
-    def _keep(self, rows: Sequence[UsageRow]) -> None:
-        for row in rows:
-            known = self._unwritten.get(row.key)
-            if known is None:
-                self._unwritten[row.key] = row
-            else:
-                known.usage.add(row.usage)
+        add = partial(self._writer.ledger.add_metered, fresh, msgspec.json.encode(state).decode())
+        return self._writer.submit(add, again=True)
 
 
 def _read_state(ledger: Ledger) -> _State:

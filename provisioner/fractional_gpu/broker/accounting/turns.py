@@ -13,7 +13,7 @@ from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.effects import Effect, Granted, LeaseEnded, StateChanged
 from fractional_gpu.core.events import BusyChanged, Event, Wanted
-from fractional_gpu.core.metering.turns import Turn, TurnRecorder
+from fractional_gpu.core.metering.turns import TurnRecorder
 
 _LEAST_MS: Final = 100
 
@@ -34,7 +34,6 @@ class Turns:
         self._writer = writer
         self._now = now
         self._wall = wall
-        self._unwritten: list[Turn] = []
 
     def saw(self, event: Event, effects: Sequence[Effect]) -> None:
         touched = {getattr(event, "lease_id", "")}
@@ -52,14 +51,10 @@ class Turns:
     def write(self) -> None:
         shift = self._wall() - self._now()  # from the arbiter's clock to dates
         fresh, self._recorder.turns = self._recorder.turns, []
-        self._unwritten += [
+        rows = [
             replace(one, asked_ms=one.asked_ms + shift, begun_ms=one.begun_ms + shift, ended_ms=one.ended_ms + shift)
             for one in fresh
             if one.ended_ms - one.asked_ms >= _LEAST_MS
         ]
-        if self._unwritten:
-            rows, self._unwritten = self._unwritten, []
-            self._writer.submit(partial(self._writer.ledger.add_turns, rows), unwritten=partial(self._keep, rows))
-
-    def _keep(self, rows: list[Turn]) -> None:
-        self._unwritten = rows + self._unwritten
+        if rows:
+            self._writer.submit(partial(self._writer.ledger.add_turns, rows), again=True)

@@ -94,7 +94,6 @@ class DiskState:
 
     reserved: tuple[str, ...] = ()  # the devices on which the ledger holds a reservation
     unreserved_saves: int = 0  # how often the ledger was to note that there is none
-    save_due: bool = False  # the ledger could not be written and is tried again
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

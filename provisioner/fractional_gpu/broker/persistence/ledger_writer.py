@@ -8,6 +8,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,7 @@ _LEAST_KEPT_MS = 3_600_000
 class _Write:
     act: Callable[[], None]
     done: asyncio.Future[None]
+    again: bool  # repeat it until it succeeds
 
 
 class LedgerWriter:
@@ -50,12 +52,11 @@ class LedgerWriter:
         self.ledger = ledger
         self.limit_bytes = limit_bytes
         self.size_bytes = ledger.size_bytes()  # after the last transaction
-        self.over_limit = (
-            ""  # that history is deleted early, why, and what to do: as `trouble`, but everything can be written
-        )
+        self.over_limit = ""  # like `trouble`, but everything can be written: why history is deleted early
         self._thread = StartedThreads(1, "ledger")
         self._aside = StartedThreads(1, "ledger-reports")
         self._pending: list[_Write] = []
+        self._failed: list[_Write] = []  # to be repeated before all others
         self._flushing: asyncio.Task[None] | None = None
         self.trouble = ""  # why nothing can be written now, and what to do: a sentence without its full stop
         self._wrote: Callable[[float], None] = lambda _took_s: None
@@ -66,16 +67,14 @@ class LedgerWriter:
         """Set what is called, on the loop: after each transaction, with its seconds, and when `trouble` or `over_limit` changes."""
         self._wrote, self._trouble_changed = wrote, trouble_changed
 
-    def submit(self, act: Callable[[], None], unwritten: Callable[[], None] | None = None) -> asyncio.Future[None]:
+    def submit(self, act: Callable[[], None], *, again: bool = False) -> asyncio.Future[None]:
         """Write soon, after everything submitted before. Returns a future that is done when the write is on the disk.
 
-        A failure is logged; a restarted broker queries the driver for the truth anyway. `unwritten` is called, on the loop, if another
-        attempt may succeed: the disk was full, and the record itself is valid.
+        A failure is logged; a restarted broker queries the driver for the truth anyway. With `again`, a valid write that fails (the disk
+        is full) is repeated before all later writes until it succeeds. Its future has failed by then.
         """
-        done = self._enqueue(act)
+        done = self._enqueue(act, again=again)
         done.add_done_callback(_log_failure)
-        if unwritten is not None:
-            done.add_done_callback(partial(_call_if_unwritten, unwritten))
         return done
 
     async def run(self, act: Callable[[], None]) -> None:
@@ -139,15 +138,18 @@ class LedgerWriter:
             self._again = None
         while self._flushing is not None:
             await self._flushing
+        if self._failed:
+            with suppress(LedgerError):
+                await self.flushed()
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._aside, _nothing)  # what is being read
         await loop.run_in_executor(self._thread, self.ledger.close)
         self._aside.shutdown()
         self._thread.shutdown()
 
-    def _enqueue(self, act: Callable[[], None]) -> asyncio.Future[None]:
+    def _enqueue(self, act: Callable[[], None], *, again: bool = False) -> asyncio.Future[None]:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._pending.append(_Write(act, done))
+        self._pending.append(_Write(act, done, again))
         if self._flushing is None:
             self._flushing = asyncio.create_task(self._flush())
         return done
@@ -157,19 +159,22 @@ class LedgerWriter:
         # Let the caller submit the rest of the same decision, such as an operation's intent, for the same transaction.
         await asyncio.sleep(0)
         while self._pending:
-            group, self._pending = self._pending, []
-            begun_s = time.monotonic()
+            group, self._pending, self._failed = [*self._failed, *self._pending], [], []
+            begun_s, repeat = time.monotonic(), True
             try:
                 failures = await loop.run_in_executor(self._thread, self._write, [write.act for write in group])
             except LedgerError as error:
                 failures = [error] * len(group)
             except Exception as error:  # the waiting callers need the error, and the next group must be written
+                repeat = False  # one of them is the cause, and would make each later group fail
                 log.critical("the broker failed while it wrote the ledger", exc_info=error)
                 failures = [LedgerError(f"the broker failed while it wrote the ledger: {error!r}")] * len(group)
             self._wrote(time.monotonic() - begun_s)
             self._note_trouble(group, failures)
             for write, failure in zip(group, failures, strict=True):
-                if write.done.cancelled():
+                if write.again and repeat and failure is not None and not isinstance(failure, RecordError):
+                    self._failed.append(write)
+                if write.done.done():  # cancelled, or a repeated one
                     continue
                 if failure is None:
                     write.done.set_result(None)
@@ -261,12 +266,6 @@ def _log_failure(done: asyncio.Future[None]) -> None:
         log.error("the ledger was not written: %s", error)
 
 
-def _call_if_unwritten(unwritten: Callable[[], None], done: asyncio.Future[None]) -> None:
-    error = None if done.cancelled() else done.exception()
-    if isinstance(error, LedgerError) and not isinstance(error, RecordError):
-        unwritten()
-
-
 # -- lease records -----------------------------------------------------------------------------------------------------
 # Writes each lease, as it is, into the ledger and into its second record.
 #
@@ -274,7 +273,6 @@ def _call_if_unwritten(unwritten: Callable[[], None], done: asyncio.Future[None]
 # kernel knew of. So the gate opens when the write is done, not when the arbiter decides.
 
 
-_WRITE_AGAIN_S: Final = 1.0
 _MAY_BE_SAVED: Final = frozenset({LeaseState.SUSPENDING, LeaseState.QUARANTINED})
 _MOST_MEMBERS: Final = 256  # of a kernel's processes that the ledger remembers
 
@@ -289,11 +287,9 @@ class LeaseRecords:
         self._broker = broker
         self._writer = writer
         self._deadlines = deadlines
-        self._closed = False
 
     def save(self, kernel: Kernel, *, limit: bool = False) -> None:
         """Write the lease as it stands; with `limit`, send the kernel its memory limit once that is on the disk. Returns at once."""
-        kernel.on_disk.save_due = False
         record = self.save_second_record(kernel)
         if record is None:
             return
@@ -312,13 +308,8 @@ class LeaseRecords:
         limit: bool,
         done: asyncio.Future[None],
     ) -> None:
-        if done.cancelled() or self._broker.kernels.get(kernel.lease_id) is not kernel:
-            return
-        if done.exception() is not None:
-            if not self._closed and not kernel.on_disk.save_due:  # its cell may be waiting for this
-                kernel.on_disk.save_due = True
-                asyncio.get_running_loop().call_later(_WRITE_AGAIN_S, partial(self.save, kernel, limit=True))
-            return
+        if done.cancelled() or done.exception() or self._broker.kernels.get(kernel.lease_id) is not kernel:
+            return  # what could not be written is saved again when that is possible (`Broker._trouble_changed`)
         # Writes are done in their order. If a save without a reservation followed this one, the reservation is over already.
         is_latest = unreserved_saves == kernel.on_disk.unreserved_saves
         if device_ids and device_ids != kernel.on_disk.reserved and is_latest:
@@ -374,10 +365,6 @@ class LeaseRecords:
     def remove_second_record(self, lease_id: str) -> None:
         if self.files is not None:
             self.files.drop(lease_id)
-
-    def stop_retrying(self) -> None:
-        """Try no failed write again: the broker ends."""
-        self._closed = True
 
     async def close(self) -> None:
         if self.files is not None:

@@ -123,7 +123,7 @@ def _introduce(broker: Broker, found: _Found) -> None:
     else:
         broker.end_burst(kernel)
     if found.operation is not None:
-        broker.operations.end(kernel.lease_id, found.operation.operation_id, f"found {state}")
+        broker.operations.end(found.operation.operation_id, f"found {state}")
     broker.records.save(kernel)
 
 

@@ -219,7 +219,6 @@ class UsageRecorder:
         self._last_ms = now()
         self._written_ms = now()
         self._unwritten: dict[tuple[str, str, int], UsageRecord] = {}
-        self._refused: dict[tuple[str, str, int], UsageRecord] = {}  # by a full disk: written with the next ones
 
     def recover(self, ledger: Ledger) -> None:
         """Give the forecasts the usage and the durations of seats that the ledger has."""
@@ -267,16 +266,8 @@ class UsageRecorder:
         self._written_ms = self._now()
         self._forecasts.learn(fresh)
         self._forecasts.forget(self._wall() // _DAY_MS - HISTORY_DAYS)
-        due, self._refused = self._refused, {}
         for usage in fresh:
-            _add(due, usage)
-        for usage in due.values():
-            write = partial(self._broker.writer.ledger.add_usage, usage)
-            self._broker.writer.submit(write, unwritten=partial(self._keep, usage))
-
-    def _keep(self, usage: UsageRecord) -> None:
-        """Write this again with the next usage; the forecasts have it."""
-        _add(self._refused, usage)
+            self._broker.writer.submit(partial(self._broker.writer.ledger.add_usage, usage), again=True)
 
 
 def _add(usage: dict[tuple[str, str, int], UsageRecord], more: UsageRecord) -> None:

@@ -3,7 +3,6 @@
 - A seat is in the ledger before the hub receives it. It expires unless the hub confirms that it has saved it: a hub that dies between
   taking and saving leaves no seat behind. A confirmed seat (the confirmation, too, is in the ledger before the reply) lives until it is
   ended, through restarts of hub and broker. So is its end: no restart brings back a seat that was given back.
-- The end of a seat that cannot be written (a full disk) is retried until it is: the next broker would restore the seat for good.
 - A server of a hub has one seat: taking another one ends the older.
 - A pool is full by the forecast (`core.seat_packing`) or by what it may promise. Its requests then wait, first come, first served within
   a priority, or are refused, as the pool is configured. A request that the pool could never serve, or must not, is refused at once.
@@ -16,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 
 from msgspec import structs
@@ -65,7 +64,6 @@ _LONGEST_TTL_MS = 24 * 3_600_000
 _LONGEST_WAIT_MS = 3_600_000
 _MOST_SEATS = 10_000
 _MOST_WAITING = 2000
-_WRITE_AGAIN_S = 1.0
 
 
 class _Waiter:
@@ -95,7 +93,6 @@ class Seats:
         self._seats: dict[str, SeatRecord] = {}
         self._waiting: dict[str, list[_Waiter]] = {}
         self._changed = asyncio.Event()
-        self._unwritten: dict[str, Callable[[], None]] = {}  # by seat: the end that could not be written down
         self.workloads = Workloads(broker, self._seats, gone=self._workload_gone, changed=self._keep)
         self.draws = SeatDraws(
             broker, self._seats, self.workloads.check, self.workloads.of_pod, required=settings.seats_required
@@ -538,33 +535,19 @@ class Seats:
         ended_ms = wall_ms()
         self.forecasts.seat_ended(seat.pool, ended_ms - seat.created_ms)
         end = partial(self._broker.writer.ledger.end_seat, seat.seat_id, ended_ms, reason)
-        written = self._write_end(seat.seat_id, end)
+        written = self._broker.writer.submit(end, again=True)  # else the next broker would restore the seat for good
         self.revocations.seat_ended(seat)
         self._notify()
         return written
 
-    def _write_end(self, seat_id: str, end: Callable[[], None]) -> asyncio.Future[None]:
-        def keep() -> None:
-            self._unwritten[seat_id] = end
-            asyncio.get_running_loop().call_later(_WRITE_AGAIN_S, self._write_ends)
-
-        return self._broker.writer.submit(end, unwritten=keep)
-
-    def _write_ends(self) -> None:
-        if not self._broker.stopping:
-            unwritten, self._unwritten = self._unwritten, {}
-            for seat_id, end in unwritten.items():
-                self._write_end(seat_id, end)
-
     async def run(self) -> None:
-        """End expired seats and record usage until cancelled; then try to write the ends of seats that are not in the ledger yet."""
+        """End expired seats and record usage until cancelled."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._expire())
                 group.create_task(self._usage_recorder.run())
                 group.create_task(self.workloads.run())
         finally:
-            self._write_ends()
             await self.revocations.close()
 
     async def _expire(self) -> None:

@@ -2,8 +2,8 @@
 
 - Each begins with its intent in the ledger, and each is answered by an event, whatever happens: an operation without an answer would hold
   the swap channel for ever.
-- An end that could not be written down (a full disk) is written before the lease's next beginning: the ledger has one open operation a
-  lease, and an old one would block the next for ever. The same goes for an earlier broker's. What could not be begun has no end.
+- An end that could not be written down (a full disk) is written before any later beginning: the ledger has one open operation a lease, and
+  an old one would block the next for ever. What could not be begun has no end.
 - An operation that has begun is finished before the broker ends. A look at a quarantined lease is dropped: the next broker looks anyway.
 """
 
@@ -34,7 +34,7 @@ from fractional_gpu.core.events import (
 )
 from fractional_gpu.core.model import LeaseState
 from fractional_gpu.host.process import ProcessIdentity
-from fractional_gpu.ledger.records import LedgerError, OperationRecord, RecordError
+from fractional_gpu.ledger.records import LedgerError, OperationRecord
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,6 @@ class Operations:
         self._tasks: set[asyncio.Task[None]] = set()
         self._looking: set[asyncio.Task[None]] = set()
         self._look_now = asyncio.Event()
-        self._unwritten: dict[str, Callable[[], None]] = {}  # by lease: the end of its last operation
 
     def start(self, effect: Suspend | Resume | LookAgain | Shrink) -> None:
         """Begin to carry the effect out. Returns at once."""
@@ -85,16 +84,9 @@ class Operations:
             case Shrink():
                 self._spawn(self._shrink(effect), self._looking)
 
-    def end(self, lease_id: str, operation_id: int, outcome: str) -> None:
-        """Write down how an operation ended. What cannot be written now is written before the lease's next one. Returns at once."""
-        end = partial(self._writer.ledger.finish, operation_id, outcome, wall_ms())
-
-        def keep() -> None:
-            kernels = self._kernels()
-            self._unwritten = {one: old for one, old in self._unwritten.items() if one in kernels}
-            self._unwritten[lease_id] = end
-
-        self._writer.submit(end, unwritten=keep)
+    def end(self, operation_id: int, outcome: str) -> None:
+        """Write down how an operation ended. Returns at once."""
+        self._writer.submit(partial(self._writer.ledger.finish, operation_id, outcome, wall_ms()), again=True)
 
     def look_now(self) -> None:
         """Have every quarantined lease looked at without waiting for its next turn."""
@@ -149,7 +141,7 @@ class Operations:
                 )
             )
             if written:
-                self.end(effect.lease_id, effect.operation_id, str(outcome))
+                self.end(effect.operation_id, str(outcome))
             if (kernel := self._kernels().get(effect.lease_id)) is not None:
                 self._finished(kernel)  # it may have become busy meanwhile
 
@@ -210,7 +202,7 @@ class Operations:
                 )
             )
             if written:
-                self.end(effect.lease_id, effect.operation_id, str(outcome))
+                self.end(effect.operation_id, str(outcome))
 
     async def _look_again(self, effect: LookAgain) -> None:
         """Look until the truth is known or the lease has moved on. A process that failed is reported once, and looked at again."""
@@ -252,7 +244,7 @@ class Operations:
             reported = truth.sentence
 
     async def _begin(self, effect: Suspend | Resume, kind: str, saved_mib: int) -> None:
-        """Write the intent down, after the end of the operation before. Raises LedgerError: then nothing was begun."""
+        """Write the intent down. Raises LedgerError: then nothing was begun."""
         record = OperationRecord(
             operation_id=effect.operation_id,
             lease_id=effect.lease_id,
@@ -264,10 +256,6 @@ class Operations:
             pids="[]",
             saved_mib=saved_mib,
         )
-        if (end := self._unwritten.get(effect.lease_id)) is not None:
-            with suppress(RecordError):  # it is over already
-                await self._writer.run(end)
-            self._unwritten.pop(effect.lease_id, None)
         await self._writer.run(partial(self._writer.ledger.begin, record))
 
     async def _step(
