@@ -4,22 +4,19 @@ Rules:
 
 - Every error is one of `fractional_gpu.protocol.errors`; BrokerUnavailableError when no broker answers, the connection
   breaks or a wait takes too long.
-- Several threads may use a client at once. Each call has its own connection while it lasts; finished connections are
-  kept and used again.
-- A kept connection is checked before use. If it breaks under an idempotent call, the call is made once more. A call that
-  `close` gave up sends nothing more.
+- Several threads may use a client at once. Each call has its own connection, which ends with it. A call that `close` gave up sends
+  nothing more.
 - An interrupt (KeyboardInterrupt, a generator that is closed) closes the connection it interrupts: the broker sees
   the hang-up, and withdraws a ticket.
-- After a fork the child opens connections of its own and leaves its parent's alone.
+- After a fork the child leaves its parent's connections alone.
 - When the broker refuses a request because of a rate limit, the call repeats it after the time that the broker states,
   for up to `timeout_s`.
 """
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import quote, urlencode
 
@@ -70,7 +67,6 @@ Request = TypeVar("Request", bound=Struct)
 Reply = TypeVar("Reply", bound=Struct)
 Line = TypeVar("Line", bound=WaitLine)
 
-_KEPT_CONNECTIONS = 2
 _FOR_EVER_S = 20 * 86_400.0  # of a stream that says nothing while nothing changes; sockets allow 24 days
 _SILENCE_S = 3 * PULSE_S  # without a keep-alive for so long, a stream is dead
 
@@ -91,7 +87,6 @@ class BrokerClient:
         self.token = token
         self.timeout_s = timeout_s
         self.acting_for = acting_for
-        self._idle: deque[Connection] = deque()  # append and pop are atomic: no lock that a fork could leave locked
         self._active: set[Call] = set()
         self._headers = {} if acting_for is None else {ACTING_FOR: encode_acting_for(acting_for)}
 
@@ -106,9 +101,6 @@ class BrokerClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        self._close_kept()
-
     def call(
         self,
         route: Route[Request, Reply],
@@ -122,15 +114,9 @@ class BrokerClient:
         Waits `timeout_s` (default: the client's) and as long as the route, or the request's `wait_ms`, lets the broker take. Raises the
         errors of `fractional_gpu.protocol.errors`.
         """
-        timeout_s = (self.timeout_s if timeout_s is None else timeout_s) + _wait_s(route, request)
-        target, body = _encode(route, request, about)
-        deadline_s = time.monotonic() + self.timeout_s
-        with self._under_way() as call:
-            while True:
-                try:
-                    return decode_reply(self._attempt(call, route, target, body, timeout_s), route.reply_type)
-                except TooManyRequestsError as error:
-                    _pause(call, error, deadline_s)
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        with closing(self._payloads(route, request, about, timeout_s, timeout_s + _wait_s(route, request))) as payloads:
+            return decode_reply(next(payloads), route.reply_type)
 
     def stream(
         self, route: Route[Request, Reply], request: Request | None = None, about: str = "", *, silence_s: float
@@ -139,7 +125,7 @@ class BrokerClient:
 
         Closing the generator, or an interrupt in it, hangs up. Raises as `call`, also when another thread calls `close`.
         """
-        with closing(self._payloads(route, request, about, silence_s)) as payloads:
+        with closing(self._payloads(route, request, about, self.timeout_s, silence_s)) as payloads:
             for payload in payloads:
                 yield decode_reply(payload, route.reply_type)
 
@@ -162,7 +148,9 @@ class BrokerClient:
         thread calls `close`.
         """
         status: HostStatus | None = None
-        with closing(self._payloads(routes.EVENTS, None, "", max(self.timeout_s, _SILENCE_S))) as payloads:
+        with closing(
+            self._payloads(routes.EVENTS, None, "", self.timeout_s, max(self.timeout_s, _SILENCE_S))
+        ) as payloads:
             for payload in payloads:
                 if payload:
                     status = _next_status(status, payload)
@@ -308,13 +296,9 @@ class BrokerClient:
         self.call(routes.ANSWER, answer, lease_id)
 
     def close(self) -> None:
-        """Close the kept connections and give up every running call, which raises BrokerUnavailableError and is not repeated.
-
-        The client may be used again.
-        """
+        """Give up every running call, which raises BrokerUnavailableError. The client may be used again."""
         for call in list(self._active):
             call.give_up()
-        self._close_kept()
 
     def wait(self, route: Route[Request, Line], request: Request, about: str = "") -> Generator[Line, None, None]:
         """Yield the lines of a route up to the one that is `granted` or `refused`. Raises BrokerUnavailableError if they end before."""
@@ -328,88 +312,39 @@ class BrokerClient:
             f"the GPU broker at {self.socket_path} hung up before it answered", reason="hung-up"
         )
 
-    @contextmanager
-    def _under_way(self) -> Iterator[Call]:
+    def _payloads(
+        self, route: Route[Any, Any], request: object, about: str, timeout_s: float, silence_s: float
+    ) -> Generator[object, None, None]:
+        """Yield the decoded body of the reply, or its lines. `silence_s` bounds each wait for the broker once the request is sent."""
+        target, body = _encode(route, request, about)
+        deadline_s = time.monotonic() + self.timeout_s
         call = Call()
         self._active.add(call)
         try:
-            yield call
+            while True:
+                try:
+                    with closing(Connection(self.socket_path, timeout_s)) as connection:
+                        call.use(connection)
+                        connection.send(route.method, target, self.token, body, self._headers)
+                        connection.set_timeout(silence_s)
+                        connection.read_head()
+                        if connection.status >= 300:
+                            raise _error(connection)
+                        if not route.lines:
+                            yield decode_json(connection.read_body() or b"{}")
+                            return
+                        for line in connection.lines():
+                            payload = decode_json(line)
+                            if isinstance(payload, dict) and "error" in payload:
+                                raise error_from_reply(payload, 500)
+                            yield payload
+                        return
+                except TooManyRequestsError as error:  # comes before the first line only
+                    if time.monotonic() + error.retry_s > deadline_s:
+                        raise
+                    call.pause(error.retry_s)
         finally:
             self._active.discard(call)
-
-    def _attempt(self, call: Call, route: Route[Any, Any], target: str, body: bytes | None, timeout_s: float) -> object:
-        """Make the call on a kept connection, or on a new one if there is none or it broke."""
-        kept = self._idle_connection()
-        if kept is not None:
-            kept.set_timeout(timeout_s)
-            try:
-                return self._exchange(call, kept, route.method, target, body)
-            except BrokerUnavailableError as error:
-                # The broker may have closed the kept connection before it read the request: then the call is made again.
-                if kept.answered or error.reason == "timeout" or not route.repeats or call.is_given_up:
-                    raise
-        return self._exchange(call, Connection(self.socket_path, timeout_s), route.method, target, body)
-
-    def _exchange(self, call: Call, connection: Connection, method: str, target: str, body: bytes | None) -> object:
-        """Send the request, read the reply, and keep the connection if it can carry another call."""
-        reusable = False
-        try:
-            call.use(connection)
-            connection.send(method, target, self.token, body, self._headers)
-            payload = _payload(connection)
-            reusable = connection.keeps_alive
-        finally:  # an interrupt, too, closes a connection whose reply was not read to its end
-            call.use(None)
-            if reusable and len(self._idle) < _KEPT_CONNECTIONS:
-                self._idle.append(connection)
-            else:
-                connection.close()
-        if connection.status >= 300:
-            raise _error(payload, connection)
-        return payload
-
-    def _payloads(
-        self, route: Route[Any, Any], request: object, about: str, silence_s: float
-    ) -> Generator[object, None, None]:
-        """Yield the decoded lines of a streamed reply."""
-        target, body = _encode(route, request, about)
-        deadline_s = time.monotonic() + self.timeout_s
-        with self._under_way() as call:
-            while True:
-                connection = Connection(self.socket_path, self.timeout_s)
-                try:
-                    call.use(connection)
-                    connection.send(route.method, target, self.token, body, self._headers)
-                    connection.set_timeout(silence_s)
-                    connection.read_head()
-                    if connection.status >= 300:
-                        raise _error(decode_json(connection.read_body()), connection)
-                    for line in connection.lines():
-                        payload = decode_json(line)
-                        if isinstance(payload, dict) and "error" in payload:
-                            raise error_from_reply(payload, 500)
-                        yield payload
-                except TooManyRequestsError as error:  # comes before the first line only
-                    _pause(call, error, deadline_s)
-                else:
-                    return
-                finally:
-                    call.use(None)
-                    connection.close()
-
-    def _idle_connection(self) -> Connection | None:
-        with suppress(IndexError):  # no more are kept; another thread may have taken the last one
-            while True:
-                kept = self._idle.pop()
-                if kept.is_idle():
-                    return kept
-                kept.close()
-        return None
-
-    def _close_kept(self) -> None:
-        with suppress(IndexError):
-            while True:
-                self._idle.pop().close()
 
 
 def _wait_s(route: Route[Any, Any], request: object) -> float:
@@ -433,14 +368,6 @@ def _encode(route: Route[Any, Any], request: Any, about: str) -> tuple[str, byte
     return target, b"{}" if route.method == "POST" else None
 
 
-def _payload(connection: Connection) -> object:
-    connection.read_head()
-    body = connection.read_body()
-    if connection.status >= 300 and not body.lstrip().startswith(b"{"):
-        return None  # an error page that is not the broker's: only its status counts
-    return decode_json(body) if body else {}
-
-
 def _next_status(status: "HostStatus | None", payload: object) -> "HostStatus":
     """Return the whole status after a line of events: the first line itself, or `status` with the changes that the line lists.
 
@@ -460,20 +387,12 @@ def _next_status(status: "HostStatus | None", payload: object) -> "HostStatus":
     )
 
 
-def _pause(call: Call, error: TooManyRequestsError, deadline_s: float) -> None:
-    """Wait as long as the broker's error states.
-
-    Raises that error if this is past the deadline, and BrokerUnavailableError if the call is given up.
-    """
-    if time.monotonic() + error.retry_s > deadline_s:
-        raise error
-    call.pause(error.retry_s)
-
-
-def _error(payload: object, connection: Connection) -> FractionalGPUError:
-    error = error_from_reply(payload, connection.status)
+def _error(connection: Connection) -> FractionalGPUError:
+    body = connection.read_body()
+    # An error page that is not JSON is not the broker's: only its status counts.
+    error = error_from_reply(decode_json(body) if body.lstrip().startswith(b"{") else None, connection.status)
     if isinstance(error, TooManyRequestsError):
-        return TooManyRequestsError(str(error), reason=error.reason, retry_s=connection.retry_s)
+        error.retry_s = connection.retry_s
     return error
 
 

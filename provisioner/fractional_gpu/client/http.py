@@ -3,9 +3,7 @@
 Why not `http.client`: every kernel imports this module, and `http.client` alone takes half as long again as the whole client (1.7 ms more
 than 3.2 ms), and twice the time of each call. It has no limits on a reply's size, either.
 
-- One request is under way on a connection at a time.
-- A connection that did not finish cleanly (error, interrupt, a stream left early) is closed and never used again.
-- The body of a reply has a Content-Length or comes in chunks. Everything that is read has a limit.
+A connection carries one request. The body of its reply has a Content-Length or comes in chunks. Everything that is read has a limit.
 """
 
 import errno
@@ -16,7 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from types import MappingProxyType
 
@@ -26,7 +24,7 @@ from fractional_gpu.protocol.errors import (
     InternalBrokerError,
     RequestTooLargeError,
 )
-from fractional_gpu.protocol.limits import IDLE_S, MAX_BODY_BYTES, MAX_HEADER_BYTES, MAX_STRING, VERSION_HEADER
+from fractional_gpu.protocol.limits import MAX_BODY_BYTES, MAX_HEADER_BYTES, MAX_STRING, VERSION_HEADER
 from fractional_gpu.protocol.names import VERSION
 
 ANSWER_S = 5.0  # after so long a person learns that the broker does not answer
@@ -106,7 +104,6 @@ MAX_LINE_BYTES = 8 * 1024 * 1024  # one line of a stream: again a whole host's s
 _BACKLOG_RETRY_S = 0.02
 _VERSION = f"{VERSION_HEADER}: {VERSION}"
 _LONGEST_RETRY_S = 30.0
-_LONGEST_IDLE_S = IDLE_S / 2
 
 
 class Connection:
@@ -118,11 +115,8 @@ class Connection:
 
     def __init__(self, path: str, timeout_s: float | None) -> None:
         self.path = path
-        self.pid = os.getpid()  # a forked child must not speak on its parent's connection
         self.status = 0
-        self.answered = False  # the first line of the last request's reply has come
         self._headers: dict[str, str] = {}
-        self._used_s = time.monotonic()
         self._socket = _connect(path, timeout_s)
         self._reader = self._socket.makefile("rb")
 
@@ -133,31 +127,12 @@ class Connection:
 
     def abort(self) -> None:
         """Wake a thread that is blocked reading (it sees the end of the stream). Safe from any thread."""
-        if self.pid == os.getpid():
-            try:
-                self._socket.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                return  # already closed: no thread is blocked
+        with suppress(OSError):  # already closed: no thread is blocked
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def set_timeout(self, timeout_s: float | None) -> None:
         """Bound each following wait, in seconds."""
         self._socket.settimeout(timeout_s)
-
-    def is_idle(self) -> bool:
-        """Whether a kept connection can carry another request: still open, of this process, and without unread bytes.
-
-        A connection that was not used for long is not idle: the broker may be closing it at this moment.
-        """
-        if self.pid != os.getpid() or time.monotonic() - self._used_s > _LONGEST_IDLE_S:
-            return False
-        self._socket.settimeout(0)  # with a timeout `recv` would wait first; the next call sets its own
-        try:
-            self._socket.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return False  # the end of the stream, or bytes that belong to no request
 
     def send(
         self,
@@ -180,15 +155,19 @@ class Connection:
             )
         if body is not None and len(body) > MAX_BODY_BYTES:
             raise RequestTooLargeError(f"the request has {len(body)} bytes; allowed: {MAX_BODY_BYTES}")
-        lines = [f"{method} {target} HTTP/1.1", "Host: broker", "Accept: application/json", _VERSION]
+        lines = [
+            f"{method} {target} HTTP/1.1",
+            "Host: broker",
+            "Accept: application/json",
+            "Connection: close",
+            _VERSION,
+        ]
         if token is not None:
             lines.append(f"Authorization: Bearer {token}")
         lines.extend(f"{name}: {value}" for name, value in headers.items())
         if body is not None:
             lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
         head = "\r\n".join([*lines, "", ""]).encode("latin-1")
-        self.status, self.answered, self._headers = 0, False, {}
-        self._used_s = time.monotonic()
         try:
             self._socket.sendall(head + (body or b""))
         except (BrokenPipeError, ConnectionResetError):
@@ -201,7 +180,6 @@ class Connection:
         version, status, *_ = [*self._line().split(None, 2), b"", b""]
         if version != b"HTTP/1.1" or len(status) != 3 or not status.isdigit():
             raise InternalBrokerError(f"what answers at {self.path} is not a broker: it does not speak HTTP/1.1")
-        self.answered = True
         self.status = int(status)
         total = 0
         while line := self._line().rstrip(b"\r\n"):
@@ -216,11 +194,6 @@ class Connection:
         """After how many seconds the broker accepts the request again."""
         text = self._headers.get("retry-after", "")
         return min(float(text), _LONGEST_RETRY_S) if text.isascii() and text.isdigit() else 1.0
-
-    @property
-    def keeps_alive(self) -> bool:
-        """Whether the broker keeps the connection open after this reply."""
-        return self._headers.get("connection", "").lower() != "close"
 
     def read_body(self) -> bytes:
         """Return the whole body. Raises BrokerUnavailableError (cut short) and InternalBrokerError (too long)."""
@@ -299,16 +272,10 @@ class Call:
         self._given_up = threading.Event()
         self._connection: Connection | None = None
 
-    @property
-    def is_given_up(self) -> bool:
-        """Whether `give_up` was called."""
-        return self._given_up.is_set()
-
-    def use(self, connection: Connection | None) -> None:
-        """Continue on this connection (None: on none). Raises BrokerUnavailableError if the call is given up."""
+    def use(self, connection: Connection) -> None:
+        """Continue on this connection. Raises BrokerUnavailableError if the call is given up."""
         self._connection = connection
-        if connection is not None:
-            self._check()
+        self._check()
 
     def pause(self, seconds: float) -> None:
         """Wait. Raises BrokerUnavailableError, at once, if the call is given up."""
@@ -324,7 +291,7 @@ class Call:
                 connection.abort()
 
     def _check(self) -> None:
-        if self.is_given_up:
+        if self._given_up.is_set():
             raise BrokerUnavailableError("the call to the GPU broker was given up", reason="hung-up")
 
 

@@ -104,7 +104,6 @@ class Route(Struct, Generic[Request, Reply], frozen=True):
     waits_s: float = 0.0  # the broker may let the client wait so much longer than for other answers
     withdraws: bool = False  # a client that hangs up ends the work; so it does where the reply is lines
     reserved: bool = False  # others may wait for it: it is served even to a user who has overdrawn their account
-    repeats: bool = True  # a client may repeat it if the connection breaks
 
     @property
     def request_type(self) -> type[Request]:
@@ -145,9 +144,9 @@ USAGE: "Route[UsageQuery, UsageReport]" = Route("usage", "GET", "/v1/usage", "ac
 BUDGETS: "Route[Nothing, BudgetList]" = Route("budgets", "GET", "/v1/budgets", Nothing, "accounts.BudgetList", ANYONE,
     "the budgets that the caller may see")
 EXTEND_BUDGET: "Route[BudgetExtension, BudgetList]" = Route("extend", "POST", "/v1/budgets/extend", "accounts.BudgetExtension",
-    "accounts.BudgetList", ADMIN, "more for a user or a group", audited="budget.extend", repeats=False)
+    "accounts.BudgetList", ADMIN, "more for a user or a group", audited="budget.extend")
 
-CREATE = Route("create", "POST", "/v1/leases", LeaseRequest, LeaseReply, ANYONE, "a new lease; it never queues", repeats=False)
+CREATE = Route("create", "POST", "/v1/leases", LeaseRequest, LeaseReply, ANYONE, "a new lease; it never queues")
 SHOW: "Route[Fresh, LeaseStatus]" = Route("lease", "GET", _L, Fresh, "status.LeaseStatus", LEASE, "one lease")
 RELEASE = Route("release", "DELETE", _L, Nothing, Done, LEASE, "end it; nothing if it has ended", audited="release", reserved=True)
 ATTACH: "Route[AttachRequest, LeaseStatus]" = Route("attach", "POST", _L + "/attach", AttachRequest, "status.LeaseStatus", KERNEL,
