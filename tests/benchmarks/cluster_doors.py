@@ -15,8 +15,7 @@ from collections.abc import Sequence
 
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.simulator.cluster import EngineDoor, WaitTerms, run_engine
-from fractional_gpu.simulator.fleet.placing import PlaceRule
-from fractional_gpu.simulator.fleet.run import Way, run
+from fractional_gpu.simulator.fleet import PlaceRule, Way, run
 from fractional_gpu.simulator.load import Load, synthetic_sessions
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.result import Result

@@ -18,7 +18,7 @@ from functools import partial
 from fractional_gpu.core.model import Compute, PoolSpec
 from fractional_gpu.simulator.baselines import run_baseline
 from fractional_gpu.simulator.felt import Goal
-from fractional_gpu.simulator.hosts import DoorRule
+from fractional_gpu.simulator.hosts import Door, DoorRule
 from fractional_gpu.simulator.load import Load, synthetic_sessions
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.result import Result
@@ -49,7 +49,11 @@ def _baseline(name: str) -> Run:
 
 
 def _ours(pool: PoolSpec, door: DoorRule = DoorRule.FIT) -> Run:
-    return lambda hosts, trace, goal: simulate([with_pool(host, pool) for host in hosts], trace, door=door, goal=goal)
+    def run(hosts: Sequence[Host], trace: Sequence[Session], goal: Goal | None) -> Result:
+        ours = [with_pool(host, pool) for host in hosts]
+        return simulate(ours, trace, door=Door(ours, trace, door), goal=goal)
+
+    return run
 
 
 OWN = "worst user's p95 stretch on those"

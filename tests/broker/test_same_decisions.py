@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from fractional_gpu.broker.broker import Broker
@@ -18,6 +19,7 @@ from fractional_gpu.broker.process.driver_start import Backend
 from fractional_gpu.broker.process.run import configuration, device_specs, make_arbiter
 from fractional_gpu.commands.main import main
 from fractional_gpu.config import load
+from fractional_gpu.core import events
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.effects import Effect, Granted, Resume
 from fractional_gpu.core.events import Event
@@ -25,9 +27,8 @@ from fractional_gpu.core.model import DeviceSpec
 from fractional_gpu.core.rules.fragmentation import DeviceChoice, Place
 from fractional_gpu.gpu.interface import DeviceInfo, Monitor
 from fractional_gpu.ledger.ledger import Ledger
-from fractional_gpu.simulator import record as record_module
 from fractional_gpu.simulator.machine import Host
-from fractional_gpu.simulator.record import EventLog, digest, replay
+from fractional_gpu.simulator.record import digest, recording, replay
 from tests.broker.driver import Driver, swaps_of
 from tests.broker.live import live_broker
 
@@ -52,10 +53,10 @@ def _placed(effects: Sequence[Effect]) -> Iterator[Placed]:
 
 def _recorded(path: Path) -> Iterator[tuple[Event, str]]:
     """The recorded events, each with the digest of what the simulator's arbiter answered."""
-    for number, line in enumerate(path.read_text().splitlines()[1:], 2):
+    for line in path.read_text().splitlines()[1:]:
         entry = json.loads(line)
         if "event" in entry:
-            yield record_module._event(path, number, entry), entry["digest"]
+            yield msgspec.convert(entry["fields"], getattr(events, entry["event"])), entry["digest"]
 
 
 def _simulated(folder: Path, load: str, compute: str) -> Path:
@@ -181,7 +182,8 @@ def test_what_a_broker_decided_is_replayed_by_the_simulator(tmp_path: Path, monk
     placed = [one for _, effects in handled for one in _placed(effects)]
     assert len(placed) == 12
     assert len({device_ids for _, device_ids in placed}) == 3
-    with EventLog(tmp_path / "broker.log", Host(devices=(), pools=()), []) as log:
+    with recording(tmp_path / "broker.log", Host(devices=(), pools=()), []) as log:
+        assert log is not None
         for event, effects in handled:
             log.event(0, event, effects)
     monkeypatch.undo()

@@ -19,7 +19,7 @@ from fractional_gpu.simulator.baselines import run_baseline
 from fractional_gpu.simulator.hosts import Machine
 from fractional_gpu.simulator.load import synthetic_sessions
 from fractional_gpu.simulator.machine import Host, SwapSpeed
-from fractional_gpu.simulator.record import EventLog
+from fractional_gpu.simulator.record import recording
 from fractional_gpu.simulator.result import Accounts
 from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Cell, Session
@@ -58,7 +58,7 @@ TURNS = [
 def run(folder: Path, machine: Machine, trace: Sequence[Session]) -> tuple[Path, Path]:
     """Simulate with a record. Returns the record and the figures."""
     record, figures = folder / "run.log", folder / "run.json"
-    with EventLog(record, machine, trace) as log:
+    with recording(record, machine, trace) as log:
         result = simulate(machine, trace, record=log)
     figures.write_text(json.dumps(result.as_json()))
     return record, figures

@@ -5,19 +5,16 @@ import json
 from collections import Counter
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fractional_gpu.core.effects import LeaseEnded
-from fractional_gpu.core.events import LeaseMeasured
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.simulator import SimulationError, TraceError
-from fractional_gpu.simulator import record as record_module
 from fractional_gpu.simulator.baselines import run_baseline
 from fractional_gpu.simulator.load import synthetic_sessions
 from fractional_gpu.simulator.machine import Host
-from fractional_gpu.simulator.record import EventLog, digest, replay
+from fractional_gpu.simulator.record import digest, recording, replay
 from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Session, read_sessions, write_sessions
 from tests.simulator.loads import BUSY
@@ -79,7 +76,7 @@ def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
 
 
 def record(path: Path, trace: list[Session]) -> None:
-    with EventLog(path, host(), trace) as log:
+    with recording(path, host(), trace) as log:
         simulate(host(), trace, record=log)
 
 
@@ -106,7 +103,7 @@ def test_a_compressed_record_replays_and_holds_the_same_lines(tmp_path: Path, tr
 
 def test_each_host_is_replayed_by_its_own_arbiter(tmp_path: Path, trace: list[Session]) -> None:
     hosts = (host(), host())
-    with EventLog(tmp_path / "run.log", hosts, trace) as log:
+    with recording(tmp_path / "run.log", hosts, trace) as log:
         simulate(hosts, trace, record=log)
     lines = (tmp_path / "run.log").read_text().splitlines()
     seen = Counter(entry["host"] for entry in map(json.loads, lines) if "event" in entry)
@@ -115,13 +112,6 @@ def test_each_host_is_replayed_by_its_own_arbiter(tmp_path: Path, trace: list[Se
     (tmp_path / "odd.log").write_text("\n".join(lines).replace('"host":1', '"host":7') + "\n")
     with pytest.raises(TraceError, match=r"line \d+: there is no host 7; the record has 2"):
         replay(tmp_path / "odd.log")
-
-
-def test_a_record_with_an_unknown_field_is_refused() -> None:
-    measured: dict[str, Any] = {"at_ms": 0, "lease_id": "a", "used_mib": 7}
-    assert record_module._decode(LeaseMeasured, measured) == LeaseMeasured(**measured)
-    with pytest.raises(ValueError, match="LeaseMeasured has no field 'hours'"):
-        record_module._decode(LeaseMeasured, {**measured, "hours": 1})
 
 
 def test_a_record_of_a_baseline_has_nothing_to_replay(tmp_path: Path, trace: list[Session]) -> None:
@@ -161,15 +151,18 @@ def test_a_replay_names_the_first_event_that_is_answered_differently(tmp_path: P
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("nonsense", "line 2: not JSON"),
-        ("[]", "line 2: expected an object"),
+        ("nonsense", "line 2: not a line of a record, or damaged: JSON is malformed"),
+        ("[]", "line 2: not a line of a record, or damaged: Expected `object`"),
         ('{"event": "Party", "fields": {}, "digest": ""}', "there is no event 'Party'"),
-        ('{"event": "Tick", "fields": {"at": 1}, "digest": ""}', "Tick has no field 'at'"),
-        ('{"event": "Tick", "digest": ""}', "the fields of Tick cannot be read"),
+        (
+            '{"event": "Tick", "fields": {"at": 1}, "digest": ""}',
+            "line 2, Tick: .*Object missing required field `at_ms`",
+        ),
+        ('{"event": "Tick", "digest": ""}', "line 2, Tick: not a line of a record, or damaged"),
     ],
 )
 def test_a_damaged_log_says_where(tmp_path: Path, line: str, message: str) -> None:
-    with EventLog(tmp_path / "run.log", host(), []):
+    with recording(tmp_path / "run.log", host(), []):
         pass
     with (tmp_path / "run.log").open("a") as file:
         file.write(line + "\n")

@@ -3,7 +3,10 @@
 import dataclasses
 import json
 import multiprocessing
-from collections import Counter
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,23 +15,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fractional_gpu.core.model import DeviceSpec, Limits, PoolSpec
-from fractional_gpu.simulator import SimulationError
+from fractional_gpu.core.model import DeviceSpec, LeaseSpec, Limits, PoolSpec
+from fractional_gpu.simulator import SimulationError, fleet
 from fractional_gpu.simulator.baselines import run_baseline
 from fractional_gpu.simulator.felt import Goal
-from fractional_gpu.simulator.fleet.apart import SUMS, added_up, record_of, simulate_apart
-from fractional_gpu.simulator.fleet.placing import PlaceRule, choose_hosts
-from fractional_gpu.simulator.fleet.run import Way, run
-from fractional_gpu.simulator.fleet.workers import in_processes
-from fractional_gpu.simulator.hosts import DoorRule
+from fractional_gpu.simulator.fleet import SUMS, PlaceRule, Way, added_up, choose_hosts, record_of, run, simulate_apart
+from fractional_gpu.simulator.hosts import Door, DoorRule, Leases
 from fractional_gpu.simulator.load import Load, Signs, synthetic_sessions
 from fractional_gpu.simulator.machine import Host, SwapSpeed
 from fractional_gpu.simulator.record import replay
-from fractional_gpu.simulator.result import Point, Result, Timeline
+from fractional_gpu.simulator.result import Result, Timeline
 from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Cell, Session
 from tests.simulator.loads import BUSY, ONE_GPU
-from tests.simulator.worker_jobs import double, end_early, refuse
 
 MINUTE_MS = 60_000
 
@@ -50,6 +49,26 @@ def spread_evenly(trace: Sequence[Session], hosts: int) -> list[int]:
     return [number % hosts for number in range(len(trace))]
 
 
+class Chosen(Door):
+    """A door at which sessions get the hosts that were chosen beforehand."""
+
+    def __init__(self, hosts: Sequence[Host], trace: Sequence[Session], chosen: Sequence[int]) -> None:
+        super().__init__(hosts, trace)
+        self.leases = Leases(hosts, trace)
+        self.chosen = {session.session_id: host for session, host in zip(trace, chosen, strict=True)}
+
+    def choose(self, session: Session) -> tuple[int, LeaseSpec]:
+        host = self.chosen[session.session_id]
+        lease = self.leases.on(host, session)
+        assert lease is not None
+        self._count(host, lease, 1)
+        return host, lease
+
+
+def on_one_clock(hosts: Sequence[Host], trace: Sequence[Session], chosen: Sequence[int]) -> Result:
+    return simulate(hosts, trace, door=Chosen(hosts, trace, chosen))
+
+
 # -- the same figures as one run over all hosts -------------------------------------------------------------------------
 
 
@@ -69,7 +88,7 @@ def eventful() -> tuple[list[Session], list[Host]]:
 def test_hosts_apart_and_on_one_clock_give_equal_figures() -> None:
     trace, hosts = eventful()
     chosen = spread_evenly(trace, len(hosts))
-    together = simulate(hosts, trace, chosen=chosen)
+    together = on_one_clock(hosts, trace, chosen)
     apart = simulate_apart(hosts, trace, chosen)
     assert apart == together
     assert apart.as_json() == together.as_json()
@@ -86,6 +105,7 @@ def test_every_figure_of_a_result_is_added_up_or_found_anew() -> None:
     anew = {
         *("name", "sessions", "cells", "gpu_cells", "devices", "hosts", "reserved"),  # of the trace and the machine
         *("waits", "host_p95_ms", "doors", "lateness", "hopeless"),  # of what was felt
+        *("felt", "errors", "closed_ms"),  # from which figures are computed
         "revocation",  # of hosts on one clock only
         *("peak_devices_held", "owned", "host_peak_mib", "timeline", "forecast_error", "wall_s"),
     }
@@ -107,7 +127,7 @@ def test_any_placement_gives_equal_figures(
     signs = Signs(foresight_ms=foresight_ms, false_percent=30)
     hosts = [replace(host(count), signs=signs, failed_swaps_percent=5) for count in counts]
     chosen = [data.draw(st.integers(0, len(hosts) - 1)) for _ in trace]
-    assert simulate_apart(hosts, trace, chosen) == simulate(hosts, trace, chosen=chosen)
+    assert simulate_apart(hosts, trace, chosen) == on_one_clock(hosts, trace, chosen)
 
 
 @pytest.mark.parametrize("rule", PlaceRule)
@@ -115,7 +135,7 @@ def test_by_every_rule_a_run_is_that_of_the_hosts_that_the_rule_chooses(rule: Pl
     trace = synthetic_sessions(12, 1, 4, BUSY)
     hosts = [host(1) for _ in range(5)]
     chosen = choose_hosts(hosts, trace, rule, 1)
-    assert run(hosts, trace, Way(rule=rule, processes=1)) == simulate(hosts, trace, chosen=chosen)
+    assert run(hosts, trace, Way(rule=rule, processes=1)) == on_one_clock(hosts, trace, chosen)
 
 
 def test_processes_change_nothing_and_say_how_far_they_are() -> None:
@@ -125,16 +145,16 @@ def test_processes_change_nothing_and_say_how_far_they_are() -> None:
     way = Way(rule=PlaceRule.USE, processes=2)
     beside = run(hosts, trace, way, progress=lambda ended, of: seen.append((ended, of)))
     assert beside == run(hosts, trace, replace(way, processes=1))
-    assert seen == [(ended, len(trace)) for ended in range(1, len(trace) + 1)]
+    assert (len(seen), seen[-1]) == (len(hosts), (len(trace), len(trace)))
 
 
 def test_hosts_without_sessions_count_as_devices_and_in_nothing_else() -> None:
     trace = [session("a", MINUTE_MS), session("b", 2 * MINUTE_MS)]
     hosts = [host(), host(2), host()]
     apart = simulate_apart(hosts, trace, [1, 1])
-    assert apart == simulate(hosts, trace, chosen=[1, 1])
+    assert apart == on_one_clock(hosts, trace, [1, 1])
     assert (apart.hosts, apart.devices, apart.owned) == (3, 4, 4 * 59 * MINUTE_MS * 1000)
-    assert simulate_apart(hosts, [], []) == simulate(hosts, [], chosen=[])
+    assert simulate_apart(hosts, [], []) == on_one_clock(hosts, [], [])
 
 
 def test_timelines_are_added_up_moment_by_moment() -> None:
@@ -146,12 +166,8 @@ def test_timelines_are_added_up_moment_by_moment() -> None:
 
     one = timeline((0, 0, 0, 0), (10, 1, 1, 0), (30, 0, 0, 0))
     other = timeline((0, 1, 0, 0), (10, 0, 0, 1), (20, 1, 1, 0), (25, 1, 1, 0))
-    assert list(added_up([one, other])) == [
-        Point(0, 1, 0, 0),
-        Point(10, 1, 1, 1),
-        Point(20, 2, 2, 0),
-        Point(30, 1, 1, 0),
-    ]
+    whole = list(zip(*added_up([one, other]).columns, strict=True))
+    assert whole == [(0, 1, 0, 0), (10, 1, 1, 1), (20, 2, 2, 0), (30, 1, 1, 0)]
 
 
 # -- which host -----------------------------------------------------------------------------------------------------------
@@ -200,9 +216,8 @@ def test_hosts_that_cannot_serve_a_session_are_left_out(rule: PlaceRule) -> None
     assert list(choose_hosts([host(1), host(2), host(1)], trace, rule, 1)) == [1, 1, 1, 1]
     with pytest.raises(SimulationError, match="'a' uses 2 GPUs at once, but a lease of pool 'default' may have 1"):
         choose_hosts([host(1), host(1)], trace, rule, 1)
-    for way in (simulate_apart, lambda hosts, trace, chosen: simulate(hosts, trace, chosen=chosen)):
-        with pytest.raises(SimulationError, match="session 'a'"):
-            way([host(1), host(2)], trace, [0, 1, 1, 1])
+    with pytest.raises(SimulationError, match="session 'a'"):
+        simulate_apart([host(1), host(2)], trace, [0, 1, 1, 1])
 
 
 def test_use_spreads_better_than_chance_where_the_hosts_are_tight() -> None:
@@ -276,26 +291,31 @@ def test_whole_gpus_that_are_suspended_are_placed_beforehand_too() -> None:
 # -- processes --------------------------------------------------------------------------------------------------------------
 
 
-def test_outcomes_come_in_the_order_of_the_jobs() -> None:
-    seen = Counter[str]()
-    outcomes = list(in_processes(double, range(9), 2, lambda: seen.update(["ended"])))
-    assert outcomes == [2 * job for job in range(9)]
-    assert seen["ended"] == 9
-    assert list(in_processes(double, (), 2, lambda: None)) == []
+def ended_early(_job: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_refusal_and_an_early_end_of_a_process_are_one_sentence() -> None:
-    with pytest.raises(SimulationError, match="three is not allowed"):
-        list(in_processes(refuse, range(9), 2, lambda: None))
-    with pytest.raises(SimulationError, match=r"host 2 ended early \(exit code 7\); run fewer at the same time"):
-        list(in_processes(end_early, range(3), 1, lambda: None))
-    with pytest.raises(SimulationError, match=r"ended early \(killed by signal 9\); run fewer at the same time"):
-        list(in_processes(end_early, (5,), 1, lambda: None))
-
-
-def test_what_stops_to_ask_leaves_no_process_behind() -> None:
-    outcomes = in_processes(double, range(9), 2, lambda: None)
-    assert next(outcomes) == 0
-    assert len(multiprocessing.active_children()) == 2
-    outcomes.close()
+def test_an_early_end_of_a_process_is_one_sentence_and_leaves_no_process_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fleet, "_alone", ended_early)
+    with pytest.raises(
+        SimulationError, match="a process that simulated a host ended early; run fewer at the same time"
+    ):
+        simulate_apart([host(), host()], [], [], processes=2)
     assert not multiprocessing.active_children()
+
+
+def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
+    program = tmp_path / "killed.py"
+    program.write_text(
+        "import os, signal\n"
+        "from tests.simulator.test_fleet import host, simulate_apart, synthetic_sessions, BUSY\n"
+        "if __name__ == '__main__':\n"
+        "    trace = synthetic_sessions(4, 1, 4, BUSY)\n"
+        "    chosen = [number % 3 for number in range(len(trace))]\n"
+        "    simulate_apart([host()] * 3, trace, chosen, processes=2, progress=lambda *_: os.kill(os.getpid(), signal.SIGKILL))\n"
+    )
+    # the workers have the pipe's writing end, too: it ends with the last of them
+    ended = subprocess.run([sys.executable, program], stdout=subprocess.PIPE, timeout=60, check=False)
+    assert ended.returncode == -signal.SIGKILL

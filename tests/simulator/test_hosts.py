@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -12,9 +13,10 @@ from fractional_gpu.core.model import DeviceSpec, Limits, PoolSpec
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.baselines import BASELINES, run_baseline
 from fractional_gpu.simulator.felt import Goal
-from fractional_gpu.simulator.hosts import DoorRule
+from fractional_gpu.simulator.hosts import Door, DoorRule
 from fractional_gpu.simulator.load import Load, synthetic_sessions
 from fractional_gpu.simulator.machine import Host, SwapSpeed
+from fractional_gpu.simulator.record import EventLog
 from fractional_gpu.simulator.result import Result
 from fractional_gpu.simulator.search import fewest
 from fractional_gpu.simulator.simulation import simulate
@@ -59,7 +61,7 @@ class Places:
 
 def places(hosts: Sequence[Host], trace: Sequence[Session], door: DoorRule = DoorRule.FIT) -> dict[str, int]:
     seen = Places()
-    simulate(hosts, trace, door=door, record=seen)
+    simulate(hosts, trace, door=Door(hosts, trace, door), record=cast("EventLog", seen))
     return seen.placed
 
 
@@ -72,7 +74,7 @@ def test_one_of_several_hosts_is_one_host() -> None:
     alone = simulate(one, trace)
     assert alone.suspends > 0
     for rule in DoorRule:
-        assert simulate([one], trace, door=rule) == alone
+        assert simulate([one], trace, door=Door([one], trace, rule)) == alone
     for name in BASELINES:
         assert run_baseline(name, [one], trace) == run_baseline(name, one, trace)
 
@@ -125,7 +127,7 @@ def test_baselines_on_one_host_are_what_they_were(name: str) -> None:
     trace = synthetic_sessions(20, 1, 9, replace(BUSY, ask_error_percent=40))
     result = run_baseline(name, replace(host(3, 81_920), slowdown=False), trace)
     figures = {key: value for key, value in result.as_json().items() if key in THEN}
-    points = [(point.at_ms, point.devices_held, point.busy, point.waiting) for point in result.timeline]
+    points = list(zip(*result.timeline.columns, strict=True))
     seen = (sorted(figures.items()), points, result.waits.ordered, result.doors.ordered, result.lateness.cells.ordered)
     assert hashlib.sha256(repr(seen).encode()).hexdigest()[:16] == BEFORE[name]
 
@@ -149,7 +151,7 @@ def test_a_session_that_is_turned_away_counts_nowhere() -> None:
     limited = host(user_limits=Limits(leases=1))
     trace = [replace(session(name, at), user="u") for at, name in enumerate("abcd")]
     assert places([limited, limited], trace, DoorRule.MOST_FREE) == {"a": 0, "b": 1, "c": 0, "d": 0}
-    result = simulate([limited, limited], trace, door=DoorRule.MOST_FREE)
+    result = simulate([limited, limited], trace, door=Door([limited, limited], trace, DoorRule.MOST_FREE))
     assert (result.lost, len(result.waits.ordered)) == (2, 2)  # the limit is of each host
 
 
@@ -204,7 +206,7 @@ def test_peaks_and_hours_are_of_all_hosts_at_the_same_time() -> None:
     assert result.peak_devices_held == 2
     assert result.held == (20 * MINUTE_MS - 1 + 10 * MINUTE_MS) * 1000
     assert result.owned == 2 * 30 * MINUTE_MS * 1000
-    assert max(point.devices_held for point in result.timeline) == 2
+    assert max(result.timeline.devices_held) == 2
 
 
 def test_a_crowd_on_several_hosts_loses_nothing_and_each_run_is_like_the_other() -> None:

@@ -21,7 +21,7 @@ from fractional_gpu.simulator.load import Habit, Load, synthetic_sessions
 from fractional_gpu.simulator.load.groups import Group, in_groups
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.metering import BEGINS_MS, DAY_MS, HostMeter, Metering, Power, write_usage
-from fractional_gpu.simulator.record import EventLog, replay
+from fractional_gpu.simulator.record import recording, replay
 from fractional_gpu.simulator.result import Result
 from fractional_gpu.simulator.simulation import simulate
 from fractional_gpu.simulator.traces import Cell, Session, read_sessions, write_sessions
@@ -87,7 +87,7 @@ RUNS = [
 def test_a_meter_changes_no_byte_of_the_run(host: Host, load: Load, seed: int, tmp_path: Path) -> None:
     trace, files, results = trace_of(seed, load, users=12), [tmp_path / "without.log", tmp_path / "with.log"], []
     for file, meter in zip(files, [None, metered(noise=20, measured=50)], strict=True):
-        with EventLog(file, host, trace) as log:
+        with recording(file, host, trace) as log:
             results.append(simulate(host, trace, record=log, meter=meter))
     assert figures(results[0]) == figures(results[1])
     assert results[0].suspends
@@ -234,7 +234,7 @@ def test_an_unknown_pool_is_named() -> None:
 
 def test_a_record_of_several_pools_replays_and_passes_the_audit(tmp_path: Path) -> None:
     file, hosts, trace = tmp_path / "run.log", (machine(1, 1), machine(2, 1)), trace_of(3, users=16)
-    with EventLog(file, hosts, trace) as log:
+    with recording(file, hosts, trace) as log:
         simulate(hosts, trace, record=log)
     events, _ = replay(file)
     assert events > 100

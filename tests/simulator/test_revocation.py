@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fractional_gpu.commands.main import main
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.load import synthetic_sessions
-from fractional_gpu.simulator.record import EventLog, replay
+from fractional_gpu.simulator.record import EventLog, recording, replay
 from fractional_gpu.simulator.result import Result
 from fractional_gpu.simulator.revocation import (
     HOUR_MS,
@@ -243,7 +243,7 @@ def test_a_day_of_many_users_comes_to_its_end_in_each_case_and_no_order_saves_wh
 def test_a_run_with_revocations_is_recorded_and_replayed(tmp_path: Path) -> None:
     gone_ms = lives_ms()
     trace = [session("a", gpu_cell(0, 1_000), gpu_cell(gone_ms + 10_000, 1_000), close_ms=gone_ms + 300_000)]
-    with EventLog(tmp_path / "run.log", host(), trace) as log:
+    with recording(tmp_path / "run.log", host(), trace) as log:
         revoked(*trace, record=log)
     assert replay(tmp_path / "run.log")[0] > 0
 

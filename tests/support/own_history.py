@@ -6,13 +6,15 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
+
 from fractional_gpu.broker.accounting.turns import Turns
+from fractional_gpu.core import events
 from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.events import LeaseRequested
 from fractional_gpu.core.model import LeaseSpec, LeaseState
 from fractional_gpu.ledger import Ledger
 from fractional_gpu.ledger.records import LeaseRecord
-from fractional_gpu.simulator.record import _event
 from tests.support.records import a_record
 
 WALL_MS = 1_790_000_000_000
@@ -45,11 +47,11 @@ def ledger_of(run: Path, path: Path) -> Path:
     with closing(Ledger.open(path)) as ledger:
         turns = Turns(arbiter, cast("Any", Writer(ledger)), now=lambda: now[0], wall=lambda: WALL_MS + now[0])
         known = set()
-        for number, line in enumerate(run.read_text().splitlines()[1:], 2):
+        for line in run.read_text().splitlines()[1:]:
             entry = json.loads(line)
             if "event" not in entry:
                 continue
-            event = _event(run, number, entry)
+            event: events.Event = msgspec.convert(entry["fields"], getattr(events, entry["event"]))
             now[0] = event.at_ms
             turns.saw(event, arbiter.handle(event))
             if isinstance(event, LeaseRequested):

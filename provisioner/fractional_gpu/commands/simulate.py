@@ -31,7 +31,7 @@ from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.baselines import CULL_AFTER_MS, WAITING, run_baseline
 from fractional_gpu.simulator.cluster import run_engine
 from fractional_gpu.simulator.felt import Goal
-from fractional_gpu.simulator.fleet.run import run as run_hosts
+from fractional_gpu.simulator.fleet import run as run_hosts
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.metering import RunMeter, write_usage
 from fractional_gpu.simulator.picture import About, picture

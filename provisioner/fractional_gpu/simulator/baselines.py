@@ -1,44 +1,24 @@
-"""What users do without this project, on the same trace, for comparison.
+"""What users do without this project, on the same trace, for comparison; docs/simulator.md describes each of `BASELINES`.
 
-- `reservation`: a session takes its whole GPUs when it opens, and keeps them until it closes; if none are free it waits at the door.
-- `cull`: the same, and a kernel that ran nothing for an hour is shut down: its variables are lost, its GPUs are free, and its next
-  cell waits for GPUs as a new kernel would.
-- `static-fraction`: a session takes a fraction as it would here, by best fit, and keeps it until it closes; nothing is suspended.
-  If no device has room it waits at the door, where a later session that fits passes it, as Kubernetes' scheduler does it.
-  Busy neighbours slow each other down as in `machine`.
-- `mps-pack`: the same with NVIDIA's Multi-Process Service. MPS runs kernels of several processes at the same time, without time slices,
-  while they do not fill the device together (https://docs.nvidia.com/deploy/mps/). A utilisation says for how long any kernel runs, not
-  how much of the device that kernel fills, so the model needs one more figure: a cell that uses the device fills `mps_fill_percent` of
-  it. The sum of the utilisations counts by so much only; beyond a whole device the cells slow each other down as in `machine`. The
-  default of 50 is an assumption, not a measurement; with 100 MPS gains nothing. A device serves at most `MPS_CLIENTS` sessions.
-- `whole-gpu-suspend`: the arbiter, with whole devices only, that suspends an idle kernel when another one needs its device; a cell of the
-  same priority is not preempted.
-- `time-slice`: all sessions share all devices without limits. None waits; a cell that needs memory that its neighbours have taken fails,
-  and busy neighbours slow each other down as in `machine`.
-
-A wait at the door, and the wait of a culled kernel for GPUs, delay everything of the session that comes after.
-
-Of several hosts, a session is on one of them, and keeps to it for as long as it has devices there. It goes where least is left over: whole
-GPUs to the host with the fewest free ones that are enough, a fraction to the device with the least room that is enough, several devices
-to the host on which the fewest are free. Whole devices that are suspended are on the host that the way chose (`fleet.run.Way`).
-
-Each run can be taken down (`record`); moments in which nothing is decided by an arbiter are those that `record` lists for baselines.
+A wait at the door, and the wait of a culled kernel for GPUs, delay everything of the session that comes after. Of several hosts, a session
+is on one of them, and keeps to it for as long as it has devices there. It goes where least is left over: whole GPUs to the host with the
+fewest free ones that are enough, a fraction to the device with the least room that is enough, several devices to the host on which the
+fewest are free.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from fractional_gpu.core.model import LeaseSpec, ReserveBy
 from fractional_gpu.simulator import SimulationError
-from fractional_gpu.simulator.felt import Felt, Goal
-from fractional_gpu.simulator.fleet.run import BY_THE_DOOR, Way, run
-from fractional_gpu.simulator.hosts import Leases, Machine, Moments, Recorder, hosts_of
+from fractional_gpu.simulator.felt import Goal
+from fractional_gpu.simulator.fleet import BY_THE_DOOR, Way, run
+from fractional_gpu.simulator.hosts import Leases, Machine, Moments, hosts_of
 from fractional_gpu.simulator.machine import UNSHARED, Host, Running, SharedDevice
-from fractional_gpu.simulator.record import EventLog
+from fractional_gpu.simulator.record import EventLog, recording
 from fractional_gpu.simulator.result import Result, begin_result
 from fractional_gpu.simulator.simulation import Progress
 from fractional_gpu.simulator.traces import Session
@@ -47,7 +27,7 @@ BASELINES = ("reservation", "cull", "static-fraction", "mps-pack", "whole-gpu-su
 WAITING = frozenset(BASELINES) - {"time-slice"}  # those in which more devices mean shorter waits
 CULL_AFTER_MS = 3_600_000
 MPS_CLIENTS = 48  # CUDA contexts that one device's MPS server serves at the same time
-MPS_FILL_PERCENT = 50
+MPS_FILL_PERCENT = 50  # of a device, which a cell fills while it uses it: an assumption, not a measurement
 
 
 def run_baseline(
@@ -79,11 +59,8 @@ def run_baseline(
         clients=MPS_CLIENTS if name == "mps-pack" else None,
         cull_after_ms=CULL_AFTER_MS if name == "cull" else None,
     )
-    with ExitStack() as stack:
-        log = None
-        if record is not None:
-            log = stack.enter_context(EventLog(record, hosts, trace, name=name, baseline=asdict(facts)))
-        return _KINDS[name](_Setting(name, hosts, trace, facts, goal, log, progress)).result()
+    with recording(record, hosts, trace, name=name, baseline=asdict(facts)) as log:
+        return _KINDS[name](name, hosts, trace, facts, goal, log, progress).result()
 
 
 def _whole_devices(host: Host) -> Host:
@@ -99,19 +76,6 @@ class _Facts:
     fill_percent: int
     clients: int | None
     cull_after_ms: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Setting:
-    """What a baseline runs on."""
-
-    name: str
-    hosts: Sequence[Host]
-    trace: Sequence[Session]
-    facts: _Facts
-    goal: Goal | None
-    record: Recorder | None
-    progress: Progress | None
 
 
 @dataclass(slots=True, eq=False)
@@ -132,27 +96,30 @@ class _Kernel:
         return self.host, self.devices[0]
 
 
+@dataclass(eq=False)
 class _Base:
     """Virtual time and the books that all baselines keep. Devices are counted from 0 on each host."""
 
-    def __init__(self, setting: _Setting) -> None:
-        self._hosts, self._facts, self._record = setting.hosts, setting.facts, setting.record
+    name: str
+    hosts: Sequence[Host]
+    trace: Sequence[Session]
+    facts: _Facts
+    goal: Goal | None
+    record: EventLog | None
+    progress: Progress | None
+
+    def __post_init__(self) -> None:
         self._moments = Moments()
-        self._busy = self._waiting = 0
-        self._felt = Felt(setting.trace, setting.goal)
-        self._closed_ms = self._ended = 0  # when the last session closed, and how many have
-        self._progress = setting.progress
-        self._kernels = [_Kernel(session) for session in setting.trace]
-        self.figures = begin_result(setting.name, setting.trace, setting.hosts)
+        self._busy = self._waiting = self._ended = 0
+        self.figures = begin_result(self.name, self.trace, self.hosts, self.goal)
+        self._felt = self.figures.felt
 
     def result(self) -> Result:
         """Run to the end."""
-        for kernel in self._kernels:
-            self._at(kernel.session.open_ms, partial(self._comes, kernel))
+        for session in self.trace:
+            self._moments.at(session.open_ms, partial(self._comes, _Kernel(session)))
         self._moments.run(self._account, until=lambda: bool(self._felt.hopeless))
-        self.figures.feel(self._felt)
-        opened = (kernel.session.open_ms for kernel in self._kernels)
-        self.figures.own(min(opened, default=0), self._closed_ms)
+        self.figures.finish(self.trace)
         return self.figures
 
     def _account(self, at_ms: int) -> None:
@@ -168,8 +135,8 @@ class _Base:
     def _now_ms(self) -> int:
         return self._moments.now_ms
 
-    def _at(self, at_ms: int, act: Callable[[], None]) -> None:
-        self._moments.at(at_ms, act)
+    def _after(self, wait_ms: int, act: Callable[[], None]) -> None:
+        self._moments.at(self._now_ms + wait_ms, act)
 
     def _comes(self, kernel: _Kernel) -> None:
         self._note("comes", kernel)
@@ -177,15 +144,15 @@ class _Base:
 
     def _closes(self, kernel: _Kernel) -> None:
         """Count a session that is over."""
-        self._closed_ms = self._now_ms
+        self.figures.closed_ms = self._now_ms
         self._note("closes", kernel)
         self._ended += 1
-        if self._progress is not None:
-            self._progress(self._ended, self.figures.sessions)
+        if self.progress is not None:
+            self.progress(self._ended, self.figures.sessions)
 
     def _note(self, kind: str, kernel: _Kernel, **about: object) -> None:
-        if self._record is not None:
-            self._record.moment(kernel.host, kind, self._now_ms, kernel.session.session_id, **about)
+        if self.record is not None:
+            self.record.moment(kernel.host, kind, self._now_ms, kernel.session.session_id, **about)
 
     def _note_cell(self, kind: str, kernel: _Kernel) -> None:
         """Write a moment of the kernel's next cell to the record."""
@@ -197,7 +164,7 @@ class _Base:
         self._note(kind, kernel, cell=kernel.next_cell, device_ids=ids, util_percent=util_percent)
 
     def _ids(self, kernel: _Kernel) -> tuple[str, ...]:
-        return tuple(self._hosts[kernel.host].devices[device].device_id for device in kernel.devices)
+        return tuple(self.hosts[kernel.host].devices[device].device_id for device in kernel.devices)
 
     def _takes(self, kernel: _Kernel, host: int, devices: Sequence[int], mib: int) -> None:
         """Give the kernel devices, with so much memory on each of them."""
@@ -221,7 +188,7 @@ class _Base:
         cells, at = kernel.session.cells, kernel.next_cell
         before = cells[at - 1].start_ms + cells[at - 1].duration_ms if at else kernel.session.open_ms
         follows = cells[at].start_ms if at < len(cells) else kernel.session.close_ms
-        self._at(self._now_ms + max(0, follows - before), act)
+        self._after(max(0, follows - before), act)
 
     def _open(self, kernel: _Kernel) -> None:
         raise NotImplementedError
@@ -233,13 +200,12 @@ class _Base:
 class _Whole(_Base):
     """Whole GPUs for each session."""
 
-    def __init__(self, setting: _Setting) -> None:
-        super().__init__(setting)
-        self._free = [list(range(len(host.devices))) for host in self._hosts]
-        self._cull_ms = self._facts.cull_after_ms
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._free = [list(range(len(host.devices))) for host in self.hosts]
         self._door: deque[tuple[_Kernel, Callable[[_Kernel], None]]] = deque()
         most = max(map(len, self._free))
-        for session in setting.trace:
+        for session in self.trace:
             if session.gpus > most:
                 raise SimulationError(
                     f"session {session.session_id!r} reserves {session.gpus} GPUs, and there are {most} in one host; "
@@ -275,15 +241,15 @@ class _Whole(_Base):
             self._waiting -= 1
             host = min(enough)[1]
             taken, self._free[host] = self._free[host][:gpus], self._free[host][gpus:]
-            self._takes(kernel, host, taken, self._hosts[host].device_mib)
+            self._takes(kernel, host, taken, self.hosts[host].device_mib)
             kernel.wait_ms += self._now_ms - kernel.asked_ms
             self._watch_idle(kernel)
             then(kernel)
 
     def _watch_idle(self, kernel: _Kernel) -> None:
         kernel.visit += 1
-        if self._cull_ms is not None:
-            self._at(self._now_ms + self._cull_ms, partial(self._cull, kernel, kernel.visit))
+        if (cull_ms := self.facts.cull_after_ms) is not None:
+            self._after(cull_ms, partial(self._cull, kernel, kernel.visit))
 
     def _cull(self, kernel: _Kernel, visit: int) -> None:
         if kernel.visit == visit and kernel.devices:
@@ -319,7 +285,7 @@ class _Whole(_Base):
             kernel.door_ms = kernel.wait_ms = 0
             self._busy += cell.gpus
         self._note_cell("begins", kernel)
-        self._at(self._now_ms + cell.duration_ms, partial(self._done, kernel))
+        self._after(cell.duration_ms, partial(self._done, kernel))
 
     def _done(self, kernel: _Kernel) -> None:
         self._note_cell("ends", kernel)
@@ -332,11 +298,11 @@ class _Whole(_Base):
 class _Sharing(_Base):
     """Sessions that share devices, and slow each other down there; a cell on several devices is slowed by the first of them."""
 
-    def __init__(self, setting: _Setting) -> None:
-        super().__init__(setting)
-        fill = self._facts.fill_percent
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fill = self.facts.fill_percent
         self._shared = [
-            [SharedDevice(slowdown=host.slowdown, fill_percent=fill) for _ in host.devices] for host in self._hosts
+            [SharedDevice(slowdown=host.slowdown, fill_percent=fill) for _ in host.devices] for host in self.hosts
         ]
         self._running: dict[str, _Kernel] = {}
 
@@ -349,7 +315,7 @@ class _Sharing(_Base):
         kernel.asked_ms = self._now_ms
         self._note_cell("begins", kernel)
         if not cell.gpus:
-            self._at(self._now_ms + cell.duration_ms, partial(self._ends_without_gpu, kernel))
+            self._after(cell.duration_ms, partial(self._ends_without_gpu, kernel))
             return
         self._busy += cell.gpus
         self._running[kernel.session.session_id] = kernel
@@ -358,7 +324,7 @@ class _Sharing(_Base):
 
     def _plan(self, ends: Sequence[tuple[int, Running]]) -> None:
         for at_ms, running in ends:
-            self._at(at_ms, partial(self._ends, running, running.version))
+            self._moments.at(at_ms, partial(self._ends, running, running.version))
 
     def _ends_without_gpu(self, kernel: _Kernel) -> None:
         self._note_cell("ends", kernel)
@@ -413,14 +379,14 @@ class _Sharing(_Base):
 class _Fractions(_Sharing):
     """A fraction for each session, from open to close."""
 
-    def __init__(self, setting: _Setting) -> None:
-        super().__init__(setting)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._free = [
             [device.leasable_mib if device.device_id in host.pools[0].devices else 0 for device in host.devices]
-            for host in self._hosts
+            for host in self.hosts
         ]
         self._clients = [[0] * len(free) for free in self._free]
-        self._asked = Leases(self._hosts, setting.trace)
+        self._asked = Leases(self.hosts, self.trace)
         self._leases: dict[str, LeaseSpec] = {}
         self._door: list[_Kernel] = []
 
@@ -458,7 +424,7 @@ class _Fractions(_Sharing):
 
     def _best_fit(self, session: Session) -> tuple[int, LeaseSpec, list[int]] | None:
         """Return the devices with the least room that is enough, all of one host; None: there is none with enough of them."""
-        most, best = self._facts.clients, None
+        most, best = self.facts.clients, None
         for host, room in enumerate(self._free):
             lease, clients = self._asked.on(host, session), self._clients[host]
             if lease is None:
@@ -491,9 +457,9 @@ class _Fractions(_Sharing):
 class _TimeSlice(_Sharing):
     """All sessions share the devices."""
 
-    def __init__(self, setting: _Setting) -> None:
-        super().__init__(setting)
-        self._sizes = [[device.memory_mib for device in host.devices] for host in self._hosts]
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._sizes = [[device.memory_mib for device in host.devices] for host in self.hosts]
         self._sessions = [[0] * len(sizes) for sizes in self._sizes]
         self._used = [[0] * len(sizes) for sizes in self._sizes]
 
@@ -530,7 +496,7 @@ class _TimeSlice(_Sharing):
         self._gives(kernel)
 
 
-_KINDS: dict[str, Callable[[_Setting], _Base]] = {
+_KINDS: dict[str, type[_Base]] = {
     "reservation": _Whole,
     "cull": _Whole,
     "static-fraction": _Fractions,

@@ -192,11 +192,6 @@ class Felt:
                 self.hopeless = USERS_TOO_LATE.format(allowance.limit_ms / 1000)
 
 
-def of_hosts(felt: Felt) -> tuple[int, ...]:
-    """Return the 95th percentile of the cells' waits on each host, ms, sorted; hosts on which no GPU cell began have none."""
-    return tuple(sorted(Spread.of(waits).percentile_ms(95) for waits in felt.waits_ms.values()))
-
-
 @dataclass(frozen=True, slots=True)
 class Lateness:
     """The lateness of each user's cells, and their stretches in thousandths; both in the order of the users' names."""

@@ -1,26 +1,14 @@
 """Several hosts under one clock, and the door at which a session is given one of them (`fleet` has what is placed beforehand).
 
-A lease lives on one host: each host has its own devices, host memory, swap channel and arbiter. The door is what a hub does at login.
-It chooses once, when the session opens, among the hosts that can ever serve the session: those with enough devices of one kind, and large
-ones. It knows what the leases may use of the sessions that are open on each host (a host's room is what its devices give to leases in the
-session's pool, less that), and neither what kernels hold at the moment nor how busy the devices are. Its rules (`DoorRule`):
-
-- `fit`: the host with the least room that is enough for what the lease may use. Where none has enough, so that kernels will have to take
-  turns, like goes to like: a session of several GPUs to the host with the fewest sessions of one GPU, then to that with the fewest of
-  several; a session of one GPU to the host with the fewest sessions of several, then to that with the most room. A kernel of 8 GPUs takes
-  turns with another of that size at the cost of one neighbour, and with kernels of one GPU at the cost of a whole host of them.
-- `most-free`: the host with the most room.
-
-Among equals the first host is taken.
+docs/simulator.md describes the rules of the door. It knows what the open sessions' leases may use on each host (a host's room is what its
+devices give to leases in the session's pool, less that), and neither what kernels hold at the moment nor how busy the devices are.
 """
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from heapq import heappop, heappush
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
-from fractional_gpu.core.effects import Effect
-from fractional_gpu.core.events import Event
 from fractional_gpu.core.model import LeaseSpec
 from fractional_gpu.simulator import SimulationError
 from fractional_gpu.simulator.machine import Host, lease_for
@@ -29,21 +17,8 @@ from fractional_gpu.simulator.traces import Session
 Machine: TypeAlias = Host | Sequence[Host]
 """What a trace runs on: one host, or several. The names of devices are a host's own."""
 
-Act: TypeAlias = Callable[[], None]
-
-
-class Recorder(Protocol):
-    """What takes a run down (`record.EventLog`). Hosts are counted from 0."""
-
-    def event(self, host: int, event: Event, effects: Sequence[Effect]) -> None:
-        """Take down what the arbiter of a host answered to an event."""
-
-    def moment(self, host: int, kind: str, at_ms: int, session_id: str, **about: object) -> None:
-        """Take down what no event carries."""
-
 
 def hosts_of(machine: Machine) -> tuple[Host, ...]:
-    """Return the hosts of a machine."""
     return (machine,) if isinstance(machine, Host) else tuple(machine)
 
 
@@ -53,9 +28,9 @@ class Moments:
     def __init__(self) -> None:
         self.now_ms = 0
         self._order = 0
-        self._heap: list[tuple[int, int, Act]] = []
+        self._heap: list[tuple[int, int, Callable[[], None]]] = []
 
-    def at(self, at_ms: int, act: Act) -> None:
+    def at(self, at_ms: int, act: Callable[[], None]) -> None:
         """Plan what happens then; what is past happens now."""
         self._order += 1
         heappush(self._heap, (max(at_ms, self.now_ms), self._order, act))
@@ -79,8 +54,12 @@ class Leases:
         self._asked = {session.session_id: _asked(tuple(kinds), session) for session in trace}
 
     def on(self, host: int, session: Session) -> LeaseSpec | None:
-        """Return what the session asks for on that host."""
         return self._asked[session.session_id][self._kinds[host]]
+
+    def able(self, session: Session) -> list[int]:
+        """Return the hosts that can serve the session; there is at least one."""
+        asked = self._asked[session.session_id]
+        return [host for host, kind in enumerate(self._kinds) if asked[kind] is not None]
 
     def size(self, session: Session) -> tuple[tuple[int, int] | None, ...]:
         """Return the MiB and the number of devices that it asks for on each kind of host: where one of a size fits, so do all of it."""
@@ -88,17 +67,17 @@ class Leases:
         return tuple((lease.reserve_mib, lease.devices) if lease is not None else None for lease in asked)
 
 
-def _asked(hosts: Sequence[Host], session: Session) -> list[LeaseSpec | None]:
+def _asked(kinds: Sequence[Host], session: Session) -> list[LeaseSpec | None]:
     asked: list[LeaseSpec | None] = []
-    refused: SimulationError | None = None
-    for host in hosts:
+    refusals: list[SimulationError] = []
+    for host in kinds:
         try:
             asked.append(lease_for(host, session))
         except SimulationError as error:
             asked.append(None)
-            refused = refused if refused is not None else error
-    if refused is not None and not any(asked):
-        raise refused
+            refusals.append(error)
+    if refusals and not any(asked):
+        raise refusals[0]
     return asked
 
 
@@ -112,24 +91,29 @@ class DoorRule(StrEnum):
 class Door:
     """Gives each session that opens its host."""
 
-    def __init__(self, hosts: Sequence[Host], trace: Sequence[Session], rule: DoorRule) -> None:
+    def __init__(self, hosts: Sequence[Host], trace: Sequence[Session], rule: DoorRule = DoorRule.FIT) -> None:
         self._rule = rule
         self._leases = Leases(hosts, trace)
         self._room_mib = [{pool.name: sum(host.leasable_in(pool)) for pool in host.pools} for host in hosts]
         self._singles, self._several = [0] * len(hosts), [0] * len(hosts)  # open sessions of one GPU, and of several
 
     def choose(self, session: Session) -> tuple[int, LeaseSpec]:
-        """Return the host of a session that opens, and what it asks for there."""
+        """Return the host of a session that opens, and what it asks for there, which counts from now on."""
         able = [
             (self._rank(host, lease), host, lease)
             for host in range(len(self._room_mib))
             if (lease := self._leases.on(host, session)) is not None
         ]
         _, host, lease = min(able, key=lambda one: one[:2])
+        self._count(host, lease, 1)
         return host, lease
 
     def _rank(self, host: int, lease: LeaseSpec) -> tuple[int, ...]:
-        """Return how a host ranks for a lease; the lowest is chosen."""
+        """Return how a host ranks for a lease; the lowest is chosen.
+
+        If no host has enough room, kernels take turns, and like goes to like: one of 8 GPUs takes turns with another of that size at the
+        cost of one neighbour, and with kernels of one GPU at the cost of a whole host of them.
+        """
         room_mib = self._room_mib[host][lease.pool]
         if self._rule is DoorRule.MOST_FREE:
             return (-room_mib,)
@@ -139,38 +123,9 @@ class Door:
             return 1, self._singles[host], self._several[host], -room_mib
         return 1, self._several[host], -room_mib
 
-    def opened(self, host: int, lease: LeaseSpec) -> None:
-        """Count a session, and what its lease may use, from now on."""
-        self._count(host, lease, 1)
-
     def closed(self, host: int, lease: LeaseSpec) -> None:
-        """Count them no more."""
         self._count(host, lease, -1)
 
     def _count(self, host: int, lease: LeaseSpec, sign: int) -> None:
         self._room_mib[host][lease.pool] -= sign * lease.reserve_mib * lease.devices
         (self._several if lease.devices > 1 else self._singles)[host] += sign
-
-
-class Chosen:
-    """In the place of a door: the hosts of sessions that were chosen beforehand (`fleet`), `chosen[n]` for `trace[n]`."""
-
-    def __init__(self, hosts: Sequence[Host], trace: Sequence[Session], chosen: Sequence[int]) -> None:
-        self._leases = Leases(hosts, trace)
-        self._chosen = {session.session_id: host for session, host in zip(trace, chosen, strict=True)}
-
-    def choose(self, session: Session) -> tuple[int, LeaseSpec]:
-        """Return the host of a session that opens, and what it asks for there. Raises SimulationError where it cannot run there."""
-        host = self._chosen[session.session_id]
-        lease = self._leases.on(host, session)
-        if lease is None:
-            raise SimulationError(
-                f"session {session.session_id!r} cannot run on host {host}; choose another host for it"
-            )
-        return host, lease
-
-    def opened(self, host: int, lease: LeaseSpec) -> None:
-        """Nothing is counted here."""
-
-    def closed(self, host: int, lease: LeaseSpec) -> None:
-        """Nothing is counted here."""

@@ -56,11 +56,11 @@ from fractional_gpu.core.events import (
 from fractional_gpu.core.model import HOLDING, LeaseSpec, LeaseState, Sign
 from fractional_gpu.core.rules.salvage import value_of
 from fractional_gpu.simulator import SimulationError
-from fractional_gpu.simulator.felt import Felt
-from fractional_gpu.simulator.hosts import Moments, Recorder
+from fractional_gpu.simulator.hosts import Moments
 from fractional_gpu.simulator.load import SIGN_MS
 from fractional_gpu.simulator.machine import UNSHARED, Host, Running, SharedDevice
 from fractional_gpu.simulator.metering import RunMeter
+from fractional_gpu.simulator.record import EventLog
 from fractional_gpu.simulator.result import Accounts, Result
 from fractional_gpu.simulator.revocation import Holder
 from fractional_gpu.simulator.traces import Cell, Session
@@ -78,9 +78,8 @@ class RunState:
     moments: Moments
     result: Result
     accounts: Accounts
-    felt: Felt
     watch: Watch | None
-    record: Recorder | None
+    record: EventLog | None
     meter: RunMeter | None
     over: Callable[[int, LeaseSpec], None]
 
@@ -130,7 +129,7 @@ class HostRun:
 
     def __init__(self, number: int, host: Host, run: RunState) -> None:
         self.number, self.host, self._run = number, host, run
-        self.result, self.accounts, self.felt = run.result, run.accounts, run.felt
+        self.result, self.accounts, self.felt = run.result, run.accounts, run.result.felt
         self.meter = run.meter.hosts[number] if run.meter is not None else None
         self.arbiter = Arbiter(parallel_swaps=host.parallel_swaps)
         self.kernels: dict[str, Kernel] = {}

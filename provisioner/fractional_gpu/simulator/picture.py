@@ -152,7 +152,7 @@ def time_axis(timelines: Sequence[Timeline], *, hours_of_day: bool) -> tuple[Axi
     """Return the axis over all that happens in the timelines, with marks at round times, and its two ends, ms."""
     began = (next((at for at, *counts in zip(*one.columns, strict=True) if any(counts)), None) for one in timelines)
     first_ms = min((at for at in began if at is not None), default=0)
-    last_ms = max((one.at_ms[-1] for one in timelines if len(one)), default=0)
+    last_ms = max((one.at_ms[-1] for one in timelines if one.at_ms), default=0)
     step_ms = _TIME_STEPS_MS[-1]
     for step in _TIME_STEPS_MS:
         if last_ms // step - first_ms // step < _MOST_TICKS:

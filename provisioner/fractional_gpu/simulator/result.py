@@ -5,81 +5,52 @@ Accounts add up GPU time, devices in use, and memory a second time: from what ke
 """
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 
 from fractional_gpu.core.forecasts.estimators import ErrorView
-from fractional_gpu.simulator.felt import USERS_TOO_LATE, Felt, Goal, Lateness, Spread, nearest_rank, of_hosts, too_long
+from fractional_gpu.simulator.felt import USERS_TOO_LATE, Felt, Goal, Lateness, Spread, nearest_rank, too_long
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.revocation import RevocationFigures
 from fractional_gpu.simulator.traces import Session
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """A moment of the run: devices on which memory is held, cells on a GPU, cells that wait for one."""
-
-    at_ms: int
-    devices_held: int
-    busy: int
-    waiting: int
-
-
-def _times() -> "array[int]":
-    return array("q")
-
-
-def _counts() -> "array[int]":
-    return array("i")
 
 
 @dataclass(slots=True)
 class Timeline:
     """The moments of a run, as columns: a day of ten thousand users has a million of them. `at_ms` never falls."""
 
-    at_ms: "array[int]" = field(default_factory=_times)
-    devices_held: "array[int]" = field(default_factory=_counts)
-    busy: "array[int]" = field(default_factory=_counts)
-    waiting: "array[int]" = field(default_factory=_counts)
+    at_ms: "array[int]" = field(default_factory=partial(array, "q"))
+    devices_held: "array[int]" = field(default_factory=partial(array, "i"))  # devices on which memory is held
+    busy: "array[int]" = field(default_factory=partial(array, "i"))  # GPUs on which cells run
+    waiting: "array[int]" = field(default_factory=partial(array, "i"))  # cells that wait for a GPU
 
     @property
     def columns(self) -> tuple["array[int]", "array[int]", "array[int]", "array[int]"]:
-        """The columns: when, devices on which memory is held, cells on a GPU, cells that wait for one."""
         return self.at_ms, self.devices_held, self.busy, self.waiting
 
-    def __len__(self) -> int:
-        return len(self.at_ms)
-
-    def __iter__(self) -> Iterator[Point]:
-        return (Point(*moment) for moment in zip(*self.columns, strict=True))
-
-    def __getitem__(self, number: int) -> Point:
-        return Point(self.at_ms[number], self.devices_held[number], self.busy[number], self.waiting[number])
-
     def add(self, at_ms: int, devices_held: int, busy: int, waiting: int) -> None:
-        """Append a moment."""
-        self.at_ms.append(at_ms)
-        self.devices_held.append(devices_held)
-        self.busy.append(busy)
-        self.waiting.append(waiting)
+        for column, value in zip(self.columns, (at_ms, devices_held, busy, waiting), strict=True):
+            column.append(value)
 
     def add_changed(self, at_ms: int, devices_held: int, busy: int, waiting: int) -> None:
         """Append a moment unless all is as it was."""
-        if (
-            not self.at_ms
-            or self.devices_held[-1] != devices_held
-            or self.busy[-1] != busy
-            or self.waiting[-1] != waiting
-        ):
+        if not self.at_ms or (self.devices_held[-1], self.busy[-1], self.waiting[-1]) != (devices_held, busy, waiting):
             self.add(at_ms, devices_held, busy, waiting)
 
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """The figures of a run. GPU time is counted in milli-GPU times ms: one GPU for a second is 1,000,000."""
+    """The figures of a run. GPU time is counted in milli-GPU times ms: one GPU for a second is 1,000,000.
+
+    `finish` computes waits and lateness from what was `felt`, and the forecasts' errors from those of each host (`errors`).
+    """
 
     name: str
+    felt: Felt = field(compare=False)
+    errors: list[Sequence[ErrorView]] = field(default_factory=list, compare=False)
+    closed_ms: int = 0  # when the last session closed
     sessions: int
     cells: int
     gpu_cells: int
@@ -108,9 +79,7 @@ class Result:
     wall_s: float = 0.0
     timeline: Timeline = field(default_factory=Timeline)
     revocation: RevocationFigures | None = None  # what left meanwhile, and what was lost
-    forecast_error: dict[str, dict[str, float]] = field(
-        default_factory=dict
-    )  # by kind of forecast; empty: there were none
+    forecast_error: dict[str, dict[str, float]] = field(default_factory=dict)  # by kind of forecast
 
     def as_json(self) -> dict[str, object]:
         """Return what `--json` prints."""
@@ -130,8 +99,8 @@ class Result:
             "waited_percent": self.waits.nonzero_percent(),
             "nonzero_wait_s": self.waits.nonzero().summary(),
             "host_p95_wait_s": {
-                name: nearest_rank(self.host_p95_ms, percent) / 1000
-                for name, percent in (("median", 50), ("worst", 100))
+                "median": nearest_rank(self.host_p95_ms, 50) / 1000,
+                "worst": nearest_rank(self.host_p95_ms, 100) / 1000,
             },
             "door_wait_s": self.doors.summary(),
             "door_waited_percent": self.doors.nonzero_percent(),
@@ -166,25 +135,26 @@ class Result:
             return USERS_TOO_LATE.format(goal.p95_late_ms / 1000)
         return ""
 
-    def feel(self, felt: Felt) -> None:
-        """Take over what the users felt."""
+    def finish(self, trace: Sequence[Session]) -> None:
+        """Compute the figures that follow from the whole run."""
+        felt = self.felt
         self.waits, self.doors = Spread.of(chain(*felt.waits_ms.values())), Spread.of(felt.doors_ms)
-        self.host_p95_ms = of_hosts(felt)
+        self.host_p95_ms = tuple(sorted(Spread.of(waits).percentile_ms(95) for waits in felt.waits_ms.values()))
         self.lateness, self.hopeless = Lateness.of(felt), felt.hopeless
-
-    def own(self, since_ms: int, until_ms: int) -> None:
-        """Count all devices as owned for that time."""
-        self.owned = self.devices * max(0, until_ms - since_ms) * 1000
+        opened_ms = min((session.open_ms for session in trace), default=0)
+        self.owned = self.devices * max(0, self.closed_ms - opened_ms) * 1000
+        self.forecast_error = _merged_errors(self.errors)
 
 
 def _hours(milli_ms: int) -> float:
-    return round(milli_ms / _HOUR_MILLI_MS, 3)
+    return round(milli_ms / 3.6e9, 3)
 
 
-def begin_result(name: str, trace: Sequence[Session], hosts: Sequence[Host]) -> Result:
+def begin_result(name: str, trace: Sequence[Session], hosts: Sequence[Host], goal: Goal | None = None) -> Result:
     """Return a result with what is known before anything has run."""
     return Result(
         name=name,
+        felt=Felt(trace, goal),
         sessions=len(trace),
         cells=sum(len(session.cells) for session in trace),
         gpu_cells=sum(cell.gpus > 0 for session in trace for cell in session.cells),
@@ -194,29 +164,7 @@ def begin_result(name: str, trace: Sequence[Session], hosts: Sequence[Host]) -> 
     )
 
 
-@dataclass(slots=True, kw_only=True)
-class Part:
-    """What a run of some hosts, or of all, adds to the figures of all of them.
-
-    `result` still lacks what `finished` puts in. `errors` are those of each host's forecasts; `closed_ms` is when the last session closed.
-    """
-
-    result: Result
-    felt: Felt
-    errors: Sequence[Sequence[ErrorView]]
-    closed_ms: int
-
-
-def finished(whole: Part, trace: Sequence[Session]) -> Result:
-    """Return the figures of all hosts together."""
-    result = whole.result
-    result.feel(whole.felt)
-    result.own(min((session.open_ms for session in trace), default=0), whole.closed_ms)
-    result.forecast_error = merged_errors(whole.errors)
-    return result
-
-
-def merged_errors(errors: Sequence[Sequence[ErrorView]]) -> dict[str, dict[str, float]]:
+def _merged_errors(errors: Sequence[Sequence[ErrorView]]) -> dict[str, dict[str, float]]:
     """Return how far off the forecasts of all hosts were: their counts added up, and their figures weighted by their counts."""
     merged: dict[str, dict[str, float]] = {}
     for views in zip(*errors, strict=True):
@@ -290,6 +238,3 @@ class Accounts:
         """Count `mib` of the host's memory as free again."""
         self._host_mib[host] -= mib
         self.result.host_peak_mib = max(self.result.host_peak_mib, self._host_mib[host])
-
-
-_HOUR_MILLI_MS = 3_600_000 * 1000

@@ -11,7 +11,7 @@ from fractional_gpu.config import ConfigError, Settings, load
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.core.units import parse_memory_mib
 from fractional_gpu.simulator.cluster import EngineDoor, WaitTerms
-from fractional_gpu.simulator.fleet.run import Way
+from fractional_gpu.simulator.fleet import Way
 from fractional_gpu.simulator.hosts import DoorRule
 from fractional_gpu.simulator.load import Signs
 from fractional_gpu.simulator.machine import Host, SwapSpeed

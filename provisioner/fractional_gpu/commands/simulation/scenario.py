@@ -19,7 +19,7 @@ from fractional_gpu.commands.terminal.text import CommandError, UsageError
 from fractional_gpu.core.units import parse_duration_ms, parse_memory_mib
 from fractional_gpu.simulator.baselines import BASELINES, MPS_FILL_PERCENT
 from fractional_gpu.simulator.cluster import EngineDoor
-from fractional_gpu.simulator.fleet.placing import PlaceRule
+from fractional_gpu.simulator.fleet import PlaceRule
 from fractional_gpu.simulator.hosts import DoorRule
 from fractional_gpu.simulator.load import CLASS_SIZE, SEVERAL_PERCENT, Habit, Load, Memory, Pace
 from fractional_gpu.simulator.revocation import PUBLISHED
