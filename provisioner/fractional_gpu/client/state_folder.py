@@ -15,13 +15,12 @@ Of the user's two folders, the existing one is taken, so that a broker finds its
 
 import hashlib
 import os
-import re
 import socket as socket_module
 import stat
 from contextlib import suppress
 from pathlib import Path
 
-from fractional_gpu.host.files import foreign_above, make_private_folder
+from fractional_gpu.host.files import foreign_above, make_private_folder, mount_table
 from fractional_gpu.protocol.errors import BrokerUnavailableError
 
 SERVICE_STATE = Path("/var/lib/jupyter-gpu")
@@ -38,7 +37,6 @@ _NETWORK = frozenset({
 })
 # fmt: on
 _LOCAL_FUSE = frozenset({"fuse.bindfs", "fuse.encfs", "fuse.fuse-overlayfs", "fuse.gocryptfs", "fuse.mergerfs"})
-_OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 def ledger_name(*, simulated: bool) -> str:
@@ -99,21 +97,14 @@ def own_host_folders() -> list[Path]:
 def filesystem_type(path: Path) -> str:
     """Return the type of the filesystem of the path, existing or not; "" where /proc does not list it."""
     try:
-        lines = _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        table = mount_table(_MOUNTS)
     except OSError:
         return ""
     real = Path(os.path.realpath(path))
-    found, depth = "", -1
-    for line in lines:
-        before, _, after = line.partition(" - ")
-        fields = before.split(" ")
-        if len(fields) < 5 or not after:
-            continue
-        point = Path(_OCTAL.sub(lambda match: chr(int(match[1], 8)), fields[4]))
-        # Of two mounts on the same point, the later one hides the other.
-        if real.is_relative_to(point) and len(point.parts) >= depth:
-            found, depth = after.split(" ")[0], len(point.parts)
-    return found
+    above = [mount for mount in table if real.is_relative_to(mount.point)]
+    # Of two mounts on the same point, the later one hides the other.
+    nearest = max(reversed(above), key=lambda mount: len(mount.point.parts), default=None)
+    return "" if nearest is None else nearest.kind
 
 
 def is_network(path: Path) -> bool:

@@ -1,16 +1,58 @@
-"""Paths of control groups for a process that has a control group namespace of its own, as one in a container has.
+"""Where hierarchies of control groups are mounted, with the host's paths, also for a process that has a control group namespace of its own.
 
-Such a process sees the groups above its own as `/..`, once for each level: another pod's group is `/../../podUID/...`, and the root of the
-whole hierarchy, where that is mounted too (a host path), is `/../../..`. What lies between is not named. So its own group is looked for
-once in the whole hierarchy, by the inode of its folder; with that every path is one of the host again.
+In a container such a process sees the groups above its own as `/..`, once for each level: another pod's group is `/../../podUID/...`, and
+the root of the whole hierarchy, where that is mounted too (a host path), is `/../../..`. What lies between is not named. So its own group
+is looked for once in the whole hierarchy, by the inode of its folder; with that every path is one of the host again.
 """
 
-import os
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from fractional_gpu.host.files import mount_table
+from fractional_gpu.host.process import PROC
 
 ROOT = PurePosixPath("/")
+
+
+class Mount(NamedTuple):
+    """A part of a hierarchy. `root`: its host's path; `own`: that of this process's group, where a namespace hides it."""
+
+    version: int
+    controllers: frozenset[str]  # with version 1
+    root: PurePosixPath
+    point: Path
+    own: PurePosixPath | None = None
+
+    def folder(self, group: PurePosixPath) -> Path | None:
+        """Return the folder of a group, whether it exists or not; None if this part of the hierarchy does not show it."""
+        shown = ".." not in group.parts and group.is_relative_to(self.root)
+        return self.point / group.relative_to(self.root) if shown else None
+
+
+def mounts(*, proc: Path = PROC) -> list[Mount]:
+    """Return where hierarchies are mounted in this mount namespace; one mount of each root is enough. Raises OSError."""
+    found: dict[tuple[int, frozenset[str], PurePosixPath], Mount] = {}
+    for line in mount_table(proc / "self/mountinfo"):
+        if line.kind in ("cgroup", "cgroup2"):
+            version = 2 if line.kind == "cgroup2" else 1
+            controllers = frozenset(line.options.split(",")) if version == 1 else frozenset()
+            root = PurePosixPath(line.root)
+            found.setdefault((version, controllers, root), Mount(version, controllers, root, line.point))
+    own: dict[tuple[int, frozenset[str]], PurePosixPath] = {}
+    for (version, controllers, root), whole in found.items():
+        inside = found.get((version, controllers, ROOT))
+        if (levels := levels_up(root)) and inside is not None:
+            status = inside.point.stat()
+            if (group := _own_group(whole.point, levels, status.st_dev, status.st_ino)) is not None:
+                own[version, controllers] = group
+    resolved = []
+    for mount in found.values():
+        group = own.get((mount.version, mount.controllers))
+        whole = levels_up(mount.root) > 0
+        root = ROOT if whole else mount.root if group is None else absolute(mount.root, group)
+        resolved.append(mount._replace(root=root, own=group))
+    return resolved
 
 
 def levels_up(root: PurePosixPath) -> int:
@@ -19,19 +61,10 @@ def levels_up(root: PurePosixPath) -> int:
     return len(names) if names and set(names) == {".."} else 0
 
 
-def own_group(whole: Path, levels: int, inside: Path) -> PurePosixPath | None:
-    """Return the host's path of the reader's own group; None if it is not found. Raises OSError.
-
-    `whole`: where the hierarchy is mounted whole, `levels` levels above the reader's group; `inside`: where it is mounted from that group
-    on.
-    """
-    status = inside.stat()
-    return _found(whole, levels, status.st_dev, status.st_ino)
-
-
 @cache
-def _found(whole: Path, levels: int, device: int, inode: int) -> PurePosixPath | None:
-    for folder in _at_depth(whole, levels):
+def _own_group(whole: Path, levels: int, device: int, inode: int) -> PurePosixPath | None:
+    """Return the host's path of the group with this folder, `levels` below the folder where the whole hierarchy is mounted."""
+    for folder in whole.glob("/".join(["*"] * levels)):
         try:
             status = folder.stat()
         except OSError:
@@ -39,18 +72,6 @@ def _found(whole: Path, levels: int, device: int, inode: int) -> PurePosixPath |
         if (status.st_dev, status.st_ino) == (device, inode):
             return ROOT / folder.relative_to(whole)
     return None
-
-
-def _at_depth(folder: Path, levels: int) -> Iterator[Path]:
-    if levels == 0:
-        yield folder
-        return
-    try:
-        below = [Path(entry.path) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
-    except OSError:
-        return
-    for one in below:
-        yield from _at_depth(one, levels - 1)
 
 
 def absolute(path: PurePosixPath, own: PurePosixPath) -> PurePosixPath:

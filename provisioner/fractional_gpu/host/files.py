@@ -1,4 +1,4 @@
-"""Replacing a small file in one step, the folder for temporary files, and the points where tests make writes fail.
+"""Replacing a small file in one step, the folder for temporary files, mounts, and the points where tests make writes fail.
 
 Standard library only.
 
@@ -16,10 +16,35 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 _TEMPORARY = ("/tmp", "/var/tmp")  # noqa: S108 - what callers put there is checked to be theirs
 _EVERY_UID = "4294967295"  # the number of uids in the map of the machine's initial user namespace
+_OCTAL = re.compile(r"\\([0-7]{3})")
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class MountLine(NamedTuple):
+    """A mount: `root` is the path within its filesystem that appears at `point`."""
+
+    root: str
+    point: Path
+    kind: str
+    options: str  # of the filesystem
+
+
+def mount_table(file: Path) -> list[MountLine]:
+    """Return the mounts in a `mountinfo` of /proc. Raises OSError."""
+    found = []
+    for line in os.fsdecode(file.read_bytes()).split("\n"):  # a path may have characters at which `splitlines` splits
+        before, separator, after = line.partition(" - ")
+        fields = before.split(" ")
+        if separator and len(fields) >= 5:
+            kind, _source, options = (*after.split(" ", 2), "", "")[:3]
+            # Blanks and the like are octal.
+            root, point = (_OCTAL.sub(lambda match: chr(int(match[1], 8)), field) for field in fields[3:5])
+            found.append(MountLine(root, Path(point), kind, options))
+    return found
 
 
 def temporary_folder() -> Path:

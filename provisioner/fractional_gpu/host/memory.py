@@ -19,18 +19,32 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Final, NamedTuple
 
-from fractional_gpu.host.control_groups import ROOT, absolute, levels_up, own_group
-from fractional_gpu.host.process import PROC, ProcessIdentity, is_alive, lines_of
+from fractional_gpu.host.control_groups import Mount, absolute, mounts
+from fractional_gpu.host.process import PROC, ProcessIdentity, is_alive, lines_of, read_of
 
 _MIB: Final = 1024 * 1024
 _MARGIN_PARTS: Final = 50  # 2 %: page tables, and allocations of the process meanwhile
 _MARGIN_LEAST_MIB: Final = 64
-_TOLD: Final = re.compile(rb"^(MemTotal|MemAvailable):[ \t]*(\d+) kB$", re.MULTILINE)
-_TOLD_TOTAL: Final = re.compile(rb"^(MemTotal|SwapTotal):[ \t]*(\d+) kB$", re.MULTILINE)
-_OCTAL: Final = re.compile(r"\\([0-7]{3})")
+
+
+class _Files(NamedTuple):
+    """The files of a memory control group."""
+
+    limits: tuple[str, ...]  # the first one is never exceeded
+    used: str
+    reclaimable: str  # in memory.stat
+
+
+_FILES: Final = {
+    # "No limit" is a number near 2^63 here; it never binds before the system does.
+    1: _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+    # Past memory.high a process is throttled until it hardly moves: for saving gigabytes that is a limit too.
+    2: _Files(("memory.max", "memory.high"), "memory.current", "inactive_file"),
+}
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -48,29 +62,22 @@ class Shortage:
     limited_by: str
 
 
-class _Mount(NamedTuple):
-    version: int
-    root: PurePosixPath
-    point: Path
-    own: PurePosixPath | None = None  # the host's path of this process's group, where a namespace hides it
-
-
 def system_headroom(*, proc: Path = PROC) -> Headroom:
     """Return the room in the system's memory. Raises OSError, and ValueError for an unexpected /proc/meminfo."""
-    found = dict(_TOLD.findall((proc / "meminfo").read_bytes()))
-    try:
-        total, available = (int(found[name]) * 1024 for name in (b"MemTotal", b"MemAvailable"))
-    except KeyError as error:
-        raise ValueError(f"{proc}/meminfo does not tell MemTotal and MemAvailable in kB") from error
-    return _room(total, available, "the system's memory")
+    return _room(_meminfo("MemTotal", proc), _meminfo("MemAvailable", proc), "the system's memory")
 
 
 def machine_total_mib(*, proc: Path = PROC) -> int:
     """Return the machine's memory, MiB. Raises OSError, and ValueError for an unexpected /proc/meminfo."""
-    told = dict(_TOLD.findall((proc / "meminfo").read_bytes()))
-    if b"MemTotal" not in told:
-        raise ValueError(f"{proc}/meminfo does not tell MemTotal in kB")
-    return int(told[b"MemTotal"]) // 1024
+    return _meminfo("MemTotal", proc) // _MIB
+
+
+def _meminfo(name: str, proc: Path) -> int:
+    """Return a figure in bytes."""
+    found = re.search(rf"^{name}:[ \t]*(\d+) kB$", (proc / "meminfo").read_text("ascii"), re.MULTILINE)
+    if found is None:
+        raise ValueError(f"{proc}/meminfo does not tell {name} in kB")
+    return int(found[1]) * 1024
 
 
 def shortage(needs: Mapping[int, int], *, proc: Path = PROC) -> Shortage | None:
@@ -83,9 +90,15 @@ class LimitReader:
 
     def __init__(self, *, proc: Path = PROC) -> None:
         self._proc = proc
-        self._system: Headroom | None = None
-        self._mounts: list[_Mount] | None = None
         self._found: dict[bytes, dict[Path | None, Headroom]] = {}  # the limits, by the content of /proc/PID/cgroup
+
+    @cached_property
+    def _system(self) -> Headroom:
+        return system_headroom(proc=self._proc)
+
+    @cached_property
+    def _mounts(self) -> list[Mount]:
+        return mounts(proc=self._proc)
 
     def headroom(self, pid: int) -> Headroom:
         """Return how much more memory the process may take, MiB.
@@ -107,19 +120,13 @@ class LimitReader:
 
     def _limits(self, pid: int) -> dict[Path | None, Headroom]:
         """Return the room below each limit by the folder of its control group; None is the system itself."""
-        try:
-            groups = (self._proc / str(pid) / "cgroup").read_bytes()
-        except (FileNotFoundError, ProcessLookupError):
-            raise ProcessLookupError(f"no process has the id {pid}") from None
-        found = self._found.get(groups)
-        if found is None:
-            if self._system is None:
-                self._system = system_headroom(proc=self._proc)
-            if self._mounts is None:
-                self._mounts = _mounts(self._proc)
-            found = {None: self._system, **dict(_group_headrooms(_group_paths(groups), self._mounts))}
+        groups = read_of(pid, "cgroup", proc=self._proc)
+        if groups not in self._found:
+            found: dict[Path | None, Headroom] = {None: self._system}
+            for version, folders in _folders(groups, self._mounts).items():
+                found |= {folder: room for folder in folders if (room := _headroom(version, folder)) is not None}
             self._found[groups] = found
-        return found
+        return self._found[groups]
 
 
 def memory_groups(pid: int, *, proc: Path = PROC) -> dict[int, list[Path]]:
@@ -127,14 +134,7 @@ def memory_groups(pid: int, *, proc: Path = PROC) -> dict[int, list[Path]]:
 
     Raises ProcessLookupError when there is no such process, OSError and ValueError for what cannot be read.
     """
-    try:
-        groups = (proc / str(pid) / "cgroup").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        raise ProcessLookupError(f"no process has the id {pid}") from None
-    found: dict[int, list[Path]] = {}
-    for version, folder in _group_folders(_group_paths(groups), _mounts(proc)):
-        found.setdefault(version, []).append(folder)
-    return found
+    return _folders(read_of(pid, "cgroup", proc=proc), mounts(proc=proc))
 
 
 def smallest_limit(pid: int, *, proc: Path = PROC) -> Headroom:
@@ -142,10 +142,7 @@ def smallest_limit(pid: int, *, proc: Path = PROC) -> Headroom:
 
     Raises as `memory_groups`.
     """
-    told = dict(_TOLD_TOTAL.findall((proc / "meminfo").read_bytes()))
-    total = sum(int(told.get(name, 0)) for name in (b"MemTotal", b"SwapTotal")) * 1024
-    if not total:
-        raise ValueError(f"{proc}/meminfo does not tell MemTotal in kB")
+    total = _meminfo("MemTotal", proc) + _meminfo("SwapTotal", proc)
     limits = [Headroom(total // _MIB, "the system's memory")]
     for version, folders in memory_groups(pid, proc=proc).items():
         limits += [limit for folder in folders if (limit := _limit_in(version, folder, total)) is not None]
@@ -160,9 +157,9 @@ def group_limit(group: str, *, proc: Path = PROC) -> Headroom | None:
     total = machine_total_mib(proc=proc) * _MIB
     limits = [
         limit
-        for version, own in _folders_of(group, proc)
-        for folder in (own, *own.parents)
-        if (limit := _limit_in(version, folder, total)) is not None
+        for mount, own in _folders_of(group, proc)
+        for folder in _upwards(mount, own)
+        if (limit := _limit_in(mount.version, folder, total)) is not None
     ]
     return min(limits, default=None)
 
@@ -172,24 +169,23 @@ def group_used_mib(group: str, *, proc: Path = PROC) -> int:
 
     Raises OSError and ValueError for what cannot be read.
     """
-    used = 0
-    for version, folder in _folders_of(group, proc):
-        name, inactive = (
-            ("memory.current", "inactive_file") if version == 2 else ("memory.usage_in_bytes", "total_inactive_file")
-        )
-        used = max(used, (_bytes(folder / name) or 0) - _stat(folder / "memory.stat", inactive))
-    return used // _MIB
+    used = [_used(mount.version, folder) or 0 for mount, folder in _folders_of(group, proc)]
+    return max(used, default=0) // _MIB
 
 
-def _folders_of(group: str, proc: Path) -> Iterator[tuple[int, Path]]:
-    path = PurePosixPath(group)
-    for mount in _mounts(proc):
-        if _shows(mount, path) and (folder := mount.point / path.relative_to(mount.root)).is_dir():
-            yield mount.version, folder
+def _folders_of(group: str, proc: Path) -> Iterator[tuple[Mount, Path]]:
+    for mount in mounts(proc=proc):
+        folder = mount.folder(PurePosixPath(group))
+        if _has_memory(mount) and folder is not None and folder.is_dir():
+            yield mount, folder
+
+
+def _has_memory(mount: Mount) -> bool:
+    return mount.version == 2 or "memory" in mount.controllers
 
 
 def _limit_in(version: int, folder: Path, total: int) -> Headroom | None:
-    limit = _bytes(folder / ("memory.max" if version == 2 else "memory.limit_in_bytes"))
+    limit = _bytes(folder / _FILES[version].limits[0])
     return Headroom(limit // _MIB, _limit_of(folder, limit)) if limit is not None and limit < total else None
 
 
@@ -198,103 +194,43 @@ def _room(limit: int, left: int, name: str) -> Headroom:
     return Headroom(max(0, left - margin) // _MIB, name)
 
 
-def _group_headrooms(paths: dict[int, PurePosixPath], mounts: list[_Mount]) -> Iterator[tuple[Path, Headroom]]:
-    for version, folder in _group_folders(paths, mounts):
-        for room in _limits_v2(folder) if version == 2 else _limits_v1(folder):
-            yield folder, room
-
-
-def _group_folders(paths: dict[int, PurePosixPath], mounts: list[_Mount]) -> Iterator[tuple[int, Path]]:
-    """Yield each folder once, with its version, from the groups themselves upwards."""
-    for version, seen in paths.items():
-        here = [mount for mount in mounts if mount.version == version]
-        path = next((absolute(seen, mount.own) for mount in here if mount.own is not None), seen)
-        showing = [mount for mount in here if _shows(mount, path)]
-        for folder in dict.fromkeys(folder for mount in showing or here for folder in _ancestors(mount, path)):
-            yield version, folder
-
-
-def _group_paths(groups: bytes) -> dict[int, PurePosixPath]:
-    paths: dict[int, PurePosixPath] = {}
+def _folders(groups: bytes, everywhere: list[Mount]) -> dict[int, list[Path]]:
+    """Return the folders of the control groups in a /proc/PID/cgroup that may account memory, and of those above them."""
+    found: dict[int, list[Path]] = {}
     for line in lines_of(groups):
-        number, controllers, path = line.split(":", 2)
-        if number == "0" and not controllers:
-            paths[2] = PurePosixPath(path)
-        elif "memory" in controllers.split(","):
-            paths[1] = PurePosixPath(path)
-    return paths
-
-
-def _mounts(proc: Path) -> list[_Mount]:
-    """Return where the hierarchies are mounted in this mount namespace; one mount of each root is enough."""
-    found: dict[tuple[int, PurePosixPath], _Mount] = {}
-    for line in lines_of((proc / "self/mountinfo").read_bytes()):
-        before, separator, after = line.partition(" - ")
-        kind, _source, options = (*after.split(" ", 2), "", "")[:3]
-        version = {"cgroup2": 2, "cgroup": 1}.get(kind, 0) if separator else 0
-        if version == 2 or (version == 1 and "memory" in options.split(",")):
-            root, point = (unescape(field) for field in before.split(" ")[3:5])
-            mount = _Mount(version, PurePosixPath(root), Path(point))
-            found.setdefault((version, mount.root), mount)
-    return _of_host(list(found.values()))
-
-
-def _of_host(mounts: list[_Mount]) -> list[_Mount]:
-    """Return the mounts with the host's paths, where a control group namespace hides these and the whole hierarchy is mounted, too."""
-    owns = _own_groups(mounts)
-    return [
-        mount if (own := owns.get(mount.version)) is None else mount._replace(root=absolute(mount.root, own), own=own)
-        for mount in mounts
-    ]
-
-
-def _own_groups(mounts: list[_Mount]) -> dict[int, PurePosixPath]:
-    """Return the host's path of this process's own group by version, for those where its namespace hides it."""
-    found: dict[int, PurePosixPath] = {}
-    for whole in mounts:
-        for inside in mounts:
-            if (levels := levels_up(whole.root)) and (inside.version, inside.root) == (whole.version, ROOT):
-                own = own_group(whole.point, levels, inside.point)
-                if own is not None:
-                    found[whole.version] = own
+        number, controllers, seen = line.split(":", 2)
+        version = 2 if number == "0" and not controllers else 1
+        if version == 1 and "memory" not in controllers.split(","):
+            continue
+        here = [mount for mount in everywhere if mount.version == version and _has_memory(mount)]
+        path = PurePosixPath(seen)
+        path = next((absolute(path, mount.own) for mount in here if mount.own is not None), path)
+        showing = [mount for mount in here if mount.folder(path) is not None] or here
+        if folders := [one for mount in showing for one in _upwards(mount, mount.folder(path))]:
+            found[version] = list(dict.fromkeys(folders))
     return found
 
 
-def unescape(field: str) -> str:
-    """Return a path of mountinfo as it is: blanks and the like are octal there."""
-    return _OCTAL.sub(lambda match: chr(int(match[1], 8)), field)
-
-
-def _shows(mount: _Mount, path: PurePosixPath) -> bool:
-    return ".." not in path.parts and path.is_relative_to(mount.root)
-
-
-def _ancestors(mount: _Mount, path: PurePosixPath) -> list[Path]:
-    """Return the visible folders from the group up to the mount; always at least the mount itself."""
-    if not _shows(mount, path):
+def _upwards(mount: Mount, folder: Path | None) -> list[Path]:
+    """Return the visible folders from the group's up to the mount; always at least the mount itself."""
+    if folder is None:
         return [mount.point]
-    below = path.relative_to(mount.root)
-    return [mount.point / part for part in (below, *below.parents)]
+    return [one for one in (folder, *folder.parents) if one.is_relative_to(mount.point)]
 
 
-def _limits_v2(folder: Path) -> Iterator[Headroom]:
-    # Past memory.high a process is throttled until it hardly moves: for saving gigabytes that is a limit too.
-    limits = [limit for limit in (_bytes(folder / "memory.max"), _bytes(folder / "memory.high")) if limit is not None]
-    used = _bytes(folder / "memory.current")
-    if limits and used is not None:
-        yield _left(folder, min(limits), used, "inactive_file")
+def _headroom(version: int, folder: Path) -> Headroom | None:
+    limits = [limit for name in _FILES[version].limits if (limit := _bytes(folder / name)) is not None]
+    used = _used(version, folder)
+    if not limits or used is None:
+        return None
+    return _room(min(limits), min(limits) - used, _limit_of(folder, min(limits)))
 
 
-def _limits_v1(folder: Path) -> Iterator[Headroom]:
-    limit, used = _bytes(folder / "memory.limit_in_bytes"), _bytes(folder / "memory.usage_in_bytes")
-    # Version 1 writes "no limit" as a number near 2^63; it never binds before the system does.
-    if limit is not None and used is not None:
-        yield _left(folder, limit, used, "total_inactive_file")
-
-
-def _left(folder: Path, limit: int, used: int, reclaimable: str) -> Headroom:
-    used -= min(used, _stat(folder / "memory.stat", reclaimable))
-    return _room(limit, limit - used, _limit_of(folder, limit))
+def _used(version: int, folder: Path) -> int | None:
+    """Return what the group's processes use, without caches that can be reclaimed, bytes."""
+    files = _FILES[version]
+    used = _bytes(folder / files.used)
+    return None if used is None else max(0, used - _stat(folder / "memory.stat", files.reclaimable))
 
 
 def _limit_of(folder: Path, limit: int) -> str:
@@ -345,10 +281,7 @@ _COUNTER: Final = {1: "memory.oom_control", 2: "memory.events"}
 
 
 def adjustment(pid: int, *, proc: Path = PROC) -> int:
-    try:
-        return int((proc / str(pid) / "oom_score_adj").read_bytes())
-    except (FileNotFoundError, ProcessLookupError):
-        raise ProcessLookupError(f"no process has the id {pid}") from None
+    return int(read_of(pid, "oom_score_adj", proc=proc))
 
 
 def lower(identity: ProcessIdentity, target: int) -> int:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, TypeVar
 
-from fractional_gpu.host.process import PROC, ProcessIdentity, is_alive, read_file
+from fractional_gpu.host.process import PROC, ProcessIdentity, is_alive, read_of
 from fractional_gpu.host.threads import StartedThreads
 
 T = TypeVar("T")
@@ -47,11 +47,7 @@ def own_namespace(kind: str, *, proc: Path = PROC) -> NamespaceId:
 
 def nested_pids(pid: int, *, proc: Path = PROC) -> list[int]:
     """Return the process's pids, from the namespace of /proc to its own. Raises ProcessLookupError."""
-    try:
-        status = read_file(f"{proc}/{pid}/status")
-    except (FileNotFoundError, NotADirectoryError, ProcessLookupError):
-        raise ProcessLookupError(f"no process has the id {pid}") from None
-    for line in status.split(b"\n"):
+    for line in read_of(pid, "status", proc=proc).split(b"\n"):
         name, _, value = line.partition(b":")
         if name == b"NSpid":
             return [int(one) for one in value.split()]

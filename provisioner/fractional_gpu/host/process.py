@@ -116,7 +116,7 @@ def boot_id(*, proc: Path = PROC) -> str:
 
 def read_stat(pid: int, *, proc: Path = PROC) -> ProcessStat:
     """Return the parsed /proc/PID/stat. Raises ProcessLookupError when there is no such process."""
-    return parse_stat(_read(pid, "stat", proc))
+    return parse_stat(read_of(pid, "stat", proc=proc))
 
 
 def identify(pid: int, *, proc: Path = PROC) -> ProcessIdentity:
@@ -149,7 +149,7 @@ def owner_uid(pid: int, *, proc: Path = PROC) -> int:
 
     Raises ProcessLookupError.
     """
-    return parse_uid(_read(pid, "status", proc))
+    return parse_uid(read_of(pid, "status", proc=proc))
 
 
 def read_environment(pid: int, *, proc: Path = PROC) -> dict[str, str]:
@@ -281,7 +281,8 @@ def lines_of(content: bytes) -> list[str]:
     return [os.fsdecode(line) for line in content.split(b"\n") if line]
 
 
-def _read(pid: int, name: str, proc: Path) -> bytes:
+def read_of(pid: int, name: str, *, proc: Path = PROC) -> bytes:
+    """Return all of a file of the process in /proc. Raises ProcessLookupError when there is no such process."""
     try:
         return read_file(f"{proc}/{pid}/{name}")
     except (FileNotFoundError, NotADirectoryError, ProcessLookupError):
@@ -290,7 +291,7 @@ def _read(pid: int, name: str, proc: Path) -> bytes:
 
 def thread_group(pid: int, *, proc: Path = PROC) -> int:
     """Return the process that a thread, or a process, with this number belongs to. Raises ProcessLookupError and PermissionError."""
-    return int(_status_field(_read(pid, "status", proc), b"Tgid"))
+    return int(_status_field(read_of(pid, "status", proc=proc), b"Tgid"))
 
 
 def _status_field(status: bytes, name: bytes) -> bytes:

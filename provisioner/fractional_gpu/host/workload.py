@@ -11,14 +11,14 @@ The rules:
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from fractional_gpu.host.control_groups import ROOT, levels_up
-from fractional_gpu.host.memory import Headroom, group_limit, group_used_mib, unescape
-from fractional_gpu.host.process import PROC, lines_of
+from fractional_gpu.host.control_groups import ROOT, mounts
+from fractional_gpu.host.memory import group_limit, group_used_mib
+from fractional_gpu.host.process import PROC, lines_of, read_of
 
 SLURM: Final = "slurm"
 KUBERNETES: Final = "kubernetes"
@@ -77,16 +77,17 @@ def workload_name(engine: str, workload_id: str) -> str:
 
 def parse_workload(cgroup: bytes) -> Workload | None:
     """Return the workload that the text of /proc/PID/cgroup says; None if it says none, or if its hierarchies contradict each other."""
-    found = {one.name: one for one in map(_of_path, _paths(cgroup)) if one is not None}
+    found: dict[str, Workload] = {}
+    for line in lines_of(cgroup):
+        path = line.split(":", 2)[-1]
+        if path.startswith("/") and (one := _of_path(path)) is not None:
+            found[one.name] = one
     return next(iter(found.values())) if len(found) == 1 else None
 
 
 def workload_of(pid: int, *, proc: Path = PROC) -> Workload | None:
     """Return the workload of the process, None without one. Raises ProcessLookupError where there is no such process, PermissionError."""
-    try:
-        return parse_workload((proc / str(pid) / "cgroup").read_bytes())
-    except (FileNotFoundError, ProcessLookupError):
-        raise ProcessLookupError(f"no process has the id {pid}") from None
+    return parse_workload(read_of(pid, "cgroup", proc=proc))
 
 
 def own_workload(environment: Mapping[str, str], *, proc: Path = PROC) -> str:
@@ -110,14 +111,6 @@ def serves_whole_host(*, proc: Path = PROC) -> bool:
     return (proc / "1" / "cgroup").read_bytes() != (proc / "self" / "cgroup").read_bytes()
 
 
-def _paths(cgroup: bytes) -> Iterator[str]:
-    for line in lines_of(cgroup):
-        _, _, rest = line.partition(":")
-        _, separator, path = rest.partition(":")
-        if separator and path.startswith("/"):
-            yield path
-
-
 def _of_path(path: str) -> Workload | None:
     above = _UP.match(path)
     start = above.end() if above is not None else 0
@@ -133,12 +126,12 @@ def _of_path(path: str) -> Workload | None:
 def find_group(engine: str, workload_id: str, *, proc: Path = PROC) -> str:
     """Return the path of the workload's control group, "" if no hierarchy that is mounted here shows it. Raises OSError."""
     forms = [place.format(id=workload_id, id_=workload_id.replace("-", "_")) for place in _PLACES.get(engine, ())]
-    for root, point in _hierarchies(proc):
-        if root != PurePosixPath("/"):
+    for mount in mounts(proc=proc):
+        if mount.root != ROOT:
             continue
         for form in forms:
-            for folder in point.glob(form):
-                path = f"/{folder.relative_to(point)}"
+            for folder in mount.point.glob(form):
+                path = f"/{folder.relative_to(mount.point)}"
                 found = _of_path(path)
                 if found is not None and (found.engine, found.id) == (engine, workload_id):
                     return path
@@ -147,14 +140,9 @@ def find_group(engine: str, workload_id: str, *, proc: Path = PROC) -> str:
 
 def group_exists(group: str, *, proc: Path = PROC) -> bool | None:
     """Return whether a hierarchy has this group; None where no mount here could show it. Raises OSError."""
-    path, shown = PurePosixPath(group), False
-    for root, point in _hierarchies(proc):
-        if not path.is_relative_to(root):
-            continue
-        shown = True
-        if (point / path.relative_to(root)).is_dir():
-            return True
-    return False if shown else None
+    folders = [mount.folder(PurePosixPath(group)) for mount in mounts(proc=proc)]
+    shown = [folder.is_dir() for folder in folders if folder is not None]
+    return any(shown) if shown else None
 
 
 def memory_warning(engine: str, group: str, cap_mib: int, *, proc: Path = PROC) -> str:
@@ -166,32 +154,8 @@ def memory_warning(engine: str, group: str, cap_mib: int, *, proc: Path = PROC) 
     base_mib = max(BASE_MIB, group_used_mib(group, proc=proc))
     if limit is None or limit.mib >= base_mib + cap_mib:
         return ""
-    return _warning(engine, limit, base_mib, cap_mib)
-
-
-def _warning(engine: str, limit: Headroom, base_mib: int, cap_mib: int) -> str:
     remedy = "--mem" if engine == SLURM else "resources.limits.memory"
     return (
         f"{limit.limited_by} is less than the {base_mib} MiB that a kernel takes and the {cap_mib} MiB of GPU memory that are saved there "
         f"while it idles: its kernels may not be suspended, and then keep others from the GPU; raise {remedy} to {base_mib + cap_mib} MiB"
     )
-
-
-def _hierarchies(proc: Path) -> Iterator[tuple[PurePosixPath, Path]]:
-    """Yield root and mount point of each hierarchy of control groups that is mounted here.
-
-    In a control group namespace with the whole hierarchy mounted, too, that mount alone has the host's paths.
-    """
-    found: list[tuple[str, PurePosixPath, Path]] = []
-    for line in lines_of((proc / "self" / "mountinfo").read_bytes()):
-        before, separator, after = line.partition(" - ")
-        kind, _source, options = (*after.split(" ", 2), "", "")[:3]
-        if separator and kind in ("cgroup", "cgroup2"):
-            names = [unescape(field) for field in before.split(" ")[3:5]]
-            found.append((f"{kind} {options}", PurePosixPath(names[0]), Path(names[1])))
-    whole = {kind for kind, root, _ in found if levels_up(root)}
-    for kind, root, point in found:
-        if levels_up(root):
-            yield ROOT, point
-        elif kind not in whole:
-            yield root, point
