@@ -9,7 +9,7 @@
 
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -67,10 +67,35 @@ def _check_names(names: Mapping[str, object], kind: type[msgspec.Struct]) -> Non
 
 
 def _within_limits(message: Message) -> Message:
-    for field in message.__struct_fields__:
-        if (fault := _fault(getattr(message, field), 1)) is not None:
-            raise _error_of(fault, f"$.{field}")
+    _check(message, "$", 0)
     return message
+
+
+def _check(value: object, where: str, depth: int) -> None:
+    """Raise BadRequestError or RequestTooLargeError for the first thing in the value that is beyond a limit."""
+    if isinstance(value, str):
+        if len(value) > MAX_STRING:
+            raise RequestTooLargeError(f"{where} has {len(value)} characters; allowed: {MAX_STRING}")
+        if "\0" in value:
+            raise BadRequestError(f"{where} contains a NUL character; allowed: text without it")
+    elif isinstance(value, int):
+        if not -_LARGEST <= value <= _LARGEST:
+            raise BadRequestError(f"{where} is a number of more than 63 bits; allowed: -{_LARGEST} to {_LARGEST}")
+    elif isinstance(value, dict | list | msgspec.Struct):
+        if depth > MAX_DEPTH:
+            raise RequestTooLargeError(f"{where} is nested deeper than {MAX_DEPTH} levels")
+        for key, item in _items(value):
+            inside = f"{where}.{str(key)[:80]}"
+            _check(key, inside, depth)
+            _check(item, inside, depth + 1)
+
+
+def _items(value: dict[str, object] | list[object] | msgspec.Struct) -> Iterable[tuple[object, object]]:
+    if isinstance(value, dict):
+        return value.items()
+    if isinstance(value, list):
+        return enumerate(value)
+    return ((field, getattr(value, field)) for field in value.__struct_fields__)
 
 
 def decode_json(text: bytes) -> object:
@@ -129,44 +154,3 @@ def printable(text: str) -> str:
 @cache
 def _decoder(kind: type[Message]) -> msgspec.json.Decoder[Message]:
     return msgspec.json.Decoder(kind)
-
-
-class _Fault(NamedTuple):
-    """What is wrong with a value, and where in it: the path is put together for errors only."""
-
-    sentence: str
-    too_large: bool
-    path: str = ""
-
-
-def _error_of(fault: _Fault, field: str) -> FractionalGPUError:
-    sentence = f"{field}{fault.path} {fault.sentence}"
-    return RequestTooLargeError(sentence) if fault.too_large else BadRequestError(sentence)
-
-
-def _fault(value: object, depth: int) -> _Fault | None:
-    """Return the first thing in the value that is beyond a limit."""
-    fault: _Fault | None = None
-    if isinstance(value, str):
-        if len(value) > MAX_STRING:
-            fault = _Fault(f"has {len(value)} characters; allowed: {MAX_STRING}", too_large=True)
-        elif "\0" in value:
-            fault = _Fault("contains a NUL character; allowed: text without it", too_large=False)
-    elif isinstance(value, int):
-        if not -_LARGEST <= value <= _LARGEST:
-            fault = _Fault(f"is a number of more than 63 bits; allowed: -{_LARGEST} to {_LARGEST}", too_large=False)
-    elif isinstance(value, dict | list | msgspec.Struct):
-        if depth > MAX_DEPTH:
-            return _Fault(f"is nested deeper than {MAX_DEPTH} levels", too_large=True)
-        for key, item in _items(value):
-            if (fault := _fault(key, depth) or _fault(item, depth + 1)) is not None:
-                return fault._replace(path=f".{str(key)[:80]}{fault.path}")
-    return fault
-
-
-def _items(value: dict[str, object] | list[object] | msgspec.Struct) -> Iterable[tuple[object, object]]:
-    if isinstance(value, dict):
-        return value.items()
-    if isinstance(value, list):
-        return enumerate(value)
-    return ((field, getattr(value, field)) for field in value.__struct_fields__)

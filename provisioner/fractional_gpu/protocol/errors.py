@@ -91,21 +91,7 @@ class BrokerUnavailableError(FractionalGPUError):
     status = 503
 
 
-_BY_CODE: dict[str, type[FractionalGPUError]] = {
-    cls.code: cls
-    for cls in (
-        BadRequestError,
-        UnauthorizedError,
-        ForbiddenError,
-        NotFoundError,
-        ConflictError,
-        RequestTooLargeError,
-        TooManyRequestsError,
-        NoRoomError,
-        InternalBrokerError,
-        BrokerUnavailableError,
-    )
-}
+_BY_CODE = {kind.code: kind for kind in FractionalGPUError.__subclasses__()}
 
 
 def error_from_reply(payload: object, status: int) -> FractionalGPUError:

@@ -7,52 +7,52 @@ word, and at most `MAX_SUMMARY` bytes. A reader checks every field; the writer o
 """
 
 import re
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
-from msgspec import Struct, structs
+from msgspec import Meta, Struct, structs
 
 from fractional_gpu.protocol.limits import MAX_NAME
 
 MAX_SUMMARY: Final = 4096  # bytes
 STALE_S: Final = 900
 """An older summary tells nothing of the present: its agent renews it several times within this time. Seconds."""
-_MOST_POOLS = 32
-_MOST_FRACTIONS = 32
 _LARGEST = 10**9
+_Number = Annotated[int, Meta(ge=0, le=_LARGEST)]
+_Name = Annotated[str, Meta(max_length=MAX_NAME)]
 _OUTSIDE_WORDS = re.compile(r"[^!-~]|[='`]")
 
 
 class PoolSummary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One pool of a node. Shares in milli-GPU, waits in milliseconds."""
 
-    name: str
-    devices: int
-    total_milli: int
-    held_milli: int  # by seats, and by leases without a seat
-    free_milli: int  # how much more would be granted now
-    waiting: int = 0  # kernels that wait for a device
-    wait_p50_ms: int = (
-        0  # forecast for the cells of one more seat of the default share: half of them wait at most so long,
+    name: _Name
+    devices: _Number
+    total_milli: _Number
+    held_milli: _Number  # by seats, and by leases without a seat
+    free_milli: _Number  # how much more would be granted now
+    waiting: _Number = 0  # kernels that wait for a device
+    wait_p50_ms: _Number = (
+        0  # forecast for the cells of one more seat of the default share: half of them wait so long at most ...
     )
-    wait_p95_ms: int = 0  # ... and 95 of 100
-    fraction_milli: int = 0  # the default share
-    fractions_milli: list[int] = []  # on offer; empty: any
-    device_mib: int = 0  # memory that leases may have of the pool's smallest device
-    count: str = (
-        ""  # the name by which a job asks the engine for thousandths: `jgpu:open` in Slurm (`--gres=jgpu:open:250`)
-    )
+    wait_p95_ms: _Number = 0  # ... and 95 of 100
+    fraction_milli: _Number = 0  # the default share
+    fractions_milli: Annotated[list[_Number], Meta(max_length=32)] = []  # on offer; empty: any
+    device_mib: _Number = 0  # memory that leases may have of the pool's smallest device
+    count: _Name = ""  # what a job asks the engine for thousandths by: `jgpu:open` in Slurm (`--gres=jgpu:open:250`)
 
 
 class NodeSummary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a node has, has given and could still give. Memory in MiB."""
 
-    at_s: int  # when it was true, seconds since 1970
+    at_s: Annotated[int, Meta(ge=0, le=60 * _LARGEST)]  # when it was true, seconds since 1970
     simulated: bool = False
-    memory_left_mib: int = 0  # host memory that saved state may still take
-    pools: list[PoolSummary] = []
-    left_out: int = 0  # further pools, for which there was no room
-    problem: str = ""  # why the node takes no further jobs with a share, a sentence; empty: it does
+    memory_left_mib: _Number = 0  # host memory that saved state may still take
+    pools: Annotated[list[PoolSummary], Meta(max_length=32)] = []
+    left_out: _Number = 0  # further pools, for which there was no room
+    problem: Annotated[str, Meta(max_length=1000)] = (
+        ""  # why the node takes no further jobs with a share, a sentence; empty: it does
+    )
 
     def is_stale(self, now_s: int) -> bool:
         """Whether it tells nothing of the present any more."""
@@ -81,46 +81,19 @@ def parse_summary(text: str) -> NodeSummary:
         raise ValueError(
             f"this is not the summary of a node's agent of this release: {error}; install the same release on the nodes and here"
         ) from None
-    _check(summary)
+    for words in (summary.problem, *(pool.name for pool in summary.pools), *(pool.count for pool in summary.pools)):
+        if not words.isprintable():
+            raise ValueError(f"the summary has {words[:80]!a}; allowed: printable characters")
     return summary
 
 
 def _escaped(found: re.Match[str]) -> str:
-    """Return JSON's escape of a character: it stands within a string, since JSON without spaces has no such character elsewhere."""
+    """Return JSON's escape of a character: JSON without spaces has such characters in strings only."""
     code = ord(found[0])
     if code > 0xFFFF:
         code -= 0x10000
         return f"\\u{0xD800 + (code >> 10):04x}\\u{0xDC00 + (code & 0x3FF):04x}"
     return f"\\u{code:04x}"
-
-
-def _check(summary: NodeSummary) -> None:
-    if len(summary.pools) > _MOST_POOLS:
-        raise ValueError(f"a node's summary has {len(summary.pools)} pools; allowed: {_MOST_POOLS}")
-    _check_numbers("the summary", summary.at_s // 60, summary.memory_left_mib, summary.left_out)
-    _check_text("problem", summary.problem, 1000)
-    for pool in summary.pools:
-        _check_text("a pool's name", pool.name, MAX_NAME)
-        _check_text("a pool's count", pool.count, MAX_NAME)
-        if len(pool.fractions_milli) > _MOST_FRACTIONS:
-            raise ValueError(
-                f"pool {pool.name!r} has {len(pool.fractions_milli)} fractions; allowed: {_MOST_FRACTIONS}"
-            )
-        numbers = [
-            getattr(pool, name) for name in PoolSummary.__struct_fields__ if isinstance(getattr(pool, name), int)
-        ]
-        _check_numbers(f"pool {pool.name!r}", *numbers, *pool.fractions_milli)
-
-
-def _check_numbers(where: str, *numbers: int) -> None:
-    for number in numbers:
-        if not 0 <= number <= _LARGEST:
-            raise ValueError(f"{where} has the number {number}; allowed: 0 to {_LARGEST}")
-
-
-def _check_text(what: str, text: str, most: int) -> None:
-    if len(text) > most or not text.isprintable():
-        raise ValueError(f"{what} is {text[:80]!a}; allowed: up to {most} printable characters")
 
 
 # What a host could still give: read by node agents of Slurm and Kubernetes, and by people. It names no user.

@@ -10,7 +10,8 @@ that pool, in thousandths. The scheduler counts it, and quotas may limit it. So 
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ SEAT: Final = f"{DOMAIN}/seat"
 USAGE: Final = f"{DOMAIN}/usage"
 SUMMARY: Final = f"{DOMAIN}/summary"
 
-_QUANTITY = re.compile(r"([+-]?)(\d{1,30})(?:\.(\d{0,30}))?(?:([numkMGTPE]|[KMGTPE]i)|[eE]([+-]?\d{1,2}))?", re.ASCII)
+_QUANTITY = re.compile(r"([+-]?\d{1,30}(?:\.\d{0,30})?)(?:([numkMGTPE]|[KMGTPE]i)|([eE][+-]?\d{1,2}))?", re.ASCII)
 _SUFFIXES: Final = {
     **{name: Fraction(1, 1000**power) for power, name in enumerate(("", "m", "u", "n"))},
     **{name: Fraction(1000**power) for power, name in enumerate(("", "k", "M", "G", "T", "P", "E")) if name},
@@ -49,14 +50,9 @@ def whole_quantity(text: object) -> int:
     found = _QUANTITY.fullmatch(text) if isinstance(text, str) else None
     if found is None:
         raise ValueError(f"{str(text)[:40]!r} is not a quantity; allowed: a whole number such as '250' or '1k'")
-    sign, whole, decimals, suffix, exponent = found.groups()
-    decimals = decimals or ""
-    value = (
-        Fraction(int(whole + decimals), 10 ** len(decimals))
-        * _SUFFIXES[suffix or ""]
-        * Fraction(10) ** int(exponent or 0)
-    )
-    if value.denominator != 1 or (sign == "-" and value):
+    digits, suffix, exponent = found.groups("")
+    value = Fraction(digits + exponent) * _SUFFIXES[suffix]
+    if value.denominator != 1 or value < 0:
         raise ValueError(f"{str(text)[:40]!r} is not a whole number of thousandths")
     return int(value)
 
@@ -66,30 +62,19 @@ def shares_of(spec: Mapping[str, Any]) -> dict[str, int]:
 
     The containers run together, with the init containers that stay beside them; the other init containers run before, one at a time.
     """
-    together: dict[str, int] = {}
-    before: dict[str, int] = {}
+    together, before = Counter[str](), Counter[str]()
     for container in spec.get("initContainers") or ():
-        asked = dict(_asked(container))
         if container.get("restartPolicy") == "Always":
-            _add(together, asked)
+            together += _asked(container)
         else:  # it runs beside those that were started before it and stay
-            for pool, milli in asked.items():
-                before[pool] = max(before.get(pool, 0), milli + together.get(pool, 0))
+            before |= together + _asked(container)
     for container in spec.get("containers") or ():
-        _add(together, dict(_asked(container)))
-    pools = together.keys() | before.keys()
-    return {pool: most for pool in sorted(pools) if (most := max(together.get(pool, 0), before.get(pool, 0))) > 0}
+        together += _asked(container)
+    return dict(sorted((together | before).items()))
 
 
-def _asked(container: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+def _asked(container: Mapping[str, Any]) -> Counter[str]:
     resources = container.get("resources") or {}
     # Requests default to limits, and for extended resources both are equal.
-    for name, quantity in {**(resources.get("limits") or {}), **(resources.get("requests") or {})}.items():
-        pool = pool_of(name)
-        if pool is not None:
-            yield pool, whole_quantity(quantity)
-
-
-def _add(total: dict[str, int], more: Mapping[str, int]) -> None:
-    for pool, milli in more.items():
-        total[pool] = total.get(pool, 0) + milli
+    amounts = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+    return Counter({pool: whole_quantity(amounts[name]) for name in amounts if (pool := pool_of(name)) is not None})
