@@ -49,8 +49,7 @@ def mounts(*, proc: Path = PROC) -> list[Mount]:
     resolved = []
     for mount in found.values():
         group = own.get((mount.version, mount.controllers))
-        whole = levels_up(mount.root) > 0
-        root = ROOT if whole else mount.root if group is None else absolute(mount.root, group)
+        root = ROOT if levels_up(mount.root) else mount.root if group is None else absolute(mount.root, group)
         resolved.append(mount._replace(root=root, own=group))
     return resolved
 
