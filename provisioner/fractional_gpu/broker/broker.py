@@ -143,15 +143,7 @@ class Broker:
         swaps.connect(roots=self.roots, is_quiet=self.gpu_activity.is_quiet)
         self._networks = Networks()
         self._alarm: asyncio.TimerHandle | None = None
-        self.operations = Operations(
-            arbiter=arbiter,
-            swaps=swaps,
-            writer=writer,
-            kernels=lambda: self.kernels,
-            dispatch=self.dispatch,
-            stepped=self._stepped,
-            finished=self._suspend_finished,
-        )
+        self.operations = Operations(self, swaps)
 
     def dispatch(self, event: Event) -> list[Effect]:
         """Hand an event to the arbiter, carry out the effects that it returns, and return them, for callers that wait for one."""
@@ -293,12 +285,7 @@ class Broker:
             kernel.cell.ticket_by_broker = True
             self.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id))
 
-    def _stepped(self, lease_id: str) -> None:
-        """Write what an operation is about to save into the second record, too."""
-        if (kernel := self.kernels.get(lease_id)) is not None:
-            self.records.save_second_record(kernel)
-
-    def _suspend_finished(self, kernel: Kernel) -> None:
+    def suspend_finished(self, kernel: Kernel) -> None:
         self.contexts.suspended(kernel)
         view = self.arbiter.lease(kernel.lease_id)
         if (

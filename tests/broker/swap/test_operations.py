@@ -5,17 +5,18 @@ import errno
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.broker.swap import operations as operations_module
 from fractional_gpu.broker.swap.operations import Operations
 from fractional_gpu.broker.swap.suspend import Reserve
 from fractional_gpu.broker.swap.swap import Swaps, Truth
-from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.effects import LookAgain, Resume, Suspend
 from fractional_gpu.core.events import (
     Event,
@@ -48,17 +49,19 @@ class Stage:
     need_mib: int = 0  # what suspends ask the arbiter for
     reserved_mib: list[int] = field(default_factory=list)  # and are told
     operations: Operations = field(init=False)
+    broker: Broker = field(init=False)
 
     def __post_init__(self) -> None:
         self.worker = self
-        self.operations = Operations(
-            arbiter=cast("Arbiter", self),
-            swaps=cast("Swaps", self),
+        broker = SimpleNamespace(
+            arbiter=self,
             writer=self.writer,
-            kernels=lambda: {LEASE: Kernel(lease_id=LEASE, uid=0, token_sha256="")},
+            kernels={LEASE: Kernel(lease_id=LEASE, uid=0, token_sha256="")},
             dispatch=self.events.append,
-            finished=lambda _kernel: None,
+            suspend_finished=lambda _kernel: None,
         )
+        self.broker = cast("Broker", broker)
+        self.operations = Operations(self.broker, cast("Swaps", self))
 
     # the arbiter
 
@@ -196,7 +199,7 @@ async def test_an_end_that_is_there_already_is_in_nobodys_way(stage: Stage) -> N
 async def test_the_operation_of_a_lease_that_is_gone_is_not_written_down(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stage.operations._kernels = dict
+    stage.broker.kernels.clear()
     assert await stage.carry_out(suspend(1)) is SuspendOutcome.ABORTED
     assert await stage.carry_out(resume(2)) is ResumeOutcome.NOT_STARTED
     assert not [record for record in caplog.records if "not written" in record.getMessage()]

@@ -3,7 +3,7 @@
 import pytest
 
 from fractional_gpu.broker.swap import suspend as suspend_module
-from fractional_gpu.broker.swap.outcomes import after_checkpoint, after_restore, before_checkpoint, document
+from fractional_gpu.broker.swap.outcomes import after_checkpoint, after_restore, before_checkpoint
 from fractional_gpu.core.effects import Resume
 from fractional_gpu.core.events import ResumeOutcome, SuspendOutcome
 from fractional_gpu.gpu.interface import GPUErrorCode, ProcessState
@@ -100,6 +100,24 @@ def test_what_cannot_be_done_is_not_tried_again_and_what_may_have_hurt_neither()
     assert after_checkpoint(GPUErrorCode.WORKER_HUNG, (S.LOCKED,)) is SuspendOutcome.ABORTED
 
 
-def test_the_document_is_the_table() -> None:
-    file = ROOT / "docs" / "driver-errors.md"
-    assert file.read_text() == document(), "python -m fractional_gpu.broker.swap.outcomes > docs/driver-errors.md"
+BECOMES = {
+    SuspendOutcome.ABORTED: "resident, tried again soon",
+    SuspendOutcome.REFUSED: "resident, left alone for a while",
+    SuspendOutcome.IMPOSSIBLE: "resident, not tried again",
+    SuspendOutcome.UNKNOWN: "quarantined",
+    ResumeOutcome.NOT_STARTED: "suspended, tried again",
+    ResumeOutcome.UNKNOWN: "quarantined",
+}
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_the_document_has_the_row_of_each_error(code: GPUErrorCode) -> None:
+    outcomes = (
+        before_checkpoint(code),
+        after_checkpoint(code, (S.LOCKED,)),
+        after_checkpoint(code, (S.FAILED,)),
+        after_restore(code, (S.CHECKPOINTED,)),
+        after_restore(code, (S.FAILED,)),
+    )
+    row = f"| `{code.value}` | " + " | ".join(BECOMES[one] for one in outcomes) + " |"
+    assert row in (ROOT / "docs" / "driver-errors.md").read_text().splitlines()

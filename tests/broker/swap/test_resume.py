@@ -170,9 +170,9 @@ async def test_a_restore_leaves_a_margin_free(others_mib: int, outcome: ResumeOu
         assert (await swaps.resume(kernel, resume_of(kernel), 345, journal([])))[0] is ResumeOutcome.RESTORED, "no more"
 
 
-@pytest.mark.parametrize(("age_s", "looks"), [(0.0, 1), (3600.0, 2)], ids=["fresh", "stale"])
+@pytest.mark.parametrize(("fresh_s", "looks"), [(3600.0, 1), (0.0, 2)], ids=["fresh", "stale"])
 async def test_a_resume_goes_by_what_was_seen_a_moment_ago_and_no_longer(
-    monkeypatch: pytest.MonkeyPatch, age_s: float, looks: int
+    monkeypatch: pytest.MonkeyPatch, fresh_s: float, looks: int
 ) -> None:
     counted = 0
 
@@ -182,20 +182,19 @@ async def test_a_resume_goes_by_what_was_seen_a_moment_ago_and_no_longer(
         return real_scan(name)
 
     monkeypatch.setattr(process_inspector, "scan", scan)
-    monkeypatch.setattr(swap_module, "FRESH_S", 3600.0)
+    monkeypatch.setattr(swap_module, "FRESH_S", fresh_s)
     driver = Driver()
     swaps = swaps_of(driver)
     async with kernel_of(1) as (kernel, _, pids):
         saved(driver, pids)
-        seen = await swaps.glance()
-        assert seen is not None
-        result = await swaps.resume(kernel, resume_of(kernel), 300, journal([]), replace(seen, at_s=seen.at_s - age_s))
+        await swaps.glance()
+        result = await swaps.resume(kernel, resume_of(kernel), 300, journal([]))
     assert (result[0], counted) == (ResumeOutcome.RESTORED, looks)
 
 
-async def test_a_glance_that_fails_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_glance_that_fails_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     fails_to_look(monkeypatch, SHORT, {1})
-    assert await swaps_of(Driver()).glance() is None
+    await swaps_of(Driver()).glance()
 
 
 async def test_a_device_of_its_own_needs_no_margin() -> None:

@@ -36,12 +36,6 @@ _WORKERS = (GPUErrorCode.WORKER_HUNG, GPUErrorCode.WORKER_DIED, GPUErrorCode.WOR
 _NO_CUDA = (ProcessState.NO_CONTEXT, ProcessState.GONE)
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessesSeen:
-    processes: Snapshot
-    at_s: float
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSnapshot:
     """The machine at about one moment: its processes, and the use of each device that was read, by id."""
@@ -113,29 +107,23 @@ class ProcessInspector:
         self.scans = ProcessScans()
         self._monitor = monitor
         self._worker = worker
-        self._roots: Callable[[], list[ProcessIdentity]] = list
+        # The processes of all kernels: a kernel that was started by another one has a lease of its own.
+        self.roots: Callable[[], list[ProcessIdentity]] = list
         self._own = identify(os.getpid())
-
-    def connect(self, roots: Callable[[], list[ProcessIdentity]]) -> None:
-        """Have `roots` return the processes of all kernels: a kernel that was started by another one has a lease of its own."""
-        self._roots = roots
 
     async def scan_processes(self) -> Snapshot:
         """Read /proc. Raises GPUError where the system is short of what that takes."""
         with _shortage_as_gpu_error():
             return await SWAPS.run(self.scans.take)
 
-    async def take(self, device_ids: Sequence[str] | None = None, processes: Snapshot | None = None) -> HostSnapshot:
-        """Return a snapshot of the machine and of these devices (None: all). `processes`, read a moment ago, save the pass over /proc.
+    async def take(self, device_ids: Sequence[str] | None = None, *, max_age_s: float = 0.0) -> HostSnapshot:
+        """Return a snapshot of the machine and of these devices (None: all). The pass over /proc may be `max_age_s` old.
 
         Raises GPUError, also where the system is short of what this takes.
         """
         with _shortage_as_gpu_error():
-            reading = SWAPS.run(self._uses, device_ids)
-            if processes is not None:
-                return HostSnapshot(processes=processes, uses=await reading)
             # One waits for the system and the other for the driver: side by side.
-            found, uses = await asyncio.gather(SWAPS.run(self.scans.take), reading)
+            found, uses = await asyncio.gather(SWAPS.run(self.scans.take, max_age_s), SWAPS.run(self._uses, device_ids))
             return HostSnapshot(processes=found, uses=uses)
 
     def _uses(self, device_ids: Sequence[str] | None) -> dict[str, DeviceUse]:
@@ -165,7 +153,7 @@ class ProcessInspector:
         """Return the kernel's processes if `root` is, or was, its own process (None: unknown), and remember them."""
         # A kernel that starts a broker is above it until it serves. The broker's checkpoint worker is a CUDA process, and none of
         # the kernel's.
-        return members_of(kernel, root, processes, [*self._roots(), self._own])
+        return members_of(kernel, root, processes, [*self.roots(), self._own])
 
     async def with_memory(
         self, kernel: Kernel, root: ProcessIdentity | None, host: HostSnapshot, *, saved: bool

@@ -11,19 +11,16 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from functools import partial
 from itertools import count
+from typing import TYPE_CHECKING
 
 from fractional_gpu.broker.clock import now_ms, wall_ms
-from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.persistence.ledger_writer import LedgerWriter
 from fractional_gpu.broker.swap.swap import Swaps
-from fractional_gpu.core.arbiter import Arbiter
 from fractional_gpu.core.effects import LookAgain, Resume, Shrink, Suspend
 from fractional_gpu.core.events import (
-    Event,
     HostMemoryNeeded,
     ResumeFinished,
     ResumeOutcome,
@@ -36,6 +33,9 @@ from fractional_gpu.core.model import LeaseState
 from fractional_gpu.host.process import ProcessIdentity
 from fractional_gpu.ledger.records import LedgerError, OperationRecord
 
+if TYPE_CHECKING:
+    from fractional_gpu.broker.broker import Broker
+
 log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = (0.2, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -44,30 +44,11 @@ _BROKEN = "the broker failed in the middle of it; its log says why"
 
 
 class Operations:
-    """Runs effects that take time as tasks.
+    """Runs effects that take time as tasks, and hands their answers to the broker's `dispatch`."""
 
-    `dispatch` takes their answers. `stepped` is called with the lease before each step of an operation, `finished` with the kernel of
-    each suspend that is over.
-    """
-
-    def __init__(
-        self,
-        *,
-        arbiter: Arbiter,
-        swaps: Swaps,
-        writer: LedgerWriter,
-        kernels: Callable[[], Mapping[str, Kernel]],
-        dispatch: Callable[[Event], object],
-        finished: Callable[[Kernel], None],
-        stepped: Callable[[str], None] = lambda _lease_id: None,
-    ) -> None:
-        self._arbiter = arbiter
+    def __init__(self, broker: "Broker", swaps: Swaps) -> None:
+        self._broker = broker
         self._swaps = swaps
-        self._writer = writer
-        self._kernels = kernels
-        self._dispatch = dispatch
-        self._stepped = stepped
-        self._finished = finished
         self._tasks: set[asyncio.Task[None]] = set()
         self._looking: set[asyncio.Task[None]] = set()
         self._look_now = asyncio.Event()
@@ -86,7 +67,9 @@ class Operations:
 
     def end(self, operation_id: int, outcome: str) -> None:
         """Write down how an operation ended. Returns at once."""
-        self._writer.submit(partial(self._writer.ledger.finish, operation_id, outcome, wall_ms()), again=True)
+        self._broker.writer.submit(
+            partial(self._broker.writer.ledger.finish, operation_id, outcome, wall_ms()), again=True
+        )
 
     def look_now(self) -> None:
         """Have every quarantined lease looked at without waiting for its next turn."""
@@ -115,7 +98,7 @@ class Operations:
         outcome, mib, sentence = SuspendOutcome.UNKNOWN, 0, _BROKEN
         written, begun_s = False, time.monotonic()
         try:
-            kernel = self._kernels().get(effect.lease_id)
+            kernel = self._broker.kernels.get(effect.lease_id)
             if kernel is None:
                 outcome, sentence = SuspendOutcome.ABORTED, "the lease is gone"
                 return
@@ -128,7 +111,7 @@ class Operations:
             sentence = f"nothing was begun because it could not be written down: {error}"
         finally:
             log.info("lease %s: suspend took %.3f s: %s", effect.lease_id[:8], time.monotonic() - begun_s, outcome)
-            self._dispatch(
+            self._broker.dispatch(
                 SuspendFinished(
                     at_ms=now_ms(),
                     lease_id=effect.lease_id,
@@ -142,12 +125,12 @@ class Operations:
             )
             if written:
                 self.end(effect.operation_id, str(outcome))
-            if (kernel := self._kernels().get(effect.lease_id)) is not None:
-                self._finished(kernel)  # it may have become busy meanwhile
+            if (kernel := self._broker.kernels.get(effect.lease_id)) is not None:
+                self._broker.suspend_finished(kernel)  # it may have become busy meanwhile
 
     def _reserve(self, effect: Suspend, need_mib: int) -> int:
         """Ask the arbiter for so much host memory for the suspend; return what is reserved for it then, MiB."""
-        self._dispatch(
+        self._broker.dispatch(
             HostMemoryNeeded(
                 at_ms=now_ms(),
                 lease_id=effect.lease_id,
@@ -156,17 +139,17 @@ class Operations:
                 need_mib=need_mib,
             )
         )
-        view = self._arbiter.lease(effect.lease_id)
+        view = self._broker.arbiter.lease(effect.lease_id)
         return view.host_reserved_mib if view is not None and view.generation == effect.generation else effect.host_mib
 
     async def _shrink(self, effect: Shrink) -> None:
         used_mib = None
         try:
-            kernel = self._kernels().get(effect.lease_id)
+            kernel = self._broker.kernels.get(effect.lease_id)
             if kernel is not None:
                 used_mib = await self._swaps.shrink(kernel)
         finally:
-            self._dispatch(
+            self._broker.dispatch(
                 Shrunk(at_ms=now_ms(), lease_id=effect.lease_id, generation=effect.generation, used_mib=used_mib)
             )
 
@@ -174,15 +157,15 @@ class Operations:
         outcome, sentence = ResumeOutcome.UNKNOWN, _BROKEN
         written, begun_s = False, time.monotonic()
         try:
-            kernel, view = self._kernels().get(effect.lease_id), self._arbiter.lease(effect.lease_id)
+            kernel, view = self._broker.kernels.get(effect.lease_id), self._broker.arbiter.lease(effect.lease_id)
             if kernel is None or view is None:
                 outcome, sentence = ResumeOutcome.NOT_STARTED, "the lease is gone"
                 return
             # Reading the processes changes nothing: it does not wait until the intent is written.
-            _, seen = await asyncio.gather(self._begin(effect, "resume", view.saved_mib), self._swaps.glance())
+            await asyncio.gather(self._begin(effect, "resume", view.saved_mib), self._swaps.glance())
             written = True
             step = partial(self._step, effect)
-            outcome, sentence = await self._swaps.resume(kernel, effect, view.saved_mib, step, seen)
+            outcome, sentence = await self._swaps.resume(kernel, effect, view.saved_mib, step)
             if outcome is ResumeOutcome.NOT_STARTED:
                 await asyncio.sleep(_FAILED_RESUME_PAUSE_S)
         except LedgerError as error:
@@ -191,7 +174,7 @@ class Operations:
             await asyncio.sleep(_FAILED_RESUME_PAUSE_S)
         finally:
             log.info("lease %s: resume took %.3f s: %s", effect.lease_id[:8], time.monotonic() - begun_s, outcome)
-            self._dispatch(
+            self._broker.dispatch(
                 ResumeFinished(
                     at_ms=now_ms(),
                     lease_id=effect.lease_id,
@@ -213,7 +196,7 @@ class Operations:
                     await self._look_now.wait()
             try:
                 await self._swaps.worker.wait_for_previous_worker()
-                kernel, view = self._kernels().get(effect.lease_id), self._arbiter.lease(effect.lease_id)
+                kernel, view = self._broker.kernels.get(effect.lease_id), self._broker.arbiter.lease(effect.lease_id)
                 if kernel is None or view is None or view.generation != effect.generation:
                     return
                 if kernel.checkpoint.needs_driver and self._swaps.inspector.off:
@@ -228,7 +211,7 @@ class Operations:
             if state is LeaseState.NO_CONTEXT and view.device_id is not None:
                 # Its gate may be open, and its next cell create a context: keep the reservation.
                 state, device_id = LeaseState.RESIDENT, view.device_id
-            self._dispatch(
+            self._broker.dispatch(
                 TruthFound(
                     at_ms=now_ms(),
                     lease_id=effect.lease_id,
@@ -256,17 +239,18 @@ class Operations:
             pids="[]",
             saved_mib=saved_mib,
         )
-        await self._writer.run(partial(self._writer.ledger.begin, record))
+        await self._broker.writer.run(partial(self._broker.writer.ledger.begin, record))
 
     async def _step(
         self, effect: Suspend | Resume, phase: str, identities: Iterable[ProcessIdentity], saved_mib: int
     ) -> None:
-        self._stepped(effect.lease_id)
+        if (kernel := self._broker.kernels.get(effect.lease_id)) is not None:
+            self._broker.records.save_second_record(kernel)  # it has what is about to be saved, too
         pids = json.dumps([identity.to_dict() for identity in identities])
         step = partial(
-            self._writer.ledger.step, effect.operation_id, phase, at_ms=wall_ms(), pids=pids, saved_mib=saved_mib
+            self._broker.writer.ledger.step, effect.operation_id, phase, at_ms=wall_ms(), pids=pids, saved_mib=saved_mib
         )
-        await self._writer.run(step)
+        await self._broker.writer.run(step)
 
 
 def _task_done(tasks: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:

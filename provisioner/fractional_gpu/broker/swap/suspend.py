@@ -67,17 +67,12 @@ class StepError(Exception):
         self.need_mib = need_mib
 
 
-# Closing a kernel's gate before a suspend, and what the gate's answer says about cells that could still reach the GPU.
-#
-# - An idle kernel: the gate is closed (`close`), so that no cell begins. A cell that runs is a reason to stop.
-# - A preempted kernel, or one whose next cell waits at its gate: the kernel is busy, so its gate is shut for the next cell only (`shut`),
-#   and being busy is no reason to stop.
-# - A gate that does not answer in time, or that is not connected, is no veto. The kernel is treated as one without our extension, once the
-#   devices' counters were quiet for a while. Python that does not run (an extension module that holds the GIL) looks idle by its
-#   messages, too, which is why the counters decide.
-
+Suspended = tuple[SuspendOutcome, int, str]
+"""How a suspend ended: the outcome, MiB that were saved or would have to be, and a sentence."""
 
 SHRINK_TIMEOUT_S = 10.0
+_HOST_MARGIN_MIB = 64
+_UNLOCKED = (ProcessState.RUNNING, ProcessState.NO_CONTEXT, ProcessState.GONE)
 _LONGEST_REASON = 300
 _MUTE_GATE_S = 0.25  # how long a gate may take to answer that did not answer the last time
 _BETWEEN_CELLS_S = 1.0  # how long a kernel without a context may take to come to the end of its cell
@@ -88,8 +83,8 @@ IsQuiet = Callable[[Kernel], Awaitable[bool]]
 """Returns whether the devices have seen no work of a kernel for so long that it is idle, though its extension does not say so."""
 
 
-async def _always_quiet(_kernel: Kernel) -> bool:
-    return True
+CheckpointCheck = Callable[[Kernel, Collection[ProcessIdentity], HostSnapshot], Awaitable[str]]
+"""Returns why CUDA processes of a kernel cannot be checkpointed, a sentence; "" if nothing speaks against it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,92 +95,12 @@ class Gate:
     answers: bool = False
 
 
-class Gates:
-    """Closes and shuts gates. Until `connect`, every kernel counts as quiet."""
-
-    def __init__(self, times: SwapTimes) -> None:
-        self._times = times
-        self._is_quiet: IsQuiet = _always_quiet
-
-    def connect(self, is_quiet: IsQuiet) -> None:
-        """Have `is_quiet` decide about kernels whose extension does not answer."""
-        self._is_quiet = is_quiet
-
-    async def close(self, kernel: Kernel) -> Gate:
-        """Have our extension keep cells out from now on. Raises StepError if a cell runs."""
-        await kernel.until_linked(self._times.gate_s)  # right after a broker's start it may not have come back yet
-        link = kernel.link
-        if link is not None:
-            word = await link.ask(GateVerb.CLOSE, _MUTE_GATE_S if link.mute else self._times.gate_s)
-            if word == "closed":
-                check_idle(kernel)
-                return Gate(shut=True, answers=True)
-            if word:
-                raise StepError(SuspendOutcome.ABORTED, "a cell began to run")
-            if link.closed:
-                raise StepError(SuspendOutcome.ABORTED, "the kernel's extension hung up")
-        check_idle(kernel)
-        if not kernel.gated and link is None:
-            return Gate()
-        if not await self._is_quiet(kernel):
-            raise StepError(
-                SuspendOutcome.ABORTED,
-                "the kernel's extension does not answer, and the kernel has worked on the GPU within the last seconds",
-            )
-        # The extension obeys a command in the step that reads it. Where the command was read, only the answer could not be sent.
-        return Gate(shut=link is not None and link.was_read())
-
-    async def shut(self, kernel: Kernel, effect: Suspend) -> Gate:
-        """Have the next cell ask before it runs, where an extension is there to do so.
-
-        An extension that does not answer (the running cell may hold the interpreter) obeys later. Until then a cell that runs blocks in
-        CUDA, and gets its ticket for being busy. Raises StepError if the kernel was to be between two cells, and a cell runs in another of
-        its shells.
-        """
-        check_alive(kernel)
-        await kernel.until_linked(
-            self._times.gate_s
-        )  # as in `close`: a cell that enters the open gate would block without a line
-        link = kernel.link
-        if link is None:
-            return Gate()
-        word = await link.ask(GateVerb.PREEMPT, _MUTE_GATE_S if link.mute else self._times.gate_s)
-        if effect.between_cells and word and link.detail == CELL_RUNS:
-            raise StepError(SuspendOutcome.ABORTED, "a cell runs in another shell of the kernel")
-        return Gate(shut=True, answers=bool(word))
-
-    async def comes_between_cells(self, kernel: Kernel) -> bool:
-        """Return whether a busy kernel, whose gate was shut, ends its cell in a moment.
-
-        From then on no cell can create a context.
-        """
-        until_s = time.monotonic() + _BETWEEN_CELLS_S
-        while time.monotonic() < until_s and kernel.link is not None:
-            if kernel.requests.waiters > 0 or not kernel.in_use:
-                await kernel.link.ask(GateVerb.PREEMPT, self._times.gate_s)
-                return runs_no_cell(kernel)
-            await asyncio.sleep(_LOOK_S)
-        return False
-
-    @staticmethod
-    async def shrink(kernel: Kernel) -> StepError | None:
-        """Have cached memory given back on the idle main loop; return what speaks against saving what is left."""
-        if kernel.link is None:
-            return StepError(SuspendOutcome.ABORTED, "the kernel's extension hung up")
-        word = await kernel.link.ask(GateVerb.SHRINK, SHRINK_TIMEOUT_S)
-        if word == "managed":
-            return StepError(SuspendOutcome.IMPOSSIBLE, printable(kernel.link.detail)[:_LONGEST_REASON])
-        if word != "done":  # also when it does not answer
-            return StepError(SuspendOutcome.ABORTED, "the kernel's main loop was not idle")
-        return None
-
-
-def runs_no_cell(kernel: Kernel) -> bool:
+def _runs_no_cell(kernel: Kernel) -> bool:
     """Return whether the kernel's gate, which was shut just now, says that no cell runs."""
     return kernel.link is not None and kernel.link.detail == NO_CELL_RUNS
 
 
-def is_no_kernel(kernel: Kernel) -> bool:
+def _is_no_kernel(kernel: Kernel) -> bool:
     """Return whether the process that was a kernel with our extension runs no cells any more: `os.execv` put another program there.
 
     Whatever that program does is background work, as a child's of an idle kernel is.
@@ -194,83 +109,30 @@ def is_no_kernel(kernel: Kernel) -> bool:
     return kernel.gated and kernel.link is None and doubt_s >= _DEAF_S
 
 
-def check_alive(kernel: Kernel) -> None:
+def _check_alive(kernel: Kernel) -> None:
     """Raise StepError if the kernel's process has ended."""
     if kernel.identity is None or not is_alive(kernel.identity):
         raise StepError(SuspendOutcome.ABORTED, "the kernel process ended")
 
 
-def check_idle(kernel: Kernel) -> None:
+def _check_idle(kernel: Kernel) -> None:
     """Raise StepError if the kernel's process has ended or is busy."""
-    check_alive(kernel)
+    _check_alive(kernel)
     if kernel.busy:
         raise StepError(SuspendOutcome.ABORTED, "the kernel became busy")
 
 
-# The way back from a suspend that failed.
-#
-# A lease counts as resident again only if every process that may have been locked is known to run. Otherwise the outcome is UNKNOWN, and
-# the lease is quarantined until the driver says what is true.
-
-
-Suspended = tuple[SuspendOutcome, int, str]
-"""How a suspend ended: the outcome, MiB that were saved or would have to be, and a sentence."""
-
-_UNLOCKED = (ProcessState.RUNNING, ProcessState.NO_CONTEXT, ProcessState.GONE)
-
-
-class Rollback:
-    def __init__(self, worker: WorkerLink) -> None:
-        self._worker = worker
-
-    async def roll_back(
-        self, locked: Sequence[ProcessIdentity], outcome: SuspendOutcome, sentence: str, need_mib: int = 0
-    ) -> Suspended:
-        """Unlock what is locked and return the outcome; UNKNOWN if a process is not known to run again."""
-        # In reverse order of the locks: the way back passes through the same states as the way there.
-        for identity in reversed(locked):
-            try:
-                if await self._worker.state(identity) is ProcessState.LOCKED:
-                    await self._worker.unlock(identity)
-                state = await self._worker.state(identity)
-            except GPUError as error:
-                if error.code in ENDED:
-                    continue
-                return SuspendOutcome.UNKNOWN, 0, f"{sentence}; process {identity.pid} may still be locked: {error}"
-            if state not in _UNLOCKED:
-                said = f"{sentence}; then the driver says that process {identity.pid} is {state}"
-                return SuspendOutcome.UNKNOWN, 0, said
-        return outcome, need_mib, sentence
-
-    async def after_failed_checkpoint(self, locked: Sequence[ProcessIdentity], error: GPUError) -> Suspended:
-        """Go back if every process is still locked with its memory on the device; otherwise the outcome is UNKNOWN."""
-        try:
-            states = [await self._worker.state(identity) for identity in locked]
-        except GPUError as again:
-            sentence = f"the checkpoint failed ({error}) and the driver does not say what is true ({again})"
-            return SuspendOutcome.UNKNOWN, 0, sentence
-        outcome = after_checkpoint(error.code, states)
-        if outcome is SuspendOutcome.UNKNOWN:
-            return outcome, 0, f"the checkpoint failed half way: {error}"
-        return await self.roll_back(locked, outcome, f"the driver could not checkpoint it: {error}")
-
-
-_HOST_MARGIN_MIB = 64
-
-CheckpointCheck = Callable[[Kernel, Collection[ProcessIdentity], HostSnapshot], Awaitable[str]]
-"""Returns why CUDA processes of a kernel cannot be checkpointed, a sentence; "" if nothing speaks against it."""
-
-
 class Suspension:
+    """Suspends kernels with the checkpoint worker. Without `is_quiet` every kernel counts as quiet."""
+
     def __init__(
-        self, inspector: ProcessInspector, worker: WorkerLink, times: SwapTimes, gates: Gates, check: CheckpointCheck
+        self, inspector: ProcessInspector, worker: WorkerLink, times: SwapTimes, check: CheckpointCheck | None
     ) -> None:
+        self.is_quiet: IsQuiet | None = None
         self._inspector = inspector
         self._worker = worker
         self._times = times
-        self._gates = gates
         self._check = check
-        self._rollback = Rollback(worker)
 
     async def suspend(
         self, kernel: Kernel, effect: Suspend, journal: Journal, reserve: Reserve | None = None
@@ -294,20 +156,17 @@ class Suspension:
             kernel.checkpoint.sizes = use
             await journal("checkpointing", use, kernel.checkpoint.total_mib)
         except StepError as error:
-            return await self._rollback.roll_back(locked, error.outcome, str(error), error.need_mib)
+            return await self._roll_back(locked, error.outcome, str(error), error.need_mib)
         except LedgerError as error:
             sentence = f"it could not be written down: {error}"
-            return await self._rollback.roll_back(locked, SuspendOutcome.ABORTED, sentence)
+            return await self._roll_back(locked, SuspendOutcome.ABORTED, sentence)
         except GPUError as error:
-            sentence = f"the driver refused before anything was saved: {error}"
-            if (
-                error.code is GPUErrorCode.TARGET_STOPPED
-            ):  # the inspector found the process stopped: the driver was not asked
-                sentence = str(error)
-            return await self._rollback.roll_back(locked, before_checkpoint(error.code), sentence)
+            asked = error.code is not GPUErrorCode.TARGET_STOPPED  # of a stopped process the driver was not asked
+            sentence = f"the driver refused before anything was saved: {error}" if asked else str(error)
+            return await self._roll_back(locked, before_checkpoint(error.code), sentence)
         except OSError as error:
             sentence = f"the kernel's processes could not be looked at: {error}"
-            return await self._rollback.roll_back(locked, SuspendOutcome.REFUSED, sentence)
+            return await self._roll_back(locked, SuspendOutcome.REFUSED, sentence)
         return await self._checkpoint_all(locked, kernel.checkpoint.total_mib)
 
     async def _prepare(self, kernel: Kernel, effect: Suspend, reserve: Reserve) -> dict[ProcessIdentity, int] | None:
@@ -318,7 +177,7 @@ class Suspension:
         _check_not_stopped(kernel)
         # A preempted kernel is busy, and one whose next cell waits at its gate waits with its main loop: neither can shrink.
         is_busy = effect.preempt or effect.between_cells or bool(kernel.cell.unused)
-        gate = await (self._gates.shut(kernel, effect) if is_busy else self._gates.close(kernel))
+        gate = await (self._shut_gate(kernel, effect) if is_busy else self._close_gate(kernel))
         shrinks = gate.answers and not is_busy and not self._inspector.off
         unshrunk, host = await self._first_snapshot(kernel, effect, shrinks=shrinks)
         use, heirs, between_cells = await self._use(kernel, effect, host, gate)
@@ -331,7 +190,10 @@ class Suspension:
         if kernel.cell.unused:
             raise StepError(SuspendOutcome.REFUSED, "its cell uses the GPU by now")
         # Reasons that last come before those that pass: a kernel that can never be saved is not tried again and again.
-        if why := self._inspector.off or await self._check(kernel, use, host):
+        why = self._inspector.off
+        if not why and self._check is not None:
+            why = await self._check(kernel, use, host)
+        if why:
             raise StepError(SuspendOutcome.IMPOSSIBLE, why)
         if unshrunk is not None:
             raise unshrunk
@@ -340,6 +202,66 @@ class Suspension:
         _check_reserved(use, effect, reserve)
         await _check_host_memory(use)
         return use
+
+    async def _close_gate(self, kernel: Kernel) -> Gate:
+        """Have our extension keep cells out from now on. Raises StepError if a cell runs.
+
+        A gate that does not answer in time, or is not connected, is no veto: the kernel is treated as one without our extension once the
+        devices' counters were quiet for a while. They decide because Python that does not run (an extension module holds the GIL) looks
+        idle by its messages, too.
+        """
+        await kernel.until_linked(self._times.gate_s)  # right after a broker's start it may not have come back yet
+        link = kernel.link
+        if link is not None:
+            word = await link.ask(GateVerb.CLOSE, _MUTE_GATE_S if link.mute else self._times.gate_s)
+            if word == "closed":
+                _check_idle(kernel)
+                return Gate(shut=True, answers=True)
+            if word:
+                raise StepError(SuspendOutcome.ABORTED, "a cell began to run")
+            if link.closed:
+                raise StepError(SuspendOutcome.ABORTED, "the kernel's extension hung up")
+        _check_idle(kernel)
+        if not kernel.gated and link is None:
+            return Gate()
+        if self.is_quiet is not None and not await self.is_quiet(kernel):
+            raise StepError(
+                SuspendOutcome.ABORTED,
+                "the kernel's extension does not answer, and the kernel has worked on the GPU within the last seconds",
+            )
+        # The extension obeys a command in the step that reads it. Where the command was read, only the answer could not be sent.
+        return Gate(shut=link is not None and link.was_read())
+
+    async def _shut_gate(self, kernel: Kernel, effect: Suspend) -> Gate:
+        """Have the next cell ask before it runs, where an extension is there to do so. A kernel that is busy is no reason to stop.
+
+        An extension that does not answer (the running cell may hold the interpreter) obeys later. Until then a cell that runs blocks in
+        CUDA, and gets its ticket for being busy. Raises StepError if the kernel was to be between two cells, and a cell runs in another of
+        its shells.
+        """
+        _check_alive(kernel)
+        # As in `_close_gate`: a cell that enters the open gate would block without a line.
+        await kernel.until_linked(self._times.gate_s)
+        link = kernel.link
+        if link is None:
+            return Gate()
+        word = await link.ask(GateVerb.PREEMPT, _MUTE_GATE_S if link.mute else self._times.gate_s)
+        if effect.between_cells and word and link.detail == CELL_RUNS:
+            raise StepError(SuspendOutcome.ABORTED, "a cell runs in another shell of the kernel")
+        return Gate(shut=True, answers=bool(word))
+
+    async def _comes_between_cells(self, kernel: Kernel) -> bool:
+        """Return whether a busy kernel, whose gate was shut, ends its cell in a moment.
+
+        From then on no cell can create a context.
+        """
+        until_s = time.monotonic() + _BETWEEN_CELLS_S
+        while time.monotonic() < until_s and kernel.link is not None:
+            if kernel.requests.waiters > 0 or not kernel.in_use:
+                await kernel.link.ask(GateVerb.PREEMPT, self._times.gate_s)
+                return _runs_no_cell(kernel)
+            await asyncio.sleep(_LOOK_S)
+        return False
 
     async def _first_snapshot(
         self, kernel: Kernel, effect: Suspend, *, shrinks: bool
@@ -351,10 +273,8 @@ class Suspension:
         device_ids = kernel.measurement.devices_to_read(effect.devices)
         if not shrinks:
             return None, await self._inspector.take(device_ids)
-        begun_s = time.monotonic()
-        unshrunk, processes = await asyncio.gather(self._gates.shrink(kernel), self._inspector.scan_processes())
-        fresh = unshrunk is None and time.monotonic() - begun_s < FRESH_S
-        return unshrunk, await self._inspector.take(device_ids, processes if fresh else None)
+        unshrunk, _ = await asyncio.gather(_shrink(kernel), self._inspector.scan_processes())
+        return unshrunk, await self._inspector.take(device_ids, max_age_s=FRESH_S)
 
     async def _use(
         self, kernel: Kernel, effect: Suspend, host: HostSnapshot, gate: Gate
@@ -367,15 +287,15 @@ class Suspension:
         if effect.preempt:
             # A busy kernel without a context gives its room back if it comes to the end of a cell in a moment.
             between_cells = False
-            if not use and gate.answers and await self._gates.comes_between_cells(kernel):
+            if not use and gate.answers and await self._comes_between_cells(kernel):
                 between_cells = True
                 host = await self._inspector.take(kernel.measurement.devices_to_read(effect.devices))
                 use, heirs = await self._inspector.memory_use(kernel, host)
-            between_cells = between_cells or (not use and is_no_kernel(kernel))
+            between_cells = between_cells or (not use and _is_no_kernel(kernel))
         else:
             if not use and gate.shut and not effect.between_cells:
-                check_idle(kernel)
-            between_cells = gate.shut and (not effect.between_cells or runs_no_cell(kernel))
+                _check_idle(kernel)
+            between_cells = gate.shut and (not effect.between_cells or _runs_no_cell(kernel))
         return use, heirs, between_cells
 
     async def _lock_all(
@@ -412,7 +332,7 @@ class Suspension:
 
         Raises StepError if the kernel is not what it was before it was locked.
         """
-        check = check_alive if effect.preempt or effect.between_cells else check_idle
+        check = _check_alive if effect.preempt or effect.between_cells else _check_idle
         check(kernel)
         host = await self._inspector.take(kernel.measurement.devices_to_read(effect.devices))
         use, heirs = await self._inspector.memory_use(kernel, host)
@@ -436,10 +356,53 @@ class Suspension:
                 state = await self._worker.state(identity)
                 if state is not ProcessState.CHECKPOINTED:
                     lie = f"the driver says {state} after a checkpoint that it called done"
-                    return await self._rollback.after_failed_checkpoint(locked, GPUError(GPUErrorCode.UNKNOWN, lie))
+                    return await self._after_failed_checkpoint(locked, GPUError(GPUErrorCode.UNKNOWN, lie))
         except GPUError as error:
-            return await self._rollback.after_failed_checkpoint(locked, error)
+            return await self._after_failed_checkpoint(locked, error)
         return SuspendOutcome.SAVED, saved_mib, f"{format_memory(saved_mib)} saved in host memory"
+
+    async def _roll_back(
+        self, locked: Sequence[ProcessIdentity], outcome: SuspendOutcome, sentence: str, need_mib: int = 0
+    ) -> Suspended:
+        """Unlock what is locked and return the outcome; UNKNOWN (quarantine) if a process is not known to run again."""
+        # In reverse order of the locks: the way back passes through the same states as the way there.
+        for identity in reversed(locked):
+            try:
+                if await self._worker.state(identity) is ProcessState.LOCKED:
+                    await self._worker.unlock(identity)
+                state = await self._worker.state(identity)
+            except GPUError as error:
+                if error.code in ENDED:
+                    continue
+                return SuspendOutcome.UNKNOWN, 0, f"{sentence}; process {identity.pid} may still be locked: {error}"
+            if state not in _UNLOCKED:
+                said = f"{sentence}; then the driver says that process {identity.pid} is {state}"
+                return SuspendOutcome.UNKNOWN, 0, said
+        return outcome, need_mib, sentence
+
+    async def _after_failed_checkpoint(self, locked: Sequence[ProcessIdentity], error: GPUError) -> Suspended:
+        """Go back if every process is still locked with its memory on the device; otherwise the outcome is UNKNOWN."""
+        try:
+            states = [await self._worker.state(identity) for identity in locked]
+        except GPUError as again:
+            sentence = f"the checkpoint failed ({error}) and the driver does not say what is true ({again})"
+            return SuspendOutcome.UNKNOWN, 0, sentence
+        outcome = after_checkpoint(error.code, states)
+        if outcome is SuspendOutcome.UNKNOWN:
+            return outcome, 0, f"the checkpoint failed half way: {error}"
+        return await self._roll_back(locked, outcome, f"the driver could not checkpoint it: {error}")
+
+
+async def _shrink(kernel: Kernel) -> StepError | None:
+    """Have cached memory given back on the idle main loop; return what speaks against saving what is left."""
+    if kernel.link is None:
+        return StepError(SuspendOutcome.ABORTED, "the kernel's extension hung up")
+    word = await kernel.link.ask(GateVerb.SHRINK, SHRINK_TIMEOUT_S)
+    if word == "managed":
+        return StepError(SuspendOutcome.IMPOSSIBLE, printable(kernel.link.detail)[:_LONGEST_REASON])
+    if word != "done":  # also when it does not answer
+        return StepError(SuspendOutcome.ABORTED, "the kernel's main loop was not idle")
+    return None
 
 
 def _check_not_stopped(kernel: Kernel) -> None:

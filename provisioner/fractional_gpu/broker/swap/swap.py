@@ -2,29 +2,23 @@
 
 - The driver says what is true; the ledger only says what was meant.
 - Where the driver cannot checkpoint at all (`off`), it is not asked: what the devices say is all there is.
-- The suspend, with its point of no return and its way back, is in `suspend`. Here are the resume (`Restoration`), finding out what a
-  kernel is after something went wrong (`TruthFinder`), and the face of all of it (`Swaps`).
+- The suspend, with its point of no return and its way back, is in `suspend`.
+- What a kernel really is, whatever was meant, is found out after a broker's start and for quarantined leases (`truth`). Half-done work is
+  finished forward or undone, whichever is safe. Everything else stays as it is, and unknown.
 - Only the devices concerned are read: the lease's own, and others on which its processes were seen.
 """
 
 import logging
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.kernels.process_inspector import (
-    ENDED,
-    FRESH_S,
-    HostSnapshot,
-    ProcessesSeen,
-    ProcessInspector,
-)
+from fractional_gpu.broker.kernels.process_inspector import ENDED, FRESH_S, HostSnapshot, ProcessInspector
 from fractional_gpu.broker.swap.outcomes import after_restore
 from fractional_gpu.broker.swap.suspend import (
     SHRINK_TIMEOUT_S,
     CheckpointCheck,
-    Gates,
     IsQuiet,
     Journal,
     Suspension,
@@ -39,41 +33,91 @@ from fractional_gpu.gpu.worker_link import WorkerLink
 from fractional_gpu.host.process import ProcessIdentity, is_alive
 from fractional_gpu.protocol.messages import GateVerb
 
-# Resuming one kernel: see that the room is really free, with a margin, restore, unlock, and see that it is true.
-#
-# A restore without room kills the process. So a restore is never tried to find out whether there is room: the devices are read first, and
-# what another process might take meanwhile is covered by a margin.
+log = logging.getLogger(__name__)
+
+_MAY_BE_COMPLETED = {ProcessState.CHECKPOINTED, ProcessState.LOCKED, ProcessState.RUNNING}
 
 
-class Restoration:
-    """Restores kernels with the checkpoint worker. `overhead_mib` as for `Swaps`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truth:
+    """What a kernel really is. `state` is unattached, unarmed, resident or suspended.
+
+    It is quarantined where the driver says that a process failed; `sentence` then says what that means for the kernel's user.
+    """
+
+    state: LeaseState
+    device_id: str | None = None
+    saved_mib: int = 0
+    sentence: str = ""
+
+
+class Swaps:
+    """Carries out one operation at a time with the checkpoint worker.
+
+    `overhead_mib` is what no lease may have of each device: a restore leaves a margin free, and no more than that. `check` says of each
+    kernel whether it can be checkpointed; `off` why nothing can.
+    """
 
     def __init__(
-        self, inspector: ProcessInspector, worker: WorkerLink, times: SwapTimes, overhead_mib: Mapping[str, int]
+        self,
+        monitor: Monitor,
+        worker: WorkerLink,
+        times: SwapTimes,
+        overhead_mib: Mapping[str, int] | None = None,
+        *,
+        check: CheckpointCheck | None = None,
+        off: str = "",
     ) -> None:
-        self._inspector = inspector
-        self._worker = worker
+        self.inspector = ProcessInspector(monitor, worker, off=off)
+        self.worker = worker
         self._times = times
-        self._overhead_mib = overhead_mib
+        self._overhead_mib = overhead_mib or {}
+        self._suspension = Suspension(self.inspector, worker, times, check)
+        self.suspend = self._suspension.suspend
+
+    def connect(self, *, roots: Callable[[], list[ProcessIdentity]], is_quiet: IsQuiet | None = None) -> None:
+        """Connect to what knows all kernels. To be called once, before the first operation.
+
+        `roots` returns the processes of all kernels: a kernel that was started by another one has a lease of its own. `is_quiet` decides
+        about kernels whose extension does not answer; without it they count as quiet.
+        """
+        self.inspector.roots = roots
+        self._suspension.is_quiet = is_quiet
+
+    async def glance(self) -> None:
+        """Read the processes for a `resume` that follows. If that fails, the resume reads them again and says what is wrong."""
+        with suppress(GPUError):
+            await self.inspector.scan_processes()
+
+    async def shrink(self, kernel: Kernel) -> int | None:
+        """Have an idle kernel give cached memory back; return what its processes use then, MiB.
+
+        None if it could not. Cancellation leaves it to the kernel.
+        """
+        if kernel.link is None or kernel.busy or await kernel.link.ask(GateVerb.SHRINK, SHRINK_TIMEOUT_S) != "done":
+            return None
+        try:
+            return await self.inspector.used_mib(kernel)
+        except GPUError as error:
+            log.info("lease %s: what is left after shrinking cannot be read: %s", kernel.lease_id[:8], error)
+            return None
 
     async def resume(
-        self, kernel: Kernel, effect: Resume, saved_mib: int, journal: Journal, seen: ProcessesSeen | None = None
+        self, kernel: Kernel, effect: Resume, saved_mib: int, journal: Journal
     ) -> tuple[ResumeOutcome, str]:
-        """Return the outcome and a sentence. `seen` a moment ago saves a pass over /proc.
-
-        Cancellation may leave a half-done resume: only at the broker's end.
-        """
-        if self._inspector.off:
-            return ResumeOutcome.NOT_STARTED, f"what is saved cannot be brought back now: {self._inspector.off}"
+        """Return the outcome and a sentence. Cancellation may leave a half-done resume: only at the broker's end."""
+        if self.inspector.off:
+            return ResumeOutcome.NOT_STARTED, f"what is saved cannot be brought back now: {self.inspector.off}"
         device_ids = effect.devices
-        fresh = seen is not None and time.monotonic() - seen.at_s < FRESH_S
         try:
-            processes = seen.processes if seen is not None and fresh else None
-            host = await self._inspector.take(kernel.measurement.devices_to_read(effect.devices), processes)
-            states, _ = await self._inspector.states(kernel, host)
+            # A restore without room kills the process. So it is never tried to find out whether there is room: the devices are read
+            # first, and a margin covers what another process might take meanwhile.
+            device_reads = kernel.measurement.devices_to_read(device_ids)
+            host = await self.inspector.take(device_reads, max_age_s=FRESH_S)
+            states, _ = await self.inspector.states(kernel, host)
             # What another broker saved is not known: as much as is reserved for it must be free.
             pids = {identity.pid for identity in states}
-            lacking = self.lacking_room(host, device_ids, saved_mib or effect.reserve_mib, effect.reserve_mib, pids)
+            lacking = self._lacking_room(host, device_ids, saved_mib or effect.reserve_mib, effect.reserve_mib, pids)
             if kernel.identity is None:
                 # It ended since the decision. What it left behind is still saved, and is found out first (`survivors`): a resume that
                 # brought nothing back must not be called done.
@@ -87,7 +131,7 @@ class Restoration:
         from_ids = effect.from_device_ids or ((effect.from_device_id,) if effect.from_device_id is not None else ())
         await journal("restoring", saved, saved_mib)
         try:
-            await self.restore(saved, locked, moves_between(kernel.checkpoint.homes or from_ids, device_ids))
+            await self._restore(saved, locked, moves_between(kernel.checkpoint.homes or from_ids, device_ids))
             # The kernel's calls go on already; what the driver said is verified afterwards, to save that time.
             states = await self._states_of(states)
         except GPUError as error:
@@ -96,21 +140,21 @@ class Restoration:
             return ResumeOutcome.RESTORED, f"{format_memory(saved_mib)} restored"
         return ResumeOutcome.UNKNOWN, f"after the restore the driver says {', '.join(sorted(set(states.values())))}"
 
-    async def restore(
+    async def _restore(
         self, saved: Sequence[ProcessIdentity], locked: Sequence[ProcessIdentity], moves: Mapping[str, str] | None
     ) -> None:
         """Restore the saved processes, then unlock all that are not gone. `moves`: device to device. Raises GPUError."""
         # All are restored before any is unlocked: no process of the tree runs while a part of the tree is saved.
         for identity in saved:
-            await self._worker.restore(identity, moves, self._times.checkpoint_s)
+            await self.worker.restore(identity, moves, self._times.checkpoint_s)
         for identity in (*locked, *saved):
             try:
-                await self._worker.unlock(identity)
+                await self.worker.unlock(identity)
             except GPUError as error:
                 if error.code not in ENDED:
                     raise
 
-    def lacking_room(
+    def _lacking_room(
         self, host: HostSnapshot, device_ids: Sequence[str], saved_mib: int, reserve_mib: int, pids: Collection[int]
     ) -> str:
         """Return a sentence about the first of the devices without the room for what is saved of these processes, or "".
@@ -134,7 +178,7 @@ class Restoration:
         states = {}
         for identity in identities:
             try:
-                states[identity] = await self._worker.state(identity)
+                states[identity] = await self.worker.state(identity)
             except GPUError as error:
                 if error.code not in ENDED:
                     raise
@@ -144,7 +188,7 @@ class Restoration:
 
     async def _after_failed_restore(self, kernel: Kernel, error: GPUError) -> tuple[ResumeOutcome, str]:
         try:
-            states, _ = await self._inspector.states(kernel, await self._inspector.take())
+            states, _ = await self.inspector.states(kernel, await self.inspector.take())
         except GPUError as again:
             sentence = f"the restore failed ({error}) and the driver does not say what is true ({again})"
             return ResumeOutcome.UNKNOWN, sentence
@@ -153,42 +197,7 @@ class Restoration:
             return outcome, f"the driver could not restore it: {error}"
         return outcome, f"the restore failed half way: {error}"
 
-
-def moves_between(homes: Sequence[str], targets: Sequence[str]) -> dict[str, str] | None:
-    """Return the device to which the memory of each device goes; None if all of it stays where it was."""
-    moves = dict(zip(homes, targets, strict=False))
-    return moves if any(old != new for old, new in moves.items()) else None
-
-
-# What a kernel really is, whatever was meant: found out after a broker's start and for quarantined leases.
-#
-# Half-done work is finished forward or undone, whichever is safe. Processes that are only locked are unlocked. A tree of which a part is
-# saved is brought back as a whole, if the devices have the room for certain. Everything else stays as it is, and unknown.
-
-
-_MAY_BE_COMPLETED = {ProcessState.CHECKPOINTED, ProcessState.LOCKED, ProcessState.RUNNING}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Truth:
-    """What a kernel really is. `state` is unattached, unarmed, resident or suspended.
-
-    It is quarantined where the driver says that a process failed; `sentence` then says what that means for the kernel's user.
-    """
-
-    state: LeaseState
-    device_id: str | None = None
-    saved_mib: int = 0
-    sentence: str = ""
-
-
-class TruthFinder:
-    def __init__(self, inspector: ProcessInspector, worker: WorkerLink, restoration: Restoration) -> None:
-        self._inspector = inspector
-        self._worker = worker
-        self._restoration = restoration
-
-    async def find(
+    async def truth(
         self, kernel: Kernel, device_id: str | None, saved_mib: int, host: HostSnapshot | None = None
     ) -> Truth | None:
         """Find out what the kernel is, and finish or undo half-done work if that is safe. None: still unknown; look again later.
@@ -199,17 +208,17 @@ class TruthFinder:
             if kernel.identity is None or not is_alive(kernel.identity):
                 # What its process left behind may have to be found out first.
                 return Truth(state=LeaseState.UNATTACHED) if kernel.ending.task is None else None
-            host = host or await self._inspector.take()
-            states, _ = await self._inspector.states(kernel, host)
+            host = host or await self.inspector.take()
+            states, _ = await self.inspector.states(kernel, host)
             if await self._complete_or_undo(kernel, states, device_id, saved_mib):
-                host = await self._inspector.take()
-                states, _ = await self._inspector.states(kernel, host)
+                host = await self.inspector.take()
+                states, _ = await self.inspector.states(kernel, host)
         except (GPUError, OSError) as error:
             log.warning("lease %s: the truth is not to be had yet: %s", kernel.lease_id, error)
             return None
         kinds = set(states.values())
         if not kinds:  # a driver that cannot be asked would not tell of what is saved
-            return None if self._inspector.off and saved_mib else Truth(state=LeaseState.NO_CONTEXT)
+            return None if self.inspector.off and saved_mib else Truth(state=LeaseState.NO_CONTEXT)
         if kinds == {ProcessState.CHECKPOINTED}:
             saved_mib = max(saved_mib, kernel.checkpoint.total_mib, sum(host.used_mib(one.pid) for one in states))
             return Truth(state=LeaseState.SUSPENDED, device_id=kernel.checkpoint.home or device_id, saved_mib=saved_mib)
@@ -240,7 +249,7 @@ class TruthFinder:
             return False
         for identity in reversed([one for one, state in states.items() if state is ProcessState.LOCKED]):
             try:
-                await self._worker.unlock(identity)
+                await self.worker.unlock(identity)
             except GPUError as error:
                 log.warning("process %d could not be unlocked: %s", identity.pid, error)
         return True
@@ -257,15 +266,15 @@ class TruthFinder:
         if not set(states.values()) <= _MAY_BE_COMPLETED or not homes:
             return
         # What was free a moment ago may hold another kernel's memory, which was brought back since.
-        host = await self._inspector.take()
+        host = await self.inspector.take()
         # The rest goes where the others are: they may have been on the way to another device.
         there = self._where(kernel, host)
         targets = homes if len(homes) > 1 or there is None else (there,)
         rest_mib = _rest_mib(kernel, host, states, saved_mib)
-        pids = {identity.pid for identity in self._inspector.tree(kernel, host)}
+        pids = {identity.pid for identity in self.inspector.tree(kernel, host)}
         lacking = ""
         if rest_mib > 0:
-            lacking = self._restoration.lacking_room(host, targets, rest_mib, rest_mib, pids)
+            lacking = self._lacking_room(host, targets, rest_mib, rest_mib, pids)
         elif not all(host.is_alone(pids, one) for one in targets):  # where it is alone, there will never be more room
             lacking = "how much was saved is not known, and others use its device"
         if lacking:
@@ -273,14 +282,20 @@ class TruthFinder:
             return
         saved = [one for one, state in states.items() if state is ProcessState.CHECKPOINTED]
         locked = [one for one, state in states.items() if state is ProcessState.LOCKED]
-        await self._restoration.restore(saved, locked, moves_between(homes, targets))
+        await self._restore(saved, locked, moves_between(homes, targets))
 
     def _where(self, kernel: Kernel, host: HostSnapshot) -> str | None:
         """Return the device that holds most of the kernel's memory; of a kernel with several devices, its first one."""
-        found = host.homes({identity.pid for identity in self._inspector.tree(kernel, host)})
+        found = host.homes({identity.pid for identity in self.inspector.tree(kernel, host)})
         if len(kernel.checkpoint.homes) > 1 and set(found) <= set(kernel.checkpoint.homes):
             return kernel.checkpoint.homes[0]
         return found[0] if found else None
+
+
+def moves_between(homes: Sequence[str], targets: Sequence[str]) -> dict[str, str] | None:
+    """Return the device to which the memory of each device goes; None if all of it stays where it was."""
+    moves = dict(zip(homes, targets, strict=False))
+    return moves if any(old != new for old, new in moves.items()) else None
 
 
 def _rest_mib(
@@ -298,67 +313,3 @@ def _rest_mib(
         return sum(saved) if all(saved) else 0
     locked_mib = sum(host.used_mib(one.pid) for one, state in states.items() if state is ProcessState.LOCKED)
     return max(0, saved_mib - locked_mib)
-
-
-log = logging.getLogger(__name__)
-
-
-async def _nothing_against(_kernel: Kernel, _processes: Collection[ProcessIdentity], _host: HostSnapshot) -> str:
-    return ""
-
-
-class Swaps:
-    """Carries out one operation at a time with the checkpoint worker.
-
-    `overhead_mib` is what no lease may have of each device: a restore leaves a margin free, and no more than that. `check` says of each
-    kernel whether it can be checkpointed; `off` why nothing can.
-    """
-
-    def __init__(
-        self,
-        monitor: Monitor,
-        worker: WorkerLink,
-        times: SwapTimes,
-        overhead_mib: Mapping[str, int] | None = None,
-        *,
-        check: CheckpointCheck = _nothing_against,
-        off: str = "",
-    ) -> None:
-        self.inspector = ProcessInspector(monitor, worker, off=off)
-        self.worker = worker
-        self._gates = Gates(times)
-        self.suspend = Suspension(self.inspector, worker, times, self._gates, check).suspend
-        restoration = Restoration(self.inspector, worker, times, overhead_mib or {})
-        self.resume = restoration.resume
-        self.truth = TruthFinder(self.inspector, worker, restoration).find
-
-    def connect(self, *, roots: Callable[[], list[ProcessIdentity]], is_quiet: IsQuiet | None = None) -> None:
-        """Connect to what knows all kernels. To be called once, before the first operation.
-
-        `roots` returns the processes of all kernels: a kernel that was started by another one has a lease of its own. `is_quiet` decides
-        about kernels whose extension does not answer; without it they count as quiet.
-        """
-        self.inspector.connect(roots)
-        if is_quiet is not None:
-            self._gates.connect(is_quiet)
-
-    async def glance(self) -> ProcessesSeen | None:
-        """Read the processes, for a `resume` that follows; None if that fails."""
-        at_s = time.monotonic()
-        try:
-            return ProcessesSeen(await self.inspector.scan_processes(), at_s)
-        except GPUError:
-            return None  # the operation reads them by itself, and says what is wrong
-
-    async def shrink(self, kernel: Kernel) -> int | None:
-        """Have an idle kernel give cached memory back; return what its processes use then, MiB.
-
-        None if it could not. Cancellation leaves it to the kernel.
-        """
-        if kernel.link is None or kernel.busy or await kernel.link.ask(GateVerb.SHRINK, SHRINK_TIMEOUT_S) != "done":
-            return None
-        try:
-            return await self.inspector.used_mib(kernel)
-        except GPUError as error:
-            log.info("lease %s: what is left after shrinking cannot be read: %s", kernel.lease_id[:8], error)
-            return None
