@@ -1,14 +1,14 @@
 """Suspending one kernel: its gate is closed, its processes are locked, checkpointed and verified.
 
 The order:
-1. Close the gate (`Gates`), see that the kernel is idle, have it give cached memory back, and take a snapshot of the machine.
+1. Close the gate, see that the kernel is idle, have it give cached memory back, and take a snapshot of the machine.
 2. Check what is known to speak against it: nothing is locked yet, so a refusal costs nothing. More to save than is reserved on the host
    is asked of the arbiter, here and in 4.
 3. Lock every CUDA process of the kernel's tree. From here on no process of it changes what it has on the device.
 4. Take a second snapshot under the locks. What began, grew or ended since the first one shows now, and nothing can change after it.
 5. Checkpoint each process, and see that the driver says the same. The first checkpoint is the point of no return.
 
-Up to 4 every failure rolls back (`Rollback`) and the kernel goes on where it was: ABORTED if the moment was wrong, REFUSED if it may be
+Up to 4 every failure rolls back and the kernel goes on where it was: ABORTED if the moment was wrong, REFUSED if it may be
 better later, IMPOSSIBLE if this process cannot be checkpointed. After it the suspend ends SAVED or, where the driver does not say that all
 of the kernel is where it was, UNKNOWN. What the driver's errors mean is a table in `outcomes`.
 """
