@@ -42,8 +42,8 @@ def test_what_becomes_of_the_target_is_a_setting(
     with backend_worker("nvidia", double.environment()) as worker:
         ask(worker, operation, kernel.pid)
         eventually(lambda: driver.state(kernel.pid) is moving, "the operation began")
-        worker.kill()
-        worker.wait()
+        worker.process.kill()
+        worker.process.wait()
     double.set(save_gb_s=0, load_gb_s=0)
     eventually(lambda: driver.state(kernel.pid) is not moving, "the target noticed")
     assert driver.state(kernel.pid) is ending.state
@@ -74,8 +74,8 @@ def test_a_restore_to_another_device_that_is_undone_leaves_that_device(
         ask(worker, "restore", kernel.pid, moves={first: second})
         eventually(lambda: driver.state(kernel.pid) is S.RESTORING, "the operation began")
         assert remote.monitor.use(second).used_mib == 40
-        worker.kill()
-        worker.wait()
+        worker.process.kill()
+        worker.process.wait()
     eventually(lambda: driver.state(kernel.pid) is S.CHECKPOINTED, "the target noticed")
     assert remote.monitor.use(second).used_mib == 0
     double.set(load_gb_s=0)

@@ -3,7 +3,6 @@
 import os
 import select
 import signal
-import subprocess
 from importlib.metadata import PathDistribution
 from pathlib import Path
 
@@ -13,7 +12,16 @@ from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessKind, Pr
 from tests.driver_double.conftest import StartKernel
 from tests.driver_double.double import DEFAULTS, Device, DriverDouble, build
 from tests.driver_double.remote import Remote
-from tests.gpu_sim.kernels import MIB, KernelError, KernelProcess, answer, ask, backend_worker, eventually
+from tests.gpu_sim.kernels import (
+    MIB,
+    KernelError,
+    KernelProcess,
+    WorkerProcess,
+    answer,
+    ask,
+    backend_worker,
+    eventually,
+)
 from tests.support.stopping import stop
 
 S, C = ProcessState, GPUErrorCode
@@ -39,9 +47,8 @@ def suspend(remote: Remote, pid: int) -> None:
     remote.checkpointer.checkpoint(pid)
 
 
-def answers_within(worker: subprocess.Popen[bytes], seconds: float) -> bool:
-    assert worker.stdout is not None
-    return bool(select.select([worker.stdout], [], [], seconds)[0])
+def answers_within(worker: WorkerProcess, seconds: float) -> bool:
+    return bool(select.select([worker.channel], [], [], seconds)[0])
 
 
 def number_of(kernel: KernelProcess, call: str) -> int:
@@ -357,7 +364,7 @@ def test_a_stopped_process_answers_an_error_or_nothing(
         ask(worker, "lock", kernel.pid, timeout_ms=100)
         assert not answers_within(worker, 0.3), "the lock's own time limit does not count while the target is stopped"
         os.kill(kernel.pid, signal.SIGCONT)
-        assert answer(worker)["ok"]
+        assert "error" not in answer(worker)
     assert remote.checkpointer.state(kernel.pid) is S.LOCKED
 
 
@@ -375,7 +382,7 @@ def test_a_target_that_is_stopped_in_the_middle_makes_its_caller_wait(
         assert not answers_within(worker, 0.3)
         assert double.process(kernel.pid) == moved
         os.kill(kernel.pid, signal.SIGCONT)
-        assert answer(worker)["ok"]
+        assert "error" not in answer(worker)
 
 
 def test_work_that_does_not_end_keeps_a_lock_out_until_it_is_told_to(

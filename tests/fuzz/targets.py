@@ -24,7 +24,7 @@ from fractional_gpu.engines import kubernetes
 from fractional_gpu.engines.engine import EngineError
 from fractional_gpu.engines.kubernetes import PodWatch
 from fractional_gpu.engines.pod_seats import request_of
-from fractional_gpu.gpu import worker, worker_link, worker_remote, worker_service
+from fractional_gpu.gpu import worker, worker_process, worker_service
 from fractional_gpu.gpu.interface import GPUError
 from fractional_gpu.host import claims, files, process, workload
 from fractional_gpu.jupyter.kernel_command import parse_kernel_config
@@ -242,37 +242,24 @@ class _NoDriver:
 
 
 def worker_request(data: bytes) -> None:
-    """A line to the checkpoint worker."""
-    answer = worker._answer(cast("Any", _NoDriver()), data)
-    assert worker_link._is_reply({**answer, "id": 0})
-    json.dumps(answer)
+    """A request to the checkpoint worker."""
+    answer = json.dumps(worker._answer(cast("Any", _NoDriver()), data))
+    worker_process.parse(answer.encode(), worker_process.Reply)
 
 
 def worker_reply(data: bytes) -> None:
-    """A line of the checkpoint worker."""
+    """A reply of the checkpoint worker or of its service."""
     try:
-        payload = json.loads(data)
-    except (ValueError, RecursionError):
-        return
-    if isinstance(payload, dict) and worker_link._is_reply(payload):
-        assert worker_link._elapsed(payload) == payload["elapsed_us"]
-        str(worker.read_error(payload["error"]))
+        str(worker_process.parse(data, worker_process.Reply).failure())
+    except (GPUError, ConnectionResetError) as error:
+        str(error)
 
 
 def service_request(data: bytes) -> None:
     """A broker's message to the service of the checkpoint worker."""
     service = worker_service.WorkerService("/nowhere/s", "simulated")
     try:
-        request = worker_service._message(data, 0)
-        service._checked(request, 1)
-    except (GPUError, ConnectionResetError) as error:
-        str(error)
-
-
-def service_reply(data: bytes) -> None:
-    """The reply of that service."""
-    try:
-        worker_remote._started("/nowhere/s", data, 1)
+        service._check(worker_process.parse(data, worker_process.Request), 1)
     except (GPUError, ConnectionResetError) as error:
         str(error)
 
@@ -390,7 +377,7 @@ TARGETS: Mapping[str, Callable[[bytes], None]] = {
     function.__name__: function
     for function in (
         request, reply, stream, status, iopub, connection, worker_request, worker_reply, ledger, learnt, settings, kernelspec,
-        headers, proc, names, service_request, service_reply, pod,
+        headers, proc, names, service_request, pod,
     )
 }  # fmt: skip
 
@@ -421,11 +408,10 @@ def seeds() -> Iterator[tuple[str, bytes]]:
     )
     yield (
         "worker_request",
-        b'{"id":1,"op":"lock","target":{"boot_id":"b","pid":999999999,"start_time":3},"timeout_ms":5,"deadline_s":1}',
+        b'{"op":"lock","target":{"boot_id":"b","pid":999999999,"start_time":3},"timeout_ms":5,"deadline_s":1}',
     )
-    yield "service_request", b'{"protocol":1,"version":"1","backend":"simulated:/x","pid":1}'
-    yield "service_reply", b'{"started":{"pid":1,"version":"1"}}'
-    yield "service_reply", b'{"fatal":{"code":"worker-busy","message":"m"}}'
+    yield "service_request", b'{"backend":"simulated:/x","pid":1}'
+    yield "worker_reply", b'{"protocol":1}'
     yield "pod", b'{"type":"BOOKMARK","object":{"metadata":{"resourceVersion":"7"}}}'
     yield "pod", b'{"type":"ERROR","object":{"code":410,"message":"old"}}'
     added = {
@@ -439,7 +425,7 @@ def seeds() -> Iterator[tuple[str, bytes]]:
         "status": {"phase": "Running"},
     }
     yield "pod", json.dumps({"type": "ADDED", "object": added}).encode()
-    yield "worker_reply", b'{"id":1,"ok":false,"state":null,"elapsed_us":1,"error":{"code":"x","message":"y"}}'
+    yield "worker_reply", b'{"state":null,"elapsed_us":1,"error":{"code":"x","message":"y"}}'
     yield "ledger", b'{"state":"suspended","device_ids":"[\\"a\\"]","pid":3}'
     yield "learnt", json.dumps(Forecasts().state()).encode()
     yield "settings", b'\x00"30s"'

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from subprocess import Popen
 from typing import Final
 from unittest.mock import patch
 
@@ -22,7 +21,15 @@ from fractional_gpu.gpu.simulated.processes import current_key, read_gate
 from fractional_gpu.gpu.simulated.store import Store
 from tests.driver_double.double import Device, DriverDouble
 from tests.driver_double.remote import Remote
-from tests.gpu_sim.kernels import MIB, KernelProcess, backend_worker, eventually, in_flight, worker_process
+from tests.gpu_sim.kernels import (
+    MIB,
+    KernelProcess,
+    WorkerProcess,
+    backend_worker,
+    eventually,
+    in_flight,
+    worker_process,
+)
 from tests.gpu_sim.kernels import Kernel as SimulatedKernel
 
 __all__ = ["CONTEXT_MIB", "DEVICE_MIB", "DoubleHost", "Host", "OutsideDevices", "SimulatedDevices"]
@@ -61,7 +68,7 @@ class Host(ABC):
         """Start a process that is bound to a device and has no context yet."""
 
     @abstractmethod
-    def worker(self) -> AbstractContextManager[Popen[bytes]]:
+    def worker(self) -> AbstractContextManager[WorkerProcess]:
         """Start a checkpoint worker."""
 
     @abstractmethod
@@ -156,7 +163,7 @@ class SimulatedDevices(Host):
     def kernel(self, device: int = 0) -> KernelProcess:
         return SimulatedKernel(self.simulated, device=device)
 
-    def worker(self) -> AbstractContextManager[Popen[bytes]]:
+    def worker(self) -> AbstractContextManager[WorkerProcess]:
         return worker_process(self.simulated)
 
     def set_speed(self, *, checkpoint_mib_s: int = 0, restore_mib_s: int = 0) -> None:
@@ -238,7 +245,7 @@ class OutsideDevices(SimulatedDevices):
         with patch.dict(os.environ, self._environment):
             self.checkpointer, self.monitor = open_checkpointer(self.backend), open_monitor(self.backend)
 
-    def worker(self) -> AbstractContextManager[Popen[bytes]]:
+    def worker(self) -> AbstractContextManager[WorkerProcess]:
         return backend_worker(self.backend, self._environment)
 
 
@@ -271,7 +278,7 @@ class DoubleHost(Host):
         visible = {"CUDA_VISIBLE_DEVICES": self.devices[device]}
         return KernelProcess("tests.driver_double.device", {**environment, **visible})
 
-    def worker(self) -> AbstractContextManager[Popen[bytes]]:
+    def worker(self) -> AbstractContextManager[WorkerProcess]:
         return backend_worker("nvidia", self.double.environment())
 
     def set_speed(self, *, checkpoint_mib_s: int = 0, restore_mib_s: int = 0) -> None:

@@ -130,8 +130,8 @@ def test_a_worker_killed_in_the_middle_loses_no_byte(
         eventually(lambda: driver.state(kernel.pid) is moving, "the operation began")
         assert monitor.use(device).used_mib == 40
         eventually(lambda: target(kernel.pid) >= eighths * MIB, "so much was moved")
-        worker.kill()
-        worker.wait()
+        worker.process.kill()
+        worker.process.wait()
     host.wait_settled(kernel.pid, settled)
     assert monitor.use(device).used_mib == (40 if settled is S.LOCKED else 0)
     assert target(kernel.pid) == 0
@@ -158,8 +158,8 @@ def test_a_worker_killed_at_any_instant_leaves_a_true_state(
         ask(worker, operation, kernel.pid)
         # Any instant will do: nothing is waited for, so nothing is synchronised with.
         threading.Event().wait(instant)
-        worker.kill()
-        worker.wait()
+        worker.process.kill()
+        worker.process.wait()
     host.wait_quiet(kernel.pid)
     state = driver.state(kernel.pid)
     assert state in (S.LOCKED, S.CHECKPOINTED)

@@ -5,13 +5,14 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from fractional_gpu.gpu.simulated import host
 from fractional_gpu.gpu.simulated.processes import current_key, lock_file
@@ -129,31 +130,37 @@ class Kernel(KernelProcess):
         super().__init__("fractional_gpu.gpu.simulated.cuda", {**on_device, **(environment or {})})
 
 
-def worker_process(simulated: host.SimulatedHost) -> AbstractContextManager[subprocess.Popen[bytes]]:
+class WorkerProcess(NamedTuple):
+    """A checkpoint worker and its channel."""
+
+    process: subprocess.Popen[bytes]
+    channel: socket.socket
+
+
+def worker_process(simulated: host.SimulatedHost) -> AbstractContextManager[WorkerProcess]:
     """A checkpoint worker for a simulated host; killed at the end."""
     return backend_worker(f"simulated:{simulated.directory}", {})
 
 
 @contextmanager
-def backend_worker(backend: str, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+def backend_worker(backend: str, environment: dict[str, str]) -> Iterator[WorkerProcess]:
     """A checkpoint worker, as the broker starts it; killed at the end."""
     paths = [environment.get("PYTHONPATH", ""), PYTHONPATH]
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "fractional_gpu.gpu.worker", "--backend", backend],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        stdin=theirs.fileno(),
         env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(path for path in paths if path)},
     )
-    assert process.stdin is not None
-    assert process.stdout is not None
+    theirs.close()
+    worker = WorkerProcess(process, ours)
     try:
-        assert "hello" in json.loads(process.stdout.readline())
-        yield process
+        assert answer(worker) == {"protocol": 1}
+        yield worker
     finally:
         process.kill()
         process.wait()
-        process.stdin.close()
-        process.stdout.close()
+        ours.close()
 
 
 def in_flight(simulated: host.SimulatedHost, pid: int) -> bool:
@@ -163,20 +170,17 @@ def in_flight(simulated: host.SimulatedHost, pid: int) -> bool:
         return not lock_file(file.fileno(), fcntl.LOCK_EX, 0.0)
 
 
-def ask(worker: subprocess.Popen[bytes], operation: str, pid: int, **more: object) -> None:
+def ask(worker: WorkerProcess, operation: str, pid: int, **more: object) -> None:
     """Send the worker a request about a living process."""
-    send(worker, {"id": 1, "op": operation, "target": identify(pid).to_dict(), **more})
+    send(worker, {"op": operation, "target": identify(pid).to_dict(), **more})
 
 
-def send(worker: subprocess.Popen[bytes], message: object) -> None:
+def send(worker: WorkerProcess, message: object) -> None:
     """Send the worker anything."""
-    assert worker.stdin is not None
-    worker.stdin.write(json.dumps(message).encode() + b"\n")
-    worker.stdin.flush()
+    worker.channel.send(json.dumps(message).encode())
 
 
-def answer(worker: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """Return the worker's next line."""
-    assert worker.stdout is not None
-    found: dict[str, Any] = json.loads(worker.stdout.readline())
+def answer(worker: WorkerProcess) -> dict[str, Any]:
+    """Return the worker's next message."""
+    found: dict[str, Any] = json.loads(worker.channel.recv(1 << 16))
     return found

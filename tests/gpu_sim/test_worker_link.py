@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fractional_gpu.gpu import worker_link
+from fractional_gpu.gpu import worker_link, worker_process
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
 from fractional_gpu.gpu.simulated import faults, host
 from fractional_gpu.gpu.worker_link import WorkerClaim, WorkerLink
@@ -212,24 +212,12 @@ async def test_a_claim_that_cannot_be_taken_fails_one_call_and_not_the_next(
     claim.close()
 
 
-async def test_a_worker_for_which_there_is_no_thread_fails_one_call_and_not_the_next(
-    link: WorkerLink, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    create = fails_once(RuntimeError("can't start new thread"), asyncio.create_subprocess_exec)
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", create)
-    async with asyncio.timeout(30):
-        with pytest.raises(GPUError, match="cannot be started: can't start new thread") as caught:
-            await link.start()
-        assert caught.value.code is C.WORKER_DIED
-        await link.start()
-
-
 async def test_a_worker_is_replaced_when_its_link_fails_in_the_middle(
     link: WorkerLink, target: ProcessIdentity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await link.start()
     before = link.pid
-    monkeypatch.setattr(worker_link, "_is_reply", fails_once(TypeError("nobody expected"), worker_link._is_reply))
+    monkeypatch.setattr(worker_link, "parse", fails_once(TypeError("nobody expected"), worker_process.parse))
     async with asyncio.timeout(30):
         with pytest.raises(GPUError, match="nobody expected") as caught:
             await link.lock(target, 1000)
@@ -240,8 +228,8 @@ async def test_a_worker_is_replaced_when_its_link_fails_in_the_middle(
 
 async def test_something_else_than_a_worker_is_an_error(simulated: host.SimulatedHost, tmp_path: Path) -> None:
     impostor = tmp_path / "python"
-    for says in ("hello", '{"hello": {"protocol": 99}}', "[]"):
-        impostor.write_text(f"#!/bin/sh\necho '{says}'\nexec cat >/dev/null\n")
+    for says in ("hello", '{"protocol": 99}', "[]"):
+        impostor.write_text(f"#!/bin/sh\nprintf '{says}' >&0\nexec cat >/dev/null\n")
         impostor.chmod(0o700)
         link = WorkerLink(f"simulated:{simulated.directory}", python=str(impostor))
         with pytest.raises(GPUError) as caught:
@@ -308,11 +296,12 @@ async def test_closing_finishes_what_is_in_hand_and_refuses_the_rest(
     await asyncio.sleep(0)
     worker = link.pid
     closing = asyncio.create_task(link.close())
+    await asyncio.sleep(0)
+    faults.remove(simulated.directory, fault)
+    await begun
     with pytest.raises(GPUError) as caught:
         await waiting
     assert caught.value.code is C.WORKER_DIED
-    faults.remove(simulated.directory, fault)
-    await begun
     await closing
     assert not lives(worker)
     await link.close()

@@ -20,14 +20,13 @@ from typing import Any
 
 import pytest
 
-from fractional_gpu.gpu import worker_link, worker_remote, worker_service
+from fractional_gpu.gpu import worker_link, worker_process, worker_service
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
 from fractional_gpu.gpu.simulated import faults, host
 from fractional_gpu.gpu.worker_link import WorkerClaim, WorkerLink
 from fractional_gpu.host.peers import PeerCredentials
 from fractional_gpu.host.process import ProcessIdentity, identify
 from tests.gpu_sim.kernels import Kernel, eventually
-from tests.gpu_sim.test_worker_link import fails_once
 from tests.support.paths import PYTHONPATH
 from tests.support.stopping import stop
 
@@ -227,26 +226,6 @@ async def test_a_service_that_has_no_descriptor_left_serves_the_peers_that_wait_
     assert await link.state(target) is S.RUNNING
 
 
-async def test_a_service_that_has_no_thread_for_a_worker_says_so_and_starts_the_next_one(
-    simulated: host.SimulatedHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    create = fails_once(RuntimeError("can't start new thread"), asyncio.create_subprocess_exec)
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", create)
-    with tempfile.TemporaryDirectory(prefix="jfg-") as folder:
-        claim = WorkerClaim.open(Path(folder) / "worker.lock")
-        service = worker_service.WorkerService(str(Path(folder) / "worker.sock"), "simulated")
-        serving = asyncio.create_task(service.run())
-        await asyncio.to_thread(eventually, lambda: Path(service.path).exists(), "the service listens")
-        link = WorkerLink(f"simulated:{simulated.directory}", claim=claim, service=service.path)
-        with pytest.raises(GPUError, match="cannot be started: can't start new thread"):
-            await link.start()
-        await link.start()
-        await link.close()
-        service.stop()
-        await serving
-        claim.close()
-
-
 async def test_a_worker_that_dies_with_its_service_and_with_a_request_unread_is_replaced(
     service: Service, link: WorkerLink, target: ProcessIdentity
 ) -> None:
@@ -304,7 +283,7 @@ async def test_a_worker_that_outlives_its_service_keeps_every_other_worker_out(
     faults.clear(simulated.directory)
     os.kill(orphan, signal.SIGCONT)
     async with asyncio.timeout(60):
-        while link._unkillable is None or link._unkillable.returncode is None:  # noqa: ASYNC110 - nothing signals it
+        while link._unkillable is None or not link._unkillable.has_ended:  # noqa: ASYNC110 - nothing signals it
             await asyncio.sleep(0.01)
     # Its pipe closes a moment before it is gone; it does nothing in between.
     await asyncio.to_thread(eventually, lambda: _is_gone(orphan), "the orphan is gone")
@@ -323,13 +302,13 @@ async def test_the_worker_of_a_killed_broker_finishes_and_the_next_broker_waits(
         worker = dying.pid
         assert worker is not None
         # What a kill does: its descriptors close, all at once.
-        remote = dying._process
-        assert isinstance(remote, worker_remote.RemoteWorker)
+        remote = dying._worker
+        assert remote is not None
+        assert remote._service is not None
         claims[0].close()
         operation.cancel()
-        assert dying._runner is not None
-        remote._control.shutdown(socket.SHUT_RDWR)
-        remote.stdin.close()
+        remote._service.shutdown(socket.SHUT_RDWR)
+        remote.channel.shutdown(socket.SHUT_WR)
         with pytest.raises(GPUError, match="still at work") as caught:
             await heir.start()
         assert caught.value.code is C.WORKER_BUSY
@@ -368,32 +347,25 @@ def _ask(path: str, message: object, *descriptors: int) -> dict[str, Any]:
         connection.settimeout(60)
         connection.connect(path)
         socket.send_fds(connection, [data], descriptors)
-        found: dict[str, Any] = json.loads(connection.recv(worker_service.MAX_MESSAGE))
+        found: dict[str, Any] = json.loads(connection.recv(1 << 16))
     return found
 
 
 def _request(**changes: object) -> dict[str, object]:
-    return {
-        "protocol": worker_service.SERVICE_PROTOCOL,
-        "version": "1",
-        "backend": "simulated:/nowhere",
-        "pid": os.getpid(),
-        **changes,
-    }
+    return {"backend": "simulated:/nowhere", "pid": os.getpid(), **changes}
 
 
 @pytest.mark.parametrize(
     ("message", "code", "sentence"),
     [
-        (b"\xff", "unknown", "a message is one JSON object"),
-        (b"[" * 4000, "unknown", "a message is one JSON object"),
-        ([1], "unknown", r"got \[1\]"),
-        (b" " * 5000, "unknown", "at most 4096 bytes"),
-        ({}, "not-supported", "protocol 1.*the broker of version None.*run both from the same image"),
-        (_request(protocol=2, version="9.9"), "not-supported", "broker of version 9.9 .protocol 2."),
+        (b"\xff", "unknown", "this is no message of a checkpoint worker"),
+        (b"[" * 4000, "unknown", "this is no message of a checkpoint worker"),
+        ([1], "unknown", r"Expected `object`, got `array` .b'\[1\]'"),
+        (b" " * 70_000, "unknown", "at most 65536 bytes"),
+        ({}, "unknown", "missing required field `backend`"),
         (_request(pid=1), "not-supported", "hostPID: true"),
         (_request(backend="nvidia"), "not-supported", "'nvidia', and this service drives simulated"),
-        (_request(backend=None), "not-supported", "this service drives simulated"),
+        (_request(backend=None), "unknown", "Expected `str`, got `null`"),
         (_request(backend="simulated"), "not-supported", "this service drives simulated"),
         (_request(backend="kind:other"), "not-supported", "'kind:other', and this service drives simulated"),
         (_request(), "not-permitted", "sent no claim"),
@@ -402,7 +374,7 @@ def _request(**changes: object) -> dict[str, object]:
 def test_a_request_that_is_not_the_brokers_starts_nothing(
     service: Service, message: object, code: str, sentence: str
 ) -> None:
-    fatal = _ask(service.path, message)["fatal"]
+    fatal = _ask(service.path, message)["error"]
     assert (fatal["code"], bool(re.search(sentence, fatal["message"]))) == (code, True), fatal
     assert service.process is not None
     children = Path(f"/proc/{service.process.pid}/task/{service.process.pid}/children").read_text()
@@ -413,10 +385,10 @@ def test_a_claim_that_another_broker_holds_starts_nothing(service: Service, tmp_
     path = tmp_path / "lock"
     with path.open("w") as held, path.open("w") as other:
         fcntl.flock(held, fcntl.LOCK_EX)
-        fatal = _ask(service.path, _request(), other.fileno())["fatal"]
+        fatal = _ask(service.path, _request(), other.fileno())["error"]
         assert fatal["code"] == C.WORKER_BUSY.value
     read, write = os.pipe()
-    fatal = _ask(service.path, _request(), read)["fatal"]
+    fatal = _ask(service.path, _request(), read)["error"]
     assert (fatal["code"], fatal["message"]) == (
         C.NOT_PERMITTED.value,
         "the broker's claim is no file that can be locked",
@@ -434,12 +406,12 @@ def test_a_second_broker_is_refused_while_the_first_has_a_worker(
         first.connect(service.path)
         socket.send_fds(first, [json.dumps(request).encode()], [claim.fileno()])
         data, descriptors, _, _ = socket.recv_fds(first, 4096, 4)
-        assert "started" in json.loads(data)
+        assert json.loads(data)["pid"] > 0
         with (tmp_path / "b").open("w") as other:
-            assert _ask(service.path, request, other.fileno())["fatal"]["code"] == C.WORKER_BUSY.value
+            assert _ask(service.path, request, other.fileno())["error"]["code"] == C.WORKER_BUSY.value
         for descriptor in descriptors:
             os.close(descriptor)
-        assert json.loads(first.recv(4096)) == {"ended": 0}
+        assert first.recv(4096) == b""
 
 
 async def test_a_worker_that_nobody_waits_for_any_more_ends_and_makes_room(
@@ -467,7 +439,7 @@ def test_another_users_process_gets_no_worker(service: Service) -> None:
     done = subprocess.run(
         [sys.executable, "-c", program, service.path], stdout=subprocess.PIPE, text=True, check=True, timeout=60
     )
-    assert "of uid 12345 may not use the checkpoint worker" in json.loads(done.stdout)["fatal"]["message"]
+    assert "of uid 12345 is at the other end" in json.loads(done.stdout)["error"]["message"]
     assert "12345" in service.until("was refused")
 
 
@@ -479,22 +451,22 @@ def path() -> Iterator[str]:
 
 
 async def test_a_socket_of_another_user_is_not_believed(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_remote, "peer_credentials", lambda _socket: PeerCredentials(pid=7, uid=54321, gid=1))
-    with worker_service.listen(path), pytest.raises(GPUError, match="uid 54321, which is no checkpoint worker of ours"):
-        await worker_remote.connect(path, "simulated:x", (), patience_s=1)
+    monkeypatch.setattr(worker_process, "peer_credentials", lambda _socket: PeerCredentials(pid=7, uid=54321, gid=1))
+    with worker_service.listen(path), pytest.raises(GPUError, match="uid 54321 is at the other end"):
+        await worker_process.connect(path, "simulated:x", (), patience_s=1)
 
 
 async def test_without_a_service_the_container_is_named(path: str) -> None:
     with pytest.raises(GPUError, match=r"does not answer: .* look at the container that runs"):
-        await worker_remote.connect(path, "simulated:x", (), patience_s=0)
+        await worker_process.connect(path, "simulated:x", (), patience_s=0)
 
 
 async def test_a_service_of_another_version_is_named(path: str) -> None:
     with worker_service.listen(path) as listener:
-        connecting = asyncio.create_task(worker_remote.connect(path, "simulated:x", (), patience_s=60))
+        connecting = asyncio.create_task(worker_process.connect(path, "simulated:x", (), patience_s=60))
         connection, _ = await asyncio.get_running_loop().sock_accept(listener)
         with connection:
-            await worker_service.readable(connection)
+            await worker_process.readable(connection.fileno())
             connection.recv(4096)
             connection.send(b'{"begun": {"process": 7}}')
             with pytest.raises(GPUError, match=r"of another version than this broker.*from the same image"):

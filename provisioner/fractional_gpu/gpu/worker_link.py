@@ -12,7 +12,7 @@ The rules:
   an Xid, a reset or a sleep of the machine may have left the driver broken in that process alone.
 - With a claim, no worker is started before the claim is held, and every worker inherits it: calls raise GPUError WORKER_BUSY
   while the worker of an earlier broker still runs.
-- With `service`, a socket, the worker is started by the service that listens there, in another container: `worker_remote`.
+- With `service`, a socket, the worker is started by the service that listens there, in another container.
 - The worker is in a session of its own, so an interrupt at the terminal does not reach it. It inherits no variable
   that changes CUDA's driver (`driver_environment`).
 """
@@ -20,21 +20,19 @@ The rules:
 import asyncio
 import fcntl
 import hashlib
-import json
 import logging
 import os
 import sys
-from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Final, Self
 
-from fractional_gpu.gpu import driver_environment
+import msgspec
+
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
-from fractional_gpu.gpu.worker import MAX_LINE, PROTOCOL, read_error
-from fractional_gpu.gpu.worker_remote import RemoteWorker, connect
+from fractional_gpu.gpu.worker import MAX_MESSAGE, PROTOCOL
+from fractional_gpu.gpu.worker_process import Reply, Worker, connect, parse
 from fractional_gpu.host import files
 from fractional_gpu.host.claims import NameClaim
 from fractional_gpu.host.files import open_own
@@ -120,23 +118,11 @@ class WorkerClaim:
 
 
 log = logging.getLogger(__name__)
-WorkerProcess = asyncio.subprocess.Process | RemoteWorker
 
 START_S: Final = 60.0  # initialising a driver takes seconds
 _STATE_S: Final = 30.0  # a driver that is at work in the process answers only afterwards
 _KILL_S: Final = 5.0
 _ALONE_S: Final = 2.0  # a worker whose broker is gone ends itself so much later than a living broker would kill it
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    op: str
-    number: int
-    line: bytes
-    what: str  # for people
-    target: str  # the process, "" if it is about none
-    deadline_s: float
-    answer: asyncio.Future[dict[str, Any]]
 
 
 class WorkerLink:
@@ -165,21 +151,19 @@ class WorkerLink:
         self._python = python
         self._answer_s = answer_s
         self._start_s = start_s
-        self._process: WorkerProcess | None = None
-        self._unkillable: WorkerProcess | None = None
-        self._waiting: deque[_Call] = deque()
-        self._more = asyncio.Event()
-        self._runner: asyncio.Task[None] | None = None
+        self._worker: Worker | None = None
+        self._unkillable: Worker | None = None
+        self._turn = asyncio.Lock()  # held by the operation in hand
+        self._operation: asyncio.Task[Reply] | None = None
         self._closing = False
-        self._number = 0
         # targets on which the driver failed for no known reason, without a success between
-        self._unexplained: set[str] = set()
+        self._unexplained: set[ProcessIdentity | None] = set()
         self._is_stale = False
 
     @property
     def pid(self) -> int | None:
         """The worker's pid, None when none runs (the next call starts one)."""
-        return self._process.pid if self._process is not None and self._process.returncode is None else None
+        return self._worker.pid if self._worker is not None and not self._worker.has_ended else None
 
     async def wait_for_previous_worker(self) -> None:
         """Return when no worker of an earlier broker runs. Cancellation stops the waiting."""
@@ -191,36 +175,35 @@ class WorkerLink:
 
         Cancellation stops the waiting; the worker is kept for the first call.
         """
-        await self._call({"op": "ping"}, self._answer_s)
+        await self._call("ping", None, self._answer_s)
 
-    async def state(self, identity: ProcessIdentity) -> ProcessState:
+    async def state(self, target: ProcessIdentity) -> ProcessState:
         """Return the process's state; GONE when there is no such process. Raises GPUError. For cancellation see above."""
-        reply = await self._call({"op": "state", "target": identity.to_dict()}, max(_STATE_S, self._answer_s))
+        reply = await self._call("state", target, max(_STATE_S, self._answer_s))
         try:
-            return ProcessState(reply["state"])
+            return ProcessState(reply.state or "")
         except ValueError:
             return ProcessState.UNKNOWN
 
-    async def lock(self, identity: ProcessIdentity, timeout_ms: int) -> int:
+    async def lock(self, target: ProcessIdentity, timeout_ms: int) -> int:
         """RUNNING -> LOCKED; returns microseconds. Raises GPUError (NOT_READY: still running). For cancellation see above."""
-        request = {"op": "lock", "target": identity.to_dict(), "timeout_ms": timeout_ms}
-        return _elapsed(await self._call(request, timeout_ms / 1000 + self._answer_s))
+        deadline_s = timeout_ms / 1000 + self._answer_s
+        return (await self._call("lock", target, deadline_s, timeout_ms=timeout_ms)).elapsed_us
 
-    async def checkpoint(self, identity: ProcessIdentity, deadline_s: float) -> int:
+    async def checkpoint(self, target: ProcessIdentity, deadline_s: float) -> int:
         """LOCKED -> CHECKPOINTED; returns microseconds. Raises GPUError. For cancellation see above."""
-        return _elapsed(await self._call({"op": "checkpoint", "target": identity.to_dict()}, deadline_s))
+        return (await self._call("checkpoint", target, deadline_s)).elapsed_us
 
-    async def restore(self, identity: ProcessIdentity, moves: Mapping[str, str] | None, deadline_s: float) -> int:
+    async def restore(self, target: ProcessIdentity, moves: Mapping[str, str] | None, deadline_s: float) -> int:
         """CHECKPOINTED -> LOCKED; returns microseconds. Raises GPUError (OUT_OF_MEMORY is fatal to the process).
 
         For cancellation see above.
         """
-        request = {"op": "restore", "target": identity.to_dict(), "moves": dict(moves) if moves else None}
-        return _elapsed(await self._call(request, deadline_s))
+        return (await self._call("restore", target, deadline_s, moves=dict(moves) if moves else None)).elapsed_us
 
-    async def unlock(self, identity: ProcessIdentity) -> int:
+    async def unlock(self, target: ProcessIdentity) -> int:
         """LOCKED -> RUNNING; returns microseconds. Raises GPUError. For cancellation see above."""
-        return _elapsed(await self._call({"op": "unlock", "target": identity.to_dict()}, self._answer_s))
+        return (await self._call("unlock", target, self._answer_s)).elapsed_us
 
     def renew(self) -> None:
         """Have the next call served by a new worker: what the present one knows of the driver may be out of date."""
@@ -232,109 +215,71 @@ class WorkerLink:
         Calls that wait for their turn raise GPUError WORKER_DIED. Cancellation kills the worker at once.
         """
         self._closing = True
-        self._fail_waiting()
-        self._more.set()
         try:
-            if self._runner is not None:
-                await self._runner
-            if self._process is not None:
-                await self._end(self._process)
+            async with self._turn:
+                if self._worker is not None:
+                    await self._end(self._worker)
         except asyncio.CancelledError:
-            if self._runner is not None:
-                self._runner.cancel()
-                self._runner = None
-            if self._process is not None:
-                await self._kill()
+            if self._operation is not None:
+                self._operation.cancel()
+            await self._kill()
             raise
 
-    async def _call(self, request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+    async def _call(self, op: str, target: ProcessIdentity | None, deadline_s: float, **arguments: object) -> Reply:
+        await self._turn.acquire()  # cancelled here, the call is withdrawn
         if self._closing:
+            self._turn.release()
             raise _closed()
-        if self._runner is None:
-            self._runner = asyncio.create_task(self._run(), name="checkpoint worker link")
-        self._number += 1
-        line = json.dumps({"id": self._number, "deadline_s": deadline_s + _ALONE_S, **request}).encode() + b"\n"
-        if len(line) > MAX_LINE:
-            raise GPUError(GPUErrorCode.UNKNOWN, f"a request of {len(line)} bytes is too long; at most {MAX_LINE}")
-        what = f"{request['op']} of process {request['target']['pid']}" if "target" in request else "ping"
-        target = json.dumps(request.get("target", ""))
-        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        call = _Call(request["op"], self._number, line, what, target, deadline_s, future)
-        self._waiting.append(call)
-        self._more.set()
-        reply = await call.answer
-        if not reply["ok"]:
-            raise read_error(reply["error"])
-        return reply
+        self._operation = asyncio.create_task(
+            self._serve(op, target, deadline_s, arguments), name=f"checkpoint worker: {op}"
+        )
+        self._operation.add_done_callback(self._finished)
+        return await asyncio.shield(self._operation)  # cancelled here, the operation goes on
 
-    async def _run(self) -> None:
-        while not self._closing:
-            if not self._waiting:
-                self._more.clear()
-                await self._more.wait()
-                continue
-            call = self._waiting.popleft()
-            if call.answer.done():
-                continue  # withdrawn while it waited
-            try:
-                reply = await self._served(call)
-            except GPUError as error:
-                if not call.answer.done():
-                    call.answer.set_exception(error)
-            except asyncio.CancelledError:
-                if not call.answer.done():
-                    call.answer.set_exception(_closed())
-                raise
-            else:
-                if not call.answer.done():
-                    call.answer.set_result(reply)
+    def _finished(self, operation: asyncio.Task[Reply]) -> None:
+        self._turn.release()
+        if not operation.cancelled():
+            operation.exception()  # asyncio logs one that nobody has read, as after a cancelled call
 
-    async def _served(self, call: _Call) -> dict[str, Any]:
+    async def _serve(
+        self, op: str, target: ProcessIdentity | None, deadline_s: float, arguments: Mapping[str, object]
+    ) -> Reply:
         """Serve the call. Raises GPUError for any failure: the caller must get it, and the next call must be served."""
+        what = op if target is None else f"{op} of process {target.pid}"
+        named = None if target is None else target.to_dict()
+        request = {"op": op, "target": named, "deadline_s": deadline_s + _ALONE_S, **arguments}
         try:
-            return await self._serve(call)
+            worker = self._worker
+            if worker is not None and (self._is_stale or worker.has_ended):
+                if self._is_stale:
+                    log.warning("the checkpoint worker %d is replaced: its driver may be in a broken state", worker.pid)
+                await self._end(worker)
+                worker = None
+            if worker is None:
+                worker = await self._begin()
+            files.reach(f"link.{op}.before")
+            reply = await self._exchange(worker, msgspec.json.encode(request), deadline_s, what)
+            files.reach(f"link.{op}.after")
         except GPUError:
             raise
+        except asyncio.CancelledError:
+            raise _closed() from None
         except Exception as error:
-            log.critical("the link to the checkpoint worker failed in %s", call.what, exc_info=error)
+            log.critical("the link to the checkpoint worker failed in %s", what, exc_info=error)
             await self._kill()
-            sentence = f"the checkpoint worker could not be asked for {call.what}: {error!r}"
+            sentence = f"the checkpoint worker could not be asked for {what}: {error!r}"
             raise GPUError(GPUErrorCode.WORKER_DIED, sentence) from error
-
-    async def _serve(self, call: _Call) -> dict[str, Any]:
-        process = self._process
-        if process is not None and self._is_stale:
-            log.warning("the checkpoint worker %d is replaced: its driver may be in a broken state", process.pid)
-            await self._end(process)
-            process = None
-        if process is None or process.returncode is not None:
-            process = await self._begin()
-        files.reach(f"link.{call.op}.before")
-        reply = await self._exchange(process, call.line, call.deadline_s, call.what)
-        files.reach(f"link.{call.op}.after")
-        if not _is_reply(reply):
-            await self._kill()
-            raise GPUError(
-                GPUErrorCode.WORKER_DIED,
-                f"the checkpoint worker answered {call.what} with what is no reply: {str(reply)[:200]}",
-            )
-        if reply["id"] != call.number:
-            await self._kill()
-            raise GPUError(GPUErrorCode.WORKER_DIED, f"the checkpoint worker answered another request than {call.what}")
-        self._judge(call, reply)
-        return reply
-
-    def _judge(self, call: _Call, reply: Mapping[str, Any]) -> None:
-        """Note whether the driver fails without a known reason, whatever the target is."""
-        if reply["ok"]:
+        failure = reply.failure()
+        if failure is None:
             self._unexplained.clear()
-        elif reply["error"].get("code") == GPUErrorCode.UNKNOWN:
-            self._unexplained.add(call.target)
-            if len(self._unexplained) > 1:
-                self.renew()
+            return reply
+        if failure.code is GPUErrorCode.UNKNOWN:
+            self._unexplained.add(target)
+            self._is_stale = self._is_stale or len(self._unexplained) > 1
+        raise failure
 
-    async def _begin(self) -> WorkerProcess:
-        if self._unkillable is not None and self._unkillable.returncode is None:
+    async def _begin(self) -> Worker:
+        if self._unkillable is not None and not self._unkillable.has_ended:
             # Two workers could act on the same process. One operation at a time is the safe rule.
             raise GPUError(
                 GPUErrorCode.WORKER_HUNG,
@@ -348,49 +293,34 @@ class WorkerLink:
             )
         self._is_stale = False
         self._unexplained.clear()
-        self._process = await self._started()
-        greeting = await self._exchange(self._process, b"", self._start_s, f"opening {self.backend}")
-        if "fatal" in greeting:
-            await self._kill()
-            raise read_error(greeting["fatal"])
-        hello = greeting.get("hello")
-        if not isinstance(hello, dict) or hello.get("protocol") != PROTOCOL:
-            await self._kill()
-            raise GPUError(
-                GPUErrorCode.WORKER_DIED,
-                f"the checkpoint worker is of another version than this broker (it said {greeting!r}): restart the broker",
-            )
-        return self._process
-
-    async def _started(self) -> WorkerProcess:
-        """Start a worker, or have the service start one. Raises GPUError."""
         descriptors = () if self._claim is None else self._claim.descriptors()
         if self._service is not None:
-            return await connect(self._service, self.backend, descriptors, patience_s=self._answer_s)
-        try:
-            return await asyncio.create_subprocess_exec(
-                *(self._python, "-P", "-m", "fractional_gpu.gpu.worker", "--backend", self.backend),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                limit=MAX_LINE,
-                start_new_session=True,
-                env=driver_environment.cleaned(os.environ),
-                pass_fds=descriptors,
+            worker = await connect(self._service, self.backend, descriptors, patience_s=self._answer_s)
+        else:
+            worker, theirs = Worker.start(self._python, self.backend, descriptors)
+            theirs.close()
+        worker.channel.setblocking(False)
+        self._worker = worker
+        greeting = await self._exchange(worker, b"", self._start_s, f"opening {self.backend}")
+        failure = greeting.failure()
+        if failure is None and greeting.protocol != PROTOCOL:
+            failure = GPUError(
+                GPUErrorCode.WORKER_DIED,
+                "the checkpoint worker is of another version than this broker: restart the broker, and run both from the same image",
             )
-        except (OSError, RuntimeError) as error:  # RuntimeError: there is no thread to watch it
-            raise GPUError(GPUErrorCode.WORKER_DIED, f"the checkpoint worker cannot be started: {error}") from error
+        if failure is not None:
+            await self._end(worker)
+            raise failure
+        return worker
 
-    async def _exchange(self, process: WorkerProcess, line: bytes, deadline_s: float, what: str) -> dict[str, Any]:
-        """Write the line and read one; kill the worker and raise GPUError if none comes in time or it is no reply."""
-        if process.stdin is None or process.stdout is None:
-            raise GPUError(GPUErrorCode.WORKER_DIED, "the checkpoint worker was started without pipes")
+    async def _exchange(self, worker: Worker, request: bytes, deadline_s: float, what: str) -> Reply:
+        """Send the request, if any, and return the next reply. Raises GPUError, and then the worker was ended."""
+        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(deadline_s):
-                if line:  # the greeting needs no request, and the worker may have ended after it: do not write
-                    process.stdin.write(line)
-                    await process.stdin.drain()
-                answer = await process.stdout.readline()
-            reply = json.loads(answer) if answer else None
+                if request:  # the greeting needs none
+                    await loop.sock_sendall(worker.channel, request)
+                return parse(await loop.sock_recv(worker.channel, MAX_MESSAGE), Reply)
         except TimeoutError:
             await self._kill()
             raise GPUError(
@@ -398,63 +328,36 @@ class WorkerLink:
                 f"the checkpoint worker did not finish {what} within {deadline_s:g} s and was replaced",
             ) from None
         except OSError as error:
-            await self._end(process)
-            raise GPUError(GPUErrorCode.WORKER_DIED, f"the checkpoint worker died before {what}: {error}") from error
-        except (ValueError, RecursionError) as error:
+            await self._end(worker)
+            raise GPUError(
+                GPUErrorCode.WORKER_DIED, f"the checkpoint worker died during {what} (status {worker.status}): {error}"
+            ) from error
+        except GPUError as error:
             await self._kill()
             raise GPUError(GPUErrorCode.WORKER_DIED, f"the checkpoint worker failed during {what}: {error}") from error
-        if not isinstance(reply, dict):
-            await self._end(process)
-            status = process.returncode
-            raise GPUError(GPUErrorCode.WORKER_DIED, f"the checkpoint worker died during {what} (status {status})")
-        return reply
 
     async def _kill(self) -> None:
-        process, self._process = self._process, None
-        if process is None:
+        worker, self._worker = self._worker, None
+        if worker is None:
             return
-        with suppress(ProcessLookupError):
-            process.kill()
-        if process.stdin is not None:
-            process.stdin.close()
+        worker.kill()
         try:
             async with asyncio.timeout(_KILL_S):
-                await process.wait()
+                await worker.wait()
         except TimeoutError:
-            self._unkillable = process
+            self._unkillable = worker
+        worker.channel.close()
 
-    async def _end(self, process: WorkerProcess) -> None:
+    async def _end(self, worker: Worker) -> None:
         """Let the worker end by itself, so that its exit status is its own; kill it if it does not."""
-        if process.stdin is not None:
-            process.stdin.close()
+        worker.channel.close()
         try:
             async with asyncio.timeout(self._answer_s):
-                await process.wait()
+                await worker.wait()
         except TimeoutError:
             await self._kill()
-        self._process = None
-
-    def _fail_waiting(self) -> None:
-        while self._waiting:
-            call = self._waiting.popleft()
-            if not call.answer.done():
-                call.answer.set_exception(_closed())
+        self._worker = None
 
 
 def _closed() -> GPUError:
     return GPUError(GPUErrorCode.WORKER_DIED, "the link to the checkpoint worker was closed")
-
-
-def _is_reply(reply: Mapping[str, Any]) -> bool:
-    """Return whether all fields of a reply are there, with their types."""
-    return (
-        type(reply.get("id")) is int
-        and isinstance(reply.get("ok"), bool)
-        and type(reply.get("elapsed_us")) is int
-        and isinstance(reply.get("state"), str | None)
-        and isinstance(reply.get("error"), type(None) if reply["ok"] else dict)
-    )
-
-
-def _elapsed(reply: dict[str, Any]) -> int:
-    return int(reply["elapsed_us"])

@@ -9,9 +9,10 @@ The rules:
 - A connection is one worker. The broker's first message has the descriptors of its claim (SCM_RIGHTS). The worker inherits them, as one
   that the broker starts itself does: the claim is free when the broker *and* the worker have ended. The supervisor takes the lock on the
   first descriptor itself, so a message without a claim, or with one that another broker holds, starts nothing.
-- The reply has one descriptor: the worker's pipe, on which the broker and the worker talk as ever. The connection itself stays open for
-  `{"kill": true}` and for `{"ended": STATUS}`.
-- The end of a connection is not a kill. The broker's end of the pipe went with the broker, so the worker finishes its operation and ends.
+- The reply has two descriptors: the broker's end of the worker's channel, on which they talk as ever, and the worker's pidfd. The
+  connection stays open: whatever the broker sends on it later means that the worker is to be killed.
+- The end of a connection is not a kill. The broker's end of the channel went with the broker, so the worker finishes its operation and
+  ends.
 - One worker at a time, for one broker. A second request is refused until the first worker has ended.
 - The peer is root or this process's user, by the kernel's word, and sees the same pids. Anything else is refused and logged.
 - SIGTERM ends the service in order: the worker finishes its operation first. The worker ignores SIGTERM itself.
@@ -21,29 +22,24 @@ import asyncio
 import contextlib
 import errno
 import fcntl
-import json
 import logging
 import os
 import signal
 import socket
 import stat
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from fractional_gpu import __version__
-from fractional_gpu.gpu import driver_environment
+import msgspec
+
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode
 from fractional_gpu.gpu.open import backend_name
 from fractional_gpu.gpu.worker import error_fields
-from fractional_gpu.host.peers import peer_credentials
+from fractional_gpu.gpu.worker_process import Reply, Request, Worker, readable, receive, trusted_pid
 
 log = logging.getLogger(__name__)
 
-SERVICE_PROTOCOL: Final = 1
-MAX_MESSAGE: Final = 4096
-MAX_DESCRIPTORS: Final = 4
 _BACKLOG: Final = 16
 _REQUEST_S: Final = 10.0  # for a peer that connects and sends nothing
 _REAP_S: Final = 0.5
@@ -58,8 +54,8 @@ class WorkerService:
         self.path = path
         self._kind = kind
         self._python = python
-        self._worker: asyncio.subprocess.Process | None = None
-        self._pipe: socket.socket | None = None  # the worker's end, to end it in order
+        self._worker: Worker | None = None
+        self._channel: socket.socket | None = None  # the worker's end, to end it in order
         self._starting = asyncio.Lock()
         self._stop = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -87,14 +83,13 @@ class WorkerService:
 
     async def _finish(self) -> None:
         """Let the worker end after its operation, which has a deadline of its own, and close every connection."""
-        if self._pipe is not None:
-            with contextlib.suppress(OSError):
-                self._pipe.shutdown(socket.SHUT_RD)
+        if self._channel is not None:
+            self._channel.shutdown(socket.SHUT_RD)
         try:
             if self._worker is not None:
                 await self._worker.wait()
         finally:
-            if self._worker is not None and self._worker.returncode is None:
+            if self._worker is not None and not self._worker.has_ended:
                 self._worker.kill()
             for task in self._tasks:
                 task.cancel()
@@ -118,55 +113,42 @@ class WorkerService:
         with contextlib.closing(connection):
             descriptors: list[int] = []
             try:
-                pid = _checked_peer(connection)
-                request, descriptors = await _receive(connection)
-                backend = self._checked(request, pid)
+                pid = trusted_pid(connection)
+                async with asyncio.timeout(_REQUEST_S):
+                    request, descriptors = await receive(connection, Request)
+                self._check(request, pid)
                 async with self._starting:
-                    process = await self._start(connection, backend, descriptors, pid)
+                    worker = await self._start(connection, request.backend, descriptors, pid)
             except GPUError as error:
                 log.warning("a connection to %s was refused: %s", self.path, error)
-                await _send(connection, {"fatal": error_fields(error)})
+                _send(connection, msgspec.json.encode(error_fields(error)))
                 return
             except OSError as error:
-                log.warning("a connection to %s failed: %s", self.path, error)
+                log.warning("a connection to %s failed: %s", self.path, error or "no request came in time")
                 return
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
-            await self._supervise(connection, process)
+            await self._supervise(connection, worker)
 
-    def _checked(self, request: Mapping[str, Any], pid: int) -> str:
-        """Return the backend that the broker wants. Raises GPUError."""
-        if request.get("protocol") != SERVICE_PROTOCOL:
+    def _check(self, request: Request, pid: int) -> None:
+        """Raise GPUError for a broker of another pid namespace or with other devices."""
+        if request.pid != pid:
             raise GPUError(
                 GPUErrorCode.NOT_SUPPORTED,
-                f"the checkpoint worker's service is of version {__version__} (protocol {SERVICE_PROTOCOL}), the broker of version "
-                f"{str(request.get('version'))[:40]} (protocol {str(request.get('protocol'))[:20]}): run both from the same image",
-            )
-        if request.get("pid") != pid:
-            raise GPUError(
-                GPUErrorCode.NOT_SUPPORTED,
-                f"the broker is process {str(request.get('pid'))[:20]} for itself and {pid} here: both must see the same pids; set "
+                f"the broker is process {request.pid} for itself and {pid} here: both must see the same pids; set "
                 "hostPID: true for the pod of both containers",
             )
-        backend = request.get("backend")
-        if not isinstance(backend, str) or not self._drives(backend):
+        simulated = self._kind == SIMULATED
+        if not (request.backend.startswith("simulated:") if simulated else request.backend == backend_name(self._kind)):
             raise GPUError(
                 GPUErrorCode.NOT_SUPPORTED,
-                f"the broker's devices are {str(backend)[:100]!r}, and this service drives {self._kind}: start it with "
+                f"the broker's devices are {request.backend[:100]!r}, and this service drives {self._kind}: start it with "
                 "--backend NAME as the broker's devices are",
             )
-        return backend
 
-    def _drives(self, backend: str) -> bool:
-        if self._kind == SIMULATED:
-            return backend.startswith(f"{SIMULATED}:")
-        return backend == backend_name(self._kind)
-
-    async def _start(
-        self, connection: socket.socket, backend: str, descriptors: list[int], pid: int
-    ) -> asyncio.subprocess.Process:
-        """Start a worker that inherits the descriptors, and send the broker its pipe. Raises GPUError, OSError."""
+    async def _start(self, connection: socket.socket, backend: str, descriptors: list[int], pid: int) -> Worker:
+        """Start a worker that inherits the descriptors, and send the broker its channel. Raises GPUError, OSError."""
         _take_claim(descriptors)
         if self._worker is not None and not await _has_ended(self._worker):
             raise GPUError(
@@ -175,51 +157,35 @@ class WorkerService:
             )
         if self._stop.is_set():
             raise GPUError(GPUErrorCode.WORKER_DIED, "the checkpoint worker's service is stopping")
-        ours, theirs = socket.socketpair()
-        with contextlib.closing(theirs):
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *(self._python, "-P", "-m", "fractional_gpu.gpu.worker", "--backend", backend),
-                    stdin=ours.fileno(),
-                    stdout=ours.fileno(),
-                    start_new_session=True,
-                    env=driver_environment.cleaned(os.environ),
-                    pass_fds=descriptors,
-                )
-            except (OSError, RuntimeError) as error:  # RuntimeError: there is no thread to watch it
-                ours.close()
-                raise GPUError(GPUErrorCode.WORKER_DIED, f"the checkpoint worker cannot be started: {error}") from error
-            self._worker, self._pipe = process, ours
-            log.info("the checkpoint worker is process %d, for the broker %d", process.pid, pid)
-            await _send(connection, {"started": {"pid": process.pid, "version": __version__}}, theirs.fileno())
-        return process
+        worker, channel = Worker.start(self._python, backend, descriptors)
+        self._worker, self._channel = worker, channel
+        log.info("the checkpoint worker is process %d, for the broker %d", worker.pid, pid)
+        with worker.channel as theirs:  # whose only copy is the broker's then
+            _send(connection, msgspec.json.encode(Reply(pid=worker.pid)), theirs.fileno(), worker.pidfd)
+        return worker
 
-    async def _supervise(self, connection: socket.socket, process: asyncio.subprocess.Process) -> None:
-        """Kill the worker when the broker asks for it; report its end."""
-        ended = asyncio.create_task(process.wait())
-        asking = asyncio.create_task(self._kill_on_request(connection, process))
+    async def _supervise(self, connection: socket.socket, worker: Worker) -> None:
+        """Kill the worker when the broker asks for it, and wait for its end."""
+        asking = asyncio.create_task(_kill_on_request(connection, worker))
         try:
-            status = await asyncio.shield(ended)  # also after the connection's end: the worker finishes its operation
+            await worker.wait()  # also after the connection's end: the worker finishes its operation
         finally:
             asking.cancel()
-            if self._worker is process and self._pipe is not None:
-                self._pipe.close()
-                self._pipe = None
-        log.info("the checkpoint worker, process %d, ended with status %d", process.pid, status)
-        await _send(connection, {"ended": status})
-
-    async def _kill_on_request(self, connection: socket.socket, process: asyncio.subprocess.Process) -> None:
-        with contextlib.suppress(GPUError, OSError):
-            while True:
-                request, descriptors = await _receive(connection, patience_s=None)
-                for descriptor in descriptors:
-                    os.close(descriptor)
-                if request.get("kill") is True and process.returncode is None:
-                    log.warning("the broker has the checkpoint worker %d killed", process.pid)
-                    process.kill()
+            if self._worker is worker and self._channel is not None:
+                self._channel.close()
+                self._channel = None
+        log.info("the checkpoint worker, process %d, ended with status %s", worker.pid, worker.status)
 
 
-async def _has_ended(worker: asyncio.subprocess.Process) -> bool:
+async def _kill_on_request(connection: socket.socket, worker: Worker) -> None:
+    await readable(connection.fileno())
+    with contextlib.suppress(OSError):
+        if connection.recv(1):
+            log.warning("the broker has the checkpoint worker %d killed", worker.pid)
+            worker.kill()
+
+
+async def _has_ended(worker: Worker) -> bool:
     """Return whether the worker has ended, or does so in a moment: its claim is free before this process knows of its end."""
     try:
         async with asyncio.timeout(_REAP_S):
@@ -283,17 +249,6 @@ def _remove(path: str, identity: os.stat_result) -> None:
             Path(path).unlink()
 
 
-def _checked_peer(connection: socket.socket) -> int:
-    """Return the peer's pid. Raises GPUError for another user's process."""
-    peer = peer_credentials(connection)
-    if peer.uid not in (0, os.geteuid()):
-        raise GPUError(
-            GPUErrorCode.NOT_PERMITTED,
-            f"process {peer.pid} of uid {peer.uid} may not use the checkpoint worker: only root and uid {os.geteuid()} may",
-        )
-    return peer.pid
-
-
 def _take_claim(descriptors: list[int]) -> None:
     """Hold the lock of the claim whose descriptors came, so that it is held whatever the sender did. Raises GPUError."""
     if not descriptors:
@@ -310,68 +265,10 @@ def _take_claim(descriptors: list[int]) -> None:
         raise GPUError(GPUErrorCode.NOT_PERMITTED, f"the broker's claim cannot be locked: {error}") from error
 
 
-async def _receive(
-    connection: socket.socket, *, patience_s: float | None = _REQUEST_S
-) -> tuple[dict[str, Any], list[int]]:
-    """Return a message and its descriptors, which the caller closes. Raises GPUError for what is no message, and OSError."""
-    try:
-        async with asyncio.timeout(patience_s):
-            await readable(connection)
-    except TimeoutError:
-        raise GPUError(GPUErrorCode.NOT_READY, f"no request came within {_REQUEST_S:g} s of the connection") from None
-    data, descriptors, flags, _ = socket.recv_fds(connection, MAX_MESSAGE, MAX_DESCRIPTORS)
-    try:
-        message = _message(data, flags)
-    except BaseException:
-        for descriptor in descriptors:
-            os.close(descriptor)
-        raise
-    for descriptor in descriptors:
-        os.set_inheritable(descriptor, False)
-    return message, descriptors
-
-
-def _message(data: bytes, flags: int) -> dict[str, Any]:
-    if not data:
-        raise ConnectionResetError(errno.ECONNRESET, "the peer has closed the connection")
-    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-        raise GPUError(
-            GPUErrorCode.UNKNOWN, f"a message has at most {MAX_MESSAGE} bytes and {MAX_DESCRIPTORS} descriptors"
-        )
-    return parse(data)
-
-
-def parse(data: bytes) -> dict[str, Any]:
-    """Return the JSON object in the message. Raises GPUError for anything else."""
-    try:
-        message = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise GPUError(GPUErrorCode.UNKNOWN, f"a message is one JSON object: {error}") from error
-    if not isinstance(message, dict):
-        raise GPUError(GPUErrorCode.UNKNOWN, f"a message is one JSON object; got {str(message)[:100]}")
-    return message
-
-
-async def readable(connection: socket.socket) -> None:
-    """Return when something can be read from the socket, or its peer is gone. Cancellation stops the waiting."""
-    loop = asyncio.get_running_loop()
-    arrived: asyncio.Future[None] = loop.create_future()
-
-    def arrive() -> None:
-        if not arrived.done():
-            arrived.set_result(None)
-
-    loop.add_reader(connection, arrive)
-    try:
-        await arrived
-    finally:
-        loop.remove_reader(connection)
-
-
-async def _send(connection: socket.socket, message: Mapping[str, Any], *descriptors: int) -> None:
+def _send(connection: socket.socket, message: bytes, *descriptors: int) -> None:
     """Send a small message; a peer that is gone, or that reads nothing, gets none."""
     with contextlib.suppress(OSError):
-        socket.send_fds(connection, [json.dumps(message).encode()], descriptors)
+        socket.send_fds(connection, [message], descriptors)
 
 
 def run_service(path: str, kind: str) -> None:

@@ -1,0 +1,215 @@
+"""A running checkpoint worker, which this process started or a service in another container (`worker_service`).
+
+The rules:
+- Every message, to the worker and to the service, is one JSON object in one packet of a SEQPACKET socket.
+- A worker has ended when its pidfd says so: also one of a service, which passes it on and may end before.
+- A service's worker is killed by a request to the service. Without the service nothing can kill it: then it counts as one that cannot
+  be killed.
+- The service's socket belongs to root or to this process's user, by the kernel's word; a socket of any other user is refused. While the
+  service does not answer, connecting is repeated for some seconds: its container may be restarting.
+"""
+
+import asyncio
+import contextlib
+import errno
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Sequence
+from typing import Final, TypeVar
+
+import msgspec
+
+from fractional_gpu.gpu import driver_environment
+from fractional_gpu.gpu.interface import GPUError, GPUErrorCode
+from fractional_gpu.gpu.worker import MAX_MESSAGE
+from fractional_gpu.host.peers import peer_credentials
+
+MAX_DESCRIPTORS: Final = 4
+_RETRY_S: Final = 0.1
+
+_Message = TypeVar("_Message")
+
+
+class Request(msgspec.Struct):
+    """A broker's request to the service, with the descriptors of its claim. `pid`: its own, as it sees it."""
+
+    backend: str
+    pid: int
+
+
+class Reply(msgspec.Struct):
+    """What the worker or its service replies; each sets what belongs to its message."""
+
+    protocol: int = 0  # the worker's first message
+    pid: int = 0  # the service has started it; its channel and its pidfd come with the message
+    state: str | None = None
+    elapsed_us: int = 0
+    error: dict[str, str] | None = None
+
+    def failure(self) -> GPUError | None:
+        """Return the error in the reply; a code of another version is UNKNOWN."""
+        if self.error is None:
+            return None
+        code = self.error.get("code", "")
+        known = code in {one.value for one in GPUErrorCode}
+        return GPUError(GPUErrorCode(code) if known else GPUErrorCode.UNKNOWN, self.error.get("message", ""))
+
+
+class Worker:
+    """A worker that was started. `channel` has its requests and replies. Made in a running event loop."""
+
+    def __init__(
+        self,
+        pid: int,
+        pidfd: int,
+        channel: socket.socket,
+        *,
+        process: subprocess.Popen[bytes] | None = None,
+        service: socket.socket | None = None,
+    ) -> None:
+        self.pid = pid
+        self.pidfd = pidfd
+        self.channel = channel
+        self.status: int | str = "unknown"  # only the process that started it can read it
+        self._process = process
+        self._service = service
+        self._watch = asyncio.create_task(self._until_ended(), name=f"checkpoint worker {pid}")
+
+    @classmethod
+    def start(cls, python: str, backend: str, descriptors: Sequence[int]) -> tuple["Worker", socket.socket]:
+        """Start a worker that inherits the descriptors; return it and its end of the channel, which the caller closes. Raises GPUError."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            process = subprocess.Popen(
+                [python, "-P", "-m", "fractional_gpu.gpu.worker", "--backend", backend],
+                stdin=theirs.fileno(),
+                start_new_session=True,
+                env=driver_environment.cleaned(os.environ),
+                pass_fds=descriptors,
+            )
+            pidfd = os.pidfd_open(process.pid)
+        except OSError as error:
+            ours.close()  # a worker without a pidfd ends with its channel
+            theirs.close()
+            raise GPUError(GPUErrorCode.WORKER_DIED, f"the checkpoint worker cannot be started: {error}") from error
+        return cls(process.pid, pidfd, ours, process=process), theirs
+
+    @property
+    def has_ended(self) -> bool:
+        return self._watch.done()
+
+    async def wait(self) -> None:
+        """Return when it has ended. Cancellation stops the waiting only."""
+        await asyncio.shield(self._watch)
+
+    def kill(self) -> None:
+        with contextlib.suppress(OSError):  # it has ended, or its service has
+            if self._service is not None:
+                self._service.send(b"kill")
+            else:
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    async def _until_ended(self) -> None:
+        try:
+            await readable(self.pidfd)
+            if self._process is not None:
+                self.status = self._process.wait()
+        finally:
+            os.close(self.pidfd)
+            if self._service is not None:
+                self._service.close()
+
+
+async def connect(path: str, backend: str, descriptors: Sequence[int], *, patience_s: float) -> Worker:
+    """Have the service at the path start a worker for `backend` that inherits the descriptors.
+
+    Raises GPUError: WORKER_DIED if no service answers within `patience_s` seconds, else as the service refuses. Cancellation gives up
+    the connection, and the worker ends.
+    """
+    problem = "it does not reply to the request for a worker"
+    try:
+        async with asyncio.timeout(patience_s):
+            while True:
+                service = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+                try:
+                    service.connect(path)
+                    return await _request(service, path, backend, descriptors)
+                except OSError as error:
+                    service.close()
+                    problem = str(error)
+                except BaseException:
+                    service.close()
+                    raise
+                await asyncio.sleep(_RETRY_S)
+    except TimeoutError:
+        raise GPUError(
+            GPUErrorCode.WORKER_DIED,
+            f"the checkpoint worker's service on {path} does not answer: {problem}; look at the container that runs "
+            f"`jupyter gpu node worker --socket {path}`",
+        ) from None
+
+
+async def _request(service: socket.socket, path: str, backend: str, descriptors: Sequence[int]) -> Worker:
+    trusted_pid(service)
+    socket.send_fds(service, [msgspec.json.encode(Request(backend, os.getpid()))], descriptors)
+    reply, received = await receive(service, Reply)
+    if failure := reply.failure():
+        raise failure
+    if not reply.pid or len(received) != 2:
+        raise GPUError(
+            GPUErrorCode.WORKER_DIED,
+            f"the checkpoint worker's service on {path} is of another version than this broker: run both from the same image",
+        )
+    channel, pidfd = received
+    return Worker(reply.pid, pidfd, socket.socket(fileno=channel), service=service)
+
+
+def trusted_pid(connection: socket.socket) -> int:
+    """Return the peer's pid. Raises GPUError for a process of another user than root and this process's."""
+    peer = peer_credentials(connection)
+    if peer.uid not in (0, os.geteuid()):
+        raise GPUError(
+            GPUErrorCode.NOT_PERMITTED,
+            f"process {peer.pid} of uid {peer.uid} is at the other end of the checkpoint worker's socket, and only root and uid "
+            f"{os.geteuid()} are trusted there",
+        )
+    return peer.pid
+
+
+async def receive(connection: socket.socket, kind: type[_Message]) -> tuple[_Message, list[int]]:
+    """Return the next message and its descriptors, which the caller closes. Raises GPUError for what is no such message, and OSError."""
+    await readable(connection.fileno())
+    data, descriptors, flags, _ = socket.recv_fds(connection, MAX_MESSAGE, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+    try:
+        return parse(data, kind, flags), descriptors
+    except BaseException:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
+
+
+def parse(data: bytes, kind: type[_Message], flags: int = 0) -> _Message:
+    """Return the message in a packet. Raises GPUError for what is no such message, ConnectionResetError for the end."""
+    if not data:
+        raise ConnectionResetError(errno.ECONNRESET, "the peer has closed the connection")
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        problem: object = f"it has at most {MAX_MESSAGE} bytes and {MAX_DESCRIPTORS} descriptors"
+    else:
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            problem = error
+    raise GPUError(GPUErrorCode.UNKNOWN, f"this is no message of a checkpoint worker: {problem} ({data[:100]!r})")
+
+
+async def readable(descriptor: int) -> None:
+    """Return when the descriptor can be read, or its peer is gone. Cancellation stops the waiting."""
+    loop = asyncio.get_running_loop()
+    arrived = asyncio.Event()
+    loop.add_reader(descriptor, arrived.set)
+    try:
+        await arrived.wait()
+    finally:
+        loop.remove_reader(descriptor)
