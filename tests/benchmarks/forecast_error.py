@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.forecast_error [--users 24] [--days 4] [--seed 1] [--pods FILE]... [--json FILE]
 
-Users of each habit of `simulator.load.habits` share too few devices, so that cells wait; the simulator runs them, and every forecast that
+Users of each habit of `simulator.load` share too few devices, so that cells wait; the simulator runs them, and every forecast that
 the arbiter states is seen with what happened. So are the sessions made of public lists of pods (`tests.benchmarks.pods`), where files are
 named. Forecasts of the first half of the time only teach; those of the second half are counted. Learning goes on, for all predictors
 alike: each predicts before it is shown what happened. The simulator's swaps take exactly a fixed time and one for each MiB, so they are

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/share_advice.py [--users 20] [--days 28] [--seed 1] [--json]
 
-Users of each habit of `simulator.load.habits` work with one GPU for so many days. They begin with a whole GPU or with an eighth of one,
+Users of each habit of `simulator.load` work with one GPU for so many days. They begin with a whole GPU or with an eighth of one,
 and take what is advised every three days. The recorder of the broker sees the first half of the days; the advice after it is held against
 the second half: the share that is needed is the smallest one on offer that has enough memory for every day of it and, by the model of
 contention, slows cells down by a fifth at most beside neighbours that use all the rest. Too small: short of memory on a day of the second

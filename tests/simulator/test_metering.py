@@ -17,8 +17,7 @@ from fractional_gpu.core.model import DeviceSpec, PoolSpec, ReserveBy
 from fractional_gpu.reports.rows_file import read as read_rows
 from fractional_gpu.reports.rows_file import rows_of
 from fractional_gpu.simulator import SimulationError
-from fractional_gpu.simulator.load import Habit, Load, synthetic_sessions
-from fractional_gpu.simulator.load.groups import Group, in_groups
+from fractional_gpu.simulator.load import Group, Habit, Load, in_groups, synthetic_sessions
 from fractional_gpu.simulator.machine import Host
 from fractional_gpu.simulator.metering import BEGINS_MS, DAY_MS, HostMeter, Metering, Power, write_usage
 from fractional_gpu.simulator.record import recording, replay

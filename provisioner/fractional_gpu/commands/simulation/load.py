@@ -9,8 +9,7 @@ from fractional_gpu.commands.simulation.scenario import Scenario
 from fractional_gpu.commands.terminal.progress import Progress
 from fractional_gpu.commands.terminal.text import CommandError, UsageError
 from fractional_gpu.core.units import plural
-from fractional_gpu.simulator.load import synthetic_sessions
-from fractional_gpu.simulator.load.groups import Group, in_groups
+from fractional_gpu.simulator.load import Group, in_groups, synthetic_sessions
 from fractional_gpu.simulator.traces import Session, read_sessions
 
 _GROUP = re.compile(r"([\w.-]{1,60}):(\d{1,6})(?:@([\w.-]{1,60}))?", re.ASCII)

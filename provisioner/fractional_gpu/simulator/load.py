@@ -1,0 +1,490 @@
+"""Synthetic load: what a group of notebook users does, by the statistics of a published trace or by other habits.
+
+`synthetic_sessions` makes the sessions of so many users over so many days, by the switches of `Load`. What is drawn for one thing in one
+session comes from random numbers of its own, so what one switch changes leaves the other draws as they are. One seed gives one trace, on
+every machine. docs/simulator.md says what each habit assumes, and has the source of the published one.
+"""
+
+import random
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from math import exp, log
+
+from fractional_gpu.simulator.traces import Cell, Session
+
+CLASS_SIZE = 20
+SEVERAL_PERCENT = 39  # 23 of 59
+
+
+class Habit(StrEnum):
+    """How the users work: as in the published trace, in one of the other ways, or a fifth of them in each way."""
+
+    PUBLISHED = "published"
+    TEACHING_LAB = "teaching-lab"
+    BUILDERS = "builders"
+    TRAINERS = "trainers"
+    NIGHT_JOBS = "night-jobs"
+    MIXED = "mixed"
+
+
+class Pace(StrEnum):
+    """How long cells on a GPU take, and how many there are."""
+
+    LONG = "long"
+    SHORT = "short"
+
+
+class Memory(StrEnum):
+    """What a session holds: its peak, or what one cell held."""
+
+    SESSION = "session"
+    CELL = "cell"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What the synthetic users do; the defaults are the trace's.
+
+    Percentages are whole ones. `pace`, `memory`, `several_percent` and `joint_percent` say how users of the published habit work, and
+    nothing of the other habits. `several_percent` of the sessions use 4 or 8 GPUs. `joint_percent` of the users are in classes of
+    `CLASS_SIZE` whose working sessions open within a minute, and whose first cells begin within another. `lunch_ms` is how long a lunch
+    takes that begins at some time from 12 to 1: no cell begins in it, but those of a teaching lab. With `weekends`, the sixth and the
+    seventh day of a week are free, but for `weekend_percent` of the users, drawn for each such day. The users live in `time_zones`
+    evenly spread around the clock. `ask_error_percent` is the standard deviation of the logarithm of what people ask for over what they
+    use: with 50, one in six asks for less than 0.61 of it, and one in six for more than 1.65 times as much. `failed_swaps_percent` of
+    the swaps fail harmlessly, after the fixed time of a swap (`machine.Host`). `urgent_percent` of the users, spread evenly among them,
+    have priority 1.
+    """
+
+    habit: Habit = Habit.PUBLISHED
+    pace: Pace = Pace.LONG
+    memory: Memory = Memory.SESSION
+    several_percent: int = SEVERAL_PERCENT
+    joint_percent: int = 0
+    lunch_ms: int = 0
+    weekends: bool = False
+    weekend_percent: int = 0
+    time_zones: int = 1
+    ask_error_percent: int = 0
+    failed_swaps_percent: int = 0
+    urgent_percent: int = 0
+
+
+# Signs that people give before they run a cell, as a front end tells them, and groups of users.
+
+SIGN_MS = 60_000
+"""How long a sign of a front end lasts."""
+_MOST_FALSE = 50  # in one gap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signs:
+    """How early signs come, and how many of 100 are false. 0 ms: there are none.
+
+    A sign comes `foresight_ms` before each cell that uses a GPU, or at once where the person is quicker than that. False ones come at any
+    time of a gap, and no cell follows them, unless by chance.
+    """
+
+    foresight_ms: int = 0
+    false_percent: int = 0
+
+    def before(self, seed: int, session_id: str, cell: int, gap_ms: int, *, uses_gpu: bool) -> Sequence[int]:
+        """Return when signs come in the gap before a cell (its number), in ms after the gap's beginning."""
+        if not self.foresight_ms:
+            return ()
+        true = [max(0, gap_ms - self.foresight_ms)] if uses_gpu else []
+        rng = random.Random(f"{seed}/signs/{session_id}/{cell}")  # noqa: S311 - a workload, not a secret
+        false = list[int]()
+        while len(false) < _MOST_FALSE and rng.random() * 100 < self.false_percent:
+            false.append(rng.randrange(max(1, gap_ms)))
+        return sorted(true + false)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A group, how large it is beside the others, and the pool of its sessions (empty: the default pool)."""
+
+    name: str
+    weight: int = 1
+    pool: str = ""
+
+
+def in_groups(trace: Sequence[Session], groups: Sequence[Group]) -> list[Session]:
+    """Return the sessions with their users' groups and pools.
+
+    The users, in the order of their names, are divided by the groups' weights: the first ones are in the first group, and so on.
+    Classes, whose members have consecutive numbers, so stay together as far as groups allow.
+    """
+    users = sorted({session.user for session in trace})
+    whole = sum(group.weight for group in groups)
+    of_user: dict[str, Group] = {}
+    begin = running = 0
+    for group in groups:
+        running += group.weight
+        end = len(users) * running // whole
+        of_user |= dict.fromkeys(users[begin:end], group)
+        begin = end
+    return [replace(one, group=of_user[one.user].name, pool=of_user[one.user].pool) for one in trace]
+
+
+_USUAL = Load()
+
+
+def synthetic_sessions(
+    users: int, days: int, seed: int, load: Load = _USUAL, progress: Callable[[int, int], None] = lambda *_: None
+) -> list[Session]:
+    """Return the sessions of so many users over so many days, in the order in which they open.
+
+    `progress` is given how many days of a user are made up, and all.
+    """
+    sessions = []
+    for day in range(days):
+        free = load.weekends and day % 7 >= 5
+        for number in range(users):
+            rng = random.Random(f"{seed}/weekend/{number}/{day}")  # noqa: S311 - a workload, not a secret
+            if not free or rng.random() * 100 < load.weekend_percent:
+                sessions += _day(number, day, seed, load).sessions()
+            progress(day * users + number + 1, days * users)
+    return sorted(sessions, key=lambda session: (session.open_ms, session.session_id))
+
+
+def _day(number: int, day: int, seed: int, load: Load) -> "_UserDay":
+    """Return a day of a user, whose habit is that of all users, or with `MIXED` one in turn."""
+    habit, rank = load.habit, number
+    if habit is Habit.MIXED:
+        mixed = [one for one in Habit if one is not Habit.MIXED]
+        habit, rank = mixed[number % len(mixed)], number // len(mixed)
+    if habit is Habit.PUBLISHED:
+        return _PublishedDay(number, day, seed, load)
+    return _HabitDay(number, day, seed, load, habit=habit, rank=rank)
+
+
+# One day of one user, whatever the habit.
+
+_MINUTE_MS = 60_000
+_HOUR_MS = 60 * _MINUTE_MS
+_DAY_MS = 24 * _HOUR_MS
+# (probability, value) of a quantile function; between them the logarithm is interpolated
+_Points = Sequence[tuple[float, float]]
+_Machine = tuple[int, int]  # how many GPUs a session uses, and the MiB that it holds on each
+
+
+def _draw(rng: random.Random, points: _Points) -> float:
+    """Return a value by its quantile function."""
+    at = rng.random()
+    right = min(len(points) - 1, bisect_right([probability for probability, _ in points], at))
+    (low, small), (high, large) = points[right - 1], points[right]
+    return exp(log(small) + (log(large) - log(small)) * (at - low) / (high - low))
+
+
+def _is_chosen(number: int, percent: int) -> bool:
+    """Return whether a user is among so many percent, evenly spread."""
+    return (number + 1) * percent // 100 > number * percent // 100
+
+
+def _gpu_cell(start_ms: int, duration_ms: int, machine: _Machine, util_percent: float) -> Cell:
+    """Return a cell that uses GPUs; its utilisation is rounded, and at least 1 %."""
+    return Cell(start_ms, duration_ms, *machine, max(1, round(util_percent)))
+
+
+class _UserDay:
+    """One day of one user. Times are the user's own until `session` moves them to the user's time zone.
+
+    `group`: the class that the user's working session belongs to, if any.
+    """
+
+    def __init__(self, number: int, day: int, seed: int, load: Load, group: int | None) -> None:
+        self.load, self._seed, self._group = load, seed, group
+        self._number, self._day, self._name = number, day, f"u{number:05d}"
+        self.begins_ms = day * _DAY_MS
+        self._lunch_ms = self.begins_ms + 12 * _HOUR_MS + round(_HOUR_MS * self.stream("lunch", "").random())
+
+    def sessions(self) -> list[Session]:
+        raise NotImplementedError
+
+    def machine(self, which: str) -> _Machine:
+        raise NotImplementedError
+
+    def stream(self, what: str, session: str) -> random.Random:
+        """Return the random numbers of one thing in one session, or of the whole day."""
+        return random.Random(f"{self._seed}/{what}/{self._name}/{self._day}/{session}")  # noqa: S311 - a workload, not a secret
+
+    def working_hours(self) -> tuple[int, int]:
+        """Return when the working session opens, and how long it is."""
+        hours = self.stream("hours", "work")
+        opens = self.begins_ms + round(_HOUR_MS * min(13.0, max(6.0, hours.gauss(9.0, 1.0))))
+        return opens, round(_HOUR_MS * hours.uniform(8.0, 10.5))
+
+    def after_lunch(self, at_ms: int) -> int:
+        """Return the time, or the end of lunch if it is within lunch."""
+        ends_ms = self._lunch_ms + self.load.lunch_ms
+        return ends_ms if self._lunch_ms <= at_ms < ends_ms else at_ms
+
+    def class_begins(self) -> int | None:
+        """Return when the class of the user opens its notebooks, if there is one."""
+        if self._group is None:
+            return None
+        hours = random.Random(f"{self._seed}/class/{self._group}/{self._day}")  # noqa: S311 - a workload
+        return self.begins_ms + round(_HOUR_MS * hours.uniform(8.5, 15.0))
+
+    def session(self, which: str, opens: int, closes: int, cells: Sequence[Cell]) -> Session:
+        """Return a session of the day, in the user's time zone. It stays open until its last cell has ended."""
+        gpus, memory = self.machine(which)
+        asked_mib, error = 0, self.load.ask_error_percent
+        if error:
+            asked_mib = max(1, round(memory * exp(self.stream("asked", which).gauss(0.0, error / 100))))
+        zone = self._number if self._group is None else self._group  # a class is in one zone
+        shift = _DAY_MS * (zone % self.load.time_zones) // self.load.time_zones
+        return Session(
+            session_id=f"{self._name}-d{self._day}-{which}",
+            user=self._name,
+            open_ms=opens + shift,
+            close_ms=max([closes, *(cell.start_ms + cell.duration_ms for cell in cells)]) + shift,
+            gpus=gpus,
+            gpu_mib=memory,
+            cells=tuple(replace(cell, start_ms=cell.start_ms + shift) for cell in cells),
+            priority=int(_is_chosen(self._number, self.load.urgent_percent)),
+            asked_mib=asked_mib,
+        )
+
+
+# The published habit: a working session and looks, by the trace at https://github.com/ds2-lab/NotebookOS-Dashboard.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PaceShape:
+    """The quantile functions of a pace; times in s."""
+
+    cell_s: _Points
+    gap_s: _Points
+    head_s: _Points  # from the opening to the first cell
+    cells: _Points | None  # of one working session; None: until it closes
+    looks: int  # a day, beside the working session
+    idle_looks_percent: int  # of the looks use no GPU
+
+
+_PACES = {
+    Pace.LONG: _PaceShape(
+        cell_s=(
+            (0.0, 180.0), (0.1, 300.0), (0.25, 360.0), (0.5, 660.0), (0.75, 1260.0), (0.9, 2460.0), (0.95, 4260.0), (0.97, 8160.0),
+            (0.98, 20_700.0), (0.99, 57_660.0), (1.0, 106_680.0),
+        ),
+        gap_s=((0.0, 30.0), (0.25, 60.0), (0.5, 180.0), (0.75, 540.0), (0.9, 3300.0), (0.95, 10_800.0), (0.99, 56_940.0), (1.0, 83_520.0)),
+        head_s=((0.0, 120.0), (0.1, 660.0), (0.25, 1020.0), (0.5, 4380.0), (0.75, 21_780.0), (0.9, 52_500.0), (1.0, 126_600.0)),
+        cells=((0.0, 1.0), (0.15, 1.0), (0.25, 2.0), (0.5, 3.5), (0.75, 13.0), (0.9, 35.0), (0.95, 47.0), (1.0, 57.0)),
+        looks=1,
+        idle_looks_percent=30,
+    ),
+    Pace.SHORT: _PaceShape(
+        cell_s=((0.0, 2.0), (0.25, 48.0), (0.5, 124.0), (0.75, 307.0), (0.9, 690.0), (0.99, 2800.0), (1.0, 7200.0)),
+        gap_s=((0.0, 5.0), (0.25, 60.0), (0.5, 180.0), (0.75, 480.0), (0.9, 2460.0), (1.0, 9000.0)),
+        head_s=((0.0, 5.0), (1.0, 300.0)),
+        cells=None,
+        looks=3,
+        idle_looks_percent=50,
+    ),
+}  # fmt: skip
+_MEMORY_MIB: dict[Memory, _Points] = {
+    Memory.SESSION: (
+        (0.0, 1.0), (0.08, 1.0), (0.1, 266.0), (0.25, 3717.0), (0.5, 5028.0), (0.75, 19_026.0), (0.9, 33_997.0), (0.95, 38_298.0),
+        (1.0, 40_182.0),
+    ),
+    Memory.CELL: ((0.0, 300.0), (0.5, 2194.0), (0.75, 4387.0), (0.9, 17_166.0), (0.99, 36_240.0), (1.0, 60_000.0)),
+}  # fmt: skip
+_EACH_OF_SEVERAL_MIB: _Points = (
+    (0.0, 1.0), (0.08, 1.0), (0.1, 62.0), (0.25, 3359.0), (0.5, 4444.0), (0.75, 4792.0), (0.9, 5028.0), (1.0, 5079.0)
+)  # fmt: skip
+_UTIL_PERCENT: _Points = ((0.0, 1.0), (0.5, 8.5), (0.9, 36.0), (1.0, 100.0))
+_SEVERAL = (4, 8)
+
+
+class _PublishedDay(_UserDay):
+    def __init__(self, number: int, day: int, seed: int, load: Load) -> None:
+        joint = load.joint_percent
+        group = number * joint // 100 // CLASS_SIZE if _is_chosen(number, joint) else None
+        super().__init__(number, day, seed, load, group)
+        self._shape = _PACES[load.pace]
+
+    def sessions(self) -> list[Session]:
+        made = [self._working(*self.working_hours())]
+        for look in range(self._shape.looks):
+            hours = self.stream("hours", f"look{look}")
+            opens = self.begins_ms + round(_HOUR_MS * hours.uniform(8.0, 20.0))
+            made.append(self._looking(f"look{look}", self.after_lunch(opens), hours))
+        return made
+
+    def _working(self, opens: int, length: int) -> Session:
+        shape = self._shape
+        head, lengths, gaps, tables = (self.stream(what, "work") for what in ("head", "cells", "gaps", "tables"))
+        first = round(1000 * _draw(head, shape.head_s))
+        left = round(_draw(self.stream("count", "work"), shape.cells)) if shape.cells is not None else -1
+        joint = self.class_begins()
+        if joint is not None:
+            arrives = self.stream("joint", "work")
+            opens = joint + round(_MINUTE_MS * arrives.random())
+            first = joint + _MINUTE_MS + round(_MINUTE_MS * arrives.random()) - opens
+        closes, at = opens + length, self.after_lunch(opens + first)
+        machine = self.machine("work")
+        utils = self.stream("util", "work")
+        cells: list[Cell] = []
+        while at < closes and left:
+            takes = round(1000 * _draw(lengths, shape.cell_s))
+            cells.append(_gpu_cell(at, takes, machine, _draw(utils, _UTIL_PERCENT)))
+            ended = at + takes
+            gap = round(1000 * _draw(gaps, shape.gap_s))
+            looks_at_a_table, looks_ms = tables.random() < 0.5, min(gap // 3, tables.randrange(200, 20_000))
+            left, at = left - 1, self.after_lunch(ended + gap)
+            table = ended + gap // 3
+            if looks_at_a_table and table < closes and self.after_lunch(table) == table:
+                cells.append(Cell(table, looks_ms, 0, 0, 0))
+        return self.session("work", opens, closes, cells)
+
+    def _looking(self, which: str, opens: int, hours: random.Random) -> Session:
+        length = round(_MINUTE_MS * hours.uniform(10.0, 40.0))
+        cells = [Cell(opens + length // 8, self.stream("tables", which).randrange(200, 20_000), 0, 0, 0)]
+        if self.stream("idle", which).random() * 100 >= self._shape.idle_looks_percent:
+            lengths, at = self.stream("cells", which), self.after_lunch(opens + length // 2)
+            if self.load.pace is Pace.SHORT:
+                takes = lengths.randrange(2_000, length // 20)
+            else:
+                takes = round(1000 * _draw(lengths, self._shape.cell_s))
+            cells.append(_gpu_cell(at, takes, self.machine(which), _draw(self.stream("util", which), _UTIL_PERCENT)))
+        return self.session(which, opens, opens + length, cells)
+
+    def machine(self, which: str) -> _Machine:
+        several = self.stream("several", which)
+        gpus = _SEVERAL[several.randrange(len(_SEVERAL))] if several.random() * 100 < self.load.several_percent else 1
+        points = (
+            _EACH_OF_SEVERAL_MIB if gpus > 1 and self.load.memory is Memory.SESSION else _MEMORY_MIB[self.load.memory]
+        )
+        return gpus, max(1, round(_draw(self.stream("memory", which), points)))
+
+
+# Habits beside the published one. No trace shows them: their figures are assumptions, chosen to differ from one another. All cells use the
+# GPU; a session holds its memory from its first cell on.
+
+_CLASS_MS = 90 * _MINUTE_MS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shape:
+    """The quantile functions of a habit; times in s, memory in MiB on each GPU, utilisation in percent."""
+
+    head_s: _Points  # from the opening to the first cell
+    cell_s: _Points
+    gap_s: _Points
+    memory_mib: _Points
+    util_percent: _Points
+    cells: _Points | None = None  # of a session; None: until it closes
+    several_percent: int = 0
+    several: tuple[int, ...] = ()  # GPUs that a session of several may use
+
+
+_SHAPES = {
+    Habit.TEACHING_LAB: _Shape(
+        head_s=((0.0, 30.0), (0.5, 120.0), (1.0, 480.0)),
+        cell_s=((0.0, 0.5), (0.5, 6.0), (0.9, 40.0), (1.0, 180.0)),
+        gap_s=((0.0, 3.0), (0.5, 40.0), (0.75, 120.0), (0.9, 360.0), (1.0, 900.0)),
+        memory_mib=((0.0, 300.0), (0.5, 800.0), (0.9, 2_000.0), (1.0, 4_000.0)),
+        util_percent=((0.0, 1.0), (0.5, 15.0), (0.9, 50.0), (1.0, 100.0)),
+    ),
+    Habit.BUILDERS: _Shape(
+        head_s=((0.0, 5.0), (1.0, 300.0)),
+        cell_s=((0.0, 1.0), (0.25, 5.0), (0.5, 20.0), (0.75, 60.0), (0.9, 240.0), (0.99, 900.0), (1.0, 1_800.0)),
+        gap_s=((0.0, 5.0), (0.25, 45.0), (0.5, 180.0), (0.75, 480.0), (0.9, 1_500.0), (0.97, 5_400.0), (1.0, 10_800.0)),
+        memory_mib=((0.0, 300.0), (0.5, 2_200.0), (0.75, 4_400.0), (0.9, 17_000.0), (1.0, 40_000.0)),
+        util_percent=((0.0, 1.0), (0.5, 8.5), (0.9, 36.0), (1.0, 100.0)),
+    ),
+    Habit.TRAINERS: _Shape(
+        head_s=((0.0, 60.0), (0.5, 1_200.0), (1.0, 7_200.0)),
+        cell_s=((0.0, 1_200.0), (0.25, 2_700.0), (0.5, 7_200.0), (0.75, 16_200.0), (0.9, 28_800.0), (1.0, 43_200.0)),
+        gap_s=((0.0, 60.0), (0.25, 240.0), (0.5, 600.0), (0.75, 2_400.0), (0.9, 7_200.0), (1.0, 14_400.0)),
+        memory_mib=((0.0, 8_000.0), (0.5, 24_000.0), (0.9, 60_000.0), (1.0, 72_000.0)),
+        util_percent=((0.0, 20.0), (0.5, 70.0), (0.9, 95.0), (1.0, 100.0)),
+        several_percent=30,
+        several=(2, 4, 8),
+    ),
+    Habit.NIGHT_JOBS: _Shape(
+        head_s=((0.0, 60.0), (0.5, 1_800.0), (1.0, 7_200.0)),
+        cell_s=((0.0, 5.0), (0.5, 60.0), (0.9, 600.0), (1.0, 1_800.0)),
+        gap_s=((0.0, 60.0), (0.5, 1_800.0), (0.9, 7_200.0), (1.0, 10_800.0)),
+        memory_mib=((0.0, 4_000.0), (0.5, 16_000.0), (0.9, 40_000.0), (1.0, 60_000.0)),
+        util_percent=((0.0, 20.0), (0.5, 60.0), (0.9, 95.0), (1.0, 100.0)),
+        cells=((0.0, 2.0), (0.5, 4.0), (1.0, 8.0)),
+    ),
+}  # fmt: skip
+_EVENING_H, _NIGHT_JOB_H, _NEXT_MORNING_H = (17.0, 19.5), (8.0, 12.0), (32.0, 33.0)
+
+
+class _HabitDay(_UserDay):
+    """One day of a user with one of these habits; `rank` counts those who have it, from 0."""
+
+    def __init__(self, number: int, day: int, seed: int, load: Load, *, habit: Habit, rank: int) -> None:
+        super().__init__(number, day, seed, load, rank // CLASS_SIZE if habit is Habit.TEACHING_LAB else None)
+        self._habit, self._shape = habit, _SHAPES[habit]
+
+    def sessions(self) -> list[Session]:
+        begins = self.class_begins()
+        if begins is not None:
+            return [self._class(begins)]
+        opens, length = self.working_hours()
+        if self._habit is Habit.NIGHT_JOBS:
+            return [self._night(opens)]
+        made = [self.session("work", opens, opens + length, self._cells("work", opens, opens + length))]
+        return [*made, self._look()] if self._habit is Habit.BUILDERS else made
+
+    def _class(self, begins: int) -> Session:
+        """Return the session of a member of a class: none of its cells ends after the class."""
+        arrives = self.stream("joint", "work")
+        opens, ends = begins + round(_MINUTE_MS * arrives.random()), begins + _CLASS_MS
+        cells = self._cells("work", opens, ends)
+        return self.session("work", opens, ends, [cell for cell in cells if cell.start_ms + cell.duration_ms <= ends])
+
+    def _look(self) -> Session:
+        """Return a short session with one cell, halfway through it."""
+        hours = self.stream("hours", "look")
+        opens = self.after_lunch(self.begins_ms + round(_HOUR_MS * hours.uniform(8.0, 20.0)))
+        length = round(_MINUTE_MS * hours.uniform(10.0, 40.0))
+        takes = round(1000 * _draw(self.stream("cells", "look"), self._shape.cell_s))
+        util = _draw(self.stream("util", "look"), self._shape.util_percent)
+        cells = [_gpu_cell(self.after_lunch(opens + length // 2), takes, self.machine("look"), util)]
+        return self.session("look", opens, opens + length, cells)
+
+    def _night(self, opens: int) -> Session:
+        """Return a session with some cells by day, and the job of the night."""
+        hours = self.stream("hours", "night")
+        evening, lasts, morning = (
+            round(_HOUR_MS * hours.uniform(*span)) for span in (_EVENING_H, _NIGHT_JOB_H, _NEXT_MORNING_H)
+        )
+        starts = self.begins_ms + evening
+        cells = self._cells("work", opens, starts)
+        if cells:
+            starts = max(starts, cells[-1].start_ms + cells[-1].duration_ms + _MINUTE_MS)
+        util = _draw(self.stream("util", "night"), self._shape.util_percent)
+        cells.append(_gpu_cell(starts, lasts, self.machine("work"), util))
+        return self.session("work", opens, self.begins_ms + morning, cells)
+
+    def _cells(self, which: str, opens: int, until: int) -> list[Cell]:
+        """Return the cells that begin before a time, as many as the habit has."""
+        shape = self._shape
+        lengths, gaps, utils = (self.stream(what, which) for what in ("cells", "gaps", "util"))
+        left = round(_draw(self.stream("count", which), shape.cells)) if shape.cells is not None else -1
+        machine = self.machine(which)
+        at = self._begins(opens + round(1000 * _draw(self.stream("head", which), shape.head_s)))
+        cells: list[Cell] = []
+        while at < until and left:
+            takes = round(1000 * _draw(lengths, shape.cell_s))
+            cells.append(_gpu_cell(at, takes, machine, _draw(utils, shape.util_percent)))
+            left, at = left - 1, self._begins(at + takes + round(1000 * _draw(gaps, shape.gap_s)))
+        return cells
+
+    def _begins(self, at_ms: int) -> int:
+        """Return when a cell begins that would begin at that time; a class has no lunch."""
+        return at_ms if self._habit is Habit.TEACHING_LAB else self.after_lunch(at_ms)
+
+    def machine(self, which: str) -> _Machine:
+        shape, several = self._shape, self.stream("several", which)
+        gpus = several.choice(shape.several) if several.random() * 100 < shape.several_percent else 1
+        return gpus, max(1, round(_draw(self.stream("memory", which), shape.memory_mib)))
