@@ -234,7 +234,7 @@ def measure(task: Task) -> Measured:
     draw, compared = meter.truth, meter.hosts[0].meter
     assert isinstance(compared, Compared)
     wall_ms = BEGINS_MS + meter.ended_ms
-    given = {OURS: of_days(meter.rows())}
+    given = {OURS: of_days(meter.rows)}
     given |= {name: of_days(other.take(meter.ended_ms, wall_ms)) for name, other in compared.others.items()}
     true = truths(draw)
     return Measured(

@@ -9,7 +9,7 @@ import pytest
 from fractional_gpu.commands.main import main
 from fractional_gpu.core.model import DeviceSpec, PoolSpec
 from fractional_gpu.simulator import SimulationError
-from fractional_gpu.simulator.cluster import AGENT_MS, EngineDoor, Node, WaitTerms, later, run_engine, starts
+from fractional_gpu.simulator.cluster import AGENT_MS, EngineDoor, Node, Queue, WaitTerms, later, run_engine
 from fractional_gpu.simulator.hosts import Leases
 from fractional_gpu.simulator.load import synthetic_sessions
 from fractional_gpu.simulator.machine import Host
@@ -33,8 +33,9 @@ def session(name: str, open_ms: int, mib: int, *, hours: int = 1, user: str = ""
 
 
 def waits(hosts: Sequence[Host], trace: Sequence[Session], terms: WaitTerms = STRICT) -> list[tuple[int, int]]:
-    begun = starts(hosts, trace, terms)
-    return list(zip(begun.hosts, begun.waited_ms, strict=True))
+    queue = Queue(hosts, trace, terms)
+    queue.run()
+    return list(zip(queue.hosts, queue.waited_ms, strict=True))
 
 
 def test_a_job_begins_where_most_is_left_and_waits_where_no_node_has_enough() -> None:
@@ -71,7 +72,7 @@ def test_a_job_for_which_no_count_is_ever_enough_is_an_error_that_names_it() -> 
     trace = [session("first", 0, 2000, hours=2), replace(session("never", 1, 2000), gpus=1)]
     assert run_engine((busy,), trace, EngineDoor.COUNT, terms=STRICT).lost == 0
     with pytest.raises(SimulationError, match="uses 2 GPUs at once"):
-        starts((host(),), [_of_two_gpus()], STRICT)
+        Queue((host(),), [_of_two_gpus()], STRICT)
 
 
 def _of_two_gpus() -> Session:

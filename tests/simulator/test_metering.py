@@ -104,7 +104,7 @@ def test_sums_equal_devices_times_time_and_the_energy_drawn(host: Host, load: Lo
             closed_ms[event.lease_id] = event.at_ms  # type: ignore[attr-defined]
 
     result = simulate(host, trace, meter=meter, watch=watch)
-    rows, days = meter.rows(), meter.ended_ms // DAY_MS
+    rows, days = meter.rows, meter.ended_ms // DAY_MS
     assert meter.ended_ms == days * DAY_MS >= max(closed_ms.values())
     hours = days * 24
     for device in host.devices:
@@ -163,7 +163,7 @@ def test_without_noise_and_with_all_use_measured_the_division_is_nearly_the_trut
         for (_, lease_id), energy_nj in part.items():
             true_mj[lease_id] = true_mj.get(lease_id, 0) + energy_nj // 10**6
     given_mj: dict[str, int] = {}
-    for row in meter.rows():
+    for row in meter.rows:
         given_mj[row.key.lease_id] = given_mj.get(row.key.lease_id, 0) + row.usage.energy_mj
     off_mj = sum(abs(given_mj.get(one, 0) - true_mj.get(one, 0)) for one in given_mj.keys() | true_mj.keys())
     assert 0 < off_mj < sum(true_mj.values()) * 0.01
@@ -181,7 +181,7 @@ def test_one_lease_by_hand() -> None:
     cell = Cell(7 * HOUR_MS + HOUR_MS // 2, HOUR_MS, 1, 40_000, 40)
     meter = metered()
     simulate(machine(1, 0), [session("a", cell, opens=7 * HOUR_MS, closes=9 * HOUR_MS)], meter=meter)
-    rows = [row for row in meter.rows() if row.key.lease_id]
+    rows = [row for row in meter.rows if row.key.lease_id]
     assert {row.key.hour_s * 1000 - BEGINS_MS for row in rows} == {7 * HOUR_MS, 8 * HOUR_MS}
     assert meter.totals()["large"][1].occupied_us == DAY_MS * 1000
     total = summed(rows)
@@ -198,7 +198,7 @@ def test_a_cell_on_several_devices_draws_on_each() -> None:
     meter = metered()
     simulate(machine(2, 0), [session("a", cell, closes=3 * HOUR_MS, gpus=2)], meter=meter)
     drawn_mj = {
-        row.key.device_id: row.usage.energy_mj for row in meter.rows() if row.key.lease_id and row.usage.busy_share
+        row.key.device_id: row.usage.energy_mj for row in meter.rows if row.key.lease_id and row.usage.busy_share
     }
     assert drawn_mj == {"d0": 700 * 3_600_000, "d1": 700 * 3_600_000}
 
@@ -206,9 +206,9 @@ def test_a_cell_on_several_devices_draws_on_each() -> None:
 def test_devices_of_several_hosts_are_named_apart() -> None:
     hosts, meter = (machine(1, 1), machine(1, 1)), metered()
     simulate(hosts, trace_of(1), meter=meter)
-    names = {row.key.device_id for row in meter.rows() if row.key.device_id}
+    names = {row.key.device_id for row in meter.rows if row.key.device_id}
     assert names == {"host-0/d0", "host-0/d1", "host-1/d0", "host-1/d1"}
-    assert summed(meter.rows()).occupied_us == 4 * meter.ended_ms * 1000
+    assert summed(meter.rows).occupied_us == 4 * meter.ended_ms * 1000
 
 
 # -- pools, groups, weekends -------------------------------------------------------------------------------------------
@@ -217,11 +217,11 @@ def test_devices_of_several_hosts_are_named_apart() -> None:
 def test_sessions_run_in_the_pool_of_their_group() -> None:
     meter, trace = metered(), trace_of(1)
     simulate(machine(), trace, meter=meter)
-    found = {(row.party.group, row.party.pool) for row in meter.rows() if row.key.lease_id}
+    found = {(row.party.group, row.party.pool) for row in meter.rows if row.key.lease_id}
     assert found == {("physics", "large"), ("biology", "large"), ("teaching", "small")}
     users = {session.user: session.group for session in trace}
     assert sorted(users.values()) == ["biology"] * 2 + ["physics"] * 4 + ["teaching"] * 2
-    teaching = {row.key.device_id for row in meter.rows() if row.party.group == "teaching"}
+    teaching = {row.key.device_id for row in meter.rows if row.party.group == "teaching"}
     assert teaching <= {"d2", ""}
 
 
@@ -266,6 +266,4 @@ def test_the_file_has_all_rows_and_the_same_bytes_each_time(tmp_path: Path) -> N
         write_usage(file, meter, (machine(),))
     assert files[0].read_bytes() == files[1].read_bytes()
     read = rows_of(read_rows(files[0].read_bytes(), str(files[0])))
-    assert [(row.key, row.party, row.usage) for row in read] == [
-        (row.key, row.party, row.usage) for row in meter.rows()
-    ]
+    assert [(row.key, row.party, row.usage) for row in read] == [(row.key, row.party, row.usage) for row in meter.rows]

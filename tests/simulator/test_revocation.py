@@ -40,7 +40,7 @@ AN_HOUR = Lifetimes(servers=1, revoked=(1, *(0,) * 23))
 
 def test_the_shares_are_those_of_the_paper() -> None:
     shares = {
-        f"{gpu}/{region}": curve.revoked_milli
+        f"{gpu}/{region}": 1000 * sum(curve.revoked) // curve.servers
         for gpu, regions in PUBLISHED.items()
         for region, curve in regions.items()
     }

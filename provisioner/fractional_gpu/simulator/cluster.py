@@ -1,23 +1,13 @@
 """Many hosts behind an engine (Slurm, Kubernetes) that knows numbers only: how it gives a job its node, and how long jobs queue there.
 
-It knows whole GPUs, static shares, or of each node a count of thousandths, which the node's agent writes anew. With counts:
-
-- A job asks for its share (of several devices: all of them). It begins on a node whose count, less what has been given away since the count
-  was written, is enough: the one with the most left, as Kubernetes' scheduler spreads pods by default.
-- While no node has enough, the job waits. A later job that fits passes it, as with Kubernetes' scheduler and with Slurm's backfill.
-- The agent writes the count anew `AGENT_MS` after a job began or ended on its node, and every `LOOK_MS` while jobs wait, because what is
-  known of users changes as their cells end.
-- A job that began late runs as in the trace, later by its wait. Waits of its cells are seconds, and do not move its end here.
-
-The count is how many thousandths more of its devices a node's broker would give away. Its forecast is the one by which a hub's seats are
-placed (`core.seat_packing`), asked as the node's agent asks it: how many seats of each fraction on offer, of users of whom nothing is
-known, the node takes within the pool's `wait_bound`; what is admissible may be divided into any of these. A job that has begun is a seat on
-the device that the forecast chooses. What its user does is learnt from the cells that have ended on this node, as the ledger of its broker
-has it.
+docs/cluster-simulation.md describes what the engine counts (`EngineDoor`). The count is how many thousandths more of its devices a node's
+broker would give away, by the forecast that places a hub's seats (`core.seat_packing`), asked as the node's agent asks it: how many seats
+of each fraction on offer, of users of whom nothing is known, the node takes within the pool's `wait_bound`. A job that has begun is a
+seat on the device that the forecast chooses; what its user does is learnt from the cells that have ended on this node.
 """
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
@@ -150,23 +140,13 @@ class Node:
 
 
 def _busy_ms(session: Session, now_ms: int) -> int:
-    """Return how long GPU cells of the session have run until now."""
     return sum(
         min(cell.duration_ms, now_ms - cell.start_ms) for cell in session.cells if cell.gpus and cell.start_ms < now_ms
     )
 
 
-AGENT_MS = 2_000
-LOOK_MS = 60_000
-_NEVER = 1 << 62
-
-
-@dataclass(frozen=True, slots=True)
-class Starts:
-    """The host of each session of the trace, by number, and how long it waited in the engine's queue, ms. Host -1: it never began."""
-
-    hosts: "array[int]"
-    waited_ms: "array[int]"
+AGENT_MS = 2_000  # after a job began or ended on a node, its agent has written the count anew
+LOOK_MS = 60_000  # how often all counts are written while jobs wait: what is known of users changes as their cells end
 
 
 def later(session: Session, by_ms: int) -> Session:
@@ -177,75 +157,56 @@ def later(session: Session, by_ms: int) -> Session:
     return replace(session, open_ms=session.open_ms + by_ms, close_ms=session.close_ms + by_ms, cells=cells)
 
 
-def starts(
-    hosts: Sequence[Host],
-    trace: Sequence[Session],
-    terms: WaitTerms,
-    progress: Callable[[int, int], None] | None = None,
-) -> Starts:
-    """Return when and where each session begins. `progress` is given the sessions that have ended, and all.
+class Queue:
+    """The engine's books and its queue, moment by moment, once it is run.
 
-    Raises SimulationError for a session that no host can serve. A session that no count is ever enough for does not begin.
+    `hosts` has the host of each session of the trace, by number, and `waited_ms` how long it waited. Host -1: no count is ever enough for
+    it. `progress` is given the sessions that have ended, and all. Raises SimulationError for a session that no host can serve.
     """
-    return _Engine(hosts, trace, terms, progress).run()
-
-
-class _Engine:
-    """The engine's books and its queue, moment by moment."""
 
     def __init__(
-        self,
-        hosts: Sequence[Host],
-        trace: Sequence[Session],
-        terms: WaitTerms,
-        progress: Callable[[int, int], None] | None,
+        self, hosts: Sequence[Host], trace: Sequence[Session], terms: WaitTerms, progress: Progress | None = None
     ) -> None:
-        self._trace = trace
+        self._trace, self._progress = trace, progress
         self._leases = Leases(hosts, trace)
         self._nodes = [Node(host, terms) for host in hosts]
         self._moments = Moments()
         self._left = [node.admissible_milli(0) for node in self._nodes]  # by node: what its count leaves
         self._due = [False] * len(hosts)  # whether a count is about to be written
-        self._queue: list[int] = []
+        self._waiting: list[int] = []
         self._looking = False
-        self._open = 0
-        self._starts = Starts(array("q", [-1]) * len(trace), array("q", [0]) * len(trace))
-        self._ended, self._progress = 0, progress
+        self._open = self._ended = 0
+        self.hosts, self.waited_ms = array("q", [-1]) * len(trace), array("q", [0]) * len(trace)
 
-    def run(self) -> Starts:
-        """Run to the end."""
-        moments = self._moments
+    def run(self) -> None:
         for number in sorted(range(len(self._trace)), key=lambda number: self._trace[number].open_ms):
-            moments.at(self._trace[number].open_ms, partial(self._asks, number))
-        moments.run()
-        for number in self._queue:
-            self._starts.waited_ms[number] = _NEVER
-        return self._starts
+            self._moments.at(self._trace[number].open_ms, partial(self._asks, number))
+        self._moments.run()
 
     def _asks(self, number: int) -> None:
-        self._queue.append(number)
+        self._waiting.append(number)
         self._serve()
 
     def _serve(self) -> None:
         """Begin each job of the queue for which a node has enough."""
-        self._queue = [number for number in self._queue if not self._begins(number)]
-        if self._queue and not self._looking and self._open:
+        self._waiting = [number for number in self._waiting if not self._begins(number)]
+        if self._waiting and not self._looking and self._open:
             self._looking = True
             self._moments.at(self._moments.now_ms + LOOK_MS, self._look)
 
     def _begins(self, number: int) -> bool:
         session = self._trace[number]
         able = [
-            (self._left[host], -host, lease)
+            (-self._left[host], host, lease)
             for host in range(len(self._nodes))
             if (lease := self._leases.on(host, session)) is not None and self._left[host] >= _milli(lease)
         ]
         if not able:
             return False
-        _, negative, lease = max(able, key=lambda one: one[:2])
-        host, now_ms = -negative, self._moments.now_ms
+        _, host, lease = min(able, key=lambda one: one[:2])
+        now_ms = self._moments.now_ms
         runs = later(session, now_ms - session.open_ms)
-        self._starts.hosts[number], self._starts.waited_ms[number] = host, now_ms - session.open_ms
+        self.hosts[number], self.waited_ms[number] = host, now_ms - session.open_ms
         self._left[host] -= _milli(lease)
         self._nodes[host].seat(runs, lease, now_ms)
         self._open += 1
@@ -313,15 +274,17 @@ def run_engine(
         result = run_baseline(_BASELINES[door], hosts, trace, record=record, progress=progress)
         result.name = door.value
         return result
-    begun = starts(hosts, trace, terms if terms is not None else WaitTerms(), placing)
-    for session, host in zip(trace, begun.hosts, strict=True):
+    queue = Queue(hosts, trace, terms if terms is not None else WaitTerms(), placing)
+    queue.run()
+    for session, host in zip(trace, queue.hosts, strict=True):
         if host < 0:
             raise SimulationError(
                 f"session {session.session_id!r} never begins: no node's count is ever enough for what it asks for; simulate larger "
                 "hosts, a wider wait_bound (--policy), or leave such sessions out"
             )
-    run = [later(session, waited) for session, waited in zip(trace, begun.waited_ms, strict=True)]
+    run = [later(session, waited) for session, waited in zip(trace, queue.waited_ms, strict=True)]
     result = simulate_apart(
-        hosts, run, begun.hosts, name=door.value, processes=processes, record=record, progress=progress
+        hosts, run, queue.hosts, name=door.value, processes=processes, record=record, progress=progress
     )
-    return replace(result, doors=Spread.of(begun.waited_ms))
+    result.doors = Spread.of(queue.waited_ms)
+    return result

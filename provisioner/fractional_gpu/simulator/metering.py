@@ -4,15 +4,10 @@ The meter is the broker's (`core.metering.meter`), one for each host. It is told
 swap has moved when it ends, and what the devices' energy counters say every minute. None of that reaches the arbiter: a run with a meter
 decides what it decides without one.
 
-**Energy.** A device draws its idle power, and on top of it what the cells that run there draw: their use of the device (`machine`) of the
-difference between its peak and its idle power. With noise of n percent, each cell draws more or less than its use says by a factor of
-its own, each device's idle power is drawn anew each quarter of an hour, and each measured use is off by a factor; all factors are normal
-around 1 with a standard deviation of n percent, at least `_LEAST`, by the seed. What swaps draw is left out.
-
-**File.** What was metered, and the figures row by row, as JSON: one object with `format`, `version`, `begins_s` and `ends_s` (wall clock,
-seconds since 1970), `pools` (of each its devices and its tariff, as `core.metering.tariffs.Tariff` has it), and `rows`, one on each line of
-the file. A row has `key` (hour_s, lease_id, device_id, currency), `party` (pool, owner, group, label, seated) and `figures`, without those
-that are 0; `core.metering.usage` says what each is. `fractional_gpu.reports.rows_file` reads it.
+A device draws its idle power, and on top of it what the cells that run there draw: their use of the device (`machine`) of the difference
+between its peak and its idle power. With noise of n percent, each cell draws more or less than its use says by a factor of its own, each
+device's idle power is drawn anew each quarter of an hour, and each measured use is off by a factor; all factors are normal around 1 with a
+standard deviation of n percent, at least `_LEAST`, by the seed. What swaps draw is left out.
 """
 
 import json
@@ -28,7 +23,7 @@ from fractional_gpu.core.events import Event
 from fractional_gpu.core.metering.meter import Meter
 from fractional_gpu.core.metering.observed import tell
 from fractional_gpu.core.metering.tariffs import SLICE_MS, Tariff
-from fractional_gpu.core.metering.usage import FIGURES, HOUR_MS, Usage, UsageKey, UsageRow
+from fractional_gpu.core.metering.usage import FIGURES, HOUR_MS, Usage, UsageRow
 from fractional_gpu.simulator.machine import Host
 
 BEGINS_MS = 1_767_571_200_000
@@ -66,7 +61,7 @@ class RunMeter:
         self.hosts: list[HostMeter] = []
         self.ended_ms = 0
         self._read_ms = 0
-        self._taken: list[UsageRow] = []
+        self.rows: list[UsageRow] = []  # of the run, once it is finished
 
     def begin(self, hosts: Sequence[Host]) -> None:
         """Begin at 0 with all devices of all hosts."""
@@ -84,26 +79,18 @@ class RunMeter:
         self.ended_ms = -(-at_ms // DAY_MS) * DAY_MS
         self.advance(self.ended_ms)
         for host in self.hosts:
-            rows = host.meter.take(self.ended_ms, BEGINS_MS + self.ended_ms)
-            self._taken += rows if len(self.hosts) == 1 else [_of_host(host.number, row) for row in rows]
-
-    def rows(self) -> list[UsageRow]:
-        """Return the figures of the run, once it is finished. With several hosts, a device's name begins with that of its host."""
-        return self._taken
+            for row in host.meter.take(self.ended_ms, BEGINS_MS + self.ended_ms):
+                key = row.key
+                if len(self.hosts) > 1 and key.device_id:  # the names of devices are a host's own
+                    key = key._replace(device_id=f"host-{host.number}/{key.device_id}")
+                self.rows.append(UsageRow(key, row.party, row.usage))
 
     def totals(self) -> dict[str, tuple[str, Usage]]:
         """Return by pool its currency, and the sum of the figures of all its rows."""
         found: dict[str, tuple[str, Usage]] = {}
-        for row in self._taken:
+        for row in self.rows:
             found.setdefault(row.party.pool, (row.key.currency, Usage()))[1].add(row.usage)
         return dict(sorted(found.items()))
-
-
-def _of_host(number: int, row: UsageRow) -> UsageRow:
-    key = row.key
-    device_id = f"host-{number}/{key.device_id}" if key.device_id else ""
-    lease_id = key.lease_id
-    return UsageRow(UsageKey(key.hour_s, lease_id, device_id, key.currency), row.party, row.usage)
 
 
 @dataclass(slots=True)
@@ -264,7 +251,7 @@ def write_usage(path: Path, meter: RunMeter, hosts: Sequence[Host]) -> None:
         "ends_s": (BEGINS_MS + meter.ended_ms) // 1000,
         "pools": _pools(meter, hosts),
     }
-    rows = ",\n".join(json.dumps(row_as_json(row)) for row in meter.rows())
+    rows = ",\n".join(json.dumps(row_as_json(row)) for row in meter.rows)
     path.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{rows}\n]}}\n', encoding="utf-8")
 
 

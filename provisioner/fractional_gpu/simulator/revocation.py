@@ -1,28 +1,11 @@
 """Devices, or whole hosts, leave a simulated run after lifetimes of transient servers, with a notice, and are replaced.
 
-- Each device (or each host with all of its devices) lives for a time that is drawn for it. So long before its end the notice comes: the
-  arbiter drains the devices by that deadline. At the end their memory is gone. After some time a new device takes the place of each, with a
-  lifetime of its own. Draws depend on the seed, the host and the device alone, so that every run has the same.
-- A kernel that is not saved by then has lost its process: a cell that ran has failed, the person goes on with the next one, in a new
-  process. What is lost counts as work (GPU time of its cells since the process began); no one does it again.
-- The run goes on as the arbiter decides. What the other orders would have saved is worked out for each notice from the kernels that were
-  there then, with the same times (`saved_in`). Kernels whose notebook was closed before the end count for none of them.
-- Where whole hosts leave, all that is in their memory is lost with them, in every order. What an order has brought into host memory by
-  then is what a snapshot of the host, or its hibernation, would keep.
+Draws depend on the seed, the host and the device alone, so that every run has the same. A kernel that is not saved by the end has lost
+its process: a cell that ran has failed, the person goes on with the next one, in a new process. The run goes on as the arbiter decides;
+what the other orders would have saved is worked out for each notice from the kernels that were there then (`saved_in`). They know nothing
+of what fits: a save that has not ended at the deadline is lost. Kernels whose notebook was closed before the end count for none of them.
 
-**Lifetimes** are published ones. Source: S. Li, R. J. Walls and T. Guo, "Characterizing and Modeling Distributed Training with Transient
-Cloud GPU Servers", ICDCS 2020 (arXiv 2004.03072). The numbers are those of its figures of lifetimes, from the authors' repository
-(https://github.com/cake-lab/CM-DARE, `data/matplotlib_scripts/Sigmetrics2020_redraws.ipynb`): for each type and region the share of the
-servers that Google Cloud had revoked so many hours after their start. Each share is a whole number of servers, which are given here.
-
-Inferred, not published: the number of servers of each curve (the smallest with which its shares are whole numbers; those of the K80 add up
-to the 156 that the repository names), and when within its hour a server was revoked (taken as uniform). A server that is not revoked ends
-after 24 hours, the longest that Google gives such servers. A replacement takes as long as the repository's transient servers took to start
-(`data/processed_data/startup_time`, 45 of them): 87 s on average.
-
-**The other orders** are for comparison with the arbiter's. Each of them begins one save after the other as swap channels become free, busy
-kernels or not, and knows nothing of what fits: a save that has not ended at the deadline is lost. What host memory does not hold is left
-out.
+docs/revocation.md has the source of the lifetimes, and what is assumed.
 """
 
 from bisect import bisect_right
@@ -52,11 +35,6 @@ class Lifetimes:
 
     servers: int
     revoked: tuple[int, ...]
-
-    @property
-    def revoked_milli(self) -> int:
-        """The share that was revoked within 24 hours, thousandths."""
-        return 1000 * sum(self.revoked) // self.servers
 
     def draw_ms(self, random: Random) -> int:
         """Return the lifetime of a server, ms: at most 24 hours."""

@@ -55,7 +55,7 @@ def usage_figures(meter: RunMeter) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for pool, (currency, usage) in meter.totals().items():
         unheld = Usage()
-        for row in meter.rows():
+        for row in meter.rows:
             if row.party.pool == pool and not row.key.lease_id:
                 unheld.add(row.usage)
         found[pool] = {
