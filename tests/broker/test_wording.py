@@ -19,7 +19,7 @@ from fractional_gpu.broker.accounting import budgets
 from fractional_gpu.broker.api import server
 from fractional_gpu.broker.kernels import request_validation
 from fractional_gpu.broker.kernels.connection import check_endpoints, connection_from_json
-from fractional_gpu.broker.services import admin, residency
+from fractional_gpu.broker.services import residency
 from fractional_gpu.host.peers import PeerCredentials
 from fractional_gpu.protocol.limits import VERSION_HEADER
 from fractional_gpu.protocol.messages import LeaseReply, LeaseRequest, ProgressKind
@@ -338,8 +338,7 @@ def written_reasons() -> set[str]:
 
 
 def test_the_refusals_of_the_broker_are_as_they_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    for service in (admin, residency):
-        monkeypatch.setattr(service, "_IDLE_PATIENCE_S", 0.01)
+    monkeypatch.setattr(residency, "_IDLE_PATIENCE_S", 0.01)
     passages, reasons = dict[str, str](), set[str]()
     with live_broker() as live:
         note = Refusals(live, passages, reasons)

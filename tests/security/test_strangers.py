@@ -15,7 +15,7 @@ import pytest
 
 from fractional_gpu.broker.api import handler, lease_service, routes, server
 from fractional_gpu.broker.clock import TokenBucket
-from fractional_gpu.broker.services.status import host_status
+from fractional_gpu.broker.services.status import Viewer, host_status
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.protocol import limits
 from fractional_gpu.protocol.errors import BrokerUnavailableError
@@ -129,7 +129,7 @@ def test_a_follower_who_never_reads_is_cut_off(unread: LiveBroker) -> None:
         unread.lease(label="x" * 200, kernel_id="k" * 200)
 
     async def line_size() -> int:
-        return len(msgspec.json.encode(host_status(unread.broker, unread.socket, None)))
+        return len(msgspec.json.encode(host_status(unread.broker, unread.socket, Viewer())))
 
     assert unread.on_loop(line_size) > 250_000, "more than a connection holds that nobody reads"
     with connected(unread) as line:

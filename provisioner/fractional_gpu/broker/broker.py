@@ -66,6 +66,8 @@ from fractional_gpu.core.events import (
     Event,
     Expected,
     LeaseMeasured,
+    MoveRequested,
+    PinRequested,
     ProcessExited,
     Tick,
     Unwanted,
@@ -164,6 +166,13 @@ class Broker:
         files.reach(f"{point}.after")
         self.note_change()
         return effects
+
+    def ask(self, event: PinRequested | MoveRequested, about: str) -> Declined | None:
+        """Dispatch a request that the arbiter answers at once; return its refusal, None if there is none."""
+        for effect in self.dispatch(event):
+            if isinstance(effect, Declined) and (effect.lease_id, effect.about) == (event.lease_id, about):
+                return effect
+        return None
 
     def _failpoint(self, event: Event) -> str:
         lease = self.arbiter.lease(getattr(event, "lease_id", ""))

@@ -1,9 +1,11 @@
 """The broker's clocks, and rates: `now_ms` for decisions, `wall_ms` for dates, `DeadlineClock` for what survives a restart."""
 
+import asyncio
 import json
 import logging
 import time
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import Final, Self
 
 from fractional_gpu.host.clock import since_boot_ns
@@ -24,6 +26,14 @@ def now_ms() -> int:
 def wall_ms() -> int:
     """Return the ledger's time: wall-clock milliseconds, which survive a reboot. It can be set: no decision may depend on it."""
     return time.time_ns() // 1_000_000
+
+
+async def within(seconds: float, event: asyncio.Event) -> bool:
+    """Wait for the event, but not longer than the seconds; return whether it is set."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(max(0.0, seconds)):
+            await event.wait()
+    return event.is_set()
 
 
 class DeadlineClock:

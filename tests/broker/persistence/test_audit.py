@@ -15,7 +15,7 @@ import pytest
 from fractional_gpu.broker.api import server
 from fractional_gpu.broker.kernels.request_validation import Peer
 from fractional_gpu.broker.persistence.audit import FILE_NAME, Act, AuditLog, finished_files
-from fractional_gpu.broker.services import admin, residency
+from fractional_gpu.broker.services import residency
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.config import load
@@ -51,8 +51,7 @@ def fresh() -> Iterator[LiveBroker]:
 def test_every_act_of_an_administrator_is_written_with_who_and_for_whom(
     fresh: LiveBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for service in (admin, residency):  # the process answers no request, so it counts as busy
-        monkeypatch.setattr(service, "_IDLE_PATIENCE_S", 0.01)
+    monkeypatch.setattr(residency, "_IDLE_PATIENCE_S", 0.01)  # the process answers no request, so it counts as busy
     log = fresh.service.audit.path
     lease = fresh.lease()
     with started_for(lease.lease_id) as process, SeatClient(fresh.socket, acting_for="zoë") as client:

@@ -21,7 +21,7 @@ from msgspec import to_builtins
 from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.persistence import ledger_writer as writer_module
 from fractional_gpu.broker.seats.seats import Seats
-from fractional_gpu.broker.services.status import StatusStream
+from fractional_gpu.broker.services.status import StatusStream, Viewer
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.commands.terminal.render import render_status
 from fractional_gpu.commands.terminal.text import plain
@@ -898,7 +898,7 @@ def test_a_seats_news_are_of_its_own_leases(live: LiveBroker) -> None:
         assert [lease["lease"]["spec"]["lease_id"] for lease in told["leases"]] == [leases[seat.seat_id]]
 
     async def told_to_the_uid() -> HostStatus | None:
-        async with aclosing(StatusStream(live.broker, live.socket).follow(os.getuid())) as news:
+        async with aclosing(StatusStream(live.broker, live.socket).follow(Viewer(os.getuid()))) as news:
             status = await anext(news)
             assert not isinstance(status, HostChange)
             return status

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fractional_gpu.broker.kernels import ending
-from fractional_gpu.broker.services import admin
+from fractional_gpu.broker.services import residency
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.protocol.errors import BadRequestError, ConflictError
 from fractional_gpu.protocol.messages import EvictRequest, MoveRequest
@@ -157,7 +157,7 @@ with BrokerClient(sys.argv[1]) as client:
 
 
 def test_a_move_that_cannot_be_is_refused_with_the_reason(live: LiveBroker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admin, "_IDLE_PATIENCE_S", 0.01)  # the process answers no request, so it counts as busy
+    monkeypatch.setattr(residency, "_IDLE_PATIENCE_S", 0.01)  # the process answers no request, so it counts as busy
     lease = live.lease()
     with started_for(lease.lease_id) as process, BrokerClient(live.socket) as client:
         attached(live, process, lease.lease_id, lease.token)

@@ -28,7 +28,7 @@ from fractional_gpu.broker.accounting.reports import UsageReports
 from fractional_gpu.broker.broker import Broker, token_digest
 from fractional_gpu.broker.clock import now_ms, wall_ms
 from fractional_gpu.broker.kernels.connection import GateLink, check_endpoints, command_connection, connection_from_json
-from fractional_gpu.broker.kernels.ending import EVICTED
+from fractional_gpu.broker.kernels.ending import EVICTED, Evictions
 from fractional_gpu.broker.kernels.kernel import Kernel, launch_environment
 from fractional_gpu.broker.kernels.request_validation import (
     Peer,
@@ -42,9 +42,8 @@ from fractional_gpu.broker.lanes import ATTACHING
 from fractional_gpu.broker.persistence.audit import AuditLog
 from fractional_gpu.broker.recovery.lost_leases import REMEDY, carries
 from fractional_gpu.broker.seats.seats import Seats
-from fractional_gpu.broker.services.admin import AdminService
 from fractional_gpu.broker.services.lease_control import LeaseControl
-from fractional_gpu.broker.services.residency import Residency
+from fractional_gpu.broker.services.residency import Residency, end_tree
 from fractional_gpu.broker.services.status import full_lease_status, view_of
 from fractional_gpu.config.settings import Settings
 from fractional_gpu.core.effects import LeaseRefused
@@ -69,6 +68,7 @@ from fractional_gpu.protocol.limits import MAX_LEASES, MAX_LEASES_PER_UID, MAX_N
 from fractional_gpu.protocol.messages import (
     COMMAND,
     AttachRequest,
+    EvictRequest,
     GateAnswer,
     GateHello,
     GateVerb,
@@ -93,7 +93,7 @@ class LeaseService:
         self.broker = broker
         self.seats = Seats(broker, settings)
         self.lease_control = LeaseControl(broker, self.seats.draws.check_resize)
-        self.admin = AdminService(broker)
+        self._evictions = Evictions()
         self.admin_gid = settings.admin_gid()
         self.settings = settings
         self.residency = Residency(broker)
@@ -218,7 +218,7 @@ class LeaseService:
             except LedgerError:
                 await self.broker.survivors.release(kernel)
                 raise
-        evicted = self.admin.evictions.successor(kernel)
+        evicted = self._evictions.successor(kernel)
         if evicted:
             kernel.notices.append(evicted)
             broker.record_line(kernel.lease_id, EVICTED, evicted)
@@ -285,9 +285,32 @@ class LeaseService:
     async def end(self, kernel: Kernel) -> None:
         view = view_of(self.broker, kernel)
         if not kernel.ending.survivors and self.seats.draws.predates(kernel, view):
-            await self.admin.end_kernel(kernel)
+            await end_tree(self.broker, kernel)
+            await self.broker.survivors.release(kernel)
         else:
             await self.broker.survivors.end(kernel)
+
+    async def evict(self, peer: Peer, kernel: Kernel, request: EvictRequest) -> None:
+        """End the kernel's processes and its lease: the only action that loses a kernel's state on purpose.
+
+        Raises BadRequestError without `confirm`, ConflictError if a process does not end; that process keeps the lease. Jupyter may start
+        the kernel again before its last process has ended: from now on, the new kernel gets another lease. Cancelled: processes that were
+        asked to end do so, and the lease stays.
+        """
+        if not request.confirm:
+            raise BadRequestError(
+                "evicting ends the kernel, and all its variables are lost; send confirm = true if that is meant (suspend keeps them)",
+                reason="not-confirmed",
+            )
+        log.warning("lease %s: evicted by an administrator", kernel.lease_id[:8])
+        sentence = self._evictions.begin(kernel, peer, request.why)
+        try:
+            await end_tree(self.broker, kernel)
+        except ConflictError:
+            self._evictions.failed(kernel)
+            raise
+        self.broker.record_line(kernel.lease_id, EVICTED, sentence)
+        await self.broker.survivors.release(kernel, EVICTED)
 
     async def attach(self, peer: Peer, kernel: Kernel, request: AttachRequest) -> LeaseStatus:
         """Give the lease its kernel's process. Raises BadRequestError, ForbiddenError, NoRoomError or InternalBrokerError."""

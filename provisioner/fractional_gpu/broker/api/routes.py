@@ -28,7 +28,7 @@ from fractional_gpu.broker.api.payers import Payers
 from fractional_gpu.broker.api.server import DISCARDED_HEADER_BYTES, READ_AT_ONCE, Server
 from fractional_gpu.broker.clock import TokenBucket
 from fractional_gpu.broker.services.others_use import others_use_milli
-from fractional_gpu.broker.services.status import StatusStream, forecast_errors, full_lease_status, host_status
+from fractional_gpu.broker.services.status import StatusStream, Viewer, forecast_errors, full_lease_status, host_status
 from fractional_gpu.host.peers import detects_unread
 from fractional_gpu.protocol import routes
 from fractional_gpu.protocol.errors import BadRequestError
@@ -42,9 +42,10 @@ from fractional_gpu.protocol.status import HostStatus, LeaseStatus
 log = logging.getLogger(__name__)
 
 
-def _visible_to(call: Call[Any]) -> tuple[int | None, str | None]:
-    """Return the uid (None: an administrator's) and the seat by which the peer may see leases."""
-    return None if call.peer.admin else call.peer.credentials.uid, call.service.seats.draws.of_token(call.peer.token)
+def _viewer(call: Call[Any]) -> Viewer:
+    draws = call.service.seats.draws
+    seat = draws.of_token(call.peer.token)
+    return Viewer(None if call.peer.admin else call.peer.credentials.uid, seat, draws.owner_of(seat))
 
 
 def _ping(call: Call[Nothing]) -> Pong:
@@ -55,20 +56,18 @@ def _ping(call: Call[Nothing]) -> Pong:
 async def _status(call: Call[Fresh]) -> HostStatus:
     if call.body.fresh:
         await call.service.measure_now()
-    broker, seats, (uid, seat) = call.service.broker, call.service.seats, _visible_to(call)
+    broker, seats, viewer = call.service.broker, call.service.seats, _viewer(call)
     return replace(
-        host_status(broker, call.shared.socket_path, uid, seat=seat, owner=seats.draws.owner_of(seat)),
-        seats=seats.seen_by(uid, seat),
-        seat_queue=seats.queue_seen_by(uid, seat),
+        host_status(broker, call.shared.socket_path, viewer),
+        seats=seats.seen_by(viewer),
+        seat_queue=seats.queue_seen_by(viewer),
         forecasts=forecast_errors(broker),
         audit_file=str(call.service.audit.path) if call.peer.admin else "",
     )
 
 
 async def _events(call: Call[Nothing]) -> AsyncGenerator[Any, None]:
-    uid, seat = _visible_to(call)
-    owner = call.service.seats.draws.owner_of(seat)
-    async with aclosing(call.shared.statuses.follow(uid, seat, owner)) as statuses:
+    async with aclosing(call.shared.statuses.follow(_viewer(call))) as statuses:
         async for status in statuses:
             yield {} if status is None else status
 
@@ -106,7 +105,7 @@ async def _gate(call: Call[GateHello]) -> AsyncGenerator[GateCommand, None]:
 
 async def _move(call: Call[MoveRequest]) -> LeaseStatus:
     device = None if call.body.device is None else call.service.lease_control.device(call.body.device)
-    return await call.service.admin.move(call.kernel, device)
+    return await call.service.residency.move(call.kernel, device)
 
 
 async def _note(call: Call[NoteRequest]) -> LeaseStatus:
@@ -143,7 +142,7 @@ serve(routes.UNPIN, lambda call: call.service.lease_control.unpin(call.kernel, c
 serve(routes.NOTE, _note)
 serve(routes.RESIZE, lambda call: call.service.lease_control.resize(call.kernel, call.body))
 serve(routes.MOVE, _move)
-serve(routes.EVICT, lambda call: call.service.admin.evict(call.peer, call.kernel, call.body))
+serve(routes.EVICT, lambda call: call.service.evict(call.peer, call.kernel, call.body))
 serve(
     routes.END,
     lambda call: call.service.end(call.kernel),

@@ -182,12 +182,19 @@ class Kernel:
         self._change.set()
         self._change = asyncio.Event()
 
-    async def until_linked(self, patience_s: float) -> None:
-        """Wait, but not longer than the patience, for an extension that is expected and not there (yet)."""
+    async def until(self, condition: Callable[[], bool], patience_s: float | None = None) -> None:
+        """Return when a change of the kernel makes the condition true, or after the patience. The condition may raise."""
         with suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
-                while self.gated and self.link is None:
-                    await self.change().wait()
+                while True:
+                    change = self.change()
+                    if condition():
+                        return
+                    await change.wait()
+
+    async def until_linked(self, patience_s: float) -> None:
+        """Wait, but not longer than the patience, for an extension that is expected and not there (yet)."""
+        await self.until(lambda: not self.gated or self.link is not None, patience_s)
 
     def watch_process(self, identity: ProcessIdentity, exited: Callable[[], None]) -> None:
         """Hold the process's pidfd and call `exited` on the loop when it ends. Raises ProcessLookupError if it has ended already."""

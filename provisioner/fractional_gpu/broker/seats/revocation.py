@@ -20,7 +20,7 @@ import msgspec
 from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.kernels.kernel import Kernel
-from fractional_gpu.broker.services.admin import AdminService
+from fractional_gpu.broker.services.residency import end_tree
 from fractional_gpu.core.events import SeatEnded, SeatRenewed
 from fractional_gpu.core.model import LeaseView
 from fractional_gpu.core.units import format_duration
@@ -48,7 +48,6 @@ class Revocations:
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
         self._ended: dict[str, _Ended] = {}
-        self._admin = AdminService(broker)
         self._tasks: set[asyncio.Task[None]] = set()
         broker.end_processes = self._end_processes
 
@@ -163,7 +162,8 @@ class Revocations:
             "lease %s: its seat ended, and no other seat takes it over; ending its processes", kernel.lease_id[:8]
         )
         try:
-            await self._admin.end_kernel(kernel)
+            await end_tree(self._broker, kernel)
+            await self._broker.survivors.release(kernel)
         except ConflictError as error:  # the arbiter requests it again
             log.error("lease %s: %s", kernel.lease_id[:8], error)  # noqa: TRY400 - the sentence says it
 

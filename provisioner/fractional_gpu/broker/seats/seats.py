@@ -40,6 +40,7 @@ from fractional_gpu.broker.seats.rules import (
     total_usage,
 )
 from fractional_gpu.broker.seats.workloads import Workloads
+from fractional_gpu.broker.services.status import Viewer
 from fractional_gpu.config.hub import GroupTerms
 from fractional_gpu.config.pools import Pool
 from fractional_gpu.config.settings import Settings
@@ -138,10 +139,7 @@ class Seats:
         return list(self._seats.values())
 
     def listing(self) -> SeatList:
-        return SeatList(
-            seats=self.seen_by(None, None),
-            waiting=self.waiting(),
-        )
+        return SeatList(seats=self.seen_by(Viewer()), waiting=self.waiting())
 
     async def capacity(self) -> Capacity:
         """Return what the host could still give. Cancelled: the forecast runs on, unused."""
@@ -150,12 +148,11 @@ class Seats:
     def waiting(self) -> dict[str, int]:
         return {pool: len(line) for pool, line in sorted(self._waiting.items()) if line}
 
-    def seen_by(self, uid: int | None, seat_id: str | None) -> list[SeatStatus]:
-        """Return the seats that a peer may see: those of its uid (None: all), or the one whose token it has."""
+    def seen_by(self, viewer: Viewer) -> list[SeatStatus]:
         seen = [
             seat
             for seat in self._seats.values()
-            if (seat.seat_id == seat_id if seat_id is not None else uid is None or seat.uid == uid)
+            if (seat.seat_id == viewer.seat if viewer.seat is not None else viewer.uid in {None, seat.uid})
         ]
         draws: dict[str, list[SeatUsage]] = {seat.seat_id: [] for seat in seen}
         for kernel, view in self._broker.views() if seen else ():
@@ -163,13 +160,13 @@ class Seats:
                 draws[view.spec.seat].append(self.draws.lease_usage(kernel, view.spec))
         return [self.status(seat, total_usage(draws[seat.seat_id])) for seat in seen]
 
-    def queue_seen_by(self, uid: int | None, seat_id: str | None) -> list[SeatWait]:
-        """Return the waiting requests that a peer may see, by pool and position; a seat's token shows none."""
+    def queue_seen_by(self, viewer: Viewer) -> list[SeatWait]:
+        """Return the waiting requests that the viewer may see, by pool and position; a seat's token shows none."""
         return [
             self._seat_wait(waiter, position)
             for _, line in sorted(self._waiting.items())
             for position, waiter in enumerate(line, start=1)
-            if seat_id is None and (uid is None or waiter.request.uid == uid)
+            if viewer.seat is None and viewer.uid in {None, waiter.request.uid}
         ]
 
     def _seat_wait(self, waiter: _Waiter, position: int) -> SeatWait:

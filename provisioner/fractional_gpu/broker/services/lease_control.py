@@ -1,6 +1,5 @@
 """Pins, resizes and describes leases, and drains devices: each method is the work of one route, with its checks."""
 
-import asyncio
 from collections.abc import Callable
 from functools import partial
 
@@ -8,8 +7,7 @@ from fractional_gpu.broker.broker import Broker
 from fractional_gpu.broker.clock import now_ms
 from fractional_gpu.broker.kernels.kernel import Kernel, Request
 from fractional_gpu.broker.kernels.request_validation import cap_mib, guaranteed_mib
-from fractional_gpu.broker.services.status import device_status, lease_status, view_of
-from fractional_gpu.core.effects import Declined
+from fractional_gpu.broker.services.status import device_status, full_lease_status, view_of
 from fractional_gpu.core.events import DeviceDrained, DeviceUndrained, PinRequested, ResizeRequested, UnpinRequested
 from fractional_gpu.core.model import LeaseState, Sign
 from fractional_gpu.core.units import format_duration, format_fraction, format_memory
@@ -60,11 +58,10 @@ class LeaseControl:
                 f"duration_ms is {request.duration_ms}; allowed: 1 or more (unpinning is a route of its own)"
             )
         event = PinRequested(at_ms=now_ms(), lease_id=kernel.lease_id, duration_ms=request.duration_ms)
-        for effect in self._broker.dispatch(event):
-            if isinstance(effect, Declined) and effect.lease_id == kernel.lease_id:
-                raise ConflictError(effect.sentence, reason=effect.reason)
-        await self._written()
-        return self._status(kernel)
+        if (declined := self._broker.ask(event, "pin")) is not None:
+            raise ConflictError(declined.sentence, reason=declined.reason)
+        await self._broker.writer.flushed()
+        return full_lease_status(self._broker, kernel)
 
     def expect(self, kernel: Kernel, request: ExpectRequest) -> None:
         if request.sign not in _SIGNS:
@@ -80,8 +77,8 @@ class LeaseControl:
     async def unpin(self, kernel: Kernel, by: str) -> LeaseStatus:
         """End the pin, if there is one; return when that is on the disk. `by` names the requester in the lease's story."""
         self._broker.dispatch(UnpinRequested(at_ms=now_ms(), lease_id=kernel.lease_id, by=by))
-        await self._written()
-        return self._status(kernel)
+        await self._broker.writer.flushed()
+        return full_lease_status(self._broker, kernel)
 
     async def resize(self, kernel: Kernel, request: ResizeRequest) -> LeaseStatus:
         """Change the lease's size, and wait for room if it grows.
@@ -92,7 +89,7 @@ class LeaseControl:
         if self._has(kernel, event):
             if not request.burst:
                 await self._is_own_size(kernel)
-            return self._status(kernel)
+            return full_lease_status(self._broker, kernel)
         self._check(kernel, event.fraction_milli, event.reserve_mib)
         if event.reserve_mib < view_of(self._broker, kernel).spec.reserve_mib:
             await self._measured(kernel)
@@ -105,11 +102,9 @@ class LeaseControl:
         wait_s = max(0.0, min(request.wait_ms / 1000, MAX_WAIT_S))
         try:
             self._broker.dispatch(event)
-            async with asyncio.timeout(wait_s):
-                await self._resized(kernel, event, mine)
-        except TimeoutError:
-            while view_of(self._broker, kernel).state in _MOVING:  # it may be what gives the kernel its new size
-                await kernel.change().wait()
+            await kernel.until(lambda: self._resized(kernel, event, mine), wait_s)
+            if not self._has(kernel, event):  # a swap that is under way may give it the new size
+                await kernel.until(lambda: view_of(self._broker, kernel).state not in _MOVING)
             if not self._has(kernel, event):
                 ticket = self._broker.ticket(kernel.lease_id)
                 raise ConflictError(
@@ -118,20 +113,20 @@ class LeaseControl:
                     f"{f' ({ticket.sentence})' if ticket is not None else ''}: the kernel stays as it was; "
                     "try again later, or ask for less",
                     reason="timeout",
-                ) from None
+                )
         finally:
             if kernel.requests.resize is mine:
                 self._end_request(kernel, event, mine, own_size)
         if not request.burst:
             await self._is_own_size(kernel)
-        await self._written()
-        return self._status(kernel)
+        await self._broker.writer.flushed()
+        return full_lease_status(self._broker, kernel)
 
     async def _is_own_size(self, kernel: Kernel) -> None:
         if kernel.requests.size_before_burst is not None:
             kernel.requests.size_before_burst = None
             self._broker.records.save(kernel)
-            await self._written()
+            await self._broker.writer.flushed()
 
     def _wanted(self, kernel: Kernel, request: ResizeRequest) -> ResizeRequested:
         spec = view_of(self._broker, kernel).spec
@@ -161,17 +156,13 @@ class LeaseControl:
             request_mib=guaranteed_mib(arbiter, pool, fraction_milli, reserve_mib, None),
         )
 
-    async def _resized(self, kernel: Kernel, event: ResizeRequested, mine: Request) -> None:
-        while True:
-            change = kernel.change()
-            if kernel.requests.resize is not mine:
-                raise ConflictError("a newer request for another size replaced this one", reason="replaced")
-            if self._has(kernel, event):
-                return
-            if mine.declined is not None:
-                reason, sentence = mine.declined
-                raise ConflictError(sentence, reason=reason)
-            await change.wait()
+    def _resized(self, kernel: Kernel, event: ResizeRequested, mine: Request) -> bool:
+        if kernel.requests.resize is not mine:
+            raise ConflictError("a newer request for another size replaced this one", reason="replaced")
+        if not self._has(kernel, event) and mine.declined is not None:
+            reason, sentence = mine.declined
+            raise ConflictError(sentence, reason=reason)
+        return self._has(kernel, event)
 
     async def _measured(self, kernel: Kernel) -> None:
         try:
@@ -261,10 +252,3 @@ class LeaseControl:
         )
         problem = "fits more than one device" if found else "is no device of this broker"
         raise NotFoundError(f"{device[:MAX_NAME]!r} {problem}; there are: {there}", reason="unknown-device")
-
-    async def _written(self) -> None:
-        """Return when everything so far is on the disk. Raises LedgerError."""
-        await self._broker.writer.flushed()
-
-    def _status(self, kernel: Kernel) -> LeaseStatus:
-        return lease_status(self._broker, kernel, view_of(self._broker, kernel))

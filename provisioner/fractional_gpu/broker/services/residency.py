@@ -1,4 +1,4 @@
-"""How a lease comes to its device and leaves it on request: acquire, suspend, resume.
+"""How a lease comes to its device and leaves it on request: acquire, suspend, resume, move; and how all its processes are ended.
 
 `acquire` files a ticket and follows it until the grant: a cell waits in it, and shows its user why. A grant is sent only when the ledger
 has the reservation; otherwise the next broker could give the same memory to another kernel.
@@ -7,18 +7,23 @@ has the reservation; otherwise the next broker could give the same memory to ano
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from msgspec.structs import replace
 
 from fractional_gpu.broker.broker import Broker
-from fractional_gpu.broker.clock import now_ms
+from fractional_gpu.broker.clock import now_ms, within
+from fractional_gpu.broker.kernels.ending import end_processes
 from fractional_gpu.broker.kernels.kernel import Kernel, Request
+from fractional_gpu.broker.kernels.process_inspector import members_of
+from fractional_gpu.broker.lanes import SWAPS
 from fractional_gpu.broker.services.status import HAD_ITS_TURN, full_lease_status, revoked_sentence, view_of
-from fractional_gpu.core.events import BusyChanged, SuspendRequested, Unwanted, Wanted
+from fractional_gpu.core.events import BusyChanged, MoveRequested, SuspendRequested, Unwanted, Wanted
 from fractional_gpu.core.handlers.overrides import REVOKED
 from fractional_gpu.core.model import FOUND_FAILED, LeaseState, LeaseView
+from fractional_gpu.core.scheduler.migration import BUSY_CHANNEL
+from fractional_gpu.host.process import ProcessIdentity
 from fractional_gpu.protocol.errors import RESTART, ConflictError
 from fractional_gpu.protocol.limits import MAX_WAIT_S
 from fractional_gpu.protocol.messages import AcquireRequest, LeaseNews, Progress, ProgressKind
@@ -26,11 +31,13 @@ from fractional_gpu.protocol.status import LeaseStatus
 
 _QUEUE_PAUSE_S = 0.1
 _LONGEST_LOOK_S = 30.0  # a waiting cell learns what has changed with time alone
-_IDLE_PATIENCE_S = 10.0  # a requested suspend waits this long for the kernel to become idle, and to stay so
+PATIENCE_S = 30.0
+_IDLE_PATIENCE_S = 10.0  # a requested suspend or move waits this long for the kernel to become idle, and to stay so
 _AGAIN_S = 0.3
 _UNWRITTEN = Progress(
     kind=ProgressKind.REFUSED, reason="ledger", sentence="the broker cannot write its ledger; its log says why"
 )
+_ON_THE_WAY = frozenset({LeaseState.SUSPENDING, LeaseState.SUSPENDED, LeaseState.RESUMING})
 _SETTLED = frozenset(
     {LeaseState.NO_CONTEXT, LeaseState.RESIDENT, LeaseState.SUSPENDED, LeaseState.UNATTACHED, LeaseState.QUARANTINED}
 )
@@ -55,9 +62,8 @@ class Residency:
         try:
             if not request.watch:
                 view = broker.arbiter.lease(kernel.lease_id)
-                if (
-                    view is not None and not view.busy and kernel.busy
-                ):  # before its ticket is filed: a busy kernel is no victim
+                if view is not None and not view.busy and kernel.busy:
+                    # Before its ticket is filed: a busy kernel is no victim.
                     broker.dispatch(BusyChanged(at_ms=now_ms(), lease_id=kernel.lease_id, busy=True))
                 broker.dispatch(Wanted(at_ms=now_ms(), lease_id=kernel.lease_id, urgent=urgent))
             told: Progress | None = None
@@ -166,15 +172,14 @@ class Residency:
             while True:
                 if view.state is LeaseState.RESIDENT:
                     self._broker.sync_busy_state(kernel)
-                    await self._until(kernel, lambda: not kernel.busy, until_s - time.monotonic())
-                    if (
-                        view_of(self._broker, kernel).state is LeaseState.RESIDENT
-                    ):  # it may have left the device in the meantime
+                    await kernel.until(lambda: not kernel.busy, until_s - time.monotonic())
+                    # It may have left the device in the meantime.
+                    if view_of(self._broker, kernel).state is LeaseState.RESIDENT:
                         if request not in kernel.requests.suspends:
                             kernel.requests.suspends.append(request)
                         self._broker.dispatch(SuspendRequested(at_ms=now_ms(), lease_id=kernel.lease_id, by=by))
                 # The suspend may have to wait for the swap channel: until then the lease is still resident, with the request pending.
-                await self._until(kernel, lambda: request.declined is not None or self._settled(kernel), None)
+                await kernel.until(lambda: request.declined is not None or self._settled(kernel))
                 view = view_of(self._broker, kernel)
                 if request.declined is not None or view.reason != "suspend.aborted" or time.monotonic() >= until_s:
                     break
@@ -214,7 +219,7 @@ class Residency:
     async def _resume_blocked(self, kernel: Kernel) -> None:
         kernel.requests.blocked_resumes += 1
         resumed = asyncio.create_task(self._acquired(kernel))
-        over = asyncio.create_task(self._until(kernel, lambda: not kernel.handles_message, None))
+        over = asyncio.create_task(kernel.until(lambda: not kernel.handles_message))
         try:
             await asyncio.wait([resumed, over], return_when=asyncio.FIRST_COMPLETED)
             if resumed.done():
@@ -235,20 +240,66 @@ class Residency:
         if last.kind != ProgressKind.GRANTED:
             raise ConflictError(last.sentence, reason=last.reason)
 
-    async def _until(self, kernel: Kernel, condition: Callable[[], bool], patience_s: float | None) -> None:
+    async def move(self, kernel: Kernel, device_id: str | None) -> LeaseStatus:
+        """Move an idle kernel to the device (None: any other of its pool); return when it is there.
+
+        Raises ConflictError with the reason if it stays. Cancelled: a move that has begun goes on.
+        """
+        kernel.requests.suspend_waiters += 1  # an explicit request: only a running cell prevents it
         try:
-            async with asyncio.timeout(patience_s):
-                while True:
-                    change = kernel.change()
-                    if condition():
-                        return
-                    await change.wait()
-        except TimeoutError:
-            return
+            self._broker.sync_busy_state(kernel)
+            await kernel.until(lambda: not kernel.busy, _IDLE_PATIENCE_S)
+            before = view_of(self._broker, kernel).device_ids
+            await self._begin_move(kernel, device_id)
+            why_not: tuple[str, str] | None = None
+            while (view := view_of(self._broker, kernel)).state in _ON_THE_WAY:
+                if view.reason == "resume.not-started":  # it may return to its old device; this is the reason
+                    why_not = view.reason, view.sentence
+                await kernel.change().wait()
+        finally:
+            kernel.requests.suspend_waiters -= 1
+            self._broker.sync_busy_state(kernel)
+        if view.state is not LeaseState.RESIDENT or view.device_ids == before:
+            reason, sentence = why_not or (view.reason, view.sentence)
+            raise ConflictError(f"the kernel was not moved: {sentence}", reason=reason)
+        return full_lease_status(self._broker, kernel)
+
+    async def _begin_move(self, kernel: Kernel, device_id: str | None) -> None:
+        """Begin the move at once, or while another kernel's swap is under way for `PATIENCE_S`. Raises ConflictError."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        while True:
+            event = MoveRequested(at_ms=now_ms(), lease_id=kernel.lease_id, device_id=device_id)
+            declined = self._broker.ask(event, "move")
+            if declined is None:
+                return
+            left_s = deadline_s - time.monotonic()
+            if declined.reason != BUSY_CHANNEL or left_s <= 0:
+                raise ConflictError(declined.sentence, reason=declined.reason)
+            # Take the event after the request: the request itself has set the one before.
+            await within(left_s, self._broker.anything_changed)
 
     def _settled(self, kernel: Kernel) -> bool:
         view = view_of(self._broker, kernel)
         return view.state in _SETTLED and not view.suspend_requested
+
+
+async def end_tree(broker: Broker, kernel: Kernel) -> None:
+    """End every process of the kernel's tree, which is read again until none is left. Raises ConflictError for one that does not end.
+
+    Each is identified by its start time and signalled through its pidfd, so that a reused pid is never hit. Cancelled: processes that
+    were asked to end do so.
+    """
+    root = kernel.identity
+
+    async def tree() -> list[ProcessIdentity]:
+        snapshot = await SWAPS.run(broker.scans.take)
+        return members_of(kernel, root, snapshot, broker.roots()) if root is not None else []
+
+    kernel.requests.evictions += 1
+    try:
+        await end_processes(tree, "process {pid} of the kernel")
+    finally:
+        kernel.requests.evictions -= 1
 
 
 def _over(view: LeaseView | None) -> Progress:

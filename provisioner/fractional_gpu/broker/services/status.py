@@ -4,7 +4,6 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from operator import attrgetter
 from typing import Any
@@ -14,7 +13,7 @@ from msgspec.structs import replace
 
 from fractional_gpu import __version__
 from fractional_gpu.broker.broker import Broker
-from fractional_gpu.broker.clock import now_ms
+from fractional_gpu.broker.clock import now_ms, within
 from fractional_gpu.broker.kernels.kernel import Kernel
 from fractional_gpu.broker.recovery.lost_leases import lost_sentence
 from fractional_gpu.core.handlers.overrides import REVOKED
@@ -38,7 +37,6 @@ HAD_ITS_TURN = "this kernel had its turn on the device; others waited before thi
 """Why a cell waits at its kernel's closed gate (`wait.turn`)."""
 
 _MINUTE_MS = 60_000
-_NOBODY = -1  # a uid that no user has
 # What a device's status has of the arbiter's view as it is.
 _OF_VIEW = {field.name for field in fields(DeviceView)} & set(DeviceStatus.__struct_fields__) - {"pool"}
 
@@ -122,18 +120,27 @@ def revoked_sentence(view: LeaseView) -> str:
     )
 
 
-def is_shown(kernel: Kernel, view: LeaseView, uid: int | None, seat: str | None, owner: str = "") -> bool:
-    """Whether a peer of this uid (None: it may see all), or with the token of this seat and its owner, may see the lease."""
-    if seat is not None:
-        own = bool(owner) and view.revoked and view.spec.owner == owner
-        return view.spec.seat == seat or own
-    # The uid is not enough for a seat's lease: containers share uids.
-    return uid is None or (kernel.uid == uid and not view.spec.seat)
+@dataclass(frozen=True, slots=True)
+class Viewer:
+    """Who asks for a status: a user by uid (None: one who may see all), or the holder of a seat's token, with the seat's owner."""
+
+    uid: int | None = None
+    seat: str | None = None
+    owner: str = ""  # "": the seat has ended
+
+    def sees(self, uid: int, view: LeaseView) -> bool:
+        """Whether the lease of this uid is shown."""
+        if self.seat is not None:
+            own = bool(self.owner) and view.revoked and view.spec.owner == self.owner
+            return view.spec.seat == self.seat or own
+        # The uid is not enough for a seat's lease: containers share uids.
+        return self.uid is None or (uid == self.uid and not view.spec.seat)
 
 
-def host_status(
-    broker: Broker, socket: str, uid: int | None, *, seat: str | None = None, owner: str = ""
-) -> HostStatus:
+_NOBODY = Viewer(uid=-1)  # no user has this uid
+
+
+def host_status(broker: Broker, socket: str, viewer: Viewer) -> HostStatus:
     used, salvage = broker.used_mib, salvage_counts(broker)
     devices = [
         DeviceStatus(
@@ -158,11 +165,7 @@ def host_status(
         host_budget_mib=broker.arbiter.host_budget_mib,
         host_saved_mib=broker.arbiter.host_saved_mib,
         devices=sorted(devices, key=lambda device: device.index),
-        leases=[
-            lease_status(broker, kernel, view)
-            for kernel, view in broker.views()
-            if is_shown(kernel, view, uid, seat, owner)
-        ],
+        leases=[lease_status(broker, kernel, view) for kernel, view in broker.views() if viewer.sees(kernel.uid, view)],
         trouble=broker.writer.trouble or broker.writer.over_limit or lost_sentence(broker.lost),
         pools={name: list(pool.fractions_milli) for name, pool in sorted(broker.arbiter.pools().items())},
         goes_away_in_ms=_left_ms(broker.host_deadline_ms),
@@ -198,7 +201,6 @@ def neighbours(broker: Broker, lease: LeaseView) -> list[Neighbour]:
     ]
 
 
-# -- status stream -----------------------------------------------------------------------------------------------------
 # `GET /v1/events`: tells subscribers the host's status, at once and after each change.
 #
 # Rules:
@@ -207,8 +209,7 @@ def neighbours(broker: Broker, lease: LeaseView) -> list[Neighbour]:
 #   are subscribers and something may have changed. A subscriber that reads slowly gets fewer, newer lines; lines are never queued.
 # - A subscriber gets the present status first, and then a line whenever the status differs from its last line. Ages and the rest of a pin
 #   run on by themselves: a difference in them alone causes no line. The time that is left before a deadline causes one in coarse steps.
-# - A subscriber sees the leases that `GET /v1/status` would show it. They are found by its uid or seat: a hub has a subscriber for each
-#   server, and none of them costs a pass over all leases.
+# - A subscriber sees the leases that `GET /v1/status` would show it.
 # - A line after the first holds the devices and leases that differ from the line before. Pinned leases, and what has a
 #   deadline, are in each line, because clients count down from when they receive it.
 
@@ -239,9 +240,7 @@ class _Lasting:
         return cls(
             replace(status, devices=[], leases=[], goes_away_in_ms=coarse_s(status.goes_away_in_ms)),
             {
-                device.device_id: device
-                if device.goes_away_in_ms is None
-                else replace(device, goes_away_in_ms=coarse_s(device.goes_away_in_ms))
+                device.device_id: replace(device, goes_away_in_ms=coarse_s(device.goes_away_in_ms))
                 for device in status.devices
             },
             {
@@ -256,21 +255,6 @@ class _Lasting:
         )
 
 
-_Key = tuple[str, int | str]
-
-
-def _places_by_key(status: HostStatus, broker: Broker) -> dict[_Key, list[int]]:
-    """Return the places of leases in the status, by what a peer that may see them has (`is_shown`): uid, seat, or owner."""
-    places: dict[_Key, list[int]] = {}
-    for place, lease in enumerate(status.leases):
-        places.setdefault(
-            ("seat", lease.spec.seat) if lease.spec.seat else ("uid", broker.kernels[lease.lease_id].uid), []
-        ).append(place)
-        if lease.lease.revoked:
-            places.setdefault(("owner", lease.spec.owner), []).append(place)
-    return places
-
-
 class StatusStream:
     """Tells subscribers what changed. One per broker; all of it runs on the broker's loop."""
 
@@ -280,18 +264,13 @@ class StatusStream:
         self._subscribers = 0
         self._sampling: asyncio.Task[None] | None = None
         self._latest: HostStatus | None = None
-        self._places: dict[_Key, list[int]] = {}  # of the latest
         self._took_s = 0.0  # to compute the last edition, for all subscribers so far
         self._lasting: _Lasting | None = None  # of the latest
         self._edition = 0  # how often `_lasting` changed
         self._changed = asyncio.Event()  # replaced with each edition
 
-    async def follow(
-        self, uid: int | None, seat: str | None = None, owner: str = ""
-    ) -> AsyncGenerator[HostStatus | HostChange | None, None]:
-        """Yield the status that this uid (None: all) and seat, of this owner, may see, and after each change what has changed.
-
-        Yields None when nothing has changed for `PULSE_S`.
+    async def follow(self, viewer: Viewer) -> AsyncGenerator[HostStatus | HostChange | None, None]:
+        """Yield what the viewer may see, after each change what has changed, and None when nothing has changed for `PULSE_S`.
 
         Close it to stop: the last subscriber that leaves ends the sampling.
         """
@@ -305,14 +284,14 @@ class StatusStream:
                 changed, latest = self._changed, self._latest
                 if latest is not None and edition != self._edition:
                     edition, begun_s = self._edition, time.monotonic()
-                    status = _seen_by(latest, self._places, self._broker, uid, seat, owner)
+                    status = _seen_by(viewer, latest, self._broker.kernels)
                     before, told = told, _Lasting.of(status)
                     line = status if before is None else _difference(before, told, status)
                     self._took_s += time.monotonic() - begun_s
                     if before != told:
                         yield line
                         continue
-                if not await _within(changed, PULSE_S):
+                if not await within(PULSE_S, changed):
                     if self._sampling.done():
                         self._sampling.result()
                     yield None
@@ -321,13 +300,11 @@ class StatusStream:
             if self._subscribers == 0:
                 self._sampling.cancel()
                 self._sampling = self._latest = self._lasting = None
-                self._places = {}
 
     async def _sample(self) -> None:
         while True:
             changed, begun_s = self._broker.anything_changed, time.monotonic()
-            self._latest = host_status(self._broker, self._socket_path, None)
-            self._places = _places_by_key(self._latest, self._broker)
+            self._latest = host_status(self._broker, self._socket_path, Viewer())
             if (lasting := _Lasting.of(self._latest)) != self._lasting:
                 self._lasting = lasting
                 self._edition += 1
@@ -338,24 +315,16 @@ class StatusStream:
             await asyncio.sleep(max(0.0, _SHARE * self._took_s - RATE_S))
             # No event announces what changes with time alone, such as a shrinking forecast: sample now and then without one.
             ends = self._latest.goes_away_in_ms or any(device.goes_away_in_ms for device in self._latest.devices)
-            await _within(changed, _STEP_S / 2 if ends else PULSE_S)
+            await within(_STEP_S / 2 if ends else PULSE_S, changed)
 
 
-def _seen_by(  # noqa: PLR0917 - one caller
-    status: HostStatus, places: Mapping[_Key, list[int]], broker: Broker, uid: int | None, seat: str | None, owner: str
-) -> HostStatus:
-    leases = status.leases
-    if seat is not None:
-        leases = [leases[one] for one in sorted({*places.get(("seat", seat), ()), *places.get(("owner", owner), ())})]
-    elif uid is not None:
-        leases = [leases[one] for one in places.get(("uid", uid), ())]
-    seen = [lease for lease in leases if _may_see(lease.lease_id, broker, uid, seat, owner)]
-    return replace(status, leases=seen)
-
-
-def _may_see(lease_id: str, broker: Broker, uid: int | None, seat: str | None, owner: str) -> bool:
-    kernel, view = broker.kernels.get(lease_id), broker.arbiter.lease(lease_id)
-    return kernel is not None and view is not None and is_shown(kernel, view, uid, seat, owner)
+def _seen_by(viewer: Viewer, status: HostStatus, kernels: Mapping[str, Kernel]) -> HostStatus:
+    leases = [
+        lease
+        for lease in status.leases
+        if (kernel := kernels.get(lease.lease_id)) is not None and viewer.sees(kernel.uid, lease.lease)
+    ]
+    return replace(status, leases=leases)
 
 
 def _difference(before: _Lasting, now: _Lasting, status: HostStatus) -> HostChange:
@@ -378,10 +347,3 @@ def _difference(before: _Lasting, now: _Lasting, status: HostStatus) -> HostChan
         ),
         ended=[lease_id for lease_id in before.leases if lease_id not in now.leases],
     )
-
-
-async def _within(event: asyncio.Event, patience_s: float) -> bool:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(patience_s):
-            await event.wait()
-    return event.is_set()
