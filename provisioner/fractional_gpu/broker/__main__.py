@@ -2,9 +2,24 @@
 
 import gc
 import json
+import logging
+import os
 import sys
+from contextlib import suppress
+from typing import NoReturn
 
-from fractional_gpu.host.exit import exit_now
+
+def exit_now(code: int) -> NoReturn:
+    """End the process after writing what it still buffers, without the teardown of the interpreter.
+
+    The teardown takes a fifth of a broker's start, and gives back only what the system takes back anyway.
+    """
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # its reader has ended
+            stream.flush()
+    os._exit(code)
+
 
 if __name__ == "__main__":
     gc.disable()  # of what is imported nothing is garbage, and a kernel's start waits for this

@@ -10,11 +10,10 @@ import errno
 import hashlib
 import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 
@@ -28,8 +27,6 @@ from fractional_gpu.protocol.limits import MAX_BODY_BYTES, MAX_HEADER_BYTES, MAX
 from fractional_gpu.protocol.names import VERSION
 
 ANSWER_S = 5.0  # after so long a person learns that the broker does not answer
-
-_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 
 
 def is_service_socket(path: str) -> bool:
@@ -52,25 +49,20 @@ def claim_holder(path: str) -> int | None:
 
     Finds it even if the socket and all files beside it were deleted. Only processes of this user and of root count.
     """
-    kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-    with closing(socket.socket(socket.AF_UNIX, kind)) as client:
-        try:
-            client.connect(claim_address(path))
-            pid, uid, _ = _CREDENTIALS.unpack(
-                client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            )
-        except OSError:
-            return None
+    from fractional_gpu.host.claims import holder  # noqa: PLC0415 - kernels import this module, and do not look for brokers
+
+    pid, uid = holder(claim_address(path))
     return pid or None if uid in (0, os.geteuid()) else None
 
 
 def listener_pid(sock: socket.socket) -> int | None:
     """Return the process that listens on the socket to which this one is connected; None if it cannot be identified."""
+    from fractional_gpu.host.peers import peer_credentials  # noqa: PLC0415 - for errors only
+
     try:
-        pid: int = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[0]
-    except OSError:
+        return peer_credentials(sock).pid or None  # 0: it is in another pid namespace
+    except (OSError, ValueError):
         return None  # this end was closed
-    return pid or None  # 0: it is in another pid namespace
 
 
 def not_answering(path: str, seconds: float, pid: int | None) -> str:

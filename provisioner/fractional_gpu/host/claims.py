@@ -15,7 +15,6 @@ import contextlib
 import errno
 import os
 import socket
-from types import TracebackType
 from typing import Final, Self
 
 from fractional_gpu.host.peers import peer_credentials
@@ -50,7 +49,7 @@ class NameClaim:
     def take(cls, address: bytes) -> "NameClaim | tuple[int | None, int | None]":
         """Claim the address for this process, or return pid and uid of the process that has it, as far as they are visible."""
         listener = _listening(address)
-        return _holder(address) if listener is None else NameClaim(listener)
+        return holder(address) if listener is None else NameClaim(listener)
 
     def fileno(self) -> int:
         """Return the listener's descriptor: it is readable while a claimant's query is in the queue; then call `drain`."""
@@ -59,9 +58,9 @@ class NameClaim:
     def drain(self) -> int:
         """Drop up to 64 queries of claimants, and return how many there were. Never blocks.
 
-        Any process may connect, as often as it likes. Queries that are left keep the descriptor readable, so that the caller's other work
-        gets its turn in between. Without calls of `drain` the queue fills after a thousand queries, and the next claimant cannot
-        identify the holder. Raises OSError when no descriptor is free; then call it later.
+        Any process may connect, as often as it likes; what is left keeps the descriptor readable. Without calls of `drain` the queue
+        fills after a thousand queries, and the next claimant cannot identify the holder. Raises OSError when no descriptor is free; then
+        call it later.
         """
         dropped = 0
         with contextlib.suppress(BlockingIOError):
@@ -76,18 +75,12 @@ class NameClaim:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 class DeviceClaim(NameClaim):
     """A claim of a device. Get one from `DeviceClaim.claim`."""
-
-    def __init__(self, device_id: str, listener: socket.socket) -> None:
-        super().__init__(listener)
-        self.device_id = device_id
 
     @classmethod
     def claim(cls, device_id: str) -> Self:
@@ -98,8 +91,8 @@ class DeviceClaim(NameClaim):
         address = _address(device_id)
         listener = _listening(address)
         if listener is None:
-            raise DeviceClaimedError(device_id, *_holder(address))
-        return cls(device_id, listener)
+            raise DeviceClaimedError(device_id, *holder(address))
+        return cls(listener)
 
 
 def _listening(address: bytes) -> socket.socket | None:
@@ -126,7 +119,7 @@ def _address(device_id: str) -> bytes:
     return address
 
 
-def _holder(address: bytes) -> tuple[int | None, int | None]:
+def holder(address: bytes) -> tuple[int | None, int | None]:
     """Return pid and uid of the listener at the address; (None, None) if there is none or its queue is full."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as asker:
         try:

@@ -12,6 +12,8 @@ from fractional_gpu.host.claims import DeviceClaim, DeviceClaimedError
 from tests.broker.live import DEADLINE_S
 from tests.support.descriptors import no_free_descriptors
 
+DEVICE = f"GPU-{uuid.uuid4()}"
+
 
 class Drained(DeviceClaim):
     """A claim that counts how often it was to be drained, and of how many."""
@@ -37,14 +39,14 @@ class Drained(DeviceClaim):
 
 @pytest.fixture
 def claim() -> Iterator[Drained]:
-    with Drained.claim(f"GPU-{uuid.uuid4()}") as claim:
+    with Drained.claim(DEVICE) as claim:
         yield claim
 
 
-def ask(claim: Drained, times: int = 1) -> None:
+def ask(times: int = 1) -> None:
     for _ in range(times):
         with pytest.raises(DeviceClaimedError):
-            DeviceClaim.claim(claim.device_id)
+            DeviceClaim.claim(DEVICE)
 
 
 async def turns() -> None:
@@ -54,7 +56,7 @@ async def turns() -> None:
 
 async def test_all_who_ask_who_holds_a_device_are_forgotten(claim: Drained) -> None:
     drain_claim_queries(claim)
-    ask(claim, 200)
+    ask(200)
     await turns()
     assert claim.forgotten == 200
     assert claim.calls > 1, "nobody else had a turn between them"
@@ -65,7 +67,7 @@ async def test_without_a_descriptor_a_claim_is_left_alone_for_a_while(
 ) -> None:
     monkeypatch.setattr(server, "_PAUSE_S", 3600)
     drain_claim_queries(claim)
-    ask(claim)
+    ask()
     with no_free_descriptors():
         await turns()
     assert (claim.calls, claim.forgotten) == (1, 0)
@@ -77,10 +79,10 @@ async def test_a_claim_is_drained_again_when_there_are_descriptors(
 ) -> None:
     monkeypatch.setattr(server, "_PAUSE_S", 0.01)
     drain_claim_queries(claim)
-    ask(claim)
+    ask()
     with no_free_descriptors():
         await turns()
     assert claim.forgotten == 0
     await claim.has_forgotten(1)
-    ask(claim)
+    ask()
     await claim.has_forgotten(2)
