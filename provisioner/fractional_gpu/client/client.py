@@ -121,10 +121,7 @@ class BrokerClient:
     def stream(
         self, route: Route[Request, Reply], request: Request | None = None, about: str = "", *, silence_s: float
     ) -> Generator[Reply, None, None]:
-        """Yield the lines of a route until the broker ends them; `silence_s` bounds the wait for each.
-
-        Closing the generator, or an interrupt in it, hangs up. Raises as `call`, also when another thread calls `close`.
-        """
+        """Yield the lines of a route until the broker ends them, each within `silence_s`. Closing it hangs up. Raises as `call`."""
         with closing(self._payloads(route, request, about, self.timeout_s, silence_s)) as payloads:
             for payload in payloads:
                 yield decode_reply(payload, route.reply_type)
@@ -142,11 +139,7 @@ class BrokerClient:
         return self.call(routes.CAPACITY)
 
     def events(self) -> Iterator["HostStatus"]:
-        """Yield what `status` returns: at once, and again after each change, until the broker ends the stream.
-
-        Between changes it blocks. Raises BrokerUnavailableError when the broker's keep-alives stop, or when another
-        thread calls `close`.
-        """
+        """Yield what `status` returns, at once and after each change; between them it blocks. Raises BrokerUnavailableError."""
         status: HostStatus | None = None
         with closing(
             self._payloads(routes.EVENTS, None, "", self.timeout_s, max(self.timeout_s, _SILENCE_S))
@@ -201,11 +194,7 @@ class BrokerClient:
         return self.call(routes.UNPIN, about=lease_id)
 
     def resize(self, lease_id: str, request: ResizeRequest) -> "LeaseStatus":
-        """Give the lease another size; returns when it has it, `request.wait_ms` later at most.
-
-        Raises BadRequestError, ConflictError or NoRoomError when it is refused: the lease is unchanged. A later `resize` replaces one
-        that waits.
-        """
+        """Give the lease another size, within `request.wait_ms`; a later `resize` replaces it. Raises ConflictError or NoRoomError."""
         return self.call(routes.RESIZE, request, lease_id)
 
     def move(self, lease_id: str, request: MoveRequest) -> "LeaseStatus":
@@ -266,9 +255,7 @@ class BrokerClient:
     def acquire(self, lease_id: str, request: AcquireRequest) -> Generator[Progress, None, None]:
         """Yield the lease's progress while it waits for the GPU; the last line is `granted` or `refused`.
 
-        Closing the generator, or an interrupt in it, hangs up, which withdraws the ticket. Waits `request.wait_ms`
-        and `timeout_s` at most for each line. Raises BrokerUnavailableError when the broker goes away before the last
-        line.
+        Hanging up withdraws the ticket. Waits `request.wait_ms` and `timeout_s` at most for each line. Raises BrokerUnavailableError.
         """
         return self.wait(routes.ACQUIRE, request, lease_id)
 
@@ -369,10 +356,7 @@ def _encode(route: Route[Any, Any], request: Any, about: str) -> tuple[str, byte
 
 
 def _next_status(status: "HostStatus | None", payload: object) -> "HostStatus":
-    """Return the whole status after a line of events: the first line itself, or `status` with the changes that the line lists.
-
-    With many kernels nearly nothing changes at a time, so nearly nothing is decoded again. Raises InternalBrokerError.
-    """
+    """Return the status after a line of events: the first line itself, or `status` with the changes in it. Raises InternalBrokerError."""
     from fractional_gpu.protocol.status import HostChange, HostStatus  # noqa: PLC0415 - kernels do not follow hosts
 
     if status is None:
@@ -401,11 +385,10 @@ PATIENCE_S = ANSWER_S - _PAUSE_S - 0.5  # for an answer: with the pause and half
 
 
 class SilenceWatch:
-    """Pings the broker from `start` to `stop`, in a thread of its own, while a long call to it is under way.
+    """Pings the broker from `start` to `stop`, in a separate thread, while a long call cannot tell a broker that hangs from one that waits.
 
-    An `acquire` may take an hour, and a stream sends nothing while nothing changes: the call alone cannot distinguish a broker that hangs
-    from one that has nothing to send. `connect` makes a client from a timeout in seconds. The thread calls `report` with the error each
-    time that the broker did not answer, and with None when it answers again.
+    `connect` makes a client from a timeout in seconds. The thread calls `report` with the error each time that the broker did not answer,
+    and with None when it answers again.
     """
 
     def __init__(

@@ -1,17 +1,13 @@
 """Where the broker's socket is, and how a broker is started on it.
 
-Rules:
-
-- The socket: `$JUPYTER_GPU_SOCKET`, else the system service's if the machine has one, else one in the user's Jupyter runtime
-  folder. Where that is on a network filesystem, which several hosts may share (a home on NFS), it is a folder for each host: a socket there
-  is of one host, and a broker of another one would put its own in its place.
+- The socket: `$JUPYTER_GPU_SOCKET`, else the system service's if the machine has one, else one in the user's Jupyter runtime folder; where
+  several hosts share that (a home on NFS), in a folder for each host.
 - Clients send connection keys to the process that serves the socket, so its folder must belong to this user or root and no
   other user may write to it.
 - A missing broker is started, except on a system service's socket, where its administrator starts it, and within a job or a pod,
   with which it would end. Two starters at once are no conflict: each command succeeds when *a* broker serves.
 - The start command is the one that the last broker wrote into `broker.json` beside the socket, and again into its state
-  folder: so a kernel in another environment starts the broker of the environment that installed it. Without such a file it is this
-  interpreter's own.
+  folder: so a kernel in another environment starts the broker of the environment that installed it.
 """
 
 import contextlib
@@ -50,10 +46,7 @@ _LONGEST_SETTINGS = 64 * 1024  # bytes
 
 
 def runtime_dir() -> Path:
-    """Return the folder for sockets, token files and records of kernels, created with mode 0700; of this host where hosts share it.
-
-    Raises BrokerUnavailableError if it belongs to another user.
-    """
+    """Return this host's folder for sockets, token files and records of kernels, made with mode 0700. Raises BrokerUnavailableError."""
     folder = runtime_place()
     if foreign_above(folder) is not None:  # the home belongs to another user: by sudo, or in a container
         return Path(_short_path(str(folder / "broker.sock"))).parent
@@ -90,10 +83,9 @@ def socket_path() -> str:
 
 
 def _is_system_service_there() -> bool:
-    """Whether the machine has a system service: its socket, or the lock that it leaves when it stops.
+    """Whether the machine has a system service: its socket, or the lock that it leaves when it stops; also in a folder without access.
 
     A user's own broker that starts while the service restarts would take the devices, and the service could not start again.
-    In a folder that this user may not enter it counts as there: the devices are its own.
     """
     for name in (SYSTEM_SOCKET, f"{SYSTEM_SOCKET}.lock"):
         try:
@@ -142,10 +134,7 @@ def ensure_broker(
 
 
 def unstarted_broker(*, token: str | None = None, timeout_s: float = 30.0) -> "BrokerClient":
-    """Return a client of the broker on `socket_path()`, without connecting to it and without starting one.
-
-    Raises BrokerUnavailableError for a socket that another user could have put there.
-    """
+    """Return a client of the broker on `socket_path()`, without starting one. Raises BrokerUnavailableError for a folder of others."""
     path = socket_path()
     check_folder(path)
     return _new_client(path, token, timeout_s)
@@ -159,10 +148,7 @@ def _new_client(path: str, token: str | None, timeout_s: float) -> "BrokerClient
 
 
 def _check_may_start(path: str) -> None:
-    """Raise BrokerUnavailableError where no broker is to start by itself: in a job or a pod, with which it would end in mid-suspend.
-
-    Nor on a socket that a service left, in a folder of root's.
-    """
+    """Raise BrokerUnavailableError on a service's socket, and in a job or a pod, with which a broker would end in mid-suspend."""
     if _is_service(path):
         raise BrokerUnavailableError(
             f"the GPU broker at {path} is a system service and does not run; "
@@ -190,10 +176,7 @@ def _is_service(path: str) -> bool:
 
 
 def _answers(client: "BrokerClient", answer_s: float) -> bool:
-    """Whether a broker serves that this client understands. False only if no broker listens.
-
-    Raises BrokerUnavailableError for a broker that hangs, refuses this user or speaks another protocol.
-    """
+    """Whether a broker serves; False only if none listens. Raises BrokerUnavailableError for one that hangs or does not understand us."""
     try:
         pong = client.ping(answer_s)
     except BrokerUnavailableError as error:
@@ -216,10 +199,9 @@ def _check_folder_if_there(path: str) -> None:
 
 
 def _came_back(client: "BrokerClient", timeout_s: float) -> bool:
-    """Wait for a broker that runs but cannot be reached, because it starts, ends, or restores its deleted socket.
+    """Wait for a broker that starts, ends, or restores its deleted socket, and for a service that restarts; False: there is none.
 
-    While a service restarts none runs for a moment: that is waited for, too. Returns False when there is none, or it has ended. Raises
-    BrokerUnavailableError that names its process if it stays unreachable.
+    Raises BrokerUnavailableError that names its process if it stays unreachable.
     """
     path, begun_s = client.socket_path, time.monotonic()
     deadline_s, restarts_until_s = begun_s + timeout_s, begun_s + min(timeout_s, _RESTART_S if _is_service(path) else 0)
@@ -237,10 +219,7 @@ def _came_back(client: "BrokerClient", timeout_s: float) -> bool:
 
 
 def _start_once(client: "BrokerClient", timeout_s: float, command: tuple[list[str], dict[str, str]] | None) -> None:
-    """Start a broker, unless another thread or process starts one: then wait for that one.
-
-    Of several brokers that start at once only one would serve, and the others would slow its start.
-    """
+    """Start a broker, unless another thread or process starts one: several at once slow the start of the one that will serve."""
     path, deadline_s = client.socket_path, time.monotonic() + timeout_s
     try:
         folder = os.open(Path(path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -327,10 +306,7 @@ def _start_command(path: str) -> tuple[list[str], dict[str, str]]:
 
 
 def restart_command(path: str) -> tuple[list[str], dict[str, str]] | None:
-    """Return argv and extra environment that the last broker on this socket left behind, or None.
-
-    Raises BrokerUnavailableError for a file that others could have written, or that is none of ours.
-    """
+    """Return argv and environment that the last broker on this socket left, or None. Raises BrokerUnavailableError."""
     return _read_restart_file(restart_file(path)) or _read_restart_file(spare_restart_file(path))
 
 
@@ -371,10 +347,7 @@ def _read_restart_file(settings: Path) -> tuple[list[str], dict[str, str]] | Non
 
 
 def check_folder(path: str) -> None:
-    """Raise BrokerUnavailableError for a socket that another user could have put into its folder.
-
-    Only root writes to /run, so service users may own folders there.
-    """
+    """Raise BrokerUnavailableError for a socket that another user could have put into its folder. Only root writes to /run."""
     folder = Path(path).absolute().parent
     if is_service_socket(path):
         return

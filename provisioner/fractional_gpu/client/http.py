@@ -36,19 +36,13 @@ def is_service_socket(path: str) -> bool:
 
 
 def claim_address(path: str) -> bytes:
-    """Return the abstract address at which the broker of a socket listens, too: it has no file that could be deleted.
-
-    Links are not followed: a deleted folder may have been replaced by one.
-    """
+    """Return the abstract address at which a socket's broker listens, too. Links are not followed: one may replace a deleted folder."""
     digest = hashlib.sha256(os.fsencode(Path(path).absolute())).hexdigest()
     return f"\0jupyter-gpu-broker-{digest[:32]}".encode("ascii")
 
 
 def claim_holder(path: str) -> int | None:
-    """Return the process that is this socket's broker, or starts or ends as such; None if there is none.
-
-    Finds it even if the socket and all files beside it were deleted. Only processes of this user and of root count.
-    """
+    """Return the process that is this socket's broker, of this user or root, even if its files were deleted; None if there is none."""
     from fractional_gpu.host.claims import holder  # noqa: PLC0415 - kernels import this module, and do not look for brokers
 
     pid, uid = holder(claim_address(path))
@@ -136,8 +130,7 @@ class Connection:
     ) -> None:
         """Send one request; `headers` are further ones, each one line of printable ASCII.
 
-        Raises BrokerUnavailableError when the broker is gone or takes nothing in time. Raises BadRequestError or
-        RequestTooLargeError, before anything is sent, for what the broker could not read.
+        Raises BrokerUnavailableError; before anything is sent, BadRequestError or RequestTooLargeError for what the broker could not read.
         """
         if token is not None and not (0 < len(token) <= MAX_STRING and token.isascii() and token.isprintable()):
             raise BadRequestError(
@@ -293,10 +286,7 @@ def _check_size(size: int) -> None:
 
 
 def _connect(path: str, timeout_s: float | None) -> socket.socket:
-    """Return a connected socket, after waiting for room in a full backlog. Raises BrokerUnavailableError.
-
-    The error's reason is "no-descriptor" where this process can have no socket: that says nothing about the broker.
-    """
+    """Return a connected socket, after waiting for room in a full backlog. Raises BrokerUnavailableError."""
     try:
         sock = _open_socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:

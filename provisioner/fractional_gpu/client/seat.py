@@ -104,8 +104,7 @@ class SeatClient(BrokerClient):
     def take_seat(self, request: SeatRequest) -> Iterator[SeatProgress]:
         """Yield the request's progress while it waits for a seat; the last line is `granted` or `refused`.
 
-        Closing the generator or, from another thread, the client hangs up, which withdraws the request. Raises BadRequestError for an
-        invalid request, and BrokerUnavailableError when the broker goes away before the last line.
+        Hanging up, also by `close` from another thread, withdraws it. Raises BadRequestError and BrokerUnavailableError.
         """
         return self.wait(routes.TAKE_SEAT, request)
 

@@ -1,16 +1,13 @@
 """The folder of a broker's state: its ledger, the audit log, and how to start it again.
 
-Cleaners empty runtime folders, and several hosts may share a home over a network, where SQLite's write-ahead log does not work. So each
-host and each broker's socket has a state folder, on a local disk:
+Cleaners empty runtime folders, and SQLite's write-ahead log does not work on a network filesystem. So each host and each broker's socket
+has a state folder on a local disk:
 
 - for a system service `/var/lib/jupyter-gpu`;
 - for a user `$XDG_STATE_HOME/jupyter-gpu/HOST/SOCKET` (`~/.local/state` by default), or, where that is on a network filesystem, cannot be
-  written or lies below another user's folder, `/var/tmp/jupyter-gpu-UID/HOST/SOCKET`. HOST is derived from the machine's id, SOCKET from
-  the path of the socket;
+  written or lies below another user's folder, `/var/tmp/jupyter-gpu-UID/HOST/SOCKET`; an existing one of the two is taken;
 - the folder in the setting `state_dir`, if there is one; on a network filesystem a folder below it for each node (`node_name`), unless a
   ledger lies in it already.
-
-Of the user's two folders, the existing one is taken, so that a broker finds its ledger after a mount has changed.
 """
 
 import hashlib
@@ -63,10 +60,7 @@ def state_folder(socket: str, configured: Path | None = None) -> Path:
 
 
 def make_state_folder(socket: str, configured: Path | None = None) -> Path:
-    """Return the broker's folder, made for its user alone if it is missing.
-
-    Raises BrokerUnavailableError if it belongs to another user, is a link, or cannot be made.
-    """
+    """Return the broker's folder, made for its user alone if it is missing. Raises BrokerUnavailableError if it is not the user's."""
     folder = state_folder(socket, configured)
     base = own_base(folder)
     try:
@@ -129,10 +123,7 @@ def _spare_base() -> Path:
 
 
 def node_name() -> str:
-    """Return a name for this host among those that share a network filesystem: constant over reboots.
-
-    Of nodes that boot one image, all may have the same machine's id; so the host's name counts, too.
-    """
+    """Return a constant name for this host. Nodes that boot one image may have one machine id; so the host's name counts, too."""
     return _hashed(f"jupyter-gpu {_machine_id()} {socket_module.gethostname()}")
 
 

@@ -1,13 +1,7 @@
-"""Blocking calls beside an event loop that may be forked, or run while its program exits.
+"""Blocking calls beside an event loop that may be forked, or run while its program exits: each has its own thread, which ends with it.
 
-`asyncio.to_thread` keeps its threads in the loop's default executor. That breaks ordinary programs:
-
-- After a fork the child has the parent's loop and executor, which counts idle threads that the child does not have: its work never runs.
-  (A script that ran a notebook and then uses a `ProcessPoolExecutor`.)
-- Once the interpreter has begun to exit, executors refuse work. (A script that shuts its kernels down in `atexit`.)
-- The executor has a few threads for the whole program, and its exit waits for them. (A Jupyter server in which calls wait for the GPU.)
-
-Here each call has its own thread, which ends with the call.
+`asyncio.to_thread` keeps its threads in the loop's default executor. After a fork the child has the executor without its threads: its work
+never runs. Once the interpreter has begun to exit (`atexit`), executors refuse work. And calls that wait for the GPU would fill it.
 """
 
 import asyncio

@@ -30,10 +30,7 @@ class Accounts:
         self._known: dict[int, int] = {}
 
     def uid_of(self, uid: int) -> int:
-        """Return the uid that is charged for what a process of this uid does: the key for counters of leases, connections and requests.
-
-        Cheap: name services are asked once a minute for each uid.
-        """
+        """Return the uid that is charged for what this uid does: the key of counters. Name services are asked once a minute for each."""
         if self._now() >= self._stale_s or len(self._known) >= _MOST:
             self._stale_s = self._now() + _FRESH_S
             try:

@@ -58,9 +58,7 @@ class NameClaim:
     def drain(self) -> int:
         """Drop up to 64 queries of claimants, and return how many there were. Never blocks.
 
-        Any process may connect, as often as it likes; what is left keeps the descriptor readable. Without calls of `drain` the queue
-        fills after a thousand queries, and the next claimant cannot identify the holder. Raises OSError when no descriptor is free; then
-        call it later.
+        A full queue hides the holder from the next claimant. Raises OSError when no descriptor is free; then call it later.
         """
         dropped = 0
         with contextlib.suppress(BlockingIOError):
@@ -84,10 +82,7 @@ class DeviceClaim(NameClaim):
 
     @classmethod
     def claim(cls, device_id: str) -> Self:
-        """Claim the device for this process.
-
-        Raises DeviceClaimedError when another claim of it is held, ValueError for an id that cannot name a claim.
-        """
+        """Claim the device for this process. Raises DeviceClaimedError, and ValueError for an id that cannot name a claim."""
         address = _address(device_id)
         listener = _listening(address)
         if listener is None:

@@ -32,10 +32,7 @@ class WallClock:
         return (self._wall_ns() - self._steady_ns()) // 1000
 
     def stepped_us(self) -> int:
-        """Return by how much the clock was set forward since the last call, microseconds; negative for back, 0 if it was not set.
-
-        Smaller steps, and the slewing of the clock, count once they add up to a tenth of a second.
-        """
+        """Return by how much the clock was set forward since the last call, microseconds; it counts from a tenth of a second on."""
         offset_us = self.offset_us()
         step_us = offset_us - self._offset_us
         if abs(step_us) < _STEP_US:

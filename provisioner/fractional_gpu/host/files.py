@@ -48,11 +48,7 @@ def mount_table(file: Path) -> list[MountLine]:
 
 
 def temporary_folder() -> Path:
-    """Return the folder for temporary files: the one that Python's `tempfile` finds, but nothing is written.
-
-    A name in it leads all processes to the same file. On a full disk `tempfile` goes on to other folders, or raises, and stays with what it
-    found.
-    """
+    """Return the folder that Python's `tempfile` finds, without writing: on a full disk that would go on to another one."""
     named = (os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP"))
     folders = [Path(folder).absolute() for folder in (*named, *_TEMPORARY) if folder]
     usable = (folder for folder in folders if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK))
@@ -60,11 +56,7 @@ def temporary_folder() -> Path:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Make the folder, and each folder above it that is missing, for this user alone (0700). An existing one stays as it is.
-
-    `Path.mkdir` gives those above what the umask leaves. Jupyter's own folder of sockets is one of them, and what Jupyter writes there is
-    private by the folder's mode alone. Raises OSError.
-    """
+    """Make the folder, and those missing above it, for this user alone (0700), as Jupyter relies on that. Raises OSError."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
     except FileNotFoundError:
@@ -93,8 +85,8 @@ def foreign_above(folder: Path) -> tuple[Path, int] | None:
 def open_own(path: Path | str, flags: int) -> int:
     """Open a private file (0600) of this user and return its descriptor; `flags` as for `os.open`, O_TRUNC excepted.
 
-    Raises OSError for a link, for anything but a plain file, and for a file of another user or with a second name (a hard link), because
-    writing there may change another file. Nothing is changed then.
+    Raises OSError, and changes nothing, for a link, another user's file, and one with a second name (a hard link): writing there may change
+    another file.
     """
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     status = os.fstat(descriptor)

@@ -101,10 +101,7 @@ class LimitReader:
         return mounts(proc=self._proc)
 
     def headroom(self, pid: int) -> Headroom:
-        """Return how much more memory the process may take, MiB.
-
-        Raises ProcessLookupError when there is no such process, OSError and ValueError for what cannot be read.
-        """
+        """Return how much more memory the process may take, MiB. Raises ProcessLookupError, OSError and ValueError."""
         return min(self._limits(pid).values())
 
     def shortage(self, needs: Mapping[int, int]) -> Shortage | None:
@@ -130,18 +127,12 @@ class LimitReader:
 
 
 def memory_groups(pid: int, *, proc: Path = PROC) -> dict[int, list[Path]]:
-    """Return the folders of the process's control groups that may account its memory, by version: its own first, then its ancestors.
-
-    Raises ProcessLookupError when there is no such process, OSError and ValueError for what cannot be read.
-    """
+    """Return the folders of the groups that may account the process's memory, by version, upwards. Raises ProcessLookupError, OSError."""
     return _folders(read_of(pid, "cgroup", proc=proc), mounts(proc=proc))
 
 
 def smallest_limit(pid: int, *, proc: Path = PROC) -> Headroom:
-    """Return the most memory that the process may ever use, MiB: the smallest limit of its control groups, else the machine's with swap.
-
-    Raises as `memory_groups`.
-    """
+    """Return the smallest limit of the process's control groups, else the machine's memory with swap. Raises as `memory_groups`."""
     total = _meminfo("MemTotal", proc) + _meminfo("SwapTotal", proc)
     limits = [Headroom(total // _MIB, "the system's memory")]
     for version, folders in memory_groups(pid, proc=proc).items():
@@ -150,10 +141,7 @@ def smallest_limit(pid: int, *, proc: Path = PROC) -> Headroom:
 
 
 def group_limit(group: str, *, proc: Path = PROC) -> Headroom | None:
-    """Return the smallest memory limit of the control group and those above it, MiB; None if none is less than the machine's memory.
-
-    `group`: its path below the root of its hierarchy. Raises OSError and ValueError for what cannot be read.
-    """
+    """Return the smallest limit of the group and those above it; None if none is less than the machine's memory. Raises OSError."""
     total = machine_total_mib(proc=proc) * _MIB
     limits = [
         limit
@@ -165,10 +153,7 @@ def group_limit(group: str, *, proc: Path = PROC) -> Headroom | None:
 
 
 def group_used_mib(group: str, *, proc: Path = PROC) -> int:
-    """Return what the control group's processes use, without caches that can be reclaimed, MiB; 0 where it has no such count.
-
-    Raises OSError and ValueError for what cannot be read.
-    """
+    """Return what the group's processes use, without caches that can be reclaimed, MiB; 0 where it is not counted. Raises OSError."""
     used = [_used(mount.version, folder) or 0 for mount, folder in _folders_of(group, proc)]
     return max(used, default=0) // _MIB
 
@@ -285,10 +270,7 @@ def adjustment(pid: int, *, proc: Path = PROC) -> int:
 
 
 def lower(identity: ProcessIdentity, target: int) -> int:
-    """Lower the process's adjustment to the target, or as far towards it as is permitted; return the new value.
-
-    It never raises the adjustment. Raises ProcessLookupError, and OSError for what is not a matter of permission.
-    """
+    """Lower the process's adjustment to the target, or as far as is permitted; return the new value. Raises ProcessLookupError, OSError."""
     with _opened(identity) as file:
         # The floor cannot be read: bisect between the lowest value that was allowed and the highest that was refused.
         allowed = adjustment(identity.pid)
@@ -303,19 +285,13 @@ def lower(identity: ProcessIdentity, target: int) -> int:
 
 
 def put_back(identity: ProcessIdentity, value: int) -> None:
-    """Raise the process's adjustment to the value, unless it is higher already, and the floor with it where that is permitted.
-
-    Raises ProcessLookupError and OSError.
-    """
+    """Raise the process's adjustment to the value if it is lower, and the floor where permitted. Raises ProcessLookupError, OSError."""
     with _opened(identity) as file:
         os.write(file, b"%d" % max(value, adjustment(identity.pid)))
 
 
 def kill_counter(pid: int, *, proc: Path = PROC) -> Path:
-    """Return the file that counts the kills among the processes of this one's control group; without one, in the whole system.
-
-    Raises ProcessLookupError, OSError and ValueError for what cannot be read.
-    """
+    """Return the file that counts the kills in the process's control group, else in the system. Raises ProcessLookupError, OSError."""
     for version, folders in memory_groups(pid, proc=proc).items():
         file = folders[0] / _COUNTER[version]
         if file.exists():
@@ -333,10 +309,7 @@ def kill_count(counter: Path) -> int:
 
 
 def was_killed(identity: ProcessIdentity, *, messages: Path = KERNEL_MESSAGES) -> bool | None:
-    """Return whether the system's log says that the killer ended this process; None if this user may not read the log.
-
-    The log has the pids of the first pid namespace: within a container it cannot be used.
-    """
+    """Return whether the system's log says that the killer ended this process; None in a container, or if it may not be read."""
     if (PROC / "self/ns/pid").readlink().name != _FIRST_PID_NAMESPACE:
         return None
     try:

@@ -55,10 +55,7 @@ def nested_pids(pid: int, *, proc: Path = PROC) -> list[int]:
 
 
 def pid_meant_by(peer: int, pid: int, *, proc: Path = PROC) -> int:
-    """Return the pid here of the process that has `pid` in the pid namespace of the process `peer` (a pid here).
-
-    Raises ProcessLookupError if that namespace has no such process, PermissionError if the peer's namespace may not be read.
-    """
+    """Return the pid here of the process with `pid` in the pid namespace of `peer`. Raises ProcessLookupError, PermissionError."""
     theirs = namespace_of(peer, "pid", proc=proc)
     if theirs == own_namespace("pid", proc=proc):
         return pid
@@ -66,9 +63,8 @@ def pid_meant_by(peer: int, pid: int, *, proc: Path = PROC) -> int:
 
 
 def own_identity(pid: int, identify: Callable[[int], ProcessIdentity], *, proc: Path = PROC) -> ProcessIdentity:
-    """Return the identity, by its pid in this process's namespace, of a process that /proc may show under another pid.
+    """Return the identity by its pid here of a process that /proc, of an outer namespace (`unshare --pid` alone), may show under another.
 
-    /proc is that of an outer namespace where a process has pids of its own and no mount of its own (`unshare --pid` alone).
     Raises as `identify`, which reads the process that /proc shows under a pid.
     """
     try:
@@ -114,10 +110,7 @@ def _is_within(pid: int, namespace: NamespaceId, up: int) -> bool:
 
 
 def shows_same_folder(pid: int, path: Path, *, proc: Path = PROC) -> bool:
-    """Return whether an absolute path leads the process to the same folder as us, and without a link where its mounts are not ours.
-
-    Raises OSError where the folder is not to be found on one of both sides.
-    """
+    """Return whether the path leads the process to our folder, without a link where its mounts are not ours. Raises OSError."""
     if namespace_of(pid, "mnt", proc=proc) == own_namespace("mnt", proc=proc):
         return True
     # Step by step: a link below its root would be followed from ours.
@@ -133,10 +126,7 @@ def shows_same_folder(pid: int, path: Path, *, proc: Path = PROC) -> bool:
 
 
 def open_network(identity: ProcessIdentity, *, proc: Path = PROC) -> tuple[int, NamespaceId] | None:
-    """Return a descriptor of the process's network namespace, which the caller closes, and its id; None if it is our own.
-
-    Raises ProcessLookupError if the process has ended, PermissionError if its namespaces may not be read.
-    """
+    """Return a new descriptor of the process's network namespace, and its id; None: ours. Raises ProcessLookupError, PermissionError."""
     try:
         descriptor = os.open(proc / str(identity.pid) / "ns" / "net", os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, ProcessLookupError):
@@ -154,10 +144,10 @@ def open_network(identity: ProcessIdentity, *, proc: Path = PROC) -> tuple[int, 
 
 
 def in_network(descriptor: int, work: Callable[[], T]) -> T:
-    """Run `work` in a thread of its own within the network namespace, and return what it returns.
+    """Run `work` in a separate thread within the network namespace, and return what it returns.
 
-    Threads that `work` starts stay in that namespace; no other thread is ever in it. Raises PermissionError where this process may not
-    enter (it takes CAP_SYS_ADMIN here and over that namespace), OSError where no thread can be started, and what `work` raises.
+    Threads that `work` starts stay in that namespace. Raises PermissionError where this process may not enter (it takes CAP_SYS_ADMIN here
+    and over that namespace), OSError, and what `work` raises.
     """
 
     def run() -> T:

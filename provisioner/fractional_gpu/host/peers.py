@@ -50,10 +50,7 @@ def peer_groups(sock: socket.socket) -> frozenset[int]:
 
 
 def unread(sock: socket.socket) -> bool:
-    """Return whether the peer has not yet read everything that was written into this UNIX socket. Raises OSError if closed.
-
-    A thread that is blocked in a read takes the data without running any code of its program; a thread that polls first does not.
-    """
+    """Return whether the peer has not read all that was written. A thread blocked in a read takes it without running any code."""
     n_bytes: int = _INT.unpack(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(_INT.size)))[0]
     return n_bytes > 0
 

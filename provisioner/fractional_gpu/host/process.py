@@ -120,10 +120,7 @@ def read_stat(pid: int, *, proc: Path = PROC) -> ProcessStat:
 
 
 def identify(pid: int, *, proc: Path = PROC) -> ProcessIdentity:
-    """Return the identity of the process that has this pid now.
-
-    Raises ProcessLookupError when there is none (a zombie is none), ValueError when the number is a thread's.
-    """
+    """Return the identity of the process with this pid. Raises ProcessLookupError (a zombie is none), ValueError for a thread's number."""
     if pid <= 0:
         raise ProcessLookupError(f"{pid} is not a process id: process ids are positive")
     stat = read_stat(pid, proc=proc)
@@ -145,19 +142,12 @@ def is_alive(identity: ProcessIdentity, *, proc: Path = PROC) -> bool:
 
 
 def owner_uid(pid: int, *, proc: Path = PROC) -> int:
-    """Return the real uid of the process (the owner of /proc/PID is root for processes that may not be traced).
-
-    Raises ProcessLookupError.
-    """
+    """Return the real uid of the process; /proc/PID is root's for one that may not be traced. Raises ProcessLookupError."""
     return parse_uid(read_of(pid, "status", proc=proc))
 
 
 def read_environment(pid: int, *, proc: Path = PROC) -> dict[str, str]:
-    """Return the environment the process was started with; the first of two equal names counts, as it does for getenv().
-
-    Blocks. Raises ProcessLookupError, PermissionError. A process can overwrite it: about a process of another program it is a hint, never
-    a proof.
-    """
+    """Return the environment the process was started with; it can overwrite it. Blocks. Raises ProcessLookupError, PermissionError."""
     found: dict[str, str] = {}
     for entry in _of_process(entries(f"{proc}/{pid}/environ"), pid):
         name, separator, value = entry.partition(b"=")
@@ -167,10 +157,7 @@ def read_environment(pid: int, *, proc: Path = PROC) -> dict[str, str]:
 
 
 def environment_value(pid: int, name: str, *, proc: Path = PROC) -> str | None:
-    """Return one variable of the environment the process was started with, None if it was not set. Blocks.
-
-    Raises ProcessLookupError, PermissionError.
-    """
+    """Return one variable of that environment, None if it was not set. Blocks. Raises ProcessLookupError, PermissionError."""
     return _find_variable(_of_process(pieces(f"{proc}/{pid}/environ"), pid), os.fsencode(name))
 
 
@@ -180,10 +167,7 @@ def read_command(pid: int, *, proc: Path = PROC) -> list[str]:
 
 
 def open_pidfd(identity: ProcessIdentity) -> int:
-    """Return a descriptor that becomes readable when the process exits; the caller closes it.
-
-    Raises ProcessLookupError when the process is gone or the pid is another process's now.
-    """
+    """Return a descriptor that becomes readable when the process exits; the caller closes it. Raises ProcessLookupError."""
     descriptor = os.pidfd_open(identity.pid)
     # The pid could have been reused before the descriptor was open; from here on it cannot be.
     try:
@@ -214,10 +198,7 @@ def kill_marked(name: str, value: str) -> list[int]:
 
 
 def read_file(path: str, folder: int | None = None) -> bytes:
-    """Return all of a file, of a path relative to the descriptor of a folder where one is given. Raises OSError.
-
-    A suspend reads such files dozens of times, so no object is made but the bytes.
-    """
+    """Return all of a file, in a folder by its descriptor. A suspend reads dozens: no object is made but the bytes. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
     try:
         whole = part = os.read(descriptor, _AT_ONCE)
@@ -273,11 +254,7 @@ def _of_process(found: Iterator[bytes], pid: int) -> Iterator[bytes]:
 
 
 def lines_of(content: bytes) -> list[str]:
-    """Return the lines of a file of /proc with names that users choose, such as those of control groups.
-
-    Only a line feed ends one: no name can have it. `str.splitlines` also splits at characters that names can have, and would take what
-    follows such a character for a line of its own.
-    """
+    """Return the lines of a file of /proc with names that users choose. Only a line feed ends one, unlike for `str.splitlines`."""
     return [os.fsdecode(line) for line in content.split(b"\n") if line]
 
 
@@ -365,10 +342,7 @@ class Snapshot:
         return identity in self and self._by_pid[identity.pid].stopped_or_traced
 
     def forked_from(self, identity: ProcessIdentity) -> list[ProcessIdentity]:
-        """Return the processes whose memory and files this one inherited by forking, nearest first.
-
-        Empty for a process that has executed a program since. An ancestor that has exited ends the list.
-        """
+        """Return the processes whose memory and files this one inherited by forking, nearest first, up to one that has exited."""
         ancestors: list[ProcessIdentity] = []
         process = self._by_pid[identity.pid] if identity in self else None
         while process is not None and process.forked:
@@ -408,12 +382,11 @@ class Snapshot:
         apart: Collection[ProcessIdentity] = (),
         also: Collection[ProcessIdentity] = (),
     ) -> list[ProcessIdentity]:
-        """Return the tree of `root` (None: of `marker` and `also` alone), oldest first.
+        """Return the tree of `root` (None: of `marker` and `also` alone), oldest first. Raises ValueError for another marker's variable.
 
-        A root that has exited may leave processes behind: marked ones and members of its session. Its pid may have been reused since, so
-        they count only if they belong to `uid` (None: the living root's own user). `apart` are the roots of other trees: neither they nor
-        processes that are only below them are part of this one. `also` were seen in this tree before: they and their descendants belong
-        to it in any case. Raises ValueError when the snapshot was taken without the marker's variable.
+        Of a root that has exited, whose pid may be another process's now, marked processes and members of its session count if they belong
+        to `uid` (None: the living root's user). `apart` are the roots of other trees, which are left out with what is only below them.
+        `also` were seen in this tree before, and belong to it in any case.
         """
         if marker is not None and marker[0] != self._marker_name:
             raise ValueError(
@@ -441,10 +414,7 @@ class Snapshot:
 
 
 def is_below(pid: int, root: ProcessIdentity, others: Collection[int] = ()) -> bool:
-    """Return whether the process is `root` or descends from it, now. `others` are pids of further roots, whose descendants do not count.
-
-    Raises PermissionError where a process may not be read.
-    """
+    """Return whether the process is `root` or descends from it, without passing one of the pids `others`. Raises PermissionError."""
     for _ in range(_DEEPEST):
         if pid == root.pid:
             return is_alive(root)
@@ -458,10 +428,7 @@ def is_below(pid: int, root: ProcessIdentity, others: Collection[int] = ()) -> b
 
 
 def scan(marker_name: str | None = None, uids: Collection[int] | None = None, *, proc: Path = PROC) -> Snapshot:
-    """Read every process once, and the variable `marker_name` of the environments of these users' processes (None: all users').
-
-    Blocks. Raises OSError.
-    """
+    """Read all processes, and the variable `marker_name` of these users' (None: all users'). Blocks. Raises OSError."""
     boot = boot_id(proc=proc)
     pids = [int(name) for name in os.listdir(proc) if name.isascii() and name.isdigit()]  # noqa: PTH208
     # Every suspend and resume waits for a pass: no objects for paths and files, and one read per file.
@@ -531,10 +498,7 @@ def maps(pid: int, fits: Callable[[str], bool], *, unreadable: bool = False, pro
 
 
 def holds_open(pid: int, fits: Callable[[str], bool], *, proc: Path = PROC) -> bool:
-    """Return whether the process has a descriptor of a file whose path fits. Blocks.
-
-    Of a process that has more than 65,536 descriptors the others are not read: it may have one.
-    """
+    """Return whether the process has a file open whose path fits; True beyond 65,536 descriptors. Blocks."""
     folder = f"{proc}/{pid}/fd"
     try:
         with os.scandir(folder) as found:
@@ -567,10 +531,7 @@ _OPTIONS_WITH_VALUE: Final = frozenset({"-X", "-W"})
 
 
 def find_ipykernel(argv: Sequence[str]) -> int | None:
-    """Return the position of the `-m` by which Python starts ipykernel; None for any other program.
-
-    `argv[:position]` is the interpreter with its options.
-    """
+    """Return the position of the `-m` by which Python starts ipykernel; None for any other program."""
     position = 1
     while position < len(argv) and argv[position].startswith("-"):
         if argv[position] == "-m":

@@ -91,10 +91,7 @@ def workload_of(pid: int, *, proc: Path = PROC) -> Workload | None:
 
 
 def own_workload(environment: Mapping[str, str], *, proc: Path = PROC) -> str:
-    """Return what people call the job or pod that this process runs in, "" for none. Never raises.
-
-    In a container the groups may be hidden: then the variables that the engines set decide.
-    """
+    """Return what people call our job or pod, "" for none. Where the groups are hidden, the engines' variables decide. Never raises."""
     try:
         found = parse_workload((proc / "self" / "cgroup").read_bytes())
     except OSError:
@@ -146,10 +143,7 @@ def group_exists(group: str, *, proc: Path = PROC) -> bool | None:
 
 
 def memory_warning(engine: str, group: str, cap_mib: int, *, proc: Path = PROC) -> str:
-    """Return why a workload's memory may not hold what is saved of `cap_mib` of device memory, a sentence; "" if it can.
-
-    Raises OSError and ValueError for what cannot be read.
-    """
+    """Return why the group cannot hold what is saved of `cap_mib` of device memory; "" if it can. Raises OSError, ValueError."""
     limit = group_limit(group, proc=proc)
     base_mib = max(BASE_MIB, group_used_mib(group, proc=proc))
     if limit is None or limit.mib >= base_mib + cap_mib:
