@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from fractional_gpu.client.client import BrokerClient
     from fractional_gpu.protocol.errors import BrokerUnavailableError, InternalBrokerError
     from fractional_gpu.protocol.messages import Progress
+    from fractional_gpu_kernel.extension import LeasedKernel
 
 QUIET_S = 0.15
 POLL_S = 0.5
@@ -343,40 +344,22 @@ BLOCKED = (
 
 
 class LoopWatch:
-    """The watch of one kernel.
-
-    `schedule` hands a callback to the main loop, and returns whether that runs; `is_held` returns whether a cell may hold the loop;
-    `notice` takes a sentence to show.
-    """
-
-    def __init__(
-        self,
-        schedule: Callable[[Callable[[], None]], bool],
-        gate: Gate,
-        acquirer: Acquirer,
-        *,
-        is_held: Callable[[], bool],
-        notice: Callable[[str], None],
-    ) -> None:
-        self._schedule = schedule
-        self._gate = gate
-        self._acquirer = acquirer
-        self._is_held = is_held
-        self._notice = notice
+    def __init__(self, kernel: "LeasedKernel") -> None:
+        self._kernel = kernel
         self._notes: Waiter | None = None  # the callback on the main loop leaves FREE here
 
     def look(self) -> None:
-        """Called now and then by one thread. Never blocks. Raises RuntimeError if there are no more threads."""
+        """Called at each keep-alive. Never blocks. Raises RuntimeError if there are no more threads."""
         notes, self._notes = self._notes, None
-        if not self._gate.is_shut_again or self._is_held():
+        if not self._kernel.gate.is_shut_again or self._kernel.is_held():
             return
         if notes is None or not notes.empty():
             notes = SimpleQueue()
-            if self._schedule(partial(notes.put, FREE)):
+            if self._kernel.on_main_loop(partial(notes.put, FREE)):
                 self._notes = notes
             return
-        threading.Thread(target=self._acquirer.hold, args=(notes,), name="gpu-loop", daemon=True).start()
-        self._notice(BLOCKED)
+        threading.Thread(target=self._kernel.acquirer.hold, args=(notes,), name="gpu-loop", daemon=True).start()
+        self._kernel.notices.add(BLOCKED)
 
 
 def _follow(waiter: Waiter, line: LiveLine | CellLine | None, gate: Gate, *, may_overlap: bool) -> bool:

@@ -13,18 +13,18 @@ cell that waits starts one itself.
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from fractional_gpu_kernel.cells.gate import Gate
-from fractional_gpu_kernel.memory.limits import Shrinker
-from fractional_gpu_kernel.settings import LOCAL_FAILURES, Settings, describe, is_local
+from fractional_gpu_kernel.memory.limits import shrink
+from fractional_gpu_kernel.settings import LOCAL_FAILURES, describe, is_local
 
 if TYPE_CHECKING:
     from fractional_gpu.client.client import BrokerClient
     from fractional_gpu.protocol.messages import GateAnswer, GateCommand
+    from fractional_gpu_kernel.extension import LeasedKernel
 
 SETTLE_S = 0.1  # the kernel's own start comes first
 FIRST_PAUSE_S = 0.1
@@ -39,37 +39,10 @@ LONGEST_PAUSE_UNKNOWN_S = 30.0  # of a broker that does not know (or want) this 
 
 
 class BrokerChannel:
-    """One kernel's channel.
-
-    `notice` takes a sentence to show; `resize` the variables of a lease that has another size now. `managed` returns why the process cannot
-    be saved, as far as is known, `inputs` the requests that wait for input. `look` is called at each keep-alive (see `LoopWatch`),
-    `preempted` when the kernel is suspended while a cell runs.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        gate: Gate,
-        shrinker: Shrinker,
-        notice: Callable[[str], None],
-        resize: Callable[[Mapping[str, str]], None],
-        *,
-        managed: Callable[[], str] = str,
-        inputs: Callable[[], list[str]] = list,
-        look: Callable[[], None] = lambda: None,
-        urgent_notice: Callable[[str, str], None] | None = None,
-        preempted: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._settings = settings
-        self._gate = gate
-        self._shrinker = shrinker
-        self._notice = notice
-        self._urgent_notice = urgent_notice or (lambda sentence, _topic: notice(sentence))
-        self._resize = resize
-        self._managed = managed
-        self._inputs = inputs
-        self._look = look
-        self._preempted = preempted
+    def __init__(self, kernel: "LeasedKernel") -> None:
+        self._kernel = kernel
+        self._settings = kernel.settings
+        self._gate = kernel.gate
         self._stop = threading.Event()
         self._answers: SimpleQueue[tuple[int, str, str] | None] = SimpleQueue()  # number, word, detail; None: wake up
         self._clients: list[BrokerClient] = []
@@ -128,7 +101,7 @@ class BrokerChannel:
         try:
             check_msgspec()
         except BrokerUnavailableError as error:  # a cell that waits for the GPU says so, too
-            self._notice(f"{error}.")
+            self._kernel.notices.add(f"{error}.")
             return
         pause = FIRST_PAUSE_S
         sender: threading.Thread | None = None
@@ -161,8 +134,8 @@ class BrokerChannel:
                 version=__version__,
                 open=self._gate.is_open,
                 busy=self._gate.is_busy,
-                managed=self._managed(),
-                inputs=self._inputs(),
+                managed=self._kernel.blockers.seen,
+                inputs=self._kernel.inputs.waiting,
             )
             for number, command in enumerate(client.gate(self._settings.lease_id, hello)):
                 self.is_connected = True
@@ -194,7 +167,7 @@ class BrokerChannel:
         number = command.number
         match command.verb:
             case "":
-                self._look()
+                self._kernel.loop_watch.look()
             case GateVerb.CLOSE:
                 self._answer(number, self._gate.close())
                 self._repeat_exempt()
@@ -203,20 +176,20 @@ class BrokerChannel:
                 self._answer(number, word, cells)
                 self._repeat_exempt()
                 if number and cells == CELL_RUNS:  # without a number, only the next cell is to ask
-                    self._preempted()
+                    self._kernel.turns.show()
             case GateVerb.LIMIT:
-                self._resize(command.environment)
+                self._kernel.take_size(command.environment)
                 self._answer(number, "done")
             case GateVerb.OPEN:
                 self._gate.open(command.environment)
                 self._answer(number, "open")
             case GateVerb.SHRINK:
-                self._shrinker.shrink(lambda word, detail: self._answer(number, word, detail))
+                shrink(self._kernel, lambda word, detail: self._answer(number, word, detail))
             case GateVerb.NOTICE:
                 if command.urgent:
-                    self._urgent_notice(command.sentence, command.topic)
+                    self._kernel.notices.add_urgent(command.sentence, command.topic)
                 else:
-                    self._notice(command.sentence)
+                    self._kernel.notices.add(command.sentence)
                 self._answer(number, "done")
             case _:
                 self._answer(number, "busy", f"this kernel's extension does not know the command {command.verb[:50]!r}")
@@ -264,5 +237,5 @@ class BrokerChannel:
                 return None
         if answer.number and not self._has_warned:
             self._has_warned = True
-            self._notice(UNHEARD.format(why=why))
+            self._kernel.notices.add(UNHEARD.format(why=why))
         return None

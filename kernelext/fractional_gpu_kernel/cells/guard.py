@@ -19,13 +19,15 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fractional_gpu_kernel.cells.acquire import Acquirer, FirstGrant, RefusedError
-from fractional_gpu_kernel.cells.gate import Gate, burst_of, needs_gpu
+from fractional_gpu_kernel.cells.acquire import RefusedError
+from fractional_gpu_kernel.cells.gate import burst_of, needs_gpu
 from fractional_gpu_kernel.display.lines import LiveLine, Sentence, publish, rendered
-from fractional_gpu_kernel.memory.limits import MemoryLimits
-from fractional_gpu_kernel.registrations import Registrations
+
+if TYPE_CHECKING:
+    from fractional_gpu_kernel.extension import LeasedKernel
+    from fractional_gpu_kernel.magics.actions import Resizer
 
 
 class RunningCell(NamedTuple):
@@ -40,33 +42,17 @@ running_cell: ContextVar[RunningCell | None] = ContextVar("gpu_running_cell", de
 
 
 class CellGuard:
-    """Guards the cells of one shell. `report_exempt` is called when a cell that does not use the GPU begins (True) and ends (False)."""
-
-    def __init__(
-        self,
-        shell: Any,  # noqa: ANN401 - IPython is untyped
-        gate: Gate,
-        acquirer: Acquirer,
-        limits: MemoryLimits,
-        first_grant: FirstGrant,
-        *,
-        report_exempt: Callable[[bool], None],
-        make_bursts: Callable[[], Any],  # `magics.actions.Resizer`
-    ) -> None:
-        self._shell = shell
+    def __init__(self, kernel: "LeasedKernel") -> None:
+        self._kernel = kernel
+        self._shell = kernel.shell
+        self._gate = kernel.gate
         self._is_installed = False
-        self._gate = gate
-        self._acquirer = acquirer
-        self._limits = limits
-        self._first_grant = first_grant
-        self._report_exempt = report_exempt
-        self._make_bursts = make_bursts
-        self._bursts: Any = None  # made for the first `%%gpu`
+        self._bursts: Resizer | None = None  # made for the first `%%gpu`
 
-    def install(self, registrations: Registrations) -> None:
+    def install(self) -> None:
         self._is_installed = True
-        registrations.method("run_cell_async", self._wrap(self._shell.run_cell_async))
-        registrations.callback("pre_execute", self._before_message)
+        self._kernel.registrations.method("run_cell_async", self._wrap(self._shell.run_cell_async))
+        self._kernel.registrations.callback("pre_execute", self._before_message)
 
     def uninstall(self) -> None:
         self._is_installed = False  # if another extension has wrapped the guard, cells pass through it from now on
@@ -90,7 +76,7 @@ class CellGuard:
             try:
                 if exempt:
                     self._gate.exempt(mark)
-                    self._report_exempt(True)
+                    self._kernel.channel.report_exempt(True)
                 elif uses_gpu and (failure := self._prepare(transformed or "", mark, silent=silent)) is not None:
                     # Handed on as a cell whose preparation failed: hooks of other extensions see an ordinary failed cell, and "Run all"
                     # stops.
@@ -113,7 +99,7 @@ class CellGuard:
                     finally:
                         self._gate.leave(mark)
                         if exempt:
-                            self._report_exempt(False)
+                            self._kernel.channel.report_exempt(False)
 
         return run_cell_async
 
@@ -125,9 +111,10 @@ class CellGuard:
             if failure is not None:
                 return failure
         # A lower limit is kept back while another cell runs: it could fail that cell's next allocation.
-        if self._limits.is_stale and not (self._limits.is_lowered and self._gate.runs_beside(mark)):
-            self._limits.refresh()
-        if self._first_grant.is_due and not silent and (trouble := self._first_grant.check()):
+        limits, first_grant = self._kernel.limits, self._kernel.first_grant
+        if limits.is_stale and not (limits.is_lowered and self._gate.runs_beside(mark)):
+            limits.refresh()
+        if first_grant.is_due and not silent and (trouble := first_grant.check()):
             publish(self._shell, Sentence(trouble))
         return None
 
@@ -137,10 +124,10 @@ class CellGuard:
         shown = None if silent else line
         try:
             if burst is not None:
-                self._bursts = self._bursts or self._make_bursts()
+                self._bursts = self._kernel.magics.resizer
                 self._bursts.begin(mark, burst, shown)
             if burst is None or not self._gate.enter(mark):
-                self._acquirer.wait_for_gpu(shown, mark)
+                self._kernel.acquirer.wait_for_gpu(shown, mark)
         except RefusedError as error:
             from IPython.core.error import InputRejected  # noqa: PLC0415 - only in a kernel, only when needed
 
@@ -159,7 +146,7 @@ class CellGuard:
         if self._gate.is_open or running_cell.get() is not None:
             return
         try:
-            self._acquirer.wait_for_gpu(None)
+            self._kernel.acquirer.wait_for_gpu(None)
         except RefusedError as error:
             print(f"[gpu] A widget's callback runs without the GPU: {error}", file=sys.stderr)  # noqa: T201 - a kernel's stderr is read
         except KeyboardInterrupt:
@@ -175,19 +162,12 @@ def _is_starting(shell: Any) -> bool:  # noqa: ANN401 - IPython is untyped
 
 
 class InputRequests:
-    """The input requests of one kernel. `report` is called with the ids of the requests that wait for input, at each change."""
+    """The input requests of one kernel."""
 
-    def __init__(
-        self,
-        shell: Any,  # noqa: ANN401 - IPython is untyped
-        gate: Gate,
-        acquirer: Acquirer,
-        report: Callable[[Sequence[str]], None],
-    ) -> None:
-        self._shell = shell
-        self._gate = gate
-        self._acquirer = acquirer
-        self._report = report
+    def __init__(self, kernel: "LeasedKernel") -> None:
+        self._kernel = kernel
+        self._shell = kernel.shell
+        self._gate = kernel.gate
         self._lock = threading.Lock()
         self._asking: dict[object, str] = {}  # the request of each wait for input: cells nest
         self._wrapped: list[str] = []
@@ -255,7 +235,7 @@ class InputRequests:
             return
         line = LiveLine(self._shell)
         try:
-            self._acquirer.wait_for_gpu(line, marks[-1])
+            self._kernel.acquirer.wait_for_gpu(line, marks[-1])
         except RefusedError as error:
             message = f"the input was read, but the cell cannot go on: {error}"
             raise RuntimeError(message) from None
@@ -265,4 +245,4 @@ class InputRequests:
     def _change(self, change: Callable[[], object]) -> None:
         with self._lock:
             change()
-            self._report(self.waiting)
+            self._kernel.channel.report_inputs(self.waiting)

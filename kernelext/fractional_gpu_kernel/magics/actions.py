@@ -19,8 +19,7 @@ from fractional_gpu.protocol.errors import BrokerUnavailableError, ConflictError
 from fractional_gpu.protocol.messages import PinRequest, ResizeRequest
 from fractional_gpu.protocol.routes import NOTE, NoteRequest
 from fractional_gpu.protocol.status import LeaseStatus
-from fractional_gpu_kernel.cells.acquire import Acquirer, RefusedError
-from fractional_gpu_kernel.cells.gate import Gate
+from fractional_gpu_kernel.cells.acquire import RefusedError
 from fractional_gpu_kernel.display.chart import HistoryView
 from fractional_gpu_kernel.display.lines import LiveLine, Sentence, publish, resizing
 from fractional_gpu_kernel.display.views import StatusView, StoryView, TopView
@@ -34,11 +33,12 @@ from fractional_gpu_kernel.magics.arguments import (
     size,
 )
 from fractional_gpu_kernel.magics.broker_call import AfterCell, call_broker
-from fractional_gpu_kernel.memory.limits import MEMORY, MemoryLimits, free_caches
+from fractional_gpu_kernel.memory.limits import MEMORY, free_caches
 from fractional_gpu_kernel.settings import Settings, explain
 
 if TYPE_CHECKING:
     from fractional_gpu.client.client import BrokerClient
+    from fractional_gpu_kernel.extension import LeasedKernel
 
 # Changes of the size of this kernel's lease: `%gpu resize`, and the burst of one cell (`%%gpu`).
 #
@@ -66,11 +66,10 @@ class Size(NamedTuple):
 class Resizer:
     """The size of one kernel's lease. For the threads that run cells."""
 
-    def __init__(self, shell: Any, settings: Settings, gate: Gate, limits: MemoryLimits) -> None:  # noqa: ANN401 - IPython is untyped
-        self._shell = shell
-        self._settings = settings
-        self._gate = gate
-        self._limits = limits
+    def __init__(self, kernel: "LeasedKernel") -> None:
+        self._kernel = kernel
+        self._settings = kernel.settings
+        self._limits = kernel.limits
         self._lock = threading.Lock()
         self._bursts: dict[object, Size] = {}
         self._own: Size | None = None  # what the lease is without bursts; None: no burst has changed it
@@ -87,7 +86,7 @@ class Resizer:
         return status
 
     def _take(self, memory_mib: int) -> None:
-        self._gate.bind({MEMORY: str(memory_mib)})
+        self._kernel.gate.bind({MEMORY: str(memory_mib)})
         if self._limits.is_stale:
             self._limits.refresh()
 
@@ -158,7 +157,7 @@ class Resizer:
                 f"The larger share of this cell is not given back yet: {failure.rstrip('.')}. It is tried again at the end of each cell; "
                 f"this kernel's own share is {format_fraction(target.milli)} GPU{memory}."
             )
-            publish(self._shell, Sentence(text))
+            publish(self._kernel.shell, Sentence(text))
 
     def _try(self, request: ResizeRequest) -> str:
         """Resize without waiting; returns "" or why not."""
@@ -247,23 +246,14 @@ class StandingPin:
 class Actions:
     """One method a command, called with its arguments. Raise ArgumentsError, HelpRequested, FractionalGPUError, RefusedError."""
 
-    def __init__(
-        self,
-        shell: Any,  # noqa: ANN401 - IPython is untyped
-        settings: Settings,
-        gate: Gate,
-        acquirer: Acquirer,
-        *,
-        resizer: Resizer,
-        notify: Callable[[str], None],
-    ) -> None:
-        self._shell = shell
-        self._settings = settings
-        self._gate = gate
-        self._acquirer = acquirer
-        self._resizer = resizer
-        self._pins = StandingPin(settings, notify)
-        self._after = AfterCell(shell, settings)
+    def __init__(self, kernel: "LeasedKernel") -> None:
+        self._shell = kernel.shell
+        self._settings = kernel.settings
+        self._gate = kernel.gate
+        self._acquirer = kernel.acquirer
+        self._resizer = kernel.magics.resizer
+        self._pins = StandingPin(kernel.settings, kernel.notices.add)
+        self._after = AfterCell(kernel.shell, kernel.settings)
 
     def run(self, arguments: argparse.Namespace) -> None:
         action: Callable[[argparse.Namespace], None] = getattr(self, arguments.name)

@@ -3,20 +3,20 @@
 A cell made of `%gpu` lines never waits for the GPU and is never marked as running, so the gate can be shut beneath it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.completer import SimpleCompletion, context_matcher
 
-from fractional_gpu_kernel.cells.acquire import Acquirer, RefusedError
-from fractional_gpu_kernel.cells.gate import Gate, is_measure
+from fractional_gpu_kernel.cells.acquire import RefusedError
+from fractional_gpu_kernel.cells.gate import is_measure
 from fractional_gpu_kernel.display.lines import rendered
-from fractional_gpu_kernel.memory.limits import MemoryLimits
-from fractional_gpu_kernel.registrations import Registrations
-from fractional_gpu_kernel.settings import Settings, explain
+from fractional_gpu_kernel.settings import explain
 
 if TYPE_CHECKING:
+    from fractional_gpu_kernel.extension import LeasedKernel
     from fractional_gpu_kernel.magics.actions import Actions, Resizer
     from fractional_gpu_kernel.magics.arguments import Completer
 
@@ -26,35 +26,39 @@ class GPURequestError(Exception):
 
 
 class Magics:
-    def __init__(
-        self,
-        shell: Any,  # noqa: ANN401 - IPython is untyped
-        settings: Settings,
-        gate: Gate,
-        acquirer: Acquirer,
-        *,
-        limits: MemoryLimits,
-        notify: Callable[[str], None],
-    ) -> None:
-        self._shell = shell
-        self._settings = settings
-        self._gate = gate
-        self._acquirer = acquirer
-        self._limits = limits
-        self._notify = notify
-        self._resizer: Resizer | None = None
-        self._actions: Actions | None = None
-        self._completer: Completer | None = None
+    def __init__(self, kernel: "LeasedKernel") -> None:
+        self._kernel = kernel
+        self._shell = kernel.shell
 
-    def install(self, registrations: Registrations) -> None:
+    def install(self) -> None:
+        registrations = self._kernel.registrations
         registrations.magic(self.gpu, "line", "gpu")
         registrations.magic(self.burst, "cell", "gpu")
         registrations.magic(self.cpu, "cell", "cpu")
         registrations.item(self._shell.Completer.custom_matchers, self.complete)
 
     def stop(self) -> None:
-        if self._actions is not None:
-            self._actions.stop()
+        if "actions" in vars(self):  # a command was given
+            self.actions.stop()
+
+    @cached_property
+    def resizer(self) -> "Resizer":
+        """What changes the kernel's share, for `%gpu resize` and `%%gpu`."""
+        from fractional_gpu_kernel.magics.actions import Resizer  # noqa: PLC0415 - off the kernel's start
+
+        return Resizer(self._kernel)
+
+    @cached_property
+    def actions(self) -> "Actions":
+        from fractional_gpu_kernel.magics.actions import Actions  # noqa: PLC0415 - off the kernel's start
+
+        return Actions(self._kernel)
+
+    @cached_property
+    def completer(self) -> "Completer":
+        from fractional_gpu_kernel.magics.arguments import Completer  # noqa: PLC0415 - off the kernel's start
+
+        return Completer(self._kernel.settings)
 
     def gpu(self, line: str) -> None:
         """Show and steer this kernel's share of a GPU.
@@ -75,7 +79,7 @@ class Magics:
 
         self._check_not_forked()
         with _told():
-            self._made_actions().run(parse(line))
+            self.actions.run(parse(line))
 
     def burst(self, line: str, cell: str) -> None:
         """Run this cell with a larger share of the GPU, and give it back at the cell's end: %%gpu FRACTION [--memory SIZE].
@@ -93,7 +97,7 @@ class Magics:
 
         self._check_not_forked()
         with _told():
-            measure_cell(self._shell, self._settings, parse_measure(line), cell)
+            measure_cell(self._shell, self._kernel.settings, parse_measure(line), cell)
 
     def cpu(self, line: str, cell: str) -> None:
         """Run this cell without waiting for the GPU (it must not use it).
@@ -108,36 +112,17 @@ class Magics:
     def complete(self, context: Any) -> Any:  # noqa: ANN401 - IPython's completion context and result
         found = None
         if "%gpu" in context.text_until_cursor:
-            from fractional_gpu_kernel.magics.arguments import Completer  # noqa: PLC0415 - off the kernel's start
-
-            self._completer = self._completer or Completer(self._settings)
-            found = self._completer.complete(context.text_until_cursor)
+            found = self.completer.complete(context.text_until_cursor)
         if found is None:
             return {"completions": [], "suppress": False}
         texts = [SimpleCompletion(text=text, type="magic") for text in found.texts]
         return {"completions": texts, "suppress": True, "matched_fragment": found.fragment}
 
     def _check_not_forked(self) -> None:
-        if self._gate.is_inert:
+        if self._kernel.gate.is_inert:
             raise _usage_error(
                 "This is a forked child of the kernel: the GPU share is the parent's. Use %gpu in the notebook."
             )
-
-    def resizer(self) -> "Resizer":
-        """Return what changes the kernel's share, for `%gpu resize` and `%%gpu`."""
-        from fractional_gpu_kernel.magics.actions import Resizer  # noqa: PLC0415 - off the kernel's start
-
-        self._resizer = self._resizer or Resizer(self._shell, self._settings, self._gate, self._limits)
-        return self._resizer
-
-    def _made_actions(self) -> "Actions":
-        from fractional_gpu_kernel.magics.actions import Actions  # noqa: PLC0415 - off the kernel's start
-
-        if self._actions is None:
-            self._actions = Actions(
-                self._shell, self._settings, self._gate, self._acquirer, resizer=self.resizer(), notify=self._notify
-            )
-        return self._actions
 
 
 @contextmanager

@@ -27,7 +27,10 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from fractional_gpu_kernel.extension import LeasedKernel
 
 # Callbacks when packages are imported and when their functions are called. The user's cells import frameworks, long after this extension
 # was loaded. `ImportHooks` is an entry of `sys.meta_path`: for each module that is imported it costs one dictionary lookup; the import of
@@ -450,71 +453,51 @@ def free_caches() -> str:
     return ", ".join(done) or "nothing that holds device memory is loaded"
 
 
-class Shrinker:
-    """Runs `free_caches` on the main loop, or answers why not.
+def shrink(kernel: "LeasedKernel", answer: Callable[[str, str], None], time_limit_s: float = TIME_LIMIT_S) -> None:
+    """Run `free_caches` on the main loop, and call `answer(word, detail)` once, from some thread. Never blocks.
 
-    `schedule` hands a callback to the main loop and returns whether that runs. `why_not` returns why the process cannot be saved at all;
-    the answer is then "managed". Nothing is freed, and a suspend may go on, while a cell `waits_for_input`, and if the callback was late in
-    a kernel that `has_gui_loop`: there may be a dialog in it, and the kernel idles nevertheless.
+    "done", "managed" if the process cannot be saved at all, or "busy" if the main loop was not free in time. Nothing is freed, and a
+    suspend may go on, while a cell waits for input, and if the callback was late in a kernel with a GUI event loop: there may be a dialog
+    in it, and the kernel idles nevertheless.
     """
 
-    def __init__(
-        self,
-        schedule: Callable[[Callable[[], None]], bool],
-        gate: Any,  # noqa: ANN401 - the kernel's gate, of a room above
-        time_limit_s: float = TIME_LIMIT_S,
-        *,
-        why_not: Callable[[], str] = str,
-        waits_for_input: Callable[[], bool] = bool,
-        has_gui_loop: Callable[[], bool] = bool,
-    ) -> None:
-        self._schedule = schedule
-        self._gate = gate
-        self._time_limit_s = time_limit_s
-        self._why_not = why_not
-        self._waits_for_input = waits_for_input
-        self._has_gui_loop = has_gui_loop
-
-    def shrink(self, answer: Callable[[str, str], None]) -> None:
-        """Call `answer(word, detail)` once, from some thread: "done", or "busy" if the main loop was not free in time. Never blocks."""
-        if self._gate.is_running:
-            answer("busy", "a cell runs")
-            return
-        if self._waits_for_input():  # this cell holds the main loop, so nothing else runs there
-            self._leave(answer, "a cell waits for input")
-            return
-        answered = threading.Lock()  # the timer and the callback: the first one to take it answers
-
-        def give_up() -> None:
-            late = f"the main loop was not free within {self._time_limit_s:g} s"
-            if not answered.acquire(blocking=False):
-                return
-            if self._has_gui_loop():
-                self._leave(answer, late)
-            else:
-                answer("busy", late)
-
-        def on_main_loop() -> None:
-            timer.cancel()
-            if not answered.acquire(blocking=False):
-                return
-            if self._gate.is_running:
-                answer("busy", "a cell runs")
-            elif why_not := self._why_not():
-                answer("managed", why_not)
-            else:
-                # From what the allocators hold now the broker learns the size of a context.
-                done, held_mib = free_caches(), reserved_mib()
-                answer("done", done if held_mib is None else f"{done}, reserved_mib={held_mib}")
-
-        timer = threading.Timer(self._time_limit_s, give_up)
-        timer.daemon = True
-        timer.start()
-        if not self._schedule(on_main_loop):
-            timer.cancel()
-            self._leave(answer, "the main loop of this kernel does not run")
-
-    def _leave(self, answer: Callable[[str, str], None], why: str) -> None:
-        """Answer that nothing was freed."""
-        why_not = self._why_not()
+    def leave(why: str) -> None:
+        why_not = kernel.blockers.reason()
         answer("managed" if why_not else "done", why_not or f"nothing freed: {why}")
+
+    if kernel.gate.is_running:
+        answer("busy", "a cell runs")
+        return
+    if kernel.inputs.waiting:  # this cell holds the main loop, so nothing else runs there
+        leave("a cell waits for input")
+        return
+    answered = threading.Lock()  # the timer and the callback: the first one to take it answers
+
+    def give_up() -> None:
+        late = f"the main loop was not free within {time_limit_s:g} s"
+        if not answered.acquire(blocking=False):
+            return
+        if kernel.has_gui_loop():
+            leave(late)
+        else:
+            answer("busy", late)
+
+    def on_main_loop() -> None:
+        timer.cancel()
+        if not answered.acquire(blocking=False):
+            return
+        if kernel.gate.is_running:
+            answer("busy", "a cell runs")
+        elif why_not := kernel.blockers.reason():
+            answer("managed", why_not)
+        else:
+            # From what the allocators hold now the broker learns the size of a context.
+            done, held_mib = free_caches(), reserved_mib()
+            answer("done", done if held_mib is None else f"{done}, reserved_mib={held_mib}")
+
+    timer = threading.Timer(time_limit_s, give_up)
+    timer.daemon = True
+    timer.start()
+    if not kernel.on_main_loop(on_main_loop):
+        timer.cancel()
+        leave("the main loop of this kernel does not run")

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -17,8 +18,8 @@ from fractional_gpu.protocol.messages import GateCommand, GateVerb
 from fractional_gpu_kernel.cells import broker_channel
 from fractional_gpu_kernel.cells.broker_channel import BrokerChannel
 from fractional_gpu_kernel.cells.gate import Gate
-from fractional_gpu_kernel.memory.limits import Shrinker
 from fractional_gpu_kernel.settings import Settings
+from tests.kernelext.parts import a_kernel
 from tests.kernelext.scripted_broker import LEASE, TOKEN, ScriptedBroker
 from tests.support.fake_broker import DEADLINE_S
 from tests.support.world import until
@@ -35,7 +36,7 @@ def a_line(
     settings: Settings, gate: Gate | None = None, notice: Callable[[str], None] = lambda _: None
 ) -> Iterator[None]:
     gate = gate or Gate(lambda _: None)
-    line = BrokerChannel(settings, gate, Shrinker(lambda _: True, gate), notice, lambda _: None)
+    line = BrokerChannel(a_kernel(settings=settings, gate=gate, notices=SimpleNamespace(add=notice)))
     before = set(threading.enumerate())
     line.start()
     threads = set(threading.enumerate()) - before

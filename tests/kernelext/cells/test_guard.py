@@ -3,17 +3,17 @@
 import sys
 from collections.abc import Coroutine
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from fractional_gpu_kernel.cells.acquire import Acquirer, FirstGrant
+from fractional_gpu_kernel.cells.acquire import FirstGrant
 from fractional_gpu_kernel.cells.gate import BURST, Gate
 from fractional_gpu_kernel.cells.guard import CellGuard
-from fractional_gpu_kernel.magics.actions import Resizer
 from fractional_gpu_kernel.memory.limits import ImportHooks, MemoryLimits
 from fractional_gpu_kernel.registrations import Registrations
 from tests.kernelext.interrupting import interrupt_at
+from tests.kernelext.parts import a_kernel
 
 
 class Shell:
@@ -48,16 +48,14 @@ def guarded(bursts: object) -> tuple[Shell, Gate]:
     shell, limits = Shell(), MemoryLimits({})
     gate = Gate(limits.bind)
     gate.open({})
-    CellGuard(
-        shell,
-        gate,
-        cast("Acquirer", None),
-        limits,
-        FirstGrant(ImportHooks(), {}),
-        report_exempt=lambda _: None,
-        make_bursts=lambda: cast("Resizer", bursts),
-    ).install(Registrations(shell))
+    guard(shell, gate, limits, bursts)
     return shell, gate
+
+
+def guard(shell: Shell, gate: Gate, limits: MemoryLimits, bursts: object) -> None:
+    parts: dict[str, Any] = {"registrations": Registrations(shell), "first_grant": FirstGrant(ImportHooks(), {})}
+    magics = SimpleNamespace(resizer=bursts)
+    CellGuard(a_kernel(shell=shell, gate=gate, limits=limits, magics=magics, **parts)).install()
 
 
 def test_an_interrupt_while_a_burst_is_given_back_leaves_no_cell_running() -> None:
@@ -84,11 +82,7 @@ def test_a_limit_is_not_lowered_while_another_cell_runs(monkeypatch: pytest.Monk
     gate.open({"JUPYTER_GPU_MEMORY_MIB": "10240"})
     if beside:
         gate.enter("a cell of another subshell")
-    first = FirstGrant(ImportHooks(), {})
-    bursts = cast("Resizer", None)
-    CellGuard(
-        shell, gate, cast("Acquirer", None), limits, first, report_exempt=lambda _: None, make_bursts=lambda: bursts
-    ).install(Registrations(shell))
+    guard(shell, gate, limits, None)
     finish(shell.run_cell_async("1", transformed_cell="1"))
     assert (shell.ran, limits.is_stale) == (["1"], beside)
     assert told == ([] if beside else [10240 - 512])

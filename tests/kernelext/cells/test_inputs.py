@@ -3,14 +3,14 @@
 import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
-from fractional_gpu_kernel.cells.acquire import Acquirer, RefusedError
+from fractional_gpu_kernel.cells.acquire import RefusedError
 from fractional_gpu_kernel.cells.gate import Gate
 from fractional_gpu_kernel.cells.guard import InputRequests, RunningCell, running_cell
 from tests.kernelext.interrupting import interrupt_at
+from tests.kernelext.parts import a_kernel
 
 
 class Kernel:
@@ -40,7 +40,8 @@ class Side:
         self.told: list[Sequence[str]] = []
         shell = SimpleNamespace(kernel=self.kernel, display_pub=None)
         self.acquirer = SimpleNamespace(wait_for_gpu=None)
-        self.inputs = InputRequests(shell, self.gate, cast("Acquirer", self.acquirer), self.told.append)
+        channel = SimpleNamespace(report_inputs=self.told.append)
+        self.inputs = InputRequests(a_kernel(shell=shell, gate=self.gate, acquirer=self.acquirer, channel=channel))
         self.inputs.install()
 
     def within(self, *marks: str) -> None:

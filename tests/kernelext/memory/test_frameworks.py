@@ -5,8 +5,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from fractional_gpu_kernel.cells.gate import Gate
-from fractional_gpu_kernel.memory.limits import Shrinker, reserved_mib
+from fractional_gpu_kernel.memory.limits import reserved_mib, shrink
+from tests.kernelext.parts import a_kernel
 
 MIB = 2**20
 
@@ -74,7 +74,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, held: int | None) -> tuple[str, str]
         callback()
         return True
 
-    Shrinker(schedule, Gate(lambda _: None)).shrink(lambda word, detail: answers.append((word, detail)))
+    shrink(a_kernel(on_main_loop=schedule), lambda word, detail: answers.append((word, detail)))
     return answers[0]
 
 

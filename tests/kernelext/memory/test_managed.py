@@ -7,9 +7,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from fractional_gpu_kernel.cells.gate import Gate
 from fractional_gpu_kernel.memory.checkpointability import CheckpointBlockers
-from fractional_gpu_kernel.memory.limits import ImportHooks, Shrinker
+from fractional_gpu_kernel.memory.limits import ImportHooks, shrink
+from tests.kernelext.parts import a_kernel
 from tests.support.packages import CUPY, write
 
 
@@ -372,6 +372,6 @@ def test_nothing_is_freed_where_nothing_will_be_saved(monkeypatch: pytest.Monkey
         callback()
         return True
 
-    shrinker = Shrinker(schedule, Gate(lambda _: None), why_not=lambda: "it cannot be saved")
-    shrinker.shrink(lambda word, detail: answers.append((word, detail)))
+    kernel = a_kernel(on_main_loop=schedule, why_not="it cannot be saved")
+    shrink(kernel, lambda word, detail: answers.append((word, detail)))
     assert answers == [("managed", "it cannot be saved")]

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from fractional_gpu_kernel.cells.gate import Gate
 from fractional_gpu_kernel.memory import limits
-from fractional_gpu_kernel.memory.limits import Shrinker, free_caches
+from fractional_gpu_kernel.memory.limits import free_caches, shrink
+from tests.kernelext.parts import a_kernel
 
 
 class Loop:
@@ -38,14 +38,9 @@ class Answers:
         self.came.set()
 
 
-@pytest.fixture
-def gate() -> Gate:
-    return Gate(lambda _: None)
-
-
-def test_an_idle_loop_answers_done(gate: Gate) -> None:
+def test_an_idle_loop_answers_done() -> None:
     loop, answers = Loop(), Answers()
-    Shrinker(loop.schedule, gate).shrink(answers)
+    shrink(a_kernel(on_main_loop=loop.schedule), answers)
     assert answers.words == []
     loop.callbacks.pop()()
     assert answers.words == ["done"]
@@ -53,34 +48,32 @@ def test_an_idle_loop_answers_done(gate: Gate) -> None:
 
 @pytest.mark.parametrize(("why_not", "word"), [("", "done"), ("it uses managed memory", "managed")])
 def test_a_loop_that_waits_for_input_is_not_waited_for(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch, why_not: str, word: str
+    monkeypatch: pytest.MonkeyPatch, why_not: str, word: str
 ) -> None:
     monkeypatch.setattr("fractional_gpu_kernel.memory.limits.free_caches", lambda: pytest.fail("disturbed"))
     loop, answers = Loop(), Answers()
-    Shrinker(loop.schedule, gate, why_not=lambda: why_not, waits_for_input=lambda: True).shrink(answers)
+    shrink(a_kernel(on_main_loop=loop.schedule, why_not=why_not, waiting=("request",)), answers)
     assert answers.words == [word]
     assert loop.callbacks == []
 
 
-def test_a_cell_that_began_meanwhile_is_not_disturbed(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_that_began_meanwhile_is_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fractional_gpu_kernel.memory.limits.free_caches", lambda: pytest.fail("disturbed"))
     loop, answers = Loop(), Answers()
-    shrinker = Shrinker(loop.schedule, gate)
-    shrinker.shrink(answers)
-    gate.open({})
-    gate.enter("cell")
+    kernel = a_kernel(on_main_loop=loop.schedule)
+    shrink(kernel, answers)
+    kernel.gate.open({})
+    kernel.gate.enter("cell")
     loop.callbacks.pop()()
-    shrinker.shrink(answers)
+    shrink(kernel, answers)
     assert answers.words == ["busy", "busy"]
     assert loop.callbacks == []
 
 
-def test_a_loop_that_is_not_free_in_time_is_busy_and_nothing_is_done_later(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loop_that_is_not_free_in_time_is_busy_and_nothing_is_done_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fractional_gpu_kernel.memory.limits.free_caches", lambda: pytest.fail("too late"))
     loop, answers = Loop(), Answers()
-    Shrinker(loop.schedule, gate, time_limit_s=0.01).shrink(answers)
+    shrink(a_kernel(on_main_loop=loop.schedule), answers, 0.01)
     assert answers.came.wait(60)
     loop.callbacks.pop()()
     assert answers.words == ["busy"]
@@ -88,20 +81,19 @@ def test_a_loop_that_is_not_free_in_time_is_busy_and_nothing_is_done_later(
 
 @pytest.mark.parametrize(("why_not", "word"), [("", "done"), ("it uses managed memory", "managed")])
 def test_a_gui_event_loop_that_runs_no_callback_is_no_reason_to_stay(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch, why_not: str, word: str
+    monkeypatch: pytest.MonkeyPatch, why_not: str, word: str
 ) -> None:
     monkeypatch.setattr("fractional_gpu_kernel.memory.limits.free_caches", lambda: pytest.fail("too late"))
     loop, answers = Loop(), Answers()
-    shrinker = Shrinker(loop.schedule, gate, 0.01, why_not=lambda: why_not, has_gui_loop=lambda: True)
-    shrinker.shrink(answers)
+    shrink(a_kernel(on_main_loop=loop.schedule, why_not=why_not, has_gui_loop=lambda: True), answers, 0.01)
     assert answers.came.wait(60)
     loop.callbacks.pop()()
     assert answers.words == [word]
 
 
-def test_a_kernel_without_a_main_loop_has_nothing_to_free(gate: Gate) -> None:
+def test_a_kernel_without_a_main_loop_has_nothing_to_free() -> None:
     answers = Answers()
-    Shrinker(lambda _: False, gate).shrink(answers)
+    shrink(a_kernel(on_main_loop=lambda _: False), answers)
     assert answers.words == ["done"]
 
 
