@@ -1,7 +1,6 @@
 """`%gpu history`: a kernel's memory and residency over time, as a picture and as characters.
 
-Both are made of the same columns: a stretch of time, the most that was used on the device and saved in host memory in it, and the
-state that took up most of it.
+Both are made of the same columns.
 """
 
 import time
@@ -13,7 +12,7 @@ from fractional_gpu.core.units import format_memory
 from fractional_gpu.protocol.names import state_words
 from fractional_gpu.protocol.status import History, UsagePoint
 from fractional_gpu.svg import Frame, Svg, element
-from fractional_gpu_kernel.display.lines import Bundle
+from fractional_gpu_kernel.display.lines import View
 from fractional_gpu_kernel.display.views import FREE, SAVED, USED, box, moment
 
 _TEXT_COLUMNS = 60
@@ -58,7 +57,7 @@ def columns(points: Sequence[UsagePoint], since_ms: int, until_ms: int, count: i
     return [Column(*each) for each in zip(used, saved, states, strict=True)]
 
 
-class HistoryView:
+class HistoryView(View):
     """A lease over time, up to now. `last_ms` None: all there is."""
 
     def __init__(self, history: History, last_ms: int | None = None, now_ms: int | None = None) -> None:
@@ -94,11 +93,9 @@ class HistoryView:
             [self.summary(), *lines, f"on GPU  {strip}", f"Full height is {format_memory(top_mib)}. {_LEGEND}"]
         )
 
-    def bundle(self) -> Bundle:
-        title = "GPU memory of this kernel over time"
-        if not self._points or self._until_ms <= self._since_ms:
-            return {"text/plain": repr(self), "text/html": box(title, note=self.summary())}
-        return {"text/plain": repr(self), "text/html": box(title, self._picture(), note=self.summary())}
+    def html(self) -> str:
+        is_empty = not self._points or self._until_ms <= self._since_ms
+        return box("GPU memory of this kernel over time", "" if is_empty else self._picture(), note=self.summary())
 
     def _columns(self, count: int) -> list[Column]:
         return columns(self._points, self._since_ms, self._until_ms, count)

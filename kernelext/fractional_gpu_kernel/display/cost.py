@@ -9,7 +9,7 @@ from html import escape
 
 from fractional_gpu.core.metering.usage import HOUR_MS, SHARE_HOUR, Usage
 from fractional_gpu.protocol.accounts import Cost, UsageEntry
-from fractional_gpu_kernel.display.lines import Bundle
+from fractional_gpu_kernel.display.lines import View
 from fractional_gpu_kernel.display.views import box, table
 
 _PERIODS = ("this kernel", "today", "this month")
@@ -18,9 +18,7 @@ _MG_PER_G = 1000
 _KILO = 1000
 
 
-class CostView:
-    """A kernel's cost: a table of the figures of three periods, and sentences below it."""
-
+class CostView(View):
     def __init__(self, cost: Cost) -> None:
         self._cost = cost
         self._periods = (cost.lease, cost.today, cost.month)
@@ -73,20 +71,17 @@ class CostView:
     def __repr__(self) -> str:
         rows = [("", *_PERIODS), *self.rows()]
         widths = [max(len(row[column]) for row in rows) for column in range(len(_PERIODS) + 1)]
-        lines = [
-            "  ".join(
-                [f"{name:<{widths[0]}}", *(f"{text:>{width}}" for text, width in zip(cells, widths[1:], strict=True))]
-            )
-            for name, *cells in rows
-        ]
+        lines = []
+        for name, *cells in rows:
+            aligned = [f"{text:>{width}}" for text, width in zip(cells, widths[1:], strict=True)]
+            lines.append("  ".join([f"{name:<{widths[0]}}", *aligned]))
         return "\n".join([*lines, *self.sentences()])
 
-    def bundle(self) -> Bundle:
+    def html(self) -> str:
         rows = [[escape(cell) for cell in row] for row in self.rows()]
         simulated = " on a simulated GPU" if self._cost.simulated else ""
         title = f"What this kernel {'costs' if self._priced else 'uses'}{simulated}"
-        html = box(title, table(rows, ("", *_PERIODS)), note=" ".join(self.sentences()))
-        return {"text/plain": repr(self), "text/html": html}
+        return box(title, table(rows, ("", *_PERIODS)), note=" ".join(self.sentences()))
 
     def _amounts(self, figure: Callable[[Usage], int], entries: Sequence[UsageEntry]) -> str:
         """Return the amount in each currency; what was used without a price has none."""

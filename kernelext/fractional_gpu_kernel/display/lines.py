@@ -7,11 +7,12 @@ import contextvars
 import os
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from fractional_gpu_kernel.registrations import Registrations
 
 if TYPE_CHECKING:
+    from fractional_gpu.core.model import Span
     from fractional_gpu.protocol.messages import Progress
     from fractional_gpu.protocol.status import LeaseStatus
 
@@ -20,12 +21,17 @@ Bundle = dict[str, str]
 SIMULATED = "JUPYTER_GPU_SIMULATED_DIR"
 
 
-class View(Protocol):
+class View:
+    """What a cell shows: its `repr` in plain text, and the same in HTML."""
+
+    def html(self) -> str:
+        raise NotImplementedError
+
     def bundle(self) -> Bundle:
-        """Return it as MIME type -> text; "text/plain" is always there."""
+        return {"text/plain": repr(self), "text/html": self.html()}
 
 
-class Sentence:
+class Sentence(View):
     """One sentence of the extension. In a kernel on a simulated GPU the line's heading says "simulated"."""
 
     def __init__(self, text: str) -> None:
@@ -35,12 +41,11 @@ class Sentence:
     def __repr__(self) -> str:
         return f"[{self._speaker}] {self.text}"
 
-    def bundle(self) -> Bundle:
-        import html  # noqa: PLC0415 - off the kernel's start
+    def html(self) -> str:
+        from html import escape  # noqa: PLC0415 - off the kernel's start
 
         speaker = self._speaker.replace("gpu", "GPU")
-        line = f'<div style="opacity:.75;font-size:90%"><b>{speaker}</b> {html.escape(self.text)}</div>'
-        return {"text/plain": repr(self), "text/html": line}
+        return f'<div style="opacity:.75;font-size:90%"><b>{speaker}</b> {escape(self.text)}</div>'
 
 
 class LiveLine:
@@ -136,8 +141,7 @@ def wait_text(progress: "Progress", *, waited_s: float, age_s: float, preempted:
     from fractional_gpu.core.units import format_rough  # noqa: PLC0415 - off the kernel's start
 
     facts = [f"place {progress.position} in the queue"] if progress.position is not None else []
-    forecast = _left(progress.expected_ms, progress.low_ms, progress.high_ms, int(age_s * 1000))
-    if forecast:
+    if forecast := _left(progress, int(age_s * 1000)):
         facts.append(forecast)
     elif waited_s >= 10:
         facts.append(f"{format_rough(int(waited_s * 1000))} so far")
@@ -150,37 +154,31 @@ def wait_text(progress: "Progress", *, waited_s: float, age_s: float, preempted:
     beside = f" It {progress.slowdown_brief}." if progress.slowdown_brief else ""
     does, end = "waits for the GPU", "Interrupt the kernel to stop waiting."
     if preempted:
-        does, end = (
-            "gave the GPU to another kernel and gets it back",
-            "Until then, this cell waits at its next use of the GPU.",
-        )
+        does = "gave the GPU to another kernel and gets it back"
+        end = "Until then, this cell waits at its next use of the GPU."
     return f"This cell {does}{about}: {why}.{after}{beside} {end}"
 
 
 def resizing(status: "LeaseStatus") -> str:
-    expected = status.expected
-    left = "" if expected is None else _left(expected.expected_ms, expected.low_ms, expected.high_ms, 0)
+    left = "" if status.expected is None else _left(status.expected, 0)
     place = f"place {status.position} in the queue" if status.position is not None else ""
     about = "".join(f", {fact}" for fact in (place, left) if fact)
     why = f": {status.sentence.rstrip('.')}" if status.position is not None and status.sentence else ""
-    return (
-        f"This kernel waits for its new share{about}{why}. "
-        "Idle neighbours step aside. Interrupt the kernel to stop waiting."
-    )
+    return f"This kernel waits for its new share{about}{why}. Idle neighbours step aside. Interrupt the kernel to stop waiting."
 
 
-def _left(expected_ms: int | None, low_ms: int | None, high_ms: int | None, passed_ms: int) -> str:
+def _left(forecast: "Progress | Span", passed_ms: int) -> str:
     """Return what is left of a forecast that was made `passed_ms` ago; "" without one."""
     from fractional_gpu.core.units import format_forecast, format_rough  # noqa: PLC0415 - off the kernel's start
 
-    if expected_ms is None:
+    if forecast.expected_ms is None:
         return ""
-    if expected_ms <= passed_ms:
-        late = "longer than expected"
-        left_ms = 0 if high_ms is None else high_ms - passed_ms
-        return f"{late}, up to {format_rough(left_ms)} more" if left_ms >= 1000 else late
-    low, high = (None if one is None else one - passed_ms for one in (low_ms, high_ms))
-    return format_forecast(expected_ms - passed_ms, low, high, more=True)
+    expected_ms = forecast.expected_ms - passed_ms
+    low_ms, high_ms = (None if one is None else one - passed_ms for one in (forecast.low_ms, forecast.high_ms))
+    if expected_ms > 0:
+        return format_forecast(expected_ms, low_ms, high_ms, more=True)
+    late = "longer than expected"
+    return late if high_ms is None or high_ms < 1000 else f"{late}, up to {format_rough(high_ms)} more"
 
 
 # Notices: sentences for the user of this kernel, from the broker and from the extension.

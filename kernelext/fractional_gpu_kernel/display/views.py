@@ -8,13 +8,10 @@ from html import escape
 from fractional_gpu.core.units import format_duration, format_forecast, format_fraction, format_memory, format_rough
 from fractional_gpu.protocol.names import device_deadline, host_deadline, lease_deadline, state_meaning, state_words
 from fractional_gpu.protocol.status import DeviceStatus, HostStatus, LeaseStatus, Neighbour, Story
-from fractional_gpu_kernel.display.lines import Bundle
+from fractional_gpu_kernel.display.lines import View
 
-# Small pieces of HTML that are readable in light and dark themes.
-#
-# Colours are JupyterLab's CSS variables with a fallback that holds on both backgrounds, for notebooks that other programs show. What
-# colour shows, the text says, too. Every text passes through `escape`: it may come from the broker, and so from another user.
-
+# Small pieces of HTML that are readable in light and dark themes: colours are JupyterLab's CSS variables, with a fallback for notebooks
+# that other programs show. What colour shows, the text says, too. Every text passes through `escape`: it may come from another user.
 
 USED = "var(--jp-brand-color1,#2196f3)"
 SAVED = "var(--jp-warn-color1,#f57c00)"
@@ -37,17 +34,13 @@ def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
     """Return a table of HTML cells; without `head` (texts), the first cell of a row names it."""
     lines = []
     if head:
-        names = "".join(
-            f'<th scope="col" style="{_CELL};font-weight:400;{_MUTED}">{escape(name)}</th>' for name in head
-        )
+        style = f"{_CELL};font-weight:400;{_MUTED}"
+        names = "".join(f'<th scope="col" style="{style}">{escape(name)}</th>' for name in head)
         lines.append(f"<tr>{names}</tr>")
-    for row in rows:
-        first, *others = row
-        tag = "td" if head else "th"
-        scope = "" if head else ' scope="row"'
-        style = _CELL if head else f"{_CELL};font-weight:400;white-space:nowrap;{_MUTED}"
-        cells = "".join(f'<td style="{_CELL}">{cell}</td>' for cell in others)
-        lines.append(f'<tr style="background:none"><{tag}{scope} style="{style}">{first}</{tag}>{cells}</tr>')
+    named = f'<th scope="row" style="{_CELL};font-weight:400;white-space:nowrap;{_MUTED}">{{}}</th>'
+    for first, *others in rows:
+        cells = "".join(f'<td style="{_CELL}">{cell}</td>' for cell in ((first, *others) if head else others))
+        lines.append(f'<tr style="background:none">{"" if head else named.format(first)}{cells}</tr>')
     return f'<table style="margin:0;border:none;border-collapse:collapse">{"".join(lines)}</table>'
 
 
@@ -86,7 +79,7 @@ def moment(at_ms: int, now_ms: int) -> str:
     return f"{at:%H:%M:%S}" if at.date() == now.date() else f"{at:%Y-%m-%d %H:%M:%S}"
 
 
-class StatusView:
+class StatusView(View):
     """This kernel's share as `%gpu` shows it."""
 
     def __init__(self, status: LeaseStatus) -> None:
@@ -137,7 +130,7 @@ class StatusView:
         picture = text_bar([(status.lease.used_mib, "#")], status.spec.reserve_mib)
         return "\n".join(f"{name:<{width}}  {f'{picture} ' if name == 'memory' else ''}{text}" for name, text in rows)
 
-    def bundle(self) -> Bundle:
+    def html(self) -> str:
         status = self._status
         cells = []
         for name, text in self.rows():
@@ -147,10 +140,10 @@ class StatusView:
             cells.append((escape(name), shown))
         simulated = " on a simulated GPU" if status.simulated else ""
         title = f"{format_fraction(status.spec.fraction_milli)} GPU{simulated}: {state_words(status.state)}"
-        return {"text/plain": repr(self), "text/html": box(title, table(cells))}
+        return box(title, table(cells))
 
 
-class TopView:
+class TopView(View):
     """The devices of the machine and their leases: those of this user by name, the others as one sum."""
 
     def __init__(self, host: HostStatus, own: str) -> None:
@@ -183,33 +176,27 @@ class TopView:
     def __repr__(self) -> str:
         lines = []
         for device in self._host.devices:
-            picture = text_bar(
-                [(device.used_mib, "#"), (device.reserved_mib - device.used_mib, "+")], device.memory_mib
-            )
+            beyond_mib = device.reserved_mib - device.used_mib
+            picture = text_bar([(device.used_mib, "#"), (beyond_mib, "+")], device.memory_mib)
             lines.append(f"{self._heading(device)}\n  {picture} {_sums(device)}")
             lines += _columns(self.tenants(device))
         if rest := self.elsewhere():
             lines += ["on no GPU", *_columns(rest)]
         return "\n".join([*lines, *self._deadline(), _LEGEND if self._host.devices else _NO_DEVICES])
 
-    def bundle(self) -> Bundle:
+    def html(self) -> str:
         parts = []
         for device in self._host.devices:
-            picture = bar(
-                [(device.used_mib, USED), (device.reserved_mib - device.used_mib, OTHERS)],
-                device.memory_mib,
-                _sums(device),
-            )
-            rows = [[escape(cell) for cell in row] for row in self.tenants(device)]
-            inner = table(rows, ("share", "who", "state")) if rows else ""
+            beyond_mib = device.reserved_mib - device.used_mib
+            picture = bar([(device.used_mib, USED), (beyond_mib, OTHERS)], device.memory_mib, _sums(device))
+            inner = _tenants_table(rows) if (rows := self.tenants(device)) else ""
             head = f'<div style="margin-top:6px"><b>{escape(self._heading(device))}</b> {picture} {escape(_sums(device))}</div>'
             parts.append(head + inner)
         if rest := self.elsewhere():
-            inner = table([[escape(cell) for cell in row] for row in rest], ("share", "who", "state"))
-            parts.append(f'<div style="margin-top:6px"><b>On no GPU</b></div>{inner}')
+            parts.append(f'<div style="margin-top:6px"><b>On no GPU</b></div>{_tenants_table(rest)}')
         parts += [f'<div style="margin-top:6px">{escape(sentence)}</div>' for sentence in self._deadline()]
         note = _LEGEND_HTML if self._host.devices else _NO_DEVICES
-        return {"text/plain": repr(self), "text/html": box("GPUs of this machine", *parts, note=note)}
+        return box("GPUs of this machine", *parts, note=note)
 
     def _deadline(self) -> list[str]:
         left_ms = self._host.goes_away_in_ms
@@ -248,7 +235,7 @@ _LEGEND_HTML = "In the bars, from the left: used, reserved beyond that, free."
 _NO_DEVICES = "This machine's broker manages no GPU."
 
 
-class StoryView:
+class StoryView(View):
     """Why everything happened to this kernel's share, newest last."""
 
     def __init__(self, story: Story, lines: int, now_ms: int | None = None) -> None:
@@ -265,12 +252,9 @@ class StoryView:
         width = max((len(at) for at, _ in rows), default=0)
         return "\n".join([*(f"{at:>{width}}  {sentence}" for at, sentence in rows), *filter(None, [self._note()])])
 
-    def bundle(self) -> Bundle:
+    def html(self) -> str:
         rows = [(escape(at), escape(sentence)) for at, sentence in self.rows()]
-        return {
-            "text/plain": repr(self),
-            "text/html": box("What happened to this kernel's share", table(rows), note=self._note()),
-        }
+        return box("What happened to this kernel's share", table(rows), note=self._note())
 
     def _note(self) -> str:
         if not self._lines and not self._slowdown:
@@ -299,6 +283,10 @@ def _sums(device: DeviceStatus) -> str:
         return sums
     slowed = ", so they slow each other down" if device.demand_milli > _WHOLE else ""
     return f"{sums}; busy kernels need {device.demand_milli // 10} % of its compute{slowed}"
+
+
+def _tenants_table(rows: Iterable[Sequence[str]]) -> str:
+    return table([[escape(cell) for cell in row] for row in rows], ("share", "who", "state"))
 
 
 def _columns(rows: Sequence[tuple[str, str, str]]) -> list[str]:

@@ -20,6 +20,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from html import escape
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -27,7 +28,7 @@ from fractional_gpu.core.units import format_memory
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.status import LeaseStatus
 from fractional_gpu_kernel.cells.acquire import RefusedError
-from fractional_gpu_kernel.display.lines import SIMULATED, Bundle, LiveLine, publish
+from fractional_gpu_kernel.display.lines import SIMULATED, LiveLine, View, publish
 from fractional_gpu_kernel.magics.arguments import MEASURE, ArgumentsError
 from fractional_gpu_kernel.settings import Settings
 
@@ -41,7 +42,7 @@ _KEPT_LINES: Final = 3
 _WRONG_WORDS, _INTERRUPTED = 2, 128 + signal.SIGINT
 
 
-class MeasurementView:
+class MeasurementView(View):
     """What a measurement found: remarks and sentences, and the table of all figures."""
 
     def __init__(self, found: Mapping[str, Any]) -> None:
@@ -51,15 +52,12 @@ class MeasurementView:
     def __repr__(self) -> str:
         return "\n".join([*self._sentences, "", *self._table]).rstrip()
 
-    def bundle(self) -> Bundle:
-        import html  # noqa: PLC0415 - off the kernel's start
-
-        lines = "".join(f"<div>{html.escape(one)}</div>" for one in self._sentences)
-        table = html.escape("\n".join(self._table))
+    def html(self) -> str:
+        lines = "".join(f"<div>{escape(one)}</div>" for one in self._sentences)
+        table = escape("\n".join(self._table))
         # Wider than a small screen: scrolled by keyboard.
         region = 'role="region" tabindex="0" aria-label="All figures"'
-        figures = f'<pre {region} style="font-size:90%;overflow-x:auto">{table}</pre>'
-        return {"text/plain": repr(self), "text/html": lines + figures}
+        return f'{lines}<pre {region} style="font-size:90%;overflow-x:auto">{table}</pre>'
 
 
 def measure_cell(shell: Any, settings: Settings, arguments: argparse.Namespace, cell: str) -> None:  # noqa: ANN401 - IPython is untyped
