@@ -5,10 +5,9 @@ Every call blocks: run it in a thread.
 Rules:
 
 - A call that fails half way leaves no lease and no token file behind. The broker lets expire what a killed server leaves.
-- A kernel with our extension keeps its lease over a restart. A kernel without must know its device before its process
-  starts, and its reservation ends with its process: the next process gets a new lease.
-- When the broker dies in the middle of a call, the call starts it again and repeats the request once. A lease that the first request
-  may have got expires by itself.
+- A kernel with our extension keeps its lease over a restart. One without must know its device before its process starts: its next process
+  gets a new lease.
+- When the broker dies in the middle of a call, the call starts it again and repeats the request once.
 - Releasing starts no broker: one that starts later sees that the kernel's process has ended.
 """
 
@@ -17,7 +16,7 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +26,7 @@ from msgspec import structs
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import ensure_broker, runtime_dir
 from fractional_gpu.client.seat import own_seat
+from fractional_gpu.host.process import find_ipykernel
 from fractional_gpu.jupyter.kernel_process import identity_of, working_folder
 from fractional_gpu.protocol.errors import (
     BrokerUnavailableError,
@@ -75,10 +75,7 @@ class KernelLease:
         return BrokerClient(self.socket, token=self.token or None, timeout_s=_SHORT_S)
 
     def attach(self, request: AttachRequest) -> None:
-        """Attach the kernel's process. A broker that died since the lease was taken is started again.
-
-        Raises the errors of the protocol.
-        """
+        """Attach the kernel's process. A broker that died meanwhile is started again. Raises the errors of the protocol."""
 
         def attach() -> None:
             with ensure_broker(self.socket, token=self.token or None) as client:
@@ -87,10 +84,7 @@ class KernelLease:
         _retry_once(attach)
 
     def attach_again(self, request: AttachRequest) -> None:
-        """Attach, for this server, a process that an earlier server had attached. Starts no broker.
-
-        Raises the errors of the protocol.
-        """
+        """Attach a process that an earlier server had attached. Starts no broker. Raises the errors of the protocol."""
         with self._client() as client:
             client.attach(self.lease_id, request)
 
@@ -166,8 +160,7 @@ def _take(request: LeaseRequest, timeout_s: float, simulate: str | None) -> Kern
     seat = own_seat()
     if seat is not None:
         request = structs.replace(request, seat=seat.seat_id)
-    token = seat.token if seat is not None else None
-    with ensure_broker(timeout_s=timeout_s, token=token, simulate=simulate) as client:
+    with ensure_broker(timeout_s=timeout_s, token=None if seat is None else seat.token, simulate=simulate) as client:
         if simulate and not client.ping().simulated:
             raise ConflictError(
                 f"this kernel is for simulated GPUs ({simulate}), and the GPU broker at {client.socket_path} has real ones; pick a kernel "
@@ -261,10 +254,8 @@ def _write_private(path: Path, token: str) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             path.unlink()
-        raise FractionalGPUError(
-            f"the lease's token cannot be written to {path} ({error.strerror}); free space there or set "
-            "JUPYTER_RUNTIME_DIR"
-        ) from error
+        why = f"({error.strerror}); free space there or set JUPYTER_RUNTIME_DIR"
+        raise FractionalGPUError(f"the lease's token cannot be written to {path} {why}") from error
 
 
 def lease_label(text: str) -> str:
@@ -283,27 +274,25 @@ def kernel_request(asked: LeaseRequest, *, kernel_id: str, label: str, gated: bo
     )
 
 
-def attach_request(pid: int, connection: Mapping[str, Any], *, language: str, ipykernel: bool) -> AttachRequest:
+def plain_connection(connection: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a kernel's connection as JSON can hold it."""
+    return {name: value.decode() if isinstance(value, bytes) else value for name, value in connection.items()}
+
+
+def attach_request(pid: int, connection: Mapping[str, Any], argv: Sequence[str], language: str) -> AttachRequest:
     """Describe a process that this one has started and not yet waited for: its pid cannot have been reused.
 
     Raises ProcessGoneError.
     """
-    contents = {name: value.decode() if isinstance(value, bytes) else value for name, value in connection.items()}
+    contents = plain_connection(connection)
     if contents.get("transport") == "ipc":  # jupyter_client's path is relative to the kernel's working folder
         contents["ip"] = os.fspath(working_folder(pid) / contents["ip"])
-    return AttachRequest(
-        **identity_of(pid),
-        connection=contents,
-        language=language,
-        ipykernel=ipykernel,
-    )
+    is_ipykernel = find_ipykernel(argv) is not None
+    return AttachRequest(**identity_of(pid), connection=contents, language=language, ipykernel=is_ipykernel)
 
 
 def environment_with(lease: KernelLease, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the kernel's environment with its lease in it.
-
-    Variables of a lease under which this server itself runs are removed.
-    """
+    """Return the kernel's environment with its lease, without that of a lease under which this server itself runs."""
     clean = {name: value for name, value in environment.items() if name not in _LEASE_VARIABLES}
     ours = dict(lease.environment)
     if (preloaded := clean.get(_PRELOAD)) and ours.get(_PRELOAD, preloaded) not in preloaded.split(":"):

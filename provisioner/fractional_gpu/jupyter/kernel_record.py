@@ -1,11 +1,10 @@
 """Records of kernels that outlive their server: what the next server needs to take one over (`fractional_gpu.jupyter.kernel_manager`).
 
 - One file a kernel, mode 0600, in a private folder; it holds the connection's key and the path of the lease's token.
-- The server that has a kernel holds a lock on its record for as long as the server lives, so no other server takes the kernel over. A
-  rewritten record is a new file, which is locked before it takes the name; a lock on a file that has lost the name does not count.
+- The server that has a kernel holds a lock on its record, so no other server takes the kernel over. A rewritten record is a new file,
+  which is locked before it takes the name; a lock on a file that has lost the name does not count.
 - A record first names the lease of a process that is about to be started. It is rewritten when that process is attached, also after a
-  restart, and removed when the kernel is shut down. A server that dies in between leaves a process whose connection is unknown: the next
-  server ends it.
+  restart, and removed when the kernel is shut down. What a server that dies in between leaves, the next one ends.
 """
 
 import fcntl
@@ -13,16 +12,13 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from logging import Logger, LoggerAdapter
 from pathlib import Path
 from typing import Any
 
 from fractional_gpu.client.discovery import runtime_dir
 from fractional_gpu.host.files import open_own, replace_file
-from fractional_gpu.jupyter.kernel_lease import KernelLease
-from fractional_gpu.jupyter.kernel_process import ProcessGoneError
 
 log = logging.getLogger(__name__)
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,100}", re.ASCII)
@@ -80,13 +76,12 @@ class RecordFile:
         return content
 
     def close(self) -> None:
-        """Unlock it: another server may take the kernel over."""
+        """Leave the kernel to another server."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
     def remove(self) -> None:
-        """Remove it: the kernel is shut down."""
         with suppress(FileNotFoundError):
             self.path.unlink()
         self.close()
@@ -98,7 +93,6 @@ def _lock(descriptor: int) -> None:
 
 
 def _has_name(descriptor: int, path: Path) -> bool:
-    """Whether the name still leads to the open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
@@ -123,71 +117,3 @@ def _folder() -> Path:
     folder = runtime_dir() / "kept"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
-
-
-class KernelRecord:
-    """A provisioner's record of its kernel. A failed write is logged, and the kernel then ends with this server."""
-
-    def __init__(self, manager: Any, kernel_id: str, log: "Logger | LoggerAdapter[Any]") -> None:  # noqa: ANN401 - of any server
-        self._manager = manager
-        self._kernel_id = kernel_id
-        self._log = log
-        self.file: RecordFile | None = None  # None: the next server would not find the kernel
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether the server keeps its kernels."""
-        return bool(getattr(self._server, "keeps_kernels", False))
-
-    def write_launching(self, lease: KernelLease) -> None:
-        """Record that a process is about to be started: if this server dies meanwhile, the next one ends that process."""
-        try:
-            self._write({"launching": lease.to_info()})
-        except (OSError, ValueError) as error:
-            self._log_failure(error)
-
-    def write_launched(
-        self, launch: Mapping[str, Any], connection: Mapping[str, Any], info: Callable[[], Mapping[str, Any]]
-    ) -> None:
-        """Record the connection of the process that was started; `info` returns what its provisioner needs, or raises ProcessGoneError."""
-        contents = {name: value.decode() if isinstance(value, bytes) else value for name, value in connection.items()}
-        try:
-            self._write(
-                {
-                    "kernel_name": self._manager.kernel_name,
-                    "cwd": os.fspath(launch.get("cwd") or Path.cwd()),
-                    "session_name": launch.get("env", {}).get("JPY_SESSION_NAME", ""),
-                    "connection_file": self._manager.connection_file,
-                    "connection": contents,
-                    "provisioner": info(),
-                }
-            )
-        except (OSError, ValueError, ProcessGoneError) as error:
-            self.remove()  # or the next server would take it for an unfinished start, and end the process
-            self._log_failure(error)
-
-    def remove(self) -> None:
-        """Remove it: the kernel is shut down."""
-        if self.file is not None:
-            self.file.remove()
-            self.file = None
-
-    def leave_to_next_server(self) -> None:
-        """Unlock it for the next server."""
-        if self.file is not None:
-            self.file.close()
-            self.file = None
-
-    @property
-    def _server(self) -> Any:  # noqa: ANN401 - the server's multi-kernel manager, if there is one
-        return getattr(self._manager, "parent", None)
-
-    def _write(self, content: Mapping[str, Any]) -> None:
-        if self.file is None:
-            self.file = RecordFile.create(self._kernel_id)
-        if self.file is not None:
-            root_dir = str(getattr(self._server, "root_dir", ""))
-            self.file.write({"kernel_id": self._kernel_id, "root_dir": root_dir, **content})
-
-    def _log_failure(self, error: Exception) -> None:
-        self._log.warning("Kernel %s will not outlive this server: %s", self._kernel_id, error)

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.client.discovery import runtime_dir
-from fractional_gpu.host.process import find_ipykernel, read_stat
+from fractional_gpu.host.process import read_stat
 from fractional_gpu.jupyter.kernel_command import parse_kernel_config, plan_kernel
 from fractional_gpu.jupyter.kernel_lease import (
     KernelLease,
@@ -103,8 +103,7 @@ def _attach_and_become(options: argparse.Namespace) -> NoReturn:
     lease_id, token_file = os.environ["JUPYTER_GPU_LEASE"], Path(os.environ["JUPYTER_GPU_TOKEN_FILE"])
     command = list(options.command)
     _, connection = _connection(command)
-    is_ipykernel = find_ipykernel(command) is not None
-    request = attach_request(os.getpid(), connection, language=options.language, ipykernel=is_ipykernel)
+    request = attach_request(os.getpid(), connection, command, options.language)
     with BrokerClient(os.environ["JUPYTER_GPU_SOCKET"], token=token_file.read_text(encoding="ascii")) as client:
         try:
             client.attach(lease_id, request)

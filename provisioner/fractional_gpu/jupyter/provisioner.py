@@ -3,15 +3,11 @@
 Rules:
 
 - The event loop never waits for the broker: every call to it runs in a thread (see `fractional_gpu.client.threads`).
-- The kernelspec's configuration is checked before anything is started. An error of a first start is raised as one sentence, for
-  JupyterLab's dialog. A *re*start never fails because of the GPU (Jupyter would list the kernel as idle for ever): the kernel then starts
-  without a GPU, and its first cell says why.
-- The process is attached to its lease in `launch_kernel`, before jupyter_client watches the process: when that fails
-  at a first start, the process is killed and nothing restarts it.
-- `cleanup(restart=False)` alone ends the lease and releases the kernel's ports (`KernelPorts`). jupyter_client may call it twice, or
-  never: the broker sees processes end by itself.
-- Where the server keeps its kernels (`kernel_manager`), each is started so that it outlives the server, with a record from which
-  the next server takes it over.
+- An error of a first start is raised as one sentence, for JupyterLab's dialog. A *re*start never fails because of the GPU (Jupyter would
+  list the kernel as idle for ever): the kernel then starts without a GPU, and its first cell says why.
+- The process is attached to its lease before jupyter_client watches it: if that fails at a first start, nothing restarts it.
+- jupyter_client may call `cleanup` twice, or never: the broker sees processes end by itself.
+- Where the server keeps its kernels (`kernel_manager`), each has a record from which the next server takes it over.
 - As the default provisioner (JUPYTER_DEFAULT_PROVISIONER_NAME, and `job_default`) it also starts kernelspecs that name none. If no broker
   can be started, these start as under the local provisioner.
 """
@@ -34,7 +30,6 @@ from traitlets import Float, Unicode, default
 
 from fractional_gpu.client.discovery import runtime_dir
 from fractional_gpu.client.threads import in_thread
-from fractional_gpu.host.process import find_ipykernel
 from fractional_gpu.jupyter.kernel_command import KernelPlan, parse_kernel_config, plan_kernel
 from fractional_gpu.jupyter.kernel_lease import (
     KernelLease,
@@ -43,12 +38,13 @@ from fractional_gpu.jupyter.kernel_lease import (
     environment_with,
     environment_without,
     kernel_request,
+    plain_connection,
     recall_lease,
     renew_lease,
     take_lease,
 )
 from fractional_gpu.jupyter.kernel_process import AdoptedProcess, KernelPorts, ProcessGoneError, identity_of
-from fractional_gpu.jupyter.kernel_record import KernelRecord, RecordFile
+from fractional_gpu.jupyter.kernel_record import RecordFile
 from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
 from fractional_gpu.protocol.messages import AttachRequest, LeaseRequest
 
@@ -106,7 +102,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         self._is_restart = False
         self._frozen_at_shutdown = False
         self._interrupt_thread: threading.Thread | None = None
-        self._record = KernelRecord(self.parent, self.kernel_id or "", self.log)
+        self._record: RecordFile | None = None  # None: the next server would not find the kernel
         self._ports = KernelPorts(self.log)
         self._has_death_callback = False
 
@@ -137,14 +133,17 @@ class FractionalGPUProvisioner(LocalProvisioner):
         asked, simulate = self._config()
         environment = dict(kwargs.get("env") or os.environ)
         folder = os.fspath(kwargs.get("cwd") or Path.cwd())
-        with_spec = self._spec_environment(environment)
+        # As jupyter_client will build it.
+        own = {name: Template(text).safe_substitute(environment) for name, text in (self.kernel_spec.env or {}).items()}
+        with_spec = {**environment, **own}
         if self._lease is None and self._is_named_by_kernelspec:
             # Starting a broker and probing the interpreter are both slow: they run at the same time.
             begin_broker_start(timeout_s=self.broker_timeout, simulate=simulate)
         self._plan = await in_thread(
             plan_kernel, self.kernel_spec.argv, with_spec, folder, self.kernel_spec.language or ""
         )
-        request = self._request(asked, environment)
+        label = environment.get("JPY_SESSION_NAME") or self.kernel_spec.display_name or "kernel"
+        request = kernel_request(asked, kernel_id=self.kernel_id or "", label=label, gated=self._plan.gated)
         self._notice = ""
         lease, notice = await self._obtain(request, simulate)
         self._launch_lease = lease
@@ -165,7 +164,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
             launch["cmd"] = self._plan.command(launch["cmd"])
         if lease is not None:
             launch["env"] = environment_with(lease, launch["env"])
-            launch["independent"] = self._record.is_wanted or launch.get("independent", False)
+            launch["independent"] = self._is_to_be_kept or launch.get("independent", False)
         elif notice:
             launch["env"] = environment_without(notice, launch["env"])
         return launch
@@ -177,8 +176,8 @@ class FractionalGPUProvisioner(LocalProvisioner):
         At a restart the kernel is then started without a GPU. Cancelled, it kills the process.
         """
         lease = self._launch_lease
-        if lease is not None and self._record.is_wanted:
-            await in_thread(self._record.write_launching, lease)
+        if lease is not None and self._is_to_be_kept:
+            await in_thread(self._write_record, lambda: {"launching": lease.to_info()})
         try:
             connection = await super().launch_kernel(cmd, **kwargs)
             if lease is not None:
@@ -193,8 +192,8 @@ class FractionalGPUProvisioner(LocalProvisioner):
             await self._undo_launch()
             raise
         self._is_restart = True
-        if lease is not None and self._record.is_wanted:
-            await in_thread(self._record.write_launched, kwargs, connection, self._takeover_info)
+        if lease is not None and self._is_to_be_kept:
+            await in_thread(self._write_record, lambda: self._launched(kwargs, connection))
         return connection
 
     async def post_launch(self, **kwargs: Any) -> None:  # noqa: ANN401 - see above
@@ -215,7 +214,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         try:
             lease.release()
         except FractionalGPUError as error:
-            self.log.debug("The GPU lease of kernel %s ends by itself: %s", self.kernel_id, error)
+            self.log.warning("The GPU lease of kernel %s could not be released: %s", self.kernel_id, error)
 
     async def send_signal(self, signum: int) -> None:
         """Signal the process group. An interrupt also resumes a suspended kernel that is blocked in a GPU call and cannot react to it."""
@@ -262,7 +261,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         try:
             if not restart:
                 self._is_restart = False
-                self._record.remove()
+                self._remove_record()
                 await self._release_all()
             elif self._lease is not None:
                 await in_thread(self._lease.detach)
@@ -300,7 +299,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         self.connection_info = connection
         self.ports_cached = True  # its next process has the same
         self._adopt(info)
-        self._record.file = record
+        self._record = record
         threading.Thread(target=self._attach_adopted, name="gpu-attach", daemon=True).start()
 
     def _adopt(self, info: Mapping[str, Any]) -> None:
@@ -331,19 +330,17 @@ class FractionalGPUProvisioner(LocalProvisioner):
                 "The GPU broker was not told yet that kernel %s has another server: %s", self.kernel_id, error
             )
 
-    # -- kernels that outlive their server -----------------------------------------------------------------------------------
-
     @property
     def is_kept(self) -> bool:
         """Whether the next server could take the kernel over."""
-        return self._record.file is not None and self.process is not None and self.process.poll() is None
+        return self._record is not None and self.process is not None and self.process.poll() is None
 
     def restore_files(self) -> None:
         """Write the record and the token file again if they were removed. A failed write is tried again at the next call."""
         try:
             runtime_dir()
-            if self._record.file is not None:
-                self._record.file.restore()
+            if self._record is not None:
+                self._record.restore()
             if self._lease is not None:
                 self._lease.restore_token_file()
         except (OSError, FractionalGPUError) as error:
@@ -353,14 +350,42 @@ class FractionalGPUProvisioner(LocalProvisioner):
 
     def leave_to_next_server(self) -> None:
         """Leave kernel, lease and record to the next server."""
-        self._record.leave_to_next_server()
+        if self._record is not None:
+            self._record.close()
         self._ports.release()
-        self.process = self._lease = None
+        self.process = self._lease = self._record = None
 
-    def _takeover_info(self) -> dict[str, Any]:
-        return {"pid": self.pid, "pgid": self.pgid, "ip": self.ip, **self._own_info()}
+    @property
+    def _is_to_be_kept(self) -> bool:
+        return bool(getattr(getattr(self.parent, "parent", None), "keeps_kernels", False))
 
-    # -- the lease -------------------------------------------------------------------------------------------------------------
+    def _write_record(self, content: Callable[[], Mapping[str, Any]]) -> None:
+        """Blocks. If this fails, the kernel ends with this server."""
+        root_dir = str(getattr(getattr(self.parent, "parent", None), "root_dir", ""))
+        try:
+            self._record = self._record or RecordFile.create(self.kernel_id or "")
+            if self._record is not None:
+                self._record.write({"kernel_id": self.kernel_id, "root_dir": root_dir, **content()})
+        except (OSError, ValueError, ProcessGoneError) as error:
+            self._remove_record()  # or the next server would take it for an unfinished start, and end the process
+            self.log.warning("Kernel %s will not outlive this server: %s", self.kernel_id, error)
+
+    def _launched(self, launch: Mapping[str, Any], connection: KernelConnectionInfo) -> dict[str, Any]:
+        """Return what the next server needs to take the kernel over. Raises ProcessGoneError."""
+        manager: Any = self.parent
+        return {
+            "kernel_name": manager.kernel_name,
+            "cwd": os.fspath(launch.get("cwd") or Path.cwd()),
+            "session_name": launch.get("env", {}).get("JPY_SESSION_NAME", ""),
+            "connection_file": manager.connection_file,
+            "connection": plain_connection(connection),
+            "provisioner": {"pid": self.pid, "pgid": self.pgid, "ip": self.ip, **self._own_info()},
+        }
+
+    def _remove_record(self) -> None:
+        if self._record is not None:
+            self._record.remove()
+            self._record = None
 
     @property
     def _is_named_by_kernelspec(self) -> bool:
@@ -375,17 +400,6 @@ class FractionalGPUProvisioner(LocalProvisioner):
             )
         except FractionalGPUError as error:
             raise start_error(error, f"Kernel {self.kernel_spec.display_name!r}: ") from None
-
-    def _spec_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment with the kernelspec's own variables, as jupyter_client will build it."""
-        own = {
-            name: Template(value).safe_substitute(environment) for name, value in (self.kernel_spec.env or {}).items()
-        }
-        return {**environment, **own}
-
-    def _request(self, asked: LeaseRequest, environment: Mapping[str, str]) -> LeaseRequest:
-        label = environment.get("JPY_SESSION_NAME") or self.kernel_spec.display_name or "kernel"
-        return kernel_request(asked, kernel_id=self.kernel_id or "", label=label, gated=self._plan.gated)
 
     async def _obtain(self, request: LeaseRequest, simulate: str | None) -> tuple[KernelLease | None, str]:
         """Return the lease, or None and why the kernel gets no GPU (empty: it starts as under the local provisioner)."""
@@ -427,16 +441,13 @@ class FractionalGPUProvisioner(LocalProvisioner):
 
     def _attach_request(self, pid: int, connection: KernelConnectionInfo) -> AttachRequest:
         """Raises ProcessGoneError."""
-        spec = self.kernel_spec
-        is_ipykernel = find_ipykernel(spec.argv) is not None
-        return attach_request(pid, dict(connection), language=spec.language or "", ipykernel=is_ipykernel)
+        return attach_request(pid, connection, self.kernel_spec.argv, self.kernel_spec.language or "")
 
     async def _undo_launch(self) -> None:
-        """Kill a process that the broker refused; a first start leaves no lease behind."""
         await self.kill()
         await self.wait()
         if not self._is_restart:
-            self._record.remove()
+            self._remove_record()
             await self._release_all()
 
     async def _release_all(self) -> None:
@@ -444,10 +455,7 @@ class FractionalGPUProvisioner(LocalProvisioner):
         self._ports.release()
         lease, self._lease, self._launch_lease = self._lease, None, None
         if lease is not None:
-            try:
-                await in_thread(lease.release)
-            except FractionalGPUError as error:
-                self.log.warning("The GPU lease of kernel %s could not be released: %s", self.kernel_id, error)
+            await in_thread(self._release, lease)
 
     async def _is_frozen(self) -> bool:
         if self._lease is None or self.process is None:
@@ -468,8 +476,6 @@ def _ended_at_once(process: Popen[bytes] | AdoptedProcess | None) -> FractionalG
     how = "" if code is None else f" (exit code {code})"
     return FractionalGPUError(f"the kernel's process ended right after its start{how}; see the server's log")
 
-
-# -- errors of a first start -----------------------------------------------------------------------------------------------
 
 # What the broker says about this server. As this server's own status they would concern the browser's login, path or request.
 _ABOUT_THE_SERVER = frozenset({401, 403, 404, 413})
