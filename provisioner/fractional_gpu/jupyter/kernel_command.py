@@ -2,13 +2,12 @@
 
 Rules:
 
-- The command keeps its form: `-m ipykernel_launcher` becomes `-m fractional_gpu_kernel ipykernel_launcher`, so the kernel has the
-  `sys.path`, `sys.argv`, flags and configuration that the local provisioner gives it.
-- The interpreter itself is asked whether it can import the extension. A wrong guess would be costly: a kernel that is believed to have
-  a gate and has none would start on the GPU without admission. If it cannot be asked, also in a wrapper, it has no gate, and is told why.
+- The command keeps its form: `-m ipykernel_launcher` becomes `-m fractional_gpu_kernel ipykernel_launcher`.
+- The interpreter itself is asked whether it can import the extension: a kernel that is believed to have a gate and has none would start
+  on the GPU without admission. If it cannot be asked, also in a wrapper, it has no gate, and is told why.
 - A module of one of our names is ours only if its source has `MARK`. Where another module has the name (on `PYTHONPATH`, or in the
-  notebook's folder, which ipykernel puts before site-packages), the kernel starts without the extension, and a sentence says which
-  module was found. The same holds where msgspec, with which the extension calls the broker, is missing or too old.
+  notebook's folder, which ipykernel puts before site-packages), the kernel starts without the extension and says so. The same holds where
+  msgspec, with which the extension calls the broker, is missing or too old.
 """
 
 import json
@@ -103,10 +102,7 @@ class KernelPlan:
 def plan_kernel(
     argv: Sequence[str], environment: Mapping[str, str], folder: str, language: str = "python"
 ) -> KernelPlan:
-    """Find out whether the extension can be loaded by this kernelspec's `argv`, started in `folder` with `environment`.
-
-    Runs the kernel's interpreter once, unless its answer is known: from an event loop, call it in a thread. Raises nothing.
-    """
+    """Find out whether this kernelspec's `argv` can load the extension. It may run the kernel's interpreter. Raises nothing."""
     position = find_ipykernel(argv)
     if position is None:
         hidden = argv and language.lower() == "python"
@@ -210,12 +206,7 @@ def _foreign_in(folder: str, name: str, origin: str) -> Path | None:
     return None
 
 
-# -- kernel config -----------------------------------------------------------------------------------------------------
-# The `config` of a kernelspec's `kernel_provisioner` stanza, checked before anything is started.
-#
-# jupyter_client passes the stanza to the provisioner's constructor and ignores misspelt keys. Here every key and value is checked; an
-# error is one sentence with the key, the value and what is allowed.
-
+# The `config` of a kernelspec's `kernel_provisioner` stanza: jupyter_client ignores misspelt keys, so each is checked here.
 
 CONFIG_KEYS = ("pool", "fraction", "memory", "request", "devices", "priority", "simulate")
 SIMULATED = re.compile(r"(\d{1,4}x)?\d{1,9}[KMGT]i?B(,(\d{1,4}x)?\d{1,9}[KMGT]i?B){0,63}", re.ASCII | re.IGNORECASE)
@@ -228,11 +219,8 @@ _SHOWN = 80  # characters of a bad value
 def check_pool_name(name: object) -> str:
     """Return the name of a pool, which is also part of a kernelspec's folder name. Raises BadRequestError."""
     if not isinstance(name, str) or not _POOL_NAME.fullmatch(name):
-        raise BadRequestError(
-            f"pool {shown(name)} is not a pool's name; allowed: up to 63 letters, digits, dots, dashes and "
-            "underscores, "
-            "a letter or digit first"
-        )
+        allowed = "allowed: up to 63 letters, digits, dots, dashes and underscores, a letter or digit first"
+        raise BadRequestError(f"pool {shown(name)} is not a pool's name; {allowed}")
     return name
 
 
@@ -254,7 +242,9 @@ def parse_kernel_config(
     try:
         whole = "1" if devices > 1 else default_fraction
         fraction_milli = parse_fraction_milli(_scalar(stanza.get("fraction", whole)))
-        memory_mib, request_mib = (_memory(stanza, key) for key in ("memory", "request"))
+        sizes = {
+            key: parse_memory_mib(_size(stanza[key])) for key in ("memory", "request") if stanza.get(key) is not None
+        }
     except ValueError as error:
         raise BadRequestError(f"kernel_provisioner config: {error}") from None
     if devices > 1 and fraction_milli != 1000:
@@ -265,16 +255,17 @@ def parse_kernel_config(
     request = LeaseRequest(
         pool=check_pool_name(stanza.get("pool", default_pool)),
         fraction_milli=fraction_milli,
-        memory_mib=memory_mib,
+        memory_mib=sizes.get("memory"),
         priority=_whole_number("priority", stanza.get("priority", 0), _PRIORITIES, ", higher goes first"),
-        request_mib=request_mib,
+        request_mib=sizes.get("request"),
         devices=devices,
     )
-    return request, _simulated(stanza.get("simulate"))
-
-
-def _memory(stanza: Mapping[str, object], key: str) -> int | None:
-    return parse_memory_mib(_size(stanza[key])) if stanza.get(key) is not None else None
+    simulate = stanza.get("simulate")
+    if simulate is None or (isinstance(simulate, str) and SIMULATED.fullmatch(simulate)):
+        return request, simulate
+    raise BadRequestError(
+        f"kernel_provisioner config: simulate is {shown(simulate)}; allowed: COUNTxMEMORY such as 2x80GiB or 2x80GiB,1x40GiB"
+    )
 
 
 def _whole_number(key: str, value: object, allowed: range, more: str = "") -> int:
@@ -284,14 +275,6 @@ def _whole_number(key: str, value: object, allowed: range, more: str = "") -> in
             f"{allowed.stop - 1}{more}"
         )
     return value
-
-
-def _simulated(value: object) -> str | None:
-    if value is None or (isinstance(value, str) and SIMULATED.fullmatch(value)):
-        return value
-    raise BadRequestError(
-        f"kernel_provisioner config: simulate is {shown(value)}; allowed: COUNTxMEMORY such as 2x80GiB or 2x80GiB,1x40GiB"
-    )
 
 
 def _scalar(value: object) -> str | float:

@@ -2,14 +2,10 @@
 
 Rules:
 
-- Each is copied from a base kernelspec: interpreter, environment, language and metadata (`supported_encryption`,
-  `kernel_protocol_version`, `debugger`), without which servers that require encryption refuse it.
-- The folder is named `fractional-gpu-<pool>-<milli>[-<base>][-launcher]` by default. Which folders are ours is decided by the mark in
-  their metadata, never by the name alone.
+- Each is copied from a base kernelspec with its metadata (`supported_encryption` and others), without which some servers refuse it.
+- Which folders are ours is decided by the mark in their metadata, never by the name alone.
 - A folder appears whole or not at all. It replaces only a kernelspec of ours for the same base, pool and fraction.
-- Of two folders of one name Jupyter takes the one that it finds first: `InstalledSpec.shadowed_by` is the other one.
-- The command is the base's: what loads our extension is added when a kernel starts. A kernel without the extension (another
-  language, an environment that lacks it) holds its reservation from its start.
+- The command is the base's: what loads our extension is added when a kernel starts.
 - With `launcher`, the command itself takes the lease (`fractional_gpu.jupyter.launcher`), for programs that ignore provisioners;
   the local provisioner is named then, so that Jupyter servers do not take a second lease for it.
 """
@@ -40,6 +36,7 @@ from fractional_gpu.protocol.limits import MAX_NAME
 PROVISIONER_NAME = "fractional-gpu-provisioner"
 _NAME_PREFIX = "fractional-gpu-"
 _MADE_BY = "jupyter-fractional-gpu"  # the key in metadata that marks our kernelspecs
+_MARK = {"pool", "fraction_milli", "gated", "simulated", "base", "launcher"}
 _DEFAULT_BASE = "python3"
 _NAME = re.compile(r"[a-z0-9._-]+", re.ASCII | re.IGNORECASE)  # what Jupyter accepts
 _UNREADABLE = (OSError, ValueError, TypeError, RecursionError, TraitError)  # of a kernel.json that is no kernelspec
@@ -115,16 +112,14 @@ def install(
     argv, plan = _argv(base_spec, target)
     installed = []
     for milli, folder_name in names.items():
-        content = _content(
-            base_spec, argv, pool=pool, milli=milli, gated=plan.gated, simulated=simulated, launcher=launcher
-        )
-        content["metadata"][_MADE_BY] |= {"base": base, "launcher": launcher}
-        if simulate:
-            content["metadata"]["kernel_provisioner"]["config"]["simulate"] = simulate
-        if launcher:
-            _add_launcher(content, folder_name, pool=pool, milli=milli, simulate=simulate)
+        mark = {"pool": pool, "fraction_milli": milli, "gated": plan.gated, "simulated": simulated}
+        content = _content(base_spec, argv, {**mark, "base": base, "launcher": launcher})
         if display_name is not None:
             content["display_name"] = _check_display_name(display_name)
+        if launcher:
+            _add_launcher(content, folder_name, simulate)
+        elif simulate:
+            content["metadata"]["kernel_provisioner"]["config"]["simulate"] = simulate
         folder = target / folder_name
         replaces = _check_replaced(folder, content)
         _write_folder(folder, content, logo(milli))
@@ -134,10 +129,7 @@ def install(
 
 
 def list_installed(
-    *,
-    prefix: str | None = None,
-    user: bool = False,
-    directory: str | None = None,
+    *, prefix: str | None = None, user: bool = False, directory: str | None = None
 ) -> list[InstalledSpec]:
     """Return our kernelspecs in the place that is named (as for `install`), else wherever Jupyter looks, shadowed ones too."""
     if prefix is not None or user or directory is not None:
@@ -258,7 +250,7 @@ def _check_name(name: str) -> str:
     """Return the name as Jupyter compares it. Raises BadRequestError."""
     if not _NAME.fullmatch(name) or not name.strip("."):
         raise BadRequestError(
-            f"{name!r} is not a kernelspec's name; allowed: letters, digits, and . _ -, of which not all are dots"
+            f"{name!r} is not a kernelspec's name; allowed: letters, digits, and . _ -, not dots alone"
         )
     return name.lower()
 
@@ -312,24 +304,24 @@ def _argv(base: KernelSpec, target: Path) -> tuple[list[str], KernelPlan]:
     return argv, plan_kernel(argv, environment, base.resource_dir, base.language)
 
 
-def _content(
-    base: KernelSpec, argv: list[str], *, pool: str, milli: int, gated: bool, simulated: bool, launcher: bool
-) -> dict[str, Any]:
+def _content(base: KernelSpec, argv: list[str], mark: Mapping[str, Any]) -> dict[str, Any]:
     """Build kernel.json."""
-    metadata = {
-        **(base.metadata or {}),
-        "kernel_provisioner": {
-            "provisioner_name": PROVISIONER_NAME,
-            "config": {"pool": pool, "fraction": f"{milli}m"},
-        },
-        _MADE_BY: {"pool": pool, "fraction_milli": milli, "gated": gated, "simulated": simulated},
-    }
+    pool, milli = mark["pool"], mark["fraction_milli"]
+    words = [(base.display_name or "Kernel").replace(" (ipykernel)", ""), f"{format_fraction(milli)} GPU"]
+    words += [pool] if pool != "default" else []
+    words[-1] += " (simulated)" if mark["simulated"] else ""
+    words += ["launcher"] if mark["launcher"] else []
+    config = {"pool": pool, "fraction": f"{milli}m"}
     content: dict[str, Any] = {
         "argv": argv,
-        "display_name": _display_name(base, pool=pool, milli=milli, simulated=simulated, launcher=launcher),
+        "display_name": " · ".join(words),
         "language": base.language,
         "interrupt_mode": base.interrupt_mode,
-        "metadata": metadata,
+        "metadata": {
+            **(base.metadata or {}),
+            "kernel_provisioner": {"provisioner_name": PROVISIONER_NAME, "config": config},
+            _MADE_BY: mark,
+        },
     }
     if base.env:
         content["env"] = dict(base.env)
@@ -353,25 +345,18 @@ sys.exit(main())
 """.lstrip()
 
 
-def _add_launcher(content: dict[str, Any], name: str, *, pool: str, milli: int, simulate: str | None) -> None:
+def _add_launcher(content: dict[str, Any], name: str, simulate: str | None) -> None:
     """Put the launcher before the command of kernel.json, and name the local provisioner."""
+    asked = content["metadata"]["kernel_provisioner"]["config"]
     gone = (
         f"This kernel needs the package jupyter-fractional-gpu, which is not installed any more: install it "
         f"for {sys.executable} again, or remove the kernel (`jupyter kernelspec remove {name}`)."
     )
-    words = ["--pool", pool, "--fraction", f"{milli}m", "--language", content["language"]]
+    words = ["--pool", asked["pool"], "--fraction", asked["fraction"], "--language", content["language"]]
     words += ["--simulate", simulate] if simulate else []
     words += ["--label", content["display_name"]]
     content["argv"] = [sys.executable, "-P", "-c", _LAUNCH, gone, *words, "--", *content["argv"]]
     content["metadata"]["kernel_provisioner"] = {"provisioner_name": "local-provisioner", "config": {}}
-
-
-def _display_name(base: KernelSpec, *, pool: str, milli: int, simulated: bool, launcher: bool) -> str:
-    kernel = (base.display_name or "Kernel").replace(" (ipykernel)", "")
-    words = f"{kernel} · {format_fraction(milli)} GPU"
-    if pool != "default":
-        words += f" · {pool}"
-    return words + (" (simulated)" if simulated else "") + (" · launcher" if launcher else "")
 
 
 def _read_ours(folder: Path) -> Mapping[str, Any] | None:
@@ -382,7 +367,7 @@ def _read_ours(folder: Path) -> Mapping[str, Any] | None:
         return None
     metadata = content.get("metadata") if isinstance(content, dict) else None
     mark = metadata.get(_MADE_BY) if isinstance(metadata, dict) else None
-    return content if isinstance(mark, dict) else None
+    return content if isinstance(mark, dict) and mark.keys() == _MARK else None
 
 
 def _check_replaced(folder: Path, content: Mapping[str, Any]) -> bool:
@@ -443,11 +428,6 @@ def _describe(folder: Path, content: Mapping[str, Any]) -> InstalledSpec:
         name=folder.name,
         display_name=str(content.get("display_name", folder.name)),
         folder=folder,
-        pool=str(mark.get("pool", "")),
-        fraction_milli=int(mark.get("fraction_milli", 0)),
-        gated=bool(mark.get("gated")),
-        simulated=bool(mark.get("simulated")),
-        launcher=bool(mark.get("launcher")),
-        base=str(mark.get("base", "")),
+        **mark,
         argv=tuple(map(str, argv)) if isinstance(argv, list) else (),
     )
