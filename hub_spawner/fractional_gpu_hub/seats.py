@@ -54,8 +54,8 @@ _STATUS = {
     "seat-queue": 503,
     "no-device": 503,
     "broker": 503,
+    "engine": 503,
     "engine-unavailable": 503,
-    "slurm-unavailable": 503,
 }
 
 

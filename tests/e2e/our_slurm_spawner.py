@@ -14,6 +14,7 @@ from typing import Any
 
 import batchspawner
 
+from fractional_gpu.engines.engine import EngineUnavailableError
 from fractional_gpu.protocol.nodes import NodeSummary, PoolSummary, encode_summary
 from fractional_gpu_hub.engines import slurm, slurm_commands
 
@@ -44,7 +45,7 @@ async def _run(*words: str, stdin: str | None = None, environment: Mapping[str, 
         stdin = "\n".join([first, *options, rest])
     said = str(await _made[-1].run_command(shlex.join(words), input=stdin, env=environment))
     if "error" in said:
-        raise slurm_commands.SlurmUnavailableError(said)
+        raise EngineUnavailableError(said)
     if "squeue" not in words or not said:
         return said
     state, _, node = said.partition(" ")

@@ -16,9 +16,11 @@ from uuid import uuid4
 
 import pytest
 import yaml
+from msgspec import convert
 
 from fractional_gpu.client.seat import SeatClient
-from fractional_gpu.engines.pod_seats import Pod, PodSeats
+from fractional_gpu.engines.pod_seats import PodSeats
+from fractional_gpu.engines.pods import Pod
 from fractional_gpu.protocol.status import LeaseStatus
 from tests.e2e.test_namespaces import SCRIPT, Inside, inside
 from tests.e2e.test_worker_container import worker_service
@@ -98,7 +100,7 @@ def _give(world: World) -> None:
 
 def _pod(uid: str) -> Pod:
     resource = {"fractional-gpu.jupyter.org/default": "500"}
-    return Pod.of(
+    return convert(
         {
             "metadata": {
                 "uid": uid,
@@ -108,7 +110,8 @@ def _pod(uid: str) -> Pod:
             },
             "spec": {"containers": [{"name": "notebook", "resources": {"limits": resource, "requests": resource}}]},
             "status": {"phase": "Running"},
-        }
+        },
+        Pod,
     )
 
 

@@ -13,10 +13,11 @@ import pytest
 from batchspawner import JobStatus
 from tornado import web
 
+from fractional_gpu.engines.engine import EngineUnavailableError
 from fractional_gpu.protocol.nodes import NodeSummary, PoolSummary, encode_summary
 from fractional_gpu_hub.engines import slurm_commands
 from fractional_gpu_hub.engines.slurm import FractionalGPUSlurmSpawner
-from fractional_gpu_hub.engines.slurm_commands import NODES, SlurmUnavailableError, jobs_named
+from fractional_gpu_hub.engines.slurm_commands import NODES, jobs_named
 from tests.support.slurm import Cluster, new_cluster
 from tests.support.stopping import stop
 
@@ -223,5 +224,5 @@ async def test_nodes_that_take_nothing_are_named(cluster: Cluster) -> None:
 
 async def test_a_missing_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(SlurmUnavailableError, match="install Slurm's client commands"):
+    with pytest.raises(EngineUnavailableError, match="install Slurm's commands"):
         await NODES._read()

@@ -20,10 +20,9 @@ from fractional_gpu.client import http
 from fractional_gpu.client.client import BrokerClient
 from fractional_gpu.config import hub, values
 from fractional_gpu.core.forecasts.forecasts import Forecasts
-from fractional_gpu.engines import kubernetes
 from fractional_gpu.engines.engine import EngineError
-from fractional_gpu.engines.kubernetes import PodWatch
 from fractional_gpu.engines.pod_seats import request_of
+from fractional_gpu.engines.pods import Pod
 from fractional_gpu.gpu import worker, worker_process, worker_service
 from fractional_gpu.gpu.interface import GPUError
 from fractional_gpu.host import claims, files, process, workload
@@ -266,16 +265,10 @@ def service_request(data: bytes) -> None:
 
 def pod(data: bytes) -> None:
     """A line of a watch of pods."""
-    watch = PodWatch(cast("Any", None), "n", lambda _: None, lambda: None)
     try:
-        watch._take(kubernetes._event(data))
-    except (EngineError, ValueError):
-        return
-    for one in watch._pods.values():
-        try:
-            request_of(one)
-        except EngineError as error:
-            str(error)
+        request_of(msgspec.convert(_json(data), Pod))
+    except (EngineError, msgspec.ValidationError) as error:
+        str(error)
 
 
 GOOD_RECORD: Mapping[str, Any] = msgspec.to_builtins(a_record())

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from jupyterhub.spawner import Spawner
 from tornado import web
 
-from fractional_gpu_hub.engines import EngineGPUMixin, EngineUnavailableError, NodePool
+from fractional_gpu.engines.engine import EngineUnavailableError
+from fractional_gpu_hub.engines import EngineGPUMixin, NodePool
 from fractional_gpu_hub.engines.offers import Terms, host_memory_mib, offers_of
 from fractional_gpu_hub.options import gpu_form
 
@@ -20,12 +21,12 @@ NOW_S = 1_000_000.0
 TERMS = Terms(now_s=NOW_S, stale_after_s=100)
 
 
-def node(name: str = "n1", **more: Any) -> NodePool:  # noqa: ANN401 - fields
+def node(where: str = "n1", **more: Any) -> NodePool:  # noqa: ANN401 - fields
     given = {
-        "pool": "default", "devices": 2, "device_mib": 1000, "total_milli": 2000, "held_milli": 500,
-        "admissible_milli": 1500, "fractions": (250, 500), "at_s": NOW_S,
+        "name": "default", "devices": 2, "device_mib": 1000, "total_milli": 2000, "held_milli": 500,
+        "free_milli": 1500, "fractions_milli": [250, 500], "at_s": NOW_S,
     }  # fmt: skip
-    return NodePool(node=name, **{**given, **more})
+    return NodePool(node=where, **{**given, **more})
 
 
 def page(nodes: Sequence[NodePool]) -> str:
@@ -36,7 +37,7 @@ def page(nodes: Sequence[NodePool]) -> str:
 
 
 def test_the_page_says_what_all_nodes_have_together() -> None:
-    text = page([node("n1"), node("n2", admissible_milli=0, held_milli=2000, waiting=3)])
+    text = page([node("n1"), node("n2", free_milli=0, held_milli=2000, waiting=3)])
     assert "2 nodes with 4 GPUs; 2.5 of 4 GPUs are held, 1.5 can be had at once; 3 kernels wait for a GPU." in text
     assert "starts at once on 1 of 2 nodes" in text
     assert 'value="default/250" required aria-describedby="gpu-default-250-hint" checked' in text, (
@@ -59,16 +60,16 @@ def test_a_pool_whose_nodes_are_all_down_says_why() -> None:
 
 
 def test_names_from_nodes_are_escaped() -> None:
-    assert "<script>" not in page([node("<script>", why_not="<script>", pool="<script>")])
+    assert "<script>" not in page([node("<script>", why_not="<script>", name="<script>")])
 
 
 NODES = st.lists(
     st.builds(
         node,
         st.sampled_from(["n1", "n2", "n3"]),
-        pool=st.sampled_from(["a", "b"]),
-        admissible_milli=st.integers(0, 4000),
-        fractions=st.lists(st.sampled_from([125, 250, 500, 1000]), unique=True),
+        name=st.sampled_from(["a", "b"]),
+        free_milli=st.integers(0, 4000),
+        fractions_milli=st.lists(st.sampled_from([125, 250, 500, 1000]), unique=True, min_size=1),
         at_s=st.floats(NOW_S - 1000, NOW_S + 1000),
         why_not=st.sampled_from(["", "down"]),
         device_mib=st.integers(1, 100_000),
@@ -83,9 +84,9 @@ def test_a_share_is_free_only_where_a_fresh_node_that_is_up_admits_it(nodes: lis
             admits = [
                 there
                 for there in nodes
-                if there.pool == pool.pool
-                and one.fraction_milli in there.fractions
-                and there.admissible_milli >= one.fraction_milli
+                if there.name == pool.pool
+                and one.fraction_milli in there.fractions_milli
+                and there.free_milli >= one.fraction_milli
                 and not there.why_not
                 and not TERMS.is_stale(there)
             ]
@@ -95,8 +96,8 @@ def test_a_share_is_free_only_where_a_fresh_node_that_is_up_admits_it(nodes: lis
 @given(NODES, st.integers(0, 10_000))
 def test_the_memory_that_is_asked_for_covers_the_share_on_every_node(nodes: list[NodePool], base_mib: int) -> None:
     for there in nodes:
-        for milli in there.fractions:
-            asked = host_memory_mib(nodes, there.pool, milli, base_mib=base_mib)
+        for milli in there.fractions_milli:
+            asked = host_memory_mib(nodes, there.name, milli, base_mib=base_mib)
             assert asked >= base_mib + there.memory_mib(milli)
 
 
@@ -148,7 +149,7 @@ def spawner(options: dict[str, Any], **traits: Any) -> Any:  # noqa: ANN401 - un
 
 
 async def test_a_start_shows_the_queue_and_its_allocation_outlives_the_hub() -> None:
-    made = spawner({"pool": "default", "fraction": "1/4"}, gpu_base_memory="1GiB")
+    made = spawner({"name": "default", "fraction": "1/4"}, gpu_base_memory="1GiB")
     assert await made.start() == ("127.0.0.1", 1)
     allocation = made.gpu_allocation
     assert (allocation.memory_mib, allocation.host_memory_mib) == (250, 1024 + 1000), (

@@ -11,16 +11,16 @@ from playwright.sync_api import Page, expect
 from traitlets.config import Config
 
 from fractional_gpu.config import ConfigError
+from fractional_gpu.engines.engine import EngineUnavailableError
 from fractional_gpu.protocol.nodes import NodeSummary, PoolSummary, encode_summary
 from fractional_gpu_hub.engines.kubernetes_cluster import Where
-from fractional_gpu_hub.engines.offers import NodePool
+from fractional_gpu_hub.engines.offers import ClusterNode, NodePool
 from fractional_gpu_hub.engines.slurm_cluster import cluster_of
-from fractional_gpu_hub.engines.slurm_commands import Node, SlurmUnavailableError, parse_servers, published
+from fractional_gpu_hub.engines.slurm_commands import parse_nodes, parse_servers
 from fractional_gpu_hub.service import add_page, cluster
 from fractional_gpu_hub.service.cluster import (
     Cluster,
     ClusterFollower,
-    ClusterNode,
     ClusterServer,
     ClusterSnapshot,
     cluster_view,
@@ -38,8 +38,8 @@ NOW_S = 1_000_000.0
 
 def pool(node: str, **more: object) -> NodePool:
     given: dict[str, object] = {
-        "pool": "default", "devices": 2, "device_mib": 81920, "total_milli": 2000, "held_milli": 1250, "admissible_milli": 750,
-        "fractions": (250,), "waiting": 2, "wait_ms": 3000, "wait_p95_ms": 20000, "at_s": NOW_S - 60, "simulated": True,
+        "name": "default", "devices": 2, "device_mib": 81920, "total_milli": 2000, "held_milli": 1250, "free_milli": 750,
+        "fractions_milli": [250], "waiting": 2, "wait_p50_ms": 3000, "wait_p95_ms": 20000, "at_s": NOW_S - 60, "simulated": True,
     }  # fmt: skip
     return NodePool(node=node, **{**given, **more})  # type: ignore[arg-type]
 
@@ -100,15 +100,15 @@ def test_slurms_nodes_and_jobs_become_the_page() -> None:
         pools=[PoolSummary(name="a", devices=1, total_milli=1000, held_milli=250, free_milli=750, count="jgpu:open")],
     )
     nodes = [
-        Node(name="n1", address="n1", state="MIXED", partitions=frozenset(), extra=encode_summary(summary)),
-        Node(name="n2", address="n2", state="IDLE", partitions=frozenset(), extra=""),
-        Node(name="n3", address="n3", state="DOWN*", partitions=frozenset(), extra="{broken"),
+        f"NodeName=n1 State=MIXED Extra={encode_summary(summary)}",
+        "NodeName=n2 State=IDLE",
+        "NodeName=n3 State=DOWN* Extra={broken",
     ]
     jobs = parse_servers(
         "f00|7|RUNNING|n1|gres:jgpu:open:250|1:02|ada|jupyter-0a\nf00|8|RUNNING|n1|gres:gpu:1|1:02|bob|jupyter-0b",
         "f00|",
     )
-    found = cluster_of([published(node) for node in nodes], jobs)
+    found = cluster_of(parse_nodes("\n".join(nodes)), jobs)
     assert ([node.name for node in found.nodes], found.others) == (["n1", "n3"], 1)
     assert found.nodes[1].problem
     assert [(one.user, one.milli, one.state) for one in found.servers] == [
@@ -131,7 +131,7 @@ class Slurm:
     async def read(self) -> Cluster:
         self.reads += 1
         if self.problem:
-            raise SlurmUnavailableError(self.problem)
+            raise EngineUnavailableError(self.problem)
         return self.there
 
 

@@ -15,22 +15,20 @@ from jupyterhub.apihandlers import default_handlers
 from tornado import web
 from traitlets.config import Config
 
+from fractional_gpu.engines.engine import EngineError, EngineUnavailableError
+from fractional_gpu.engines.slurm import failed
 from fractional_gpu.protocol.nodes import NodeSummary, PoolSummary, encode_summary
-from fractional_gpu_hub.engines import Allocation, slurm_commands
-from fractional_gpu_hub.engines.offers import ANY_FRACTIONS
+from fractional_gpu_hub.engines import Allocation
+from fractional_gpu_hub.engines.offers import NO_AGENT
 from fractional_gpu_hub.engines.slurm import FractionalGPUSlurmSpawner, _PortHandler
 from fractional_gpu_hub.engines.slurm_commands import (
     JobState,
-    Node,
-    SlurmError,
-    SlurmUnavailableError,
+    SlurmNode,
     ended_sentence,
     job_id_of,
     parse_job,
     parse_nodes,
     parse_servers,
-    pools_of,
-    published,
     waiting_sentence,
 )
 from tests.support.paths import ROOT
@@ -137,7 +135,7 @@ SUMMARY = encode_summary(
 )
 
 
-def node(state: str = "IDLE", extra: str = SUMMARY) -> Node:
+def node(state: str = "IDLE", extra: str = SUMMARY) -> SlurmNode:
     (found,) = parse_nodes(LINE.format(state=state, extra=extra))
     return found
 
@@ -145,11 +143,11 @@ def node(state: str = "IDLE", extra: str = SUMMARY) -> Node:
 def test_a_node_has_its_summary_its_address_and_its_partitions() -> None:
     found = node()
     assert (found.name, found.address, found.partitions) == ("n1", "10.0.0.1", frozenset({"gpu", "all"}))
-    (pool,) = pools_of(published(found))
-    assert (pool.admissible_milli, pool.device_mib, pool.fractions, pool.why_not) == (
+    (pool,) = found.pools
+    assert (pool.free_milli, pool.device_mib, pool.fractions_milli, pool.why_not) == (
         500,
         8,
-        ANY_FRACTIONS,
+        [],
         "",
     )
 
@@ -163,14 +161,15 @@ def test_a_node_has_its_summary_its_address_and_its_partitions() -> None:
     ],
 )  # fmt: skip
 def test_the_states_of_nodes(state: str, why_not: str) -> None:
-    assert node(state).why_not == why_not
+    found = node(state)
+    assert (found.state, found.pools[0].why_not) == (why_not or "in service", why_not)
 
 
 @pytest.mark.parametrize("extra", ["another_programs_text", '{"version":99}', '{"version":1', "{" + "x" * 5000])
 def test_a_text_that_is_no_summary_is_none_and_a_broken_one_says_why(extra: str) -> None:
-    found = published(node(extra=extra))
-    assert pools_of(found) == []
-    assert bool(found.problem) == extra.startswith("{")
+    found = node(extra=extra)
+    assert found.pools == []
+    assert (found.problem == NO_AGENT) == (not extra.startswith("{"))
 
 
 def test_a_job_in_the_queue_says_why_and_until_when() -> None:
@@ -183,7 +182,7 @@ def test_a_job_in_the_queue_says_why_and_until_when() -> None:
     assert job is not None
     assert waiting_sentence(job, NOW) == "Job 12 waits in Slurm's queue (QOSMaxGRESPerUser)."
     assert parse_job("13|RUNNING|n1|N/A|None", "12") is None
-    with pytest.raises(SlurmUnavailableError):
+    with pytest.raises(EngineUnavailableError):
         parse_job("12|RUNNING", "12")
 
 
@@ -195,7 +194,7 @@ def test_why_a_job_ended() -> None:
 
 @pytest.mark.parametrize("text", ["", "sbatch: error", "0", "12x", "-1", "1;2;3\nno"])
 def test_what_is_no_number_of_a_job_is_refused(text: str) -> None:
-    with pytest.raises(SlurmError, match="in place of a job's number"):
+    with pytest.raises(EngineError, match="in place of a job's number"):
         job_id_of(text)
     assert job_id_of("a warning\n12;cluster\n") == "12"
 
@@ -203,17 +202,17 @@ def test_what_is_no_number_of_a_job_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("said", "kind"),
     [
-        ("slurm_load_jobs error: Invalid job id specified", SlurmError),
-        ("sbatch: error: Batch job submission failed: Requested node configuration is not available", SlurmError),
-        ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", SlurmUnavailableError),
-        ("slurm_load_jobs error: Zero Bytes were transmitted or received", SlurmUnavailableError),
-        ("error: Munge encode failed: Invalid authentication credential", SlurmUnavailableError),
-        ("sudo: a password is required", SlurmUnavailableError),
-        ("", SlurmUnavailableError),
+        ("slurm_load_jobs error: Invalid job id specified", EngineError),
+        ("sbatch: error: Batch job submission failed: Requested node configuration is not available", EngineError),
+        ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", EngineUnavailableError),
+        ("slurm_load_jobs error: Zero Bytes were transmitted or received", EngineUnavailableError),
+        ("error: Munge encode failed: Invalid authentication credential", EngineUnavailableError),
+        ("sudo: a password is required", EngineUnavailableError),
+        ("", EngineUnavailableError),
     ],
 )
 def test_only_slurms_own_refusal_is_a_refusal(said: str, kind: type[Exception]) -> None:
-    assert type(slurm_commands._failure("squeue", said, 1)) is kind
+    assert type(failed("squeue", said, 1)) is kind
 
 
 def test_servers_are_known_by_their_jobs_names_which_stand_last() -> None:

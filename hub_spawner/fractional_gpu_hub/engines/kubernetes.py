@@ -14,22 +14,21 @@ Rules:
 """
 
 import contextlib
-import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, ClassVar, Final
 
-import aiohttp
 from kubernetes_asyncio import client
-from kubernetes_asyncio.client.exceptions import ApiException, OpenApiException
 from kubespawner import KubeSpawner
 from traitlets import Bool, Float, Int, Unicode, default
 
-from fractional_gpu.protocol import pods
-from fractional_gpu.protocol.nodes import parse_summary
-from fractional_gpu_hub.engines.offers import NO_AGENT, NodePool, pools_of_summary
-from fractional_gpu_hub.engines.spawner import Allocation, EngineGPUMixin, EngineUnavailableError
+from fractional_gpu.engines import pods
+from fractional_gpu.engines.kubernetes import Page, listed
+from fractional_gpu.engines.pods import Node
+from fractional_gpu_hub.engines.kubernetes_cluster import LIST_NODES, node_of
+from fractional_gpu_hub.engines.offers import ClusterNode, NodePool, NodeReader
+from fractional_gpu_hub.engines.spawner import Allocation, EngineGPUMixin
 from fractional_gpu_hub.options import Choice, options_of_form
 from fractional_gpu_hub.seats import spawn_error
 
@@ -119,7 +118,7 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
         """,
     )
 
-    _gpu_listed: ClassVar[dict[str, tuple[float, list[NodePool]]]] = {}  # by selector: when, and what
+    _gpu_readers: ClassVar[dict[str, NodeReader[ClusterNode]]] = {}  # by selector
 
     @default("allow_privilege_escalation")
     def _gpu_allow_privilege_escalation_default(self) -> bool:
@@ -128,22 +127,19 @@ class FractionalGPUKubeSpawner(EngineGPUMixin, KubeSpawner):  # type: ignore[mis
     # -- offers ------------------------------------------------------------------------------------------------------------------
 
     async def gpu_nodes(self) -> Sequence[NodePool]:
-        """Return the pools of all nodes, as their agents published them. Raises EngineUnavailableError. Cancelled: nothing has changed."""
-        listed = self._gpu_listed.get(self.gpu_node_selector)
-        if listed is not None and time.monotonic() - listed[0] < self.gpu_nodes_cache:
-            return listed[1]
-        try:
-            nodes = await self.api.list_node(label_selector=self.gpu_node_selector, _request_timeout=10)
-        except (ApiException, OpenApiException, aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise EngineUnavailableError(_unavailable(error)) from error
-        found = []
-        for node in nodes.items:
-            pools, problem = pools_of_node(node)
-            found += pools
-            if problem:
-                self.log.warning("Node %s: %s", node.metadata.name, problem)
-        self._gpu_listed[self.gpu_node_selector] = (time.monotonic(), found)
-        return found
+        """Return the pools of all nodes, as their agents published them. Raises EngineError. Cancelled: nothing has changed."""
+        selector = self.gpu_node_selector
+        reader = self._gpu_readers.setdefault(selector, NodeReader(lambda: self._gpu_list(selector)))
+        nodes = await reader.read(self.gpu_nodes_cache)
+        return [pool for node in nodes for pool in node.pools]
+
+    async def _gpu_list(self, selector: str) -> list[ClusterNode]:
+        found, _ = await listed(self.api.list_node, Page[Node], *LIST_NODES, label_selector=selector)
+        nodes = [node_of(node) for node in found]
+        for node in nodes:
+            if node.problem:
+                self.log.warning("Node %s: %s", node.name, node.problem)
+        return nodes
 
     async def get_options_form(self) -> str:
         """Return the form: the profiles, and the choice of a GPU unless the profiles decide it."""
@@ -210,35 +206,6 @@ def waiting_sentence(message: str, wanted: str) -> str:
     return (
         f"No node has {wanted} free now: your server waits in the cluster's queue, and starts when one has ({message})"
     )
-
-
-def _unavailable(error: Exception) -> str:
-    if isinstance(error, ApiException) and error.status in (401, 403):
-        return (
-            f"the hub may not list the cluster's nodes ({error.status}: {error.reason}); bind the ClusterRole jupyter-gpu-hub to its "
-            "service account (examples/kubernetes/hub)"
-        )
-    return f"the Kubernetes API does not list the nodes: {str(error) or type(error).__name__}; try again in a moment"
-
-
-def pools_of_node(node: Any) -> tuple[list[NodePool], str]:  # noqa: ANN401 - V1Node
-    """Return the pools that a node's agent published, and why there are none, a sentence for the log."""
-    text = (node.metadata.annotations or {}).get(pods.SUMMARY)
-    if text is None:
-        return [], NO_AGENT
-    try:
-        summary = parse_summary(text)
-    except ValueError as error:
-        return [], str(error)
-    why_not = _why_not(node) or summary.problem
-    return pools_of_summary(node.metadata.name, summary, why_not), ""
-
-
-def _why_not(node: Any) -> str:  # noqa: ANN401 - V1Node
-    if node.spec.unschedulable:
-        return "cordoned"
-    ready = next((one.status for one in node.status.conditions or () if one.type == "Ready"), "True")
-    return "" if ready == "True" else "not ready"
 
 
 def _containers(pod: Any) -> list[Any]:  # noqa: ANN401 - V1Pod

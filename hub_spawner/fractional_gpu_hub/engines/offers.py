@@ -1,4 +1,4 @@
-"""What the nodes of a cluster offer a hub's user, from the summaries that the nodes' agents publish. Pure functions.
+"""What the nodes of a cluster offer a hub's user, from the summaries that the nodes' agents publish.
 
 The rules:
 - A node gives a share at once if its agent said that so much is admissible, the engine may start jobs there, and the summary is fresh.
@@ -8,11 +8,16 @@ The rules:
 - Where a user chooses a share without a pool, the default is the smallest share that is free, else the smallest share.
 """
 
-from collections.abc import Iterable, Sequence
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from msgspec import structs
 
 from fractional_gpu.core.units import format_duration, format_memory, plural
-from fractional_gpu.protocol.nodes import NodeSummary
+from fractional_gpu.protocol.nodes import PoolSummary, parse_summary
 from fractional_gpu.protocol.seats import FractionOffer, Offers
 from fractional_gpu_hub.options import ClusterPoolOffer
 
@@ -23,21 +28,10 @@ NO_AGENT = "no agent has published its GPUs yet"
 """Why nothing is known of a node that should have an agent."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodePool:
-    """One pool on one node, as the node's agent published it. Shares are thousandths of a device, memory is MiB of one device."""
+class NodePool(PoolSummary, frozen=True, kw_only=True):
+    """One pool on one node, as the node's agent published it."""
 
     node: str
-    pool: str
-    devices: int
-    device_mib: int
-    total_milli: int
-    held_milli: int
-    admissible_milli: int  # how many more are granted now
-    fractions: Sequence[int]  # on offer, thousandths
-    waiting: int = 0  # kernels that wait for the GPU
-    wait_ms: int | None = None  # the forecast wait of a cell with one more seat, half of them at most; None: unknown
-    wait_p95_ms: int | None = None
     at_s: float = 0.0  # when it was published, seconds since the epoch
     why_not: str = ""  # why the engine starts nothing there, such as "drained"; empty: it does
     simulated: bool = False
@@ -45,6 +39,43 @@ class NodePool:
     def memory_mib(self, milli: int) -> int:
         """Return the memory cap of such a share here, MiB."""
         return self.device_mib * milli // WHOLE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterNode:
+    """A node. `state`: the engine's word, `problem`: why it has published nothing that can be read, or takes nothing, a sentence."""
+
+    name: str
+    state: str
+    pools: Sequence[NodePool] = ()
+    problem: str = ""
+
+
+Node = TypeVar("Node", bound=ClusterNode)
+
+
+class NodeReader(Generic[Node]):
+    """Reads the nodes for all who ask: those who ask at the same time share one reading, later ones its answer for a while."""
+
+    def __init__(self, ask: Callable[[], Coroutine[Any, Any, list[Node]]]) -> None:
+        self._ask = ask
+        self.last: list[Node] = []
+        self._read_s: float | None = None
+        self._task: asyncio.Task[list[Node]] | None = None
+
+    async def read(self, max_age_s: float) -> list[Node]:
+        """Return the nodes, as read at most so many seconds ago. Raises EngineError. Cancelled: others go on."""
+        if self._read_s is not None and time.monotonic() - self._read_s <= max_age_s:
+            return self.last
+        task, loop = self._task, asyncio.get_running_loop()
+        if task is None or task.done() or task.get_loop() is not loop:
+            task = self._task = loop.create_task(self._read())
+        return await asyncio.shield(task)
+
+    async def _read(self) -> list[Node]:
+        self.last = await self._ask()
+        self._read_s = time.monotonic()
+        return self.last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,34 +94,36 @@ class Terms:
         return self.age_s(node) > self.stale_after_s
 
 
-def pools_of_summary(node: str, summary: NodeSummary, why_not: str) -> list[NodePool]:
-    """Return the pools that a node has published. `why_not`: why the engine starts nothing there, a word or two; empty: it does."""
-    return [
-        NodePool(
-            node=node,
-            pool=pool.name,
-            devices=pool.devices,
-            device_mib=pool.device_mib,
-            total_milli=pool.total_milli,
-            held_milli=pool.held_milli,
-            admissible_milli=pool.free_milli,
-            fractions=tuple(pool.fractions_milli) or ANY_FRACTIONS,
-            waiting=pool.waiting,
-            wait_ms=pool.wait_p50_ms,
-            wait_p95_ms=pool.wait_p95_ms,
-            at_s=summary.at_s,
-            why_not=why_not,
-            simulated=summary.simulated,
-        )
-        for pool in summary.pools
-    ]
+def pools_of_text(node: str, text: str | None, why_not: str) -> tuple[list[NodePool], str]:
+    """Return the pools in what a node's agent published, and what is wrong there, a sentence.
+
+    `why_not`: why the engine starts nothing there, a word or two; empty: it does.
+    """
+    if text is None:
+        return [], NO_AGENT
+    try:
+        summary = parse_summary(text)
+    except ValueError as error:
+        return [], str(error)
+    about = {
+        "node": node,
+        "at_s": summary.at_s,
+        "why_not": why_not or ("without its broker" if summary.problem else ""),
+        "simulated": summary.simulated,
+    }
+    pools = [NodePool(**{**structs.asdict(pool), **about}) for pool in summary.pools]
+    return pools, summary.problem
+
+
+def _fractions(node: NodePool) -> Sequence[int]:
+    return node.fractions_milli or ANY_FRACTIONS
 
 
 def offers_of(nodes: Iterable[NodePool], terms: Terms) -> Offers:
     """Return what the pools of these nodes offer, by name."""
     pools: dict[str, list[NodePool]] = {}
     for node in nodes:
-        pools.setdefault(node.pool, []).append(node)
+        pools.setdefault(node.name, []).append(node)
     offers = [_pool(name, found, terms) for name, found in sorted(pools.items())]
     pool, milli = _default(offers)
     simulated = any(node.simulated for found in pools.values() for node in found)
@@ -102,7 +135,7 @@ def _pool(name: str, nodes: list[NodePool], terms: Terms) -> ClusterPoolOffer:
     free_milli = sum(_free(node, terms) for node in up)
     total = sum(node.total_milli for node in up)
     capacity_mib = sum(node.device_mib * node.total_milli // WHOLE for node in up)
-    fractions = sorted({milli for node in nodes for milli in node.fractions})
+    fractions = sorted({milli for node in nodes for milli in _fractions(node)})
     return ClusterPoolOffer(
         pool=name,
         why_not="" if up else _why_none(nodes),
@@ -113,14 +146,14 @@ def _pool(name: str, nodes: list[NodePool], terms: Terms) -> ClusterPoolOffer:
         seats=0,
         waiting=sum(node.waiting for node in up),
         fractions=[
-            _fraction(milli, [node for node in up or nodes if milli in node.fractions], terms) for milli in fractions
+            _fraction(milli, [node for node in up or nodes if milli in _fractions(node)], terms) for milli in fractions
         ],
         facts=_facts(nodes, up, terms),
     )
 
 
 def _free(node: NodePool, terms: Terms) -> int:
-    return 0 if node.why_not or terms.is_stale(node) else node.admissible_milli
+    return 0 if node.why_not or terms.is_stale(node) else node.free_milli
 
 
 def _why_none(nodes: list[NodePool]) -> str:
@@ -136,7 +169,7 @@ def _facts(nodes: list[NodePool], up: list[NodePool], terms: Terms) -> str:
     devices = sum(node.devices for node in up)
     parts = [
         f"{plural(len(up), 'node')} with {plural(devices, 'GPU')}",
-        f"{_devices(held)} of {_devices(total)} GPUs are held, {_devices(sum(_free(node, terms) for node in up))} can be had at once",
+        f"{devices_of(held)} of {devices_of(total)} GPUs are held, {devices_of(sum(_free(node, terms) for node in up))} can be had at once",
     ]
     if waiting := sum(node.waiting for node in up):
         parts.append(f"{plural(waiting, 'kernel')} {'waits' if waiting == 1 else 'wait'} for a GPU")
@@ -154,33 +187,31 @@ def _stale(stale: list[NodePool], terms: Terms) -> str:
     return f"no news of {', '.join(node.node for node in _few(stale))}{', ...' if len(stale) > 4 else ''} for {oldest}"
 
 
-def _devices(milli: int) -> str:
-    """Thousandths of devices as a number of devices, such as 2.25."""
+def devices_of(milli: int) -> str:
+    """Return thousandths of devices as a number of devices, such as 2.25."""
     return f"{milli / WHOLE:.2f}".rstrip("0").rstrip(".")
 
 
 def _fraction(milli: int, nodes: list[NodePool], terms: Terms) -> FractionOffer:
     at_once = [node for node in nodes if _free(node, terms) >= milli]
-    waits = [node.wait_ms for node in nodes if node.wait_ms is not None and not node.why_not]
-    expected_ms = 0 if at_once else min(waits, default=None)
+    waits = [node.wait_p50_ms for node in nodes if not node.why_not]
     return FractionOffer(
         fraction_milli=milli,
         memory_mib=min((node.memory_mib(milli) for node in nodes), default=0),
         price="",
         free=bool(at_once),
         sentence=_sentence(nodes, at_once, terms),
-        expected_ms=expected_ms,
+        expected_ms=0 if at_once else min(waits, default=None),
     )
 
 
 def _sentence(nodes: list[NodePool], at_once: list[NodePool], terms: Terms) -> str:
     if at_once:
-        best = min(at_once, key=lambda node: (node.wait_ms or 0, node.node))
-        words = f"starts at once on {len(at_once)} of {plural(len(nodes), 'node')}"
-        if best.wait_ms is not None and best.wait_p95_ms is not None:
-            words += f"; a cell then waits {format_duration(best.wait_ms)} for the GPU"
-            words += f", 1 of 20 more than {format_duration(best.wait_p95_ms)}"
-        return words
+        best = min(at_once, key=lambda node: (node.wait_p50_ms, node.node))
+        return (
+            f"starts at once on {len(at_once)} of {plural(len(nodes), 'node')}; a cell then waits "
+            f"{format_duration(best.wait_p50_ms)} for the GPU, 1 of 20 more than {format_duration(best.wait_p95_ms)}"
+        )
     if nodes and all(terms.is_stale(node) for node in nodes):
         return "whether it starts at once is not known: the nodes' figures are old"
     return "waits in the engine's queue until a node has room"
@@ -199,7 +230,7 @@ def host_memory_mib(nodes: Iterable[NodePool], pool: str, milli: int, *, base_mi
 
     A job's memory limit counts what is saved of its kernels. Nodes may differ: the largest cap decides, since the engine chooses the node.
     """
-    return base_mib + max((node.memory_mib(milli) for node in nodes if node.pool == pool), default=0)
+    return base_mib + max((node.memory_mib(milli) for node in nodes if node.name == pool), default=0)
 
 
 def on_offer(offers: Offers, pool: str) -> str:

@@ -35,20 +35,18 @@ from tornado import web
 from traitlets import Dict, Float, Int, TraitError, Unicode, default, validate
 
 from fractional_gpu.core.units import parse_memory_mib
+from fractional_gpu.engines.engine import EngineError, EngineUnavailableError
 from fractional_gpu_hub.engines.offers import WHOLE, NodePool
 from fractional_gpu_hub.engines.slurm_commands import (
     JOB_PREFIX,
     NODES,
     JobState,
-    Node,
-    SlurmError,
-    SlurmUnavailableError,
+    SlurmNode,
     cancel,
     ended_sentence,
     job_id_of,
     job_state,
     jobs_named,
-    pools_of,
     run,
     waiting_sentence,
 )
@@ -176,15 +174,14 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
     # -- offers --------------------------------------------------------------------------------------------------------------
 
     async def gpu_nodes(self) -> Sequence[NodePool]:
-        """Return the pools of all nodes of their partitions, as the agents published them. Raises SlurmUnavailableError or SlurmError."""
-        found = await NODES.read(self.gpu_nodes_cache)
-        pools = [(one.node, pool) for one in found for pool in pools_of(one)]
-        return [pool for node, pool in pools if self._gpu_is_in_partition(node, pool.pool)]
+        """Return the pools of all nodes of their partitions, as the agents published them. Raises EngineError."""
+        nodes = await NODES.read(self.gpu_nodes_cache)
+        return [pool for node in nodes for pool in node.pools if self._gpu_is_in_partition(node, pool.name)]
 
     def _gpu_partition(self, pool: str) -> str:
         return str(self.gpu_partitions.get(pool, self.req_partition))
 
-    def _gpu_is_in_partition(self, node: Node, pool: str) -> bool:
+    def _gpu_is_in_partition(self, node: SlurmNode, pool: str) -> bool:
         partition = self._gpu_partition(pool)
         return not partition or not node.partitions.isdisjoint(partition.split(","))
 
@@ -192,11 +189,8 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         """Return the name under which Slurm counts the pool's thousandths."""
         if self.gpu_gres:
             return str(self.gpu_gres)
-        for one in NODES.last:
-            for there in one.summary.pools if one.summary is not None else ():
-                if there.name == pool and there.count:
-                    return there.count
-        return "jgpu:open"
+        counts = (there.count for node in NODES.last for there in node.pools if there.name == pool and there.count)
+        return next(counts, "jgpu:open")
 
     # -- the request ---------------------------------------------------------------------------------------------------------
 
@@ -281,10 +275,10 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         self._gpu_begun = True
         try:
             self.job_id = job_id_of(await run(*words, stdin=self.gpu_script(), environment=_for_sbatch(environment)))
-        except SlurmError as error:
-            raise spawn_error(str(error), reason="slurm") from None
-        except SlurmUnavailableError as error:
+        except EngineUnavailableError as error:
             raise spawn_error_of(error) from None
+        except EngineError as error:
+            raise spawn_error(str(error), reason="slurm") from None
         # JupyterHub saves the state when the start is over: a hub that dies before would forget the job.
         if self.orm_spawner is not None:
             self.orm_spawner.state = self.get_state()
@@ -297,10 +291,10 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
             for job_id in await jobs_named(self._gpu_prefix(), self.gpu_job_name, self.user.name):
                 self.log.warning("Cancelling job %s, which an earlier start of %s left", job_id, self._log_name)
                 await cancel(self._gpu_prefix(), job_id)
-        except SlurmError as error:
-            self.log.warning("Jobs that an earlier start of %s may have left are not known: %s", self._log_name, error)
-        except SlurmUnavailableError as error:
+        except EngineUnavailableError as error:
             raise spawn_error_of(error) from None
+        except EngineError as error:
+            self.log.warning("Jobs that an earlier start of %s may have left are not known: %s", self._log_name, error)
 
     # -- start, poll, stop -----------------------------------------------------------------------------------------------------
 
@@ -338,7 +332,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
             job = await job_state(self._gpu_prefix(), self.job_id)
             if job is not None and job.runs and job.node:
                 self._gpu_host = await self._gpu_address(job.node)
-        except (SlurmUnavailableError, SlurmError) as error:
+        except EngineError as error:
             self.log.warning("The state of the job of %s is not known: %s", self._log_name, error)
             return JobStatus.UNKNOWN
         changed = job != self._gpu_job
@@ -351,7 +345,7 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return JobStatus.RUNNING if job.runs else JobStatus.PENDING
 
     async def _gpu_query_by_name(self) -> JobStatus:
-        """Look for a job whose number was not saved. Raises SlurmError or SlurmUnavailableError."""
+        """Look for a job whose number was not saved. Raises EngineError."""
         if not self._gpu_begun:
             return JobStatus.NOTFOUND
         found = await jobs_named(self._gpu_prefix(), self.gpu_job_name, self.user.name)
@@ -362,13 +356,10 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
         return JobStatus.PENDING
 
     async def _gpu_address(self, name: str) -> str:
-        """Return where a node is reached from the hub: its address in Slurm, which need not be its name. Raises as `read_nodes`."""
+        """Return where a node is reached from the hub: its address in Slurm, which need not be its name. Raises EngineError."""
         if self._gpu_job is not None and self._gpu_job.node == name and self._gpu_host:
             return self._gpu_host
-        for one in await NODES.read(math.inf):
-            if one.node.name == name:
-                return one.node.address
-        return name
+        return next((node.address for node in await NODES.read(math.inf) if node.name == name), name)
 
     def state_gethost(self) -> str:
         """Return the address of the job's node."""
@@ -389,14 +380,14 @@ class FractionalGPUSlurmSpawner(EngineGPUMixin, SlurmSpawner):  # type: ignore[m
             return
         try:
             await cancel(prefix, job_id)
-        except SlurmUnavailableError as error:
+        except EngineUnavailableError as error:
             self.log.warning("Job %s of %s is cancelled when Slurm answers: %s", job_id, self._log_name, error)
             _cancel_later(prefix, job_id, self.log)
 
     async def stop(self, now: bool = False) -> None:
         """Cancel the job, and wait until Slurm says that it has ended, or for `gpu_stop_wait`. With `now` it does not wait.
 
-        Raises SlurmError where Slurm refuses. Cancelled: the job is being cancelled all the same.
+        Raises EngineError where Slurm refuses. Cancelled: the job is being cancelled all the same.
         """
         await self.cancel_batch_job()
         end_s = time.monotonic() + self.gpu_stop_wait
@@ -461,9 +452,9 @@ def _cancel_later(prefix: Sequence[str], job_id: str, log: logging.Logger) -> No
             pause_s = min(2 * pause_s, longest_s)
             try:
                 await cancel(prefix, job_id)
-            except SlurmUnavailableError:
+            except EngineUnavailableError:
                 continue
-            except SlurmError as error:
+            except EngineError as error:
                 log.warning("Job %s was not cancelled: %s", job_id, error)
             return
 

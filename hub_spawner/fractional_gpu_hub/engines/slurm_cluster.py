@@ -2,30 +2,22 @@
 
 import re
 
-from fractional_gpu_hub.engines.slurm_commands import NODES, Published, ServerJob, pools_of, read_servers
-from fractional_gpu_hub.service.cluster import Cluster, ClusterNode, ClusterServer
+from fractional_gpu_hub.engines.offers import NO_AGENT
+from fractional_gpu_hub.engines.slurm_commands import NODES, ServerJob, SlurmNode, read_servers
+from fractional_gpu_hub.service.cluster import Cluster, ClusterServer
 
 _MAX_AGE_S = 2.0
 _COUNT = re.compile(r"([a-z][a-z0-9_]*(?::[a-z][a-z0-9_]*)?):(\d{1,9})")
 
 
 async def read() -> Cluster:
-    """Return the cluster. Raises SlurmError or SlurmUnavailableError."""
+    """Return the cluster. Raises EngineError."""
     return cluster_of(await NODES.read(_MAX_AGE_S), await read_servers())
 
 
-def cluster_of(found: list[Published], jobs: list[ServerJob]) -> Cluster:
-    counts = {pool.count for one in found if one.summary is not None for pool in one.summary.pools if pool.count}
-    nodes = [
-        ClusterNode(
-            name=one.node.name,
-            state=one.node.why_not or "in service",
-            pools=pools_of(one),
-            problem=one.problem or (one.summary.problem if one.summary is not None else ""),
-        )
-        for one in found
-        if one.summary is not None or one.problem
-    ]
+def cluster_of(found: list[SlurmNode], jobs: list[ServerJob]) -> Cluster:
+    counts = {pool.count for node in found for pool in node.pools if pool.count}
+    nodes = [node for node in found if node.problem != NO_AGENT]
     servers = [
         ClusterServer(
             identity=f"job {job.job_id}",

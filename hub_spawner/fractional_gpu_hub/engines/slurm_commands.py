@@ -1,7 +1,7 @@
 """Slurm's commands as the hub uses them, and what they print: nodes, jobs, reasons.
 
 - Arguments go as a list, never through a shell. Columns that users write (names of jobs, comments) are read only where they come last.
-- A controller that does not answer is not an answer: `SlurmUnavailableError` is another error than a refusal (`SlurmError`), and a job
+- A controller that does not answer is not an answer: `EngineUnavailableError` is another error than a refusal (`EngineError`), and a job
   counts as ended only where Slurm says so.
 """
 
@@ -10,24 +10,19 @@ import contextlib
 import os
 import re
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from fractional_gpu.protocol.nodes import NodeSummary, parse_summary
-from fractional_gpu_hub.engines.offers import NodePool, pools_of_summary
-from fractional_gpu_hub.engines.spawner import EngineUnavailableError
+from fractional_gpu.engines.engine import EngineError, EngineUnavailableError
+from fractional_gpu.engines.slurm import JOB_ID, NO_JOB, cannot_run, failed, fields_of, too_slow
+from fractional_gpu_hub.engines.offers import ClusterNode, NodeReader, pools_of_text
 
 TIMEOUT_S = 20.0
 SEPARATOR = "|"
 JOB_COLUMNS = SEPARATOR.join(("%A", "%T", "%B", "%S", "%r"))  # job, state, first node, (expected) start, reason
 USE_COLUMNS = SEPARATOR.join(("%A", "%T", "%N", "%b", "%M", "%u", "%j"))
-_FIELD = re.compile(r"(\S+?)=(.*?)(?= \S+?=|\s*$)")
-_EXTRA = re.compile(
-    r" Extra=(\S+)"
-)  # the last one: before it stand texts of administrators, which may contain the same word
-_JOB_ID = re.compile(r"[1-9][0-9]{0,9}", re.ASCII)
+_EXTRA = re.compile(r" Extra=(\S+)")
 _ENDED = frozenset(
     [
         "BOOT_FAIL",
@@ -44,10 +39,6 @@ _ENDED = frozenset(
 )
 _RUNS = frozenset(["RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"])
 _AWAY = ("DOWN", "DRAIN", "FAIL", "MAINT", "REBOOT", "NO_RESPOND", "UNKNOWN", "INVAL", "POWERING_DOWN", "FUTURE")
-_NO_JOB = "Invalid job id"
-_REFUSED = re.compile(r"^(?:sbatch|squeue|scancel|scontrol): error: ", re.MULTILINE)
-# Only these are Slurm's word that the request itself is at fault; anything else that fails (munge, the network, sudo) may pass.
-_FAULTS = ("Batch job submission failed", "Invalid", "Unrecognized", "Access/permission denied", "is not a valid")
 _REASONS = {
     "Resources": "no node has so much free",
     "Priority": "jobs with a higher priority are before it",
@@ -64,20 +55,6 @@ _REASONS = {
     "Prolog": "the node is being prepared",
     "None": "Slurm has not looked at it yet",
 }
-
-
-class SlurmError(EngineUnavailableError):
-    """Slurm refuses: asking for the same again changes nothing. The text is Slurm's."""
-
-    code = "slurm-refused"
-    status = 400
-
-
-class SlurmUnavailableError(EngineUnavailableError):
-    """Slurm does not answer: its controller is down or overloaded, its authentication fails, or the command could not be run."""
-
-    code = "slurm-unavailable"
-    status = 503
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,29 +79,24 @@ class JobState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class SlurmNode(ClusterNode):
     """A node as `scontrol show node` prints it."""
 
-    name: str
     address: str
-    state: str
     partitions: frozenset[str]
-    extra: str
 
-    @property
-    def why_not(self) -> str:
-        """Why Slurm starts no job there, a word; empty: it does. A star at the end of a state: the node does not answer."""
-        flags = self.state.rstrip("*~#!%$@^-").split("+")
-        if self.state.endswith("*"):
-            return "not answering"
-        found = next((flag for flag in flags if flag.startswith(_AWAY)), "")
-        return {"DRAIN": "drained", "DRAINED": "drained", "DRAINING": "drained"}.get(
-            found, found.lower().replace("_", " ")
-        )
+
+def _why_not(state: str) -> str:
+    """Return why Slurm starts no job on a node, a word; empty: it does. A star at the end of a state: the node does not answer."""
+    if state.endswith("*"):
+        return "not answering"
+    flags = state.rstrip("~#!%$@^-").split("+")
+    found = next((flag for flag in flags if flag.startswith(_AWAY)), "")
+    return {"DRAIN": "drained", "DRAINED": "drained", "DRAINING": "drained"}.get(found, found.lower().replace("_", " "))
 
 
 async def run(*words: str, stdin: str | None = None, environment: Mapping[str, str] | None = None) -> str:
-    """Run a command and return what it printed. Raises SlurmError or SlurmUnavailableError. Cancelled: the command is killed."""
+    """Run a command and return what it printed. Raises EngineError. Cancelled: the command is killed."""
     try:
         process = await asyncio.create_subprocess_exec(
             *words,
@@ -134,29 +106,20 @@ async def run(*words: str, stdin: str | None = None, environment: Mapping[str, s
             env=dict(environment) if environment is not None else _environment(),
         )
     except OSError as error:
-        raise SlurmUnavailableError(
-            f"the command {words[0]!r} cannot be run ({error.strerror}); install Slurm's client commands on the hub's machine"
-        ) from None
+        raise cannot_run(words[0], error) from None
     try:
         async with asyncio.timeout(TIMEOUT_S):
             out, err = await process.communicate(stdin.encode() if stdin is not None else None)
     except TimeoutError:
-        raise SlurmUnavailableError(f"Slurm does not answer: {words[0]} took longer than {TIMEOUT_S:g} s") from None
+        raise too_slow(words[0], TIMEOUT_S) from None
     finally:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
     if process.returncode:
-        raise _failure(words[0], err.decode(errors="replace") or out.decode(errors="replace"), process.returncode)
+        raise failed(words[0], err.decode(errors="replace") or out.decode(errors="replace"), process.returncode)
     return out.decode(errors="replace")
-
-
-def _failure(command: str, said: str, code: int) -> EngineUnavailableError:
-    text = " ".join(_REFUSED.sub("", said).split())[:300] or f"exit status {code}"
-    if any(fault in said for fault in (_NO_JOB, *_FAULTS)) and "authentication" not in said.lower():
-        return SlurmError(f"Slurm refuses: {text}")
-    return SlurmUnavailableError(f"Slurm does not answer: {command} says: {text}")
 
 
 def _environment() -> dict[str, str]:
@@ -168,19 +131,19 @@ def _environment() -> dict[str, str]:
 
 
 def job_id_of(text: str) -> str:
-    """Return the number in what `sbatch --parsable` printed (its last line, `ID` or `ID;CLUSTER`). Raises SlurmError."""
+    """Return the number in what `sbatch --parsable` printed (its last line, `ID` or `ID;CLUSTER`). Raises EngineError."""
     last = (text.strip().splitlines() or [""])[-1].partition(";")[0].strip()
-    if not _JOB_ID.fullmatch(last):
-        raise SlurmError(f"sbatch printed {text[:200]!r} in place of a job's number")
+    if not JOB_ID.fullmatch(last):
+        raise EngineError(f"sbatch printed {text[:200]!r} in place of a job's number")
     return last
 
 
 def parse_job(text: str, job_id: str) -> JobState | None:
-    """Return the job in lines of `JOB_COLUMNS`; None: Slurm does not know it any more. Raises SlurmUnavailableError for another form."""
+    """Return the job in lines of `JOB_COLUMNS`; None: Slurm does not know it any more. Raises EngineUnavailableError for another form."""
     for line in text.splitlines():
         parts = line.strip().split(SEPARATOR, JOB_COLUMNS.count(SEPARATOR))
         if len(parts) <= JOB_COLUMNS.count(SEPARATOR):
-            raise SlurmUnavailableError(f"squeue printed a line of another form: {line[:200]!r}")
+            raise EngineUnavailableError(f"squeue printed a line of another form: {line[:200]!r}")
         if parts[0] == job_id:
             node = "" if parts[2] in {"n/a", "(null)", ""} else parts[2]
             return JobState(job_id=job_id, state=parts[1], node=node, start=_time(parts[3]), reason=parts[4])
@@ -188,28 +151,28 @@ def parse_job(text: str, job_id: str) -> JobState | None:
 
 
 async def job_state(prefix: Sequence[str], job_id: str) -> JobState | None:
-    """Return a job's state; None: Slurm does not know it any more. Raises SlurmUnavailableError."""
+    """Return a job's state; None: Slurm does not know it any more. Raises EngineUnavailableError."""
     command = [*prefix, "squeue", "--noheader", "--states=all", f"--jobs={job_id}", f"--format={JOB_COLUMNS}"]
     try:
         return parse_job(await run(*command), job_id)
-    except SlurmError as error:
-        if _NO_JOB in str(error):
+    except EngineError as error:
+        if NO_JOB in str(error):
             return None
-        raise SlurmUnavailableError(str(error)) from None  # a refusal says nothing about the job
+        raise EngineUnavailableError(str(error)) from None  # a refusal says nothing about the job
 
 
 async def jobs_named(prefix: Sequence[str], name: str, user: str) -> list[str]:
-    """Return the numbers of a user's jobs of this name that have not ended. Raises SlurmError or SlurmUnavailableError."""
+    """Return the numbers of a user's jobs of this name that have not ended. Raises EngineError."""
     text = await run(*prefix, "squeue", "--noheader", f"--name={name}", f"--user={user}", "--format=%A")
-    return [word for word in text.split() if _JOB_ID.fullmatch(word)]
+    return [word for word in text.split() if JOB_ID.fullmatch(word)]
 
 
 async def cancel(prefix: Sequence[str], job_id: str) -> None:
-    """Cancel a job; one that has ended is no error. Raises SlurmError or SlurmUnavailableError."""
+    """Cancel a job; one that has ended is no error. Raises EngineError."""
     try:
         await run(*prefix, "scancel", job_id)
-    except SlurmError as error:
-        if _NO_JOB not in str(error):
+    except EngineError as error:
+        if NO_JOB not in str(error):
             raise
 
 
@@ -249,83 +212,32 @@ def ended_sentence(job: JobState | None, job_id: str) -> str:
     return f"Slurm's job {job_id} does not run: {why}; its log is in your home folder"
 
 
-async def read_nodes() -> list[Node]:
-    """Return all nodes of the cluster. Raises SlurmError or SlurmUnavailableError."""
+async def _read_nodes() -> list[SlurmNode]:
     return parse_nodes(await run("scontrol", "show", "node", "-o"))
 
 
-def parse_nodes(text: str) -> list[Node]:
-    """Return the nodes in what `scontrol show node -o` printed."""
-    return [node for line in text.splitlines() if (node := _node(line)) is not None]
-
-
-def _node(line: str) -> Node | None:
-    found: dict[str, str] = {}
-    for name, value in _FIELD.findall(line):
-        found.setdefault(name, value.strip())
-    if "NodeName" not in found:
-        return None
-    return Node(
-        name=found["NodeName"],
-        address=found.get("NodeAddr", "") or found["NodeName"],
-        state=found.get("State", "UNKNOWN"),
-        partitions=frozenset(found.get("Partitions", "").split(",")) - {""},
-        extra=(_EXTRA.findall(line) or [""])[-1],
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Published:
-    """A node, and what its agent has published. `problem`: why there is no summary, a sentence; both empty: no agent writes there."""
-
-    node: Node
-    summary: NodeSummary | None
-    problem: str = ""
-
-
-def published(node: Node) -> Published:
-    """Return a node with its summary, or with the reason why it has none."""
-    if not node.extra.startswith("{"):
-        return Published(node=node, summary=None)  # no agent, or another program's text
-    try:
-        return Published(node=node, summary=parse_summary(node.extra))
-    except ValueError as error:
-        return Published(node=node, summary=None, problem=str(error))
-
-
-class NodeReader:
-    """Reads the nodes for all who ask: those who ask at the same time share one command, later ones its answer for a while."""
-
-    def __init__(self) -> None:
-        self.last: list[Published] = []
-        self._read_s: float | None = None
-        self._task: asyncio.Task[list[Published]] | None = None
-
-    async def read(self, max_age_s: float) -> list[Published]:
-        """Return the nodes, as read at most so many seconds ago. Raises SlurmError or SlurmUnavailableError. Cancelled: others go on."""
-        if self._read_s is not None and time.monotonic() - self._read_s <= max_age_s:
-            return self.last
-        task, loop = self._task, asyncio.get_running_loop()
-        if task is None or task.done() or task.get_loop() is not loop:
-            task = self._task = loop.create_task(self._read())
-        return await asyncio.shield(task)
-
-    async def _read(self) -> list[Published]:
-        self.last = [published(node) for node in await read_nodes()]
-        self._read_s = time.monotonic()
-        return self.last
-
-
-NODES = NodeReader()
+NODES = NodeReader(_read_nodes)
 """The cluster of this process's Slurm commands."""
 
 
-def pools_of(found: Published) -> list[NodePool]:
-    node, summary = found.node, found.summary
-    if summary is None:
-        return []
-    why_not = node.why_not or ("without its broker" if summary.problem else "")
-    return pools_of_summary(node.name, summary, why_not)
+def parse_nodes(text: str) -> list[SlurmNode]:
+    """Return the nodes in what `scontrol show node -o` printed."""
+    return [_node(line, fields) for line in text.splitlines() if "NodeName" in (fields := fields_of(line))]
+
+
+def _node(line: str, fields: Mapping[str, str]) -> SlurmNode:
+    name, why_not = fields["NodeName"], _why_not(fields.get("State", "UNKNOWN"))
+    # The last one: before it stand texts of administrators, which may contain the same word. Another program's text is none of ours.
+    extra = (_EXTRA.findall(line) or [""])[-1]
+    pools, problem = pools_of_text(name, extra if extra.startswith("{") else None, why_not)
+    return SlurmNode(
+        name=name,
+        state=why_not or "in service",
+        pools=pools,
+        problem=problem,
+        address=fields.get("NodeAddr", "") or name,
+        partitions=frozenset(fields.get("Partitions", "").split(",")) - {""},
+    )
 
 
 JOB_PREFIX = "jupyter-"
@@ -344,7 +256,7 @@ class ServerJob:
 
 
 async def read_servers() -> list[ServerJob]:
-    """Return the jobs of hubs' servers, of all users. Raises SlurmError or SlurmUnavailableError."""
+    """Return the jobs of hubs' servers, of all users. Raises EngineError."""
     mark = secrets.token_hex(8) + SEPARATOR
     return parse_servers(await run("squeue", "--noheader", f"--format={mark}{USE_COLUMNS}"), mark)
 

@@ -19,7 +19,7 @@ from typing import Any
 from traitlets import Float, TraitError, Unicode, default, validate
 
 from fractional_gpu.core.units import format_fraction, format_memory, parse_memory_mib
-from fractional_gpu.protocol.errors import BrokerUnavailableError, FractionalGPUError
+from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.nodes import STALE_S
 from fractional_gpu.protocol.seats import Offers
 from fractional_gpu_hub.base import GPUChoiceMixin, free_fractions
@@ -30,12 +30,6 @@ from fractional_gpu_hub.seats import spawn_error, spawn_error_of
 _STATE = "gpu_allocation"
 _SERVER_START_S = 60  # for the server itself, once the engine has started it
 _QUEUED, _MOST = 10, 60  # the progress bar while the engine queues the request
-
-
-class EngineUnavailableError(BrokerUnavailableError):
-    """The engine does not answer, or its answer is not understood. The sentence says what was asked and what to do."""
-
-    code = "engine-unavailable"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +92,7 @@ class EngineGPUMixin(GPUChoiceMixin):
     # -- for the spawner of each engine to define --------------------------------------------------------------------------------
 
     async def gpu_nodes(self) -> Sequence[NodePool]:
-        """Return the pools of all nodes, as their agents published them. Raises EngineUnavailableError. Cancelled: nothing has changed."""
+        """Return the pools of all nodes, as their agents published them. Raises EngineError. Cancelled: nothing has changed."""
         raise NotImplementedError
 
     async def gpu_queue(self) -> AsyncGenerator[str, None]:
@@ -118,7 +112,7 @@ class EngineGPUMixin(GPUChoiceMixin):
         return self._gpu_allocation
 
     async def gpu_offers(self) -> Offers:
-        """Return what the nodes offer. Raises EngineUnavailableError. Cancelled: nothing has changed."""
+        """Return what the nodes offer. Raises EngineError. Cancelled: nothing has changed."""
         return offers_of(await self.gpu_nodes(), self._gpu_terms())
 
     def _gpu_terms(self) -> Terms:

@@ -17,7 +17,7 @@ from typing import Any, cast
 from fractional_gpu.core.units import format_duration, format_fraction, format_memory, plural
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.nodes import STALE_S
-from fractional_gpu_hub.engines.offers import WHOLE, NodePool, Terms
+from fractional_gpu_hub.engines.offers import ClusterNode, NodePool, Terms, devices_of
 from fractional_gpu_hub.service.views import Viewer
 
 log = logging.getLogger(__name__)
@@ -28,16 +28,6 @@ ENGINES = {
     "kubernetes": "fractional_gpu_hub.engines.kubernetes_cluster",
 }
 """The module of each engine whose `read()` returns the cluster."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterNode:
-    """A node. `state`: the engine's word, `problem`: why it has published nothing that can be read, or takes nothing, a sentence."""
-
-    name: str
-    state: str
-    pools: Sequence[NodePool] = ()
-    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,11 +127,11 @@ def cluster_view(snapshot: ClusterSnapshot, viewer: Viewer, *, now_s: float | No
 
 def _summary(cluster: Cluster, servers: Sequence[ClusterServer], viewer: Viewer, terms: Terms) -> str:
     pools = [pool for node in cluster.nodes for pool in node.pools if not pool.why_not]
-    free = sum(pool.admissible_milli for pool in pools if not terms.is_stale(pool))
+    free = sum(pool.free_milli for pool in pools if not terms.is_stale(pool))
     parts = [
         plural(len(cluster.nodes), "node"),
-        f"{_devices(sum(pool.held_milli for pool in pools))} of {_devices(sum(pool.total_milli for pool in pools))} GPUs held",
-        f"{_devices(free)} can be had at once",
+        f"{devices_of(sum(pool.held_milli for pool in pools))} of {devices_of(sum(pool.total_milli for pool in pools))} GPUs held",
+        f"{devices_of(free)} can be had at once",
         plural(len(servers), "server") + ("" if viewer.admin else " of yours"),
     ]
     if cluster.others:
@@ -167,7 +157,7 @@ def _rows(node: ClusterNode, terms: Terms) -> list[dict[str, Any]]:
                 "note": _sentence(node.problem),
             }
         ]
-    return [_row(node, pool, terms) for pool in sorted(node.pools, key=lambda one: one.pool)]
+    return [_row(node, pool, terms) for pool in sorted(node.pools, key=lambda one: one.name)]
 
 
 def _row(node: ClusterNode, pool: NodePool, terms: Terms) -> dict[str, Any]:
@@ -177,14 +167,14 @@ def _row(node: ClusterNode, pool: NodePool, terms: Terms) -> dict[str, Any]:
         f"published {format_duration(int(terms.age_s(pool)) * 1000)} ago{', too long to rely on' if stale else ''}"
     ]
     return {
-        "id": f"{node.name}/{pool.pool}",
+        "id": f"{node.name}/{pool.name}",
         "name": node.name,
-        "pool": pool.pool,
+        "pool": pool.name,
         "gpus": f"{plural(pool.devices, 'GPU')}",
         "gpus_note": f"{format_memory(pool.device_mib)} each" if pool.device_mib else "",
-        "held": f"{_devices(pool.held_milli)} of {_devices(pool.total_milli)} held",
+        "held": f"{devices_of(pool.held_milli)} of {devices_of(pool.total_milli)} held",
         "level": min(100, 100 * pool.held_milli // max(1, pool.total_milli)),
-        "free": f"{_devices(pool.admissible_milli)} GPUs at once" if usable else "none",
+        "free": f"{devices_of(pool.free_milli)} GPUs at once" if usable else "none",
         "queue": plural(pool.waiting, "kernel") if pool.waiting else "none",
         "queue_note": _wait(pool),
         "state": node.state,
@@ -193,9 +183,7 @@ def _row(node: ClusterNode, pool: NodePool, terms: Terms) -> dict[str, Any]:
 
 
 def _wait(pool: NodePool) -> str:
-    if pool.wait_ms is None or pool.wait_p95_ms is None:
-        return ""
-    half, most = format_duration(pool.wait_ms), format_duration(pool.wait_p95_ms)
+    half, most = format_duration(pool.wait_p50_ms), format_duration(pool.wait_p95_ms)
     return f"a further server's cells: half within {half}, 95 % within {most}"
 
 
@@ -213,7 +201,3 @@ def _server(one: ClusterServer) -> dict[str, Any]:
 
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
-
-
-def _devices(milli: int) -> str:
-    return f"{milli / WHOLE:.2f}".rstrip("0").rstrip(".")

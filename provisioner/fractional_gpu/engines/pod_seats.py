@@ -12,16 +12,13 @@ The rules:
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass
-from typing import Any, Final
-
-import msgspec
-from msgspec import Struct
+from typing import Final
 
 from fractional_gpu.client.seat import SeatClient
+from fractional_gpu.engines import pods
 from fractional_gpu.engines.accounting import JobFigures, figures_of, leases_by_seat, sentence_of
 from fractional_gpu.engines.engine import EngineError, EngineUnavailableError
-from fractional_gpu.protocol import pods
+from fractional_gpu.engines.pods import Pod
 from fractional_gpu.protocol.errors import BadRequestError, ForbiddenError, NoRoomError, NotFoundError
 from fractional_gpu.protocol.limits import MAX_NAME
 from fractional_gpu.protocol.messages import KUBERNETES, ProgressKind, Workload
@@ -30,133 +27,62 @@ from fractional_gpu.protocol.status import SeatStatus
 
 WHOLE: Final = 1000
 _TTL_MS: Final = 60_000
-_ENDED: Final = ("Succeeded", "Failed")
 
 
-class _Metadata(Struct):
-    uid: str
-    namespace: str
-    name: str
-    annotations: dict[str, str] | None = None
-
-
-class _Resources(Struct):
-    limits: dict[str, str | int | float] | None = None
-    requests: dict[str, str | int | float] | None = None
-
-
-class _Container(Struct, rename="camel"):
-    resources: _Resources | None = None
-    restart_policy: str | None = None
-
-
-class _Spec(Struct, rename="camel"):
-    containers: list[_Container] | None = None
-    init_containers: list[_Container] | None = None
-
-
-class _Status(Struct):
-    phase: str | None = None
-
-
-class _Object(Struct):
-    """A pod of the API, as far as it is read here."""
-
-    metadata: _Metadata
-    spec: _Spec | None = None
-    status: _Status | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pod:
-    """What the agent knows of a pod. `shares`: thousandths by pool; `wrong`: why its share cannot be read, or ""."""
-
-    uid: str
-    namespace: str
-    name: str
-    shares: Mapping[str, int]
-    annotations: Mapping[str, str]  # of our domain
-    ended: bool = False
-    wrong: str = ""
-
-    @classmethod
-    def of(cls, found: Mapping[str, Any]) -> "Pod":
-        """Return the pod of an object of the API. Raises EngineError for an object that is none."""
-        try:
-            read = msgspec.convert(found, _Object)
-        except msgspec.ValidationError as error:
-            raise EngineError(f"the API server sent what is no pod: {error}") from error
-        metadata = read.metadata
-        shares, wrong = {}, ""
-        try:
-            shares = pods.shares_of(found.get("spec") or {})  # checked: it is as `_Spec` says
-        except ValueError as error:
-            wrong = str(error)
-        return cls(
-            uid=metadata.uid,
-            namespace=metadata.namespace,
-            name=metadata.name,
-            shares=shares,
-            annotations={
-                name: value
-                for name, value in (metadata.annotations or {}).items()
-                if name.startswith(f"{pods.DOMAIN}/")
-            },
-            ended=read.status is not None and read.status.phase in _ENDED,
-            wrong=wrong,
-        )
-
-    @property
-    def is_ours(self) -> bool:
-        return bool(self.shares or self.wrong or pods.POOL in self.annotations or pods.FRACTION in self.annotations)
+def is_ours(pod: Pod) -> bool:
+    """Whether a pod asks for a share, or means to."""
+    try:
+        asks = bool(pods.shares_of(pod.spec))
+    except ValueError:  # what it asks for cannot be read: its seat is refused with the reason
+        asks = True
+    return asks or pods.POOL in pod.annotations or pods.FRACTION in pod.annotations
 
 
 def request_of(pod: Pod, hub_namespaces: Collection[str] = ()) -> SeatRequest:
     """Return the request for the pod's seat. Raises EngineError for a pod that can have none; the message says why and what to do."""
     pool, milli = _share(pod)
-    _check(pod, pods.POOL, pool, pool)
-    _check(pod, pods.FRACTION, f"{milli}m", f"{milli}m")
-    trusted = pod.namespace in hub_namespaces
+    for name, meant in ((pods.POOL, pool), (pods.FRACTION, f"{milli}m")):
+        if (stated := pod.annotations.get(name, meant)) != meant:
+            raise EngineError(
+                f"its annotation {name} is {stated[:80]!r}, and it requests {meant!r}; leave the annotation out, or correct it"
+            )
+    about = pod.metadata
+    trusted = about.namespace in hub_namespaces
     owner = pod.annotations.get(pods.OWNER, "") if trusted else ""
     return SeatRequest(
-        owner=owner or f"{pod.namespace}/{pod.name}"[:MAX_NAME],
-        hub=f"{KUBERNETES}:{pod.namespace}" if owner else "",  # two hubs may have users and servers of the same names
-        server=(pod.annotations.get(pods.SERVER, "") if trusted and owner else "") or f"pod-{pod.uid}",
+        owner=owner or f"{about.namespace}/{about.name}"[:MAX_NAME],
+        hub=f"{KUBERNETES}:{about.namespace}" if owner else "",  # two hubs may have users and servers of the same names
+        server=(pod.annotations.get(pods.SERVER, "") if owner else "") or f"pod-{about.uid}",
         pool=pool,
         fraction_milli=milli,
-        groups=[KUBERNETES, f"{KUBERNETES}:{pod.namespace}"],
+        groups=[KUBERNETES, f"{KUBERNETES}:{about.namespace}"],
         ttl_ms=_TTL_MS,
         admitted=True,
-        workload=Workload(engine=KUBERNETES, id=pod.uid),
+        workload=Workload(engine=KUBERNETES, id=about.uid),
     )
 
 
 def _share(pod: Pod) -> tuple[str, int]:
-    if pod.wrong:
-        raise EngineError(f"its request for a share cannot be read: {pod.wrong}")
-    if not pod.shares:
+    try:
+        shares = pods.shares_of(pod.spec)
+    except ValueError as error:
+        raise EngineError(f"its request for a share cannot be read: {error}") from None
+    if not shares:
         raise EngineError(
             f"it names a pool or a fraction but requests no share; add {pods.resource_of('POOL')} in thousandths to its container's "
             "requests and limits"
         )
-    if len(pod.shares) > 1:
+    if len(shares) > 1:
         raise EngineError(
-            f"it asks for shares of {len(pod.shares)} pools ({', '.join(pod.shares)}), and a pod has one seat; ask for one"
+            f"it asks for shares of {len(shares)} pools ({', '.join(shares)}), and a pod has one seat; ask for one"
         )
-    (pool, milli), *_ = pod.shares.items()
+    (pool, milli), *_ = shares.items()
     if milli > WHOLE:
         raise EngineError(
             f"it asks for {milli} thousandths of a GPU of pool {pool}; a share is at most {WHOLE}, a whole GPU: for several GPUs use nodes "
             "with NVIDIA's device plugin"
         )
     return pool, milli
-
-
-def _check(pod: Pod, name: str, meant: str, allowed: str) -> None:
-    if (stated := pod.annotations.get(name, meant)) != meant:
-        raise EngineError(
-            f"its annotation {name} is {stated[:80]!r}, and it requests {allowed!r}; leave the annotation out, or correct it"
-        )
 
 
 class PodSeats:
@@ -186,7 +112,7 @@ class PodSeats:
         """
         if found is None:
             return
-        wanted = {pod.uid: pod for pod in found if pod.is_ours and not pod.ended}
+        wanted = {pod.metadata.uid: pod for pod in found if is_ours(pod) and not pod.ended}
         with closing(self._connect()) as client:
             seated = self._seated(client.seats().seats)
             for uid, seats in seated.items():
@@ -227,10 +153,10 @@ class PodSeats:
         return f"refused: {last.sentence if last is not None else 'the broker ended the request without a reason; its log may say more'}"
 
     def _tell(self, pod: Pod, sentence: str) -> None:
-        self.outcomes[pod.uid] = sentence
-        if self._told.get(pod.uid) != sentence:
-            self._told[pod.uid] = sentence
-            self._say(f"pod {pod.namespace}/{pod.name}: {sentence}")
+        self.outcomes[pod.metadata.uid] = sentence
+        if self._told.get(pod.metadata.uid) != sentence:
+            self._told[pod.metadata.uid] = sentence
+            self._say(f"pod {pod.metadata.namespace}/{pod.metadata.name}: {sentence}")
 
 
 class PodNotes:
@@ -250,7 +176,7 @@ class PodNotes:
         """Write what has changed. Raises FractionalGPUError if the broker does not answer."""
         if not self._may:
             return
-        ours = {pod.uid: pod for pod in found if pod.is_ours}
+        ours = {pod.metadata.uid: pod for pod in found if is_ours(pod)}
         usage = self._usage(client, ours.keys())
         for uid, pod in ours.items():
             values = {pods.SEAT: outcomes.get(uid, ""), pods.USAGE: usage.get(uid, "")}
@@ -264,7 +190,7 @@ class PodNotes:
         try:
             self._annotate(pod, wanted)
         except EngineUnavailableError as error:
-            self._say(f"pod {pod.namespace}/{pod.name} is not annotated now: {error}")
+            self._say(f"pod {pod.metadata.namespace}/{pod.metadata.name} is not annotated now: {error}")
             return False
         except EngineError as error:
             self._may = False
@@ -272,7 +198,7 @@ class PodNotes:
                 f"pods are not annotated, which changes nothing else: {error} (examples/kubernetes/usage gives this right)"
             )
             return False
-        self._written[pod.uid] = wanted
+        self._written[pod.metadata.uid] = wanted
         return True
 
     def _usage(self, client: SeatClient, uids: Collection[str]) -> dict[str, str]:
@@ -299,9 +225,10 @@ def in_use(found: Iterable[Pod]) -> dict[str, int]:
     """Return the thousandths that the scheduler has given away on the node, by pool."""
     total: dict[str, int] = {}
     for pod in found:
-        for pool, milli in pod.shares.items() if not pod.ended else ():
-            total[pool] = total.get(pool, 0) + milli
+        with suppress(ValueError):  # the scheduler would not have admitted a share that is not a number
+            for pool, milli in pods.shares_of(pod.spec).items() if not pod.ended else ():
+                total[pool] = total.get(pool, 0) + milli
     return total
 
 
-__all__ = ["Pod", "PodNotes", "PodSeats", "in_use", "request_of"]
+__all__ = ["PodNotes", "PodSeats", "in_use", "request_of"]

@@ -23,8 +23,6 @@ from pathlib import Path
 
 from fractional_gpu.engines.engine import EngineError, EngineUnavailableError, NodeRecord, NodeWrite
 
-__all__ = ["CLOSED", "OPEN", "SHARD", "Slurm", "SlurmJob", "gres_words", "job_number", "parse_gres"]
-
 OPEN, CLOSED, SHARD = "open", "closed", "shard"
 """The type that jobs ask for, the type that holds the rest, and Slurm's own GRES of parts of a GPU."""
 
@@ -33,7 +31,7 @@ TIMEOUT_S = 10.0
 _SEPARATOR = "|"
 _COLUMNS = ("JobID", "UserID", "UserName", "State", "tres-per-node", "JobArrayID", "tres-alloc", "NumNodes")
 _ACCOUNTED = "JobIDRaw,JobID,End,AdminComment"  # the last one may have separators, and line breaks
-_JOB_ID = re.compile(r"[1-9][0-9]{0,9}", re.ASCII)
+JOB_ID = re.compile(r"[1-9][0-9]{0,9}", re.ASCII)
 _JOB_NAME = re.compile(r"[1-9][0-9]{0,9}(?:_[0-9]{1,9}|\+[0-9]{1,9})?", re.ASCII)
 _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 # NAME, TYPE, COUNT. A type may begin with a digit (2080ti, 1g.10gb) or be a number (3090): a number alone after the name is the count.
@@ -48,15 +46,12 @@ _SUFFIX = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
 _MIB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
 _MEMORY = re.compile(r"(?:^|,)mem=(\d+(?:\.\d+)?)([KMGT]?)")
 _FIELD = re.compile(r"(\S+?)=(.*?)(?= \S+?=|\s*$)")
-_DOWN = (
-    "Unable to contact slurm controller",
-    "Connection refused",
-    "Socket timed out",
-    "Zero Bytes were transmitted",
-    "Communication connection failure",
-    "Unexpected message received",
-    "Slurm backup controller in standby mode",
-    "in standby mode",
+_ERROR = re.compile(r"^(?:sbatch|squeue|scancel|scontrol|sacct|sacctmgr): error: ", re.MULTILINE)
+NO_JOB, _NO_LONGER = "Invalid job id", "already finished"
+# Only these are Slurm's word that the request itself is at fault; anything else that fails (munge, the network, sudo) may pass.
+_FAULTS = (
+    *("Batch job submission failed", "Invalid", "Unrecognized", "denied", "is not a valid"),
+    _NO_LONGER,
 )
 _LONGEST_COMMENT = 500
 _COMMENT_OF_OURS = "jupyter-gpu: "
@@ -88,7 +83,7 @@ class SlurmJob:
 
 
 def job_number(text: str) -> int:
-    if not _JOB_ID.fullmatch(text):
+    if not JOB_ID.fullmatch(text):
         raise EngineError(f"the job's number is {text[:40]!r}; Slurm's are whole numbers of 1 and more (SLURM_JOB_ID)")
     return int(text)
 
@@ -152,9 +147,7 @@ class Slurm:
     def fields(self) -> dict[str, str]:
         """Return the fields of the node's record, as `scontrol show node -d` names them."""
         text = self.call("scontrol", "show", "node", "-d", "-o", self.node)
-        found: dict[str, str] = {}
-        for name, value in _FIELD.findall(text):
-            found.setdefault(name, value)
+        found = fields_of(text)
         if found.get("NodeName") != self.node:
             raise EngineError(f"Slurm's record of node {self.node} is not one: {text[:200]!r}")
         return found
@@ -187,7 +180,7 @@ class Slurm:
         try:
             text = self._squeue("--states=all", f"--jobs={job_id}")
         except EngineError as error:
-            if "Invalid job id" in str(error):
+            if NO_JOB in str(error):
                 return None
             raise
         # The number of an array, or of a heterogeneous job, names all its parts.
@@ -207,10 +200,8 @@ class Slurm:
             return False
         try:
             self.call("scontrol", "update", f"jobid={job.name}", f"admincomment={_shown(text)}")
-        except EngineUnavailableError:
-            raise
         except EngineError as error:
-            if "already finished" in str(error) or "Invalid job id" in str(error):
+            if _NO_LONGER in str(error) or NO_JOB in str(error):
                 return False
             raise
         return True
@@ -267,22 +258,40 @@ class Slurm:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise EngineUnavailableError(
-                f"`{words[0]}` did not answer within {self._timeout_s:g} s: {_daemon_of(words[0])} is down, or the network to it"
-            ) from None
-        except FileNotFoundError:
-            raise EngineUnavailableError(
-                f"there is no command `{words[0]}` on the PATH: install Slurm's commands on this node (Debian: slurm-client)"
-            ) from None
+            raise too_slow(words[0], self._timeout_s) from None
         except OSError as error:
-            raise EngineUnavailableError(f"`{words[0]}` cannot be run: {error.strerror}") from None
-        said = " ".join(done.stderr.decode(errors="replace").split())
-        if done.returncode == 0:
-            return done.stdout.decode(errors="replace")
-        said = said or " ".join(done.stdout.decode(errors="replace").split()) or f"exit code {done.returncode}"
-        if any(sign in said for sign in _DOWN):
-            raise EngineUnavailableError(f"{_daemon_of(words[0])} does not answer: {said[:300]}")
-        raise EngineError(f"`{' '.join(words[:3])[:120]}` failed: {said[:300]}")
+            raise cannot_run(words[0], error) from None
+        if done.returncode:
+            raise failed(words[0], (done.stderr or done.stdout).decode(errors="replace"), done.returncode)
+        return done.stdout.decode(errors="replace")
+
+
+def too_slow(command: str, limit_s: float) -> EngineUnavailableError:
+    return EngineUnavailableError(
+        f"`{command}` did not answer within {limit_s:g} s: {_daemon_of(command)} is down, or the network to it"
+    )
+
+
+def cannot_run(command: str, error: OSError) -> EngineUnavailableError:
+    return EngineUnavailableError(
+        f"the command `{command}` cannot be run ({error.strerror}): install Slurm's commands on this machine (Debian: slurm-client)"
+    )
+
+
+def failed(command: str, said: str, code: int) -> EngineError:
+    """Return the error for a command that failed: EngineUnavailableError unless Slurm has refused."""
+    text = " ".join(_ERROR.sub("", said).split())[:300] or f"exit code {code}"
+    if any(fault in said for fault in _FAULTS) and "authentication" not in said.lower():
+        return EngineError(f"Slurm refuses: {command} says: {text}")
+    return EngineUnavailableError(f"{_daemon_of(command)} does not answer: {command} says: {text}")
+
+
+def fields_of(record: str) -> dict[str, str]:
+    """Return the fields of a record in one line; of equal names the first, which is Slurm's own."""
+    found: dict[str, str] = {}
+    for name, value in _FIELD.findall(record):
+        found.setdefault(name, value.strip())
+    return found
 
 
 def _daemon_of(command: str) -> str:

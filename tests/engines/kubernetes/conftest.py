@@ -9,7 +9,7 @@ import pytest
 import yaml
 from kubernetes_asyncio import client
 
-from fractional_gpu.engines.kubernetes import Cluster
+from fractional_gpu.engines.kubernetes import KubernetesEngine
 from tests.engines.kubernetes.api_server import TOKEN, ApiServer
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "kubernetes"
@@ -68,7 +68,12 @@ def said() -> list[str]:
 
 
 @pytest.fixture
-def cluster(server: ApiServer, said: list[str]) -> Iterator[Cluster]:
+def engine(server: ApiServer, said: list[str]) -> Iterator[KubernetesEngine]:
     """The real client, with short pauses."""
-    with Cluster(settings_for(server), NODE, said.append, first_pause_s=0.01) as cluster:
-        yield cluster
+    with engine_of(server, said) as engine:
+        yield engine
+
+
+def engine_of(server: ApiServer, said: list[str], node: str = NODE) -> KubernetesEngine:
+    """Return a node's engine whose client has short pauses."""
+    return KubernetesEngine(settings_for(server), node, ("default", "large"), said.append, first_pause_s=0.01)

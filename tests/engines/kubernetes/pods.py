@@ -3,12 +3,20 @@
 from typing import Any
 from uuid import UUID
 
+from msgspec import convert
+
+from fractional_gpu.engines.pods import Pod
 from tests.engines.kubernetes.conftest import NODE
 
 
 def uid_of(number: int) -> str:
     """Return a UID as the API server makes them."""
     return str(UUID(int=number))
+
+
+def read_of(found: dict[str, Any]) -> Pod:
+    """Return a pod as it is read of the API server's answer."""
+    return convert(found, Pod)
 
 
 def pod_of(

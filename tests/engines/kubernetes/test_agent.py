@@ -90,7 +90,7 @@ def test_a_node_that_is_full_of_others_servers_admits_no_pod(
             request = SeatRequest(owner=f"user-{number}", pool="default", fraction_milli=1000)
             assert [line.kind for line in client.take_seat(request)][-1] == ProgressKind.GRANTED
     assert main(words(live, kubeconfig, "--once")) == 0
-    assert capsys.readouterr().out == f"node {NODE}: {RESOURCE}: 0\n"
+    assert capsys.readouterr().out == f"node {NODE}: {RESOURCE}:0\n"
     assert capacity(server) == "0"
 
 

@@ -12,7 +12,7 @@ from traitlets.config import Config
 
 from fractional_gpu.commands.main import subcommand
 from fractional_gpu.config import load
-from fractional_gpu.protocol.pods import DOMAIN
+from fractional_gpu.engines.pods import DOMAIN
 from tests.engines.kubernetes.api_server import validate
 from tests.engines.kubernetes.conftest import EXAMPLES
 

@@ -9,17 +9,17 @@ from uuid import uuid4
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import to_builtins
+from msgspec import ValidationError, convert, to_builtins
 
 from fractional_gpu.client.seat import SeatClient
 from fractional_gpu.engines.engine import EngineError, EngineUnavailableError
-from fractional_gpu.engines.pod_seats import Pod, PodNotes, PodSeats, in_use, request_of
+from fractional_gpu.engines.pod_seats import PodNotes, PodSeats, in_use, request_of
+from fractional_gpu.engines.pods import Pod, PodSpec, shares_of, whole_quantity
 from fractional_gpu.protocol.messages import LeaseRequest
-from fractional_gpu.protocol.pods import shares_of, whole_quantity
 from fractional_gpu.protocol.status import SeatStatus
 from tests.broker.live import DEADLINE_S, LiveBroker, live_broker
 from tests.engines.kubernetes.api_server import canonical
-from tests.engines.kubernetes.pods import pod_of, uid_of
+from tests.engines.kubernetes.pods import pod_of, read_of, uid_of
 from tests.support.callers import Caller, caller
 from tests.support.control_group import JOIN, pod_group
 
@@ -55,21 +55,25 @@ def _container(milli: str, **more: str) -> dict[str, Any]:
     return {"resources": {"limits": {"fractional-gpu.jupyter.org/default": milli, "cpu": "1"}}, **more}
 
 
+def _shares(spec: dict[str, Any]) -> dict[str, int]:
+    return shares_of(convert(spec, PodSpec))
+
+
 def test_a_pods_share_is_what_the_scheduler_counts() -> None:
     """The containers together with the init containers that stay, or the largest moment before."""
-    assert shares_of({"containers": [_container("250"), _container("125"), {}]}) == {"default": 375}
-    assert shares_of({"containers": [_container("250")], "initContainers": [_container("1k")]}) == {"default": 1000}
+    assert _shares({"containers": [_container("250"), _container("125"), {}]}) == {"default": 375}
+    assert _shares({"containers": [_container("250")], "initContainers": [_container("1k")]}) == {"default": 1000}
     stays = _container("100", restartPolicy="Always")
-    assert shares_of({"containers": [_container("250")], "initContainers": [stays, _container("200")]}) == {
+    assert _shares({"containers": [_container("250")], "initContainers": [stays, _container("200")]}) == {
         "default": 350
     }
-    assert shares_of({"containers": [{"resources": {"requests": {"nvidia.com/gpu": "1"}}}]}) == {}
-    assert shares_of({}) == {}
+    assert _shares({"containers": [{"resources": {"requests": {"nvidia.com/gpu": "1"}}}]}) == {}
+    assert _shares({}) == {}
 
 
 def _request(**changes: Any) -> Any:  # noqa: ANN401 - pod_of's
     hub = changes.pop("hub_namespaces", ("jhub",))
-    return request_of(Pod.of(pod_of(1, **changes)), hub)
+    return request_of(read_of(pod_of(1, **changes)), hub)
 
 
 def test_a_hubs_pod_states_its_owner_and_any_other_does_not() -> None:
@@ -108,12 +112,12 @@ def test_a_pod_has_one_pool() -> None:
     }
     found["spec"]["containers"][0]["resources"]["requests"] = {}
     with pytest.raises(EngineError, match=r"shares of 2 pools \(a, b\)"):
-        request_of(Pod.of(found))
-    with pytest.raises(EngineError, match="what is no pod: Object missing required field `uid`"):
-        Pod.of({"metadata": {"name": "x"}})
+        request_of(read_of(found))
+    with pytest.raises(ValidationError, match="missing required field `uid`"):
+        read_of({"metadata": {"name": "x"}})
     found["spec"]["containers"][0]["resources"]["limits"] = {"fractional-gpu.jupyter.org/a": "half"}
     with pytest.raises(EngineError, match="'half' is not a quantity"):
-        request_of(Pod.of(found))
+        request_of(read_of(found))
 
 
 # -- a broker --------------------------------------------------------------------------------------------------------------
@@ -139,7 +143,7 @@ class Node:
         return SeatClient(self.live.socket, timeout_s=DEADLINE_S)
 
     def keep(self, *found: dict[str, Any]) -> None:
-        self.seats.keep([Pod.of(pod) for pod in found])
+        self.seats.keep([read_of(pod) for pod in found])
 
     def listed(self) -> dict[str, SeatStatus]:
         with self.client() as client:
@@ -229,7 +233,7 @@ class Notes:
     def annotate(self, pod: Pod, annotations: Mapping[str, str]) -> None:
         if self.error is not None:
             raise self.error
-        self.written.append((pod.name, dict(annotations)))
+        self.written.append((pod.metadata.name, dict(annotations)))
 
 
 def test_a_pod_is_told_of_its_seat_and_of_what_it_used_once_for_each_change(node: Node, live: LiveBroker) -> None:
@@ -241,7 +245,7 @@ def test_a_pod_is_told_of_its_seat_and_of_what_it_used_once_for_each_change(node
 
     def write() -> None:
         with node.client() as client:
-            annotator.write(client, [Pod.of(pod), Pod.of(pod_of(2, None))], node.seats.outcomes)
+            annotator.write(client, [read_of(pod), read_of(pod_of(2, None))], node.seats.outcomes)
 
     write()
     write()
@@ -261,7 +265,7 @@ def test_without_the_right_pods_are_annotated_never_and_that_is_said_once(node: 
     for error in (EngineUnavailableError("busy"), EngineError("no right"), None):
         notes.error = error
         with node.client() as client:
-            annotator.write(client, [Pod.of(pod_of(1))], node.seats.outcomes)
+            annotator.write(client, [read_of(pod_of(1))], node.seats.outcomes)
     assert notes.written == []
     assert [sentence.partition(":")[0] for sentence in said] == [
         "pod jhub/jupyter-1 is not annotated now",
@@ -271,10 +275,10 @@ def test_without_the_right_pods_are_annotated_never_and_that_is_said_once(node: 
 
 def test_what_the_scheduler_gave_away_is_counted_by_pool() -> None:
     found = [
-        Pod.of(pod_of(1)),
-        Pod.of(pod_of(2, "1k")),
-        Pod.of(pod_of(3, pool="large")),
-        Pod.of(pod_of(4, phase="Failed")),
+        read_of(pod_of(1)),
+        read_of(pod_of(2, "1k")),
+        read_of(pod_of(3, pool="large")),
+        read_of(pod_of(4, phase="Failed")),
     ]
     assert in_use(found) == {"default": 1250, "large": 250}
 

@@ -8,32 +8,32 @@ import pytest
 
 from fractional_gpu.engines import kubernetes
 from fractional_gpu.engines.engine import EngineError, EngineUnavailableError, NodeWrite
-from fractional_gpu.engines.kubernetes import Cluster, KubernetesEngine
-from fractional_gpu.protocol.pods import SUMMARY, resource_of
+from fractional_gpu.engines.kubernetes import KubernetesEngine
+from fractional_gpu.engines.pods import SUMMARY, resource_of
 from tests.engines.kubernetes.api_server import ApiServer
-from tests.engines.kubernetes.conftest import NODE, rules_of, settings_for
+from tests.engines.kubernetes.conftest import NODE, engine_of, rules_of, settings_for
 from tests.engines.kubernetes.pods import pod_of, uid_of
 
 DEFAULT = resource_of("default")
 
 
-def until(cluster: Cluster, ask: Callable[[], Any], what: str) -> Any:  # noqa: ANN401 - what is asked for
+def until(engine: KubernetesEngine, ask: Callable[[], Any], what: str) -> Any:  # noqa: ANN401 - what is asked for
     """Wait for changes of the cluster until there is an answer."""
     for _ in range(600):
         if answer := ask():
             return answer
-        cluster.changed.wait(0.1)
-        cluster.changed.clear()
-    raise AssertionError(f"not within a minute: {what}; pods: {cluster.pods()}")
+        engine.changed.wait(0.1)
+        engine.changed.clear()
+    raise AssertionError(f"not within a minute: {what}; pods: {engine.pods()}")
 
 
-def uids(cluster: Cluster) -> set[str] | None:
-    found = cluster.pods()
-    return None if found is None else {pod.uid for pod in found}
+def uids(engine: KubernetesEngine) -> set[str] | None:
+    found = engine.pods()
+    return None if found is None else {pod.metadata.uid for pod in found}
 
 
-def until_pods(cluster: Cluster, *numbers: int) -> None:
-    until(cluster, lambda: uids(cluster) == {uid_of(number) for number in numbers}, f"pods {numbers}")
+def until_pods(engine: KubernetesEngine, *numbers: int) -> None:
+    until(engine, lambda: uids(engine) == {uid_of(number) for number in numbers}, f"pods {numbers}")
 
 
 def test_the_nodes_pods_are_listed_in_pages_and_then_watched(server: ApiServer, said: list[str]) -> None:
@@ -41,103 +41,102 @@ def test_the_nodes_pods_are_listed_in_pages_and_then_watched(server: ApiServer, 
     for number in range(1, 6):
         server.put(pod_of(number))
     server.put(pod_of(6, node="elsewhere"))
-    with Cluster(settings_for(server), NODE, said.append, first_pause_s=0.01) as cluster:
-        until_pods(cluster, 1, 2, 3, 4, 5)
-        until(cluster, lambda: server.watching, "it watches")
+    with engine_of(server, said) as engine:
+        until_pods(engine, 1, 2, 3, 4, 5)
+        until(engine, lambda: server.watching, "it watches")
         server.put(pod_of(7, node="elsewhere"))
         server.put(pod_of(8))
         server.delete("jhub/jupyter-1")
-        until_pods(cluster, 2, 3, 4, 5, 8)
+        until_pods(engine, 2, 3, 4, 5, 8)
         server.put(pod_of(8, phase="Succeeded"))
-        until(cluster, lambda: [pod for pod in cluster.pods() or () if pod.ended], "it has ended")
+        until(engine, lambda: [pod for pod in engine.pods() or () if pod.ended], "it has ended")
     assert said == []
     assert sum("watch=" in request for request in server.requests) == 1
     assert sum("continue=" in request for request in server.requests) == 2
 
 
-def test_a_watch_that_ends_begins_where_it_ended(server: ApiServer, cluster: Cluster) -> None:
-    until(cluster, lambda: server.watching, "it watches")
+def test_a_watch_that_ends_begins_where_it_ended(server: ApiServer, engine: KubernetesEngine) -> None:
+    until(engine, lambda: server.watching, "it watches")
     server.put(pod_of(1))
-    until_pods(cluster, 1)
+    until_pods(engine, 1)
     version = server.bookmark()
     server.put(pod_of(2))
-    until_pods(cluster, 1, 2)
+    until_pods(engine, 1, 2)
     last = server.bookmark()
     server.end_watches()
     server.put(pod_of(3))
-    until_pods(cluster, 1, 2, 3)
+    until_pods(engine, 1, 2, 3)
     watches = [request for request in server.requests if "watch=" in request]
     lists = [request for request in server.requests if "/pods?" in request and "watch=" not in request]
     assert len(lists) == 1, "a watch that ended in order needs no new list"
     assert any(f"resourceVersion={seen}" in watches[-1] for seen in (version, int(version) + 1, last))
 
 
-def test_an_expired_version_begins_with_a_list_anew(server: ApiServer, cluster: Cluster) -> None:
+def test_an_expired_version_begins_with_a_list_anew(server: ApiServer, engine: KubernetesEngine) -> None:
     """410, as an answer and as an event: a pod that was deleted meanwhile is gone, though no event said so."""
     server.put(pod_of(1))
     server.put(pod_of(2))
-    until_pods(cluster, 1, 2)
-    until(cluster, lambda: server.watching, "it watches")
+    until_pods(engine, 1, 2)
+    until(engine, lambda: server.watching, "it watches")
     server.failures.append(("watch pods", 410))
     server.end_watches()
     server.pods.pop("jhub/jupyter-1")
-    until_pods(cluster, 2)
-    until(cluster, lambda: server.watching, "it watches again")
+    until_pods(engine, 2)
+    until(engine, lambda: server.watching, "it watches again")
     server.pods.pop("jhub/jupyter-2")
     server.send_error(410)
-    until_pods(cluster)
+    until_pods(engine)
 
 
 def test_a_server_that_fails_is_asked_again_and_its_pods_stay(
-    server: ApiServer, cluster: Cluster, said: list[str]
+    server: ApiServer, engine: KubernetesEngine, said: list[str]
 ) -> None:
     server.put(pod_of(1))
-    until_pods(cluster, 1)
-    until(cluster, lambda: server.watching, "it watches")
+    until_pods(engine, 1)
+    until(engine, lambda: server.watching, "it watches")
     server.failures += [("watch pods", 503)] * 3 + [("watch pods", 429)]
     server.end_watches()
-    until(cluster, lambda: server.watching and not server.failures, "it watches again")
-    assert uids(cluster) == {uid_of(1)}
+    until(engine, lambda: server.watching and not server.failures, "it watches again")
+    assert uids(engine) == {uid_of(1)}
     server.put(pod_of(2))
-    until_pods(cluster, 1, 2)
-    assert said[0] == "the API server cannot watch pods now (503: busy)"
+    until_pods(engine, 1, 2)
+    assert said[0] == "the Kubernetes API does not watch pods now (503: Failure: busy)"
     assert said[-1] == "the API server answers again: the pods of this node are watched"
     assert len(said) == 3, "each trouble is said once"
 
 
 def test_without_the_right_to_list_pods_the_right_is_named(server: ApiServer, said: list[str]) -> None:
     server.rules = [rule for rule in server.rules if "pods" not in rule["resources"]]
-    with Cluster(settings_for(server), NODE, said.append, first_pause_s=0.01) as cluster:
-        until(cluster, lambda: said, "it says why")
-        assert cluster.pods() is None, "unknown pods are not no pods"
+    with engine_of(server, said) as engine:
+        until(engine, lambda: said, "it says why")
+        assert engine.pods() is None, "unknown pods are not no pods"
         with pytest.raises(EngineUnavailableError, match="has not listed this node's pods yet"):
-            KubernetesEngine(cluster, NODE, ("default",)).read_node()
+            engine.read_node()
     (sentence,) = set(said)
-    assert "does not let this agent list pods (403:" in sentence
+    assert "does not allow to list pods (403:" in sentence
     assert "bind the ClusterRole jupyter-gpu-agent with the verb 'list' on 'pods'" in sentence
 
 
 def test_a_wrong_token_and_a_server_that_is_not_there_are_told_apart(server: ApiServer, said: list[str]) -> None:
     settings = settings_for(server)
     settings.api_key["BearerToken"] = "Bearer another"
-    with Cluster(settings, NODE, said.append, first_pause_s=0.01) as cluster:
-        until(cluster, lambda: said, "it says why")
+    with KubernetesEngine(settings, NODE, ("default",), said.append, first_pause_s=0.01) as engine:
+        until(engine, lambda: said, "it says why")
     assert "(401:" in said[0]
     del said[:]
     settings.host = "http://127.0.0.1:1"
-    with Cluster(settings, NODE, said.append, first_pause_s=0.01) as cluster:
-        until(cluster, lambda: said, "it says why")
-    assert said[0].startswith("the API server does not answer: ")
+    with KubernetesEngine(settings, NODE, ("default",), said.append, first_pause_s=0.01) as engine:
+        until(engine, lambda: said, "it says why")
+    assert said[0].startswith("the Kubernetes API does not answer: ")
 
 
 # -- the node --------------------------------------------------------------------------------------------------------------
 
 
-def test_counts_and_summary_are_one_patch_of_the_nodes_status(server: ApiServer, cluster: Cluster) -> None:
+def test_counts_and_summary_are_one_patch_of_the_nodes_status(server: ApiServer, engine: KubernetesEngine) -> None:
     server.put(pod_of(1, "250"))
     server.put(pod_of(2, "1k", phase="Succeeded"))
-    until_pods(cluster, 1, 2)
-    engine = KubernetesEngine(cluster, NODE, ("default", "large"))
+    until_pods(engine, 1, 2)
     record = engine.read_node()
     assert (record.counts, record.in_use) == (
         {DEFAULT: -1, resource_of("large"): -1},
@@ -165,27 +164,21 @@ def test_counts_and_summary_are_one_patch_of_the_nodes_status(server: ApiServer,
     assert SUMMARY not in server.nodes[NODE]["metadata"]["annotations"]
 
 
-def test_a_conflict_is_repeated_and_then_left_to_the_agents_pace(server: ApiServer, cluster: Cluster) -> None:
-    until_pods(cluster)
-    engine = KubernetesEngine(cluster, NODE, ("default",))
+def test_a_conflict_is_left_to_the_agents_pace(server: ApiServer, engine: KubernetesEngine) -> None:
+    until_pods(engine)
     write, record = NodeWrite(counts={DEFAULT: 1000}, summary="{}"), engine.read_node()
-    server.failures += [("patch nodes/status", 409)] * 3
+    server.failures += [("patch nodes/status", 409)]
+    with pytest.raises(EngineUnavailableError, match=r"patch nodes/status now \(409: the object has been modified\)"):
+        engine.write_node(write, record)
     engine.write_node(write, record)
     assert server.nodes[NODE]["status"]["capacity"][DEFAULT] == "1k"
-    server.failures += [("patch nodes/status", 409)] * 5
-    with pytest.raises(
-        EngineUnavailableError, match=r"cannot patch nodes/status now \(409: the object has been modified\)"
-    ):
-        engine.write_node(write, record)
-    assert server.failures == []
 
 
 @pytest.mark.parametrize(("resource", "verb", "use"), [("nodes", "get", "read"), ("nodes/status", "patch", "write")])
 def test_a_missing_right_on_nodes_is_named(
-    server: ApiServer, cluster: Cluster, resource: str, verb: str, use: str
+    server: ApiServer, engine: KubernetesEngine, resource: str, verb: str, use: str
 ) -> None:
-    until_pods(cluster)
-    engine = KubernetesEngine(cluster, NODE, ("default",))
+    until_pods(engine)
     record = engine.read_node()
     act = engine.read_node if use == "read" else partial(engine.write_node, NodeWrite(counts={DEFAULT: 1}), record)
     server.rules = [rule for rule in server.rules if resource not in rule["resources"]]
@@ -197,29 +190,29 @@ def test_a_missing_right_on_nodes_is_named(
 
 
 def test_a_node_that_is_not_there_is_named(server: ApiServer, said: list[str]) -> None:
-    with Cluster(settings_for(server), "mistyped", said.append) as cluster:
-        until_pods(cluster)
-        with pytest.raises(EngineError, match=r'404: nodes "mistyped" not found.*is --node the node'):
-            KubernetesEngine(cluster, "mistyped", ("default",)).read_node()
+    with engine_of(server, said, "mistyped") as engine:
+        until_pods(engine)
+        with pytest.raises(EngineError, match=r'the node that --node names .404: nodes "mistyped" not found'):
+            engine.read_node()
 
 
 def test_annotating_a_pod_is_a_right_of_its_own(
-    server: ApiServer, cluster: Cluster, usage: list[dict[str, Any]]
+    server: ApiServer, engine: KubernetesEngine, usage: list[dict[str, Any]]
 ) -> None:
     server.put(pod_of(1))
-    until_pods(cluster, 1)
-    (pod,) = cluster.pods() or ()
+    until_pods(engine, 1)
+    (pod,) = engine.pods() or ()
     with pytest.raises(EngineError, match="'patch' on 'pods/status'"):
-        cluster.annotate_pod(pod, {"fractional-gpu.jupyter.org/seat": "granted"})
+        engine.annotate_pod(pod, {"fractional-gpu.jupyter.org/seat": "granted"})
     server.rules += rules_of(usage)
-    cluster.annotate_pod(pod, {"fractional-gpu.jupyter.org/seat": "granted"})
+    engine.annotate_pod(pod, {"fractional-gpu.jupyter.org/seat": "granted"})
     annotations = server.pods["jhub/jupyter-1"]["metadata"]["annotations"]
     assert annotations == {"fractional-gpu.jupyter.org/seat": "granted"}
     server.put({**pod_of(1), "metadata": {**pod_of(1)["metadata"], "uid": uid_of(99)}})  # another one of the same name
-    cluster.annotate_pod(pod, {"fractional-gpu.jupyter.org/seat": "of the one before"})
+    engine.annotate_pod(pod, {"fractional-gpu.jupyter.org/seat": "of the one before"})
     assert server.pods["jhub/jupyter-1"]["metadata"]["annotations"] == {}
     server.delete("jhub/jupyter-1")
-    cluster.annotate_pod(pod, {"fractional-gpu.jupyter.org/seat": "of the one before"})
+    engine.annotate_pod(pod, {"fractional-gpu.jupyter.org/seat": "of the one before"})
 
 
 def test_the_roles_give_what_the_client_uses_and_nothing_else(
@@ -228,16 +221,15 @@ def test_the_roles_give_what_the_client_uses_and_nothing_else(
     with ApiServer(rules_of(base, usage)) as server:
         server.add_node(NODE)
         server.put(pod_of(1))
-        with Cluster(settings_for(server), NODE, said.append) as cluster:
-            until_pods(cluster, 1)
-            until(cluster, lambda: server.watching, "it watches")
-            engine = KubernetesEngine(cluster, NODE, ("default",))
+        with engine_of(server, said) as engine:
+            until_pods(engine, 1)
+            until(engine, lambda: server.watching, "it watches")
             engine.write_node(NodeWrite(counts={DEFAULT: 1}, summary="{}"), engine.read_node())
-            (pod,) = cluster.pods() or ()
-            cluster.annotate_pod(pod, {"fractional-gpu.jupyter.org/seat": "granted"})
+            (pod,) = engine.pods() or ()
+            engine.annotate_pod(pod, {"fractional-gpu.jupyter.org/seat": "granted"})
         granted = {
             (verb, resource) for rule in server.rules for resource in rule["resources"] for verb in rule["verbs"]
         }
-        assert server.used == granted == set(kubernetes.RIGHTS.values())
+        assert server.used == granted == set(kubernetes.RIGHTS)
         assert all(rule["apiGroups"] == [""] for rule in server.rules)
         assert server.defects == []

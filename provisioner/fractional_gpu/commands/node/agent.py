@@ -11,22 +11,22 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from fractional_gpu.commands.node.options import add_node_options, counts_of, seats_folder
+from fractional_gpu.commands.node.options import add_node_options, counts_of, hook_settings
 from fractional_gpu.commands.terminal.text import CommandError, UsageError, parse_argument, say
 from fractional_gpu.core.units import parse_duration_ms
+from fractional_gpu.engines.pods import resource_of
 from fractional_gpu.host.wakeups import signal_pipe
 from fractional_gpu.protocol.errors import FractionalGPUError
 from fractional_gpu.protocol.messages import KUBERNETES, SLURM
-from fractional_gpu.protocol.pods import resource_of
 
 if TYPE_CHECKING:
     from fractional_gpu.client.seat import SeatClient
     from fractional_gpu.engines.agent import Agent, AgentRules
-    from fractional_gpu.engines.kubernetes import Cluster
+    from fractional_gpu.engines.kubernetes import KubernetesEngine
     from fractional_gpu.engines.pod_seats import PodNotes, PodSeats
 
 _LEAST_EVERY_MS, _LEAST_LOOK_MS = 50, 100
@@ -125,46 +125,41 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.json and not options.once:
         raise UsageError("--json goes with --once; a running agent writes its log to stderr")
-    if options.engine == KUBERNETES:
-        return _run_kubernetes(options, _rules(options, {}), _every_ms(options) / 1000)
-    _refuse_kubernetes(options)
-    from fractional_gpu.client.seat import SeatClient  # noqa: PLC0415 - as below
-    from fractional_gpu.engines.agent import Agent  # noqa: PLC0415 - not for help texts
-    from fractional_gpu.engines.hooks import HookSettings  # noqa: PLC0415 - as above
+    return _run_kubernetes(options) if options.engine == KUBERNETES else _run_slurm(options)
+
+
+def _run_slurm(options: argparse.Namespace) -> int:
+    given = {"--hub-namespace": options.hub_namespace, "--kubeconfig": options.kubeconfig, "--remove": options.remove}
+    if named := [name for name, value in given.items() if value]:
+        raise UsageError(f"{', '.join(named)}: only with --engine {KUBERNETES}")
+    from fractional_gpu.client.seat import SeatClient  # noqa: PLC0415 - not for help texts
+    from fractional_gpu.engines.agent import Agent  # noqa: PLC0415 - as above
     from fractional_gpu.engines.job_keeper import JobKeeper, KeeperRules  # noqa: PLC0415 - as above
     from fractional_gpu.engines.job_seats import job_of  # noqa: PLC0415 - as above
     from fractional_gpu.engines.slurm import OPEN, Slurm  # noqa: PLC0415 - as above
 
     node = options.node or socket_module.gethostname().partition(".")[0]
     counts = counts_of(options.pool)
-    asked = {pool: f"{count}:{OPEN}" for pool, count in counts.items()}
-    rules, every_ms = replace(_rules(options, counts), asked=asked), _every_ms(options)
+    rules, every_ms = (
+        _rules(options, counts, asked={pool: f"{count}:{OPEN}" for pool, count in counts.items()}),
+        _every_ms(options),
+    )
     look_ms = rules.look_ms
     comments = None if options.comment_every == "never" else _duration(options.comment_every, "--comment-every")
-    settings = HookSettings(
-        socket=options.socket,
-        folder=seats_folder(options),
-        pools={count: pool for pool, count in counts.items()},
-        shard_pool=options.shards,
-        has_groups=not options.no_groups,
-    )
     slurm = Slurm(node)
-    keeper = JobKeeper(slurm, settings, KeeperRules(jobs_ms=2 * look_ms, young_ms=look_ms, comment_ms=comments), _say)
+    keeper_rules = KeeperRules(jobs_ms=2 * look_ms, young_ms=look_ms, comment_ms=comments)
+    keeper = JobKeeper(slurm, hook_settings(options), keeper_rules, _say)
     agent = Agent(
         slurm,
         lambda: SeatClient(options.socket, timeout_s=10),
         rules,
         is_ours=lambda seat: job_of(seat) is not None,
-        seed=zlib.crc32(node.encode()) << 16 ^ os.getpid(),
+        seed=_seed(node),
         say=_say,
         after_look=keeper.look,
     )
     if options.once:
-        write = agent.once()
-        shown = {"node": node, "counts": dict(write.counts), "summary": json.loads(write.summary)}
-        counted = ", ".join(f"{name}:{count}" for name, count in sorted(write.counts.items())) or "no counts"
-        print(json.dumps(shown) if options.json else f"node {node}: {counted}")
-        return 0
+        return _write_once(agent, node, options)
     _say(f"agent of node {node}: pools {', '.join(f'{pool} as {count}' for pool, count in counts.items())}")
     with ending() as end:
         while not end.is_set():
@@ -173,7 +168,19 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _rules(options: argparse.Namespace, counts: dict[str, str]) -> "AgentRules":
+def _seed(node: str) -> int:
+    return zlib.crc32(node.encode()) << 16 ^ os.getpid()
+
+
+def _write_once(agent: "Agent", node: str, options: argparse.Namespace) -> int:
+    write = agent.once()
+    shown = {"node": node, "counts": dict(write.counts), "summary": json.loads(write.summary)}
+    counted = ", ".join(f"{name}:{count}" for name, count in sorted(write.counts.items())) or "no counts"
+    print(json.dumps(shown) if options.json else f"node {node}: {counted}")
+    return 0
+
+
+def _rules(options: argparse.Namespace, counts: dict[str, str], **more: Any) -> "AgentRules":  # noqa: ANN401 - fields
     from fractional_gpu.core.nodes.pacing import PacingRules  # noqa: PLC0415 - not for help texts
     from fractional_gpu.engines.agent import AgentRules  # noqa: PLC0415 - as above
 
@@ -183,17 +190,12 @@ def _rules(options: argparse.Namespace, counts: dict[str, str]) -> "AgentRules":
         pacing=pacing,
         look_ms=max(_LEAST_LOOK_MS, _duration(options.look, "--look")),
         patience_ms=_duration(options.patience, "--patience"),
+        **more,
     )
 
 
 def _every_ms(options: argparse.Namespace) -> int:
     return max(_LEAST_EVERY_MS, _duration(options.every, "--every"))
-
-
-def _refuse_kubernetes(options: argparse.Namespace) -> None:
-    given = {"--hub-namespace": options.hub_namespace, "--kubeconfig": options.kubeconfig, "--remove": options.remove}
-    if named := [name for name, value in given.items() if value]:
-        raise UsageError(f"{', '.join(named)}: only with --engine {KUBERNETES}")
 
 
 def _duration(text: str, name: str) -> int:
@@ -213,21 +215,26 @@ _LISTED_S = 60.0  # for the pods to be listed, with --once
 _LEAST_S = 0.05
 
 
-def _run_kubernetes(options: argparse.Namespace, rules: "AgentRules", every_s: float) -> int:
+def _run_kubernetes(options: argparse.Namespace) -> int:
+    import asyncio  # noqa: PLC0415 - not for the Prolog
+
     from fractional_gpu.client.seat import SeatClient  # noqa: PLC0415 - not for help texts
     from fractional_gpu.engines.agent import Agent  # noqa: PLC0415 - as above
     from fractional_gpu.engines.pod_seats import PodNotes, PodSeats  # noqa: PLC0415 - as above
 
-    pools = _pools(options)
+    pools, every_s = _pools(options), _every_ms(options) / 1000
+    # A pod that no node's count covers waits in the scheduler's queue: no count has to be open for it.
+    rules = _rules(options, {pool: resource_of(pool) for pool in pools}, refuses_beyond=False)
     try:
-        from fractional_gpu.engines.kubernetes import Cluster, KubernetesEngine, configuration  # noqa: PLC0415 - an extra
+        from fractional_gpu.engines.kubernetes import KubernetesEngine, configuration  # noqa: PLC0415 - an extra
     except ImportError as error:
         raise CommandError(
             f"the agent of a Kubernetes node needs more packages ({error}); run: pip install 'jupyter-fractional-gpu[kubernetes]'"
         ) from error
-    node = options.node or socket_module.gethostname()
-    with Cluster(configuration(options.kubeconfig), node, _say) as cluster:
-        engine = KubernetesEngine(cluster, node, tuple(pools))
+    node, file = options.node or socket_module.gethostname(), options.kubeconfig
+    remedy = "run the agent in a pod with a service account, or give --kubeconfig FILE"
+    settings = asyncio.run(configuration(file, in_pod=file is None, remedy=remedy))
+    with KubernetesEngine(settings, node, pools, _say) as engine:
         if options.remove:
             engine.remove()
             _say(f"node {node}: its counts and its summary are removed; pods that run keep their seats")
@@ -240,23 +247,18 @@ def _run_kubernetes(options: argparse.Namespace, rules: "AgentRules", every_s: f
         agent = Agent(
             engine,
             connect,
-            # A pod that no node's count covers waits in the scheduler's queue: no count has to be open for it.
-            replace(rules, counts={pool: resource_of(pool) for pool in pools}, refuses_beyond=False),
+            rules,
             is_ours=lambda seat: seat.workload is not None and seat.workload.engine == KUBERNETES,
-            seed=zlib.crc32(node.encode()) << 16 ^ os.getpid(),
+            seed=_seed(node),
             say=_say,
         )
         if options.once:
-            _await_pods(cluster)
-            seats.keep(cluster.pods())
-            write = agent.once()
-            shown = {"node": node, "counts": dict(write.counts), "summary": json.loads(write.summary)}
-            counted = ", ".join(f"{name}: {count}" for name, count in sorted(write.counts.items()))
-            print(json.dumps(shown) if options.json else f"node {node}: {counted}")
-            return 0
+            _await_pods(engine)
+            seats.keep(engine.pods())
+            return _write_once(agent, node, options)
         _say(f"agent of node {node}: pools {', '.join(pools)}")
         with ending() as end:
-            _Rounds(cluster, agent, seats, PodNotes(cluster.annotate_pod, _say), connect).run(end, every_s)
+            _Rounds(engine, agent, seats, PodNotes(engine.annotate_pod, _say), connect).run(end, every_s)
     _say("ended; the counts stay as they are")
     return 0
 
@@ -265,7 +267,7 @@ def _run_kubernetes(options: argparse.Namespace, rules: "AgentRules", every_s: f
 class _Rounds:
     """What the agent does again and again: seats as soon as pods change, counts at their own pace, annotations now and then."""
 
-    cluster: "Cluster"
+    engine: "KubernetesEngine"
     agent: "Agent"
     seats: "PodSeats"
     notes: "PodNotes"
@@ -278,30 +280,30 @@ class _Rounds:
             self._keep_seats()
             pause_s = min(every_s, max(_LEAST_S, self.agent.step() / 1000))
             # A signal sets `end` only; it is seen after this pause.
-            self.cluster.changed.wait(pause_s)
+            self.engine.changed.wait(pause_s)
 
     def _keep_seats(self) -> None:
         now = time.monotonic()
-        changed = self.cluster.changed.is_set()
+        changed = self.engine.changed.is_set()
         if changed:  # else a change that comes just now would be forgotten
-            self.cluster.changed.clear()
+            self.engine.changed.clear()
         try:
             if changed or now - self._kept_s >= _SEATS_S:
-                self.seats.keep(self.cluster.pods())
+                self.seats.keep(self.engine.pods())
                 self._kept_s = now
             if now - self._noted_s >= _NOTES_S or changed:
                 with closing(self.connect()) as client:
-                    self.notes.write(client, self.cluster.pods() or (), self.seats.outcomes)
+                    self.notes.write(client, self.engine.pods() or (), self.seats.outcomes)
                 self._noted_s = now
         except FractionalGPUError:
             # The broker does not answer, which the agent's step says; the seats are compared again in the next round.
             self._kept_s = self._noted_s = float("-inf")
 
 
-def _await_pods(cluster: "Cluster") -> None:
+def _await_pods(engine: "KubernetesEngine") -> None:
     end = time.monotonic() + _LISTED_S
-    while cluster.pods() is None:
-        cluster.changed.wait(_LEAST_S)
+    while engine.pods() is None:
+        engine.changed.wait(_LEAST_S)
         if time.monotonic() > end:
             raise CommandError(f"the API server did not list this node's pods within {_LISTED_S:g} s")
 

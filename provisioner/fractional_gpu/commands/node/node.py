@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fractional_gpu.commands.node import agent, install
-from fractional_gpu.commands.node.options import add_node_options, counts_of, seats_folder
+from fractional_gpu.commands.node.options import add_node_options, hook_settings
 from fractional_gpu.commands.terminal.text import CommandError
 
 EPILOG = """\
@@ -98,16 +98,8 @@ def _run_hook(options: argparse.Namespace) -> int:
     if options.check:
         Slurm(os.environ.get("SLURMD_NODENAME", "")).jobs()  # raises EngineError
         return 0
-    settings = hooks.HookSettings(
-        socket=options.socket,
-        folder=seats_folder(options),
-        pools={count: pool for pool, count in counts_of(options.pool).items()},
-        shard_pool=options.shards,
-        has_groups=not options.no_groups,
-        short_memory=options.short_memory,
-    )
     hook = hooks.begin if options.action == "prolog" else hooks.end
-    hook(settings, os.environ, _logger(options.action, options.log))
+    hook(hook_settings(options), os.environ, _logger(options.action, options.log))
     return 0
 
 

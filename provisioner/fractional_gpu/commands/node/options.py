@@ -3,8 +3,12 @@
 import argparse
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fractional_gpu.commands.terminal.text import UsageError
+
+if TYPE_CHECKING:
+    from fractional_gpu.engines.hooks import HookSettings
 
 SOCKET = "/run/jupyter-gpu/broker.sock"
 COUNT = "jgpu"
@@ -50,6 +54,19 @@ def add_node_options(parser: argparse.ArgumentParser) -> None:
 def seats_folder(options: argparse.Namespace) -> Path:
     folder: Path | None = options.seats
     return folder if folder is not None else Path(options.socket).parent / "seats"
+
+
+def hook_settings(options: argparse.Namespace) -> "HookSettings":
+    from fractional_gpu.engines.hooks import HookSettings  # noqa: PLC0415 - not for help texts
+
+    return HookSettings(
+        socket=options.socket,
+        folder=seats_folder(options),
+        pools={count: pool for pool, count in counts_of(options.pool).items()},
+        shard_pool=options.shards,
+        has_groups=not options.no_groups,
+        short_memory=options.short_memory,
+    )
 
 
 def counts_of(words: list[str] | None) -> dict[str, str]:

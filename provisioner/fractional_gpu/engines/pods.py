@@ -1,4 +1,4 @@
-"""What a Kubernetes pod says to have a share of a GPU, and what the node's agent writes. Names of the domain `fractional-gpu.jupyter.org`.
+"""Kubernetes' pods and nodes as they are read, and the words of our domain there, `fractional-gpu.jupyter.org`.
 
 A pod asks for a share by an extended resource in requests and limits: `fractional-gpu.jupyter.org/POOL: "250"` is a quarter of a GPU of
 that pool, in thousandths. The scheduler counts it, and quotas may limit it. So the resource decides; annotations only explain:
@@ -11,9 +11,11 @@ that pool, in thousandths. The scheduler counts it, and quotas may limit it. So 
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from datetime import datetime
 from fractions import Fraction
-from typing import Any, Final
+from typing import Final
+
+from msgspec import Struct, field
 
 DOMAIN: Final = "fractional-gpu.jupyter.org"
 POOL: Final = f"{DOMAIN}/pool"
@@ -57,24 +59,105 @@ def whole_quantity(text: object) -> int:
     return int(value)
 
 
-def shares_of(spec: Mapping[str, Any]) -> dict[str, int]:
+class Metadata(Struct, rename="camel", kw_only=True):
+    name: str
+    uid: str
+    namespace: str = ""  # nodes have none
+    annotations: dict[str, str] | None = None
+    creation_timestamp: datetime | None = None
+    deletion_timestamp: datetime | None = None
+
+
+class Resources(Struct):
+    limits: dict[str, str | int | float] | None = None
+    requests: dict[str, str | int | float] | None = None
+
+
+class Container(Struct, rename="camel"):
+    resources: Resources | None = None
+    restart_policy: str | None = None
+
+
+class PodSpec(Struct, rename="camel"):
+    node_name: str | None = None
+    containers: list[Container] | None = None
+    init_containers: list[Container] | None = None
+
+
+class PodStatus(Struct, rename="camel"):
+    phase: str | None = None
+    start_time: datetime | None = None
+
+
+class Pod(Struct):
+    """A pod of the API. What is not read, such as its environment, is not kept."""
+
+    metadata: Metadata
+    spec: PodSpec = field(default_factory=PodSpec)
+    status: PodStatus = field(default_factory=PodStatus)
+
+    @property
+    def annotations(self) -> dict[str, str]:
+        return self.metadata.annotations or {}
+
+    @property
+    def ended(self) -> bool:
+        return self.status.phase in ("Succeeded", "Failed")
+
+
+class Condition(Struct):
+    type: str
+    status: str
+
+
+class NodeSpec(Struct):
+    unschedulable: bool | None = None
+
+
+class NodeStatus(Struct):
+    conditions: list[Condition] | None = None
+    capacity: dict[str, str | int] | None = None
+
+
+class Node(Struct):
+    """A node of the API."""
+
+    metadata: Metadata
+    spec: NodeSpec = field(default_factory=NodeSpec)
+    status: NodeStatus = field(default_factory=NodeStatus)
+
+    @property
+    def summary(self) -> str | None:
+        """What the node's agent has published, as text."""
+        return (self.metadata.annotations or {}).get(SUMMARY)
+
+    @property
+    def why_not(self) -> str:
+        """Why the scheduler starts no pod there, a word or two; empty: it does."""
+        if self.spec.unschedulable:
+            return "cordoned"
+        ready = next((one.status for one in self.status.conditions or () if one.type == "Ready"), "True")
+        return "" if ready == "True" else "not ready"
+
+
+def shares_of(spec: PodSpec) -> dict[str, int]:
     """Return the thousandths that a pod's spec asks for, by pool, as the scheduler counts them. Raises ValueError.
 
     The containers run together, with the init containers that stay beside them; the other init containers run before, one at a time.
     """
     together, before = Counter[str](), Counter[str]()
-    for container in spec.get("initContainers") or ():
-        if container.get("restartPolicy") == "Always":
+    for container in spec.init_containers or ():
+        if container.restart_policy == "Always":
             together += _asked(container)
         else:  # it runs beside those that were started before it and stay
             before |= together + _asked(container)
-    for container in spec.get("containers") or ():
+    for container in spec.containers or ():
         together += _asked(container)
     return dict(sorted((together | before).items()))
 
 
-def _asked(container: Mapping[str, Any]) -> Counter[str]:
-    resources = container.get("resources") or {}
+def _asked(container: Container) -> Counter[str]:
+    resources = container.resources or Resources()
     # Requests default to limits, and for extended resources both are equal.
-    amounts = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+    amounts = {**(resources.limits or {}), **(resources.requests or {})}
     return Counter({pool: whole_quantity(amounts[name]) for name in amounts if (pool := pool_of(name)) is not None})
