@@ -124,14 +124,6 @@ class Host(ABC):
         """Return whether an operation hangs so."""
 
     @abstractmethod
-    def show_sensors(self, device: int, *, power: bool, counter: bool) -> None:
-        """Let a device show what it draws and its energy counter, or not."""
-
-    @abstractmethod
-    def set_counter(self, device: int, energy_mj: int) -> None:
-        """Let a device's energy counter go on from there."""
-
-    @abstractmethod
     def lose(self, device: int) -> None:
         """Let a device fall off the bus."""
 
@@ -210,12 +202,6 @@ class SimulatedDevices(Host):
 
     def hangs(self, operation: str) -> bool:
         return any(fault.taken == 1 and fault.operation == operation for fault in faults.listed(self._folder))
-
-    def show_sensors(self, device: int, *, power: bool, counter: bool) -> None:
-        host.show_sensors(self._folder, self.devices[device], power=power, counter=counter)
-
-    def set_counter(self, device: int, energy_mj: int) -> None:
-        host.set_counter(self._folder, self.devices[device], energy_mj)
 
     def lose(self, device: int) -> None:
         host.lose_device(self._folder, self.devices[device])
@@ -329,12 +315,6 @@ class DoubleHost(Host):
 
     def hangs(self, operation: str) -> bool:
         return any(call.result is None for call in self.double.calls(_CALLS[operation]))
-
-    def show_sensors(self, device: int, *, power: bool, counter: bool) -> None:
-        self.double.set_device(device, power_mw=80_000 if power else -1, energy_mj=1000 if counter else -1)
-
-    def set_counter(self, device: int, energy_mj: int) -> None:
-        self.double.set_device(device, energy_mj=energy_mj)
 
     def lose(self, device: int) -> None:
         self.double.set_device(device, fails=15)

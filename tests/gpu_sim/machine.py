@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from fractional_gpu.gpu.interface import DeviceSensors
-from fractional_gpu.gpu.simulated import host as host_module
 from fractional_gpu.gpu.simulated import load as load_module
 from fractional_gpu.gpu.simulated import monitor as monitor_module
 from fractional_gpu.gpu.simulated.load import Load, Piece, used_milli
@@ -23,6 +22,8 @@ _NO_PID = 5_000_000  # Linux gives no process such a pid
 class Machine:
     """A host whose clock the test sets, and processes on it that work when the test says so."""
 
+    monitor: SimulatedMonitor
+
     def __init__(self, store: Store) -> None:
         self.store = store
         self.now_ns = 1000 * SECOND
@@ -30,8 +31,6 @@ class Machine:
         self.loads: dict[str, Load] = {}
         self.killed: list[Load] = []
         self.pids: dict[str, int] = {}
-        with store.transaction() as db:
-            db.execute("UPDATE devices SET counted_us=?", (self.now_ns // 1000,))
 
     def clock(self) -> int:
         return self.now_ns
@@ -77,9 +76,8 @@ class Machine:
             db.execute("UPDATE processes SET device=? WHERE key=?", (self.devices[device], key))
 
     def sensors(self, device: int = 0) -> DeviceSensors:
-        """Return what a monitor reads that knows nothing of earlier readings."""
-        with closing(SimulatedMonitor(self.store.directory)) as monitor:
-            return monitor.sensors(self.devices[device])
+        """Return what the monitor reads that was opened with the machine."""
+        return self.monitor.sensors(self.devices[device])
 
     def counter(self, device: int = 0) -> int:
         """Return what the energy counter says, mJ."""
@@ -100,8 +98,9 @@ def virtual(directory: Path) -> Iterator[Machine]:
     with closing(Store(directory)) as store, pytest.MonkeyPatch.context() as patch:
         made = Machine(store)
         patch.setattr(load_module, "since_boot_ns", made.clock)
-        for module in (monitor_module, host_module):
-            patch.setattr(module, "since_boot_us", lambda: made.now_ns // 1000)
+        patch.setattr(monitor_module, "since_boot_us", lambda: made.now_ns // 1000)
+        made.monitor = SimulatedMonitor(directory)
         yield made
+        made.monitor.close()
         for load in [*made.loads.values(), *made.killed]:
             load.close()

@@ -1,10 +1,10 @@
 """Injected faults of the simulated hardware: what goes wrong, how often and for which process.
 
 The rules:
-- A fault applies to one operation (lock, checkpoint, restore, unlock, state), of one process or of any, or to reading a device's sensors.
+- A fault applies to one operation (lock, checkpoint, restore, unlock, state), of one process or of any.
 - It strikes `times` times (None: until it is removed); among several the oldest strikes.
 - `fail:CODE` raises that error and does nothing. `slow:MS` waits before the operation, `late:MS` after it. `lie` returns
-  success and does nothing; for state, `lie:STATE` returns that state; for sensors, `lie:MJ` is what the energy counter says.
+  success and does nothing; for state, `lie:STATE` returns that state.
   `hang` waits until the fault is removed, then does the operation; `late` does it, then waits until the fault is removed.
 """
 
@@ -16,7 +16,7 @@ from typing import Final
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
 from fractional_gpu.gpu.simulated.store import SimulatedHostError, Store
 
-OPERATIONS: Final = ("lock", "checkpoint", "restore", "unlock", "state", "sensors")
+OPERATIONS: Final = ("lock", "checkpoint", "restore", "unlock", "state")
 _POLL_S: Final = 0.005
 
 
@@ -37,8 +37,6 @@ def inject(directory: str | Path, operation: str, fault: str, *, times: int | No
     if operation not in OPERATIONS:
         raise SimulatedHostError(f"there is no operation {operation!r}; there are {', '.join(OPERATIONS)}")
     _check(operation, fault)
-    if operation == "sensors" and pid is not None:
-        raise SimulatedHostError(f"sensors are a device's, not of process {pid}: leave the process out")
     if times is not None and times < 1:
         raise SimulatedHostError(f"a fault cannot strike {times} times; give 1 or more, or None for always")
     store = Store(directory)
@@ -118,8 +116,8 @@ class Strike:
             time.sleep(_POLL_S)
 
 
-def strike(store: Store, operation: str, pid: int | None = None) -> Strike:
-    """Take the fault that is due for this operation on this process (None: it is not of a process), if any."""
+def strike(store: Store, operation: str, pid: int) -> Strike:
+    """Take the fault that is due for this operation on this process, if any."""
     due = (
         "SELECT id, fault FROM faults WHERE operation=? AND (pid IS NULL OR pid=?) "
         "AND (left IS NULL OR left > 0) ORDER BY id"
@@ -137,16 +135,16 @@ def strike(store: Store, operation: str, pid: int | None = None) -> Strike:
 def _check(operation: str, fault: str) -> None:
     kind, colon, value = fault.partition(":")
     codes, states = [code.value for code in GPUErrorCode], [state.value for state in ProcessState]
-    milliseconds = number = value.isascii() and value.isdigit()
+    milliseconds = value.isascii() and value.isdigit()
     allowed = {
         "fail": value in codes,
         "slow": milliseconds,
         "late": milliseconds if colon else True,
         "hang": not colon,
-        "lie": {"state": value in states, "sensors": number}.get(operation, not colon),
+        "lie": value in states if operation == "state" else not colon,
     }
     if not allowed.get(kind, False):
         raise SimulatedHostError(
             f"fault {fault!r} is not allowed for {operation}; allowed: fail:CODE (of {', '.join(codes)}), "
-            f"slow:MS, late, late:MS, hang, lie (for state: lie:STATE, of {', '.join(states)}; for sensors: lie:MJ)"
+            f"slow:MS, late, late:MS, hang, lie (for state: lie:STATE, of {', '.join(states)})"
         )

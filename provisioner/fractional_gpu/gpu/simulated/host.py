@@ -28,7 +28,6 @@ from fractional_gpu.gpu.simulated.store import (
     Store,
     own_namespace,
 )
-from fractional_gpu.host.clock import since_boot_us
 from fractional_gpu.host.files import temporary_folder
 
 MAX_DEVICES: Final = 64
@@ -117,11 +116,8 @@ def create(directory: str | Path, devices: str | Sequence[int], *, shared: bool 
                 if living:
                     raise SimulatedHostError(_occupied(path, present, sizes, living))
                 db.execute("DELETE FROM devices")
-                now_us = since_boot_us()
-                rows = [(f"SIM-{uuid.uuid4()}", index, _name(mib), mib, now_us) for index, mib in enumerate(sizes)]
-                db.executemany(
-                    "INSERT INTO devices (id, idx, name, memory_mib, counted_us) VALUES (?, ?, ?, ?, ?)", rows
-                )
+                rows = [(f"SIM-{uuid.uuid4()}", index, _name(mib), mib) for index, mib in enumerate(sizes)]
+                db.executemany("INSERT INTO devices (id, idx, name, memory_mib) VALUES (?, ?, ?, ?)", rows)
         return _describe(store)
 
 
@@ -167,29 +163,6 @@ def return_device(directory: str | Path, device_id: str) -> None:
         _check_device(store, device_id)
         with store.transaction() as db:
             db.execute("UPDATE devices SET lost=0 WHERE id=?", (device_id,))
-
-
-def show_sensors(directory: str | Path, device_id: str, *, power: bool = True, counter: bool = True) -> None:
-    """Have the device show what it draws and its energy counter, or not, as older devices do."""
-    with closing(Store(directory)) as store:
-        _check_device(store, device_id)
-        with store.transaction() as db:
-            db.execute(
-                "UPDATE devices SET shows_power=?, shows_counter=? WHERE id=?", (int(power), int(counter), device_id)
-            )
-
-
-def set_counter(directory: str | Path, device_id: str, energy_mj: int) -> None:
-    """Have the device's energy counter go on from this, mJ: from 0 as when the driver is loaded again, or from what is absurd."""
-    if energy_mj < 0:
-        raise SimulatedHostError(f"an energy counter cannot say {energy_mj} mJ; give 0 or more")
-    with closing(Store(directory)) as store:
-        _check_device(store, device_id)
-        with store.transaction() as db:
-            db.execute(
-                "UPDATE devices SET energy_uj=?, counted_us=? WHERE id=?",
-                (energy_mj * 1000, since_boot_us(), device_id),
-            )
 
 
 def _describe(store: Store) -> SimulatedHost:

@@ -19,7 +19,6 @@ from fractional_gpu.gpu.interface import (
     GPUErrorCode,
     ProcessUse,
 )
-from fractional_gpu.gpu.simulated import faults
 from fractional_gpu.gpu.simulated.load import WHOLE, used_milli
 from fractional_gpu.gpu.simulated.processes import WORK, Process, is_dead, reap, settle_if_abandoned, swapping, users_of
 from fractional_gpu.gpu.simulated.store import MIB, SimulatedHostError, Store
@@ -56,6 +55,10 @@ class SimulatedMonitor:
     def __init__(self, directory: str | Path) -> None:
         self._store = open_store(directory)
         self._reaped_s = -math.inf
+        self._opened_us = since_boot_us()
+        self._drawn: dict[
+            str, tuple[int, int]
+        ] = {}  # by device: when its energy was counted last, and how much it was, microjoules
 
     @property
     def kind(self) -> str:
@@ -108,45 +111,22 @@ class SimulatedMonitor:
         )
 
     def sensors(self, device_id: str) -> DeviceSensors:
-        """Return how busy the device was in the last second, what it drew then and since the host was made; it has no temperature.
+        """Return how busy the device was in the last second, what it drew then and since this monitor was opened; it has no temperature.
 
+        The energy is counted when it is read, by the use since the last reading: what a process used between that and its end is left out.
         Raises GPUError (NO_SUCH_DEVICE, DEVICE_LOST, OPERATING_SYSTEM).
         """
-        strike = translated(lambda: faults.strike(self._store, "sensors"))
-        strike.before()
         translated(lambda: self._check(device_id))
-        use_milli = self.utilisation(device_id, since_boot_us() - _RECENT_US).device_milli or 0
-        power_mw, energy_mj = translated(lambda: self._drawn(device_id, use_milli))
-        if strike.lies:
-            energy_mj = int(strike.value)
-        strike.after()
-        return DeviceSensors(busy_percent=use_milli // 10, power_mw=power_mw, energy_mj=energy_mj)
-
-    def _drawn(self, device_id: str, use_milli: int) -> tuple[int | None, int | None]:
-        """Return what the device draws, mW, and has drawn, mJ, as far as it shows that.
-
-        Its energy is counted when any monitor reads it, by the use since the last reading: what a process used between that and its end
-        is left out. A boot of the machine begins the counter again.
-        """
-        settings = self._store.settings()
+        settings = translated(self._store.settings)
         range_mw = settings.peak_mw - settings.idle_mw
-        counted = 0
-        while not counted:  # until no other monitor has counted meanwhile
-            columns = "energy_uj, counted_us, shows_power, shows_counter"
-            [row] = self._store.query(f"SELECT {columns} FROM devices WHERE id=?", device_id)  # noqa: S608
-            energy_uj, counted_us, shows_power, shows_counter = row
-            now_us = since_boot_us()
-            since_us = counted_us if counted_us <= now_us else 0
-            used_milli = self.utilisation(device_id, since_us).device_milli or 0
-            drawn_uj = (now_us - since_us) * (1000 * settings.idle_mw + range_mw * used_milli) // 1_000_000
-            energy_uj = drawn_uj + (energy_uj if counted_us <= now_us else 0)
-            with self._store.transaction() as db:
-                counted = db.execute(
-                    "UPDATE devices SET energy_uj=?, counted_us=? WHERE id=? AND counted_us=?",
-                    (energy_uj, now_us, device_id, counted_us),
-                ).rowcount
+        now_us = since_boot_us()
+        use_milli = self.utilisation(device_id, now_us - _RECENT_US).device_milli or 0
+        since_us, drawn_uj = self._drawn.get(device_id, (self._opened_us, 0))
+        used_milli = self.utilisation(device_id, since_us).device_milli or 0
+        drawn_uj += (now_us - since_us) * (1000 * settings.idle_mw + range_mw * used_milli) // 1_000_000
+        self._drawn[device_id] = now_us, drawn_uj
         power_mw = settings.idle_mw + range_mw * use_milli // 1000
-        return power_mw if shows_power else None, energy_uj // 1000 if shows_counter else None
+        return DeviceSensors(busy_percent=use_milli // 10, power_mw=power_mw, energy_mj=drawn_uj // 1000)
 
     def kernel_environment(self, device_id: str | None) -> dict[str, str]:
         """Return where the simulated host is and, once there is one, the device."""
