@@ -8,10 +8,11 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from fractional_gpu.client.client import BrokerClient
-from fractional_gpu.gpu.simulated.store import available_bytes
+from fractional_gpu.gpu.simulated.store import Store
 from tests.benchmarks.kernels import BenchKernel
 from tests.benchmarks.report import Row
 from tests.benchmarks.stats import median, median_estimate
@@ -41,7 +42,8 @@ def measure_swaps(
     Raises RuntimeError where that file system has no room for the largest size, its checkpoint and the two copies.
     """
     needed_mib = 4 * max(sizes_mib)
-    free_mib = available_bytes(simulated) // _MIB
+    with closing(Store(simulated)) as store:
+        free_mib = store.available_bytes() // _MIB
     if free_mib < needed_mib:
         raise RuntimeError(
             f"{simulated.parent} has room for {free_mib} MiB, but {needed_mib} MiB are needed; make room there, or leave this part out"

@@ -4,7 +4,6 @@ from contextlib import closing
 
 import pytest
 
-from fractional_gpu.gpu.simulated import host
 from fractional_gpu.gpu.simulated.host import SimulatedHost
 from fractional_gpu.gpu.simulated.monitor import SimulatedMonitor
 from fractional_gpu.gpu.simulated.store import SimulatedHostError, Store
@@ -75,14 +74,6 @@ def test_a_draw_that_cannot_be_is_refused(simulated: SimulatedHost, wrong: dict[
         with pytest.raises(SimulatedHostError, match="not allowed"):
             store.configure(**wrong)
         assert (store.settings().idle_mw, store.settings().peak_mw) == (IDLE_MW, PEAK_MW)
-
-
-def test_a_host_of_another_version_is_left_as_it_is(simulated: SimulatedHost) -> None:
-    with closing(Store(simulated.directory)) as store:
-        with store.transaction() as db:
-            db.execute("UPDATE meta SET value='99' WHERE name='version'")
-        with pytest.raises(SimulatedHostError, match="version 99"):
-            host.open_host(simulated.directory)
 
 
 def test_the_counter_never_goes_back_beside_processes_that_come_and_go(

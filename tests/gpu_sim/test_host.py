@@ -1,6 +1,7 @@
 """Making and changing a simulated host."""
 
 import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -38,11 +39,10 @@ def test_devices_that_are_not_allowed_are_refused_with_what_is(text: str) -> Non
 
 def test_an_existing_host_is_opened_with_the_same_devices(simulated: host.SimulatedHost) -> None:
     assert host.create(simulated.directory, "2x256MiB").devices == simulated.devices
-    assert host.open_host(simulated.directory).devices == simulated.devices
 
 
 def test_an_empty_host_may_change_its_devices(simulated: host.SimulatedHost) -> None:
-    changed = host.create(simulated.directory, [128])
+    changed = host.create(simulated.directory, "128MiB")
     assert [device.memory_mib for device in changed.devices] == [128]
     assert changed.devices[0].device_id not in [device.device_id for device in simulated.devices]
 
@@ -81,14 +81,14 @@ def test_a_host_of_another_version_is_refused(simulated: host.SimulatedHost) -> 
         db.execute("UPDATE meta SET value='99' WHERE name='version'")
     store.close()
     with pytest.raises(SimulatedHostError, match=r"version 99.*remove the folder"):
-        host.open_host(simulated.directory)
+        Store(simulated.directory)
 
 
 def test_a_damaged_host_is_refused(tmp_path: Path) -> None:
     (tmp_path / "host").mkdir(mode=0o700)
     (tmp_path / "host" / "host.sqlite").write_bytes(b"this is not a database" * 100)
     with pytest.raises(SimulatedHostError, match="cannot be opened"):
-        host.open_host(tmp_path / "host")
+        Store(tmp_path / "host")
 
 
 def test_a_host_is_removed_only_when_nobody_uses_it(simulated: host.SimulatedHost, kernel: Kernel) -> None:
@@ -120,7 +120,8 @@ def test_settings_persist_and_unknown_ones_are_refused(simulated: host.Simulated
     with pytest.raises(SimulatedHostError, match="latency_ms=-1"):
         store.configure(latency_ms=-1)
     store.close()
-    settings = host.open_host(simulated.directory).settings
+    with closing(Store(simulated.directory)) as again:
+        settings = again.settings()
     assert (settings.latency_ms, settings.context_mib) == (7, 5)
 
 

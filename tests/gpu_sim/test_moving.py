@@ -5,7 +5,6 @@ import time
 import pytest
 
 from fractional_gpu.gpu.interface import GPUError, GPUErrorCode, ProcessState
-from fractional_gpu.gpu.simulated import checkpointer as checkpointer_module
 from fractional_gpu.gpu.simulated import host
 from fractional_gpu.gpu.simulated.checkpointer import SimulatedCheckpointer
 from fractional_gpu.gpu.simulated.store import Store
@@ -36,7 +35,7 @@ def test_a_machine_without_room_for_the_copy_refuses_and_loses_nothing(
     kernel.run("!x = cuda.allocate(2**20); x.fill(b'k')")
     driver.lock(kernel.pid, 1000)
     for operation, state in ((driver.checkpoint, S.LOCKED), (driver.restore, S.CHECKPOINTED)):
-        monkeypatch.setattr(checkpointer_module, "available_bytes", lambda _directory: 1000)
+        monkeypatch.setattr(Store, "available_bytes", lambda _store: 1000)
         with pytest.raises(GPUError, match="1 MiB needs as much again") as caught:
             operation(kernel.pid)
         assert caught.value.code is GPUErrorCode.OPERATING_SYSTEM

@@ -39,7 +39,7 @@ from fractional_gpu.gpu.simulated.processes import (
     settle,
     settle_if_abandoned,
 )
-from fractional_gpu.gpu.simulated.store import MIB, Device, Store, available_bytes
+from fractional_gpu.gpu.simulated.store import MIB, Device, Store
 
 NEEDS: Final = {
     "lock": ProcessState.RUNNING,
@@ -186,58 +186,31 @@ class SimulatedCheckpointer:
         if process.phase != "saved" and self._device(process.device).lost:
             raise GPUError(GPUErrorCode.DEVICE_LOST, f"the simulated device {process.device} is lost")
 
-    def _allocations(self, key: str) -> list[tuple[int, int]]:
-        return [
-            (int(row[0]), int(row[1]))
-            for row in self._store.query("SELECT id, bytes FROM allocations WHERE process=?", key)
-        ]
-
     def _save(self, process: Process) -> None:
-        folder, key = self._store.process_folder(process.key), process.key
-        self._change(key, "device", "saving")
+        self._change(process.key, "phase='device'", "phase='saving'")
         try:
-            settings = self._store.settings()
-            time.sleep(settings.latency_ms / 1000)
-            files = [
-                (folder / f"{number}.device", folder / f"{number}.saved", size)
-                for number, size in self._allocations(key)
-            ]
-            _check_host(self._store, [source for source, _, _ in files])
-            for source, target, size in files:
-                _copy(
-                    source,
-                    target,
-                    size,
-                    settings.checkpoint_mib_s,
-                    charged_to=process.pid if self._store.shared else None,
-                )
-            self._change(key, "saving", "saved")
+            mib_s, job = self._store.settings().checkpoint_mib_s, process.pid if self._store.shared else None
+            self._copy_all(process.key, "device", "saved", mib_s, charged_to=job)
+            self._change(process.key, "phase='saving'", "phase='saved'")
         finally:
             # Empties the device files after the commit, removes the copies if there was none.
-            settle(self._store, key)
+            settle(self._store, process.key)
 
     def _bring_back(self, process: Process, moves: Mapping[str, str]) -> None:
-        folder, key = self._store.process_folder(process.key), process.key
-        target = self._target(process, moves)
-        self._reserve(process, target)
+        self._reserve(process, self._target(process, moves))
         try:
-            settings = self._store.settings()
-            time.sleep(settings.latency_ms / 1000)
-            files = [
-                (folder / f"{number}.saved", folder / f"{number}.device", size)
-                for number, size in self._allocations(key)
-            ]
-            _check_host(self._store, [source for source, _, _ in files])
-            for source, destination, size in files:
-                _copy(source, destination, size, settings.restore_mib_s)
-            with self._store.transaction() as db:
-                done = db.execute(
-                    "UPDATE processes SET phase='device', device=target, target=NULL WHERE key=? AND phase='restoring'",
-                    (key,),
-                )
-                _check_changed(db, key, done.rowcount)
+            self._copy_all(process.key, "saved", "device", self._store.settings().restore_mib_s)
+            self._change(process.key, "phase='restoring'", "phase='device', device=target, target=NULL")
         finally:
-            settle(self._store, key)
+            settle(self._store, process.key)
+
+    def _copy_all(self, key: str, source: str, target: str, mib_s: int, *, charged_to: int | None = None) -> None:
+        folder = self._store.process_folder(key)
+        time.sleep(self._store.settings().latency_ms / 1000)
+        sizes = self._store.query("SELECT id, bytes FROM allocations WHERE process=?", key)
+        _check_host(self._store, [folder / f"{number}.{source}" for number, _ in sizes])
+        for number, size in sizes:
+            _copy(folder / f"{number}.{source}", folder / f"{number}.{target}", size, mib_s, charged_to=charged_to)
 
     def _target(self, process: Process, moves: Mapping[str, str]) -> Device:
         for old, new in moves.items():
@@ -273,7 +246,7 @@ class SimulatedCheckpointer:
 
     def _change(self, key: str, before: str, after: str) -> None:
         with self._store.transaction() as db:
-            done = db.execute("UPDATE processes SET phase=? WHERE key=? AND phase=?", (after, key, before))
+            done = db.execute(f"UPDATE processes SET {after} WHERE key=? AND {before}", (key,))  # noqa: S608 - constants
             _check_changed(db, key, done.rowcount)
 
 
@@ -287,7 +260,7 @@ def _check_changed(db: sqlite3.Connection, key: str, rows: int) -> None:
 
 def _check_host(store: Store, sources: list[Path]) -> None:
     needed = sum(source.stat().st_blocks * 512 for source in sources)
-    available = available_bytes(store.directory)
+    available = store.available_bytes()
     if needed > available:
         raise OSError(f"moving {needed / MIB:.0f} MiB needs as much again, and {available / MIB:.0f} MiB are left")
 

@@ -43,7 +43,7 @@ from fractional_gpu.gpu.simulated.processes import (
     settle_if_abandoned,
     write_gate,
 )
-from fractional_gpu.gpu.simulated.store import MIB, Device, SimulatedHostError, Store, available_bytes
+from fractional_gpu.gpu.simulated.store import MIB, Device, SimulatedHostError, Store
 
 # The gate of a simulated process: its calls pass, or wait while it is locked or checkpointed.
 #
@@ -207,7 +207,6 @@ def shut_gate(store: Store, key: str, timeout_s: float) -> bool:
 
 
 HELD: Final = f"SELECT COALESCE(SUM(bytes), 0) FROM processes WHERE {ON_DEVICE}"  # noqa: S608
-_HEADROOM: Final = 128 * MIB  # left to the machine
 _UNSET: Final = "start the kernel through a broker with --simulate, or set it yourself"
 
 
@@ -456,7 +455,7 @@ class Context:
             )
 
     def _check_host(self, n_bytes: int) -> None:
-        available = available_bytes(self.store.directory) - _HEADROOM
+        available = self.store.available_bytes()
         # A quick and too cautious check first, because every allocation makes it.
         if n_bytes + int(self.store.query("SELECT COALESCE(SUM(bytes), 0) FROM processes")[0][0]) <= available:
             return

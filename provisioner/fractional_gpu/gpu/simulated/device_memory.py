@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Final
 
 from fractional_gpu.gpu.simulated.store import MIB, SOCKET, Store
+from fractional_gpu.host.memory import memory_groups
 
 _DONE: Final = b"reserved"
 _MOST_ERROR: Final = 300
@@ -176,8 +177,6 @@ def charge(pid: int, file: int, extents: list[tuple[int, int]]) -> None:
 
 def _memory_group(pid: int) -> Path | None:
     """Return the folder of the group that accounts the process's memory, None where there is none."""
-    from fractional_gpu.host.memory import memory_groups  # noqa: PLC0415
-
     groups = memory_groups(pid)
     for version in (1, 2):  # beside version 1's memory controller, version 2 has none
         if folders := groups.get(version):

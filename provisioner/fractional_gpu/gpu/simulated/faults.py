@@ -9,6 +9,7 @@ The rules:
 """
 
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -20,7 +21,7 @@ OPERATIONS: Final = ("lock", "checkpoint", "restore", "unlock", "state")
 _POLL_S: Final = 0.005
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Fault:
     """An injected fault. `left` is how often it will still strike (None: always), `taken` how often it did."""
 
@@ -39,45 +40,31 @@ def inject(directory: str | Path, operation: str, fault: str, *, times: int | No
     _check(operation, fault)
     if times is not None and times < 1:
         raise SimulatedHostError(f"a fault cannot strike {times} times; give 1 or more, or None for always")
-    store = Store(directory)
-    try:
-        with store.transaction() as db:
-            cursor = db.execute(
-                "INSERT INTO faults (operation, fault, left, pid) VALUES (?, ?, ?, ?)", (operation, fault, times, pid)
-            )
-            return int(cursor.lastrowid or 0)
-    finally:
-        store.close()
+    with closing(Store(directory)) as store, store.transaction() as db:
+        row = (operation, fault, times, pid)
+        return int(
+            db.execute("INSERT INTO faults (operation, fault, left, pid) VALUES (?, ?, ?, ?)", row).lastrowid or 0
+        )
 
 
 def remove(directory: str | Path, fault_id: int) -> None:
     """Remove a fault; an operation that hangs in it goes on. Idempotent."""
-    store = Store(directory)
-    try:
-        with store.transaction() as db:
-            db.execute("DELETE FROM faults WHERE id=?", (fault_id,))
-    finally:
-        store.close()
+    with closing(Store(directory)) as store, store.transaction() as db:
+        db.execute("DELETE FROM faults WHERE id=?", (fault_id,))
 
 
 def clear(directory: str | Path) -> None:
     """Remove all faults."""
-    store = Store(directory)
-    try:
-        with store.transaction() as db:
-            db.execute("DELETE FROM faults")
-    finally:
-        store.close()
+    with closing(Store(directory)) as store, store.transaction() as db:
+        db.execute("DELETE FROM faults")
 
 
 def listed(directory: str | Path) -> list[Fault]:
     """Return the faults that were injected and not removed, oldest first; those that are used up too."""
-    store = Store(directory)
-    try:
-        rows = store.query("SELECT id, operation, fault, left, pid, taken FROM faults ORDER BY id")
-    finally:
-        store.close()
-    return [Fault(fault_id=r[0], operation=r[1], fault=r[2], left=r[3], pid=r[4], taken=r[5]) for r in rows]
+    with closing(Store(directory)) as store:
+        return [
+            Fault(*row) for row in store.query("SELECT id, operation, fault, left, pid, taken FROM faults ORDER BY id")
+        ]
 
 
 class Strike:

@@ -11,7 +11,6 @@ The rules:
 import os
 import re
 import uuid
-from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,6 @@ from fractional_gpu.gpu.simulated.store import (
     SOCKET,
     VERSION,
     Device,
-    Settings,
     SimulatedHostError,
     Store,
     own_namespace,
@@ -39,11 +37,10 @@ _MIB_PER: Final = {"mib": 1, "gib": 1024, "tib": 1024 * 1024}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedHost:
-    """A simulated host: its folder, and its devices and settings at the time of the call."""
+    """A simulated host: its folder, and its devices at the time of the call."""
 
     directory: Path
     devices: tuple[Device, ...]
-    settings: Settings
 
 
 def parse_devices(text: str) -> list[int]:
@@ -87,14 +84,14 @@ def choose_directory(name: str) -> Path:
     return temporary / folder
 
 
-def create(directory: str | Path, devices: str | Sequence[int], *, shared: bool = False) -> SimulatedHost:
-    """Create a simulated host, or open the one that is there. `devices` as for `parse_devices`, or MiB of each.
+def create(directory: str | Path, devices: str, *, shared: bool = False) -> SimulatedHost:
+    """Create a simulated host, or open the one that is there. `devices` as for `parse_devices`.
 
     `shared`: processes of other users use it, too. It is root's then: only root checkpoints others' processes and tidies up after them.
     Raises SimulatedHostError for devices that are not allowed, for a folder that other users may write to, and when processes use
     a host with other devices.
     """
-    sizes = parse_devices(devices) if isinstance(devices, str) else _checked(devices)
+    sizes = parse_devices(devices)
     path = Path(directory).absolute()
     _own(path)
     if shared:
@@ -118,13 +115,7 @@ def create(directory: str | Path, devices: str | Sequence[int], *, shared: bool 
                 db.execute("DELETE FROM devices")
                 rows = [(f"SIM-{uuid.uuid4()}", index, _name(mib), mib) for index, mib in enumerate(sizes)]
                 db.executemany("INSERT INTO devices (id, idx, name, memory_mib) VALUES (?, ?, ?, ?)", rows)
-        return _describe(store)
-
-
-def open_host(directory: str | Path) -> SimulatedHost:
-    """Return the host in the folder. Raises SimulatedHostError when there is none."""
-    with closing(Store(directory)) as store:
-        return _describe(store)
+        return SimulatedHost(directory=store.directory, devices=tuple(store.devices()))
 
 
 def destroy(directory: str | Path) -> None:
@@ -163,18 +154,6 @@ def return_device(directory: str | Path, device_id: str) -> None:
         _check_device(store, device_id)
         with store.transaction() as db:
             db.execute("UPDATE devices SET lost=0 WHERE id=?", (device_id,))
-
-
-def _describe(store: Store) -> SimulatedHost:
-    return SimulatedHost(directory=store.directory, devices=tuple(store.devices()), settings=store.settings())
-
-
-def _checked(sizes: Sequence[int]) -> list[int]:
-    if not 1 <= len(sizes) <= MAX_DEVICES or any(not 1 <= size <= _MAX_MIB for size in sizes):
-        raise SimulatedHostError(
-            f"simulated devices {sizes!r} are out of range: 1 to {MAX_DEVICES}, 1 MiB to 16 TiB each"
-        )
-    return list(sizes)
 
 
 def _own(path: Path) -> None:

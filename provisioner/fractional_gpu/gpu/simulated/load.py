@@ -16,7 +16,6 @@ The rules:
 import os
 import struct
 import threading
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from typing import Final
 
 from fractional_gpu.gpu.simulated.processes import WORK, Process, users_of
 from fractional_gpu.gpu.simulated.store import Store
+from fractional_gpu.host.clock import since_boot_ns
 
 WHOLE: Final = 1000  # a device, thousandths
 
@@ -38,11 +38,6 @@ _TOTALS: Final = 256
 _STEP_NS: Final = 25_000_000
 _PRECISION: Final = 1e-6
 _BYTES: Final = _HEADER.size + _TOTALS * _TOTAL.size
-
-
-def since_boot_ns() -> int:
-    """Return nanoseconds since boot, on a clock that cannot be set."""
-    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 @dataclass(slots=True, eq=False)

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Final
 
 from fractional_gpu.gpu.simulated.store import Store, own_namespace
+from fractional_gpu.host.process import boot_id, parse_stat, read_file, read_of, read_stat
 
 OPEN: Final = b"O"  # calls pass
 WORK: Final = "work"  # a file of the process; its modification time is the time since boot at which its work on the device ends or ended
@@ -38,7 +39,6 @@ ON_DEVICE: Final = "? = CASE WHEN phase IN ('device', 'saving') THEN device WHEN
 _POLL_S: Final = 0.002
 _WITHIN: Final = "@"
 _visible: dict[str, int] = {}  # pids here of processes in other pid namespaces, by key
-_STAT_BYTES: Final = 4096  # longer than any /proc/PID/stat
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,32 +66,29 @@ def _process(row: tuple[str, int, str, str, str | None, str, int, str]) -> Proce
 @cache
 def boot() -> str:
     """Return what names this boot of the machine."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()[:8]
+    return boot_id()[:8]
 
 
 def current_key(pid: int) -> str | None:
     """Return the key of the process that has this pid now, None if there is none."""
     try:
-        raw = _read(f"/proc/{pid}/stat")
-    except (FileNotFoundError, ProcessLookupError):
+        stat = read_stat(pid)
+    except ProcessLookupError:
         return None
-    fields = raw[raw.rindex(b")") + 1 :].split()
-    # A leader that exited before its threads looks like a zombie, but its memory lives.
-    if fields[0] in (b"Z", b"X", b"x") and int(fields[17]) <= 1:
+    if stat.dead:
         return None
     namespace = _namespace(pid)
     if namespace == own_namespace():
-        return f"{pid}-{int(fields[19])}-{boot()}"
-    return f"{_inner_pid(pid)}-{int(fields[19])}-{boot()}{_WITHIN}{namespace}"
+        return f"{pid}-{stat.start_time}-{boot()}"
+    return f"{_inner_pid(pid)}-{stat.start_time}-{boot()}{_WITHIN}{namespace}"
 
 
 def own_key(store: Store) -> str | None:
     """Return this process's key in the store, None if /proc does not show it."""
     try:
-        raw = _read("/proc/self/stat")
+        start = parse_stat(read_file("/proc/self/stat")).start_time
     except (FileNotFoundError, ProcessLookupError):
         return None
-    start = int(raw[raw.rindex(b")") + 1 :].split()[19])
     key = f"{os.getpid()}-{start}-{boot()}"
     return key if own_namespace() == store.home_namespace() else f"{key}{_WITHIN}{own_namespace()}"
 
@@ -138,20 +135,11 @@ def _shown_as() -> int:
 def _inner_pid(pid: int) -> int:
     """Return the pid of a process in its own namespace, 0 if it has ended."""
     try:
-        status = _read(f"/proc/{pid}/status")
-    except (FileNotFoundError, ProcessLookupError):
+        status = read_of(pid, "status")
+    except ProcessLookupError:
         return 0
     found = [line for line in status.split(b"\n") if line.startswith(b"NSpid:")]
     return int(found[0].split()[-1]) if found else pid
-
-
-def _read(path: str) -> bytes:
-    """Read a short file of /proc in one read: this is done for every process again and again."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return os.read(descriptor, _STAT_BYTES)
-    finally:
-        os.close(descriptor)
 
 
 def find_process(store: Store, key: str) -> Process | None:
